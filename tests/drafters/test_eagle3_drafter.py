@@ -73,19 +73,25 @@ def plain_log_probs(model, draft: Eagle3Draft, text: list[int], path: list[int],
     d, eps = shape.head_dim, shape.rms_norm_eps
     with torch.no_grad():
         states = model(torch.tensor([text[:-1]]), output_hidden_states=True).hidden_states
-        g = torch.cat([states[i + 1][0] for i in LAYERS], -1) @ w["fc.weight"].T
+        features = [states[i + 1][0] for i in LAYERS]
+        if shape.fc_norm:
+            features = [rms(f, w[f"fc_norm.{i}.weight"], eps) for i, f in enumerate(features)]
+        features = torch.cat(features, -1)
+        if shape.norm_before_fc:
+            features = rms(features, w["input_norm.weight"], eps)
+        g = features @ w["fc.weight"].T
+        table = w.get("embed_tokens.weight", model.get_input_embeddings().weight)
         tokens = text[1:]
         for following in [*path, None]:
             rows = len(tokens)
-            x = model.get_input_embeddings()(torch.tensor(tokens))
+            x = table[torch.tensor(tokens)]
             normed = rms(g, w["midlayer.hidden_norm.weight"], eps)
             n = torch.cat([rms(x, w["midlayer.input_layernorm.weight"], eps), normed], -1)
 
-            def heads(part, n=n):
-                bias = w.get(f"midlayer.self_attn.{part}_proj.bias")
-                return (
-                    F.linear(n, w[f"midlayer.self_attn.{part}_proj.weight"], bias).view(len(n), -1, d).transpose(0, 1)
-                )
+            def heads(part, n, at):
+                own = f"{at}.self_attn.{part}"
+                out = F.linear(n, w[f"{own}_proj.weight"], w.get(f"{own}_proj.bias")).view(len(n), -1, d)
+                return (rms(out, w[f"{own}_norm.weight"], eps) if f"{own}_norm.weight" in w else out).transpose(0, 1)
 
             positions = torch.arange(rows)
             places, unseen = positions.clone(), torch.zeros(rows, dtype=torch.bool)
@@ -93,19 +99,27 @@ def plain_log_probs(model, draft: Eagle3Draft, text: list[int], path: list[int],
                 unseen[: len(text) - 1] = True
                 unseen[seen] = False
                 places[~unseen] = torch.arange(int((~unseen).sum()))
-            q, k, v = rope(heads("q"), places, *rotated), rope(heads("k"), places, *rotated), heads("v")
-            k, v = (t.repeat_interleave(len(q) // len(t), dim=0) for t in (k, v))
             behind = positions[:, None] - positions
             hidden = (behind < 0) | (behind >= (window or rows)) | unseen
-            attended = torch.softmax((q @ k.mT / d**0.5).masked_fill(hidden, -math.inf), -1) @ v
-            a = (normed if shape.norm_before_residual else g) + F.linear(
-                attended.transpose(0, 1).flatten(1), w["midlayer.self_attn.o_proj.weight"]
-            )
-            m = rms(a, w["midlayer.post_attention_layernorm.weight"], eps)
-            gate, up = (F.linear(m, w[f"midlayer.mlp.{part}_proj.weight"]) for part in ("gate", "up"))
-            out = a + F.linear(F.silu(gate) * up, w["midlayer.mlp.down_proj.weight"])
+            out = normed if shape.norm_before_residual else g
+            for at in ["midlayer", *(f"layers.{i}" for i in range(1, shape.decoder_layers))]:
+                if at != "midlayer":
+                    n = rms(out, w[f"{at}.input_layernorm.weight"], eps)
+                q, k, v = (heads(part, n, at) for part in "qkv")
+                q, k = (rope(t, places, *rotated) for t in (q, k))
+                k, v = (t.repeat_interleave(len(q) // len(t), dim=0) for t in (k, v))
+                attended = torch.softmax((q @ k.mT / d**0.5).masked_fill(hidden, -math.inf), -1) @ v
+                a = out + F.linear(
+                    attended.transpose(0, 1).flatten(1),
+                    w[f"{at}.self_attn.o_proj.weight"],
+                    w.get(f"{at}.self_attn.o_proj.bias"),
+                )
+                m = rms(a, w[f"{at}.post_attention_layernorm.weight"], eps)
+                gate, up = (F.linear(m, w[f"{at}.mlp.{part}_proj.weight"]) for part in ("gate", "up"))
+                out = a + F.linear(F.silu(gate) * up, w[f"{at}.mlp.down_proj.weight"])
             if following is not None:
-                tokens, g = [*tokens, following], torch.cat([g, out[-1:]])
+                carried = rms(out[-1:], w["norm.weight"], eps) if shape.norm_output else out[-1:]
+                tokens, g = [*tokens, following], torch.cat([g, carried])
         return torch.log_softmax(rms(out[-1], w["norm.weight"], eps) @ w["lm_head.weight"].T, -1)
 
 
@@ -139,6 +153,15 @@ PROMPTS = [[1, 2, 3], list(range(8)), [t % 11 for t in range(0, 60, 2)], [8]]
         ({"settings": {"rope_factor": 4.0, "rope_original_length": 16}}, {"depth": 2, "top_k": 3}),
         ({"settings": {"rope_theta": 100.0}}, {"depth": 2, "top_k": 3}),
         ({}, {"window": 9, "depth": 3, "top_k": 2}),
+        # EAGLE-3.1
+        ({"norm_before_fc": True, "norm_output": True}, {"depth": 3, "top_k": 3}),
+        ({"fc_norm": 3, "norm_output": True, "norm_before_residual": True}, {"depth": 3, "top_k": 3}),
+        # Qwen3's layer, and an embedding of its own
+        ({"qk_norm": True, "output_bias": True, "attention_bias": True}, {"depth": 3, "top_k": 2}),
+        ({"embedding": 11}, {"depth": 3, "top_k": 2}),
+        # Several layers
+        ({"decoder_layers": 2}, {"depth": 3, "top_k": 3}),
+        ({"decoder_layers": 3, "window": 6, "norm_output": True}, {"widths": (2, 3, 3)}),
     ],
     ids=str,
 )
@@ -341,3 +364,38 @@ def test_a_rotary_embedding_of_its_own():
         assert torch.allclose(cos, angles.cos() * scale, atol=1e-4) and torch.allclose(
             sin, angles.sin() * scale, atol=1e-4
         )
+
+
+def test_a_window_is_the_same_as_positions_moved_back(tmp_path, caplog):
+    """Past the trained length the draft sees as many tokens as it knows, as if they began at position 0."""
+    model = six_layers()
+    draft = Eagle3Draft.load(random_eagle3(tmp_path, model, settings={"trained_length": 12}))
+    spec = Speculator("eagle3", target=model, draft=draft, depth=3, top_k=3, nodes=12)
+    with caplog.at_level(logging.WARNING, "longdraft"):
+        watching, _ = run(spec, PROMPTS)
+    assert "sees the last 12 tokens" in caplog.text
+    assert max(len(text) for text, _ in watching.rounds) > 40
+    for text, tree in watching.rounds[-6:]:
+        rows = len(text) - 1
+        assert_defined(model, draft, text, tree, 12, limit=14, seen=list(range(max(0, rows - 12), rows)))
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64},
+        {
+            "rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64,
+            "short_factor": [1.0] * 8, "long_factor": [4.0] * 8,
+        },
+    ],
+    ids=lambda rope: rope["rope_type"],
+)  # fmt: skip
+def test_frequencies_stay_those_of_the_trained_length(rope):
+    """A draft sees a window of that length, wherever it lies."""
+    rotary = Rotary(16, rope)
+    near, far = rotary(torch.tensor([0, 5])), rotary(torch.tensor([1000, 1005]))
+    first = frequencies(16, 1e4, None, None)[0]
+    for cos, sin in (near, far):
+        turned = torch.complex(cos[1, :8], sin[1, :8]) * torch.complex(cos[0, :8], -sin[0, :8]) / rotary.scale**2
+        assert torch.allclose(turned, torch.polar(torch.ones(8), 5 * first), atol=1e-3)

@@ -156,8 +156,10 @@ def test_exports_that_cannot_be(tmp_path, model, target, capsys):
     two = Eagle3Draft.load(random_eagle3(tmp_path / "two", model, layers=(1, 2), feature_size=128))
     other = Eagle3Draft.load(random_eagle3(tmp_path / "other", tiny_model(layers=5), layers=LAYERS))
     draft = Eagle3Draft.load(random_eagle3(tmp_path / "draft", model, layers=LAYERS))
+    newer = Eagle3Draft.load(random_eagle3(tmp_path / "newer", model, layers=LAYERS, norm_output=True))
     for each, error, message in (
         (biased, CapabilityError, "biases"),
+        (newer, CapabilityError, "norms"),
         (two, CapabilityError, "reads 2 of"),
         (other, CheckpointError, r"hidden_size 48 \(.*: 64\)"),
     ):

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from longdraft import Sampling, Speculator
 from longdraft.engine.stats import Result
+from tests.drafters.one_forward_folders import small_dflash, small_peagle
 from tests.drafts import random_draft, random_eagle3, random_heads, random_mtp, random_onepass, small_lm
 from tests.exactness.cases import Case
 from tests.tiny import Family, tiny_model
@@ -35,6 +36,24 @@ _DRAFTS = {
     "onepass": lambda folder, model: random_onepass(folder, model, layers=(0, 1, 2)),
     "onepass window": lambda folder, model: random_onepass(folder, model, layers=(0, 1, 2), window=7, head_dim=16),
     "onepass kept": lambda folder, model: random_onepass(folder, model, layers=(0, 1, 2), kept=FEW, slots=7),
+    "peagle": lambda folder, model: small_peagle(folder, model),
+    "peagle layers": lambda folder, model: small_peagle(folder, model, layers=2, kept=FEW),
+    "eagle3 layers": lambda folder, model: random_eagle3(
+        folder, model, layers=(0, 1, 2), window=9, decoder_layers=2, norm_output=True
+    ),
+    "dflash": lambda folder, model: small_dflash(folder, model),
+    "dspark": lambda folder, model: small_dflash(
+        folder,
+        model,
+        "dspark",
+        {"markov_rank": 6, "markov_head_type": "rnn", "sample_from_anchor": True},
+        rank=6,
+        head="rnn",
+        kept=FEW,
+    ),
+    "dflash2": lambda folder, model: small_dflash(
+        folder, model, "dflash2", {"selector_rank": 6, "selector_top_k": 4}, conv=(2, 16), selector=6
+    ),
     "small-lm": lambda folder, model: small_lm(
         folder, model.config.vocab_size, context=model.config.max_position_embeddings
     ),

@@ -8,7 +8,8 @@
 
 Row t joins the target's hidden states at position t, kept in the store by every forward, with the token that follows,
 and predicts the one after that. Past the tokens that the target has read there are no hidden states: the draft's own o
-stands in for the next g. The embedding is the target's own, by reference, the head the draft's.
+stands in for the next g. The embedding is the target's own, by reference, the head the draft's. EAGLE-3.1 norms the
+hidden states before fc, and o before it becomes the next g.
 
 A round: the rows that are new since the last one enter the draft's own cache (a window where the draft has one), the
 newest of them, which carries the root, goes through the whole layer; then the tree grows level by level.
@@ -17,6 +18,7 @@ newest of them, which carries the root, goes through the whole layer; then the t
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +29,7 @@ import torch
 from torch import nn
 
 from longdraft.attention.transfer import on_device
+from longdraft.drafters.shared.layered import layered
 from longdraft.drafters.shared.layers import SelfAttend, SwiGLU, rotate
 from longdraft.drafters.shared.levels import DraftRound, Fed, Inputs
 from longdraft.drafters.shared.retrieval import RetrievalOptions, RetrievingDrafter
@@ -48,6 +51,7 @@ from longdraft.model.runner import TargetRunner
 from longdraft.native import Kernels
 from longdraft.native.draft import DraftBlock
 from longdraft.options import Options, option, parse
+from longdraft.trees.kind import TreeKind
 from longdraft.trees.level import Level
 from longdraft.trees.node_limit import NodeLimit
 from longdraft.trees.options import TreeOptions
@@ -71,7 +75,10 @@ class _Attention(nn.Module):
         self.q_proj = nn.Linear(size, inner, bias=bias)
         self.k_proj = nn.Linear(size, kv, bias=bias)
         self.v_proj = nn.Linear(size, kv, bias=bias)
-        self.o_proj = nn.Linear(inner, shape.hidden_size, bias=False)
+        self.o_proj = nn.Linear(inner, shape.hidden_size, bias=shape.output_bias)
+        self.q_norm, self.k_norm = (
+            nn.RMSNorm(shape.head_dim, shape.rms_norm_eps) if shape.qk_norm else nn.Identity() for _ in "qk"
+        )
 
     def split(self, x: torch.Tensor) -> torch.Tensor:
         """(T, heads * d) -> (heads, T, d)."""
@@ -96,14 +103,44 @@ class Layer(nn.Module):
         self.mlp = SwiGLU(size, shape.intermediate_size)
 
 
+class DeeperLayer(Layer):
+    """A layer behind the first one: it reads the output of the layer before, normed."""
+
+    def __init__(self, shape: Eagle3Shape) -> None:
+        super().__init__(shape, joins=False)
+        self.input_layernorm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: SelfAttend) -> torch.Tensor:
+        """Rows (T, hidden) -> (T, hidden). Arguments as of :meth:`Eagle3Block.forward`."""
+        own, n = self.self_attn, self.input_layernorm(x)
+        q, k = (
+            rotate(norm(own.split(part(n))), cos, sin)
+            for norm, part in ((own.q_norm, own.q_proj), (own.k_norm, own.k_proj))
+        )
+        a = x + own.o_proj(attend(q, k, own.split(own.v_proj(n))).transpose(0, 1).flatten(1))
+        out: torch.Tensor = a + self.mlp(self.post_attention_layernorm(a))
+        return out
+
+
 class Eagle3Block(nn.Module):
     """The module. Its state dict is the published layout; the tables ``d2t`` and ``t2d`` are kept beside it."""
 
+    norm_output = False
+
     def __init__(self, shape: Eagle3Shape) -> None:
         super().__init__()
-        self.shape = shape
-        self.fc = nn.Linear(shape.feature_size, shape.hidden_size, bias=False)
+        self.shape, self.norm_output = shape, shape.norm_output
+        eps, size = shape.rms_norm_eps, shape.feature_size
+        if shape.norm_before_fc:
+            self.input_norm = nn.RMSNorm(size, eps)
+        if shape.fc_norm is not None:
+            self.fc_norm = nn.ModuleList(nn.RMSNorm(size // shape.fc_norm, eps) for _ in range(shape.fc_norm))
+        if shape.embedding is not None:
+            self.embed_tokens = nn.Embedding(shape.embedding, shape.hidden_size)
+        self.fc = nn.Linear(size, shape.hidden_size, bias=False)
         self.midlayer = Layer(shape)
+        if shape.decoder_layers > 1:
+            self.layers = nn.ModuleDict({str(i): DeeperLayer(shape) for i in range(1, shape.decoder_layers)})
         self.norm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.lm_head = nn.Linear(shape.hidden_size, shape.vocabulary, bias=False)
 
@@ -127,8 +164,20 @@ class Eagle3Block(nn.Module):
 
     def project(self, features: torch.Tensor) -> torch.Tensor:
         """The target's features (T, feature_size) -> g (T, hidden)."""
+        if self.shape.norm_before_fc:
+            features = self.input_norm(features)
+        if self.shape.fc_norm is not None:
+            parts = features.chunk(self.shape.fc_norm, -1)
+            features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
         out: torch.Tensor = self.fc(features)
         return out
+
+    def following(self, out: torch.Tensor) -> torch.Tensor:
+        """The output o (T, hidden) of a step -> the next step's g (T, hidden)."""
+        if not self.norm_output:
+            return out
+        normed: torch.Tensor = self.norm(out)
+        return normed
 
     def joined(self, x: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The attention's input (T, 2 hidden), and the residual (T, hidden), of rows x and g."""
@@ -138,7 +187,8 @@ class Eagle3Block(nn.Module):
 
     def _keys_values(self, n: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         attention = self.midlayer.self_attn
-        return rotate(attention.split(attention.k_proj(n)), cos, sin), attention.split(attention.v_proj(n))
+        k = attention.k_norm(attention.split(attention.k_proj(n)))
+        return rotate(k, cos, sin), attention.split(attention.v_proj(n))
 
     def keys_values(
         self, x: torch.Tensor, g: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
@@ -155,7 +205,7 @@ class Eagle3Block(nn.Module):
         attend: SelfAttend,
         queries: slice | torch.Tensor = slice(None),
     ) -> torch.Tensor:
-        """The module over T rows, up to the head.
+        """The first layer over T rows, usually the only one.
 
         Args:
             x: (T, hidden) embeddings of the tokens that follow the rows' positions.
@@ -165,16 +215,25 @@ class Eagle3Block(nn.Module):
             queries: the rows to compute an output for; by default all. Keys and values are computed for every row.
 
         Returns:
-            (Tq, hidden): o, before the last norm: the input of :meth:`logits`, and the next step's g.
+            (Tq, hidden): o, before the last norm: the input of :meth:`logits` and of :meth:`following`.
         """
         layer, attention = self.midlayer, self.midlayer.self_attn
         n, residual = self.joined(x, g)
         k, v = self._keys_values(n, cos, sin)
         n, residual, cos, sin = n[queries], residual[queries], cos[queries], sin[queries]
-        q = rotate(attention.split(attention.q_proj(n)), cos, sin)
+        q = rotate(attention.q_norm(attention.split(attention.q_proj(n))), cos, sin)
         attended = attend(q, k, v).transpose(0, 1).reshape(n.shape[0], -1)
         a = residual + attention.o_proj(attended)
         out: torch.Tensor = a + layer.mlp(layer.post_attention_layernorm(a))
+        return out
+
+    def through(
+        self, x: torch.Tensor, g: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attends: SequenceOf[SelfAttend]
+    ) -> torch.Tensor:
+        """All rows through all layers, each with its own attention: :meth:`forward` is the first layer alone."""
+        out: torch.Tensor = self(x, g, cos, sin, attends[0])
+        for layer, attend in zip(self.layers.values(), attends[1:], strict=True):
+            out = layer(out, cos, sin, attend)
         return out
 
     def logits(self, out: torch.Tensor) -> torch.Tensor:
@@ -185,7 +244,7 @@ class Eagle3Block(nn.Module):
 
 @dataclass(frozen=True)
 class BoundDraft:
-    """A draft in its target's dtype and on its device, with the embedding that it borrows.
+    """A draft in its target's dtype and on its device, with its embedding, usually the target's.
 
     Attributes:
         ids: (draft vocabulary,) target id of each draft id; None if they are the same.
@@ -212,13 +271,17 @@ class Eagle3Draft(EagleDraft[BoundDraft]):
     def make(self, runner: TargetRunner) -> BoundDraft:
         block, rotary = self.placed(runner), self.rotary(runner.kv_shape.dtype, runner.device)
         ids = None if self.ids is None else self.ids.to(runner.device)
-        found = serves(runner, self.shape.head_dim)
+        shape = self.shape
+        found = (
+            None if shape.qk_norm or shape.output_bias or shape.decoder_layers > 1 else serves(runner, shape.head_dim)
+        )
         whole = None if found is None else _whole(found, block)
+        embedding = runner.parts.embedding if shape.embedding is None else block.embed_tokens
         draft_ids = None
         if ids is not None:
             draft_ids = torch.full((runner.parts.head.shape[0],), -1, device=runner.device)
             draft_ids[ids] = torch.arange(len(ids), device=runner.device)
-        return BoundDraft(block, runner.parts.embedding, rotary, ids, draft_ids, whole, FewRowsModule(block))
+        return BoundDraft(block, embedding, rotary, ids, draft_ids, whole, FewRowsModule(block))
 
 
 def _whole(found: Kernels, block: Eagle3Block) -> WholeLevel:
@@ -243,7 +306,7 @@ class WindowOptions(Options):
     """The tokens that an EAGLE draft sees."""
 
     window: int | None = option(
-        min=1, help="the draft sees so many tokens back and no further", usual="as its folder says"
+        min=1, help="the draft sees so many tokens back and no further", usual="its folder's, or the trained length"
     )
 
 
@@ -268,7 +331,7 @@ class Eagle3Drafter(RetrievingDrafter):
     def __init__(self, draft: Eagle3Draft, **options: Any) -> None:
         tree, own, *others = parse(draft.label, options, *self.options)
         retrieval: RetrievalOptions = others[0] if others else RetrievalOptions()
-        self.tree = tree.kind("opt" if retrieval.retrieval else "dynamic")
+        self.tree = self.shaped(tree.kind("opt" if retrieval.retrieval else "dynamic"), draft, options)
         self.window = draft.window if own.window is None else own.window
         if self.window is not None and self.tree.depth >= self.window:
             raise ValueError(
@@ -276,11 +339,17 @@ class Eagle3Drafter(RetrievingDrafter):
             )
         if retrieval.retrieval and own.window is not None:
             raise ValueError("window and retrieval both say what the draft sees: give one of them")
+        if retrieval.retrieval and draft.decoder_layers > 1:
+            raise ValueError("retrieval is for drafts of one layer")
         self.retrieval = retrieval.made(draft, None if self.window is None else self.window - self.tree.depth)
         if self.retrieval is not None:
             self.window = None
         self.draft = draft
         self._bound: BoundDraft | None = None
+
+    def shaped(self, tree: TreeKind, draft: Eagle3Draft, options: Mapping[str, Any]) -> TreeKind:
+        """The tree as the draft can grow it. ``options`` are the user's."""
+        return tree
 
     def feature_layers(self, runner: TargetRunner) -> tuple[int, ...]:
         """The layers that the draft's folder names, usually three."""
@@ -297,8 +366,12 @@ class Eagle3Drafter(RetrievingDrafter):
         self._bound = self.draft.bound(runner)
         self._runner, self._store = runner, store
         own = self.own_kv(runner)
-        # Without a window, one that no text of this run outgrows.
-        rows = max(store.capacity, self.tree.depth + 1) if self.window is None else self.window
+        # RoPE tells distances alone, so in a window all are distances that the draft knows: as if the positions were
+        # moved back to 0. No text of this run outgrows the store.
+        window = self.window or (self.draft.reach if self.retrieval is None else None) or store.capacity
+        self.seen = rows = max(min(window, store.capacity), self.tree.depth + 1)
+        if self.deep:
+            rows += CHUNK + 1  # the rows that are read together see as many back as one alone
         beside = self.scratch + (0 if self.retrieval is None else self.retrieval.view.capacity + self.tree.depth)
         beside += SPARE if self.retrieval is None else 2 * SPARE
         needed = KVStore.bytes_for(own, store.slots, rows + beside)
@@ -339,8 +412,14 @@ class Eagle3Drafter(RetrievingDrafter):
 
     def own_kv(self, runner: TargetRunner) -> KVShape:
         """The shape of the draft's own keys and values."""
-        shape = self.draft.shape
-        return KVShape(1, shape.kv_heads, shape.head_dim, runner.kv_shape.dtype)
+        shape, layers = self.draft.shape, self.draft.decoder_layers
+        # The heads of all layers lie side by side.
+        return KVShape(1, layers * shape.kv_heads, shape.head_dim, runner.kv_shape.dtype)
+
+    @property
+    def deep(self) -> bool:
+        """True if rows go through several layers, which see the rows before in each."""
+        return self.draft.decoder_layers > 1
 
     @property
     def scratch(self) -> int:
@@ -376,28 +455,39 @@ class Eagle3Drafter(RetrievingDrafter):
         """Reads rows up to the last one, which the next round feeds."""
         assert self._bound is not None
         slot, text, end = sequence.slot, sequence.tokens, last_row(sequence)
-        start = max(self.cache.end(slot), end - self.cache.window)
+        block, back = (
+            self._bound.block,
+            self.cache.window if not self.deep else self.draft.decoder_layers * self.seen,
+        )
+        start = max(self.cache.end(slot), end - back)
         for a in range(start, end, min(CHUNK, self.cache.window)):
             b = min(end, a + CHUNK, a + self.cache.window)
             x, g = self.inputs(slot, text[a + 1 : b + 1], a)
             cos, sin = self._bound.rotary(torch.arange(a, b, device=self._runner.device))
-            self.cache.append(slot, a, *self._bound.block.keys_values(x, g, cos, sin))
+            if self.deep:
+                block.through(x, g, cos, sin, self.attends(Fed((slot,), (b - a,), b - a, starts=(a,))))
+            else:
+                self.cache.append(slot, a, *block.keys_values(x, g, cos, sin))
         self.fed(sequence)
 
+    def attends(self, fed: Fed) -> list[SelfAttend]:
+        """The attention of each layer of a deep draft over fed rows, all of which get an output."""
+        return layered(fed, self.cache, self.draft.decoder_layers, self.seen)
+
     def _warn(self, s: Sequence) -> None:
-        """Warns once per draft if a text is longer than it was trained for. A window avoids that."""
+        """Says once per draft that a text is longer than it was trained for, and what that means."""
         reach, length = self.draft.reach, len(s.prompt) + s.max_new_tokens
-        what, remedy = "this one has", f"window={reach}"
+        what, then = "this one has", f"it sees the last {reach} tokens (another: window=N)"
         if self.retrieval is not None:
             length = min(length, self.retrieval.view.capacity + self.tree.depth)
-            what, remedy = "its working cache has", "fewer chunks"
+            what, then = "its working cache has", "acceptance will be lower: give fewer chunks"
         if self.draft in _outgrown or self.window is not None or reach is None or length <= reach:
             return
         _outgrown.add(self.draft)
         logger.warning(
-            "The draft in %s was trained for texts of %d tokens; %s up to %d. Output stays exact, acceptance will be "
-            "lower: give %s, or load the draft with a rope_factor.",
-            self.draft.folder, reach, what, length, remedy,
+            "The draft in %s was trained for texts of %d tokens; %s up to %d. Output stays exact; %s, or load the "
+            "draft with a rope_factor.",
+            self.draft.folder, reach, what, length, then,
         )  # fmt: skip
 
 
@@ -422,10 +512,8 @@ class Eagle3Round(DraftRound):
         fed, inputs, queries = self.roots(level) if level.depth == 0 else self._nodes(level)
         if self._whole is not None:
             out, logits, log_probs, ids = self._whole(fed, inputs, self._cache, None, best)
-        elif level.depth == 0:
-            x, g, cos, sin = inputs
-            assert g is not None
-            out = self._bound.block(x, g, cos, sin, fed.attend(self._cache), queries)
+        elif level.depth == 0 or self._drafter.deep:
+            out = self.outputs(fed, inputs, queries)
             logits = self._bound.block.logits(out)
             log_probs = ids = logits[:, :0]
         else:
@@ -434,8 +522,18 @@ class Eagle3Round(DraftRound):
             kind = "eagle3", block  # recordings are of its weights
             out, logits = self.recorded(graphs, kind, fed, self._cache, nodes, partial(_forward, block))
             log_probs = ids = logits[:, :0]
+        out = self._bound.block.following(out)
         self._outputs = dict(zip(level.rows, out.split(fed.width), strict=True))
         return logits, log_probs, ids
+
+    def outputs(self, fed: Fed, inputs: Inputs, queries: slice | torch.Tensor) -> torch.Tensor:
+        """Outputs (Tq, hidden) of some of the rows, computed by torch."""
+        block, (x, g, cos, sin) = self._bound.block, inputs
+        assert g is not None
+        if self._drafter.deep:
+            return block.through(x, g, cos, sin, self._drafter.attends(fed))[queries]
+        out: torch.Tensor = block(x, g, cos, sin, fed.attend(self._cache), queries)
+        return out
 
     def roots(self, level: Level) -> tuple[Fed, Inputs, torch.Tensor]:
         """The rows that the cache lacks. All get keys and values; only the last of each sequence gets an output."""
@@ -480,7 +578,7 @@ register(
             "Train an EAGLE-3 draft",
         ),
         # EAGLE-3 norms the hidden states that it joins.
-        tensors=lambda names: any("hidden_norm." in name for name in names),
+        tensors=lambda names: any(".0.hidden_norm." in name or "midlayer.hidden_norm." in name for name in names),
         layouts={"speculators": to_speculators, "gguf": to_gguf},
     )
 )

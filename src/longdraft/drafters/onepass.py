@@ -10,6 +10,8 @@ right, without another forward. Memory is a window: it does not grow with the te
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -23,6 +25,7 @@ from longdraft.drafts.draft_folder import shape_of
 from longdraft.drafts.eagle_formats import Eagle3Shape
 from longdraft.drafts.kinds import Kind, Training, register
 from longdraft.engine.sequence import Sequence
+from longdraft.trees.kind import TreeKind
 from longdraft.trees.level import Level
 from longdraft.trees.node_limit import NodeLimit
 from longdraft.trees.options import TreeOptions
@@ -114,16 +117,15 @@ class OnePassDrafter(Eagle3Drafter):
 
     options = (TreeOptions, WindowOptions)
 
-    def __init__(self, draft: OnePassDraft, **options: Any) -> None:
-        super().__init__(draft, **options)
-        slots = draft.shape.slots
+    def shaped(self, tree: TreeKind, draft: Eagle3Draft, options: Mapping[str, Any]) -> TreeKind:
+        slots: int = draft.shape.slots  # type: ignore[attr-defined]
         deep = [name for name in ("widths", "depth") if options.get(name) is not None]
-        if deep and self.tree.depth > slots:
+        if deep and tree.depth > slots:
             raise ValueError(
-                f"a tree of {self.tree.depth} levels is deeper than the {slots} tokens that the draft proposes: "
+                f"a tree of {tree.depth} levels is deeper than the {slots} tokens that the draft proposes: "
                 f"give {deep[0]} of {slots} levels at most"
             )
-        self.tree = self.tree.limited(slots)
+        return tree.limited(slots)
 
     @property
     def scratch(self) -> int:
@@ -133,54 +135,99 @@ class OnePassDrafter(Eagle3Drafter):
         # A planner's price is a forward's, which is taken by then whatever the depth.
         return super().propose(sequences, None if limit is None else replace(limit, price=LEVEL * limit.price))
 
-    def round_of(self, bound: BoundDraft, sequences: list[Sequence], depth: int) -> OnePassRound:
+    def round_of(self, bound: BoundDraft, sequences: list[Sequence], depth: int) -> OneForwardRound:
         return OnePassRound(self, bound, sequences, depth)
 
 
-class _Row(NamedTuple):
-    """The forward's output for one depth of B sequences, without the bigram: the M likeliest tokens.
+class Row(NamedTuple):
+    """The forward's output for one depth of B sequences: the M likeliest tokens.
 
     Attributes:
         log_probs, ids: (B, 1, M); draft ids.
         rest: (B, 1, 1) log-probability of all other tokens together.
-        out: (B, rank, M) the tokens' rows of the bigram's output matrix.
+        beside: (B, ...) of each sequence: what corrects the scores for the token before.
     """
 
     log_probs: torch.Tensor
     ids: torch.Tensor
     rest: torch.Tensor
-    out: torch.Tensor
+    beside: torch.Tensor
 
 
-class OnePassRound(Eagle3Round):
-    """One round of a batch."""
+class OneForwardRound(Eagle3Round):
+    """One round of a batch, in which one forward says the likeliest tokens of every level, and a small correction
+    follows the tokens that a node comes after."""
 
     def __init__(self, drafter: OnePassDrafter, bound: BoundDraft, sequences: list[Sequence], depth: int) -> None:
         super().__init__(drafter, bound, sequences, depth)
         self.likeliest = self._likeliest  # without kernels too
-        assert isinstance(bound.block, OnePassBlock)
-        self._block = bound.block
         # The level of the sequences, and what was said of each depth.
         self._roots: Level | None = None
-        self._rows: list[_Row] = []
+        self._rows: list[Row] = []
+
+    @abstractmethod
+    def ask(self, level: Level, count: int) -> list[Row]:
+        """The forward.
+
+        Args:
+            level: the roots. count: likeliest tokens of a depth.
+        """
+
+    @abstractmethod
+    def corrected(self, level: Level, row: Row) -> torch.Tensor:
+        """Scores (B', W, M) of the likeliest tokens behind each node of a level.
+
+        Args:
+            row: of the level's depth, of its sequences.
+        """
+
+    @property
+    def candidates(self) -> int:
+        """Likely tokens of a depth that the correction chooses among."""
+        return CANDIDATES
 
     def said(self, level: Level, best: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The likeliest tokens, at most ``CANDIDATES``. Trees of this drafter never ask for logits."""
+        """The likeliest tokens, at most :attr:`candidates`. Trees of this drafter never ask for logits."""
         assert best, "a one-pass draft tells its likeliest tokens alone"
         if level.depth == 0:
             self._drafter.forwards += 1
-            self._roots, self._rows = level, self._ask(level, max(best, CANDIDATES))
-        log_probs, ids = self._after(level, best)
+            self._roots, self._rows = level, self.ask(level, max(best, self.candidates))
+        assert self._roots is not None
+        row = Row(*(self._roots.of(level.rows, t) for t in self._rows[level.depth]))
+        scores = self.corrected(level, row)
+        whole = torch.logaddexp(scores.logsumexp(-1, keepdim=True), row.rest)
+        found = scores.topk(min(best, scores.shape[-1]), dim=-1)
+        log_probs, ids = found.values - whole, row.ids.expand_as(scores).gather(2, found.indices)
         return log_probs[:0], log_probs.flatten(0, 1), ids.flatten(0, 1)
 
-    def _ask(self, level: Level, count: int) -> list[_Row]:
+
+def likeliest(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities and ids (..., k) of the ``count`` likeliest tokens by logits (..., vocabulary)."""
+    found = logits.float().topk(min(count, logits.shape[-1]), dim=-1)
+    return found.values - logits.float().logsumexp(-1, keepdim=True), found.indices
+
+
+def rest_of(log_probs: torch.Tensor, vocabulary: int) -> torch.Tensor:
+    """The log-probability (..., 1) of all tokens but the likeliest, whose log-probabilities (..., M) are given."""
+    rest = torch.log1p(-log_probs.exp().sum(-1, keepdim=True).clamp(max=1 - 1e-6))
+    return rest.fill_(float("-inf")) if log_probs.shape[-1] == vocabulary else rest
+
+
+class OnePassRound(OneForwardRound):
+    """One round of a batch."""
+
+    def __init__(self, drafter: OnePassDrafter, bound: BoundDraft, sequences: list[Sequence], depth: int) -> None:
+        super().__init__(drafter, bound, sequences, depth)
+        self._block: Any = bound.block
+
+    def ask(self, level: Level, count: int) -> list[Row]:
         """The forward: the rows that the cache lacks, and behind each root those of the tokens further on."""
         block, ahead = self._block, self._depth - 1
         fed, inputs, newest = self.roots(level)
         assert inputs.joined is not None
         parts: list[list[torch.Tensor]] = [[], [], [], []]
         for row, *new in zip(level.rows, *(t.split(fed.counts) for t in inputs if t is not None), strict=True):
-            behind = (*block.behind(new[0][-1:], new[1][-1:], slice(ahead)), *self._ahead[row])
+            behind = (*self.behind(new[0][-1:], new[1][-1:], ahead), *self._ahead[row])
             for part, own, more in zip(parts, new, behind, strict=True):
                 part += [own, more]
         inputs = Inputs(*map(torch.cat, parts))
@@ -191,28 +238,25 @@ class OnePassRound(Eagle3Round):
             # The rows that go on: each root, which now lies further back, and those behind it.
             steps = torch.arange(len(fed.counts), device=newest.device)[:, None] * ahead
             going = newest[:, None] + steps + torch.arange(fed.width, device=newest.device)
-            x, g, cos, sin = inputs
-            assert g is not None
-            logits = block.logits(block(x, g, cos, sin, fed.attend(self._cache), going.flatten())).float()
-            found = logits.topk(min(count, logits.shape[1]), dim=-1)
-            log_probs, ids = found.values - logits.logsumexp(-1, keepdim=True), found.indices
+            log_probs, ids = likeliest(block.logits(self.outputs(fed, inputs, going.flatten())), count)
         log_probs, ids = (t.view(len(level.rows), fed.width, 1, -1) for t in (log_probs, ids))
-        rest = torch.log1p(-log_probs.exp().sum(-1, keepdim=True).clamp(max=1 - 1e-6))
-        if ids.shape[-1] == block.shape.vocabulary:
-            rest.fill_(float("-inf"))
-        out = block.bigram_out(ids[:, :, 0]).mT
-        return [_Row(*each) for each in zip(*(t.unbind(1) for t in (log_probs, ids, rest, out)), strict=True)]
+        rest, beside = rest_of(log_probs, block.shape.vocabulary), self.beside(ids)
+        return [Row(*each) for each in zip(*(t.unbind(1) for t in (log_probs, ids, rest, beside)), strict=True)]
 
-    def _after(self, level: Level, best: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities and draft ids (B', W, best) of what follows each of (B', W) nodes."""
-        assert self._roots is not None
-        likely, ids, rest, out = (self._roots.of(level.rows, t) for t in self._rows[level.depth])
+    def behind(self, x: torch.Tensor, g: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inputs (count, hidden) of the rows behind a root, whose own are x and g (1, hidden)."""
+        found: tuple[torch.Tensor, torch.Tensor] = self._block.behind(x, g, slice(count))
+        return found
+
+    def beside(self, ids: torch.Tensor) -> torch.Tensor:
+        """The bigram's output rows (B, depth, rank, M) of draft ids (B, depth, 1, M)."""
+        out: torch.Tensor = self._block.bigram_out(ids[:, :, 0]).mT
+        return out
+
+    def corrected(self, level: Level, row: Row) -> torch.Tensor:
         table = self._bound.draft_ids
         known = self._block.known(level.tokens if table is None else table[level.tokens])
-        scores = likely + (known @ out).float()
-        whole = torch.logaddexp(scores.logsumexp(-1, keepdim=True), rest)
-        found = scores.topk(min(best, scores.shape[-1]), dim=-1)
-        return found.values - whole, ids.expand_as(scores).gather(2, found.indices)
+        return row.log_probs + (known @ row.beside).float()
 
 
 register(

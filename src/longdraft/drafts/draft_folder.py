@@ -26,6 +26,8 @@ OFFSETS = "d2t"
 PUBLISHED = {"heads": "num_attention_heads", "kv_heads": "num_key_value_heads"}
 # Kind -> whether a published folder is of it, by its tensors' names; most have the configuration of a whole Llama.
 RECOGNISERS: dict[str, Callable[[list[str]], bool]] = {}
+# Kinds of `speculators` that are variants of one of ours.
+VARIANTS = {"dflash2": "dflash", "dspark": "dflash"}
 # Names that an error spells out before it only counts.
 _SHOWN = 6
 
@@ -127,11 +129,15 @@ def kind(folder: Path | str) -> str:
 def _kind(config: Mapping[str, Any], folder: Path | str) -> str:
     """The kind by config.json; for published folders of others, by the names of their tensors."""
     if "drafter" in config or config.get("speculators_model_type"):
-        return str(config.get("drafter") or config["speculators_model_type"])
+        named = str(config.get("drafter") or config["speculators_model_type"])
+        return VARIANTS.get(named, named)
     if "longdraft_format" in config:
         return ""
+    if config.get("dflash_config") or config.get("markov_rank"):
+        return "dflash"
     if "eagle3" in str(config.get("architectures")).lower():
-        return "eagle3"
+        parallel = any(config.get(name) is not None for name in ("ptd_token_id", "pard_token"))
+        return "peagle" if parallel else "eagle3"
     names = list(tensor_files.names(folder))
     return next((kind for kind, recognises in RECOGNISERS.items() if recognises(names)), "")
 

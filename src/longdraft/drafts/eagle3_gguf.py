@@ -33,8 +33,11 @@ def to_gguf(draft: EagleDraft[Any], out: Path | str, verifier: str) -> list[str]
     """
     shape, target = draft.shape, TargetFile(verifier)
     layers = draft.layers or usual_layers(target.layers)
-    if shape.attention_bias:
+    if shape.attention_bias or shape.output_bias:
         raise CapabilityError("The draft's attention has biases, for which llama.cpp's EAGLE-3 has no place.")
+    norms = shape.qk_norm or shape.norm_before_fc or shape.fc_norm or shape.norm_output
+    if norms or shape.embedding or shape.decoder_layers > 1:
+        raise CapabilityError("The draft has norms, layers or an embedding that the file has no place for.")
     if len(layers) != _FEATURES:
         raise CapabilityError(f"The draft reads {len(layers)} of its target's layers; llama.cpp's EAGLE-3 reads three.")
     tokens = shape.vocabulary if draft.ids is None else draft.made_for.get("vocab_size")

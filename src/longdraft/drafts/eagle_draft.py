@@ -29,9 +29,11 @@ class EagleDraft(TrainedDraft[Bound]):
         rope: RoPE's parameters as transformers names them.
         layers: decoder layers of the target whose outputs it reads; None: the usual ones.
         window: keys that a query sees, its own included; None: all.
+        decoder_layers: layers of the module.
     """
 
     kind, label = KIND, "EAGLE-3"
+    decoder_layers = 1
 
     def __init__(self, folder: Path | str, contents: DraftFolder, rope: dict[str, Any]) -> None:
         super().__init__(folder, contents)
@@ -39,6 +41,7 @@ class EagleDraft(TrainedDraft[Bound]):
         self.layout: str = self.config.get("layout", "longdraft")
         layers = self.config.get("feature_layers")
         self.layers: tuple[int, ...] | None = None if layers is None else tuple(layers)
+        self.decoder_layers = int(self.config.get("decoder_layers") or 1)
         self.window: int | None = self.config.get("window")
         if self.window is not None and (type(self.window) is not int or self.window < 1):
             raise CheckpointError(f"{CONFIG} of {folder} has no number that could be right for window.")
@@ -75,6 +78,8 @@ class EagleDraft(TrainedDraft[Bound]):
         rope = self.rope
         if rope["rope_type"] == "yarn":
             return int(float(rope["factor"]) * int(rope["original_max_position_embeddings"]))
+        if rope["rope_type"] == "longrope":
+            return int(rope.get("original_max_position_embeddings") or self.trained_length or 0) or None
         return self.trained_length
 
     def feature_layers(self, runner: TargetRunner) -> tuple[int, ...]:
@@ -98,7 +103,7 @@ class EagleDraft(TrainedDraft[Bound]):
         return usual_layers(count)
 
     def needs(self) -> dict[str, Any]:
-        return {"hidden_size": self.shape.hidden_size}
+        return {"hidden_size": self.shape.hidden_size} if self.shape.embedding is None else {}
 
     def save(self, folder: Path | str, bits: int | Mapping[str, int] | None = None) -> None:
         if self.layout != "longdraft":
@@ -143,8 +148,8 @@ class EagleDraft(TrainedDraft[Bound]):
             found.append("norm_before_residual is set, which the published layout does not know")
         if self.window is None and self.reach is not None and self.reach < runner.context_length:
             found.append(
-                f"it was trained for texts of {self.reach:,} tokens, the target reads {runner.context_length:,}: "
-                f"beyond, acceptance falls; give it a window (-o window={self.reach}) or a rope_factor"
+                f"it was trained for texts of {self.reach:,} tokens, the target reads {runner.context_length:,}: of "
+                f"longer ones it sees the last {self.reach:,} (another -o window=N, or a rope_factor, changes that)"
             )
         if self.ids is not None and not bool((self.ids[1:] > self.ids[:-1]).all()):
             found.append("d2t does not name increasing tokens: does it hold ids where offsets belong?")

@@ -1,8 +1,9 @@
 """Reads the layouts of EAGLE drafts into one: ours, the published ones, and that of `speculators`.
 
 Names of a published EAGLE-3 draft are those of our module; `speculators`, EAGLE-1 and EAGLE-2 call the layer
-``layers.0.`` instead of ``midlayer.``. All may carry the target's embedding, which is dropped. EAGLE-3's count hidden
-states as transformers does: ``hidden_states[i]`` is what enters decoder layer i, so the output of layer i - 1.
+``layers.0.`` instead of ``midlayer.``. All may carry the target's embedding, which is dropped unless the draft was
+trained with one of its own. EAGLE-3's count hidden states as transformers does: ``hidden_states[i]`` is what enters
+decoder layer i, so the output of layer i - 1.
 """
 
 from __future__ import annotations
@@ -17,16 +18,28 @@ import torch
 from longdraft.drafts import draft_folder
 from longdraft.drafts.draft_folder import OFFSETS, DraftFolder
 from longdraft.errors import CheckpointError
+from longdraft.model.layer_config import completed
 from longdraft.model.rotary import yarn
 
 KIND = "eagle3"
 EAGLE = "eagle"  # of EAGLE-1 and EAGLE-2
+PEAGLE = "peagle"
 MEMBERS = "t2d"
 THETA = 10000.0
-# Flags of `speculators` whose norms the module does not have.
-_FOREIGN_NORMS = ("norm_before_fc", "fc_norm", "norm_output")
+EMBEDDING = "embed_tokens.weight"
+# Flags of EAGLE-3.1, at the top of config.json or in eagle_config.
+_NORMS = ("norm_before_fc", "fc_norm", "norm_output")
 # Where a tensor's own name begins; what stands before is the name of the model around it.
-_BEGINNINGS = {"fc", "midlayer", "layers", "norm", "lm_head", "embed_tokens", OFFSETS, MEMBERS}
+_BEGINNINGS = {
+    "fc", "midlayer", "layers", "norm", "lm_head", "embed_tokens", "input_norm", "fc_norm", "mask_hidden", OFFSETS,
+    MEMBERS,
+}  # fmt: skip
+# How `speculators` called parts of EAGLE-1 in its first versions.
+_OLD_NAMES = {"fusion_fc.": "fc.", "transformer.": "layers.0."}
+# Copies of the target's that training left.
+LEFT = ("verifier_norm.", "verifier_lm_head.")
+# How config.json calls the token that stands for one not known yet, in parallel drafting.
+MASK_TOKENS = ("mask_token_id", "ptd_token_id", "pard_token")
 
 
 @dataclass(frozen=True)
@@ -37,7 +50,13 @@ class Eagle3Shape:
         feature_size: size of one token's hidden states side by side, usually three times the target's hidden size.
         vocabulary: rows of the draft's head.
         norm_before_residual: the residual stream starts from the normed g instead of g (a flag of `speculators`).
-        attention_bias: whether q, k and v have biases.
+        attention_bias, output_bias: whether q, k and v have biases, and o.
+        qk_norm: each head of q and k is normed before RoPE, as in Qwen3's layers.
+        norm_before_fc: one norm before fc, over all hidden states side by side.
+        fc_norm: number of norms before fc, one for each hidden state; None: no such norms.
+        norm_output: the normed output is the next step's g, instead of the output itself (EAGLE-3.1).
+        embedding: rows of its own embedding; None: it uses the target's.
+        decoder_layers: layers; those behind the first are usual ones.
     """
 
     hidden_size: int
@@ -50,6 +69,13 @@ class Eagle3Shape:
     rms_norm_eps: float = 1e-6
     norm_before_residual: bool = False
     attention_bias: bool = False
+    output_bias: bool = False
+    qk_norm: bool = False
+    norm_before_fc: bool = False
+    fc_norm: int | None = None
+    norm_output: bool = False
+    embedding: int | None = None
+    decoder_layers: int = 1
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -95,11 +121,12 @@ def read(
     held = draft_folder.kind(folder)
     if held != kind:
         raise CheckpointError(f"{folder} holds a draft for {held or 'another method'}, not for {kind}.")
-    if kind not in (KIND, EAGLE) and "longdraft_format" not in config:
+    if kind not in (KIND, EAGLE, PEAGLE) and "longdraft_format" not in config:
         raise CheckpointError(f"{folder} was not written by longdraft: drafts for {kind} come in its own layout alone.")
     given = {"head_dim": head_dim} if head_dim else {}
     try:
         tensors = draft_folder.read_tensors(config, folder)
+        tensors = {name: t for name, t in tensors.items() if not name.startswith(LEFT)}
         if "longdraft_format" in config:
             found, rope = _ours(config | given, tensors, folder, kind)
         else:
@@ -131,45 +158,86 @@ def _foreign(
     config: dict[str, Any], given: dict[str, Any], tensors: dict[str, torch.Tensor], folder: Path | str, kind: str
 ) -> tuple[DraftFolder, dict[str, Any]]:
     speculators = "speculators_model_type" in config
-    if speculators and kind == EAGLE:
-        raise CheckpointError(
-            f"{folder} holds an EAGLE-1 draft as `speculators` writes it: get the folder that it was converted from."
-        )
-    sizes: dict[str, Any] = dict(config.get("transformer_layer_config") or {}) if speculators else dict(config)
-    sizes |= given
-    if flags := [name for name in _FOREIGN_NORMS if config.get(name) or _nested(config).get(name)]:
-        raise CheckpointError(
-            f"{folder} sets {', '.join(flags)}: longdraft's EAGLE-3 has no such norm. Use a draft whose config.json "
-            "has them false, as drafts of EAGLE's own code do."
-        )
+    sizes = whole_layer(config, folder) if speculators else dict(config)
+    sizes = draft_folder.filled_in(sizes | given)
+    if config.get("layernorms"):
+        raise CheckpointError(f"{folder} sets layernorms: longdraft's EAGLE has no such norms. Use a draft without.")
     if sizes.get("hidden_act") not in (None, "silu"):
         raise CheckpointError(f"{folder} has hidden_act {sizes['hidden_act']}: longdraft's EAGLE knows silu alone.")
-    sizes = draft_folder.filled_in(sizes)
     members = tensors.pop(MEMBERS, None)
-    sizes["attention_bias"] = "midlayer.self_attn.q_proj.bias" in tensors
+    if not _has_own_embedding(config, sizes, kind):
+        tensors.pop(EMBEDDING, None)
+    for flag, part in (("attention_bias", "q_proj.bias"), ("output_bias", "o_proj.bias"), ("qk_norm", "q_norm.weight")):
+        sizes[flag] = f"midlayer.self_attn.{part}" in tensors
     shape = (_eagle_shape if kind == EAGLE else _eagle3_shape)(config, sizes, tensors, folder)
     ids = config.get("eagle_aux_hidden_state_layer_ids") or _nested(config).get("eagle_aux_hidden_state_layer_ids")
     vocabulary = sizes.get("vocab_size") or (None if members is None else len(members))
-    target = {"hidden_size": shape.hidden_size} | ({"vocab_size": vocabulary} if vocabulary else {})
+    target = {"hidden_size": config.get("target_hidden_size") or shape.hidden_size}
+    target |= {"vocab_size": vocabulary} if vocabulary else {}
     ours = shape.as_dict() | {
         "layout": "speculators" if speculators else "published",
         "feature_layers": [int(i) - 1 for i in ids] if ids else None,
         "trained_length": sizes.get("max_position_embeddings"),
         "window": sizes.get("sliding_window") if "sliding_attention" in (sizes.get("layer_types") or ()) else None,
-        "draft_vocab_size": shape.vocabulary if OFFSETS in tensors and kind == KIND else None,
+        "draft_vocab_size": shape.vocabulary if OFFSETS in tensors and kind != EAGLE else None,
     }
-    return DraftFolder(kind, ours, tensors, target), _foreign_rope(sizes)
+    if kind == PEAGLE:
+        ours |= {"slots": proposed(config), "mask_token": mask_token(config, folder)}
+    return DraftFolder(kind, ours, tensors, target), foreign_rope(sizes)
+
+
+def whole_layer(config: Mapping[str, Any], folder: Path | str) -> dict[str, Any]:
+    """A layer's sizes in a folder of `speculators`, which leaves out those that transformers has as its defaults.
+
+    Raises:
+        CheckpointError: the folder describes no layer.
+    """
+    stated = config.get("transformer_layer_config")
+    if not isinstance(stated, dict):
+        raise CheckpointError(f"config.json of {folder} lacks transformer_layer_config: copy the draft again.")
+    return completed(stated)
+
+
+def proposed(config: Mapping[str, Any], usual: int = 8) -> int:
+    """Tokens that one forward of a parallel draft proposes, as its folder says."""
+    methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    return int(methods[0].get("speculative_tokens") or config.get("num_speculative_tokens") or usual)
+
+
+def mask_token(config: Mapping[str, Any], folder: Path | str) -> int:
+    """The token whose embedding stands for one that is not known yet.
+
+    Raises:
+        CheckpointError: the folder names none.
+    """
+    found = next((config[name] for name in MASK_TOKENS if config.get(name) is not None), None)
+    if type(found) is not int or found < 0:
+        raise CheckpointError(
+            f"config.json of {folder} has no {MASK_TOKENS[0]}, the token that stands for those not known yet: add it."
+        )
+    return found
+
+
+def _has_own_embedding(config: Mapping[str, Any], sizes: Mapping[str, Any], kind: str) -> bool:
+    """Whether the draft was trained with an embedding of its own, instead of the target's."""
+    other = config.get("target_hidden_size") not in (None, sizes.get("hidden_size"))
+    return kind == PEAGLE or other or bool(config.get("embed_requires_grad"))
 
 
 def _eagle3_shape(
     config: Mapping[str, Any], sizes: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], folder: Path | str
 ) -> Eagle3Shape:
-    fc = tensors.get("fc.weight")
+    fc, embedding = tensors.get("fc.weight"), tensors.get(EMBEDDING)
+    norms = {name: _nested(config).get(name, config.get(name)) for name in _NORMS}
+    norms["fc_norm"] = sum(name.startswith("fc_norm.") for name in tensors) if norms["fc_norm"] else None
     known = {
         **sizes,
+        **norms,
         "feature_size": 3 * sizes.get("hidden_size", 0) if fc is None else fc.shape[1],
         "vocabulary": config.get("draft_vocab_size") or sizes.get("vocab_size"),
         "norm_before_residual": bool(config.get("norm_before_residual")),
+        "embedding": None if embedding is None else len(embedding),
+        "decoder_layers": len({name.split(".")[1] for name in tensors if name.startswith("layers.")}) + 1,
     }
     return draft_folder.shape_of(Eagle3Shape, known, folder, "EAGLE-3", draft_folder.PUBLISHED)
 
@@ -189,11 +257,11 @@ def _nested(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return nested if isinstance(nested, dict) else {}
 
 
-def _foreign_rope(config: Mapping[str, Any]) -> dict[str, Any]:
+def foreign_rope(config: Mapping[str, Any], usual: float = THETA) -> dict[str, Any]:
     """RoPE's parameters from a configuration of transformers, old or new."""
     stated = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = stated.get("rope_type") or stated.get("type") or "default"
-    theta = stated.get("rope_theta") or config.get("rope_theta") or THETA
+    theta = stated.get("rope_theta") or config.get("rope_theta") or usual
     rest = {name: value for name, value in stated.items() if name != "type" and value is not None}
     return rest | {"rope_type": kind, "rope_theta": float(theta)}
 
@@ -226,6 +294,9 @@ def _named_as_ours(tensors: Mapping[str, torch.Tensor], folder: Path | str) -> d
     """Tensors by our module's names: without prefixes of a surrounding model, embedding and RoPE frequencies."""
     found: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
+        for old, new in _OLD_NAMES.items():
+            if name.startswith(old):
+                name = new + name.removeprefix(old)
         parts = name.split(".")
         start = next((i for i, part in enumerate(parts) if part in _BEGINNINGS), 0)
         own = ".".join(parts[start:])
@@ -234,6 +305,6 @@ def _named_as_ours(tensors: Mapping[str, torch.Tensor], folder: Path | str) -> d
         if own in found:
             raise CheckpointError(f"{folder} holds {own} twice, once as {name}: is it one draft?")
         # Old transformers saved the frequencies of RoPE too.
-        if parts[start] != "embed_tokens" and parts[-1] != "inv_freq":
+        if parts[-1] != "inv_freq":
             found[own] = tensor
     return found

@@ -100,7 +100,7 @@ def kind_of(folder: Path | str) -> Kind:
         found = next((kind for kind in KINDS.values() if kind.claims is not None and kind.claims(folder)), None)
     if found is None:
         if not name:
-            raise CheckpointError(f"{folder} holds no draft that longdraft knows: see docs/eagle3.md for the layouts.")
+            raise CheckpointError(f"{folder} holds no draft that longdraft knows: see docs/drafts.md for the formats.")
         raise CheckpointError(
             f"{folder} holds a draft for {name!r}, which this version of longdraft does not know. Where a file of "
             "yours registers it, run that first (--load FILE)."

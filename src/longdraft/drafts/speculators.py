@@ -1,6 +1,6 @@
 """An EAGLE-3 draft in the layout of `speculators`, which vLLM serves as it is.
 
-The embedding is left out: vLLM then uses the target's, which is what the draft was trained with. ``d2t`` and ``t2d``
+The target's embedding is left out: vLLM then uses it, which is what the draft was trained with. ``d2t`` and ``t2d``
 come together or, for a draft of the whole vocabulary, not at all.
 """
 
@@ -79,11 +79,11 @@ def _config(
     shape, rope = draft.shape, dict(draft.rope)
     theta = rope.pop("rope_theta")
     layer = {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
+        "model_type": "qwen3" if shape.qk_norm else "llama",
+        "architectures": ["Qwen3ForCausalLM" if shape.qk_norm else "LlamaForCausalLM"],
         "hidden_size": shape.hidden_size,
         "intermediate_size": shape.intermediate_size,
-        "num_hidden_layers": 1,
+        "num_hidden_layers": shape.decoder_layers,
         "num_attention_heads": shape.heads,
         "num_key_value_heads": shape.kv_heads,
         "head_dim": shape.head_dim,
@@ -99,7 +99,7 @@ def _config(
     }
     if draft.window is not None:
         # vLLM takes the window of layers that are called sliding, and of no others.
-        layer |= {"sliding_window": draft.window, "layer_types": ["sliding_attention"]}
+        layer |= {"sliding_window": draft.window, "layer_types": ["sliding_attention"] * shape.decoder_layers}
     proposal = {
         "proposal_type": "greedy",
         "speculative_tokens": speculative_tokens,
@@ -112,9 +112,10 @@ def _config(
         "draft_vocab_size": shape.vocabulary,
         "target_hidden_size": shape.feature_size // len(draft.layers or (0, 0, 0)),
         "norm_before_residual": shape.norm_before_residual,
-        "norm_before_fc": False,
-        "fc_norm": False,
-        "norm_output": False,
+        "norm_before_fc": shape.norm_before_fc,
+        "fc_norm": shape.fc_norm is not None,
+        "norm_output": shape.norm_output,
+        "embed_requires_grad": shape.embedding is not None,
         "tie_word_embeddings": False,
         "transformer_layer_config": layer,
         "speculators_config": {
@@ -136,6 +137,9 @@ def _tensors(draft: EagleDraft[Any], size: int) -> dict[str, torch.Tensor]:
         "layers.0." + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name: tensor.to(dtype)
         for name, tensor in draft.weights.items()
     }
+    if draft.shape.attention_bias and not draft.shape.output_bias:
+        # The layout's flag means all four.
+        tensors["layers.0.self_attn.o_proj.bias"] = torch.zeros(draft.shape.hidden_size)
     if draft.ids is not None:
         tensors[OFFSETS] = draft.ids - torch.arange(len(draft.ids))
         members = torch.zeros(size, dtype=torch.bool)

@@ -75,9 +75,15 @@ class Rotary:
                 "or load it with others: rope_theta=, rope_factor=."
             ) from error
         self._like = torch.empty(1, dtype=dtype, device=device)
+        # Those kinds change their frequencies with the position. A draft sees a window of its trained length, whose
+        # frequencies are the first ones, wherever the window lies.
+        self._fixed = parameters.get("rope_type") in ("dynamic", "longrope")
 
     def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin (T, head_dim) at positions (T,), YaRN's attention factor included."""
+        if self._fixed:
+            cos, sin = self.turns(positions)
+            return (cos * self.scale).to(self._like.dtype), (sin * self.scale).to(self._like.dtype)
         cos, sin = self.module(self._like, positions[None])
         return cos[0], sin[0]
 

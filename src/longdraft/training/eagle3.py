@@ -130,7 +130,7 @@ class Eagle3Trainee(Trainee):
             rows: the rows of this step among them.
             previous: for each of these, the last step's output of the row before it.
         """
-        return x[rows], previous
+        return x[rows], self.block.following(previous)
 
     def heads(self, hidden: torch.Tensor, before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """States (N, size), and the head (V', size) that they are multiplied with.
@@ -338,6 +338,8 @@ def _read(folder: str, kind: str) -> Eagle3Draft:
 def _further(config: Eagle3Config, init: Eagle3Draft, session: Session) -> Plan:
     """The draft in ``init`` with its sizes, vocabulary and layers, and its positions unless a setting changes them."""
     init.check(session.runner)
+    if init.shape.embedding is not None or init.shape.decoder_layers > 1:
+        raise ConfigError(f"{init.folder} has an embedding of its own or several layers, which training does not know.")
     layers = init.feature_layers(session.runner)
     if config.feature_layers and config.feature_layers != layers:
         raise ConfigError(f"feature_layers {config.feature_layers}: the draft in init reads {layers}; leave it out.")

@@ -1,0 +1,218 @@
+"""Reads folders of DFlash, DFlash2 and DSpark: those that their authors publish, and those of `speculators`.
+
+Tensors are named alike in all of them. Authors name layers of the target whose *output* is read, `speculators` what
+enters a layer, one more. Drafts of the whole vocabulary have neither embedding nor head: they use the target's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from longdraft.drafts import draft_folder
+from longdraft.drafts.draft_folder import OFFSETS, DraftFolder
+from longdraft.drafts.eagle_formats import (
+    EMBEDDING,
+    LEFT,
+    MEMBERS,
+    THETA,
+    foreign_rope,
+    mask_token,
+    stretched,
+    whole_layer,
+)
+from longdraft.errors import CheckpointError
+
+KIND = "dflash"
+# Base of RoPE where a folder of the authors states none.
+PUBLISHED_THETA = 1e6
+HEAD, MASK = "lm_head.weight", "mask_embedding"
+# Says how likely a level's tokens are to be accepted: the planner learns that itself.
+CONFIDENCE = "confidence_head."
+_PREFIX = "model."
+_SLIDING = "sliding_attention"
+
+
+@dataclass(frozen=True)
+class DFlashShape:
+    """Sizes of the module.
+
+    Attributes:
+        feature_size: size of one token's hidden states side by side.
+        vocabulary: rows of the head, its own or the target's.
+        decoder_layers: layers.
+        block_size: rows of a forward, the anchor's included.
+        mask_token: the token whose embedding stands for those not known yet.
+        from_anchor: the anchor's row proposes a token too.
+        attention_bias: whether q, k, v and o have biases.
+        own_head, own_mask: whether it has a head of its own, and an embedding of the mask token.
+        embedding: rows of its own embedding; None: it uses the target's.
+        markov_rank: of DSpark's correction for the token before; None: there is none.
+        gated, recurrent: DSpark's correction looks at the row's output too, or keeps a state along the path.
+        selector_rank, top_k: of DFlash2's correction, and the likeliest tokens that it chooses among.
+        taps, group: of DFlash2's convolutions: rows that they see, and channels that share a kernel.
+        embedding_scale, logit_scale, softcap: factors of embeddings and logits, and the logits' soft cap.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    feature_size: int
+    vocabulary: int
+    decoder_layers: int
+    block_size: int
+    mask_token: int
+    from_anchor: bool = False
+    rms_norm_eps: float = 1e-6
+    attention_bias: bool = False
+    own_head: bool = False
+    own_mask: bool = False
+    embedding: int | None = None
+    markov_rank: int | None = None
+    gated: bool = False
+    recurrent: bool = False
+    selector_rank: int | None = None
+    top_k: int | None = None
+    taps: int | None = None
+    group: int | None = None
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+    softcap: float | None = None
+
+    @property
+    def slots(self) -> int:
+        """Tokens that one forward proposes."""
+        return self.block_size if self.from_anchor else self.block_size - 1
+
+    @property
+    def norm_before_residual(self) -> bool:
+        return False
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def read(
+    folder: Path | str, rope_theta: float | None = None, head_dim: int | None = None, rope_factor: float | None = None
+) -> tuple[DraftFolder, dict[str, Any]]:
+    """Contents of a folder, and RoPE's parameters as transformers names them.
+
+    Args:
+        rope_theta, head_dim, rope_factor: replace the values of config.json (or missing ones).
+
+    Raises:
+        CheckpointError: unreadable, another kind of draft, or settings that cannot be right.
+    """
+    config = draft_folder.read_config(folder)
+    if (held := draft_folder.kind(folder)) != KIND:
+        raise CheckpointError(f"{folder} holds a draft for {held or 'another method'}, not for {KIND}.")
+    try:
+        speculators = "speculators_model_type" in config
+        sizes = whole_layer(config, folder) if speculators else dict(config)
+        sizes |= {"head_dim": head_dim} if head_dim else {}
+        tensors = _tensors(folder)
+        found = _contents(config, draft_folder.filled_in(sizes), tensors, folder)
+        rope = foreign_rope(sizes, THETA if speculators else PUBLISHED_THETA)
+        return found, stretched(rope, found.config["trained_length"], rope_theta, rope_factor, folder)
+    except (TypeError, ValueError, AttributeError, IndexError) as error:  # words where numbers belong, and the like
+        raise CheckpointError(
+            f"config.json of {folder} has a value that cannot be right ({error}): correct it, or copy the draft again."
+        ) from error
+
+
+def _tensors(folder: Path | str) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, tensor in draft_folder.read_tensors({}, folder).items():
+        own = name.removeprefix(_PREFIX)
+        if not own.startswith((*LEFT, CONFIDENCE)) and not own.endswith("inv_freq"):
+            found[own] = tensor
+    return found
+
+
+def _contents(
+    config: Mapping[str, Any], sizes: Mapping[str, Any], tensors: dict[str, torch.Tensor], folder: Path | str
+) -> DraftFolder:
+    nested = config.get("dflash_config") or {}
+    kind = str(config.get("speculators_model_type") or "")
+    _refuse(config, nested, sizes, folder)
+    members = tensors.pop(MEMBERS, None)
+    target_size = config.get("target_hidden_size") or sizes.get("hidden_size")
+    if target_size == sizes.get("hidden_size") and (EMBEDDING in tensors and OFFSETS in tensors):
+        tensors.pop(EMBEDDING)  # the target's
+    layers = config.get("target_layer_ids") or nested.get("target_layer_ids")
+    if ids := config.get("aux_hidden_state_layer_ids"):
+        layers = [int(i) - 1 for i in ids]
+    embedding, fc = tensors.get(EMBEDDING), tensors.get("fc.weight")
+    markov = config.get("markov_head_type") or "vanilla"
+    anchored = config.get("sample_from_anchor", nested.get("sample_from_anchor"))
+    known = {
+        **sizes,
+        "decoder_layers": sizes.get("num_hidden_layers"),
+        "feature_size": None if fc is None else fc.shape[1],
+        "vocabulary": len(tensors[HEAD]) if HEAD in tensors else sizes.get("vocab_size"),
+        "block_size": config.get("block_size") or nested.get("block_size"),
+        "mask_token": mask_token({**nested, **config}, folder),
+        "from_anchor": bool(config.get("markov_rank")) if anchored is None else anchored,
+        "attention_bias": "layers.0.self_attn.q_proj.bias" in tensors,
+        "own_head": HEAD in tensors,
+        "own_mask": MASK in tensors,
+        "embedding": None if embedding is None else len(embedding),
+        "markov_rank": config.get("markov_rank") or None,
+        "gated": markov == "gated",
+        "recurrent": markov == "rnn",
+        "embedding_scale": nested.get("input_embedding_scale"),
+        "logit_scale": nested.get("output_multiplier"),
+        "softcap": nested.get("final_logit_softcapping") or None,
+    }
+    if kind == "dflash2" or nested.get("conv_kernel_size"):
+        said = {**nested, **config}
+        usual = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
+        taps, group, rank, top = (said.get(name) or usual[name] for name in usual)
+        known |= {"taps": taps, "group": group, "selector_rank": rank, "top_k": top}
+    shape = draft_folder.shape_of(DFlashShape, known, folder, "DFlash", draft_folder.PUBLISHED)
+    vocabulary = sizes.get("vocab_size") or (None if members is None else len(members))
+    windows, causal = _attention(config, nested, sizes, shape.decoder_layers)
+    ours = shape.as_dict() | {
+        "layout": "speculators" if kind else "published",
+        "feature_layers": None if layers is None else [int(i) for i in layers],
+        "trained_length": sizes.get("max_position_embeddings"),
+        "windows": windows,
+        "causal": causal,
+        "target_vocabulary": vocabulary,
+        "draft_vocab_size": shape.vocabulary if OFFSETS in tensors else None,
+    }
+    target = {"hidden_size": target_size} | ({"vocab_size": vocabulary} if vocabulary and embedding is None else {})
+    return DraftFolder(KIND, ours, tensors, target)
+
+
+def _refuse(config: Mapping[str, Any], nested: Mapping[str, Any], sizes: Mapping[str, Any], folder: Path | str) -> None:
+    """Refuses settings that the module does not know."""
+    wrong = [name for name in ("attention_sink_bias", "attention_value_scale") if nested.get(name)]
+    wrong += [name for name in ("add_swa_attention_sink_bias",) if config.get(name)]
+    wrong += ["is_neox_style"] if config.get("is_neox_style") is False else []
+    wrong += ["hidden_act"] if sizes.get("hidden_act") not in (None, "silu") else []
+    if wrong:
+        raise CheckpointError(f"{folder} sets {', '.join(wrong)}: longdraft's DFlash has no such thing.")
+
+
+def _attention(
+    config: Mapping[str, Any], nested: Mapping[str, Any], sizes: Mapping[str, Any], layers: int
+) -> tuple[list[int | None], list[bool]]:
+    """For each layer, rows of the text that it sees (None: all), and whether its block is causal."""
+    types = sizes.get("layer_types") or []
+    sliding = [i < len(types) and types[i] == _SLIDING for i in range(layers)]
+    if nested.get("use_swa") and not any(sliding):
+        sliding = [True] * layers
+        usual = [False] * layers
+    else:
+        usual = [slides and not config.get("sliding_window_non_causal") for slides in sliding]
+    window = nested.get("swa_window_size") or sizes.get("sliding_window")
+    said = config.get("is_causal", nested.get("causal"))
+    causal = usual if said is None else [bool(said)] * layers
+    return [int(window) if slides and window else None for slides in sliding], causal
