@@ -118,7 +118,10 @@ def test_every_node_has_the_bits_of_a_plain_step(recorded, there):
                     assert torch.equal(plain.queries[0][0, :, 0].cpu(), out.queries[0][b, :, at].cpu())
 
 
-@pytest.mark.parametrize("method", ["ar", "prompt-lookup", "longspec", "specpv-exact", "self"])
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("specpv-exact", "prompt-lookup", "longspec")]
+
+
+@pytest.mark.parametrize("method", ["ar", "self", *SLOW])
 def test_methods_decode_as_ar_does(method, tmp_path: Path, there):
     """In bfloat16, where near ties are many: every token, and the rows that are kept."""
     specs = Specs(tmp_path, torch.bfloat16)

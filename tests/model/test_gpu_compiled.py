@@ -21,11 +21,7 @@ ATTENTION = {"tree_kernel", "prefix_sums_kernel", "path_sums_kernel", "join_kern
 
 @pytest.mark.parametrize(
     ("target", "dtype"),
-    [
-        pytest.param(t, d, marks=[] if (t, d) == (90, "bfloat16") else pytest.mark.slow)
-        for t in (80, 90, 100)
-        for d in ("bfloat16", "float16", "float32")
-    ],
+    [pytest.param(t, d, marks=pytest.mark.slow) for t in (80, 90, 100) for d in ("bfloat16", "float16", "float32")],
 )
 def test_no_kernel_spills_and_each_fits(target, dtype, tmp_path):
     file = tmp_path / "compiled.json"
