@@ -240,7 +240,11 @@ class SpecPV(Schedule):
         if self.view.reduction == "last":
             rows = path[-1:]  # the newest verified token
         index = on_device(list(rows), self.runner.device)
-        self.partial.choose(slot, {layer: q.index_select(1, index.to(q.device)) for layer, q in queries.items()})
+        if self.store.shape.padded:  # layers may have different heads
+            self.partial.choose(slot, {layer: q.index_select(1, index.to(q.device)) for layer, q in queries.items()})
+            return
+        of_layers = torch.stack([queries[layer] for layer in range(self.store.shape.layers)])
+        self.partial.choose(slot, of_layers.index_select(2, index.to(of_layers.device)))
 
     def close(self, sequence: Sequence) -> None:
         self.partial.forget(sequence.slot)

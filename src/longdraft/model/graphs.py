@@ -390,9 +390,16 @@ class _Recorded:
         # Copies, as the next replay overwrites the results.
         return (
             None if logits is None else logits[:batch, :size].to(torch.float32, copy=True),
-            {layer: h[:batch, :size].clone() for layer, h in hidden.items()},
-            {layer: q[:batch, :, :size].clone() for layer, q in queries.items()},
+            _copied({layer: h[:batch, :size] for layer, h in hidden.items()}),
+            _copied({layer: q[:batch, :, :size] for layer, q in queries.items()}),
         )
+
+
+def _copied(results: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Copies of the layers' results, in one launch if all have one shape."""
+    if len({x.shape for x in results.values()}) != 1:
+        return {layer: x.clone() for layer, x in results.items()}
+    return dict(zip(results, torch.stack(list(results.values())).unbind(), strict=True))
 
 
 def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:

@@ -21,6 +21,7 @@ from longdraft.views.copied import Copied, gather
 from longdraft.views.kernels import view_kernels
 from longdraft.views.scorers import SCORERS
 from longdraft.views.summaries import Summaries
+from longdraft.views.together import text_of, together
 from longdraft.views.view import View
 
 # For each layer (Hq, M, d), after RoPE, the newest last.
@@ -157,7 +158,7 @@ class TrueCache:
             return None
         kept = None if self._summaries is None else self._summaries.of(slot)
         kept = None if kept is None else {kind: x[self._first :] for kind, x in kept.items()}
-        stacked = torch.stack([queries[layer] for layer in layers])
+        stacked = _of(queries, slice(layers.start, layers.stop))
         stacked = stacked[:, :, -1:] if reduction == "last" else stacked
         text = self.full.keys[self._first :], slot, end
         return self._chooses.choose(
@@ -165,21 +166,34 @@ class TrueCache:
         )
 
     def _copy_each(self, slot: int, end: int, queries: Queries | None, chosen: torch.Tensor | None) -> int:
-        """Copies the rows layer by layer; returns their number."""
+        """Copies the rows of the layers, as many at a time as may be; returns the number of rows."""
         kept = None if self._summaries is None else self._summaries.of(slot)
-        size = 0
-        for layer in range(self._first, self.full.shape.layers):
-            full = [x[slot, :, :end] for x in self.full.layer(layer)]
-            dtype = self.full.shape.dtype
+        dtype, size = self.full.shape.dtype, 0
+        for layers in together(self.full, self._bytes(end, queries), self._first):
+            keys, values = (x[:, :, :end] for x in text_of(self.full, layers, slot))
+            here = slice(layers.start - self._first, layers.stop - self._first)
             if chosen is not None:
-                rows = self.view.rows_of(chosen[layer - self._first].to(full[0].device), end)
+                rows = self.view.rows_of(chosen[here].to(keys.device), end)
             else:
-                summaries = None if kept is None else {kind: x[layer] for kind, x in kept.items()}
-                rows = self.view.rows(full[0].to(dtype), None if queries is None else queries[layer], summaries)
-            for source, target in zip(full, self.store.layer(layer - self._first), strict=True):
-                target[slot, :, : rows.shape[1]] = gather(source, rows).to(dtype)
-            size = rows.shape[1]
+                summaries = None if kept is None else {kind: x[layers] for kind, x in kept.items()}
+                rows = self.view.rows(keys.to(dtype), None if queries is None else _of(queries, layers), summaries)
+            size = rows.shape[-1]
+            for source, target in ((keys, self.store.keys), (values, self.store.values)):
+                target[here, slot, :, :size] = gather(source, rows).to(dtype)
         return size
+
+    def _bytes(self, end: int, queries: Queries | None) -> int:
+        """About how many bytes it takes to choose and copy the rows of a layer, beside the copies."""
+        heads, size = self.full.shape.kv_heads, self.full.shape.head_dim
+        copied = heads * self.view.capacity * size * self.full.shape.dtype.itemsize
+        if queries is None or not self.view.chunks:
+            return copied
+        query_heads, count, _ = queries[self._first].shape
+        if self._summaries is not None:
+            scored = end // self.view.chunk
+            return copied + 4 * scored * (2 * query_heads * count + heads * size)
+        # Of one head after the other: its keys in float32, scores, weights and what is made of them.
+        return copied + 4 * end * (3 * (query_heads // heads) * count + size)
 
     def forget(self, slot: int, start: int = 0) -> None:
         """Called when the text's rows from ``start`` on have been replaced or removed. No rows wait then."""
@@ -209,3 +223,10 @@ class TrueCache:
     def drop(self, slot: int) -> None:
         self.full.unverified[slot] -= self.waiting(slot)
         self.store.truncate(slot, self._copied.sizes[slot])
+
+
+def _of(queries: Queries, layers: slice) -> torch.Tensor:
+    """The queries of some layers, (layers, Hq, M, d)."""
+    if isinstance(queries, torch.Tensor):
+        return queries[layers]
+    return torch.stack([queries[layer] for layer in range(layers.start, layers.stop)])

@@ -65,7 +65,7 @@ class Copied:
 
 
 def gather(source: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Copies rows of one layer at once.
+    """Copies rows of a layer at once, or of several layers, whose dimension comes first.
 
     Args:
         source: (Hkv, n, d), with any strides.
@@ -74,6 +74,10 @@ def gather(source: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     Returns:
         (Hkv, m, d).
     """
-    if len(rows) == 1:
-        return source.index_select(1, rows[0])
-    return source[torch.arange(source.shape[0], device=source.device)[:, None], rows]
+    outer = len(source.shape) - 2
+    if rows.shape[:-1].numel() == 1:
+        return source.index_select(outer, rows.flatten())
+    places = [
+        torch.arange(n, device=source.device).view(-1, *[1] * (outer - i)) for i, n in enumerate(source.shape[:outer])
+    ]
+    return source[(*places, rows)]

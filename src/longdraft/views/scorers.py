@@ -1,7 +1,9 @@
-"""Scorers: they rank the chunks of one layer's keys by its queries. A chunk may have one row or many.
+"""Scorers: they rank the chunks of a layer's keys by its queries. A chunk may have one row or many.
 
 Queries are (Hkv, G, M, d): the G query heads of each KV head's group, M tokens. The scores of single queries are
 reduced over the M tokens and averaged over the group, so every KV head ranks its own chunks. Sums are float32.
+
+All shapes are those of one layer. Several layers at once have one more dimension in front, and the same results.
 
 ========== ======================================================================== =============================
 minmax     max(q . Kmax, q . Kmin), of the keys' element-wise largest and smallest  SpecPV, section 3.2
@@ -33,7 +35,7 @@ Reduce = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Candidates:
-    """The chunks of one layer that are scored.
+    """The chunks of a layer that are scored.
 
     Attributes:
         keys: (Hkv, n, d) of the whole text, after RoPE.
@@ -52,13 +54,13 @@ class Candidates:
     @property
     def rows(self) -> torch.Tensor:
         """Keys of the chunks, (Hkv, rows, d)."""
-        return self.keys[:, self.first * self.chunk : self.behind * self.chunk]
+        return self.keys[..., self.first * self.chunk : self.behind * self.chunk, :]
 
     def summary(self, kind: str) -> torch.Tensor:
         """Returns summaries of the chunks, (Hkv, chunks, d)."""
         if self.kept is not None:
-            return self.kept[kind][:, self.first : self.behind]
-        return summarise(kind, self.rows.unflatten(1, (-1, self.chunk)))
+            return self.kept[kind][..., self.first : self.behind, :]
+        return summarise(kind, self.rows.unflatten(-2, (-1, self.chunk)))
 
     def by_chunk(self, x: torch.Tensor) -> torch.Tensor:
         """Groups numbers of the chunks' rows: (..., rows) -> (..., chunks, chunk)."""
@@ -67,7 +69,7 @@ class Candidates:
 
 def _dots(q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """q . k: queries (Hkv, G, M, d), keys (Hkv, n, d) -> (Hkv, G, M, n)."""
-    return (q.flatten(1, 2) @ keys.float().transpose(1, 2)).unflatten(1, q.shape[1:3])
+    return (q.flatten(-3, -2) @ keys.float().transpose(-1, -2)).unflatten(-2, q.shape[-3:-1])
 
 
 def _masses(q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
@@ -76,7 +78,8 @@ def _masses(q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
 
 
 def minmax(q: torch.Tensor, c: Candidates, reduce: Reduce) -> torch.Tensor:
-    return reduce(torch.maximum(_dots(q, c.summary("largest")), _dots(q, c.summary("smallest"))))
+    scores = _dots(q, c.summary("largest"))
+    return reduce(torch.maximum(scores, _dots(q, c.summary("smallest")), out=scores))
 
 
 def quest(q: torch.Tensor, c: Candidates, reduce: Reduce) -> torch.Tensor:
@@ -100,9 +103,9 @@ def attention(q: torch.Tensor, c: Candidates, reduce: Reduce) -> torch.Tensor:
 
 
 def snapkv(q: torch.Tensor, c: Candidates, reduce: Reduce) -> torch.Tensor:
-    mass = reduce(_masses(q, c.keys[:, : c.behind * c.chunk]))
+    mass = reduce(_masses(q, c.keys[..., : c.behind * c.chunk, :]))
     pooled = torch.nn.functional.avg_pool1d(mass, POOL, 1, POOL // 2)
-    return c.by_chunk(pooled[:, c.first * c.chunk :]).sum(-1)
+    return c.by_chunk(pooled[..., c.first * c.chunk :]).sum(-1)
 
 
 @dataclass(frozen=True)
@@ -132,7 +135,7 @@ SCORERS: dict[str, Scorer | None] = {
 
 
 def score(name: str, reduction: str, queries: torch.Tensor, candidates: Candidates) -> torch.Tensor:
-    """Scores one layer's chunks.
+    """Scores a layer's chunks.
 
     Args:
         name: one of ``SCORERS``, but not "streaming".
@@ -144,19 +147,23 @@ def score(name: str, reduction: str, queries: torch.Tensor, candidates: Candidat
     """
     scorer = SCORERS[name]
     assert scorer is not None
-    heads = len(candidates.keys)
-    q = queries.float().unflatten(0, (heads, -1))
+    heads = candidates.keys.shape[-3]
+    q = queries.float().unflatten(-3, (heads, -1))
     if reduction == "last":
-        q = q[:, :, -1:]
+        q = q[..., -1:, :]
 
     def reduce(x: torch.Tensor) -> torch.Tensor:
-        return (x.amax(2) if reduction == "max" else x.mean(2)).mean(1)
+        return (x.amax(-2) if reduction == "max" else x.mean(-2)).mean(-2)
 
     if candidates.kept is not None and scorer.summaries:
         return scorer.scores(q, candidates, reduce)
     # One head at a time: float32 copies of all keys, and the masses of all queries, are large.
     each = (
-        scorer.scores(q[h : h + 1], replace(candidates, keys=candidates.keys[h : h + 1], kept=None), reduce)
+        scorer.scores(
+            q[..., h : h + 1, :, :, :],
+            replace(candidates, keys=candidates.keys[..., h : h + 1, :, :], kept=None),
+            reduce,
+        )
         for h in range(heads)
     )
-    return torch.cat(list(each))
+    return torch.cat(list(each), dim=-2)

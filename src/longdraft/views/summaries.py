@@ -9,6 +9,7 @@ import torch
 
 from longdraft.memory.store import KVStore, turned_rows
 from longdraft.views.kernels import view_kernels
+from longdraft.views.together import text_of, together
 
 
 def summarise(kind: str, keys: torch.Tensor) -> torch.Tensor:
@@ -49,11 +50,12 @@ class Summaries:
         if self._kernels is not None:
             self._kernels.summarise(self._store.keys, slot, self._chunk, self.of(slot), old, new)
             return
-        for layer in range(self._store.shape.layers):
-            keys = self._store.layer(layer)[0][slot, :, old * self._chunk : new * self._chunk]
-            chunks = keys.to(self._store.shape.dtype).unflatten(1, (-1, self._chunk))
+        shape, rows = self._store.shape, slice(old * self._chunk, new * self._chunk)
+        for layers in together(self._store, 4 * shape.kv_heads * shape.head_dim * (rows.stop - rows.start)):
+            keys = text_of(self._store, layers, slot)[0][:, :, rows]
+            chunks = keys.to(shape.dtype).unflatten(2, (-1, self._chunk))
             for kind, kept in self._kept.items():
-                kept[layer, slot, :, old:new] = summarise(kind, chunks).to(kept)
+                kept[layers, slot, :, old:new] = summarise(kind, chunks).to(kept)
 
     def forget(self, slot: int, start: int) -> None:
         """Called when the slot's rows from ``start`` on have been replaced or removed."""

@@ -130,7 +130,7 @@ class View:
     def choose(
         self, keys: torch.Tensor, queries: torch.Tensor | None, kept: Mapping[str, torch.Tensor] | None = None
     ) -> torch.Tensor:
-        """Chooses the chunks of one layer.
+        """Chooses the chunks of a layer, or of several at once, whose dimension comes first everywhere.
 
         Args:
             keys: (Hkv, n, d), after RoPE.
@@ -140,28 +140,29 @@ class View:
         Returns:
             (Hkv, c) int64 indices of chunks, sorted, none twice; (1, c) if they are shared. c depends on n alone.
         """
-        latest = self.unscored(keys.shape[1], queries is not None)
+        length = keys.shape[-2]
+        latest = self.unscored(length, queries is not None)
         if latest is not None:
             chunks = torch.arange(latest.start, latest.stop, device=keys.device)
-            return chunks.expand(1 if self.shared else len(keys), -1)
+            return chunks.expand(*keys.shape[:-3], 1 if self.shared else keys.shape[-3], -1)
         assert queries is not None
-        between = self.between(keys.shape[1])
+        between = self.between(length)
         candidates = Candidates(keys, between.start, between.stop, self.chunk, kept)
         scores = score(self.scorer, self.reduction, queries, candidates)
         if self.shared:
-            scores = scores.mean(0, keepdim=True)
+            scores = scores.mean(-2, keepdim=True)
         return scores.topk(self.chunks, dim=-1).indices.sort(-1).values + between.start
 
     def rows_of(self, chunks: torch.Tensor, length: int) -> torch.Tensor:
-        """Returns the rows (H, m) int64 of chosen chunks (H, c), with sink and window: sorted, none twice."""
+        """Returns the rows (..., m) int64 of chosen chunks (..., c), with sink and window: sorted, none twice."""
         each = torch.arange(self.chunk, device=chunks.device)
-        inner = (chunks[..., None] * self.chunk + each).flatten(1)
+        inner = (chunks[..., None] * self.chunk + each).flatten(-2)
         ends = ((0, min(self.sink, length)), (self.window_start(length), length))
-        sink, window = (torch.arange(a, b, device=chunks.device).expand(len(inner), -1) for a, b in ends)
-        return torch.cat([sink, inner, window], dim=1)
+        sink, window = (torch.arange(a, b, device=chunks.device).expand(*inner.shape[:-1], -1) for a, b in ends)
+        return torch.cat([sink, inner, window], dim=-1)
 
     def rows(
         self, keys: torch.Tensor, queries: torch.Tensor | None, kept: Mapping[str, torch.Tensor] | None = None
     ) -> torch.Tensor:
-        """Chooses the rows of one layer, (Hkv or 1, m), with sink and window; arguments as in :meth:`choose`."""
-        return self.rows_of(self.choose(keys, queries, kept), keys.shape[1])
+        """Chooses the rows of a layer, (Hkv or 1, m), with sink and window; arguments as in :meth:`choose`."""
+        return self.rows_of(self.choose(keys, queries, kept), keys.shape[-2])

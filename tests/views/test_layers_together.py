@@ -1,0 +1,97 @@
+"""On a GPU, rows of all layers are chosen and copied together: the same rows, in launches that layers do not add to."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from longdraft import Speculator
+from longdraft.memory.store import KVShape, KVStore
+from longdraft.model.graphs import Graphs
+from longdraft.views import together
+from longdraft.views.cache import TrueCache
+from longdraft.views.scorers import SCORERS
+from longdraft.views.view import View
+from tests.nominal import DEVICE, OnCard, StandIn, card, moved
+from tests.tiny import tiny_model
+
+SHAPE = KVShape(layers=2, kv_heads=2, head_dim=4, dtype=torch.float32)
+CHOOSING = [name for name, scorer in SCORERS.items() if scorer is not None]
+
+
+def filled(shape: KVShape, device: torch.device) -> tuple[KVStore, torch.Tensor]:
+    """A store whose second slot holds a text of 90 rows, and queries of all layers."""
+    random = torch.Generator().manual_seed(0)
+    rows = torch.randn(2, 8, shape.kv_heads, 90, shape.head_dim, generator=random)[:, : shape.layers]
+    queries = torch.randn(8, 4, 3, shape.head_dim, generator=random)[: shape.layers]
+    store = KVStore(shape, 2, 100, device)
+    if device == DEVICE:
+        rows, queries = OnCard(rows), OnCard(queries)
+    store.put_rows(1, 0, *rows)
+    store.commit(1, range(90))
+    return store, queries
+
+
+def cache_of(store: KVStore, scorer: str, shared: bool) -> TrueCache:
+    view = View(scorer, 12, 4, 4, 2, room=8, shared=shared)
+    return TrueCache(store, lambda slots, rows: KVStore(store.shape, slots, rows, store.device), view, 3)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("scorer", CHOOSING)
+def test_the_same_rows_in_launches_that_layers_do_not_add_to(scorer, shared, monkeypatch):
+    launches = []
+    for layers in (2, 8):
+        shape = replace(SHAPE, layers=layers)
+        alone = cache_of(*filled(shape, torch.device("cpu"))[:1], scorer, shared)
+        alone.choose(1, filled(shape, torch.device("cpu"))[1])
+        with card(monkeypatch) as found:
+            store, queries = filled(shape, DEVICE)
+            cache = cache_of(store, scorer, shared)
+            found.launches = 0
+            cache.choose(1, queries)
+            launches.append(found.launches)
+            assert not found.waits
+            size = cache.store.lengths[1]
+            rows = [x[:, 1, :, :size].cpu() for x in (cache.store.keys, cache.store.values)]
+        own = [x[:, 1, :, :size] for x in (alone.store.keys, alone.store.values)]
+        assert alone.store.lengths[1] == size and all(map(torch.equal, rows, own))
+    assert launches[0] == launches[1]
+
+
+@torch.inference_mode()
+def test_little_memory_makes_groups(monkeypatch):
+    with card(monkeypatch) as found:
+        store, queries = filled(replace(SHAPE, layers=8), DEVICE)
+        cache = cache_of(store, "minmax", False)
+        cache.choose(1, queries)
+        few, kept = found.launches, cache.store.keys.cpu()
+        monkeypatch.setattr(together, "MOST", 20_000)
+        found.launches = 0
+        again = cache_of(store, "minmax", False)
+        again.choose(1, queries)
+        size = cache.store.lengths[1]
+        assert found.launches > few and torch.equal(again.store.keys.cpu()[:, 1, :, :size], kept[:, 1, :, :size])
+
+
+def refreshes(monkeypatch: pytest.MonkeyPatch, layers: int) -> int:
+    """The most launches of a recorded refresh."""
+    sizes = {"budget": 64, "sink": 16, "recent": 16, "block": 8, "margin": 4}
+    with card(monkeypatch) as found:
+        spec = Speculator("specpv", target=moved(tiny_model(layers=layers)), plan="fixed", **sizes)
+        spec.runner().graphs = Graphs(StandIn(found), uses=0)
+        launches: list[int] = []
+        for run in range(2):  # in the second one everything is recorded
+            for step in spec.stream([[3, 9, 4, 7, 2, 5] * 30], max_new_tokens=16, eos_token_ids=[]):
+                if run and step.mode == "refresh":
+                    launches.append(found.launches)
+                if step.seconds:
+                    found.launches = 0
+    return max(launches)
+
+
+def test_a_refresh_of_many_layers_is_one_of_few(monkeypatch):
+    assert refreshes(monkeypatch, 2) == refreshes(monkeypatch, 6) < 60
