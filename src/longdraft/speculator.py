@@ -58,7 +58,8 @@ class Speculator:
         target: the model. May be left out when only ``custom_generate`` is used.
         tokenizer: needed for text prompts, text results and stop strings; token ids work without.
         offload: where the KV cache is kept when the device is not to hold it: ``"host"`` (memory of the host, for a
-            GPU), ``"disk"`` (a temporary file, for a CPU) or a folder for that file. Slower, and the same output.
+            GPU, which keeps as many layers as fit; ``"host:N"`` keeps N), ``"disk"`` (a temporary file, for a CPU) or a
+            folder for that file. Slower, and the same output.
         kv_dtype: what the KV cache is rounded to, ``"bfloat16"`` or ``"int8"`` (a scale for each row), where the model
             computes in float32 on a CPU. Fewer bytes to read and to hold, whatever the method; the text is that of a
             slightly different model. None: nothing is rounded.

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,8 @@ import torch
 
 from longdraft import PromptCache, Sampling, Speculator
 from longdraft.attention.block import Block
-from longdraft.errors import CapabilityError, CheckpointError, MemoryBudgetError
-from longdraft.memory import disk_store, offload
+from longdraft.errors import CapabilityError, CheckpointError, MemoryBudgetError, RequestError
+from longdraft.memory import disk_store, host_store, offload
 from longdraft.memory.disk_store import DiskStore
 from longdraft.memory.host_store import HostStore
 from longdraft.memory.store import KVShape, KVStore
@@ -30,18 +31,20 @@ PROMPTS = [[3, 9, 4, 7, 2, 5] * 8, [1, 2, 3], [i % 11 for i in range(40)], [8]]
 LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 
 
-@pytest.fixture(params=["disk", "host"])
+@pytest.fixture(params=["disk", "host", "host:2"])
 def kind(request):
     return request.param
 
 
 @pytest.fixture
 def offloaded(kind, tmp_path, monkeypatch):
-    """From here on all targets offload; to the host as if the CPU were a GPU with a lazy stream."""
+    """From here on all targets offload; to the host as if the CPU were a GPU with a lazy stream. With "host:2" the
+    device keeps two layers and one in turns."""
+    kept = cycle([2, 1] if kind == "host:2" else [0])
 
     def new_store(option, shape, slots, capacity, device, transposed=False, layers=(), size=0, rooms=None):
-        if kind == "host":
-            return HostStore(shape, slots, capacity, "cpu", layers, size, side=LazySide())
+        if kind.startswith("host"):
+            return HostStore(shape, slots, capacity, "cpu", layers, size, side=LazySide(), resident=next(kept))
         return DiskStore(tmp_path, shape, slots, capacity, transposed, layers, size)
 
     return lambda: monkeypatch.setattr(offload, "new_store", new_store)
@@ -71,6 +74,45 @@ def test_only_what_is_missing_travels():
         side.queue, side.done = [], 0
     # First round: layer 0 is fetched, then 1 to 4, and 0 again for the next round. Second: 0 lacks the new rows.
     assert copied == [(5 * new, 6 * n), (5 * new, 5 * (n + new) + new)]
+
+
+@pytest.mark.parametrize(("resident", "ups", "downs"), [(0, 8, 8), (2, 6, 6), (5, 3, 3), (7, 1, 0), (8, 0, 0)])
+def test_layers_that_the_device_keeps_do_not_travel(resident, ups, downs):
+    """In the layers' rows: what goes up and down in a later round over a text that the stages do not hold."""
+    shape, n, new = KVShape(8, 1, 2, torch.float32), 90, 4
+    plain, store = KVStore(shape, 1, 200), HostStore(shape, 1, 200, "cpu", side=(side := LazySide()), resident=resident)
+    rows = torch.randn(8, 1, n, 2)
+    for each in (plain, store):
+        each.put_rows(0, 0, rows, rows)
+        each.lengths[0] = n
+    for path in ([0, 2, 3], [1, 3], [0, 1]):
+        side.settle()
+        side.queue, side.done = [], 0
+        block = Block.make([0], store.lengths, new)
+        for layer in range(8):
+            x = torch.randn(1, 1, new, 2)
+            for each in (plain, store):
+                each.write(layer, x, x, block)
+            end = store.lengths[0] + new
+            for kept, own in zip(plain.layer(layer), store.layer(layer), strict=True):
+                assert torch.equal(kept[:, :, :end], own[:, :, :end])
+        side.settle()
+        moved = [len(to) for to, _ in side.queue]
+        length = store.lengths[0]
+        assert sum(size == new for size in moved) == 2 * ups
+        assert sum(size > new for size in moved) <= 2 * (downs + 1) and max(moved, default=0) <= length
+        for each in (plain, store):
+            each.commit(0, path)
+    assert resident < 1 or 7 not in store.streamed  # drafts read the last layer
+
+
+@pytest.mark.parametrize(("free", "kept"), [(0, 0), (9, 3), (13, 5), (100, 8)])
+def test_as_many_layers_as_fit_stay_on_the_device(free, kept, monkeypatch):
+    shape = KVShape(8, 1, 2, torch.float32)
+    each = KVStore.bytes_for(shape, 1, 200) // 8
+    monkeypatch.setattr(host_store.sizes, "available_bytes", lambda device: free * each)
+    monkeypatch.setattr(host_store.sizes, "require", lambda *_: None)
+    assert len(HostStore(shape, 1, 200, "cpu", side=LazySide(), resident=None).streamed) == 8 - kept
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.9, top_k=8, repetition_penalty=1.2)])
@@ -113,6 +155,9 @@ def test_custom_generate_and_a_long_prompt_in_chunks(tmp_path):
 
 def test_what_can_be_asked_for(tmp_path):
     assert offload.parse(None) is None and offload.parse("host") == "host"
+    assert offload.parse("host:12") == "host:12"
+    with pytest.raises(RequestError, match="host:N"):
+        offload.parse("host:some")
     assert offload.parse(str(tmp_path)) == tmp_path and offload.parse("disk").is_dir()
     with pytest.raises(CheckpointError, match="nowhere"):
         Speculator("ar", offload=tmp_path / "nowhere")

@@ -101,8 +101,8 @@ Offload = Annotated[
     str | None,
     typer.Option(
         "--offload",
-        help="Keep the KV cache elsewhere: host (memory of the host, for a GPU), disk (a temporary file, for a CPU) "
-        "or a folder for that file.",
+        help="Keep the KV cache elsewhere: host (memory of the host, for a GPU, which keeps the layers that fit; "
+        "host:N keeps N), disk (a temporary file, for a CPU) or a folder for that file.",
         show_default="nowhere else",
     ),
 ]

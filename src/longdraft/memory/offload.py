@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
 
 import torch
 
@@ -13,22 +12,26 @@ from longdraft.memory.host_store import HostStore
 from longdraft.memory.rooms import Rooms
 from longdraft.memory.store import KVShape, KVStore
 
-# None for no offload, "host" for host memory (of a GPU), or a folder for a file (of a CPU).
-Offload = Literal["host"] | Path | None
+# None for no offload, "host" or "host:N" for host memory (of a GPU, which keeps N layers, or as many as fit), or a
+# folder for a file (of a CPU).
+Offload = str | Path | None
 
 # The place that each kind of device can offload to.
 _OFFLOADS = {"cuda": "host", "cpu": "disk"}
 
 
 def parse(option: str | Path | None) -> Offload:
-    """Reads a user's option: None, ``"host"``, ``"disk"`` (the folder for temporary files), or a folder.
+    """Reads a user's option: None, ``"host"``, ``"host:N"``, ``"disk"`` (the folder for temporary files), or a folder.
 
     Raises:
         CheckpointError: there is no such folder.
         RequestError: the option is no name of a folder.
     """
     if option is None or option == "host":
-        return option  # type: ignore[return-value]  # mypy sees a str in the literal
+        return option
+    if isinstance(option, str) and option.startswith("host:"):
+        _resident(option)
+        return option
     if not isinstance(option, str | Path):
         raise RequestError(f"offload takes host, disk or an existing folder, got {option!r}")
     folder = default_folder() if option == "disk" else Path(option)
@@ -39,7 +42,7 @@ def parse(option: str | Path | None) -> Offload:
 
 def check(offload: Offload, device: torch.device) -> None:
     """Raises CapabilityError if a device cannot offload that way; the message says what it can do."""
-    kind = "host" if offload == "host" else "disk"
+    kind = "host" if isinstance(offload, str) else "disk"
     if offload is None or _OFFLOADS.get(device.type) == kind:
         return
     where = {"host": "a model on an NVIDIA GPU", "disk": "a model on the CPU"}[kind]
@@ -61,7 +64,19 @@ def new_store(
     """Makes the kind of :class:`KVStore` that ``offload`` asks for; one on the device takes memory of ``rooms``."""
     if offload is None:
         return KVStore(shape, slots, capacity, device, transposed_keys, feature_layers, feature_size, rooms)
-    if offload == "host":
-        return HostStore(shape, slots, capacity, device, feature_layers, feature_size)
-    assert isinstance(offload, Path)
+    if isinstance(offload, str):
+        resident = _resident(offload)
+        return HostStore(shape, slots, capacity, device, feature_layers, feature_size, resident=resident)
     return DiskStore(offload, shape, slots, capacity, transposed_keys, feature_layers, feature_size)
+
+
+def _resident(option: str) -> int | None:
+    """The number of layers that ``host:N`` keeps on the device; None for ``host``: as many as fit.
+
+    Raises:
+        RequestError: N is no whole number.
+    """
+    _, colon, count = option.partition(":")
+    if colon and not count.isdecimal():
+        raise RequestError(f"offload=host:N keeps N layers on the GPU, a whole number, got {option!r}")
+    return int(count) if colon else None

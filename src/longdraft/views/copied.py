@@ -77,7 +77,7 @@ def gather(source: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     outer = len(source.shape) - 2
     if rows.shape[:-1].numel() == 1:
         return source.index_select(outer, rows.flatten())
-    places = [
-        torch.arange(n, device=source.device).view(-1, *[1] * (outer - i)) for i, n in enumerate(source.shape[:outer])
-    ]
-    return source[(*places, rows)]
+    sizes = enumerate(source.shape[:outer])
+    places = [torch.arange(n, device=source.device).view(-1, *[1] * (outer - i)) for i, n in sizes]
+    index = (*places, rows)
+    return source[index]

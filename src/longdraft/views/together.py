@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import torch
+
 from longdraft.memory.store import KVStore
-from longdraft.native.scaled import KeptRows
 
 # Bytes that intermediate results may take on a GPU.
 MOST = 512 << 20
@@ -23,7 +24,7 @@ def together(store: KVStore, each: int, first: int = 0) -> list[slice]:
     return [slice(i, min(i + at_once, end)) for i in range(first, end, at_once)]
 
 
-def text_of(store: KVStore, layers: slice, slot: int) -> tuple[KeptRows, KeptRows]:
+def text_of(store: KVStore, layers: slice, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values (layers, Hkv, capacity, d) of a group that :func:`together` made, to be read only."""
     if _lies_there(store):
         return store.keys[layers, slot], store.values[layers, slot]
