@@ -216,7 +216,11 @@ def peagle_rows(model, w, text, slots, norms=(), window=None):
 
 def speculators(folder: Path, kind: str, tensors, layer=LAYER, entering=(2, 3, 5), **config) -> Path:
     """A folder of `speculators`. ``entering``: what enters these layers of the target is read."""
-    said = {"speculators_model_type": kind, "transformer_layer_config": layer, "mask_token_id": MASK}
+    said = {
+        "speculators_model_type": kind,
+        "transformer_layer_config": layer,
+        "mask_token_id": min(MASK, layer["vocab_size"] - 1),
+    }
     vocabulary = len(tensors["d2t"]) if "d2t" in tensors else layer["vocab_size"]
     said |= {"draft_vocab_size": vocabulary, "block_size": 4}
     name = "eagle_aux_hidden_state_layer_ids" if kind == "peagle" else "aux_hidden_state_layer_ids"
