@@ -31,7 +31,7 @@ from torch import nn
 from longdraft.attention.transfer import on_device
 from longdraft.drafters.shared.layered import layered
 from longdraft.drafters.shared.layers import SelfAttend, SwiGLU, rotate
-from longdraft.drafters.shared.levels import DraftRound, Fed, Inputs
+from longdraft.drafters.shared.levels import DraftRound, Fed, Inputs, each_row
 from longdraft.drafters.shared.retrieval import RetrievalOptions, RetrievingDrafter
 from longdraft.drafters.shared.whole_level import WholeLevel, products_of, serves
 from longdraft.drafts.eagle3_gguf import to_gguf
@@ -52,7 +52,7 @@ from longdraft.native import Kernels
 from longdraft.native.draft import DraftBlock
 from longdraft.options import Options, option, parse
 from longdraft.trees.kind import TreeKind
-from longdraft.trees.level import Level
+from longdraft.trees.level import Level, likeliest
 from longdraft.trees.node_limit import NodeLimit
 from longdraft.trees.options import TreeOptions
 from longdraft.trees.tree import TokenTree
@@ -504,27 +504,25 @@ class Eagle3Round(DraftRound):
         self._whole = bound.whole if drafter.retrieval is None else None
         super().__init__(sequences, bound.rotary, depth, drafter._runner.device, self._whole is not None)
         self._drafter, self._bound, self._cache = drafter, bound, drafter.cache
-        # For each sequence, (W, hidden): the outputs of the last level's nodes, their children's g.
-        self._outputs: dict[int, torch.Tensor] = {}
+        # The last level, and its nodes' outputs (B', W, hidden), their children's g.
+        self._last: tuple[Level, torch.Tensor] | None = None
 
     def said(self, level: Level, best: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         self._drafter.forwards += 1
-        fed, inputs, queries = self.roots(level) if level.depth == 0 else self._nodes(level)
-        if self._whole is not None:
-            out, logits, log_probs, ids = self._whole(fed, inputs, self._cache, None, best)
-        elif level.depth == 0 or self._drafter.deep:
-            out = self.outputs(fed, inputs, queries)
-            logits = self._bound.block.logits(out)
-            log_probs = ids = logits[:, :0]
+        if level.depth == 0:
+            fed, inputs, queries = self.roots(level)
         else:
-            graphs, nodes = self._drafter._runner.graphs, [x for x in inputs if x is not None]
-            block = self._bound.block
-            kind = "eagle3", block  # recordings are of its weights
-            out, logits = self.recorded(graphs, kind, fed, self._cache, nodes, partial(_forward, block))
-            log_probs = ids = logits[:, :0]
+            fed, tokens, inputs, queries = self._nodes(level)
+        if self._whole is not None:
+            out, *said = self._whole(fed, self._with_rows(inputs), self._cache, None, best)
+        elif level.depth == 0 or self._drafter.deep:
+            out = self.outputs(fed, self._with_rows(inputs), queries)
+            said = _said(self._bound.block, best, out)
+        else:
+            ...
         out = self._bound.block.following(out)
-        self._outputs = dict(zip(level.rows, out.split(fed.width), strict=True))
-        return logits, log_probs, ids
+        self._last = level, out.view(len(level.rows), fed.width, -1)
+        return said[0], said[-2 if best else 0], said[-1]
 
     def outputs(self, fed: Fed, inputs: Inputs, queries: slice | torch.Tensor) -> torch.Tensor:
         """Outputs (Tq, hidden) of some of the rows, computed by torch."""
@@ -551,18 +549,44 @@ class Eagle3Round(DraftRound):
         fed, cos, sin, newest = self.entering(level, starts, ends)
         return fed, Inputs(torch.cat(xs), torch.cat(gs), cos, sin), newest
 
-    def _nodes(self, level: Level) -> tuple[Fed, Inputs, slice]:
-        """The rows of a level's nodes: position = root's + depth, g = the parent's output."""
+    def _nodes(self, level: Level) -> tuple[Fed, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """A level's nodes and their tokens, g = the parent's output (T, hidden), cos and sin (B', 1, d)."""
         fed, cos, sin = self.following(level)
-        g = torch.cat([self._outputs[row][level.parents[i]] for i, row in enumerate(level.rows)])
-        return fed, Inputs(self._bound.embedding(level.tokens.flatten()), g, cos, sin), slice(None)
+        assert self._last is not None
+        above = self._last[0].of(level.rows, self._last[1])
+        g = above.gather(1, level.parents[..., None].expand(-1, -1, above.shape[2])).flatten(0, 1)
+        return fed, level.tokens.flatten(), g, cos, sin
 
 
 def _forward(
-    block: Eagle3Block, x: torch.Tensor, g: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: SelfAttend
-) -> tuple[torch.Tensor, torch.Tensor]:
-    out = block(x, g, cos, sin, attend)
-    return out, block.logits(out)
+    block: Eagle3Block,
+    best: int,
+    x: torch.Tensor,
+    g: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    attend: SelfAttend,
+    queries: slice | torch.Tensor = slice(None),
+) -> tuple[torch.Tensor, ...]:
+    """The draft's outputs (rows, hidden), and logits where ``best`` is 0, else log-probabilities and ids of the
+    ``best`` likeliest."""
+    out = block(x, g, cos, sin, attend, queries)
+    logits = block.logits(out)
+    return out, *(likeliest(logits, best) if best else (logits,))
+
+
+def _of_nodes(
+    bound: BoundDraft,
+    best: int,
+    tokens: torch.Tensor,
+    g: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    attend: SelfAttend,
+) -> tuple[torch.Tensor, ...]:
+    """The draft over the nodes of a level."""
+    rows = len(tokens)
+    return _forward(bound.block, best, bound.embedding(tokens), g, each_row(cos, rows), each_row(sin, rows), attend)
 
 
 register(

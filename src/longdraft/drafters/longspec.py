@@ -28,7 +28,7 @@ from longdraft.attention.block import Block
 from longdraft.attention.prefix import PrefixAttend
 from longdraft.attention.transfer import on_device
 from longdraft.drafters.shared.layers import SelfAttend, SwiGLU, rotate
-from longdraft.drafters.shared.levels import DraftRound, Fed, Inputs
+from longdraft.drafters.shared.levels import DraftRound, Fed, Inputs, each_row
 from longdraft.drafters.shared.retrieval import RetrievalOptions, RetrievingDrafter
 from longdraft.drafters.shared.whole_level import Text, WholeLevel, products_of, serves
 from longdraft.drafts.draft import TrainedDraft
@@ -46,7 +46,7 @@ from longdraft.native import Kernels
 from longdraft.native.draft import DraftBlock
 from longdraft.native.stored import Stored
 from longdraft.options import parse
-from longdraft.trees.level import Level
+from longdraft.trees.level import Level, likeliest
 from longdraft.trees.node_limit import NodeLimit
 from longdraft.trees.options import TreeOptions
 from longdraft.trees.tree import TokenTree
@@ -368,27 +368,29 @@ class _Round(DraftRound):
 
     def said(self, level: Level, best: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         self._drafter.forwards += 1
-        fed, inputs, queries = self._roots(level) if level.depth == 0 else self._nodes(level)
+        fed, tokens, cos, sin, queries = self._roots(level) if level.depth == 0 else self._nodes(level)
         if self._bound.whole is not None:
-            text = self._drafter.text(fed.slots)
+            x, text = self._bound.parts.embedding(tokens), self._drafter.text(fed.slots)
+            inputs = Inputs(x, None, each_row(cos, len(x)), each_row(sin, len(x)))
             _, *said = self._bound.whole(fed, inputs, self._window, text, best)
             return said[0], said[1], said[2]
-        x, _, cos, sin = inputs
         keys, values, lengths = self._drafter.text(fed.slots)
         block = Block.make(fed.slots, lengths, fed.width, device=keys.device)
         graphs = self._drafter._runner.graphs
         longest = graphs.bound(max(lengths), keys.shape[2])
-        forward = partial(_forward, self._bound, self._drafter._runner.prefix_attend, keys, values, block, longest)
+        forward = partial(
+            _forward, self._bound, self._drafter._runner.prefix_attend, keys, values, block, longest, best
+        )
         if level.depth and type(self._drafter._store) is KVStore and self._drafter.retrieved is None:
             # Recordings are of the block's weights, and of these keys and values.
-            kind = "longspec", self._bound.block, keys.data_ptr(), values.data_ptr(), longest
-            beside = block.slots_t, block.lengths_t
-            (logits,) = self.recorded(graphs, kind, fed, self._window, (x, cos, sin), forward, beside)
+            kind = "longspec", self._bound.block, keys.data_ptr(), values.data_ptr(), longest, best
+            beside = cos, sin, block.slots_t, block.lengths_t
+            found = self.recorded(graphs, kind, fed, self._window, (tokens,), forward, beside)
         else:
-            (logits,) = forward(x, cos, sin, block.slots_t, block.lengths_t, fed.attend(self._window), queries)
-        return logits, logits[:, :0], logits[:, :0]
+            found = forward(tokens, cos, sin, block.slots_t, block.lengths_t, fed.attend(self._window), queries)
+        return found[0], found[0], found[-1]
 
-    def _roots(self, level: Level) -> tuple[Fed, Inputs, torch.Tensor]:
+    def _roots(self, level: Level) -> tuple[Fed, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """The tokens that the window lacks. All get keys and values; only the roots get an output."""
         tokens: list[int] = []
         starts, ends = [], []
@@ -397,12 +399,11 @@ class _Round(DraftRound):
             starts.append(max(self._window.end(s.slot), ends[-1] - self._window.window))
             tokens += s.output[starts[-1] - len(s.prompt) :]
         fed, cos, sin, roots = self.entering(level, starts, ends)
-        x = self._bound.parts.embedding(on_device(tokens, level.tokens.device))
-        return fed, Inputs(x, None, cos, sin), roots
+        return fed, on_device(tokens, level.tokens.device), cos, sin, roots
 
-    def _nodes(self, level: Level) -> tuple[Fed, Inputs, slice]:
+    def _nodes(self, level: Level) -> tuple[Fed, torch.Tensor, torch.Tensor, torch.Tensor, slice]:
         fed, cos, sin = self.following(level)
-        return fed, Inputs(self._bound.parts.embedding(level.tokens.flatten()), None, cos, sin), slice(None)
+        return fed, level.tokens.flatten(), cos, sin, slice(None)
 
 
 def _forward(
@@ -412,16 +413,22 @@ def _forward(
     values: torch.Tensor,
     block: Block,
     longest: int,
-    x: torch.Tensor,
+    best: int,
+    tokens: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
     slots: torch.Tensor,
     lengths: torch.Tensor,
     attend: SelfAttend,
     queries: slice | torch.Tensor = slice(None),
-) -> tuple[torch.Tensor]:
-    """The draft over rows x. Each row attends to the target's last-layer KV before its sequence's root: ``lengths``
-    rows, the block's own or those of a recorded graph, ``longest`` at most."""
+) -> tuple[torch.Tensor, ...]:
+    """The draft over some tokens: logits where ``best`` is 0, else log-probabilities and ids of the ``best`` likeliest.
+
+    Each row attends to the target's last-layer KV before its sequence's root: ``lengths`` rows, the block's own or
+    those of a recorded graph, ``longest`` at most.
+    """
+    x = bound.parts.embedding(tokens)
+    cos, sin = each_row(cos, len(x)), each_row(sin, len(x))
     if lengths is not block.lengths_t:
         batch = len(slots)
         block = Block((-1,) * batch, (longest,) * batch, x.shape[0] // batch, None, slots, lengths, captured=True)
@@ -431,7 +438,8 @@ def _forward(
         rows = q.unflatten(1, (block.batch, block.size)).transpose(0, 1)
         return prefix_attend(rows, keys, values, block, scale).transpose(0, 1).flatten(1, 2)
 
-    return (bound.logits(bound.block(x, cos, sin, attend, cross_attend, queries)),)
+    logits = bound.logits(bound.block(x, cos, sin, attend, cross_attend, queries))
+    return likeliest(logits, best) if best else (logits,)
 
 
 register(

@@ -226,8 +226,9 @@ class OnePassRound(OneForwardRound):
         fed, inputs, newest = self.roots(level)
         assert inputs.joined is not None
         parts: list[list[torch.Tensor]] = [[], [], [], []]
-        for row, *new in zip(level.rows, *(t.split(fed.counts) for t in inputs if t is not None), strict=True):
-            behind = (*self.behind(new[0][-1:], new[1][-1:], ahead), *self._ahead[row])
+        own_inputs = (t.split(fed.counts) for t in inputs if t is not None)
+        for i, new in enumerate(zip(*own_inputs, strict=True)):
+            behind = (*self.behind(new[0][-1:], new[1][-1:], ahead), *(t[i] for t in self._ahead))
             for part, own, more in zip(parts, new, behind, strict=True):
                 part += [own, more]
         inputs = Inputs(*map(torch.cat, parts))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -125,7 +126,7 @@ class Growth:
         log_probs = log_probs.nan_to_num(nan=_HOPELESS).clamp(max=0.0)
         scores = (last.scores[..., None] + log_probs).flatten(1)
         tokens = token.flatten(1)
-        parents = torch.arange(token.shape[1], device=token.device).repeat_interleave(token.shape[2]).expand_as(tokens)
+        parents = _in_groups(token.shape[1], token.shape[2], token.device).expand_as(tokens)
         level = Level(last.level.rows, last.level.depth + 1, tokens, parents)
         return Scored(level, log_probs.flatten(1), scores)
 
@@ -139,21 +140,30 @@ def likeliest(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Ten
 
 def root_level(roots: Sequence[int], device: torch.device | str) -> Scored:
     """Makes the level of the roots, one node a sequence."""
-    zeros = torch.zeros(len(roots), 1, device=device)
     tokens = on_device(roots, device)[:, None]
-    return Scored(Level(tuple(range(len(roots))), 0, tokens, torch.zeros_like(tokens)), zeros, zeros)
+    zeros = torch.zeros(tokens.shape, device=device)
+    return Scored(
+        Level(tuple(range(len(roots))), 0, tokens, _in_groups(1, 1, tokens.device).expand_as(tokens)), zeros, zeros
+    )
+
+
+@lru_cache(maxsize=256)
+@torch.inference_mode(False)
+def _in_groups(groups: int, size: int, device: torch.device) -> torch.Tensor:
+    """The group that each of ``groups * size`` numbers belongs to. There are few shapes: it is kept for each."""
+    return torch.arange(groups, device=device).repeat_interleave(size)
 
 
 def to_trees(roots: Sequence[int], levels: Sequence[Scored]) -> list[TokenTree]:
     """Turns levels into trees on the host; the one place that waits for the device."""
     if not levels:
         return [TokenTree((root,), (-1,), (0.0,)) for root in roots]
-    integers = torch.cat([torch.stack([x.level.tokens, x.level.parents]).flatten() for x in levels])
-    # Floats are transferred as the integers that have their bits, in one copy with the others.
-    bits = torch.cat([x.log_probs.flatten() for x in levels]).view(torch.int32)
-    fetched = torch.cat([integers, bits]).cpu()
-    numbers = fetched[: len(integers)].tolist()
-    floats = fetched[len(integers) :].int().view(torch.float32).tolist()
+    # Everything is transferred as integers of 32 bits, in one copy.
+    integers = [x.contiguous().flatten() for scored in levels for x in (scored.level.tokens, scored.level.parents)]
+    parts = [x.view(torch.int32) for x in (*integers, *(x.log_probs.flatten() for x in levels))]
+    fetched = torch.cat(parts).cpu()
+    count = 2 * sum(map(len, integers))
+    numbers, floats = fetched[:count].view(torch.long).tolist(), fetched[count:].view(torch.float32).tolist()
     tokens, parents, log_probs = [[root] for root in roots], [[-1] for _ in roots], [[0.0] for _ in roots]
     at = 0
     above = [0] * len(roots)  # index of the first node of each sequence's last level

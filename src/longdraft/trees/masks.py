@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 
@@ -62,9 +63,16 @@ class Ancestors:
         The first level's nodes see themselves alone: a root may come first, or lie before the trees' rows.
         """
         batch, width = level.tokens.shape
-        mask = torch.eye(width, dtype=torch.bool, device=level.tokens.device).expand(batch, -1, -1)
+        mask = _themselves(width, level.tokens.device).expand(batch, -1, -1)
         if self._level is not None:
             above = self._level.of(level.rows, self._mask)
             mask = torch.cat([above.gather(1, level.parents[..., None].expand(-1, -1, above.shape[2])), mask], dim=2)
         self._level, self._mask = level, mask
         return mask
+
+
+@lru_cache(maxsize=64)
+@torch.inference_mode(False)
+def _themselves(width: int, device: torch.device) -> torch.Tensor:
+    """The mask (W, W) of nodes that see themselves alone; kept for each width."""
+    return torch.eye(width, dtype=torch.bool, device=device)

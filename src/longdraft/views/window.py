@@ -184,23 +184,29 @@ class Window:
         """
         device = self.keys.device
         if mask is None:
-            mask = torch.zeros(len(slots), 1, 0, dtype=torch.bool, device=device)
+            mask = torch.empty(len(slots), 1, 0, dtype=torch.bool, device=device)
         into, padding = [], self.keys.shape[2] - 1
         for slot, (_, end), count in zip(slots, places, counts, strict=True):
             into += [(slot, row) for row in range(end - count, end)] + [(slot, padding)] * ((rows or count) - count)
         more = (batch or len(slots)) - len(slots)
         into += [(slots[0], padding)] * (rows or 1) * more
         begins = [begin for begin, _ in places]
-        seen = [*zip(slots, begins, (end - begin - mask.shape[2] for begin, end in places), strict=True)]
-        seen += [(slots[0], 0, 1)] * more
-        numbers = on_device([*(n for pair in into for n in pair), *(n for one in seen for n in one)], device)
-        into_t = numbers[: 2 * len(into)].view(-1, 2)
-        slots_t, begins_t, lengths_t = numbers[2 * len(into) :].to(torch.int32).view(-1, 3).unbind(1)
+        lengths = [end - begin - mask.shape[2] for begin, end in places]
+        count = len(slots) + more
+        # Each column begins at a multiple of 16 bytes, which kernels may rely on.
+        column = -(-count // 4) * 4
+        columns = ([*slots, *[slots[0]] * more], [*begins, *[0] * more], [*lengths, *[1] * more])
+        seen = [n for each in columns for n in (*each, *[0] * (column - count))]
+        # Integers of both widths travel together.
+        into_h, seen_h = torch.tensor(into).view(torch.int32).flatten(), torch.tensor(seen, dtype=torch.int32)
+        numbers = on_device(torch.cat([into_h, seen_h]), device)
+        into_t = numbers[: len(into_h)].view(torch.long).view(-1, 2)
+        slots_t, begins_t, lengths_t = numbers[len(into_h) :].view(3, -1)[:, :count].unbind()
         mask = on_device(mask, device)
         if rows is not None:
             into_t = into_t.view(-1, rows, 2)
             mask = F.pad(mask, (0, self.scratch - mask.shape[2], 0, 0, 0, more))
-        return Placed(into_t, slots_t.contiguous(), begins_t.contiguous(), lengths_t.contiguous(), mask)
+        return Placed(into_t, slots_t, begins_t, lengths_t, mask)
 
     def attending(
         self, at: Placed, bound: int | None = None

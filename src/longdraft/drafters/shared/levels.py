@@ -140,17 +140,20 @@ class DraftRound(ABC):
         rotary: (T,) positions -> cos and sin (T, d).
         depth: levels of the trees at most.
         device: of the draft.
-        whole: a level is computed in one kernel call, which also returns the likeliest tokens.
+        whole: a level is computed in one kernel call, which also returns the likeliest tokens. On a GPU they are found
+            within the level's recording.
     """
 
     def __init__(
         self, sequences: Sequence[Text], rotary: Rotary, depth: int, device: torch.device | str, whole: bool
     ) -> None:
         self.sequences, self._rotary, self._depth, self._device = sequences, rotary, depth, device
-        self.likeliest: Likeliest | None = self._likeliest if whole else None
+        there = torch.device(device).type != "cpu"
+        self.likeliest: Likeliest | None = self._likeliest if whole or there else None
         self._ancestors = Ancestors()
-        # Of each sequence, cos and sin (depth - 1, d) of its tree's positions: computed once, with its new tokens'.
-        self._ahead: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        # The level of the roots; cos and sin (B, depth - 1, d) of the positions of their trees.
+        self._entered: Level | None = None
+        self._ahead: tuple[torch.Tensor, ...] = ()
 
     @abstractmethod
     def said(self, level: Level, best: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -177,21 +180,20 @@ class DraftRound(ABC):
         ahead = [end - 1 + depth for end in ends for depth in range(1, self._depth)]
         cos, sin = self._rotary(on_device(positions + ahead, self._device))
         # None of them where a tree has one level.
-        rest = (x[len(positions) :].view(len(ends), -1, x.shape[1]) for x in (cos, sin))
-        self._ahead = dict(zip(level.rows, zip(*rest, strict=True), strict=True))
+        self._entered = level
+        self._ahead = tuple(x[len(positions) :].view(len(ends), -1, x.shape[1]) for x in (cos, sin))
         counts = tuple(end - start for start, end in zip(starts, ends, strict=True))
         roots = on_device([n - 1 for n in accumulate(counts)], self._device)
         fed = Fed(self._slots(level), counts, 1, starts=tuple(starts))
         return fed, cos[: len(positions)], sin[: len(positions)], roots
 
     def following(self, level: Level) -> tuple[Fed, torch.Tensor, torch.Tensor]:
-        """The nodes of a level, with cos and sin (T, d): a node's position is its root's + its depth."""
+        """The nodes of a level, with cos and sin (B', 1, d): a node's position is its root's + its depth."""
         width = level.tokens.shape[1]
         seen = self._ancestors.add(level)
         fed = Fed(self._slots(level), (width,) * len(level.rows), width, depth=level.depth, ancestors=seen)
-        cos, sin = (
-            torch.cat([self._ahead[row][i][level.depth - 1].expand(width, -1) for row in level.rows]) for i in (0, 1)
-        )
+        assert self._entered is not None
+        cos, sin = (self._entered.of(level.rows, x)[:, level.depth - 1, None] for x in self._ahead)
         return fed, cos, sin
 
     def recorded(
@@ -208,7 +210,7 @@ class DraftRound(ABC):
 
         Args:
             kind: key of the recording, apart from the shapes of the inputs and the window.
-            inputs: (B * W, ...) each, of the nodes. beside: (B,) each, of the sequences.
+            inputs: (B * W, ...) each, of the nodes. beside: (B,) or (B, 1, ...) each, of the sequences.
             compute: takes both, and what attends among the window's rows; gives tensors (B * W, ...).
         """
         rows = graphs.rows(fed.width) if window.together else None
@@ -222,7 +224,7 @@ class DraftRound(ABC):
         def given() -> list[torch.Tensor]:
             split = [x.unflatten(0, (sequences, fed.width)) for x in inputs]
             more = batch - sequences  # which are like the first sequence
-            rest = [torch.cat([x, x[:1].expand(more)]) for x in beside] if more else beside
+            rest = [torch.cat([x, x[:1].expand(more, *x.shape[1:])]) for x in beside] if more else beside
             return [*split, *rest, *window.placed(fed.slots, places, fed.counts, fed.mask, rows, batch)]
 
         memory = copy(window)  # the same tensors; a recording outlives the window itself
@@ -241,3 +243,8 @@ class DraftRound(ABC):
 
     def _slots(self, level: Level) -> tuple[int, ...]:
         return tuple(self.sequences[row].slot for row in level.rows)
+
+
+def each_row(x: torch.Tensor, rows: int) -> torch.Tensor:
+    """A rotary embedding (B, 1, d) for all of ``rows`` rows, (rows, d); one that is for each row already stays."""
+    return x if x.dim() == 2 else x.expand(-1, rows // len(x), -1).flatten(0, 1)
