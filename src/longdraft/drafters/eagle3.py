@@ -509,19 +509,25 @@ class Eagle3Round(DraftRound):
 
     def said(self, level: Level, best: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         self._drafter.forwards += 1
+        bound = self._bound
         if level.depth == 0:
             fed, inputs, queries = self.roots(level)
         else:
-            fed, tokens, inputs, queries = self._nodes(level)
-        if self._whole is not None:
-            out, *said = self._whole(fed, self._with_rows(inputs), self._cache, None, best)
-        elif level.depth == 0 or self._drafter.deep:
-            out = self.outputs(fed, self._with_rows(inputs), queries)
-            said = _said(self._bound.block, best, out)
+            fed, tokens, g, cos, sin = self._nodes(level)
+        if level.depth and self._whole is None and not self._drafter.deep:
+            kind = "eagle3", bound.block, best  # recordings are of its weights
+            graphs, forward = self._drafter._runner.graphs, partial(_of_nodes, bound, best)
+            out, *said = self.recorded(graphs, kind, fed, self._cache, (tokens, g), forward, (cos, sin))
         else:
-            ...
-        out = self._bound.block.following(out)
-        self._last = level, out.view(len(level.rows), fed.width, -1)
+            if level.depth:
+                rows, queries = len(tokens), slice(None)
+                inputs = Inputs(bound.embedding(tokens), g, each_row(cos, rows), each_row(sin, rows))
+            if self._whole is not None:
+                out, *said = self._whole(fed, inputs, self._cache, None, best)
+            else:
+                out = self.outputs(fed, inputs, queries)
+                said = [*_said(bound.block, best, out)]
+        self._last = level, bound.block.following(out).view(len(level.rows), fed.width, -1)
         return said[0], said[-2 if best else 0], said[-1]
 
     def outputs(self, fed: Fed, inputs: Inputs, queries: slice | torch.Tensor) -> torch.Tensor:
@@ -558,21 +564,10 @@ class Eagle3Round(DraftRound):
         return fed, level.tokens.flatten(), g, cos, sin
 
 
-def _forward(
-    block: Eagle3Block,
-    best: int,
-    x: torch.Tensor,
-    g: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    attend: SelfAttend,
-    queries: slice | torch.Tensor = slice(None),
-) -> tuple[torch.Tensor, ...]:
-    """The draft's outputs (rows, hidden), and logits where ``best`` is 0, else log-probabilities and ids of the
-    ``best`` likeliest."""
-    out = block(x, g, cos, sin, attend, queries)
+def _said(block: Eagle3Block, best: int, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Logits of outputs (rows, hidden) where ``best`` is 0, else log-probabilities and ids of the ``best`` likeliest."""
     logits = block.logits(out)
-    return out, *(likeliest(logits, best) if best else (logits,))
+    return likeliest(logits, best) if best else (logits,)
 
 
 def _of_nodes(
@@ -584,9 +579,10 @@ def _of_nodes(
     sin: torch.Tensor,
     attend: SelfAttend,
 ) -> tuple[torch.Tensor, ...]:
-    """The draft over the nodes of a level."""
+    """The draft over the nodes of a level: outputs (rows, hidden), and what :func:`_said` says of them."""
     rows = len(tokens)
-    return _forward(bound.block, best, bound.embedding(tokens), g, each_row(cos, rows), each_row(sin, rows), attend)
+    out = bound.block(bound.embedding(tokens), g, each_row(cos, rows), each_row(sin, rows), attend)
+    return out, *_said(bound.block, best, out)
 
 
 register(

@@ -365,6 +365,7 @@ class _Round(DraftRound):
     def __init__(self, drafter: LongSpecDrafter, bound: BoundDraft, sequences: list[Sequence], depth: int) -> None:
         super().__init__(sequences, bound.parts.rotary, depth, drafter._runner.device, bound.whole is not None)
         self._drafter, self._bound, self._window = drafter, bound, drafter.window
+        self._prefixes: Block | None = None  # of the last level's sequences
 
     def said(self, level: Level, best: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         self._drafter.forwards += 1
@@ -375,7 +376,9 @@ class _Round(DraftRound):
             _, *said = self._bound.whole(fed, inputs, self._window, text, best)
             return said[0], said[1], said[2]
         keys, values, lengths = self._drafter.text(fed.slots)
-        block = Block.make(fed.slots, lengths, fed.width, device=keys.device)
+        if self._prefixes is None or self._prefixes.slots != fed.slots:
+            self._prefixes = Block.make(fed.slots, lengths, fed.width, device=keys.device)
+        block = replace(self._prefixes, size=fed.width)
         graphs = self._drafter._runner.graphs
         longest = graphs.bound(max(lengths), keys.shape[2])
         forward = partial(

@@ -160,7 +160,7 @@ class OneForwardRound(Eagle3Round):
 
     def __init__(self, drafter: OnePassDrafter, bound: BoundDraft, sequences: list[Sequence], depth: int) -> None:
         super().__init__(drafter, bound, sequences, depth)
-        self.likeliest = self._likeliest  # without kernels too
+        self._finds_likeliest = True  # without kernels too
         # The level of the sequences, and what was said of each depth.
         self._roots: Level | None = None
         self._rows: list[Row] = []

@@ -148,12 +148,17 @@ class DraftRound(ABC):
         self, sequences: Sequence[Text], rotary: Rotary, depth: int, device: torch.device | str, whole: bool
     ) -> None:
         self.sequences, self._rotary, self._depth, self._device = sequences, rotary, depth, device
-        there = torch.device(device).type != "cpu"
-        self.likeliest: Likeliest | None = self._likeliest if whole or there else None
+        self._finds_likeliest = whole or torch.device(device).type != "cpu"
         self._ancestors = Ancestors()
         # The level of the roots; cos and sin (B, depth - 1, d) of the positions of their trees.
         self._entered: Level | None = None
         self._ahead: tuple[torch.Tensor, ...] = ()
+
+    @property
+    def likeliest(self) -> Likeliest | None:
+        """Finds the likeliest tokens without showing logits; None if it cannot."""
+        # Not kept: a round that refers to itself would keep its memory until the garbage is collected.
+        return self._likeliest if self._finds_likeliest else None
 
     @abstractmethod
     def said(self, level: Level, best: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -178,12 +183,13 @@ class DraftRound(ABC):
         """
         positions = [p for start, end in zip(starts, ends, strict=True) for p in range(start, end)]
         ahead = [end - 1 + depth for end in ends for depth in range(1, self._depth)]
-        cos, sin = self._rotary(on_device(positions + ahead, self._device))
+        counts = tuple(end - start for start, end in zip(starts, ends, strict=True))
+        numbers = on_device([*positions, *ahead, *(n - 1 for n in accumulate(counts))], self._device)
+        roots = numbers[-len(counts) :]
+        cos, sin = self._rotary(numbers[: -len(counts)])
         # None of them where a tree has one level.
         self._entered = level
         self._ahead = tuple(x[len(positions) :].view(len(ends), -1, x.shape[1]) for x in (cos, sin))
-        counts = tuple(end - start for start, end in zip(starts, ends, strict=True))
-        roots = on_device([n - 1 for n in accumulate(counts)], self._device)
         fed = Fed(self._slots(level), counts, 1, starts=tuple(starts))
         return fed, cos[: len(positions)], sin[: len(positions)], roots
 
