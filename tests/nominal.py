@@ -6,6 +6,7 @@ It finds operations that a real GPU would refuse or wait for. Every operation of
 * the host waits if it reads a number of the device, if a shape depends on numbers of the device, if it copies from
   memory that is not pinned, or if it writes a number at a place (``x[3] = 5``, which copies that number):
   :attr:`Card.waits` lists the places in our code;
+* an event behind which the device has more work does not leave it idle: :attr:`Card.overlapped` counts those;
 * operations of the device and copies between it and the host are counted (:attr:`Card.launches`, :attr:`Card.copies`);
 * while something is recorded (:attr:`Card.recording`), waits and copies from the host are errors: a CUDA graph would
   copy the host's old memory again.
@@ -100,13 +101,14 @@ class Card(TorchDispatchMode):
         waits: places where the host has waited for the device: "file:line function (operation)".
         launches: number of operations that the host has asked the device for; views are none, a replay is one.
         copies: number of copies between host and device.
+        overlapped: number of times that the host waited for an event while the device had work behind it.
         recording: True while operations are being recorded.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.waits: list[str] = []
-        self.launches = self.copies = 0
+        self.launches = self.copies = self.overlapped = 0
         self.recording = False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
@@ -162,8 +164,12 @@ class Card(TorchDispatchMode):
             return
         self.copies += 1
         soon = kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2])
-        if not target:
+        if not target and not soon:
             self._wait(name)
+        elif not target and self.recording:
+            raise AssertionError(f"a copy to the host was recorded at {_place()}")
+        elif not target:
+            return
         elif self.recording:
             raise AssertionError(f"a copy from the host was recorded at {_place()}")
         elif not (soon and getattr(source, "pinned", False)):
@@ -189,6 +195,26 @@ class Card(TorchDispatchMode):
         if self.recording:
             raise AssertionError(f"a recording waits for the device at {place}")
         self.waits.append(place)
+
+
+class Event:
+    """Stands in for CUDA's events.
+
+    Args:
+        card: the device.
+    """
+
+    def __init__(self, card: Card) -> None:
+        self._card, self._at = card, 0
+
+    def record(self) -> None:
+        self._at = self._card.launches
+
+    def synchronize(self) -> None:
+        if self._card.launches == self._at:
+            self._card._wait("an event behind which nothing is queued")
+        else:
+            self._card.overlapped += 1
 
 
 class StandIn:
@@ -275,6 +301,7 @@ def card(monkeypatch: Any) -> Iterator[Card]:
     torch._C._set_only_lift_cpu_tensors(True)
     try:
         with torch_kernels.registered(), Card() as found:
+            monkeypatch.setattr(torch.cuda, "Event", lambda: Event(found))
             yield found
     finally:
         torch._C._set_only_lift_cpu_tensors(False)

@@ -27,6 +27,24 @@ def on_device(
     return tensor.to(device)
 
 
+class Fetched:
+    """Numbers on their way to the host. :meth:`read` waits for them alone, not for work that was queued since."""
+
+    def __init__(self, numbers: torch.Tensor) -> None:
+        self._numbers, self._arrived = numbers, None
+        if numbers.device.type == "cuda":
+            self._numbers = numbers.to("cpu", non_blocking=True)  # to pinned memory
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def read(self) -> list[Any]:
+        """The numbers, as nested lists."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        found: list[Any] = self._numbers.tolist()
+        return found
+
+
 def fill(buffer: torch.Tensor, numbers: Sequence[Any]) -> None:
     """Writes the numbers into a buffer on a device, in one copy."""
     tensor = torch.as_tensor(numbers, dtype=buffer.dtype)

@@ -6,8 +6,10 @@ probable tokens are the first level; the children of a level's nodes are the nex
 while a level makes the expectation of the best N so far longer by more than a threshold: the price of a draft forward
 in tokens. So a tree is wide where the draft hesitates, and deep where it is sure.
 
-A node that is not better than the N-th best candidate so far has no descendant among the best, and is not expanded. The
-host waits for the device once a level, to know which trees go on.
+A node that is not better than the N-th best candidate so far has no descendant among the best, and need not be
+expanded. The host decides which trees go on, and how many nodes are expanded. A GPU does not wait for that: while it
+computes a level, the host reads what the level before it promised. So a tree there may have one level more than it
+would elsewhere, and expands as many nodes as it may.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from longdraft.attention.transfer import Fetched
 from longdraft.trees.kind import TreeKind
 from longdraft.trees.level import Growth, Scored
 from longdraft.trees.node_limit import NodeLimit
@@ -56,6 +59,7 @@ class Opt(TreeKind):
         best = roots.scores[:, :0]
         expected = [0.0] * len(roots.level.rows)
         going = growth.deeper(roots.level)
+        ahead, waiting = best.device.type != "cpu", None
         while going:
             best = expanded.level.of(going, best)
             level, _ = growth.children(expanded.kept(going), self.nodes).best(self.nodes)
@@ -66,10 +70,13 @@ class Opt(TreeKind):
             best = best.topk(min(self.nodes, best.shape[1]), dim=-1).values
             # With fewer candidates than nodes, all of them may have children among the best.
             promising = level.scores > (best[:, -1:] if best.shape[1] == self.nodes else float("-inf"))
-            lengths, counts = torch.stack([best.exp().sum(1), promising.float().sum(1)]).tolist()
-            width = 0
-            results = dict(zip(going, zip(lengths, counts, strict=True), strict=True))
-            going = []
+            promised = going, Fetched(torch.stack([best.exp().sum(1), promising.float().sum(1)]))
+            read, waiting = (waiting, promised) if ahead else (promised, None)
+            if read is None:  # the first level of a GPU
+                going, expanded = deeper, level.first(self.top_k)
+                continue
+            results = dict(zip(read[0], zip(*read[1].read(), strict=True), strict=True))
+            going, width = [], self.top_k if ahead else 0
             for row in deeper:
                 length, count = results[row]
                 if count and length - expected[row] > self.threshold:
