@@ -510,6 +510,7 @@ class Eagle3Round(DraftRound):
     def said(self, level: Level, best: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         self._drafter.forwards += 1
         bound = self._bound
+        queries: slice | torch.Tensor = slice(None)
         if level.depth == 0:
             fed, inputs, queries = self.roots(level)
         else:
@@ -520,7 +521,7 @@ class Eagle3Round(DraftRound):
             out, *said = self.recorded(graphs, kind, fed, self._cache, (tokens, g), forward, (cos, sin))
         else:
             if level.depth:
-                rows, queries = len(tokens), slice(None)
+                rows = len(tokens)
                 inputs = Inputs(bound.embedding(tokens), g, each_row(cos, rows), each_row(sin, rows))
             if self._whole is not None:
                 out, *said = self._whole(fed, inputs, self._cache, None, best)
@@ -565,7 +566,7 @@ class Eagle3Round(DraftRound):
 
 
 def _said(block: Eagle3Block, best: int, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Logits of outputs (rows, hidden) where ``best`` is 0, else log-probabilities and ids of the ``best`` likeliest."""
+    """Logits of outputs where ``best`` is 0; else log-probabilities and ids of the ``best`` likeliest."""
     logits = block.logits(out)
     return likeliest(logits, best) if best else (logits,)
 
