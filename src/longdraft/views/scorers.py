@@ -158,8 +158,12 @@ def score(name: str, reduction: str, queries: torch.Tensor, candidates: Candidat
     if candidates.kept is not None and scorer.summaries:
         return scorer.scores(q, candidates, reduce)
     # One head at a time: float32 copies of all keys, and the masses of all queries, are large.
-    each = []
-    for h in range(heads):
-        own = replace(candidates, keys=candidates.keys[..., h : h + 1, :, :], kept=None)
-        each.append(scorer.scores(q[..., h : h + 1, :, :, :], own, reduce))
-    return torch.cat(each, dim=-2)
+    each = (
+        scorer.scores(
+            q[..., h : h + 1, :, :, :],
+            replace(candidates, keys=candidates.keys[..., h : h + 1, :, :], kept=None),
+            reduce,
+        )
+        for h in range(heads)
+    )
+    return torch.cat(list(each), dim=-2)
