@@ -42,7 +42,8 @@ def compiled(tmp_path: Path, *options: str) -> list[dict[str, Any]]:
     return rows
 
 
-@pytest.mark.parametrize("target", [pytest.param(t, marks=[] if t == 90 else pytest.mark.slow) for t in PRODUCTS])
+@pytest.mark.slow
+@pytest.mark.parametrize("target", PRODUCTS)
 def test_defaults(target: int, tmp_path: Path) -> None:
     options = "--dtypes", "bfloat16", "--heads", "128", "--sizes", "64", "--defaults", "--targets", str(target)
     rows = compiled(tmp_path, *options)

@@ -266,7 +266,7 @@ def most_resident(folder: Path, columns: bool, n: int) -> tuple[int, int]:
 
 
 @LINUX
-@pytest.mark.parametrize("layout", ["rows", "columns"])
+@pytest.mark.parametrize("layout", ["rows", pytest.param("columns", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("chunk", [512, pytest.param(2048, marks=pytest.mark.slow)], ids=["100 MiB", "400 MiB"])
 def test_two_layers_at_most_are_resident(tmp_path, layout, chunk):
     if disk_store.in_memory(tmp_path):

@@ -68,11 +68,16 @@ def test_a_run_learns_and_leaves_a_draft(config, target, tmp_path, kind, method,
         assert spec.generate([[7, 8, 9]], max_new_tokens=20)[0].token_ids == wanted.token_ids
 
 
+MORE = (("step", True), ("checkpoint", False), ("checkpoint", True))
+
+
 @pytest.mark.parametrize(
     ("kind", "manner", "cached"),
     [
-        *(("longspec", manner, cached) for manner in ("step", "checkpoint") for cached in (False, True)),
-        *((kind, "checkpoint", True) for kind in ("eagle3", "onepass", "lm", "heads")),
+        ("longspec", "step", False),
+        ("eagle3", "checkpoint", True),
+        *(pytest.param("longspec", *case, marks=pytest.mark.slow) for case in MORE),
+        *(pytest.param(kind, "checkpoint", True, marks=pytest.mark.slow) for kind in ("onepass", "lm", "heads")),
     ],
 )
 def test_killed_and_resumed_is_uninterrupted_to_the_bit(config, tmp_path, kind, manner, cached):
