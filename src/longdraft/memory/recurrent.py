@@ -81,6 +81,13 @@ class LayerSlot:
         """The committed part alone."""
         return LayerSlot(self.now.clone(), list(self.pending))
 
+    @property
+    def waiting(self) -> Rows | None:
+        """The pending rows in one piece; None if there are none."""
+        if len(self.pending) < 2:
+            return self.pending[0] if self.pending else None
+        return tuple(map(torch.cat, zip(*self.pending, strict=True)))
+
     def begin(self, written: int, prompt: bool) -> None:
         """Called when a forward begins, with the number of unverified rows at its end."""
         self.written, self.prompt, self.after = written, prompt, None

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
 
 from longdraft.attention.block import Block
 from longdraft.memory.recurrent import LayerSlot, RecurrentStates
+from longdraft.model.hosting import Hosted
 from longdraft.model.layer_parts import is_gelu, is_untouched, norms_of, plus_of, products_of
 from longdraft.model.model_code import own_forward
 from longdraft.model.stored_parts import ArrangedLinear
@@ -57,13 +59,10 @@ def _in_order(module: nn.Module | None, values: int) -> tuple[nn.Module | None, 
     if not isinstance(module, ArrangedLinear) or module.places is None:
         return module, None
     heads = module.places.view(-1, values)
-    if len(module.parts) > 1 or module.rows is not None or not torch.equal(heads % values, _counted(heads)):
+    whole = bool((heads % values == torch.arange(values)).all())
+    if len(module.parts) > 1 or module.rows is not None or not whole:
         return None, None
     return module.parts[0], heads[:, 0] // values
-
-
-def _counted(heads: torch.Tensor) -> torch.Tensor:
-    return torch.arange(heads.shape[1]).expand_as(heads)
 
 
 def _is_untouched(layer: nn.Module, mixer: nn.Module) -> bool:
@@ -76,32 +75,38 @@ def _is_untouched(layer: nn.Module, mixer: nn.Module) -> bool:
             vars(mixer)["forward"] = own
 
 
-def delta_rows(
-    states: RecurrentStates, block: Block, layers: Sequence[DeltaLayer], numbers: Sequence[int]
-) -> DeltaRows:
-    """The rows of a block for recurrent layers, which write what is kept of them.
+@contextmanager
+def delta_rows(hosted: Hosted, layers: Sequence[DeltaLayer], numbers: Sequence[int]) -> Iterator[DeltaRows | None]:
+    """The rows of a forward for recurrent layers, None without layers. Inside, the kernels compute them; behind it, the
+    pending rows are in the states.
 
     Args:
-        numbers: of the layers, as ``states`` has them.
+        numbers: of the layers, as the store's states have them.
     """
+    if not layers:
+        yield None
+        return
+    block = hosted.block
+    states = next(states for states in hosted.store.states if isinstance(states, RecurrentStates))
+    slots = [[states.layer(slot, number) for slot in block.slots] for number in numbers]
+    found = [[_begun(layer, slot, block) for slot in own] for layer, own in zip(layers, slots, strict=True)]
     parents, offset = parents_of(block), block.offset
-    found = []
-    for layer, number in zip(layers, numbers, strict=True):
-        sequences = []
-        for slot in (states.layer(slot, number) for slot in block.slots):
-            slot.begin(block.width, prompt=False)
-            inputs, *rows = _room(layer.sizes, block.width)
-            if offset:
-                for new, old in zip((inputs, *rows), (slot.inputs[0], *slot.rows), strict=True):
-                    new[:offset] = old[:offset]
-            assert slot.now.state is not None
-            sequences.append(
-                DeltaSequence(slot.now.windows[0], slot.now.state, _pending(slot, layer.sizes), inputs, rows)
-            )
-            slot.inputs, slot.rows, slot.pending = {0: inputs}, tuple(rows), []
-        found.append(sequences)
     orders = [needed(each, offset) for each in parents]
-    return DeltaRows(found, parents, orders, offset, last_inputs(block, layers[0].inputs))
+    yield DeltaRows(found, parents, orders, offset, last_inputs(block, layers[0].inputs))
+    for slot in (slot for own in slots for slot in own):
+        slot.pending = []
+
+
+def _begun(layer: DeltaLayer, slot: LayerSlot, block: Block) -> DeltaSequence:
+    """One sequence's rows, with room for the new ones."""
+    slot.begin(block.width, prompt=False)
+    inputs, *rows = _room(layer.sizes, block.width)
+    if block.offset:
+        for new, old in zip((inputs, *rows), (slot.inputs[0], *slot.rows), strict=True):
+            new[: block.offset] = old[: block.offset]
+    slot.inputs, slot.rows = {0: inputs}, tuple(rows)
+    assert slot.now.state is not None
+    return DeltaSequence(slot.now.windows[0], slot.now.state, slot.waiting, inputs, rows)
 
 
 def _room(sizes: DeltaSizes, rows: int) -> list[torch.Tensor]:
@@ -109,9 +114,3 @@ def _room(sizes: DeltaSizes, rows: int) -> list[torch.Tensor]:
     counts = [rows * torch.Size(size).numel() for size in sizes.kept]
     parts = torch.empty(sum(counts)).split(counts)
     return [part.view(rows, *size) for part, size in zip(parts, sizes.kept, strict=True)]
-
-
-def _pending(slot: LayerSlot, sizes: DeltaSizes) -> Sequence[torch.Tensor] | None:
-    if len(slot.pending) < 2:
-        return slot.pending[0] if slot.pending else None
-    return tuple(map(torch.cat, zip(*slot.pending, strict=True)))

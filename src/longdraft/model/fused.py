@@ -7,7 +7,7 @@ and the kernels are used only if both agree. On a CPU the same check is made of 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any, Literal
 
@@ -15,22 +15,22 @@ import torch
 from transformers import PreTrainedModel
 
 from longdraft.attention.block import Block
+from longdraft.attention.reference import attend
 from longdraft.errors import LongdraftError, MemoryBudgetError
 from longdraft.memory import sizes
 from longdraft.memory.packed_store import PackedStore
-from longdraft.memory.recurrent import RecurrentStates
 from longdraft.memory.store import KVStore
 from longdraft.model import gpu_layers, hosting, stored
 from longdraft.model.delta_parts import delta_layer_of, delta_rows
 from longdraft.model.few_rows import MOST
-from longdraft.model.fused_check import close, layers_agree, made_up, reference, same_kv
+from longdraft.model.fused_check import close, layers_agree, made_up, same_kv
 from longdraft.model.gpu_layers import GpuForward, GpuLayer
 from longdraft.model.layer_parts import ends_of, layer_of
 from longdraft.model.layer_rows import UNTURNED, LayerKinds, rows_of
 from longdraft.model.layout import layout_of
 from longdraft.model.stored import parameters
 from longdraft.native import DecoderLayer, DecoderStack, Kernels, Stored, kernels
-from longdraft.native.delta import DeltaLayer, DeltaRows
+from longdraft.native.delta import DeltaLayer
 from longdraft.native.nibbled import Nibbled
 from longdraft.native.rounded import Rounded, light
 from longdraft.native.structures import Weights
@@ -169,14 +169,15 @@ class FusedLayers:
             turns = [kinds.rotate(rope, x, block.positions) for rope in kinds.ropes]
         rows, *more = kinds.rows(hosted.store, block, turns)
         wanted = {kinds.decoder_layer(i): i for i in hosted.query_layers}
-        out = self._kernels.stack(
-            *(self.stack, *rows, x),
-            queries=wanted,
-            hidden=hosted.hidden_layers,
-            logits=logits,
-            more=more,
-            recurrent=recurrent_of(hosted, deltas, range(len(deltas))) if (deltas := self._deltas) else None,
-        )
+        with delta_rows(hosted, deltas := self._deltas, range(len(deltas))) as recurrent:
+            out = self._kernels.stack(
+                *(self.stack, *rows, x),
+                queries=wanted,
+                hidden=hosted.hidden_layers,
+                logits=logits,
+                more=more,
+                recurrent=recurrent,
+            )
         hosted.queries, hosted.hidden = {wanted[i]: q for i, q in out.queries.items()}, out.hidden
         hosted.layers_seen = kinds.attending
         return out.logits
@@ -185,7 +186,7 @@ class FusedLayers:
     def _agrees(self) -> bool:
         """Compares the whole model with its own code, on made-up tokens."""
         block, stores = made_up(self._model)
-        theirs, ours = (hosting.Hosted(store, block, reference, layout_of(self._model)) for store in stores)
+        theirs, ours = (hosting.Hosted(store, block, attend, layout_of(self._model)) for store in stores)
         try:
             expected = hosting.run(self._model, theirs).logits
             if close(self.run(ours, "all"), expected) and same_kv(stores):
@@ -215,7 +216,7 @@ class _Forward:
     """The forward of one layer by the kernels, or by its own code (``original``) if they do not serve.
 
     Attributes:
-        d: size of a head.
+        d: size of a head; None for a recurrent layer.
     """
 
     def __init__(
@@ -226,9 +227,9 @@ class _Forward:
         index: int,
         original: Callable[..., Any] | None = None,
     ) -> None:
-        self._place, self._number, self._index = kinds.places[index], kinds.numbers[index], index
-        self._state, place = kinds.of_stack[index], self._place
-        self._kernels, self._stack = kernels, DecoderStack([layer], places=[0 if place is None else place.layer])
+        self._place, self._number, self._state = kinds.places[index], kinds.numbers[index], kinds.of_stack[index]
+        place = 0 if self._place is None else self._place.layer
+        self._kernels, self._stack = kernels, DecoderStack([layer], places=[place])
         self._delta = layer if isinstance(layer, DeltaLayer) else None
         self.d = layer.d if isinstance(layer, DecoderLayer) else None
         self._kinds, self._original = kinds, original
@@ -247,8 +248,8 @@ class _Forward:
         rows, keys, values = hosted.rows[self._number]
         if self._place is None:
             assert self._delta is not None
-            recurrent = recurrent_of(hosted, [self._delta], [self._state])
-            self._kernels.stack(self._stack, rows, keys, values, x, recurrent=recurrent)
+            with delta_rows(hosted, [self._delta], [self._state]) as recurrent:
+                self._kernels.stack(self._stack, rows, keys, values, x, recurrent=recurrent)
             return x
         wanted = self._place.window is None and self._place.layer in hosted.query_layers
         out = self._kernels.stack(self._stack, rows, keys, values, x, queries=(0,) if wanted else ())
@@ -256,9 +257,3 @@ class _Forward:
             hosted.queries[self._place.layer] = out.queries[0]
         hosted.layers_seen += 1
         return x
-
-
-def recurrent_of(hosted: hosting.Hosted, layers: Sequence[DeltaLayer], numbers: Sequence[int]) -> DeltaRows:
-    """The rows of a forward for recurrent layers."""
-    states = next(states for states in hosted.store.states if isinstance(states, RecurrentStates))
-    return delta_rows(states, hosted.block, layers, numbers)

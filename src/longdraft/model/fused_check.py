@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from longdraft.attention.block import Block
+from longdraft.attention.reference import attend
 from longdraft.attention.transfer import on_device
 from longdraft.errors import reason_of
 from longdraft.memory.recurrent import RecurrentStates
@@ -66,7 +67,7 @@ def layers_agree(model: PreTrainedModel, kinds: LayerKinds, forwards: Sequence[F
     try:
         for far in (False, True):
             block, stores = made_up(model, far)
-            plain, ours = (hosting.Hosted(store, block, reference, layout_of(model)) for store in stores)
+            plain, ours = (hosting.Hosted(store, block, attend, layout_of(model)) for store in stores)
             for index, (layer, own) in enumerate(zip(theirs, forwards, strict=True)):
                 position = kinds.rotate(kinds.ropes[kinds.numbers[index]] or kinds.usual, x, block.positions)
                 if own.d is not None and position[0].shape[-1] > own.d:
@@ -107,10 +108,12 @@ def _states(store: KVStore) -> list[torch.Tensor]:
 
 
 def same_kv(stores: list[KVStore]) -> bool:
+    """True if two stores hold the same keys and values, up to rounding."""
     return all(close(ours, theirs) for theirs, ours in zip(*map(_kept, stores), strict=True))
 
 
 def close(a: object, b: object) -> bool:
+    """True if both are tensors that differ by no more than a result of ours may differ from ``b``, the model's own."""
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor) or a.shape != b.shape:
         return False
     if not a.numel():
@@ -119,9 +122,3 @@ def close(a: object, b: object) -> bool:
     if b.element_size() == 2:
         return bool((apart.max() <= _STEPS * step * size.max()) & (apart.mean() <= step * size.mean()))
     return bool(apart.max() <= _TOLERANCE * size.max())
-
-
-def reference(*args: Any) -> torch.Tensor:
-    from longdraft.attention.reference import attend
-
-    return attend(*args)

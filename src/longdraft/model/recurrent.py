@@ -318,13 +318,11 @@ class _Rows(_Turn):
         trees = []
         for slot, parents in zip(self._slots, parents_of(self._block), strict=True):
             assert slot.now.state is not None
-            waiting = (
-                slot.pending[0] if len(slot.pending) == 1 else tuple(map(torch.cat, zip(*slot.pending, strict=True)))
-            )
+            waiting = slot.waiting
             trees.append(
                 RecurrentTree(
                     slot.now.state,
-                    recurrence.inputs(waiting) if slot.pending else None,
+                    None if waiting is None else recurrence.inputs(waiting),
                     recurrence.inputs(slot.rows),
                     parents,
                     needed(parents, self._block.offset),
