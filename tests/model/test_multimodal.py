@@ -43,3 +43,15 @@ def test_a_prompt_with_an_image_is_refused_by_name():
     ids, size = torch.tensor([[5, 6, model.config.image_token_id]]), model.config.vision_config.image_size
     with pytest.raises(CapabilityError, match="reads text alone"):
         model.generate(ids, pixel_values=torch.zeros(1, 3, size, size), custom_generate=spec, max_new_tokens=4)
+
+
+def test_a_prompt_of_text_from_a_processor_is_decoded():
+    """Processors say of each token whether it belongs to an image."""
+    model = tiny_image_model("gemma3")
+    ids = torch.tensor([[5, 6, 7, 8]])
+    more = {"token_type_ids": torch.zeros_like(ids), "max_new_tokens": 8, "do_sample": False}
+    own = model.generate(ids, attention_mask=torch.ones_like(ids), **more)
+    ours = model.generate(ids, custom_generate=Speculator("prompt-lookup", target=model, plan="fixed"), **more)
+    assert torch.equal(own, ours)
+    with pytest.raises(CapabilityError, match="token_type_ids"):
+        model.generate(ids, custom_generate=Speculator("ar", target=model), token_type_ids=torch.ones_like(ids))

@@ -20,6 +20,7 @@ _ASKED_BY = {
     "constrained_beam_search": "constraints and force_words_ids",
     "group_beam_search": "num_beams and num_beam_groups",
 }
+_KINDS = ("token_type_ids", "mm_token_type_ids")
 _MEDIA = re.compile("pixel|image|video|audio|input_features|mm_")
 # Keywords of a forward that have no effect on the tokens, or are checked here.
 _KNOWN = (
@@ -78,7 +79,7 @@ def _check_inputs(config: Any, model_kwargs: dict[str, Any], given: Given) -> No
         )
     if isinstance(model_kwargs.get("logits_to_keep"), torch.Tensor):
         raise CapabilityError("longdraft goes on from the last token: leave logits_to_keep out.")
-    foreign = sorted(k for k, v in model_kwargs.items() if v is not None and k not in _KNOWN)
+    foreign = sorted(k for k, v in model_kwargs.items() if v is not None and k not in _KNOWN and not _is_text(k, v))
     if images := [name for name in foreign if _MEDIA.match(name)]:
         raise CapabilityError(
             f"longdraft reads text alone, and was given {', '.join(images)}: leave custom_generate out for prompts "
@@ -86,6 +87,13 @@ def _check_inputs(config: Any, model_kwargs: dict[str, Any], given: Given) -> No
         )
     if foreign:
         raise CapabilityError(f"longdraft does not hand {', '.join(foreign)} on to the model: leave it out.")
+
+
+def _is_text(name: str, value: Any) -> bool:
+    """True for what models that read images are handed with text alone: no images, and a kind of 0 for each token."""
+    if name == "mm_encoder_outputs":
+        return not value
+    return name in _KINDS and isinstance(value, torch.Tensor) and not value.any()
 
 
 def _check_mask(mask: torch.Tensor | None, input_ids: torch.Tensor) -> None:

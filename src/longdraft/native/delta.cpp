@@ -7,8 +7,6 @@ using std::int64_t;
 
 namespace {
 
-float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
-
 // Heads (from, size) of a row, each as many times as `to` needs.
 void spread(const float *in, int64_t from, int64_t to, int64_t size, float *out) {
   for (int64_t h = 0; h < to; h++) std::copy_n(in + h / (to / from) * size, size, out + h * size);

@@ -237,8 +237,10 @@ class Kernels:
         """
         batch, size, _ = x.shape
         out, best = StackOutput(), min(best, stack.vocabulary)
-        attending = {i: layer for i, layer in enumerate(stack.layers) if isinstance(layer, DecoderLayer)}
-        out.queries = {i: torch.empty(batch, attending[i].heads, size, attending[i].d) for i in queries}
+        for i in queries:
+            layer = stack.layers[i]
+            assert isinstance(layer, DecoderLayer), "a recurrent layer has no queries"
+            out.queries[i] = torch.empty(batch, layer.heads, size, layer.d)
         out.hidden = {i: torch.empty_like(x) for i in hidden}
         rows_each = size if logits == "all" else 1
         if best:

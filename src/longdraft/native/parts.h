@@ -43,6 +43,8 @@ inline void turn(const float *x, const float *cos, const float *sin, int64_t d, 
   }
 }
 
+inline float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
+
 inline vec silu(vec x) {
   const vec e = exponential(x < 0 ? x : -x);
   return x * (x < 0 ? e : every(1.0f)) / (1.0f + e);

@@ -37,8 +37,6 @@ float dot(const float *a, const float *b, int64_t size) {
   return part[0];
 }
 
-float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
-
 void prepare(const Recurrence &r, const RecurrentRows &rows, int64_t row, int64_t head, Prepared &out) {
   const int64_t n = r.keys, own = head / (r.heads / r.key_heads);
   const float *q = rows.q + (row * r.key_heads + own) * n, *k = rows.k + (row * r.key_heads + own) * n;
