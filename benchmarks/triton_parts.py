@@ -86,7 +86,7 @@ def _layer(
     lse, hidden_rows = empty(1, heads, rows, dtype=torch.float32), empty(1, 1, 1, rows, rows, dtype=torch.float32)
     tree_kernel.with_tree(q, keys, keys, q, lse, empty(rows, dtype=torch.int32), hidden_rows, d**-0.5)
     paths, counts = empty(1, rows, rows, dtype=torch.int32), empty(1, rows, dtype=torch.int32)
-    fixed_order_kernel.attention(q, keys, keys, numbers, numbers, paths, counts, 65536, d**-0.5)
+    fixed_order_kernel.fixed_order_attention(q, keys, keys, numbers, numbers, paths, counts, 65536, d**-0.5)
 
 
 def compiled(launch: Launch, target: int) -> dict[str, Any]:

@@ -27,13 +27,13 @@ def by_kernel(monkeypatch):
     if not CUDA:
         # numpy's product rounds a row by its place; tensor cores are taken to treat all rows alike.
         monkeypatch.setattr(np, "matmul", lambda a, b, dtype: (a.astype(dtype)[:, :, None] * b.astype(dtype)).sum(1))
-    return fixed_order_kernel.attention
+    return fixed_order_kernel.fixed_order_attention
 
 
 @pytest.fixture(params=["definition", "kernel"])
 def attend(request, monkeypatch):
     """Attention by the definition or by the kernels, as a path."""
-    compute = fixed_order.definition if request.param == "definition" else by_kernel(monkeypatch)
+    compute = fixed_order.fixed_order_attention if request.param == "definition" else by_kernel(monkeypatch)
 
     def path(q, keys, values, block, scale, scoring=None):
         paths, counts = fixed_order._paths(block, q.device)

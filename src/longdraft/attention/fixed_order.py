@@ -1,8 +1,8 @@
 """Attention that adds up a row's keys in an order that depends on the row's rank alone (``deterministic=True``).
 
 A token of rank r sees the r keys before it and its own, wherever they lie: plain decoding finds them all in the prefix,
-a verification finds the last ones on the row's path in the tree. Keys are taken in tiles of :data:`TILE`-like sizes,
-cut at fixed ranks, and tiles in splits, cut at fixed ranks too. So the row's sums are the same sums in both.
+a verification finds the last ones on the row's path in the tree. Keys are taken in tiles of one size, cut at fixed
+ranks, and tiles in splits, cut at fixed ranks too. So the row's sums are the same sums in both.
 
     whole tiles of the prefix   read once for all rows
     the rest, and the path      gathered for each row, behind the running sums of the last split
@@ -15,13 +15,12 @@ cut at fixed ranks, and tiles in splits, cut at fixed ranks too. So the row's su
 from __future__ import annotations
 
 import functools
-import importlib
 import importlib.util
 import math
-from typing import Any
 
 import torch
 
+from longdraft.attention import fusing
 from longdraft.attention.block import PLAIN, Block, Scoring
 from longdraft.errors import CapabilityError
 
@@ -32,7 +31,7 @@ SPLIT = 1024
 MAX_HEAD_DIM = 256
 
 
-def unavailable(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+def unavailable(dtype: torch.dtype, head_dim: int) -> str | None:
     """The reason why it cannot run on a GPU; None if it can."""
     if importlib.util.find_spec("triton") is None:
         return "its attention is a Triton kernel: `pip install longdraft[gpu]`"
@@ -83,7 +82,7 @@ def _paths(block: Block, device: torch.device) -> tuple[torch.Tensor, torch.Tens
     return found
 
 
-def definition(
+def fixed_order_attention(
     q: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -129,18 +128,12 @@ def definition(
     return (acc / total.unsqueeze(-1)).to(q.dtype).reshape(q.shape)
 
 
-def _launch(*arguments: Any) -> torch.Tensor:
-    out: torch.Tensor = importlib.import_module("longdraft.attention.fixed_order_kernel").attention(*arguments)
-    return out
-
-
-_LIBRARY = torch.library.Library("longdraft", "FRAGMENT")
-_LIBRARY.define(
+fusing.define(
     "fixed_order_attention(Tensor q, Tensor keys, Tensor values, Tensor slots, Tensor lengths, Tensor paths, "
-    "Tensor counts, int bound, float scale) -> Tensor"
+    "Tensor counts, int bound, float scale) -> Tensor",
+    fixed_order_attention,
+    "longdraft.attention.fixed_order_kernel",
 )
-_LIBRARY.impl("fixed_order_attention", definition, "CPU")
-_LIBRARY.impl("fixed_order_attention", _launch, "CUDA")
 
 
 @functools.cache

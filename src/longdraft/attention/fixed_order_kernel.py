@@ -15,8 +15,9 @@ import triton
 import triton.language as tl
 
 from longdraft.attention.fixed_order import SPLIT
-from longdraft.attention.triton_backend import DOT_TYPES, LOG2_E, MAX_TILE_ROWS, TILE_ELEMENTS, WARPS
-from longdraft.attention.triton_kernels import _online_softmax, _query_tile, _scores, _tile
+from longdraft.attention.triton_backend import DOT_TYPES, LOG2_E, WARPS, key_tile
+from longdraft.attention.triton_kernels import load_queries, load_tile, online_softmax, scores_of
+from longdraft.errors import CapabilityError
 
 # Rows of a program that joins splits.
 JOINED = 16
@@ -50,7 +51,7 @@ def prefix_sums_kernel(
     full = tl.load(lengths + b) // BLOCK_N * BLOCK_N
     R = GROUP * T
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    q_tile = _query_tile(q + b * q_b + h * GROUP * q_head, rows, T, q_head, q_t, q_d, R, HEAD_DIM, BLOCK_D)
+    q_tile = load_queries(q + b * q_b + h * GROUP * q_head, rows, T, q_head, q_t, q_d, R, HEAD_DIM, BLOCK_D)
     k_base = k + slot * k_slot + h * k_head
     v_base = v + slot * v_slot + h * v_head
     m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -61,11 +62,11 @@ def prefix_sums_kernel(
         ranks = start + tl.arange(0, BLOCK_N)
         at = ranks.to(tl.int64)
         ok = ranks < hi
-        k_tile = _tile(k_base, at * k_n, ok, k_d, HEAD_DIM, BLOCK_D)
-        v_tile = _tile(v_base, at * v_n, ok, v_d, HEAD_DIM, BLOCK_D)
-        scores = _scores(q_tile, k_tile, tl.zeros((BLOCK_M, BLOCK_N), tl.float32), scale, 0.0, False, DOT)
+        k_tile = load_tile(k_base, at * k_n, ok, k_d, HEAD_DIM, BLOCK_D)
+        v_tile = load_tile(v_base, at * v_n, ok, v_d, HEAD_DIM, BLOCK_D)
+        scores = scores_of(q_tile, k_tile, tl.zeros((BLOCK_M, BLOCK_N), tl.float32), scale, 0.0, False, DOT)
         scores = tl.where(ok[None, :], scores, float("-inf"))
-        m, z, acc = _online_softmax(m, z, acc, scores, v_tile, DOT)
+        m, z, acc = online_softmax(m, z, acc, scores, v_tile, DOT)
     flat = (split.to(tl.int64) * tl.num_programs(1) + sequence_head) * R + rows
     _store_sums(sums_m, sums_z, sums_acc, flat, rows < R, m, z, acc, HEAD_DIM, BLOCK_D)
 
@@ -89,7 +90,7 @@ def path_sums_kernel(
     ok_rows = g < GROUP
     dims = tl.arange(0, BLOCK_D)
     heads = q + b * q_b + h * GROUP * q_head + t * q_t
-    q_tile = _tile(heads, g.to(tl.int64) * q_head, ok_rows, q_d, HEAD_DIM, BLOCK_D)
+    q_tile = load_tile(heads, g.to(tl.int64) * q_head, ok_rows, q_d, HEAD_DIM, BLOCK_D)
     k_base = k + slot * k_slot + h * k_head
     v_base = v + slot * v_slot + h * v_head
     own = sequence_head * GROUP * T + g * T + t
@@ -109,11 +110,11 @@ def path_sums_kernel(
         ok = ranks < end
         node = tl.load(paths + (b * T + t) * W + (ranks - n), mask=ok & (ranks >= n), other=0)
         at = tl.where(ranks < n, ranks, n + node).to(tl.int64)
-        k_tile = _tile(k_base, at * k_n, ok, k_d, HEAD_DIM, BLOCK_D)
-        v_tile = _tile(v_base, at * v_n, ok, v_d, HEAD_DIM, BLOCK_D)
-        scores = _scores(q_tile, k_tile, tl.zeros((BLOCK_M, BLOCK_N), tl.float32), scale, 0.0, False, DOT)
+        k_tile = load_tile(k_base, at * k_n, ok, k_d, HEAD_DIM, BLOCK_D)
+        v_tile = load_tile(v_base, at * v_n, ok, v_d, HEAD_DIM, BLOCK_D)
+        scores = scores_of(q_tile, k_tile, tl.zeros((BLOCK_M, BLOCK_N), tl.float32), scale, 0.0, False, DOT)
         scores = tl.where(ok[None, :], scores, float("-inf"))
-        m, z, acc = _online_softmax(m, z, acc, scores, v_tile, DOT)
+        m, z, acc = online_softmax(m, z, acc, scores, v_tile, DOT)
         flat = start // SPLIT * per_split + own
         _store_sums(sums_m, sums_z, sums_acc, flat, ok_rows, m, z, acc, HEAD_DIM, BLOCK_D)
 
@@ -151,7 +152,7 @@ def join_kernel(
     )
 
 
-def attention(
+def fixed_order_attention(
     q: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -162,21 +163,25 @@ def attention(
     bound: int,
     scale: float,
 ) -> torch.Tensor:
-    """Launches the kernels; see :func:`longdraft.attention.fixed_order.definition`."""
+    """Launches the kernels; see :func:`longdraft.attention.fixed_order.fixed_order_attention`."""
     (batch, heads, size, d), kv_heads = q.shape, keys.shape[1]
     out = torch.empty_like(q)
     if not out.numel():
         return out
-    rows, parts = heads // kv_heads * size, bound // SPLIT + 1
+    group, parts = heads // kv_heads, bound // SPLIT + 1
+    tile, block_d = key_tile(q)
+    if group > tile:  # a program of the path has one tile of them
+        raise CapabilityError(
+            f"deterministic=True takes up to {tile} query heads a KV head in {q.dtype} with head size {d}, this model "
+            f"has {group}: leave it out."
+        )
     sums_m, sums_z = torch.empty(2, parts, batch * heads * size, dtype=torch.float32, device=q.device)
     sums_acc = torch.empty(parts, batch * heads * size, d, dtype=torch.float32, device=q.device)
-    block_d = max(16, triton.next_power_of_2(d))
-    tile = max(16, min(MAX_TILE_ROWS, TILE_ELEMENTS[q.element_size()] // block_d))
-    sizes = {"GROUP": heads // kv_heads, "HEAD_DIM": d, "BLOCK_D": block_d, "BLOCK_M": tile, "BLOCK_N": tile}
+    sizes = {"GROUP": group, "HEAD_DIM": d, "BLOCK_D": block_d, "BLOCK_M": tile, "BLOCK_N": tile}
     how = {"SPLIT": SPLIT, "DOT": DOT_TYPES[q.dtype], "num_warps": WARPS, "num_stages": 2}
     strides = (*q.stride(), *keys.stride(), *values.stride())
     with torch.cuda.device_of(q):
-        prefix_sums_kernel[(triton.cdiv(rows, tile), batch * kv_heads, parts)](
+        prefix_sums_kernel[(triton.cdiv(group * size, tile), batch * kv_heads, parts)](
             q, keys, values, slots, lengths, sums_m, sums_z, sums_acc, scale * LOG2_E, size, kv_heads, *strides,
             **sizes, **how,
         )  # fmt: skip

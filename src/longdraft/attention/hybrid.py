@@ -24,6 +24,7 @@ import torch
 
 from longdraft.attention import tree_part
 from longdraft.attention.block import Block
+from longdraft.attention.tree_part import rows_of, slot_rows
 
 # A chain of at least so many rows keeps a GPU busy without splitting its keys.
 CAUSAL_ROWS = 128
@@ -99,7 +100,7 @@ class Places:
             mask: (B, T, W) bool, True where row i may see row j of the W rows behind the prefix; W may be 0.
             filled: True if no prefix is empty.
         """
-        starts = slots * _slot_rows(keys)
+        starts = slots * slot_rows(keys)
         if begins is not None:
             starts = starts + begins
         width = mask.shape[2]
@@ -185,34 +186,12 @@ def attend_at(
         o, lse = o.masked_fill(places.empty.unsqueeze(-1), 0), lse.masked_fill(places.empty, float("-inf"))
     if not places.hidden.shape[-1]:
         return o
-    return tree_part.chosen(q, keys, _with_tree)(q, keys, values, o, lse, places, scale)
-
-
-def _with_tree(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    o: torch.Tensor,
-    lse: torch.Tensor,
-    places: Places,
-    scale: float,
-) -> torch.Tensor:
-    """Merges the prefix's o (B, Hq, T, d) and lse (B, Hq, T) with attention to the tree -> (B, Hq, T, d)."""
-    (batch, heads, size, d), kv_heads, width = q.shape, keys.shape[1], places.hidden.shape[-1]
-    group = heads // kv_heads
-    k, v = (_rows(x).index_select(0, places.tree).view(batch, width, kv_heads, d).float() for x in (keys, values))
-    scores = q.float().reshape(batch, kv_heads, group * size, d) @ k.permute(0, 2, 3, 1)
-    scores = torch.add(places.hidden, scores.view(batch, kv_heads, group, size, width), alpha=scale)
-    scores = torch.cat([scores, lse.view(batch, kv_heads, group, size, 1)], dim=-1)
-    weights = torch.softmax(scores, dim=-1).view(batch, kv_heads, group * size, width + 1)
-    of_tree, of_prefix = weights.split([width, 1], dim=-1)
-    out = of_tree @ v.transpose(1, 2) + of_prefix * o.reshape(batch, kv_heads, group * size, d)
-    return out.to(q.dtype).view(q.shape)
+    return tree_part.attend(q, keys, values, o, lse, places.tree, places.hidden, scale)
 
 
 def _places(block: Block, keys: torch.Tensor, seen: int) -> Places:
     """The places of a block, computed by its first layer. The tree's first ``seen`` rows count as prefix."""
-    key = "hybrid", _slot_rows(keys), seen
+    key = "hybrid", slot_rows(keys), seen
     if key not in block.derived:
         mask = block.mask
         if seen:
@@ -226,21 +205,6 @@ def _places(block: Block, keys: torch.Tensor, seen: int) -> Places:
     return places
 
 
-def _slot_rows(keys: torch.Tensor) -> int:
-    """Distance between two slots in the list of :func:`_rows`."""
-    step, row = keys.stride(0), keys.stride(2)
-    if keys.stride(3) != 1 or step % row:
-        raise ValueError(f"hybrid attention cannot read keys laid out by {keys.stride()}; set LONGDRAFT_ATTENTION=sdpa")
-    return step // row
-
-
-def _rows(cache: torch.Tensor) -> torch.Tensor:
-    """(slots, Hkv, capacity, d) as a list of rows (N, Hkv, d), which overlap between heads."""
-    slots, kv_heads, capacity, d = cache.shape
-    size = (slots - 1) * _slot_rows(cache) + capacity
-    return cache.as_strided((size, kv_heads, d), (cache.stride(2), cache.stride(1), 1))
-
-
 def _flash(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, places: Places, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -252,7 +216,7 @@ def _flash(
         folded = folded.expand(-1, -1, 2, -1)
     queries = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
     results = torch.ops.aten._flash_attention_forward(
-        folded.reshape(batch, -1, d), _rows(keys), _rows(values), queries, places.starts,
+        folded.reshape(batch, -1, d), rows_of(keys), rows_of(values), queries, places.starts,
         1, places.bound, 0.0, False, False, scale=scale, seqused_k=places.lengths,
     )  # fmt: skip
     o, lse = results[0].view(batch, kv_heads, -1, d), results[1].t().reshape(batch, kv_heads, -1)
@@ -265,7 +229,7 @@ def _causal(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, places: P
     batch, heads, size, d = q.shape
     queries = torch.arange(0, (batch + 1) * size, size, dtype=torch.int32, device=q.device)
     results = torch.ops.aten._flash_attention_forward(
-        q.transpose(1, 2).reshape(batch * size, heads, d), _rows(keys), _rows(values), queries, places.starts,
+        q.transpose(1, 2).reshape(batch * size, heads, d), rows_of(keys), rows_of(values), queries, places.starts,
         size, places.bound, 0.0, True, False, scale=scale, seqused_k=places.lengths,
     )  # fmt: skip
     out: torch.Tensor = results[0].view(batch, size, heads, d).transpose(1, 2)
@@ -280,7 +244,7 @@ def _efficient(
     folded = q.reshape(batch, kv_heads, rows, d).transpose(1, 2).reshape(1, batch * rows, kv_heads, d)
     queries = torch.arange(0, (batch + 1) * rows, rows, dtype=torch.int32, device=q.device)
     results = torch.ops.aten._efficient_attention_forward(
-        folded, _rows(keys).unsqueeze(0), _rows(values).unsqueeze(0), None, queries, places.starts,
+        folded, rows_of(keys).unsqueeze(0), rows_of(values).unsqueeze(0), None, queries, places.starts,
         rows, places.bound, 0.0, 0, True, scale=scale, seqlen_k=places.lengths,
     )  # fmt: skip
     o = results[0].view(batch, rows, kv_heads, d).transpose(1, 2)

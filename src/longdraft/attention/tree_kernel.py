@@ -12,8 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from longdraft.attention.triton_backend import DOT_TYPES, LOG2_E, MAX_TILE_ROWS, TILE_ELEMENTS, WARPS
-from longdraft.attention.triton_kernels import _online_softmax, _query_tile, _scores, _tile
+from longdraft.attention.triton_backend import DOT_TYPES, LOG2_E, WARPS, key_tile
+from longdraft.attention.triton_kernels import load_queries, load_tile, online_softmax, scores_of
 
 # Rows of a tile, whatever the number of rows: a tree has few keys, and small tiles busy more of the GPU.
 BLOCK_M = 16
@@ -41,8 +41,8 @@ def tree_kernel(
     i = (rows % T).to(tl.int64)
     first = h * GROUP
 
-    q_tile = _query_tile(q + b * q_b + first * q_head, rows, T, q_head, q_t, q_d, R, HEAD_DIM, BLOCK_D)
-    acc = _query_tile(o + b * o_b + first * o_head, rows, T, o_head, o_t, o_d, R, HEAD_DIM, BLOCK_D).to(tl.float32)
+    q_tile = load_queries(q + b * q_b + first * q_head, rows, T, q_head, q_t, q_d, R, HEAD_DIM, BLOCK_D)
+    acc = load_queries(o + b * o_b + first * o_head, rows, T, o_head, o_t, o_d, R, HEAD_DIM, BLOCK_D).to(tl.float32)
     at_lse = lse + b * lse_b + (first + g) * lse_head + i * lse_t
     m = tl.load(at_lse, mask=ok_rows, other=float("-inf")) * LOG2
     z = tl.where(m == float("-inf"), 0.0, 1.0)
@@ -50,12 +50,12 @@ def tree_kernel(
         j = start + tl.arange(0, BLOCK_N)
         ok = j < W
         at = tl.load(tree + b * W + j, mask=ok, other=0).to(tl.int64)
-        k_tile = _tile(k + h * k_head, at * k_n, ok, 1, HEAD_DIM, BLOCK_D)
-        v_tile = _tile(v + h * v_head, at * v_n, ok, 1, HEAD_DIM, BLOCK_D)
-        scores = _scores(q_tile, k_tile, tl.zeros((BLOCK_M, BLOCK_N), tl.float32), scale, 0.0, False, DOT)
+        k_tile = load_tile(k + h * k_head, at * k_n, ok, 1, HEAD_DIM, BLOCK_D)
+        v_tile = load_tile(v + h * v_head, at * v_n, ok, 1, HEAD_DIM, BLOCK_D)
+        scores = scores_of(q_tile, k_tile, tl.zeros((BLOCK_M, BLOCK_N), tl.float32), scale, 0.0, False, DOT)
         offsets = b * hidden_b + i[:, None] * hidden_i + j[None, :] * hidden_j
         scores += tl.load(hidden + offsets, mask=ok_rows[:, None] & ok[None, :], other=float("-inf"))
-        m, z, acc = _online_softmax(m, z, acc, scores, v_tile, DOT)
+        m, z, acc = online_softmax(m, z, acc, scores, v_tile, DOT)
 
     dims = tl.arange(0, BLOCK_D)
     places = b * out_b + (first + g) * out_head + i * out_t
@@ -82,8 +82,7 @@ def with_tree(
     out = q.new_empty(batch, size, heads, d).transpose(1, 2)
     if not out.numel():
         return out
-    block_d = max(16, triton.next_power_of_2(d))
-    block_n = max(16, min(MAX_TILE_ROWS, TILE_ELEMENTS[q.element_size()] // block_d))
+    block_n, block_d = key_tile(q)
     with torch.cuda.device_of(q):
         tree_kernel[(triton.cdiv(group * size, BLOCK_M), batch * kv_heads)](
             q, keys, values, o, lse, tree, hidden, out, scale * LOG2_E, size, width, kv_heads,

@@ -1,31 +1,41 @@
 """The tree's part of hybrid attention and its merge with the prefix's as one operator, ``longdraft::with_tree``.
 
-In torch's own operators it takes fourteen launches a layer. :func:`with_tree` is the definition, which serves on a CPU;
-on a GPU :mod:`.tree_kernel` computes the same, where it works.
+In torch's own operators it takes fourteen launches a layer. :func:`with_tree` is the definition, which serves where the
+kernel (:mod:`.tree_kernel`) does not.
+
+Rows of the cache are numbered as one list of all rows of all slots, in which the rows of a KV head overlap with those of
+the others.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
 import logging
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
 
 import torch
 
 from longdraft.attention import fusing
 from longdraft.errors import reason_of
 
-if TYPE_CHECKING:
-    from longdraft.attention.hybrid import Places
-
 log = logging.getLogger("longdraft")
 
-# Called with q, keys, values, the prefix's o and lse, places and scale.
-WithTree = Callable[..., torch.Tensor]
 # Largest difference, relative to the largest output, between the kernel and torch's operators.
 _TOLERANCE = {torch.float16: 0.01, torch.bfloat16: 0.05}
+
+
+def slot_rows(keys: torch.Tensor) -> int:
+    """Distance between two slots in the list of :func:`rows_of`."""
+    step, row = keys.stride(0), keys.stride(2)
+    if keys.stride(3) != 1 or step % row:
+        raise ValueError(f"hybrid attention cannot read keys laid out by {keys.stride()}; set LONGDRAFT_ATTENTION=sdpa")
+    return step // row
+
+
+def rows_of(cache: torch.Tensor) -> torch.Tensor:
+    """(slots, Hkv, capacity, d) as a list of rows (N, Hkv, d), which overlap between heads."""
+    slots, kv_heads, capacity, d = cache.shape
+    size = (slots - 1) * slot_rows(cache) + capacity
+    return cache.as_strided((size, kv_heads, d), (cache.stride(2), cache.stride(1), 1))
 
 
 def with_tree(
@@ -44,78 +54,64 @@ def with_tree(
         q: (B, Hq, T, d).
         keys, values: (slots, Hkv, capacity, d); numbers of a row lie side by side.
         o, lse: (B, Hq, T, d) and (B, Hq, T) float32 of the prefix; 0 and -inf for an empty one.
-        tree: (B*W,) int32, the tree's rows in the list of rows that begins with the cache.
+        tree: (B*W,) int32, the tree's rows in the list of :func:`rows_of`.
         hidden: (B, 1, 1, T, W) float32, -inf where row i may not see row j of the tree, else 0.
 
     Returns:
         (B, Hq, T, d) in q's dtype, in memory (B, T, Hq, d).
     """
     (batch, heads, size, d), kv_heads, width = q.shape, keys.shape[1], hidden.shape[-1]
-    rows = int(tree.max()) + 1
-    k, v = (
-        x.as_strided((rows, kv_heads, d), (x.stride(2), x.stride(1), 1))[tree.long()].float() for x in (keys, values)
-    )
-    k, v = (x.view(batch, width, kv_heads, d).permute(0, 2, 1, 3) for x in (k, v))
-    rows_of = (batch, kv_heads, heads // kv_heads * size)
-    scores = (q.float().reshape(*rows_of, d) @ k.transpose(2, 3)).view(
-        batch, kv_heads, -1, size, width
-    ) * scale + hidden
-    scores = torch.cat([scores.reshape(*rows_of, width), lse.reshape(*rows_of, 1)], dim=-1)
-    weights = torch.softmax(scores, dim=-1)
-    out = weights[..., :width] @ v + weights[..., width:] * o.float().reshape(*rows_of, d)
+    group = heads // kv_heads
+    k, v = (rows_of(x).index_select(0, tree).view(batch, width, kv_heads, d).float() for x in (keys, values))
+    scores = q.float().reshape(batch, kv_heads, group * size, d) @ k.permute(0, 2, 3, 1)
+    scores = torch.add(hidden, scores.view(batch, kv_heads, group, size, width), alpha=scale)
+    scores = torch.cat([scores, lse.reshape(batch, kv_heads, group, size, 1)], dim=-1)
+    weights = torch.softmax(scores, dim=-1).view(batch, kv_heads, group * size, width + 1)
+    of_tree, of_prefix = weights.split([width, 1], dim=-1)
+    out = of_tree @ v.transpose(1, 2) + of_prefix * o.reshape(batch, kv_heads, group * size, d)
     return out.to(q.dtype).view(q.shape).transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def _launch(*arguments: Any) -> torch.Tensor:
-    out: torch.Tensor = importlib.import_module("longdraft.attention.tree_kernel").with_tree(*arguments)
-    return out
-
-
-_LIBRARY = torch.library.Library("longdraft", "FRAGMENT")
-_LIBRARY.define(
+fusing.define(
     "with_tree(Tensor q, Tensor keys, Tensor values, Tensor o, Tensor lse, Tensor tree, Tensor hidden, float scale) "
-    "-> Tensor"
+    "-> Tensor",
+    with_tree,
+    "longdraft.attention.tree_kernel",
 )
-_LIBRARY.impl("with_tree", with_tree, "CPU")
-_LIBRARY.impl("with_tree", _launch, "CUDA")
 
 
-def chosen(q: torch.Tensor, keys: torch.Tensor, plain: WithTree) -> WithTree:
-    """The operator in 16 bits on a GPU where it works, else ``plain``, which computes the same by torch's operators."""
-    # float32 is for checks, and its exact products take minutes to compile.
-    if q.device.type != "cuda" or q.element_size() != 2 or not fusing.available():
-        return plain
-    group = q.shape[1] // keys.shape[1]
-    return _operator if _works(q.device, q.dtype, q.shape[3], group, plain) else plain
-
-
-def _operator(
+def attend(
     q: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
     o: torch.Tensor,
     lse: torch.Tensor,
-    places: Places,
+    tree: torch.Tensor,
+    hidden: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    out: torch.Tensor = torch.ops.longdraft.with_tree(q, keys, values, o, lse, places.tree, places.hidden, scale)
+    """:func:`with_tree`, by the operator in 16 bits on a GPU where that works."""
+    # float32 is for checks, and its exact products take minutes to compile.
+    by_kernel = q.device.type == "cuda" and q.element_size() == 2 and fusing.available()
+    by_kernel = by_kernel and _works(q.device, q.dtype, q.shape[3], q.shape[1] // keys.shape[1])
+    compute = torch.ops.longdraft.with_tree if by_kernel else with_tree
+    out: torch.Tensor = compute(q, keys, values, o, lse, tree, hidden, scale)
     return out
 
 
 @functools.cache
-def _works(device: torch.device, dtype: torch.dtype, d: int, group: int, plain: WithTree) -> bool:
-    """True if the operator gives what ``plain`` gives, on made-up rows. Waits for the device, the first time."""
-    from longdraft.attention.hybrid import Places
-
-    batch, kv_heads, size = 2, 2, 5
+def _works(device: torch.device, dtype: torch.dtype, d: int, group: int) -> bool:
+    """True if the operator gives what its definition gives, on made-up rows. Waits for the device, the first time."""
+    batch, kv_heads, size, prefix = 2, 2, 5, (9, 10)
     try:
         keys, values = torch.randn(2, batch, kv_heads, 24, d, dtype=dtype, device=device)
         q, o = torch.randn(2, batch, kv_heads * group, size, d, dtype=dtype, device=device)
         lse = torch.randn(batch, kv_heads * group, size, device=device)
-        slots = torch.arange(batch, dtype=torch.int32, device=device)
-        mask = torch.ones(batch, size, size, dtype=torch.bool, device=device).tril()
-        places = Places.of(keys, slots, slots + 9, 10, mask, filled=True)
-        found, expected = (f(q, keys, values, o, lse, places, d**-0.5).float() for f in (_operator, plain))
+        places = [slot * slot_rows(keys) + n + j for slot, n in enumerate(prefix) for j in range(size)]
+        tree = torch.tensor(places, dtype=torch.int32, device=device)
+        hidden = torch.full((batch, 1, 1, size, size), float("-inf"), device=device).triu(1)
+        given = q, keys, values, o, lse, tree, hidden, d**-0.5
+        found, expected = (f(*given).float() for f in (torch.ops.longdraft.with_tree, with_tree))
         if bool((found - expected).abs().max() <= _TOLERANCE[dtype] * expected.abs().max()):
             return True
         reason = "its results differ"

@@ -79,10 +79,15 @@ class Inputs(NamedTuple):
 
     @property
     def tiles(self) -> tuple[int, int, int]:
-        """BLOCK_M, BLOCK_N, BLOCK_D: powers of two, at least 16 as tl.dot requires."""
-        block_d = max(16, triton.next_power_of_2(self.q.shape[3]))
-        block_n = max(16, min(MAX_TILE_ROWS, TILE_ELEMENTS[self.q.element_size()] // block_d))
+        """BLOCK_M, BLOCK_N, BLOCK_D."""
+        block_n, block_d = key_tile(self.q)
         return max(16, min(block_n, triton.next_power_of_2(self.rows))), block_n, block_d
+
+
+def key_tile(q: torch.Tensor) -> tuple[int, int]:
+    """Rows and columns of a tile of keys for queries (..., d): powers of two, at least 16 as tl.dot requires."""
+    block_d = max(16, triton.next_power_of_2(q.shape[-1]))
+    return max(16, min(MAX_TILE_ROWS, TILE_ELEMENTS[q.element_size()] // block_d)), block_d
 
 
 def prefix_attention(

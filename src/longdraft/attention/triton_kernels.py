@@ -25,7 +25,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def _tile(ptr, row_offsets, row_ok, stride_d, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+def load_tile(ptr, row_offsets, row_ok, stride_d, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
     """(rows, BLOCK_D) tile; zero in rows that are not ok and in the padding of the head size."""
     dims = tl.arange(0, BLOCK_D)
     ok = row_ok[:, None] & (dims < HEAD_DIM)[None, :]
@@ -33,10 +33,10 @@ def _tile(ptr, row_offsets, row_ok, stride_d, HEAD_DIM: tl.constexpr, BLOCK_D: t
 
 
 @triton.jit
-def _query_tile(q, rows, T, q_head, q_t, q_d, R, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+def load_queries(q, rows, T, q_head, q_t, q_d, R, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
     """Rows r = g*T + t of one KV head's group; ``q`` points at (b, first head of the group)."""
     offsets = (rows // T).to(tl.int64) * q_head + (rows % T).to(tl.int64) * q_t
-    return _tile(q, offsets, rows < R, q_d, HEAD_DIM, BLOCK_D)
+    return load_tile(q, offsets, rows < R, q_d, HEAD_DIM, BLOCK_D)
 
 
 @triton.jit
@@ -46,7 +46,7 @@ def _dot(a, b, acc, DOT: tl.constexpr):
 
 
 @triton.jit
-def _scores(q_tile, k_tile, acc, scale, cap, CAPPED: tl.constexpr, DOT: tl.constexpr):
+def scores_of(q_tile, k_tile, acc, scale, cap, CAPPED: tl.constexpr, DOT: tl.constexpr):
     """q k^T scale, or cap tanh(q k^T scale): the host chooses both numbers so that the result is in base 2."""
     scores = _dot(q_tile, tl.trans(k_tile), acc, DOT) * scale
     if CAPPED:
@@ -65,7 +65,7 @@ def _begins(begins, rows, T, R):
 
 
 @triton.jit
-def _online_softmax(m, z, acc, scores, v, DOT: tl.constexpr):
+def online_softmax(m, z, acc, scores, v, DOT: tl.constexpr):
     """One key tile: running maximum m, running sum z = sum 2^(s - m), and acc = sum 2^(s - m) v."""
     m_new = tl.maximum(m, tl.max(scores, axis=1))
     # A row that has seen nothing yet has m = -inf, and -inf - -inf is NaN. Any finite reference avoids that.
@@ -121,7 +121,7 @@ def prefix_kernel(
     lo = first + split * chunk
     hi = tl.minimum(lo + chunk, n)
 
-    q_tile = _query_tile(q + b * q_b + h * GROUP * q_head, rows, T, q_head, q_t, q_d, R, HEAD_DIM, BLOCK_D)
+    q_tile = load_queries(q + b * q_b + h * GROUP * q_head, rows, T, q_head, q_t, q_d, R, HEAD_DIM, BLOCK_D)
     k_base = k + slot * k_slot + h * k_head
     v_base = v + slot * v_slot + h * v_head
     m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -131,14 +131,14 @@ def prefix_kernel(
         keys = start + tl.arange(0, BLOCK_N)
         at = keys.to(tl.int64)
         ok = keys < hi
-        k_tile = _tile(k_base, at * k_n, ok, k_d, HEAD_DIM, BLOCK_D)
-        v_tile = _tile(v_base, at * v_n, ok, v_d, HEAD_DIM, BLOCK_D)
-        scores = _scores(q_tile, k_tile, tl.zeros((BLOCK_M, BLOCK_N), tl.float32), scale, cap, CAPPED, DOT)
+        k_tile = load_tile(k_base, at * k_n, ok, k_d, HEAD_DIM, BLOCK_D)
+        v_tile = load_tile(v_base, at * v_n, ok, v_d, HEAD_DIM, BLOCK_D)
+        scores = scores_of(q_tile, k_tile, tl.zeros((BLOCK_M, BLOCK_N), tl.float32), scale, cap, CAPPED, DOT)
         if WINDOWED:
             scores = tl.where(ok[None, :] & (keys[None, :] >= begin[:, None]), scores, float("-inf"))
         else:
             scores = tl.where(ok[None, :], scores, float("-inf"))
-        m, z, acc = _online_softmax(m, z, acc, scores, v_tile, DOT)
+        m, z, acc = online_softmax(m, z, acc, scores, v_tile, DOT)
 
     first_row = (split.to(tl.int64) * tl.num_programs(1) + sequence_head) * R
     _store_part(o, lse, first_row, rows, R, m, z, acc, HEAD_DIM, BLOCK_D)
@@ -167,7 +167,7 @@ def block_kernel(
 
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     i = rows % T  # the query's row in the block, for every head of the group
-    q_tile = _query_tile(q + b * q_b + h * GROUP * q_head, rows, T, q_head, q_t, q_d, R, HEAD_DIM, BLOCK_D)
+    q_tile = load_queries(q + b * q_b + h * GROUP * q_head, rows, T, q_head, q_t, q_d, R, HEAD_DIM, BLOCK_D)
     k_base = k + slot * k_slot + h * k_head + n * k_n
     v_base = v + slot * v_slot + h * v_head + n * v_n
     m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -185,8 +185,8 @@ def block_kernel(
         j = start + tl.arange(0, BLOCK_N)
         at = j.to(tl.int64)
         ok = j < offset + T
-        k_tile = _tile(k_base, at * k_n, ok, k_d, HEAD_DIM, BLOCK_D)
-        v_tile = _tile(v_base, at * v_n, ok, v_d, HEAD_DIM, BLOCK_D)
+        k_tile = load_tile(k_base, at * k_n, ok, k_d, HEAD_DIM, BLOCK_D)
+        v_tile = load_tile(v_base, at * v_n, ok, v_d, HEAD_DIM, BLOCK_D)
         if CAUSAL:
             sees = ok[None, :] & (j[None, :] <= offset + i[:, None])
             if WINDOWED:
@@ -195,9 +195,9 @@ def block_kernel(
             # int32 suffices within one sequence's mask; int64 offsets would take a tile of registers.
             offsets = i[:, None] * mask_i + j[None, :] * mask_j
             sees = tl.load(mask + b * mask_b + offsets, mask=ok[None, :] & (rows < R)[:, None], other=0) != 0
-        scores = _scores(q_tile, k_tile, tl.zeros((BLOCK_M, BLOCK_N), tl.float32), scale, cap, CAPPED, DOT)
+        scores = scores_of(q_tile, k_tile, tl.zeros((BLOCK_M, BLOCK_N), tl.float32), scale, cap, CAPPED, DOT)
         scores = tl.where(sees, scores, float("-inf"))
-        m, z, acc = _online_softmax(m, z, acc, scores, v_tile, DOT)
+        m, z, acc = online_softmax(m, z, acc, scores, v_tile, DOT)
 
     first_row = sequence_head.to(tl.int64) * R
     _store_part(o, lse, first_row, rows, R, m, z, acc, HEAD_DIM, BLOCK_D)

@@ -47,7 +47,7 @@ def rows_for(runner: TargetRunner) -> int | None:
     elif runner.share is not None or runner.offload is not None:
         reason = "it is for models in one process whose KV is not offloaded"
     else:
-        reason = fixed_order.unavailable(device, runner.kv_shape.dtype, runner.kv_shape.head_dim)
+        reason = fixed_order.unavailable(runner.kv_shape.dtype, runner.kv_shape.head_dim)
     if reason is not None:
         raise CapabilityError(f"deterministic=True cannot be kept here: {reason}. Leave it out.")
     config = runner.model.config.get_text_config()

@@ -6,20 +6,10 @@ The functions here are their definitions in plain torch, which serve on a CPU. O
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 
-_SCHEMAS = {
-    "rms_norm": "(Tensor x, Tensor weight, float eps) -> Tensor",
-    "add_rms_norm": "(Tensor x, Tensor delta, Tensor weight, float eps) -> (Tensor, Tensor)",
-    "rope_write": "(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor? q_weight, Tensor? k_weight, "
-    "float eps, Tensor(a!) keys, Tensor(b!) values, Tensor slots, Tensor lengths, int offset) -> Tensor",
-    "silu_times": "(Tensor gate, Tensor up) -> Tensor",
-}
+from longdraft.attention import fusing
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -89,15 +79,14 @@ def silu_times(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return F.silu(gate) * up
 
 
-def _launching(name: str) -> Callable[..., Any]:
-    def launch(*arguments: Any) -> Any:
-        return getattr(importlib.import_module("longdraft.model.gpu_kernels"), name)(*arguments)
-
-    return launch
-
-
-_LIBRARY = torch.library.Library("longdraft", "FRAGMENT")
-for _name, _schema in _SCHEMAS.items():
-    _LIBRARY.define(_name + _schema)
-    _LIBRARY.impl(_name, globals()[_name], "CPU")
-    _LIBRARY.impl(_name, _launching(_name), "CUDA")
+for _definition, _schema in (
+    (rms_norm, "(Tensor x, Tensor weight, float eps) -> Tensor"),
+    (add_rms_norm, "(Tensor x, Tensor delta, Tensor weight, float eps) -> (Tensor, Tensor)"),
+    (
+        rope_write,
+        "(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor? q_weight, Tensor? k_weight, float eps, "
+        "Tensor(a!) keys, Tensor(b!) values, Tensor slots, Tensor lengths, int offset) -> Tensor",
+    ),
+    (silu_times, "(Tensor gate, Tensor up) -> Tensor"),
+):
+    fusing.define(_definition.__name__ + _schema, _definition, "longdraft.model.gpu_kernels")
