@@ -36,7 +36,7 @@ class Recipe:
     Attributes:
         drafting: the method whose drafter it takes; usually itself.
         options: the method's own and the drafter's, with a loaded draft if one is needed.
-        avoid_forks: whether its drafter proposes chains, unless the options shape a tree.
+        avoid_forks: its drafter proposes chains, unless the options shape a tree.
     """
 
     method: Method

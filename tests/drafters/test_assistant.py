@@ -81,7 +81,7 @@ def test_proposals_are_those_of_transformers(tmp_path, kind, groups):
     model, own = target(kind), assistant(tmp_path, groups)
     spec = Speculator(tmp_path, target=model, tree="dynamic", depth=3, top_k=2, nodes=8)
     assert spec.method.name == "assistant"
-    watching, sequences = run(spec, PROMPTS)
+    watching, _ = run(spec, PROMPTS)
     for text, tree in watching.rounds[:6] + watching.rounds[-6:]:
         for node in range(1, tree.size):
             path = [tree.tokens[i] for i in tree.path(tree.parents[node])][1:]
@@ -90,7 +90,6 @@ def test_proposals_are_those_of_transformers(tmp_path, kind, groups):
                 logits = logits.masked_fill(logits == logits.min(), torch.finfo(torch.float32).min)
             expected = torch.log_softmax(logits, -1)[tree.tokens[node]]
             assert tree.log_probs[node] == pytest.approx(float(expected), abs=2e-3)
-    assert sum(s.accepted for s in sequences) >= 0
 
 
 @pytest.mark.parametrize("tree", [{}, {"tree": "chain", "depth": 4}], ids=str)

@@ -9,6 +9,18 @@ from longdraft.attention import reference
 from longdraft.attention.block import PLAIN, Block, Scoring
 
 
+def one_text(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor | None = None, scale: float | None = None
+) -> torch.Tensor:
+    """Attends within one text: q (Hq, T, d), k and v (Hkv, n, d), seen (T, n) -> (Hq, T, d).
+
+    The heads of a group are folded into rows, so K/V are read once per KV head.
+    """
+    rows = q.reshape(k.shape[0], -1, q.shape[-1])
+    mask = None if seen is None else seen.repeat(q.shape[0] // k.shape[0], 1)
+    return F.scaled_dot_product_attention(rows[None], k[None], v[None], attn_mask=mask, scale=scale).reshape(q.shape)
+
+
 def attend(
     q: torch.Tensor,
     keys: torch.Tensor,

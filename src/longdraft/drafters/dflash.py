@@ -28,18 +28,19 @@ import torch
 
 from longdraft.attention.transfer import on_device
 from longdraft.drafters.eagle3 import BoundDraft, Eagle3Draft, last_row
-from longdraft.drafters.onepass import CANDIDATES, OneForwardRound, OnePassDrafter, Row, likeliest, rest_of
+from longdraft.drafters.onepass import CANDIDATES, OneForwardRound, OnePassDrafter, Row, rest_of
 from longdraft.drafters.shared.dflash_block import DFlashBlock
 from longdraft.drafts import dflash_formats
 from longdraft.drafts.dflash_formats import KIND, DFlashShape
 from longdraft.drafts.draft_folder import shape_of
+from longdraft.drafts.eagle_formats import check_mask
 from longdraft.drafts.kinds import Kind, register
 from longdraft.engine.sequence import Sequence
 from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.model.few_rows import FewRowsModule
 from longdraft.model.runner import TargetRunner
 from longdraft.model.sharded import product
-from longdraft.trees.level import Level
+from longdraft.trees.level import Level, likeliest
 
 
 class DFlashDraft(Eagle3Draft):
@@ -75,20 +76,17 @@ class DFlashDraft(Eagle3Draft):
 
     def check(self, runner: TargetRunner) -> None:
         super().check(runner)
-        rows = self.shape.embedding or runner.parts.head.shape[0]
-        if self.shape.mask_token >= rows and not self.shape.own_mask:
-            raise CheckpointError(
-                f"mask_token_id {self.shape.mask_token} of {self.folder} is no row of the embedding, which has {rows}: "
-                "correct its config.json."
-            )
+        if not self.shape.own_mask:
+            rows = self.shape.embedding or runner.parts.head.shape[0]
+            check_mask(self.shape.mask_token, rows, self.folder)
 
     def make(self, runner: TargetRunner) -> BoundDraft:
         block, rotary = self.placed(runner), self.rotary(runner.kv_shape.dtype, runner.device)
         embedding = runner.parts.embedding if self.shape.embedding is None else block.embed_tokens
-        head, ids = self.head(runner)
-        multiplied = block.lm_head.__call__ if self.shape.own_head else product(head)
-        # A call, not a module: it may be the target's, and no part of the block.
-        object.__setattr__(block, "logits_of", multiplied)
+        ids = None if self.ids is None else self.ids.to(runner.device)
+        if not self.shape.own_head:
+            head, _ = self.head(runner)
+            block.borrow(product(head))
         return BoundDraft(block, embedding, rotary, ids, None, None, FewRowsModule(block))
 
     def trainable(self) -> Any:
@@ -159,9 +157,7 @@ class DFlashRound(OneForwardRound):
         hidden = block(self._embedded(level, size), cos, sin, texts)[:, 0 if shape.from_anchor else 1 :][
             :, : self._depth
         ]
-        logits = block.logits_of(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1) * shape.logit_scale
-        if shape.softcap is not None:
-            logits = torch.tanh(logits / shape.softcap) * shape.softcap
+        logits = block.logits(hidden.flatten(0, 1)).unflatten(0, hidden.shape[:2])
         log_probs, ids = likeliest(logits, count)
         rest = rest_of(log_probs, shape.vocabulary)
         return [
@@ -198,7 +194,7 @@ class DFlashRound(OneForwardRound):
         return row.log_probs + (known @ successors.mT).float()
 
     def _recurrent(self, level: Level, known: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """What the recurrent head says of each node (B', W, rank); keeps the states of the paths."""
+        """Advances the recurrent head to a level: its output (B', W, rank) for each node. Keeps the nodes' states."""
         if level.depth == 0:
             state = torch.zeros_like(known)
         else:

@@ -14,8 +14,6 @@ moved back to 0. Texts longer than the model was trained for before its RoPE was
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -25,7 +23,6 @@ from torch import nn
 
 from longdraft.drafters.eagle3 import BoundDraft, Eagle3Block, Eagle3Draft, Eagle3Drafter, Eagle3Round, WindowOptions
 from longdraft.drafters.shared.layers import SelfAttend
-from longdraft.drafters.shared.levels import Fed
 from longdraft.drafts import draft_folder, mtp_formats
 from longdraft.drafts.draft import Draft
 from longdraft.drafts.kinds import Kind, register
@@ -34,7 +31,6 @@ from longdraft.errors import CapabilityError, CheckpointError, UnsupportedModelE
 from longdraft.memory.store import KVShape, KVStore
 from longdraft.model import own_layer
 from longdraft.model.few_rows import FewRowsModule
-from longdraft.model.graphs import Graphs
 from longdraft.model.rotary import SharedRotary
 from longdraft.model.runner import TargetRunner
 from longdraft.model.sharded import product
@@ -42,7 +38,6 @@ from longdraft.model.shared_parts import norm_before_head
 from longdraft.native import Stored
 from longdraft.options import Options
 from longdraft.trees.options import TreeOptions
-from longdraft.views.window import Window
 
 KIND = "mtp"
 
@@ -145,7 +140,7 @@ class MtpDraft(Eagle3Draft):
             CheckpointError: unreadable, without such a layer, or a draft for another method.
         """
         if Path(folder).is_dir() and "longdraft_format" in draft_folder.read_config(folder):
-            raise CheckpointError(f"{folder} holds a draft for {draft_folder.kind(folder)}, not for {KIND}.")
+            draft_folder.check_kind(draft_folder.kind(folder), KIND, folder)
         return cls(folder, mtp_formats.read(folder))
 
     @property
@@ -213,19 +208,9 @@ class MtpDrafter(Eagle3Drafter):
 
 
 class MtpRound(Eagle3Round):
-    """One round. Its forwards are not recorded: the target's class may choose experts by what it reads."""
+    """One round. Its forwards are not recorded, because the target's class may choose experts."""
 
-    def recorded(
-        self,
-        graphs: Graphs,
-        kind: Hashable,
-        fed: Fed,
-        window: Window,
-        inputs: SequenceOf[torch.Tensor],
-        compute: Callable[..., tuple[torch.Tensor, ...]],
-        beside: SequenceOf[torch.Tensor] = (),
-    ) -> tuple[torch.Tensor, ...]:
-        return compute(*inputs, *beside, fed.attend(window))
+    records = False
 
 
 register(

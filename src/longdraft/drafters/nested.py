@@ -128,7 +128,7 @@ class NestedDrafter(Drafter):
         self.inner.use_planner()
 
     def avoid_forks(self) -> bool:
-        """What the level emits is a chain. The trees below it are the level's."""
+        """Returns True: the level emits chains. The trees below it are its own affair."""
         return True
 
     def feature_layers(self, runner: TargetRunner) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ from longdraft.drafts.eagle_formats import Eagle3Shape
 from longdraft.drafts.kinds import Kind, Training, register
 from longdraft.engine.sequence import Sequence
 from longdraft.trees.kind import TreeKind
-from longdraft.trees.level import Level
+from longdraft.trees.level import Level, likeliest
 from longdraft.trees.node_limit import NodeLimit
 from longdraft.trees.options import TreeOptions
 from longdraft.trees.tree import TokenTree
@@ -199,12 +199,6 @@ class OneForwardRound(Eagle3Round):
         found = scores.topk(min(best, scores.shape[-1]), dim=-1)
         log_probs, ids = found.values - whole, row.ids.expand_as(scores).gather(2, found.indices)
         return log_probs[:0], log_probs.flatten(0, 1), ids.flatten(0, 1)
-
-
-def likeliest(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities and ids (..., k) of the ``count`` likeliest tokens by logits (..., vocabulary)."""
-    found = logits.float().topk(min(count, logits.shape[-1]), dim=-1)
-    return found.values - logits.float().logsumexp(-1, keepdim=True), found.indices
 
 
 def rest_of(log_probs: torch.Tensor, vocabulary: int) -> torch.Tensor:

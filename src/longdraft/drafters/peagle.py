@@ -19,10 +19,9 @@ from torch import nn
 from longdraft.drafters.eagle3 import BoundDraft, Eagle3Block, Eagle3Draft
 from longdraft.drafters.onepass import OnePassDrafter, OnePassRound, Row
 from longdraft.drafts.draft_folder import shape_of
-from longdraft.drafts.eagle_formats import PEAGLE, Eagle3Shape
+from longdraft.drafts.eagle_formats import PEAGLE, Eagle3Shape, check_mask
 from longdraft.drafts.kinds import Kind, register
 from longdraft.engine.sequence import Sequence
-from longdraft.errors import CheckpointError
 from longdraft.model.runner import TargetRunner
 from longdraft.trees.level import Level
 
@@ -65,11 +64,7 @@ class PEagleDraft(Eagle3Draft):
     def check(self, runner: TargetRunner) -> None:
         super().check(runner)
         rows = self.shape.embedding or runner.parts.head.shape[0]
-        if self.shape.mask_token >= rows:
-            raise CheckpointError(
-                f"mask_token_id {self.shape.mask_token} of {self.folder} is no row of the embedding, which has {rows}: "
-                "correct its config.json."
-            )
+        check_mask(self.shape.mask_token, rows, self.folder)
 
 
 class PEagleDrafter(OnePassDrafter):

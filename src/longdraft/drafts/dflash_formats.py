@@ -110,9 +110,8 @@ def read(
         CheckpointError: unreadable, another kind of draft, or settings that cannot be right.
     """
     config = draft_folder.read_config(folder)
-    if (held := draft_folder.kind(folder)) != KIND:
-        raise CheckpointError(f"{folder} holds a draft for {held or 'another method'}, not for {KIND}.")
-    try:
+    draft_folder.check_kind(draft_folder.kind(folder), KIND, folder)
+    with draft_folder.interpreting(folder):
         speculators = "speculators_model_type" in config
         sizes = whole_layer(config, folder) if speculators else dict(config)
         sizes |= {"head_dim": head_dim} if head_dim else {}
@@ -120,10 +119,6 @@ def read(
         found = _contents(config, draft_folder.filled_in(sizes), tensors, folder)
         rope = foreign_rope(sizes, THETA if speculators else PUBLISHED_THETA)
         return found, stretched(rope, found.config["trained_length"], rope_theta, rope_factor, folder)
-    except (TypeError, ValueError, AttributeError, IndexError) as error:  # words where numbers belong, and the like
-        raise CheckpointError(
-            f"config.json of {folder} has a value that cannot be right ({error}): correct it, or copy the draft again."
-        ) from error
 
 
 def _tensors(folder: Path | str) -> dict[str, torch.Tensor]:

@@ -106,14 +106,11 @@ class TrainedDraft(Draft[Bound]):
     """
 
     label: ClassVar[str] = ""
-    """What messages call the kind where its name is not enough: "EAGLE-3"."""
+    """The kind in messages, where its name is not enough: "EAGLE-3"."""
 
     def __init__(self, folder: Path | str, contents: DraftFolder) -> None:
         super().__init__(folder)
-        if contents.kind != self.kind:
-            raise CheckpointError(
-                f"{folder} holds a draft for {contents.kind or 'another method'}, not for {self.kind}."
-            )
+        draft_folder.check_kind(contents.kind, self.kind, folder)
         self.config = contents.config
         self.trained_length = length = self.config.get("trained_length")
         if length is not None and (type(length) is not int or length < 1):

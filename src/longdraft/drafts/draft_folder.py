@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -216,6 +217,23 @@ def read_tensors(config: Mapping[str, Any], folder: Path | str) -> dict[str, tor
     """
     tensors = tensor_files.read(folder)
     return packed.unpacked(tensors, folder) if "longdraft_format" in config else tensors
+
+
+def check_kind(found: str, kind: str, folder: Path | str) -> None:
+    """Raises CheckpointError if the kind that a folder was found to hold is not the expected one."""
+    if found != kind:
+        raise CheckpointError(f"{folder} holds a draft for {found or 'another method'}, not for {kind}.")
+
+
+@contextmanager
+def interpreting(folder: Path | str) -> Iterator[None]:
+    """Turns errors from words where numbers belong, and the like, into a CheckpointError that names config.json."""
+    try:
+        yield
+    except (TypeError, ValueError, AttributeError, IndexError) as error:
+        raise CheckpointError(
+            f"{CONFIG} of {folder} has a value that cannot be right ({error}): correct it, or copy the draft again."
+        ) from error
 
 
 def shape_of(

@@ -118,13 +118,11 @@ def read(
         CheckpointError: unreadable, another kind of draft, or settings that cannot be right.
     """
     config = draft_folder.read_config(folder)
-    held = draft_folder.kind(folder)
-    if held != kind:
-        raise CheckpointError(f"{folder} holds a draft for {held or 'another method'}, not for {kind}.")
+    draft_folder.check_kind(draft_folder.kind(folder), kind, folder)
     if kind not in (KIND, EAGLE, PEAGLE) and "longdraft_format" not in config:
         raise CheckpointError(f"{folder} was not written by longdraft: drafts for {kind} come in its own layout alone.")
     given = {"head_dim": head_dim} if head_dim else {}
-    try:
+    with draft_folder.interpreting(folder):
         tensors = draft_folder.read_tensors(config, folder)
         tensors = {name: t for name, t in tensors.items() if not name.startswith(LEFT)}
         if "longdraft_format" in config:
@@ -132,10 +130,6 @@ def read(
         else:
             found, rope = _foreign(config, given, _named_as_ours(tensors, folder), folder, kind)
         return found, stretched(rope, found.config.get("trained_length"), rope_theta, rope_factor, folder)
-    except (TypeError, ValueError, AttributeError, IndexError) as error:  # words where numbers belong, and the like
-        raise CheckpointError(
-            f"config.json of {folder} has a value that cannot be right ({error}): correct it, or copy the draft again."
-        ) from error
 
 
 def _ours(
@@ -218,8 +212,17 @@ def mask_token(config: Mapping[str, Any], folder: Path | str) -> int:
     return found
 
 
+def check_mask(token: int, rows: int, folder: Path | str) -> None:
+    """Raises CheckpointError if an embedding of so many rows has none for the mask token."""
+    if token >= rows:
+        raise CheckpointError(
+            f"{MASK_TOKENS[0]} {token} of {folder} is no row of the embedding, which has {rows}: correct its "
+            "config.json."
+        )
+
+
 def _has_own_embedding(config: Mapping[str, Any], sizes: Mapping[str, Any], kind: str) -> bool:
-    """Whether the draft was trained with an embedding of its own, instead of the target's."""
+    """True if the draft was trained with an embedding of its own, instead of the target's."""
     other = config.get("target_hidden_size") not in (None, sizes.get("hidden_size"))
     return kind == PEAGLE or other or bool(config.get("embed_requires_grad"))
 

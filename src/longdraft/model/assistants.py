@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from longdraft.attention.block import Block
+from longdraft.attention.sdpa import one_text
 from longdraft.errors import CheckpointError, UnsupportedModelError
 from longdraft.memory.store import KVStore
 from longdraft.memory.windows import WindowStates
@@ -177,18 +177,12 @@ class Assistant:
                 for rows, slot, length in zip(queries, slots, lengths, strict=True):
                     start = windows.starts[slot]
                     seen = slice(windows.shape.span.first(length) - start, length - start)
-                    each.append(_one(rows, keys[slot, :, seen], values[slot, :, seen], scale))
+                    own = (x[slot, :, seen].to(rows.dtype) for x in (keys, values))
+                    each.append(one_text(rows, *own, scale=scale))
                 out = torch.stack(each)
             return out.transpose(0, 1).flatten(1, 2)
 
         return attend
-
-
-def _one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    """q (Hq, W, d), k and v (Hkv, n, d) -> (Hq, W, d)."""
-    rows = q.reshape(k.shape[0], -1, q.shape[-1])
-    k, v = k.to(q.dtype), v.to(q.dtype)
-    return F.scaled_dot_product_attention(rows[None], k[None], v[None], scale=scale)[0].reshape(q.shape)
 
 
 def _rows_of(runner: TargetRunner) -> dict[str, _Rows]:

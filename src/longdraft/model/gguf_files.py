@@ -108,7 +108,7 @@ class File:
 
     @cached_property
     def kind(self) -> gguf_configs.Kind | None:
-        """How the configuration is made; None if transformers makes it."""
+        """The kind of model whose configuration longdraft makes; None if transformers makes it."""
         return gguf_configs.kind_of(self._header)
 
     @cached_property

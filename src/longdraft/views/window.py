@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from longdraft.attention import hybrid
+from longdraft.attention.sdpa import one_text
 from longdraft.attention.transfer import on_device
 from longdraft.memory.rooms import Room, Rooms
 from longdraft.memory.store import KVShape
@@ -139,7 +140,7 @@ class Window:
     def attend_newest(self, slot: int, q: torch.Tensor) -> torch.Tensor:
         """Attends with the newest token's query (Hq, 1, d) to the whole window -> (Hq, 1, d)."""
         begin, end = self.seen(slot)
-        return self._attend(q, self.keys[slot, :, begin:end], self.values[slot, :, begin:end], None)
+        return one_text(q, self.keys[slot, :, begin:end], self.values[slot, :, begin:end], None, self._scale)
 
     def attend_level(
         self,
@@ -162,7 +163,7 @@ class Window:
             rows[:, end - new.shape[1] : end] = new
         text = ancestors.new_ones(()).expand(q.shape[1], end - begin - ancestors.shape[1])
         seen = torch.cat([text, ancestors], dim=1)
-        return self._attend(q, self.keys[slot, :, begin:end], self.values[slot, :, begin:end], seen)
+        return one_text(q, self.keys[slot, :, begin:end], self.values[slot, :, begin:end], seen, self._scale)
 
     def placed(
         self,
@@ -229,10 +230,3 @@ class Window:
             return out.transpose(0, 1).flatten(1, 2)
 
         return attend
-
-    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor | None) -> torch.Tensor:
-        """Attends: q (Hq, T, d), k and v (Hkv, n, d), seen (T, n) -> (Hq, T, d); K/V are read once per KV head."""
-        rows = q.reshape(k.shape[0], -1, q.shape[-1])  # the heads of a group are folded into rows
-        mask = None if seen is None else seen.repeat(q.shape[0] // k.shape[0], 1)
-        out = F.scaled_dot_product_attention(rows[None], k[None], v[None], attn_mask=mask, scale=self._scale)
-        return out.reshape(q.shape)

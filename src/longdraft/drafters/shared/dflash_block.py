@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import cast
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from longdraft.attention.sdpa import one_text
 from longdraft.drafters.shared.layers import SwiGLU, rotate
 from longdraft.drafts.dflash_formats import DFlashShape
 
@@ -128,6 +130,10 @@ class DFlashBlock(nn.Module):
         if shape.selector_rank is not None:
             self.candidate_selector = Selector(shape, shape.selector_rank, tokens)
 
+    def borrow(self, head: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Borrows the target's head, (T, hidden) -> (T, vocabulary), for a draft without one of its own."""
+        self._head = head
+
     @property
     def _decoder(self) -> list[Layer]:
         return cast(list[Layer], list(self.layers))
@@ -173,6 +179,12 @@ class DFlashBlock(nn.Module):
         found: torch.Tensor = self.norm(x)
         return found
 
+    def logits(self, out: torch.Tensor) -> torch.Tensor:
+        """Rows (T, hidden) behind the last norm -> (T, vocabulary)."""
+        shape = self.shape
+        logits: torch.Tensor = (self.lm_head if shape.own_head else self._head)(out) * shape.logit_scale
+        return logits if shape.softcap is None else torch.tanh(logits / shape.softcap) * shape.softcap
+
     def _attended(
         self,
         index: int,
@@ -194,18 +206,10 @@ class DFlashBlock(nn.Module):
                 torch.cat([t[index * heads : (index + 1) * heads, first:], own[j][i]], 1) for j, t in enumerate(text)
             )
             mask = None if seen is None else F.pad(seen, (k.shape[1] - rows, 0), value=True)
-            outputs.append(_attend(q[i], k, v, mask))
+            outputs.append(one_text(q[i], k, v, mask).transpose(0, 1).flatten(1))
         out: torch.Tensor = attention.o_proj(torch.stack(outputs))
         return out
 
     def _seen(self, index: int, rows: int, device: torch.device) -> torch.Tensor | None:
         """(S, S) bool: the rows of the block that each of its rows sees; None: all."""
         return torch.ones(rows, rows, dtype=torch.bool, device=device).tril() if self.causal[index] else None
-
-
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor | None) -> torch.Tensor:
-    """q (Hq, S, d), k and v (Hkv, n, d), seen (S, n) -> (S, Hq * d); keys are read once per KV head."""
-    rows = q.reshape(k.shape[0], -1, q.shape[-1])
-    mask = None if seen is None else seen.repeat(q.shape[0] // k.shape[0], 1)
-    out = F.scaled_dot_product_attention(rows[None], k[None], v[None], attn_mask=mask)
-    return out.reshape(q.shape).transpose(0, 1).flatten(1)

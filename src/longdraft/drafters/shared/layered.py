@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
+from longdraft.attention.sdpa import one_text
 from longdraft.drafters.shared.layers import SelfAttend
 from longdraft.drafters.shared.levels import Fed
 from longdraft.views.window import Window
@@ -43,7 +44,7 @@ def layered(fed: Fed, cache: Window, layers: int, window: int) -> list[SelfAtten
                 keys, values = (
                     torch.cat([rows[:, begin:kept], x[:, new:]], 1) for rows, x in zip(memory, (k_, v_), strict=True)
                 )
-                outputs.append(_attend(q_, keys, values, mask.to(q.device)))
+                outputs.append(one_text(q_, keys, values, mask.to(q.device)))
             return torch.cat(outputs, 1)
 
         return attend
@@ -72,10 +73,3 @@ def _nodes(cache: Window, slot: int, depth: int, ancestors: torch.Tensor, window
     begin, end = cache.seen(slot, depth, count)
     begin = max(begin, end - count - (window - depth))
     return begin, end, F.pad(ancestors, (end - begin - count, 0), value=True)
-
-
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-    """q (Hq, T, d), k and v (Hkv, n, d), seen (T, n) -> (Hq, T, d); keys are read once per KV head."""
-    rows = q.reshape(k.shape[0], -1, q.shape[-1])
-    mask = seen.repeat(q.shape[0] // k.shape[0], 1)
-    return F.scaled_dot_product_attention(rows[None], k[None], v[None], attn_mask=mask).reshape(q.shape)

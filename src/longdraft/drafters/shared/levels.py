@@ -142,7 +142,12 @@ class DraftRound(ABC):
         device: of the draft.
         whole: a level is computed in one kernel call, which also returns the likeliest tokens. On a GPU they are found
             within the level's recording.
+
+    Attributes:
+        records: forwards over nodes may be recorded; they must not choose what they compute by what they read.
     """
+
+    records = True
 
     def __init__(
         self, sequences: Sequence[Text], rotary: Rotary, depth: int, device: torch.device | str, whole: bool
@@ -219,7 +224,7 @@ class DraftRound(ABC):
             inputs: (B * W, ...) each, of the nodes. beside: (B,) or (B, 1, ...) each, of the sequences.
             compute: takes both, and what attends among the window's rows; gives tensors (B * W, ...).
         """
-        rows = graphs.rows(fed.width) if window.together else None
+        rows = graphs.rows(fed.width) if window.together and self.records else None
         if rows is None:
             return compute(*inputs, *beside, fed.attend(window))
         sequences, count = len(fed.slots), len(inputs)
