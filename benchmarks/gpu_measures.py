@@ -35,7 +35,8 @@ from longdraft.engine.partial import partial_view
 from longdraft.engine.schedule import verify_trees
 from longdraft.errors import MemoryBudgetError
 from longdraft.model import graphs
-from longdraft.model.runner import Taps, TargetRunner
+from longdraft.model.outputs import Taps
+from longdraft.model.runner import TargetRunner
 from longdraft.views.cache import TrueCache
 
 # --- one layer's attention ---

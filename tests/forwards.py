@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from longdraft.memory.store import KVStore
-from longdraft.model.runner import NO_TAPS, Taps, TargetOutput, TargetRunner
+from longdraft.model.outputs import NO_TAPS, Taps, TargetOutput
+from longdraft.model.runner import TargetRunner
 
 
 def forward(

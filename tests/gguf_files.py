@@ -55,7 +55,7 @@ HALVES = {
 def write_gguf(
     file: Path, family: Family = "llama", kind: str = "Q8_0", *, words: str = "F16", tie: bool = True,
     rope_freqs: Sequence[float] = (), rope: Mapping[str, Any] = MappingProxyType({}), tokens: Sequence[str] = (),
-    **over: Any,
+    by_length: bool = False, **over: Any,
 ) -> PreTrainedModel:  # fmt: skip
     """A whole model of some 100 kB, and a byte tokenizer with two merges.
 
@@ -63,6 +63,7 @@ def write_gguf(
         kind: of the layers' matrices; those that gguf cannot quantise get random blocks.
         words: of the embedding and the head.
         rope_freqs: what frequencies are divided by. rope: more of what a file says of them, by the ends of its names.
+        by_length: it has factors of frequencies for short and for long texts.
         tokens: the first ones of the tokenizer, in place of its usual ones.
         over: options of the model, as :func:`tests.tiny.tiny_model` takes them.
 
@@ -104,6 +105,8 @@ def write_gguf(
     writer.add_pad_token_id(2)
     if rope_freqs:
         writer.add_tensor("rope_freqs.weight", np.array(rope_freqs, dtype=np.float32))
+    for text in ("long", "short") if by_length else ():
+        writer.add_tensor(f"rope_factors_{text}.weight", np.ones(config.head_dim // 2, dtype=np.float32))
     kinds = {str: gguf.GGUFValueType.STRING, int: gguf.GGUFValueType.UINT32, float: gguf.GGUFValueType.FLOAT32}
     for name, value in ({"dimension_count": config.head_dim} | dict(rope)).items():
         writer.add_key_value(f"{architecture}.rope.{name}", value, kinds[type(value)])

@@ -16,7 +16,8 @@ from longdraft.errors import CapabilityError, RequestError
 from longdraft.memory.prompt_cache import PromptCache
 from longdraft.model import deterministic
 from longdraft.model.graphs import Graphs
-from longdraft.model.runner import Taps, TargetRunner
+from longdraft.model.outputs import Taps
+from longdraft.model.runner import TargetRunner
 from longdraft.trees.masks import tree_block
 from longdraft.trees.tree import TokenTree
 from tests.exact_methods import Specs

@@ -17,7 +17,8 @@ from longdraft.engine.sampler import Sampler, Sampling
 from longdraft.engine.schedule import Schedule
 from longdraft.engine.sequence import Sequence
 from longdraft.engine.stopping import eos_rule
-from longdraft.model.runner import Taps, TargetRunner
+from longdraft.model.outputs import Taps
+from longdraft.model.runner import TargetRunner
 from longdraft.trees.tree import TokenTree
 from longdraft.views.scorers import SCORERS
 from longdraft.views.view import View

@@ -8,7 +8,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from longdraft import native
 from longdraft.model.few_rows import MOST
-from longdraft.model.runner import Taps, TargetRunner
+from longdraft.model.outputs import Taps
+from longdraft.model.runner import TargetRunner
 from longdraft.native import Kernels
 from tests.forwards import forward
 from tests.tiny import FAMILIES, tiny_model

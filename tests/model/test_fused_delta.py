@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from longdraft import native
-from longdraft.model.runner import Taps, TargetRunner
+from longdraft.model.outputs import Taps
+from longdraft.model.runner import TargetRunner
 from tests.forwards import forward
 from tests.recurrent_models import recurrent_model
 

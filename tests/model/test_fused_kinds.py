@@ -17,7 +17,8 @@ from transformers import (
 
 from longdraft import native
 from longdraft.memory.windows import WindowStates
-from longdraft.model.runner import Taps, TargetRunner
+from longdraft.model.outputs import Taps
+from longdraft.model.runner import TargetRunner
 from longdraft.model.whole_lm import WholeLM
 from longdraft.native import DecoderLayer, DecoderStack, Rows
 from tests.forwards import forward

@@ -119,6 +119,7 @@ def test_yarns_own_factor_of_attention(own, more, tmp_path):
         ({"rope": {"dimension_count": 8}}, "8 of each head's 16 dimensions are rotated"),
         ({"rope_freqs": [2] * 4}, "rope_freqs for 4 frequencies, where there are 8"),
         ({"rope_freqs": [2] * 8, "rope": YARN}, "yarn together with rope_freqs"),
+        ({"by_length": True}, "longrope"),
     ],
     ids=str,
 )

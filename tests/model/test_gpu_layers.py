@@ -10,7 +10,8 @@ import torch
 
 from longdraft.model import side_by_side
 from longdraft.model.graphs import Graphs
-from longdraft.model.runner import Taps, TargetRunner
+from longdraft.model.outputs import Taps
+from longdraft.model.runner import TargetRunner
 from tests.forwards import forward
 from tests.launches import Launches, watch
 from tests.nominal import StandIn, card, moved

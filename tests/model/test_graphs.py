@@ -22,7 +22,8 @@ from longdraft.memory.host_store import HostStore
 from longdraft.memory.store import KVStore
 from longdraft.model import graphs
 from longdraft.model.graphs import BUCKETS, Graphs, batches, padded, unavailable
-from longdraft.model.runner import NO_TAPS, Taps, TargetRunner
+from longdraft.model.outputs import NO_TAPS, Taps
+from longdraft.model.runner import TargetRunner
 from longdraft.trees.masks import padded_mask
 from longdraft.trees.tree import TokenTree
 from tests import torch_kernels

@@ -7,7 +7,8 @@ import torch
 
 from longdraft import Speculator
 from longdraft.errors import CapabilityError
-from longdraft.model.runner import Taps, TargetRunner
+from longdraft.model.outputs import Taps
+from longdraft.model.runner import TargetRunner
 from tests.forwards import forward
 from tests.zoo.tiny_models import tiny_model
 

@@ -8,7 +8,8 @@ from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from longdraft.memory.store import KVStore
-from longdraft.model.runner import Taps, TargetRunner
+from longdraft.model.outputs import Taps
+from longdraft.model.runner import TargetRunner
 from longdraft.trees.builders import union
 from longdraft.trees.masks import padded_mask
 from longdraft.trees.tree import TokenTree

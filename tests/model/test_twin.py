@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, BertConfig, PreTrainedModel
 from longdraft import PromptCache, Speculator
 from longdraft.errors import CapabilityError, UnsupportedModelError
 from longdraft.model import hosting, verdicts
-from longdraft.model.runner import Taps, TargetRunner
+from longdraft.model.outputs import Taps
+from longdraft.model.runner import TargetRunner
 from tests.forwards import forward
 from tests.recurrent_models import recurrent_model
 from tests.tiny import FAMILIES, tiny_model

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from longdraft import Speculator
 from longdraft.errors import CapabilityError, CheckpointError, RequestError
-from longdraft.model.runner import Taps, TargetRunner
+from longdraft.model.outputs import Taps
+from longdraft.model.runner import TargetRunner
 from longdraft.plugins.vllm import LongSpec, Lookup, SpecExtend
 from longdraft.plugins.vllm.layer import Layer, StepQueries, packed, side_by_side
 from longdraft.plugins.vllm.sampling import spread

@@ -3,8 +3,8 @@
 In torch's own operators it takes fourteen launches a layer. :func:`with_tree` is the definition, which serves where the
 kernel (:mod:`.tree_kernel`) does not.
 
-Rows of the cache are numbered as one list of all rows of all slots, in which the rows of a KV head overlap with those of
-the others.
+Rows of the cache are numbered as one list of all rows of all slots, in which the rows of a KV head overlap with those
+of the others.
 """
 
 from __future__ import annotations

@@ -21,7 +21,8 @@ from longdraft.engine.partial import SpecPV
 from longdraft.engine.schedule import Verified
 from longdraft.memory.prompt_cache import PromptCache
 from longdraft.memory.store import KVStore
-from longdraft.model.runner import NO_TAPS, Taps, TargetOutput, TargetRunner
+from longdraft.model.outputs import NO_TAPS, Taps, TargetOutput
+from longdraft.model.runner import TargetRunner
 from longdraft.views.view import View
 
 

@@ -7,7 +7,8 @@ from typing import Literal
 
 from longdraft.engine.loop import prefill_chunk
 from longdraft.memory.prompt_cache import PromptCache
-from longdraft.model.runner import TargetOutput, TargetRunner
+from longdraft.model.outputs import TargetOutput
+from longdraft.model.runner import TargetRunner
 
 # Rows of an answer whose logits are held at a time.
 ROWS = 128

@@ -25,7 +25,8 @@ from longdraft.engine.method import Method, register
 from longdraft.engine.sequence import Sequence
 from longdraft.memory.prompt_cache import common_prefix
 from longdraft.memory.store import KVStore
-from longdraft.model.runner import NO_TAPS, Taps, TargetRunner
+from longdraft.model.outputs import NO_TAPS, Taps
+from longdraft.model.runner import TargetRunner
 from longdraft.options import option, parse, takes
 from longdraft.trees.chain import LONGEST
 from longdraft.trees.options import TreeOptions

@@ -16,7 +16,7 @@ import torch
 
 from longdraft.attention.transfer import on_device
 from longdraft.engine.sampler import Sampler
-from longdraft.model.runner import not_a_number
+from longdraft.model.outputs import not_a_number
 from longdraft.trees.tree import TokenTree
 
 

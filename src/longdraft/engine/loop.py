@@ -25,7 +25,8 @@ from longdraft.engine.sequence import Sequence
 from longdraft.engine.stats import Stats, Step, step_of
 from longdraft.errors import CapabilityError, ContextError, MemoryBudgetError, PromptError
 from longdraft.memory.prompt_cache import PromptCache
-from longdraft.model.runner import NO_TAPS, Taps, TargetRunner
+from longdraft.model.outputs import NO_TAPS, Taps
+from longdraft.model.runner import TargetRunner
 from longdraft.trees.tree import TokenTree
 
 logger = logging.getLogger("longdraft")
@@ -128,8 +129,7 @@ class Engine:
     def _room(self, s: Sequence) -> int:
         """Tokens that a round may emit: up to the text's end, or up to the one that changes all rows."""
         switch = self.runner.rope_switch
-        before = s.remaining if switch is None or len(s.tokens) > switch else switch + 1 - len(s.tokens)
-        return min(s.remaining, before)
+        return s.remaining if switch is None or s.length > switch else min(s.remaining, switch + 1 - s.length)
 
     def _decode(self, batch: list[Sequence]) -> list[Step]:
         """Makes a round; counting, timing and the planner's learning follow its events."""
@@ -340,7 +340,7 @@ class Engine:
         if not s.output or s.index in self._prompt_queries:
             return True
         changes = self.runner.rope_switch is not None and s.finish_reason is None
-        return changes and self.cache.kinds[s.slot] != self.runner.rows_kind(len(s.tokens))
+        return changes and self.cache.kinds[s.slot] != self.runner.rows_kind(s.length)
 
     def _read(self, reading: list[Sequence]) -> list[Step]:
         """Reads pieces of prompts, until they have :attr:`chunk` tokens together."""
@@ -352,7 +352,7 @@ class Engine:
                 # A token that has been emitted is the root of the next round.
                 text = s.tokens[:-1] if anew else s.prompt
                 if s.index not in self._prompt_queries:
-                    piece, kind = 1 if self._keeps_outputs else self.chunk, self.runner.rows_kind(len(s.tokens))
+                    piece, kind = 1 if self._keeps_outputs else self.chunk, self.runner.rows_kind(s.length)
                     kept = self.cache.begin(s.slot, text, piece, kind)
                     if not anew:
                         self.stats[s.index].cached = kept
@@ -382,7 +382,7 @@ class Engine:
         end = min(len(text), (start // self.chunk + 1) * self.chunk)
         last, anew = end == len(text), bool(s.output)
         taps = Taps(queries=self._query_layers) if end > len(text) - window else NO_TAPS
-        block = store.block([s.slot], [text[start:end]], prompt=True, text=len(s.tokens))
+        block = store.block([s.slot], [text[start:end]], prompt=True, text=s.length)
         logits: Literal["last", "none"] = "last" if last and not anew else "none"
         out = self.runner.forward(block, store, logits=logits, taps=taps, check=False)
         store.commit(s.slot, range(end - start))

@@ -32,7 +32,8 @@ from longdraft.engine.sequence import Sequence
 from longdraft.engine.trial import Trial
 from longdraft.errors import UnsupportedModelError
 from longdraft.memory.store import KVStore
-from longdraft.model.runner import Taps, TargetRunner
+from longdraft.model.outputs import Taps
+from longdraft.model.runner import TargetRunner
 from longdraft.trees.tree import TokenTree
 from longdraft.views.cache import TrueCache
 from longdraft.views.scorers import SCORERS

@@ -11,7 +11,8 @@ from longdraft.engine.accept import Accepted
 from longdraft.engine.event import Event, Mode
 from longdraft.engine.sequence import Sequence
 from longdraft.memory.store import KVStore
-from longdraft.model.runner import NO_TAPS, Taps, TargetOutput, TargetRunner
+from longdraft.model.outputs import NO_TAPS, Taps, TargetOutput
+from longdraft.model.runner import TargetRunner
 from longdraft.trees.masks import tree_block
 from longdraft.trees.tree import TokenTree
 from longdraft.views.view import View
@@ -61,16 +62,14 @@ class Schedule:
     """Verifies every tree on the whole cache: exact, whatever is drafted.
 
     Attributes:
-        exact: whether it emits what the target alone would have emitted.
+        exact: it emits what the target alone would have emitted.
+        rereads: a text that is being decoded may be read anew, because its length has changed its rows.
+        views: views of longer texts by partial verifications; empty if every verification sees all rows.
     """
 
     exact = True
-
     rereads = True
-    """Whether a text may be read anew while it is decoded, because its length has changed its rows."""
-
     views: tuple[View, ...] = ()
-    """Views of longer texts by partial verifications; empty if every verification sees all rows."""
 
     def extra_rows(self, max_nodes: int) -> int:
         """Rows that a slot needs behind prompt, output and tree."""
@@ -94,7 +93,7 @@ class Schedule:
 
     def length(self, sequence: Sequence) -> int:
         """Rows of KV that a round usually reads of a sequence."""
-        return len(sequence.prompt) + len(sequence.output)
+        return sequence.length
 
     def verify(self, sequences: list[Sequence], trees: list[TokenTree]) -> list[Verified]:
         """Computes the target's logits of a tree for each sequence; commits nothing.

@@ -74,6 +74,11 @@ class Sequence:
         return self.prompt + self.output
 
     @property
+    def length(self) -> int:
+        """Tokens of prompt and output so far."""
+        return len(self.prompt) + len(self.output)
+
+    @property
     def longest(self) -> int:
         """Tokens of prompt and output at most."""
         return len(self.prompt) + self.max_new_tokens

@@ -46,6 +46,8 @@ _REMEDY = (
     "Hugging Face folder."
 )
 _FACTORS = "rope_freqs.weight"
+# Factors for short and for long texts (LongRoPE), which transformers does not look for.
+_BY_LENGTH = "rope_factors_"
 # Long fields that only a tokenizer needs.
 _WORDS = ("tokens", "token_type", "scores", "merges")
 
@@ -68,6 +70,11 @@ class File:
     def _value(self, name: str) -> Any:
         field = self._reader.get_field(name)
         return None if field is None else field.contents()
+
+    @property
+    def _factors(self) -> np.ndarray[Any, Any] | None:
+        """The numbers that divide the rotary frequencies, if the file has any."""
+        return next((t.data for t in self._tensors if t.name == _FACTORS), None)
 
     @property
     def file_type(self) -> int | None:
@@ -114,8 +121,7 @@ class File:
     @cached_property
     def _header(self) -> gguf_configs.Header:
         names, tokens = {t.name for t in self._tensors}, self._reader.fields.get("tokenizer.ggml.tokens")
-        factors = [np.mean(t.data < 1e9) for t in self._tensors if t.name == _FACTORS]
-        rotated = float(factors[0]) if factors else 1.0
+        rotated = 1.0 if self._factors is None else float(np.mean(self._factors < 1e9))
         count = 0 if tokens is None else len(tokens.data)
         return gguf_configs.Header(self.architecture, self._value, names, count, rotated)
 
@@ -148,7 +154,7 @@ class File:
     def metadata(self, say: Progress) -> Metadata:
         """Configuration and tokenizer, from the cache, or made and put into it."""
         begin = min((t.data_offset for t in self._tensors), default=0)
-        factors = [t.data.tobytes() for t in self._tensors if t.name == _FACTORS]
+        factors = [] if self._factors is None else [self._factors.tobytes()]
         folder = gguf_cache.folder_of(memoryview(self._reader.data)[:begin], *factors)
         metadata = gguf_cache.read(folder)
         if metadata is None:
@@ -167,8 +173,10 @@ class File:
 
     def _rope(self, config: Any) -> dict[str, Any]:
         """Additions to the configuration's ``rope_parameters``, for scaled frequencies."""
-        factors = next((torch.from_numpy(t.data) for t in self._tensors if t.name == _FACTORS), None)
+        factors = None if self._factors is None else torch.from_numpy(self._factors)
         try:
+            if any(t.name.startswith(_BY_LENGTH) for t in self._tensors):
+                raise RopeError("longrope")
             return scaling(lambda name: self._value(f"{self.architecture}.rope.{name}"), factors, config)
         except RopeError as error:
             raise CapabilityError(

@@ -1,6 +1,6 @@
-"""How tensors lie in GGUF files where transformers has them otherwise: order of rows and columns, changed numbers.
+"""Undoes what llama.cpp's converter changes in tensors: names, order of rows and columns, numbers.
 
-llama.cpp's converter does these changes, and they are undone here. Blocks of quantised weights stay as they are.
+Blocks of quantised weights stay as they are.
 """
 
 from __future__ import annotations

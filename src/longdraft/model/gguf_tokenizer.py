@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from longdraft.errors import CapabilityError
 
+_ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _CONTROL, _USERS = 3, 4  # types of tokens that are found in texts before they are split
 _SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -41,19 +42,19 @@ _WHOLE = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", 
 
 
 def tokenizer_of(value: Callable[[str], Any], strings: Callable[[str], Sequence[str]]) -> PreTrainedTokenizerBase:
-    """The tokenizer of a file.
+    """The tokenizer of a file whose model of words is gpt2.
 
     Args:
         value: gives the value of a name behind ``tokenizer.``, or None.
         strings: gives the strings of an array.
 
     Raises:
-        CapabilityError: the tokenizer is of another kind, or splits texts in a way that is not known here.
+        CapabilityError: it splits texts in a way that is not known here.
     """
-    kind, split = value("ggml.model"), value("ggml.pre")
-    if kind != "gpt2" or split not in _SPLITS:
+    split = value("ggml.pre")
+    if split not in _SPLITS:
         raise CapabilityError(
-            f"the tokenizer ({kind}, {split}) is not read from a file of this architecture: give the model's Hugging "
+            f"the tokenizer (gpt2, {split}) is not read from a file of this architecture: give the model's Hugging "
             "Face folder."
         )
     tokens = strings("ggml.tokens")
@@ -82,6 +83,3 @@ def tokenizer_of(value: Callable[[str], Any], strings: Callable[[str], Sequence[
         )
     named = {role: tokens[int(number)] for role, number in ids.items() if number is not None}
     return PreTrainedTokenizerFast(tokenizer_object=own, chat_template=value("chat_template"), **named)
-
-
-_ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}

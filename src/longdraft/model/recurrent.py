@@ -162,7 +162,7 @@ class _Mixer:
 
 
 class _Turn:
-    """How the present forward treats a mixer's state. This one has none, and learns its sizes.
+    """Treats a mixer's state as the present forward wants it. This one has none, and learns its sizes.
 
     Attributes:
         state: the recurrent state as transformers has it; None if the mixer shall pass all its rows to one function.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from longdraft.attention import dispatch, fixed_order, prefix
 from longdraft.attention.block import Block
-from longdraft.errors import CapabilityError, NumericalError, UnsupportedModelError
+from longdraft.errors import CapabilityError, UnsupportedModelError
 from longdraft.memory import offload as offloading
 from longdraft.memory.offload import Offload
 from longdraft.memory.packed_store import PackedStore
@@ -22,67 +22,13 @@ from longdraft.model import deterministic as one_bucket
 from longdraft.model import hosting, stored, support
 from longdraft.model.graphs import Computed, Graphs
 from longdraft.model.lock import FairLock
+from longdraft.model.outputs import NO_TAPS, Taps, TargetOutput, not_a_number
 from longdraft.model.sharded import share_of
 from longdraft.model.shared_parts import SharedParts
 from longdraft.model.twin import Twin, host
 
-
-@dataclass(frozen=True)
-class Taps:
-    """Results of a forward besides logits.
-
-    Attributes:
-        hidden: indices of decoder layers whose output hidden states are returned (0 is the first layer).
-        queries: indices of layers whose queries, after RoPE, are returned. (The store has the KV of every layer.)
-    """
-
-    hidden: tuple[int, ...] = ()
-    queries: tuple[int, ...] = ()
-
-
-NO_TAPS = Taps()
 # The models that can round keys and values.
 _ROUNDED = "in float32 on a CPU with its own attention path"
-
-
-@dataclass
-class TargetOutput:
-    """Attributes:
-    logits: (B, T, vocabulary), or (B, 1, vocabulary) of the last row, or None; float32.
-    hidden: layer index -> (B, T, hidden size).
-    queries: layer index -> (B, query heads, T, head size).
-    """
-
-    logits: torch.Tensor | None
-    hidden: dict[int, torch.Tensor] = field(default_factory=dict)
-    queries: dict[int, torch.Tensor] = field(default_factory=dict)
-
-    def put(self, part: TargetOutput, block: Block, sequences: range, rows: range) -> None:
-        """Takes the results of some sequences' rows, which come first in ``part``, as those of a block."""
-        of, at = slice(sequences.start, sequences.stop), slice(rows.start, rows.stop)
-        assert part.logits is not None
-        if self.logits is None:
-            self.logits = _room(part.logits, block, 1)
-        self.logits[of, at] = part.logits[:, : len(rows)]
-        for layer, x in part.hidden.items():
-            self.hidden.setdefault(layer, _room(x, block, 1))[of, at] = x[:, : len(rows)]
-        for layer, x in part.queries.items():
-            self.queries.setdefault(layer, _room(x, block, 2))[of, :, at] = x[:, :, : len(rows)]
-
-
-def _room(like: torch.Tensor, block: Block, axis: int) -> torch.Tensor:
-    """An empty tensor for the rows of a block, which are the axis ``axis``."""
-    size = [block.batch, *like.shape[1:]]
-    size[axis] = block.size
-    return like.new_empty(size)
-
-
-def not_a_number() -> NumericalError:
-    """The error to raise if a target's logits are NaN."""
-    return NumericalError(
-        "The target returned NaN logits. A float16 overflow or a damaged checkpoint is the usual cause: "
-        "load the model with dtype='bfloat16' or 'float32', or check its files."
-    )
 
 
 class TargetRunner:

@@ -105,14 +105,13 @@ def keep_experts(model: nn.Module) -> None:
         if not set(names.values()) <= own.keys() <= taken or len(own_forward(module).parameters) < 3:
             continue
         weights = [own[name] for name in names.values()]
-        if between_of(module) is None or not all(w.dim() == 3 for w in weights):
-            continue
-        if getattr(module, "is_transposed", False):  # an output's weights side by side, as kernels read them
-            weights = [w.detach().transpose(1, 2).contiguous() for w in weights]
-        if not all(in_halves(w.flatten(0, 1)) for w in weights):
-            continue
         count = len(weights[0])
-        if len(weights[1]) != count:
+        if between_of(module) is None or not all(w.dim() == 3 and len(w) == count for w in weights):
+            continue
+        # An output's weights side by side, as kernels read them.
+        turned = getattr(module, "is_transposed", False) and all(w.itemsize == 2 for w in weights)
+        weights = [w.detach().transpose(1, 2).contiguous() for w in weights] if turned else weights
+        if not all(in_halves(w.flatten(0, 1)) for w in weights):
             continue
         matrices = {kind: Stored.of(w.flatten(0, 1)) for kind, w in zip(names, weights, strict=True)}
         biases = {

@@ -95,7 +95,7 @@ def check_length(model: PreTrainedModel, length: int, ahead: int) -> None:
         ContextError: names the kind of the rotary embedding, and the length up to which it is exact.
     """
     limit, longest = context_length(model), length + ahead
-    kind = next((kind for each in rope_parameters(model) if "dynamic" in (kind := rope_kind(each))), None)
+    kind = next((kind for kind in map(rope_kind, rope_parameters(model)) if "dynamic" in kind), None)
     if kind is not None and longest > limit:
         raise ContextError(
             f"{type(model).__name__} has rotary embeddings of the kind {kind}, whose frequencies depend on the "

@@ -181,7 +181,7 @@ def _hosted(copy: PreTrainedModel, tokens: list[int], by_itself: bool) -> torch.
 
 @torch.inference_mode()
 def _recorded(copy: PreTrainedModel, tokens: list[int], by_itself: bool) -> calls.Recorded:
-    """What is recorded of a forward of two tokens."""
+    """The records of a forward of two tokens."""
     few = on_device([tokens[:2]], copy.device)
     shapes: dict[int, RecurrentShape] = {}
     if by_itself:

@@ -21,7 +21,7 @@ _verdicts: WeakKeyDictionary[PreTrainedModel, tuple[list[Any], Recorded | str]] 
 
 
 def tried(model: PreTrainedModel) -> Recorded:
-    """What was recorded of a model's forward when it was tried out: now, or earlier and it has not changed since.
+    """Tries a model out, unless it was tried before and has not changed since: the records of its forward.
 
     Raises:
         UnsupportedModelError: longdraft cannot host it exactly.

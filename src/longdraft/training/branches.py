@@ -26,7 +26,8 @@ from longdraft.memory import sizes
 from longdraft.memory.states import LayerStates
 from longdraft.memory.store import KVShape, turned_rows
 from longdraft.model.hosting import Hosted
-from longdraft.model.runner import TargetRunner, not_a_number
+from longdraft.model.outputs import not_a_number
+from longdraft.model.runner import TargetRunner
 
 # Tokens of a passage whose likeliest next tokens are found at a time.
 CHUNK = 512
