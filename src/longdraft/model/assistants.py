@@ -177,8 +177,8 @@ class Assistant:
                 for rows, slot, length in zip(queries, slots, lengths, strict=True):
                     start = windows.starts[slot]
                     seen = slice(windows.shape.span.first(length) - start, length - start)
-                    own = (x[slot, :, seen].to(rows.dtype) for x in (keys, values))
-                    each.append(one_text(rows, *own, scale=scale))
+                    k, v = (x[slot, :, seen].to(rows.dtype) for x in (keys, values))
+                    each.append(one_text(rows, k, v, scale=scale))
                 out = torch.stack(each)
             return out.transpose(0, 1).flatten(1, 2)
 
