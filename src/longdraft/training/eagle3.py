@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from longdraft.drafters.eagle3 import Eagle3Block, Eagle3Draft
+from longdraft.drafters.eagle3 import Eagle3Draft
+from longdraft.drafters.shared.eagle3_block import Eagle3Block
 from longdraft.drafts.eagle_formats import KIND, THETA, Eagle3Shape, stretched, usual_layers
 from longdraft.drafts.kinds import kind_of
 from longdraft.errors import CheckpointError, ConfigError

@@ -12,8 +12,8 @@ from dataclasses import asdict, replace
 
 import torch
 
-from longdraft.drafters.eagle3 import Eagle3Block
 from longdraft.drafters.onepass import KIND, OnePassBlock, OnePassDraft, OnePassShape
+from longdraft.drafters.shared.eagle3_block import Eagle3Block
 from longdraft.drafts import draft_folder
 from longdraft.errors import ConfigError
 from longdraft.training import eagle3
