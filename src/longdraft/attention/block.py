@@ -13,7 +13,7 @@ from longdraft.attention.transfer import on_device
 
 @dataclass(frozen=True, eq=False)
 class Scoring:
-    """What a layer does to its scores besides scaling them.
+    """Changes of a layer's scores besides scaling.
 
     Attributes:
         softcap: scores s become softcap * tanh(s / softcap) before the mask (Gemma 2); None for no cap.

@@ -43,7 +43,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Recorded:
-    """What was recorded of a forward.
+    """The records of a forward.
 
     Attributes:
         calls: of the attention function, in order.
@@ -102,5 +102,5 @@ def remember(model: PreTrainedModel, recorded: Recorded) -> None:
 
 
 def known(model: PreTrainedModel) -> Recorded | None:
-    """What was recorded of a model's forward; None if the configuration says all there is to say."""
+    """The records of a model's forward; None if the configuration says all there is to say."""
     return _recorded.get(model)

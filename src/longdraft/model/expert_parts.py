@@ -82,7 +82,7 @@ def _grouped(numbers: torch.Tensor) -> tuple[list[int], list[int], torch.Tensor]
 
 
 def between_of(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """What a module of experts computes between its two products; None if our code does not know it.
+    """The function of a module of experts between its two products; None if our code does not know it.
 
     The first products are those with a matrix that holds gate and up, with two matrices, or with ``up`` alone.
     """
@@ -109,6 +109,6 @@ def between_of(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor] | No
 
 
 def after_of(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """What follows the last product of a module of experts; None if nothing does."""
+    """The function behind the last product of a module of experts; None if there is none."""
     norm: Callable[[torch.Tensor], torch.Tensor] | None = getattr(module, "post_expert_norm", None)
     return norm if getattr(module, "has_post_expert_norm", False) else None

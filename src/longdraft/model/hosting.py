@@ -196,7 +196,7 @@ def kv_shape(model: PreTrainedModel) -> KVShape:
 def new_states(
     model: PreTrainedModel, slots: int, capacity: int, transposed: bool = False, dtype: torch.dtype | None = None
 ) -> list[LayerStates]:
-    """What layers keep that do not keep rows of the whole text, for a store of this size.
+    """Makes the states of layers that do not keep rows of the whole text, for a store of this size.
 
     Args:
         transposed, dtype: of the rows of windows.

@@ -32,7 +32,7 @@ _ORDER = ("full", "window", "chunk", "recurrent", "sparse")
 
 
 def layer_kinds(model: PreTrainedModel) -> tuple[str, ...]:
-    """What the layers are: "full", "window", "chunk", "recurrent", "sparse", "latent", "experts", "shared KV".
+    """Names the kinds of a model's layers: "full", "window", "chunk", "recurrent", "sparse", "latent", "experts", "shared KV".
 
     A hosted model may also have "own code" (:mod:`.own_code`).
     """
@@ -68,7 +68,7 @@ def described(model: PreTrainedModel) -> str:
 
 
 def _counts(model: PreTrainedModel) -> Counter[str]:
-    """How many layers are of a kind; a layer may be of two."""
+    """Counts the layers of each kind; a layer may be of two."""
     config = decoder_config(model)
     depth = int(getattr(config, "num_hidden_layers", None) or 1)
     names = getattr(config, "layer_types", None)

@@ -30,7 +30,7 @@ _GEMMA = {
 
 
 class Ends(NamedTuple):
-    """What turns the last layer's output into logits.
+    """The parts that turn the last layer's output into logits.
 
     Attributes:
         norm: of the last output.
@@ -124,7 +124,7 @@ def norm_of(module: nn.Module | None) -> Norm | None:
 
 @torch.inference_mode()
 def plus_of(norms: Iterable[nn.Module | None]) -> float | None:
-    """What norms add to their weights: 1 in Gemma's, else 0; None if they differ."""
+    """The number that norms add to their weights: 1 in Gemma's, else 0; None if they differ."""
     found = set()
     for norm in norms:
         assert norm is not None
