@@ -32,8 +32,9 @@ _ORDER = ("full", "window", "chunk", "recurrent", "sparse")
 
 
 def layer_kinds(model: PreTrainedModel) -> tuple[str, ...]:
-    """Names the kinds of a model's layers: "full", "window", "chunk", "recurrent", "sparse", "latent", "experts", "shared KV".
+    """Names the kinds of a model's layers, as "full", "window", "recurrent" or "experts".
 
+    The others are "chunk", "sparse", "latent" and "shared KV".
     A hosted model may also have "own code" (:mod:`.own_code`).
     """
     config = decoder_config(model)
