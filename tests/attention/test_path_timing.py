@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 
-from longdraft.attention import dispatch, hybrid, path_timing, sdpa
+from longdraft.attention import dispatch, path_timing, sdpa, tree_part
 from longdraft.attention.path_timing import Fastest, Kind
 from tests import torch_kernels
 from tests.nominal import answer
@@ -139,7 +139,7 @@ def test_a_path_whose_output_is_off_is_not_timed(monkeypatch):
     with torch_kernels.registered():
         measure = path_timing.on_gpu(torch.device("cpu"), torch.bfloat16, 64, modules)
         assert measure("hybrid") == [1, 16, 64]
-        monkeypatch.setattr(hybrid, "_with_tree", lambda q, *rest: torch.zeros_like(q))
+        monkeypatch.setattr(tree_part, "attend", lambda q, *rest: torch.zeros_like(q))
         with pytest.raises(ArithmeticError, match=r"with 16 rows its output is off by 100\.0%"):
             measure("hybrid")
         monkeypatch.setattr(sdpa, "attend", lambda q, *rest: torch.full_like(q, math.nan))

@@ -69,7 +69,8 @@ def with_tree(
     weights = torch.softmax(scores, dim=-1).view(batch, kv_heads, group * size, width + 1)
     of_tree, of_prefix = weights.split([width, 1], dim=-1)
     out = of_tree @ v.transpose(1, 2) + of_prefix * o.reshape(batch, kv_heads, group * size, d)
-    return out.to(q.dtype).view(q.shape).transpose(1, 2).contiguous().transpose(1, 2)
+    out = out.view(q.shape).transpose(1, 2)
+    return out.to(q.dtype, copy=True, memory_format=torch.contiguous_format).transpose(1, 2)
 
 
 fusing.define(
