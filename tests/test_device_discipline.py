@@ -47,6 +47,8 @@ WAITS: dict[str, dict[str, int]] = {
     "nested": {TOKENS: 6, "_step": 8},
 }
 NEW = 14
+# One method of each kind; the others are slow tests.
+QUICK = ("ar", "prompt-lookup", "longspec", "eagle3", "self", "specextend-eagle3", "triforce", "heads")
 # Methods whose draft forwards are recorded too.
 RECORDED = ("longspec", "eagle3", "eagle", "self", "magicdec", "tokenswift")
 
@@ -76,7 +78,7 @@ def specs(tmp_path: Path) -> Specs:
     return Specs(tmp_path, torch.float32)
 
 
-@pytest.mark.parametrize("method", EXACT)
+@pytest.mark.parametrize("method", [m if m in QUICK else pytest.param(m, marks=pytest.mark.slow) for m in EXACT])
 def test_a_round_waits_for_the_device_as_seldom_as_it_can(method, specs, there):
     options = specs.options(method)
     expected = Speculator("ar", target=specs.model).generate(PROMPTS, max_new_tokens=NEW, eos_token_ids=[])
@@ -105,7 +107,7 @@ def test_a_round_asks_the_device_for_no_more_than_it_must(method, specs, there):
     found: list[tuple[int, int]] = []
     for _ in range(2):  # in the second run everything is recorded
         found.clear()
-        for step in spec.stream(PROMPTS, max_new_tokens=24, eos_token_ids=[]):
+        for step in spec.stream(PROMPTS, max_new_tokens=NEW, eos_token_ids=[]):
             if step.seconds and step.mode != "prefill":
                 found.append((there.launches, there.copies))
             if step.seconds:

@@ -46,7 +46,7 @@ def test_head_sizes(path):
 
 
 @TREE
-@pytest.mark.parametrize("size", [1, 2, 65, 200])
+@pytest.mark.parametrize("size", [1, 2, 65, pytest.param(200, marks=pytest.mark.slow)])
 def test_block_sizes(path, size, tree):
     check(path, [0, 40], size, tree=tree)
 

@@ -53,7 +53,7 @@ def test_it_is_attention(attend, lengths, dtype):
     assert_like_reference(attend, *behind, tolerance=max(1e-5, TOLERANCE[dtype]))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("before", [58, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 14, 64, 121))])
 def test_a_row_of_a_tree_has_the_bits_of_a_plain_step(attend, before, dtype):
     """Each row's path is laid out behind the prefix, as plain decoding would have left it, and padded as it would be.

@@ -57,7 +57,8 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_pos
 @pytest.mark.parametrize(
     ("family", "over", "fused"),
     [
-        *((family, {}, True) for family in FAMILIES),
+        *((family, {}, True) for family in ("llama", "qwen3")),
+        *(pytest.param(family, {}, True, marks=pytest.mark.slow) for family in ("mistral", "qwen2")),
         ("llama", {"attention_bias": True, "mlp_bias": True}, True),
         ("llama", {"rope_parameters": YARN}, True),
         ("llama", {"hidden_act": "gelu"}, False),

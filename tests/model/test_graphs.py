@@ -310,7 +310,7 @@ def test_without_room_for_a_rounded_capacity_the_exact_one_is_taken(monkeypatch)
     assert target.runner.new_store(1, 1001).capacity == 1001 + target.runner.graphs.padding(1)
 
 
-@pytest.mark.parametrize("method", ["longspec", "eagle3", "self"])
+@pytest.mark.parametrize("method", ["eagle3", "self", pytest.param("longspec", marks=pytest.mark.slow)])
 def test_a_second_request_uses_the_recordings_of_the_first(method, tmp_path, there):
     specs = Specs(tmp_path, torch.float32)
     options, prompts = specs.options(method), [text(50, 1), text(30, 2)]
