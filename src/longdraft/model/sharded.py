@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ _KEYS = ("k_proj", "qkv_proj", "query_key_value")
 _DIGEST = 2**61 - 1
 
 
-@dataclass(frozen=True)
+@dataclass
 class Share:
     """One process's share of a target.
 
@@ -47,6 +47,10 @@ class Share:
     group: Any
     device: torch.device
     heads: bool
+    # Digest of what was not compared yet, on the device.
+    _digest: int | torch.Tensor = field(default=0, init=False, repr=False, compare=False)
+    _in_round: bool = field(default=False, init=False, repr=False, compare=False)
+    _agreed: bool = field(default=False, init=False, repr=False, compare=False)  # on this round
 
     def of_heads(self, shape: KVShape) -> KVShape:
         """The shape of this process's KV.
@@ -84,17 +88,38 @@ class Share:
         torch.distributed.broadcast(sent, torch.distributed.get_global_rank(self.group, 0), self.group)
         return sent.to(tensor.device)
 
+    @contextmanager
+    def round(self, state: int) -> Iterator[None]:
+        """Inside, processes agree before the first forward alone; the others follow from what they have agreed on.
+
+        Args:
+            state: digest of what the round works on.
+        """
+        self._digest = 31 * torch.as_tensor(self._digest, device=self.device) + state % _DIGEST
+        self._in_round, self._agreed = True, False
+        try:
+            yield
+        finally:
+            self._in_round = self._agreed = False
+
     def check_same(self, block: Block) -> None:
         """Checks that all processes are about to compute the same block. Waits for the device.
+
+        In a round that is agreed on, nothing is exchanged: the block is compared when the next one begins.
 
         Raises:
             CapabilityError: in all processes, if their blocks differ.
         """
-        digest = torch.tensor(hash((block.slots, block.lengths, block.size, block.offset)), device=self.device)
+        shape = hash((block.slots, block.lengths, block.size, block.offset))
+        digest = 31 * torch.as_tensor(self._digest, device=self.device) + shape
         for part in (block.tokens, block.positions, block.mask):
             if part is not None:
                 places = torch.arange(1, 2 * part.numel(), 2, device=part.device)
                 digest = 31 * digest + ((part.flatten().long() + 1) * places * places).sum()
+        if self._agreed:
+            self._digest = digest
+            return
+        self._digest, self._agreed = 0, self._in_round
         if not self._agree(digest % _DIGEST):
             raise CapabilityError(
                 "The processes that share the model no longer decode the same. Give all of them the same requests, in "
