@@ -71,7 +71,10 @@ METHODS: dict[str, dict[str, Any]] = {
     "small-lm": {"method": "small-lm", "draft": "lm"},
     "quantspec": {"method": "quantspec"},
 }
-DIFFERENT = ("other requests", "another second request", "one request more", "another length", "aborted by one")
+DIFFERENT = (
+    "other requests", "another second request", "one request more", "another length", "sampled by one",
+    "one sampled request more", "another seed", "aborted by one",
+)  # fmt: skip
 REFUSED: dict[str, dict[str, Any]] = {
     "self": {"method": "self"},
     "magicdec": {"method": "magicdec"},
@@ -165,6 +168,9 @@ def decode_shared(folder: Path) -> dict[str, Any]:
             "another second request": lambda method=method: method.generate([PROMPTS[2], PROMPTS[rank]]),
             "one request more": lambda method=method: method.generate(PROMPTS[: 2 + rank], batch=1),
             "another length": lambda method=method: method.generate([PROMPTS[0]], max_new_tokens=NEW + rank),
+            "sampled by one": lambda method=method: method.generate([PROMPTS[0]], temperature=float(rank)),
+            "one sampled request more": lambda method=method: method.generate(PROMPTS[: 2 + rank], temperature=1.0),
+            "another seed": lambda method=method: method.generate([PROMPTS[0]], temperature=1.0, seed=rank),
             "aborted by one": lambda method=method: _aborting(method, rank == 1),
         }
         refused |= {case + name: _refusal(decode) for case, decode in different.items()}

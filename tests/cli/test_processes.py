@@ -66,3 +66,14 @@ def test_generate_by_two_processes_is_that_of_one(shell, model_folder, settings)
     assert shared["token_ids"] == alone["token_ids"]
     assert shared.get("compare", {}).get("tokens_agree", True)
     assert done.stderr.count("mean accepted length:") == 1
+
+
+@pytest.mark.slow
+def test_a_seed_that_nobody_gave_is_that_of_all_processes(shell, model_folder):
+    words = ["generate", "-p", "hello", "-n", "12", "--json", "--temperature", "1", "--method", "ar"]
+    words += ["--model", str(model_folder)]
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "longdraft"]
+    done = subprocess.run([*run, *words], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-6000:]
+    seed = done.stderr.split("Sampling with --seed ")[1].split()[0]
+    assert json.loads(done.stdout)["token_ids"] == json.loads(shell(*words, "--seed", seed).out)["token_ids"]

@@ -129,7 +129,8 @@ def generate(
             spec.planner(status)
         tokens = _encode(loaded, request, raw)
     if not sampling.greedy and seed is None:
-        seed = random.randrange(2**32)
+        share = spec.runner().share
+        seed = random.randrange(2**32) if share is None else share.seed()
         console.note(f"Sampling with --seed {seed}")
     restored = kv_cache is not None and kv_cache.exists()
     cache = PromptCache.restored(kv_cache, spec.runner().fingerprint) if restored and kv_cache else PromptCache()

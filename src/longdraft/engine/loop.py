@@ -237,11 +237,9 @@ class Engine:
         if self.runner.share is None:
             return nullcontext()
         # A prompt is long: it is compared only while it is read.
-        works_on = (
-            (s.index, s.slot, self._store.lengths[s.slot], s.remaining, *(s.prompt if self._is_read(s) else ()))
-            for s in self._active
-        )
-        return self.runner.share.round(hash((len(self._waiting), *works_on)))
+        prompts = (tuple(s.prompt) if self._is_read(s) else () for s in self._active)
+        works_on = ((s.index, s.slot, self._store.lengths[s.slot], s.remaining, s.greedy) for s in self._active)
+        return self.runner.share.round(hash((len(self._waiting), *works_on, *prompts)))
 
     def close(self) -> None:
         """Ends all sequences where they are. The cache stays usable."""

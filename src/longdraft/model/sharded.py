@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from random import Random
 from typing import Any
 
 import torch
@@ -47,6 +48,7 @@ class Share:
     group: Any
     device: torch.device
     heads: bool
+    _random: Random = field(default_factory=Random, init=False, repr=False, compare=False)  # the same in all
     # Digest of what was not compared yet, on the device.
     _digest: int | torch.Tensor = field(default=0, init=False, repr=False, compare=False)
     _in_round: bool = field(default=False, init=False, repr=False, compare=False)
@@ -87,6 +89,10 @@ class Share:
         sent = tensor.to(self.device, copy=True).contiguous()
         torch.distributed.broadcast(sent, torch.distributed.get_global_rank(self.group, 0), self.group)
         return sent.to(tensor.device)
+
+    def seed(self) -> int:
+        """A seed for a request without one. Nothing is exchanged, as others may have been asked for something else."""
+        return self._random.getrandbits(32)
 
     @contextmanager
     def round(self, state: int) -> Iterator[None]:
@@ -189,7 +195,9 @@ def share_of(model: PreTrainedModel) -> Share | None:
     if "sequence_parallel" in plan.values():
         raise CapabilityError(f"{name} shares out the tokens of a text, which longdraft does not host: {_LOAD}.")
     heads = any(layer.rsplit(".", 1)[-1] in _KEYS and style == "colwise" for layer, style in plan.items())
-    return Share(mesh.get_local_rank(), mesh.size(), mesh.get_group(), model.device, heads)
+    share = Share(mesh.get_local_rank(), mesh.size(), mesh.get_group(), model.device, heads)
+    share._random.seed(int(share.first(torch.tensor(share.seed()))))
+    return share
 
 
 class GatheredLinear:
