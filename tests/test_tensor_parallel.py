@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from longdraft import Request, Speculator
 from longdraft.errors import CapabilityError
 from longdraft.memory.store import KVShape
 from longdraft.model.sharded import Share, share_of
-from tests.tensor_parallel_cases import FAMILIES, METHODS, NEW, PROMPTS, REFUSED, cases, make, speculator
+from tests.tensor_parallel_cases import DIFFERENT, FAMILIES, METHODS, NEW, PROMPTS, REFUSED, cases, make, speculator
 from tests.tiny import tiny_model
 
 slow = pytest.mark.slow
@@ -84,7 +86,7 @@ def test_without_a_seed_all_take_the_first_ones(shared, name):
         *((name, "on a part of the KV cache") for name in REFUSED if name != "planned"),
         ("planned", "leave plan out"),
         ("odd", "3 KV heads, which 2 processes cannot share out evenly"),
-        ("other requests", "no longer decode the same"),
+        *((name + kind, "no longer decode the same") for name in DIFFERENT for kind in ("", ", quantspec")),
     ],
 )
 def test_what_cannot_be_shared_is_refused_by_all(shared, name, said):
@@ -106,16 +108,47 @@ def test_heads_are_shared_out_only_where_the_plan_does():
         Share(0, 3, None, torch.device("cpu"), True).of_heads(whole)
 
 
-def test_other_ways_to_share_out_are_refused(tmp_path):
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    """A group of this process alone."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_other_ways_to_share_out_are_refused(group):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import distribute_tensor
 
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        model = tiny_model()
-        weight = distribute_tensor(model.lm_head.weight.detach(), init_device_mesh("cpu", (1,)))
-        model.lm_head.weight = torch.nn.Parameter(weight, requires_grad=False)
-        with pytest.raises(CapabilityError):
-            share_of(model)
-    finally:
-        torch.distributed.destroy_process_group()
+    model = tiny_model()
+    weight = distribute_tensor(model.lm_head.weight.detach(), init_device_mesh("cpu", (1,)))
+    model.lm_head.weight = torch.nn.Parameter(weight, requires_grad=False)
+    with pytest.raises(CapabilityError):
+        share_of(model)
+
+
+@pytest.mark.parametrize("method", ["ar", "prompt-lookup", "quantspec"])
+def test_processes_agree_once_a_round_and_once_on_prompts_read_together(group, monkeypatch, method):
+    exchanges = []
+    all_reduce = torch.distributed.all_reduce
+
+    def counted(*given: Any) -> None:
+        exchanges.append(given)
+        all_reduce(*given)
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", counted)
+    # Layers that are shared out are not computed in one kernel call.
+    monkeypatch.setattr("longdraft.drafters.self_drafter.WholeLM.of", lambda runner: None)
+    spec = Speculator(method, target=tiny_model())
+    spec.runner().share = Share(0, 1, None, torch.device("cpu"), False)
+    session = spec.session(batch=3)
+    session.add(Request(PROMPTS[1], max_new_tokens=NEW))
+    session.step()  # takes memory, which is agreed on too
+    for prompt in (PROMPTS[0], PROMPTS[2]):
+        session.add(Request(prompt, max_new_tokens=NEW))
+    counts = []
+    while session.busy:
+        exchanges.clear()
+        session.step()
+        counts.append(len(exchanges))
+    assert set(counts) == {1}, counts

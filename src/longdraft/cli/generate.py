@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from longdraft.bench.ties import compare
-from longdraft.cli import console, method_options, options, reading
+from longdraft.cli import console, method_options, options, processes, reading
 from longdraft.cli.cancel import EXIT_CODE, Cancel
 from longdraft.cli.comparing import Comparison
 from longdraft.cli.display import PrefillBar, TextOutput
@@ -19,7 +19,7 @@ from longdraft.engine.request import stops_of
 from longdraft.engine.sampler import Sampling
 from longdraft.engine.session import Generation
 from longdraft.engine.stats import Result
-from longdraft.errors import CheckpointError
+from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.memory.prompt_cache import PromptCache
 from longdraft.model.chat import chat_prompt, encode
 from longdraft.model.checkpoints import LoadedModel
@@ -113,6 +113,8 @@ def generate(
         if seed is not None and not 0 <= seed < 2**63:
             raise ValueError(f"--seed must be a number from 0 to 2^63 - 1, got {seed}")
         stops = stops_of(stop or ())
+    if processes.count() > 1 and (kv_cache is not None or reading.STDIN in (file or [])):
+        raise CapabilityError("Processes that share a model take no --kv-cache and no standard input: leave them out.")
     if kv_cache is not None and kv_cache.is_dir():
         raise CheckpointError(f"{kv_cache} is a folder: --kv-cache takes the name of a file.")
     request = reading.read(prompt, file or [])
@@ -127,7 +129,8 @@ def generate(
             spec.planner(status)
         tokens = _encode(loaded, request, raw)
     if not sampling.greedy and seed is None:
-        seed = random.randrange(2**32)
+        share = spec.runner().share
+        seed = random.randrange(2**32) if share is None else share.seed()
         console.note(f"Sampling with --seed {seed}")
     restored = kv_cache is not None and kv_cache.exists()
     cache = PromptCache.restored(kv_cache, spec.runner().fingerprint) if restored and kv_cache else PromptCache()

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from longdraft.cli import console, options
+from longdraft.cli import console, options, processes
 from longdraft.cli.acceptance import acceptance
 from longdraft.cli.batch import batch
 from longdraft.cli.bench import bench
@@ -55,8 +55,8 @@ app = typer.Typer(
 
 WRITE, LOOK, MEASURE, TRAIN = "Write", "Look around", "Measure", "Train and export"
 for verb, panel in (
-    (generate, WRITE), (chat, WRITE), (serve, WRITE), (batch, WRITE), (methods, LOOK), (doctor, LOOK),
-    (completion, LOOK), (bench, MEASURE), (export, TRAIN),
+    (processes.together(generate), WRITE), (chat, WRITE), (serve, WRITE), (batch, WRITE), (methods, LOOK),
+    (doctor, LOOK), (completion, LOOK), (bench, MEASURE), (export, TRAIN),
 ):  # fmt: skip
     app.command(rich_help_panel=panel)(interruptible(options.spread(verb)))
 for name, part in (
@@ -82,12 +82,13 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _everywhere(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Say the version.")
     ] = False,
     debug: options.Debug = False,
 ) -> None:
-    pass
+    processes.check_verb(context.invoked_subcommand)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -110,9 +111,12 @@ def _failed(error: Exception) -> int:
     if options.debugging():
         traceback.print_exception(error)
     if isinstance(error, LongdraftError):
+        code = BAD_SETTING if isinstance(error, ValueError | CapabilityError) else FAILED
+        if code == BAD_SETTING and not processes.is_first():
+            return code  # the first process says it
         # A training run's settings are no flags.
         console.error(str(error) if isinstance(error, ConfigError) else console.in_flags(str(error)))
-        return BAD_SETTING if isinstance(error, ValueError | CapabilityError) else FAILED
+        return code
     hint = "" if options.debugging() else " Add --debug to see where."
     console.error(f"unexpected {type(error).__name__}: {error}.{hint}")
     return FAILED

@@ -18,11 +18,11 @@ from typing import Annotated, Any, TypeVar
 import torch
 import typer
 
-from longdraft.cli import console, panels
+from longdraft.cli import console, panels, processes
 from longdraft.engine.sampler import Sampling
 from longdraft.errors import LongdraftError, values_checked
 from longdraft.model.checkpoints import LoadedModel, Progress
-from longdraft.model.loading import load
+from longdraft.model.loading import load, load_shared
 
 N = TypeVar("N", int, float)
 
@@ -206,6 +206,11 @@ class ModelOptions(Group):
         """The model, and what its texts are made of."""
         if self.threads is not None:
             torch.set_num_threads(self.threads)
+        if processes.count() > 1:
+            for name in ("device", "weights", "arithmetic", "rope_factor"):
+                if getattr(self, name) is not None:
+                    raise SettingError(f"{name} cannot be chosen for a model that processes share: leave it out.")
+            return load_shared(self.model, self.dtype, progress)
         return load(
             self.model,
             dtype=self.dtype,

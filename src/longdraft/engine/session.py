@@ -250,9 +250,8 @@ def _sequence(engine: Engine, texts: Texts, index: int, request: Request) -> Seq
     generator = None
     if not sampling.greedy:
         generator = torch.Generator(runner.device)
-        generator.manual_seed(request.seed) if request.seed is not None else generator.seed()
-        if runner.share is not None:
-            generator.set_state(runner.share.first(generator.get_state()))
+        seed = runner.share.seed() if request.seed is None and runner.share is not None else request.seed
+        generator.manual_seed(seed) if seed is not None else generator.seed()
     ends = request.eos_token_ids
     eos = runner.eos_token_ids | texts.eos if ends is None else frozenset([ends] if isinstance(ends, int) else ends)
     rules: list[StopRule] = [eos_rule(eos)] if eos else []

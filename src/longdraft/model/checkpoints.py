@@ -30,6 +30,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers import modeling_gguf_pytorch_utils as gguf_reading
+from transformers.distributed import DistributedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from longdraft.errors import CapabilityError, CheckpointError, LongdraftError, reason_of
@@ -76,6 +77,7 @@ def read_checkpoint(
     use_safetensors: bool | None = None,
     with_tokenizer: bool = True,
     quantised_dtype: DType | None = None,
+    shared: bool = False,
     **source: Any,
 ) -> LoadedModel:
     """Reads model and tokenizer on the CPU with transformers, silently, and refuses incomplete weights.
@@ -85,6 +87,7 @@ def read_checkpoint(
         failure, remedy: beginning and end of the CheckpointError's message.
         with_tokenizer: False leaves the tokenizer None.
         quantised_dtype: in place of ``dtype`` for a checkpoint whose layers another package quantised and computes.
+        shared: each process under torchrun reads its share of the weights, on its device.
         source: further arguments of each ``from_pretrained``.
     """
     tokenizer: Any = None
@@ -107,6 +110,7 @@ def read_checkpoint(
             # Let through here, to be named below: transformers would only log them.
             ignore_mismatched_sizes=True,
             output_loading_info=True,
+            **({"distributed_config": DistributedConfig(tp_plan="auto")} if shared else {}),
             **source,
         )
     # transformers fills missing weights with random numbers; tied weights are not in its list.

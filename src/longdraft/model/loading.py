@@ -83,6 +83,25 @@ def load(
     return LoadedModel(network, loaded.tokenizer)
 
 
+def load_shared(
+    model: str | os.PathLike[str] | None, dtype: DType = "auto", progress: Progress | None = None
+) -> LoadedModel:
+    """Loads a model of which each process under torchrun has a share: :mod:`longdraft.model.sharded`.
+
+    Raises as :func:`load` does; CapabilityError for the embedded model and GGUF files, which one process has whole.
+    """
+    name = "" if model is None else os.fspath(model)
+    if not name.strip() or Path(name).expanduser().is_file():
+        raise CapabilityError(
+            "Processes share a model of a folder or a Hugging Face id: give one, or start one process."
+        )
+    place = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    read = _Reader(_dtype(dtype, place), None, "float32", None, progress or (lambda message: None), shared=True)
+    with paused():
+        loaded = read.named(name)
+    return LoadedModel(loaded.model.eval().requires_grad_(False), loaded.tokenizer)
+
+
 @dataclass(frozen=True)
 class _Reader:
     """Reads a checkpoint of any kind with the same options."""
@@ -92,6 +111,7 @@ class _Reader:
     weights: Weights | None
     arithmetic: Arithmetic | None
     say: Progress
+    shared: bool = False  # each process reads its share
 
     def named(self, name: str) -> LoadedModel:
         if not name.strip():
@@ -123,7 +143,12 @@ class _Reader:
             raise no_int8(name, "that is for GGUF files whose weights are stored in 8 bits or fewer")
         keep = self.dtype == torch.float32 and (native.kernels() if self.weights is None else self.weights == "stored")
         loaded = read_checkpoint(
-            name, "auto" if keep else self.dtype, self.rope_factor, quantised_dtype=self.dtype, **source
+            name,
+            "auto" if keep else self.dtype,
+            self.rope_factor,
+            quantised_dtype=self.dtype,
+            shared=self.shared,
+            **source,
         )
         if isinstance(self.dtype, torch.dtype):
             unpack_into(loaded.model, self.dtype)

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from random import Random
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ _KEYS = ("k_proj", "qkv_proj", "query_key_value")
 _DIGEST = 2**61 - 1
 
 
-@dataclass(frozen=True)
+@dataclass
 class Share:
     """One process's share of a target.
 
@@ -47,6 +48,11 @@ class Share:
     group: Any
     device: torch.device
     heads: bool
+    _random: Random = field(default_factory=Random, init=False, repr=False, compare=False)  # the same in all
+    # Digest of what was not compared yet, on the device.
+    _digest: int | torch.Tensor = field(default=0, init=False, repr=False, compare=False)
+    _in_round: bool = field(default=False, init=False, repr=False, compare=False)
+    _agreed: bool = field(default=False, init=False, repr=False, compare=False)  # on this round
 
     def of_heads(self, shape: KVShape) -> KVShape:
         """The shape of this process's KV.
@@ -84,17 +90,42 @@ class Share:
         torch.distributed.broadcast(sent, torch.distributed.get_global_rank(self.group, 0), self.group)
         return sent.to(tensor.device)
 
+    def seed(self) -> int:
+        """A seed for a request without one. Nothing is exchanged, as others may have been asked for something else."""
+        return self._random.getrandbits(32)
+
+    @contextmanager
+    def round(self, state: int) -> Iterator[None]:
+        """Inside, processes agree before the first forward alone; the others follow from what they have agreed on.
+
+        Args:
+            state: digest of what the round works on.
+        """
+        self._digest = 31 * torch.as_tensor(self._digest, device=self.device) + state % _DIGEST
+        self._in_round, self._agreed = True, False
+        try:
+            yield
+        finally:
+            self._in_round = self._agreed = False
+
     def check_same(self, block: Block) -> None:
         """Checks that all processes are about to compute the same block. Waits for the device.
+
+        In a round that is agreed on, nothing is exchanged: the block is compared when the next one begins.
 
         Raises:
             CapabilityError: in all processes, if their blocks differ.
         """
-        digest = torch.tensor(hash((block.slots, block.lengths, block.size, block.offset)), device=self.device)
+        shape = hash((block.slots, block.lengths, block.size, block.offset))
+        digest = 31 * torch.as_tensor(self._digest, device=self.device) + shape
         for part in (block.tokens, block.positions, block.mask):
             if part is not None:
                 places = torch.arange(1, 2 * part.numel(), 2, device=part.device)
                 digest = 31 * digest + ((part.flatten().long() + 1) * places * places).sum()
+        if self._agreed:
+            self._digest = digest
+            return
+        self._digest, self._agreed = 0, self._in_round
         if not self._agree(digest % _DIGEST):
             raise CapabilityError(
                 "The processes that share the model no longer decode the same. Give all of them the same requests, in "
@@ -164,7 +195,9 @@ def share_of(model: PreTrainedModel) -> Share | None:
     if "sequence_parallel" in plan.values():
         raise CapabilityError(f"{name} shares out the tokens of a text, which longdraft does not host: {_LOAD}.")
     heads = any(layer.rsplit(".", 1)[-1] in _KEYS and style == "colwise" for layer, style in plan.items())
-    return Share(mesh.get_local_rank(), mesh.size(), mesh.get_group(), model.device, heads)
+    share = Share(mesh.get_local_rank(), mesh.size(), mesh.get_group(), model.device, heads)
+    share._random.seed(int(share.first(torch.tensor(share.seed()))))
+    return share
 
 
 class GatheredLinear:
