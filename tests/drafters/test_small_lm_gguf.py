@@ -112,6 +112,20 @@ def test_a_target_in_another_dtype_gets_it_unpacked(files):
     assert bound.runner.kv_shape.dtype == torch.bfloat16 and logits(bound, [1, 2, 3]).isfinite().all()
 
 
+@pytest.mark.parametrize("size", [16, 32])
+def test_a_head_of_the_first_tokens_alone(files, size):
+    """Logits of these tokens are those of the whole head; other tokens are written, but not proposed."""
+    target, small = files
+    model = load(target, device="cpu").model
+    runner, draft = TargetRunner(model), SmallLMDraft.load(small)
+    trimmed = draft.proposing(size)
+    assert trimmed is draft.proposing(size) and trimmed.vocabulary == size and draft.proposing(64) is draft
+    assert torch.equal(logits(trimmed.bound(runner), [5, 60, 7]), logits(draft.bound(runner), [5, 60, 7])[:, :size])
+    spec = Speculator("small-lm", target=model, draft=small, vocabulary=size)
+    expected = Speculator("ar", target=model).generate(PROMPTS, max_new_tokens=20)
+    assert [r.token_ids for r in spec.generate(PROMPTS, max_new_tokens=20)] == [r.token_ids for r in expected]
+
+
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
 @pytest.mark.parametrize("words", ["F16", "Q8_0"])
 @pytest.mark.parametrize("tie", [True, False])

@@ -64,6 +64,14 @@ class SmallLMDraft(Draft[BoundLM]):
             return TrainedLM(path, draft_folder.load(path))
         return PublishedLM(str(path) if path.is_dir() or is_gguf(path) else name)
 
+    def proposing(self, vocabulary: int) -> SmallLMDraft:
+        """The draft with a head of the target's first ``vocabulary`` token ids alone (FR-Spec, arXiv:2502.14856).
+
+        Raises:
+            CapabilityError: the draft was trained with a vocabulary of its own.
+        """
+        raise CapabilityError(f"{self.folder} was trained to propose tokens of its own choice: leave vocabulary out.")
+
 
 class TrainedLM(TrainedDraft[BoundLM], SmallLMDraft):
     """A draft of ours: decoder layers and a final norm, between the target's embedding and rows of its head.
@@ -117,10 +125,24 @@ class PublishedLM(SmallLMDraft):
         self._name = name
         self._described = companions.describe(name)
         self.trained_length = self._described.trained_length
+        self._vocabulary: int | None = None
+        self._trimmed: dict[int, PublishedLM] = {}
 
     @property
     def parameters(self) -> int:
         return self._described.parameters
+
+    @property
+    def vocabulary(self) -> int | None:
+        return self._vocabulary
+
+    def proposing(self, vocabulary: int) -> PublishedLM:
+        if vocabulary >= self._described.vocab_size:
+            return self
+        if vocabulary not in self._trimmed:
+            self._trimmed[vocabulary] = trimmed = PublishedLM(self._name)
+            trimmed._vocabulary = vocabulary
+        return self._trimmed[vocabulary]
 
     def check(self, runner: TargetRunner) -> None:
         why = companions.difference(self._name, runner)
@@ -136,6 +158,8 @@ class PublishedLM(SmallLMDraft):
     def make(self, runner: TargetRunner) -> BoundLM:
         model = companions.read(self._name, runner.kv_shape.dtype, runner.device)
         model = companions.fit_vocabulary(model, runner.vocab_size)
+        if self._vocabulary is not None:
+            model = companions.fit_head(model, self._vocabulary)
         hosted = TargetRunner(model)
         # In float32 it would take a second copy of the weights; in int8 arithmetic it is the model as it is.
         whole = WholeLM.of(hosted) if hosted.arithmetic == "int8" else None
