@@ -69,6 +69,9 @@ class SmallLMOptions(ChunkOptions):
         help="propose only the first so many token ids, which are the frequent ones of most tokenizers",
         usual="all",
     )
+    four_bits: bool = option(
+        False, help="round what the draft's file stores in 5 to 8 bits to four, in int8 arithmetic"
+    )
 
 
 class SmallLMDrafter(RetrievingDrafter):
@@ -90,7 +93,7 @@ class SmallLMDrafter(RetrievingDrafter):
         view, sink, recent = seen.view, seen.sink, seen.recent
         given = seen.sizes(view == "retrieval", "view=retrieval")
         self.tree = tree.kind("opt" if view == "retrieval" else "dynamic")
-        self.draft = draft if seen.vocabulary is None else draft.proposing(seen.vocabulary)
+        self.draft = draft.lighter(seen.vocabulary, seen.four_bits)
         self.view = view
         # sink and recent mean nothing where all is seen: schedules have options of these names too.
         fresh = fresh_room(self.tree.depth)

@@ -19,9 +19,8 @@ from longdraft.drafts.draft import Draft, TrainedDraft
 from longdraft.drafts.draft_folder import DraftFolder
 from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.folders import is_gguf
-from longdraft.model import companions, small_models
+from longdraft.model import companions, small_models, stored
 from longdraft.model.runner import TargetRunner
-from longdraft.model.stored import unpacked
 from longdraft.model.whole_lm import WholeLM
 from longdraft.native import Stored
 
@@ -64,13 +63,19 @@ class SmallLMDraft(Draft[BoundLM]):
             return TrainedLM(path, draft_folder.load(path))
         return PublishedLM(str(path) if path.is_dir() or is_gguf(path) else name)
 
-    def proposing(self, vocabulary: int) -> SmallLMDraft:
-        """The draft with a head of the target's first ``vocabulary`` token ids alone (FR-Spec, arXiv:2502.14856).
+    def lighter(self, vocabulary: int | None = None, four_bits: bool = False) -> SmallLMDraft:
+        """The draft with fewer bytes to read.
+
+        Args:
+            vocabulary: the head has the target's first so many token ids alone (FR-Spec, arXiv:2502.14856).
+            four_bits: matrices that are stored in 5 to 8 bits are rounded to four, in int8 arithmetic.
 
         Raises:
-            CapabilityError: the draft was trained with a vocabulary of its own.
+            CapabilityError: the draft was trained, with a vocabulary and weights of its own.
         """
-        raise CapabilityError(f"{self.folder} was trained to propose tokens of its own choice: leave vocabulary out.")
+        if vocabulary is None and not four_bits:
+            return self
+        raise CapabilityError(f"{self.folder} was trained as it is: leave vocabulary and four_bits out.")
 
 
 class TrainedLM(TrainedDraft[BoundLM], SmallLMDraft):
@@ -105,7 +110,7 @@ class TrainedLM(TrainedDraft[BoundLM], SmallLMDraft):
                 "model has a part alone: take longspec, eagle3 or prompt-lookup."
             )
         head, ids = self.head(runner)
-        floats = unpacked(head) if isinstance(head, Stored) else head
+        floats = stored.unpacked(head) if isinstance(head, Stored) else head
         weights = {n: t.to(runner.device, runner.kv_shape.dtype) for n, t in self.weights.items()}
         model = small_models.around(self.sizes, weights, runner.parts.embedding, floats)
         hosted = TargetRunner(model)
@@ -126,7 +131,8 @@ class PublishedLM(SmallLMDraft):
         self._described = companions.describe(name)
         self.trained_length = self._described.trained_length
         self._vocabulary: int | None = None
-        self._trimmed: dict[int, PublishedLM] = {}
+        self._four_bits = False
+        self._lighter: dict[tuple[int | None, bool], PublishedLM] = {}
 
     @property
     def parameters(self) -> int:
@@ -136,13 +142,15 @@ class PublishedLM(SmallLMDraft):
     def vocabulary(self) -> int | None:
         return self._vocabulary
 
-    def proposing(self, vocabulary: int) -> PublishedLM:
-        if vocabulary >= self._described.vocab_size:
+    def lighter(self, vocabulary: int | None = None, four_bits: bool = False) -> PublishedLM:
+        if vocabulary is not None and vocabulary >= self._described.vocab_size:
+            vocabulary = None
+        if vocabulary is None and not four_bits:
             return self
-        if vocabulary not in self._trimmed:
-            self._trimmed[vocabulary] = trimmed = PublishedLM(self._name)
-            trimmed._vocabulary = vocabulary
-        return self._trimmed[vocabulary]
+        if (vocabulary, four_bits) not in self._lighter:
+            made = self._lighter[vocabulary, four_bits] = PublishedLM(self._name)
+            made._vocabulary, made._four_bits = vocabulary, four_bits
+        return self._lighter[vocabulary, four_bits]
 
     def check(self, runner: TargetRunner) -> None:
         why = companions.difference(self._name, runner)
@@ -160,6 +168,8 @@ class PublishedLM(SmallLMDraft):
         model = companions.fit_vocabulary(model, runner.vocab_size)
         if self._vocabulary is not None:
             model = companions.fit_head(model, self._vocabulary)
+        if self._four_bits:
+            stored.to_four_bits(model)
         hosted = TargetRunner(model)
         # In float32 it would take a second copy of the weights; in int8 arithmetic it is the model as it is.
         whole = WholeLM.of(hosted) if hosted.arithmetic == "int8" else None

@@ -47,7 +47,7 @@ class ChunkOptions(Options):
         found = {
             name: value
             for name, value in self.given().items()
-            if name not in ("sink", "recent", "retrieval", "view", "vocabulary")
+            if name not in ("sink", "recent", "retrieval", "view", "vocabulary", "four_bits")
         }
         if found and not asked:
             raise ValueError(f"{', '.join(found)} shape the retrieval of chunks: give {remedy} too")
