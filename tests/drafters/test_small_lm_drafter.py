@@ -16,7 +16,7 @@ from longdraft.errors import CapabilityError, UnsupportedModelError
 from longdraft.model.runner import TargetRunner
 from longdraft.views import compact
 from tests.drafters.watching import run
-from tests.drafts import small_lm
+from tests.drafts import random_lm, small_lm
 from tests.events import begun, taken_back
 from tests.tiny import FAMILIES, tiny_model
 
@@ -292,3 +292,9 @@ def test_learned_positions_have_no_other_view(gpt2):
     spec = Speculator("small-lm", target=tiny_model(vocab=11), draft=gpt2, view="streaming", sink=1, recent=4, depth=2)
     with pytest.raises(UnsupportedModelError):
         spec.generate([[1, 2, 3]], max_new_tokens=5)
+
+
+def test_a_trained_draft_keeps_its_vocabulary(tmp_path):
+    model = tiny_model()
+    with pytest.raises(CapabilityError):
+        Speculator("small-lm", target=model, draft=random_lm(tmp_path / "lm", model), vocabulary=5).generate([[1, 2]])

@@ -64,6 +64,14 @@ class SmallLMOptions(ChunkOptions):
         help="what the draft sees: all of the text, its first and last tokens, or these and retrieved chunks",
         usual="full, or streaming for texts longer than it was trained for",
     )
+    vocabulary: int | None = option(
+        min=2,
+        help="propose only the first so many token ids, which are the frequent ones of most tokenizers",
+        usual="all",
+    )
+    four_bits: bool = option(
+        False, help="round what the draft's file stores in 5 to 8 bits to four, in int8 arithmetic"
+    )
 
 
 class SmallLMDrafter(RetrievingDrafter):
@@ -85,7 +93,8 @@ class SmallLMDrafter(RetrievingDrafter):
         view, sink, recent = seen.view, seen.sink, seen.recent
         given = seen.sizes(view == "retrieval", "view=retrieval")
         self.tree = tree.kind("opt" if view == "retrieval" else "dynamic")
-        self.draft, self.view = draft, view
+        self.draft = draft.lighter(seen.vocabulary, seen.four_bits)
+        self.view = view
         # sink and recent mean nothing where all is seen: schedules have options of these names too.
         fresh = fresh_room(self.tree.depth)
         room = draft.trained_length - self.tree.depth - fresh

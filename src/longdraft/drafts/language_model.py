@@ -19,9 +19,8 @@ from longdraft.drafts.draft import Draft, TrainedDraft
 from longdraft.drafts.draft_folder import DraftFolder
 from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.folders import is_gguf
-from longdraft.model import companions, small_models
+from longdraft.model import companions, small_models, stored
 from longdraft.model.runner import TargetRunner
-from longdraft.model.stored import unpacked
 from longdraft.model.whole_lm import WholeLM
 from longdraft.native import Stored
 
@@ -64,6 +63,20 @@ class SmallLMDraft(Draft[BoundLM]):
             return TrainedLM(path, draft_folder.load(path))
         return PublishedLM(str(path) if path.is_dir() or is_gguf(path) else name)
 
+    def lighter(self, vocabulary: int | None = None, four_bits: bool = False) -> SmallLMDraft:
+        """The draft with fewer bytes to read.
+
+        Args:
+            vocabulary: the head has the target's first so many token ids alone (FR-Spec, arXiv:2502.14856).
+            four_bits: matrices that are stored in 5 to 8 bits are rounded to four, in int8 arithmetic.
+
+        Raises:
+            CapabilityError: the draft was trained, with a vocabulary and weights of its own.
+        """
+        if vocabulary is None and not four_bits:
+            return self
+        raise CapabilityError(f"{self.folder} was trained as it is: leave vocabulary and four_bits out.")
+
 
 class TrainedLM(TrainedDraft[BoundLM], SmallLMDraft):
     """A draft of ours: decoder layers and a final norm, between the target's embedding and rows of its head.
@@ -97,7 +110,7 @@ class TrainedLM(TrainedDraft[BoundLM], SmallLMDraft):
                 "model has a part alone: take longspec, eagle3 or prompt-lookup."
             )
         head, ids = self.head(runner)
-        floats = unpacked(head) if isinstance(head, Stored) else head
+        floats = stored.unpacked(head) if isinstance(head, Stored) else head
         weights = {n: t.to(runner.device, runner.kv_shape.dtype) for n, t in self.weights.items()}
         model = small_models.around(self.sizes, weights, runner.parts.embedding, floats)
         hosted = TargetRunner(model)
@@ -117,10 +130,27 @@ class PublishedLM(SmallLMDraft):
         self._name = name
         self._described = companions.describe(name)
         self.trained_length = self._described.trained_length
+        self._vocabulary: int | None = None
+        self._four_bits = False
+        self._lighter: dict[tuple[int | None, bool], PublishedLM] = {}
 
     @property
     def parameters(self) -> int:
         return self._described.parameters
+
+    @property
+    def vocabulary(self) -> int | None:
+        return self._vocabulary
+
+    def lighter(self, vocabulary: int | None = None, four_bits: bool = False) -> PublishedLM:
+        if vocabulary is not None and vocabulary >= self._described.vocab_size:
+            vocabulary = None
+        if vocabulary is None and not four_bits:
+            return self
+        if (vocabulary, four_bits) not in self._lighter:
+            made = self._lighter[vocabulary, four_bits] = PublishedLM(self._name)
+            made._vocabulary, made._four_bits = vocabulary, four_bits
+        return self._lighter[vocabulary, four_bits]
 
     def check(self, runner: TargetRunner) -> None:
         why = companions.difference(self._name, runner)
@@ -136,6 +166,10 @@ class PublishedLM(SmallLMDraft):
     def make(self, runner: TargetRunner) -> BoundLM:
         model = companions.read(self._name, runner.kv_shape.dtype, runner.device)
         model = companions.fit_vocabulary(model, runner.vocab_size)
+        if self._vocabulary is not None:
+            model = companions.fit_head(model, self._vocabulary)
+        if self._four_bits:
+            stored.to_four_bits(model)
         hosted = TargetRunner(model)
         # In float32 it would take a second copy of the weights; in int8 arithmetic it is the model as it is.
         whole = WholeLM.of(hosted) if hosted.arithmetic == "int8" else None

@@ -128,7 +128,19 @@ def fit_vocabulary(model: PreTrainedModel, size: int) -> PreTrainedModel:
     Rows beyond ``size`` are cut off the head, as the target does not know their tokens. Missing rows of the embedding
     become zeros.
     """
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    model, embedding = fit_head(model, size), model.get_input_embeddings()
+    if (rows := stored.weight_shape(embedding)[0]) < size:
+        if isinstance(embedding, stored.StoredEmbedding):  # a block of zero bytes stands for zeros
+            embedding.data = _padded(embedding.data, size - rows)
+        else:
+            embedding.weight = nn.Parameter(_padded(embedding.weight.detach(), size - rows), requires_grad=False)
+        embedding.num_embeddings = size
+    return model
+
+
+def fit_head(model: PreTrainedModel, size: int) -> PreTrainedModel:
+    """Cuts the rows of the head beyond ``size`` off. The embedding keeps its own."""
+    head = model.get_output_embeddings()
     if stored.weight_shape(head)[0] > size:
         bias = getattr(head, "bias", None)
         bias = None if bias is None else bias[:size]
@@ -138,12 +150,6 @@ def fit_vocabulary(model: PreTrainedModel, size: int) -> PreTrainedModel:
         else:
             model.set_output_embeddings(linear(head.weight[:size], bias))
         hosting.decoder_config(model).vocab_size = size
-    if (rows := stored.weight_shape(embedding)[0]) < size:
-        if isinstance(embedding, stored.StoredEmbedding):  # a block of zero bytes stands for zeros
-            embedding.data = _padded(embedding.data, size - rows)
-        else:
-            embedding.weight = nn.Parameter(_padded(embedding.weight.detach(), size - rows), requires_grad=False)
-        embedding.num_embeddings = size
     return model
 
 

@@ -25,7 +25,7 @@ from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.model.few_rows import MOST, in_halves, is_plain
 from longdraft.model.sharded import local, whole
 from longdraft.native import Kernels, Stored, kernels
-from longdraft.native.stored import rounded_to_int8
+from longdraft.native.stored import in_four_bits, rounded_to_int8
 
 # Attribute of a model for the file that its weights are mapped from.
 _FILE = "_longdraft_mapped"
@@ -215,6 +215,14 @@ def use_int8(model: nn.Module, on: bool = True) -> None:
     for module in model.modules():
         if isinstance(module, StoredWeights) and not isinstance(module, StoredEmbedding) and module.matrix.in_blocks:
             module.int8 = on
+
+
+def to_four_bits(model: nn.Module) -> None:
+    """Rounds the layers that int8 arithmetic reads in 5 to 8 bits to Q4_0, for a draft, which need not be exact."""
+    for module in model.modules():
+        if isinstance(module, StoredLinear) and module.int8 and module.matrix.bits > 5:
+            matrix = in_four_bits(module.matrix)
+            module.format, module.data = matrix.format, matrix.data
 
 
 def check_unchanged(model: nn.Module) -> None:

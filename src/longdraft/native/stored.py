@@ -45,6 +45,12 @@ class Stored:
         """True if weights are stored in 8 bits or fewer, so that int8 arithmetic is possible."""
         return self.format not in HALVES
 
+    @property
+    def bits(self) -> float:
+        """Bits of a weight, scales included."""
+        weights, size, _ = FORMATS[self.format]
+        return 8 * size / weights
+
     def computing(self, int8: bool) -> Stored:
         """The same weights with int8 arithmetic, if they are stored in blocks, or with float32 arithmetic."""
         return Stored(self.data, self.format, int8 and self.in_blocks)
@@ -89,3 +95,16 @@ def rounded_to_int8(x: torch.Tensor) -> torch.Tensor:
     factor = torch.tensor(127.0) / largest  # infinite for a block of tiny numbers; 127 / x is not a division in torch
     steps = torch.where(factor.isfinite(), blocks * factor, 0.0).round()
     return (steps * (largest / 127)).flatten(-2)
+
+
+def in_four_bits(matrix: Stored) -> Stored:
+    """A matrix rounded to Q4_0: in blocks of 32, the largest of which becomes -8 times the scale."""
+    pieces = []
+    for rows in matrix.data.split(4096):
+        blocks = Stored(rows, matrix.format).floats().unflatten(1, (-1, 32))
+        largest = blocks.gather(2, blocks.abs().argmax(2, keepdim=True))
+        scales = largest / -8
+        numbers = (blocks / torch.where(scales == 0, 1, scales) + 8.5).clamp_(0, 15).to(torch.uint8)
+        packed = numbers[..., :16] | numbers[..., 16:] << 4
+        pieces.append(torch.cat([scales.half().view(torch.uint8), packed], 2).flatten(1))
+    return Stored(torch.cat(pieces), "Q4_0", matrix.int8)

@@ -45,7 +45,9 @@ class ChunkOptions(Options):
             ValueError: some are given, and there is no retrieval, which ``remedy`` would switch on.
         """
         found = {
-            name: value for name, value in self.given().items() if name not in ("sink", "recent", "retrieval", "view")
+            name: value
+            for name, value in self.given().items()
+            if name not in ("sink", "recent", "retrieval", "view", "vocabulary", "four_bits")
         }
         if found and not asked:
             raise ValueError(f"{', '.join(found)} shape the retrieval of chunks: give {remedy} too")
