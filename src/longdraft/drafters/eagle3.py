@@ -388,7 +388,7 @@ class Eagle3Round(DraftRound):
     @property
     def _records_roots(self) -> bool:
         own = self._drafter
-        plain = self._whole is None and not own.deep and own.retrieval is None and self.records
+        plain = self._whole is None and not own.deep and own.retrieval is None and type(self) is Eagle3Round
         return plain and own._runner.graphs.recording and self._cache.together
 
     def _recorded_roots(self, level: Level, best: int) -> list[torch.Tensor]:
