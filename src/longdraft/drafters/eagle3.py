@@ -337,6 +337,9 @@ class Eagle3Round(DraftRound):
         self._drafter.forwards += 1
         bound = self._bound
         queries: slice | torch.Tensor = slice(None)
+        if level.depth == 0 and self._records_roots:
+            self._last = level, (out := self._recorded_roots(level, best))[0]
+            return out[1], out[-2 if best else 1], out[-1]
         if level.depth == 0:
             fed, inputs, queries = self.roots(level)
         else:
@@ -382,6 +385,39 @@ class Eagle3Round(DraftRound):
         fed, cos, sin, newest = self.entering(level, starts, ends)
         return fed, Inputs(torch.cat(xs), torch.cat(gs), cos, sin), newest
 
+    @property
+    def _records_roots(self) -> bool:
+        own = self._drafter
+        plain = self._whole is None and not own.deep and own.retrieval is None and type(self) is Eagle3Round
+        return plain and own._runner.graphs.recording and self._cache.together
+
+    def _recorded_roots(self, level: Level, best: int) -> list[torch.Tensor]:
+        """Outputs as g (B', 1, hidden) and what they say; each sequence's rows are padded to the largest number."""
+        texts = [self.sequences[row] for row in level.rows]
+        ends = [last_row(s) + 1 for s in texts]
+        starts = [
+            max(min(self._cache.end(s.slot), end - 1), end - self._cache.window)
+            for s, end in zip(texts, ends, strict=True)
+        ]
+        most, numbers, first = max(b - a for a, b in zip(starts, ends, strict=True)), [], 0
+        for s, start, end in zip(texts, starts, ends, strict=True):
+            behind = s.output[start + 1 - len(s.prompt) :] if start + 1 >= len(s.prompt) else s.tokens[start + 1 :]
+            for i in (min(i, end - start - 1) for i in range(most)):
+                numbers += [behind[i], s.slot, start + i, first + i]
+            first += end - start
+            self._drafter.fed(s)
+        fed, cos, sin, _ = self.entering(level, starts, ends)
+        lasts = [n - 1 for n in fed.counts]
+        both = on_device([*numbers, *lasts], self._drafter._runner.device)
+        tokens, slots, rows, at = both[: len(numbers)].view(-1, 4).unbind(1)
+        features = self._drafter._store.features
+        assert features is not None
+        inputs = tokens, features[slots, rows], cos[at], sin[at]
+        kind, forward = ("eagle3 roots", self._bound.block, best), partial(_of_roots, self._bound, best)
+        graphs = self._drafter._runner.graphs
+        out, *said = self.recorded(graphs, kind, fed, self._cache, inputs, forward, (both[len(numbers) :],))
+        return [self._bound.block.following(out).view(len(texts), 1, -1), *said]
+
     def _nodes(self, level: Level) -> tuple[Fed, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """A level's nodes and their tokens, g = the parent's output (T, hidden), cos and sin (B', 1, d)."""
         fed, cos, sin = self.following(level)
@@ -395,6 +431,23 @@ def _said(block: Eagle3Block, best: int, out: torch.Tensor) -> tuple[torch.Tenso
     """Logits of outputs where ``best`` is 0; else log-probabilities and ids of the ``best`` likeliest."""
     logits = block.logits(out)
     return likeliest(logits, best) if best else (logits,)
+
+
+def _of_roots(
+    bound: BoundDraft,
+    best: int,
+    tokens: torch.Tensor,
+    features: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    lasts: torch.Tensor,
+    attend: SelfAttend,
+) -> tuple[torch.Tensor, ...]:
+    """Outputs of each sequence's last row, and what they say."""
+    each = len(tokens) // len(lasts)
+    newest = torch.arange(0, len(tokens), each, device=tokens.device) + lasts
+    out = bound.block(bound.embedding(tokens), bound.block.project(features), cos, sin, attend, newest)
+    return out, *_said(bound.block, best, out)
 
 
 def _of_nodes(

@@ -224,16 +224,25 @@ class DraftRound(ABC):
             inputs: (B * W, ...) each, of the nodes. beside: (B,) or (B, 1, ...) each, of the sequences.
             compute: takes both, and what attends among the window's rows; gives tensors (B * W, ...).
         """
-        rows = graphs.rows(fed.width) if window.together and self.records else None
+        width = len(inputs[0]) // len(fed.slots)
+        rows = graphs.rows(width) if window.together and self.records else None
+
+        def unrecorded() -> tuple[torch.Tensor, ...]:
+            if len(inputs[0]) == sum(fed.counts):
+                return compute(*inputs, *beside, fed.attend(window))
+            own = fed.places(window)
+            at = window.placed(fed.slots, own, fed.counts, fed.mask, width)
+            return compute(*inputs, *beside, window.attending(at, max(end - begin for begin, end in own)))
+
         if rows is None:
-            return compute(*inputs, *beside, fed.attend(window))
+            return unrecorded()
         sequences, count = len(fed.slots), len(inputs)
         batch = padded(sequences, window.keys.shape[0])
         places = fed.places(window)
         bound = graphs.bound(max(end - begin for begin, end in places), window.keys.shape[2])
 
         def given() -> list[torch.Tensor]:
-            split = [x.unflatten(0, (sequences, fed.width)) for x in inputs]
+            split = [x.unflatten(0, (sequences, width)) for x in inputs]
             more = batch - sequences  # which are like the first sequence
             rest = [torch.cat([x, x[:1].expand(more, *x.shape[1:])]) for x in beside] if more else beside
             return [*split, *rest, *window.placed(fed.slots, places, fed.counts, fed.mask, rows, batch)]
@@ -249,8 +258,8 @@ class DraftRound(ABC):
         kind = kind, bound, window.scratch
         found = graphs.level(window.room or window, kind, (batch, rows), given, level)
         if found is None:
-            return compute(*inputs, *beside, fed.attend(window))
-        return tuple(x.flatten(0, 1) for x in found)
+            return unrecorded()
+        return tuple(x[:, : fed.width].flatten(0, 1) for x in found)
 
     def _slots(self, level: Level) -> tuple[int, ...]:
         return tuple(self.sequences[row].slot for row in level.rows)
