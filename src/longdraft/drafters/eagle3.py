@@ -338,8 +338,9 @@ class Eagle3Round(DraftRound):
         bound = self._bound
         queries: slice | torch.Tensor = slice(None)
         if level.depth == 0 and self._records_roots:
-            self._last = level, (out := self._recorded_roots(level, best))[0]
-            return out[1], out[-2 if best else 1], out[-1]
+            following, *said = self._recorded_roots(level, best)
+            self._last = level, following
+            return said[0], said[-2 if best else 0], said[-1]
         if level.depth == 0:
             fed, inputs, queries = self.roots(level)
         else:
@@ -387,6 +388,7 @@ class Eagle3Round(DraftRound):
 
     @property
     def _records_roots(self) -> bool:
+        """True where the first level is recorded: on a GPU, for one layer that sees the whole window."""
         own = self._drafter
         plain = self._whole is None and not own.deep and own.retrieval is None and type(self) is Eagle3Round
         return plain and own._runner.graphs.recording and self._cache.together
