@@ -16,6 +16,7 @@ from longdraft.model import stored
 from longdraft.model.loading import load
 from longdraft.model.runner import TargetRunner
 from longdraft.model.stored import StoredEmbedding, StoredLinear
+from tests.drafts import small_lm
 from tests.forwards import forward
 from tests.gguf_files import write_gguf
 from tests.tiny import tiny_model
@@ -141,6 +142,11 @@ def test_a_draft_in_four_bits(files, tmp_path):
     expected = Speculator("ar", target=model).generate(PROMPTS, max_new_tokens=20)
     results = Speculator("small-lm", target=model, draft=small, four_bits=True).generate(PROMPTS, max_new_tokens=20)
     assert [r.token_ids for r in results] == [r.token_ids for r in expected]
+
+
+def test_a_draft_in_another_arithmetic_has_no_four_bits(tmp_path):
+    with pytest.raises(CapabilityError):
+        Speculator("small-lm", target=tiny_model(vocab=11), draft=small_lm(tmp_path), four_bits=True).generate([[1, 2]])
 
 
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16"])

@@ -372,19 +372,32 @@ class Eagle3Round(DraftRound):
 
     def roots(self, level: Level) -> tuple[Fed, Inputs, torch.Tensor]:
         """The rows that the cache lacks. All get keys and values; only the last of each sequence gets an output."""
-        starts, ends, xs, gs = [], [], [], []
+        starts, followings = self._lacking(level)
+        slots = self._slots(level)
+        inputs = [self._drafter.inputs(*each) for each in zip(slots, followings, starts, strict=True)]
+        fed, cos, sin, newest = self._enters(level, starts, followings)
+        x, g = (torch.cat(each) for each in zip(*inputs, strict=True))
+        return fed, Inputs(x, g, cos, sin), newest
+
+    def _lacking(self, level: Level) -> tuple[list[int], list[list[int]]]:
+        """For each sequence the first row that the cache lacks, and the tokens that follow it and the rows behind."""
+        starts, followings = [], []
         for s in (self.sequences[row] for row in level.rows):
             end = last_row(s) + 1
             start = max(min(self._cache.end(s.slot), end - 1), end - self._cache.window)
-            following = s.output[start + 1 - len(s.prompt) :] if start + 1 >= len(s.prompt) else s.tokens[start + 1 :]
-            x, g = self._drafter.inputs(s.slot, following, start)
-            xs.append(x)
-            gs.append(g)
+            known = start + 1 - len(s.prompt)
+            followings.append(s.output[known:] if known >= 0 else s.tokens[start + 1 :])
             starts.append(start)
-            ends.append(end)
-            self._drafter.fed(s)
-        fed, cos, sin, newest = self.entering(level, starts, ends)
-        return fed, Inputs(torch.cat(xs), torch.cat(gs), cos, sin), newest
+        return starts, followings
+
+    def _enters(
+        self, level: Level, starts: list[int], followings: list[list[int]]
+    ) -> tuple[Fed, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """:meth:`entering` for the rows that the cache lacks, which count as fed from now on."""
+        for row in level.rows:
+            self._drafter.fed(self.sequences[row])
+        ends = [start + len(following) for start, following in zip(starts, followings, strict=True)]
+        return self.entering(level, starts, ends)
 
     @property
     def _records_roots(self) -> bool:
@@ -395,20 +408,13 @@ class Eagle3Round(DraftRound):
 
     def _recorded_roots(self, level: Level, best: int) -> list[torch.Tensor]:
         """Outputs as g (B', 1, hidden) and what they say; each sequence's rows are padded to the largest number."""
-        texts = [self.sequences[row] for row in level.rows]
-        ends = [last_row(s) + 1 for s in texts]
-        starts = [
-            max(min(self._cache.end(s.slot), end - 1), end - self._cache.window)
-            for s, end in zip(texts, ends, strict=True)
-        ]
-        most, numbers, first = max(b - a for a, b in zip(starts, ends, strict=True)), [], 0
-        for s, start, end in zip(texts, starts, ends, strict=True):
-            behind = s.output[start + 1 - len(s.prompt) :] if start + 1 >= len(s.prompt) else s.tokens[start + 1 :]
-            for i in (min(i, end - start - 1) for i in range(most)):
-                numbers += [behind[i], s.slot, start + i, first + i]
-            first += end - start
-            self._drafter.fed(s)
-        fed, cos, sin, _ = self.entering(level, starts, ends)
+        starts, followings = self._lacking(level)
+        most, numbers, first = max(map(len, followings)), [], 0
+        for slot, start, following in zip(self._slots(level), starts, followings, strict=True):
+            for i in (min(i, len(following) - 1) for i in range(most)):
+                numbers += [following[i], slot, start + i, first + i]
+            first += len(following)
+        fed, cos, sin, _ = self._enters(level, starts, followings)
         lasts = [n - 1 for n in fed.counts]
         both = on_device([*numbers, *lasts], self._drafter._runner.device)
         tokens, slots, rows, at = both[: len(numbers)].view(-1, 4).unbind(1)
@@ -418,7 +424,7 @@ class Eagle3Round(DraftRound):
         kind, forward = ("eagle3 roots", self._bound.block, best), partial(_of_roots, self._bound, best)
         graphs = self._drafter._runner.graphs
         out, *said = self.recorded(graphs, kind, fed, self._cache, inputs, forward, (both[len(numbers) :],))
-        return [self._bound.block.following(out).view(len(texts), 1, -1), *said]
+        return [self._bound.block.following(out).view(len(starts), 1, -1), *said]
 
     def _nodes(self, level: Level) -> tuple[Fed, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """A level's nodes and their tokens, g = the parent's output (T, hidden), cos and sin (B', 1, d)."""

@@ -169,6 +169,11 @@ class PublishedLM(SmallLMDraft):
         if self._vocabulary is not None:
             model = companions.fit_head(model, self._vocabulary)
         if self._four_bits:
+            if stored.arithmetic_of(model) != "int8":
+                raise CapabilityError(
+                    f"four_bits is for a draft's file in int8 arithmetic; {self._name} is read in "
+                    f"{stored.arithmetic_of(model)}: leave it out."
+                )
             stored.to_four_bits(model)
         hosted = TargetRunner(model)
         # In float32 it would take a second copy of the weights; in int8 arithmetic it is the model as it is.
