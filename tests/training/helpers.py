@@ -26,6 +26,7 @@ _EAGLE3 = {"ttt": 3, "feature_layers": (0, 1, 2), "vocabulary": 40, "window": 12
 SMALL: dict[str, dict[str, Any]] = {
     "longspec": {"window": 12, "intermediate_size": 64},
     "eagle3": _EAGLE3,
+    "eagle": {"intermediate_size": 64, "lr": 3e-3},
     "onepass": _EAGLE3 | {"rank": 8},
     "lm": {"layers": 2, "intermediate_size": 64},
     "heads": {"lr": 2e-3},

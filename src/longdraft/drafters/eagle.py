@@ -24,7 +24,7 @@ from longdraft.drafters.eagle3 import BoundDraft, Eagle3Draft, Eagle3Drafter
 from longdraft.drafters.shared.eagle3_block import Eagle3Block, Layer
 from longdraft.drafts.draft_folder import shape_of
 from longdraft.drafts.eagle_formats import EAGLE, EagleShape
-from longdraft.drafts.kinds import Kind, register
+from longdraft.drafts.kinds import Kind, Training, register
 from longdraft.errors import UnsupportedModelError
 from longdraft.model.few_rows import FewRowsModule
 from longdraft.model.runner import TargetRunner
@@ -42,6 +42,7 @@ class EagleBlock(Eagle3Block):
         self.shape = shape
         self.fc = nn.Linear(2 * shape.hidden_size, shape.hidden_size, bias=shape.fc_bias)
         self.midlayer = Layer(shape, joins=False)
+        self.norm = nn.Identity()  # o is normed as f is
 
     def borrow(self, norm: Call, head: Call) -> None:
         """Borrows the target's final norm, (T, hidden) -> (T, hidden), and head, (T, hidden) -> (T, vocabulary)."""
@@ -97,6 +98,11 @@ register(
         Eagle3Drafter,
         "published drafts of EAGLE-1 and EAGLE-2: one layer that foresees the model's last hidden states",
         "Li et al. 2024, EAGLE, arXiv:2401.15077; EAGLE-2, arXiv:2406.16858",
+        Training(
+            "longdraft.training.config:EagleConfig",
+            "longdraft.training.eagle:train_eagle",
+            "Train an EAGLE-1 draft",
+        ),
         # A layer of its own before the decoder's, and EAGLE-3's norm is missing.
         tensors=lambda names: (
             any(name.split(".")[-2:] == ["fc", "weight"] and "mtp" not in name.split(".") for name in names)

@@ -54,6 +54,7 @@ class Schedule:
     Args:
         rows, token_limit, noise, seed: see :func:`epoch_batches`.
         epochs: a fraction stops part of the way through the last one.
+        max_steps: ends earlier; None: with the epochs.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Schedule:
         epochs: float,
         processes: int = 1,
         accumulate: int = 1,
+        max_steps: int | None = None,
     ) -> None:
         self._make = lambda epoch: epoch_batches(rows, token_limit, noise, seed, epoch)
         self._processes = processes
@@ -76,9 +78,7 @@ class Schedule:
         if epochs % 1:
             self.counts[-1] = max(1, int(self.counts[-1] * (epochs % 1)))
 
-    @property
-    def steps(self) -> int:
-        return sum(self.counts)
+        self.steps = min(sum(self.counts), max_steps or sum(self.counts))
 
     def at(self, step: int) -> list[Batch]:
         """The batches of one step. Process i takes every n-th of them from the i-th on."""

@@ -61,6 +61,7 @@ class RunConfig:
         "bf16", "dtype of the draft's matrix products (no: float32); weights are always float32", one_of("bf16", "no")
     )
     epochs: float = setting(1.0, "passes over the data; a fraction stops part of the way", POSITIVE)
+    max_steps: int | None = setting(None, "steps after which the run ends; none: with its epochs", ONE_OR_MORE)
     rows: int = setting(4096, "learned tokens in a batch (documents are packed)", ONE_OR_MORE)
     accumulate: int = setting(1, "batches per step and process", ONE_OR_MORE)
     lr: float = setting(5e-4, "peak of the learning rate", POSITIVE)
@@ -140,6 +141,29 @@ class Eagle3Config(RunConfig):
             raise ConfigError("rope_factor_inference needs rope_factor, the factor of training: give both.")
         if self.window is not None and self.window <= max(self.ttt, DEPTH):
             raise ConfigError(f"window {self.window} must be more than the {max(self.ttt, DEPTH)} steps of drafting.")
+
+
+@dataclass(frozen=True)
+class EagleConfig(RunConfig):
+    """An EAGLE-1 run (Li et al. 2024, EAGLE, section 3.2). The draft has the target's head counts and vocabulary."""
+
+    classification: float = setting(
+        0.1, "weight of the cross-entropy beside the regression on the target's next state (paper: 0.1)", ZERO_OR_MORE
+    )
+    feature_noise: float = setting(
+        0.1, "states that are read are moved by uniform noise of this size; 0: not (paper: 0.1)", ZERO_OR_MORE
+    )
+    distill: float = setting(1.0, "share of the loss that follows the target's distribution", SHARE)
+    lr: float = setting(3e-5, "peak of the learning rate (paper: 3e-5)", POSITIVE)
+    clip: float = setting(0.5, "largest norm of the gradient (paper: 0.5)", POSITIVE)
+    rope_theta: float | None = setting(
+        None, "base of a new draft's rotary embedding; none: the target's", POSITIVE
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.vocabulary is not None:
+            raise ConfigError("vocabulary is for drafts with a head of their own, which EAGLE-1 lacks: leave it out.")
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from longdraft.training.drafted_attention import drafted
 from longdraft.training.features import Features
 from longdraft.training.run_log import Report
 from longdraft.training.session import Progress, Session, begin, never, silent
-from longdraft.training.trainee import Attention, StepOutput, Trainee
+from longdraft.training.trainee import Attention, Pack, StepOutput, Trainee
 from longdraft.training.vocabulary import rows_of
 
 # Size of the random part of a fresh fc, relative to the layer that passes through.
@@ -94,9 +95,7 @@ class Eagle3Trainee(Trainee):
         learned = pack.learned.to(device)
         x = self.embed(pack.rows([d.tokens for d in documents], ahead=1))
         cos, sin = self.rotary(pack.rows([d.positions for d in documents]).to(device))
-        # Sums of the residual stream are float32; autocast decides about the products.
-        features = pack.rows([d.hidden for d in documents]).to(device, self.product_dtype)
-        g = self.block.project(features).float()
+        g = self.states(pack, shifts)
         attention = _Steps(pack.lengths, pack.counts, self.window, self.slides)
 
         first = self.layer(self.block, x, g, cos, sin, attention.attend(), learned)
@@ -118,8 +117,19 @@ class Eagle3Trainee(Trainee):
         labels = self.labels(pack).at(row)
         weight = (labels.likely[:, :1] >= 0) * decays[:, None]
         tokens = torch.cat([d.tokens[first + 1 : -1] for d, (_, first, _) in zip(documents, pack.spans, strict=True)])
-        hidden, head = self.heads(self.block.norm(torch.cat(outputs)), self.to_draft[tokens.to(device)][row])
-        return self.output(hidden, head, labels, depths, weight)
+        out = torch.cat(outputs)
+        hidden, head = self.heads(self.block.norm(out), self.to_draft[tokens.to(device)][row])
+        return self.loss(pack, out, self.output(hidden, head, labels, depths, weight))
+
+    def states(self, pack: Pack, shifts: Sequence[int]) -> torch.Tensor:
+        """The projected features (rows, hidden) of the computed rows."""
+        features = pack.rows([d.hidden for d in pack.documents]).to(self.device, self.product_dtype)
+        # Sums of the residual stream are float32; autocast decides about the products.
+        return self.block.project(features).float()
+
+    def loss(self, pack: Pack, out: torch.Tensor, said: StepOutput) -> StepOutput:
+        """The result of a step, from all steps' outputs o and the cross-entropy of what they say."""
+        return said
 
     def inputs(
         self, step: int, x: torch.Tensor, g: torch.Tensor, rows: torch.Tensor, previous: torch.Tensor
@@ -268,10 +278,6 @@ def run(
     runner = session.runner
     plan = _new(config, session) if init is None else _further(config, init, session)
     plan = replace(plan, block=adapt(plan.block))
-    if (source := session.source(plan.layers)) is None:
-        return
-    if init is None:
-        fit(plan.block, source[0], len(plan.layers))
     trainee = trainee_class(
         plan.block,
         runner.parts,
@@ -284,10 +290,11 @@ def run(
         session.product_dtype,
         config.retain,
     )
-    yield from session.train(trainee, source, kind, plan.described(config), levels=config.ttt)
+    scale = None if init is not None else partial(fit, plan.block, len(plan.layers))
+    yield from session.train(trainee, plan.layers, kind, plan.described(config), levels=config.ttt, fit=scale)
 
 
-def fit(block: Eagle3Block, document: Features, layers: int) -> None:
+def fit(block: Eagle3Block, layers: int, document: Features) -> None:
     """Scales a fresh block to its target's features, and its logits to unit size.
 
     States of different layers differ by orders of magnitude, so ``fc`` is divided by the size of each layer's states:

@@ -7,11 +7,13 @@ itself predicts token t + 1; head i predicts token t + 1 + i. The target is not 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 
 import torch
 
 from longdraft.drafters.heads import KIND, HeadsBlock, HeadsDraft, HeadsShape
+from longdraft.model.runner import TargetRunner
 from longdraft.model.shared_parts import SharedParts, final_norm
 from longdraft.training.config import HeadsConfig
 from longdraft.training.features import Features
@@ -76,18 +78,20 @@ def train_heads(config: HeadsConfig, progress: Progress = silent, stop: Callable
     runner = session.runner
     if init is None:
         kept = session.vocabulary()
-        first_norm = final_norm(runner.model).cpu()  # refuses a target without one before the target reads anything
-    else:
-        kept = init.ids
-        init.check(runner)
-    if (source := session.source((runner.depth - 1,))) is None:
-        return
-    if init is None:
         block = HeadsBlock(HeadsShape(runner.parts.hidden_size, heads, runner.parts.rms_norm_eps))
-        # The median, because the first token's state can be a thousand times as large as the others.
-        block.initialise(first_norm, float(source[0].hidden.cpu().float().square().mean(-1).sqrt().median()))
     else:
-        block = init.trainable()
+        init.check(runner)
+        kept, block = init.ids, init.trainable()
     trainee = HeadsTrainee(block, runner.parts, kept, config.distill, session.product_dtype, config.decay)
     described = block.shape.as_dict() | {"trained_length": config.max_length}
-    yield from session.train(trainee, source, KIND, described, levels=heads, measured=heads)
+    yield from session.train(
+        trainee, (runner.depth - 1,), KIND, described, levels=heads, measured=heads,
+        fit=None if init is not None else partial(_fit, block, runner),
+    )  # fmt: skip
+
+
+def _fit(block: HeadsBlock, runner: TargetRunner, document: Features) -> None:
+    """Scales fresh heads to the target's final norm and to the size of its states."""
+    # The median, because the first token's state can be a thousand times as large as the others.
+    size = float(document.hidden.cpu().float().square().mean(-1).sqrt().median())
+    block.initialise(final_norm(runner.model).cpu(), size)

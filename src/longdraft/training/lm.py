@@ -52,12 +52,10 @@ def train_lm(config: LmConfig, progress: Progress = silent, stop: Callable[[], b
         learned = [replace(d, start=1) if len(d.tokens) < length else d for d in session.data.learned]
         session = replace(session, data=replace(session.data, learned=learned))
     trainee = LmTrainee(decoder, runner.parts, kept, config.distill, session.product_dtype)
-    if (source := session.source(None)) is None:
-        return
     described = {"model": sizes, "trained_length": config.max_length}
     if config.retrieval_layer is not None:
         described["retrieval_layer"] = config.retrieval_layer
-    yield from session.train(trainee, source, KIND, described, levels=1, ranks_of=by_text)
+    yield from session.train(trainee, None, KIND, described, levels=1, ranks_of=by_text)
 
 
 def _draft(config: LmConfig, session: Session) -> tuple[nn.Module, dict[str, Any], torch.Tensor | None]:

@@ -61,12 +61,10 @@ def train_longspec(
     check_rotary(runner)
     block, kept = _draft(config, session)
     trainee = LongSpecTrainee(block, runner.parts, kept, config.distill, session.product_dtype)
-    if (source := session.source(())) is None:
-        return
     lengths = {"trained_length": config.max_length, "trained_positions": config.max_length + config.anchor_offset}
     described = block.shape.as_dict() | lengths
     yield from session.train(
-        trainee, source, KIND, described, levels=config.noise, ranks_of=by_shift, shifts=config.noise
+        trainee, (), KIND, described, levels=config.noise, ranks_of=by_shift, shifts=config.noise
     )
 
 

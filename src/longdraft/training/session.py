@@ -32,7 +32,7 @@ from longdraft.training.ahead import Ahead, FeatureSource
 from longdraft.training.config import DEPTH, RunConfig
 from longdraft.training.documents import Document, Skipped, documents
 from longdraft.training.feature_cache import FeatureCache
-from longdraft.training.features import FeatureReader, LiveFeatures
+from longdraft.training.features import FeatureReader, Features, LiveFeatures
 from longdraft.training.held_out import HeldOut
 from longdraft.training.kept_features import KeptSource, passages
 from longdraft.training.measure import Ranks, Simulated, by_step, simulate
@@ -106,17 +106,23 @@ class Session:
             counted = documents(files, self.tokenizer, Skipped(), runner.vocab_size)
         return most_frequent(counted, runner.vocab_size, config.vocabulary, runner.eos_token_ids)
 
-    def source(self, layers: tuple[int, ...] | None) -> FeatureSource | None:
+    def source(
+        self, layers: tuple[int, ...] | None, fit: Callable[[Features], None] | None = None
+    ) -> FeatureSource | None:
         """The features of the learned documents; None if ``stop`` ended the filling of the cache.
 
         Args:
             layers: decoder layers whose hidden states the draft reads; (): the last layer's KV; None: the text alone.
+            fit: called with the first document's features, before a cache is filled.
         """
         config, runner, learned = self.config, self.runner, self.data.learned
         dtype = torch.bfloat16 if config.precision == "bf16" else runner.kv_shape.dtype
         reader = FeatureReader(runner, config.top, dtype, layers)
         if not config.anchor_offset and self._kept(learned):
-            return KeptSource(learned, runner.parts.description, reader)
+            kept = KeptSource(learned, runner.parts.description, reader)
+            if fit is not None:
+                fit(kept[0])
+            return kept
         if any(d.kept for d in learned):
             line = (
                 "features kept beside answers are not used: all data must have them, with plain positions "
@@ -124,8 +130,11 @@ class Session:
             )
             self.progress(line, 0, 0)
         offsets = corpus.offsets(learned, config.anchor_offset, runner.context_length, config.seed)
+        live = LiveFeatures(reader, learned, offsets)
+        if fit is not None:
+            fit(live[0])
         if config.cache is None:
-            return LiveFeatures(reader, learned, offsets)
+            return live
         return self._cached(Path(config.cache), reader, offsets)
 
     def _cached(self, folder: Path, reader: FeatureReader, offsets: list[int]) -> FeatureSource | None:
@@ -175,11 +184,12 @@ class Session:
     def train(
         self,
         trainee: Trainee,
-        source: FeatureSource,
+        layers: tuple[int, ...] | None,
         kind: str,
         config: Mapping[str, Any],
         *,
         levels: int,
+        fit: Callable[[Features], None] | None = None,
         measured: int = DEPTH,
         ranks_of: Ranks = by_step,
         shifts: int = 1,
@@ -187,11 +197,15 @@ class Session:
         """Trains a module; yields a report for each step.
 
         Args:
+            layers: decoder layers whose hidden states the draft reads; (): the last layer's KV; None: the text alone.
             kind, config: the draft's kind, and what its config.json adds to the common entries.
             levels: the largest depth that the trainee reports. measured: levels that simulated acceptance drafts.
+            fit: called first, with a document's features, which a new draft is scaled to.
             ranks_of: computes ranks for simulated acceptance. shifts: the largest shift that a document is given.
         """
         run, device = self.config, self.runner.device
+        if (source := self.source(layers, fit)) is None:
+            return
         trainee.recompute = run.recompute
         # Where one CPU computes both, reading ahead would only make them take turns.
         usual = int(source.from_disk or device.type != "cpu")

@@ -67,7 +67,8 @@ class Trainer:
         self.out = Path(config.out)
         processes = accelerator.num_processes
         rows = [module.learned(*lengths, 0) for lengths in self._lengths]
-        self.schedule = Schedule(rows, config.rows, shifts, config.seed, config.epochs, processes, config.accumulate)
+        self.schedule = Schedule(rows, config.rows, shifts, config.seed, config.epochs, processes, config.accumulate,
+                                 config.max_steps)  # fmt: skip
         if not self.schedule.at(0):
             raise PromptError(
                 f"The data make fewer batches than there are processes ({processes}): give more text or lower `rows`."

@@ -1,0 +1,90 @@
+"""EAGLE-1's training step against its formula, and its noise."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from longdraft import Speculator
+from longdraft.drafters.eagle import EagleBlock, EagleDraft
+from longdraft.drafts.eagle_formats import EagleShape
+from longdraft.errors import ConfigError
+from longdraft.model.loading import load
+from longdraft.model.rotary import Rotary, yarn
+from longdraft.model.runner import TargetRunner
+from longdraft.model.shared_parts import norm_before_head
+from longdraft.training.documents import Document
+from longdraft.training.eagle import EagleTrainee
+from longdraft.training.features import FeatureReader
+from tests.tiny import tiny_model
+from tests.training.helpers import begun, checkpoint_tensors, masked_attention, same, steps
+from tests.training.trainees import filled
+
+
+@pytest.fixture(scope="module")
+def runner() -> TargetRunner:
+    return TargetRunner(tiny_model())
+
+
+def make(runner: TargetRunner, **over: float) -> EagleTrainee:
+    block = filled(EagleBlock(EagleShape(48, 64, 4, 2, 8, 48, runner.vocab_size, runner.parts.rms_norm_eps)))
+    block.borrow(norm_before_head(runner.model).__call__, lambda out: out)
+    return EagleTrainee(block, runner.parts, Rotary(8, yarn(1000.0)), distill=1.0, **over)
+
+
+def read(runner: TargetRunner, start: int = 9):
+    document = Document(torch.randint(0, 61, (30,), generator=torch.Generator().manual_seed(1)).tolist(), start)
+    return FeatureReader(runner, runner.vocab_size, torch.float32, (runner.depth - 1,)).read(document)
+
+
+def test_a_step_foresees_the_next_state_and_what_it_says(runner):
+    document, trainee = read(runner), make(runner, noise=0.0, classification=0.3)
+    block, f = trainee.block, norm_before_head(runner.model)(document.hidden)
+    seen = torch.ones(28, 28, dtype=torch.bool).tril()
+    inputs = trainee.embed(document.tokens[1:29]), f[:28]
+    out = block(*inputs, *trainee.rotary(torch.arange(28)), lambda q, k, v: masked_attention(q, k, v, seen))
+    o, following = out[8:], f[9:29]  # token 9 is learned from row 8 on, where the root is token 9
+    head = runner.parts.head
+    said = -((following @ head.T).softmax(-1) * (o @ head.T).log_softmax(-1)).sum()
+    loss = F.smooth_l1_loss(o, following, reduction="sum") / o.shape[1] + 0.3 * said
+    found = trainee([document], [7])
+    torch.testing.assert_close(found.loss, loss, rtol=1e-4, atol=1e-4)
+    weights = list(trainee.parameters())
+    for one, other in zip(*(torch.autograd.grad(x, weights) for x in (found.loss, loss)), strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-3, atol=1e-3)
+
+
+def test_noise_depends_on_the_documents_number_alone(runner):
+    document, trainee = read(runner), make(runner, noise=0.1)
+    alone, again = (trainee([document], [seed]).loss for seed in (5, 6))
+    assert alone != again and trainee([document], [5]).loss == alone
+    torch.testing.assert_close(trainee([document, document], [5, 6]).loss, alone + again)
+    trainee.eval()
+    assert trainee([document], [5]).loss == trainee([document], [6]).loss
+
+
+def test_a_run_learns_resumes_and_leaves_a_draft(config, target, tmp_path):
+    whole = steps(config("eagle", out=tmp_path / "whole", epochs=2.0))
+    assert whole[-1].loss < 0.9 * whole[0].loss and whole[-1].simulated.chain > 1
+    seen = []
+    for report in begun(config("eagle", epochs=2.0), lambda *what: None, lambda: len(seen) == 4):
+        seen.append(report.step)
+    assert steps(config("eagle", epochs=2.0))[0].step == 5
+    last = whole[-1].step
+    assert same(checkpoint_tensors(tmp_path / "whole", last), checkpoint_tensors(tmp_path / "run", last))
+    draft = EagleDraft.load(tmp_path / "run" / "last")
+    assert (draft.layers, draft.trained_length, draft.layout) == ((2,), 64, "longdraft")
+    model = load(str(target)).model
+    one, two = (
+        Speculator(method, target=model, **given).generate([[7, 8, 9]], max_new_tokens=20)[0]
+        for method, given in (("ar", {}), ("eagle", {"draft": draft}))
+    )
+    assert one.token_ids == two.token_ids
+    again = config("eagle", out=tmp_path / "again", init=str(tmp_path / "run" / "last"), max_steps=2)
+    assert [r.steps for r in steps(again)] == [2, 2]
+
+
+def test_it_has_the_targets_vocabulary(config):
+    with pytest.raises(ConfigError, match="vocabulary"):
+        config("eagle", vocabulary=40)
