@@ -8,7 +8,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longdraft.training.batches import Schedule, epoch_batches
+from longdraft.training.batches import Epoch, Schedule
 from longdraft.training.config import TrainConfig
 from longdraft.training.trainer import learning_rate
 
@@ -17,8 +17,8 @@ ROWS = st.lists(st.integers(1, 50), min_size=1, max_size=60)
 
 @given(ROWS, st.integers(1, 120), st.integers(1, 5), st.integers(0, 3), st.integers(0, 3))
 def test_an_epoch_holds_every_document_once(rows, budget, noise, seed, epoch):
-    batches = epoch_batches(rows, budget, noise, seed, epoch)
-    assert batches == epoch_batches(rows, budget, noise, seed, epoch)
+    batches = list(Epoch(rows, budget, noise, seed, epoch))
+    assert batches == list(Epoch(rows, budget, noise, seed, epoch))
     assert sorted(i for b in batches for i in b.documents) == list(range(len(rows)))
     for batch in batches:
         assert len(batch.documents) == 1 or sum(rows[i] for i in batch.documents) <= budget
@@ -35,7 +35,7 @@ def test_steps_are_whole_groups_wherever_one_begins(rows, processes, accumulate,
     fresh = [make().at(step) for step in range(make().steps)]
     assert forwards == fresh
     width = processes * accumulate
-    batches = len(epoch_batches(rows, 30, 4, 7, 0))
+    batches = len(Epoch(rows, 30, 4, 7, 0))
     for batch in fresh:
         assert len(batch) % processes == 0
     if batches >= width and epochs == 1.0:
@@ -47,7 +47,7 @@ def test_steps_are_whole_groups_wherever_one_begins(rows, processes, accumulate,
 
 def test_epochs_differ():
     rows = [10] * 50
-    assert epoch_batches(rows, 30, 4, 0, 0) != epoch_batches(rows, 30, 4, 0, 1)
+    assert list(Epoch(rows, 30, 4, 0, 0)) != list(Epoch(rows, 30, 4, 0, 1))
 
 
 def test_the_learning_rate_rises_and_falls():

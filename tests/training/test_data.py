@@ -6,6 +6,7 @@ import gzip
 import json
 import lzma
 from itertools import islice
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,6 +15,7 @@ from longdraft.memory.prompt_cache import common_prefix
 from longdraft.training import corpus
 from longdraft.training.documents import Document, Skipped, documents, features_of, write
 from longdraft.training.prompts import CODE, MEETING, QUESTIONS, SUMMARIES, asks
+from longdraft.training.tokens import Tokens
 from longdraft.training.vocabulary import most_frequent, to_draft
 from tests.tiny import tiny_tokenizer
 
@@ -58,7 +60,8 @@ def test_chats_that_cannot_be_used(tmp_path):
 
 def collect(found, skipped=None, **over):
     settings = {"max_length": 20, "min_length": 4, "shortest_learned": 3, "held_out": 0.3} | over
-    return corpus.collect(found, skipped or Skipped(), **settings)
+    made = corpus.collect([Tokens.of(found)], skipped or Skipped(), **settings)
+    return SimpleNamespace(learned=list(made.learned), held_out=list(made.held_out), digest=made.learned.digest())
 
 
 def test_cut_split_and_ordered():
@@ -74,7 +77,7 @@ def test_cut_split_and_ordered():
     assert not {tuple(d.tokens) for d in found.learned} & {tuple(d.tokens) for d in found.held_out}
     assert collect(texts).learned == collect(reversed(texts)).learned
     assert 0 < len(collect(texts, sample=0.5).learned) < len(collect(texts).learned)
-    assert corpus.digest(found.learned) != corpus.digest(found.learned[1:])
+    assert found.digest == collect(reversed([*texts, *prompts])).digest != collect(texts).digest
 
 
 def test_the_end_of_what_is_too_long():

@@ -17,7 +17,7 @@ from longdraft.cli.cancel import Cancel, interruptible
 from longdraft.cli.settings_help import with_settings
 from longdraft.cli.training_display import Counter, TrainingDisplay
 from longdraft.drafts.kinds import KINDS, Training
-from longdraft.errors import CapabilityError, CheckpointError, ConfigError
+from longdraft.errors import CapabilityError, CheckpointError, ConfigError, PromptError
 
 if TYPE_CHECKING:
     from longdraft.training.config import RunConfig
@@ -96,9 +96,8 @@ def _train(path: Path | None, words: list[str], training: Training, output: opti
         settings_: RunConfig = read_config(path, words, training.load_settings())
         if not settings_.data:
             raise ConfigError("No data: name JSONL files, as in data=text.jsonl, or data: [a.jsonl, b.jsonl.gz].")
-        for file in (*settings_.data, *settings_.vocabulary_from):
-            if not Path(file).is_file():
-                raise ConfigError(f"There is no file {file}: check data and vocabulary_from.")
+        for source in (*settings_.data, *settings_.vocabulary_from):
+            _check_source(source)
         if settings_.init and not Path(settings_.init).is_dir():
             raise ConfigError(
                 f"There is no draft folder {settings_.init}: check init, or leave it out for a new draft."
@@ -134,6 +133,23 @@ def _train(path: Path | None, words: list[str], training: Training, output: opti
     output.json(payload)
 
 
+def _check_source(source: str) -> None:
+    """Raises ConfigError if a file, a corpus or a folder of tokens is not there."""
+    from longdraft.training import corpora, tokens
+
+    try:
+        place = corpora.named(source).place
+    except PromptError as error:
+        raise ConfigError(f"{source}: {error}") from None
+    if place.is_dir() and str(place) == source and not tokens.is_shards(place):
+        raise ConfigError(
+            f"{source} is a folder, but not one of tokens. Encode its text (`longdraft train data --kind tokens`), or "
+            f"name its corpus, as in {next(iter(corpora.NAMES))}:{source} ({', '.join(corpora.NAMES)})."
+        )
+    if not place.exists():
+        raise ConfigError(f"There is no file {source}: check data and vocabulary_from.")
+
+
 # Default number of answers, or of texts that repeat themselves.
 ROWS = 1000
 
@@ -148,8 +164,10 @@ class Kind(str, Enum):
 
 def data(
     *,
-    files: Annotated[list[Path], typer.Argument(help="JSONL (.gz, .xz): rows with `text`, for tokens also chats.")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="JSONL file to write, or to continue.")],
+    files: Annotated[list[Path], typer.Argument(help="JSONL (.gz, .xz, .zst), parquet: rows with `text`, for tokens also chats; or a corpus: pg19:FOLDER.")],
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="JSONL file to write, or to continue; for tokens also a folder of shards.")
+    ],
     kind: Annotated[
         Kind,
         typer.Option(
@@ -197,7 +215,8 @@ def data(
         raise options.SettingError("--temperatures takes numbers from 0 on.")
     if method is not None:
         console.note("--method is ignored: dozens of answers are decoded together, which needs no draft.")
-    if out.is_dir() or not out.absolute().parent.is_dir():
+    shards = kind is Kind.tokens and not out.name.endswith(".jsonl")
+    if (out.is_dir() and not shards) or not out.absolute().parent.is_dir():
         raise CheckpointError(f"--out {out}: its folder does not exist, or it is a folder itself.")
 
     import torch
@@ -206,7 +225,7 @@ def data(
     from longdraft.model.loading import load
     from longdraft.model.runner import TargetRunner
     from longdraft.model.stored import weight_shape
-    from longdraft.training import documents, generations, prompts, repeats
+    from longdraft.training import documents, generations, prompts, repeats, tokens
     from longdraft.training.kept_features import KeptFeatures
 
     total = ROWS if rows is None else rows
@@ -229,9 +248,15 @@ def data(
     with Cancel(terminate=True) as cancel:
         if kind is Kind.tokens:
             vocabulary = weight_shape(loaded.model.get_output_embeddings())[0]
-            encoded = documents.documents(files, loaded.tokenizer, skipped, vocabulary)
             with Counter("Encoding", "rows") as counter:
-                have = documents.write(islice(encoded, rows), out, counter.update, cancel)
+                if shards:
+                    done = tokens.rows_done(out)
+                    encoded = documents.encoded(files, loaded.tokenizer, skipped, vocabulary, done)
+                    left = None if rows is None else max(0, rows - done)
+                    have = tokens.write(out, islice(encoded, left), loaded.tokenizer, counter.update, cancel)
+                else:
+                    found = documents.documents(files, loaded.tokenizer, skipped, vocabulary)
+                    have = documents.write(islice(found, rows), out, counter.update, cancel)
         else:
             runner = TargetRunner(loaded.model)
             kept = None
@@ -254,7 +279,8 @@ def data(
     if cancel():
         if skipped.total:
             console.note(f"Left out: {skipped}.")
-        rest = "The same command continues from there." if kind is Kind.answers else "Nothing written."
+        goes_on = kind is Kind.answers or shards
+        rest = "The same command continues from there." if goes_on else "Nothing written."
         console.note(f"Stopped. {rest}")
         raise typer.Exit(cancel.exit_code)
     _written(out, have, skipped, output)

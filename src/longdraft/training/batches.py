@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import overload
 
 
 @dataclass(frozen=True)
@@ -15,33 +17,41 @@ class Batch:
     shifts: tuple[int, ...]
 
 
-def epoch_batches(rows: Sequence[int], token_limit: int, noise: int, seed: int, epoch: int) -> list[Batch]:
-    """The batches of one epoch, in order. Every document is in one of them.
+class Epoch(Sequence[Batch]):
+    """The batches of one epoch, in order. Every document is in one of them, and takes 8 bytes here.
 
     Args:
         rows: learned tokens of each document.
         token_limit: learned tokens of a batch; a batch is closed when one more document would exceed it.
         noise: shifts are uniform in 1 .. noise.
     """
-    rng = random.Random(f"{seed}/{epoch}")
-    order = list(range(len(rows)))
-    rng.shuffle(order)
-    batches: list[Batch] = []
-    current: list[int] = []
-    filled = 0
 
-    def close() -> None:
-        batches.append(Batch(tuple(current), tuple(rng.randint(1, noise) for _ in current)))
+    def __init__(self, rows: Sequence[int], token_limit: int, noise: int, seed: int, epoch: int) -> None:
+        rng = random.Random(f"{seed}/{epoch}")
+        self._order = array("i", range(len(rows)))
+        rng.shuffle(self._order)
+        self._ends = array("i")  # of each batch, in that order
+        filled = 0
+        for place, i in enumerate(self._order):
+            if place and filled + rows[i] > token_limit:
+                self._ends.append(place)
+                filled = 0
+            filled += rows[i]
+        self._ends.append(len(rows))
+        self._shifts = array("i", (rng.randint(1, noise) for _ in rows))
 
-    for i in order:
-        if current and filled + rows[i] > token_limit:
-            close()
-            current, filled = [], 0
-        current.append(i)
-        filled += rows[i]
-    if current:
-        close()
-    return batches
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    @overload
+    def __getitem__(self, i: int) -> Batch: ...
+    @overload
+    def __getitem__(self, i: slice) -> list[Batch]: ...
+    def __getitem__(self, i: int | slice) -> Batch | list[Batch]:
+        if isinstance(i, slice):
+            return [self[j] for j in range(*i.indices(len(self)))]
+        places = slice(self._ends[i - 1] if i else 0, self._ends[i])
+        return Batch(tuple(self._order[places]), tuple(self._shifts[places]))
 
 
 class Schedule:
@@ -52,7 +62,7 @@ class Schedule:
     the others; :meth:`at` then returns no batch if there are fewer batches than processes.
 
     Args:
-        rows, token_limit, noise, seed: see :func:`epoch_batches`.
+        rows, token_limit, noise, seed: see :class:`Epoch`.
         epochs: a fraction stops part of the way through the last one.
         max_steps: ends earlier; None: with the epochs.
     """
@@ -68,10 +78,10 @@ class Schedule:
         accumulate: int = 1,
         max_steps: int | None = None,
     ) -> None:
-        self._make = lambda epoch: epoch_batches(rows, token_limit, noise, seed, epoch)
+        self._make = lambda epoch: Epoch(rows, token_limit, noise, seed, epoch)
         self._processes = processes
         self.width = processes * accumulate
-        self._epochs: dict[int, list[Batch]] = {}
+        self._epochs: dict[int, Epoch] = {}
         begun = int(epochs) + (epochs % 1 > 0)
         self.counts = [max(1, len(self._make(epoch)) // self.width) for epoch in range(begun)]
         """Steps of each epoch."""

@@ -31,7 +31,9 @@ class RunConfig:
         ConfigError: a value is outside its range.
     """
 
-    data: tuple[str, ...] = setting((), "JSONL files (.gz, .xz): rows with text, messages or tokens; see `train data`")
+    data: tuple[str, ...] = setting(
+        (), "JSONL files, corpora as NAME:FOLDER, or folders of tokens; see `train data` and docs/training.md"
+    )
     out: str = setting("draft", "folder of the run: checkpoints, log, and the draft in best and last")
     target: str | None = setting(None, "the target's folder, GGUF file or hub id; none: the embedded model")
     init: str | None = setting(None, "draft folder to continue from (a later stage); none: a new draft")

@@ -6,25 +6,116 @@ import hashlib
 import random
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import overload
 
 from longdraft.errors import PromptError
 from longdraft.training.documents import Document, Skipped
+from longdraft.training.tokens import Tokens
 
 # Documents with this many first tokens in common are about the same passage.
 SAME_PASSAGE = 48
+
+
+class Documents(Sequence[Document]):
+    """Some pieces of documents, in a fixed order. Their tokens stay where they are: a piece takes 22 bytes here.
+
+    Attributes:
+        lengths, starts: tokens of each piece, and its first learned token.
+    """
+
+    def __init__(self, sources: Sequence[Tokens]) -> None:
+        self.sources = sources
+        self.lengths, self.starts = array("i"), array("i")
+        self._source, self._row, self._begins = array("H"), array("i"), array("q")
+        self._cuts: dict[int, int] = {}  # piece -> tokens cut off at its beginning
+
+    def add(self, source: int, row: int, begin: int, length: int, start: int, cut: int = 0) -> None:
+        """Adds a piece: of which source, which of its documents, and which of its tokens from ``begin`` on."""
+        if cut:
+            self._cuts[len(self)] = cut
+        values = self._source, self._row, self._begins, self.lengths, self.starts
+        for column, value in zip(values, (source, row, begin, length, start), strict=True):
+            column.append(value)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @overload
+    def __getitem__(self, i: int) -> Document: ...
+    @overload
+    def __getitem__(self, i: slice) -> list[Document]: ...
+    def __getitem__(self, i: int | slice) -> Document | list[Document]:
+        if isinstance(i, slice):
+            return [self[j] for j in range(*i.indices(len(self)))]
+        source, begin = self.sources[self._source[i]], self._begins[i]
+        kept = source.kept[self._row[i]] if source.kept else None
+        tokens = source.slice(begin, begin + self.lengths[i])
+        return Document(tokens, self.starts[i], kept, self._cuts.get(i, 0))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all pieces."""
+        return sum(self.lengths)
+
+    @property
+    def with_features(self) -> int:
+        """How many pieces have kept features."""
+        if not any(source.kept for source in self.sources):
+            return 0
+        each = zip(self._source, self._row, strict=True)
+        return sum(bool(self.sources[i].kept and self.sources[i].kept[row]) for i, row in each)
+
+    def ordered(self) -> Documents:
+        """The same pieces in order of their tokens, so that those that begin alike are neighbours.
+
+        The target then reads the beginning once. Pieces of shards stay in the order of the shards.
+        """
+        if any(source.digest for source in self.sources):
+            return self
+        return self._picked(sorted(range(len(self)), key=self._bytes))
+
+    def _bytes(self, i: int) -> bytes:
+        """A piece's tokens as bytes, which sort as they do and take less memory than lists."""
+        begin = self._begins[i]
+        return self.sources[self._source[i]].ids[begin : begin + self.lengths[i]].numpy().astype(">u4").tobytes()
+
+    def learned_whole(self, length: int) -> Documents:
+        """The same pieces, all that have fewer than ``length`` tokens learned from their second token on."""
+        found = self._picked(range(len(self)))
+        found.starts = array("i", (1 if n < length else at for n, at in zip(self.lengths, self.starts, strict=True)))
+        return found
+
+    def _picked(self, order: Iterable[int]) -> Documents:
+        found = Documents(self.sources)
+        for i in order:
+            place = self._source[i], self._row[i], self._begins[i]
+            found.add(*place, self.lengths[i], self.starts[i], self._cuts.get(i, 0))
+        return found
+
+    def digest(self) -> str:
+        """A name for the pieces that depends on their content; a resumed run must have the same."""
+        hashed = hashlib.sha256()
+        if any(source.digest for source in self.sources):
+            hashed.update(repr([source.digest or source.ids.tolist() for source in self.sources]).encode())
+            for column in (self._source, self._begins, self.lengths, self.starts):
+                hashed.update(column.tobytes())
+        else:
+            for document in self:
+                hashed.update(array("q", [len(document.tokens), document.start, *document.tokens]).tobytes())
+        return hashed.hexdigest()[:16]
 
 
 @dataclass(frozen=True)
 class Corpus:
     """The documents to train on and to measure on. No passage is in both."""
 
-    learned: list[Document]
-    held_out: list[Document]
+    learned: Documents
+    held_out: Documents
 
 
 def collect(
-    documents: Iterable[Document],
+    sources: Sequence[Tokens],
     skipped: Skipped,
     *,
     max_length: int,
@@ -49,57 +140,51 @@ def collect(
     Raises:
         PromptError: there is nothing to train on.
     """
-    kept: list[tuple[Document, bool]] = []
-    for document in documents:
-        pieces = [document]
-        if document.start == 1 and not document.kept:
-            cuts = range(0, len(document.tokens), max_length)
-            pieces = [Document(t) for at in cuts if len(t := document.tokens[at : at + max_length]) > 1]
-        elif len(document.tokens) > max_length and keep_end:
-            cut = len(document.tokens) - max_length
-            pieces = [Document(document.tokens[cut:], max(1, document.start - cut), document.kept, cut)]
-        elif len(document.tokens) > max_length:
-            pieces = [replace(document, tokens=document.tokens[:max_length])] if document.start < max_length else []
-            if not pieces:
-                skipped.add("with a prompt longer than max_length")
-        for piece in pieces:
-            # A document that is cut at its beginning is assigned by the passage it began with.
-            source = piece if document.start == 1 and not document.kept else document
-            if _share(source, "sample") >= sample:
-                continue
-            if len(piece.tokens) < min_length or len(piece.tokens) - piece.start <= shortest_learned:
-                skipped.add("too short")
-            else:
-                kept.append((piece, _share(source, "held out") < held_out))
-    # In order of tokens, so that documents that begin alike are neighbours and the target reads the beginning once.
-    kept.sort(key=lambda pair: pair[0].tokens)
-    learned = [d for d, is_held_out in kept if not is_held_out]
-    measured = [d for d, is_held_out in kept if is_held_out]
-    if not learned:
+    learned, measured = Documents(sources), Documents(sources)
+    for at, source in enumerate(sources):
+        for row, start in enumerate(source.starts.tolist()):
+            first, end = source.span(row)
+            kept = source.kept[row] if source.kept else None
+            # Where each piece begins among the source's tokens, how long it is, its start, what was cut off before.
+            pieces = [(first, end - first, start, 0)]
+            text = start == 1 and not kept
+            if text:
+                cuts = range(first, end, max_length)
+                pieces = [(cut, n, 1, 0) for cut in cuts if (n := min(max_length, end - cut)) > 1]
+            elif end - first > max_length and keep_end:
+                cut = end - first - max_length
+                pieces = [(first + cut, max_length, max(1, start - cut), cut)]
+            elif end - first > max_length:
+                pieces = [(first, max_length, start, 0)] if start < max_length else []
+                if not pieces:
+                    skipped.add("with a prompt longer than max_length")
+            for begin, length, learned_from, cut in pieces:
+                # A document that is cut at its beginning is assigned by the passage it began with. Of kept features
+                # the number without the folder, which may be moved or split.
+                whole = (begin, begin + length) if text else (first, end)
+                passage = kept[1] if kept else source.slice(whole[0], min(whole[1], whole[0] + SAME_PASSAGE))
+                if _share(passage, "sample") >= sample:
+                    continue
+                if length < min_length or length - learned_from <= shortest_learned:
+                    skipped.add("too short")
+                else:
+                    side = measured if _share(passage, "held out") < held_out else learned
+                    side.add(at, row, begin, length, learned_from, cut)
+    if not len(learned):
         raise PromptError(
             f"Nothing to train on: no usable document in the data (left out: {skipped}; held out: {len(measured)}). "
             "Rows need `text`, `messages` or `tokens`, and more of them than `sample` and `held_out` take away."
         )
-    return Corpus(learned, measured)
+    return Corpus(learned.ordered(), measured.ordered())
 
 
-def _share(document: Document, purpose: str) -> float:
-    """A number in [0, 1) that depends on how the document begins, or on its passage's number if that is known."""
-    # The number without the folder, which may be moved or split.
-    passage = document.kept[1] if document.kept else document.tokens[:SAME_PASSAGE]
+def _share(passage: int | list[int], purpose: str) -> float:
+    """A number in [0, 1) that depends on how a document begins, or on its passage's number if that is known."""
     hashed = hashlib.sha256(f"{purpose}{passage}".encode()).digest()
     return int.from_bytes(hashed[:6], "big") / 2**48
 
 
-def digest(documents: Iterable[Document]) -> str:
-    """A name for a list of documents that depends on their content; a resumed run must have the same."""
-    hashed = hashlib.sha256()
-    for document in documents:
-        hashed.update(array("q", [len(document.tokens), document.start, *document.tokens]).tobytes())
-    return hashed.hexdigest()[:16]
-
-
-def offsets(documents: Sequence[Document], anchor_offset: int, context_length: int, seed: int) -> list[int]:
+def offsets(lengths: Iterable[int], anchor_offset: int, context_length: int, seed: int) -> Sequence[int]:
     """A random offset for each document, uniform in 0 .. ``anchor_offset``, or less to stay in the context."""
     rng = random.Random(f"{seed}/offsets")
-    return [rng.randint(0, max(0, min(anchor_offset, context_length - len(d.tokens)))) for d in documents]
+    return array("i", (rng.randint(0, max(0, min(anchor_offset, context_length - n))) for n in lengths))

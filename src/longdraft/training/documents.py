@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import gzip
 import json
-import lzma
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from longdraft.errors import CheckpointError, LongdraftError, PromptError
 from longdraft.model.chat import encode
+from longdraft.training import corpora
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-OPENERS: dict[str, Callable[..., IO[str]]] = {".xz": lzma.open, ".gz": gzip.open}
-
 
 @dataclass(frozen=True)
 class Document:
@@ -58,52 +55,63 @@ class Skipped:
         return ", ".join(f"{count} {reason}" for reason, count in sorted(self.reasons.items())) or "none"
 
 
-def rows(paths: Iterable[Path], skipped: Skipped) -> Iterator[dict[str, Any]]:
-    """The JSON objects of JSONL files (also ``.gz`` and ``.xz``). Broken lines are skipped and counted.
+def rows(paths: Iterable[Path | str], skipped: Skipped) -> Iterator[dict[str, Any]]:
+    """The rows of files, or of corpora by name (:mod:`longdraft.training.corpora`). Broken ones are counted.
 
     Raises PromptError if a file is missing or cannot be read.
     """
-    for path in paths:
-        try:
-            with OPENERS.get(path.suffix, open)(path, "rt", encoding="utf-8", errors="replace") as lines:
-                for line in lines:
-                    if not line.strip():
-                        continue
-                    try:
-                        row = json.loads(line)
-                    except ValueError:
-                        skipped.add("not JSON")
-                        continue
-                    if isinstance(row, dict):
-                        yield row
-                    else:
-                        skipped.add("not an object")
-        except FileNotFoundError:
-            raise PromptError(f"There is no file {path}: check the path.") from None
-        except (OSError, EOFError, lzma.LZMAError) as error:
-            raise PromptError(f"{path} cannot be read ({error}): is it a whole JSONL, .gz or .xz file?") from None
+    for row, _ in _located(paths, skipped):
+        if row is not None:
+            yield row
+
+
+def _located(sources: Iterable[Path | str], skipped: Skipped) -> Iterator[tuple[dict[str, Any] | None, Path]]:
+    """Each row with its file; None for a broken one."""
+    for source in sources:
+        corpus = corpora.named(source)
+        for path in corpus.files:
+            for row in corpora.rows(path):
+                if isinstance(row, dict):
+                    yield corpus.convert(row), path
+                else:
+                    skipped.add("not JSON" if row is None else "not an object")
+                    yield None, path
 
 
 def documents(
-    paths: Iterable[Path], tokenizer: PreTrainedTokenizerBase, skipped: Skipped, vocab_size: int
+    paths: Iterable[Path | str], tokenizer: PreTrainedTokenizerBase, skipped: Skipped, vocab_size: int
 ) -> Iterator[Document]:
-    """The documents of JSONL files.
+    """The documents of files, or of corpora by name.
 
     A row has ``text``; or ``messages``, a chat that is learned from the first assistant turn on; or ``tokens`` (ids)
     and ``start``, as ``longdraft train data`` writes them. Other rows, and rows that cannot be encoded, are skipped and
     counted.
     """
-    for path in paths:
-        for row in rows([path], skipped):
-            try:
-                document = _document(row, tokenizer, features_of(path))
-            except (KeyError, TypeError, ValueError, AttributeError):
-                skipped.add("without usable text, messages or tokens")
-                continue
-            if all(0 <= t < vocab_size for t in document.tokens):
-                yield document
-            else:
-                skipped.add("with token ids outside the vocabulary")
+    return filter(None, encoded(paths, tokenizer, skipped, vocab_size))
+
+
+def encoded(
+    paths: Iterable[Path | str],
+    tokenizer: PreTrainedTokenizerBase,
+    skipped: Skipped,
+    vocab_size: int,
+    done: int = 0,
+) -> Iterator[Document | None]:
+    """The document of each row after the first ``done``; None for one that is left out. See :func:`documents`."""
+    for row, path in islice(_located(paths, skipped), done, None):
+        if row is None:
+            yield None
+            continue
+        try:
+            document = _document(row, tokenizer, features_of(path))
+        except (KeyError, TypeError, ValueError, AttributeError):
+            skipped.add("without usable text, messages or tokens")
+            yield None
+            continue
+        usable = all(0 <= t < vocab_size for t in document.tokens)
+        if not usable:
+            skipped.add("with token ids outside the vocabulary")
+        yield document if usable else None
 
 
 def features_of(answers: Path) -> Path:

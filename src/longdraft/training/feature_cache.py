@@ -76,9 +76,9 @@ class FeatureCache:
     def __getitem__(self, i: int) -> Features:
         """Raises CheckpointError if a shard is missing or damaged."""
         shard, document = i // SHARD, self.documents[i]
-        before = self.documents[shard * SHARD : i]
-        row = sum(len(d.tokens) for d in before)
-        learned_row = sum(len(d.tokens) - d.start for d in before)
+        before = slice(shard * SHARD, i)
+        row = sum(self.index["lengths"][before])
+        learned_row = row - sum(self.index["starts"][before])
         rows = slice(row, row + len(document.tokens))
         learned = slice(learned_row, learned_row + len(document.tokens) - document.start)
         with feature_files.opened(self.path(shard), ADVICE) as file:

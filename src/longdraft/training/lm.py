@@ -49,7 +49,7 @@ def train_lm(config: LmConfig, progress: Progress = silent, stop: Callable[[], b
     decoder, sizes, kept = _draft(config, session)
     if config.learn_prompts:  # learn every document that was not cut from its second token on
         length = min(config.max_length, runner.context_length)
-        learned = [replace(d, start=1) if len(d.tokens) < length else d for d in session.data.learned]
+        learned = session.data.learned.learned_whole(length)
         session = replace(session, data=replace(session.data, learned=learned))
     trainee = LmTrainee(decoder, runner.parts, kept, config.distill, session.product_dtype)
     described = {"model": sizes, "trained_length": config.max_length}

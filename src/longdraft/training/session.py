@@ -13,9 +13,10 @@ not fit, or a target that takes no drafts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,10 +28,10 @@ from longdraft.drafts import draft_folder
 from longdraft.errors import PromptError
 from longdraft.model.loading import load
 from longdraft.model.runner import TargetRunner
-from longdraft.training import corpus
+from longdraft.training import corpus, tokens
 from longdraft.training.ahead import Ahead, FeatureSource
 from longdraft.training.config import DEPTH, RunConfig
-from longdraft.training.documents import Document, Skipped, documents
+from longdraft.training.documents import Document, Skipped
 from longdraft.training.feature_cache import FeatureCache
 from longdraft.training.features import FeatureReader, Features, LiveFeatures
 from longdraft.training.held_out import HeldOut
@@ -102,8 +103,9 @@ class Session:
             return None
         counted: Iterable[Document] = self.data.learned
         if config.vocabulary_from:
-            files = [Path(p) for p in config.vocabulary_from]
-            counted = documents(files, self.tokenizer, Skipped(), runner.vocab_size)
+            counted = chain.from_iterable(
+                tokens.sources(config.vocabulary_from, self.tokenizer, Skipped(), runner.vocab_size)
+            )
         return most_frequent(counted, runner.vocab_size, config.vocabulary, runner.eos_token_ids)
 
     def source(
@@ -123,13 +125,13 @@ class Session:
             if fit is not None:
                 fit(kept[0])
             return kept
-        if any(d.kept for d in learned):
+        if learned.with_features:
             line = (
                 "features kept beside answers are not used: all data must have them, with plain positions "
                 "(anchor_offset: 0) and a target that is not stretched"
             )
             self.progress(line, 0, 0)
-        offsets = corpus.offsets(learned, config.anchor_offset, runner.context_length, config.seed)
+        offsets = corpus.offsets(learned.lengths, config.anchor_offset, runner.context_length, config.seed)
         live = LiveFeatures(reader, learned, offsets)
         if fit is not None:
             fit(live[0])
@@ -137,7 +139,7 @@ class Session:
             return live
         return self._cached(Path(config.cache), reader, offsets)
 
-    def _cached(self, folder: Path, reader: FeatureReader, offsets: list[int]) -> FeatureSource | None:
+    def _cached(self, folder: Path, reader: FeatureReader, offsets: Sequence[int]) -> FeatureSource | None:
         runner, accelerator = self.runner, self.accelerator
         identity: dict[str, Any] = {"target": runner.parts.description, "dtype": str(runner.kv_shape.dtype)}
         if self.config.target_rope_factor is not None:
@@ -158,9 +160,9 @@ class Session:
         unfinished = accelerator.reduce(torch.tensor(float(not complete), device=accelerator.device), "sum")
         return None if unfinished > 0 else cache
 
-    def _kept(self, documents: list[Document]) -> bool:
+    def _kept(self, documents: corpus.Documents) -> bool:
         """True if features of all documents were kept, and the target is the one that computed them."""
-        return self.config.target_rope_factor is None and all(d.kept for d in documents)
+        return self.config.target_rope_factor is None and documents.with_features == len(documents)
 
     def held_out(self, reader: FeatureReader, ahead: Ahead, levels: int) -> HeldOut:
         """This process's share of the documents to measure on. Positions are plain, as in decoding.
@@ -168,10 +170,11 @@ class Session:
         Args:
             levels: documents have more learned tokens than this.
         """
-        held_out = [d for d in self.data.held_out if len(d.tokens) - d.start > levels]
-        chosen = held_out[:: max(1, len(held_out) // MEASURED)][:MEASURED]
+        held_out = self.data.held_out
+        long = [i for i, (n, start) in enumerate(zip(held_out.lengths, held_out.starts, strict=True)) if n - start > levels]
+        chosen = [held_out[i] for i in long[:: max(1, len(long) // MEASURED)][:MEASURED]]
         source: FeatureSource = LiveFeatures(reader, chosen, [0] * len(chosen))
-        if chosen and self._kept(chosen):
+        if chosen and self.config.target_rope_factor is None and all(document.kept for document in chosen):
             source = KeptSource(chosen, self.runner.parts.description, reader)
         share = self.accelerator.process_index, self.accelerator.num_processes
         return HeldOut(source, len(chosen), ahead, share)
@@ -264,12 +267,14 @@ def begin(
         )
     runner = TargetRunner(model)
     skipped = Skipped()
-    found = list(documents([Path(p) for p in config.data], tokenizer, skipped, runner.vocab_size))
-    about = passages(found) if config.passages else []
-    if config.passages and not about:
-        raise PromptError("passages: the data have no answers whose features were kept; leave it out.")
+    sources = tokens.sources(config.data, tokenizer, skipped, runner.vocab_size)
+    if config.passages:
+        about = passages(document for source in sources if source.kept for document in source)
+        if not about:
+            raise PromptError("passages: the data have no answers whose features were kept; leave it out.")
+        sources.append(tokens.Tokens.of(about))
     data = corpus.collect(
-        [*found, *about],
+        sources,
         skipped,
         max_length=min(config.max_length, runner.context_length),
         min_length=config.min_length,

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,11 @@ import torch
 from accelerate import Accelerator
 
 from longdraft.errors import CheckpointError, NumericalError, PromptError
-from longdraft.training import checkpoints, corpus
+from longdraft.training import checkpoints
 from longdraft.training.ahead import Ahead, FeatureSource
 from longdraft.training.batches import Batch, Schedule
 from longdraft.training.config import RunConfig
-from longdraft.training.documents import Document
+from longdraft.training.corpus import Documents
 from longdraft.training.features import Features
 from longdraft.training.measure import Simulated
 from longdraft.training.run_log import Report, RunLog
@@ -52,7 +53,7 @@ class Trainer:
         config: RunConfig,
         accelerator: Accelerator,
         module: Trainee,
-        documents: Sequence[Document],
+        documents: Documents,
         source: FeatureSource,
         measure: Callable[[Callable[..., StepOutput]], Simulated] | None,
         save_draft: Callable[[Mapping[str, torch.Tensor], str], None],
@@ -62,11 +63,10 @@ class Trainer:
     ) -> None:
         self.config, self.accelerator, self.source = config, accelerator, source
         self.measure, self.save_draft, self.levels, self.ahead = measure, save_draft, levels, ahead
-        self._lengths = [(len(d.tokens), d.start) for d in documents]
-        self._learned, self._digest = module.learned, corpus.digest(documents)
+        self._documents, self._learned, self._digest = documents, module.learned, documents.digest()
         self.out = Path(config.out)
         processes = accelerator.num_processes
-        rows = [module.learned(*lengths, 0) for lengths in self._lengths]
+        rows = array("i", (self._rows(i, 0) for i in range(len(documents))))
         self.schedule = Schedule(rows, config.rows, shifts, config.seed, config.epochs, processes, config.accumulate,
                                  config.max_steps)  # fmt: skip
         if not self.schedule.at(0):
@@ -137,6 +137,10 @@ class Trainer:
                 return
         self._save_draft("last", *([] if self.best else ["best"]))
 
+    def _rows(self, document: int, shift: int) -> int:
+        """Learned rows of a document with a shift."""
+        return self._learned(self._documents.lengths[document], self._documents.starts[document], shift)
+
     def _mine(self, step: int) -> list[Batch]:
         """The batches of this process."""
         return self.schedule.at(step)[self.accelerator.process_index :: self.accelerator.num_processes]
@@ -153,9 +157,7 @@ class Trainer:
             group["lr"] = lr
         world, levels = self.accelerator.num_processes, self.levels
         # Every process knows the rows of all, so nothing has to be summed before the backward pass.
-        rows = sum(
-            self._learned(*self._lengths[i], j) for b in batches for i, j in zip(b.documents, b.shifts, strict=True)
-        )
+        rows = sum(self._rows(i, j) for b in batches for i, j in zip(b.documents, b.shifts, strict=True))
         mine = self._mine(self.step)
         # The loss, then the hits of each depth, then the rows of each depth.
         sums = torch.zeros(1 + 2 * levels, dtype=torch.float64)

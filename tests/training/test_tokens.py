@@ -1,0 +1,144 @@
+"""Text encoded once into shards: found again as it was, continued, refused; corpora by name; the memory that it takes."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from longdraft.errors import CheckpointError, PromptError
+from longdraft.training import corpora, tokens
+from longdraft.training.corpus import collect
+from longdraft.training.documents import Document, Skipped, documents, encoded
+from tests import elsewhere
+from tests.tiny import tiny_tokenizer
+from tests.training.helpers import checkpoint_tensors, losses_of, run_elsewhere, same, steps
+
+TOKENIZER = tiny_tokenizer(chat=True)
+
+
+def write(folder: Path, *files: Path | str, stop=lambda: False) -> int:
+    rows = encoded(files, TOKENIZER, Skipped(), 61, tokens.rows_done(folder))
+    return tokens.write(folder, rows, TOKENIZER, stop=stop)
+
+
+def test_shards_hold_what_the_files_do_and_go_on_after_a_stop(text, tmp_path, monkeypatch):
+    many = tmp_path / "many.jsonl"
+    many.write_text('not json\n{"x": 1}\n' + 6 * text.read_text())
+    whole = list(documents([many], TOKENIZER, Skipped(), 61))
+    monkeypatch.setattr(tokens, "SHARD", 3000)
+    calls = []
+    folder = tmp_path / "shards"
+    write(folder, many, stop=lambda: calls.append(0) or len(calls) == 2)
+    assert 0 < tokens.rows_done(folder) < 200
+    with pytest.raises(CheckpointError, match="not finished"):
+        tokens.read(folder, TOKENIZER)
+    write(folder, many)
+    shards = tokens.read(folder, TOKENIZER)
+    assert len(shards) > 3 and [d for shard in shards for d in shard] == whole
+    assert write(folder, many) == 0 and tokens.rows_done(folder) == len(whole) + 2
+    sizes = {"max_length": 50, "min_length": 9, "shortest_learned": 3, "held_out": 0.2}
+    one, two = (collect(found, Skipped(), **sizes) for found in ([tokens.Tokens.of(whole)], shards))
+    for side in ("learned", "held_out"):
+        there, here = (sorted(d.tokens for d in getattr(found, side)) for found in (one, two))
+        assert there == here and there
+    other = collect(shards, Skipped(), **(sizes | {"max_length": 49}))
+    assert two.learned.digest() != other.learned.digest()
+
+
+def test_shards_that_do_not_serve(text, tmp_path):
+    folder = tmp_path / "shards"
+    write(folder, text)
+    with pytest.raises(CheckpointError, match="another tokenizer"):
+        tokens.read(folder, lambda text: {"input_ids": [1, 2]})
+    path = folder / "tokens-00000.safetensors"
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        tokens.read(folder, TOKENIZER)
+    with pytest.raises(PromptError, match="nothing to write"):
+        tokens.write(tmp_path / "empty", [None], TOKENIZER)
+
+
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_run_on_shards_is_resumed_to_the_bit(config, text, tmp_path, monkeypatch, processes):
+    monkeypatch.setattr(tokens, "SHARD", 2000)
+    write(tmp_path / "shards", text)
+    whole = config(data=tmp_path / "shards", out=tmp_path / "whole", accumulate=3 - processes)
+    cut = config(data=tmp_path / "shards", out=tmp_path / "cut", accumulate=3 - processes)
+    assert run_elsewhere(whole, processes=processes).returncode == 0
+    assert run_elsewhere(cut, "step", "5", processes=processes).returncode != 0
+    done = run_elsewhere(cut, processes=processes)
+    assert done.returncode == 0, done.stderr
+    last = len(losses_of(tmp_path / "whole"))
+    assert losses_of(tmp_path / "whole") == losses_of(tmp_path / "cut")
+    assert same(*(checkpoint_tensors(tmp_path / name, last) for name in ("whole", "cut")))
+
+
+CORPORA = {
+    "sharegpt": ("a.json", [{"conversations": [{"from": "gpt", "value": "no"}, {"from": "human", "value": "hi"},
+                                               {"from": "gpt", "value": "yes"}]}]),
+    "ultrachat": ("deep/train_0.jsonl", [{"data": ["hi", "yes"]}]),
+    "slimpajama": ("chunk1/example.jsonl.zst", [{"text": "abc", "meta": {}}]),
+    "long-data-collections": ("train/rp_sub.jsonl.zst", [{"text": "abc"}]),
+    "pg19": ("train/1.txt", "abc"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CORPORA)
+def test_corpora_by_name(tmp_path, name):
+    place, rows = CORPORA[name]
+    path = tmp_path / place
+    path.parent.mkdir(exist_ok=True)
+    (tmp_path / "README.md").write_text("not read")
+    if place.endswith(".zst"):
+        arrow = pytest.importorskip("pyarrow")
+        with arrow.output_stream(path, compression="zstd") as file:
+            file.write("".join(json.dumps(row) + "\n" for row in rows).encode())
+    else:
+        whole = json.dumps(rows) if place.endswith(".json") else "".join(json.dumps(row) + "\n" for row in rows)
+        path.write_text(rows if isinstance(rows, str) else whole)
+    (found,) = documents([f"{name}:{tmp_path}"], TOKENIZER, Skipped(), 61)
+    chat = name in ("sharegpt", "ultrachat")
+    assert TOKENIZER.decode(found.tokens) == ("<user>hi<eos><assistant>yes<eos>" if chat else "abc<eos>")
+    with pytest.raises(PromptError, match="no files of"):
+        corpora.named(f"{name}:{tmp_path / 'empty'}")
+
+
+def test_parquet_and_rows_of_another_corpus(tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    arrow = pytest.importorskip("pyarrow")
+    parquet.write_table(arrow.table({"text": ["abc", "de"]}), tmp_path / "a.parquet")
+    skipped = Skipped()
+    assert len(list(documents([f"slimpajama:{tmp_path}"], TOKENIZER, skipped, 61))) == 2
+    assert list(documents([f"sharegpt:{tmp_path}"], TOKENIZER, skipped, 61)) == [] and skipped.total == 2
+
+
+def _used(folder: str, out: str) -> None:
+    """Trains a schedule on shards and writes the growth of this process's own memory."""
+    before = _private()
+    found = collect(tokens.read(Path(folder), TOKENIZER), Skipped(), max_length=1024, min_length=32, shortest_learned=5,
+                    held_out=0.02)  # fmt: skip
+    for i in range(0, len(found.learned), 7):
+        assert found.learned[i].tokens
+    Path(out).write_text(f"{_private() - before} {found.learned.tokens}")
+
+
+def _private() -> int:
+    """Bytes of this process that no file backs."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.split("RssAnon:")[1].split()[0])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_tokens_on_disk_take_no_memory(tmp_path):
+    rng = random.Random(0)
+    row = Document([rng.randrange(61) for _ in range(4096)])
+    tokens.write(tmp_path / "shards", islice(iter(lambda: row, None), 6000), TOKENIZER)
+    process = elsewhere.start(tmp_path / "log", _used, str(tmp_path / "shards"), str(tmp_path / "out"))
+    assert elsewhere.ended(process, 120) == 0, (tmp_path / "log").read_text()
+    used, count = map(int, (tmp_path / "out").read_text().split())
+    assert count > 24e6 * 0.9 and used < 0.5 * count  # as lists they took 40 bytes a token
