@@ -1,4 +1,4 @@
-"""Text encoded once into shards: found again as it was, continued, refused; corpora by name; the memory that it takes."""
+"""Text encoded once into shards: found again, continued, refused, in no memory; corpora by name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from longdraft.training.corpus import collect
 from longdraft.training.documents import Document, Skipped, documents, encoded
 from tests import elsewhere
 from tests.tiny import tiny_tokenizer
-from tests.training.helpers import checkpoint_tensors, losses_of, run_elsewhere, same, steps
+from tests.training.helpers import checkpoint_tensors, losses_of, run_elsewhere, same
 
 TOKENIZER = tiny_tokenizer(chat=True)
 

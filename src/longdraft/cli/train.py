@@ -63,9 +63,24 @@ def _command(name: str, training: Training) -> Any:
         config: Annotated[
             Path | None, typer.Option("--config", "-c", help="YAML file of settings, such as those in configs/.")
         ] = None,
+        dry_run: Annotated[
+            bool,
+            typer.Option(help="Only show what the run would take of memory and time: no weights, no GPU, no training."),
+        ] = False,
+        gpu: Annotated[str, typer.Option(help="GPU of a dry run: a100, b200, h100, h200, l40s, rtx4090.")] = "h100",
+        gpus: Annotated[int, typer.Option(min=1, help="GPUs of a dry run.")] = 1,
+        tokens: Annotated[
+            float | None,
+            typer.Option(min=1, help="Learned tokens of a dry run's data, as in 6e9.", show_default="those of data"),
+        ] = None,
         output: options.Output,
     ) -> None:
-        _train(config, settings or [], training, output)
+        if dry_run:
+            from longdraft.cli.dry_run import show
+
+            output.json(show(training, _read(config, settings or [], training), gpu, gpus, tokens))
+        else:
+            _train(config, settings or [], training, output)
 
     def settings_of() -> list[Described]:
         from longdraft.training.settings import described
@@ -88,12 +103,10 @@ def _command(name: str, training: Training) -> Any:
 
 def _train(path: Path | None, words: list[str], training: Training, output: options.Output) -> None:
     """Reads the settings, trains, shows the steps, and prints where the draft is."""
-    from longdraft.training.settings import read_config
-
     # Of several processes (torchrun, accelerate launch) only the first prints.
     main = int(os.environ.get("RANK", "0")) == 0
     try:
-        settings_: RunConfig = read_config(path, words, training.load_settings())
+        settings_ = _read(path, words, training)
         if not settings_.data:
             raise ConfigError("No data: name JSONL files, as in data=text.jsonl, or data: [a.jsonl, b.jsonl.gz].")
         for source in (*settings_.data, *settings_.vocabulary_from):
@@ -133,6 +146,13 @@ def _train(path: Path | None, words: list[str], training: Training, output: opti
     output.json(payload)
 
 
+def _read(path: Path | None, words: list[str], training: Training) -> RunConfig:
+    from longdraft.training.settings import read_config
+
+    found: RunConfig = read_config(path, words, training.load_settings())
+    return found
+
+
 def _check_source(source: str) -> None:
     """Raises ConfigError if a file, a corpus or a folder of tokens is not there."""
     from longdraft.training import corpora, tokens
@@ -164,9 +184,12 @@ class Kind(str, Enum):
 
 def data(
     *,
-    files: Annotated[list[Path], typer.Argument(help="JSONL (.gz, .xz, .zst), parquet: rows with `text`, for tokens also chats; or a corpus: pg19:FOLDER.")],
+    files: Annotated[
+        list[Path],
+        typer.Argument(help="JSONL, parquet: rows with `text`, for tokens also chats; or a corpus: pg19:FOLDER."),
+    ],
     out: Annotated[
-        Path, typer.Option("--out", "-o", help="JSONL file to write, or to continue; for tokens also a folder of shards.")
+        Path, typer.Option("--out", "-o", help="JSONL file to write, or to continue; for tokens also a folder.")
     ],
     kind: Annotated[
         Kind,

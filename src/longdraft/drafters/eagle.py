@@ -42,7 +42,7 @@ class EagleBlock(Eagle3Block):
         self.shape = shape
         self.fc = nn.Linear(2 * shape.hidden_size, shape.hidden_size, bias=shape.fc_bias)
         self.midlayer = Layer(shape, joins=False)
-        self.norm = nn.Identity()  # o is normed as f is
+        self.norm = nn.Identity()  # type: ignore[assignment]  # o is normed as f is
 
     def borrow(self, norm: Call, head: Call) -> None:
         """Borrows the target's final norm, (T, hidden) -> (T, hidden), and head, (T, hidden) -> (T, vocabulary)."""

@@ -53,8 +53,11 @@ class SharedParts:
         return cos[0], sin[0]
 
 
-def shared_parts(model: PreTrainedModel) -> SharedParts:
+def shared_parts(model: PreTrainedModel, description: dict[str, Any] | None = None) -> SharedParts:
     """The parts of a hosted model.
+
+    Args:
+        description: of the model; None: :func:`describe`.
 
     Raises:
         UnsupportedModelError: a part is not of the kind that drafts need.
@@ -75,7 +78,7 @@ def shared_parts(model: PreTrainedModel) -> SharedParts:
         intermediate_size=int(getattr(config, "intermediate_size", None) or 4 * config.hidden_size),
         hidden_size=int(config.hidden_size),
         heads=int(config.num_attention_heads),
-        description=describe(model),
+        description=describe(model) if description is None else description,
         _rotary=rotary,
         _like=torch.empty(1, 1, dtype=model.dtype, device=model.device),
     )
@@ -131,11 +134,16 @@ def describe(model: PreTrainedModel) -> dict[str, Any]:
     The digest is of bfloat16 numbers, so it does not depend on the dtype that the target was loaded in. Scaled RoPE
     (YaRN) is left out, so that a stretched target keeps its drafts.
     """
-    config = hosting.decoder_config(model)
-    shape = configured_shape(model)
     digest = hashlib.sha256()
     for sample in hosting.sampled(model):
         digest.update(sample.to(torch.bfloat16).float().cpu().numpy().tobytes())
+    return sizes(model) | {"weights": digest.hexdigest()[:16]}
+
+
+def sizes(model: PreTrainedModel) -> dict[str, Any]:
+    """The part of a target's description that depends on its configuration alone."""
+    config = hosting.decoder_config(model)
+    shape = configured_shape(model)
     rope = getattr(config, "rope_parameters", None) or {}
     return {
         "model_type": config.model_type,
@@ -146,7 +154,6 @@ def describe(model: PreTrainedModel) -> dict[str, Any]:
         "kv_heads": shape.kv_heads,
         "head_dim": shape.head_dim,
         "rope_theta": rope.get("rope_theta"),
-        "weights": digest.hexdigest()[:16],
     }
 
 

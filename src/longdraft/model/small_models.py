@@ -111,7 +111,7 @@ def initialise(decoder: PreTrainedModel, seed: int, head: torch.Tensor) -> None:
             weight.normal_(0.0, std, generator=generator)
             if name.endswith(("o_proj.weight", "down_proj.weight")):  # what is added to the residual stream
                 weight.mul_((2 * config.num_hidden_layers) ** -0.5)
-        decoder.norm.weight.fill_(1 / float(head.float().norm(dim=-1).median().clamp_min(1e-6)))
+        decoder.norm.weight.copy_(1 / head.float().norm(dim=-1).median().clamp_min(1e-6).double())
 
 
 def take_layers(decoder: PreTrainedModel, runner: TargetRunner, layers: tuple[int, ...]) -> None:

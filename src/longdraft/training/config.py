@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from longdraft.errors import ConfigError
 from longdraft.training.settings import (
+    BESIDE,
     BETAS,
     ONE_OR_MORE,
     POSITIVE,
@@ -87,14 +89,15 @@ class RunConfig:
     threads: int | None = setting(None, "CPU threads; none: torch's choice", ONE_OR_MORE)
     device: str | None = setting(None, "cpu, cuda, cuda:N, mps; none: the best there is, a GPU for each process")
     fields_set: tuple[str, ...] = field(default=(), repr=False, compare=False)
+    opener: Callable[[RunConfig], Any] | None = field(default=None, repr=False, compare=False)
+    """Opens the session of the run; none: :func:`longdraft.training.session.begin`."""
 
     def __post_init__(self) -> None:
         check(self)
 
     def as_dict(self) -> dict[str, Any]:
         values = dataclasses.asdict(self)
-        values.pop("fields_set")
-        return values
+        return {name: value for name, value in values.items() if name not in BESIDE}
 
 
 @dataclass(frozen=True)
@@ -158,9 +161,7 @@ class EagleConfig(RunConfig):
     distill: float = setting(1.0, "share of the loss that follows the target's distribution", SHARE)
     lr: float = setting(3e-5, "peak of the learning rate (paper: 3e-5)", POSITIVE)
     clip: float = setting(0.5, "largest norm of the gradient (paper: 0.5)", POSITIVE)
-    rope_theta: float | None = setting(
-        None, "base of a new draft's rotary embedding; none: the target's", POSITIVE
-    )
+    rope_theta: float | None = setting(None, "base of a new draft's rotary embedding; none: the target's", POSITIVE)
 
     def __post_init__(self) -> None:
         super().__post_init__()

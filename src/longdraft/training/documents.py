@@ -16,6 +16,7 @@ from longdraft.training import corpora
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+
 @dataclass(frozen=True)
 class Document:
     """Token ids of one text.

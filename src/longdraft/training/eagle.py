@@ -1,7 +1,7 @@
 """Training of EAGLE-1 drafts: the step with its loss (:class:`EagleTrainee`), and the run (:func:`train_eagle`).
 
-EAGLE (Li et al. 2024, arXiv:2401.15077), section 3.2. With f the target's last hidden state behind its final norm, row t
-joins f(t) with the embedding of token t + 1. Its output o(t) is what f(t + 1) will be, and says token t + 2:
+EAGLE (Li et al. 2024, arXiv:2401.15077), section 3.2. With f the target's last hidden state behind its final norm, row
+t joins f(t) with the embedding of token t + 1. Its output o(t) is what f(t + 1) will be, and says token t + 2:
 
     loss = SmoothL1(o(t), f(t + 1)) + w * cross-entropy(head(o(t)), target's distribution of token t + 2)
 
@@ -11,7 +11,6 @@ Uniform noise is added to f(t), because a drafted row has an earlier o in its pl
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -20,7 +19,7 @@ from longdraft.drafters.eagle import EagleBlock, EagleDraft
 from longdraft.drafts.eagle_formats import EAGLE, THETA, EagleShape
 from longdraft.errors import UnsupportedModelError
 from longdraft.model.rotary import Rotary, yarn
-from longdraft.model.shared_parts import norm_before_head
+from longdraft.model.shared_parts import SharedParts, norm_before_head
 from longdraft.training.config import DEPTH, EagleConfig
 from longdraft.training.eagle3 import Eagle3Trainee
 from longdraft.training.run_log import Report
@@ -41,8 +40,17 @@ class EagleTrainee(Eagle3Trainee):
 
     block: EagleBlock
 
-    def __init__(self, *arguments: Any, classification: float = 0.1, noise: float = 0.1, **named: Any) -> None:
-        super().__init__(*arguments, steps=1, decay=1.0, **named)
+    def __init__(
+        self,
+        block: EagleBlock,
+        parts: SharedParts,
+        rotary: Rotary,
+        distill: float = 1.0,
+        product_dtype: torch.dtype = torch.float32,
+        classification: float = 0.1,
+        noise: float = 0.1,
+    ) -> None:
+        super().__init__(block, parts, rotary, steps=1, distill=distill, product_dtype=product_dtype)
         self.classification, self.noise = classification, noise
 
     def states(self, pack: Pack, shifts: Sequence[int]) -> torch.Tensor:
@@ -77,8 +85,10 @@ def train_eagle(config: EagleConfig, progress: Progress = silent, stop: Callable
     runner = session.runner
     if (norm := norm_before_head(runner.model)) is None:
         raise UnsupportedModelError(f"{type(runner.model).__name__} has no norm before its head, which EAGLE reads.")
+    layers: tuple[int, ...] = (runner.depth - 1,)
     if init is None:
-        block, rope, layers = _new(config, session), yarn(_theta(config, session)), (runner.depth - 1,)
+        theta = config.rope_theta or runner.parts.description.get("rope_theta") or THETA
+        block, rope = _new(config, session), yarn(float(theta))
     else:
         init.check(runner)
         block, rope, layers = init.trainable(), init.rope, init.feature_layers(runner)
@@ -89,10 +99,10 @@ def train_eagle(config: EagleConfig, progress: Progress = silent, stop: Callable
         block,
         runner.parts,
         rotary,
-        distill=config.distill,
-        product_dtype=session.product_dtype,
-        classification=config.classification,
-        noise=config.feature_noise,
+        config.distill,
+        session.product_dtype,
+        config.classification,
+        config.feature_noise,
     )
     described = block.shape.as_dict() | {
         "feature_layers": list(layers),
@@ -101,10 +111,6 @@ def train_eagle(config: EagleConfig, progress: Progress = silent, stop: Callable
         **({} if rope["rope_type"] == "default" else {"rope_parameters": rope}),
     }
     yield from session.train(trainee, layers, EAGLE, described, levels=1, shifts=SEEDS)
-
-
-def _theta(config: EagleConfig, session: Session) -> float:
-    return float(config.rope_theta or session.runner.parts.description.get("rope_theta") or THETA)
 
 
 def _new(config: EagleConfig, session: Session) -> EagleBlock:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from longdraft.attention import hybrid
 
@@ -35,9 +36,9 @@ class Kernels(NamedTuple):
 
 
 def serves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """True if torch's flash kernel takes these: 16 bits, all alike, on a GPU that has it."""
+    """True if torch's flash kernel takes these: 16 bits, all alike, on a GPU that has it. Fake ones stand for such."""
     alike = q.dtype == k.dtype == v.dtype and q.element_size() == 2
-    return alike and hybrid.unavailable(q.device, q.dtype, q.shape[-1]) is None
+    return alike and (isinstance(q, FakeTensor) or hybrid.unavailable(q.device, q.dtype, q.shape[-1]) is None)
 
 
 def merged(

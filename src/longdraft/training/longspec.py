@@ -48,7 +48,8 @@ class LongSpecTrainee(Trainee):
             return torch.cat(out, 1)
 
         hidden = self.layer(self.block, x, cos, sin, self_attend, cross_attend, pack.learned.to(self.device))
-        depths = torch.tensor(shifts).repeat_interleave(torch.tensor(pack.counts)).to(self.device)
+        each = zip(shifts, pack.counts, strict=True)
+        depths = torch.cat([torch.full((count,), shift) for shift, count in each]).to(self.device)
         return self.output(hidden, self.target_head, self.labels(pack), depths)
 
 
@@ -63,9 +64,7 @@ def train_longspec(
     trainee = LongSpecTrainee(block, runner.parts, kept, config.distill, session.product_dtype)
     lengths = {"trained_length": config.max_length, "trained_positions": config.max_length + config.anchor_offset}
     described = block.shape.as_dict() | lengths
-    yield from session.train(
-        trainee, (), KIND, described, levels=config.noise, ranks_of=by_shift, shifts=config.noise
-    )
+    yield from session.train(trainee, (), KIND, described, levels=config.noise, ranks_of=by_shift, shifts=config.noise)
 
 
 def _draft(config: TrainConfig, session: Session) -> tuple[LongSpecBlock, torch.Tensor | None]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 CHUNK = 512
 
@@ -29,6 +30,8 @@ class _SoftCrossEntropy(torch.autograd.Function):
         products = head.new_empty(size)
         wide, other = (torch.empty(size, device=head.device) for _ in range(2))
         of_head = torch.empty_like(head) if trained is not None else None
+        # A CPU would convert all of it first, in memory of its own.
+        piece = CHUNK if head.device.type == "cpu" and not isinstance(head, FakeTensor) else len(head)
         for start in range(0, hidden.shape[0], chunk):
             rows = slice(start, start + chunk)
             h = hidden[rows].to(head.dtype)
@@ -45,7 +48,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
                 gradient[rows] = g @ head
             if trained is not None and of_head is not None:
                 torch.mm(g.T, h, out=of_head)
-                for sum_, part in zip(trained.split(CHUNK), of_head.split(CHUNK), strict=True):
+                for sum_, part in zip(trained.split(piece), of_head.split(piece), strict=True):
                     sum_ += part
         ctx.save_for_backward(gradient, trained)
         ctx.head_dtype = head.dtype

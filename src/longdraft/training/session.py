@@ -171,7 +171,8 @@ class Session:
             levels: documents have more learned tokens than this.
         """
         held_out = self.data.held_out
-        long = [i for i, (n, start) in enumerate(zip(held_out.lengths, held_out.starts, strict=True)) if n - start > levels]
+        spans = zip(held_out.lengths, held_out.starts, strict=True)
+        long = [i for i, (length, start) in enumerate(spans) if length - start > levels]
         chosen = [held_out[i] for i in long[:: max(1, len(long) // MEASURED)][:MEASURED]]
         source: FeatureSource = LiveFeatures(reader, chosen, [0] * len(chosen))
         if chosen and self.config.target_rope_factor is None and all(document.kept for document in chosen):
@@ -247,6 +248,9 @@ def begin(
         shortest_learned: a document must have more learned tokens than this.
         keep_end: of a prompt and answer that are too long together, keep the end instead of the beginning.
     """
+    if config.opener is not None:
+        opened: Session = config.opener(config)
+        return opened
     if config.threads:
         torch.set_num_threads(config.threads)
     device_name = config.device or ""

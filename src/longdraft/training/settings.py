@@ -17,6 +17,10 @@ from longdraft.errors import ConfigError
 Config = TypeVar("Config")
 
 
+# Fields of a configuration that are no settings.
+BESIDE = ("fields_set", "opener")
+
+
 @dataclass(frozen=True)
 class Range:
     """The values that a setting takes, in words for the help and for errors, and as a test."""
@@ -90,7 +94,7 @@ def check(config: Any) -> None:
 
 
 def _settings(config: type[Any]) -> list[dataclasses.Field[Any]]:
-    return [f for f in dataclasses.fields(config) if f.name != "fields_set"]
+    return [f for f in dataclasses.fields(config) if f.name not in BESIDE]
 
 
 def read_config(path: Path | str | None, overrides: Sequence[str], config: type[Config]) -> Config:

@@ -59,15 +59,14 @@ class Tokens(Sequence[Document]):
             ends.append(len(ids))
             starts.append(document.start)
             kept.append(document.kept)
-        columns = [torch.tensor(column) for column in (ids, ends, starts)]
-        return cls(*columns, kept if any(kept) else ())
+        return cls(torch.tensor(ids), torch.tensor(ends), torch.tensor(starts), kept if any(kept) else ())
 
     @classmethod
     def mapped(cls, path: Path) -> Tokens:
         """A shard on disk. Raises CheckpointError if it is missing or damaged."""
         with feature_files.opened(path, ADVICE) as file:
-            columns = [file.get_tensor(name) for name in ("ids", "ends", "starts")]
-            return cls(*columns, (), file.metadata()["digest"])
+            ids, ends, starts = (file.get_tensor(name) for name in ("ids", "ends", "starts"))
+            return cls(ids, ends, starts, (), file.metadata()["digest"])
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -114,7 +113,7 @@ def write(
     else:
         folder.mkdir(parents=True, exist_ok=True)
         feature_files.write_index(folder, index)
-    done, shard = rows_done(folder), len(_paths(folder))
+    done, shard = rows_done(folder), len(shards_of(folder))
     documents, waiting, total = 0, list[Document](), 0
     size = 0
 
@@ -150,7 +149,7 @@ def read(folder: Path, tokenizer: PreTrainedTokenizerBase) -> list[Tokens]:
     """The shards of a folder. Raises CheckpointError if some lack, are damaged, or are of another tokenizer."""
     if "rows" not in _check(folder, tokenizer):
         raise CheckpointError(f"{folder} is not finished: the same `longdraft train data` command continues it.")
-    return [Tokens.mapped(path) for path in _paths(folder)]
+    return [Tokens.mapped(path) for path in shards_of(folder)]
 
 
 def sources(
@@ -168,12 +167,17 @@ def sources(
 
 def is_shards(path: Path | str) -> bool:
     """True for a folder of shards."""
-    return (Path(path) / INDEX).is_file() and bool(_paths(Path(path)))
+    return (Path(path) / INDEX).is_file() and bool(shards_of(Path(path)))
+
+
+def shards_of(folder: Path) -> list[Path]:
+    """The shards' files, in order."""
+    return sorted(folder.glob("tokens-*.safetensors"))
 
 
 def rows_done(folder: Path) -> int:
     """Rows of the source that a folder's shards hold or have left out."""
-    paths = _paths(folder)
+    paths = shards_of(folder)
     if not paths:
         return 0
     with feature_files.opened(paths[-1], ADVICE) as file:
@@ -195,7 +199,3 @@ def _fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def _path(folder: Path, shard: int) -> Path:
     return folder / f"tokens-{shard:05d}.safetensors"
-
-
-def _paths(folder: Path) -> list[Path]:
-    return sorted(folder.glob("tokens-*.safetensors"))
