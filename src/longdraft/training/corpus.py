@@ -142,8 +142,9 @@ def collect(
     """
     learned, measured = Documents(sources), Documents(sources)
     for at, source in enumerate(sources):
-        for row, start in enumerate(source.starts.tolist()):
-            first, end = source.span(row)
+        end = 0
+        for row, (start, at_end) in enumerate(zip(source.starts.tolist(), source.ends.tolist(), strict=True)):
+            first, end = end, at_end
             kept = source.kept[row] if source.kept else None
             # Where each piece begins among the source's tokens, how long it is, its start, what was cut off before.
             pieces = [(first, end - first, start, 0)]
@@ -163,7 +164,7 @@ def collect(
                 # the number without the folder, which may be moved or split.
                 whole = (begin, begin + length) if text else (first, end)
                 passage = kept[1] if kept else source.slice(whole[0], min(whole[1], whole[0] + SAME_PASSAGE))
-                if _share(passage, "sample") >= sample:
+                if sample < 1 and _share(passage, "sample") >= sample:
                     continue
                 if length < min_length or length - learned_from <= shortest_learned:
                     skipped.add("too short")

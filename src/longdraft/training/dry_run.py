@@ -209,7 +209,7 @@ def estimate(training: Training, config: RunConfig, gpus: int = 1, tokens: float
 
     def opener(given: RunConfig) -> Session:
         # The session starts no processes, and encodes nothing.
-        return DryRun(given, None, _runner(target), None, data, silent, never, gpus, tokens, found)  # type: ignore[arg-type]
+        return DryRun(given, None, _runner(target), None, data, silent, never, gpus, tokens, found)
 
     config = replace(config, init=None, opener=opener)
     with FakeTensorMode(), warnings.catch_warnings():
