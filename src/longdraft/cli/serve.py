@@ -91,10 +91,14 @@ class ServiceOptions:
 
         def cache(spec: Speculator) -> PromptCache:
             layers = spec.feature_layers()
-            if settings.snapshots is None or spec is not first:
+            if spec is not first:
                 return PromptCache(layers)
-            fingerprint = spec.runner().fingerprint
-            return DiskPrefixes(settings.snapshots, fingerprint, settings.snapshot_bytes, feature_layers=layers)
+            if settings.snapshots is None:
+                return PromptCache(layers, settings.tree_bytes)
+            return DiskPrefixes(
+                settings.snapshots, spec.runner().fingerprint, settings.snapshot_bytes,
+                feature_layers=layers, tree_bytes=settings.tree_bytes,
+            )  # fmt: skip
 
         service = Service(
             settings, lambda method: first if method == methods[0] else speculator(method), loaded.tokenizer, cache
@@ -108,7 +112,7 @@ class ServiceOptions:
         context, limit, slots = self.context, runner.context_length, self.settings.slots
         if context is not None and context > limit:
             raise RequestError(f"--context {context}: the model's context holds {limit} (--rope-factor stretches it).")
-        room = _room(runner, slots * methods * self.sharing)
+        room = _room(runner, slots * methods * self.sharing, self.settings.tree_bytes * self.sharing)
         if context is not None and context > room:
             raise MemoryBudgetError(
                 f"--context {context}: the free memory holds {room} tokens for each of {slots} slots."
@@ -120,9 +124,12 @@ class ServiceOptions:
         return context or min(limit, room)
 
 
-def _room(runner: TargetRunner, slots: int) -> int:
-    """Tokens of context that fit the memory in each slot; a fifth of the memory stays free."""
+def _room(runner: TargetRunner, slots: int, kept: int) -> int:
+    """Tokens of context that fit the memory in each slot, beside ``kept`` bytes of the host's; a fifth of the memory
+    stays free."""
     free = sizes.available_bytes(runner.device)
+    if free is not None and runner.device.type == "cpu":
+        free = max(0, free - kept)
     each = runner.kv_shape.bytes_per_token * runner.kv_dtype.itemsize // runner.kv_shape.dtype.itemsize
     return 1 << 40 if free is None or runner.offload is not None else int(0.8 * free / (each * slots))
 
@@ -158,6 +165,9 @@ def serve(
     earlier: Annotated[
         int, typer.Option(min=0, help="Lookups also search this many tokens of the same key's earlier requests.")
     ] = 0,
+    prefix_gib: Annotated[
+        float, typer.Option(min=0, help="Memory for beginnings of texts that others have taken the slots of, in GiB.")
+    ] = 2.0,
     snapshots: Annotated[
         Path | None, typer.Option(help="Keep prompts here, for the next start.", show_default="not kept")
     ] = None,
@@ -195,6 +205,7 @@ def serve(
         settings = Settings(
             name or "", methods, slots, context or 0, queue, max_tokens, min(512, max_tokens), timeout, keys=keys,
             earlier=earlier, snapshots=snapshots, snapshot_bytes=int(snapshot_gib * 2**30),
+            tree_bytes=int(prefix_gib * 2**30),
         )  # fmt: skip
         service_options = ServiceOptions(
             loading,

@@ -44,6 +44,24 @@ class KVShape:
         return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
 
 
+@dataclass(frozen=True)
+class Rows:
+    """Rows of some tokens outside of a store.
+
+    Attributes:
+        keys, values: (layers, kv_heads, n, head_dim), keys after RoPE.
+        features: (n, layers kept x feature_size); None if none are kept.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    features: torch.Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.nbytes for x in (self.keys, self.values, self.features) if x is not None)
+
+
 class KVStore:
     """Keys and values of all layers.
 
@@ -261,6 +279,17 @@ class KVStore:
         rows = torch.cat([hidden[layer] for layer in self.feature_layers], dim=-1)
         for b, (slot, n) in enumerate(zip(block.slots, block.lengths, strict=True)):
             self.features[slot, n + block.offset : n + block.width] = rows[b]
+
+    def rows(self, slot: int, start: int, end: int) -> Rows:
+        """Copies committed rows ``[start, end)`` of a slot to the host's memory."""
+        dtype = self.dtype if self.dtype.is_floating_point else self.shape.dtype
+        size = (self.shape.layers, self.shape.kv_heads, end - start, self.shape.head_dim)
+        keys, values = torch.empty(size, dtype=dtype), torch.empty(size, dtype=dtype)
+        for layers in self.portions:
+            for out, own in zip((keys, values), self.stored(slot, layers, end), strict=True):
+                out[layers] = own[:, :, start:end].to(dtype)
+        features = None if self.features is None else self.features[slot, start:end].to("cpu", copy=True)
+        return Rows(keys, values, features)
 
     def put_rows(
         self, slot: int, start: int, keys: torch.Tensor, values: torch.Tensor, features: torch.Tensor | None = None

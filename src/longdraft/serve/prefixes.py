@@ -20,7 +20,8 @@ from pathlib import Path
 
 from longdraft.errors import CheckpointError, MemoryBudgetError
 from longdraft.memory import snapshot
-from longdraft.memory.prompt_cache import PromptCache, common_prefix, packed
+from longdraft.memory.prompt_cache import PromptCache
+from longdraft.memory.token_ids import common_prefix, packed
 
 logger = logging.getLogger("longdraft")
 
@@ -53,6 +54,7 @@ class DiskPrefixes(PromptCache):
         min_tokens: a text is written if no file holds this many of its tokens, and read if that saves this many.
         feature_layers: see :class:`PromptCache`. Snapshots that lack hidden states that a run needs are not read.
         pause: seconds between a failed attempt to write and the next: each costs a copy of the text's rows.
+        tree_bytes: see :class:`PromptCache`.
 
     Raises:
         CheckpointError: the folder cannot be created or read.
@@ -66,8 +68,9 @@ class DiskPrefixes(PromptCache):
         min_tokens: int = 256,
         feature_layers: tuple[int, ...] = (),
         pause: float = 60.0,
+        tree_bytes: int = 0,
     ) -> None:
-        super().__init__(feature_layers)
+        super().__init__(feature_layers, tree_bytes)
         self._pause = pause
         self._folder, self._target = folder, fingerprint
         self._max_bytes, self._min_tokens = max_bytes, max(1, min_tokens)
@@ -85,7 +88,8 @@ class DiskPrefixes(PromptCache):
         """Like :meth:`PromptCache.begin`, but first reads a file that has more of the prompt than any slot."""
         prompt = packed(prompt)
         text = prompt[:-1]
-        known = max(self._common(each, text, kind) for each in range(len(self.tokens))) // piece * piece
+        in_slots = max(self._common(each, text, kind) for each in range(len(self.tokens)))
+        known = max(in_slots, self._in_tree(text, kind)) // piece * piece
         path, shared = self._nearest(text, kind)
         shared = shared // piece * piece
         if path is not None and shared >= self._min_tokens:
@@ -93,6 +97,7 @@ class DiskPrefixes(PromptCache):
             with contextlib.suppress(OSError):
                 path.touch()  # the next start orders the files by this
             if shared >= known + self._min_tokens:
+                self._save_from(slot, 0)
                 self._load(path, slot, shared, kind)
         return super().begin(slot, prompt, piece, kind)
 

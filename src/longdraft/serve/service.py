@@ -41,7 +41,7 @@ class Service:
     ) -> None:
         self.settings, self.tokenizer = settings, tokenizer
         self._new_speculator = speculator
-        self._new_cache = cache or (lambda spec: PromptCache(spec.feature_layers()))
+        self._new_cache = cache or (lambda spec: PromptCache(spec.feature_layers(), settings.tree_bytes))
         self._speculators: dict[str, Speculator] = {}
         self._caches: dict[str, PromptCache] = {}
         self.worker = Worker(self._session, settings.slots, settings.queue, self._keep_a_prompt)
