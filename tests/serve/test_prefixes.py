@@ -310,3 +310,29 @@ def test_a_process_that_is_killed_leaves_no_damaged_file_in_use(tmp_path, caplog
         assert cache.read(OLD) == 39, point
         assert cache.read(NEW) == (119 if point == "with its name" else 60), point
     assert not caplog.text  # no file was damaged: renaming is the last thing
+
+
+def test_replicas_take_a_folder_each_and_the_next_start_finds_it_again(tmp_path):
+    code = "import sys; from pathlib import Path; from longdraft.serve.prefixes import own_folder\n"
+    code += "print(own_folder(Path(sys.argv[1])), flush=True); sys.stdin.read()"
+    root = Path(__file__).parents[2]
+    environment = os.environ | {"PYTHONPATH": str(root / "src")}
+
+    def replica():
+        run = [sys.executable, "-c", code, str(tmp_path)]
+        return subprocess.Popen(run, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+
+    def folders(*replicas):
+        return [run.stdout.readline().strip() for run in replicas]
+
+    first = replica()
+    assert folders(first) == [str(tmp_path / "0")]
+    second = replica()
+    assert folders(second) == [str(tmp_path / "1")]
+    first.kill()
+    first.wait()
+    third = replica()
+    assert folders(third) == [str(tmp_path / "0")]
+    for run in (second, third):
+        run.kill()
+        run.wait()

@@ -55,8 +55,12 @@ class ServiceOptions:
         return replace(self, sharing=sharing, loading=replace(self.loading, threads=self.loading.threads or threads))
 
     def service_in_replica(self) -> Service:
+        from longdraft.serve.prefixes import own_folder
+
         options.load_file(list(self.files))
-        return self.service(lambda _: None)
+        kept = self.settings.snapshots
+        settings = replace(self.settings, snapshots=None if kept is None else own_folder(kept))
+        return replace(self, settings=settings).service(lambda _: None)
 
     def service(self, progress: Progress) -> Service:
         """Loads the model.
@@ -235,8 +239,6 @@ def _on_ray(service_options: ServiceOptions, replicas: str, config: Path | None,
     from longdraft.serve.replicas import fleet, serve
 
     settings, loading = service_options.settings, service_options.loading
-    if settings.snapshots is not None:
-        raise RequestError("--snapshots: one process at a time keeps prompts in a folder, so not with --ray.")
     chosen = fleet(replicas, config, loading.on_gpu, loading.threads)
     service_options = service_options.as_replica(chosen.most, chosen.cpus)
     with console.status() as status:

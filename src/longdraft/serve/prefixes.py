@@ -16,7 +16,10 @@ from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 from longdraft.errors import CheckpointError, MemoryBudgetError
 from longdraft.memory import snapshot
@@ -26,6 +29,8 @@ from longdraft.memory.token_ids import common_prefix, packed
 logger = logging.getLogger("longdraft")
 
 _SUFFIX = ".kv.safetensors"
+# Of the folders that this process uses.
+_locks: list[FileLock] = []
 # The most bytes of a file's header.
 _HEADER = 1024
 
@@ -40,6 +45,27 @@ class _File:
     size: int
     kind: str
     parent: str = ""
+
+
+def own_folder(folder: Path) -> Path:
+    """The first of the folders ``folder/0``, ``folder/1``, ... that no other process uses; kept until this one ends.
+
+    Raises:
+        CheckpointError: none can be created.
+    """
+    for number in count():
+        own = folder / str(number)
+        try:
+            own.mkdir(parents=True, exist_ok=True)
+            lock = FileLock(own / "lock")
+            lock.acquire(blocking=False)
+        except Timeout:
+            continue
+        except OSError as error:
+            raise CheckpointError(f"Prompts cannot be kept in {own}: {error}.") from error
+        _locks.append(lock)
+        return own
+    raise AssertionError
 
 
 class DiskPrefixes(PromptCache):
