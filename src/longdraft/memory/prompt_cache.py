@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -159,12 +160,12 @@ class PromptCache:
         store = self.store
         assert store is not None
         text = self.tokens[slot][: store.lengths[slot]]
+        if store.states or not self._tree.max_bytes or len(text) - held < _WORTH:
+            return
         free = sizes.available_bytes(torch.device("cpu"))
         # What is free now may have been promised to slots: rows are kept only where there is plenty.
-        crowded = free is not None and free < 4 * len(text) * store.shape.bytes_per_token
-        if store.states or not self._tree.max_bytes or len(text) - held < _WORTH or crowded:
-            return
-        self._tree.put(text, lambda start, end: store.rows(slot, start, end), self.kinds[slot])
+        if free is None or free > 4 * len(text) * store.shape.bytes_per_token:
+            self._tree.put(text, partial(store.rows, slot), self.kinds[slot])
 
     def _shared(self, slot: int, text: array[int], piece: int, kind: str) -> int:
         """Rows of a slot that a text can begin with: a multiple of ``piece`` that the slot's states can go back to."""
