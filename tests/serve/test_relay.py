@@ -127,7 +127,9 @@ def test_metrics_of_all_replicas_are_on_one_page():
         name = json.loads(request.body)["prompt"]
         yield {"type": "http.response.start", "status": 200, "headers": []}
         yield {"type": "http.response.body", "body": b"said"}
-        yield {"type": METRICS, "replica": name, "page": page.format("asked", float(len(name)))}
+        made, count = (2.0, 1.0) if name == "b" else (1.0, 3.0)
+        yield {"type": METRICS, "replica": "a", "made": made, "page": page.format("asked", 7 * made)}  # the later one
+        yield {"type": METRICS, "replica": name, "made": made, "page": page.format("asked", count)}
 
     relay = Relay(ask)
     for name in ("b", "one", "b"):
@@ -135,7 +137,8 @@ def test_metrics_of_all_replicas_are_on_one_page():
     status, found = through(relay, path="/metrics", method="GET")
     lines = [line for line in found.decode().splitlines() if not line.startswith("#")]
     assert status == 200 and found.count(b"# TYPE longdraft:asked_total counter") == 1
-    assert lines == [f'longdraft:asked_total{{model_name="m",replica="{name}"}} {len(name)}.0' for name in ("b", "one")]
+    counts = {"a": 14.0, "b": 1.0, "one": 3.0}
+    assert lines == [f'longdraft:asked_total{{model_name="m",replica="{name}"}} {n}' for name, n in counts.items()]
 
 
 def test_the_application_answers_and_a_client_that_leaves_ends_its_request():

@@ -88,13 +88,14 @@ class Relay:
     Attributes:
         ongoing: how many requests have not been answered completely.
         draining: refuse new requests.
-        pages: the latest metrics of each replica, which come behind its answers (:data:`METRICS`).
+        pages: the latest metrics of each replica, which come behind its answers (:data:`METRICS`), and when they were
+            made.
     """
 
     def __init__(self, ask: Callable[[Forwarded], AsyncIterator[Message]], pause: float = _PAUSE) -> None:
         self._ask, self._pause = ask, pause
         self.ongoing, self.draining = 0, False
-        self.pages: dict[str, str] = {}
+        self.pages: dict[str, tuple[float, str]] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -105,7 +106,7 @@ class Relay:
             await JSONResponse(state, status)(scope, receive, send)
             return
         if scope["path"] == "/metrics":
-            page = merged(self.pages)
+            page = merged({replica: page for replica, (_, page) in self.pages.items()})
             await Response(page, media_type="text/plain; version=0.0.4; charset=utf-8")(scope, receive, send)
             return
         if self.draining:
@@ -135,7 +136,8 @@ class Relay:
             try:
                 async for part in self._ask(request):
                     if part["type"] == METRICS:
-                        self.pages[part["replica"]] = part["page"]
+                        page = part["made"], part["page"]  # answers that end together may come in another order
+                        self.pages[part["replica"]] = max(page, self.pages.get(part["replica"], page))
                         continue
                     if part["type"] == "http.response.start":
                         head = part

@@ -120,7 +120,8 @@ class Replica:
     async def answer(self, request: Forwarded) -> AsyncIterator[Message]:
         async for message in answer(self._app, request):
             yield message
-        yield {"type": METRICS, "replica": self._name, "page": self._service.metrics.page().decode()}
+        page = self._service.metrics.page().decode()
+        yield {"type": METRICS, "replica": self._name, "made": time.monotonic(), "page": page}
 
     def check_health(self) -> None:
         """Called by Ray, which replaces a replica that raises."""
