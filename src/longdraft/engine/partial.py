@@ -161,9 +161,6 @@ class SpecPV(Schedule):
 
     def verify(self, sequences: list[Sequence], trees: list[TokenTree]) -> list[Verified]:
         modes = [self.mode(s) for s in sequences]
-        # If one sequence needs a full pass, all waiting rows are corrected by it: one forward of the batch.
-        if "refresh" in modes:
-            modes = ["refresh" if mode == "partial" else mode for mode in modes]
         in_full = [i for i, mode in enumerate(modes) if mode != "partial"]
         in_part = [i for i, mode in enumerate(modes) if mode == "partial"]
         verified: dict[int, Verified] = {}
