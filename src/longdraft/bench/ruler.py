@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import string
 from collections.abc import Callable
+from dataclasses import replace
 
 from longdraft.bench.data import Sample
 from longdraft.bench.scores import of_dataset
@@ -72,7 +73,7 @@ def samples(kind: str, template: str, hay: str | None = None, count: int | None 
         if len(answers) == 1:
             what, words = "number", template.replace("Some", "A").replace("are all", "is").replace("are", "is")
         before, after = words.replace("{kind}", what).replace("{query}", query).split("{context}")
-        text, needles = hay or NOISE * _NOISE_TIMES, tuple(zip(depths, sentences, strict=True))
-        placed = {"answers": answers, "score": of_dataset(kind), "needles": needles}
-        found.append(Sample(text, after, kind, f"{kind}:{i + 1}", before, joint="", **placed))
+        needles = tuple(zip(depths, sentences, strict=True))
+        sample = Sample(hay or NOISE * _NOISE_TIMES, after, kind, f"{kind}:{i + 1}", before, joint="", needles=needles)
+        found.append(replace(sample, answers=answers, score=of_dataset(kind)))
     return found
