@@ -33,7 +33,7 @@ LAYOUTS = {
     "spec-bench": ({"question_id": 1, "category": "rag", "turns": ["first", "second"]}, "", ""),
     "leval": (
         {"input": "long text", "instructions": ["why?", "who?"], "outputs": ["A", "B"], "evaluation": "exam"},
-        "Document is as follows. ", "Question: why?",
+        "", "why?\n\nAnswer with the letter",
     ),
 }  # fmt: skip
 
@@ -81,7 +81,7 @@ def test_parts_of_a_data_set(tmp_path, write):
     (tmp_path / "leval" / "Open-ended-tasks" / "news.jsonl").write_text(json.dumps(open_row))
     found = tasks.read([f"leval={tmp_path / 'leval'}"])
     assert [(s.dataset, s.score) for s in found[1:3]] == [("leval/coursera", "letters"), ("leval/news", "rouge_l")]
-    assert "with 2 words" in found[2].instruction
+    assert found[2].instruction == "\n\nwhy?"
     questions = [{"category": c, "turns": ["q"]} for c in ("writing", "translation")]
     found = tasks.read([f"spec-bench={write(questions)}"])
     assert [s.dataset for s in found] == ["spec-bench/mt_bench", "spec-bench/translation"]

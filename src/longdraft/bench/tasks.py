@@ -1,7 +1,7 @@
 """Data sets by name: where their rows are, how a row becomes a prompt, and how its answer is scored.
 
-The words around documents are those that a data set's authors publish (``templates.json``: LongBench and LongBench v2,
-L-Eval, RULER), and our own for the data sets that come without any.
+The words around documents are those that a data set's authors publish (``templates.json``: LongBench, LongBench v2 and
+RULER), and our own for the data sets that come without any.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Task:
         hub: arguments of ``datasets.load_dataset``; empty: it is read from files alone.
         plain, middle: as of :class:`~longdraft.bench.data.Sample`.
         columns: makes the prompts' columns of a row, one or several; ``part`` among them names a part of the data set,
-            ``template`` and ``score`` are in the place of the task's.
+            ``score`` how it is scored.
     """
 
     template: str
@@ -72,8 +72,7 @@ def _leval(row: Row) -> Iterable[Columns]:
     for instruction, output in zip(asked or (), outputs or (), strict=False):
         yield {
             "context": row.columns.get("input"), "instruction": instruction, "answers": [output], "part": row.stem,
-            "template": _TEMPLATES["leval-exam" if kind == "exam" else "leval-open"], "score": score,
-            "words": str(len(str(output).split())),
+            "brief": "\n\nAnswer with the letter, or with the answer alone." if kind == "exam" else "", "score": score,
         }  # fmt: skip
 
 
@@ -85,9 +84,9 @@ def _spec_bench(row: Row) -> Iterable[Columns]:
 
 
 TASKS = {
-    **{name: _longbench(name) for name in _TEMPLATES if name.split("-")[0] not in ("longbench", "leval", "niah", "vt")},
+    **{name: _longbench(name) for name in _TEMPLATES if name.split("-")[0] not in ("longbench", "niah", "vt")},
     "longbench-v2": Task(_TEMPLATES["longbench-v2"], hub={"path": "THUDM/LongBench-v2", "split": "train"}, middle=True),
-    "leval": Task(_TEMPLATES["leval-open"], columns=_leval),
+    "leval": Task("{context}\n\n{instruction}{brief}", columns=_leval),
     "ruler": Task("{context}", ("input",), ("outputs",)),
     "spec-bench": Task("{context}", columns=_spec_bench),
     "pg19": Task(
@@ -164,7 +163,7 @@ def built_in() -> list[Sample]:
 
 def _sample(name: str, row: Row, columns: Columns) -> Sample:
     task = TASKS[name]
-    halves = str(columns.get("template", task.template)).split("{context}")
+    halves = task.template.split("{context}")
     column = next((c for c in task.document if c in columns), None)
     asked = re.findall(r"\{(\w+)\}", "".join(halves))
     if column is None or not all(c in columns for c in asked):

@@ -9,7 +9,8 @@ from typer.models import OptionInfo
 
 _PANELS = {
     "Sampling": (
-        "top_k", "top_p", "min_p", "repetition_penalty", "repetition_window", "foresee", "stop", "raw", "think",
+        "top_k", "top_p", "min_p", "repetition_penalty", "repetition_window", "foresee", "stop", "raw",
+        "system", "think",
     ),
     "Draft and tree": ("draft", "option", "plan", "tree", "depth", "nodes", "widths", "tree_top_k", "threshold"),
     "Model and memory": (
