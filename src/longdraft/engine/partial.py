@@ -169,9 +169,8 @@ class SpecPV(Schedule):
         in_part = [i for i, mode in enumerate(modes) if mode == "partial"]
         verified: dict[int, Verified] = {}
         if in_full:
-            taps = self._all_queries if "refresh" in modes else Taps(queries=self.query_layers)
-            full = self._verify_full([sequences[i] for i in in_full], [trees[i] for i in in_full], taps)
-            verified |= zip(in_full, full, strict=True)
+            chosen = [sequences[i] for i in in_full], [trees[i] for i in in_full], [modes[i] for i in in_full]
+            verified |= zip(in_full, self._verify_full(*chosen), strict=True)
         if in_part:
             part = self._verify_partial([sequences[i] for i in in_part], [trees[i] for i in in_part])
             verified |= zip(in_part, part, strict=True)
@@ -179,13 +178,14 @@ class SpecPV(Schedule):
             verified[i].mode = mode
         return [verified[i] for i in range(len(sequences))]
 
-    def _verify_full(self, sequences: list[Sequence], trees: list[TokenTree], taps: Taps) -> list[Verified]:
+    def _verify_full(self, sequences: list[Sequence], trees: list[TokenTree], modes: list[Mode]) -> list[Verified]:
+        taps = self._all_queries if "refresh" in modes else Taps(queries=self.query_layers)
         longer = [tree.prepended(self.waiting(s)) for s, tree in zip(sequences, trees, strict=True)]
         out = self.forward(longer, sequences, taps)
         assert out.logits is not None
         verified = []
         for b, (s, tree) in enumerate(zip(sequences, trees, strict=True)):
-            if taps is self._all_queries:
+            if modes[b] == "refresh":
                 self._queries[s.slot] = {layer: q[b, :, : longer[b].size] for layer, q in out.queries.items()}
             walked = self._walked(tree, longer[b])
             start = longer[b].size - walked.size
