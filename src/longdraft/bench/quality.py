@@ -13,12 +13,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from longdraft.bench import scores
 from longdraft.bench.contenders import ends_of
 from longdraft.bench.drift import Drift, Listener, RecordedSpecPV, drift, exact
 from longdraft.bench.needle import ANSWER_TOKENS, Haystack
 from longdraft.bench.prompts import Prompt
 from longdraft.bench.run import WAKE_PROMPT, WAKE_TOKENS
+from longdraft.bench.scores import rouge_l, score
 from longdraft.bench.ties import first_difference
 from longdraft.engine.loop import Engine
 from longdraft.engine.partial import SpecPV
@@ -290,8 +290,8 @@ class Quality:
         likeness = {
             name: self._likeness(runs[of], runs[name]) for name in runs if (of := self.reference(name)) is not None
         }
-        given = {name: scores.score(prompt.sample, self._text(run.tokens)) for name, run in runs.items()}
-        known = {name: score for name, score in given.items() if score is not None}
+        given = {name: score(prompt.sample, self._text(run.tokens)) for name, run in runs.items()}
+        known = {name: x for name, x in given.items() if x is not None}
         return Compared(prompt, runs, likeness, drifts, known)
 
     def search(
@@ -336,8 +336,8 @@ class Quality:
         longer = max(len(reference.tokens), len(run.tokens))
         same = first_difference(reference.tokens, run.tokens)
         same = longer if same is None else same
-        score = scores.rouge_l()(self._text(reference.tokens), self._text(run.tokens))
-        return Likeness(score, same, same / longer)
+        rouge = rouge_l()(self._text(reference.tokens), self._text(run.tokens))
+        return Likeness(rouge, same, same / longer)
 
     def _text(self, tokens: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
