@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 from longdraft.errors import CapabilityError
 
 # Training shares out its data, and says so itself; the last two load no model.
-_TOGETHER = ("generate", "serve", "train", "methods", "completion")
+_TOGETHER = ("generate", "serve", "bench", "train", "methods", "completion")
 
 
 def count() -> int:
@@ -41,8 +41,14 @@ def check_verb(verb: str | None) -> None:
     if count() > 1 and verb is not None and verb not in _TOGETHER:
         raise CapabilityError(
             f"`longdraft {verb}` runs in one process, and {count()} were started: start it without torchrun. "
-            "`longdraft generate`, `longdraft serve` and Python programs share a model out."
+            "`longdraft generate`, `serve` and `bench` and Python programs share a model out."
         )
+
+
+def check_options(given: Mapping[str, object]) -> None:
+    """Raises CapabilityError for the first of some options that was given, which one process alone takes."""
+    for option in (name for name, value in given.items() if value and count() > 1):
+        raise CapabilityError(f"Processes that share a model take no {option}: leave it out.")
 
 
 def together(verb: Callable[..., None]) -> Callable[..., None]:

@@ -215,8 +215,7 @@ def serve(
             1 if loading.on_gpu else processes.on_this_machine(),
         )
         service_options.check()
-    if processes.count() > 1 and (ray or snapshots is not None):
-        raise CapabilityError("Processes that share a model take no --ray and no --snapshots: leave them out.")
+    processes.check_options({"--ray": ray, "--snapshots": snapshots})
     if ray:
         _on_ray(service_options, replicas, ray_config, host, port)
         return
