@@ -129,7 +129,7 @@ def scaled_attention(
         (B, Hq, T, d) in q's dtype.
     """
     out, scoring = torch.empty_like(q), Scoring(softcap, sinks)
-    block = Block.make(slots.tolist(), lengths.tolist(), q.shape[2], mask, offset=offset)
+    block = Block.make(slots.tolist(), lengths.tolist(), q.shape[2], mask, q.device, offset)
     for b, (slot, n) in enumerate(zip(block.slots, block.lengths, strict=True)):
         end, seen = (n + block.width, block.visible(b, q.device)) if tree else (n, None)
         rows = Scaled(keys, key_scales)[slot, :, :end], Scaled(values, value_scales)[slot, :, :end]
