@@ -10,6 +10,7 @@ registers a number is multiplied by its row's scale and rounded to the queries' 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 
@@ -84,7 +85,7 @@ def check(device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
 
 def _arguments(
     q: torch.Tensor, keys: Scaled, values: Scaled, block: Block, scale: float, scoring: Scoring, tree: bool
-) -> tuple[object, ...]:
+) -> tuple[Any, ...]:
     """Those of the operator."""
     return (
         *(q, keys.numbers, keys.scales, values.numbers, values.scales, block.slots_t, block.lengths_t),
