@@ -50,7 +50,7 @@ def test_every_method_writes_what_plain_decoding_on_that_kv_writes(method, tmp_p
     there.waits.clear()
     assert tokens(spec) == expected and recorder.replays > 0
     assert not [place for place in there.waits if "memory/" in place or "attention/" in place]
-    if method != "suffix":  # whose trees are others the next time
+    if method in QUICK:  # others have other trees the next time, or recordings for one request
         captures = recorder.captures
         assert tokens(spec) == expected and recorder.captures == captures  # of the same memory
 
