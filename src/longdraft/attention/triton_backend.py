@@ -349,6 +349,8 @@ def _launch_block(inputs: Inputs, mask: torch.Tensor | None, offset: int, o: tor
     grid = (triton.cdiv(inputs.rows, block_m), batch * kv_heads)
     if 0 in grid:
         return
+    if inputs.scaled:  # scales take registers that keys would have
+        block_n = max(16, block_n // 2)
     # A causal chain reads no mask, but the kernel needs some pointer and three strides.
     mask_t, mask_strides = (slots, (0, 0, 0)) if mask is None else (mask.view(torch.uint8), mask.stride())
     with torch.cuda.device_of(q):
