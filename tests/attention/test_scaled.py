@@ -59,9 +59,10 @@ def test_the_bits_are_those_of_rows_that_were_unpacked_before(dtype, monkeypatch
     q, keys, values, block, scale = rounded([300, 0, 65], 9, heads=(6, 2), head_dim=32, dtype=dtype)
     choice = triton_backend.Choice(32)
     monkeypatch.setattr(triton_backend, "_choice", lambda inputs: choice)
-    monkeypatch.setattr(triton_backend, "_choose_splits", lambda *_: 3)
-    found = triton_backend.attend(q, keys, values, block, scale)
-    assert torch.equal(found, triton_backend.attend(q, keys.to(dtype), values.to(dtype), block, scale))
+    rest = block.slots_t, block.lengths_t, scale, 300, 3
+    found = triton_backend.prefix_attention(q, keys, values, *rest)
+    unpacked = triton_backend.prefix_attention(q, keys.to(dtype), values.to(dtype), *rest)
+    assert all(torch.equal(a, b) for a, b in zip(found, unpacked, strict=True))
 
 
 def test_other_rows_take_the_path_that_they_took():
