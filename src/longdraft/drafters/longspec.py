@@ -384,7 +384,7 @@ class _Round(DraftRound):
         forward = partial(
             _forward, self._bound, self._drafter._runner.prefix_attend, keys, values, block, longest, best
         )
-        if level.depth and type(self._drafter._store) is KVStore and self._drafter.retrieved is None:
+        if level.depth and self._drafter._store.in_place and self._drafter.retrieved is None:
             # Recordings are of the block's weights, and of these keys and values.
             kind = "longspec", self._bound.block, keys.data_ptr(), values.data_ptr(), longest, best
             beside = cos, sin, block.slots_t, block.lengths_t

@@ -39,6 +39,8 @@ class DiskStore(KVStore):
         MemoryBudgetError: the disk has no room for the file, or the memory none for two of its layers.
     """
 
+    in_place = False
+
     def __init__(
         self,
         folder: Path,

@@ -108,6 +108,8 @@ class HostStore(KVStore):
             of these.
     """
 
+    in_place = False
+
     def __init__(
         self,
         shape: KVShape,

@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import torch
 
@@ -66,10 +67,13 @@ class KVStore:
         unverified: rows behind the committed ones that a partial verification wrote. Only drafters read them, and a
             full forward overwrites them.
         states: of the layers that keep no rows of the whole text.
+        in_place: all layers stay in memory, where kernels and recorded forwards read them.
 
     Raises:
         MemoryBudgetError: the tensors do not fit the free memory.
     """
+
+    in_place: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -92,7 +96,7 @@ class KVStore:
         if rooms is None:
             tensors = self._made(slots, capacity, transposed_keys, width)
         else:
-            kind = "store", shape, self.device, transposed_keys, feature_layers, width
+            kind = "store", shape, self.dtype, self.device, transposed_keys, feature_layers, width
             make = partial(self._made, transposed_keys=transposed_keys, width=width)
             self.room = rooms.take(self, kind, slots, capacity, make)
             self.slots, self.capacity, tensors = self.room.slots, self.room.capacity, self.room.tensors
