@@ -33,7 +33,7 @@ from longdraft.attention.transfer import on_device
 from longdraft.drafters.shared.eagle3_block import Eagle3Block
 from longdraft.drafters.shared.layered import layered
 from longdraft.drafters.shared.layers import SelfAttend
-from longdraft.drafters.shared.levels import DraftRound, Fed, Inputs, each_row
+from longdraft.drafters.shared.levels import DraftRound, Fed, Inputs, each_row, filled, last_rows
 from longdraft.drafters.shared.retrieval import RetrievalOptions, RetrievingDrafter
 from longdraft.drafters.shared.whole_level import WholeLevel, products_of, serves
 from longdraft.drafts.eagle3_gguf import to_gguf
@@ -337,8 +337,9 @@ class Eagle3Round(DraftRound):
         self._drafter.forwards += 1
         bound = self._bound
         queries: slice | torch.Tensor = slice(None)
-        if level.depth == 0 and self._records_roots:
-            following, *said = self._recorded_roots(level, best)
+        recorded = self._recorded_roots(level, best) if level.depth == 0 and self._records_roots else None
+        if recorded is not None:
+            following, *said = recorded
             self._last = level, following
             return said[0], said[-2 if best else 0], said[-1]
         if level.depth == 0:
@@ -391,39 +392,39 @@ class Eagle3Round(DraftRound):
         return starts, followings
 
     def _enters(
-        self, level: Level, starts: list[int], followings: list[list[int]]
+        self, level: Level, starts: list[int], followings: list[list[int]], rows: int | None = None
     ) -> tuple[Fed, torch.Tensor, torch.Tensor, torch.Tensor]:
         """:meth:`entering` for the rows that the cache lacks, which count as fed from now on."""
         for row in level.rows:
             self._drafter.fed(self.sequences[row])
         ends = [start + len(following) for start, following in zip(starts, followings, strict=True)]
-        return self.entering(level, starts, ends)
+        return self.entering(level, starts, ends, rows)
 
     @property
     def _records_roots(self) -> bool:
-        """True where the first level is recorded: on a GPU, for one layer that sees the whole window."""
+        """True where the first level may be recorded: of one layer that sees the whole window."""
         own = self._drafter
-        plain = self._whole is None and not own.deep and own.retrieval is None and type(self) is Eagle3Round
-        return plain and own._runner.graphs.recording and self._cache.together
+        return self._whole is None and not own.deep and own.retrieval is None and type(self) is Eagle3Round
 
-    def _recorded_roots(self, level: Level, best: int) -> list[torch.Tensor]:
-        """Outputs as g (B', 1, hidden) and what they say; each sequence's rows are padded to the largest number."""
+    def _recorded_roots(self, level: Level, best: int) -> list[torch.Tensor] | None:
+        """Outputs as g (B', 1, hidden) and what they say; each sequence's rows are padded to the largest number. None
+        if they are not recorded."""
+        graphs = self._drafter._runner.graphs
         starts, followings = self._lacking(level)
-        most, numbers, first = max(map(len, followings)), [], 0
+        most = self.padded_rows(graphs, self._cache, followings)
+        if most is None:
+            return None
+        numbers: list[int] = []
         for slot, start, following in zip(self._slots(level), starts, followings, strict=True):
-            for i in (min(i, len(following) - 1) for i in range(most)):
-                numbers += [following[i], slot, start + i, first + i]
-            first += len(following)
-        fed, cos, sin, _ = self._enters(level, starts, followings)
-        lasts = [n - 1 for n in fed.counts]
-        both = on_device([*numbers, *lasts], self._drafter._runner.device)
-        tokens, slots, rows, at = both[: len(numbers)].view(-1, 4).unbind(1)
+            rows = filled(range(start, start + len(following)), most)
+            numbers += [n for token, row in zip(filled(following, most), rows, strict=True) for n in (token, slot, row)]
+        fed, cos, sin, lasts = self._enters(level, starts, followings, most)
+        tokens, slots, at = on_device(numbers, self._drafter._runner.device).view(-1, 3).unbind(1)
         features = self._drafter._store.features
         assert features is not None
-        inputs = tokens, features[slots, rows], cos[at], sin[at]
+        inputs = tokens, features[slots, at], cos, sin
         kind, forward = ("eagle3 roots", self._bound.block, best), partial(_of_roots, self._bound, best)
-        graphs = self._drafter._runner.graphs
-        out, *said = self.recorded(graphs, kind, fed, self._cache, inputs, forward, (both[len(numbers) :],))
+        out, *said = self.recorded(graphs, kind, fed, self._cache, inputs, forward, (lasts,))
         return [self._bound.block.following(out).view(len(starts), 1, -1), *said]
 
     def _nodes(self, level: Level) -> tuple[Fed, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -452,8 +453,7 @@ def _of_roots(
     attend: SelfAttend,
 ) -> tuple[torch.Tensor, ...]:
     """Outputs of each sequence's last row, and what they say."""
-    each = len(tokens) // len(lasts)
-    newest = torch.arange(0, len(tokens), each, device=tokens.device) + lasts
+    newest = last_rows(len(tokens), lasts)
     out = bound.block(bound.embedding(tokens), bound.block.project(features), cos, sin, attend, newest)
     return out, *_said(bound.block, best, out)
 
