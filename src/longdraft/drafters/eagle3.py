@@ -181,6 +181,19 @@ class Eagle3Drafter(RetrievingDrafter):
         """The layers that the draft's folder names, usually three."""
         return self.draft.feature_layers(runner)
 
+    @property
+    def back(self) -> int | None:
+        """Tokens back that the draft sees; None: the whole text."""
+        return self.window or (self.draft.reach if self.retrieval is None else None)
+
+    def feature_rows(self, runner: TargetRunner) -> int | None:
+        """As many as it sees, in each of its layers. Keys and values of a text that it sees as a whole are computed
+        anew for each prompt, whatever it begins with."""
+        if self.back is None:
+            return None
+        seen = max(self.back, self.tree.depth + 1)
+        return max(self.draft.decoder_layers * seen, seen + CHUNK + 1) if self.deep else seen
+
     def bind(self, runner: TargetRunner, store: KVStore) -> None:
         """Takes the target's embedding, and memory for the draft's own keys and values.
 
@@ -194,7 +207,7 @@ class Eagle3Drafter(RetrievingDrafter):
         own = self.own_kv(runner)
         # RoPE tells distances alone, so in a window all are distances that the draft knows: as if the positions were
         # moved back to 0. No text of this run outgrows the store.
-        window = self.window or (self.draft.reach if self.retrieval is None else None) or store.capacity
+        window = store.capacity if self.back is None else self.back
         self.seen = rows = max(min(window, store.capacity), self.tree.depth + 1)
         if self.deep:
             rows += CHUNK + 1  # the rows that are read together see as many back as one alone
@@ -271,7 +284,7 @@ class Eagle3Drafter(RetrievingDrafter):
         assert self._bound is not None and self._store.features is not None
         ids = on_device(tokens, self._runner.device)
         x: torch.Tensor = self._bound.embedding(ids)
-        return x, self._bound.block.project(self._store.features[slot, start : start + len(tokens)])
+        return x, self._bound.block.project(self._store.features.read(slot, start, start + len(tokens)))
 
     def fed(self, sequence: Sequence) -> None:
         """Notes which rows are settled: they and the token after them are committed."""
@@ -414,15 +427,15 @@ class Eagle3Round(DraftRound):
         most = self.padded_rows(graphs, self._cache, followings)
         if most is None:
             return None
+        features = self._drafter._store.features
+        assert features is not None
         numbers: list[int] = []
         for slot, start, following in zip(self._slots(level), starts, followings, strict=True):
-            rows = filled(range(start, start + len(following)), most)
+            rows = filled([features.place(row) for row in range(start, start + len(following))], most)
             numbers += [n for token, row in zip(filled(following, most), rows, strict=True) for n in (token, slot, row)]
         fed, cos, sin, lasts = self._enters(level, starts, followings, most)
         tokens, slots, at = on_device(numbers, self._drafter._runner.device).view(-1, 3).unbind(1)
-        features = self._drafter._store.features
-        assert features is not None
-        inputs = tokens, features[slots, at], cos, sin
+        inputs = tokens, features.states[slots, at], cos, sin
         kind, forward = ("eagle3 roots", self._bound.block, best), partial(_of_roots, self._bound, best)
         out, *said = self.recorded(graphs, kind, fed, self._cache, inputs, forward, (lasts,))
         return [self._bound.block.following(out).view(len(starts), 1, -1), *said]

@@ -11,6 +11,7 @@ from typing import cast
 import torch
 
 from longdraft.memory import sizes
+from longdraft.memory.features import KeptRows
 from longdraft.memory.store import KVShape, KVStore, turned_rows
 from longdraft.native.scaled import Scaled
 
@@ -35,9 +36,10 @@ class PackedStore(KVStore):
         dtype: torch.dtype,
         feature_layers: tuple[int, ...] = (),
         feature_size: int = 0,
+        kept: KeptRows | None = None,
     ) -> None:
         self._dtype = dtype
-        super().__init__(shape, slots, capacity, "cpu", True, feature_layers, feature_size)
+        super().__init__(shape, slots, capacity, "cpu", True, feature_layers, feature_size, kept=kept)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -14,6 +14,7 @@ from longdraft.attention import dispatch, fixed_order, prefix
 from longdraft.attention.block import Block
 from longdraft.errors import CapabilityError, UnsupportedModelError
 from longdraft.memory import offload as offloading
+from longdraft.memory.features import KeptRows
 from longdraft.memory.offload import Offload
 from longdraft.memory.packed_store import PackedStore
 from longdraft.memory.rooms import Rooms
@@ -217,6 +218,7 @@ class TargetRunner:
         resident: bool = False,
         dtype: torch.dtype | None = None,
         states: bool = True,
+        kept: KeptRows | None = None,
     ) -> KVStore:
         """An empty KV store of this target's shape, in the layout of its attention path.
 
@@ -225,6 +227,7 @@ class TargetRunner:
             resident: keep the store on the device even if others are offloaded, for a small one that is read often.
             dtype: dtype of keys and values in a resident store; None takes :attr:`kv_dtype`.
             states: make states of layers that keep no rows of the whole text; a store that shares another's needs none.
+            kept: the rows of a text whose hidden states are kept; None: all.
 
         Raises:
             CapabilityError: no attention path here reads keys and values of that dtype.
@@ -243,7 +246,7 @@ class TargetRunner:
         with nullcontext() if self.share is None else self.share.room():
             rows = capacity + self.graphs.padding(slots) + (self.rows or 0)
             if dtype != self.kv_shape.dtype:
-                store: KVStore = PackedStore(self.kv_shape, slots, capacity, dtype, feature_layers, size)
+                store: KVStore = PackedStore(self.kv_shape, slots, capacity, dtype, feature_layers, size, kept)
             else:
                 store = offloading.new_store(
                     None if resident else self.offload,
@@ -255,6 +258,7 @@ class TargetRunner:
                     feature_layers,
                     size,
                     self._resident if resident and self.rooms is not None else self.rooms,
+                    kept,
                 )
             if states and (self.twin.layout.windows or self.recurrent):
                 of_windows = dtype if dtype.is_floating_point else self.kv_shape.dtype
