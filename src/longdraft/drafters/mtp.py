@@ -21,8 +21,9 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from longdraft.drafters.eagle3 import BoundDraft, Eagle3Draft, Eagle3Drafter, Eagle3Round, WindowOptions
+from longdraft.drafters.eagle3 import Eagle3Draft, Eagle3Drafter, WindowOptions
 from longdraft.drafters.shared.eagle3_block import Eagle3Block
+from longdraft.drafters.shared.eagle3_round import BoundDraft, Eagle3Round
 from longdraft.drafters.shared.layers import SelfAttend
 from longdraft.drafts import draft_folder, mtp_formats
 from longdraft.drafts.draft import Draft

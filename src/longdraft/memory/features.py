@@ -1,7 +1,7 @@
 """Features: hidden states of the target, one row for each token of a text, for drafters of the EAGLE kind.
 
-A drafter that sees a window reads the last rows of a text and never an older one. So they lie in a ring: row t of a text
-is at place t % size, where it overwrites row t - size. If all rows are wanted, the ring is as long as a slot.
+A drafter that sees a window reads the last rows of a text and never an older one. So they lie in a ring: row t of a
+text is at place t % size, where it overwrites row t - size. If all rows are wanted, the ring is as long as a slot.
 """
 
 from __future__ import annotations
