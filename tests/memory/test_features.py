@@ -12,6 +12,7 @@ from longdraft import Speculator
 from longdraft.drafters.eagle3 import Eagle3Draft, Eagle3Drafter
 from longdraft.engine import loop
 from longdraft.engine.request import Request
+from longdraft.memory import snapshot
 from longdraft.memory.features import SPARE, Features, KeptRows
 from longdraft.memory.prompt_cache import PromptCache
 from longdraft.memory.store import KVShape, KVStore
@@ -48,6 +49,20 @@ def test_a_row_that_is_gone_is_read_again_with_those_behind_it():
     features.copy(0, 1, 5, 22)
     assert features.first(1) == 20 and features.row(1, 21) == 21
     assert features.reusable(1, 22, 30) == 22  # what it reads comes behind these
+
+
+def test_a_snapshot_has_the_rows_of_the_ring(tmp_path):
+    shape, layers = KVShape(1, 1, 4, torch.float32), {"feature_layers": (0,), "feature_size": 1}
+    stores = [KVStore(shape, 1, 100, kept=kept, **layers) for kept in (KeptRows(4, 10), KeptRows(3, 6), None)]
+    rows = torch.zeros(1, 1, 30, 4)
+    stores[0].put_rows(0, 0, rows, rows, torch.arange(30.0)[:, None])
+    stores[0].lengths[0] = 30
+    snapshot.save(stores[0], 0, range(30), "target", tmp_path / "kv")
+    for store in stores[1:]:
+        for most, first in ((None, 30 - min(10, store.features.size)), (22, 20), (15, 15)):
+            assert snapshot.load(store, 0, "target", tmp_path / "kv", most) == [*range(most or 30)]
+            assert store.features.first(0) == first
+            assert store.features.read(0, first, most or 30).flatten().tolist() == [*range(first, most or 30)]
 
 
 TREE = {"depth": 2, "top_k": 4}

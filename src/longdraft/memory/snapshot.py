@@ -116,7 +116,7 @@ def load(store: KVStore, slot: int, fingerprint: str, path: Path | str, most: in
                     return []
                 first = int(meta.get(_FIRST, 0))
                 begin = min(len(tokens), max(first, len(tokens) - store.features.size))
-                rows = file.get_slice("features")[begin - first : len(tokens) - first]
+                rows = file.get_slice("features")[max(0, begin - first) : max(0, len(tokens) - first)]
                 store.features.put(slot, begin, rows.to(store.device))
             for layers in store.portions:
                 for name, rows in zip(("keys", "values"), store.stored(slot, layers), strict=True):
