@@ -141,8 +141,9 @@ def test_drafts_are_those_of_all_rows(name, tmp_path, monkeypatch):
     # A refresh of SpecPV is one for the whole batch, and texts may join a round later.
     batch = 1 if "specpv" in name else 2
     in_a_ring = decoded(Speculator(target=model, plan="fixed", **settings), tmp_path, batch)
-    assert 0 < min(sizes) < 60  # of texts of up to 148 tokens
+    ring = min(sizes)
+    assert ring < 60  # of texts of up to 128 tokens
     monkeypatch.setattr(loop, "KeptRows", lambda back, size: KeptRows(back, 1 << 30))
     sizes.clear()
     assert decoded(Speculator(target=model, plan="fixed", **settings), tmp_path, batch) == in_a_ring
-    assert min(sizes) > 100
+    assert min(sizes) > ring and max(sizes) > 100
