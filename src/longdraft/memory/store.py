@@ -267,7 +267,8 @@ class KVStore:
             return
         rows = torch.cat([hidden[layer] for layer in self.feature_layers], dim=-1)
         for b, (slot, n) in enumerate(zip(block.slots, block.lengths, strict=True)):
-            self.features.write(slot, n + block.offset, rows[b])
+            # A prompt's piece may have them for its last row alone, where later layers compute no other.
+            self.features.write(slot, n + block.width - rows.shape[1], rows[b])
 
     def put_rows(
         self, slot: int, start: int, keys: torch.Tensor, values: torch.Tensor, features: torch.Tensor | None = None
