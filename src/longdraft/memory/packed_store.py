@@ -11,6 +11,7 @@ from typing import cast
 import torch
 
 from longdraft.memory import sizes
+from longdraft.memory.features import KeptRows
 from longdraft.memory.rooms import Rooms
 from longdraft.memory.store import KVShape, KVStore, turned_rows
 from longdraft.native.scaled import Scaled
@@ -39,10 +40,11 @@ class PackedStore(KVStore):
         feature_size: int = 0,
         device: torch.device | str = "cpu",
         rooms: Rooms | None = None,
+        kept: KeptRows | None = None,
     ) -> None:
         self._dtype = dtype
         turned = torch.device(device).type == "cpu"
-        super().__init__(shape, slots, capacity, device, turned, feature_layers, feature_size, rooms)
+        super().__init__(shape, slots, capacity, device, turned, feature_layers, feature_size, rooms, kept)
 
     @property
     def dtype(self) -> torch.dtype:
