@@ -20,6 +20,8 @@ from longdraft.memory.store import KVStore
 FORMAT = "longdraft-kv-1"
 # Prefix of the tensors of layers that keep a state instead of rows.
 _STATES = "states."
+# Names the first row whose features are there; all, if it is missing.
+_FIRST = "features_from"
 # Suffix of unfinished files.
 PART = ".part"
 
@@ -70,8 +72,9 @@ def save(
     if start:
         meta |= {"start": str(start), "parent": parent}
     if store.features is not None:
-        tensors["features"] = store.features[slot, start:n].contiguous()
-        meta["feature_layers"] = ",".join(map(str, store.feature_layers))
+        first = max(start, store.features.first(slot))
+        tensors["features"] = store.features.read(slot, first, n).contiguous()
+        meta |= {"feature_layers": ",".join(map(str, store.feature_layers)), _FIRST: str(first)}
     for number, states in enumerate(store.states):
         tensors |= {f"{_STATES}{number}.{name}": tensor for name, tensor in states.save(slot).items()}
     temporary = None
@@ -130,8 +133,12 @@ def load(store: KVStore, slot: int, fingerprint: str, path: Path | str, most: in
             if before and load(store, slot, fingerprint, path.with_name(meta["parent"]), len(before)) != before:
                 raise CheckpointError(f"{path} goes on from a file that has another text. Delete it.")
             own = max(0, end - start)
-            if store.features is not None:
-                store.features[slot, end - own : end] = file.get_slice("features")[:own].to(store.device)
+            if store.features is not None and (own or not start):
+                first = int(meta.get(_FIRST, 0))
+                begin = min(end, max(first, end - store.features.size))
+                rows = file.get_slice("features")[max(0, begin - first) : max(0, end - first)].to(store.device)
+                goes_on = 0 < start == first  # behind those that the other file has
+                (store.features.write if goes_on else store.features.put)(slot, begin, rows)
             for layers in store.portions:
                 for name, rows in zip(("keys", "values"), store.stored(slot, layers, end - own), strict=True):
                     rows[:, :, end - own : end] = file.get_slice(name)[layers, :, :own].to(rows.device)

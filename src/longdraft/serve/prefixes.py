@@ -168,8 +168,9 @@ class DiskPrefixes(PromptCache):
         parent, start = self._nearest(text, kind)
         if parent is None or start < self._min_tokens or store.states:
             parent, start = None, 0
-        features = 0 if store.features is None else store.features[slot, 0].nbytes
-        size = (len(text) - start) * (store.shape.bytes_per_token + features) + len(text) * text.itemsize + _HEADER
+        size = (len(text) - start) * store.shape.bytes_per_token + len(text) * text.itemsize + _HEADER
+        if store.features is not None:
+            size += (len(text) - max(start, store.features.first(slot))) * store.features.row(slot, 0).nbytes
         kept = [] if parent is None else self._with_parents(parent)
         others = [path for path in self._files if path not in kept]
         superfluous = [path for path in others if self._begins(self._files[path], text, kind)]
