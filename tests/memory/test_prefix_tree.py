@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from array import array
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from longdraft.memory.features import KeptRows
 from longdraft.memory.prefix_tree import BLOCK, PrefixTree
 from longdraft.memory.prompt_cache import PromptCache
-from longdraft.memory.store import Rows
+from longdraft.memory.store import KVStore, Rows
 from longdraft.memory.token_ids import common_prefix, packed
-from tests.memory.test_prompt_cache import held, new_store, run
+from tests.memory.test_prompt_cache import SHAPE, held, new_store, run
 
 ROW = 2 * torch.float32.itemsize
 
@@ -91,3 +93,32 @@ def test_a_long_text_is_not_given_up_for_a_short_beginning():
     run(cache, [[1, 2, *range(50)], [1]], capacity=60)
     assert cache.choose([0, 1], [1, 2, 9, 9]) == 1  # copies a row from the other one
     assert cache.choose([0, 1], [1, 2, *range(40), 9]) == 0
+
+
+@pytest.mark.parametrize(("ring", "reused"), [(40, 597), (400, 600), (None, 600)])
+def test_hidden_states_come_back_where_a_drafter_reads_them(ring, reused):
+    """Of a text, it reads the last four; a ring has lost those of the document's end if it is short."""
+    kept = None if ring is None else KeptRows(4, ring)
+
+    def new_store(slots: int, capacity: int) -> KVStore:
+        return KVStore(SHAPE, slots, capacity, feature_layers=(0,), feature_size=1, kept=kept)
+
+    cache = PromptCache(tree_bytes=1 << 20)
+    store = cache.open(new_store, 1, 800, (0,))
+
+    def read(prompt: list[int]) -> int:
+        start = cache.begin(0, prompt)
+        new = torch.tensor(prompt[start:], dtype=torch.float32)[:, None]
+        rows = new.expand(2, 1, -1, 4)
+        store.put_rows(0, start, rows, rows, new)
+        store.commit(0, range(len(new)))
+        cache.remember(0, prompt)
+        return start
+
+    document = list(range(600))
+    for text in ([*document, *[7] * 40], list(range(1000, 1700))):
+        assert read(text) == 0
+    assert read([*document, 8, 8]) == reused and held(store, 0) == [*document, 8, 8]
+    assert store.features is not None
+    assert store.features.read(0, 597, 602).flatten().tolist() == [597, 598, 599, 8, 8]
+    assert store.features.first(0) == (597 if reused == 597 else 256 if ring else 0)
