@@ -152,15 +152,14 @@ def train(config: Any, progress: Callable[..., None] = lambda *_: None, stop: Ca
 
     session = begin(config, LEVELS, progress, stop)
     runner, kept = session.runner, session.vocabulary()
-    if (source := session.source((runner.kv_shape.layers - 1,))) is None:
-        return
     torch.manual_seed(config.seed)
     cell = Cell(runner.parts.hidden_size)
     # Logits of unit size at first: a fresh cell is then unsure, not sure and wrong.
     nn.init.constant_(cell.norm.weight, 1 / float(runner.parts.head.float().norm(dim=-1).median()))
     sizes = {"hidden_size": runner.parts.hidden_size, "trained_length": config.max_length}
     trainee = CellTrainee(cell, runner.parts, kept)
-    yield from session.train(trainee, source, NAME, sizes, levels=LEVELS, measured=LEVELS)
+    layers = (runner.kv_shape.layers - 1,)  # whose output it reads
+    yield from session.train(trainee, layers, NAME, sizes, levels=LEVELS, measured=LEVELS)
 
 
 # 5. From here on it is a method like any other, with or without --draft, under specpv and nested, on the command line.
