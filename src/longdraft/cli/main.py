@@ -26,6 +26,7 @@ from longdraft.cli.generate import generate
 from longdraft.cli.methods import methods
 from longdraft.cli.needle import needle
 from longdraft.cli.quality import quality
+from longdraft.cli.reproduce import reproduce
 from longdraft.cli.serve import serve
 from longdraft.cli.train import Trainers, data, loaded_first
 from longdraft.errors import CapabilityError, ConfigError, LongdraftError
@@ -56,7 +57,7 @@ app = typer.Typer(
 WRITE, LOOK, MEASURE, TRAIN = "Write", "Look around", "Measure", "Train and export"
 for verb, panel in (
     (processes.together(generate), WRITE), (chat, WRITE), (serve, WRITE), (batch, WRITE), (methods, LOOK),
-    (doctor, LOOK), (completion, LOOK), (bench, MEASURE), (export, TRAIN),
+    (doctor, LOOK), (completion, LOOK), (bench, MEASURE), (reproduce, MEASURE), (export, TRAIN),
 ):  # fmt: skip
     app.command(rich_help_panel=panel)(interruptible(options.spread(verb)))
 for name, part in (
