@@ -36,9 +36,7 @@ def test_a_table_names_what_exists(paper, table):
 def test_figures_are_the_papers():
     def value(paper, table, *key):
         (found,) = (
-            p.value
-            for p in table_of(PAPERS[paper], table).published
-            if (p.model, p.line, p.column, p.figure) == key
+            p.value for p in table_of(PAPERS[paper], table).published if (p.model, p.line, p.column, p.figure) == key
         )
         return found
 

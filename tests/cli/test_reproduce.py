@@ -14,7 +14,10 @@ from tests.tiny import tiny_model
 @pytest.fixture(scope="session")
 def drafts(tmp_path_factory):
     folder, model = tmp_path_factory.mktemp("reproduced"), tiny_model(context=512)
-    return {"longspec": random_draft(folder / "longspec", model), "eagle3": random_eagle3(folder / "eagle3", model, layers=(1, 2, 3))}
+    return {
+        "longspec": random_draft(folder / "longspec", model),
+        "eagle3": random_eagle3(folder / "eagle3", model, layers=(0, 1, 2)),
+    }
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ from longdraft.cli.completion import completion
 from longdraft.cli.doctor import doctor
 from longdraft.cli.export import export
 from longdraft.cli.generate import generate
+from longdraft.cli.length import bench_length
 from longdraft.cli.methods import methods
 from longdraft.cli.needle import needle
 from longdraft.cli.quality import quality
@@ -61,7 +62,8 @@ for verb, panel in (
 ):  # fmt: skip
     app.command(rich_help_panel=panel)(interruptible(options.spread(verb)))
 for name, part in (
-    ("acceptance", acceptance), ("quality", quality), ("needle", needle), ("report", bench_report),
+    ("acceptance", acceptance), ("length", bench_length), ("quality", quality), ("needle", needle),
+    ("report", bench_report),
 ):  # fmt: skip
     app.command(f"bench {name}", rich_help_panel=MEASURE)(interruptible(options.spread(part)))
 
