@@ -18,8 +18,10 @@ from longdraft.bench.reproduce.quality import Likenesses
 from longdraft.bench.reproduce.scaled import Measuring, Scaled, drafts_by_kind
 from longdraft.bench.reproduce.speed import Speed
 from longdraft.bench.reproduce.texts import Sources, prompts_of
+from longdraft.bench.reproduce.trainings import Trainings
 from longdraft.bench.results import model_of
 from longdraft.model.checkpoints import LoadedModel, Progress
+from longdraft.model.embedded import EMBEDDED_ID
 from longdraft.model.runner import TargetRunner
 
 FORMAT, VERSION = "longdraft-reproduce", 1
@@ -51,8 +53,9 @@ def prepare(
     paper: Paper,
     scaled: Scaled,
     loaded: LoadedModel,
-    name: str,
+    model: str | None,
     sources: Sources,
+    folder: Path,
     drafts: Sequence[Path] = (),
     unpacked: Callable[[], LoadedModel] | None = None,
     progress: Progress | None = None,
@@ -60,7 +63,8 @@ def prepare(
     """Encodes a table's prompts and settles its methods.
 
     Args:
-        name: the model's, as the user gave it.
+        model: as the user named it; None: the embedded one.
+        folder: where drafts are trained, for tables that compare trainings.
         drafts: draft folders and files, one of a kind; others are those that come with longdraft.
         unpacked: as of :class:`~longdraft.bench.run.Bench`.
     """
@@ -82,8 +86,11 @@ def prepare(
             prompts[column.name], differs[column.name] = seen[key]
         if table.kind is Kind.quality:
             measuring = Likenesses(scaled, loaded, prompts, differs, by_kind)
+        elif table.kind is Kind.training:
+            measuring = Trainings(scaled, loaded, model, prompts, differs, folder, unpacked)
         else:
             measuring = Speed(scaled, loaded, prompts, differs, by_kind, unpacked, progress)
+    name = model or EMBEDDED_ID
     return Reproduction(paper, scaled, measuring, _header(paper, scaled, loaded, name, by_kind, prompts, measuring))
 
 

@@ -18,7 +18,7 @@ from longdraft.model.checkpoints import LoadedModel
 from longdraft.model.runner import TargetRunner
 
 # Long modules that every Python from 3.10 on has as one file.
-_MODULES = (
+MODULES = (
     "argparse", "typing", "inspect", "tarfile", "doctest", "pydoc", "_pydecimal", "subprocess", "mailbox", "difflib",
     "locale", "ipaddress", "pickle", "optparse", "threading", "imaplib",
 )  # fmt: skip
@@ -109,7 +109,7 @@ def module(index: int) -> Path:
     Raises:
         PromptError: this Python comes without sources.
     """
-    found = importlib.util.find_spec(_MODULES[index % len(_MODULES)])
+    found = importlib.util.find_spec(MODULES[index % len(MODULES)])
     if found is None or found.origin is None or not found.origin.endswith(".py"):
         raise PromptError("This Python comes without the sources of its modules: name data with --data.")
     return Path(found.origin)
@@ -118,7 +118,7 @@ def module(index: int) -> Path:
 def stand_ins(dataset: str) -> list[Sample]:
     """Long modules, each with a question like the data set's."""
     asked = _ASKED.get(dataset, _SUMMARY)
-    files = [module(i) for i in range(len(_MODULES))]
+    files = [module(i) for i in range(len(MODULES))]
     return [Sample(path.read_text(encoding="utf-8"), asked, dataset, path.name) for path in files]
 
 
