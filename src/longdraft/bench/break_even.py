@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from longdraft.bench.contenders import Job
 from longdraft.bench.profile import profile
@@ -43,7 +44,7 @@ class BreakEven:
 
     def __str__(self) -> str:
         return (
-            f"behind {self.tokens:,} tokens a round of {self.rows} rows pays from {self.accepted:.1f} accepted tokens on "
+            f"behind {self.tokens:,} tokens, a round of {self.rows} rows must have {self.accepted:.1f} tokens accepted to pay "
             f"(verifying {self.verification:.1f} plain steps, drafting {self.drafting:.1f})"
         )
 
@@ -55,7 +56,7 @@ def break_even(loaded: LoadedModel, draft: Path, progress: Progress | None = Non
         LongdraftError: the draft cannot be used.
     """
     method = method_of(draft)
-    shape = {"nodes": ROWS - 1} if "nodes" in method.options else {}
+    shape: dict[str, Any] = {"nodes": ROWS - 1} if "nodes" in method.options else {}
     spec = Speculator(method.name, loaded.model, loaded.tokenizer, draft=draft, plan="fixed", **shape)
     runner = spec.runner()
     table = table_for(runner, progress=progress)

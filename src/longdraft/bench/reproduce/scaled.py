@@ -104,8 +104,8 @@ class Measuring(Protocol):
         units: their names, in order. notes: remarks on texts and methods.
     """
 
-    units: Sequence[str]
-    notes: Sequence[str]
+    units: list[str]
+    notes: list[str]
 
     def ticks(self, unit: str) -> int:
         """Counts the calls of ``tick`` in a unit."""
@@ -136,8 +136,8 @@ def with_draft(method: str, options: Mapping[str, Any], drafts: Mapping[str, Pat
     """The options with the draft that the method takes, if one was given."""
     if method not in METHODS:
         return dict(options)
-    known = METHODS[method]
-    kind = known.draft_kind or METHODS[options["drafter"]].draft_kind if "drafter" in options else known.draft_kind
+    # Of a method that takes any drafter, the draft is its drafter's.
+    kind = METHODS[options.get("drafter", method)].draft_kind or ""
     return {**options, **({"draft": drafts[kind]} if kind in drafts else {})}
 
 
