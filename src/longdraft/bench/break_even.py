@@ -44,8 +44,8 @@ class BreakEven:
 
     def __str__(self) -> str:
         return (
-            f"behind {self.tokens:,} tokens, a round of {self.rows} rows must have {self.accepted:.1f} tokens accepted to pay "
-            f"(verifying {self.verification:.1f} plain steps, drafting {self.drafting:.1f})"
+            f"behind {self.tokens:,} tokens, a round of {self.rows} rows must have {self.accepted:.1f} tokens accepted "
+            f"to pay (verifying {self.verification:.1f} plain steps, drafting {self.drafting:.1f})"
         )
 
 

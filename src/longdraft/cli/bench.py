@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from longdraft.bench import report, tasks
+from longdraft.bench import report, scores, tasks
 from longdraft.bench.peers import PEERS, Sources
 from longdraft.bench.prompts import Group, grid, prepare
 from longdraft.bench.results import Results, header
@@ -42,7 +42,7 @@ def bench(
         typer.Option(
             "--data",
             help="JSONL (rows with `text`, or with `context` and `input`); or a data set by name, from the hub "
-            f"({', '.join(tasks.TASKS)}), or NAME=FILE with its rows in a file; repeatable.",
+            f"({', '.join(tasks.NAMES)}), or NAME=PATH with its files; repeatable.",
             show_default="long modules of Python's standard library",
         ),
     ] = None,
@@ -89,6 +89,7 @@ def bench(
         ),
     ] = True,
     raw: bench_options.Raw = False,
+    wording: options.TemplateOptions,
     assistant: Annotated[
         str | None,
         typer.Option(help="For hf-assisted: a small model's folder, or a draft of ours.", show_default="shipped draft"),
@@ -149,10 +150,13 @@ def bench(
             sources=Sources(assistant, gguf),
             profile=profile,
             snapshots=snapshots,
+            asked=wording.asked,
         )  # fmt: skip
     bench_options.check_writable({"--out": out, "--results": results})
     read = data or [tasks.BUILT_IN]
     samples = tasks.read(read, limit)
+    if lacking := scores.lacking(samples):
+        console.note(lacking)
     with console.status() as status:
         loaded = loading.load(status)
         status(f"Encoding {len(samples)} samples")

@@ -86,6 +86,7 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="The same seed samples the same text.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; repeatable.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text; no chat template.")] = False,
+    wording: options.TemplateOptions,
     kv_cache: Annotated[
         Path | None,
         typer.Option("--kv-cache", help="Keep the read prompt in this file; the next run starts from it."),
@@ -127,7 +128,7 @@ def generate(
                 asked = " and ".join(own_options)
                 console.note(f"No --method: decoding with {spec.method.name}, which has the option {asked}.")
             spec.planner(status)
-        tokens = _encode(loaded, request, raw)
+        tokens = _encode(loaded, request, raw, wording.asked)
     if not sampling.greedy and seed is None:
         share = spec.runner().share
         seed = random.randrange(2**32) if share is None else share.seed()
@@ -156,11 +157,11 @@ def generate(
         raise typer.Exit(EXIT_CODE)
 
 
-def _encode(loaded: LoadedModel, request: reading.Request, raw: bool) -> list[int]:
+def _encode(loaded: LoadedModel, request: reading.Request, raw: bool, asked: dict[str, Any]) -> list[int]:
     if raw:
         text = "\n\n".join(part for part in request if part)
         return encode(loaded.tokenizer, text)
-    return chat_prompt(loaded.tokenizer, request.instruction, document=request.document)
+    return chat_prompt(loaded.tokenizer, request.instruction, document=request.document, **asked)
 
 
 def _keep(cache: PromptCache, prompt: list[int], path: Path, spec: Speculator) -> None:

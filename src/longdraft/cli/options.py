@@ -167,6 +167,22 @@ class Output(Group):
 
 
 @dataclass(frozen=True)
+class TemplateOptions(Group):
+    """What the chat template is given beside the prompt."""
+
+    system: Annotated[str | None, typer.Option(help="What the model is told before all else.")] = None
+    think: Annotated[
+        bool, typer.Option("--think/--no-think", help="Let a model that thinks before it answers do so (Qwen3).")
+    ] = True
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """Arguments of ``chat_prompt``; only those that differ from the default."""
+        given: dict[str, Any] = {} if self.system is None else {"system": self.system}
+        return given if self.think else given | {"enable_thinking": False}
+
+
+@dataclass(frozen=True)
 class ModelOptions(Group):
     """The model."""
 
@@ -247,6 +263,13 @@ class SamplingOptions(Group):
             show_default="all of it",
         ),
     ] = None
+    foresee: Annotated[
+        bool,
+        typer.Option(
+            "--foresee/--no-foresee",
+            help="At temperatures above 0, let drafts know the random numbers of coming samples; the papers' do not.",
+        ),
+    ] = True
 
     def sampling(self) -> Sampling:
         """Raises RequestError for values that make none."""

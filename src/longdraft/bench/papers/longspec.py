@@ -6,7 +6,7 @@ A100 = "one A100 80GB, float16"
 MODELS = "Vicuna 7B and 13B (V), LongChat 7B and 13B (LC), Llama-3.1-8B (L)"
 BEAM = {"widths": (4, 16, 16, 16, 16)}
 
-VANILLA_HF = Line("Vanilla HF", "hf", note="with sdpa attention; the paper's is eager")
+VANILLA_HF = Line("Vanilla HF", "hf-eager")
 VANILLA_FA = Line("Vanilla FA", "ar", note="plain decoding with this package's attention")
 MAGICDEC = Line("MagicDec", "magicdec", {"depth": 2}, note="a chain of 2 (section 4.2); the view is not given")
 LONGSPEC = Line("LongSpec", "longspec", BEAM)

@@ -10,8 +10,9 @@ from typing import Any
 
 from longdraft.bench.papers.table import Column, Line
 from longdraft.bench.prompts import Prompt
-from longdraft.bench.quality import FULL, Quality, Settings, Variant, rouge_l
+from longdraft.bench.quality import FULL, Quality, Settings, Variant
 from longdraft.bench.reproduce.scaled import Cell, Scaled, Tick, with_draft
+from longdraft.bench.scores import rouge_l
 from longdraft.bench.tables import median_of
 from longdraft.model.checkpoints import LoadedModel
 

@@ -101,7 +101,7 @@ def definitions(own: Table) -> list[str]:
         counted = "counts" if own.bonus else "does not count"
         found.append(f"accepted length: the paper {counted} the bonus token, and so does its row beside it.")
     if own.kind is Kind.speed and not own.profiled:
-        over = own.baseline if own.baseline != "hf" else "transformers' generate (hf, sdpa; the paper's is eager)"
+        over = own.baseline if own.baseline != "hf-eager" else "transformers' generate with eager attention"
         prefill = "with the prompt's reading" if own.prefill else "without the prompt's reading"
         found.append(f"tokens/s and speed-ups: {prefill}; speed-ups are over {over}.")
     return found

@@ -68,7 +68,7 @@ class Scaled:
         if self.prompts != self.table.prompts:
             found.append(f"prompts a column: {self.prompts} (paper: {self.table.prompts or 'all rows'})")
         if self.shrink > 1:
-            part = {2: "half", 8: "an eighth"}.get(self.shrink, f"1/{self.shrink}")
+            part = {2: "half", 4: "a quarter", 8: "an eighth"}.get(self.shrink, f"1/{self.shrink}")
             found.append(f"prompts, KV budgets and counts of chunks are {part} of the paper's")
         elif self.small and any(column.tokens is None for column in self.table.columns):
             found.append(f"prompts are cut to {self.table.small.context:,} tokens")
@@ -136,9 +136,10 @@ def with_draft(method: str, options: Mapping[str, Any], drafts: Mapping[str, Pat
     """The options with the draft that the method takes, if one was given."""
     if method not in METHODS:
         return dict(options)
-    # Of a method that takes any drafter, the draft is its drafter's.
-    kind = METHODS[options.get("drafter", method)].draft_kind or ""
-    return {**options, **({"draft": drafts[kind]} if kind in drafts else {})}
+    # Of a method that takes any drafter, the draft is its drafter's. One that needs none drafts as the paper has it.
+    drafting = METHODS[options.get("drafter", method)]
+    kind = drafting.draft_kind if drafting.needs_draft else None
+    return {**options, **({"draft": drafts[kind]} if kind is not None and kind in drafts else {})}
 
 
 def lacking(method: str, options: Mapping[str, Any], runner: TargetRunner) -> str | None:
