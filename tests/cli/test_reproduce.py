@@ -109,3 +109,17 @@ def test_files_in_the_place_of_data_sets(reproduce, drafts, tmp_path):
 def test_what_cannot_be(reproduce, arguments, message):
     ended = reproduce(*arguments)
     assert ended.code == 2 and message in ended.err
+
+
+@pytest.mark.parametrize("table", ["2", "fig4"])
+def test_trainings_are_compared(reproduce, monkeypatch, table, tmp_path):
+    pytest.importorskip("accelerate")
+    for name, value in {"SHORT": 64, "LONG": 128, "CHARACTERS": 3000, "ROWS": 512, "MLP": 32}.items():
+        monkeypatch.setattr(f"longdraft.bench.reproduce.trainings.{name}", value)
+    found = last(reproduce("longspec", table, "--results", tmp_path / "r.jsonl"))
+    assert found["complete"] and {row["line"] for row in found["rows"]} == {"w/o Anchor-Offset", "w/ Anchor-Offset"}
+    assert (tmp_path / "r-drafts" / "offset-0").is_dir()
+    if table == "2":
+        assert all(row["as_published"]["accepted"] >= 1 for row in found["rows"])
+    else:
+        assert all(row["as_published"]["loss"] == row["losses"][-1] > 0 for row in found["rows"])

@@ -61,6 +61,8 @@ class Speed:
         self.notes: list[str] = []
         self._names: dict[tuple[str, str], str] = {}  # (line, column) -> contender
         self._options: dict[str, dict[str, Any]] = {}
+        self._changed: dict[tuple[str, str], list[str]] = {}  # options that are not the paper's
+        self._reasons: dict[tuple[str, str], str | None] = {}
         self._parts: dict[str, list[str]] = {}  # attention path -> contenders
         self._choose(drafts)
         self._places: dict[str, Place] = {}
@@ -83,23 +85,23 @@ class Speed:
         """Settles the contenders; a line whose draft is missing is left out, with a note."""
         table, runner = self._scaled.table, TargetRunner(self._loaded.model)
         refused: dict[tuple[str, str], list[str]] = {}  # (line, reason) -> columns
-        checked: dict[str, str | None] = {}
         for line, column in table.cells():
-            options = self._scaled.options(line, column)
-            name = contender(line.method, options)
-            given = with_draft(line.method, options, drafts)
-            if name not in checked:
-                checked[name] = lacking(line.method, given, runner) or _path_missing(line.attention, runner)
-            if (reason := checked[name]) is not None:
+            options, reason = self._fitting(line, column, drafts, runner)
+            if reason is not None:
                 refused.setdefault((line.name, reason), []).append(column.name)
                 continue
+            name = contender(line.method, options)
             self._names[line.name, column.name] = name
-            self._options[name] = given
+            self._options[name] = with_draft(line.method, options, drafts)
+            self._changed[line.name, column.name] = [
+                f"{option} {_written(x)}" for option, x in options.items() if x != line.options.get(option)
+            ]
             part = self._parts.setdefault(line.attention, [])
             if name not in part:
                 part.append(name)
         for (name, reason), columns in refused.items():
-            where = "" if len(columns) == len(table.columns) else f" in {', '.join(columns)}"
+            everywhere = len(columns) == sum(line.name == name for line, _ in table.cells())
+            where = "" if everywhere else f" in {', '.join(columns)}"
             self.notes.append(f"{name} is left out{where}: {reason.rstrip('.')}.")
         if not self._names:
             raise CapabilityError(f"Nothing of {table.heading} can run: {' '.join(self.notes)}")
@@ -107,6 +109,24 @@ class Speed:
         for part in self._parts.values():
             if baseline in PEERS and baseline not in part:
                 part.append(baseline)
+
+    def _fitting(
+        self, line: Line, column: Column, drafts: Mapping[str, Any], runner: TargetRunner
+    ) -> tuple[dict[str, Any], str | None]:
+        """The options of a line in a column, and why it cannot run; None if it can.
+
+        At the small scale there are fewer chunks where the draft was trained for fewer, unless the column sweeps them.
+        """
+        options = self._scaled.options(line, column)
+        while True:
+            key = line.attention, contender(line.method, options)
+            if key not in self._reasons:
+                given = with_draft(line.method, options, drafts)
+                self._reasons[key] = lacking(line.method, given, runner) or _path_missing(line.attention, runner)
+            reason, fixed = self._reasons[key], not self._scaled.small or "chunks" in column.options
+            if reason is None or fixed or options.get("chunks", 1) < 2:
+                return options, reason
+            options = {**options, "chunks": options["chunks"] // 2}
 
     @property
     def _baseline(self) -> str:
@@ -174,9 +194,7 @@ class Speed:
         }
         shown = {key: figures.get(key) for key in (*table.figures, "speedup")}
         (row,) = report.rows([name], own)
-        changed = [
-            f"{k} {_written(x)}" for k, x in self._scaled.options(line, column).items() if x != line.options.get(k)
-        ]
+        changed = self._changed[line.name, column.name]
         said = [line.note, *self._differs[column.name], f"with {', '.join(changed)}" if changed else ""]
         return Cell(line, column, t, shown, row, tuple(filter(None, said)))
 
