@@ -29,8 +29,10 @@ def test_a_table_names_what_exists(paper, table):
     for published in table.published:
         assert published.line in lines and published.column in columns
     for line, column in table.cells():
-        if table.kind is Kind.speed and line.method in METHODS:
-            METHODS[line.method].checked(Scaled(table, small=True).options(line, column))
+        if table.kind in (Kind.speed, Kind.quality) and line.method in METHODS:
+            known, options = METHODS[line.method], Scaled(table, small=True).options(line, column)
+            known.checked(options)
+            known.schedule(**{name: options[name] for name in known.schedule_options if name in options})
 
 
 def test_figures_are_the_papers():

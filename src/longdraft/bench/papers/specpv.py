@@ -73,7 +73,7 @@ TABLE_2 = Table(
     Q-8B | 512  | 49.4 54.9 | 47.2 60.6
     """,
     max_tokens=512,
-    small=Small(shrink=8, context=2048, max_tokens=128),
+    small=Small(shrink=2, context=4096, max_tokens=96),
     remarks=(
         "-: full verification against plain decoding, the noise floor. Ours equals plain decoding to the bit on a CPU.",
         "Blocks were scored with the first rows, and gathered without them, in the paper's code at that time.",

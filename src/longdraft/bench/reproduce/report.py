@@ -99,7 +99,7 @@ def definitions(own: Table) -> list[str]:
     found = ["Definitions are the paper's; --json has this package's too (docs/figures.md)."]
     if "accepted" in own.figures:
         counted = "counts" if own.bonus else "does not count"
-        found.append(f"accepted length: the paper {counted} the bonus token, and so does its row beside it.")
+        found.append(f"accepted length: the paper {counted} the bonus token, and ours is shown as the paper counts.")
     if own.kind is Kind.speed and not own.profiled:
         over = own.baseline if own.baseline != "hf-eager" else "transformers' generate with eager attention"
         prefill = "with the prompt's reading" if own.prefill else "without the prompt's reading"
