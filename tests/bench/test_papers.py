@@ -61,7 +61,7 @@ def test_the_papers_own_ratios_hold():
 def test_small_scale_shrinks_lengths_and_budgets():
     scaled = Scaled(table_of(PAPERS["specpv"], "fig 6"), small=True)
     line, column = scaled.table.lines[0], scaled.table.columns[0]
-    assert scaled.options(line, column) == {"drafter": "eagle3", "budget": 256, "margin": 0}
+    assert scaled.options(line, column) == {"drafter": "eagle3", "budget": 256, "margin": 5}
     assert scaled.tokens(column) == 2048 and Scaled(scaled.table, small=False).tokens(column) is None
     assert any("are an eighth of the paper's" in text for text in scaled.differs())
 

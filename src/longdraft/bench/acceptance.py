@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from functools import cached_property, partial
 from pathlib import Path
@@ -116,7 +116,7 @@ class Accepted:
     new_tokens: int
     verifications: int
     accepted: tuple[tuple[int, int], ...]
-    seconds: float | None = None
+    seconds: float | None = field(default=None, compare=False)
 
     @classmethod
     def parsed(cls, line: Mapping[str, Any]) -> Accepted:
