@@ -17,7 +17,7 @@ from longdraft.bench.prompts import Group, grid, prepare
 from longdraft.bench.results import Results, header
 from longdraft.bench.run import Bench, Measured
 from longdraft.bench.settings import Settings
-from longdraft.cli import bench_options, console, method_options, options
+from longdraft.cli import bench_options, console, method_options, options, processes
 from longdraft.cli.cancel import EXIT_CODE
 from longdraft.cli.progress import Runs
 from longdraft.errors import CheckpointError
@@ -152,6 +152,7 @@ def bench(
             snapshots=snapshots,
             asked=wording.asked,
         )  # fmt: skip
+    processes.check_options({"--results": results, "--snapshots": snapshots, "--profile": profile})
     bench_options.check_writable({"--out": out, "--results": results})
     read = data or [tasks.BUILT_IN]
     samples = tasks.read(read, limit)
@@ -180,7 +181,7 @@ def bench(
         console.note(f"Figures of a busy machine. {others.advice}")
     if measured:
         _show(found, lambda ids: str(loaded.tokenizer.decode(ids)))
-    if out is not None:
+    if out is not None and processes.is_first():
         _write(out, found)
     output.json(found)
     if not complete:

@@ -19,7 +19,7 @@ from longdraft.engine.request import stops_of
 from longdraft.engine.sampler import Sampling
 from longdraft.engine.session import Generation
 from longdraft.engine.stats import Result
-from longdraft.errors import CapabilityError, CheckpointError
+from longdraft.errors import CheckpointError
 from longdraft.memory.prompt_cache import PromptCache
 from longdraft.model.chat import chat_prompt, encode
 from longdraft.model.checkpoints import LoadedModel
@@ -114,8 +114,7 @@ def generate(
         if seed is not None and not 0 <= seed < 2**63:
             raise ValueError(f"--seed must be a number from 0 to 2^63 - 1, got {seed}")
         stops = stops_of(stop or ())
-    if processes.count() > 1 and (kv_cache is not None or reading.STDIN in (file or [])):
-        raise CapabilityError("Processes that share a model take no --kv-cache and no standard input: leave them out.")
+    processes.check_options({"--kv-cache": kv_cache, "standard input": reading.STDIN in (file or [])})
     if kv_cache is not None and kv_cache.is_dir():
         raise CheckpointError(f"{kv_cache} is a folder: --kv-cache takes the name of a file.")
     request = reading.read(prompt, file or [])

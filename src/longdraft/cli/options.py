@@ -111,7 +111,7 @@ KVDtype = Annotated[
     typer.Option(
         "--kv-dtype",
         help="Round the KV cache to bfloat16 or int8: fewer bytes to read and to hold, and a text that is nearly the "
-        "model's own (float32 on a CPU).",
+        "model's own (float32 on a CPU; int8 on a GPU).",
         show_default="not rounded",
     ),
 ]

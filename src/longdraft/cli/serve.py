@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from longdraft.cli import console, method_options, options
+from longdraft.cli import console, method_options, options, processes
 from longdraft.errors import CapabilityError, MemoryBudgetError, RequestError
 from longdraft.memory import sizes
 from longdraft.memory.prompt_cache import PromptCache
@@ -32,7 +32,7 @@ class ServiceOptions:
         first_arguments: of the first method's speculator. arguments: of all speculators.
         files: the user's own Python files, which a replica runs first.
         settings: the server's; their name, methods and context may be missing until the model is loaded.
-        sharing: how many services share this machine's memory.
+        sharing: how many services share the memory of this machine, or of the device.
     """
 
     loading: options.ModelOptions
@@ -66,6 +66,7 @@ class ServiceOptions:
         """
         from longdraft.serve.prefixes import DiskPrefixes
         from longdraft.serve.service import Service
+        from longdraft.serve.telling import Telling, Wire
 
         loaded, settings = self.loading.load(progress), self.settings
 
@@ -96,8 +97,13 @@ class ServiceOptions:
             fingerprint = spec.runner().fingerprint
             return DiskPrefixes(settings.snapshots, fingerprint, settings.snapshot_bytes, feature_layers=layers)
 
+        share = first.runner().share
         service = Service(
-            settings, lambda method: first if method == methods[0] else speculator(method), loaded.tokenizer, cache
+            settings,
+            lambda method: first if method == methods[0] else speculator(method),
+            loaded.tokenizer,
+            cache,
+            None if share is None else Telling(share, Wire(share), loaded.tokenizer),
         )
         service.speculator(methods[0])
         first.record(settings.slots, settings.context, progress)
@@ -109,6 +115,8 @@ class ServiceOptions:
         if context is not None and context > limit:
             raise RequestError(f"--context {context}: the model's context holds {limit} (--rope-factor stretches it).")
         room = _room(runner, slots * methods * self.sharing)
+        if runner.share is not None:
+            room = runner.share.least(room)
         if context is not None and context > room:
             raise MemoryBudgetError(
                 f"--context {context}: the free memory holds {room} tokens for each of {slots} slots."
@@ -181,7 +189,7 @@ def serve(
 ) -> None:
     """Serve the model over HTTP, as OpenAI's API: chat, completions, responses, and a page to try it."""
     try:
-        from longdraft.serve.run import Server
+        from longdraft.serve.run import Server, follow
         from longdraft.serve.settings import Settings, read_keys
     except ImportError as error:
         raise CapabilityError(
@@ -204,8 +212,10 @@ def serve(
             tuple(composed or ()),
             context,
             settings,
+            1 if loading.on_gpu else processes.on_this_machine(),
         )
         service_options.check()
+    processes.check_options({"--ray": ray, "--snapshots": snapshots})
     if ray:
         _on_ray(service_options, replicas, ray_config, host, port)
         return
@@ -213,7 +223,11 @@ def serve(
         raise RequestError("--replicas and --ray-config are for --ray: give that too.")
     with console.status() as status:
         service = service_options.service(status)
-    server = Server(service, host, port, access_log=debug)
+    if not processes.is_first():
+        follow(service)
+        return
+    # Launchers of several processes kill those that take longer, after 30 seconds.
+    server = Server(service, host, port, 300.0 if processes.count() == 1 else 20.0, access_log=debug)
     what = f"{service.settings.name} with {service.settings.methods[0]}"
     server.serve_beside(lambda port: _note_address(what, host, port))
     console.note("All requests have ended.")

@@ -21,8 +21,9 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from longdraft.drafters.eagle3 import BoundDraft, Eagle3Draft, Eagle3Drafter, Eagle3Round, WindowOptions
+from longdraft.drafters.eagle3 import Eagle3Draft, Eagle3Drafter, WindowOptions
 from longdraft.drafters.shared.eagle3_block import Eagle3Block
+from longdraft.drafters.shared.eagle3_round import BoundDraft, Eagle3Round
 from longdraft.drafters.shared.layers import SelfAttend
 from longdraft.drafts import draft_folder, mtp_formats
 from longdraft.drafts.draft import Draft
@@ -197,6 +198,11 @@ class MtpDrafter(Eagle3Drafter):
         cos, sin = bound.rotary(torch.zeros(1, dtype=torch.long, device=runner.device))
         keys, _ = bound.block.keys_values(row, row, cos, sin)
         return replace(runner.kv_shape, layers=1, kv_heads=keys.shape[0], head_dim=keys.shape[2], padded=False)
+
+    def feature_rows(self, runner: TargetRunner) -> int | None:
+        length = own_layer.unstretched(runner.model)
+        windowed = self.window is None and length is not None and length > self.tree.depth
+        return length if windowed else super().feature_rows(runner)
 
     def bind(self, runner: TargetRunner, store: KVStore) -> None:
         length = own_layer.unstretched(runner.model)

@@ -25,6 +25,7 @@ from longdraft.engine.schedule import Schedule
 from longdraft.engine.sequence import Sequence
 from longdraft.engine.stats import Stats, Step, step_of
 from longdraft.errors import CapabilityError, ContextError, MemoryBudgetError, PromptError
+from longdraft.memory.features import SPARE, KeptRows
 from longdraft.memory.prompt_cache import PromptCache
 from longdraft.model.outputs import NO_TAPS, Taps
 from longdraft.model.runner import TargetRunner
@@ -312,12 +313,16 @@ class Engine:
         # A store that was too small is made larger by half, or every longer text would need another.
         larger = min(3 * self._capacity // 2, runner.context_length) if self._opened >= 0 else self._capacity
         capacity = max([larger, *(s.longest for s in self._waiting)])
-        layers = self.drafter.feature_layers(runner) or self.cache.feature_layers
-        new_store = partial(runner.new_store, feature_layers=layers)
-        rows, slots = capacity + nodes + self.schedule.extra_rows(nodes), self.slots
+        beside = nodes + self.schedule.extra_rows(nodes)
+        layers, back = self.drafter.feature_layers(runner), self.drafter.feature_rows(runner)
+        kept = None if back is None or not layers else KeptRows(back, back + beside + SPARE)
+        # A run that reads none takes a store with any.
+        needed, layers = kept if layers else KeptRows(0, 0), layers or self.cache.feature_layers
+        new_store = partial(runner.new_store, feature_layers=layers, kept=kept)
+        rows, slots = capacity + beside, self.slots
         while True:
             try:
-                store = self.cache.open(new_store, slots, rows, layers, runner.kv_dtype, self._target)
+                store = self.cache.open(new_store, slots, rows, layers, runner.kv_dtype, self._target, needed)
                 self._store, self._query_layers = store, self.drafter.query_layers(runner)
                 self.drafter.bind(runner, store)
                 self.schedule.open(runner, store, nodes, self._query_layers)

@@ -10,6 +10,7 @@ import torch
 
 from longdraft.errors import RequestError
 from longdraft.memory import snapshot
+from longdraft.memory.features import KeptRows
 from longdraft.memory.store import KVStore
 
 # Tokens compared at a time, a power of two.
@@ -55,6 +56,7 @@ class PromptCache:
         feature_layers: tuple[int, ...] = (),
         dtype: torch.dtype | None = None,
         target: str | None = None,
+        kept: KeptRows | None = None,
     ) -> KVStore:
         """The store for a run, with the rows that the cache holds.
 
@@ -66,6 +68,8 @@ class PromptCache:
             dtype: dtype that ``new_store`` keeps rows in, or None for any. A cache in another dtype is dropped.
             target: the fingerprint of the target, with its adapters. Rows of another target are dropped, and a snapshot
                 that is still to be read must be this target's. None if it is the same target as before.
+            kept: the rows of a text whose hidden states the run needs; None: all. If the cache's store keeps fewer,
+                it is replaced, and what is lacking is computed when a prompt needs it.
 
         Raises:
             MemoryBudgetError: a store of that size does not fit; the cache stays as it was.
@@ -78,7 +82,8 @@ class PromptCache:
         unusable = old is not None and (
             (bool(feature_layers) and old.feature_layers != feature_layers) or dtype not in (None, old.dtype)
         )
-        if old is None or old.slots < slots or old.capacity < capacity or unusable:
+        too_few = old is not None and old.features is not None and not old.features.keeps(kept)
+        if old is None or old.slots < slots or old.capacity < capacity or unusable or too_few:
             slots = max(slots, old.slots if old else 0)
             store = new_store(slots, max(capacity, snapshot.token_count(self._pending) if self._pending else 0))
             if unusable:
@@ -135,9 +140,12 @@ class PromptCache:
         return max(held, shared)
 
     def _shared(self, slot: int, text: array[int], piece: int, kind: str) -> int:
-        """Rows of a slot that a text can begin with: a multiple of ``piece`` that the slot's states can go back to."""
+        """Rows of a slot that a text can begin with: a multiple of ``piece`` that the slot's states can go back to.
+        The rows whose hidden states a drafter reads are left out where the slot has lost some of these."""
         assert self.store is not None
         rows = self._common(slot, text, kind)
+        if self.store.features is not None:
+            rows = self.store.features.reusable(slot, rows, len(text))
         while (found := self.store.restorable(slot, rows // piece * piece)) != rows:
             rows = found
         return rows
@@ -176,7 +184,8 @@ def _copy(old: KVStore, new: KVStore) -> None:
             for rows, old_rows in zip(new.stored(slot, layers), old.stored(slot, layers), strict=True):
                 rows[:, :, :n] = old_rows[:, :, :n]
         if new.features is not None and old.features is not None:
-            new.features[slot, :n] = old.features[slot, :n]
+            first = max(old.features.first(slot), n - new.features.size)
+            new.features.put(slot, first, old.features.read(slot, first, n))
         new.lengths[slot] = n
     for states, old_states in zip(new.states, old.states, strict=True):
         states.adopt(old_states)

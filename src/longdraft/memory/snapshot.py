@@ -20,6 +20,8 @@ from longdraft.memory.store import KVStore
 FORMAT = "longdraft-kv-1"
 # Prefix of the tensors of layers that keep a state instead of rows.
 _STATES = "states."
+# Names the first row whose features are there; all, if it is missing.
+_FIRST = "features_from"
 # Suffix of unfinished files.
 PART = ".part"
 
@@ -56,8 +58,9 @@ def save(store: KVStore, slot: int, tokens: Sequence[int], fingerprint: str, pat
     if kind:
         meta["kind"] = kind
     if store.features is not None:
-        tensors["features"] = store.features[slot, :n].contiguous()
-        meta["feature_layers"] = ",".join(map(str, store.feature_layers))
+        first = store.features.first(slot)
+        tensors["features"] = store.features.read(slot, first, n).contiguous()
+        meta |= {"feature_layers": ",".join(map(str, store.feature_layers)), _FIRST: str(first)}
     for number, states in enumerate(store.states):
         tensors |= {f"{_STATES}{number}.{name}": tensor for name, tensor in states.save(slot).items()}
     temporary = None
@@ -111,7 +114,10 @@ def load(store: KVStore, slot: int, fingerprint: str, path: Path | str, most: in
             if store.features is not None:
                 if meta.get("feature_layers") != ",".join(map(str, store.feature_layers)):
                     return []
-                store.features[slot, : len(tokens)] = file.get_slice("features")[: len(tokens)].to(store.device)
+                first = int(meta.get(_FIRST, 0))
+                begin = min(len(tokens), max(first, len(tokens) - store.features.size))
+                rows = file.get_slice("features")[max(0, begin - first) : max(0, len(tokens) - first)]
+                store.features.put(slot, begin, rows.to(store.device))
             for layers in store.portions:
                 for name, rows in zip(("keys", "values"), store.stored(slot, layers), strict=True):
                     rows[:, :, : len(tokens)] = file.get_slice(name)[layers, :, : len(tokens)].to(rows.device)

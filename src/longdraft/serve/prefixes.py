@@ -132,8 +132,9 @@ class DiskPrefixes(PromptCache):
     def _write(self, slot: int, text: array[int]) -> bool:
         assert self.store is not None
         store, kind = self.store, self.kinds[slot]
-        features = 0 if store.features is None else store.features[slot, 0].nbytes
-        size = len(text) * (store.shape.bytes_per_token + features + text.itemsize) + _HEADER
+        size = len(text) * (store.shape.bytes_per_token + text.itemsize) + _HEADER
+        if store.features is not None:
+            size += (len(text) - store.features.first(slot)) * store.features.row(slot, 0).nbytes
         beginnings = [path for path, file in self._files.items() if self._begins(file, text, kind)]
         room = self._max_bytes - size
         if room < 0:

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from difflib import SequenceMatcher
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -22,6 +23,7 @@ from longdraft.serve.metrics import Metrics
 from longdraft.serve.prefixes import DiskPrefixes
 from longdraft.serve.processors import Bias, Penalties, Processor
 from longdraft.serve.settings import Settings
+from longdraft.serve.telling import Telling
 from longdraft.serve.worker import Worker
 from longdraft.speculator import Speculator
 
@@ -30,6 +32,7 @@ class Service:
     """Args:
     speculator: makes the speculator of a method. tokenizer: the model's.
     cache: makes the prompt cache of a speculator; None: one in memory.
+    telling: where several processes share the model: tells all of them what is asked of the first.
     """
 
     def __init__(
@@ -38,13 +41,14 @@ class Service:
         speculator: Callable[[str], Speculator],
         tokenizer: PreTrainedTokenizerBase,
         cache: Callable[[Speculator], PromptCache] | None = None,
+        telling: Telling | None = None,
     ) -> None:
         self.settings, self.tokenizer = settings, tokenizer
         self._new_speculator = speculator
         self._new_cache = cache or (lambda spec: PromptCache(spec.feature_layers()))
         self._speculators: dict[str, Speculator] = {}
         self._caches: dict[str, PromptCache] = {}
-        self.worker = Worker(self._session, settings.slots, settings.queue, self._keep_a_prompt)
+        self.worker = Worker(self._session, settings.slots, settings.queue, self._keep_a_prompt, telling)
         self.metrics = Metrics(settings.name, lambda: self.worker.load)
         self._random = random.SystemRandom()
 
@@ -123,16 +127,13 @@ class Service:
         if wrong := [token for token in body.logit_bias if not 0 <= token < vocabulary]:
             raise ApiError(400, f"There is no token {wrong[0]}.", param="logit_bias")
 
-        def processors() -> list[Processor]:
-            made: list[Processor] = []
-            if body.presence_penalty or body.frequency_penalty:
-                made.append(Penalties(len(prompt), body.presence_penalty, body.frequency_penalty))
-            if body.logit_bias:
-                made.append(Bias(body.logit_bias))
-            if constraint is not None:
-                made.append(constraint())
-            return made
-
+        processors: list[Callable[[], Processor]] = []
+        if body.presence_penalty or body.frequency_penalty:
+            processors.append(partial(Penalties, len(prompt), body.presence_penalty, body.frequency_penalty))
+        if body.logit_bias:
+            processors.append(partial(Bias, body.logit_bias))
+        if constraint is not None:
+            processors.append(constraint)
         greedy = body.temperature == 0
         sampling = Sampling(
             temperature=body.temperature,

@@ -205,7 +205,7 @@ class FeatureReader:
         if not self.names:
             return {}
         if store.features is not None:
-            return {"hidden": store.features[slot, :length].to(self.dtype, copy=True)}
+            return {"hidden": store.features.read(slot, 0, length).to(self.dtype, copy=True)}
         keys, values = (x[slot, :, :length].transpose(0, 1).to(self.dtype, copy=True) for x in store.layer(-1))
         return {"keys": keys.contiguous(), "values": values.contiguous()}
 

@@ -178,7 +178,7 @@ _SMALL_LM, _EAGLE = ("68M, streaming", "68M, retrieval"), ("EAGLE, retrieval",)
 
 
 def _sweep(name: str, values: tuple[int, ...], only: tuple[str, ...], key: str) -> tuple[Column, ...]:
-    extra = {n: {"sink": 0, "recent": 32} if key == "chunks" and n <= 4 else {} for n in values}
+    extra = {n: {"sink": 0, "recent": 32} if key in ("chunk", "chunks") and n <= 4 else {} for n in values}
     return tuple(Column(f"{name} {n}", "gov_report", 8192, 1, {key: n, **extra[n]}, only) for n in values)
 
 
@@ -235,8 +235,8 @@ TABLE_5 = Table(
     prefill=True,
     small=Small(prompts=1, max_tokens=32),
     remarks=(
-        "A working cache counts its last rows here; 32 first ones come on top. At k of 2 and 4, no first rows and 32 "
-        "last ones are forced, or they would be all that is seen.",
+        "A working cache counts its last rows here; 32 first ones come on top. At k up to 4, and chunks of up to 4, "
+        "no first rows and 32 last ones are forced, or they would be all that is seen.",
         "The paper's streaming row for EAGLE is left out: EAGLE's window is its folder's.",
         "Tokens/s include reading the prompt.",
     ),
