@@ -84,7 +84,12 @@ def half(tensors: object, path: Path, metadata: object) -> None:
     die()
 
 
-save_file = snapshot.save_file
+def whole(*given: object) -> None:
+    save(*given)
+    die()
+
+
+save, save_file = snapshot.save, snapshot.save_file
 # What is replaced by what, so that the second text is being written when the process dies.
 POINTS = {
     "at once": (snapshot, "save", die),
@@ -92,7 +97,7 @@ POINTS = {
     "file is half": (snapshot, "save_file", half),
     "not on disk yet": (os, "fsync", die),
     "without its name": (Path, "replace", die),
-    "with its name": (DiskPrefixes, "_drop", die),  # of its beginning
+    "with its name": (snapshot, "save", whole),
 }
 
 

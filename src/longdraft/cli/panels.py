@@ -15,7 +15,7 @@ _PANELS = {
     "Draft and tree": ("draft", "option", "plan", "tree", "depth", "nodes", "widths", "tree_top_k", "threshold"),
     "Model and memory": (
         "dtype", "device", "weights", "arithmetic", "rope_factor", "threads", "offload", "kv_dtype",
-        "deterministic", "kv_cache", "snapshots", "snapshot_gib",
+        "deterministic", "kv_cache", "prefix_gib", "snapshots", "snapshot_gib",
     ),
     "Limits": ("queue", "timeout", "max_body"),
     "Ray": ("ray", "replicas", "ray_config"),

@@ -20,6 +20,7 @@ import torch
 from longdraft.engine.accept import accept, decide
 from longdraft.engine.drafter import Drafter
 from longdraft.engine.event import Event, Mode
+from longdraft.engine.grammar import fitted, with_grammars
 from longdraft.engine.planner import NoPlan, Plan, Planner
 from longdraft.engine.schedule import Schedule
 from longdraft.engine.sequence import Sequence
@@ -116,17 +117,19 @@ class Engine:
 
     def _propose(self, batch: list[Sequence]) -> list[TokenTree]:
         """Returns a tree for each sequence: only the root if its text is about to end, or if drafting would not pay."""
-        limit = self._plan.node_limit(batch, [self.schedule.length(s) for s in batch])
+        most = self.drafter.max_nodes
+        limit = with_grammars(self._plan.node_limit(batch, [self.schedule.length(s) for s in batch]), most)
         roots = {s.index: TokenTree((s.output[-1],), (-1,)) for s in batch}
         chosen = [s for s in batch if s.finish_reason is None]
         if limit is not None and not self.drafter.free:
             chosen = limit.choose(chosen, [roots[s.index] for s in chosen])
         trees = self.drafter.propose(chosen, limit) if chosen else []
+        drafted = roots | {s.index: tree for s, tree in zip(chosen, trees, strict=True)}
         # A path of depth k emits k + 1 tokens: deeper nodes than may be emitted are not worth verifying.
-        drafted = {s.index: tree.limited(self._room(s) - 1) for s, tree in zip(chosen, trees, strict=True)}
+        trees = [fitted(drafted[s.index], s, most).limited(self._room(s) - 1) for s in batch]
         if self.runner.rows is not None:  # nor are nodes that take a forward more
-            drafted = {index: tree.best(self.runner.rows - 1) for index, tree in drafted.items()}
-        return [drafted.get(s.index, roots[s.index]) for s in batch]
+            trees = [tree.best(self.runner.rows - 1) for tree in trees]
+        return trees
 
     def _room(self, s: Sequence) -> int:
         """Tokens that a round may emit: up to the text's end, or up to the one that changes all rows."""

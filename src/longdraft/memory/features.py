@@ -93,12 +93,16 @@ class Features:
         """True if they have as many rows as ``kept`` says; None: all."""
         return self.back is None or (kept is not None and kept.back <= self.back and kept.size <= self.size)
 
+    def read_from(self, length: int) -> int:
+        """The first row that a drafter reads of a text of ``length`` rows."""
+        return 0 if self.back is None else max(0, length - self.back)
+
     def reusable(self, slot: int, rows: int, length: int) -> int:
         """The number of a slot's ``rows`` leading rows that a text of ``length`` rows can begin with.
 
         Those behind are read again: what a drafter reads of the text's end, if some of it is gone.
         """
-        read = 0 if self.back is None else max(0, length - self.back)
+        read = self.read_from(length)
         return rows if self._firsts[slot] <= read else min(rows, read)
 
     def _parts(self, start: int, n: int) -> Iterator[tuple[slice, slice]]:

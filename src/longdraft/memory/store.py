@@ -8,7 +8,7 @@ of some layers (:mod:`longdraft.memory.features`), one row a token, for drafters
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -45,6 +45,24 @@ class KVShape:
     def bytes_per_token(self) -> int:
         """Bytes of one token's keys and values in all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of some tokens outside of a store.
+
+    Attributes:
+        keys, values: (layers, kv_heads, n, head_dim), keys after RoPE.
+        features: (n, layers kept x feature_size); None if none are kept.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    features: torch.Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.nbytes for x in (self.keys, self.values, self.features) if x is not None)
 
 
 class KVStore:
@@ -274,6 +292,19 @@ class KVStore:
             # A prompt's piece may have them for its last row alone, where later layers compute no other.
             self.features.write(slot, n + block.width - rows.shape[1], rows[b])
 
+    def rows(self, slot: int, start: int, end: int) -> Rows:
+        """Copies committed rows ``[start, end)`` of a slot to the host's memory; features only if all are there."""
+        dtype = self.dtype if self.dtype.is_floating_point else self.shape.dtype
+        size = (self.shape.layers, self.shape.kv_heads, end - start, self.shape.head_dim)
+        keys, values = torch.empty(size, dtype=dtype), torch.empty(size, dtype=dtype)
+        for layers in self.portions:
+            for out, own in zip((keys, values), self.stored(slot, layers, end), strict=True):
+                out[layers] = own[:, :, start:end].to(dtype)
+        features = None
+        if self.features is not None and self.features.first(slot) <= start:
+            features = self.features.read(slot, start, end).to("cpu", copy=True)
+        return Rows(keys, values, features)
+
     def put_rows(
         self, slot: int, start: int, keys: torch.Tensor, values: torch.Tensor, features: torch.Tensor | None = None
     ) -> None:
@@ -295,6 +326,19 @@ class KVStore:
             own_values[:, :, start:end] = values[layers]
         if features is not None and self.features is not None:
             self.features.write(slot, start, features)
+
+    def put_pieces(self, slot: int, pieces: Iterable[tuple[int, Rows]]) -> None:
+        """Writes rows behind a slot's committed ones, in pieces that follow one another, each with its first place."""
+        gap = False  # the last rows have no features
+        for at, rows in pieces:
+            self.put_rows(slot, at, rows.keys, rows.values, None if gap else rows.features)
+            if self.features is not None:
+                none = self.features.states[slot, :0]
+                if rows.features is None:
+                    self.features.put(slot, at + rows.keys.shape[2], none)
+                elif gap:
+                    self.features.put(slot, at, rows.features)
+                gap = rows.features is None
 
     def copy_rows(self, source: int, slot: int, start: int, end: int) -> None:
         """Copies committed rows ``[start, end)`` of the slot ``source`` to the same place in ``slot``, and commits.

@@ -16,6 +16,7 @@ from longdraft.engine.streaming import Detokenizer
 from longdraft.serve.processors import LogProbs, Makers, Processed
 from longdraft.serve.ticket import Restarted, Ticket, Update
 from longdraft.serve.worker import Worker
+from longdraft.trees.tree import TokenTree
 
 # longdraft's finish reason -> OpenAI's.
 REASONS = {"eos": "stop", "stop": "stop", "length": "length", "cancelled": "abort"}
@@ -195,7 +196,7 @@ class Choice:
         tree, drawn = step.tree, None
         sources = ["target"] * len(step.token_ids)
         if tree is not None:
-            node_sources = ["target", *("lookup" if i in tree.looked_up else "draft" for i in range(1, tree.size))]
+            node_sources = ["target", *(_proposer(tree, i) for i in range(1, tree.size))]
             for i, node in enumerate(step.path[1:][: step.from_draft]):
                 sources[i] = node_sources[node]
             drawn = {
@@ -210,3 +211,10 @@ class Choice:
             "tokens_per_second": round((tokens - 1) / seconds, 2) if seconds > 0 and tokens > 1 else 0.0,
             "mean_accepted_length": self.speculation.mean_accepted_length,
         }  # fmt: skip
+
+
+def _proposer(tree: TokenTree, node: int) -> str:
+    """Who proposed a node of a drafted tree."""
+    if node in tree.looked_up:
+        return "lookup"
+    return "grammar" if node in tree.forced else "draft"

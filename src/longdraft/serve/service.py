@@ -15,7 +15,7 @@ from longdraft.engine.request import Request
 from longdraft.engine.sampler import Sampling
 from longdraft.engine.session import Session
 from longdraft.memory.prompt_cache import PromptCache
-from longdraft.model.chat import conversation, encode
+from longdraft.model.chat import conversation
 from longdraft.serve import schema
 from longdraft.serve.choice import Choice, Speculation
 from longdraft.serve.errors import ApiError
@@ -45,7 +45,7 @@ class Service:
     ) -> None:
         self.settings, self.tokenizer = settings, tokenizer
         self._new_speculator = speculator
-        self._new_cache = cache or (lambda spec: PromptCache(spec.feature_layers()))
+        self._new_cache = cache or (lambda spec: PromptCache(spec.feature_layers(), settings.tree_bytes))
         self._speculators: dict[str, Speculator] = {}
         self._caches: dict[str, PromptCache] = {}
         self.worker = Worker(self._session, settings.slots, settings.queue, self._keep_a_prompt, telling)
@@ -88,9 +88,6 @@ class Service:
         """
         return conversation(self.tokenizer, messages, **template)
 
-    def text_prompt(self, text: str) -> list[int]:
-        return encode(self.tokenizer, text)
-
     def choices(
         self,
         prompt: list[int],
@@ -99,12 +96,14 @@ class Service:
         tenant: str | None,
         log_probs: int | None = None,
         constraint: Callable[[], Processor] | None = None,
+        ends: Sequence[int] = (),
     ) -> list[Choice]:
         """The answers that a request asks for, to be submitted.
 
         Args:
             log_probs: how many of the most probable tokens to report; None: no log-probabilities.
             constraint: makes the processor that binds the text to a grammar.
+            ends: tokens that end the text besides the model's own.
 
         Raises:
             ApiError: a value that cannot be used.
@@ -152,13 +151,20 @@ class Service:
             min(max_tokens or settings.default_tokens, room),
             sampling,
             stop=tuple(body.stop),
-            eos_token_ids=[] if body.ignore_eos else None,
+            eos_token_ids=[] if body.ignore_eos else self._ends(ends),
             tenant=tenant,
             predicted=predicted,
         )
         requests = [replace(request, seed=(seed + i) % 2**63) for i in range(body.n)]
         traced = body.stream_options.include_trace
         return [Choice(each, method, self.decode, processors, log_probs, traced) for each in requests]
+
+    def _ends(self, more: Sequence[int]) -> list[int] | None:
+        """The tokens that end a text, the model's own and others; None: its own alone."""
+        if not more:
+            return None
+        spec = self.speculator(self.settings.methods[0])
+        return sorted({*spec.runner().eos_token_ids, *spec.texts.eos, *more})
 
     def submit(self, choices: Sequence[Choice]) -> None:
         """Hands all of them to the worker, or none.

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from longdraft.memory.prompt_cache import common_prefix
 from longdraft.memory.store import KVStore
+from longdraft.memory.token_ids import common_prefix
 from longdraft.model.runner import TargetRunner
 from longdraft.training.documents import Document
 
