@@ -99,6 +99,9 @@ def test_doctor_examines_drafts(shell, model_folder, draft, other, shipped_in, t
     ended = shell("doctor", "--model", model_folder, "--json")
     assert last(ended)["drafts"] == [] and "none comes with longdraft" in ended.out
     ended = shell("doctor", "--model", model_folder, "--draft", draft, "--json")
+    needed = last(ended)["break_even"]
+    assert 1 <= len(needed) <= 3 and needed[0]["accepted"] == needed[0]["verification"] + needed[0]["drafting"] > 0
+    assert "break-even" in ended.out and needed[0]["line"].startswith("behind ")
     (found,) = last(ended)["drafts"]
     assert (ended.code, found["method"], found["fits"], found["reason"]) == (0, "longspec", True, None)
     assert (found["shipped"], found["trained_length"], found["vocabulary"]) == (False, 64, None)

@@ -197,6 +197,34 @@ def _bars(
 
 
 @_styled
+def grouped(
+    title: str,
+    columns: Sequence[str],
+    bars: Mapping[str, Sequence[float | None]],
+    marks: Mapping[str, Sequence[Sequence[float]]],
+    style: Mapping[str, Style],
+    label: str,
+) -> Any:
+    """A figure with a group of bars for each column, a bar for each method.
+
+    Args:
+        bars: by method, a value for each column; None: no bar. marks: others' values, drawn as short lines.
+    """
+    figure, axes = _figure(title, 3.0)
+    width = 0.8 / max(1, len(bars))
+    for i, (name, values) in enumerate(bars.items()):
+        places = [x + width * (i - (len(bars) - 1) / 2) for x in range(len(columns))]
+        axes.bar(places, [value or 0.0 for value in values], 0.9 * width, color=style[name]["color"], label=name)
+        for place, others in zip(places, marks[name], strict=True):
+            axes.hlines(others, place - 0.45 * width, place + 0.45 * width, color=INK, linewidth=1.2)
+    axes.set_xticks(range(len(columns)), columns, rotation=30 if len(columns) > 5 else 0)
+    axes.grid(visible=False, axis="x")
+    axes.set_ylabel(label)
+    _legend(figure, axes, 3)
+    return figure
+
+
+@_styled
 def stacked(title: str, rows: Mapping[str, Mapping[str, float]], label: str) -> Any:
     """A figure with a bar for each row, made of the parts of a round in :data:`PARTS`."""
     figure, axes = _figure(title, _height(rows))

@@ -46,21 +46,21 @@ def _row(name: str, own: Sequence[Measured]) -> dict[str, Any]:
         "context_tokens": round(median(len(m.haystack.tokens) for m in own)),
         "haystacks": len(own),
         "tokens": len(tokens),
-        "accuracy": _accuracy(tokens),
-        "perplexity": _perplexity(tokens),
+        "accuracy": accuracy(tokens),
+        "perplexity": perplexity(tokens),
         "code_tokens": len(code),
-        "code_accuracy": _accuracy(code),
-        "code_perplexity": _perplexity(code),
+        "code_accuracy": accuracy(code),
+        "code_perplexity": perplexity(code),
         "lacking": sum(token.log_prob is None for token in tokens),
-        "by_depth": [{"depth": depth, "accuracy": _accuracy(found)} for depth, found in at.items()],
+        "by_depth": [{"depth": depth, "accuracy": accuracy(found)} for depth, found in at.items()],
     }
 
 
-def _accuracy(tokens: Sequence[Foreseen]) -> float | None:
+def accuracy(tokens: Sequence[Foreseen]) -> float | None:
     return sum(token.right for token in tokens) / len(tokens) if tokens else None
 
 
-def _perplexity(tokens: Sequence[Foreseen]) -> float | None:
+def perplexity(tokens: Sequence[Foreseen]) -> float | None:
     """The perplexity of the tokens that the vocabulary has; None without such tokens, or if it overflows."""
     known = [token.log_prob for token in tokens if token.log_prob is not None]
     if not known:

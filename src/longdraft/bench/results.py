@@ -91,7 +91,7 @@ class Results(JsonLines[Measured]):
     """
 
     def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
-        super().__init__(path, header, _measured)
+        super().__init__(path, header, measurement)
 
     def has(self, group: Group) -> bool:
         """True if a batch was measured already."""
@@ -110,7 +110,7 @@ def read(path: Path) -> tuple[dict[str, Any], list[Measured]]:
     Raises:
         CheckpointError: it cannot be read, or is no results file.
     """
-    _, found, measured = contents(path, FORMAT, VERSION, _measured)
+    _, found, measured = contents(path, FORMAT, VERSION, measurement)
     return found, measured
 
 
@@ -121,7 +121,8 @@ def line(measured: Measured) -> dict[str, Any]:
     return found | {"differences": [report.difference(d) for d in measured.disagreements]}
 
 
-def _measured(found: Mapping[str, Any]) -> Measured:
+def measurement(found: Mapping[str, Any]) -> Measured:
+    """A measurement from a line of a file."""
     return Measured(
         dataset=found["dataset"],
         context=found["context"],

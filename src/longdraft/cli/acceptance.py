@@ -126,7 +126,7 @@ def acceptance(
     runs = {} if file is None else {run.asked: run for run in file.measured}
     if there := sum(each in runs for each in asked):
         console.note(f"{there} runs are in {results} already; {len(asked) - there} are left.")
-    complete = _measure(measuring, work, runs, file, notes)
+    complete = measure(measuring, work, runs, file, notes)
     found = acceptance_report.document(
         [runs[each] for each in asked if each in runs], measuring.settings.methods, notes, complete
     )
@@ -145,7 +145,7 @@ def _default(target: TargetRunner) -> tuple[str, ...]:
     return found
 
 
-def _measure(
+def measure(
     measuring: Acceptance, work: Work, runs: dict[Asked, Accepted], file: Results | None, notes: list[str]
 ) -> bool:
     """Adds the runs that are missing; False if Ctrl-C ended it."""

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from longdraft.attention import dispatch
 from longdraft.bench import machine
+from longdraft.bench.break_even import break_even
 from longdraft.cli import console, options
 from longdraft.drafts import shipped
 from longdraft.drafts.kinds import kind_of
@@ -40,6 +41,7 @@ def doctor(
         status("Examining")
         found: dict[str, Any] = {"hardware": machine.hardware(), "versions": machine.versions()}
         runner: TargetRunner | None = None
+        loaded: LoadedModel | None = None
         try:
             loaded = loading.load(status)
             found |= _examined(loaded)
@@ -54,6 +56,12 @@ def doctor(
         found["drafts"] = [_draft(folder, runner, True) for folder in shipped.folders()]
         if draft is not None:
             found["drafts"].append(_draft(draft, runner, False))
+            if loaded is not None and found["drafts"][-1]["fits"]:
+                status("Measuring what must be accepted for the draft to pay")
+                found["break_even"] = [
+                    asdict(each) | {"accepted": each.accepted, "line": str(each)}
+                    for each in break_even(loaded, draft, status)
+                ]
     _show(found, console.stdout())
     output.json(found)
     if not found["model"]["hosted"] or any(d["reason"] is not None for d in found["drafts"] if not d["shipped"]):
@@ -195,6 +203,8 @@ def _show(found: dict[str, Any], out: Console) -> None:
             row("draft", f"{name}; cannot be used: {d['reason']}", "red")
         for remark in d["remarks"]:
             row("", remark, "yellow")
+    for i, each in enumerate(found.get("break_even", ())):
+        row("" if i else "break-even", each["line"])
     if not found["drafts"]:
         row("draft", "none comes with longdraft; --draft DIR checks one", "dim")
     console.show(out, grid)

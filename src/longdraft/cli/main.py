@@ -23,9 +23,11 @@ from longdraft.cli.completion import completion
 from longdraft.cli.doctor import doctor
 from longdraft.cli.export import export
 from longdraft.cli.generate import generate
+from longdraft.cli.length import bench_length
 from longdraft.cli.methods import methods
 from longdraft.cli.needle import needle
 from longdraft.cli.quality import quality
+from longdraft.cli.reproduce import reproduce
 from longdraft.cli.serve import serve
 from longdraft.cli.train import Trainers, data, loaded_first
 from longdraft.errors import CapabilityError, ConfigError, LongdraftError
@@ -56,11 +58,13 @@ app = typer.Typer(
 WRITE, LOOK, MEASURE, TRAIN = "Write", "Look around", "Measure", "Train and export"
 for verb, panel in (
     (processes.together(generate), WRITE), (chat, WRITE), (processes.together(serve), WRITE), (batch, WRITE),
-    (methods, LOOK), (doctor, LOOK), (completion, LOOK), (processes.together(bench), MEASURE), (export, TRAIN),
+    (methods, LOOK), (doctor, LOOK), (completion, LOOK), (processes.together(bench), MEASURE), (reproduce, MEASURE),
+    (export, TRAIN),
 ):  # fmt: skip
     app.command(rich_help_panel=panel)(interruptible(options.spread(verb)))
 for name, part in (
-    ("acceptance", acceptance), ("quality", quality), ("needle", needle), ("report", bench_report),
+    ("acceptance", acceptance), ("length", bench_length), ("quality", quality), ("needle", needle),
+    ("report", bench_report),
 ):  # fmt: skip
     app.command(f"bench {name}", rich_help_panel=MEASURE)(interruptible(options.spread(part)))
 

@@ -1,0 +1,190 @@
+"""A paper's table as data: what is measured in it, with which options, and the paper's own figures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cached_property
+from typing import Any
+
+
+class Kind(Enum):
+    """The verb of ``longdraft bench`` whose machinery fills a table."""
+
+    speed = "bench"
+    needle = "bench needle"
+    quality = "bench quality"
+    training = "train"
+
+
+FIGURES = {
+    "accepted": ("accepted length", "{:.2f}"),
+    "tokens_per_second": ("tokens/s", "{:.2f}"),
+    "speedup": ("speed-up", "{:.2f}x"),
+    "rouge_l": ("ROUGE-L against full verification, in per cent", "{:.1f}"),
+    "bleurt": ("BLEURT, in per cent", "{:.1f}"),
+    "accuracy": ("accuracy", "{:.3f}"),
+    "perplexity": ("perplexity", "{:.3f}"),
+    "draft_ms": ("drafting, ms a round", "{:.2f}"),
+    "attention_ms": ("the target's attention, ms a round", "{:.2f}"),
+    "forward_ms": ("the rest of the target's forward, ms a round", "{:.2f}"),
+    "verify_ms": ("the target's forward, ms a round", "{:.2f}"),
+    "rest_ms": ("all else, ms a round", "{:.2f}"),
+    "attention_share": ("the target's attention, share of a round", "{:.0%}"),
+    "loss": ("loss at the end of training", "{:.3f}"),
+}
+"""By key: a figure's name and its format."""
+
+IN_ROWS = ("budget", "chunks")
+"""Options that count rows or chunks of a text, which shrink with it."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A method of a table.
+
+    Attributes:
+        name: as the paper calls it.
+        method: a method of this package, or a peer of its bench.
+        options: the paper's.
+        note: where ours is not the paper's.
+        attention: attention path that it is forced to; empty: the machine's own.
+    """
+
+    name: str
+    method: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    note: str = ""
+    attention: str = ""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A setting of a table.
+
+    Attributes:
+        name: its heading, unique in the table.
+        data: a data set by its name in the bench.
+        tokens: length of the prompts; None: the rows as they are.
+        batch: prompts decoded together.
+        options: further options of every method that has them; a sweep varies them from column to column.
+        only: names of the lines that the column is for; empty: all.
+    """
+
+    name: str
+    data: str
+    tokens: int | None = None
+    batch: int = 1
+    options: Mapping[str, Any] = field(default_factory=dict)
+    only: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Small:
+    """The small scale: what ends within a quarter of an hour on two cores with the embedded model.
+
+    Attributes:
+        shrink: prompts, KV budgets and retrieved chunks are so many times smaller.
+        context: prompts of columns without a length are cut to so many tokens.
+        prompts: of each column; ``max_tokens``: new tokens of each.
+    """
+
+    shrink: int = 1
+    context: int = 2048
+    prompts: int = 2
+    max_tokens: int = 48
+
+
+@dataclass(frozen=True)
+class Published:
+    """One figure of the paper."""
+
+    model: str
+    line: str
+    column: str
+    figure: str
+    value: float
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table or figure of a paper.
+
+    Attributes:
+        name: "1", or "fig4" of a figure.
+        hardware, models: the paper's.
+        figures: keys of :data:`FIGURES`.
+        numbers: the paper's figures, in blocks with a blank line between. A block's first row names its columns; then
+            a row is ``model | line | figures of the first column | ...``, in the order of ``figures``; ``-``: none.
+        baseline: the line, or a method, that speed-ups are over.
+        bonus: the paper counts the bonus token in accepted lengths.
+        prefill: the paper's tokens/s and speed-ups include reading the prompt.
+        prompts: of each column; None: all rows.
+        remarks: on the paper's figures.
+    """
+
+    name: str
+    title: str
+    kind: Kind
+    hardware: str
+    models: str
+    lines: tuple[Line, ...]
+    columns: tuple[Column, ...]
+    figures: tuple[str, ...]
+    numbers: str = ""
+    temperatures: tuple[float, ...] = (0.0,)
+    max_tokens: int = 256
+    prompts: int | None = None
+    baseline: str = "ar"
+    bonus: bool = True
+    prefill: bool = False
+    small: Small = Small()
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def heading(self) -> str:
+        """``Table 1``, ``Figure 4``."""
+        return f"Figure {self.name[3:]}" if self.name.startswith("fig") else f"Table {self.name}"
+
+    @property
+    def data(self) -> tuple[str, ...]:
+        """The data sets, each once."""
+        return tuple(dict.fromkeys(column.data for column in self.columns))
+
+    @property
+    def profiled(self) -> bool:
+        """True if a figure is a part of a round's time."""
+        return any(key.endswith("_ms") or key == "attention_share" for key in self.figures)
+
+    @cached_property
+    def published(self) -> tuple[Published, ...]:
+        """The paper's figures."""
+        return tuple(_published(self.numbers, self.figures))
+
+    def cells(self) -> list[tuple[Line, Column]]:
+        """Lines and the columns that they have figures in."""
+        return [(line, c) for c in self.columns for line in self.lines if not c.only or line.name in c.only]
+
+
+@dataclass(frozen=True)
+class Paper:
+    """A paper, by the name of its method."""
+
+    name: str
+    title: str
+    reference: str
+    tables: tuple[Table, ...]
+
+
+def _published(text: str, figures: Sequence[str]) -> list[Published]:
+    found = []
+    for block in text.strip().split("\n\n"):
+        rows = [[part.strip() for part in row.split("|")] for row in block.splitlines()]
+        (_, _, *columns), *rest = rows if len(rows) > 1 else [["", ""]]
+        for model, line, *cells in rest:
+            for column, cell in zip(columns, cells, strict=True):
+                for figure, value in zip(figures, cell.split(), strict=False):
+                    if value != "-":
+                        found.append(Published(model, line, column, figure, float(value)))
+    return found

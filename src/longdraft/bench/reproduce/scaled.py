@@ -1,0 +1,167 @@
+"""A table at a scale: how long prompts and answers are, which options methods get, and what that changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from longdraft.bench.needle_drafts import NAMED
+from longdraft.bench.papers.table import IN_ROWS, Column, Line, Table
+from longdraft.drafts.kinds import KINDS, kind_of
+from longdraft.errors import LongdraftError
+from longdraft.methods import METHODS
+from longdraft.model.runner import TargetRunner
+from longdraft.recipes import recipe_for, resolve
+
+Tick = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """A table at a scale.
+
+    Attributes:
+        small: the small scale; else the paper's.
+        max_tokens, prompts: in the place of the scale's own; None: these.
+        plan: "fixed" keeps the paper's trees; "auto" fits them to this machine.
+    """
+
+    table: Table
+    small: bool
+    max_tokens_given: int | None = None
+    prompts_given: int | None = None
+    plan: str = "fixed"
+
+    @property
+    def shrink(self) -> int:
+        return self.table.small.shrink if self.small else 1
+
+    @property
+    def max_tokens(self) -> int:
+        """New tokens of a prompt, at most."""
+        return self.max_tokens_given or (self.table.small.max_tokens if self.small else self.table.max_tokens)
+
+    @property
+    def prompts(self) -> int | None:
+        """Prompts of a column; None: all."""
+        return self.prompts_given or (self.table.small.prompts if self.small else self.table.prompts)
+
+    def tokens(self, column: Column) -> int | None:
+        """Length of a column's prompts; None: as they are."""
+        if column.tokens is not None:
+            return column.tokens // self.shrink
+        return self.table.small.context if self.small else None
+
+    def options(self, line: Line, column: Column) -> dict[str, Any]:
+        """Options of a line's method in a column."""
+        known = METHODS[line.method].options if line.method in METHODS else ()
+        given = {**line.options, **{name: x for name, x in column.options.items() if name in known}}
+        return {name: max(1, x // self.shrink) if name in IN_ROWS else x for name, x in given.items()}
+
+    def differs(self) -> list[str]:
+        """What this scale changes in all rows."""
+        found = []
+        if self.max_tokens != self.table.max_tokens:
+            found.append(f"up to {self.max_tokens:,} new tokens (paper: {self.table.max_tokens:,})")
+        if self.prompts != self.table.prompts:
+            found.append(f"prompts a column: {self.prompts} (paper: {self.table.prompts or 'all rows'})")
+        if self.shrink > 1:
+            part = {2: "half", 4: "a quarter", 8: "an eighth"}.get(self.shrink, f"1/{self.shrink}")
+            found.append(f"prompts, KV budgets and counts of chunks are {part} of the paper's")
+        elif self.small and any(column.tokens is None for column in self.table.columns):
+            found.append(f"prompts are cut to {self.table.small.context:,} tokens")
+        if self.small:
+            found.append("answers go on to the last token, whatever the model ends")
+        if self.plan != "fixed":
+            found.append("trees are fitted to this machine by the planner; the paper's are fixed")
+        return found
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Our figures of one line in one column.
+
+    Attributes:
+        shown: by key of :data:`~longdraft.bench.papers.table.FIGURES`, as the paper defines them.
+        row: for programs, as this package defines its figures (docs/figures.md).
+        differs: what differs from the paper in this cell.
+    """
+
+    line: Line
+    column: Column
+    temperature: float
+    shown: Mapping[str, float | None]
+    row: Mapping[str, Any] = field(default_factory=dict)
+    differs: tuple[str, ...] = ()
+
+
+class Measuring(Protocol):
+    """A table's measurement, in units that are measured one by one and kept.
+
+    Attributes:
+        units: their names, in order. notes: remarks on texts and methods.
+    """
+
+    units: list[str]
+    notes: list[str]
+
+    def ticks(self, unit: str) -> int:
+        """Counts the calls of ``tick`` in a unit."""
+
+    def measure(self, unit: str, tick: Tick) -> dict[str, Any]:
+        """Measures a unit; returns an object for JSON."""
+
+    def cells(self, done: Mapping[str, Mapping[str, Any]]) -> list[Cell]:
+        """Our figures, from the units that are done."""
+
+
+def drafts_by_kind(folders: Sequence[Path]) -> dict[str, Path]:
+    """Draft folders and files by the kind of draft that they hold.
+
+    Raises:
+        CheckpointError: no draft. ValueError: two of one kind.
+    """
+    found: dict[str, Path] = {}
+    for folder in folders:
+        kind = kind_of(folder).name
+        if kind in found:
+            raise ValueError(f"{folder} and {found[kind]} are both drafts for {kind}: give one")
+        found[kind] = folder
+    return found
+
+
+def with_draft(method: str, options: Mapping[str, Any], drafts: Mapping[str, Path]) -> dict[str, Any]:
+    """The options with the draft that the method takes, if one was given."""
+    if method not in METHODS:
+        return dict(options)
+    # Of a method that takes any drafter, the draft is its drafter's. One that needs none drafts as the paper has it.
+    drafting = METHODS[options.get("drafter", method)]
+    kind = drafting.draft_kind if drafting.needs_draft else None
+    return {**options, **({"draft": drafts[kind]} if kind is not None and kind in drafts else {})}
+
+
+def lacking(method: str, options: Mapping[str, Any], runner: TargetRunner) -> str | None:
+    """Why a method cannot run on a target: a missing draft, or sizes that it was not trained for; None if it can."""
+    if method not in METHODS:
+        return None
+    try:
+        recipe_for(*resolve(method, options), runner)
+    except (LongdraftError, ValueError) as error:
+        return str(error)
+    return None
+
+
+def needs(table: Table) -> str:
+    """What a table needs, in a few words: drafts by kind, data sets."""
+    kinds: dict[str, None] = {}
+    for line in table.lines:
+        method, _ = NAMED.get(line.method, (line.method, {}))
+        if method in METHODS:
+            known = METHODS[method]
+            kind = known.draft_kind if known.needs_draft else line.options.get("drafter")
+            if kind in KINDS:
+                kinds[kind] = None
+    parts = [f"drafts: {', '.join(kinds)}"] if kinds else ["no draft"]
+    return "; ".join([*parts, f"data: {', '.join(table.data)}"])

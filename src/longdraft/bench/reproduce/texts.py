@@ -1,0 +1,160 @@
+"""The texts of a table: files that the user gives, data sets by name, or sources of Python's library in their place."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from longdraft.bench import data, tasks
+from longdraft.bench.acceptance import Short, texts
+from longdraft.bench.data import Sample, fitted
+from longdraft.bench.papers.table import Column
+from longdraft.bench.prompts import Prompt
+from longdraft.bench.reproduce.scaled import Scaled
+from longdraft.errors import ContextError, PromptError
+from longdraft.model.checkpoints import LoadedModel
+from longdraft.model.runner import TargetRunner
+
+# Long modules that every Python from 3.10 on has as one file.
+MODULES = (
+    "argparse", "typing", "inspect", "tarfile", "doctest", "pydoc", "_pydecimal", "subprocess", "mailbox", "difflib",
+    "locale", "ipaddress", "pickle", "optparse", "threading", "imaplib",
+)  # fmt: skip
+# What is asked about a module in the place of a data set's rows.
+_CODE, _SUMMARY = "Write the line of code that comes next.", "Write a summary of this module, about one page long."
+_ASKED = {
+    "lcc": _CODE,
+    "repobench-p": _CODE,
+    "qmsum": "What does this module offer? Answer in a few sentences.",
+    "multi_news": "Which classes does this module have, and what is each for?",
+    "pg19": "Go on with this text where it stops.",
+    "aime24": "Think step by step: which part of this is the most likely to go wrong, and how would you test it?",
+}
+# Rows of a data set that are read for each prompt that is wanted: some are too short.
+_SPARE = 8
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where rows come from.
+
+    Attributes:
+        named: files by data set. every: a file for all other data sets; empty: none.
+        stand_ins: take modules of Python's library where no file is given; else the Hugging Face hub is asked.
+    """
+
+    named: dict[str, str] = field(default_factory=dict)
+    every: str = ""
+    stand_ins: bool = True
+
+    @classmethod
+    def parsed(cls, given: Sequence[str], stand_ins: bool) -> Sources:
+        """From ``NAME=FILE`` and ``FILE``.
+
+        Raises:
+            PromptError: two files without a name.
+        """
+        named: dict[str, str] = {}
+        every = ""
+        for each in given:
+            name, equals, file = each.partition("=")
+            if equals:
+                named[name] = file
+            elif every:
+                raise PromptError(f"{every} and {each} are both for all data sets: name them, as in gov_report={each}.")
+            else:
+                every = each
+        return cls(named, every, stand_ins)
+
+    def file(self, dataset: str) -> str:
+        """The file of a data set; empty: none was given."""
+        return self.named.get(dataset, self.every)
+
+    def instead(self, dataset: str) -> str:
+        """What stands in for a data set, in words; empty: nothing."""
+        if file := self.file(dataset):
+            return "" if dataset in self.named else f"the text is {Path(file).name}, not {dataset}"
+        return f"modules of Python's library in the place of {dataset}" if self.stand_ins else ""
+
+    def rows(self, dataset: str, count: int | None) -> list[Sample]:
+        """Rows of a data set, more than are wanted, since some may be too short.
+
+        Raises:
+            PromptError: a file or a row that cannot be used.
+            CapabilityError: the hub cannot be reached; says which file to give.
+        """
+        limit = None if count is None else _SPARE * count
+        if file := self.file(dataset):
+            return [replace(sample, dataset=dataset) for sample in _read(dataset, file, limit)]
+        if self.stand_ins:
+            return stand_ins(dataset)
+        return tasks.read([dataset], limit)
+
+
+def _read(dataset: str, file: str, limit: int | None) -> list[Sample]:
+    if dataset in tasks.TASKS:
+        try:
+            return tasks.read([f"{dataset}={file}"], limit)
+        except PromptError:
+            if not file.endswith(".jsonl"):
+                raise
+    return data.read([Path(file).expanduser()], limit)  # rows of whole prompts
+
+
+def module(index: int) -> Path:
+    """The source file of a long module.
+
+    Raises:
+        PromptError: this Python comes without sources.
+    """
+    found = importlib.util.find_spec(MODULES[index % len(MODULES)])
+    if found is None or found.origin is None or not found.origin.endswith(".py"):
+        raise PromptError("This Python comes without the sources of its modules: name data with --data.")
+    return Path(found.origin)
+
+
+def stand_ins(dataset: str) -> list[Sample]:
+    """Long modules, each with a question like the data set's."""
+    asked = _ASKED.get(dataset, _SUMMARY)
+    files = [module(i) for i in range(len(MODULES))]
+    return [Sample(path.read_text(encoding="utf-8"), asked, dataset, path.name) for path in files]
+
+
+def prompts_of(
+    column: Column, scaled: Scaled, sources: Sources, loaded: LoadedModel, rows: Sequence[Sample]
+) -> tuple[list[Prompt], list[str]]:
+    """A column's prompts, and what differs in them.
+
+    Raises:
+        ContextError: the model's context has no room for them.
+        PromptError: no row is long enough.
+    """
+    room = TargetRunner(loaded.model).context_length - scaled.max_tokens
+    length = scaled.tokens(column)
+    if room < 1 or (length is not None and length > room and not scaled.small):
+        raise ContextError(
+            f"{column.name} is {length or 'any number of'} tokens and {scaled.max_tokens:,} new ones, and the model's "
+            f"context is {room + scaled.max_tokens:,}: stretch it with --rope-factor, or take --scale small."
+        )
+    wanted = None if scaled.prompts is None else max(scaled.prompts, column.batch)
+    differs = [note for note in (sources.instead(column.data),) if note]
+    if length is None:
+        chosen = [Prompt(s, tuple(fitted(s, loaded.tokenizer, room))) for s in rows[:wanted]]
+        return chosen, differs
+    if length > room:
+        differs.append(f"cut to {room:,} tokens, which is all that fits the model's context")
+        length = room
+    # A text is encoded whole, so no more of them than are needed.
+    few = rows if wanted is None else rows[: _SPARE * wanted]
+    found, notes = texts(few[:wanted], length, room, loaded.tokenizer, False, Short.leave)
+    if wanted is not None and len(found) < wanted:
+        short = Short.join if scaled.small else Short.leave
+        found, notes = texts(few, length, room, loaded.tokenizer, False, short)
+    if not found:
+        raise PromptError(f"{column.name}: {' '.join(notes)} Give longer ones with --data {column.data}=FILE.")
+    found = found[:wanted]
+    if any(text.joined for text in found):
+        differs.append("texts are joined with those of the rows after them")
+    return [Prompt(text.sample, text.tokens, length) for text in found], differs

@@ -1,0 +1,75 @@
+"""Papers' tables as data: they parse, name what exists, and agree with what the papers' texts say of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from longdraft.bench import tasks
+from longdraft.bench.needle_drafts import NAMED
+from longdraft.bench.papers import PAPERS, paper_named, table_of
+from longdraft.bench.papers.table import FIGURES, Kind
+from longdraft.bench.peers import PEERS
+from longdraft.bench.quality import FULL
+from longdraft.bench.reproduce.scaled import Scaled
+from longdraft.errors import RequestError
+from longdraft.methods import METHODS
+
+TABLES = [(paper, table) for paper in PAPERS.values() for table in paper.tables]
+each_table = pytest.mark.parametrize(("paper", "table"), TABLES, ids=lambda x: getattr(x, "name", ""))
+
+
+@each_table
+def test_a_table_names_what_exists(paper, table):
+    known = {*METHODS, *PEERS, *NAMED, FULL}
+    assert {line.method for line in table.lines} <= known and set(table.data) <= tasks.TASKS.keys()
+    assert set(table.figures) <= FIGURES.keys()
+    lines, columns = [line.name for line in table.lines], [column.name for column in table.columns]
+    assert len({*lines}) == len(lines) and len({*columns}) == len(columns)
+    assert table.baseline in known | {*lines}
+    for published in table.published:
+        assert published.line in lines and published.column in columns
+    for line, column in table.cells():
+        if table.kind in (Kind.speed, Kind.quality) and line.method in METHODS:
+            known, options = METHODS[line.method], Scaled(table, small=True).options(line, column)
+            known.checked(options)
+            known.schedule(**{name: options[name] for name in known.schedule_options if name in options})
+
+
+def test_figures_are_the_papers():
+    def value(paper, table, *key):
+        (found,) = (
+            p.value for p in table_of(PAPERS[paper], table).published if (p.model, p.line, p.column, p.figure) == key
+        )
+        return found
+
+    assert value("longspec", "1", "LC-13B", "LongSpec", "RepoBench-P", "tokens_per_second") == 96.96
+    assert value("specextend", "2", "LC-7B", "EAGLE, Yes", "BookSum 16K", "speedup") == 2.84
+    assert value("specextend", "5", "V-7B", "EAGLE, retrieval", "top-k 256", "tokens_per_second") == 32.48
+    assert value("specpv", "1", "L-8B", "SpecPV-2K", "60K", "speedup") == 6.29
+    assert value("specpv", "3", "14B", "SpecPV-4K", "50K", "accepted") == 3.69
+
+
+def test_the_papers_own_ratios_hold():
+    """Figures that were copied wrongly would break the speed-ups that the papers' texts give."""
+    longspec = {(p.model, p.line, p.column): p.value for p in table_of(PAPERS["longspec"], "1").published
+                if p.figure == "tokens_per_second"}  # fmt: skip
+    speedups = {key: rate / longspec[key[0], "Vanilla FA", key[2]] for key, rate in longspec.items()}
+    assert speedups["LC-13B", "LongSpec", "RepoBench-P"] == pytest.approx(3.26, abs=0.005)
+    assert speedups["V-7B", "MagicDec", "GovReport"] == pytest.approx(0.91, abs=0.005)
+
+
+def test_small_scale_shrinks_lengths_and_budgets():
+    scaled = Scaled(table_of(PAPERS["specpv"], "fig 6"), small=True)
+    line, column = scaled.table.lines[0], scaled.table.columns[0]
+    assert scaled.options(line, column) == {"drafter": "eagle3", "budget": 256, "margin": 5}
+    assert scaled.tokens(column) == 2048 and Scaled(scaled.table, small=False).tokens(column) is None
+    assert any("are an eighth of the paper's" in text for text in scaled.differs())
+
+
+def test_names_are_forgiving():
+    assert table_of(paper_named("LongSpec"), "Figure 4").name == "fig4"
+    assert table_of(paper_named("specpv"), "table 2").name == "2"
+    with pytest.raises(RequestError, match="Its tables: 1, 2, 3, 4, fig6"):
+        table_of(paper_named("specpv"), "9")
+    with pytest.raises(RequestError, match="Papers: longspec"):
+        paper_named("medusa")

@@ -1,0 +1,125 @@
+"""``longdraft reproduce`` as the shell runs it, on a tiny model."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from longdraft import Speculator
+from tests.drafts import random_draft, random_eagle3
+from tests.tiny import tiny_model
+
+
+@pytest.fixture(scope="session")
+def drafts(tmp_path_factory):
+    folder, model = tmp_path_factory.mktemp("reproduced"), tiny_model(context=512)
+    return {
+        "longspec": random_draft(folder / "longspec", model),
+        "eagle3": random_eagle3(folder / "eagle3", model, layers=(0, 1, 2)),
+    }
+
+
+@pytest.fixture
+def reproduce(shell, model_folder):
+    def run(*arguments):
+        return shell("reproduce", *arguments, "--model", model_folder, "-n", 4, "--limit", 1, "--json")
+
+    return run
+
+
+def last(ended):
+    return json.loads(ended.out.splitlines()[-1])
+
+
+def test_papers_and_tables_are_listed(shell):
+    ended = shell("reproduce", "--json")
+    assert ended.code == 0 and ("specpv", "4") in {(row["paper"], row["table"]) for row in last(ended)}
+    assert "drafts: eagle3; data: pg19" in ended.out
+    assert {row["paper"] for row in last(shell("reproduce", "longspec", "--json"))} == {"longspec"}
+
+
+def test_a_table_of_speed(reproduce, drafts, tmp_path):
+    """Ours and the paper's stand in one row; what has no draft is left out; a stopped run goes on."""
+    pytest.importorskip("matplotlib")
+    path, svg = tmp_path / "r.jsonl", tmp_path / "r.svg"
+    given = ("longspec", "fig6", "--draft", drafts["longspec"], "--results", path)
+    ended = reproduce(*given, "--svg", svg)
+    found = last(ended)
+    assert ended.code == 0 and found["complete"] and svg.read_bytes().startswith(b"<?xml")
+    plain, own = found["rows"]
+    assert (own["line"], own["column"], own["method"][:9]) == ("LongSpec", "AIME24", "longspec:")
+    assert own["published"] == [
+        {"model": "QwQ-32B", "accepted": 3.82, "tokens_per_second": 42.63, "speedup": pytest.approx(2.25, abs=0.01)}
+    ]
+    assert own["mismatches"] == 0 and own["as_published"]["accepted"] == own["mean_accepted_length"] >= 1
+    assert plain["mean_accepted_length"] == 1.0
+    assert any("modules of Python's library" in text for text in own["differs"])
+    assert any("paper: 32,768" in text for text in found["differs"])
+    assert "paper, QwQ-32B" in ended.out and "18.92" in ended.out
+    again = reproduce(*given)
+    assert "1 measurements are there already; 0 are left" in again.err
+    assert last(again)["rows"] == found["rows"]
+    other = reproduce("longspec", "fig7", "--draft", drafts["longspec"], "--results", path)
+    assert other.code == 2 and "table" in other.err
+
+
+def test_accepted_lengths_as_the_paper_counts_them(reproduce, drafts):
+    ended = reproduce("specpv", "3", "--draft", drafts["eagle3"])
+    found = last(ended)
+    assert {row["line"] for row in found["rows"]} == {"Eagle3-Yarn", "SpecPV-8K", "SpecPV-4K", "SpecPV-2K"}
+    for row in found["rows"]:
+        assert row["as_published"]["accepted"] == pytest.approx(row["mean_accepted_length"] - 1)
+    assert "the paper does not count the bonus token" in ended.out
+    assert any("all that fits" in text for text in found["rows"][0]["differs"])
+
+
+def test_a_table_of_quality(reproduce, drafts):
+    pytest.importorskip("rouge_score")
+    ended = reproduce("specpv", "4", "--draft", drafts["eagle3"])
+    found = last(ended)
+    assert [row["line"] for row in found["rows"]] == ["Mean", "Max", "Last"]
+    assert all(0 <= row["as_published"]["rouge_l"] <= 100 for row in found["rows"])
+    assert found["rows"][0]["published"][0] == {"model": "L-8B", "rouge_l": 56.1, "accepted": 3.53}
+
+
+def test_ctrl_c_keeps_what_is_done(reproduce, drafts, press_ctrl_c, tmp_path):
+    press_ctrl_c(Speculator, "stream", 9)
+    ended = reproduce("longspec", "1", "--draft", drafts["longspec"], "--results", tmp_path / "r.jsonl")
+    assert ended.code == 130 and "Stopped after" in ended.err and not last(ended)["complete"]
+
+
+def test_files_in_the_place_of_data_sets(reproduce, drafts, tmp_path):
+    file = tmp_path / "aime.jsonl"
+    file.write_text(json.dumps({"problem": "what is " + "one and " * 200}) + "\n")
+    found = last(reproduce("longspec", "fig6", "--draft", drafts["longspec"], "--data", f"aime24={file}"))
+    assert not any("Python" in text for row in found["rows"] for text in row["differs"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("longspec", "9"), "Its tables: 1, 2"),
+        (("medusa", "1"), "Papers: longspec"),
+        (("specpv", "1", "--scale", "paper"), "--data pg19=FILE"),
+        (("specpv", "3"), "Nothing of Table 3 can run"),
+        (("longspec", "1", "--plan", "x"), "--plan must be auto or fixed"),
+    ],
+)
+def test_what_cannot_be(reproduce, arguments, message):
+    ended = reproduce(*arguments)
+    assert ended.code == 2 and message in ended.err
+
+
+@pytest.mark.parametrize("table", ["2", "fig4"])
+def test_trainings_are_compared(reproduce, monkeypatch, table, tmp_path):
+    pytest.importorskip("accelerate")
+    for name, value in {"SHORT": 64, "LONG": 128, "CHARACTERS": 3000, "ROWS": 512, "MLP": 32}.items():
+        monkeypatch.setattr(f"longdraft.bench.reproduce.trainings.{name}", value)
+    found = last(reproduce("longspec", table, "--results", tmp_path / "r.jsonl"))
+    assert found["complete"] and {row["line"] for row in found["rows"]} == {"w/o Anchor-Offset", "w/ Anchor-Offset"}
+    assert (tmp_path / "r-drafts" / "offset-0").is_dir()
+    if table == "2":
+        assert all(row["as_published"]["accepted"] >= 1 for row in found["rows"])
+    else:
+        assert all(row["as_published"]["loss"] == row["losses"][-1] > 0 for row in found["rows"])
