@@ -106,15 +106,16 @@ class Session:
             counted = documents(files, self.tokenizer, Skipped(), runner.vocab_size)
         return most_frequent(counted, runner.vocab_size, config.vocabulary, runner.eos_token_ids)
 
-    def source(self, layers: tuple[int, ...] | None) -> FeatureSource | None:
+    def source(self, layers: tuple[int, ...] | None, keys: bool = False) -> FeatureSource | None:
         """The features of the learned documents; None if ``stop`` ended the filling of the cache.
 
         Args:
             layers: decoder layers whose hidden states the draft reads; (): the last layer's KV; None: the text alone.
+            keys: beside hidden states, it reads the last layer's KV.
         """
         config, runner, learned = self.config, self.runner, self.data.learned
         dtype = torch.bfloat16 if config.precision == "bf16" else runner.kv_shape.dtype
-        reader = FeatureReader(runner, config.top, dtype, layers)
+        reader = FeatureReader(runner, config.top, dtype, layers, keys)
         if not config.anchor_offset and self._kept(learned):
             return KeptSource(learned, runner.parts.description, reader)
         if any(d.kept for d in learned):
@@ -135,6 +136,8 @@ class Session:
             identity["rope_factor"] = self.config.target_rope_factor  # not in the description: drafts fit either way
         if reader.layers:
             identity["layers"] = list(reader.layers)
+            if "keys" in reader.names:
+                identity["keys"] = True
         if not reader.names:
             identity["reads"] = "text"
         cache = FeatureCache(folder, self.data.learned, offsets, identity, reader)
