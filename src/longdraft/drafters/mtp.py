@@ -271,7 +271,8 @@ class MtpDrafter(Eagle3Drafter):
 
     def _fill(self, sequence: Sequence) -> None:
         if not self.draft.borrows:
-            return super()._fill(sequence)
+            super()._fill(sequence)
+            return
         slot, end = sequence.slot, last_row(sequence)
         keys, values = (x[slot] for x in self._store.layer(-1))
         start = max(self.cache.end(slot), end - self.cache.window)

@@ -6,11 +6,11 @@ and f_t the last hidden state behind the final norm, least squares fit
 
     eh_proj([RMSNorm(E(token t + 1)), RMSNorm(f_t)])  to  the target's own input of that layer at position t + 1
 
-over some thousand tokens. A row's error is divided by the size of that input, since a norm follows. Then comes EAGLE-3's
-training-time test: row t predicts token t + 2 from the layer's output o,
+over some thousand tokens. A row's error is divided by the size of that input, since a norm follows. Then comes
+EAGLE-3's training-time test: row t predicts token t + 2 from the layer's output o,
 
     o(0, t) = layer(token t + 1, f_t)              sees the target's keys of positions 0 .. t, and its own
-    o(i, t) = layer(token t + 1, o(i - 1, t - 1))  sees the target's of 0 .. t - i, and those of steps 0 .. i on its path
+    o(i, t) = layer(token t + 1, o(i - 1, t - 1))  sees the target's of 0 .. t - i, and its path's of steps 0 .. i
     loss    = sum over i and t of decay^i * cross-entropy(head(o(i, t)), target's distribution of token t + 2)
 """
 
