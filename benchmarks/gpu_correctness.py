@@ -29,7 +29,7 @@ from gpu_results import Rows, Skipped, Stage
 from gpu_texts import decode, exact_methods, prompts_of
 
 from longdraft import Speculator
-from longdraft.attention import dispatch, reference
+from longdraft.attention import dispatch, reference, scaled
 from longdraft.bench.run import Bench
 from longdraft.bench.settings import Settings
 from longdraft.engine.schedule import verify_trees
@@ -37,7 +37,10 @@ from longdraft.errors import LongdraftError
 from longdraft.model import graphs
 from longdraft.model.checkpoints import LoadedModel
 from longdraft.model.runner import TargetRunner
+from longdraft.native.scaled import Scaled
 
+# Not a path: what serves keys and values in eight bits.
+INT8 = "int8"
 # Largest error of an attention whose outputs are of unit size.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
@@ -47,7 +50,10 @@ def correctness(stage: Stage, options: argparse.Namespace) -> None:
     device, sizes = device_of(), sizes_of(options)
     with torch.inference_mode():
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            for name, attend in paths(device, dtype, sizes.head_dim).items():
+            found = paths(device, dtype, sizes.head_dim)
+            if dispatch.scaled_unavailable(device, dtype, sizes.head_dim) is None:
+                found[INT8] = scaled.or_scaled(reference.attend)
+            for name, attend in found.items():
                 for lengths in sizes.lengths:
                     unit = f"attention, {name}, {short(dtype)}, {', '.join(f'{n:,}' for n in lengths)}"
                     work = functools.partial(attention_error, name, attend, sizes, lengths, device, dtype)
@@ -89,7 +95,11 @@ def attention_error(
     for rows in sizes.rows:
         for chain in (False, True) if rows > 1 else (False,):
             q, keys, values, block, scale = attention_case(sizes, lengths, rows, device, dtype, chain)
-            expected = reference.attend(q.float(), keys.float(), values.float(), block, scale)
+            unpacked = keys.float(), values.float()
+            if name == INT8:
+                keys, values = Scaled.of(keys), Scaled.of(values)
+                unpacked = keys.to(torch.float32), values.to(torch.float32)
+            expected = reference.attend(q.float(), *unpacked, block, scale)
             error = (attend(q, keys, values, block, scale).float() - expected).abs().max()
             errors.append(float(error))
             largest = max(largest, float(expected.abs().max()))

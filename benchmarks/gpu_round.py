@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from longdraft import PromptCache, Speculator
 from longdraft.bench import tasks
-from longdraft.drafters.longspec import LongSpecBlock, LongSpecShape
+from longdraft.drafters.shared.longspec_block import LongSpecBlock, LongSpecShape
 from longdraft.drafts import draft_folder, shipped
 from longdraft.drafts.kinds import kind_of
 from longdraft.errors import LongdraftError, MemoryBudgetError

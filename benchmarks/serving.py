@@ -2,7 +2,7 @@
 
     A=longdraft=http://127.0.0.1:8000/v1
     python benchmarks/serving.py --data qmsum.jsonl --context 2000 --clients 1,2,4,8 $A peer=http://127.0.0.1:8001/v1
-    python benchmarks/serving.py --data qmsum.jsonl --context 7000 --questions 10 $A
+    python benchmarks/serving.py --data qmsum.jsonl --context 7000 --questions 10 --others 4 $A
     python benchmarks/serving.py --data qmsum.jsonl --context 2000 --overhead $A
     python benchmarks/serving.py --data qmsum.jsonl --context 7000 --fair $A
 
@@ -133,6 +133,9 @@ def main() -> None:
     parser.add_argument(
         "--questions", type=int, default=0, help="ask so many questions about one document, one after the other"
     )
+    parser.add_argument(
+        "--others", type=int, default=0, help="other texts that are asked at once between two questions"
+    )
     parser.add_argument("--fair", action="store_true", help="a stream's longest pause while another prompt is read")
     parser.add_argument(
         "--overhead", action="store_true", help="the same requests by Speculator.generate in this process too"
@@ -158,7 +161,12 @@ def main() -> None:
         (document,) = texts_of(options, tokenizer, 1)
         for name, url in servers.items():
             texts = [f"{document}\n\nQuestion {i}: what is said about point {i}?" for i in range(options.questions)]
-            found = [asyncio.run(load(url, models[name], [text], 1, 16))[0][0] for text in texts]
+            found = []
+            for i, text in enumerate(texts):
+                found += asyncio.run(load(url, models[name], [text], 1, 16))[0]
+                between = [f"Reader {i}.{k} says: {document[-4000:]}" for k in range(options.others)]
+                if between:
+                    asyncio.run(load(url, models[name], between, options.others, 16))
             short = asyncio.run(load(url, models[name], ["What is a whale?", "What is a ship?"], 1, 16))[0][-1]
             seconds = [round(a.first, 3) for a in found]
             rows.append({"server": name, "first_token_seconds": seconds, "without_document": round(short.first, 3)})

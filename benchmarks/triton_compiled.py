@@ -37,6 +37,7 @@ from triton.runtime import driver
 from longdraft.attention import triton_backend, triton_tuning
 from longdraft.attention.block import Block, Scoring
 from longdraft.attention.triton_tuning import Kind
+from longdraft.native.scaled import Scaled
 
 KIB = 1024
 KERNELS = ("prefix", "block", "merge")
@@ -48,7 +49,7 @@ CAPACITY, PREFIX = 2**22 + 64, 32768
 SIZES = (1, 4, 8, 64)
 SPLITS = (1, 3, 7, 15, 31, 63)
 # What a kernel computes besides, and the flag that says so.
-MORE = {"windows": "WINDOWED", "caps": "CAPPED", "sinks": "WITH_SINKS"}
+MORE = {"int8": "SCALED", "windows": "WINDOWED", "caps": "CAPPED", "sinks": "WITH_SINKS"}
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -170,6 +171,11 @@ def inputs(
     return q, keys, keys, Block.make(range(batch), [prefix] * batch, size, mask, "meta")
 
 
+def in_int8(rows: torch.Tensor) -> Scaled:
+    """Rows like these of a store in eight bits."""
+    return Scaled(rows.to(torch.int8), torch.empty(rows.shape[:-1], device="meta"))
+
+
 def launches(dtype: torch.dtype, head_dim: int, sizes: list[int], defaults: bool) -> list[Launch]:
     """Every launch that the backend may make for a dtype and a head size, each once."""
     recorded.clear()
@@ -183,12 +189,16 @@ def launches(dtype: torch.dtype, head_dim: int, sizes: list[int], defaults: bool
         for choice in tuned:
             with replaced("_choice", lambda inputs, choice=choice: choice):
                 triton_backend.attend(q, keys, values, block, 1.0)
-        triton_backend.attend(*inputs(dtype, head_dim, size, tree=False), 1.0)
+        triton_backend.attend(q, in_int8(keys), in_int8(values), block, 1.0)
+        q, keys, values, block = inputs(dtype, head_dim, size, tree=False)
+        triton_backend.attend(q, keys, values, block, 1.0)
+        triton_backend.attend(q, in_int8(keys), in_int8(values), block, 1.0)
         scoring = Scoring(30.0, torch.empty(QUERY_HEADS, device="meta"))
         for tree in {False, size > 1}:
             q, keys, values, block = inputs(dtype, head_dim, size, tree)
             windows = torch.zeros(1, size, dtype=torch.int32, device="meta")
             triton_backend.attend(q, keys, values, replace(block, begins=windows), 1.0, scoring)
+            triton_backend.attend(q, in_int8(keys), in_int8(values), block, 1.0, scoring)
     if 1 in sizes:  # Triton makes constants of numbers that are 1: all at once
         q, keys, values, block = inputs(dtype, head_dim, 1, tree=False, heads=(1, 1))
         with replaced("_choose_splits", lambda *args: 1):

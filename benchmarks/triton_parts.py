@@ -81,6 +81,8 @@ def _layer(
     qkv = empty(1, rows, (heads + 2 * kv_heads) * d).split([heads * d, kv_heads * d, kv_heads * d], dim=-1)
     cos = empty(1, rows, d)
     q = gpu_kernels.rope_write(*qkv, cos, cos, head, head, 1e-6, keys, keys, numbers, numbers, 0)
+    in_int8, scales = keys.to(torch.int8), empty(1, kv_heads, CAPACITY, dtype=torch.float32)
+    gpu_kernels.rope_write(*(*qkv, cos, cos, head, head, 1e-6, in_int8, in_int8, numbers, numbers, 0, scales, scales))
     if dtype == torch.float32:  # not launched
         return
     lse, hidden_rows = empty(1, heads, rows, dtype=torch.float32), empty(1, 1, 1, rows, rows, dtype=torch.float32)

@@ -21,10 +21,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
-from longdraft.drafters import eagle3, longspec
+from longdraft.drafters import longspec
 from longdraft.drafters.autoregressive import NoDrafter
 from longdraft.drafters.eagle3 import Eagle3Draft, Eagle3Drafter
 from longdraft.drafters.longspec import LongSpecDraft, LongSpecDrafter
+from longdraft.drafters.shared.eagle3_round import Eagle3Round
 from longdraft.engine.draws import OwnDraws
 from longdraft.engine.loop import Engine
 from longdraft.engine.partial import SpecPV, partial_view
@@ -183,10 +184,11 @@ def level(watch, owner, drafter) -> None:
         bound, cache = drafter._bound, drafter.window if owner is longspec._Round else drafter.cache
         watch.weights += [*bound.block.parameters(), *([bound.head] if owner is longspec._Round else [])]
         watch.caches += [cache.keys, cache.values]
+        store = drafter._store if owner is longspec._Round else drafter.store
         s = round_.sequences[0]
         row = len(s.tokens) - (0 if owner is longspec._Round else 1)
         fed = level.tokens.shape[1] if level.depth else row - cache.end(s.slot)
-        return {"depth": level.depth, "fed": fed, "going": level.tokens.shape[1], "prefix": drafter._store.lengths[0]}
+        return {"depth": level.depth, "fed": fed, "going": level.tokens.shape[1], "prefix": store.lengths[0]}
 
     watch.on(owner, "said", about)
 
@@ -223,7 +225,7 @@ def test_eagle3_and_its_verification(paper, watch, tmp_path):
     shape = {"heads": m.heads, "kv_heads": m.kv_heads, "head_dim": m.head_dim, "intermediate_size": m.intermediate}
     draft = Eagle3Draft.load(random_eagle3(tmp_path, model, kept=list(range(0, 60, 3)), **shape))
     drafter = Eagle3Drafter(draft, depth=3, top_k=2, nodes=7)
-    level(watch, eagle3.Eagle3Round, drafter)
+    level(watch, Eagle3Round, drafter)
     run(watch, model, drafter, Schedule())
     for seen in watch.named("said"):
         at = seen.about

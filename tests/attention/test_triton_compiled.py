@@ -49,8 +49,10 @@ def test_defaults(target: int, tmp_path: Path) -> None:
     rows = compiled(tmp_path, *options)
     plain = ("prefix", "", ""), ("block", "tree", ""), ("block", "causal", ""), ("merge", "", "")
     more = ("prefix", "", "windows caps"), ("block", "tree", "caps"), ("block", "causal", "windows caps")
+    kinds = ("prefix", ""), ("block", "tree"), ("block", "causal")
+    in_int8 = {(*kind, more) for kind in kinds for more in ("int8", "int8 caps")}
     assert {(r["kernel"], r["mask"], r["more"], r["target"]) for r in rows} == {
-        (*kernel, target) for kernel in (*plain, *more, ("merge", "", "sinks"))
+        (*kernel, target) for kernel in (*plain, *more, *in_int8, ("merge", "", "sinks"))
     }
     for row in rows:
         if row["kernel"] != "merge":

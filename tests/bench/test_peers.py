@@ -34,10 +34,11 @@ def measured(loaded, unpacked=None, **wanted):
 def test_generate_drafts_as_well_and_agrees_with_ar(loaded, tmp_path, sampling):
     draft = small_lm(tmp_path / "lm", vocab=61)
     bench, found = measured(
-        loaded, methods=("hf", "hf-prompt-lookup", "hf-assisted"), sampling=sampling, sources=Sources(draft)
-    )
+        loaded, methods=("hf", "hf-eager", "hf-prompt-lookup", "hf-assisted"), sampling=sampling,
+        sources=Sources(draft),
+    )  # fmt: skip
     rows = {row["method"]: row for row in report.rows(bench.names, found)}
-    assert set(rows) == {"ar", "hf", "hf-prompt-lookup", "hf-assisted"}
+    assert set(rows) == {"ar", "hf", "hf-eager", "hf-prompt-lookup", "hf-assisted"}
     for row in rows.values():
         assert (row["mismatches"], row["near_ties"]) == (0, 0)
         assert row["tokens_per_second"] > 0
@@ -145,4 +146,4 @@ def test_settings_of_peers_that_make_no_sense(tmp_path):
     ):
         with pytest.raises(ValueError, match=key):
             Settings(**given)
-    assert [name for name, peer in PEERS.items() if peer.batched] == ["hf"]
+    assert [name for name, peer in PEERS.items() if peer.batched] == ["hf", "hf-eager"]

@@ -12,11 +12,12 @@ import torch
 
 from longdraft import LoadedModel, Speculator
 from longdraft.bench import needle, quality_report
-from longdraft.bench.data import Sample
+from longdraft.bench.data import Sample, place
 from longdraft.bench.drift import Listener, RecordedSpecPV, bucket, drift, exact
 from longdraft.bench.needle import Search
 from longdraft.bench.prompts import Prompt
-from longdraft.bench.quality import FULL, REFERENCE, Quality, Settings, rouge_l
+from longdraft.bench.quality import FULL, REFERENCE, Quality, Settings
+from longdraft.bench.scores import rouge_l
 from longdraft.cli import options
 from longdraft.cli.main import main
 from longdraft.drafters.suffix import SuffixDrafter
@@ -216,16 +217,16 @@ def test_without_rouge_score(monkeypatch, command, folder):
 @pytest.mark.parametrize("depth", [0.1, 0.5, 0.9])
 def test_a_needle_lies_where_it_was_asked_for(depth):
     text = "one two three. " * 100
-    hay = needle.place(text, "NEEDLE", depth)
+    hay = place(text, "NEEDLE", depth)
     assert hay.replace("NEEDLE ", "") == text
     assert abs(hay.index("NEEDLE") / len(text) - depth) < 0.02
     assert hay[: hay.index("NEEDLE")].endswith(". ")
 
 
 def test_a_needle_at_the_end_and_in_text_without_sentences():
-    assert needle.place("one two.", "NEEDLE", 1.0) == "one two. NEEDLE"
-    assert needle.place("one two three", "NEEDLE", 0.3) == "one two NEEDLE three"
-    assert needle.place("onetwothree", "NEEDLE", 0.3) == "onetwothree NEEDLE"
+    assert place("one two.", "NEEDLE", 1.0) == "one two. NEEDLE"
+    assert place("one two three", "NEEDLE", 0.3) == "one two NEEDLE three"
+    assert place("onetwothree", "NEEDLE", 0.3) == "onetwothree NEEDLE"
 
 
 @pytest.mark.parametrize(
@@ -358,7 +359,7 @@ def command(folder, capsys):
 ROW = [
     "method", "selector", "budget", "margin", "dataset", "context_tokens", "samples", "reference", "rouge_l_mean",
     "rouge_l_min", "same_tokens", "same_share", "identical", "surprise", "tokens_per_second", "speedup_vs_full",
-    "mean_accepted_length", "partial_share",
+    "mean_accepted_length", "partial_share", "scored", "score", "view",
 ]  # fmt: skip
 
 

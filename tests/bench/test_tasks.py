@@ -8,7 +8,7 @@ import zipfile
 
 import pytest
 
-from longdraft.bench import tasks
+from longdraft.bench import ruler, scores, tasks
 from longdraft.bench.data import Sample, fitted
 from longdraft.errors import CapabilityError, PromptError
 from tests.tiny import tiny_tokenizer
@@ -18,11 +18,24 @@ LONGBENCH = [
     {"input": f"why {i}?", "context": f"long text {i}", "answers": ["x"], "dataset": "any", "length": 9}
     for i in range(3)
 ]
-ROWS = {
-    "pg19": {"short_book_title": "t", "text": "It was a night"},
-    "booksum": {"chapter": "Chapter 1", "summary_text": "s"},
-    "aime24": {"problem": "Find x.", "solution": "", "answer": "1"},
-}
+CHOICES = {"question": "why 0?", "choice_A": "a", "choice_B": "b", "choice_C": "c", "choice_D": "{context}"}
+# A row of each layout, and the text before and behind its document.
+LAYOUTS = {
+    "qmsum": (LONGBENCH[0], "You are given a meeting", "why 0?\nAnswer:"),
+    "gov_report": (LONGBENCH[0], "You are given a report", "Summary:"),
+    "lcc": (LONGBENCH[0], "Please complete the code given below. \n", "Next line of code:\n"),
+    "repobench-p": (LONGBENCH[0], "Please complete", "why 0?Next line of code:\n"),
+    "longbench-v2": ({**CHOICES, "context": "long text 0", "answer": "B"}, "Please read", "(D) {context}\n\nFormat"),
+    "pg19": ({"short_book_title": "t", "text": "It was a night"}, "", "Write on"),
+    "booksum": ({"chapter": "Chapter 1", "summary_text": "s"}, "This is a chapter", "Write a summary"),
+    "aime24": ({"problem": "Find x.", "solution": "", "answer": "1"}, "", "Think step by step"),
+    "ruler": ({"index": 0, "input": "A needle", "outputs": ["7"]}, "", ""),
+    "spec-bench": ({"question_id": 1, "category": "rag", "turns": ["first", "second"]}, "", ""),
+    "leval": (
+        {"input": "long text", "instructions": ["why?", "who?"], "outputs": ["A", "B"], "evaluation": "exam"},
+        "", "why?\n\nAnswer with the letter",
+    ),
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -39,19 +52,82 @@ def write(tmp_path):
     return written
 
 
-@pytest.mark.parametrize("name", tasks.TASKS)
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet", ".csv"])
-def test_rows_of_every_task_from_a_file(write, name, suffix):
-    rows = [ROWS[name]] if name in ROWS else LONGBENCH
-    path = write(rows, suffix)
-    found = tasks.read([f"{name}={path}"])
-    assert len(found) == len(rows)
-    assert [s.dataset for s in found] == [name] * len(rows)
-    assert found[0].origin == f"{path}:1"
-    assert found[0].document == next(rows[0][c] for c in tasks.TASKS[name].document if c in rows[0])
-    assert found[0].instruction
-    assert "{" not in found[0].instruction
-    assert ("why 0?" in found[0].instruction) == (name in ("qmsum", "repobench-p", "hotpotqa", "musique"))
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_a_row_of_every_layout(write, name, suffix):
+    row, before, behind = LAYOUTS[name]
+    path = write([row], suffix)
+    first, *more = tasks.read([f"{name}={path}"])
+    assert first.dataset.startswith(name) and first.origin == f"{path}:1" and len(more) == (name == "leval")
+    texts = [row[c] for c in tasks.TASKS[name].document if c in row] or [row.get("input") or row["turns"][0]]
+    assert first.document == texts[0]
+    assert first.preface.startswith(before) and behind in first.instruction
+    assert bool(first.score) == bool(first.answers)
+
+
+def test_every_task_of_longbench_has_a_template_and_a_score(write):
+    path = write([LONGBENCH[0] | {"all_classes": ["x", "y"]}])
+    for name in [name for name, task in tasks.TASKS.items() if "data.zip" in str(task.hub)]:
+        (sample,) = tasks.read([f"{name}={path}"])
+        assert "{" not in sample.preface + sample.instruction and sample.score and sample.middle
+
+
+def test_parts_of_a_data_set(tmp_path, write):
+    row = LAYOUTS["leval"][0]
+    (tmp_path / "leval" / "Closed-ended-tasks").mkdir(parents=True)
+    (tmp_path / "leval" / "Open-ended-tasks").mkdir()
+    (tmp_path / "leval" / "Closed-ended-tasks" / "coursera.jsonl").write_text(json.dumps(row))
+    open_row = row | {"evaluation": "rouge", "outputs": ["one two", "three"]}
+    (tmp_path / "leval" / "Open-ended-tasks" / "news.jsonl").write_text(json.dumps(open_row))
+    found = tasks.read([f"leval={tmp_path / 'leval'}"])
+    assert [(s.dataset, s.score) for s in found[1:3]] == [("leval/coursera", "letters"), ("leval/news", "rouge_l")]
+    assert found[2].instruction == "\n\nwhy?"
+    questions = [{"category": c, "turns": ["q"]} for c in ("writing", "translation")]
+    found = tasks.read([f"spec-bench={write(questions)}"])
+    assert [s.dataset for s in found] == ["spec-bench/mt_bench", "spec-bench/translation"]
+
+
+def test_folders_and_archives(tmp_path, write):
+    rows = "".join(json.dumps(row) + "\n" for row in LONGBENCH)
+    with zipfile.ZipFile(tmp_path / "data.zip", "w") as archive:
+        archive.writestr("data/lcc.jsonl", rows)
+        archive.writestr("data/other.jsonl", "{}")
+    (tmp_path / "unpacked").mkdir()
+    (tmp_path / "unpacked" / "lcc.jsonl").write_text(rows)
+    for place in ("data.zip", "unpacked"):
+        assert [s.document for s in tasks.read([f"lcc={tmp_path / place}"], 2)] == ["long text 0", "long text 1"]
+    (tmp_path / "v2.json").write_text(json.dumps([LAYOUTS["longbench-v2"][0]]))
+    assert tasks.read([f"longbench-v2={tmp_path / 'v2.json'}"])[0].answers == ("B",)
+    (tmp_path / "books").mkdir()
+    for name in ("10", "11"):
+        (tmp_path / "books" / f"{name}.txt").write_text(f"book {name}")
+    assert [s.document for s in tasks.read([f"pg19={tmp_path / 'books'}"])] == ["book 10", "book 11"]
+    assert len(tasks.read([f"pg19={tmp_path / 'books'}"], 1)) == 1
+    for bad in ("v3.json", "v3.jsonl"):
+        (tmp_path / bad).write_text("{")
+        with pytest.raises(PromptError, match=bad):
+            tasks.read([f"longbench-v2={tmp_path / bad}"])
+
+
+@pytest.mark.parametrize("kind", ruler.KINDS)
+def test_needles_stay_when_a_prompt_is_cut(tmp_path, kind):
+    tokenizer = tiny_tokenizer(chat=True)
+    (tmp_path / "essay.txt").write_text("it was a day in may. " * 500)
+    for name in (kind, f"{kind}={tmp_path / 'essay.txt'}"):
+        sample = tasks.read([name], 1)[0]
+        text = tokenizer.decode(fitted(sample, tokenizer, 1500), skip_special_tokens=True)
+        places = [text.index(sentence.lower()) for _, sentence in sample.needles]
+        assert len(text) > 1400 and places == sorted(places)
+        assert scores.score(sample, " ".join(sample.answers)) == 1.0
+        assert scores.score(sample, sample.answers[0]) == 1 / len(sample.answers)
+    assert tasks.read([kind], 1) == tasks.read([kind], 1)
+
+
+def test_a_middle_is_cut_out_as_longbench_does():
+    tokenizer = tiny_tokenizer(chat=True)
+    sample = Sample("".join(f"{i} " for i in range(200)), "end", "x", "x:1", "begin ", joint="", middle=True)
+    text = tokenizer.decode(fitted(sample, tokenizer, 60), skip_special_tokens=True)
+    assert text.startswith("begin 0 1 2 ") and text.endswith("198 199 end")
 
 
 def test_the_limit_is_each_data_sets(write):
@@ -79,7 +155,7 @@ def test_what_stands_before_and_behind_a_document_is_not_cut(raw):
     [
         ({"text": "x"}, r"rows.jsonl:1 is no row of qmsum: it lacks context and input; it has text"),
         ({"context": "x"}, "it lacks context and input"),
-        ({"context": " ", "input": "x"}, "context is empty"),
+        ({"context": " ", "input": "x"}, "is empty"),
         ({"context": "x", "input": 3}, "not a string"),
     ],
 )

@@ -14,7 +14,7 @@ ROW = [
     "method", "dataset", "context_tokens", "batch", "samples", "tokens_per_second", "speedup_vs_ar", "speedup_vs_hf",
     "mean_accepted_length", "ttft_seconds", "mismatches", "near_ties",
     "context", "tokens_per_second_spread", "speedup_vs_ar_spread", "speedup_vs_ar_range", "faster_than_ar",
-    "slower_than_ar", "depth_accepted", "peak_memory_bytes", "view",
+    "slower_than_ar", "depth_accepted", "peak_memory_bytes", "view", "scored", "score",
 ]  # fmt: skip
 
 
@@ -114,7 +114,9 @@ def test_what_cannot_be(bench, arguments, code, key):
 
 
 def test_data_by_name_from_a_file(bench, data_file):
-    ended = bench("--data", f"qmsum={data_file}", "--limit", 1, "--methods", "ar", "--json", data=False)
+    ended = bench(
+        "--data", f"qmsum={data_file}", "--limit", 1, "--context", 400, "--methods", "ar", "--json", data=False
+    )
     assert [(r["dataset"], r["samples"]) for r in rows_of(ended)] == [("qmsum", 1)]
     assert "qmsum" in TASKS
 

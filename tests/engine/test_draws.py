@@ -101,3 +101,13 @@ def test_nobody_looks_ahead_where_others_take_numbers_too():
     own = StepDraws(ROWS, torch.device("cpu"), alone=False).row(0)
     own.sample(probabilities()[0, 0])
     assert own.ahead(0) is None
+
+
+def test_numbers_that_are_not_to_be_known_give_the_same_samples():
+    p = probabilities()[:, 0]
+    known, unknown = (OwnDraws(torch.Generator().manual_seed(3), given) for given in (True, False))
+    assert [known.sample(x) for x in p[:4]] == [unknown.sample(x) for x in p[:4]]
+    assert known.ahead(0) is not None and unknown.ahead(0) is None
+    rehearsed = unknown.rehearsal()
+    assert [rehearsed.sample(x) for x in p[4:]] != (true := [unknown.sample(x) for x in p[4:]])
+    assert true == [known.sample(x) for x in p[4:]]

@@ -219,6 +219,14 @@ def test_refreshes_come_when_more_than_the_margin_waits():
     assert modes[:9] == ["refresh", *["partial"] * 7, "refresh"]
 
 
+def test_a_sequence_refreshes_when_it_would_alone():
+    got, steps, _ = run(model_of(), SpecPV(sizes(margin=6)))
+    for i, prompt in enumerate(PROMPTS):
+        alone, own, _ = run(model_of(), SpecPV(sizes(margin=6)), prompts=[prompt])
+        assert [s.mode for s in steps if s.sequence == i] == [s.mode for s in own]
+        assert got[i].output == alone[0].output
+
+
 def test_guesses_use_the_random_numbers_to_come():
     """With a partial cache that holds everything, every guess is what is sampled at T = 1."""
     got, _, _ = run(model_of(), EagerExact(sizes(200)), n=60, sampling=Sampling(1.0))
@@ -269,7 +277,7 @@ def test_a_refresh_replaces_drifted_features_and_draft_kv(tmp_path, schedule, wi
     assert eagle.checked >= 2
     store, n = engine.cache.store, engine.cache.store.lengths[0]
     exact = computed(model, got[0].tokens[:n], store.feature_layers)
-    torch.testing.assert_close(store.features[0, :n], exact.features[0, :n], atol=1e-4, rtol=1e-3)
+    torch.testing.assert_close(store.features.read(0, 0, n), exact.features.read(0, 0, n), atol=1e-4, rtol=1e-3)
     if schedule is ExactSpecPV:
         want, _, _ = run(model, Schedule(), prompts=PROMPTS[:1])
         assert outputs(got) == outputs(want)

@@ -35,9 +35,8 @@ class Case:
     kept_alike: bool = False
 
 
-def specpv(draft: str | None, alike: bool = False, **options: Any) -> Case:
-    """A batch refreshes together, so rounds depend on who is in it."""
-    return Case("specpv-exact", draft, PARTIAL | options, alike)
+def specpv(draft: str | None, **options: Any) -> Case:
+    return Case("specpv-exact", draft, PARTIAL | options)
 
 
 # The case that meets every situation, method by method.

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longdraft.errors import CheckpointError, MemoryBudgetError
-from longdraft.memory.prompt_cache import PromptCache, common_prefix
+from longdraft.memory.prompt_cache import PromptCache
 from longdraft.memory.store import KVShape, KVStore
+from longdraft.memory.token_ids import common_prefix
 
 SHAPE = KVShape(2, 1, 4, torch.float32)
 

@@ -10,7 +10,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from longdraft.errors import PromptError
-from longdraft.model.chat import chat_prompt, encode, follow_up
+from longdraft.model.chat import _warned, chat_prompt, encode, follow_up
 from tests.tiny import tiny_tokenizer
 
 
@@ -61,6 +61,27 @@ def test_without_a_template_the_parts_are_plain_text():
     tokenizer = tiny_tokenizer()
     ids = chat_prompt(tokenizer, "sum it up.", "a report.", "be brief.")
     assert ids == tokenizer("be brief.\n\na report.\n\nsum it up.")["input_ids"]
+
+
+@pytest.mark.parametrize("name", ["lmsys/vicuna-7b-v1.5", "/models/longchat-7b-16k"])
+def test_a_family_without_a_template_gets_its_published_one(name, caplog):
+    tokenizer = with_first_token(chat=False)
+    tokenizer.name_or_path, tokenizer.bos_token, tokenizer.eos_token = name, "<unk>", "<eos>"
+    _warned.clear()
+    answer = encode(tokenizer, " yes")[1:]
+    text = tokenizer.decode([*chat_prompt(tokenizer, "hello"), *answer, *follow_up(tokenizer, "so?")])
+    greeting = "polite answers to the user's questions. user: hello assistant: yes"
+    assert text.startswith("<unk>a chat between") and text.endswith(f"{greeting}<eos>user: so? assistant:")
+    assert "<unk>be brief. user: hello" in tokenizer.decode(chat_prompt(tokenizer, "hello", system="be brief."))
+    assert len(caplog.records) == 1 and "template published for" in caplog.text  # said once
+    assert tokenizer.chat_template is None  # it is the user's
+
+
+def test_arguments_of_the_template():
+    tokenizer = tiny_tokenizer(chat=True)
+    tokenizer.chat_template += "{% if enable_thinking is false %}no{% endif %}"
+    assert tokenizer.decode(chat_prompt(tokenizer, "hello", enable_thinking=False)).endswith("<assistant>no")
+    assert tokenizer.decode(chat_prompt(tokenizer, "hello")).endswith("<assistant>")
 
 
 def test_another_turn_goes_on_where_an_answer_ends():

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from longdraft import Speculator
-from longdraft.errors import CapabilityError
 from longdraft.model.graphs import Graphs
 from longdraft.model.runner import TargetRunner
 from tests.nominal import StandIn, card, moved
@@ -75,11 +74,3 @@ def test_deterministic_takes_quantised_layers(there):
         for name in ("ar", "prompt-lookup")
     ]
     assert [r.token_ids for r in found[0]] == [r.token_ids for r in found[1]]
-
-
-@pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
-def test_a_rounded_cache_on_a_gpu_is_refused_with_what_serves_instead(dtype, there):
-    model = tiny_model(layers=2)
-    TargetRunner(model)
-    with pytest.raises(CapabilityError, match="on a GPU"):
-        Speculator("ar", target=moved(model), kv_dtype=dtype)

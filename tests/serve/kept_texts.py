@@ -42,7 +42,7 @@ class Texts(DiskPrefixes):
         for tensor in (store.keys, store.values):
             tensor[:, slot, :, kept : len(prompt)] = new
         if store.features is not None:
-            store.features[slot, kept : len(prompt)] = new
+            store.features.write(slot, kept, new.expand(-1, store.features.states.shape[2]))
         store.commit(slot, range(len(prompt) - kept))
         self.remember(slot, prompt)
         assert self.held(slot) == prompt
@@ -53,7 +53,7 @@ class Texts(DiskPrefixes):
         store = self.store
         assert store is not None
         found = [store.keys[0, slot, 0, :, 0], store.values[-1, slot, 0, :, -1]]
-        found += [] if store.features is None else [store.features[slot, :, -1]]
+        found += [] if store.features is None else [store.features.states[slot, :, -1]]
         first, *others = ([int(x) for x in rows[: store.lengths[slot]]] for rows in found)
         assert all(other == first for other in others)
         return first
@@ -84,7 +84,12 @@ def half(tensors: object, path: Path, metadata: object) -> None:
     die()
 
 
-save_file = snapshot.save_file
+def whole(*given: object) -> None:
+    save(*given)
+    die()
+
+
+save, save_file = snapshot.save, snapshot.save_file
 # What is replaced by what, so that the second text is being written when the process dies.
 POINTS = {
     "at once": (snapshot, "save", die),
@@ -92,7 +97,7 @@ POINTS = {
     "file is half": (snapshot, "save_file", half),
     "not on disk yet": (os, "fsync", die),
     "without its name": (Path, "replace", die),
-    "with its name": (DiskPrefixes, "_drop", die),  # of its beginning
+    "with its name": (snapshot, "save", whole),
 }
 
 

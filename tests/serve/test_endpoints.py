@@ -162,6 +162,16 @@ def test_a_prompt_that_was_read_is_not_read_again(running):
     assert second >= len(document) > first
 
 
+def test_a_follow_up_is_read_from_its_fork_whoever_asked_between(serving):
+    document = "once upon a time, a ship went to sea. " * 8
+    one_slot = serving(slots=1)
+    cached = []
+    for text in (document + "who?", "a whale said to a ship: " * 12, document + "why?", document + "when?"):
+        answer = chat(one_slot, [{"role": "user", "content": text}], max_tokens=3)
+        cached.append(answer.usage.prompt_tokens_details.cached_tokens)
+    assert max(cached[:2]) < len(document) <= min(cached[2:])
+
+
 @pytest.mark.parametrize(
     ("fields", "status", "param"),
     [

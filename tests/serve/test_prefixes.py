@@ -100,9 +100,32 @@ def test_a_text_that_is_on_disk_or_short_is_not_written(tmp_path):
     assert Texts(tmp_path).keep_all() == 0  # nor is one of which nothing was decoded
 
 
-def test_a_longer_text_takes_the_place_of_its_beginning(tmp_path):
-    kept(tmp_path, TEXT[:20], [*TEXT[:30], 7, 7, 7, 7], TEXT[:60], TEXT)
-    assert sizes(tmp_path) == [34, 100]
+def test_a_file_has_a_text_from_where_it_forks(tmp_path):
+    fork = [*TEXT[:30], 7, 7, 7, 7]
+    kept(tmp_path, TEXT[:20], fork, TEXT[:60], TEXT)
+    assert sizes(tmp_path) == [20, 34, 60, 100]
+    rows = sum((file.stat().st_size - 8 * snapshot.token_count(file)) // (ROW - 8) for file in files(tmp_path))
+    assert 104 <= rows < 104 + 4 * (HEAD // (ROW - 8))  # 20, 14 behind them, 30 behind 30 of those, 40
+    for text, reused in ((TEXT, 99), (fork, 33), ([*TEXT[:25], 9], 25), ([*TEXT[:59], 9], 59)):
+        assert Texts(tmp_path).read(text) == reused
+
+
+def test_the_question_not_asked_for_longest_is_deleted_and_not_the_document(tmp_path):
+    document = TEXT[:60]
+    questions = [[*document, i, *range(19)] for i in (7, 8)]
+    kept(tmp_path, document, *questions)
+    most = sum(file.stat().st_size for file in files(tmp_path)) + room_for(1) - 1
+    Texts(tmp_path).read(questions[0])
+    kept(tmp_path, family(5), most=most)
+    assert sizes(tmp_path) == [60, 60, 80]
+    assert [Texts(tmp_path).read(question) for question in questions] == [79, 60]
+
+
+def test_a_file_whose_beginning_is_gone_is_deleted(tmp_path, caplog):
+    first = kept(tmp_path, TEXT[:60])
+    kept(tmp_path, TEXT)
+    first.unlink()
+    assert Texts(tmp_path).read(TEXT) == 0 and not files(tmp_path) and "gone" in caplog.text
 
 
 def test_a_text_that_is_being_decoded_is_left_alone(tmp_path):
@@ -145,10 +168,10 @@ def test_slots_hold_their_prompts_and_files_stay_in_their_limit_whatever_comes(t
     def used():
         return sum(file.stat().st_size for file in files(folder))
 
-    def bounded(store, slot, tokens, target, path, kind):
+    def bounded(store, slot, tokens, target, path, kind, start, parent):
         """There is room before anything is written."""
-        assert used() + len(tokens) * ROW <= most
-        save(store, slot, tokens, target, path, kind)
+        assert used() + (len(tokens) - start) * ROW <= most
+        save(store, slot, tokens, target, path, kind, start, parent)
 
     cache = Texts(folder, most, slots=3)
     with pytest.MonkeyPatch.context() as patch:
@@ -157,6 +180,8 @@ def test_slots_hold_their_prompts_and_files_stay_in_their_limit_whatever_comes(t
             cache.read([min(x, 30 * family) for x in TEXT[:length]], slot)  # compares what the slot holds
             cache.keep()
             assert used() <= most
+            parents = {snapshot.head(file).parent for file in files(folder)} - {""}
+            assert all((folder / parent).exists() for parent in parents)
             if restarts:
                 cache = Texts(folder, most, slots=3)
 
@@ -285,3 +310,29 @@ def test_a_process_that_is_killed_leaves_no_damaged_file_in_use(tmp_path, caplog
         assert cache.read(OLD) == 39, point
         assert cache.read(NEW) == (119 if point == "with its name" else 60), point
     assert not caplog.text  # no file was damaged: renaming is the last thing
+
+
+def test_replicas_take_a_folder_each_and_the_next_start_finds_it_again(tmp_path):
+    code = "import sys; from pathlib import Path; from longdraft.serve.prefixes import own_folder\n"
+    code += "print(own_folder(Path(sys.argv[1])), flush=True); sys.stdin.read()"
+    root = Path(__file__).parents[2]
+    environment = os.environ | {"PYTHONPATH": str(root / "src")}
+
+    def replica():
+        run = [sys.executable, "-c", code, str(tmp_path)]
+        return subprocess.Popen(run, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+
+    def folders(*replicas):
+        return [run.stdout.readline().strip() for run in replicas]
+
+    first = replica()
+    assert folders(first) == [str(tmp_path / "0")]
+    second = replica()
+    assert folders(second) == [str(tmp_path / "1")]
+    first.kill()
+    first.wait()
+    third = replica()
+    assert folders(third) == [str(tmp_path / "0")]
+    for run in (second, third):
+        run.kill()
+        run.wait()

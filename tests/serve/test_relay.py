@@ -15,7 +15,7 @@ pytest.importorskip("fastapi")
 from longdraft.errors import CapabilityError, RequestError
 from longdraft.serve.app import make_app
 from longdraft.serve.cluster import connected, require
-from longdraft.serve.relay import Forwarded, Lost, Relay, answer, beginning
+from longdraft.serve.relay import METRICS, Forwarded, Lost, Relay, answer, beginning
 from longdraft.serve.replicas import Fleet, fleet
 from longdraft.serve.worker import QueueFull
 from tests.serve.conftest import make_service
@@ -118,6 +118,27 @@ def test_draining_refuses_new_requests():
     assert through(relay)[0] == 503 and b"shutting_down" in through(relay)[1]
     assert through(relay, path="/ready", method="GET")[0] == 503
     assert through(relay, path="/health", method="GET")[0] == 200
+
+
+def test_metrics_of_all_replicas_are_on_one_page():
+    page = '# HELP longdraft:{0} Counted.\n# TYPE longdraft:{0} counter\nlongdraft:{0}_total{{model_name="m"}} {1}\n'
+
+    async def ask(request):
+        name = json.loads(request.body)["prompt"]
+        yield {"type": "http.response.start", "status": 200, "headers": []}
+        yield {"type": "http.response.body", "body": b"said"}
+        made, count = (2.0, 1.0) if name == "b" else (1.0, 3.0)
+        yield {"type": METRICS, "replica": "a", "made": made, "page": page.format("asked", 7 * made)}  # the later one
+        yield {"type": METRICS, "replica": name, "made": made, "page": page.format("asked", count)}
+
+    relay = Relay(ask)
+    for name in ("b", "one", "b"):
+        assert through(relay, json.dumps({"prompt": name}).encode()) == (200, b"said")
+    status, found = through(relay, path="/metrics", method="GET")
+    lines = [line for line in found.decode().splitlines() if not line.startswith("#")]
+    assert status == 200 and found.count(b"# TYPE longdraft:asked_total counter") == 1
+    counts = {"a": 14.0, "b": 1.0, "one": 3.0}
+    assert lines == [f'longdraft:asked_total{{model_name="m",replica="{name}"}} {n}' for name, n in counts.items()]
 
 
 def test_the_application_answers_and_a_client_that_leaves_ends_its_request():

@@ -13,9 +13,15 @@ pytest.importorskip("llguidance")
 pytest.importorskip("fastapi")
 openai = pytest.importorskip("openai")
 
+from transformers import LogitsProcessorList
+
 from longdraft import Request, Speculator
+from longdraft.engine.grammar import fitted
+from longdraft.engine.sampler import Sampler
+from longdraft.engine.sequence import Sequence
 from longdraft.errors import CapabilityError, RequestError
 from longdraft.serve import structured, tools
+from longdraft.trees.builders import union
 from tests.serve.bytes import byte_model, byte_tokenizer
 from tests.serve.conftest import Running, make_service
 from tests.tiny import tiny_tokenizer
@@ -58,26 +64,64 @@ def fits(value, schema) -> bool:
     )
 
 
-def decoded(grammar: str, seed: int, method: str = "ar", n: int = 600):
+def decoded(grammar: str, *seeds: int, method: str = "ar", n: int = 600, ahead: bool = True, temperature: float = 1.0):
+    """An answer for each seed, decoded together. ``ahead``: longdraft may ask what the grammar forces."""
     prompt = TOKENIZER("say it")["input_ids"]
-    constraint = structured.Constraint(TOKENIZER, grammar, len(prompt))
-    request = Request(prompt, max_new_tokens=n, temperature=1.0, seed=seed, processors=[constraint])
-    return Speculator(method, MODEL, TOKENIZER, plan="fixed").generate(request)[0]
+
+    def request(seed: int) -> Request:
+        constraint = structured.Constraint(TOKENIZER, grammar, len(prompt))
+        processor = constraint if ahead else lambda ids, scores: constraint(ids, scores)
+        return Request(prompt, max_new_tokens=n, temperature=temperature, seed=seed, processors=[processor])
+
+    return Speculator(method, MODEL, TOKENIZER, plan="fixed").generate([request(seed) for seed in seeds])
 
 
 @settings(max_examples=10)
 @given(schema=SCHEMAS, seed=st.integers(0, 99))
 def test_text_is_json_of_the_schema(schema, seed):
-    result = decoded(structured.json_grammar(schema), seed)
+    (result,) = decoded(structured.json_grammar(schema), seed)
     assert result.finish_reason == "eos"
     assert fits(json.loads(result.text), schema)
 
 
-def test_drafts_change_nothing():
-    words = {"type": "array", "items": {"enum": ["alpha", "beta"]}, "maxItems": 9}
-    grammar = structured.json_grammar({"type": "object", "properties": {"words": words}})
-    for seed in range(3):
-        assert decoded(grammar, seed).token_ids == decoded(grammar, seed, "prompt-lookup").token_ids
+PERSON = {
+    "type": "object", "required": ["first name", "age"], "additionalProperties": False,
+    "properties": {"first name": {"enum": ["Ada", "Alan", "Bo"]}, "age": {"type": "integer", "maximum": 99}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("method", ["prompt-lookup", "self", "specpv-exact"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_what_a_grammar_forces_is_drafted_and_changes_nothing(method, temperature):
+    words = {"type": "array", "items": {"enum": ["alpha", "beta"]}, "minItems": 2, "maxItems": 4}
+    schema = {**PERSON, "properties": {**PERSON["properties"], "words": words}}
+    grammar, seeds = structured.json_grammar(schema), (1, 2, 3)
+    plain = decoded(grammar, *seeds, temperature=temperature)
+    without = decoded(grammar, *seeds, method=method, temperature=temperature, ahead=False)
+    drafted = decoded(grammar, *seeds, method=method, temperature=temperature)
+    assert [r.token_ids for r in plain] == [r.token_ids for r in without] == [r.token_ids for r in drafted]
+    assert 2 * sum(r.rounds for r in drafted) < sum(r.rounds for r in without)
+
+
+def test_a_tree_is_fitted_to_its_grammar():
+    """Keys and the end are forced, a number is drafted, and what is forbidden is dropped."""
+    constraint = structured.Constraint(TOKENIZER, structured.json_grammar(PERSON), 0)
+    text = TOKENIZER('{"first name":"B')["input_ids"]
+    root = Sequence(0, [1], 100, sampler=Sampler(True, LogitsProcessorList([constraint])))
+    root.output = text
+
+    def fit(*drafted: str, most: int = 40) -> tuple[str, str]:
+        """The drafted tokens of the fitted tree, and those of them that are forced."""
+        paths = [TOKENIZER(path)["input_ids"] for path in drafted]
+        tree = fitted(union(text[-1], paths), root, most)
+        assert constraint.forced() == TOKENIZER('o","age":')["input_ids"]  # it stands where it stood
+        forced = [token for i, token in enumerate(tree.tokens) if i in tree.forced]
+        return TOKENIZER.decode(tree.tokens[1:]), TOKENIZER.decode(forced)
+
+    assert fit("") == ('o","age":', 'o","age":')
+    assert fit("", most=3) == ('o",', 'o",')
+    assert fit('o","age":12', "ugs") == ('o","age":12}<eos>', 'o","age":}<eos>')  # two digits are the most
+    assert fit('o","age":1,', most=11) == ('o","age":1', 'o","age":')
 
 
 @pytest.mark.parametrize(
@@ -224,3 +268,4 @@ def test_the_embedded_model_answers_in_json():
     constraint = structured.Constraint(tokenizer, structured.json_grammar(schema), len(prompt))
     result = spec.generate(Request(prompt, max_new_tokens=40, processors=[constraint]))[0]
     assert fits(json.loads(result.text), schema) and result.finish_reason == "eos"
+    assert 2 * result.rounds < result.new_tokens  # keys and punctuation are drafted for nothing

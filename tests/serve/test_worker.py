@@ -17,7 +17,8 @@ pytest.importorskip("fastapi")
 from longdraft import PromptCache, Request, Speculator
 from longdraft.engine.stats import Result, Step
 from longdraft.errors import LongdraftError, NumericalError
-from longdraft.serve.worker import Draining, QueueFull, Restarted, Ticket, Worker
+from longdraft.serve.ticket import Restarted, Ticket
+from longdraft.serve.worker import Draining, QueueFull, Worker
 from tests.events import forgotten
 from tests.serve.conftest import MODEL, TOKENIZER
 from tests.serve.over_http import wait_until
@@ -41,7 +42,7 @@ class Submitted:
 
     def __init__(self, worker: Worker, make, method: str = "ar") -> None:
         self._updates: queue.Queue = queue.Queue()
-        self.ticket = Ticket(make, method, self._updates.put)
+        self.ticket = Ticket(make, method, self._updates.put, twin=make)
         worker.submit(self.ticket)
 
     def end(self):

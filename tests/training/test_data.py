@@ -10,7 +10,7 @@ from itertools import islice
 import pytest
 
 from longdraft.errors import PromptError
-from longdraft.memory.prompt_cache import common_prefix
+from longdraft.memory.token_ids import common_prefix
 from longdraft.training import corpus
 from longdraft.training.documents import Document, Skipped, documents, features_of, write
 from longdraft.training.prompts import CODE, MEETING, QUESTIONS, SUMMARIES, asks

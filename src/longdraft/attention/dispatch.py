@@ -63,6 +63,16 @@ def unavailable(name: str, device: torch.device, dtype: torch.dtype, head_dim: i
     return None
 
 
+def scaled_unavailable(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """The reason why no path on a GPU reads keys and values in eight bits; None if Triton does."""
+    if device.type != "cuda" or dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"the kernels for it are for float32, float16 and bfloat16 on a GPU, the model is {dtype} on {device}"
+    forced = os.environ.get(ENVIRONMENT) or "triton"
+    if forced != "triton":
+        return f"{ENVIRONMENT}={forced} forces a path that reads the model's own dtype"
+    return unavailable("triton", device, dtype, head_dim)
+
+
 def choose(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
     """The name of the path to use on this machine.
 
@@ -153,6 +163,13 @@ def _with_fallback(name: str, attend: Attend) -> Attend:
         return sdpa.attend(q, keys, values, block, scale, scoring)
 
     return each_layer
+
+
+@functools.cache
+def say_scaled(path: str) -> None:
+    """Says once that another path than the target's reads keys and values in eight bits."""
+    if path != "triton":
+        log.info("attention path of keys and values in int8: triton, as %s reads the model's own dtype", path)
 
 
 @functools.cache

@@ -23,6 +23,7 @@ import torch
 from longdraft.attention import fusing
 from longdraft.attention.block import PLAIN, Block, Scoring
 from longdraft.errors import CapabilityError
+from longdraft.native.scaled import Scaled
 
 # Keys of a tile in the definition.
 TILE = 16
@@ -54,8 +55,13 @@ def attend(
     """Same contract as :func:`longdraft.attention.reference.attend`, for plain scores of whole texts.
 
     Raises:
-        CapabilityError: a layer with a window, a soft cap, sinks, or values of another size than its keys.
+        CapabilityError: a layer with a window, a soft cap, sinks, or values of another size than its keys; or rows in
+            eight bits.
     """
+    if isinstance(keys, Scaled):
+        raise CapabilityError(
+            "deterministic=True reads keys and values in the model's dtype: leave it out, or take views in that dtype."
+        )
     if scoring is not PLAIN or block.begins is not None or keys.shape[3] != values.shape[3]:
         raise CapabilityError(
             "deterministic=True is for layers that see the whole text, with plain scores; this model has others: "

@@ -21,6 +21,7 @@ from longdraft.attention.block import PLAIN, Block, Scoring
 from longdraft.attention.triton_kernels import block_kernel, merge_kernel, prefix_kernel
 from longdraft.attention.triton_tuning import Choice, Kind, Tuning
 from longdraft.errors import CapabilityError
+from longdraft.native.scaled import KeptRows, Scaled
 
 MAX_HEAD_DIM = 256
 # The merge kernel holds 64 parts of a row in registers: the splits and the block.
@@ -54,11 +55,14 @@ DOT_TYPES = {
 
 
 class Inputs(NamedTuple):
-    """q (B, Hq, T, d); keys, values (slots, Hkv, n, d), any strides; slots, lengths (B,), begins (B, T) int32."""
+    """q (B, Hq, T, d); keys, values (slots, Hkv, n, d), any strides; slots, lengths (B,), begins (B, T) int32.
+
+    The scales of rows in eight bits lie side by side, those of keys as those of values.
+    """
 
     q: torch.Tensor
-    keys: torch.Tensor
-    values: torch.Tensor
+    keys: KeptRows
+    values: KeptRows
     slots: torch.Tensor
     lengths: torch.Tensor
     scale: float
@@ -71,6 +75,25 @@ class Inputs(NamedTuple):
         if self.softcap is None:
             return self.scale * LOG2_E, 0.0
         return self.scale / self.softcap, self.softcap * LOG2_E
+
+    @property
+    def stored(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Keys, values and their scales; where there are none, the kernels need some pointer."""
+        if isinstance(self.keys, Scaled) and isinstance(self.values, Scaled):
+            return self.keys.numbers, self.values.numbers, self.keys.scales, self.values.scales
+        assert isinstance(self.keys, torch.Tensor) and isinstance(self.values, torch.Tensor)
+        return self.keys, self.values, self.lengths, self.lengths
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Of q, keys and values, and the distance between two slots' and two heads' scales."""
+        of_scales = self.keys.scales.stride()[:2] if isinstance(self.keys, Scaled) else (0, 0)
+        return *self.q.stride(), *self.keys.stride(), *self.values.stride(), *of_scales
+
+    @property
+    def scaled(self) -> bool:
+        """True if keys and values are in eight bits."""
+        return isinstance(self.keys, Scaled)
 
     @property
     def rows(self) -> int:
@@ -92,8 +115,8 @@ def key_tile(q: torch.Tensor) -> tuple[int, int]:
 
 def prefix_attention(
     q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    keys: KeptRows,
+    values: KeptRows,
     slots_t: torch.Tensor,
     lengths_t: torch.Tensor,
     scale: float,
@@ -141,17 +164,48 @@ def attend(
 
     Keys and values may have any strides. The output has q's layout.
     """
-    _check(q, keys, values)
     begins = None if block.begins is None else block.begins.contiguous()
     inputs = Inputs(q, keys, values, block.slots_t, block.lengths_t, scale, scoring.softcap, begins)
+    return _attend(inputs, _mask(block), block.offset, max(block.lengths, default=0), scoring.sinks)
+
+
+def scaled_attention(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    key_scales: torch.Tensor,
+    values: torch.Tensor,
+    value_scales: torch.Tensor,
+    slots: torch.Tensor,
+    lengths: torch.Tensor,
+    mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    offset: int,
+    bound: int,
+    tree: bool,
+    scale: float,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Launches the kernels; see :func:`longdraft.attention.scaled.scaled_attention`."""
+    rows = Scaled(keys, key_scales), Scaled(values, value_scales)
+    if not tree:
+        return prefix_attention(q, *rows, slots, lengths, scale, bound)[0].to(q.dtype)
+    return _attend(Inputs(q, *rows, slots, lengths, scale, softcap), mask, offset, bound, sinks)
+
+
+def _attend(
+    inputs: Inputs, mask: torch.Tensor | None, offset: int, bound: int, sinks: torch.Tensor | None
+) -> torch.Tensor:
+    """Attention to prefixes of up to ``bound`` rows and to the tree; ``mask`` and ``offset`` as in `_launch_block`."""
+    q = inputs.q
+    _check(q, inputs.keys, inputs.values)
     choice = _choice(inputs)
-    splits = _choose_splits(inputs, max(block.lengths, default=0), choice)
+    splits = _choose_splits(inputs, bound, choice)
     # One merge joins the splits of the prefix and the block, which are all parts of one attention.
     o_parts, lse_parts = _parts(splits + 1, q)
     _launch_prefix(inputs, o_parts, lse_parts, splits, choice)
-    _launch_block(inputs, _mask(block), block.offset, o_parts[splits], lse_parts[splits])
+    _launch_block(inputs, mask, offset, o_parts[splits], lse_parts[splits])
     out = torch.empty_like(q)
-    _launch_merge(o_parts, lse_parts, out, None, scoring.sinks)
+    _launch_merge(o_parts, lse_parts, out, None, sinks)
     return out
 
 
@@ -166,7 +220,7 @@ def _mask(block: Block) -> torch.Tensor | None:
     return mask
 
 
-def _check(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+def _check(q: torch.Tensor, keys: KeptRows, values: KeptRows) -> None:
     heads, d = q.shape[1], q.shape[3]
     if q.device.type == "cpu" and not INTERPRETED:
         raise CapabilityError(
@@ -178,7 +232,8 @@ def _check(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
             f"the Triton backend takes head sizes up to {MAX_HEAD_DIM}, this model has {d}; "
             "use the SDPA or the reference attention"
         )
-    if q.dtype not in DOT_TYPES or not q.dtype == keys.dtype == values.dtype:
+    stored = torch.int8 if isinstance(keys, Scaled) else q.dtype
+    if q.dtype not in DOT_TYPES or not stored == keys.dtype == values.dtype:
         raise CapabilityError(
             f"the Triton backend takes float32, float16 or bfloat16, the same for q, keys and values, "
             f"not {q.dtype}, {keys.dtype} and {values.dtype}; cast them, or use the reference attention"
@@ -199,8 +254,8 @@ def _choice(inputs: Inputs) -> Choice:
     """Launch parameters of the prefix kernel: the fastest, measured now if necessary, or the default."""
     q, (block_m, block_n, _) = inputs.q, inputs.tiles
     default = Choice(block_n, WARPS)
-    # Windows and caps take registers that keys would have.
-    if inputs.softcap is not None or inputs.begins is not None:
+    # Windows, caps and scales take registers that keys would have.
+    if inputs.softcap is not None or inputs.begins is not None or inputs.scaled:
         return Choice(max(16, block_n // 2), WARPS, 3)
     # float32 is for checks, and larger tiles than the default's would not fit the registers.
     if q.device.type != "cuda" or INTERPRETED or q.element_size() != 2 or not triton_tuning.wanted():
@@ -263,7 +318,7 @@ def _parts(parts: int, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _launch_prefix(inputs: Inputs, o_parts: torch.Tensor, lse_parts: torch.Tensor, splits: int, choice: Choice) -> None:
     """Writes parts [0, splits)."""
-    q, keys, values, slots, lengths, *_, begins = inputs
+    q, keys, _, slots, lengths, *_, begins = inputs
     (batch, heads, size, d), kv_heads = q.shape, keys.shape[1]
     block_m, _, block_d = inputs.tiles
     grid = (triton.cdiv(inputs.rows, block_m), batch * kv_heads, splits)
@@ -271,8 +326,8 @@ def _launch_prefix(inputs: Inputs, o_parts: torch.Tensor, lse_parts: torch.Tenso
         return
     with torch.cuda.device_of(q):
         prefix_kernel[grid](
-            q, keys, values, slots, lengths, slots if begins is None else begins, o_parts, lse_parts, *inputs.factors,
-            size, kv_heads, splits, *q.stride(), *keys.stride(), *values.stride(),
+            q, *inputs.stored, slots, lengths, slots if begins is None else begins, o_parts, lse_parts,
+            *inputs.factors, size, kv_heads, splits, *inputs.strides, SCALED=inputs.scaled,
             WINDOWED=begins is not None, CAPPED=inputs.softcap is not None,
             GROUP=heads // kv_heads, HEAD_DIM=d, BLOCK_D=block_d, BLOCK_M=block_m, BLOCK_N=choice.block_n,
             DOT=DOT_TYPES[q.dtype], num_warps=choice.warps, num_stages=choice.stages,
@@ -286,7 +341,7 @@ def _launch_block(inputs: Inputs, mask: torch.Tensor | None, offset: int, o: tor
         mask: (B, T, offset + T) bool, True where row i sees row j of the tree; None for a causal chain.
         offset: the tree offset, rows of the tree before the block.
     """
-    q, keys, values, slots, lengths, *_, begins = inputs
+    q, keys, _, slots, lengths, *_, begins = inputs
     (batch, heads, size, d), kv_heads = q.shape, keys.shape[1]
     if mask is not None and mask.shape != (batch, size, offset + size):
         raise ValueError(f"mask is {tuple(mask.shape)}, expected {(batch, size, offset + size)}")
@@ -294,13 +349,16 @@ def _launch_block(inputs: Inputs, mask: torch.Tensor | None, offset: int, o: tor
     grid = (triton.cdiv(inputs.rows, block_m), batch * kv_heads)
     if 0 in grid:
         return
+    if inputs.scaled:  # scales take registers that keys would have
+        block_n = max(16, block_n // 2)
     # A causal chain reads no mask, but the kernel needs some pointer and three strides.
     mask_t, mask_strides = (slots, (0, 0, 0)) if mask is None else (mask.view(torch.uint8), mask.stride())
     with torch.cuda.device_of(q):
         block_kernel[grid](
-            q, keys, values, mask_t, slots, lengths, slots if begins is None else begins, o, lse, *inputs.factors,
-            size, offset, kv_heads, *q.stride(), *keys.stride(), *values.stride(), *mask_strides,
-            CAUSAL=mask is None, WINDOWED=mask is None and begins is not None, CAPPED=inputs.softcap is not None,
+            q, *inputs.stored, mask_t, slots, lengths, slots if begins is None else begins, o, lse,
+            *inputs.factors, size, offset, kv_heads, *inputs.strides, *mask_strides,
+            CAUSAL=mask is None, SCALED=inputs.scaled, WINDOWED=mask is None and begins is not None,
+            CAPPED=inputs.softcap is not None,
             GROUP=heads // kv_heads, HEAD_DIM=d, BLOCK_D=block_d, BLOCK_M=block_m, BLOCK_N=block_n,
             DOT=DOT_TYPES[q.dtype], num_warps=WARPS, num_stages=2,
         )  # fmt: skip

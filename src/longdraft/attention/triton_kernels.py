@@ -9,8 +9,9 @@ parts by log-sum-exp. Notation, per sequence b and KV head h:
             buffers (P, B*Hkv*R, d) and (P, B*Hkv*R): folding keeps the order of a (P, B, Hq, T, d) tensor.
 
 Scores are in base 2 (the scale includes log2 e, or the cap does), because the hardware has exp2; the stored log-sum-exp
-is natural. With WINDOWED, row i of sequence b sees keys from rank begins[b, i] on. Offsets are int64, because slot *
-stride exceeds 2^31 in a large cache.
+is natural. With WINDOWED, row i of sequence b sees keys from rank begins[b, i] on. With SCALED, keys and values are
+whole numbers of eight bits, and each row has a factor. Offsets are int64, because slot * stride exceeds 2^31 in a large
+cache.
 """
 
 # Triton reads the annotations of a kernel's parameters, so run-time parameters have none.
@@ -30,6 +31,19 @@ def load_tile(ptr, row_offsets, row_ok, stride_d, HEAD_DIM: tl.constexpr, BLOCK_
     dims = tl.arange(0, BLOCK_D)
     ok = row_ok[:, None] & (dims < HEAD_DIM)[None, :]
     return tl.load(ptr + row_offsets[:, None] + dims.to(tl.int64)[None, :] * stride_d, mask=ok, other=0.0)
+
+
+@triton.jit
+def load_rows(
+    rows, scales, at, stride_n, ok, stride_d,
+    SCALED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """Rows ``at`` of one KV head's keys or values, a tile as of :func:`load_tile`; with SCALED times their factors."""
+    tile = load_tile(rows, at * stride_n, ok, stride_d, HEAD_DIM, BLOCK_D)
+    if SCALED:
+        factors = tl.load(scales + at, mask=ok, other=0.0)
+        tile = (tile.to(tl.float32) * factors[:, None]).to(DOT)
+    return tile
 
 
 @triton.jit
@@ -93,9 +107,10 @@ def _store_part(o, lse, first_row, rows, R, m, z, acc, HEAD_DIM: tl.constexpr, B
 
 @triton.jit
 def prefix_kernel(
-    q, k, v, slots, lengths, begins, o, lse, scale, cap, T, kv_heads, num_splits,
-    q_b, q_head, q_t, q_d, k_slot, k_head, k_n, k_d, v_slot, v_head, v_n, v_d,
-    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    q, k, v, k_scales, v_scales, slots, lengths, begins, o, lse, scale, cap, T, kv_heads, num_splits,
+    q_b, q_head, q_t, q_d, k_slot, k_head, k_n, k_d, v_slot, v_head, v_n, v_d, s_slot, s_head,
+    SCALED: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Part p = one split of the prefix. Grid: (row tiles, B*Hkv, splits).
@@ -124,6 +139,7 @@ def prefix_kernel(
     q_tile = load_queries(q + b * q_b + h * GROUP * q_head, rows, T, q_head, q_t, q_d, R, HEAD_DIM, BLOCK_D)
     k_base = k + slot * k_slot + h * k_head
     v_base = v + slot * v_slot + h * v_head
+    of_scales = slot * s_slot + h * s_head
     m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     z = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
@@ -131,8 +147,8 @@ def prefix_kernel(
         keys = start + tl.arange(0, BLOCK_N)
         at = keys.to(tl.int64)
         ok = keys < hi
-        k_tile = load_tile(k_base, at * k_n, ok, k_d, HEAD_DIM, BLOCK_D)
-        v_tile = load_tile(v_base, at * v_n, ok, v_d, HEAD_DIM, BLOCK_D)
+        k_tile = load_rows(k_base, k_scales + of_scales, at, k_n, ok, k_d, SCALED, HEAD_DIM, BLOCK_D, DOT)
+        v_tile = load_rows(v_base, v_scales + of_scales, at, v_n, ok, v_d, SCALED, HEAD_DIM, BLOCK_D, DOT)
         scores = scores_of(q_tile, k_tile, tl.zeros((BLOCK_M, BLOCK_N), tl.float32), scale, cap, CAPPED, DOT)
         if WINDOWED:
             scores = tl.where(ok[None, :] & (keys[None, :] >= begin[:, None]), scores, float("-inf"))
@@ -146,9 +162,9 @@ def prefix_kernel(
 
 @triton.jit
 def block_kernel(
-    q, k, v, mask, slots, lengths, begins, o, lse, scale, cap, T, offset, kv_heads,
-    q_b, q_head, q_t, q_d, k_slot, k_head, k_n, k_d, v_slot, v_head, v_n, v_d, mask_b, mask_i, mask_j,
-    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
+    q, k, v, k_scales, v_scales, mask, slots, lengths, begins, o, lse, scale, cap, T, offset, kv_heads,
+    q_b, q_head, q_t, q_d, k_slot, k_head, k_n, k_d, v_slot, v_head, v_n, v_d, s_slot, s_head, mask_b, mask_i, mask_j,
+    CAUSAL: tl.constexpr, SCALED: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
@@ -170,6 +186,7 @@ def block_kernel(
     q_tile = load_queries(q + b * q_b + h * GROUP * q_head, rows, T, q_head, q_t, q_d, R, HEAD_DIM, BLOCK_D)
     k_base = k + slot * k_slot + h * k_head + n * k_n
     v_base = v + slot * v_slot + h * v_head + n * v_n
+    of_scales = slot * s_slot + h * s_head + n
     m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     z = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
@@ -185,8 +202,8 @@ def block_kernel(
         j = start + tl.arange(0, BLOCK_N)
         at = j.to(tl.int64)
         ok = j < offset + T
-        k_tile = load_tile(k_base, at * k_n, ok, k_d, HEAD_DIM, BLOCK_D)
-        v_tile = load_tile(v_base, at * v_n, ok, v_d, HEAD_DIM, BLOCK_D)
+        k_tile = load_rows(k_base, k_scales + of_scales, at, k_n, ok, k_d, SCALED, HEAD_DIM, BLOCK_D, DOT)
+        v_tile = load_rows(v_base, v_scales + of_scales, at, v_n, ok, v_d, SCALED, HEAD_DIM, BLOCK_D, DOT)
         if CAUSAL:
             sees = ok[None, :] & (j[None, :] <= offset + i[:, None])
             if WINDOWED:

@@ -13,7 +13,8 @@ from longdraft.batch.run import Answer, Figures
 from longdraft.engine.stats import Result
 from longdraft.errors import CapabilityError, LongdraftError
 from longdraft.model.checkpoints import Progress
-from longdraft.serve.worker import Ticket, Update, Worker
+from longdraft.serve.ticket import Ticket, Update
+from longdraft.serve.worker import Worker
 from longdraft.speculator import Speculator
 
 # Rows to submit for each slot: while a long row holds back the file, the engine decodes those behind it.

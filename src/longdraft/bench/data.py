@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from longdraft.bench import scores
 from longdraft.errors import ContextError, PromptError
 from longdraft.model.chat import chat_prompt, encode
 
@@ -26,6 +28,13 @@ class Sample:
         dataset: the row's own ``dataset``, else the file's stem.
         origin: file and line, for messages.
         preface: the text before the document; never cut.
+        joint: what stands between preface, document and instruction.
+        answers: references, any of which is right.
+        score: how an answer is scored, one of :data:`longdraft.bench.scores.SCORES`; empty: not at all.
+        classes: where the answer is one of several classes, all of them.
+        plain: never in a chat template, as LongBench asks for code and few-shot tasks.
+        middle: a document that is too long loses its middle instead of its end.
+        needles: depth, 0 to 1, and text of sentences that stand in the document however it is cut.
     """
 
     document: str
@@ -33,13 +42,32 @@ class Sample:
     dataset: str
     origin: str
     preface: str = ""
+    joint: str = "\n\n"
+    answers: tuple[str, ...] = ()
+    score: str = ""
+    classes: tuple[str, ...] = ()
+    plain: bool = False
+    middle: bool = False
+    needles: tuple[tuple[float, str], ...] = ()
 
-    def encode(self, tokenizer: PreTrainedTokenizerBase, raw: bool = False) -> list[int]:
-        """Token ids: one user turn of a chat, or plain text with ``raw``."""
-        document = "\n\n".join(part for part in (self.preface, self.document) if part)
-        if raw:
-            return encode(tokenizer, "\n\n".join(part for part in (document, self.instruction) if part))
-        return chat_prompt(tokenizer, self.instruction, document=document)
+    def cut(self, characters: int) -> Sample:
+        """The sample with so many characters of its document."""
+        text = self.document
+        if self.middle and characters < len(text):
+            text = text[: characters - characters // 2] + text[len(text) - characters // 2 :]
+        return replace(self, document=text[:characters])
+
+    def encode(self, tokenizer: PreTrainedTokenizerBase, raw: bool = False, **asked: Any) -> list[int]:
+        """Token ids: one user turn of a chat, or plain text with ``raw``.
+
+        Args:
+            asked: of :func:`longdraft.model.chat.chat_prompt`: ``system``, and arguments of the chat template.
+        """
+        document = self.document
+        for depth, sentence in sorted(self.needles, reverse=True):
+            document = place(document, sentence, depth)
+        text = self.joint.join(part for part in (self.preface, document, self.instruction) if part)
+        return encode(tokenizer, text) if raw or self.plain else chat_prompt(tokenizer, text, **asked)
 
 
 def read(paths: Iterable[Path], limit: int | None = None) -> list[Sample]:
@@ -63,7 +91,7 @@ def rows(path: Path, limit: int | None = None) -> list[tuple[dict[str, Any], str
         raise PromptError(f"{path} is a folder: --data takes a JSONL file.")
     try:
         with path.open(encoding="utf-8") as lines:
-            found = list(islice(_objects(lines, path), limit))
+            found = list(islice(objects(lines, str(path)), limit))
     except FileNotFoundError:
         raise PromptError(f"There is no file {path}: check the path.") from None
     except UnicodeDecodeError as error:
@@ -75,11 +103,12 @@ def rows(path: Path, limit: int | None = None) -> list[tuple[dict[str, Any], str
     return found
 
 
-def _objects(lines: Iterable[str], path: Path) -> Iterator[tuple[dict[str, Any], str]]:
+def objects(lines: Iterable[str], file: str) -> Iterator[tuple[dict[str, Any], str]]:
+    """The rows of JSONL text, with the file's name and the line of each."""
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        origin = f"{path}:{number}"
+        origin = f"{file}:{number}"
         try:
             row: Any = json.loads(line)
         except ValueError as error:
@@ -100,16 +129,56 @@ def _sample(row: dict[str, Any], path: Path, origin: str) -> Sample:
         )
     if not isinstance(document, str) or not isinstance(instruction, str) or not document.strip():
         raise PromptError(f"{origin}: its text is empty or not a string.")
-    return Sample(document, instruction, str(row.get("dataset") or path.stem), origin)
+    dataset = str(row.get("dataset") or path.stem)
+    answers = answers_of(row, "answers", "answer")
+    score = scores.of_dataset(dataset) if answers else ""
+    classes = tuple(row.get("all_classes") or ())
+    return Sample(document, instruction, dataset, origin, answers=answers, score=score, classes=classes)
 
 
-def fitted(sample: Sample, tokenizer: PreTrainedTokenizerBase, tokens: int | None, raw: bool = False) -> list[int]:
-    """The sample's prompt, its document cut at the end so that the whole has at most ``tokens`` tokens.
+def answers_of(row: Mapping[str, Any], *columns: str) -> tuple[str, ...]:
+    """The references of a row, from the first of these columns that it has; empty if it has none."""
+    found = next((row[column] for column in columns if row.get(column) is not None), ())
+    return tuple(map(str, found)) if isinstance(found, list | tuple) else (str(found),)
+
+
+def text(path: Path) -> str:
+    """The text of a file: plain, or the documents of JSONL rows one behind the other.
+
+    Raises:
+        PromptError: it cannot be read.
+    """
+    if path.suffix == ".jsonl":
+        return "\n\n".join(sample.document for sample in read([path]))
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise PromptError(f"There is no file {path}: check the path.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise PromptError(f"{path} cannot be read as UTF-8 text: {error}.") from None
+
+
+def place(text: str, sentence: str, depth: float) -> str:
+    """The text with a sentence put in: at the first end of a sentence, else of a word, from that depth on."""
+    at = round(depth * len(text))
+    border = re.compile(r"[.!?]\s|\n").search(text, at) or re.compile(r"\s").search(text, at)
+    at = border.end() if border else len(text)
+    before, after = text[:at].rstrip(" "), text[at:].lstrip(" ")
+    return " ".join(part for part in (before, sentence, after) if part)
+
+
+def fitted(
+    sample: Sample, tokenizer: PreTrainedTokenizerBase, tokens: int | None, raw: bool = False, **asked: Any
+) -> list[int]:
+    """The sample's prompt, its document cut so that the whole has at most ``tokens`` tokens.
+
+    Args:
+        raw, asked: of :meth:`Sample.encode`.
 
     Raises:
         ContextError: the instruction alone is longer.
     """
-    ids = sample.encode(tokenizer, raw)
+    ids = sample.encode(tokenizer, raw, **asked)
     if tokens is None or len(ids) <= tokens:
         return ids
     # The text is cut in characters, and encoded to count its tokens.
@@ -118,8 +187,8 @@ def fitted(sample: Sample, tokenizer: PreTrainedTokenizerBase, tokens: int | Non
     while high - low > 1 and len(best or ()) < tokens:
         # The first guess assumes the same density throughout; then the interval is halved.
         middle = (low + high) // 2 if best else max(low + 1, min(high - 1, high * tokens // max(1, len(ids))))
-        cut = sample.document[:middle]
-        ids = replace(sample, document=cut).encode(tokenizer, raw) if cut.strip() else []
+        cut = sample.cut(middle)
+        ids = cut.encode(tokenizer, raw, **asked) if cut.document.strip() else []
         if len(ids) <= tokens:
             low, best = middle, ids or best
         else:

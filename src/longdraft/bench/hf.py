@@ -50,10 +50,12 @@ class Generate:
     """``transformers``' own ``generate`` with sdpa attention.
 
     Attributes:
+        attention: transformers' name of it.
         same_arithmetic: its model computes in the target's; else its tokens may be others.
     """
 
     name = "hf"
+    attention = "sdpa"
     draft: Path | None = None
     same_arithmetic = True
 
@@ -106,7 +108,7 @@ class Generate:
         torch.manual_seed(job.seed)
         with ExitStack() as changed:
             changed.enter_context(quiet())  # transformers warns of what it does with an assistant's settings
-            changed.enter_context(_settings(self._model, _config(job, pad, settings)))
+            changed.enter_context(_settings(self._model, _config(job, pad, settings), self.attention))
             clock = Clock()
             out = self._model.generate(
                 torch.tensor(rows, device=device),
@@ -117,6 +119,13 @@ class Generate:
                 **arguments,
             )
         return out, width, clock
+
+
+class Eager(Generate):
+    """``generate`` with plain matrix products for attention ("Vanilla HF" of LongSpec's table 3)."""
+
+    name = "hf-eager"
+    attention = "eager"
 
 
 class Assisted(Generate):
@@ -192,16 +201,16 @@ def _config(job: Job, pad: int, more: Mapping[str, Any]) -> GenerationConfig:
 
 
 @contextmanager
-def _settings(model: PreTrainedModel, config: GenerationConfig) -> Iterator[None]:
-    """Gives the model sdpa attention and this configuration for a while.
+def _settings(model: PreTrainedModel, config: GenerationConfig, attention: str) -> Iterator[None]:
+    """Gives the model this attention and this configuration for a while.
 
     ``generate`` takes what a configuration leaves out, such as an EOS that is to be ignored, from the model's own.
     """
-    before, attention = model.generation_config, model.config._attn_implementation
+    before, own = model.generation_config, model.config._attn_implementation
     model.generation_config = config
-    model.set_attn_implementation("sdpa")
+    model.set_attn_implementation(attention)
     try:
         yield
     finally:
         model.generation_config = before
-        model.set_attn_implementation(attention)
+        model.set_attn_implementation(own)

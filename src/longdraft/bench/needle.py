@@ -158,7 +158,7 @@ def haystacks(search: Search, tokenizer: PreTrainedTokenizerBase) -> list[Haysta
             f"A needle's context of {search.context} tokens has no room for text: raise --needle-context."
         )
     # A token is seldom longer than 16 characters; more text than that is not read.
-    ids = encode(tokenizer, _text(search.path)[: 16 * room * search.samples])
+    ids = encode(tokenizer, data.text(search.path)[: 16 * room * search.samples])
     if len(ids) < room:
         raise PromptError(
             f"{search.path} holds {len(ids):,} tokens, and haystacks of {search.context:,} need {room:,}: lower "
@@ -172,32 +172,12 @@ def haystacks(search: Search, tokenizer: PreTrainedTokenizerBase) -> list[Haysta
             for needle in samples[sample]:
                 text = hay
                 for depth, sentence in sorted(needle.sentences, reverse=True):
-                    text = place(text, sentence, depth)
+                    text = data.place(text, sentence, depth)
                 made.append(Haystack(tuple(chat_prompt(tokenizer, needle.question, text)), needle, kind))
     return made
-
-
-def place(text: str, sentence: str, depth: float) -> str:
-    """The text with a sentence put in: at the first end of a sentence, else of a word, from that depth on."""
-    at = round(depth * len(text))
-    border = re.compile(r"[.!?]\s|\n").search(text, at) or re.compile(r"\s").search(text, at)
-    at = border.end() if border else len(text)
-    before, after = text[:at].rstrip(" "), text[at:].lstrip(" ")
-    return " ".join(part for part in (before, sentence, after) if part)
 
 
 def found(answer: str, code: str) -> bool:
     """True if the first number in an answer is the code."""
     number = re.search(r"\d[\d,]*", answer)
     return number is not None and number.group().replace(",", "") == code
-
-
-def _text(path: Path) -> str:
-    if path.suffix == ".jsonl":
-        return "\n\n".join(sample.document for sample in data.read([path]))
-    try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise PromptError(f"There is no file {path}: check the path.") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise PromptError(f"{path} cannot be read as UTF-8 text: {error}.") from None

@@ -27,7 +27,8 @@ from longdraft.engine.schedule import Schedule, Verified
 from longdraft.engine.sequence import FinishReason
 from longdraft.engine.sequence import Sequence as Text
 from longdraft.errors import ContextError
-from longdraft.memory.prompt_cache import PromptCache, common_prefix
+from longdraft.memory.prompt_cache import PromptCache
+from longdraft.memory.token_ids import common_prefix
 from longdraft.methods import method_named
 from longdraft.model.chat import encode
 from longdraft.model.checkpoints import LoadedModel

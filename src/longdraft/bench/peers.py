@@ -9,7 +9,7 @@ from pathlib import Path
 from longdraft.bench import llama_peer
 from longdraft.bench.assistant import assistant
 from longdraft.bench.contenders import Contender
-from longdraft.bench.hf import AssistantModel, Generate, PromptLookup
+from longdraft.bench.hf import AssistantModel, Eager, Generate, PromptLookup
 from longdraft.bench.llama_peer import LlamaCpp
 from longdraft.model.runner import TargetRunner
 
@@ -52,6 +52,7 @@ def _hf(make: Callable[[TargetRunner, Sources], Contender], batched: bool = Fals
 
 PEERS = {
     Generate.name: _hf(lambda target, _: Generate(target.model), batched=True),
+    Eager.name: _hf(lambda target, _: Eager(target.model), batched=True),
     PromptLookup.name: _hf(lambda target, _: PromptLookup(target.model)),
     AssistantModel.name: _hf(
         lambda target, sources: AssistantModel(target.model, *assistant(target, sources.assistant)), takes="assistant"

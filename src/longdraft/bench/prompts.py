@@ -35,7 +35,7 @@ def prepare(samples: Sequence[Sample], loaded: LoadedModel, settings: Settings) 
     prompts = []
     for sample in samples:
         for context in settings.contexts:
-            tokens = fitted(sample, loaded.tokenizer, context, settings.raw)
+            tokens = fitted(sample, loaded.tokenizer, context, settings.raw, **settings.asked)
             if len(tokens) + settings.max_tokens > limit:
                 room = limit - settings.max_tokens
                 advice = f"Cut the documents with --context {room}" if room > 0 else "Ask for fewer with --max-tokens"

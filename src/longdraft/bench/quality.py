@@ -18,13 +18,14 @@ from longdraft.bench.drift import Drift, Listener, RecordedSpecPV, drift, exact
 from longdraft.bench.needle import ANSWER_TOKENS, Haystack
 from longdraft.bench.prompts import Prompt
 from longdraft.bench.run import WAKE_PROMPT, WAKE_TOKENS
+from longdraft.bench.scores import rouge_l, score
 from longdraft.bench.ties import first_difference
 from longdraft.engine.loop import Engine
 from longdraft.engine.partial import SpecPV
 from longdraft.engine.sampler import Sampler, Sampling
 from longdraft.engine.sequence import Sequence as Text
 from longdraft.engine.stopping import eos_rule
-from longdraft.errors import CapabilityError, ContextError
+from longdraft.errors import ContextError
 from longdraft.memory.prompt_cache import PromptCache
 from longdraft.methods import method_named
 from longdraft.model.checkpoints import LoadedModel
@@ -151,12 +152,14 @@ class Compared:
         runs: by name: ``ar``, ``full`` and the variants'.
         likeness: by name; ``full`` and rounded KV are compared with ``ar``, every variant with ``full``.
         drifts: by variant; empty without drift.
+        scores: of the answers by name, where the sample has references.
     """
 
     prompt: Prompt
     runs: dict[str, Decoded]
     likeness: dict[str, Likeness]
     drifts: dict[str, list[Drift]]
+    scores: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -287,7 +290,9 @@ class Quality:
         likeness = {
             name: self._likeness(runs[of], runs[name]) for name in runs if (of := self.reference(name)) is not None
         }
-        return Compared(prompt, runs, likeness, drifts)
+        given = {name: score(prompt.sample, self._text(run.tokens)) for name, run in runs.items()}
+        known = {name: x for name, x in given.items() if x is not None}
+        return Compared(prompt, runs, likeness, drifts, known)
 
     def search(
         self, haystack: Haystack, names: Sequence[str], tick: Callable[[str], None] = lambda n: None
@@ -331,28 +336,8 @@ class Quality:
         longer = max(len(reference.tokens), len(run.tokens))
         same = first_difference(reference.tokens, run.tokens)
         same = longer if same is None else same
-        score = rouge_l()(self._text(reference.tokens), self._text(run.tokens))
-        return Likeness(score, same, same / longer)
+        rouge = rouge_l()(self._text(reference.tokens), self._text(run.tokens))
+        return Likeness(rouge, same, same / longer)
 
     def _text(self, tokens: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
-
-
-def rouge_l() -> Callable[[str, str], float]:
-    """ROUGE-L (Lin 2004) of (reference, text): F1 of their longest common subsequence of words, stemmed, in [0, 1].
-
-    The package knows words of Latin letters and digits alone; equal texts score 1.0 in any script.
-
-    Raises:
-        CapabilityError: the package rouge-score is not installed.
-    """
-    try:
-        from rouge_score import rouge_scorer
-    except ImportError:
-        raise CapabilityError('ROUGE needs the package rouge-score: pip install "longdraft[bench]"') from None
-    scorer = rouge_scorer.RougeScorer(["rougeL"], use_stemmer=True)
-
-    def score(reference: str, text: str) -> float:
-        return 1.0 if reference == text else float(scorer.score(reference, text)["rougeL"].fmeasure)
-
-    return score

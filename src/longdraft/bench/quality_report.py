@@ -11,7 +11,7 @@ from rich.text import Text
 
 from longdraft.bench.drift import Drift, bucket
 from longdraft.bench.quality import FULL, METHOD, REFERENCE, Answered, Compared, Likeness, Quality
-from longdraft.bench.tables import circumstances, count, figure, filled, median_of, ratio, table
+from longdraft.bench.tables import circumstances, count, figure, filled, mean_of, median_of, ratio, table
 
 DEFINITIONS = (
     "full: full verification with the same drafter. Its likeness to ar is the noise floor; a variant's is to full, and "
@@ -21,6 +21,8 @@ DEFINITIONS = (
     "nats: mean -log p of the text's tokens by the exact target, means of the samples; ar's own beside it.",
     "tokens/s: new tokens / decode seconds; vs full: over those of full on the same sample; medians, of one run each.",
     "accepted: mean accepted length = new tokens / target forwards, the prefill's token not counted.",
+    "score: of the answers against the references, by data set (docs/figures.md); the mean of the samples.",
+    "view: rows of the partial cache: first rows + chunks x rows of each + last rows.",
     "partial: target forwards on the partial cache / all of them, after the prefill.",
 )
 DRIFT_DEFINITION = (
@@ -44,6 +46,8 @@ COLUMNS = (
     ("vs full", "speedup_vs_full", "{:.2f}x"),
     ("accepted", "mean_accepted_length", "{:.2f}"),
     ("partial", "partial_share", "{:.0%}"),
+    ("score", "score", "{:.3f}"),
+    ("view", "view", "{}"),
 )
 
 
@@ -100,6 +104,9 @@ def _row(quality: Quality, name: str, own: Sequence[Compared]) -> dict[str, Any]
         ),
         "mean_accepted_length": sum(len(r.tokens) - 1 for r in runs) / rounds if rounds else None,
         "partial_share": sum(r.partial_rounds for r in runs) / rounds if rounds else None,
+        "scored": own[0].prompt.sample.score or None,
+        "score": mean_of(c.scores.get(name) for c in own),
+        "view": f"{quality.view(name).budget:,} = {quality.view(name)}" if name in quality.variants else None,
     }
 
 

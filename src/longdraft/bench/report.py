@@ -14,13 +14,14 @@ from longdraft.bench.contenders import Run
 from longdraft.bench.peers import HF
 from longdraft.bench.run import Disagreement, Measured
 from longdraft.bench.settings import REFERENCE
-from longdraft.bench.tables import Column, circumstances, count, figure, filled, median_of, ratio, table
+from longdraft.bench.tables import Column, circumstances, count, figure, filled, mean_of, median_of, ratio, table
 
 DEFINITIONS = (
     "tokens/s: new tokens / decode seconds, prefill excluded; the median of the rounds, then of the samples.",
     "speed-up: a sample's tokens/s over that of ar, or of transformers' generate (hf), on the same sample; the median.",
     "faster, slower: samples (batches) with a speed-up over ar above 1.02, and below 0.98.",
     "accepted: mean accepted length = new tokens / target forwards, bonus tokens counted, the prefill's token not.",
+    "score: of the first round's answers against references, by data set (docs/figures.md); the mean of the samples.",
     "first token: seconds from a prompt of which nothing has been read to its first token; the median.",
     "view: rows of a longer text's KV that a draft, and in specpv a partial verification, sees: first rows + chunks x "
     "rows of each + last rows.",
@@ -37,6 +38,7 @@ COLUMNS = (
     ("vs hf", "speedup_vs_hf", "{:.2f}x"),
     ("accepted", "mean_accepted_length", "{:.2f}"),
     ("rolled back", "rolled_back", "{:.1%}"),
+    ("score", "score", "{:.3f}"),
     ("first token", "ttft_seconds", "{:.2f} s"),
     VIEW,
 )
@@ -95,6 +97,8 @@ def _row(name: str, measured: Sequence[Measured], names: Sequence[str]) -> dict[
         "depth_accepted": depth_accepted([pair for run in runs for pair in run.accepted]),
         "peak_memory_bytes": max((b for b in peaks if b is not None), default=None),
         "view": next((run.view for run in runs if run.view), None),
+        "scored": measured[0].scored or None,
+        "score": mean_of(score for m in measured for score in m.scores.get(name, ())),
     }
     if partial_tokens := sum(run.partial_tokens for run in runs):
         row["rolled_back"] = sum(run.rolled_back for run in runs) / partial_tokens

@@ -50,6 +50,7 @@ def header(
             "sampling": asdict(s.sampling),
             "seed": s.seed,
             "raw": s.raw,
+            "asked": s.asked,
             "ignore_eos": s.ignore_eos,
             "cold": s.cold,
             "offload": None if s.offload is None else str(s.offload),
@@ -132,6 +133,8 @@ def _measured(found: Mapping[str, Any]) -> Measured:
         comparable=frozenset(found["comparable"]),
         peak_memory_bytes=dict(found["peak_memory_bytes"]),
         profiles=dict(found.get("profiles") or {}),
+        scored=str(found.get("scored", "")),
+        scores=dict(found.get("scores") or {}),
     )
 
 

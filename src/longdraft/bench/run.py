@@ -14,7 +14,7 @@ from functools import cached_property
 from statistics import median
 from typing import Any
 
-from longdraft.bench import machine
+from longdraft.bench import machine, scores
 from longdraft.bench.contenders import Contender, Job, Kept, Ours, Run, ends_of
 from longdraft.bench.hf import Generate
 from longdraft.bench.peers import PEERS
@@ -22,6 +22,7 @@ from longdraft.bench.profile import profile
 from longdraft.bench.prompts import Prompt
 from longdraft.bench.settings import REFERENCE, Settings, method_name
 from longdraft.bench.ties import Difference, compare
+from longdraft.engine.texts import Texts
 from longdraft.memory.prompt_cache import PromptCache
 from longdraft.model.checkpoints import LoadedModel, Progress
 from longdraft.model.runner import TargetRunner
@@ -53,6 +54,8 @@ class Measured:
         comparable: contenders whose tokens should be those of ``ar``.
         peak_memory_bytes: of the process in a contender's timed runs; None if the system does not say.
         profiles: see :mod:`longdraft.bench.profile`.
+        scored: how answers are scored; empty: not at all.
+        scores: of each sample's answer, by contender; None: it has no references.
     """
 
     dataset: str
@@ -65,6 +68,8 @@ class Measured:
     comparable: frozenset[str]
     peak_memory_bytes: dict[str, int | None] = field(default_factory=dict)
     profiles: dict[str, dict[str, Any]] = field(default_factory=dict)
+    scored: str = ""
+    scores: dict[str, list[float | None]] = field(default_factory=dict)
 
     @property
     def batch(self) -> int:
@@ -105,6 +110,7 @@ class Bench:
         for name in settings.contenders:
             self.contenders[name] = self._peer(name) if name in PEERS else self._ours(name, loaded, progress)
         self.contenders |= {c.name: c for c in extra}
+        self._texts = Texts(loaded.tokenizer)
         self._eos = ends_of(self.target, loaded.tokenizer, settings.ignore_eos)
 
     def _ours(self, name: str, loaded: LoadedModel, progress: Progress | None) -> Ours:
@@ -197,7 +203,14 @@ class Bench:
             frozenset(comparable),
             {name: max(found, default=None) for name, found in peaks.items()},
             profiles,
+            prompts[0].sample.score,
+            {name: self._scores(prompts, runs[0]) for name, runs in rounds.items()},
         )
+
+    def _scores(self, prompts: Sequence[Prompt], run: Run) -> list[float | None]:
+        """Scores of a run's answers."""
+        texts = (self._texts.decode(list(tokens)) for tokens in run.tokens)
+        return [scores.score(prompt.sample, text) for prompt, text in zip(prompts, texts, strict=True)]
 
     def _profiles(self, job: Job) -> dict[str, dict[str, Any]]:
         """Profiles of our methods by name, on the prompts' KV that is still there."""

@@ -33,6 +33,7 @@ class Settings:
         batches: batch sizes, each measured.
         repeats: timed rounds.
         raw: prompts are plain text, without the chat template.
+        asked: ``system`` and arguments of the chat template, such as ``enable_thinking``.
         ignore_eos: decode on to ``max_tokens``.
         cold: every method reads the prompts once itself, which gives its time to first token. If false, ``ar`` reads
             them for all of ours.
@@ -62,6 +63,7 @@ class Settings:
     sources: Sources = field(default_factory=Sources)
     profile: bool = False
     snapshots: Path | None = None
+    asked: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         given = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from rich.table import Table
@@ -18,6 +18,12 @@ def median_of(values: Iterable[float | None]) -> float | None:
     """The median of the values that are not None; None if there are none."""
     known = [v for v in values if v is not None]
     return median(known) if known else None
+
+
+def mean_of(values: Iterable[float | None]) -> float | None:
+    """The mean of the values that are not None; None if there are none."""
+    known = [v for v in values if v is not None]
+    return mean(known) if known else None
 
 
 def ratio(own: float | None, other: float | None) -> float | None:

@@ -1,22 +1,31 @@
-"""Data sets by name: where their rows are, and how a row becomes a prompt. The words around documents are our own."""
+"""Data sets by name: where their rows are, how a row becomes a prompt, and how its answer is scored.
+
+The words around documents are those that a data set's authors publish (``templates.json``: LongBench, LongBench v2 and
+RULER), and our own for the data sets that come without any.
+"""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import islice
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from longdraft.bench import data
+from longdraft.bench import data, rows, ruler
 from longdraft.bench.data import Sample
-from longdraft.errors import CapabilityError, PromptError, reason_of
-from longdraft.model.checkpoints import quiet
+from longdraft.bench.rows import Row
+from longdraft.bench.scores import ROUGE, of_dataset
+from longdraft.errors import CapabilityError, PromptError
 
 # LongBench's repository holds one archive; its rows are read from there, without the script that lies beside it.
 _LONGBENCH = "zip://data/{name}.jsonl::hf://datasets/THUDM/LongBench/data.zip"
-_READERS = {".parquet": "parquet", ".csv": "csv", ".json": "json"}
+# LongBench found chat models better off without a chat template here.
+_PLAIN = ("trec", "triviaqa", "samsum", "lcc", "repobench-p")
+_TEMPLATES: dict[str, str] = json.loads(resources.files(__package__).joinpath("templates.json").read_text("utf-8"))
 BUILT_IN = "stdlib"
 """The default data: source files of Python's standard library."""
 _MODULES = ("textwrap", "argparse", "typing")
@@ -25,70 +34,88 @@ _BUILT_IN_TASKS = {
     "stdlib-quote": "Show the code of the first class in this module once more.",
 }
 
+Columns = Mapping[str, Any]
+
 
 @dataclass(frozen=True)
 class Task:
     """A data set.
 
     Attributes:
-        hub: arguments of ``datasets.load_dataset``.
-        document: columns for the long text; the first that a row has is used.
-        instruction: the text behind the document; ``{input}`` is the row's question or text.
-        preface: the text before the document.
+        template: the prompt; ``{context}`` is the document, which is cut to fit, other names are columns.
+        document: columns for the document; the first that a row has is used.
+        answers: columns for the references, likewise.
+        hub: arguments of ``datasets.load_dataset``; empty: it is read from files alone.
+        plain, middle: as of :class:`~longdraft.bench.data.Sample`.
+        columns: makes the prompts' columns of a row, one or several; ``part`` among them names a part of the data set,
+            ``score`` how it is scored.
     """
 
-    hub: Mapping[str, Any]
-    document: tuple[str, ...]
-    instruction: str
-    preface: str = ""
+    template: str
+    document: tuple[str, ...] = ("context",)
+    answers: tuple[str, ...] = ("answers", "answer")
+    hub: Columns = field(default_factory=dict)
+    plain: bool = False
+    middle: bool = False
+    columns: Callable[[Row], Iterable[Columns]] = lambda row: [row.columns]
 
 
-def _longbench(name: str, instruction: str, preface: str = "") -> Task:
+def _longbench(name: str) -> Task:
     hub = {"path": "json", "data_files": _LONGBENCH.format(name=name), "split": "train"}
-    return Task(hub, ("context",), instruction, preface)
+    return Task(_TEMPLATES[name], hub=hub, plain=name in _PLAIN, middle=True)
+
+
+def _leval(row: Row) -> Iterable[Columns]:
+    """The prompts of a document of L-Eval, which has several instructions and an output for each."""
+    kind, asked, outputs = (row.columns.get(column) for column in ("evaluation", "instructions", "outputs"))
+    score = {"exam": of_dataset(row.stem) or "exact_match", "f1": "f1", "rouge": ROUGE}.get(str(kind), "")
+    for instruction, output in zip(asked or (), outputs or (), strict=False):
+        yield {
+            "context": row.columns.get("input"), "instruction": instruction, "answers": [output], "part": row.stem,
+            "brief": "\n\nAnswer with the letter, or with the answer alone." if kind == "exam" else "", "score": score,
+        }  # fmt: skip
+
+
+def _spec_bench(row: Row) -> Iterable[Columns]:
+    """The first turn of a question of Spec-Bench; MT-bench's categories are one part."""
+    category = str(row.columns.get("category", ""))
+    own = ("translation", "summarization", "qa", "math_reasoning", "rag")
+    return [{"context": (row.columns.get("turns") or [""])[0], "part": category if category in own else "mt_bench"}]
 
 
 TASKS = {
-    "gov_report": _longbench(
-        "gov_report", "Write a summary of this report, about one page long.", "This is a report by a government office."
+    **{name: _longbench(name) for name in _TEMPLATES if name.split("-")[0] not in ("longbench", "niah", "vt")},
+    "longbench-v2": Task(_TEMPLATES["longbench-v2"], hub={"path": "THUDM/LongBench-v2", "split": "train"}, middle=True),
+    "leval": Task("{context}\n\n{instruction}{brief}", columns=_leval),
+    "ruler": Task("{context}", ("input",), ("outputs",)),
+    "spec-bench": Task("{context}", columns=_spec_bench),
+    "pg19": Task(
+        "{context}\n\nWrite on where this book stops.", ("text",), hub={"path": "emozilla/pg19", "split": "test"}
     ),
-    "qmsum": _longbench("qmsum", "{input}\nAnswer in a few sentences.", "This is the transcript of a meeting."),
-    "multi_news": _longbench(
-        "multi_news", "Write one summary of what all these articles report.", "These are news articles on one event."
-    ),
-    "lcc": _longbench("lcc", "Write the line of code that comes next."),
-    "repobench-p": _longbench(
-        "repobench-p",
-        "With these files at hand, write the line that comes next in this one:\n\n{input}",
-        "These are files of a code repository.",
-    ),
-    "hotpotqa": _longbench(
-        "hotpotqa", "Question: {input}\nAnswer with a few words from the passages.", "Some passages to read first."
-    ),
-    "musique": _longbench(
-        "musique", "Question: {input}\nAnswer with a few words from the passages.", "Some passages to read first."
-    ),
-    "pg19": Task({"path": "emozilla/pg19", "split": "test"}, ("text",), "Write on where this book stops."),
     "booksum": Task(
-        {"path": "kmfoda/booksum", "split": "test"},
+        "This is a chapter of a novel.\n\n{context}\n\nWrite a summary of this chapter.",
         ("chapter", "text"),
-        "Write a summary of this chapter.",
-        "This is a chapter of a novel.",
+        ("summary_text", "summary"),
+        {"path": "kmfoda/booksum", "split": "test"},
     ),
     "aime24": Task(
-        {"path": "HuggingFaceH4/aime_2024", "split": "train"},
+        "{context}\n\nThink step by step, and end with the answer, which is a whole number from 0 to 999.",
         ("problem", "Problem"),
-        "Think step by step, and end with the answer, which is a whole number from 0 to 999.",
+        ("answer", "Answer"),
+        {"path": "HuggingFaceH4/aime_2024", "split": "train"},
     ),
 }
+NAMES = (*TASKS, *ruler.KINDS, BUILT_IN)
+"""Names of all data sets."""
 
 
 def read(names: Sequence[str], limit: int | None = None) -> list[Sample]:
-    """The first ``limit`` samples of each data set.
+    """The samples of the first ``limit`` rows of each data set.
 
     Args:
         names: a file of prompts, as :func:`longdraft.bench.data.read` takes it; the name of a task, whose rows come
-            from the Hugging Face hub; ``task=file``, in the task's own format; or ``stdlib``.
+            from the Hugging Face hub; ``task=path``, a file, folder or archive in the task's own format; one of RULER's
+            kinds, which are made here, in the text of a file with ``kind=file``; or ``stdlib``.
 
     Raises:
         PromptError: a file or a row that cannot be used.
@@ -100,16 +127,19 @@ def read(names: Sequence[str], limit: int | None = None) -> list[Sample]:
 def _read(name: str, limit: int | None) -> list[Sample]:
     if name == BUILT_IN:
         return built_in()[:limit]
-    if name in TASKS:
-        return [_sample(name, *row) for row in _hub_rows(name, limit)]
     task, equals, file = name.partition("=")
-    if equals and task in TASKS:
-        return [_sample(task, *row) for row in _file_rows(Path(file).expanduser(), limit)]
+    path = Path(file).expanduser()
+    if task in ruler.KINDS:
+        template = _TEMPLATES["vt" if task == "vt" else "niah"]
+        return ruler.samples(task, template, data.text(path) if equals else None, limit)
+    if task in TASKS:
+        if not equals and not TASKS[task].hub:
+            raise CapabilityError(f"{task} is read from its files: --data {task}=FILE, a folder or an archive of them.")
+        found = rows.of_path(path, task, limit) if equals else rows.of_hub(task, TASKS[task].hub, limit)
+        return [_sample(task, row, columns) for row in found for columns in TASKS[task].columns(row)]
     path = Path(name).expanduser()
     if not path.exists() and not path.suffix:
-        raise PromptError(
-            f"{name} is neither a file nor a data set that is known by name ({', '.join((*TASKS, BUILT_IN))})."
-        )
+        raise PromptError(f"{name} is neither a file nor a data set that is known by name ({', '.join(NAMES)}).")
     return data.read([path], limit)
 
 
@@ -131,57 +161,29 @@ def built_in() -> list[Sample]:
     return found
 
 
-def _sample(name: str, row: Mapping[str, Any], origin: str) -> Sample:
+def _sample(name: str, row: Row, columns: Columns) -> Sample:
     task = TASKS[name]
-    column = next((c for c in task.document if c in row), None)
-    asked = row.get("input", "") or ""
-    if column is None or ("{input}" in task.instruction and "input" not in row):
-        needed = [" or ".join(task.document), *(["input"] if "{input}" in task.instruction else [])]
-        raise PromptError(f"{origin} is no row of {name}: it lacks {' and '.join(needed)}; it has {', '.join(row)}.")
-    document = row[column]
-    if not isinstance(document, str) or not isinstance(asked, str) or not document.strip():
-        raise PromptError(f"{origin}: its {column} is empty or not a string, or its input is none.")
-    return Sample(document, task.instruction.replace("{input}", asked.strip()), name, origin, task.preface)
-
-
-def _file_rows(path: Path, limit: int | None) -> list[tuple[dict[str, Any], str]]:
-    """Rows of a local file, by its suffix."""
-    if path.suffix not in _READERS:
-        return data.rows(path, limit)
-    if not path.is_file():
-        raise PromptError(f"There is no file {path}: check the path.")
-    load = _library()
-    try:
-        with quiet():
-            stream = load(_READERS[path.suffix], data_files=str(path), split="train", streaming=True)
-            found = [(dict(row), f"{path}:{i}") for i, row in enumerate(islice(stream, limit), 1)]
-    except Exception as error:  # whatever a bad file sets off in one of several readers
-        raise PromptError(f"{path} cannot be read as {path.suffix[1:]}: {reason_of(error)}.") from error
-    if not found:
-        raise PromptError(f"{path} has no rows.")
-    return found
-
-
-def _hub_rows(name: str, limit: int | None) -> list[tuple[dict[str, Any], str]]:
-    """Rows of a task from the hub; only as much is downloaded as is read."""
-    load = _library()
-    try:
-        with quiet():
-            stream = load(**TASKS[name].hub, streaming=True)
-            return [(dict(row), f"{name}:{i}") for i, row in enumerate(islice(stream, limit), 1)]
-    except Exception as error:  # no network, no such data set, an archive that is laid out otherwise now
-        raise CapabilityError(
-            f"{name} cannot be read from the Hugging Face hub ({reason_of(error)}). Where the hub is out of reach, "
-            f"fetch its file elsewhere and give it: --data {name}=FILE (.jsonl, .parquet, .csv)."
-        ) from error
-
-
-def _library() -> Any:
-    try:
-        from datasets import load_dataset
-    except ImportError:
-        raise CapabilityError(
-            'Data sets by name and parquet files need the datasets library: pip install "longdraft[data]". JSONL files '
-            "need nothing: --data FILE.jsonl, or --data gov_report=FILE.jsonl."
-        ) from None
-    return load_dataset
+    halves = task.template.split("{context}")
+    column = next((c for c in task.document if c in columns), None)
+    asked = re.findall(r"\{(\w+)\}", "".join(halves))
+    if column is None or not all(c in columns for c in asked):
+        needed = " and ".join([" or ".join(task.document), *asked])
+        raise PromptError(f"{row.origin} is no row of {name}: it lacks {needed}; it has {', '.join(row.columns)}.")
+    document, given = columns[column], {c: columns[c] or "" for c in asked}
+    if not isinstance(document, str) or not document.strip() or not all(isinstance(x, str) for x in given.values()):
+        raise PromptError(f"{row.origin}: its {' or '.join((column, *asked))} is empty or not a string.")
+    before, after = (re.sub(r"\{(\w+)\}", lambda found: given[found[1]], half) for half in halves)
+    answers = data.answers_of(columns, *task.answers)
+    return Sample(
+        document,
+        after,
+        f"{name}/{columns['part']}" if "part" in columns else name,
+        row.origin,
+        before,
+        joint="",
+        answers=answers,
+        score=str(columns.get("score", of_dataset(name))) if answers else "",
+        classes=tuple(columns.get("all_classes") or ()),
+        plain=task.plain,
+        middle=task.middle,
+    )

@@ -11,13 +11,13 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from longdraft.bench import report, tasks
+from longdraft.bench import report, scores, tasks
 from longdraft.bench.peers import PEERS, Sources
 from longdraft.bench.prompts import Group, grid, prepare
 from longdraft.bench.results import Results, header
 from longdraft.bench.run import Bench, Measured
 from longdraft.bench.settings import Settings
-from longdraft.cli import bench_options, console, method_options, options
+from longdraft.cli import bench_options, console, method_options, options, processes
 from longdraft.cli.cancel import EXIT_CODE
 from longdraft.cli.progress import Runs
 from longdraft.errors import CheckpointError
@@ -42,7 +42,7 @@ def bench(
         typer.Option(
             "--data",
             help="JSONL (rows with `text`, or with `context` and `input`); or a data set by name, from the hub "
-            f"({', '.join(tasks.TASKS)}), or NAME=FILE with its rows in a file; repeatable.",
+            f"({', '.join(tasks.NAMES)}), or NAME=PATH with its files; repeatable.",
             show_default="long modules of Python's standard library",
         ),
     ] = None,
@@ -89,6 +89,7 @@ def bench(
         ),
     ] = True,
     raw: bench_options.Raw = False,
+    wording: options.TemplateOptions,
     assistant: Annotated[
         str | None,
         typer.Option(help="For hf-assisted: a small model's folder, or a draft of ours.", show_default="shipped draft"),
@@ -149,10 +150,14 @@ def bench(
             sources=Sources(assistant, gguf),
             profile=profile,
             snapshots=snapshots,
+            asked=wording.asked,
         )  # fmt: skip
+    processes.check_options({"--results": results, "--snapshots": snapshots, "--profile": profile})
     bench_options.check_writable({"--out": out, "--results": results})
     read = data or [tasks.BUILT_IN]
     samples = tasks.read(read, limit)
+    if lacking := scores.lacking(samples):
+        console.note(lacking)
     with console.status() as status:
         loaded = loading.load(status)
         status(f"Encoding {len(samples)} samples")
@@ -176,7 +181,7 @@ def bench(
         console.note(f"Figures of a busy machine. {others.advice}")
     if measured:
         _show(found, lambda ids: str(loaded.tokenizer.decode(ids)))
-    if out is not None:
+    if out is not None and processes.is_first():
         _write(out, found)
     output.json(found)
     if not complete:

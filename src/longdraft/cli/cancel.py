@@ -11,7 +11,7 @@ from typing import Any
 
 import typer
 
-from longdraft.cli import console
+from longdraft.cli import console, processes
 
 EXIT_CODE = 130  # 128 + SIGINT, as shells have it
 
@@ -61,7 +61,8 @@ def interruptible(verb: Callable[..., None]) -> Callable[..., None]:
         try:
             verb(*arguments, **options)
         except KeyboardInterrupt:
-            console.note("Aborted.")
+            if processes.is_first():
+                console.note("Aborted.")
             raise typer.Exit(EXIT_CODE) from None
 
     return wrapped

@@ -33,7 +33,7 @@ def chat(
     ] = None,
     method: options.Method = None,
     option: options.OwnOptions = None,
-    system: Annotated[str | None, typer.Option(help="What the model is told before all else.")] = None,
+    wording: options.TemplateOptions,
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", "-n", min=1, help="New tokens of an answer at most.")
     ] = 512,
@@ -69,7 +69,7 @@ def chat(
         with options.settings_checked():
             spec = decoder(method, own)
             spec.planner(status)
-    talk = Chat(loaded, spec, decoder, settings, system, documents)
+    talk = Chat(loaded, spec, decoder, settings, wording, documents)
     console.note(f"{spec.method.name}; /help lists the commands, Ctrl-D ends.")
     talk.run()
 
@@ -103,11 +103,12 @@ class Chat:
         spec: Speculator,
         decoder: Callable[[str | None, dict[str, Any]], Speculator],
         settings: Settings,
-        system: str | None = None,
+        wording: options.TemplateOptions,
         documents: list[str] | None = None,
     ) -> None:
         self._loaded, self._spec, self._decoder, self._settings = loaded, spec, decoder, settings
-        self._system, self._documents = system, list(documents or [])
+        self._system, self._documents = wording.system, list(documents or [])
+        self._template = {name: x for name, x in wording.asked.items() if name != "system"}
         self._messages: list[dict[str, str]] = []
         # Kept from turn to turn, and from method to method where these read the same layers.
         self._cache = PromptCache(spec.feature_layers())
@@ -144,7 +145,7 @@ class Chat:
         asked = "\n\n".join([*self._documents, text])
         messages = [*self._messages, {"role": "user", "content": asked}]
         first = [{"role": "system", "content": self._system}] if self._system else []
-        prompt = conversation(self._loaded.tokenizer, [*first, *messages])
+        prompt = conversation(self._loaded.tokenizer, [*first, *messages], **self._template)
         settings, output = self._settings, TextOutput()
         with Cancel() as cancel:
             try:

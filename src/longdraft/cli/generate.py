@@ -19,7 +19,7 @@ from longdraft.engine.request import stops_of
 from longdraft.engine.sampler import Sampling
 from longdraft.engine.session import Generation
 from longdraft.engine.stats import Result
-from longdraft.errors import CapabilityError, CheckpointError
+from longdraft.errors import CheckpointError
 from longdraft.memory.prompt_cache import PromptCache
 from longdraft.model.chat import chat_prompt, encode
 from longdraft.model.checkpoints import LoadedModel
@@ -86,6 +86,7 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="The same seed samples the same text.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; repeatable.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text; no chat template.")] = False,
+    wording: options.TemplateOptions,
     kv_cache: Annotated[
         Path | None,
         typer.Option("--kv-cache", help="Keep the read prompt in this file; the next run starts from it."),
@@ -113,8 +114,7 @@ def generate(
         if seed is not None and not 0 <= seed < 2**63:
             raise ValueError(f"--seed must be a number from 0 to 2^63 - 1, got {seed}")
         stops = stops_of(stop or ())
-    if processes.count() > 1 and (kv_cache is not None or reading.STDIN in (file or [])):
-        raise CapabilityError("Processes that share a model take no --kv-cache and no standard input: leave them out.")
+    processes.check_options({"--kv-cache": kv_cache, "standard input": reading.STDIN in (file or [])})
     if kv_cache is not None and kv_cache.is_dir():
         raise CheckpointError(f"{kv_cache} is a folder: --kv-cache takes the name of a file.")
     request = reading.read(prompt, file or [])
@@ -127,7 +127,7 @@ def generate(
                 asked = " and ".join(own_options)
                 console.note(f"No --method: decoding with {spec.method.name}, which has the option {asked}.")
             spec.planner(status)
-        tokens = _encode(loaded, request, raw)
+        tokens = _encode(loaded, request, raw, wording.asked)
     if not sampling.greedy and seed is None:
         share = spec.runner().share
         seed = random.randrange(2**32) if share is None else share.seed()
@@ -156,11 +156,11 @@ def generate(
         raise typer.Exit(EXIT_CODE)
 
 
-def _encode(loaded: LoadedModel, request: reading.Request, raw: bool) -> list[int]:
+def _encode(loaded: LoadedModel, request: reading.Request, raw: bool, asked: dict[str, Any]) -> list[int]:
     if raw:
         text = "\n\n".join(part for part in request if part)
         return encode(loaded.tokenizer, text)
-    return chat_prompt(loaded.tokenizer, request.instruction, document=request.document)
+    return chat_prompt(loaded.tokenizer, request.instruction, document=request.document, **asked)
 
 
 def _keep(cache: PromptCache, prompt: list[int], path: Path, spec: Speculator) -> None:

@@ -55,8 +55,8 @@ app = typer.Typer(
 
 WRITE, LOOK, MEASURE, TRAIN = "Write", "Look around", "Measure", "Train and export"
 for verb, panel in (
-    (processes.together(generate), WRITE), (chat, WRITE), (serve, WRITE), (batch, WRITE), (methods, LOOK),
-    (doctor, LOOK), (completion, LOOK), (bench, MEASURE), (export, TRAIN),
+    (processes.together(generate), WRITE), (chat, WRITE), (processes.together(serve), WRITE), (batch, WRITE),
+    (methods, LOOK), (doctor, LOOK), (completion, LOOK), (processes.together(bench), MEASURE), (export, TRAIN),
 ):  # fmt: skip
     app.command(rich_help_panel=panel)(interruptible(options.spread(verb)))
 for name, part in (

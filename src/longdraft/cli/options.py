@@ -111,7 +111,7 @@ KVDtype = Annotated[
     typer.Option(
         "--kv-dtype",
         help="Round the KV cache to bfloat16 or int8: fewer bytes to read and to hold, and a text that is nearly the "
-        "model's own (float32 on a CPU).",
+        "model's own (float32 on a CPU; int8 on a GPU).",
         show_default="not rounded",
     ),
 ]
@@ -164,6 +164,22 @@ class Output(Group):
         """Prints the object where it is asked for."""
         if self.as_json:
             console.line(json.dumps(found))
+
+
+@dataclass(frozen=True)
+class TemplateOptions(Group):
+    """What the chat template is given beside the prompt."""
+
+    system: Annotated[str | None, typer.Option(help="What the model is told before all else.")] = None
+    think: Annotated[
+        bool, typer.Option("--think/--no-think", help="Let a model that thinks before it answers do so (Qwen3).")
+    ] = True
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """Arguments of ``chat_prompt``; only those that differ from the default."""
+        given: dict[str, Any] = {} if self.system is None else {"system": self.system}
+        return given if self.think else given | {"enable_thinking": False}
 
 
 @dataclass(frozen=True)
@@ -247,6 +263,13 @@ class SamplingOptions(Group):
             show_default="all of it",
         ),
     ] = None
+    foresee: Annotated[
+        bool,
+        typer.Option(
+            "--foresee/--no-foresee",
+            help="At temperatures above 0, let drafts know the random numbers of coming samples; the papers' do not.",
+        ),
+    ] = True
 
     def sampling(self) -> Sampling:
         """Raises RequestError for values that make none."""

@@ -8,11 +8,14 @@ from typing import Annotated, Any, get_args, get_origin
 from typer.models import OptionInfo
 
 _PANELS = {
-    "Sampling": ("top_k", "top_p", "min_p", "repetition_penalty", "repetition_window", "stop", "raw"),
+    "Sampling": (
+        "top_k", "top_p", "min_p", "repetition_penalty", "repetition_window", "foresee", "stop", "raw",
+        "system", "think",
+    ),
     "Draft and tree": ("draft", "option", "plan", "tree", "depth", "nodes", "widths", "tree_top_k", "threshold"),
     "Model and memory": (
         "dtype", "device", "weights", "arithmetic", "rope_factor", "threads", "offload", "kv_dtype",
-        "deterministic", "kv_cache", "snapshots", "snapshot_gib",
+        "deterministic", "kv_cache", "prefix_gib", "snapshots", "snapshot_gib",
     ),
     "Limits": ("queue", "timeout", "max_body"),
     "Ray": ("ray", "replicas", "ray_config"),

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack, redirect_stderr, redirect_stdout
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +17,18 @@ import torch
 from longdraft.errors import CapabilityError
 
 # Training shares out its data, and says so itself; the last two load no model.
-_TOGETHER = ("generate", "train", "methods", "completion")
+_TOGETHER = ("generate", "serve", "bench", "train", "methods", "completion")
 
 
 def count() -> int:
     """The number of processes that run this command together."""
     # Some clusters give each machine's only process a WORLD_SIZE too.
     return int(os.environ.get("WORLD_SIZE", "1")) if "LOCAL_RANK" in os.environ else 1
+
+
+def on_this_machine() -> int:
+    """The number of them on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", count())) if count() > 1 else 1
 
 
 def is_first() -> bool:
@@ -34,8 +41,14 @@ def check_verb(verb: str | None) -> None:
     if count() > 1 and verb is not None and verb not in _TOGETHER:
         raise CapabilityError(
             f"`longdraft {verb}` runs in one process, and {count()} were started: start it without torchrun. "
-            "`longdraft generate` and Python programs share a model out."
+            "`longdraft generate`, `serve` and `bench` and Python programs share a model out."
         )
+
+
+def check_options(given: Mapping[str, object]) -> None:
+    """Raises CapabilityError for the first of some options that was given, which one process alone takes."""
+    for option in (name for name, value in given.items() if value and count() > 1):
+        raise CapabilityError(f"Processes that share a model take no {option}: leave it out.")
 
 
 def together(verb: Callable[..., None]) -> Callable[..., None]:
@@ -47,6 +60,7 @@ def together(verb: Callable[..., None]) -> Callable[..., None]:
             verb(**options)
             return
         with ExitStack() as changed:
+            changed.enter_context(_launched())
             changed.callback(setattr, sys, "stdin", sys.stdin)
             sys.stdin = None
             if not is_first():
@@ -58,3 +72,25 @@ def together(verb: Callable[..., None]) -> Callable[..., None]:
             torch.distributed.destroy_process_group()
 
     return wrapped
+
+
+@contextmanager
+def _launched(pause: float = 1.0) -> Iterator[None]:
+    """Inside, this process gets SIGTERM when its launcher is gone, which otherwise would pass it on.
+
+    Args:
+        pause: seconds between two looks.
+    """
+    launcher, over = os.getppid(), threading.Event()
+
+    def watch() -> None:
+        while not over.wait(pause):
+            if os.getppid() != launcher:
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
+
+    threading.Thread(target=watch, name="longdraft launcher", daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()

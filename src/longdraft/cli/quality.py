@@ -7,9 +7,10 @@ from typing import Annotated
 
 import typer
 
-from longdraft.bench import data, needle, quality_report
+from longdraft.bench import needle, quality_report, tasks
 from longdraft.bench.prompts import prepare
-from longdraft.bench.quality import METHOD, Quality, Settings, rouge_l
+from longdraft.bench.quality import METHOD, Quality, Settings
+from longdraft.bench.scores import rouge_l
 from longdraft.bench.settings import Settings as Prompts
 from longdraft.cli import bench_options, console, method_options, options
 from longdraft.cli.progress import Runs
@@ -18,8 +19,8 @@ from longdraft.cli.progress import Runs
 def quality(
     *,
     data_files: Annotated[
-        list[Path] | None,
-        typer.Option("--data", help="JSONL: rows with `text`, or with `context` and `input`; repeatable."),
+        list[str] | None,
+        typer.Option("--data", help="JSONL, or a data set by name, as for bench; repeatable."),
     ] = None,
     budget: Annotated[str, typer.Option(help="Retrieved tokens, one or several with commas between.")] = "512,1024",
     margin: Annotated[
@@ -47,6 +48,7 @@ def quality(
     ] = None,
     ignore_eos: bench_options.IgnoreEos = False,
     raw: bench_options.Raw = False,
+    wording: options.TemplateOptions,
     drift: Annotated[bool, typer.Option(help="Compare hidden states too.")] = True,
     needle_file: Annotated[
         Path | None,
@@ -73,13 +75,13 @@ def quality(
             tuple(method_options.words(selector)), max_tokens, ignore_eos, drift,
             tuple(method_options.words(kv_dtype or "")), given,
         )  # fmt: skip
-        prompting = Prompts(max_tokens=max_tokens, contexts=(context,), raw=raw)
+        prompting = Prompts(max_tokens=max_tokens, contexts=(context,), raw=raw, asked=wording.asked)
         search = None
         if needle_file is not None:
             depths = method_options.numbers("--needle-depths", needle_depths)
             kinds = tuple(method_options.words(needle_kinds))
             search = needle.Search(needle_file, depths, needle_context, needle_samples, kinds)
-    samples = data.read(data_files or [], limit)
+    samples = tasks.read(data_files or [], limit)
     if samples:
         rouge_l()  # missing, it is missed before anything is loaded
     with console.status() as status:

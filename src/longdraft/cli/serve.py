@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from longdraft.cli import console, method_options, options
+from longdraft.cli import console, method_options, options, processes
 from longdraft.errors import CapabilityError, MemoryBudgetError, RequestError
 from longdraft.memory import sizes
 from longdraft.memory.prompt_cache import PromptCache
@@ -32,7 +32,7 @@ class ServiceOptions:
         first_arguments: of the first method's speculator. arguments: of all speculators.
         files: the user's own Python files, which a replica runs first.
         settings: the server's; their name, methods and context may be missing until the model is loaded.
-        sharing: how many services share this machine's memory.
+        sharing: how many services share the memory of this machine, or of the device.
     """
 
     loading: options.ModelOptions
@@ -55,8 +55,12 @@ class ServiceOptions:
         return replace(self, sharing=sharing, loading=replace(self.loading, threads=self.loading.threads or threads))
 
     def service_in_replica(self) -> Service:
+        from longdraft.serve.prefixes import own_folder
+
         options.load_file(list(self.files))
-        return self.service(lambda _: None)
+        kept = self.settings.snapshots
+        settings = replace(self.settings, snapshots=None if kept is None else own_folder(kept))
+        return replace(self, settings=settings).service(lambda _: None)
 
     def service(self, progress: Progress) -> Service:
         """Loads the model.
@@ -66,6 +70,7 @@ class ServiceOptions:
         """
         from longdraft.serve.prefixes import DiskPrefixes
         from longdraft.serve.service import Service
+        from longdraft.serve.telling import Telling, Wire
 
         loaded, settings = self.loading.load(progress), self.settings
 
@@ -91,13 +96,24 @@ class ServiceOptions:
 
         def cache(spec: Speculator) -> PromptCache:
             layers = spec.feature_layers()
-            if settings.snapshots is None or spec is not first:
+            if spec is not first:
                 return PromptCache(layers)
-            fingerprint = spec.runner().fingerprint
-            return DiskPrefixes(settings.snapshots, fingerprint, settings.snapshot_bytes, feature_layers=layers)
+            # Processes that share a model reuse the same rows, and each has its own memory: slots alone.
+            tree = settings.tree_bytes if spec.runner().share is None else 0
+            if settings.snapshots is None:
+                return PromptCache(layers, tree)
+            return DiskPrefixes(
+                settings.snapshots, spec.runner().fingerprint, settings.snapshot_bytes,
+                feature_layers=layers, tree_bytes=tree,
+            )  # fmt: skip
 
+        share = first.runner().share
         service = Service(
-            settings, lambda method: first if method == methods[0] else speculator(method), loaded.tokenizer, cache
+            settings,
+            lambda method: first if method == methods[0] else speculator(method),
+            loaded.tokenizer,
+            cache,
+            None if share is None else Telling(share, Wire(share), loaded.tokenizer),
         )
         service.speculator(methods[0])
         first.record(settings.slots, settings.context, progress)
@@ -108,7 +124,9 @@ class ServiceOptions:
         context, limit, slots = self.context, runner.context_length, self.settings.slots
         if context is not None and context > limit:
             raise RequestError(f"--context {context}: the model's context holds {limit} (--rope-factor stretches it).")
-        room = _room(runner, slots * methods * self.sharing)
+        room = _room(runner, slots * methods * self.sharing, self.settings.tree_bytes * self.sharing)
+        if runner.share is not None:
+            room = runner.share.least(room)
         if context is not None and context > room:
             raise MemoryBudgetError(
                 f"--context {context}: the free memory holds {room} tokens for each of {slots} slots."
@@ -120,9 +138,12 @@ class ServiceOptions:
         return context or min(limit, room)
 
 
-def _room(runner: TargetRunner, slots: int) -> int:
-    """Tokens of context that fit the memory in each slot; a fifth of the memory stays free."""
+def _room(runner: TargetRunner, slots: int, kept: int) -> int:
+    """Tokens of context that fit the memory in each slot, beside ``kept`` bytes of the host's; a fifth of the memory
+    stays free."""
     free = sizes.available_bytes(runner.device)
+    if free is not None and runner.device.type == "cpu":
+        free = max(0, free - kept)
     each = runner.kv_shape.bytes_per_token * runner.kv_dtype.itemsize // runner.kv_shape.dtype.itemsize
     return 1 << 40 if free is None or runner.offload is not None else int(0.8 * free / (each * slots))
 
@@ -158,6 +179,9 @@ def serve(
     earlier: Annotated[
         int, typer.Option(min=0, help="Lookups also search this many tokens of the same key's earlier requests.")
     ] = 0,
+    prefix_gib: Annotated[
+        float, typer.Option(min=0, help="Memory for beginnings of texts that others have taken the slots of, in GiB.")
+    ] = 2.0,
     snapshots: Annotated[
         Path | None, typer.Option(help="Keep prompts here, for the next start.", show_default="not kept")
     ] = None,
@@ -181,7 +205,7 @@ def serve(
 ) -> None:
     """Serve the model over HTTP, as OpenAI's API: chat, completions, responses, and a page to try it."""
     try:
-        from longdraft.serve.run import Server
+        from longdraft.serve.run import Server, follow
         from longdraft.serve.settings import Settings, read_keys
     except ImportError as error:
         raise CapabilityError(
@@ -195,6 +219,7 @@ def serve(
         settings = Settings(
             name or "", methods, slots, context or 0, queue, max_tokens, min(512, max_tokens), timeout, keys=keys,
             earlier=earlier, snapshots=snapshots, snapshot_bytes=int(snapshot_gib * 2**30),
+            tree_bytes=int(prefix_gib * 2**30),
         )  # fmt: skip
         service_options = ServiceOptions(
             loading,
@@ -204,8 +229,10 @@ def serve(
             tuple(composed or ()),
             context,
             settings,
+            1 if loading.on_gpu else processes.on_this_machine(),
         )
         service_options.check()
+    processes.check_options({"--ray": ray, "--snapshots": snapshots})
     if ray:
         _on_ray(service_options, replicas, ray_config, host, port)
         return
@@ -213,7 +240,11 @@ def serve(
         raise RequestError("--replicas and --ray-config are for --ray: give that too.")
     with console.status() as status:
         service = service_options.service(status)
-    server = Server(service, host, port, access_log=debug)
+    if not processes.is_first():
+        follow(service)
+        return
+    # Launchers of several processes kill those that take longer, after 30 seconds.
+    server = Server(service, host, port, 300.0 if processes.count() == 1 else 20.0, access_log=debug)
     what = f"{service.settings.name} with {service.settings.methods[0]}"
     server.serve_beside(lambda port: _note_address(what, host, port))
     console.note("All requests have ended.")
@@ -224,8 +255,6 @@ def _on_ray(service_options: ServiceOptions, replicas: str, config: Path | None,
     from longdraft.serve.replicas import fleet, serve
 
     settings, loading = service_options.settings, service_options.loading
-    if settings.snapshots is not None:
-        raise RequestError("--snapshots: one process at a time keeps prompts in a folder, so not with --ray.")
     chosen = fleet(replicas, config, loading.on_gpu, loading.threads)
     service_options = service_options.as_replica(chosen.most, chosen.cpus)
     with console.status() as status:

@@ -27,9 +27,10 @@ from typing import Any
 import torch
 
 from longdraft.attention.transfer import on_device
-from longdraft.drafters.eagle3 import BoundDraft, Eagle3Draft, last_row
+from longdraft.drafters.eagle3 import Eagle3Draft
 from longdraft.drafters.onepass import CANDIDATES, OneForwardRound, OnePassDrafter, Row, rest_of
 from longdraft.drafters.shared.dflash_block import DFlashBlock
+from longdraft.drafters.shared.eagle3_round import BoundDraft, last_row
 from longdraft.drafts import dflash_formats
 from longdraft.drafts.dflash_formats import KIND, DFlashShape
 from longdraft.drafts.draft_folder import shape_of
@@ -109,8 +110,8 @@ class DFlashDrafter(OnePassDrafter):
 
     def inputs(self, slot: int, tokens: Any, start: int) -> tuple[torch.Tensor, torch.Tensor]:
         """c (T, hidden) of rows [start, start + T), twice: no token is embedded."""
-        assert self._bound is not None and self._store.features is not None
-        c = self._bound.block.project(self._store.features[slot, start : start + len(tokens)])
+        assert self._bound is not None and self.store.features is not None
+        c = self._bound.block.project(self.store.features.read(slot, start, start + len(tokens)))
         return c, c
 
     def round_of(self, bound: BoundDraft, sequences: list[Sequence], depth: int) -> DFlashRound:

@@ -20,8 +20,9 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from longdraft.drafters.eagle3 import BoundDraft, Eagle3Draft, Eagle3Drafter
+from longdraft.drafters.eagle3 import Eagle3Draft, Eagle3Drafter
 from longdraft.drafters.shared.eagle3_block import Eagle3Block, Layer
+from longdraft.drafters.shared.eagle3_round import BoundDraft
 from longdraft.drafts.draft_folder import shape_of
 from longdraft.drafts.eagle_formats import EAGLE, EagleShape
 from longdraft.drafts.kinds import Kind, register

@@ -13,7 +13,7 @@ hidden states before fc, and o before it becomes the next g.
 
 A round: the rows that are new since the last one enter the draft's own cache (a window where the draft has one), the
 newest of them, which carries the root, goes through the whole layer; then the tree grows level by level. The layer
-itself is in shared/eagle3_block.py, since drafts of its kin share it.
+itself is in shared/eagle3_block.py and the round in shared/eagle3_round.py, since drafts of its kin share them.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from typing import Any, ClassVar
 from weakref import WeakSet
 
 import torch
-from torch import nn
 
 from longdraft.attention.transfer import on_device
 from longdraft.drafters.shared.eagle3_block import Eagle3Block
+from longdraft.drafters.shared.eagle3_round import BoundDraft, Eagle3Round, last_row
 from longdraft.drafters.shared.layered import layered
 from longdraft.drafters.shared.layers import SelfAttend
-from longdraft.drafters.shared.levels import DraftRound, Fed, Inputs, each_row
+from longdraft.drafters.shared.levels import Fed
 from longdraft.drafters.shared.retrieval import RetrievalOptions, RetrievingDrafter
 from longdraft.drafters.shared.whole_level import WholeLevel, products_of, serves
 from longdraft.drafts.eagle3_gguf import to_gguf
@@ -47,13 +47,11 @@ from longdraft.engine.sequence import Sequence
 from longdraft.memory import sizes
 from longdraft.memory.store import KVShape, KVStore
 from longdraft.model.few_rows import FewRowsModule
-from longdraft.model.rotary import Rotary
 from longdraft.model.runner import TargetRunner
 from longdraft.native import Kernels
 from longdraft.native.draft import DraftBlock
 from longdraft.options import Options, option, parse
 from longdraft.trees.kind import TreeKind
-from longdraft.trees.level import Level, likeliest
 from longdraft.trees.node_limit import NodeLimit
 from longdraft.trees.options import TreeOptions
 from longdraft.trees.tree import TokenTree
@@ -66,26 +64,6 @@ CHUNK = 1024
 logger = logging.getLogger("longdraft")
 # Drafts of which it has been said that texts are longer than they were trained for: said once, not once a run.
 _outgrown: WeakSet[Eagle3Draft] = WeakSet()
-
-
-@dataclass(frozen=True)
-class BoundDraft:
-    """A draft in its target's dtype and on its device, with its embedding, usually the target's.
-
-    Attributes:
-        ids: (draft vocabulary,) target id of each draft id; None if they are the same.
-        draft_ids: (vocabulary,) draft id of each target id; -1 if the draft does not know the token.
-        whole: computes a level in one kernel call; None without such kernels.
-        few_rows: speeds up the block's layers, its head included, on a CPU.
-    """
-
-    block: Eagle3Block
-    embedding: nn.Module
-    rotary: Rotary
-    ids: torch.Tensor | None
-    draft_ids: torch.Tensor | None
-    whole: WholeLevel | None
-    few_rows: FewRowsModule
 
 
 class Eagle3Draft(EagleDraft[BoundDraft]):
@@ -181,6 +159,19 @@ class Eagle3Drafter(RetrievingDrafter):
         """The layers that the draft's folder names, usually three."""
         return self.draft.feature_layers(runner)
 
+    @property
+    def back(self) -> int | None:
+        """Tokens back that the draft sees; None: the whole text."""
+        return self.window or (self.draft.reach if self.retrieval is None else None)
+
+    def feature_rows(self, runner: TargetRunner) -> int | None:
+        """As many as it sees, in each of its layers. Keys and values of a text that it sees as a whole are computed
+        anew for each prompt, whatever it begins with."""
+        if self.back is None:
+            return None
+        seen = max(self.back, self.tree.depth + 1)
+        return max(self.draft.decoder_layers * seen, seen + CHUNK + 1) if self.deep else seen
+
     def bind(self, runner: TargetRunner, store: KVStore) -> None:
         """Takes the target's embedding, and memory for the draft's own keys and values.
 
@@ -190,11 +181,11 @@ class Eagle3Drafter(RetrievingDrafter):
             MemoryBudgetError: they do not fit the memory that is free.
         """
         self._bound = self.draft.bound(runner)
-        self._runner, self._store = runner, store
+        self.runner, self.store = runner, store
         own = self.own_kv(runner)
         # RoPE tells distances alone, so in a window all are distances that the draft knows: as if the positions were
         # moved back to 0. No text of this run outgrows the store.
-        window = self.window or (self.draft.reach if self.retrieval is None else None) or store.capacity
+        window = store.capacity if self.back is None else self.back
         self.seen = rows = max(min(window, store.capacity), self.tree.depth + 1)
         if self.deep:
             rows += CHUNK + 1  # the rows that are read together see as many back as one alone
@@ -221,7 +212,7 @@ class Eagle3Drafter(RetrievingDrafter):
             self.cache.forget(slot, 0)
             self._settled[slot] = 0
             self._fill(event.sequence)
-        self.tell(self._store, event)
+        self.tell(self.store, event)
         if event.replaced is not None:
             self.cache.forget(slot, event.replaced)
         if event.taken_back:
@@ -234,7 +225,7 @@ class Eagle3Drafter(RetrievingDrafter):
             if last_row(s) - self.cache.end(s.slot) > CHUNK:
                 self._fill(s)
         drafted = self.round_of(self._bound, sequences, self.tree.fit(limit).depth)
-        return self.grow(sequences, drafted.expand, self._bound.ids, self._runner.device, limit, drafted.likeliest)
+        return self.grow(sequences, drafted.expand, self._bound.ids, self.runner.device, limit, drafted.likeliest)
 
     def own_kv(self, runner: TargetRunner) -> KVShape:
         """The shape of the draft's own keys and values."""
@@ -268,14 +259,14 @@ class Eagle3Drafter(RetrievingDrafter):
         Args:
             tokens: T tokens, each the one after its row's position.
         """
-        assert self._bound is not None and self._store.features is not None
-        ids = on_device(tokens, self._runner.device)
+        assert self._bound is not None and self.store.features is not None
+        ids = on_device(tokens, self.runner.device)
         x: torch.Tensor = self._bound.embedding(ids)
-        return x, self._bound.block.project(self._store.features[slot, start : start + len(tokens)])
+        return x, self._bound.block.project(self.store.features.read(slot, start, start + len(tokens)))
 
     def fed(self, sequence: Sequence) -> None:
         """Notes which rows are settled: they and the token after them are committed."""
-        self._settled[sequence.slot] = max(0, self._store.lengths[sequence.slot] - 1)
+        self._settled[sequence.slot] = max(0, self.store.lengths[sequence.slot] - 1)
 
     def _fill(self, sequence: Sequence) -> None:
         """Reads rows up to the last one, which the next round feeds."""
@@ -289,7 +280,7 @@ class Eagle3Drafter(RetrievingDrafter):
         for a in range(start, end, min(CHUNK, self.cache.window)):
             b = min(end, a + CHUNK, a + self.cache.window)
             x, g = self.inputs(slot, text[a + 1 : b + 1], a)
-            cos, sin = self._bound.rotary(torch.arange(a, b, device=self._runner.device))
+            cos, sin = self._bound.rotary(torch.arange(a, b, device=self.runner.device))
             if self.deep:
                 block.through(x, g, cos, sin, self.attends(Fed((slot,), (b - a,), b - a, starts=(a,))))
             else:
@@ -315,162 +306,6 @@ class Eagle3Drafter(RetrievingDrafter):
             "draft with a rope_factor.",
             self.draft.folder, reach, what, length, then,
         )  # fmt: skip
-
-
-def last_row(sequence: Sequence) -> int:
-    """The row of the sequence's last token, the root. The next row has no hidden states yet."""
-    return len(sequence.prompt) + len(sequence.output) - 2
-
-
-class Eagle3Round(DraftRound):
-    """One round of a batch: its sequences' rows go through the layers together."""
-
-    def __init__(self, drafter: Eagle3Drafter, bound: BoundDraft, sequences: list[Sequence], depth: int) -> None:
-        # What is retrieved is turned to other positions on its way, which torch does.
-        self._whole = bound.whole if drafter.retrieval is None else None
-        super().__init__(sequences, bound.rotary, depth, drafter._runner.device, self._whole is not None)
-        self._drafter, self._bound, self._cache = drafter, bound, drafter.cache
-        # The last level, and its nodes' outputs (B', W, hidden), their children's g.
-        self._last: tuple[Level, torch.Tensor] | None = None
-
-    def said(self, level: Level, best: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        self._drafter.forwards += 1
-        bound = self._bound
-        queries: slice | torch.Tensor = slice(None)
-        if level.depth == 0 and self._records_roots:
-            following, *said = self._recorded_roots(level, best)
-            self._last = level, following
-            return said[0], said[-2 if best else 0], said[-1]
-        if level.depth == 0:
-            fed, inputs, queries = self.roots(level)
-        else:
-            fed, tokens, g, cos, sin = self._nodes(level)
-        if level.depth and self._whole is None and not self._drafter.deep:
-            kind = "eagle3", bound.block, best  # recordings are of its weights
-            graphs, forward = self._drafter._runner.graphs, partial(_of_nodes, bound, best)
-            out, *said = self.recorded(graphs, kind, fed, self._cache, (tokens, g), forward, (cos, sin))
-        else:
-            if level.depth:
-                rows = len(tokens)
-                inputs = Inputs(bound.embedding(tokens), g, each_row(cos, rows), each_row(sin, rows))
-            if self._whole is not None:
-                out, *said = self._whole(fed, inputs, self._cache, None, best)
-            else:
-                out = self.outputs(fed, inputs, queries)
-                said = [*_said(bound.block, best, out)]
-        self._last = level, bound.block.following(out).view(len(level.rows), fed.width, -1)
-        return said[0], said[-2 if best else 0], said[-1]
-
-    def outputs(self, fed: Fed, inputs: Inputs, queries: slice | torch.Tensor) -> torch.Tensor:
-        """Outputs (Tq, hidden) of some of the rows, computed by torch."""
-        block, (x, g, cos, sin) = self._bound.block, inputs
-        assert g is not None
-        if self._drafter.deep:
-            return block.through(x, g, cos, sin, self._drafter.attends(fed))[queries]
-        out: torch.Tensor = block(x, g, cos, sin, fed.attend(self._cache), queries)
-        return out
-
-    def roots(self, level: Level) -> tuple[Fed, Inputs, torch.Tensor]:
-        """The rows that the cache lacks. All get keys and values; only the last of each sequence gets an output."""
-        starts, followings = self._lacking(level)
-        slots = self._slots(level)
-        inputs = [self._drafter.inputs(*each) for each in zip(slots, followings, starts, strict=True)]
-        fed, cos, sin, newest = self._enters(level, starts, followings)
-        x, g = (torch.cat(each) for each in zip(*inputs, strict=True))
-        return fed, Inputs(x, g, cos, sin), newest
-
-    def _lacking(self, level: Level) -> tuple[list[int], list[list[int]]]:
-        """For each sequence the first row that the cache lacks, and the tokens that follow it and the rows behind."""
-        starts, followings = [], []
-        for s in (self.sequences[row] for row in level.rows):
-            end = last_row(s) + 1
-            start = max(min(self._cache.end(s.slot), end - 1), end - self._cache.window)
-            known = start + 1 - len(s.prompt)
-            followings.append(s.output[known:] if known >= 0 else s.tokens[start + 1 :])
-            starts.append(start)
-        return starts, followings
-
-    def _enters(
-        self, level: Level, starts: list[int], followings: list[list[int]]
-    ) -> tuple[Fed, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """:meth:`entering` for the rows that the cache lacks, which count as fed from now on."""
-        for row in level.rows:
-            self._drafter.fed(self.sequences[row])
-        ends = [start + len(following) for start, following in zip(starts, followings, strict=True)]
-        return self.entering(level, starts, ends)
-
-    @property
-    def _records_roots(self) -> bool:
-        """True where the first level is recorded: on a GPU, for one layer that sees the whole window."""
-        own = self._drafter
-        plain = self._whole is None and not own.deep and own.retrieval is None and type(self) is Eagle3Round
-        return plain and own._runner.graphs.recording and self._cache.together
-
-    def _recorded_roots(self, level: Level, best: int) -> list[torch.Tensor]:
-        """Outputs as g (B', 1, hidden) and what they say; each sequence's rows are padded to the largest number."""
-        starts, followings = self._lacking(level)
-        most, numbers, first = max(map(len, followings)), [], 0
-        for slot, start, following in zip(self._slots(level), starts, followings, strict=True):
-            for i in (min(i, len(following) - 1) for i in range(most)):
-                numbers += [following[i], slot, start + i, first + i]
-            first += len(following)
-        fed, cos, sin, _ = self._enters(level, starts, followings)
-        lasts = [n - 1 for n in fed.counts]
-        both = on_device([*numbers, *lasts], self._drafter._runner.device)
-        tokens, slots, rows, at = both[: len(numbers)].view(-1, 4).unbind(1)
-        features = self._drafter._store.features
-        assert features is not None
-        inputs = tokens, features[slots, rows], cos[at], sin[at]
-        kind, forward = ("eagle3 roots", self._bound.block, best), partial(_of_roots, self._bound, best)
-        graphs = self._drafter._runner.graphs
-        out, *said = self.recorded(graphs, kind, fed, self._cache, inputs, forward, (both[len(numbers) :],))
-        return [self._bound.block.following(out).view(len(starts), 1, -1), *said]
-
-    def _nodes(self, level: Level) -> tuple[Fed, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """A level's nodes and their tokens, g = the parent's output (T, hidden), cos and sin (B', 1, d)."""
-        fed, cos, sin = self.following(level)
-        assert self._last is not None
-        above = self._last[0].of(level.rows, self._last[1])
-        g = above.gather(1, level.parents[..., None].expand(-1, -1, above.shape[2])).flatten(0, 1)
-        return fed, level.tokens.flatten(), g, cos, sin
-
-
-def _said(block: Eagle3Block, best: int, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Logits of outputs where ``best`` is 0; else log-probabilities and ids of the ``best`` likeliest."""
-    logits = block.logits(out)
-    return likeliest(logits, best) if best else (logits,)
-
-
-def _of_roots(
-    bound: BoundDraft,
-    best: int,
-    tokens: torch.Tensor,
-    features: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    lasts: torch.Tensor,
-    attend: SelfAttend,
-) -> tuple[torch.Tensor, ...]:
-    """Outputs of each sequence's last row, and what they say."""
-    each = len(tokens) // len(lasts)
-    newest = torch.arange(0, len(tokens), each, device=tokens.device) + lasts
-    out = bound.block(bound.embedding(tokens), bound.block.project(features), cos, sin, attend, newest)
-    return out, *_said(bound.block, best, out)
-
-
-def _of_nodes(
-    bound: BoundDraft,
-    best: int,
-    tokens: torch.Tensor,
-    g: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    attend: SelfAttend,
-) -> tuple[torch.Tensor, ...]:
-    """The draft over the nodes of a level: outputs (rows, hidden), and what :func:`_said` says of them."""
-    rows = len(tokens)
-    out = bound.block(bound.embedding(tokens), g, each_row(cos, rows), each_row(sin, rows), attend)
-    return out, *_said(bound.block, best, out)
 
 
 register(

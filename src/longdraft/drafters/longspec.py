@@ -13,22 +13,22 @@ block; then the tree grows level by level.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from longdraft.attention import dispatch
 from longdraft.attention.block import Block
 from longdraft.attention.prefix import PrefixAttend
 from longdraft.attention.transfer import on_device
-from longdraft.drafters.shared.layers import SelfAttend, SwiGLU, rotate
-from longdraft.drafters.shared.levels import DraftRound, Fed, Inputs, each_row
+from longdraft.drafters.shared.layers import SelfAttend
+from longdraft.drafters.shared.levels import DraftRound, Fed, Inputs, each_row, filled, last_rows
+from longdraft.drafters.shared.longspec_block import LongSpecBlock, LongSpecShape
 from longdraft.drafters.shared.retrieval import RetrievalOptions, RetrievingDrafter
 from longdraft.drafters.shared.whole_level import Text, WholeLevel, products_of, serves
 from longdraft.drafts.draft import TrainedDraft
@@ -52,123 +52,6 @@ from longdraft.trees.options import TreeOptions
 from longdraft.trees.tree import TokenTree
 from longdraft.views.retrieved import RetrievedKV
 from longdraft.views.window import Window
-
-# q (Hq, T, d) -> output (Hq, T, d)
-CrossAttend = Callable[[torch.Tensor], torch.Tensor]
-
-
-@dataclass(frozen=True)
-class LongSpecShape:
-    """Sizes of the block. Head counts and sizes are the target's, or its KV could not be read."""
-
-    hidden_size: int
-    intermediate_size: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    rms_norm_eps: float = 1e-6
-    window: int = 512
-    """Keys that self-attention sees, the query's own included."""
-    final_norm: bool = False
-    """An RMSNorm before the head. The paper has none; with it, training is stable at a higher learning rate."""
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-class _Attention(nn.Module):
-    """Projections of an attention: biased q (and k, v), unbiased o."""
-
-    def __init__(self, shape: LongSpecShape, own_keys: bool) -> None:
-        super().__init__()
-        inner, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-        self.head_dim = shape.head_dim
-        self.q_proj = nn.Linear(shape.hidden_size, inner)
-        if own_keys:
-            self.k_proj = nn.Linear(shape.hidden_size, kv)
-            self.v_proj = nn.Linear(shape.hidden_size, kv)
-        self.o_proj = nn.Linear(inner, shape.hidden_size, bias=False)
-
-    def split(self, x: torch.Tensor) -> torch.Tensor:
-        """(T, heads * d) -> (heads, T, d)."""
-        return x.view(x.shape[0], -1, self.head_dim).transpose(0, 1)
-
-    def merge(self, x: torch.Tensor) -> torch.Tensor:
-        """(heads, T, d) -> (T, hidden)."""
-        out: torch.Tensor = self.o_proj(x.transpose(0, 1).reshape(x.shape[1], -1))
-        return out
-
-
-class LongSpecBlock(nn.Module):
-    """The block. Its state dict is the published layout without the cross-attention's unused k and v."""
-
-    def __init__(self, shape: LongSpecShape) -> None:
-        super().__init__()
-        self.shape = shape
-        size, eps = shape.hidden_size, shape.rms_norm_eps
-        self.input_layernorm = nn.RMSNorm(size, eps)
-        self.self_attn = _Attention(shape, own_keys=True)
-        self.post_self_attention_layernorm = nn.RMSNorm(size, eps)
-        self.cross_attn = _Attention(shape, own_keys=False)
-        self.post_cross_attention_layernorm = nn.RMSNorm(size, eps)
-        self.mlp = SwiGLU(shape.hidden_size, shape.intermediate_size)
-        self.norm = nn.RMSNorm(size, eps) if shape.final_norm else nn.Identity()
-
-    def initialise(self, seed: int = 0, std: float = 0.02) -> None:
-        """Normal weights, zero biases, and zero output projections: the block starts as the identity."""
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for name, parameter in self.named_parameters():
-                if name.endswith("layernorm.weight"):
-                    parameter.fill_(1.0)
-                elif name == "norm.weight":
-                    parameter.fill_(0.5)  # small logits: at first the block repeats its input
-                elif name.endswith(("bias", "o_proj.weight", "down_proj.weight")):
-                    parameter.zero_()
-                else:
-                    parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
-
-    def keys_values(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Self-attention's keys (after RoPE) and values (Hkv, T, d) of embeddings x (T, hidden).
-
-        They depend only on token and position, so a prefill computes just these, for the last window.
-        """
-        n = self.input_layernorm(x)
-        own = self.self_attn
-        return rotate(own.split(own.k_proj(n)), cos, sin), own.split(own.v_proj(n))
-
-    def forward(
-        self,
-        x: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        self_attend: SelfAttend,
-        cross_attend: CrossAttend,
-        queries: slice | torch.Tensor = slice(None),
-    ) -> torch.Tensor:
-        """The block over T rows.
-
-        Args:
-            x: (T, hidden) token embeddings.
-            cos, sin: (T, d) rotary embedding at the rows' positions.
-            self_attend: attends among the rows, and to the window that it holds.
-            cross_attend: attends to the target's last-layer KV.
-            queries: the rows to compute an output for; by default all. Keys and values are computed for every row.
-
-        Returns:
-            (Tq, hidden): the head's input.
-        """
-        own, cross = self.self_attn, self.cross_attn
-        n = self.input_layernorm(x)
-        k, v = rotate(own.split(own.k_proj(n)), cos, sin), own.split(own.v_proj(n))
-        x, n, cos, sin = x[queries], n[queries], cos[queries], sin[queries]
-        q = rotate(own.split(own.q_proj(n)), cos, sin)
-        h = x + own.merge(self_attend(q, k, v))
-        q = rotate(cross.split(cross.q_proj(self.post_self_attention_layernorm(h))), cos, sin)
-        h = h + cross.merge(cross_attend(q))
-        out: torch.Tensor = self.norm(h + self.mlp(self.post_cross_attention_layernorm(h)))
-        return out
-
 
 KIND = "longspec"
 # Published drafts carry these; the block never uses what they compute.
@@ -365,48 +248,87 @@ class _Round(DraftRound):
     def __init__(self, drafter: LongSpecDrafter, bound: BoundDraft, sequences: list[Sequence], depth: int) -> None:
         super().__init__(sequences, bound.parts.rotary, depth, drafter._runner.device, bound.whole is not None)
         self._drafter, self._bound, self._window = drafter, bound, drafter.window
+        self._graphs = drafter._runner.graphs
+        # Forwards of other texts move keys and values, by numbers on the host.
+        self._recordable = bound.whole is None and drafter._store.in_place and drafter.retrieval is None
         self._prefixes: Block | None = None  # of the last level's sequences
 
     def said(self, level: Level, best: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         self._drafter.forwards += 1
-        fed, tokens, cos, sin, queries = self._roots(level) if level.depth == 0 else self._nodes(level)
+        return self._of_nodes(level, best) if level.depth else self._of_roots(level, best)
+
+    def _of_roots(self, level: Level, best: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The tokens that the window lacks. All get keys and values; only the roots get an output."""
+        starts, ends, lacking = [], [], []
+        for s in (self.sequences[row] for row in level.rows):
+            ends.append(len(s.prompt) + len(s.output))
+            starts.append(max(self._window.end(s.slot), ends[-1] - self._window.window))
+            lacking.append(s.output[starts[-1] - len(s.prompt) :])
+        rows = self.padded_rows(self._graphs, self._window, lacking) if self._recordable else None
+        fed, cos, sin, roots = self.entering(level, starts, ends, rows)
+        tokens = on_device([token for each in lacking for token in filled(each, rows)], self._device)
+        if rows is None:
+            return self._unrecorded(fed, best, tokens, cos, sin, roots)
+        forward, prefixes, kind = self._forward(fed, best)
+        forward, beside = partial(_of_last_rows, forward), (*prefixes, roots)
+        found = self.recorded(self._graphs, (kind, "roots"), fed, self._window, (tokens, cos, sin), forward, beside)
+        return found[0], found[0], found[-1]
+
+    def _of_nodes(self, level: Level, best: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        fed, cos, sin = self.following(level)
+        tokens = level.tokens.flatten()
+        if not self._recordable:
+            return self._unrecorded(fed, best, tokens, cos, sin, slice(None))
+        forward, prefixes, kind = self._forward(fed, best)
+        found = self.recorded(self._graphs, kind, fed, self._window, (tokens,), forward, (cos, sin, *prefixes))
+        return found[0], found[0], found[-1]
+
+    def _unrecorded(
+        self,
+        fed: Fed,
+        best: int,
+        tokens: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        queries: slice | torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         if self._bound.whole is not None:
             x, text = self._bound.parts.embedding(tokens), self._drafter.text(fed.slots)
             inputs = Inputs(x, None, each_row(cos, len(x)), each_row(sin, len(x)))
             _, *said = self._bound.whole(fed, inputs, self._window, text, best)
             return said[0], said[1], said[2]
+        forward, prefixes, _ = self._forward(fed, best)
+        found = forward(tokens, cos, sin, *prefixes, fed.attend(self._window), queries)
+        return found[0], found[0], found[-1]
+
+    def _forward(
+        self, fed: Fed, best: int
+    ) -> tuple[Callable[..., tuple[torch.Tensor, ...]], tuple[torch.Tensor, torch.Tensor], Hashable]:
+        """The draft's forward for these sequences, the slots and lengths that it takes, and its recordings' key."""
         keys, values, lengths = self._drafter.text(fed.slots)
         if self._prefixes is None or self._prefixes.slots != fed.slots:
             self._prefixes = Block.make(fed.slots, lengths, fed.width, device=keys.device)
         block = replace(self._prefixes, size=fed.width)
-        graphs = self._drafter._runner.graphs
-        longest = graphs.bound(max(lengths), keys.shape[2])
-        forward = partial(
-            _forward, self._bound, self._drafter._runner.prefix_attend, keys, values, block, longest, best
-        )
-        if level.depth and type(self._drafter._store) is KVStore and self._drafter.retrieved is None:
-            # Recordings are of the block's weights, and of these keys and values.
-            kind = "longspec", self._bound.block, keys.data_ptr(), values.data_ptr(), longest, best
-            beside = cos, sin, block.slots_t, block.lengths_t
-            found = self.recorded(graphs, kind, fed, self._window, (tokens,), forward, beside)
-        else:
-            found = forward(tokens, cos, sin, block.slots_t, block.lengths_t, fed.attend(self._window), queries)
-        return found[0], found[0], found[-1]
+        longest = self._graphs.bound(max(lengths), keys.shape[2])
+        attend = self._drafter._runner.prefix_attend
+        forward = partial(_forward, self._bound, attend, keys, values, block, longest, best)
+        # Recordings are of the block's weights, and of these keys and values.
+        kind = "longspec", self._bound.block, keys.data_ptr(), values.data_ptr(), longest, best
+        return forward, (block.slots_t, block.lengths_t), kind
 
-    def _roots(self, level: Level) -> tuple[Fed, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The tokens that the window lacks. All get keys and values; only the roots get an output."""
-        tokens: list[int] = []
-        starts, ends = [], []
-        for s in (self.sequences[row] for row in level.rows):
-            ends.append(len(s.prompt) + len(s.output))
-            starts.append(max(self._window.end(s.slot), ends[-1] - self._window.window))
-            tokens += s.output[starts[-1] - len(s.prompt) :]
-        fed, cos, sin, roots = self.entering(level, starts, ends)
-        return fed, on_device(tokens, level.tokens.device), cos, sin, roots
 
-    def _nodes(self, level: Level) -> tuple[Fed, torch.Tensor, torch.Tensor, torch.Tensor, slice]:
-        fed, cos, sin = self.following(level)
-        return fed, level.tokens.flatten(), cos, sin, slice(None)
+def _of_last_rows(
+    forward: Callable[..., tuple[torch.Tensor, ...]],
+    tokens: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    slots: torch.Tensor,
+    lengths: torch.Tensor,
+    lasts: torch.Tensor,
+    attend: SelfAttend,
+) -> tuple[torch.Tensor, ...]:
+    """The forward over padded rows, with an output for each sequence's last one."""
+    return forward(tokens, cos, sin, slots, lengths, attend, last_rows(len(tokens), lasts))
 
 
 def _forward(
@@ -434,7 +356,8 @@ def _forward(
     cos, sin = each_row(cos, len(x)), each_row(sin, len(x))
     if lengths is not block.lengths_t:
         batch = len(slots)
-        block = Block((-1,) * batch, (longest,) * batch, x.shape[0] // batch, None, slots, lengths, captured=True)
+        size = len(x if isinstance(queries, slice) else queries) // batch
+        block = Block((-1,) * batch, (longest,) * batch, size, None, slots, lengths, captured=True)
     scale = keys.shape[3] ** -0.5
 
     def cross_attend(q: torch.Tensor) -> torch.Tensor:

@@ -23,8 +23,8 @@ from longdraft.engine.drafter import Drafter
 from longdraft.engine.event import Event
 from longdraft.engine.method import Method, register
 from longdraft.engine.sequence import Sequence
-from longdraft.memory.prompt_cache import common_prefix
 from longdraft.memory.store import KVStore
+from longdraft.memory.token_ids import common_prefix
 from longdraft.model.outputs import NO_TAPS, Taps
 from longdraft.model.runner import TargetRunner
 from longdraft.options import option, parse, takes

@@ -26,16 +26,9 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from longdraft.drafters.eagle3 import (
-    CHUNK,
-    BoundDraft,
-    Eagle3Draft,
-    Eagle3Drafter,
-    Eagle3Round,
-    WindowOptions,
-    last_row,
-)
+from longdraft.drafters.eagle3 import CHUNK, Eagle3Draft, Eagle3Drafter, WindowOptions
 from longdraft.drafters.shared.eagle3_block import Eagle3Block
+from longdraft.drafters.shared.eagle3_round import BoundDraft, Eagle3Round, last_row
 from longdraft.drafters.shared.layers import SelfAttend
 from longdraft.drafts import draft_folder, mtp_formats
 from longdraft.drafts.draft import Draft
@@ -226,7 +219,7 @@ class TrainedMtp(MtpDraft):
 
 
 class MtpDrafter(Eagle3Drafter):
-    """Drafts with the further layer of a target's own checkpoint.
+    """Drafts with the further layer of a target's own checkpoint, or around the target's last one.
 
     Args:
         draft: the layer.
@@ -251,6 +244,11 @@ class MtpDrafter(Eagle3Drafter):
         keys, _ = bound.block.keys_values(row, row, cos, sin)
         return replace(runner.kv_shape, layers=1, kv_heads=keys.shape[0], head_dim=keys.shape[2], padded=False)
 
+    def feature_rows(self, runner: TargetRunner) -> int | None:
+        length = own_layer.unstretched(runner.model)
+        windowed = self.window is None and length is not None and length > self.tree.depth
+        return length if windowed else super().feature_rows(runner)
+
     def bind(self, runner: TargetRunner, store: KVStore) -> None:
         length = own_layer.unstretched(runner.model)
         if self.window is None and length is not None and store.capacity > length > self.tree.depth:
@@ -270,11 +268,13 @@ class MtpDrafter(Eagle3Drafter):
         return MtpRound(self, bound, sequences, depth)
 
     def _fill(self, sequence: Sequence) -> None:
+        """Copies the target's keys and values where the draft borrows its layer: row t has those of position t + 1."""
         if not self.draft.borrows:
             super()._fill(sequence)
             return
         slot, end = sequence.slot, last_row(sequence)
-        keys, values = (x[slot] for x in self._store.layer(-1))
+        size = self.cache.keys.shape[-1]  # the store may have wider heads, padded
+        keys, values = (x[slot, ..., :size] for x in self.store.layer(-1))
         start = max(self.cache.end(slot), end - self.cache.window)
         for a in range(start, end, min(CHUNK, self.cache.window)):
             b = min(end, a + CHUNK, a + self.cache.window)

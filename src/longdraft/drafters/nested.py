@@ -32,8 +32,8 @@ from longdraft.engine.event import Event
 from longdraft.engine.method import Method, register
 from longdraft.engine.sequence import Sequence
 from longdraft.errors import UnsupportedModelError
-from longdraft.memory.prompt_cache import common_prefix
 from longdraft.memory.store import KVStore
+from longdraft.memory.token_ids import common_prefix
 from longdraft.model.runner import TargetRunner
 from longdraft.options import Options, declared, option, parse, takes
 from longdraft.trees.chain import LONGEST
@@ -133,6 +133,9 @@ class NestedDrafter(Drafter):
 
     def feature_layers(self, runner: TargetRunner) -> tuple[int, ...]:
         return self.inner.feature_layers(runner)
+
+    def feature_rows(self, runner: TargetRunner) -> int | None:
+        return self.inner.feature_rows(runner)
 
     def query_layers(self, runner: TargetRunner) -> tuple[int, ...]:
         self._layers = [(each, each.query_layers(runner)) for each in (self.inner, self.level)]

@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from longdraft.drafters.eagle3 import BoundDraft, Eagle3Draft, Eagle3Drafter, Eagle3Round, WindowOptions
+from longdraft.drafters.eagle3 import Eagle3Draft, Eagle3Drafter, WindowOptions
 from longdraft.drafters.shared.eagle3_block import Eagle3Block
+from longdraft.drafters.shared.eagle3_round import BoundDraft, Eagle3Round
 from longdraft.drafters.shared.levels import Inputs
 from longdraft.drafts.draft_folder import shape_of
 from longdraft.drafts.eagle_formats import Eagle3Shape

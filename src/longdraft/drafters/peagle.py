@@ -16,9 +16,10 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from longdraft.drafters.eagle3 import BoundDraft, Eagle3Draft
+from longdraft.drafters.eagle3 import Eagle3Draft
 from longdraft.drafters.onepass import OnePassDrafter, OnePassRound, Row
 from longdraft.drafters.shared.eagle3_block import Eagle3Block
+from longdraft.drafters.shared.eagle3_round import BoundDraft
 from longdraft.drafts.draft_folder import shape_of
 from longdraft.drafts.eagle_formats import PEAGLE, Eagle3Shape, check_mask
 from longdraft.drafts.kinds import Kind, register

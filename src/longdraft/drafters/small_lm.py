@@ -31,8 +31,8 @@ from longdraft.engine.event import Event
 from longdraft.engine.method import Method
 from longdraft.engine.sequence import Sequence
 from longdraft.errors import CapabilityError
-from longdraft.memory.prompt_cache import common_prefix
 from longdraft.memory.store import KVStore
+from longdraft.memory.token_ids import common_prefix
 from longdraft.model.runner import TargetRunner
 from longdraft.model.shared_parts import rotary_module
 from longdraft.options import option, parse

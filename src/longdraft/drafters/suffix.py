@@ -18,7 +18,7 @@ from longdraft.engine.drafter import Drafter
 from longdraft.engine.event import Event
 from longdraft.engine.method import Method, register
 from longdraft.engine.sequence import Sequence
-from longdraft.memory.prompt_cache import common_prefix
+from longdraft.memory.token_ids import common_prefix
 from longdraft.options import Options, option, parse
 from longdraft.trees.node_limit import NodeLimit
 from longdraft.trees.tree import TokenTree

@@ -38,10 +38,15 @@ class Draws(Protocol):
 
 
 class OwnDraws:
-    """Random numbers from a generator that nobody else uses. None: from torch's global one, never known ahead."""
+    """Random numbers from a generator that nobody else uses.
 
-    def __init__(self, generator: torch.Generator | None) -> None:
-        self._generator = generator
+    Args:
+        generator: None: torch's global one, whose numbers are never known ahead.
+        known: the numbers of coming samples are known ahead.
+    """
+
+    def __init__(self, generator: torch.Generator | None, known: bool = True) -> None:
+        self._generator, self._known = generator, known and generator is not None
         self._made: deque[torch.Tensor] = deque()  # known ahead, and not used yet
         self._like: torch.Tensor | None = None
 
@@ -51,7 +56,7 @@ class OwnDraws:
         return int((probabilities / numbers).argmax())
 
     def ahead(self, count: int) -> torch.Tensor | None:
-        if self._generator is None or self._like is None:
+        if not self._known or self._like is None:
             return None
         while len(self._made) <= count:
             self._made.append(self._draw(self._like))
@@ -62,8 +67,11 @@ class OwnDraws:
             self._made.popleft()
 
     def rehearsal(self) -> OwnDraws:
+        """Others, where the coming numbers are not to be known."""
         device = torch.device("cpu") if self._generator is None else self._generator.device
         generator = torch.Generator(device)
+        if self._generator is not None and not self._known:
+            return OwnDraws(generator.manual_seed(self._generator.initial_seed() ^ 1), known=False)
         generator.set_state(torch.get_rng_state() if self._generator is None else self._generator.get_state())
         twin = OwnDraws(generator)
         twin._made, twin._like = self._made.copy(), self._like

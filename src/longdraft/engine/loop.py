@@ -20,11 +20,13 @@ import torch
 from longdraft.engine.accept import accept, decide
 from longdraft.engine.drafter import Drafter
 from longdraft.engine.event import Event, Mode
+from longdraft.engine.grammar import fitted, with_grammars
 from longdraft.engine.planner import NoPlan, Plan, Planner
 from longdraft.engine.schedule import Schedule
 from longdraft.engine.sequence import Sequence
 from longdraft.engine.stats import Stats, Step, step_of
 from longdraft.errors import CapabilityError, ContextError, MemoryBudgetError, PromptError
+from longdraft.memory.features import SPARE, KeptRows
 from longdraft.memory.prompt_cache import PromptCache
 from longdraft.model.outputs import NO_TAPS, Taps
 from longdraft.model.runner import TargetRunner
@@ -115,17 +117,19 @@ class Engine:
 
     def _propose(self, batch: list[Sequence]) -> list[TokenTree]:
         """Returns a tree for each sequence: only the root if its text is about to end, or if drafting would not pay."""
-        limit = self._plan.node_limit(batch, [self.schedule.length(s) for s in batch])
+        most = self.drafter.max_nodes
+        limit = with_grammars(self._plan.node_limit(batch, [self.schedule.length(s) for s in batch]), most)
         roots = {s.index: TokenTree((s.output[-1],), (-1,)) for s in batch}
         chosen = [s for s in batch if s.finish_reason is None]
         if limit is not None and not self.drafter.free:
             chosen = limit.choose(chosen, [roots[s.index] for s in chosen])
         trees = self.drafter.propose(chosen, limit) if chosen else []
+        drafted = roots | {s.index: tree for s, tree in zip(chosen, trees, strict=True)}
         # A path of depth k emits k + 1 tokens: deeper nodes than may be emitted are not worth verifying.
-        drafted = {s.index: tree.limited(self._room(s) - 1) for s, tree in zip(chosen, trees, strict=True)}
+        trees = [fitted(drafted[s.index], s, most).limited(self._room(s) - 1) for s in batch]
         if self.runner.rows is not None:  # nor are nodes that take a forward more
-            drafted = {index: tree.best(self.runner.rows - 1) for index, tree in drafted.items()}
-        return [drafted.get(s.index, roots[s.index]) for s in batch]
+            trees = [tree.best(self.runner.rows - 1) for tree in trees]
+        return trees
 
     def _room(self, s: Sequence) -> int:
         """Tokens that a round may emit: up to the text's end, or up to the one that changes all rows."""
@@ -312,12 +316,16 @@ class Engine:
         # A store that was too small is made larger by half, or every longer text would need another.
         larger = min(3 * self._capacity // 2, runner.context_length) if self._opened >= 0 else self._capacity
         capacity = max([larger, *(s.longest for s in self._waiting)])
-        layers = self.drafter.feature_layers(runner) or self.cache.feature_layers
-        new_store = partial(runner.new_store, feature_layers=layers)
-        rows, slots = capacity + nodes + self.schedule.extra_rows(nodes), self.slots
+        beside = nodes + self.schedule.extra_rows(nodes)
+        layers, back = self.drafter.feature_layers(runner), self.drafter.feature_rows(runner)
+        kept = None if back is None or not layers else KeptRows(back, back + beside + SPARE)
+        # A run that reads none takes a store with any.
+        needed, layers = kept if layers else KeptRows(0, 0), layers or self.cache.feature_layers
+        new_store = partial(runner.new_store, feature_layers=layers, kept=kept)
+        rows, slots = capacity + beside, self.slots
         while True:
             try:
-                store = self.cache.open(new_store, slots, rows, layers, runner.kv_dtype, self._target)
+                store = self.cache.open(new_store, slots, rows, layers, runner.kv_dtype, self._target, needed)
                 self._store, self._query_layers = store, self.drafter.query_layers(runner)
                 self.drafter.bind(runner, store)
                 self.schedule.open(runner, store, nodes, self._query_layers)

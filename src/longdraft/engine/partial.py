@@ -92,6 +92,7 @@ class SpecPV(Schedule):
         self.view, self._dtype = view, dtype
         self.views = (view,)
         self._trial: Trial | None = None  # with a planner
+        self._refreshes = 0  # of any sequence, since the trial's last cycle ended
 
     def extra_rows(self, max_nodes: int) -> int:
         # A refresh appends the waiting tokens too; the shorter of a batch are padded to the longest.
@@ -127,10 +128,10 @@ class SpecPV(Schedule):
     def mode(self, sequence: Sequence) -> Mode:
         """Returns how to verify a sequence next (the paper's SelectMode)."""
         slot = sequence.slot
+        pays = self._trial is None or self._trial.on
         if not self.partial.in_use(slot):
-            pays = self._trial is None or self._trial.on
             return "refresh" if pays and self.store.lengths[slot] > self.view.budget else "full"
-        return "partial" if self.partial.waiting(slot) <= self._margin(sequence) else "refresh"
+        return "partial" if pays and self.partial.waiting(slot) <= self._margin(sequence) else "refresh"
 
     def _margin(self, sequence: Sequence) -> int:
         """Tokens that may wait while partial verification goes on."""
@@ -143,14 +144,17 @@ class SpecPV(Schedule):
     def observe_round(self, events: SequenceOf[Event], seconds: float, plain: float) -> None:
         assert self._trial is not None
         modes = {event.mode for event in events}
-        # The first refresh replaces no rows: a cycle begins there.
-        cycle_ended = modes == {"full"} or any(event.replaced is not None for event in events)
+        # A cycle has a refresh of each sequence. The first one replaces no rows: a cycle begins there.
+        self._refreshes += sum(event.replaced is not None for event in events)
+        cycle_ended = modes == {"full"} or self._refreshes >= len(events)
+        self._refreshes = 0 if cycle_ended else self._refreshes
         if modes != {"full"} or not self._trial.on:  # a text that a partial cache would hold says nothing
             tokens = sum(len(event.emitted) for event in events)
             self._trial.observe(tokens, seconds, cycle_ended, len(events) / max(plain, 1e-9))
-        if cycle_ended and not self._trial.on:
+        if not self._trial.on:
             for event in events:
-                self.partial.forget(event.sequence.slot)
+                if event.mode != "partial":  # nothing waits
+                    self.partial.forget(event.sequence.slot)
 
     def length(self, sequence: Sequence) -> int:
         """Rows of the partial cache once there is one: refreshes come at a rate that drafting does not change."""
@@ -161,16 +165,12 @@ class SpecPV(Schedule):
 
     def verify(self, sequences: list[Sequence], trees: list[TokenTree]) -> list[Verified]:
         modes = [self.mode(s) for s in sequences]
-        # If one sequence needs a full pass, all waiting rows are corrected by it: one forward of the batch.
-        if "refresh" in modes:
-            modes = ["refresh" if mode == "partial" else mode for mode in modes]
         in_full = [i for i, mode in enumerate(modes) if mode != "partial"]
         in_part = [i for i, mode in enumerate(modes) if mode == "partial"]
         verified: dict[int, Verified] = {}
         if in_full:
-            taps = self._all_queries if "refresh" in modes else Taps(queries=self.query_layers)
-            full = self._verify_full([sequences[i] for i in in_full], [trees[i] for i in in_full], taps)
-            verified |= zip(in_full, full, strict=True)
+            chosen = [sequences[i] for i in in_full], [trees[i] for i in in_full], [modes[i] for i in in_full]
+            verified |= zip(in_full, self._verify_full(*chosen), strict=True)
         if in_part:
             part = self._verify_partial([sequences[i] for i in in_part], [trees[i] for i in in_part])
             verified |= zip(in_part, part, strict=True)
@@ -178,13 +178,14 @@ class SpecPV(Schedule):
             verified[i].mode = mode
         return [verified[i] for i in range(len(sequences))]
 
-    def _verify_full(self, sequences: list[Sequence], trees: list[TokenTree], taps: Taps) -> list[Verified]:
+    def _verify_full(self, sequences: list[Sequence], trees: list[TokenTree], modes: list[Mode]) -> list[Verified]:
+        taps = self._all_queries if "refresh" in modes else Taps(queries=self.query_layers)
         longer = [tree.prepended(self.waiting(s)) for s, tree in zip(sequences, trees, strict=True)]
         out = self.forward(longer, sequences, taps)
         assert out.logits is not None
         verified = []
         for b, (s, tree) in enumerate(zip(sequences, trees, strict=True)):
-            if taps is self._all_queries:
+            if modes[b] == "refresh":
                 self._queries[s.slot] = {layer: q[b, :, : longer[b].size] for layer, q in out.queries.items()}
             walked = self._walked(tree, longer[b])
             start = longer[b].size - walked.size

@@ -56,6 +56,7 @@ class Sampling:
         min_p: sample from tokens with at least this share of the best one's probability, 0 to 1.
         repetition_penalty: above 1 makes tokens of the text less likely, below 1 more likely.
         repetition_window: last tokens of the text that the penalty applies to; None: all of them.
+        foresee: drafts know the random numbers of coming samples. The text is the same without, drafts are worse.
 
     Raises:
         RequestError: a value of a wrong kind or outside its range.
@@ -67,6 +68,7 @@ class Sampling:
     min_p: float | None = None
     repetition_penalty: float | None = None
     repetition_window: int | None = None
+    foresee: bool = True
 
     def __post_init__(self) -> None:
         for name in ("temperature", "top_p", "min_p", "repetition_penalty"):

@@ -265,7 +265,9 @@ def _sequence(engine: Engine, texts: Texts, index: int, request: Request) -> Seq
         request.max_new_tokens,
         runner.device,
         greedy=sampling.greedy,
-        sampler=Sampler(sampling.greedy, sampling.processors(request.processors), OwnDraws(generator)),
+        sampler=Sampler(
+            sampling.greedy, sampling.processors(request.processors), OwnDraws(generator, sampling.foresee)
+        ),
         rules=rules,
         tenant=request.tenant,
         predicted=request.predicted,

@@ -18,6 +18,7 @@ import torch
 
 from longdraft.errors import CheckpointError, MemoryBudgetError
 from longdraft.memory import sizes
+from longdraft.memory.features import KeptRows
 from longdraft.memory.store import KVShape, KVStore
 
 # File systems that keep files in memory.
@@ -39,6 +40,8 @@ class DiskStore(KVStore):
         MemoryBudgetError: the disk has no room for the file, or the memory none for two of its layers.
     """
 
+    in_place = False
+
     def __init__(
         self,
         folder: Path,
@@ -48,10 +51,11 @@ class DiskStore(KVStore):
         transposed_keys: bool = False,
         feature_layers: tuple[int, ...] = (),
         feature_size: int = 0,
+        kept: KeptRows | None = None,
     ) -> None:
         self._folder = folder
         self._in_use: tuple[int, int] | None = None  # the range of layers whose pages are in use
-        super().__init__(shape, slots, capacity, "cpu", transposed_keys, feature_layers, feature_size)
+        super().__init__(shape, slots, capacity, "cpu", transposed_keys, feature_layers, feature_size, kept=kept)
 
     def _allocate(self, transposed_keys: bool, beside: int) -> tuple[torch.Tensor, torch.Tensor]:
         shape = self.shape

@@ -11,17 +11,20 @@ from typing import cast
 import torch
 
 from longdraft.memory import sizes
+from longdraft.memory.features import KeptRows
+from longdraft.memory.rooms import Rooms
 from longdraft.memory.store import KVShape, KVStore, turned_rows
 from longdraft.native.scaled import Scaled
 
 
 class PackedStore(KVStore):
-    """A :class:`KVStore` on the CPU, with transposed keys, that rounds keys and values as they are written.
+    """A :class:`KVStore` that rounds keys and values as they are written; on a CPU keys are transposed.
 
     Args:
         shape: shape and dtype of the rows that are written. Read ``keys`` and ``values`` with ``.to(shape.dtype)``.
         dtype: torch.bfloat16, or torch.int8, which makes keys and values
             :class:`~longdraft.native.scaled.Scaled`.
+        rooms: memory to take, as in :class:`KVStore`.
 
     Raises:
         MemoryBudgetError: they do not fit the free memory.
@@ -35,22 +38,28 @@ class PackedStore(KVStore):
         dtype: torch.dtype,
         feature_layers: tuple[int, ...] = (),
         feature_size: int = 0,
+        device: torch.device | str = "cpu",
+        rooms: Rooms | None = None,
+        kept: KeptRows | None = None,
     ) -> None:
         self._dtype = dtype
-        super().__init__(shape, slots, capacity, "cpu", True, feature_layers, feature_size)
+        turned = torch.device(device).type == "cpu"
+        super().__init__(shape, slots, capacity, device, turned, feature_layers, feature_size, rooms, kept)
 
     @property
     def dtype(self) -> torch.dtype:
         return self._dtype
 
     def _allocate(self, transposed_keys: bool, beside: int) -> tuple[torch.Tensor, torch.Tensor]:
-        size = self._size
+        size, device = self._size, self.device
         needed = self.bytes_for(replace(self.shape, dtype=self._dtype), self.slots, self.capacity)
         if self._dtype == torch.int8:
             needed += 2 * torch.Size(size[:-1]).numel() * torch.float32.itemsize
-        sizes.require(needed + beside, self.device, self._name)
-        keys, values = turned_rows(size, self._dtype, self.device), torch.empty(size, dtype=self._dtype)
+        sizes.require(needed + beside, device, self._name)
+        values = torch.empty(size, dtype=self._dtype, device=device)
+        keys = turned_rows(size, self._dtype, device) if transposed_keys else torch.empty_like(values)
         if self._dtype != torch.int8:
             return keys, values
         # Scaled behaves like a tensor wherever rows are read and written.
-        return cast(tuple[torch.Tensor, torch.Tensor], tuple(Scaled(x, torch.empty(size[:-1])) for x in (keys, values)))
+        scaled = tuple(Scaled(x, torch.empty(size[:-1], device=device)) for x in (keys, values))
+        return cast(tuple[torch.Tensor, torch.Tensor], scaled)

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from longdraft.errors import RequestError
-from longdraft.memory import snapshot
+from longdraft.memory import sizes, snapshot
+from longdraft.memory.features import KeptRows
+from longdraft.memory.prefix_tree import PrefixTree
 from longdraft.memory.store import KVStore
+from longdraft.memory.token_ids import common_prefix, packed
 
-# Tokens compared at a time, a power of two.
-_BLOCK = 4096
+# Fewer rows are not worth keeping when a slot loses them.
+_WORTH = 32
 
 
 class PromptCache:
@@ -24,6 +28,8 @@ class PromptCache:
 
     Args:
         feature_layers: layers whose hidden states are kept beside the KV even if a run needs none, for later runs.
+        tree_bytes: limit of a tree of the prefixes that lose their slot; 0: none. Texts of models with windows or
+            recurrent layers are not kept in it.
 
     Attributes:
         tokens: the token ids of each slot, as arrays, which compare some twenty times as fast as lists.
@@ -31,8 +37,9 @@ class PromptCache:
         opened: number of calls of :meth:`open`. A run that finds it changed has lost the cache to another run.
     """
 
-    def __init__(self, feature_layers: tuple[int, ...] = ()) -> None:
+    def __init__(self, feature_layers: tuple[int, ...] = (), tree_bytes: int = 0) -> None:
         self.feature_layers = tuple(feature_layers)
+        self._tree = PrefixTree(tree_bytes)
         self.store: KVStore | None = None
         self.tokens: list[array[int]] = []
         self.kinds: list[str] = []
@@ -55,6 +62,7 @@ class PromptCache:
         feature_layers: tuple[int, ...] = (),
         dtype: torch.dtype | None = None,
         target: str | None = None,
+        kept: KeptRows | None = None,
     ) -> KVStore:
         """The store for a run, with the rows that the cache holds.
 
@@ -66,6 +74,8 @@ class PromptCache:
             dtype: dtype that ``new_store`` keeps rows in, or None for any. A cache in another dtype is dropped.
             target: the fingerprint of the target, with its adapters. Rows of another target are dropped, and a snapshot
                 that is still to be read must be this target's. None if it is the same target as before.
+            kept: the rows of a text whose hidden states the run needs; None: all. If the cache's store keeps fewer,
+                it is replaced, and what is lacking is computed when a prompt needs it.
 
         Raises:
             MemoryBudgetError: a store of that size does not fit; the cache stays as it was.
@@ -78,9 +88,12 @@ class PromptCache:
         unusable = old is not None and (
             (bool(feature_layers) and old.feature_layers != feature_layers) or dtype not in (None, old.dtype)
         )
-        if old is None or old.slots < slots or old.capacity < capacity or unusable:
+        too_few = old is not None and old.features is not None and not old.features.keeps(kept)
+        if old is None or old.slots < slots or old.capacity < capacity or unusable or too_few:
             slots = max(slots, old.slots if old else 0)
             store = new_store(slots, max(capacity, snapshot.token_count(self._pending) if self._pending else 0))
+            if old is not None and (unusable or old.feature_layers != store.feature_layers):
+                self._tree.drop()
             if unusable:
                 self.tokens, self.kinds = [], []
             elif old is not None:
@@ -97,25 +110,26 @@ class PromptCache:
         return self.store
 
     def _forget(self) -> None:
-        """Drops the rows of all slots."""
+        """Drops the rows of all texts."""
+        self._tree.drop()
         if self.store is not None:
             for slot in range(self.store.slots):
                 self.store.truncate(slot, 0)
         self.tokens = [packed(()) for _ in self.tokens]
 
     def choose(self, slots: Sequence[int], prompt: Sequence[int], kind: str = "") -> int:
-        """The one of several free slots that shares the longest prefix with a prompt, whose rows are of this kind; of
-        equals, the one with the fewest tokens."""
+        """The one of several free slots in which a prompt, whose rows are of this kind, changes the fewest rows: those
+        of the slot's text that it does not begin with, and those that it has to copy from elsewhere."""
         text = packed(prompt)
-        return max(slots, key=lambda slot: (self._common(slot, text, kind), -len(self.tokens[slot])))
+        return max(slots, key=lambda slot: 2 * self._common(slot, text, kind) - len(self.tokens[slot]))
 
     def _common(self, slot: int, text: array[int], kind: str) -> int:
         """Leading tokens of a text whose rows a slot has."""
         return common_prefix(self.tokens[slot], text) if self.kinds[slot] == kind else 0
 
     def begin(self, slot: int, prompt: Sequence[int], piece: int = 1, kind: str = "") -> int:
-        """Truncates a slot to its common prefix with a prompt, and copies more of the prompt from another slot if one
-        has it. The last prompt token is never reused, as its logits have to be computed.
+        """Truncates a slot to its common prefix with a prompt, and copies more of the prompt from another slot, or from
+        the tree, if that has it. The last prompt token is never reused, as its logits have to be computed.
 
         Args:
             piece: the number of reused rows is a multiple of this.
@@ -126,18 +140,51 @@ class PromptCache:
         """
         assert self.store is not None
         text = packed(prompt)[:-1]
-        other = self.choose(range(len(self.tokens)), text, kind)
+        other = max(range(len(self.tokens)), key=lambda each: self._common(each, text, kind))
         held, shared = (self._shared(s, text, piece, kind) for s in (slot, other))
+        self._save_from(slot, held)
         self.store.truncate(slot, held)
         if shared > held:
             self.store.copy_rows(other, slot, held, shared)
-        self.tokens[slot], self.kinds[slot] = text[: max(held, shared)], kind
-        return max(held, shared)
+        kept = max(held, shared)
+        known = self._in_tree(text, kind) // piece * piece
+        if known > kept:
+            self.store.put_pieces(slot, self._tree.rows(text, kept, known, kind))
+            self.store.commit(slot, range(known - kept))
+        self.tokens[slot], self.kinds[slot] = text[: max(kept, known)], kind
+        return max(kept, known)
+
+    def _in_tree(self, text: array[int], kind: str) -> int:
+        """Leading tokens of a text whose rows the tree has; without the last ones where it lacks the hidden states that
+        a drafter reads of them."""
+        assert self.store is not None
+        if self.store.states:
+            return 0
+        known, features = self._tree.match(text, kind), self.store.features
+        if features is None:
+            return known
+        read = features.read_from(len(text))
+        return known if self._tree.features_from(text, known, kind) <= read else min(known, read)
+
+    def _save_from(self, slot: int, held: int) -> None:
+        """Keeps a slot's text in the tree, before its rows behind the first ``held`` are lost."""
+        store = self.store
+        assert store is not None
+        text = self.tokens[slot][: store.lengths[slot]]
+        if store.states or not self._tree.max_bytes or len(text) - held < _WORTH:
+            return
+        free = sizes.available_bytes(torch.device("cpu"))
+        # What is free now may have been promised to slots: rows are kept only where there is plenty.
+        if free is None or free > 4 * len(text) * store.shape.bytes_per_token:
+            self._tree.put(text, partial(store.rows, slot), self.kinds[slot])
 
     def _shared(self, slot: int, text: array[int], piece: int, kind: str) -> int:
-        """Rows of a slot that a text can begin with: a multiple of ``piece`` that the slot's states can go back to."""
+        """Rows of a slot that a text can begin with: a multiple of ``piece`` that the slot's states can go back to.
+        The rows whose hidden states a drafter reads are left out where the slot has lost some of these."""
         assert self.store is not None
         rows = self._common(slot, text, kind)
+        if self.store.features is not None:
+            rows = self.store.features.reusable(slot, rows, len(text))
         while (found := self.store.restorable(slot, rows // piece * piece)) != rows:
             rows = found
         return rows
@@ -176,25 +223,8 @@ def _copy(old: KVStore, new: KVStore) -> None:
             for rows, old_rows in zip(new.stored(slot, layers), old.stored(slot, layers), strict=True):
                 rows[:, :, :n] = old_rows[:, :, :n]
         if new.features is not None and old.features is not None:
-            new.features[slot, :n] = old.features[slot, :n]
+            first = max(old.features.first(slot), n - new.features.size)
+            new.features.put(slot, first, old.features.read(slot, first, n))
         new.lengths[slot] = n
     for states, old_states in zip(new.states, old.states, strict=True):
         states.adopt(old_states)
-
-
-def packed(tokens: Sequence[int]) -> array[int]:
-    """Token ids as an array of 64-bit integers."""
-    return tokens if isinstance(tokens, array) else array("q", tokens)
-
-
-def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """The number of leading tokens that two texts share."""
-    if type(a) is not type(b):  # slices of a tuple and of a list are never equal
-        a, b = packed(a), packed(b)
-    same, shorter, size = 0, min(len(a), len(b)), _BLOCK
-    while size:
-        # Compares blocks as long as they are equal, then halves the block.
-        while same + size <= shorter and a[same : same + size] == b[same : same + size]:
-            same += size
-        size //= 2
-    return same

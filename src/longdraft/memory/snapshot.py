@@ -20,27 +20,41 @@ from longdraft.memory.store import KVStore
 FORMAT = "longdraft-kv-1"
 # Prefix of the tensors of layers that keep a state instead of rows.
 _STATES = "states."
+# Names the first row whose features are there; all, if it is missing.
+_FIRST = "features_from"
 # Suffix of unfinished files.
 PART = ".part"
 
 
 class Head(NamedTuple):
-    """A snapshot's tokens (int64 ids, one a row), its target's fingerprint, the layers of its hidden states, and the
-    kind of its rows."""
+    """A snapshot's tokens (int64 ids), its target's fingerprint, the layers of its hidden states, the kind of its rows,
+    and the name of the file that has the first of them; empty if it has all rows itself."""
 
     tokens: array[int]
     target: str
     feature_layers: tuple[int, ...]
     kind: str
+    parent: str
 
 
-def save(store: KVStore, slot: int, tokens: Sequence[int], fingerprint: str, path: Path | str, kind: str = "") -> None:
+def save(
+    store: KVStore,
+    slot: int,
+    tokens: Sequence[int],
+    fingerprint: str,
+    path: Path | str,
+    kind: str = "",
+    start: int = 0,
+    parent: str = "",
+) -> None:
     """Writes the committed rows of a slot, atomically.
 
     Args:
         tokens: the token ids of the committed rows.
         fingerprint: names the target; :func:`load` refuses any other.
         kind: of the rows, which :func:`rows_kind` returns.
+        start: the first row that is written; ``parent``, a file of the same folder, has those before. Not for a store
+            with states.
 
     Raises:
         CheckpointError: the file cannot be written (no space, no permission); nothing is left behind.
@@ -50,14 +64,17 @@ def save(store: KVStore, slot: int, tokens: Sequence[int], fingerprint: str, pat
     n = store.lengths[slot]
     if len(tokens) != n:
         raise ValueError(f"{len(tokens)} tokens for {n} committed rows")
-    keys, values = _gathered(store, slot, n)
+    keys, values = _gathered(store, slot, start, n)
     tensors = {"keys": keys, "values": values, "tokens": torch.tensor(list(tokens), dtype=torch.int64)}
     meta = {"format": FORMAT, "target": fingerprint}
     if kind:
         meta["kind"] = kind
+    if start:
+        meta |= {"start": str(start), "parent": parent}
     if store.features is not None:
-        tensors["features"] = store.features[slot, :n].contiguous()
-        meta["feature_layers"] = ",".join(map(str, store.feature_layers))
+        first = max(start, store.features.first(slot))
+        tensors["features"] = store.features.read(slot, first, n).contiguous()
+        meta |= {"feature_layers": ",".join(map(str, store.feature_layers)), _FIRST: str(first)}
     for number, states in enumerate(store.states):
         tensors |= {f"{_STATES}{number}.{name}": tensor for name, tensor in states.save(slot).items()}
     temporary = None
@@ -102,19 +119,29 @@ def load(store: KVStore, slot: int, fingerprint: str, path: Path | str, most: in
                     "Delete it or name another file."
                 )
             tokens = file.get_tensor("tokens").tolist()
-            size = [store.shape.layers, store.shape.kv_heads, len(tokens), store.shape.head_dim]
+            start = int(meta.get("start", 0))
+            size = [store.shape.layers, store.shape.kv_heads, len(tokens) - start, store.shape.head_dim]
             if any(list(file.get_slice(name).get_shape()) != size for name in ("keys", "values")):
                 raise CheckpointError(f"{path} is damaged: its rows are not those of {len(tokens)} tokens. Delete it.")
             tokens = tokens[: _restored(store, slot, file, len(tokens), most)]
             if len(tokens) > store.capacity:
                 raise CheckpointError(f"{path} holds {len(tokens)} tokens, the slot has room for {store.capacity}.")
-            if store.features is not None:
-                if meta.get("feature_layers") != ",".join(map(str, store.feature_layers)):
-                    return []
-                store.features[slot, : len(tokens)] = file.get_slice("features")[: len(tokens)].to(store.device)
+            layers_kept = ",".join(map(str, store.feature_layers))
+            if store.features is not None and meta.get("feature_layers") != layers_kept:
+                return []
+            before, end = tokens[:start], len(tokens)
+            if before and load(store, slot, fingerprint, path.with_name(meta["parent"]), len(before)) != before:
+                raise CheckpointError(f"{path} goes on from a file that has another text. Delete it.")
+            own = max(0, end - start)
+            if store.features is not None and (own or not start):
+                first = int(meta.get(_FIRST, 0))
+                begin = min(end, max(first, end - store.features.size))
+                rows = file.get_slice("features")[max(0, begin - first) : max(0, end - first)].to(store.device)
+                goes_on = 0 < start == first  # behind those that the other file has
+                (store.features.write if goes_on else store.features.put)(slot, begin, rows)
             for layers in store.portions:
-                for name, rows in zip(("keys", "values"), store.stored(slot, layers), strict=True):
-                    rows[:, :, : len(tokens)] = file.get_slice(name)[layers, :, : len(tokens)].to(rows.device)
+                for name, rows in zip(("keys", "values"), store.stored(slot, layers, end - own), strict=True):
+                    rows[:, :, end - own : end] = file.get_slice(name)[layers, :, :own].to(rows.device)
     except (OSError, SafetensorError) as error:
         if isinstance(error, CheckpointError):
             raise
@@ -144,18 +171,18 @@ def _restored(store: KVStore, slot: int, file: Any, length: int, most: int | Non
     return wanted
 
 
-def _gathered(store: KVStore, slot: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values (layers, kv_heads, n, head_dim) of a slot's first rows, contiguous.
+def _gathered(store: KVStore, slot: int, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values (layers, kv_heads, n, head_dim) of a slot's rows ``[start, end)``, contiguous.
 
     Raises:
         MemoryBudgetError: the rows do not fit the free memory.
     """
-    shape = store.shape
+    shape, n = store.shape, end - start
     sizes.require(shape.bytes_per_token * n, torch.device("cpu"), f"A snapshot of {n} tokens")
     out = [torch.empty(shape.layers, shape.kv_heads, n, shape.head_dim, dtype=shape.dtype) for _ in "kv"]
     for layers in store.portions:
         for tensor, rows in zip(out, store.stored(slot, layers), strict=True):
-            tensor[layers] = rows[:, :, :n].to(shape.dtype)
+            tensor[layers] = rows[:, :, start:end].to(shape.dtype)
     return out[0], out[1]
 
 
@@ -173,7 +200,7 @@ def head(path: Path | str) -> Head | None:
                 return None
             layers = tuple(int(n) for n in meta.get("feature_layers", "").split(",") if n)
             tokens = array("q", file.get_tensor("tokens").tolist())
-            return Head(tokens, meta.get("target", ""), layers, meta.get("kind", ""))
+            return Head(tokens, meta.get("target", ""), layers, meta.get("kind", ""), meta.get("parent", ""))
     except (SafetensorError, ValueError) as error:
         raise CheckpointError(f"The snapshot {path} is damaged: {error}.") from error
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -10,28 +12,63 @@ from transformers import PreTrainedTokenizerBase
 
 from longdraft.errors import PromptError
 
+logger = logging.getLogger(__name__)
+
+# Published for the family (FastChat's vicuna_v1.1, for LongChat too), whose checkpoints come without a template.
+_VICUNA = (
+    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] }}{% else %}"
+    "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, detailed, "
+    "and polite answers to the user's questions.{% endif %} {% for m in messages %}"
+    "{% if m['role'] == 'user' %}USER: {{ m['content'] }} "
+    "{% elif m['role'] == 'assistant' %}ASSISTANT: {{ m['content'] }}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
+)
+FAMILIES = {"vicuna": _VICUNA, "longchat": _VICUNA}
+"""Chat templates of families, by a part of the model's name."""
+_warned: set[str] = set()
+
+
+def template_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, str] | None:
+    """Arguments that give ``apply_chat_template`` a template; None: there is none, and prompts are plain text.
+
+    A tokenizer without a template of its own gets that of its family. A warning says so, or that there is none, once.
+    """
+    if tokenizer.chat_template:
+        return {}
+    name = "/".join(Path(str(tokenizer.name_or_path)).parts[-2:])
+    family = next((family for family in FAMILIES if family in name.lower()), None)
+    if name not in _warned:
+        _warned.add(name)
+        instead = "plain text" if family is None else f"put into the template published for {family}"
+        logger.warning("%s comes without a chat template: prompts are %s.", name or "The tokenizer", instead)
+    return None if family is None else {"chat_template": FAMILIES[family]}
+
 
 def chat_prompt(
     tokenizer: PreTrainedTokenizerBase,
     instruction: str,
     document: str | None = None,
     system: str | None = None,
+    **template: Any,
 ) -> list[int]:
     """Token ids of one user turn, ready for the model's answer: document, blank line, instruction.
 
-    Document or instruction may be empty. A tokenizer without a chat template gets system, document and instruction
-    as plain text, with blank lines between them.
+    Document or instruction may be empty. A tokenizer without a chat template, and of no family of :data:`FAMILIES`,
+    gets system, document and instruction as plain text, with blank lines between them.
+
+    Args:
+        template: further arguments of the chat template, such as ``enable_thinking``.
 
     Raises PromptError if both are empty, if text is not valid Unicode, or if the template refuses the system message.
     """
     user = _joined(document, instruction)
     if not user.strip():
         raise PromptError("The prompt is empty: give an instruction, a document, or both.")
-    if not tokenizer.chat_template:
+    if template_of(tokenizer) is None:
         return encode(tokenizer, _joined(system, user))
     turns = [("system", system), ("user", user)] if system and system.strip() else [("user", user)]
     try:
-        return conversation(tokenizer, [{"role": role, "content": text} for role, text in turns])
+        return conversation(tokenizer, [{"role": role, "content": text} for role, text in turns], **template)
     except PromptError as error:
         advice = " Leave the system message out." if len(turns) > 1 else ""
         raise PromptError(f"{error}{advice}") from error
@@ -50,7 +87,7 @@ def conversation(
     """
     for message in messages:
         _checked(str(message["content"]))
-    if not tokenizer.chat_template:
+    if (own := template_of(tokenizer)) is None:
         return encode(tokenizer, "\n\n".join(str(message["content"]) for message in messages))
     try:
         ids: list[int] = tokenizer.apply_chat_template(
@@ -58,6 +95,7 @@ def conversation(
             add_generation_prompt=True,
             return_dict=False,
             tokenizer_kwargs={"verbose": False},
+            **own,
             **template,
         )
     except jinja2.TemplateError as error:
@@ -72,11 +110,11 @@ def follow_up(tokenizer: PreTrainedTokenizerBase, instruction: str) -> list[int]
     the template has no place for another turn.
     """
     mark, behind = "-*-answer-*-", f"\n\n{_checked(instruction)}\n\n"
-    if tokenizer.chat_template:
+    if (own := template_of(tokenizer)) is not None:
         turns = [("user", "-"), ("assistant", mark), ("user", instruction)]
         messages = [{"role": role, "content": text} for role, text in turns]
         try:
-            text: str = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            text: str = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **own)
         except jinja2.TemplateError:
             return []
         behind = text.partition(mark)[2]

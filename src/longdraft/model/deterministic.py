@@ -46,6 +46,8 @@ def rows_for(runner: TargetRunner) -> int | None:
         reason = "it is for models whose layers all see the whole text"
     elif runner.share is not None or runner.offload is not None:
         reason = "it is for models in one process whose KV is not offloaded"
+    elif runner.kv_is_rounded:
+        reason = "its attention reads keys and values in the model's dtype"
     else:
         reason = fixed_order.unavailable(runner.kv_shape.dtype, runner.kv_shape.head_dim)
     if reason is not None:

@@ -18,7 +18,6 @@ from longdraft.attention.block import Block
 from longdraft.attention.reference import attend
 from longdraft.errors import LongdraftError, MemoryBudgetError
 from longdraft.memory import sizes
-from longdraft.memory.packed_store import PackedStore
 from longdraft.memory.store import KVStore
 from longdraft.model import gpu_layers, hosting, stored
 from longdraft.model.delta_parts import delta_layer_of, delta_rows
@@ -145,7 +144,7 @@ class FusedLayers:
 
     def take(self, store: KVStore, block: Block) -> bool:
         """True if the kernels compute a forward over a block."""
-        if not self.layers or not in_place(store):
+        if not self.layers or not store.in_place:
             return False
         if self.on_gpu:
             return True
@@ -195,11 +194,6 @@ class FusedLayers:
         except (TypeError, RuntimeError, LongdraftError) as error:
             logger.info("Layers are called one by one: %s", error)
         return False
-
-
-def in_place(store: KVStore) -> bool:
-    """True if a store keeps all layers in memory, where the kernels read them."""
-    return type(store) in (KVStore, PackedStore)
 
 
 def _in_int8(weights: Weights) -> Weights:

@@ -179,7 +179,7 @@ class Graphs:
 
         Short texts come first, and of those the largest forwards: smaller ones then use the same memory again.
         """
-        if self._recorder is None or type(store) is not KVStore:
+        if self._recorder is None or not store.in_place:
             return []
         most = self.rows(min(rows, BUCKETS[-1])) or 0
         buckets = [b for b in BUCKETS if b <= most]
@@ -194,7 +194,7 @@ class Graphs:
         """Sequences, rows and bound of the recording for a block; None if there is none."""
         rows = self.rows(block.size)
         # Other stores move keys and values during a forward, by lengths on the host.
-        if rows is None or type(store) is not KVStore:
+        if rows is None or not store.in_place:
             return None
         # A recording is for one offset. Chains repeat their offsets, trees rarely do.
         if not block.batch or (block.offset and block.size > 1):

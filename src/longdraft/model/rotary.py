@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from longdraft.errors import CheckpointError
 
-# The range of dimensions that YaRN blends over (SpecPV, section 4.1).
+# The range of dimensions that YaRN blends over: for Llama (Peng et al. 2023, section 3.2). SpecPV names none.
 BETA_FAST, BETA_SLOW = 32.0, 1.0
 
 

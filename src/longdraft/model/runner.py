@@ -10,10 +10,11 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedModel
 
-from longdraft.attention import dispatch, fixed_order, prefix
+from longdraft.attention import dispatch, fixed_order, prefix, scaled
 from longdraft.attention.block import Block
 from longdraft.errors import CapabilityError, UnsupportedModelError
 from longdraft.memory import offload as offloading
+from longdraft.memory.features import KeptRows
 from longdraft.memory.offload import Offload
 from longdraft.memory.packed_store import PackedStore
 from longdraft.memory.rooms import Rooms
@@ -26,9 +27,6 @@ from longdraft.model.outputs import NO_TAPS, Taps, TargetOutput, not_a_number
 from longdraft.model.sharded import share_of
 from longdraft.model.shared_parts import SharedParts
 from longdraft.model.twin import Twin, host
-
-# The models that can round keys and values.
-_ROUNDED = "in float32 on a CPU with its own attention path"
 
 
 class TargetRunner:
@@ -81,20 +79,20 @@ class TargetRunner:
         self.whole_layers = True
         self.attention_path, self._attend = dispatch.resolve(self.device, self.kv_shape.dtype, self.kv_shape.head_dim)
         attend = prefix.PATHS[self.attention_path]
+        if self.device.type == "cuda":
+            self._attend, attend = scaled.or_scaled(self._attend), scaled.prefix_or_scaled(attend)
         self.prefix_attend: prefix.PrefixAttend = attend if self.share is None else self.share.attending(attend)
         self.arithmetic = stored.arithmetic_of(model)
         # Int8 arithmetic keeps keys and values in 16 bits.
         halves = self.arithmetic == "int8" and self.can_round_kv and offload is None
         self.own_kv_dtype = torch.float16 if halves else self.kv_shape.dtype
         self.kv_dtype = kv_dtype or self.own_kv_dtype
-        if self.kv_is_rounded and (offload is not None or not self.can_round_kv):
-            suited = f"models {_ROUNDED}; this one is {self._description}"
-            if offload is not None:
-                suited = "KV that is not offloaded"
+        reason = self._unreadable(self.kv_dtype) if offload is None else "it is for KV that is not offloaded"
+        if self.kv_is_rounded and reason is not None:
             advice = "leave it out"
-            if self.device.type == "cuda":  # no attention path there reads rounded keys
-                advice += '; on a GPU, offload="host" or a partial view (specpv, self) takes less of its memory'
-            raise CapabilityError(f"kv_dtype={str(self.kv_dtype).removeprefix('torch.')} is for {suited}: {advice}.")
+            if self.device.type == "cuda":
+                advice += '; offload="host" or a partial view (specpv, self) takes less of a GPU\'s memory'
+            raise CapabilityError(f"kv_dtype={_name(self.kv_dtype)} cannot be kept here: {reason}. So {advice}.")
         # Graphs cannot record what processes exchange within a forward.
         # A recording cannot move the rows of windows either, nor compute rows one after another.
         self.recurrent = bool(self.twin.layout.recurrent)
@@ -194,12 +192,22 @@ class TargetRunner:
 
     @property
     def can_round_kv(self) -> bool:
-        """True if the attention path reads rounded keys and values."""
+        """True if the CPU's attention path reads keys and values rounded to any dtype."""
         return not self.attends_itself and self.attention_path == "cpu" and self.kv_shape.dtype == torch.float32
 
-    @property
-    def _description(self) -> str:
-        return f"{self.kv_shape.dtype} on {self.device} ({self.attention_path})"
+    def _unreadable(self, dtype: torch.dtype) -> str | None:
+        """The reason why no attention path here reads keys and values rounded to a dtype; None if one does."""
+        shape = self.kv_shape
+        if dtype == shape.dtype or self.can_round_kv:
+            return None
+        if self.attends_itself or shape.padded:
+            return "the model attends with code of its own, or its layers' keys and values have several sizes"
+        if self.device.type != "cuda":
+            own = f"{shape.dtype} on {self.device} ({self.attention_path})"
+            return f"it is for models in float32 on a CPU with its own attention path, and this one is {own}"
+        if dtype != torch.int8:
+            return "on a GPU keys and values are in the model's dtype or in int8"
+        return dispatch.scaled_unavailable(self.device, shape.dtype, shape.head_dim)
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -217,6 +225,7 @@ class TargetRunner:
         resident: bool = False,
         dtype: torch.dtype | None = None,
         states: bool = True,
+        kept: KeptRows | None = None,
     ) -> KVStore:
         """An empty KV store of this target's shape, in the layout of its attention path.
 
@@ -225,6 +234,7 @@ class TargetRunner:
             resident: keep the store on the device even if others are offloaded, for a small one that is read often.
             dtype: dtype of keys and values in a resident store; None takes :attr:`kv_dtype`.
             states: make states of layers that keep no rows of the whole text; a store that shares another's needs none.
+            kept: the rows of a text whose hidden states are kept; None: all.
 
         Raises:
             CapabilityError: no attention path here reads keys and values of that dtype.
@@ -235,26 +245,25 @@ class TargetRunner:
         transposed = dispatch.prefers_transposed_keys(self.attention_path, self.kv_shape.dtype)
         size = int(hosting.decoder_config(self.model).hidden_size)
         dtype = dtype or self.kv_dtype
-        if dtype != self.kv_shape.dtype and not self.can_round_kv:
+        if (reason := self._unreadable(dtype)) is not None:
             raise CapabilityError(
-                f"Views in {dtype} are for models {_ROUNDED}; this one is {self._description}: leave view_dtype out; "
-                "a view of all rows needs it, so take another."
+                f"Views in {_name(dtype)} cannot be kept here: {reason}. Leave view_dtype out; a view of all rows "
+                "needs it, so take another."
             )
         with nullcontext() if self.share is None else self.share.room():
             rows = capacity + self.graphs.padding(slots) + (self.rows or 0)
+            rooms = self._resident if resident and self.rooms is not None else self.rooms
+            store: KVStore
             if dtype != self.kv_shape.dtype:
-                store: KVStore = PackedStore(self.kv_shape, slots, capacity, dtype, feature_layers, size)
+                more = self.device, rooms, kept
+                store = PackedStore(self.kv_shape, slots, rows, dtype, feature_layers, size, *more)
+                if self.device.type == "cuda":
+                    dispatch.say_scaled(self.attention_path)
+                    scaled.check(self.device, self.kv_shape.dtype, self.kv_shape.head_dim)
             else:
+                place = None if resident else self.offload
                 store = offloading.new_store(
-                    None if resident else self.offload,
-                    self.kv_shape,
-                    slots,
-                    rows,
-                    self.device,
-                    transposed,
-                    feature_layers,
-                    size,
-                    self._resident if resident and self.rooms is not None else self.rooms,
+                    *(place, self.kv_shape, slots, rows, self.device, transposed, feature_layers, size, rooms, kept)
                 )
             if states and (self.twin.layout.windows or self.recurrent):
                 of_windows = dtype if dtype.is_floating_point else self.kv_shape.dtype
@@ -412,6 +421,10 @@ class TargetRunner:
                 f"{len(self.twin.layout.places)} before: its layers change from one forward to the next."
             )
         return out
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _bound_to(model: PreTrainedModel) -> tuple[object, ...]:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +31,7 @@ _LOAD = 'AutoModelForCausalLM.from_pretrained(..., distributed_config=Distribute
 # Layers whose output, if it is shared out, is a share of the attention heads.
 _KEYS = ("k_proj", "qkv_proj", "query_key_value")
 _DIGEST = 2**61 - 1
+_shares: WeakKeyDictionary[PreTrainedModel, Share] = WeakKeyDictionary()
 
 
 @dataclass
@@ -41,6 +43,8 @@ class Share:
         group: the processes with a share.
         device: device on which they exchange tensors.
         heads: True if attention heads are shared out too; otherwise each process has all of them.
+        said: a number that the first process gives all others with each agreement.
+        heard: the number that came with the last agreement; None: there was none since somebody set it to None.
     """
 
     rank: int
@@ -48,6 +52,8 @@ class Share:
     group: Any
     device: torch.device
     heads: bool
+    said: int = field(default=0, init=False, compare=False)
+    heard: int | None = field(default=None, init=False, compare=False)
     _random: Random = field(default_factory=Random, init=False, repr=False, compare=False)  # the same in all
     # Digest of what was not compared yet, on the device.
     _digest: int | torch.Tensor = field(default=0, init=False, repr=False, compare=False)
@@ -168,15 +174,23 @@ class Share:
         if not fits:
             raise MemoryBudgetError("Another of the processes that share the model has no memory for this KV cache.")
 
+    def least(self, number: int) -> int:
+        """The smallest of the processes' numbers."""
+        least = torch.tensor(number, device=self.device)
+        torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN, self.group)
+        return int(least)
+
     def _agree(self, number: torch.Tensor) -> bool:
         """True if all processes have the same number."""
-        both = torch.stack([number, -number])
-        torch.distributed.all_reduce(both, torch.distributed.ReduceOp.MAX, self.group)
-        return not bool(both.sum())
+        said = torch.full_like(number, 0 if self.rank else self.said)
+        most = torch.stack([number, -number, said])
+        torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, self.group)
+        largest, smallest, self.heard = most.tolist()
+        return bool(largest == -smallest)
 
 
 def share_of(model: PreTrainedModel) -> Share | None:
-    """This process's share of a model; None if the process has all of it.
+    """This process's share of a model, the same for all who ask; None if the process has all of it.
 
     Raises:
         CapabilityError: the model was shared out in a way that is not supported.
@@ -184,6 +198,8 @@ def share_of(model: PreTrainedModel) -> Share | None:
     meshes = {p.device_mesh for p in model.parameters() if is_shared_out(p)}
     if not meshes:
         return None
+    if model in _shares:
+        return _shares[model]
     name = type(model).__name__
     mesh, *others = meshes
     if (getattr(model, "_tp_size", None) or 1) < 2 or others or mesh.ndim != 1:
@@ -197,6 +213,7 @@ def share_of(model: PreTrainedModel) -> Share | None:
     heads = any(layer.rsplit(".", 1)[-1] in _KEYS and style == "colwise" for layer, style in plan.items())
     share = Share(mesh.get_local_rank(), mesh.size(), mesh.get_group(), model.device, heads)
     share._random.seed(int(share.first(torch.tensor(share.seed()))))
+    _shares[model] = share
     return share
 
 

@@ -13,7 +13,6 @@ import torch
 from longdraft.attention.block import Block
 from longdraft.memory.store import KVStore
 from longdraft.model.few_rows import MOST
-from longdraft.model.fused import in_place
 from longdraft.model.layer_rows import UNTURNED, CosSin
 from longdraft.model.runner import TargetRunner
 from longdraft.model.shared_parts import rotary_module
@@ -52,7 +51,7 @@ class WholeLM:
     @staticmethod
     def takes(store: KVStore, rows: int) -> bool:
         """True if it computes this number of rows on this store."""
-        return in_place(store) and rows <= MOST
+        return store.in_place and rows <= MOST
 
     def chains(
         self, store: KVStore, slots: Sequence[int], chains: Sequence[Sequence[int]], best: int

@@ -29,6 +29,7 @@ class Scaled:
     @classmethod
     def of(cls, x: torch.Tensor) -> Scaled:
         """Rounds float rows. A row that is not finite gets a scale that is not finite."""
+        x = x.float()
         scales = x.abs().amax(-1) / 127
         least = torch.finfo(torch.float32).tiny  # for rows of zeros
         return cls((x / scales.clamp_min(least)[..., None]).round_().to(torch.int8), scales)
@@ -43,6 +44,13 @@ class Scaled:
     def index_select(self, dim: int, index: torch.Tensor) -> Scaled:
         """``dim`` counts from the front, and is not the last one."""
         return Scaled(self.numbers.index_select(dim, index), self.scales.index_select(dim, index))
+
+    def transpose(self, first: int, second: int) -> Scaled:
+        """Both count from the front, and neither is the last one."""
+        return Scaled(self.numbers.transpose(first, second), self.scales.transpose(first, second))
+
+    def data_ptr(self) -> int:
+        return self.numbers.data_ptr()
 
     def zero_(self) -> Scaled:
         self.numbers.zero_()

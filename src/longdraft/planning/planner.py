@@ -125,7 +125,7 @@ class Plan:
             self._costs.observe(self._rows(), self._lengths, verifying)
         for event in events:
             chances = planner.chances[event.sequence.greedy]
-            for node in range(1, event.tree.size):
+            for node in set(range(1, event.tree.size)) - event.tree.forced:
                 chances.observe(event.tree.path_log_probs[node], node in event.path)
         if self._without_draft:
             self._observe_draft(events, forwards, drafting)
@@ -245,5 +245,6 @@ class Plan:
         """The chance of each node's path, the root's first. A path is never likelier than a part of it."""
         known, chances = self._planner.chances[s.greedy], [1.0] * tree.size
         for node in range(1, tree.size):
-            chances[node] = min(chances[tree.parents[node]], known.chance(tree.path_log_probs[node]))
+            chance = 1.0 if node in tree.forced else known.chance(tree.path_log_probs[node])
+            chances[node] = min(chances[tree.parents[node]], chance)
         return chances

@@ -15,9 +15,11 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingRes
 from starlette.exceptions import HTTPException
 
 from longdraft.errors import LongdraftError
+from longdraft.model.chat import encode
 from longdraft.serve import schema, structured, tools
 from longdraft.serve.choice import Choice, Delta
 from longdraft.serve.errors import ApiError, api_error
+from longdraft.serve.filling import filling_ends, filling_prompt
 from longdraft.serve.guards import Guards
 from longdraft.serve.openai import DONE, Answer, ChatAnswer, Head, TextAnswer, event, response_object
 from longdraft.serve.service import Service
@@ -102,10 +104,20 @@ class Endpoints:
             raise ApiError(400, "At most 16 prompts a request here.", param="prompt")
         choices: list[Choice] = []
         for prompt in prompts:
-            ids = await asyncio.to_thread(service.text_prompt, prompt) if isinstance(prompt, str) else list(prompt)
-            choices += service.choices(ids, body, body.max_tokens, request.state.tenant, body.logprobs)
+            ids = await asyncio.to_thread(self._completed, prompt, body.suffix)
+            ends = filling_ends(service.tokenizer) if body.suffix else ()
+            choices += service.choices(ids, body, body.max_tokens, request.state.tenant, body.logprobs, ends=ends)
         answers = [TextAnswer(i, self._piece, body.logprobs is not None) for i in range(len(choices))]
         return await self._answer(body, choices, answers, request)
+
+    def _completed(self, prompt: str | list[int], suffix: str) -> list[int]:
+        """Token ids of a prompt of ``/v1/completions``."""
+        if suffix and not isinstance(prompt, str):
+            raise ApiError(400, "suffix needs a prompt that is a text.", param="suffix")
+        if not isinstance(prompt, str):
+            return list(prompt)
+        tokenizer = self._service.tokenizer
+        return filling_prompt(tokenizer, prompt, suffix) if suffix else encode(tokenizer, prompt)
 
     async def _answer(
         self, body: schema.Sampled, choices: list[Choice], answers: Sequence[Answer], request: Request

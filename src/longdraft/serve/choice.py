@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from longdraft.engine.request import Request
 from longdraft.engine.stats import Result, Step
 from longdraft.engine.streaming import Detokenizer
-from longdraft.serve.processors import LogProbs, Processor
-from longdraft.serve.worker import Restarted, Ticket, Update, Worker
+from longdraft.serve.processors import LogProbs, Makers, Processed
+from longdraft.serve.ticket import Restarted, Ticket, Update
+from longdraft.serve.worker import Worker
+from longdraft.trees.tree import TokenTree
 
 # longdraft's finish reason -> OpenAI's.
 REASONS = {"eos": "stop", "stop": "stop", "length": "length", "cancelled": "abort"}
@@ -102,7 +105,7 @@ class Choice:
     Args:
         request: the engine's request, without its processors.
         method: the method that decodes it.
-        processors: makes new processors each time the request begins.
+        processors: make new processors each time the request begins. Can be pickled, with the request.
         log_probs: how many of the most probable tokens to report at each position; None: no log-probabilities.
         traced: report what each round drafted.
     """
@@ -112,27 +115,29 @@ class Choice:
         request: Request,
         method: str,
         decode: Callable[[list[int]], str],
-        processors: Callable[[], list[Processor]] = list,
+        processors: Makers = (),
         log_probs: int | None = None,
         traced: bool = False,
     ) -> None:
-        self.request, self._processors, self._decode = request, processors, decode
+        self.request, self._decode = request, decode
         self._log_probs, self._traced = log_probs, traced
         self._updates: asyncio.Queue[Update] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
-        self.ticket = Ticket(self._begin, method, self._receive)
+        makers, twins = list(processors), list(processors)
+        if log_probs is not None:
+            # Nobody takes the twin's, so it keeps none.
+            makers, twins = [self._record, *makers], [partial(LogProbs, log_probs, deque(maxlen=0)), *twins]
+        self.ticket = Ticket(Processed(request, makers), method, self._receive, twin=Processed(request, twins))
         self.text, self.tokens = "", 0
         self.speculation = Speculation()
         self.result: Result | None = None
         self.first_token = 0.0  # time.monotonic()
         self._recorder: LogProbs | None = None
 
-    def _begin(self) -> Request:
-        processors = self._processors()
-        if self._log_probs is not None:
-            self._recorder = LogProbs(self._log_probs)
-            processors = [self._recorder, *processors]
-        return replace(self.request, processors=processors)
+    def _record(self) -> LogProbs:
+        assert self._log_probs is not None
+        self._recorder = LogProbs(self._log_probs)
+        return self._recorder
 
     def _receive(self, update: Update) -> None:
         """Called from the engine thread."""
@@ -191,7 +196,7 @@ class Choice:
         tree, drawn = step.tree, None
         sources = ["target"] * len(step.token_ids)
         if tree is not None:
-            node_sources = ["target", *("lookup" if i in tree.looked_up else "draft" for i in range(1, tree.size))]
+            node_sources = ["target", *(_proposer(tree, i) for i in range(1, tree.size))]
             for i, node in enumerate(step.path[1:][: step.from_draft]):
                 sources[i] = node_sources[node]
             drawn = {
@@ -206,3 +211,10 @@ class Choice:
             "tokens_per_second": round((tokens - 1) / seconds, 2) if seconds > 0 and tokens > 1 else 0.0,
             "mean_accepted_length": self.speculation.mean_accepted_length,
         }  # fmt: skip
+
+
+def _proposer(tree: TokenTree, node: int) -> str:
+    """Who proposed a node of a drafted tree."""
+    if node in tree.looked_up:
+        return "lookup"
+    return "grammar" if node in tree.forced else "draft"

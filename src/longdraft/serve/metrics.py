@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
 
 from longdraft.serve.choice import Choice
 
@@ -72,3 +75,26 @@ class Metrics:
 
     def page(self) -> bytes:
         return generate_latest(self._registry)
+
+
+def merged(pages: Mapping[str, str]) -> str:
+    """One page of several replicas': each figure has the label ``replica``."""
+    families: dict[str, Metric] = {}
+    for replica, page in pages.items():
+        for family in text_string_to_metric_families(page):
+            own = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            for sample in family.samples:
+                own.add_sample(sample.name, {**sample.labels, "replica": replica}, sample.value)
+    registry = CollectorRegistry()
+    registry.register(_Collected(list(families.values())))
+    return generate_latest(registry).decode()
+
+
+class _Collected(Collector):
+    """Families of metrics that are there already."""
+
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> list[Metric]:
+        return self._families

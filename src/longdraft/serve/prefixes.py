@@ -1,8 +1,8 @@
 """Prompts that survive a restart: slots are written to disk while the server is idle, and read when needed.
 
-A file is a snapshot (:mod:`longdraft.memory.snapshot`). It is written under another name and then renamed, so a process
-that is killed leaves no half-written file. The tokens of each file are read at the start, its keys and values when a
-prompt begins like it.
+A file is a snapshot (:mod:`longdraft.memory.snapshot`). It has the rows of a text from where it forks from another
+file's, its parent. It is written under another name and then renamed, so a process that is killed leaves no
+half-written file. The tokens of each file are read at the start, its keys and values when a prompt begins like it.
 """
 
 from __future__ import annotations
@@ -13,18 +13,24 @@ import logging
 import shutil
 import time
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 from longdraft.errors import CheckpointError, MemoryBudgetError
 from longdraft.memory import snapshot
-from longdraft.memory.prompt_cache import PromptCache, common_prefix, packed
+from longdraft.memory.prompt_cache import PromptCache
+from longdraft.memory.token_ids import common_prefix, packed
 
 logger = logging.getLogger("longdraft")
 
 _SUFFIX = ".kv.safetensors"
+# Of the folders that this process uses.
+_locks: list[FileLock] = []
 # The most bytes of a file's header.
 _HEADER = 1024
 
@@ -32,12 +38,34 @@ _HEADER = 1024
 @dataclass(frozen=True)
 class _File:
     """A snapshot in the folder. ``feature_layers``: layers whose hidden states it holds; ``size``: bytes; ``kind``: of
-    its rows."""
+    its rows; ``parent``: the name of the file that it goes on from, or empty."""
 
     tokens: array[int]
     feature_layers: tuple[int, ...]
     size: int
     kind: str
+    parent: str = ""
+
+
+def own_folder(folder: Path) -> Path:
+    """The first of the folders ``folder/0``, ``folder/1``, ... that no other process uses; kept until this one ends.
+
+    Raises:
+        CheckpointError: none can be created.
+    """
+    for number in count():
+        own = folder / str(number)
+        try:
+            own.mkdir(parents=True, exist_ok=True)
+            lock = FileLock(own / "lock")
+            lock.acquire(blocking=False)
+        except Timeout:
+            continue
+        except OSError as error:
+            raise CheckpointError(f"Prompts cannot be kept in {own}: {error}.") from error
+        _locks.append(lock)
+        return own
+    raise AssertionError
 
 
 class DiskPrefixes(PromptCache):
@@ -53,6 +81,7 @@ class DiskPrefixes(PromptCache):
         min_tokens: a text is written if no file holds this many of its tokens, and read if that saves this many.
         feature_layers: see :class:`PromptCache`. Snapshots that lack hidden states that a run needs are not read.
         pause: seconds between a failed attempt to write and the next: each costs a copy of the text's rows.
+        tree_bytes: see :class:`PromptCache`.
 
     Raises:
         CheckpointError: the folder cannot be created or read.
@@ -66,8 +95,9 @@ class DiskPrefixes(PromptCache):
         min_tokens: int = 256,
         feature_layers: tuple[int, ...] = (),
         pause: float = 60.0,
+        tree_bytes: int = 0,
     ) -> None:
-        super().__init__(feature_layers)
+        super().__init__(feature_layers, tree_bytes)
         self._pause = pause
         self._folder, self._target = folder, fingerprint
         self._max_bytes, self._min_tokens = max_bytes, max(1, min_tokens)
@@ -85,21 +115,24 @@ class DiskPrefixes(PromptCache):
         """Like :meth:`PromptCache.begin`, but first reads a file that has more of the prompt than any slot."""
         prompt = packed(prompt)
         text = prompt[:-1]
-        known = max(self._common(each, text, kind) for each in range(len(self.tokens))) // piece * piece
+        in_slots = max(self._common(each, text, kind) for each in range(len(self.tokens)))
+        known = max(in_slots, self._in_tree(text, kind)) // piece * piece
         path, shared = self._nearest(text, kind)
         shared = shared // piece * piece
         if path is not None and shared >= self._min_tokens:
-            self._files.move_to_end(path)
-            with contextlib.suppress(OSError):
-                path.touch()  # the next start orders the files by this
+            for each in self._with_parents(path):
+                self._files.move_to_end(each)
+                with contextlib.suppress(OSError):
+                    each.touch()  # the next start orders the files by this
             if shared >= known + self._min_tokens:
+                self._save_from(slot, 0)
                 self._load(path, slot, shared, kind)
         return super().begin(slot, prompt, piece, kind)
 
     def keep(self) -> bool:
         """Writes the longest text in a slot that is in no file. Call it while nothing is decoded.
 
-        Files of other texts are deleted first to make room, files of its own beginnings afterwards. If it cannot be
+        Files of other texts are deleted first to make room, superfluous ones afterwards. If it cannot be
         written (no space, too large), a warning is logged once, and the text stays in its slot.
 
         Returns:
@@ -132,38 +165,62 @@ class DiskPrefixes(PromptCache):
     def _write(self, slot: int, text: array[int]) -> bool:
         assert self.store is not None
         store, kind = self.store, self.kinds[slot]
-        features = 0 if store.features is None else store.features[slot, 0].nbytes
-        size = len(text) * (store.shape.bytes_per_token + features + text.itemsize) + _HEADER
-        beginnings = [path for path, file in self._files.items() if self._begins(file, text, kind)]
-        room = self._max_bytes - size
-        if room < 0:
-            self._warn("large", f"A text of {len(text)} tokens takes {size} bytes, more than all snapshots may.")
+        parent, start = self._nearest(text, kind)
+        if parent is None or start < self._min_tokens or store.states:
+            parent, start = None, 0
+        size = (len(text) - start) * store.shape.bytes_per_token + len(text) * text.itemsize + _HEADER
+        if store.features is not None:
+            size += (len(text) - max(start, store.features.first(slot))) * store.features.row(slot, 0).nbytes
+        kept = [] if parent is None else self._with_parents(parent)
+        others = [path for path in self._files if path not in kept]
+        superfluous = [path for path in others if self._begins(self._files[path], text, kind)]
+        deleted = self._deleted_for(size, superfluous, kept)
+        if deleted is None:
+            self._warn("large", f"A text of {len(text)} tokens takes {size} bytes, for which there is no room.")
             return False
-        others = [path for path in self._files if path not in beginnings]
-        deleted, total = [], sum(file.size for file in self._files.values())
-        for path in [*beginnings, *others]:
-            if total <= room:
-                break
-            deleted.append(path)
-            total -= self._files[path].size
         made = (self._target, store.feature_layers, *([kind] if kind else []))
         name = hashlib.sha256(repr(made).encode() + text.tobytes()).hexdigest()
         path = self._folder / (name[:24] + _SUFFIX)
+        before = "" if parent is None else parent.name
         try:
             free = shutil.disk_usage(self._folder).free
             if free + sum(self._files[old].size for old in deleted) < size:  # before anything is deleted in vain
                 raise CheckpointError(f"{size} bytes are needed on the disk of {self._folder}, and {free} are free.")
             for old in deleted:
                 self._drop(old)
-            snapshot.save(store, slot, text, self._target, path, kind)
-            self._files[path] = _File(text, store.feature_layers, path.stat().st_size, kind)
-            for old in beginnings:
+            snapshot.save(store, slot, text, self._target, path, kind, start, before)
+            self._files[path] = _File(text, store.feature_layers, path.stat().st_size, kind, before)
+            for old in superfluous:
                 self._drop(old)
         except (OSError, MemoryBudgetError, RuntimeError) as error:  # RuntimeError: a GPU has no room to gather rows
             self._next_attempt = time.monotonic() + self._pause
             self._warn("write", str(error))
             return False
         return True
+
+    def _deleted_for(self, size: int, superfluous: Sequence[Path], kept: Sequence[Path]) -> list[Path] | None:
+        """The files to delete before one of ``size`` bytes is written: superfluous ones first, then the least recently
+        used, none of ``kept`` and none that others go on from. None if they do not make room."""
+        total = size + sum(file.size for file in self._files.values())
+        left = {path: path.name for path in [*superfluous, *self._files] if path not in kept}
+        parents = Counter(file.parent for file in self._files.values())
+        deleted: list[Path] = []
+        while total > self._max_bytes:
+            path = next((path for path, name in left.items() if not parents[name]), None)
+            if path is None:
+                return None
+            del left[path]
+            parents[self._files[path].parent] -= 1
+            deleted.append(path)
+            total -= self._files[path].size
+        return deleted
+
+    def _with_parents(self, path: Path) -> list[Path]:
+        """A file, and those that have its text's first rows."""
+        paths = [path]
+        while parent := self._files[paths[-1]].parent:
+            paths.append(self._folder / parent)
+        return paths
 
     def _begins(self, file: _File, text: array[int], kind: str) -> bool:
         """True if a file of the text would make this file superfluous."""
@@ -201,10 +258,16 @@ class DiskPrefixes(PromptCache):
                 continue
             if head is not None:
                 tokens = head.tokens if head.target == self._target else packed(())
-                self._files[path] = _File(tokens, head.feature_layers, stat.st_size, head.kind)
+                self._files[path] = _File(tokens, head.feature_layers, stat.st_size, head.kind, head.parent)
+        for path in [path for path, file in self._files.items() if file.parent]:
+            if path in self._files and self._folder / self._files[path].parent not in self._files:
+                logger.warning("%s goes on from a file that is gone. It is deleted.", path)
+                self._drop(path)
 
     def _drop(self, path: Path) -> None:
-        """Deletes a file. If that fails, the next start finds it again."""
+        """Deletes a file, and those that go on from it. If that fails, the next start finds it again."""
+        for other in [other for other, file in self._files.items() if file.parent == path.name]:
+            self._drop(other)
         self._files.pop(path, None)
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)

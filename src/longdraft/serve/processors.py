@@ -5,12 +5,27 @@ Each belongs to one request. longdraft calls it once for each emitted token, in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
+from longdraft.engine.request import Request
+
 Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Makers = Sequence[Callable[[], Processor]]
+
+
+@dataclass(frozen=True)
+class Processed:
+    """Makes a request with new processors, each time that it begins, because they have a state."""
+
+    request: Request
+    makers: Makers
+
+    def __call__(self) -> Request:
+        return replace(self.request, processors=[make() for make in self.makers])
 
 
 @dataclass
@@ -50,7 +65,7 @@ class LogProbs:
     """
 
     best: int
-    rows: list[tuple[list[float], list[int], torch.Tensor]] = field(default_factory=list)
+    rows: deque[tuple[list[float], list[int], torch.Tensor]] = field(default_factory=deque)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         log_probs = scores[0].float().log_softmax(-1)
@@ -60,5 +75,5 @@ class LogProbs:
 
     def take(self, token: int) -> tuple[float, list[tuple[int, float]]]:
         """The emitted token's log-probability at the next position, and the most probable tokens with theirs."""
-        values, tokens, log_probs = self.rows.pop(0)
+        values, tokens, log_probs = self.rows.popleft()
         return float(log_probs[token]), list(zip(tokens, values, strict=True))[: self.best]

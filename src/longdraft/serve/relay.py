@@ -13,11 +13,12 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from longdraft.serve.errors import ApiError, api_error
 from longdraft.serve.guards import replayed
+from longdraft.serve.metrics import merged
 from longdraft.serve.openai import event
 from longdraft.serve.worker import Draining
 
@@ -25,6 +26,8 @@ from longdraft.serve.worker import Draining
 _PREFIX = 1024
 # How many replicas a request is tried on, and seconds between two attempts.
 _ATTEMPTS, _PAUSE = 6, 0.25
+# The type of a message behind an answer: the metrics of the replica that gave it.
+METRICS = "longdraft.metrics"
 _SCOPE = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "headers", "client",
           "server")  # fmt: skip
 
@@ -85,11 +88,14 @@ class Relay:
     Attributes:
         ongoing: how many requests have not been answered completely.
         draining: refuse new requests.
+        pages: the latest metrics of each replica, which come behind its answers (:data:`METRICS`), and when they were
+            made.
     """
 
     def __init__(self, ask: Callable[[Forwarded], AsyncIterator[Message]], pause: float = _PAUSE) -> None:
         self._ask, self._pause = ask, pause
         self.ongoing, self.draining = 0, False
+        self.pages: dict[str, tuple[float, str]] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -100,8 +106,8 @@ class Relay:
             await JSONResponse(state, status)(scope, receive, send)
             return
         if scope["path"] == "/metrics":
-            unserved = ApiError(404, "Each replica counts its own requests: Ray's metrics have those of all.")
-            await _response(unserved)(scope, receive, send)
+            page = merged({replica: page for replica, (_, page) in self.pages.items()})
+            await Response(page, media_type="text/plain; version=0.0.4; charset=utf-8")(scope, receive, send)
             return
         if self.draining:
             await _response(api_error(Draining("The server is shutting down.")))(scope, receive, send)
@@ -129,6 +135,10 @@ class Relay:
             begun, head = False, None
             try:
                 async for part in self._ask(request):
+                    if part["type"] == METRICS:
+                        page = part["made"], part["page"]  # answers that end together may come in another order
+                        self.pages[part["replica"]] = max(page, self.pages.get(part["replica"], page))
+                        continue
                     if part["type"] == "http.response.start":
                         head = part
                         continue

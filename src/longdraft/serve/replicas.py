@@ -7,6 +7,7 @@ only when a function here needs it.
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import threading
@@ -24,7 +25,7 @@ from longdraft.errors import CapabilityError, RequestError
 from longdraft.serve.app import make_app
 from longdraft.serve.cluster import connected, reason, require, share
 from longdraft.serve.guards import Guards
-from longdraft.serve.relay import Forwarded, Lost, Relay, answer
+from longdraft.serve.relay import METRICS, Forwarded, Lost, Relay, answer
 from longdraft.serve.service import Service
 from longdraft.serve.settings import Settings
 from longdraft.serve.worker import QueueFull
@@ -112,12 +113,15 @@ class Replica:
 
     def __init__(self, make: Callable[[], Service]) -> None:
         self._service = make()
+        self._name = f"{socket.gethostname()}:{os.getpid()}"
         self._app = make_app(self._service)
         self._service.worker.start()
 
     async def answer(self, request: Forwarded) -> AsyncIterator[Message]:
         async for message in answer(self._app, request):
             yield message
+        page = self._service.metrics.page().decode()
+        yield {"type": METRICS, "replica": self._name, "made": time.monotonic(), "page": page}
 
     def check_health(self) -> None:
         """Called by Ray, which replaces a replica that raises."""

@@ -63,8 +63,13 @@ class Server(uvicorn.Server):
                 f"Nothing can listen at {self.config.host}:{self.config.port}: is it in use? --port names another."
             )
         listens(self.port)
-        self._service.worker.run()
-        listening.join()
+        try:
+            self._service.worker.run()
+        except Exception:
+            self.should_exit = True  # when those who wait have been told
+            raise
+        finally:
+            listening.join()
 
     def _listen(self) -> None:
         self.run()
@@ -76,3 +81,14 @@ class Server(uvicorn.Server):
         """The port that it listens at."""
         port: int = self.servers[0].sockets[0].getsockname()[1]
         return port
+
+
+def follow(service: Service) -> None:
+    """Decodes what the first of several processes that share a model tells, until it says that all is over.
+
+    Raises:
+        PeerLost: it has ended without that word.
+    """
+    for sig in (signal.SIGINT, signal.SIGTERM):  # launchers send them to all, and the first one answers its clients yet
+        signal.signal(sig, signal.SIG_IGN)
+    service.worker.run()

@@ -144,7 +144,7 @@ class Completion(Sampled):
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: Literal[False] = False
     best_of: Literal[1] | None = None
-    suffix: None = None
+    suffix: str = ""
 
 
 class Input(Strict):

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from difflib import SequenceMatcher
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -14,7 +15,7 @@ from longdraft.engine.request import Request
 from longdraft.engine.sampler import Sampling
 from longdraft.engine.session import Session
 from longdraft.memory.prompt_cache import PromptCache
-from longdraft.model.chat import conversation, encode
+from longdraft.model.chat import conversation
 from longdraft.serve import schema
 from longdraft.serve.choice import Choice, Speculation
 from longdraft.serve.errors import ApiError
@@ -22,6 +23,7 @@ from longdraft.serve.metrics import Metrics
 from longdraft.serve.prefixes import DiskPrefixes
 from longdraft.serve.processors import Bias, Penalties, Processor
 from longdraft.serve.settings import Settings
+from longdraft.serve.telling import Telling
 from longdraft.serve.worker import Worker
 from longdraft.speculator import Speculator
 
@@ -30,6 +32,7 @@ class Service:
     """Args:
     speculator: makes the speculator of a method. tokenizer: the model's.
     cache: makes the prompt cache of a speculator; None: one in memory.
+    telling: where several processes share the model: tells all of them what is asked of the first.
     """
 
     def __init__(
@@ -38,13 +41,14 @@ class Service:
         speculator: Callable[[str], Speculator],
         tokenizer: PreTrainedTokenizerBase,
         cache: Callable[[Speculator], PromptCache] | None = None,
+        telling: Telling | None = None,
     ) -> None:
         self.settings, self.tokenizer = settings, tokenizer
         self._new_speculator = speculator
-        self._new_cache = cache or (lambda spec: PromptCache(spec.feature_layers()))
+        self._new_cache = cache or (lambda spec: PromptCache(spec.feature_layers(), settings.tree_bytes))
         self._speculators: dict[str, Speculator] = {}
         self._caches: dict[str, PromptCache] = {}
-        self.worker = Worker(self._session, settings.slots, settings.queue, self._keep_a_prompt)
+        self.worker = Worker(self._session, settings.slots, settings.queue, self._keep_a_prompt, telling)
         self.metrics = Metrics(settings.name, lambda: self.worker.load)
         self._random = random.SystemRandom()
 
@@ -84,9 +88,6 @@ class Service:
         """
         return conversation(self.tokenizer, messages, **template)
 
-    def text_prompt(self, text: str) -> list[int]:
-        return encode(self.tokenizer, text)
-
     def choices(
         self,
         prompt: list[int],
@@ -95,12 +96,14 @@ class Service:
         tenant: str | None,
         log_probs: int | None = None,
         constraint: Callable[[], Processor] | None = None,
+        ends: Sequence[int] = (),
     ) -> list[Choice]:
         """The answers that a request asks for, to be submitted.
 
         Args:
             log_probs: how many of the most probable tokens to report; None: no log-probabilities.
             constraint: makes the processor that binds the text to a grammar.
+            ends: tokens that end the text besides the model's own.
 
         Raises:
             ApiError: a value that cannot be used.
@@ -123,16 +126,13 @@ class Service:
         if wrong := [token for token in body.logit_bias if not 0 <= token < vocabulary]:
             raise ApiError(400, f"There is no token {wrong[0]}.", param="logit_bias")
 
-        def processors() -> list[Processor]:
-            made: list[Processor] = []
-            if body.presence_penalty or body.frequency_penalty:
-                made.append(Penalties(len(prompt), body.presence_penalty, body.frequency_penalty))
-            if body.logit_bias:
-                made.append(Bias(body.logit_bias))
-            if constraint is not None:
-                made.append(constraint())
-            return made
-
+        processors: list[Callable[[], Processor]] = []
+        if body.presence_penalty or body.frequency_penalty:
+            processors.append(partial(Penalties, len(prompt), body.presence_penalty, body.frequency_penalty))
+        if body.logit_bias:
+            processors.append(partial(Bias, body.logit_bias))
+        if constraint is not None:
+            processors.append(constraint)
         greedy = body.temperature == 0
         sampling = Sampling(
             temperature=body.temperature,
@@ -151,13 +151,20 @@ class Service:
             min(max_tokens or settings.default_tokens, room),
             sampling,
             stop=tuple(body.stop),
-            eos_token_ids=[] if body.ignore_eos else None,
+            eos_token_ids=[] if body.ignore_eos else self._ends(ends),
             tenant=tenant,
             predicted=predicted,
         )
         requests = [replace(request, seed=(seed + i) % 2**63) for i in range(body.n)]
         traced = body.stream_options.include_trace
         return [Choice(each, method, self.decode, processors, log_probs, traced) for each in requests]
+
+    def _ends(self, more: Sequence[int]) -> list[int] | None:
+        """The tokens that end a text, the model's own and others; None: its own alone."""
+        if not more:
+            return None
+        spec = self.speculator(self.settings.methods[0])
+        return sorted({*spec.runner().eos_token_ids, *spec.texts.eos, *more})
 
     def submit(self, choices: Sequence[Choice]) -> None:
         """Hands all of them to the worker, or none.

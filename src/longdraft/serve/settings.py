@@ -21,6 +21,7 @@ class Settings:
     keys: tenant -> API key; empty: no key is needed.
     piece: prompt tokens that are read between two rounds of the other requests.
     earlier: tokens of a tenant's earlier requests that lookups search too.
+    tree_bytes: limit of the texts that are kept in memory when others take their slots.
     snapshots: folder for prompts; None: they do not survive a restart. snapshot_bytes: limit of all files together.
     """
 
@@ -39,6 +40,7 @@ class Settings:
     earlier: int = 0
     snapshots: Path | None = None
     snapshot_bytes: int = 4 << 30
+    tree_bytes: int = 2 << 30
 
 
 def read_keys(file: Path) -> dict[str, str]:

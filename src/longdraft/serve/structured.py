@@ -1,13 +1,15 @@
 """Text bound to a grammar: a logits processor that forbids all other tokens, with llguidance.
 
 longdraft calls a processor once for each emitted token, in order, with the text so far; the grammar's state advances by
-the new tokens. Verification rejects drafted tokens that the grammar forbids, like any other wrong draft.
+the new tokens. Before that it asks what the grammar forces, which is drafted for nothing, and what it forbids of other
+drafts (:mod:`longdraft.engine.grammar`).
 """
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -59,24 +61,25 @@ def checked(grammar: str) -> str:
 
 
 class Constraint:
-    """A logits processor for one request.
+    """A logits processor for one request, which is also a :class:`~longdraft.engine.grammar.Grammar`.
 
     Args:
         grammar: llguidance's. prompt: how many tokens the prompt has.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, grammar: str, prompt: int) -> None:
-        self._matcher = LLMatcher(_table(tokenizer), grammar)
-        self._consumed = prompt
+        self._table = _table(tokenizer)
+        self._matcher = LLMatcher(self._table, grammar)
+        self._prompt, self._consumed = prompt, 0
         self._eos = tokenizer.eos_token_id
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Constraint:
+        twin = copy.copy(self)
+        twin._matcher = self._matcher.deep_copy()
+        return twin
+
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        new = input_ids[0, self._consumed :].tolist()
-        self._consumed += len(new)
-        if new and not self._matcher.is_stopped():
-            self._matcher.consume_tokens(new)
-        if self._matcher.is_error():
-            raise RequestError(f"The grammar was left: {self._matcher.get_error().splitlines()[0]}")
+        self._consume(input_ids[0, self._prompt + self._consumed :].tolist())
         if self._matcher.is_stopped():
             allowed = torch.zeros(scores.shape[-1], dtype=torch.bool)
             allowed[self._eos] = True
@@ -84,6 +87,34 @@ class Constraint:
             bits = torch.frombuffer(bytearray(self._matcher.compute_logit_bias()), dtype=torch.uint8) > 0
             allowed = torch.nn.functional.pad(bits[: scores.shape[-1]], (0, max(0, scores.shape[-1] - len(bits))))
         return scores.masked_fill(~allowed.to(scores.device), float("-inf"))
+
+    def _consume(self, new: list[int]) -> None:
+        self._consumed += len(new)
+        if new and not self._matcher.is_stopped():
+            self._matcher.consume_tokens(new)
+        if self._matcher.is_error():
+            raise RequestError(f"The grammar was left: {self._matcher.get_error().splitlines()[0]}")
+
+    # --- looking ahead ---
+
+    def read(self, output: Sequence[int]) -> None:
+        self._consume(list(output[self._consumed :]))
+
+    def forced(self) -> list[int]:
+        if self._matcher.is_stopped():
+            return [] if self._matcher.stop_reason() == "EndOfSentence" else [self._eos]
+        return list(self._matcher.compute_ff_tokens())
+
+    def likely(self) -> list[int]:
+        """The first token of the bytes that must come, which could be divided into tokens in other ways too."""
+        return list(self._table.tokenize_bytes(self._matcher.compute_ff_bytes())[:1])
+
+    def follow(self, token: int) -> bool:
+        return not self._matcher.is_stopped() and self._matcher.try_consume_tokens([token]) == 1
+
+    def back(self, count: int) -> None:
+        if count:
+            self._matcher.rollback(count)
 
 
 def _table(tokenizer: PreTrainedTokenizerBase) -> LLTokenizer:

@@ -4,6 +4,9 @@ what happens to it.
 There is one session for each method, made on first use. A request's processors may raise, which makes a whole forward
 fail. The requests in that forward then begin again, one by one, each in a session of its own, and emit the same tokens
 again (a seed fixes every text). The request that fails again ends with its error.
+
+What other threads ask for is taken in between two rounds. So processes that share a model can all take it in at the
+same point (:mod:`longdraft.serve.telling`), and decode the same from there on.
 """
 
 from __future__ import annotations
@@ -12,13 +15,13 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 
-from longdraft.engine.request import Request
 from longdraft.engine.session import Session
-from longdraft.engine.stats import Result, Step
+from longdraft.engine.stats import Result
 from longdraft.errors import LongdraftError
+from longdraft.serve.telling import Telling
+from longdraft.serve.ticket import Change, Kind, Restarted, Ticket, Update
 
 logger = logging.getLogger("longdraft")
 
@@ -35,51 +38,34 @@ class Draining(LongdraftError):
     """The server takes no more requests."""
 
 
-@dataclass(frozen=True)
-class Restarted:
-    """The request begins again; its tokens so far will be repeated."""
-
-
-# What a listener hears: steps and restarts; at last the result, or the error.
-Update = Step | Restarted | Result | Exception
-
-
-@dataclass(eq=False)
-class Ticket:
-    """A submitted request.
-
-    Attributes:
-        request: makes the request, each time that it begins, because processors have a state.
-        listener: called from the engine thread; must return quickly.
-        arrived, began, ended: ``time.monotonic()``; 0 if it has not happened yet.
-    """
-
-    request: Callable[[], Request]
-    method: str
-    listener: Callable[[Update], None]
-    arrived: float = field(default_factory=time.monotonic)
-    began: float = 0.0
-    ended: float = 0.0
-    cancelled: bool = False
-
-
 class Worker:
     """Args:
     session: makes a session for a method.
     slots: how many requests a session decodes at a time. queue: how many may wait.
     idle: called when there is nothing to decode, again as long as it returns True.
+    telling: tells other processes what is asked of the first one, if they share the model.
     """
 
     def __init__(
-        self, session: Callable[[str], Session], slots: int, queue: int, idle: Callable[[], bool] = lambda: False
+        self,
+        session: Callable[[str], Session],
+        slots: int,
+        queue: int,
+        idle: Callable[[], bool] = lambda: False,
+        telling: Telling | None = None,
     ) -> None:
         self._new_session, self._slots, self._queue, self._idle = session, slots, queue, idle
         self._sessions: dict[str, Session] = {}
         self._running: dict[str, dict[int, Ticket]] = {}
         self._waiting: deque[Ticket] = deque()
         self._suspects: deque[Ticket] = deque()  # were in a forward that failed: each is decoded alone
-        self._change = threading.Condition()
         self._closing = self._stopping = False
+        self._telling = telling
+        # Of any thread: what was asked for and is not taken in yet, and requests among it or on their way.
+        self._change = threading.Condition()
+        self._asked: list[Change] = []
+        self._arriving: set[Ticket] = set()
+        self._draining = False
         self._durations: deque[float] = deque([1.0], maxlen=32)  # seconds of the last requests
         self._began, self._ended = threading.Event(), threading.Event()
 
@@ -88,6 +74,11 @@ class Worker:
         self._began.set()
         try:
             self._run()
+        except Exception as error:
+            with self._change:
+                self._draining = True
+            self._end_all(error)
+            raise
         finally:
             self._ended.set()
 
@@ -105,32 +96,35 @@ class Worker:
             QueueFull: no more may wait. Draining: :meth:`close` was called.
         """
         with self._change:
-            if self._closing:
+            if self._draining:
                 raise Draining("The server is shutting down.")
-            if len(self._waiting) >= self._queue:
-                seconds = len(self._waiting) / self._slots * sum(self._durations) / len(self._durations)
-                raise QueueFull(len(self._waiting), max(1.0, seconds))
-            self._waiting.append(ticket)
-            self._change.notify()
+            waiting = len(self._waiting) + len(self._arriving)
+            if waiting >= self._queue:
+                seconds = waiting / self._slots * sum(self._durations) / len(self._durations)
+                raise QueueFull(waiting, max(1.0, seconds))
+            self._arriving.add(ticket)
+            self._ask("submit", ticket)
 
     def cancel(self, ticket: Ticket) -> None:
         """Ends a request within a round. Does nothing if it has ended."""
-        with self._change:
-            ticket.cancelled = True
-            self._change.notify()
+        if not ticket.ended:
+            self._ask("cancel", ticket)
 
     def close(self, timeout: float | None = None) -> None:
         """Takes no more requests, and waits until all have ended; after ``timeout`` seconds ends them."""
         with self._change:
-            self._closing = True
-            self._change.notify()
+            self._draining = True
+            self._ask("close")
         if not self._began.is_set():
             return
         self._ended.wait(timeout)
-        with self._change:
-            self._stopping = True
-            self._change.notify()
+        self._ask("stop")
         self._ended.wait()
+
+    def _ask(self, kind: Kind, ticket: Ticket | None = None) -> None:
+        with self._change:
+            self._asked.append(Change(kind, ticket))
+            self._change.notify()
 
     @property
     def alive(self) -> bool:
@@ -138,12 +132,13 @@ class Worker:
 
     @property
     def draining(self) -> bool:
-        return self._closing
+        return self._draining
 
     @property
     def load(self) -> tuple[int, int]:
         """Counts of requests that are decoded and that wait."""
-        return sum(map(len, list(self._running.values()))), len(self._waiting) + len(self._suspects)
+        waiting = len(self._waiting) + len(self._arriving) + len(self._suspects)
+        return sum(map(len, list(self._running.values()))), waiting
 
     # --- the engine thread ---
 
@@ -158,29 +153,50 @@ class Worker:
             if self._suspects and not busy:
                 self._decode_alone(self._suspects.popleft())
         while not self._stopping and self._use_idle():  # the texts decoded last are worth keeping too
-            pass
+            self._take_in(idle=False)
         for session in self._sessions.values():
             session.close()
 
     def _admit(self) -> bool:
         """Starts waiting requests; blocks while there is nothing to do. Returns False when the worker should end."""
+        idle = False
         while True:
-            with self._change:
-                if self._stopping:
-                    self._end_all()
-                    return False
-                joining = self._joining()
-                idle = not joining and not self._suspects and not any(self._running.values())
-                if idle and self._closing and not self._waiting:
-                    return False
-            for ticket in joining:
+            self._take_in(idle)
+            if self._stopping:
+                self._end_all(Draining("The server has shut down before this request ended."))
+                return False
+            for ticket in self._joining():
                 self._join(ticket)
-            if not idle:
+            if self._suspects or any(self._running.values()):
                 return True
-            if not self._use_idle():
-                with self._change:
-                    if not (self._waiting or self._closing or self._stopping):
-                        self._change.wait()
+            if self._closing and not self._waiting:
+                return False
+            idle = not (self._waiting or self._use_idle())
+
+    def _take_in(self, idle: bool) -> None:
+        """Takes in what was asked for, in all processes that share the model; idle: waits for it."""
+        if self._telling is None:
+            changes = self._asked_within(None if idle else 0.0)
+        else:
+            changes = self._telling.exchange(self._asked_within, idle)
+        for change in changes:
+            match change:
+                case Change("submit", Ticket() as ticket):
+                    self._waiting.append(ticket)
+                    self._arriving.discard(ticket)
+                case Change("cancel", Ticket() as ticket):
+                    ticket.cancelled = True
+                case Change("close"):
+                    self._closing = True
+                case Change("stop"):
+                    self._stopping = True
+
+    def _asked_within(self, seconds: float | None) -> list[Change]:
+        """Takes what was asked for, waiting for it at most so long; None: as long as it takes."""
+        with self._change:
+            self._change.wait_for(lambda: self._asked, seconds)
+            asked, self._asked = self._asked, []
+        return asked
 
     def _use_idle(self) -> bool:
         """Calls ``idle``. Its errors are logged and concern no request."""
@@ -190,9 +206,8 @@ class Worker:
             logger.exception("what is done between requests failed")
             return False
 
-    def _joining(self) -> list[Ticket]:
+    def _joining(self) -> Iterator[Ticket]:
         """Takes from the queue, in order, each request that has a free slot; ends those that were cancelled."""
-        joining: list[Ticket] = []
         free = {method: self._slots - len(running) for method, running in self._running.items()}
         for ticket in list(self._waiting):
             if not ticket.cancelled and free.setdefault(ticket.method, self._slots) < 1:
@@ -202,8 +217,7 @@ class Worker:
                 self._end(ticket, LongdraftError("cancelled"))
             else:
                 free[ticket.method] -= 1
-                joining.append(ticket)
-        return joining
+                yield ticket
 
     def _join(self, ticket: Ticket) -> None:
         try:
@@ -213,7 +227,7 @@ class Worker:
             session = self._sessions[ticket.method]
             number = session.add(ticket.request())
         except Exception as error:
-            self._end(ticket, error)
+            self._fail(ticket, error)
             return
         ticket.began = time.monotonic()
         self._running[ticket.method][number] = ticket
@@ -228,6 +242,7 @@ class Worker:
         try:
             steps = session.step()
         except Exception as error:
+            self._check_all_failed(error)
             logger.exception("a forward failed: its %d requests are decoded once more, one by one", len(running))
             self._abandon(method, error)
             return
@@ -256,24 +271,35 @@ class Worker:
             try:
                 number = session.add(ticket.request())
                 while not session.ended(number):
+                    self._take_in(idle=False)
+                    ticket.cancelled |= self._stopping
                     self._abort_cancelled(session, {number: ticket})
                     for step in session.step():
                         self._notify(ticket, step)
-                    with self._change:
-                        if self._stopping:
-                            session.abort(number)
                 self._end(ticket, session.take(number))
             finally:
                 session.close()
         except Exception as error:
+            self._fail(ticket, error)
+
+    def _fail(self, ticket: Ticket, error: Exception) -> None:
+        try:
+            self._check_all_failed(error)
+        finally:
             self._end(ticket, error)
 
-    def _end_all(self) -> None:
+    def _check_all_failed(self, error: Exception) -> None:
+        """Raises if other processes that share the model have not failed here: they are no longer in step."""
+        if self._telling is not None:
+            self._telling.check_all_failed(error)
+
+    def _end_all(self, outcome: Exception) -> None:
         running = [ticket for tickets in self._running.values() for ticket in tickets.values()]
-        for ticket in (*self._waiting, *self._suspects, *running):
-            self._end(ticket, Draining("The server has shut down before this request ended."))
+        for ticket in (*self._waiting, *self._suspects, *self._arriving, *running):
+            self._end(ticket, outcome)
         self._waiting.clear()
         self._suspects.clear()
+        self._arriving.clear()
         self._running.clear()
 
     def _end(self, ticket: Ticket, outcome: Result | Exception) -> None:
@@ -287,4 +313,4 @@ class Worker:
             ticket.listener(update)
         except Exception:  # concerns this request only
             logger.exception("a listener failed")
-            ticket.cancelled = True
+            self.cancel(ticket)

@@ -9,7 +9,7 @@ t + 1 and predicts token t + 2; its rotary position is t in every step. With f t
 
 Every row sees the keys it will see when drafting (:mod:`longdraft.training.drafted_attention`).
 
-The same run adapts a draft to long text (SpecPV, section 4.1): ``init`` names a draft of short texts in any layout that
+The same run adapts a draft to long text (SpecPV, appendix A): ``init`` names a draft of short texts in any layout that
 longdraft decodes, and ``rope_factor`` stretches its positions with YaRN.
 """
 
@@ -243,7 +243,7 @@ class Plan:
 def train_eagle3(
     config: Eagle3Config, progress: Progress = silent, stop: Callable[[], bool] = never
 ) -> Iterator[Report]:
-    """Trains an EAGLE-3 draft (EAGLE-3, section 3; SpecPV, section 4.1); see :mod:`longdraft.training.session`."""
+    """Trains an EAGLE-3 draft (EAGLE-3, section 3; SpecPV, appendix A); see :mod:`longdraft.training.session`."""
     return run(config, KIND, Eagle3Trainee, lambda block: block, progress, stop)
 
 

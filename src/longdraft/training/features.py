@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from longdraft.memory.prompt_cache import common_prefix
 from longdraft.memory.store import KVStore
+from longdraft.memory.token_ids import common_prefix
 from longdraft.model.runner import TargetRunner
 from longdraft.training.documents import Document
 
@@ -207,7 +207,7 @@ class FeatureReader:
         rows = {}
         if "hidden" in self.names:
             assert store.features is not None
-            rows["hidden"] = store.features[slot, :length].to(self.dtype, copy=True)
+            rows["hidden"] = store.features.read(slot, 0, length).to(self.dtype, copy=True)
         if "keys" in self.names:
             keys, values = (x[slot, :, :length].transpose(0, 1).to(self.dtype, copy=True) for x in store.layer(-1))
             rows |= {"keys": keys.contiguous(), "values": values.contiguous()}

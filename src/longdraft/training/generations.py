@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from longdraft.errors import CheckpointError, ContextError, LongdraftError
-from longdraft.memory.prompt_cache import common_prefix
+from longdraft.memory.token_ids import common_prefix
 from longdraft.model.chat import chat_prompt, follow_up
 from longdraft.model.runner import TargetRunner
 from longdraft.training.branches import Branches, TokenFeatures, sample

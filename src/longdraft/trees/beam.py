@@ -1,4 +1,4 @@
-"""Beam tree: level by level, the most probable continuations of the level before (LongSpec, section 3.3).
+"""Beam tree: level by level, the most probable continuations of the level before (LongSpec, appendix E).
 
 The first level holds the root's most probable tokens; each further one the best of (nodes of the level before x
 vocabulary) by cumulative log-probability. The last level is never expanded: D levels cost D draft forwards.
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from longdraft.trees.level import Growth, Scored
 from longdraft.trees.opt import FittedAsOpt
 
-# LongSpec, section 4.1.
+# LongSpec, appendix E.
 WIDTHS = (4, 16, 16, 16, 16)
 # For sampled text, as many nodes: the sampled token is often none of a few likeliest ones, so width helps and depth
 # does not (docs/longspec.md).

@@ -55,4 +55,5 @@ def merged(first: TokenTree, second: TokenTree) -> TokenTree:
             log_probs.append(log_prob)
         places.append(nodes[key])
     looked_up = first.looked_up | {places[node] for node in second.looked_up}
-    return TokenTree(tuple(tokens), tuple(parents), tuple(log_probs), looked_up)
+    forced = first.forced | {places[node] for node in second.forced}
+    return TokenTree(tuple(tokens), tuple(parents), tuple(log_probs), looked_up, forced)

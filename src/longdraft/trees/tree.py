@@ -20,12 +20,14 @@ class TokenTree:
         parents: index of each node's parent; -1 for the root, and for it alone.
         log_probs: the drafter's log-probability of each node given its path, 0.0 if it has none; empty: it has none.
         looked_up: nodes that a lookup proposed, not a draft; for display.
+        forced: nodes that are right if their parents are, as a grammar forbids every other token.
     """
 
     tokens: tuple[int, ...]
     parents: tuple[int, ...]
     log_probs: tuple[float, ...] = ()
     looked_up: frozenset[int] = field(default=frozenset(), compare=False, repr=False)
+    forced: frozenset[int] = field(default=frozenset(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not self.tokens or len(self.tokens) != len(self.parents):
@@ -79,6 +81,10 @@ class TokenTree:
         """Returns the child of ``node`` with this token; None if there is none."""
         return self._children[node].get(token)
 
+    def children(self, node: int) -> dict[int, int]:
+        """Returns the children of ``node`` by token."""
+        return self._children[node]
+
     def follows(self, tokens: Sequence[int]) -> int:
         """Counts how many of these tokens, from the first on, are a path from the root."""
         node: int | None = 0
@@ -104,7 +110,8 @@ class TokenTree:
             (*tokens, *self.tokens),
             (*range(-1, n), *(parent + n for parent in self.parents[1:])),
             (0.0,) * n + self.log_probs if self.log_probs else (),
-            looked_up=frozenset(i + n for i in self.looked_up),
+            frozenset(i + n for i in self.looked_up),
+            frozenset(i + n for i in self.forced),
         )
 
     def limited(self, max_depth: int) -> TokenTree:
@@ -137,4 +144,5 @@ class TokenTree:
             tuple(new[self.parents[i]] for i in kept),
             tuple(self.log_probs[i] for i in kept) if self.log_probs else (),
             frozenset(new[i] for i in kept if i in self.looked_up),
+            frozenset(new[i] for i in kept if i in self.forced),
         )

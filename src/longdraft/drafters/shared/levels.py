@@ -179,17 +179,21 @@ class DraftRound(ABC):
         return log_probs.view(*level.tokens.shape, -1), ids.view(*level.tokens.shape, -1)
 
     def entering(
-        self, level: Level, starts: Sequence[int], ends: Sequence[int]
+        self, level: Level, starts: Sequence[int], ends: Sequence[int], rows: int | None = None
     ) -> tuple[Fed, torch.Tensor, torch.Tensor, torch.Tensor]:
         """New tokens at positions [start, end) of each sequence, the last of which is its root.
 
+        Args:
+            rows: pad the rows of each sequence to so many.
+
         Returns:
-            The rows, cos and sin (T, d), and (B',) which rows are the roots.
+            The rows, cos and sin (T, d), and (B',) which rows are the roots; of padded rows, which of its sequence's.
         """
-        positions = [p for start, end in zip(starts, ends, strict=True) for p in range(start, end)]
-        ahead = [end - 1 + depth for end in ends for depth in range(1, self._depth)]
         counts = tuple(end - start for start, end in zip(starts, ends, strict=True))
-        numbers = on_device([*positions, *ahead, *(n - 1 for n in accumulate(counts))], self._device)
+        positions = [p for start, end in zip(starts, ends, strict=True) for p in filled(range(start, end), rows)]
+        ahead = [end - 1 + depth for end in ends for depth in range(1, self._depth)]
+        lasts = (n - 1 for n in (accumulate(counts) if rows is None else counts))
+        numbers = on_device([*positions, *ahead, *lasts], self._device)
         roots = numbers[-len(counts) :]
         cos, sin = self._rotary(numbers[: -len(counts)])
         # None of them where a tree has one level.
@@ -206,6 +210,11 @@ class DraftRound(ABC):
         assert self._entered is not None
         cos, sin = (self._entered.of(level.rows, x)[:, level.depth - 1, None] for x in self._ahead)
         return fed, cos, sin
+
+    def padded_rows(self, graphs: Graphs, window: Window, lacking: Sequence[Sequence[int]]) -> int | None:
+        """The number of rows that those which each window lacks are padded to, the largest; None: not recorded."""
+        most = max(map(len, lacking))
+        return most if window.together and self.records and graphs.rows(most) is not None else None
 
     def recorded(
         self,
@@ -263,6 +272,16 @@ class DraftRound(ABC):
 
     def _slots(self, level: Level) -> tuple[int, ...]:
         return tuple(self.sequences[row].slot for row in level.rows)
+
+
+def filled(numbers: Sequence[int], rows: int | None) -> list[int]:
+    """Numbers, of which the last one is repeated up to ``rows``."""
+    return [*numbers, *[numbers[-1]] * ((rows or 0) - len(numbers))]
+
+
+def last_rows(count: int, lasts: torch.Tensor) -> torch.Tensor:
+    """(B,) each sequence's last row among ``count`` padded ones of B sequences; ``lasts`` counts from its first."""
+    return torch.arange(0, count, count // len(lasts), device=lasts.device) + lasts
 
 
 def each_row(x: torch.Tensor, rows: int) -> torch.Tensor:

@@ -1,0 +1,135 @@
+"""Drafts of texts that are bound to a grammar: what it forces is drafted for nothing, what it forbids is not verified.
+
+A JSON schema leaves one continuation for keys, punctuation and constants. Those tokens join every drafter's tree, which
+is verified as ever: the text is that of plain decoding with the same grammar, token for token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field, replace
+from math import log
+from typing import Any, Protocol, runtime_checkable
+
+from longdraft.engine.sequence import Sequence
+from longdraft.trees.node_limit import NodeLimit
+from longdraft.trees.tree import TokenTree
+
+# The drafter's probability of a token that the grammar suggests but does not force.
+LIKELY = 0.9
+
+
+@runtime_checkable
+class Grammar(Protocol):
+    """A logits processor that forbids tokens, and can look ahead. It stands behind the last token of the text."""
+
+    def read(self, output: SequenceOf[int]) -> None:
+        """Moves on to the end of the text. ``output``: all tokens behind the prompt."""
+
+    def forced(self) -> list[int]:
+        """The next tokens, as long as every other one is forbidden."""
+
+    def likely(self) -> list[int]:
+        """Next tokens that are likely, where several are allowed; mostly none."""
+
+    def follow(self, token: int) -> bool:
+        """Moves on by a token. Returns False, without moving, if it is forbidden or ends the text."""
+
+    def back(self, count: int) -> None:
+        """Takes back so many calls of :meth:`follow`."""
+
+
+def fitted(tree: TokenTree, sequence: Sequence, most: int) -> TokenTree:
+    """Fits a sequence's drafted tree to its grammar, if it has one.
+
+    Args:
+        most: drafted nodes at most.
+
+    Returns:
+        The tree with the tokens that the grammar forces at its nodes, without those that it forbids.
+    """
+    grammar = next((p for p in sequence.sampler.processors if isinstance(p, Grammar)), None)
+    if grammar is None or most < 1 or sequence.finish_reason is not None:
+        return tree
+    grammar.read(sequence.output)
+    fit = _Fit(tree, grammar, most, [tree.tokens[0]])
+    fit.grow(0, 0)
+    return fit.tree().best(most)
+
+
+def with_grammars(limit: NodeLimit | None, most: int) -> NodeLimit | None:
+    """The limit of a round, where what grammars force counts among the proposals that cost nothing."""
+    if limit is None:
+        return None
+
+    def choose(sequences: list[Any], trees: list[TokenTree]) -> list[Any]:
+        fit = [fitted(tree, s, most) for s, tree in zip(sequences, trees, strict=True)]
+        return limit.choose(sequences, fit)
+
+    return replace(limit, choose=choose)
+
+
+@dataclass
+class _Fit:
+    """The tree that grows, beside the one that was drafted."""
+
+    drafted: TokenTree
+    grammar: Grammar
+    most: int
+    tokens: list[int]
+    parents: list[int] = field(default_factory=lambda: [-1])
+    log_probs: list[float] = field(default_factory=lambda: [0.0])
+    looked_up: set[int] = field(default_factory=set)
+    forced: set[int] = field(default_factory=set)
+
+    def grow(self, place: int, node: int | None) -> None:
+        """Adds what may follow a node. The grammar stands behind it, and does so again afterwards.
+
+        Args:
+            node: the same node in the drafted tree; None if it is not there.
+        """
+        if len(self.tokens) >= self.drafted.size + self.most:
+            return
+        followed = 0
+        for token in self.grammar.forced()[: self.most]:
+            node = None if node is None else self.drafted.child(node, token)
+            place = self._add(token, place, node, forced=True)
+            if not self.grammar.follow(token):  # nothing comes behind the text's end
+                break
+            followed += 1
+        else:
+            if followed:
+                self.grow(place, node)
+            else:
+                self._fork(place, node)
+        self.grammar.back(followed)
+
+    def _fork(self, place: int, node: int | None) -> None:
+        """Adds what was drafted behind a node and is allowed, and what is likely."""
+        children = {} if node is None else self.drafted.children(node)
+        for token in dict.fromkeys([*children, *self.grammar.likely()]):
+            if self.grammar.follow(token):
+                child = children.get(token)
+                self.grow(self._add(token, place, child), child)
+                self.grammar.back(1)
+
+    def _add(self, token: int, parent: int, node: int | None, forced: bool = False) -> int:
+        place = len(self.tokens)
+        self.tokens.append(token)
+        self.parents.append(parent)
+        if forced:
+            self.forced.add(place)
+            self.log_probs.append(0.0)
+        elif node is None:
+            self.log_probs.append(log(LIKELY))
+        else:
+            self.log_probs.append(self.drafted.log_probs[node] if self.drafted.log_probs else 0.0)
+        if node is not None and node in self.drafted.looked_up:
+            self.looked_up.add(place)
+        return place
+
+    def tree(self) -> TokenTree:
+        return TokenTree(
+            tuple(self.tokens), tuple(self.parents), tuple(self.log_probs), frozenset(self.looked_up),
+            frozenset(self.forced),
+        )  # fmt: skip

@@ -1,0 +1,60 @@
+"""What is handed to the engine thread: requests that were submitted, and changes to what it decodes."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from longdraft.engine.request import Request
+from longdraft.engine.stats import Result, Step
+
+
+@dataclass(frozen=True)
+class Restarted:
+    """The request begins again; its tokens so far will be repeated."""
+
+
+# What a listener hears: steps and restarts; at last the result, or the error.
+Update = Step | Restarted | Result | Exception
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A submitted request.
+
+    Attributes:
+        request: makes the request, each time that it begins, because processors have a state.
+        listener: called from the engine thread; must return quickly.
+        arrived, began, ended: ``time.monotonic()``; 0 if it has not happened yet.
+        twin: makes the same request in other processes that share the model; can be pickled.
+        number: names it among the tickets of a server.
+    """
+
+    request: Callable[[], Request]
+    method: str
+    listener: Callable[[Update], None]
+    arrived: float = field(default_factory=time.monotonic)
+    began: float = 0.0
+    ended: float = 0.0
+    cancelled: bool = False
+    twin: Callable[[], Request] | None = None
+    number: int = field(default_factory=itertools.count().__next__)
+
+
+Kind = Literal["submit", "cancel", "close", "stop"]
+
+
+@dataclass(frozen=True)
+class Change:
+    """What the engine thread takes in between two rounds.
+
+    Attributes:
+        kind: a request was submitted or cancelled; or the worker ends, when all requests have ended ("close") or now.
+        ticket: the request's.
+    """
+
+    kind: Kind
+    ticket: Ticket | None = None

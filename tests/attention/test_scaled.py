@@ -1,0 +1,109 @@
+"""Keys and values in eight bits: the Triton kernels against the definition, and which path is taken."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton")
+
+from longdraft.attention import dispatch, fixed_order, reference, scaled, triton_backend
+from longdraft.attention.block import PLAIN
+from longdraft.errors import CapabilityError
+from longdraft.native.scaled import Scaled
+from tests.attention.cases import TOLERANCE, case, scored
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []  # one is to be seen with `-m gpu` alone
+CLOSE = TOLERANCE | {torch.float32: 1e-5}
+DTYPES = torch.float32, torch.bfloat16, torch.float16
+
+
+def rounded(*arguments, **options):
+    """A case whose keys and values are in eight bits; rows that nobody may see are no numbers."""
+    q, keys, values, *rest = case(*arguments, device=DEVICE, **options)
+    return q, Scaled.of(keys), Scaled.of(values), *rest
+
+
+def check(given, scoring=PLAIN, tree=True) -> None:
+    q, *_ = given
+    found, expected = (
+        f(*scaled._arguments(*given, scoring, tree)) for f in (triton_backend.scaled_attention, scaled.scaled_attention)
+    )
+    assert found.dtype == q.dtype and found.shape == q.shape
+    torch.testing.assert_close(found, expected, atol=CLOSE[q.dtype], rtol=CLOSE[q.dtype])
+
+
+@settings(max_examples=12)
+@given(
+    lengths=st.lists(st.integers(0, 90), min_size=1, max_size=3),
+    size=st.integers(1, 20),
+    heads=st.sampled_from([(2, 2), (4, 2), (5, 1)]),
+    head_dim=st.integers(1, 48),
+    dtype=st.sampled_from(DTYPES),
+    tree=st.booleans(),
+    behind=st.sampled_from([0, 7]),
+    scoring=st.sampled_from([(None, False), (20.0, True)]),
+)
+def test_any_shape_of_a_ragged_batch(lengths, size, heads, head_dim, dtype, tree, behind, scoring):
+    given = rounded(lengths, size, heads=heads, head_dim=head_dim, dtype=dtype, tree=tree, behind=behind)
+    check(given, scored(*scoring, heads[0], DEVICE))
+    check(given, tree=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_bits_are_those_of_rows_that_were_unpacked_before(dtype, monkeypatch):
+    """So the kernels change nothing but where the rows are multiplied."""
+    q, keys, values, block, scale = rounded([300, 0, 65], 9, heads=(6, 2), head_dim=32, dtype=dtype)
+    choice = triton_backend.Choice(32)
+    monkeypatch.setattr(triton_backend, "_choice", lambda inputs: choice)
+    rest = block.slots_t, block.lengths_t, scale, 300, 3
+    found = triton_backend.prefix_attention(q, keys, values, *rest)
+    unpacked = triton_backend.prefix_attention(q, keys.to(dtype), values.to(dtype), *rest)
+    assert all(torch.equal(a, b) for a, b in zip(found, unpacked, strict=True))
+
+
+def test_other_rows_take_the_path_that_they_took():
+    q, keys, values, block, scale = case([20, 3], 4)
+    either, prefix = scaled.or_scaled(reference.attend), scaled.prefix_or_scaled(lambda q, *_: 2 * q)
+    assert torch.equal(either(q, keys, values, block, scale), reference.attend(q, keys, values, block, scale))
+    assert torch.equal(prefix(q, keys, values, block, scale), 2 * q)
+    small = Scaled.of(keys), Scaled.of(values)
+    assert not torch.equal(either(q, *small, block, scale), either(q, keys, values, block, scale))
+    assert not torch.equal(prefix(q, *small, block, scale), 2 * q)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "forced", "reason"),
+    [
+        ("cuda", torch.bfloat16, None, None),
+        ("cuda", torch.bfloat16, "triton", None),
+        ("cuda", torch.bfloat16, "hybrid", "LONGDRAFT_ATTENTION=hybrid"),
+        ("cuda", torch.float64, None, "float64"),
+        ("cpu", torch.float32, None, "on a GPU"),
+    ],
+)
+def test_who_reads_eight_bits(device, dtype, forced, reason, monkeypatch):
+    monkeypatch.delenv(dispatch.ENVIRONMENT, raising=False)
+    if forced:
+        monkeypatch.setenv(dispatch.ENVIRONMENT, forced)
+    found = dispatch.scaled_unavailable(torch.device(device), dtype, 128)
+    assert found is None if reason is None else reason in found
+
+
+def test_kernels_that_do_not_give_what_the_definition_gives_are_not_taken(monkeypatch):
+    scaled.check.cache_clear()
+    scaled.check(torch.device("cpu"), torch.float32, 16)
+    for wrong, says in ((lambda *_: torch.zeros(()), "differ"), (lambda *_: 1 / 0, "division by zero")):
+        monkeypatch.setattr(scaled, "scaled_attention", wrong)
+        scaled.check.cache_clear()
+        with pytest.raises(CapabilityError, match=says):
+            scaled.check(torch.device("cpu"), torch.float32, 16)
+
+
+def test_deterministic_refuses_eight_bits():
+    q, keys, values, block, scale = rounded([5], 2)
+    with pytest.raises(CapabilityError, match="deterministic=True"):
+        fixed_order.attend(q, keys, values, block, scale)

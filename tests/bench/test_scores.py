@@ -1,0 +1,73 @@
+"""Scores of answers, by the definitions of the data sets' authors, worked out by hand."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from longdraft.bench import scores
+from longdraft.bench.data import Sample
+
+
+@pytest.mark.parametrize(
+    ("score", "text", "answer", "wanted"),
+    [
+        ("exact_match", "The Eiffel Tower.", "eiffel tower", 1),
+        ("exact_match", "the Eiffel Tower in Paris", "eiffel tower", 0),
+        ("f1", "It is the Eiffel Tower", "Eiffel Tower", 2 * 1 * 0.5 / 1.5),
+        ("f1", "cat cat", "cat", 2 * 0.5 / 1.5),
+        ("f1", "none", "cat", 0),
+        ("edit_similarity", "```python\n# a remark\nreturn x\n", "return y", 0.88),  # 7 of 8 letters, rounded as there
+        ("edit_similarity", "\nreturn x", "return x", 1),
+        ("edit_similarity", "# remarks alone", "return x", 0),
+        ("choice", "**The correct answer is (B).**", "B", 1),
+        ("choice", "The correct answer is C", "C", 1),
+        ("choice", "It is B", "B", 0),
+        ("letters", "AC", "CA (both)", 1),
+        ("letters", "option D", "D", 1),
+        ("letters", "none", "A", 0),
+        ("number", r"1 + 1 = \boxed{2}, not 3", "2", 1),
+        ("number", "The answer is 1,204. I checked 3 times.", "1204", 1),
+        ("number", "first 7, then 073", "73", 1),
+        ("number", "no idea", "7", 0),
+        ("numbers", "Paragraph 3 or paragraph 4", "Paragraph 3", 0.5),
+        ("numbers", "none", "3", 0),
+        ("rouge_l", "cats sat here", "a cat sat here", 6 / 7),
+        ("found", "It is ABCDE", "abcde", 1),
+    ],
+)
+def test_an_answer(score, text, answer, wanted):
+    sample = Sample("x", "", "any", "", answers=(answer,), score=score)
+    assert scores.score(sample, text) == pytest.approx(wanted)
+
+
+def test_several_references():
+    best = Sample("x", "", "any", "", answers=("cat", "dog"), score="exact_match")
+    assert scores.score(best, "dog") == 1
+    needles = Sample("x", "", "vt", "", answers=("ABC", "DEF"), score="found")
+    assert scores.score(needles, "abc, xyz") == 0.5
+
+
+def test_classes_and_first_lines():
+    names = ("Animal", "Animal and plant", "City")
+    sample = Sample("x", "", "trec", "", answers=("Animal and plant",), score="classes", classes=names)
+    assert scores.score(sample, "\nAnimal and plant\nQuestion: City") == 1  # part of the answer's name; another line
+    assert scores.score(sample, "City or Animal and plant") == 0.5
+    assert scores.score(sample, "City") == 0
+
+
+def test_every_score_is_some_data_sets_or_can_be_asked_for():
+    assert {scores.of_dataset(n) for n in ("qmsum", "hotpotqa", "lcc", "longbench-v2", "aime24", "vt")} == {
+        "rouge_l", "f1", "edit_similarity", "choice", "number", "found",
+    }  # fmt: skip
+    assert scores.of_dataset("mine") == ""
+    assert scores.score(Sample("x", "", "qmsum", ""), "text") is None
+
+
+def test_without_rouge(monkeypatch):
+    sample = Sample("x", "", "qmsum", "", answers=("a",), score="rouge_l")
+    assert scores.lacking([sample]) == ""
+    monkeypatch.setitem(sys.modules, "rouge_score", None)
+    assert scores.score(sample, "a") is None
+    assert "qmsum" in scores.lacking([sample]) and "longdraft[bench]" in scores.lacking([sample])

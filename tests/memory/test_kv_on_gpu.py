@@ -1,0 +1,123 @@
+"""KV in eight bits on a simulated GPU: every method writes what plain decoding on that KV writes, recorded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from longdraft import Speculator
+from longdraft.attention import dispatch
+from longdraft.errors import CapabilityError
+from longdraft.memory.packed_store import PackedStore
+from longdraft.memory.store import KVShape, KVStore
+from longdraft.model.graphs import Graphs
+from longdraft.model.runner import TargetRunner
+from longdraft.native.scaled import Scaled
+from tests.exact_methods import EXACT, Specs
+from tests.forwards import forward
+from tests.nominal import DEVICE, StandIn, card, moved
+from tests.tiny import tiny_model
+
+PROMPTS = [[3, 9, 4, 7, 2, 5] * 8, [8, 1, 1, 6] * 9]
+SETTINGS = {"max_new_tokens": 14, "eos_token_ids": []}
+QUICK = ("ar", "prompt-lookup", "longspec", "eagle3", "self", "quantspec")
+GPU_PAGE = Path(__file__).parents[2] / "docs" / "gpu.md"
+
+
+@pytest.fixture
+def there(monkeypatch):
+    with card(monkeypatch) as found:
+        yield found
+
+
+def tokens(spec: Speculator) -> list[list[int]]:
+    return [list(r.token_ids) for r in spec.generate(PROMPTS, **SETTINGS)]
+
+
+@pytest.mark.parametrize(
+    "method", [m if m in QUICK else pytest.param(m, marks=pytest.mark.slow) for m in (*EXACT, "quantspec")]
+)
+def test_every_method_writes_what_plain_decoding_on_that_kv_writes(method, tmp_path, there):
+    specs = Specs(tmp_path, torch.float32)
+    options = specs.options(method)
+    moved(specs.model)
+    expected = tokens(Speculator("ar", target=specs.model, kv_dtype="int8"))
+    spec = Speculator(method, target=specs.model, plan="fixed", kv_dtype="int8", **options)
+    recorder = StandIn(there)  # which refuses to record a wait
+    spec.runner().graphs = Graphs(recorder, uses=0)
+    there.waits.clear()
+    assert tokens(spec) == expected and recorder.replays > 0
+    assert not [place for place in there.waits if "memory/" in place or "attention/" in place]
+    if method in QUICK:  # others have other trees the next time, or recordings for one request
+        captures = recorder.captures
+        assert tokens(spec) == expected and recorder.captures == captures  # of the same memory
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_view_of_all_rows_in_eight_bits_drafts_for_a_target_that_keeps_its_own(dtype, there):
+    model = moved(tiny_model(layers=2, dtype=dtype))
+    spec = Speculator("quantspec", target=model, plan="fixed")
+    recorder = StandIn(there)
+    spec.runner().graphs = Graphs(recorder, uses=0)
+    found = spec.generate(PROMPTS, **SETTINGS)
+    assert [list(r.token_ids) for r in found] == tokens(Speculator("ar", target=model))
+    assert all(r.exact for r in found) and spec.runner().kv_dtype == dtype
+    assert found[0].mean_accepted_length > 3
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_rows_are_those_that_the_models_own_dtype_would_hold(fused, there, monkeypatch):
+    """Prefill and a tree, ragged, by the fused kernels and by the model's own code: the first layer's rows, rounded."""
+    monkeypatch.setenv("LONGDRAFT_FUSED", str(int(fused)))
+    model, stores = moved(tiny_model(layers=2, dtype=torch.bfloat16)), []
+    for kv_dtype in (torch.int8, None):
+        runner = TargetRunner(model, kv_dtype=kv_dtype)
+        assert bool(runner.twin.fused.layers) is fused
+        store = runner.new_store(2, 40)
+        for slot, n in ((1, 9), (0, 4)):
+            forward(runner, [list(range(1, n + 1))], store, [slot], logits="none")
+            store.commit(slot, range(n))
+        mask = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool).expand(2, -1, -1)
+        forward(runner, [[5, 6, 7]] * 2, store, [1, 0], mask=mask, depths=[[0, 1, 1]] * 2)
+        store.commit(1, [0, 2])
+        stores.append(store)
+    small, own = stores
+    assert type(small) is PackedStore and small.dtype == torch.int8 and small.keys.device == DEVICE
+    for name in ("keys", "values"):
+        kept, rows = getattr(small, name), getattr(own, name).numbers[0, 1, :, :11]
+        assert torch.equal(kept.numbers.numbers[0, 1, :, :11], Scaled.of(rows).numbers)
+        assert torch.equal(kept.scales.numbers[0, 1, :, :11], Scaled.of(rows).scales)
+
+
+def test_the_page_says_how_many_bytes_it_takes():
+    shape, row = KVShape(32, 8, 128, torch.bfloat16), "| 8B shape | {:.2f} GB | {:.2f} GB |"
+    own, small = KVStore(shape, 1, 61440, "meta"), PackedStore(shape, 1, 61440, torch.int8, device="meta")
+    found = [
+        sum(x.numel() * x.itemsize for x in tensors) / 1e9
+        for tensors in ((own.keys, own.values), (x for r in (small.keys, small.values) for x in (r.numbers, r.scales)))
+    ]
+    assert row.format(*found) in GPU_PAGE.read_text(), found
+
+
+def test_another_path_than_the_targets_is_said_once(there, caplog):
+    dispatch.say_scaled.cache_clear()
+    runner = TargetRunner(moved(tiny_model(layers=1)), kv_dtype=torch.int8)
+    with caplog.at_level("INFO"):
+        for _ in range(2):
+            runner.new_store(1, 20)
+    assert caplog.text.count("in int8: triton, as hybrid reads") == 1
+
+
+def test_what_a_gpu_does_not_keep_is_refused_with_what_serves_instead(there, monkeypatch):
+    model = moved(tiny_model(layers=1))
+    with pytest.raises(CapabilityError, match="in int8"):
+        Speculator("ar", target=model, kv_dtype="bfloat16")
+    with pytest.raises(CapabilityError, match="not offloaded"):
+        Speculator("ar", target=model, kv_dtype="int8", offload="host")
+    with pytest.raises(CapabilityError, match="deterministic=True"):
+        Speculator("ar", target=model, kv_dtype="int8", deterministic=True)
+    monkeypatch.setenv(dispatch.ENVIRONMENT, "hybrid")
+    with pytest.raises(CapabilityError, match="forces a path"):
+        Speculator("ar", target=model, kv_dtype="int8")

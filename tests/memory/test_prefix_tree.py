@@ -1,0 +1,124 @@
+"""The tree of prefixes: a text is found down to where it forks, and the limit holds whatever comes."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longdraft.memory.features import KeptRows
+from longdraft.memory.prefix_tree import BLOCK, PrefixTree
+from longdraft.memory.prompt_cache import PromptCache
+from longdraft.memory.store import KVStore, Rows
+from longdraft.memory.token_ids import common_prefix, packed
+from tests.memory.test_prompt_cache import SHAPE, held, new_store, run
+
+ROW = 2 * torch.float32.itemsize
+
+
+def rows_of(text: array[int]):
+    """The KV of a token is the token itself."""
+
+    def read(start: int, end: int) -> Rows:
+        tokens = torch.tensor(text[start:end], dtype=torch.float32)[None, None, :, None]
+        return Rows(tokens.clone(), tokens.clone())
+
+    return read
+
+
+def found(tree: PrefixTree, text: array[int], start: int = 0) -> list[int]:
+    """The tokens of a text whose rows are there, from ``start`` on."""
+    end, out = tree.match(text), list[int]()
+    for at, rows in tree.rows(text, start, end):
+        assert at == start + len(out)
+        out += [int(x) for x in rows.keys[0, 0, :, 0]]
+    return out
+
+
+# Texts that fork at, before and behind the ends of blocks.
+LENGTHS = st.sampled_from([1, 7, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 50])
+TEXTS = st.lists(LENGTHS, min_size=1, max_size=3).map(
+    lambda parts: packed([i for i, n in enumerate(parts) for _ in range(n)])
+)
+
+
+@given(st.lists(TEXTS, min_size=1, max_size=6), TEXTS, st.integers(0, 300))
+def test_a_text_is_found_as_far_as_any_other_begins_like_it(texts, asked, start):
+    tree = PrefixTree(1 << 30)
+    for text in texts:
+        tree.put(text, rows_of(text))
+    shared = max(common_prefix(asked, text) for text in texts)
+    assert tree.match(asked) == shared and tree.match(asked, "another kind") == 0
+    assert found(tree, asked, min(start, shared)) == list(asked[min(start, shared) : shared])
+
+
+@given(st.lists(TEXTS, min_size=1, max_size=8), st.integers(1, 5 * BLOCK))
+def test_the_limit_holds_and_what_is_kept_is_right(texts, rows):
+    tree = PrefixTree(rows * ROW)
+    for text in texts:
+        tree.put(text, rows_of(text))
+        assert tree.nbytes <= tree.max_bytes
+        assert all(found(tree, each) == list(each[: tree.match(each)]) for each in texts)
+    tree.drop()
+    assert not tree.nbytes and not tree.match(texts[0])
+
+
+def test_common_beginnings_are_kept_once_and_the_end_not_used_for_longest_goes_first():
+    document = packed(range(4 * BLOCK))
+    forks = [document + packed([-i] * BLOCK) for i in range(1, 5)]
+    tree = PrefixTree(7 * BLOCK * ROW)  # the document, and three of its forks
+    for fork in forks[:3]:
+        tree.put(fork, rows_of(fork))
+    assert tree.nbytes == tree.max_bytes
+    list(tree.rows(forks[0], 0, 5 * BLOCK))
+    tree.put(forks[3], rows_of(forks[3]))
+    assert [tree.match(fork) // BLOCK for fork in forks] == [5, 4, 5, 5]
+
+
+def test_a_text_whose_slot_was_taken_comes_back():
+    cache = PromptCache(tree_bytes=1 << 20)
+    document, other = list(range(600)), list(range(1000, 1700))
+    run(cache, [[*document, 7, 7]], capacity=800)
+    run(cache, [other], capacity=800)
+    store = cache.open(new_store, 1, 800)
+    assert cache.begin(0, [*document, 8, 8]) == 600 and held(store, 0) == document
+    assert cache.begin(0, [*other, 1], piece=100) == 700 and held(store, 0) == other
+
+
+def test_a_long_text_is_not_given_up_for_a_short_beginning():
+    cache = PromptCache()
+    run(cache, [[1, 2, *range(50)], [1]], capacity=60)
+    assert cache.choose([0, 1], [1, 2, 9, 9]) == 1  # copies a row from the other one
+    assert cache.choose([0, 1], [1, 2, *range(40), 9]) == 0
+
+
+@pytest.mark.parametrize(("ring", "reused"), [(40, 597), (400, 600), (None, 600)])
+def test_hidden_states_come_back_where_a_drafter_reads_them(ring, reused):
+    """Of a text, it reads the last four; a ring has lost those of the document's end if it is short."""
+    kept = None if ring is None else KeptRows(4, ring)
+
+    def new_store(slots: int, capacity: int) -> KVStore:
+        return KVStore(SHAPE, slots, capacity, feature_layers=(0,), feature_size=1, kept=kept)
+
+    cache = PromptCache(tree_bytes=1 << 20)
+    store = cache.open(new_store, 1, 800, (0,))
+
+    def read(prompt: list[int]) -> int:
+        start = cache.begin(0, prompt)
+        new = torch.tensor(prompt[start:], dtype=torch.float32)[:, None]
+        rows = new.expand(2, 1, -1, 4)
+        store.put_rows(0, start, rows, rows, new)
+        store.commit(0, range(len(new)))
+        cache.remember(0, prompt)
+        return start
+
+    document = list(range(600))
+    for text in ([*document, *[7] * 40], list(range(1000, 1700))):
+        assert read(text) == 0
+    assert read([*document, 8, 8]) == reused and held(store, 0) == [*document, 8, 8]
+    assert store.features is not None
+    assert store.features.read(0, 597, 602).flatten().tolist() == [597, 598, 599, 8, 8]
+    assert store.features.first(0) == (597 if reused == 597 else 256 if ring else 0)
