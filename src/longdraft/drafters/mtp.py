@@ -208,7 +208,8 @@ class TrainedMtp(MtpDraft):
         draft_folder.check_kind(contents.kind, KIND, folder)
         self.weights = dict(contents.tensors)
         offsets = self.weights.pop(OFFSETS, None)
-        super().__init__(folder, dict(self.weights))
+        # In 16 bits, which kernels read as they are: packed matrices come as float32.
+        super().__init__(folder, {name: t.bfloat16() for name, t in self.weights.items()})
         self.config, self.layout = contents.config, "longdraft"
         self.ids = None if offsets is None else offsets.long() + torch.arange(len(offsets))
         self.trained_length = self.config.get("trained_length")
