@@ -116,3 +116,9 @@ def test_whatever_comes_and_whenever_it_restarts_tokens_are_the_same(tmp_path_fa
             assert result.token_ids == alone(prompt)
         if restarts:
             cache = cache_of(folder, most=most)
+
+
+def test_two_texts_that_do_not_fit_together_are_each_written_once(tmp_path):
+    cache = cache_of(tmp_path / "kept", most=300 * PLAIN.runner().kv_shape.bytes_per_token)
+    asked(cache, TEXT[:200], TEXT[100:290])  # ends: the texts do not drive each other out for ever
+    assert len(list((tmp_path / "kept").glob("*.safetensors"))) == 1

@@ -30,6 +30,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "onepass": _EAGLE3 | {"rank": 8},
     "lm": {"layers": 2, "intermediate_size": 64},
     "heads": {"lr": 2e-3},
+    "mtp": {"ttt": 3, "vocabulary": 40},
 }
 
 

@@ -88,7 +88,8 @@ def test_configurations_are_complete(kind, path):
     found = read_config(path, ["data=x.jsonl"], SETTINGS[kind])
     assert found.out.startswith("drafts/") and found.target is None  # the embedded model
     wanted = {"eagle3": {"decay": 0.8}, "onepass": {"ttt": 6, "rank": 128}, "lm": {"max_length": 1024, "distill": 0.8},
-              "heads": {"heads": 3, "distill": 0.8, "max_length": 2048}, "longspec": {"noise": 5}}[kind]  # fmt: skip
+              "heads": {"heads": 3, "distill": 0.8, "max_length": 2048}, "longspec": {"noise": 5},
+              "mtp": {"decay": 0.8}}[kind]  # fmt: skip
     assert found.as_dict().items() >= wanted.items()
 
 

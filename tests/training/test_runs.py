@@ -77,7 +77,7 @@ MORE = (("step", True), ("checkpoint", False), ("checkpoint", True))
         ("longspec", "step", False),
         ("eagle3", "checkpoint", True),
         *(pytest.param("longspec", *case, marks=pytest.mark.slow) for case in MORE),
-        *(pytest.param(kind, "checkpoint", True, marks=pytest.mark.slow) for kind in ("onepass", "lm", "heads")),
+        *(pytest.param(kind, "checkpoint", True, marks=pytest.mark.slow) for kind in ("onepass", "lm", "heads", "mtp")),
     ],
 )
 def test_killed_and_resumed_is_uninterrupted_to_the_bit(config, tmp_path, kind, manner, cached):

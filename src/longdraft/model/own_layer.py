@@ -20,7 +20,7 @@ from longdraft.errors import UnsupportedModelError
 from longdraft.model import hosting
 from longdraft.model.few_rows import in_halves
 from longdraft.model.small_models import Attend
-from longdraft.model.stored import StoredLinear, unpacked
+from longdraft.model.stored import StoredLinear, StoredWeights, unpacked
 from longdraft.native import Stored, kernels
 
 OWN = "longdraft_own_layer"
@@ -42,7 +42,8 @@ def _attend(
     narrow, size = value.shape[-1], max(key.shape[-1], value.shape[-1])
     factor = (query.shape[-1] ** -0.5 if scaling is None else scaling) * size**0.5
     query = query if math.isclose(factor, 1.0) else query * factor
-    q, k, v = (F.pad(x[0], (0, size - x.shape[-1])) for x in (query, key, value))
+    # Autocast rounds the value alone: RoPE's tables are float32.
+    q, k, v = (F.pad(x[0].to(value.dtype), (0, size - x.shape[-1])) for x in (query, key, value))
     return longdraft_attend(q, k, v)[..., :narrow].transpose(0, 1)[None].contiguous(), None
 
 
@@ -82,6 +83,17 @@ def layer_like(model: PreTrainedModel, sparse: bool) -> nn.Module:
     if not all(hasattr(layer, name) for name in ("self_attn", "input_layernorm", "mlp")):
         raise UnsupportedModelError(f"{kind.__name__} has no attention, norm and MLP as longdraft knows them.")
     return layer
+
+
+def last_layer(model: PreTrainedModel) -> dict[str, torch.Tensor | Stored]:
+    """The weights of a model's last decoder layer by name, as they are stored, without a copy."""
+    found: dict[str, torch.Tensor | Stored] = {}
+    for path, module in hosting.decoder_layers(model)[-1].named_modules():
+        if isinstance(module, StoredWeights):
+            found[f"{path}.weight"] = module.matrix
+        own = {**module._parameters, **({} if isinstance(module, StoredWeights) else module._buffers)}
+        found |= {f"{path}.{name}": t for name, t in own.items() if t is not None}
+    return found
 
 
 def norm_like(layer: nn.Module, size: int, eps: float) -> nn.Module:

@@ -103,6 +103,8 @@ class DiskPrefixes(PromptCache):
         self._max_bytes, self._min_tokens = max_bytes, max(1, min_tokens)
         # The least recently used first. Files of other targets have no tokens here.
         self._files: OrderedDict[Path, _File] = OrderedDict()
+        # What was written of each slot. It is not written again after it had to go for another slot's text.
+        self._written: dict[int, array[int]] = {}
         self._warned: set[str] = set()
         self._next_attempt = 0.0  # time.monotonic() from which writing is tried again
         try:
@@ -145,7 +147,10 @@ class DiskPrefixes(PromptCache):
             # A slot with more rows than its text is being decoded.
             if len(text) < self._min_tokens or len(text) != self.store.lengths[slot]:
                 continue
+            if text == self._written.get(slot):
+                continue
             if len(text) - self._nearest(text, self.kinds[slot])[1] >= self._min_tokens and self._write(slot, text):
+                self._written[slot] = text[:]
                 return True
         return False
 

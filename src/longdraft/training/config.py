@@ -178,6 +178,23 @@ class OnePassConfig(Eagle3Config):
 
 
 @dataclass(frozen=True)
+class MtpConfig(RunConfig):
+    """A run that trains a projection and norms around the target's own last layer."""
+
+    ttt: int = setting(3, "steps of the training-time test: how deep the draft drafts on its own outputs", ONE_OR_MORE)
+    decay: float = setting(0.8, "weight of a step relative to the step before it", POSITIVE_SHARE)
+    distill: float = setting(1.0, "share of the loss that follows the target's distribution", SHARE)
+    fit_tokens: int = setting(32768, "tokens that a new draft's projection is fitted to by least squares", ONE_OR_MORE)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.anchor_offset:
+            raise ConfigError("anchor_offset is for drafts that know positions of training alone: leave it out.")
+        if self.intermediate_size is not None:
+            raise ConfigError("intermediate_size: the draft's layer is the target's own; leave it out.")
+
+
+@dataclass(frozen=True)
 class LmConfig(RunConfig):
     """A run that distils a small language model. The draft has the target's head counts and head size."""
 

@@ -8,7 +8,7 @@ the target's share is calculated.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,7 +32,7 @@ from longdraft.training.corpus import Corpus, Documents, collect
 from longdraft.training.documents import Skipped
 from longdraft.training.features import CHUNK, Features
 from longdraft.training.run_log import Report
-from longdraft.training.session import Session, never, silent
+from longdraft.training.session import Fit, Session, never, silent
 from longdraft.training.tokens import Tokens, shards_of
 from longdraft.training.trainee import Trainee
 
@@ -115,14 +115,15 @@ class DryRun(Session):
         config: Mapping[str, Any],
         *,
         levels: int,
-        fit: Callable[[Features], None] | None = None,
+        fit: Fit | None = None,
+        keys: bool = False,
         **measuring: Any,
     ) -> Iterator[Report]:
         """Counts one step's memory and operations; yields no report."""
         run = self.config
         trainee.recompute = run.recompute
         length = min(run.max_length, self.runner.context_length)
-        documents = [self._features(length, layers) for _ in range(max(1, run.rows // length))]
+        documents = [self._features(length, layers, keys) for _ in range(max(1, run.rows // length))]
         rows = sum(trainee.learned(length, 1, 1) for _ in documents)
         tracker, counter = MemTracker(), FlopCounterMode(display=False, custom_mapping=_ATTENTION)
         tracker.track_external(trainee)
@@ -149,15 +150,15 @@ class DryRun(Session):
         self.found.append(Estimate(memory, weights, per_row, target, step, steps, reads))
         yield from ()
 
-    def _features(self, length: int, layers: tuple[int, ...] | None) -> Features:
+    def _features(self, length: int, layers: tuple[int, ...] | None, keys: bool) -> Features:
         """Fake features of a text that is learned from its second token on."""
         runner, top = self.runner, self.config.top
         dtype, kv = self.product_dtype, runner.kv_shape
         rows = {}
         if layers:
             rows["hidden"] = torch.empty(length, len(layers) * runner.parts.hidden_size, dtype=dtype)
-        elif layers is not None:
-            rows = {name: torch.empty(length, kv.kv_heads, kv.head_dim, dtype=dtype) for name in ("keys", "values")}
+        if keys or layers == ():
+            rows |= {name: torch.empty(length, kv.kv_heads, kv.head_dim, dtype=dtype) for name in ("keys", "values")}
         ids = torch.zeros(length - 1, top, dtype=torch.long)
         return Features(torch.zeros(length, dtype=torch.long), 1, 0, rows, ids, torch.zeros(length - 1, top))
 

@@ -47,7 +47,7 @@ class Features:
         offset: its anchor-offset, 0 for plain positions.
         rows: what the draft reads, by name, (L, ...) each: ``keys`` and ``values`` (L, Hkv, d) of the target's last
             layer, keys after RoPE; or ``hidden`` (L, layers * hidden size), output hidden states of some layers side by
-            side; or nothing.
+            side; or both; or nothing.
         top_ids, top_log_probs: (L - start, K), the target's likeliest tokens in place of tokens[start:].
     """
 
@@ -92,6 +92,7 @@ class FeatureReader:
         dtype: of what the draft reads.
         layers: decoder layers whose output hidden states the draft reads (0 is the first); empty: it reads the last
             layer's keys and values; None: it reads nothing of the target.
+        keys: beside hidden states, it reads the last layer's keys and values.
 
     Attributes:
         names: names of what the draft reads, the keys of :attr:`Features.rows`.
@@ -103,9 +104,11 @@ class FeatureReader:
         top: int,
         dtype: torch.dtype = torch.bfloat16,
         layers: tuple[int, ...] | None = (),
+        keys: bool = False,
     ) -> None:
         self.runner, self.top, self.dtype, self.layers = runner, top, dtype, layers or ()
-        self.names: tuple[str, ...] = () if layers is None else ("hidden",) if layers else ("keys", "values")
+        kept = {"hidden": bool(layers), "keys": keys or layers == (), "values": keys or layers == ()}
+        self.names: tuple[str, ...] = tuple(name for name, wanted in kept.items() if wanted)
         self._store: KVStore | None = None
         self._last_tokens: list[int] = []
         self._last_offset = 0
@@ -113,10 +116,9 @@ class FeatureReader:
     @property
     def bytes_per_token(self) -> int:
         """Bytes of what the draft reads for one token."""
-        if not self.names:
-            return 0
         kv = self.runner.kv_shape
-        numbers = len(self.layers) * self.runner.parts.hidden_size if self.layers else 2 * kv.kv_heads * kv.head_dim
+        numbers = len(self.layers) * self.runner.parts.hidden_size
+        numbers += 2 * kv.kv_heads * kv.head_dim if "keys" in self.names else 0
         return numbers * self.dtype.itemsize
 
     def forget(self) -> None:
@@ -202,12 +204,14 @@ class FeatureReader:
 
     def _rows(self, store: KVStore, slot: int, length: int) -> dict[str, torch.Tensor]:
         """Copies of what the draft reads, because the next document overwrites the store."""
-        if not self.names:
-            return {}
-        if store.features is not None:
-            return {"hidden": store.features.read(slot, 0, length).to(self.dtype, copy=True)}
-        keys, values = (x[slot, :, :length].transpose(0, 1).to(self.dtype, copy=True) for x in store.layer(-1))
-        return {"keys": keys.contiguous(), "values": values.contiguous()}
+        rows = {}
+        if "hidden" in self.names:
+            assert store.features is not None
+            rows["hidden"] = store.features.read(slot, 0, length).to(self.dtype, copy=True)
+        if "keys" in self.names:
+            keys, values = (x[slot, :, :length].transpose(0, 1).to(self.dtype, copy=True) for x in store.layer(-1))
+            rows |= {"keys": keys.contiguous(), "values": values.contiguous()}
+        return rows
 
 
 class LiveFeatures:

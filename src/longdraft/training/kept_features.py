@@ -77,7 +77,8 @@ class KeptSource:
 
     def __init__(self, documents: Sequence[Document], target: dict[str, Any], reader: FeatureReader) -> None:
         self.documents, self.reader = documents, reader
-        self.names = [hidden_name(layer) for layer in reader.layers] or list(reader.names)
+        self.states = [hidden_name(layer) for layer in reader.layers]
+        self.names = [name for name in reader.names if name != "hidden"]
         for folder in sorted({Path(d.kept[0]) for d in documents if d.kept}):
             with feature_files.readable(folder / INDEX, ADVICE):
                 index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
@@ -98,7 +99,7 @@ class KeptSource:
         """Raises CheckpointError if a file is missing, damaged or of other text."""
         document = self.documents[i]
         # A document whose beginning was cut off has positions from 0 on, where the kept keys do not stand.
-        assert not (document.cut and self.names), "a document cut at its beginning has only its text"
+        assert not (document.cut and self.reader.names), "a document cut at its beginning has only its text"
         assert document.kept is not None
         folder, number, answer = document.kept
         length = len(document.tokens)
@@ -118,7 +119,7 @@ class KeptSource:
             if tokens.tolist() != document.tokens:
                 raise ValueError("it is of other text")
             rows = {name: read(name).to(self.reader.dtype) for name in self.names}
-            if self.reader.layers:
-                rows = {"hidden": torch.cat(list(rows.values()), 1)}
+            if self.states:
+                rows["hidden"] = torch.cat([read(name).to(self.reader.dtype) for name in self.states], 1)
             learned = slice(document.start - 1, length - 1), slice(self.reader.top)
             return Features(tokens, document.start, 0, rows, read("ids")[learned].long(), read("lps")[learned].float())

@@ -54,6 +54,10 @@ if TYPE_CHECKING:
 Progress = Callable[[str, int, int], None]
 
 
+# Fits a new draft to the documents' features.
+Fit = Callable[[Iterator[Features]], None]
+
+
 def silent(what: str, done: int, total: int) -> None:
     """A ``progress`` that shows nothing."""
 
@@ -109,21 +113,22 @@ class Session:
         return most_frequent(counted, runner.vocab_size, config.vocabulary, runner.eos_token_ids)
 
     def source(
-        self, layers: tuple[int, ...] | None, fit: Callable[[Features], None] | None = None
+        self, layers: tuple[int, ...] | None, fit: Fit | None = None, keys: bool = False
     ) -> FeatureSource | None:
         """The features of the learned documents; None if ``stop`` ended the filling of the cache.
 
         Args:
             layers: decoder layers whose hidden states the draft reads; (): the last layer's KV; None: the text alone.
-            fit: called with the first document's features, before a cache is filled.
+            fit: called with the documents' features, one after the other, before a cache is filled.
+            keys: beside hidden states, it reads the last layer's KV.
         """
         config, runner, learned = self.config, self.runner, self.data.learned
         dtype = torch.bfloat16 if config.precision == "bf16" else runner.kv_shape.dtype
-        reader = FeatureReader(runner, config.top, dtype, layers)
+        reader = FeatureReader(runner, config.top, dtype, layers, keys)
         if not config.anchor_offset and self._kept(learned):
             kept = KeptSource(learned, runner.parts.description, reader)
             if fit is not None:
-                fit(kept[0])
+                fit(map(kept.__getitem__, range(len(learned))))
             return kept
         if learned.with_features:
             line = (
@@ -134,7 +139,7 @@ class Session:
         offsets = corpus.offsets(learned.lengths, config.anchor_offset, runner.context_length, config.seed)
         live = LiveFeatures(reader, learned, offsets)
         if fit is not None:
-            fit(live[0])
+            fit(map(live.__getitem__, range(len(learned))))
         if config.cache is None:
             return live
         return self._cached(Path(config.cache), reader, offsets)
@@ -146,6 +151,8 @@ class Session:
             identity["rope_factor"] = self.config.target_rope_factor  # not in the description: drafts fit either way
         if reader.layers:
             identity["layers"] = list(reader.layers)
+            if "keys" in reader.names:
+                identity["keys"] = True
         if not reader.names:
             identity["reads"] = "text"
         cache = FeatureCache(folder, self.data.learned, offsets, identity, reader)
@@ -193,7 +200,8 @@ class Session:
         config: Mapping[str, Any],
         *,
         levels: int,
-        fit: Callable[[Features], None] | None = None,
+        fit: Fit | None = None,
+        keys: bool = False,
         measured: int = DEPTH,
         ranks_of: Ranks = by_step,
         shifts: int = 1,
@@ -204,11 +212,11 @@ class Session:
             layers: decoder layers whose hidden states the draft reads; (): the last layer's KV; None: the text alone.
             kind, config: the draft's kind, and what its config.json adds to the common entries.
             levels: the largest depth that the trainee reports. measured: levels that simulated acceptance drafts.
-            fit: called first, with a document's features, which a new draft is scaled to.
+            fit, keys: of :meth:`source`; a new draft is fitted to what the target computes.
             ranks_of: computes ranks for simulated acceptance. shifts: the largest shift that a document is given.
         """
         run, device = self.config, self.runner.device
-        if (source := self.source(layers, fit)) is None:
+        if (source := self.source(layers, fit, keys)) is None:
             return
         trainee.recompute = run.recompute
         # Where one CPU computes both, reading ahead would only make them take turns.
