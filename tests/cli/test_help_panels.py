@@ -68,7 +68,7 @@ def test_all_verbs_and_flags_are_completed():
         (["bench", "qu"], ["quality"]),
         (["generate", "--method", "specp"], ["specpv", "specpv-exact"]),
         (["bench", "quality", "--needle-d"], ["--needle-depths"]),
-        (["train", "eag"], ["eagle3"]),
+        (["train", "eag"], ["eagle3", "eagle"]),
         (["generate", "--weights", ""], ["stored", "float32"]),
         (["generate", "--file", "REA"], ["README.md"]),
     ],

@@ -255,7 +255,7 @@ class Checked(Eagle3Drafter):
         found = super().propose(sequences, limit)
         if self.fresh:
             twin = Eagle3Drafter(self.draft, widths=(2, 3))
-            twin.bind(self._runner, self._store)
+            twin.bind(self.runner, self.store)
             for s in sequences:
                 twin.observe(begun(s))
             again = twin.propose(sequences)

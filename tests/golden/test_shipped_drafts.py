@@ -65,10 +65,10 @@ GOLDEN = {
     "heads": Golden(1.13, {}, {"widths": (2, 1, 1)}),
     "tokenswift": Golden(1.7, {"sink": 8, **VIEW}, {"widths": (2, 1, 1)}),
     "specpv": Golden(1.5, {"drafter": "longspec", **PARTIAL}, {"widths": (2, 2, 1)}),
-    "specpv-exact": Golden(0.9, {"drafter": "longspec", **PARTIAL}, {"widths": (2, 2, 1)}),
+    "specpv-exact": Golden(0.7, {"drafter": "longspec", **PARTIAL}, {"widths": (2, 2, 1)}),
 }
-# A method whose draft does not come with the package has nothing to run with.
-AVAILABLE = [m for m in longdraft.methods() if m["available"]]
+# A method whose draft does not come with the package has nothing to run with, and that of mtp is another model's.
+AVAILABLE = [m for m in longdraft.methods() if m["available"] and m["name"] != "mtp"]
 EXACT = {m["name"] for m in AVAILABLE if m["exact"]}
 PLANNED = sorted(EXACT - {"ar", "specpv-exact"})
 

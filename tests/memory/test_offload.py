@@ -40,12 +40,13 @@ def kind(request):
 def offloaded(kind, tmp_path, monkeypatch):
     """From here on all targets offload; to the host as if the CPU were a GPU with a lazy stream. With "host:2" the
     device keeps two layers and one in turns."""
-    kept = cycle([2, 1] if kind == "host:2" else [0])
+    resident = cycle([2, 1] if kind == "host:2" else [0])
 
-    def new_store(option, shape, slots, capacity, device, transposed=False, layers=(), size=0, rooms=None):
+    def new_store(option, shape, slots, capacity, device, transposed=False, layers=(), size=0, rooms=None, kept=None):
         if kind.startswith("host"):
-            return HostStore(shape, slots, capacity, "cpu", layers, size, side=LazySide(), resident=next(kept))
-        return DiskStore(tmp_path, shape, slots, capacity, transposed, layers, size)
+            more = {"side": LazySide(), "resident": next(resident), "kept": kept}
+            return HostStore(shape, slots, capacity, "cpu", layers, size, **more)
+        return DiskStore(tmp_path, shape, slots, capacity, transposed, layers, size, kept)
 
     return lambda: monkeypatch.setattr(offload, "new_store", new_store)
 

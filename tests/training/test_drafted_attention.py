@@ -157,7 +157,8 @@ def test_where_a_flash_kernel_serves():
 
     half = [torch.bfloat16] * 3
     assert serves(*made("cuda", *half))
-    assert not serves(*made("cpu", *half)) and not serves(*made("cuda", *half, size=20))
+    on_cpu = torch.empty(2, 4, 64, dtype=torch.bfloat16)
+    assert not serves(on_cpu, on_cpu, on_cpu) and not serves(*made("cuda", *half, size=20))
     assert not serves(*made("cuda", *[torch.float32] * 3)) and not serves(*made("cuda", *half[:2], torch.float16))
 
 

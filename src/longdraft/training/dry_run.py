@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -203,7 +203,7 @@ def estimate(training: Training, config: RunConfig, gpus: int = 1, tokens: float
         tokens: learned tokens of the data, where it is not in shards; None: unknown.
 
     Raises:
-        ConfigError: the target is no model that can be trained for.
+        ConfigError: the target is no model that can be trained for, or the draft begins from numbers of the target.
     """
     found: list[Estimate] = []
     target, data = _configuration(config), _corpus(config)
@@ -215,8 +215,13 @@ def estimate(training: Training, config: RunConfig, gpus: int = 1, tokens: float
     config = replace(config, init=None, opener=opener)
     with FakeTensorMode(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about the CPU's way of computing norms
-        for _ in training.load_run()(config):
-            pass
+        try:
+            for _ in training.load_run()(config):
+                pass
+        except DataDependentOutputException:
+            raise ConfigError(
+                "--dry-run knows no numbers of the target, and this draft begins from them. Run it with max_steps: 2."
+            ) from None
     return found[0]
 
 
@@ -255,6 +260,7 @@ def _runner(config: Any) -> Any:
     return SimpleNamespace(
         model=model, parts=parts, kv_shape=kv, vocab_size=parts.head.shape[0], depth=kv.layers,
         device=torch.device("cpu"), context_length=hosting.context_length(model), eos_token_ids=frozenset(),
+        recurrent=False,
     )  # fmt: skip
 
 
