@@ -56,7 +56,7 @@ def test_every_kind_is_estimated_from_its_own_step(kind, target, text, tmp_path)
 
 
 def test_a_draft_that_begins_from_the_targets_numbers_is_refused(target, text, tmp_path):
-    config = settings("mtp", target, text, tmp_path / "run", data=())
+    config = replace(settings("mtp", target, text, tmp_path / "run"), data=())
     with pytest.raises(ConfigError, match="max_steps"):
         estimate(TRAININGS["mtp"], config)
 

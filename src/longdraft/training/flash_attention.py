@@ -36,7 +36,7 @@ class Kernels(NamedTuple):
 
 
 def serves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """True if torch's flash kernel takes these: 16 bits, all alike, on a GPU that has it. Fake ones on a CPU stand for such."""
+    """True if torch's flash kernel takes these: 16 bits, all alike, on a GPU that has it, which fake ones stand for."""
     alike = q.dtype == k.dtype == v.dtype and q.element_size() == 2
     stands_in = isinstance(q, FakeTensor) and q.device.type == "cpu"
     return alike and (stands_in or hybrid.unavailable(q.device, q.dtype, q.shape[-1]) is None)
