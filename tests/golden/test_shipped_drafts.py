@@ -67,8 +67,8 @@ GOLDEN = {
     "specpv": Golden(1.5, {"drafter": "longspec", **PARTIAL}, {"widths": (2, 2, 1)}),
     "specpv-exact": Golden(0.7, {"drafter": "longspec", **PARTIAL}, {"widths": (2, 2, 1)}),
 }
-# A method whose draft does not come with the package has nothing to run with, and that of mtp is another model's.
-AVAILABLE = [m for m in longdraft.methods() if m["available"] and m["name"] != "mtp"]
+# A method whose draft does not come with the package has nothing to run with.
+AVAILABLE = [m for m in longdraft.methods() if m["available"]]
 EXACT = {m["name"] for m in AVAILABLE if m["exact"]}
 PLANNED = sorted(EXACT - {"ar", "specpv-exact"})
 
