@@ -217,16 +217,16 @@ def test_without_rouge_score(monkeypatch, command, folder):
 @pytest.mark.parametrize("depth", [0.1, 0.5, 0.9])
 def test_a_needle_lies_where_it_was_asked_for(depth):
     text = "one two three. " * 100
-    hay = place(text, "NEEDLE", depth)
+    hay = place(text, [(depth, "NEEDLE")])
     assert hay.replace("NEEDLE ", "") == text
     assert abs(hay.index("NEEDLE") / len(text) - depth) < 0.02
     assert hay[: hay.index("NEEDLE")].endswith(". ")
 
 
 def test_a_needle_at_the_end_and_in_text_without_sentences():
-    assert place("one two.", "NEEDLE", 1.0) == "one two. NEEDLE"
-    assert place("one two three", "NEEDLE", 0.3) == "one two NEEDLE three"
-    assert place("onetwothree", "NEEDLE", 0.3) == "onetwothree NEEDLE"
+    assert place("one two.", [(1.0, "NEEDLE")]) == "one two. NEEDLE"
+    assert place("one two three", [(0.3, "NEEDLE")]) == "one two NEEDLE three"
+    assert place("onetwothree", [(0.3, "NEEDLE")]) == "onetwothree NEEDLE"
 
 
 @pytest.mark.parametrize(

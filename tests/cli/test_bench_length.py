@@ -8,8 +8,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from longdraft.bench import tasks
 from longdraft.bench.length import doubled
-from longdraft.bench.servers import Server
+from longdraft.bench.server_length import Servers
+from longdraft.bench.servers import Answer, Server
 from longdraft.errors import CapabilityError
 
 
@@ -114,6 +116,21 @@ def test_servers(shell, stub, data_file):
     assert drafts["mean_accepted_length"] == (None if says == "nothing" else 2.5)
     if says != "nothing":
         assert drafts["break_even"] == pytest.approx(2.5 / drafts["speedup_vs_ar"])
+
+
+def test_needles_stay_in_a_text_that_is_cut_for_servers():
+    asked: list[str] = []
+
+    class Recording:
+        model = url = "stub"
+
+        def answer(self, prompt, *more):
+            asked.append(prompt)
+            return Answer(len(prompt), 2, 0.1, 0.1, 1)
+
+    samples = tasks.read(["niah_single"], 1)
+    assert list(Servers({"ar": Recording()}, samples, [200], 4).measure()) and len(asked[0]) < 1000
+    assert samples[0].needles[0][1] in asked[0]
 
 
 def test_a_server_that_is_not_there(shell, data_file):

@@ -57,17 +57,19 @@ class Sample:
             text = text[: characters - characters // 2] + text[len(text) - characters // 2 :]
         return replace(self, document=text[:characters])
 
+    @property
+    def text(self) -> str:
+        """The whole prompt: preface, document with its needles, instruction."""
+        parts = self.preface, place(self.document, self.needles), self.instruction
+        return self.joint.join(part for part in parts if part)
+
     def encode(self, tokenizer: PreTrainedTokenizerBase, raw: bool = False, **asked: Any) -> list[int]:
         """Token ids: one user turn of a chat, or plain text with ``raw``.
 
         Args:
             asked: of :func:`longdraft.model.chat.chat_prompt`: ``system``, and arguments of the chat template.
         """
-        document = self.document
-        for depth, sentence in sorted(self.needles, reverse=True):
-            document = place(document, sentence, depth)
-        text = self.joint.join(part for part in (self.preface, document, self.instruction) if part)
-        return encode(tokenizer, text) if raw or self.plain else chat_prompt(tokenizer, text, **asked)
+        return encode(tokenizer, self.text) if raw or self.plain else chat_prompt(tokenizer, self.text, **asked)
 
 
 def read(paths: Iterable[Path], limit: int | None = None) -> list[Sample]:
@@ -158,13 +160,15 @@ def text(path: Path) -> str:
         raise PromptError(f"{path} cannot be read as UTF-8 text: {error}.") from None
 
 
-def place(text: str, sentence: str, depth: float) -> str:
-    """The text with a sentence put in: at the first end of a sentence, else of a word, from that depth on."""
-    at = round(depth * len(text))
-    border = re.compile(r"[.!?]\s|\n").search(text, at) or re.compile(r"\s").search(text, at)
-    at = border.end() if border else len(text)
-    before, after = text[:at].rstrip(" "), text[at:].lstrip(" ")
-    return " ".join(part for part in (before, sentence, after) if part)
+def place(text: str, needles: Iterable[tuple[float, str]]) -> str:
+    """The text with sentences put in: each at the first end of a sentence, else of a word, from its depth on."""
+    for depth, sentence in sorted(needles, reverse=True):
+        at = round(depth * len(text))
+        border = re.compile(r"[.!?]\s|\n").search(text, at) or re.compile(r"\s").search(text, at)
+        at = border.end() if border else len(text)
+        before, after = text[:at].rstrip(" "), text[at:].lstrip(" ")
+        text = " ".join(part for part in (before, sentence, after) if part)
+    return text
 
 
 def fitted(

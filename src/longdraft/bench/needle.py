@@ -170,9 +170,7 @@ def haystacks(search: Search, tokenizer: PreTrainedTokenizerBase) -> list[Haysta
         hay = str(tokenizer.decode(ids[sample * step : sample * step + room], skip_special_tokens=True))
         for kind, samples in needles.items():
             for needle in samples[sample]:
-                text = hay
-                for depth, sentence in sorted(needle.sentences, reverse=True):
-                    text = data.place(text, sentence, depth)
+                text = data.place(hay, needle.sentences)
                 made.append(Haystack(tuple(chat_prompt(tokenizer, needle.question, text)), needle, kind))
     return made
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 import string
 from collections.abc import Callable
-from dataclasses import replace
 
 from longdraft.bench.data import Sample
 from longdraft.bench.scores import of_dataset
@@ -74,6 +73,10 @@ def samples(kind: str, template: str, hay: str | None = None, count: int | None 
             what, words = "number", template.replace("Some", "A").replace("are all", "is").replace("are", "is")
         before, after = words.replace("{kind}", what).replace("{query}", query).split("{context}")
         needles = tuple(zip(depths, sentences, strict=True))
-        sample = Sample(hay or NOISE * _NOISE_TIMES, after, kind, f"{kind}:{i + 1}", before, joint="", needles=needles)
-        found.append(replace(sample, answers=answers, score=of_dataset(kind)))
+        found.append(
+            Sample(
+                hay or NOISE * _NOISE_TIMES, after, kind, f"{kind}:{i + 1}", before, joint="", answers=answers,
+                score=of_dataset(kind), needles=needles,
+            )
+        )  # fmt: skip
     return found

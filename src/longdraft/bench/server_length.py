@@ -94,5 +94,4 @@ def _cut(sample: Sample, length: int, characters: float) -> str:
     """A prompt of about so many tokens."""
     rest = [part for part in (sample.preface, sample.instruction) if part]
     room = max(1, round(length * characters) - sum(map(len, rest)))
-    parts = sample.preface, sample.cut(room).document, sample.instruction
-    return sample.joint.join(part for part in parts if part)
+    return sample.cut(room).text
