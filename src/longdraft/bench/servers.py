@@ -7,12 +7,14 @@ else.
 
 from __future__ import annotations
 
+import http.client
 import json
 import re
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,7 +65,12 @@ class Server:
     def __init__(self, url: str, key: str = "") -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-        models = json.loads(self._read("/v1/models"))["data"]
+        try:
+            models = json.loads(self._read("/v1/models"))["data"]
+        except (ValueError, LookupError, TypeError):
+            raise CapabilityError(
+                f"{self.url}/v1/models lists no models: name the address of an OpenAI-compatible server."
+            ) from None
         if not models:
             raise CapabilityError(f"{self.url} serves no model: start one, then ask again.")
         self.model = str(models[0]["id"])
@@ -123,14 +130,17 @@ class Server:
         with self._opened(urllib.request.Request(self.url + path, headers=self._headers)) as response:
             return str(response.read().decode())
 
-    def _opened(self, request: urllib.request.Request) -> Any:
+    @contextmanager
+    def _opened(self, request: urllib.request.Request) -> Iterator[Any]:
+        """An open answer. What goes wrong until it is read to its end is told with the address."""
         try:
-            return urllib.request.urlopen(request, timeout=_SECONDS)
+            with urllib.request.urlopen(request, timeout=_SECONDS) as response:
+                yield response
         except urllib.error.HTTPError as error:
             said = error.read().decode(errors="replace")[:300]
             raise CapabilityError(f"{request.full_url} answered {error.code}: {said or error.reason}.") from error
-        except (OSError, ValueError) as error:
-            raise CapabilityError(f"{request.full_url} cannot be reached: {reason_of(error)}.") from error
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            raise CapabilityError(f"{request.full_url} cannot be reached or read: {reason_of(error)}.") from error
 
 
 def _found(content: Any, name: str) -> Any:
