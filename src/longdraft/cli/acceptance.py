@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,9 +18,9 @@ from longdraft.cli import bench_options, console, method_options, options
 from longdraft.cli.cancel import EXIT_CODE
 from longdraft.cli.progress import Runs
 from longdraft.engine.sampler import Sampling
-from longdraft.errors import CapabilityError, CheckpointError
+from longdraft.errors import CapabilityError
 from longdraft.methods import method_of
-from longdraft.model.checkpoints import LoadedModel
+from longdraft.model.checkpoints import LoadedModel, Progress
 from longdraft.model.embedded import EMBEDDED_ID
 from longdraft.model.runner import TargetRunner
 
@@ -29,23 +29,11 @@ LENGTHS = "512,1024,2048,4096,8192,16384,32768"
 
 def acceptance(
     *,
-    data: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--data",
-            help="JSONL, or a data set by name, as for bench; repeatable.",
-            show_default="long modules of Python's standard library",
-        ),
-    ] = None,
+    data: bench_options.Data = None,
     lengths: Annotated[
         str, typer.Option(help="Tokens that prompts are cut to; YaRN stretches the model for those beyond its context.")
     ] = LENGTHS,
-    short: Annotated[
-        Short,
-        typer.Option(
-            help="Texts shorter than a length: leave them out, join the next rows' texts to them, or keep them."
-        ),
-    ] = Short.leave,
+    short: bench_options.ShortTexts = Short.leave,
     methods: Annotated[
         str | None,
         typer.Option(
@@ -58,16 +46,13 @@ def acceptance(
         str, typer.Option("--temperature", "-t", help="One or several, with commas between; 0 is greedy.")
     ] = "0,1",
     limit: bench_options.Limit = None,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=2, help="New tokens at most.")] = 64,
+    max_tokens: bench_options.MaxTokens = 64,
     seed: bench_options.Seed = 0,
     ignore_eos: bench_options.IgnoreEos = False,
     raw: bench_options.Raw = False,
     levels: Annotated[int, typer.Option(min=0, help="Show too how often so many drafted tokens were accepted.")] = 0,
     loading: options.ModelOptions,
-    results: Annotated[
-        Path | None,
-        typer.Option(help="Append each run to this file (JSONL); what is there already is not measured again."),
-    ] = None,
+    results: bench_options.Results = None,
     svg: Annotated[
         Path | None, typer.Option(help="Draw the figure; of several temperatures, one each: NAME-t0.svg, NAME-t1.svg.")
     ] = None,
@@ -82,59 +67,28 @@ def acceptance(
     temperatures = tuple(dict.fromkeys(method_options.numbers("--temperature", temperature)))
     if not temperatures or not cut_to:
         raise options.SettingError("--lengths and --temperature must name one value at least.")
-    names = None if methods is None else method_options.words(methods)
-    if names is None and drafting.draft is not None:
-        names = [method_of(drafting.draft).name]
-
-    def settings(names: Sequence[str]) -> Settings:
-        if not names or any(name in PEERS for name in names):
-            raise options.SettingError("--methods takes methods of longdraft, one at least: see `longdraft methods`.")
-        with options.settings_checked():
-            return Settings(
-                tuple(dict.fromkeys(names)), max_tokens, cut_to, seed=seed, raw=raw, ignore_eos=ignore_eos,
-                plan="fixed", draft_options=drafting.options(), own_options=method_options.contender_options(names),
-            )  # fmt: skip
-
     for t in temperatures:
         Sampling(temperature=t)
-    chosen = None if names is None else settings(names)  # what is wrong is said before the model is read
+    settings = settings_of(
+        methods, drafting, _default,
+        max_tokens=max_tokens, contexts=cut_to, seed=seed, raw=raw, ignore_eos=ignore_eos, plan="fixed",
+    )  # fmt: skip
     bench_options.check_writable({"--svg": svg, "--results": results})
     if svg is not None:
         charts.available()
     samples = tasks.read(data or [tasks.BUILT_IN], limit)
     with console.status() as status:
-
-        def load(factor: float | None) -> LoadedModel:
-            again = factor != loading.rope_factor  # then the runs' progress is on the screen
-            return replace(loading, rope_factor=factor).load(_quiet if again else status)
-
-        with options.settings_checked():
-            measuring = Acceptance(
-                load,
-                lambda target: chosen or settings(_default(target)),
-                temperatures,
-                loading.model or EMBEDDED_ID,
-                loading.rope_factor,
-                status,
-            )
+        measuring = measuring_of(loading, settings, temperatures, status)
         status(f"Cutting {len(samples)} texts to {len(set(cut_to))} lengths")
         work, notes = measuring.work(samples, cut_to, short)
     for note in notes:
         console.note(note)
-    asked = [each for factor, rows in work.items() for own in rows.values() for each in measuring.asked(own, factor)]
-    file = None if results is None else Results(results, measuring)
-    runs = {} if file is None else {run.asked: run for run in file.measured}
-    if there := sum(each in runs for each in asked):
-        console.note(f"{there} runs are in {results} already; {len(asked) - there} are left.")
-    complete = measure(measuring, work, runs, file, notes)
-    found = acceptance_report.document(
-        [runs[each] for each in asked if each in runs], measuring.settings.methods, notes, complete
-    )
+    done, asked, complete = measure(measuring, work, results, notes)
+    found = acceptance_report.document(done, measuring.settings.methods, notes, complete)
     _show(found, levels, svg)
     output.json(found)
     if not complete:
-        done = sum(each in runs for each in asked)
-        console.note(f"Stopped after {done} of {len(asked)} runs." + ("" if file else " Nothing is kept."))
+        console.note(f"Stopped after {len(done)} of {asked} runs." + ("" if results else " Nothing is kept."))
         raise typer.Exit(EXIT_CODE)
 
 
@@ -145,7 +99,77 @@ def _default(target: TargetRunner) -> tuple[str, ...]:
     return found
 
 
+def settings_of(
+    methods: str | None,
+    drafting: method_options.DraftOptions,
+    by_default: Callable[[TargetRunner], Sequence[str]],
+    always: Sequence[str] = (),
+    **more: Any,
+) -> Callable[[TargetRunner], Settings]:
+    """Settings for a target. Those of methods that are named are checked at once, before a model is read.
+
+    Args:
+        methods: with commas between; None: the given draft's, else those by default.
+        always: methods that come first, named or not. more: further arguments of ``Settings``.
+
+    Raises:
+        SettingError: no method of ours, or an option that none of them has.
+    """
+    names = None if methods is None else method_options.words(methods)
+    if names is None and drafting.draft is not None:
+        names = [method_of(drafting.draft).name]
+
+    def made(names: Sequence[str]) -> Settings:
+        if not names or any(name in PEERS for name in names):
+            raise options.SettingError("--methods takes methods of longdraft, one at least: see `longdraft methods`.")
+        with options.settings_checked():
+            return Settings(
+                tuple(dict.fromkeys((*always, *names))), draft_options=drafting.options(),
+                own_options=method_options.contender_options(names), **more,
+            )  # fmt: skip
+
+    chosen = None if names is None else made(names)
+    return lambda target: chosen or made(by_default(target))
+
+
+def measuring_of(
+    loading: options.ModelOptions,
+    settings: Callable[[TargetRunner], Settings],
+    temperatures: tuple[float, ...],
+    status: Progress,
+    repeats: int = 1,
+) -> Acceptance:
+    """A measurement whose model is loaded anew for each YaRN factor; only the first time it says how far it is."""
+
+    def load(factor: float | None) -> LoadedModel:
+        again = factor != loading.rope_factor  # then the runs' progress is on the screen
+        return replace(loading, rope_factor=factor).load((lambda message: None) if again else status)
+
+    with options.settings_checked():
+        return Acceptance(
+            load, settings, temperatures, loading.model or EMBEDDED_ID, loading.rope_factor, status, repeats
+        )
+
+
 def measure(
+    measuring: Acceptance, work: Work, results: Path | None, notes: list[str], timed: bool = False
+) -> tuple[list[Accepted], int, bool]:
+    """The runs of a file, and those that are missing in it; how many there should be; and False if Ctrl-C ended it.
+
+    Args:
+        notes: gets remarks on lengths that are left out.
+        timed: runs without seconds, as files of earlier versions have them, are made again.
+    """
+    asked = [each for factor, rows in work.items() for own in rows.values() for each in measuring.asked(own, factor)]
+    file = None if results is None else Results(results, measuring)
+    runs = {} if file is None else {r.asked: r for r in file.measured if r.seconds is not None or not timed}
+    if there := sum(each in runs for each in asked):
+        console.note(f"{there} runs are in {results} already; {len(asked) - there} are left.")
+    complete = _measure(measuring, work, runs, file, notes)
+    return [runs[each] for each in asked if each in runs], len(asked), complete
+
+
+def _measure(
     measuring: Acceptance, work: Work, runs: dict[Asked, Accepted], file: Results | None, notes: list[str]
 ) -> bool:
     """Adds the runs that are missing; False if Ctrl-C ended it."""
@@ -188,12 +212,4 @@ def _show(found: dict[str, Any], levels: int, svg: Path | None) -> None:
     for temperature, chart in drawn.items():
         assert svg is not None
         path = svg if len(drawn) == 1 else svg.with_name(f"{svg.stem}-t{temperature:g}{svg.suffix}")
-        try:
-            path.write_bytes(charts.image(chart, "svg"))
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be written: {error.strerror}.") from error
-        console.note(f"The figure is in {path}.")
-
-
-def _quiet(message: str) -> None:
-    pass
+        bench_options.draw(chart, path)

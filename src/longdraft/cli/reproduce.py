@@ -24,7 +24,6 @@ from longdraft.bench.tables import table as empty
 from longdraft.cli import bench_options, console, options
 from longdraft.cli.cancel import EXIT_CODE
 from longdraft.cli.progress import Runs
-from longdraft.errors import CheckpointError
 from longdraft.model.stored import is_stored
 
 
@@ -60,9 +59,7 @@ def reproduce(
     max_tokens: Annotated[
         int | None, typer.Option("--max-tokens", "-n", min=2, help="New tokens.", show_default="as the scale has it")
     ] = None,
-    plan: Annotated[
-        str, typer.Option("--plan", help="fixed: the paper's trees; auto: trees that pay on this machine.")
-    ] = "fixed",
+    plan: bench_options.Plan = "fixed",
     loading: options.ModelOptions,
     results: Annotated[
         Path | None,
@@ -80,8 +77,6 @@ def reproduce(
         _list(None if paper is None else paper_named(paper), output)
         return
     chosen = paper_named(paper)
-    if plan not in ("fixed", "auto"):
-        raise options.SettingError(f"--plan must be auto or fixed, got {plan!r}")
     scaled = Scaled(table_of(chosen, table), scale is Scale.small, max_tokens, limit, plan)
     bench_options.check_writable({"--svg": svg, "--results": results})
     if svg is not None:
@@ -108,7 +103,7 @@ def reproduce(
         lines = (Text(line) for line in report.remarks(made, cells))
         console.report(report.tables(made, cells), lines, report.definitions(scaled.table))
         if svg is not None:
-            _draw(made, cells, svg)
+            bench_options.draw(report.chart(made, cells), svg)
     output.json(found)
     if not complete:
         kept = "" if file else " Nothing is kept."
@@ -132,14 +127,6 @@ def _measure(made: Reproduction, file: JsonLines[dict[str, Any]] | None) -> tupl
         except KeyboardInterrupt:
             return done, False
     return done, True
-
-
-def _draw(made: Reproduction, cells: list[Any], svg: Path) -> None:
-    try:
-        svg.write_bytes(charts.image(report.chart(made, cells), "svg"))
-    except OSError as error:
-        raise CheckpointError(f"{svg} cannot be written: {error.strerror}.") from error
-    console.note(f"The figure is in {svg}.")
 
 
 def _list(paper: Paper | None, output: options.Output) -> None:
