@@ -6,7 +6,7 @@ RULER), and our own for the data sets that come without any.
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -151,14 +151,23 @@ def built_in() -> list[Sample]:
     """
     found = []
     for name in _MODULES:
-        file = importlib.import_module(name).__file__ or ""
-        try:
-            source = Path(file).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError):
-            raise PromptError("This Python comes without the sources of its modules: name data with --data.") from None
+        text = source(name).read_text(encoding="utf-8")
         for dataset, instruction in _BUILT_IN_TASKS.items():
-            found.append(Sample(source, instruction, dataset, f"{name}.py"))
+            found.append(Sample(text, instruction, dataset, f"{name}.py"))
     return found
+
+
+def source(module: str) -> Path:
+    """The source file of a module of the standard library.
+
+    Raises:
+        PromptError: this Python comes without sources.
+    """
+    found = importlib.util.find_spec(module)
+    path = Path((found and found.origin) or "")
+    if path.suffix != ".py" or not path.is_file():
+        raise PromptError("This Python comes without the sources of its modules: name data with --data.")
+    return path
 
 
 def _sample(name: str, row: Row, columns: Columns) -> Sample:

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from longdraft.bench import tasks
 from longdraft.bench.needle import Haystack, Search, haystacks
 from longdraft.bench.needle_drafts import Foreseen, NeedleDrafts, View, view
 from longdraft.bench.needle_report import accuracy, perplexity
-from longdraft.bench.reproduce import texts
 from longdraft.bench.reproduce.scaled import Cell, Scaled, Tick
-from longdraft.bench.reproduce.texts import Sources
+from longdraft.bench.reproduce.texts import MODULES, Sources
 from longdraft.drafts.kinds import KINDS
 from longdraft.errors import ContextError, PromptError
 from longdraft.model.checkpoints import LoadedModel
@@ -93,5 +93,5 @@ def _haystack(sources: Sources, dataset: str) -> tuple[Path, str]:
         raise PromptError(
             f"Needles lie in a long text: give one, plain or JSONL, as --data {dataset}=FILE (a book of PG-19)."
         )
-    path = texts.module(0)
+    path = tasks.source(MODULES[0])
     return path, f"the text is {path.name} of Python's library"

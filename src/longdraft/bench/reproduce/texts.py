@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -73,7 +72,7 @@ class Sources:
         return self.named.get(dataset, self.every)
 
     def instead(self, dataset: str) -> str:
-        """What stands in for a data set, in words; empty: nothing."""
+        """Names the text that stands in for a data set; empty: none does."""
         if file := self.file(dataset):
             return "" if dataset in self.named else f"the text is {Path(file).name}, not {dataset}"
         return f"modules of Python's library in the place of {dataset}" if self.stand_ins else ""
@@ -103,22 +102,10 @@ def _read(dataset: str, file: str, limit: int | None) -> list[Sample]:
     return data.read([Path(file).expanduser()], limit)  # rows of whole prompts
 
 
-def module(index: int) -> Path:
-    """The source file of a long module.
-
-    Raises:
-        PromptError: this Python comes without sources.
-    """
-    found = importlib.util.find_spec(MODULES[index % len(MODULES)])
-    if found is None or found.origin is None or not found.origin.endswith(".py"):
-        raise PromptError("This Python comes without the sources of its modules: name data with --data.")
-    return Path(found.origin)
-
-
 def stand_ins(dataset: str) -> list[Sample]:
     """Long modules, each with a question like the data set's."""
     asked = _ASKED.get(dataset, _SUMMARY)
-    files = [module(i) for i in range(len(MODULES))]
+    files = map(tasks.source, MODULES)
     return [Sample(path.read_text(encoding="utf-8"), asked, dataset, path.name) for path in files]
 
 
