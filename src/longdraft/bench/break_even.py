@@ -25,7 +25,7 @@ ROWS, PROMPT, ROUNDS = 8, 128, 6
 
 @dataclass(frozen=True)
 class BreakEven:
-    """What a round must emit to be as fast as plain decoding, behind so many tokens.
+    """The accepted length at which a round is as fast as plain decoding, behind so many tokens.
 
     Attributes:
         tokens: of text. rows: of a round's verification, root included.

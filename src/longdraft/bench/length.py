@@ -1,4 +1,4 @@
-"""What speculation needs at each length of text, and what it gets: break-even beside accepted length.
+"""Break-even and accepted length at each length of text: what speculation needs, and what it gets.
 
 A round of a method takes R seconds and a plain step S, both measured behind the same text. A round emits the accepted
 length, so speculation pays where that exceeds R / S: the **break-even**. It is measured on the method's own rounds,

@@ -19,6 +19,7 @@ from longdraft.bench.needle import ANSWER_TOKENS, Haystack
 from longdraft.bench.prompts import Prompt
 from longdraft.bench.run import WAKE_PROMPT, WAKE_TOKENS
 from longdraft.bench.scores import rouge_l, score
+from longdraft.bench.settings import contender
 from longdraft.bench.ties import first_difference
 from longdraft.engine.loop import Engine
 from longdraft.engine.partial import SpecPV
@@ -58,7 +59,7 @@ class Variant:
     @property
     def name(self) -> str:
         """The variant as the bench writes contenders."""
-        return ":".join([METHOD, *(f"{name}={value}" for name, value in self.options.items())])
+        return contender(METHOD, self.options)
 
 
 @dataclass(frozen=True)

@@ -134,6 +134,16 @@ class Settings:
         return tuple(dict.fromkeys((REFERENCE, *self.methods)))
 
 
+def contender(method: str, options: Mapping[str, Any]) -> str:
+    """The name of a contender: ``specpv:budget=512``."""
+    return ":".join([method, *(f"{name}={written(x)}" for name, x in options.items())])
+
+
+def written(value: Any) -> str:
+    """An option's value as a contender's name has it."""
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
 def method_name(contender: str) -> str:
     """``specpv`` of ``specpv:budget=512``."""
     return contender.partition(":")[0]

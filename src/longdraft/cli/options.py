@@ -168,7 +168,7 @@ class Output(Group):
 
 @dataclass(frozen=True)
 class TemplateOptions(Group):
-    """What the chat template is given beside the prompt."""
+    """Arguments of the chat template beside the prompt."""
 
     system: Annotated[str | None, typer.Option(help="What the model is told before all else.")] = None
     think: Annotated[

@@ -162,6 +162,10 @@ class Table:
         """The paper's figures."""
         return tuple(_published(self.numbers, self.figures))
 
+    def counted(self, accepted: float | None) -> float | None:
+        """An accepted length, bonus tokens counted, as the paper counts it."""
+        return accepted if accepted is None or self.bonus else accepted - 1
+
     def cells(self) -> list[tuple[Line, Column]]:
         """Lines and the columns that they have figures in."""
         return [(line, c) for c in self.columns for line in self.lines if not c.only or line.name in c.only]

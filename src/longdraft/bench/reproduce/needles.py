@@ -10,7 +10,7 @@ from longdraft.bench import tasks
 from longdraft.bench.needle import Haystack, Search, haystacks
 from longdraft.bench.needle_drafts import Foreseen, NeedleDrafts, View, view
 from longdraft.bench.needle_report import accuracy, perplexity
-from longdraft.bench.reproduce.scaled import Cell, Scaled, Tick
+from longdraft.bench.reproduce.scaled import Cell, Scaled, Tick, differing
 from longdraft.bench.reproduce.texts import MODULES, Sources
 from longdraft.drafts.kinds import KINDS
 from longdraft.errors import ContextError, PromptError
@@ -76,8 +76,10 @@ class Needles:
                 "tokens": len(tokens),
                 **shown,
             }
-            differs = (line.note, f"haystacks of {self._length:,} tokens", self._text)
-            found.append(Cell(line, self._column, 0.0, shown, row, tuple(filter(None, differs))))
+            differs = differing(
+                line, self._scaled.options(line, self._column), (f"haystacks of {self._length:,} tokens", self._text)
+            )
+            found.append(Cell(line, self._column, 0.0, shown, row, differs))
         return found
 
 

@@ -11,14 +11,13 @@ from typing import Any
 from longdraft.bench.papers.table import Column, Line
 from longdraft.bench.prompts import Prompt
 from longdraft.bench.quality import FULL, Quality, Settings, Variant
-from longdraft.bench.reproduce.scaled import Cell, Scaled, Tick, with_draft
+from longdraft.bench.reproduce.scaled import Cell, Scaled, Tick, differing, with_draft
 from longdraft.bench.scores import rouge_l
 from longdraft.bench.tables import median_of
 from longdraft.model.checkpoints import LoadedModel
 
 # Options that variants of one comparison differ in; lines with other options beside them are compared apart.
-_VARIED = ("budget", "margin", "selector")
-_DEFAULTS = {"budget": 1024, "margin": 20, "selector": "minmax"}
+_VARIED = {"budget": 1024, "margin": 20, "selector": "minmax"}
 
 
 class Likenesses:
@@ -143,15 +142,13 @@ class Likenesses:
         }
         shown = {
             "rouge_l": 100 * likeness,
-            "accepted": accepted if accepted is None or self._scaled.table.bonus else accepted - 1,
+            "accepted": self._scaled.table.counted(accepted),
             "tokens_per_second": rate,
         }
-        options = self._scaled.options(line, column)
-        changed = [f"{k} {x}" for k, x in options.items() if x != line.options.get(k)]
-        said = [line.note, *self._differs[column.name], f"with {', '.join(changed)}" if changed else ""]
-        return Cell(line, column, 0.0, shown, row, tuple(filter(None, said)))
+        differs = differing(line, self._scaled.options(line, column), self._differs[column.name])
+        return Cell(line, column, 0.0, shown, row, differs)
 
 
 def _variant(options: Mapping[str, Any]) -> Variant:
-    given = {**_DEFAULTS, **options}
+    given = {**_VARIED, **options}
     return Variant(given["selector"], given["budget"], given["margin"])

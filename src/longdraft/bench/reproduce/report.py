@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -81,7 +81,7 @@ def _all_published(own: Table) -> list[Published]:
 
 
 def _differs(made: Reproduction) -> list[str]:
-    """What differs in all rows."""
+    """Differences from the paper in all rows."""
     own, hardware = made.scaled.table, made.header["hardware"]
     gpus = ", ".join(gpu["name"] for gpu in hardware["gpus"])
     ours = (
@@ -95,7 +95,7 @@ def _differs(made: Reproduction) -> list[str]:
 
 
 def definitions(own: Table) -> list[str]:
-    """What the figures mean, where the paper's definitions are not this package's."""
+    """Definitions of the figures, where the paper's are not this package's."""
     found = ["Definitions are the paper's; --json has this package's too (docs/figures.md)."]
     if "accepted" in own.figures:
         counted = "counts" if own.bonus else "does not count"
@@ -137,11 +137,12 @@ def _table(
     theirs = {(p.model, p.line, p.column): p.value for p in published if p.figure == key and not t}
     for line in own.lines:
         values = [mine.get((line.name, column.name)) for column in columns]
-        rows = [(OURS, values)] if any(x is not None for x in values) else []
+        rows = [(OURS, values)]
         for model in dict.fromkeys(model for model, *_ in theirs):
             values = [theirs.get((model, line.name, column.name)) for column in columns]
-            rows += [("paper" if model == "-" else f"paper, {model}", values)] if any(values) else []
-        for i, (whose, values) in enumerate(rows):
+            rows.append(("paper" if model == "-" else f"paper, {model}", values))
+        known = [(whose, values) for whose, values in rows if any(x is not None for x in values)]
+        for i, (whose, values) in enumerate(known):
             style = "" if whose == OURS else "dim"
             texts = (Text(figure(x, form), style=style) for x in values)
             made.add_row(Text("" if i else line.name), Text(whose, style=style), *texts)
@@ -149,7 +150,7 @@ def _table(
 
 
 def remarks(made: Reproduction, cells: Sequence[Cell]) -> list[str]:
-    """What differs from the paper, in all rows and in single lines or columns."""
+    """Differences from the paper, in all rows and in single lines or columns."""
     found = [f"All rows: {'; '.join(_differs(made))}."]
     by_text: dict[str, list[Cell]] = {}
     for cell in cells:
@@ -169,7 +170,6 @@ def chart(made: Reproduction, cells: Sequence[Cell]) -> Any:
     key, t = own.figures[0], cells[0].temperature
     columns = list(dict.fromkeys(cell.column.name for cell in cells))
     mine: dict[str, list[float | None]] = {}
-    beside: Mapping[tuple[str, str], list[float]] = {}
     shown = {(cell.line.name, cell.column.name): cell.shown.get(key) for cell in cells if cell.temperature == t}
     beside = {
         (line.name, column): [p.value for p in published if (p.line, p.column, p.figure) == (line.name, column, key)]

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from longdraft.bench.needle_drafts import NAMED
 from longdraft.bench.papers.table import IN_ROWS, Column, Line, Table
+from longdraft.bench.settings import written
 from longdraft.drafts.kinds import KINDS, kind_of
 from longdraft.errors import LongdraftError
 from longdraft.methods import METHODS
@@ -61,7 +62,7 @@ class Scaled:
         return {name: max(1, x // self.shrink) if name in IN_ROWS else x for name, x in given.items()}
 
     def differs(self) -> list[str]:
-        """What this scale changes in all rows."""
+        """Differences from the paper in all rows, by this scale."""
         found = []
         if self.max_tokens != self.table.max_tokens:
             found.append(f"up to {self.max_tokens:,} new tokens (paper: {self.table.max_tokens:,})")
@@ -95,6 +96,12 @@ class Cell:
     shown: Mapping[str, float | None]
     row: Mapping[str, Any] = field(default_factory=dict)
     differs: tuple[str, ...] = ()
+
+
+def differing(line: Line, options: Mapping[str, Any], more: Sequence[str]) -> tuple[str, ...]:
+    """Differences of a cell from the paper: the line's note, ``more``, and options that are not the paper's."""
+    changed = [f"{name} {written(x)}" for name, x in options.items() if x != line.options.get(name)]
+    return tuple(filter(None, (line.note, *more, f"with {', '.join(changed)}" if changed else "")))
 
 
 class Measuring(Protocol):
@@ -154,7 +161,7 @@ def lacking(method: str, options: Mapping[str, Any], runner: TargetRunner) -> st
 
 
 def needs(table: Table) -> str:
-    """What a table needs, in a few words: drafts by kind, data sets."""
+    """Drafts by kind and data sets that a table needs, in a few words."""
     kinds: dict[str, None] = {}
     for line in table.lines:
         method, _ = NAMED.get(line.method, (line.method, {}))

@@ -15,9 +15,9 @@ from longdraft.bench.contenders import Run
 from longdraft.bench.papers.table import Column, Line
 from longdraft.bench.peers import PEERS
 from longdraft.bench.prompts import Group, Prompt
-from longdraft.bench.reproduce.scaled import Cell, Scaled, Tick, lacking, with_draft
+from longdraft.bench.reproduce.scaled import Cell, Scaled, Tick, differing, lacking, with_draft
 from longdraft.bench.run import Bench, Measured
-from longdraft.bench.settings import REFERENCE, Settings
+from longdraft.bench.settings import REFERENCE, Settings, contender
 from longdraft.bench.tables import median_of, ratio
 from longdraft.engine.sampler import Sampling
 from longdraft.errors import CapabilityError
@@ -26,15 +26,6 @@ from longdraft.model.runner import TargetRunner
 
 Place = tuple[str, int | None, int]
 """Data set, length and batch of a column: columns that differ in options alone share their runs."""
-
-
-def contender(method: str, options: Mapping[str, Any]) -> str:
-    """The name of a contender, as the bench writes it: ``specpv:budget=512``."""
-    return ":".join([method, *(f"{name}={_written(x)}" for name, x in options.items())])
-
-
-def _written(value: Any) -> str:
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 class Speed:
@@ -61,7 +52,7 @@ class Speed:
         self.notes: list[str] = []
         self._names: dict[tuple[str, str], str] = {}  # (line, column) -> contender
         self._options: dict[str, dict[str, Any]] = {}
-        self._changed: dict[tuple[str, str], list[str]] = {}  # options that are not the paper's
+        self._given: dict[tuple[str, str], Mapping[str, Any]] = {}  # (line, column) -> options, without its draft
         self._reasons: dict[tuple[str, str], str | None] = {}
         self._parts: dict[str, list[str]] = {}  # attention path -> contenders
         self._choose(drafts)
@@ -93,9 +84,7 @@ class Speed:
             name = contender(line.method, options)
             self._names[line.name, column.name] = name
             self._options[name] = with_draft(line.method, options, drafts)
-            self._changed[line.name, column.name] = [
-                f"{option} {_written(x)}" for option, x in options.items() if x != line.options.get(option)
-            ]
+            self._given[line.name, column.name] = options
             part = self._parts.setdefault(line.attention, [])
             if name not in part:
                 part.append(name)
@@ -187,16 +176,15 @@ class Speed:
         pairs = [(_rate(m, name, seconds), _rate(m, self._baseline, seconds)) for m in own]
         accepted = median_of(run.mean_accepted_length for m in own for run in m.rounds[name])
         figures: dict[str, float | None] = {
-            "accepted": accepted if accepted is None or table.bonus else accepted - 1,
+            "accepted": table.counted(accepted),
             "tokens_per_second": median_of(rate for rate, _ in pairs),
             "speedup": median_of(ratio(*pair) for pair in pairs),
             **_profiled(m.profiles[name] for m in own if name in m.profiles),
         }
         shown = {key: figures.get(key) for key in (*table.figures, "speedup")}
         (row,) = report.rows([name], own)
-        changed = self._changed[line.name, column.name]
-        said = [line.note, *self._differs[column.name], f"with {', '.join(changed)}" if changed else ""]
-        return Cell(line, column, t, shown, row, tuple(filter(None, said)))
+        differs = differing(line, self._given[line.name, column.name], self._differs[column.name])
+        return Cell(line, column, t, shown, row, differs)
 
 
 def _unit(path: str, t: float, place: Place, index: int) -> str:
