@@ -1,5 +1,7 @@
 """SpecExtend: Cha et al. 2025, arXiv:2505.20776."""
 
+from dataclasses import replace
+
 from longdraft.bench.papers.table import Column, Kind, Line, Paper, Small, Table
 
 A100 = "two A100 80GB"
@@ -8,6 +10,7 @@ MODELS = "Vicuna-7B (V), LongChat-7B (LC)"
 OPT = {"tree": "opt", "nodes": 50, "depth": 10, "threshold": 0.7}
 ROWS = "32 first and 128 last rows are always seen beside the chunks; the paper forces none"
 STANDARD = Line("Standard", "small-lm", {**OPT, "view": "full"})
+STREAMING = Line("Standard + StreamingLLM", "small-lm", {**OPT, "view": "streaming"})
 EXTENDED = Line("Standard + SpecExtend", "specextend", {**OPT, "chunk": 32, "chunks": 32, "refresh": 4}, note=ROWS)
 EAGLE = Line("EAGLE, No", "eagle3", OPT, note="EAGLE-3 in the place of EAGLE-1")
 EAGLE_EXTENDED = Line(
@@ -16,6 +19,7 @@ EAGLE_EXTENDED = Line(
     {**OPT, "chunk": 32, "chunks": 64, "refresh": 8},
     note=f"EAGLE-3 in the place of EAGLE-1; {ROWS}",
 )
+MASKED = "torch's masked attention"
 LENGTHS = (1, 2, 4, 8, 16)
 DATA = {"GovReport": "gov_report", "PG-19": "pg19", "BookSum": "booksum"}
 COLUMNS = tuple(Column(f"{name} {n}K", data, n * 1024) for name, data in DATA.items() for n in LENGTHS)
@@ -54,8 +58,8 @@ TABLE_2 = Table(
     A100,
     MODELS + "; drafts Vicuna-68M, LLaMA-68M and EAGLE",
     (
-        Line("68M, No", "small-lm", {**OPT, "view": "full"}),
-        Line("68M, Yes", "specextend", EXTENDED.options, note=ROWS),
+        replace(STANDARD, name="68M, No"),
+        replace(EXTENDED, name="68M, Yes"),
         EAGLE,
         EAGLE_EXTENDED,
     ),
@@ -154,7 +158,7 @@ TABLE_4 = Table(
     A100,
     "Vicuna-7B with Vicuna-68M",
     (
-        Line("without retrieval", "small-lm", {**OPT, "view": "streaming"}),
+        replace(STREAMING, name="without retrieval"),
         Line("with retrieval", "specextend", {**EXTENDED.options, "refresh": 1}, note=f"in every round; {ROWS}"),
     ),
     (Column("GovReport 16K", "gov_report", 16384),),
@@ -174,7 +178,7 @@ TABLE_4 = Table(
 
 # Table 5 sweeps one parameter at a time, on 8K tokens of GovReport: a column is one value of one parameter.
 _SWEEP = (64, 128, 256, 512, 1024, 2048, 4096, 8192), (1, 2, 4, 8, 16, 32, 64, 128), (2, 4, 8, 16, 32, 64, 128, 256)
-_SMALL_LM, _EAGLE = ("68M, streaming", "68M, retrieval"), ("EAGLE, retrieval",)
+_STREAMING, _RETRIEVAL = ("68M, streaming",), ("68M, retrieval", "EAGLE, retrieval")
 
 
 def _sweep(name: str, values: tuple[int, ...], only: tuple[str, ...], key: str) -> tuple[Column, ...]:
@@ -189,15 +193,15 @@ TABLE_5 = Table(
     A100,
     "Vicuna-7B with Vicuna-68M and EAGLE",
     (
-        Line("68M, streaming", "small-lm", {**OPT, "view": "streaming"}),
-        Line("68M, retrieval", "specextend", EXTENDED.options, note=ROWS),
-        Line("EAGLE, retrieval", "specextend-eagle3", EAGLE_EXTENDED.options, note=EAGLE_EXTENDED.note),
+        replace(STREAMING, name="68M, streaming"),
+        replace(EXTENDED, name="68M, retrieval"),
+        replace(EAGLE_EXTENDED, name="EAGLE, retrieval"),
     ),
     (
-        *_sweep("working cache", _SWEEP[0], _SMALL_LM[:1], "recent"),
-        *_sweep("chunk", _SWEEP[1], (_SMALL_LM[1], *_EAGLE), "chunk"),
-        *_sweep("top-k", _SWEEP[2], (_SMALL_LM[1], *_EAGLE), "chunks"),
-        *_sweep("every", _SWEEP[1], (_SMALL_LM[1], *_EAGLE), "refresh"),
+        *_sweep("working cache", _SWEEP[0], _STREAMING, "recent"),
+        *_sweep("chunk", _SWEEP[1], _RETRIEVAL, "chunk"),
+        *_sweep("top-k", _SWEEP[2], _RETRIEVAL, "chunks"),
+        *_sweep("every", _SWEEP[1], _RETRIEVAL, "refresh"),
     ),
     ("tokens_per_second",),
     """
@@ -249,22 +253,10 @@ TABLE_6 = Table(
     A100,
     "Vicuna-7B with Vicuna-68M",
     (
-        Line("Standard", "small-lm", {**OPT, "view": "full"}, attention="sdpa", note="torch's masked attention"),
-        Line("Standard + HTA", "small-lm", {**OPT, "view": "full"}, note="this machine's own path: `longdraft doctor`"),
-        Line(
-            "Standard + StreamingLLM",
-            "small-lm",
-            {**OPT, "view": "streaming"},
-            attention="sdpa",
-            note="torch's masked attention",
-        ),
-        Line(
-            "Standard + Retrieval",
-            "specextend",
-            EXTENDED.options,
-            attention="sdpa",
-            note=f"torch's masked attention; {ROWS}",
-        ),
+        replace(STANDARD, attention="sdpa", note=MASKED),
+        replace(STANDARD, name="Standard + HTA", note="this machine's own path: `longdraft doctor`"),
+        replace(STREAMING, attention="sdpa", note=MASKED),
+        replace(EXTENDED, name="Standard + Retrieval", attention="sdpa", note=f"{MASKED}; {ROWS}"),
     ),
     GOV_REPORT,
     ("accepted", "tokens_per_second", "attention_share"),
