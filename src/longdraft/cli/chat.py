@@ -108,7 +108,7 @@ class Chat:
     ) -> None:
         self._loaded, self._spec, self._decoder, self._settings = loaded, spec, decoder, settings
         self._system, self._documents = wording.system, list(documents or [])
-        self._template = {name: x for name, x in wording.asked.items() if name != "system"}
+        self._template = wording.template
         self._messages: list[dict[str, str]] = []
         # Kept from turn to turn, and from method to method where these read the same layers.
         self._cache = PromptCache(spec.feature_layers())

@@ -176,10 +176,14 @@ class TemplateOptions(Group):
     ] = True
 
     @property
+    def template(self) -> dict[str, Any]:
+        """Arguments of the template itself; only those that differ from the default."""
+        return {} if self.think else {"enable_thinking": False}
+
+    @property
     def asked(self) -> dict[str, Any]:
         """Arguments of ``chat_prompt``; only those that differ from the default."""
-        given: dict[str, Any] = {} if self.system is None else {"system": self.system}
-        return given if self.think else given | {"enable_thinking": False}
+        return self.template if self.system is None else {"system": self.system, **self.template}
 
 
 @dataclass(frozen=True)

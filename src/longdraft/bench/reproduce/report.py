@@ -171,15 +171,14 @@ def chart(made: Reproduction, cells: Sequence[Cell]) -> Any:
     columns = list(dict.fromkeys(cell.column.name for cell in cells))
     mine: dict[str, list[float | None]] = {}
     shown = {(cell.line.name, cell.column.name): cell.shown.get(key) for cell in cells if cell.temperature == t}
-    beside = {
-        (line.name, column): [p.value for p in published if (p.line, p.column, p.figure) == (line.name, column, key)]
-        for line in own.lines
-        for column in columns
-    }
     for line in own.lines:
         values = [shown.get((line.name, column)) for column in columns]
         if any(x is not None for x in values):
             mine[line.name] = values
-    marks = {name: [beside[name, column] for column in columns] for name in mine}
+    beside: dict[tuple[str, str], list[float]] = {}
+    for p in published:
+        if p.figure == key:
+            beside.setdefault((p.line, p.column), []).append(p.value)
+    marks = {name: [beside.get((name, column), []) for column in columns] for name in mine}
     title = f"{own.heading} of {made.paper.name}: ours (bars) and the paper's (marks), {called(t)}"
     return charts.grouped(title, columns, mine, marks, charts.styles(list(mine)), FIGURES[key][0])
