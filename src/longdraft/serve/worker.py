@@ -61,7 +61,7 @@ class Worker:
         self._suspects: deque[Ticket] = deque()  # were in a forward that failed: each is decoded alone
         self._closing = self._stopping = False
         self._telling = telling
-        # Of any thread: what was asked for and is not taken in yet, and requests among it or on their way.
+        # Any thread changes these: what was asked for and is not taken in yet, and requests among it or on their way.
         self._change = threading.Condition()
         self._asked: list[Change] = []
         self._arriving: set[Ticket] = set()
