@@ -181,7 +181,8 @@ class DiskPrefixes(PromptCache):
         superfluous = [path for path in others if self._begins(self._files[path], text, kind)]
         deleted = self._deleted_for(size, superfluous, kept)
         if deleted is None:
-            self._warn("large", f"A text of {len(text)} tokens takes {size} bytes, for which there is no room.")
+            problem = f"A text of {len(text)} tokens takes {size} bytes, more than --snapshot-gib leaves: raise it."
+            self._warn("large", problem)
             return False
         made = (self._target, store.feature_layers, *([kind] if kind else []))
         name = hashlib.sha256(repr(made).encode() + text.tobytes()).hexdigest()
