@@ -60,7 +60,7 @@ class Documents(Sequence[Document]):
 
     @property
     def with_features(self) -> int:
-        """How many pieces have kept features."""
+        """The number of pieces that have kept features."""
         if not any(source.kept for source in self.sources):
             return 0
         each = zip(self._source, self._row, strict=True)
