@@ -153,7 +153,7 @@ class EagleConfig(RunConfig):
     """An EAGLE-1 run (Li et al. 2024, EAGLE). The draft has the target's head counts and vocabulary."""
 
     classification: float = setting(
-        0.1, "weight of the cross-entropy beside the regression on the target's next state (its code: 0.1)", ZERO_OR_MORE
+        0.1, "weight of the cross-entropy beside the regression on the next state (its code: 0.1)", ZERO_OR_MORE
     )
     feature_noise: float = setting(
         0.1, "states that are read are moved by uniform noise of this size; 0: not", ZERO_OR_MORE
