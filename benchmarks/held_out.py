@@ -27,7 +27,7 @@ from longdraft.training.settings import read_config
 def measured(self: Session, trainee: Any, layers: Any, *_: Any, **how: Any) -> Iterator[Any]:
     """In the place of training: what a trainee would have accepted."""
     levels, ranks_of = how.get("measured", DEPTH), how.get("ranks_of", by_step)
-    source = self.source(layers)
+    source = self.source(layers, keys=how.get("keys", False))
     assert source is not None
     documents = self.held_out(source.reader, Ahead(self.runner.device, 0), levels)
     with self.accelerator.autocast():

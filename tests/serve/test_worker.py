@@ -138,6 +138,32 @@ def test_the_queue_is_bounded_and_says_when_to_come_again():
     assert full.value.seconds >= 1
 
 
+def test_a_request_that_is_being_taken_in_waits_once():
+    """The second comes while the first is moved to the queue, which has room for both."""
+    outcomes: list[Exception | None] = []
+
+    def submit() -> None:
+        try:
+            Submitted(worker, partial(request, 2, 2))
+            outcomes.append(None)
+        except QueueFull as error:
+            outcomes.append(error)
+
+    class Arriving(set):
+        def discard(self, ticket: Ticket) -> None:
+            if not second.ident:
+                second.start()
+                second.join(0.1)
+            super().discard(ticket)
+
+    second = threading.Thread(target=submit)
+    with working(slots=1, size=2) as worker:
+        worker._arriving = Arriving()
+        Submitted(worker, partial(request, 1, 2)).end()
+        second.join()
+    assert outcomes == [None]
+
+
 def test_closing_answers_what_there_is_and_takes_no_more():
     with working() as worker:
         submitted = [Submitted(worker, partial(request, i, 15)) for i in range(5)]

@@ -30,17 +30,11 @@ def or_scaled(attend: Attend) -> Attend:
     """``attend``, which takes keys and values in eight bits too."""
 
     def either(
-        q: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        block: Block,
-        scale: float,
-        scoring: Scoring = PLAIN,
-        /,
+        q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Block, scale: float, *scoring: Scoring
     ) -> torch.Tensor:
         if isinstance(keys, Scaled):
-            return _attend(q, keys, values, block, scale, scoring, tree=True)
-        return attend(q, keys, values, block, scale, *(() if scoring is PLAIN else (scoring,)))
+            return _attend(q, keys, values, block, scale, *(scoring or (PLAIN,)), tree=True)
+        return attend(q, keys, values, block, scale, *scoring)
 
     return either
 
@@ -86,7 +80,7 @@ def check(device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
 def _arguments(
     q: torch.Tensor, keys: Scaled, values: Scaled, block: Block, scale: float, scoring: Scoring, tree: bool
 ) -> tuple[Any, ...]:
-    """Those of the operator."""
+    """The operator's arguments."""
     return (
         *(q, keys.numbers, keys.scales, values.numbers, values.scales, block.slots_t, block.lengths_t),
         *(block.mask, scoring.sinks, block.offset, max(block.lengths, default=0), tree, scale, scoring.softcap),

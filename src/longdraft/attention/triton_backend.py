@@ -86,7 +86,7 @@ class Inputs(NamedTuple):
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """Of q, keys and values, and the distance between two slots' and two heads' scales."""
+        """Strides of q, keys and values; then the distance between two slots' and two heads' scales."""
         of_scales = self.keys.scales.stride()[:2] if isinstance(self.keys, Scaled) else (0, 0)
         return *self.q.stride(), *self.keys.stride(), *self.values.stride(), *of_scales
 

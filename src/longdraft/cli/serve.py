@@ -98,8 +98,7 @@ class ServiceOptions:
             layers = spec.feature_layers()
             if spec is not first:
                 return PromptCache(layers)
-            # Processes that share a model reuse the same rows, and each has its own memory: slots alone.
-            tree = settings.tree_bytes if spec.runner().share is None else 0
+            tree = self._tree_bytes(spec.runner())
             if settings.snapshots is None:
                 return PromptCache(layers, tree)
             return DiskPrefixes(
@@ -119,21 +118,28 @@ class ServiceOptions:
         first.record(settings.slots, settings.context, progress)
         return service
 
+    def _tree_bytes(self, runner: TargetRunner) -> int:
+        """Limit of the texts that are kept in memory when others take their slots."""
+        # Processes that share a model reuse the same rows, and each has its own memory: slots alone.
+        return self.settings.tree_bytes if runner.share is None else 0
+
     def _context(self, runner: TargetRunner, methods: int) -> int:
         """Tokens of the longest text: as asked for, or as the model and the memory allow."""
         context, limit, slots = self.context, runner.context_length, self.settings.slots
         if context is not None and context > limit:
             raise RequestError(f"--context {context}: the model's context holds {limit} (--rope-factor stretches it).")
-        room = _room(runner, slots * methods * self.sharing, self.settings.tree_bytes * self.sharing)
+        room = _room(runner, slots * methods * self.sharing, self._tree_bytes(runner) * self.sharing)
         if runner.share is not None:
             room = runner.share.least(room)
         if context is not None and context > room:
             raise MemoryBudgetError(
-                f"--context {context}: the free memory holds {room} tokens for each of {slots} slots."
+                f"--context {context}: the free memory holds {room} tokens for each of {slots} slots. Ask for "
+                "less, for fewer --slots or, on a CPU, for a smaller --prefix-gib."
             )
         if context is None and limit > room:
             console.note(
-                f"The memory that is free holds texts of {room:,} of the model's {limit:,} tokens in {slots} slots."
+                f"The memory that is free holds texts of {room:,} of the model's {limit:,} tokens in {slots} slots. "
+                "Fewer --slots or, on a CPU, a smaller --prefix-gib leave room for longer ones."
             )
         return context or min(limit, room)
 

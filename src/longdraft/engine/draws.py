@@ -67,7 +67,7 @@ class OwnDraws:
             self._made.popleft()
 
     def rehearsal(self) -> OwnDraws:
-        """Others, where the coming numbers are not to be known."""
+        """Like the protocol's, but with other numbers where the coming ones are not to be known."""
         device = torch.device("cpu") if self._generator is None else self._generator.device
         generator = torch.Generator(device)
         if self._generator is not None and not self._known:

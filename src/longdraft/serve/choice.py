@@ -214,7 +214,7 @@ class Choice:
 
 
 def _proposer(tree: TokenTree, node: int) -> str:
-    """Who proposed a node of a drafted tree."""
+    """Names the proposer of a node of a drafted tree."""
     if node in tree.looked_up:
         return "lookup"
     return "grammar" if node in tree.forced else "draft"

@@ -7,8 +7,8 @@ from transformers import PreTrainedTokenizerBase
 from longdraft.errors import CapabilityError
 from longdraft.model.chat import encode
 
-# What stands before the prompt, before the suffix, and before the model's answer: Qwen-Coder's and CodeGemma's form,
-# and StarCoder's.
+# Tokens before the prompt, before the suffix, and before the model's answer: Qwen-Coder's and CodeGemma's form, and
+# StarCoder's.
 _FORMS = (("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"), ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"))
 # These end an answer too, besides the model's own end tokens: another file or turn would begin.
 _ENDS = ("<|endoftext|>", "<|im_end|>", "<|fim_pad|>", "<|file_sep|>", "<|repo_name|>", "<|file_separator|>",

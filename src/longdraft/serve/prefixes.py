@@ -29,7 +29,7 @@ from longdraft.memory.token_ids import common_prefix, packed
 logger = logging.getLogger("longdraft")
 
 _SUFFIX = ".kv.safetensors"
-# Of the folders that this process uses.
+# Held as long as this process uses their folders.
 _locks: list[FileLock] = []
 # The most bytes of a file's header.
 _HEADER = 1024
@@ -103,8 +103,9 @@ class DiskPrefixes(PromptCache):
         self._max_bytes, self._min_tokens = max_bytes, max(1, min_tokens)
         # The least recently used first. Files of other targets have no tokens here.
         self._files: OrderedDict[Path, _File] = OrderedDict()
-        # What was written of each slot. It is not written again after it had to go for another slot's text.
-        self._written: dict[int, array[int]] = {}
+        # Slots whose text was written since a request last used them. It is not written again after it had to go for
+        # another slot's text, or two that do not fit the folder together would drive each other out for ever.
+        self._written: set[int] = set()
         self._warned: set[str] = set()
         self._next_attempt = 0.0  # time.monotonic() from which writing is tried again
         try:
@@ -115,6 +116,7 @@ class DiskPrefixes(PromptCache):
 
     def begin(self, slot: int, prompt: Sequence[int], piece: int = 1, kind: str = "") -> int:
         """Like :meth:`PromptCache.begin`, but first reads a file that has more of the prompt than any slot."""
+        self._written.discard(slot)
         prompt = packed(prompt)
         text = prompt[:-1]
         in_slots = max(self._common(each, text, kind) for each in range(len(self.tokens)))
@@ -145,12 +147,10 @@ class DiskPrefixes(PromptCache):
         for slot in sorted(range(len(self.tokens)), key=lambda slot: -len(self.tokens[slot])):
             text = self.tokens[slot]
             # A slot with more rows than its text is being decoded.
-            if len(text) < self._min_tokens or len(text) != self.store.lengths[slot]:
-                continue
-            if text == self._written.get(slot):
+            if len(text) < self._min_tokens or len(text) != self.store.lengths[slot] or slot in self._written:
                 continue
             if len(text) - self._nearest(text, self.kinds[slot])[1] >= self._min_tokens and self._write(slot, text):
-                self._written[slot] = text[:]
+                self._written.add(slot)
                 return True
         return False
 
@@ -181,7 +181,8 @@ class DiskPrefixes(PromptCache):
         superfluous = [path for path in others if self._begins(self._files[path], text, kind)]
         deleted = self._deleted_for(size, superfluous, kept)
         if deleted is None:
-            self._warn("large", f"A text of {len(text)} tokens takes {size} bytes, for which there is no room.")
+            problem = f"A text of {len(text)} tokens takes {size} bytes, more than --snapshot-gib leaves: raise it."
+            self._warn("large", problem)
             return False
         made = (self._target, store.feature_layers, *([kind] if kind else []))
         name = hashlib.sha256(repr(made).encode() + text.tobytes()).hexdigest()

@@ -82,10 +82,10 @@ class Telling:
 
     def __init__(self, share: Share, wire: Wire, tokenizer: Any) -> None:
         self._share, self._wire, self._tokenizer = share, wire, tokenizer
-        # Of the first process: what the others are told next.
+        # The first process has these: the changes that the others are told next.
         self._changes: list[Change] = []
         self._message = b""
-        # Of the others: those that have not ended.
+        # The others have these: tickets that have not ended.
         self._tickets: WeakValueDictionary[int, Ticket] = WeakValueDictionary()
 
     def exchange(self, asked: Callable[[float], list[Change]], idle: bool) -> list[Change]:

@@ -1,4 +1,4 @@
-"""What is handed to the engine thread: requests that were submitted, and changes to what it decodes."""
+"""Requests that were submitted, and the other changes that the engine thread takes in between two rounds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Restarted:
     """The request begins again; its tokens so far will be repeated."""
 
 
-# What a listener hears: steps and restarts; at last the result, or the error.
+# A listener hears steps and restarts, and at last the result or the error.
 Update = Step | Restarted | Result | Exception
 
 
@@ -49,7 +49,7 @@ Kind = Literal["submit", "cancel", "close", "stop"]
 
 @dataclass(frozen=True)
 class Change:
-    """What the engine thread takes in between two rounds.
+    """A change to what the engine thread decodes, which it takes in between two rounds.
 
     Attributes:
         kind: a request was submitted or cancelled; or the worker ends, when all requests have ended ("close") or now.

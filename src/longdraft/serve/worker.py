@@ -61,7 +61,7 @@ class Worker:
         self._suspects: deque[Ticket] = deque()  # were in a forward that failed: each is decoded alone
         self._closing = self._stopping = False
         self._telling = telling
-        # Of any thread: what was asked for and is not taken in yet, and requests among it or on their way.
+        # Any thread changes these: what was asked for and is not taken in yet, and requests among it or on their way.
         self._change = threading.Condition()
         self._asked: list[Change] = []
         self._arriving: set[Ticket] = set()
@@ -137,7 +137,8 @@ class Worker:
     @property
     def load(self) -> tuple[int, int]:
         """Counts of requests that are decoded and that wait."""
-        waiting = len(self._waiting) + len(self._arriving) + len(self._suspects)
+        with self._change:
+            waiting = len(self._waiting) + len(self._arriving) + len(self._suspects)
         return sum(map(len, list(self._running.values()))), waiting
 
     # --- the engine thread ---
@@ -179,17 +180,18 @@ class Worker:
             changes = self._asked_within(None if idle else 0.0)
         else:
             changes = self._telling.exchange(self._asked_within, idle)
-        for change in changes:
-            match change:
-                case Change("submit", Ticket() as ticket):
-                    self._waiting.append(ticket)
-                    self._arriving.discard(ticket)
-                case Change("cancel", Ticket() as ticket):
-                    ticket.cancelled = True
-                case Change("close"):
-                    self._closing = True
-                case Change("stop"):
-                    self._stopping = True
+        with self._change:  # nobody counts a request twice
+            for change in changes:
+                match change:
+                    case Change("submit", Ticket() as ticket):
+                        self._waiting.append(ticket)
+                        self._arriving.discard(ticket)
+                    case Change("cancel", Ticket() as ticket):
+                        ticket.cancelled = True
+                    case Change("close"):
+                        self._closing = True
+                    case Change("stop"):
+                        self._stopping = True
 
     def _asked_within(self, seconds: float | None) -> list[Change]:
         """Takes what was asked for, waiting for it at most so long; None: as long as it takes."""

@@ -6,7 +6,8 @@ import random
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import overload
+
+from longdraft.training.lazy import Lazy
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,7 @@ class Batch:
     shifts: tuple[int, ...]
 
 
-class Epoch(Sequence[Batch]):
+class Epoch(Lazy[Batch]):
     """The batches of one epoch, in order. Every document is in one of them, and takes 8 bytes here.
 
     Args:
@@ -43,13 +44,7 @@ class Epoch(Sequence[Batch]):
     def __len__(self) -> int:
         return len(self._ends)
 
-    @overload
-    def __getitem__(self, i: int) -> Batch: ...
-    @overload
-    def __getitem__(self, i: slice) -> list[Batch]: ...
-    def __getitem__(self, i: int | slice) -> Batch | list[Batch]:
-        if isinstance(i, slice):
-            return [self[j] for j in range(*i.indices(len(self)))]
+    def item(self, i: int) -> Batch:
         places = slice(self._ends[i - 1] if i else 0, self._ends[i])
         return Batch(tuple(self._order[places]), tuple(self._shifts[places]))
 

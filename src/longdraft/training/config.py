@@ -150,17 +150,17 @@ class Eagle3Config(RunConfig):
 
 @dataclass(frozen=True)
 class EagleConfig(RunConfig):
-    """An EAGLE-1 run (Li et al. 2024, EAGLE, section 3.2). The draft has the target's head counts and vocabulary."""
+    """An EAGLE-1 run (Li et al. 2024, EAGLE). The draft has the target's head counts and vocabulary."""
 
     classification: float = setting(
-        0.1, "weight of the cross-entropy beside the regression on the target's next state (paper: 0.1)", ZERO_OR_MORE
+        0.1, "weight of the cross-entropy beside the regression on the next state (its code: 0.1)", ZERO_OR_MORE
     )
     feature_noise: float = setting(
-        0.1, "states that are read are moved by uniform noise of this size; 0: not (paper: 0.1)", ZERO_OR_MORE
+        0.1, "states that are read are moved by uniform noise of this size; 0: not", ZERO_OR_MORE
     )
     distill: float = setting(1.0, "share of the loss that follows the target's distribution", SHARE)
-    lr: float = setting(3e-5, "peak of the learning rate (paper: 3e-5)", POSITIVE)
-    clip: float = setting(0.5, "largest norm of the gradient (paper: 0.5)", POSITIVE)
+    lr: float = setting(3e-5, "peak of the learning rate (its code: 3e-5)", POSITIVE)
+    clip: float = setting(0.5, "largest norm of the gradient", POSITIVE)
     rope_theta: float | None = setting(None, "base of a new draft's rotary embedding; none: the target's", POSITIVE)
 
     def __post_init__(self) -> None:

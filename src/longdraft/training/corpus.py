@@ -7,17 +7,17 @@ import random
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import overload
 
 from longdraft.errors import PromptError
 from longdraft.training.documents import Document, Skipped
+from longdraft.training.lazy import Lazy
 from longdraft.training.tokens import Tokens
 
 # Documents with this many first tokens in common are about the same passage.
 SAME_PASSAGE = 48
 
 
-class Documents(Sequence[Document]):
+class Documents(Lazy[Document]):
     """Some pieces of documents, in a fixed order. Their tokens stay where they are: a piece takes 22 bytes here.
 
     Attributes:
@@ -41,13 +41,7 @@ class Documents(Sequence[Document]):
     def __len__(self) -> int:
         return len(self.lengths)
 
-    @overload
-    def __getitem__(self, i: int) -> Document: ...
-    @overload
-    def __getitem__(self, i: slice) -> list[Document]: ...
-    def __getitem__(self, i: int | slice) -> Document | list[Document]:
-        if isinstance(i, slice):
-            return [self[j] for j in range(*i.indices(len(self)))]
+    def item(self, i: int) -> Document:
         source, begin = self.sources[self._source[i]], self._begins[i]
         kept = source.kept[self._row[i]] if source.kept else None
         tokens = source.slice(begin, begin + self.lengths[i])
@@ -60,7 +54,7 @@ class Documents(Sequence[Document]):
 
     @property
     def with_features(self) -> int:
-        """How many pieces have kept features."""
+        """The number of pieces that have kept features."""
         if not any(source.kept for source in self.sources):
             return 0
         each = zip(self._source, self._row, strict=True)

@@ -32,7 +32,7 @@ from longdraft.training.corpus import Corpus, Documents, collect
 from longdraft.training.documents import Skipped
 from longdraft.training.features import CHUNK, Features
 from longdraft.training.run_log import Report
-from longdraft.training.session import Fit, Session, never, silent
+from longdraft.training.session import Session, never, silent
 from longdraft.training.tokens import Tokens, shards_of
 from longdraft.training.trainee import Trainee
 
@@ -60,7 +60,7 @@ GPUS = {
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a run would take.
+    """Memory, operations and steps of a run.
 
     Attributes:
         memory: bytes on each GPU, by part.
@@ -111,13 +111,9 @@ class DryRun(Session):
         self,
         trainee: Trainee,
         layers: tuple[int, ...] | None,
-        kind: str,
-        config: Mapping[str, Any],
-        *,
-        levels: int,
-        fit: Fit | None = None,
+        *_: Any,
         keys: bool = False,
-        **measuring: Any,
+        **__: Any,
     ) -> Iterator[Report]:
         """Counts one step's memory and operations; yields no report."""
         run = self.config
@@ -194,7 +190,7 @@ class DryRun(Session):
 
 
 def estimate(training: Training, config: RunConfig, gpus: int = 1, tokens: float | None = None) -> Estimate:
-    """What a run would take.
+    """Estimates a run by one step under fake tensors.
 
     A draft in ``init`` is taken to have the sizes of a new one.
 

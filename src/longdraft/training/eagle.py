@@ -1,7 +1,7 @@
 """Training of EAGLE-1 drafts: the step with its loss (:class:`EagleTrainee`), and the run (:func:`train_eagle`).
 
-EAGLE (Li et al. 2024, arXiv:2401.15077), section 3.2. With f the target's last hidden state behind its final norm, row
-t joins f(t) with the embedding of token t + 1. Its output o(t) is what f(t + 1) will be, and says token t + 2:
+EAGLE (Li et al. 2024, arXiv:2401.15077). With f the target's last hidden state behind its final norm, row t
+joins f(t) with the embedding of token t + 1. Its output o(t) is what f(t + 1) will be, and says token t + 2:
 
     loss = SmoothL1(o(t), f(t + 1)) + w * cross-entropy(head(o(t)), target's distribution of token t + 2)
 

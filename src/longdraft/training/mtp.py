@@ -48,15 +48,18 @@ class BorrowingBlock(MtpBlock):
     def __init__(self, runner: TargetRunner, dtype: torch.dtype) -> None:
         super().__init__(runner, sparse=False)
         size = runner.parts.hidden_size
-        ones = {f"{name}.weight": torch.ones(size) for name in ("enorm", "hnorm")}
-        own = ones | {"norm.weight": final_norm(runner.model), "eh_proj.weight": torch.zeros(size, 2 * size)}
-        layer = {f"layer.{name}": _floats(t) for name, t in own_layer.last_layer(runner.model).items()}
-        own_layer.put_in(self, own | layer, runner.device, torch.float32, int8=False)
-        self.requires_grad_(True)
+        own = {f"{name}.weight": torch.ones(size) for name in ("enorm", "hnorm", "norm")}
+        own["eh_proj.weight"] = torch.zeros(size, 2 * size)
         # Out of the module's sight, and so of the optimiser's and the checkpoints'.
-        borrowed = self.layer
+        layer = {name: _floats(t) for name, t in own_layer.last_layer(runner.model).items()}
+        borrowed = own_layer.put_in(self.layer, layer, runner.device, dtype, int8=False)
+        for part in borrowed.modules():  # buffers, since torch's memory tracker takes no frozen parameters
+            for name, weight in [*part.named_parameters(recurse=False)]:
+                delattr(part, name)
+                part.register_buffer(name, weight.detach())
         del self.layer
-        vars(self)["layer"] = borrowed.to(dtype).requires_grad_(False)
+        vars(self)["layer"] = borrowed
+        own_layer.put_in(self, own, runner.device, torch.float32, int8=False).requires_grad_(True)
 
     @torch.no_grad()
     def fit(self, documents: Iterable[Features], embed: Callable[[torch.Tensor], torch.Tensor], tokens: int) -> None:
@@ -204,6 +207,7 @@ def train_mtp(config: MtpConfig, progress: Progress = silent, stop: Callable[[],
 
     def fit(documents: Iterator[Features]) -> None:
         progress("the projection is fitted", 0, 0)
+        block.norm.weight.data.copy_(final_norm(runner.model))
         block.fit(documents, trainee.embed, config.fit_tokens)
 
     yield from session.train(

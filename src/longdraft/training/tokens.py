@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,6 +21,7 @@ from longdraft.errors import CheckpointError, PromptError
 from longdraft.training import feature_files
 from longdraft.training.documents import Document, Skipped, documents
 from longdraft.training.feature_files import INDEX
+from longdraft.training.lazy import Lazy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -33,7 +34,7 @@ _PROBE = "Tokens, encodés once: 2 + 2 = 4\n\tdef f(x): return x  # 漢字 🙂"
 
 
 @dataclass(frozen=True)
-class Tokens(Sequence[Document]):
+class Tokens(Lazy[Document]):
     """The documents of a file, or of a shard.
 
     Attributes:
@@ -71,13 +72,7 @@ class Tokens(Sequence[Document]):
     def __len__(self) -> int:
         return len(self.ends)
 
-    @overload
-    def __getitem__(self, i: int) -> Document: ...
-    @overload
-    def __getitem__(self, i: slice) -> list[Document]: ...
-    def __getitem__(self, i: int | slice) -> Document | list[Document]:
-        if isinstance(i, slice):
-            return [self[j] for j in range(*i.indices(len(self)))]
+    def item(self, i: int) -> Document:
         return Document(self.slice(*self.span(i)), int(self.starts[i]), self.kept[i] if self.kept else None)
 
     def span(self, i: int) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from longdraft.drafts.draft import Draft
 from longdraft.engine.event import Event
 from longdraft.memory.store import KVStore
 from longdraft.model.runner import TargetRunner
-from longdraft.options import Options, option
+from longdraft.options import Options, declared, option
 from longdraft.views.refresh import Refresh
 from longdraft.views.retrieval import Retrieval
 from longdraft.views.scorers import SCORERS
@@ -44,11 +44,8 @@ class ChunkOptions(Options):
         Raises:
             ValueError: some are given, and there is no retrieval, which ``remedy`` would switch on.
         """
-        found = {
-            name: value
-            for name, value in self.given().items()
-            if name not in ("sink", "recent", "retrieval", "view", "vocabulary", "four_bits")
-        }
+        own = declared(ChunkOptions).keys() - {"sink", "recent"}
+        found = {name: value for name, value in self.given().items() if name in own}
         if found and not asked:
             raise ValueError(f"{', '.join(found)} shape the retrieval of chunks: give {remedy} too")
         return found
