@@ -41,7 +41,7 @@ class AnswerFile:
             return
         whole: list[dict[str, Any]] = []
         for row, end in self._read():
-            number, place, size = row["at"]
+            _, place, size = row["at"]
             whole.append(row)
             if holds == "messages" or place == size - 1:
                 self._count(whole)

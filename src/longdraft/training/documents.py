@@ -56,18 +56,11 @@ class Skipped:
         return ", ".join(f"{count} {reason}" for reason, count in sorted(self.reasons.items())) or "none"
 
 
-def rows(paths: Iterable[Path | str], skipped: Skipped) -> Iterator[dict[str, Any]]:
-    """The rows of files, or of corpora by name (:mod:`longdraft.training.corpora`). Broken ones are counted.
+def rows(sources: Iterable[Path | str], skipped: Skipped) -> Iterator[tuple[dict[str, Any] | None, Path]]:
+    """The rows of files, or of corpora by name (:mod:`longdraft.training.corpora`), each with its file.
 
-    Raises PromptError if a file is missing or cannot be read.
+    None for a broken one, which is counted. Raises PromptError if a file is missing or cannot be read.
     """
-    for row, _ in _located(paths, skipped):
-        if row is not None:
-            yield row
-
-
-def _located(sources: Iterable[Path | str], skipped: Skipped) -> Iterator[tuple[dict[str, Any] | None, Path]]:
-    """Each row with its file; None for a broken one."""
     for source in sources:
         corpus = corpora.named(source)
         for path in corpus.files:
@@ -99,7 +92,7 @@ def encoded(
     done: int = 0,
 ) -> Iterator[Document | None]:
     """The document of each row after the first ``done``; None for one that is left out. See :func:`documents`."""
-    for row, path in islice(_located(paths, skipped), done, None):
+    for row, path in islice(rows(paths, skipped), done, None):
         if row is None:
             yield None
             continue
@@ -125,7 +118,7 @@ def _document(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, features:
         kept = (str(features), int(row["at"][0]), int(row["at"][1])) if "at" in row and features.is_dir() else None
         return Document([int(t) for t in row["tokens"]], int(row.get("start", 1)), kept)
     if "messages" in row:
-        return _chat(row["messages"], tokenizer)
+        return _chat(row["messages"], tokenizer, bool(row.get("cut")))
     tokens = encode(tokenizer, row["text"])
     # EOS is learned, because a draft that never proposes it costs a verification at the end of every text.
     if tokenizer.eos_token_id is not None:
@@ -133,11 +126,12 @@ def _document(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, features:
     return Document(tokens)
 
 
-def _chat(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> Document:
+def _chat(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, cut: bool) -> Document:
+    """A chat; ``cut``: its last answer was cut off, so its end is not learned."""
     first = [m["role"] for m in messages].index("assistant")  # ValueError if there is none
     render = {"return_dict": False, "tokenizer_kwargs": {"verbose": False}}
     prompt = tokenizer.apply_chat_template(messages[:first], add_generation_prompt=True, **render)
-    tokens = tokenizer.apply_chat_template(messages, **render)
+    tokens = tokenizer.apply_chat_template(messages, continue_final_message=cut, **render)
     if tokens[: len(prompt)] != prompt:
         raise ValueError("the chat template does not keep a chat's beginning as it grows")
     return Document(list(tokens), len(prompt))
