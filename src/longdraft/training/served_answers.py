@@ -14,8 +14,8 @@ from longdraft.training.prompts import Ask
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
-# How often a request is sent again, after 0.5, 1, 2, ... seconds, while the server is away or busy.
-RETRIES = 5
+# How often a request is sent again, after 0.5, 1, 2, 4, 8, 8, ... seconds, while the server is away or busy.
+RETRIES = 8
 # After so many answers in a row that cannot be used, the server is not asked any more.
 PATIENCE = 32
 # Seconds for an answer, and between two looks at ``stop``.
@@ -143,7 +143,7 @@ class _Conversations:
         )
 
     def _kept(self) -> str:
-        return f"{self.file.rows:,} answers are kept in {self.file.path}; the same command continues from there."
+        return f"The answers in {self.file.path} are kept; the same command continues from there."
 
     async def choose_model(self) -> None:
         if self.model is None:
