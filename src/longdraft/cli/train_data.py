@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from enum import Enum
 from itertools import islice
 from pathlib import Path
@@ -16,6 +17,7 @@ from longdraft.cli.training_display import AnswersDisplay, RowCounter, shares
 from longdraft.errors import CheckpointError
 
 if TYPE_CHECKING:
+    from longdraft.model.checkpoints import LoadedModel
     from longdraft.model.runner import TargetRunner
     from longdraft.training.answer_file import AnswerFile
     from longdraft.training.documents import Skipped
@@ -118,65 +120,82 @@ def data(
     if (out.is_dir() and not shards) or not out.absolute().parent.is_dir():
         raise CheckpointError(f"--out {out}: its folder does not exist, or it is a folder itself.")
 
-    import torch
-
-    from longdraft.model.loading import load
-    from longdraft.model.runner import TargetRunner
-    from longdraft.model.stored import weight_shape
-    from longdraft.training import documents, generations, prompts, repeats, served_answers, tokens
+    from longdraft.training import documents, generations, prompts, repeats, served_answers
     from longdraft.training.answer_file import AnswerFile
 
-    total = ROWS if rows is None else rows
     skipped = documents.Skipped()
-    # Before the model is loaded, so that a wrong path is reported at once.
-    texts, sources = ([], []) if kind is Kind.tokens else _texts(files, skipped)
+    if kind is Kind.tokens:
+        loaded = _loaded(target, dtype, device, threads)
+        with Cancel(terminate=True) as cancel:
+            have = _encode(files, loaded, out, rows, shards, skipped, cancel)
+        if cancel():
+            _stopped(cancel, skipped, "The same command continues from there." if shards else "Nothing written.")
+        _written(out, have, skipped, {}, output)
+        return
+    total = ROWS if rows is None else rows
+    texts, sources = _texts(files, skipped)  # before the model is loaded, so that a wrong path is reported at once
     if kind is Kind.repeats:
         have = documents.write(repeats.repeats(texts, total, seed), out)
         _written(out, have, skipped, {}, output)
         return
-    if kind is Kind.answers:
-        asked = prompts.asks(texts, (lengths[0], lengths[1]), per_passage, answer_temperatures, seed, sources)
-        passages = islice(enumerate(asked), int(share[1]) - 1, None, int(share[2]))
-        file = AnswerFile(out, "tokens" if url is None else "messages")
+    asked = prompts.asks(texts, (lengths[0], lengths[1]), per_passage, answer_temperatures, seed, sources)
+    passages = islice(enumerate(asked), int(share[1]) - 1, None, int(share[2]))
+    file = AnswerFile(out, "tokens" if url is None else "messages")
     if url is not None:
-        server = served_answers.Server(url, api_key, target)
         with Cancel(terminate=True) as cancel, AnswersDisplay(file, total) as display:
             unusable = served_answers.answer(
-                server, passages, file, batch=batch, max_new_tokens=max_tokens, total=total, progress=display.update,
-                stop=cancel,
+                served_answers.Server(url, api_key, target), passages, file, batch=batch, max_new_tokens=max_tokens,
+                total=total, progress=display.update, stop=cancel,
             )  # fmt: skip
         if unusable:
             console.note(f"{unusable:,} prompts were refused by the server, or answered without text.")
-        _answered(file, display.seconds, prices, cancel, skipped, output)
-        return
-    if threads:
-        torch.set_num_threads(threads)
-    with console.status() as status:
-        loaded = load(target, dtype=dtype, device=device, progress=status)
-    with Cancel(terminate=True) as cancel:
-        if kind is Kind.tokens:
-            vocabulary = weight_shape(loaded.model.get_output_embeddings())[0]
-            with RowCounter("Encoding", "rows") as counter:
-                if shards:
-                    done = tokens.rows_done(out)
-                    encoded = documents.encoded(files, loaded.tokenizer, skipped, vocabulary, done)
-                    left = None if rows is None else max(0, rows - done)
-                    have = tokens.write(out, islice(encoded, left), loaded.tokenizer, counter.update, cancel)
-                else:
-                    found = documents.documents(files, loaded.tokenizer, skipped, vocabulary)
-                    have = documents.write(islice(found, rows), out, counter.update, cancel)
-            if cancel():
-                _stopped(cancel, skipped, "The same command continues from there." if shards else "Nothing written.")
-            _written(out, have, skipped, {}, output)
-            return
+    else:
+        from longdraft.model.runner import TargetRunner
+
+        loaded = _loaded(target, dtype, device, threads)
         runner = TargetRunner(loaded.model)
         kept = _features(runner, out, chosen_layers, top) if features else None
-        with AnswersDisplay(file, total) as display:
+        with Cancel(terminate=True) as cancel, AnswersDisplay(file, total) as display:
             generations.generate(
                 runner, loaded.tokenizer, passages, file, batch=batch, places=max(2, 2 * batch // per_passage),
                 max_new_tokens=max_tokens, total=total, seed=seed, features=kept, progress=display.update, stop=cancel,
             )  # fmt: skip
-    _answered(file, display.seconds, None, cancel, skipped, output)
+    _answered(file, display.seconds, prices, cancel, skipped, output)
+
+
+def _loaded(target: str | None, dtype: str, device: str | None, threads: int | None) -> LoadedModel:
+    import torch
+
+    from longdraft.model.loading import load
+
+    if threads:
+        torch.set_num_threads(threads)
+    with console.status() as status:
+        return load(target, dtype=dtype, device=device, progress=status)
+
+
+def _encode(
+    files: list[Path],
+    loaded: LoadedModel,
+    out: Path,
+    rows: int | None,
+    shards: bool,
+    skipped: Skipped,
+    stop: Callable[[], bool],
+) -> int:
+    """Writes files as tokens: into a folder of shards, or as JSONL; returns the rows."""
+    from longdraft.model.stored import weight_shape
+    from longdraft.training import documents, tokens
+
+    vocabulary = weight_shape(loaded.model.get_output_embeddings())[0]
+    with RowCounter("Encoding", "rows") as counter:
+        if not shards:
+            found = documents.documents(files, loaded.tokenizer, skipped, vocabulary)
+            return documents.write(islice(found, rows), out, counter.update, stop)
+        done = tokens.rows_done(out)
+        encoded = documents.encoded(files, loaded.tokenizer, skipped, vocabulary, done)
+        left = None if rows is None else max(0, rows - done)
+        return tokens.write(out, islice(encoded, left), loaded.tokenizer, counter.update, stop)
 
 
 def _texts(files: list[Path], skipped: Skipped) -> tuple[list[str], list[str]]:

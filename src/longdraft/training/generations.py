@@ -93,8 +93,8 @@ def generate(
     a row change its last bits.
 
     Answers join and leave between two steps: a row that is free goes to the next prompt, of whatever passage. An answer
-    ends with the target's end of sequence, after ``max_new_tokens``, or when it repeats itself. One that begins like
-    another answer to the same passage is dropped.
+    ends with the target's end of sequence, after ``max_new_tokens``, or when it repeats itself. Of answers to a passage
+    that begin alike, the first to get so far is kept.
 
     Args:
         passages: numbers of passages, and the prompts about each. Prompts too long for the context are left out.
