@@ -68,7 +68,7 @@ def prompts(tokenizer: Any) -> dict[str, tuple[list[int], str]]:
     offered = [WEATHER, TIME]
     return {
         "JSON schema": (asked(schema, []), structured.json_grammar(PERSON)),
-        "tool call": (asked(call, offered), tools.grammar_for_tools(offered, "required", parallel=False)),
+        "tool call": (asked(call, offered), tools.grammar_for_tools(tokenizer, offered, "required", parallel=False)),
     }
 
 
@@ -90,10 +90,12 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--repeats", type=int, default=1, help="runs of each, in turns")
+    parser.add_argument("--plan", choices=("auto", "fixed"), default="fixed", help="fixed trees: rounds do not vary")
     options = parser.parse_args()
     model, tokenizer = longdraft.load(*([options.model] if options.model else []))
     names = ["ar", *options.methods.split(",")]
     specs = {name: Speculator(name, model, tokenizer) for name in names}
+    specs = {name: Speculator(name, model, tokenizer, plan=options.plan) for name in names}
     for spec in specs.values():
         spec.planner()  # measures before anything is timed
     for what, (prompt, grammar) in prompts(tokenizer).items():
