@@ -61,7 +61,7 @@ def checked(grammar: str) -> str:
 
 
 def in_grammar(tokenizer: PreTrainedTokenizerBase, tag: str) -> str:
-    """A tag such as ``<tool_call>`` as a grammar in Lark has it: by name if it is one token of its own, else as text."""
+    """A tag such as ``<tool_call>`` in Lark: by its name if it is a token of its own, else as text."""
     table = _table(tokenizer)
     tokens = table.tokenize_str(tag)
     return tag if len(tokens) == 1 and table.is_special_token(tokens[0]) else json.dumps(tag)
