@@ -1,7 +1,7 @@
 """Rounds and seconds of answers that are bound to a grammar, with what it forces drafted and without.
 
     python -m benchmarks.structured
-    python -m benchmarks.structured --model Qwen2.5-Coder-1.5B-Instruct-Q8_0.gguf --methods prompt-lookup --repeats 5
+    python -m benchmarks.structured --model coder-1.5b.gguf --methods prompt-lookup --repeats 5
 
 A round is a forward of the target; the first token is the prompt's. Without means the same grammar, as a logits
 processor that nobody asks ahead. Tokens are compared with those of plain decoding (method ar). Texts are decoded in
