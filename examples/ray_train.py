@@ -1,5 +1,6 @@
 """Training with Ray Train: Ray starts the processes of a cluster, and accelerate finds them in their environment.
 
+Needs: pip install "longdraft[train]" "ray[train]"
 Run with: python examples/ray_train.py WORKERS data=answers.jsonl target=MODEL out=DRAFT (all must see the same disk)
 """
 
@@ -23,4 +24,4 @@ def work(loop: dict[str, list[str]]) -> None:
 if __name__ == "__main__":
     workers, *settings = sys.argv[1:]
     scaling = train.ScalingConfig(num_workers=int(workers), use_gpu=torch.cuda.is_available())
-    print(TorchTrainer(work, train_loop_config={"settings": settings}, scaling_config=scaling).fit().metrics)
+    TorchTrainer(work, train_loop_config={"settings": settings}, scaling_config=scaling).fit()
