@@ -166,7 +166,10 @@ def test_parts_and_their_cost(stub, tmp_path, capsys):
         found = json.loads(ended.out.splitlines()[-1])
         read, written = found["usage"]
         assert found["rows"] == 12 and found["cost"] == pytest.approx((read + 100 * written) / 1e6)
-        assert set(found["tokens_by_source"]) <= {"a.jsonl", "b.jsonl"} and found["tokens"] == written
+        assert (
+            set(found["tokens_by_source"]) <= {f"{tmp_path}/{name}.jsonl" for name in "ab"}
+            and found["tokens"] == written
+        )
         assert "tokens/s" in ended.err and "hours a million" in ended.err and "by kind" in ended.err
         numbers.append({row["at"][0] for row in rows_of(out)})
     assert {n % 2 for n in numbers[0]} == {0} and {n % 2 for n in numbers[1]} == {1}

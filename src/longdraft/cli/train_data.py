@@ -199,16 +199,18 @@ def _encode(
 
 
 def _texts(files: list[Path], skipped: Skipped) -> tuple[list[str], list[str]]:
-    """The texts of files, and the name of the file that each is from."""
+    """The texts of files or corpora, and which of these each is from."""
     from longdraft.training import documents
 
-    found = []
-    for row, path in documents.rows(files, skipped):
-        if row is not None and isinstance(row.get("text"), str):
-            found.append((row["text"], path.name))
-        elif row is not None:
-            skipped.add("without text")
-    return [text for text, _ in found], [name for _, name in found]
+    texts, sources = [], []
+    for source in map(str, files):
+        for row in documents.rows([source], skipped):
+            if isinstance(row.get("text"), str):
+                texts.append(row["text"])
+                sources.append(source)
+            else:
+                skipped.add("without text")
+    return texts, sources
 
 
 def _features(runner: TargetRunner, out: Path, layers: tuple[int, ...] | None, top: int) -> KeptFeatures:

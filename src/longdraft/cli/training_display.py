@@ -108,10 +108,12 @@ class AnswersDisplay(Bar):
             self.say(f"{file.rows:,} of {self._rows:,} answers, {figures}, {rest} left")
 
 
-def shares(counts: Counter[str]) -> str:
-    """The share of each name in per cent, the largest first."""
-    total = max(1, counts.total())
-    return ", ".join(f"{name or 'unnamed'} {100 * count / total:.0f} %" for name, count in counts.most_common())
+def shares(counts: Counter[str], most: int = 6) -> str:
+    """The shares of the largest, ``most`` at most, in per cent."""
+    total, named = max(1, counts.total()), counts.most_common(most)
+    rest = counts.total() - sum(count for _, count in named)
+    named += [("others", rest)] if rest else []
+    return ", ".join(f"{name or 'unnamed'} {100 * count / total:.0f} %" for name, count in named)
 
 
 def _percent(shares: Sequence[float | None]) -> str:

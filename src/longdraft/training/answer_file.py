@@ -24,7 +24,7 @@ class AnswerFile:
     Attributes:
         rows: in the file. added: tokens of the answers that this run has added.
         done: (passage, number) of each row.
-        shares: tokens of all answers, by ``source`` (the text's file) and by ``kind`` (of the prompt).
+        shares: tokens of all answers, by ``source`` (the text's file or corpus) and by ``kind`` (of the prompt).
         usage: tokens that a server reports to have read and written, for all answers.
 
     Raises:

@@ -56,11 +56,18 @@ class Skipped:
         return ", ".join(f"{count} {reason}" for reason, count in sorted(self.reasons.items())) or "none"
 
 
-def rows(sources: Iterable[Path | str], skipped: Skipped) -> Iterator[tuple[dict[str, Any] | None, Path]]:
-    """The rows of files, or of corpora by name (:mod:`longdraft.training.corpora`), each with its file.
+def rows(paths: Iterable[Path | str], skipped: Skipped) -> Iterator[dict[str, Any]]:
+    """The rows of files, or of corpora by name (:mod:`longdraft.training.corpora`). Broken ones are counted.
 
-    None for a broken one, which is counted. Raises PromptError if a file is missing or cannot be read.
+    Raises PromptError if a file is missing or cannot be read.
     """
+    for row, _ in _located(paths, skipped):
+        if row is not None:
+            yield row
+
+
+def _located(sources: Iterable[Path | str], skipped: Skipped) -> Iterator[tuple[dict[str, Any] | None, Path]]:
+    """Each row with its file; None for a broken one."""
     for source in sources:
         corpus = corpora.named(source)
         for path in corpus.files:
@@ -92,7 +99,7 @@ def encoded(
     done: int = 0,
 ) -> Iterator[Document | None]:
     """The document of each row after the first ``done``; None for one that is left out. See :func:`documents`."""
-    for row, path in islice(rows(paths, skipped), done, None):
+    for row, path in islice(_located(paths, skipped), done, None):
         if row is None:
             yield None
             continue

@@ -155,7 +155,7 @@ class Ask:
 
     Attributes:
         temperature: of its answer. then: what the user says after each answer.
-        kind: what is asked for. source: the file that the passage is from.
+        kind: what is asked for. source: the file or corpus that the passage is from.
     """
 
     text: str
@@ -179,7 +179,7 @@ def asks(
         texts: the documents, each with a chance that grows with the square root of its length.
         tokens: shortest and longest passage, in tokens (four characters each); lengths are log-uniform.
         temperatures: temperatures of a passage's answers, repeated.
-        sources: the file that each text is from.
+        sources: the file or corpus that each text is from.
 
     Raises:
         PromptError: there is no text.

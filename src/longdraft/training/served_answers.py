@@ -210,5 +210,5 @@ class _Conversations:
         except (BadRequestError, UnprocessableEntityError):
             raise
         except (APIError, ValueError) as error:
-            why = reason_of(error.__cause__ or error)
+            why = reason_of(error.__cause__ if isinstance(error.__cause__, Exception) else error)
             raise CapabilityError(f"{self.url} cannot be asked any more: {why}. {self._kept()}") from error
