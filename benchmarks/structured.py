@@ -68,7 +68,7 @@ def prompts(tokenizer: Any) -> dict[str, tuple[list[int], str]]:
     offered = [WEATHER, TIME]
     return {
         "JSON schema": (asked(schema, []), structured.json_grammar(PERSON)),
-        "tool call": (asked(call, offered), tools.grammar_for_tools(offered, "required", parallel=False)),
+        "tool call": (asked(call, offered), tools.grammar_for_tools(tokenizer, offered, "required", parallel=False)),
     }
 
 

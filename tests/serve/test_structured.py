@@ -6,6 +6,7 @@ import contextlib
 import json
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,6 +22,7 @@ from longdraft.engine.sampler import Sampler
 from longdraft.engine.sequence import Sequence
 from longdraft.errors import CapabilityError, RequestError
 from longdraft.serve import structured, tools
+from longdraft.serve.schema import Message
 from longdraft.trees.builders import union
 from tests.serve.bytes import byte_model, byte_tokenizer
 from tests.serve.conftest import Running, make_service
@@ -177,6 +179,19 @@ def test_calls_are_separated_from_text_however_it_is_cut(cuts):
     assert len({part["id"] for part in parts if "id" in part}) == 2
 
 
+def test_tags_that_are_tokens_of_the_model_are_emitted_as_such():
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens([tools.OPEN, tools.CLOSE])
+    call = tokenizer('<tool_call>{"name":"time","arguments":{}}</tool_call>')["input_ids"]
+    assert call[0] == tokenizer.convert_tokens_to_ids(tools.OPEN)
+    constraint = structured.Constraint(tokenizer, tools.grammar_for_tools(tokenizer, [TIME], "required", False), 1)
+    for i in range(len(call)):
+        scores = constraint(torch.tensor([[0, *call[:i]]]), torch.zeros(1, len(tokenizer)))
+        assert scores[0, call[i]] == 0
+    end = constraint(torch.tensor([[0, *call]]), torch.zeros(1, len(tokenizer)))
+    assert end.isfinite().nonzero().tolist() == [[0, tokenizer.eos_token_id]]
+
+
 def test_text_that_only_begins_like_a_call_is_text():
     content, parts, reason = parsed(["a <tool", "_call>{bro", "ken}</tool_call>", " <to"])
     assert content == "a <tool_call>{broken}</tool_call> <to" and not parts and reason is None
@@ -198,14 +213,24 @@ def test_a_template_without_tools_gets_them_in_words():
     assert written[0]["role"] == "system" and "weather" in written[0]["content"]
     history = [
         {"role": "assistant", "content": "",
-         "tool_calls": [{"id": "1", "type": "function", "function": {"name": "time", "arguments": "{}"}}]},
+         "tool_calls": [{"id": "1", "type": "function", "function": {"name": "time", "arguments": {"zone": "CET"}}}]},
         {"role": "tool", "content": "12:00", "tool_call_id": "1"},
     ]  # fmt: skip
     written, _ = tools.with_tools(TOKENIZER, history, [])
-    assert "<tool_call>" in written[0]["content"]
+    assert written[0]["content"] == '<tool_call>{"name": "time", "arguments": {"zone": "CET"}}</tool_call>'
     assert written[1] == {"role": "user", "content": "<tool_response>12:00</tool_response>"}
     knows = byte_tokenizer("{% if tools %}{{ tools }}{% endif %}{% for m in messages %}{{ m['content'] }}{% endfor %}")
     assert tools.with_tools(knows, asked, [WEATHER]) == (asked, {"tools": [WEATHER]})
+
+
+def test_templates_get_arguments_as_objects_since_they_write_the_json_themselves():
+    def arguments(text):
+        call = {"id": "1", "function": {"name": "time", "arguments": text}}
+        plain = Message(role="assistant", tool_calls=[call]).plain()
+        return plain["tool_calls"][0]["function"]["arguments"]
+
+    assert arguments('{"zone": "CET"}') == {"zone": "CET"} and arguments("") == {}
+    assert arguments("{broken") == "{broken"
 
 
 @pytest.mark.parametrize("choice", ["sometimes", {"type": "function", "function": {"name": "nobody"}}])

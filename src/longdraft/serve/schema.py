@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -35,6 +36,14 @@ class ToolCall(Strict):
     type: Literal["function"] = "function"
     function: FunctionCall
 
+    def plain(self) -> dict[str, Any]:
+        """The call as chat templates take it: arguments are an object, which they write in JSON themselves."""
+        try:
+            arguments = json.loads(self.function.arguments or "{}")
+        except ValueError:  # a model's mistake, which it may see
+            arguments = self.function.arguments
+        return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
+
 
 class Message(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -49,7 +58,7 @@ class Message(Strict):
         role = "system" if self.role == "developer" else self.role
         message: dict[str, Any] = {"role": role, "content": _joined(self.content or "")}
         if self.tool_calls:
-            message["tool_calls"] = [call.model_dump() for call in self.tool_calls]
+            message["tool_calls"] = [call.plain() for call in self.tool_calls]
         if self.tool_call_id:
             message["tool_call_id"] = self.tool_call_id
         if self.name:

@@ -52,7 +52,9 @@ def checked_choice(tools: Sequence[Mapping[str, Any]], choice: str | Mapping[str
     return choice
 
 
-def grammar_for_tools(tools: Sequence[Mapping[str, Any]], choice: str, parallel: bool = True) -> str:
+def grammar_for_tools(
+    tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]], choice: str, parallel: bool = True
+) -> str:
     """llguidance's grammar of calls to these functions; with "auto" also of any other text.
 
     Raises:
@@ -69,9 +71,15 @@ def grammar_for_tools(tools: Sequence[Mapping[str, Any]], choice: str, parallel:
     call = json.dumps({"anyOf": schemas, "x-guidance": {"whitespace_flexible": False}})
     calls = "call+" if parallel and choice in ("auto", "required") else "call"
     start = f"TEXT | {calls}" if choice == "auto" else calls
-    lark = f'start: {start}\ncall: "{OPEN}" answer "{CLOSE}"\nanswer: %json {call}\n'
+    lark = f"start: {start}\ncall: {_tag(tokenizer, OPEN)} answer {_tag(tokenizer, CLOSE)}\nanswer: %json {call}\n"
     lark += "TEXT: /[^<](.|\\n)*/\n" if choice == "auto" else ""
     return checked(str(LLMatcher.grammar_from_lark(lark)))
+
+
+def _tag(tokenizer: PreTrainedTokenizerBase, tag: str) -> str:
+    """A tag in a grammar. A token of the tokenizer's own is none of text to llguidance, and is named by its id."""
+    token = tokenizer.added_tokens_encoder.get(tag)
+    return f'"{tag}"' if token is None else f"<[{token}]>"
 
 
 def with_tools(
@@ -108,7 +116,9 @@ def _as_text(message: dict[str, Any]) -> dict[str, Any]:
     content = message["content"]
     for call in message.get("tool_calls", ()):
         function = call["function"]
-        arguments = function["arguments"] or "{}"
+        arguments = function["arguments"]
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
         content += f'{OPEN}{{"name": {json.dumps(function["name"])}, "arguments": {arguments}}}{CLOSE}'
     if message["role"] == "tool":
         return {"role": "user", "content": f"<tool_response>{content}</tool_response>"}
