@@ -33,7 +33,11 @@ asked = [{"role": "user", "content": "What is the weather in Paris? Call the fun
 called = litellm.completion(messages=asked, tools=[weather], tool_choice="required", **common)
 (call,) = called.choices[0].message.tool_calls
 assert call.function.name == "weather" and json.loads(call.function.arguments)["city"]
+answers = [called.choices[0].message.model_dump(), {"role": "tool", "tool_call_id": call.id, "content": "Sunny"}]
+assert litellm.completion(messages=[*asked, *answers], tools=[weather], **common).choices[0].message.content
 
-text = litellm.text_completion(prompt="The capital of France is", **{**common, "model": f"text-completion-{common['model']}"})
+text = litellm.text_completion(
+    prompt="The capital of France is", **{**common, "model": f"text-completion-{common['model']}"}
+)
 assert text.choices[0].text
 assert asyncio.run(litellm.acompletion(messages=question, **common)).choices[0].message.content == whole

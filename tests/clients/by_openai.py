@@ -47,7 +47,10 @@ assert "21" in told.choices[0].message.content, told
 
 with client.chat.completions.stream(messages=asked, tools=[weather], tool_choice="required", **greedy) as stream:
     names = [event.name for event in stream if event.type == "tool_calls.function.arguments.done"]
+    said = stream.get_final_completion().choices[0].message
 assert names == ["weather"], names
+again = [*asked, said, {"role": "tool", "tool_call_id": said.tool_calls[0].id, "content": "Sunny, 21 degrees"}]
+assert client.chat.completions.create(messages=again, tools=[weather], **greedy).choices[0].message.content
 
 parsed = client.chat.completions.parse(
     messages=[{"role": "user", "content": "Tell me of Paris, in JSON."}], response_format=City, **greedy

@@ -104,7 +104,8 @@ class ChatAnswer:
         ]
         return {"content": content, "refusal": None}
 
-    def _token(self, token: int, log_prob: float) -> dict[str, Any]:
+    def _token(self, token: int, log_prob: float | None) -> dict[str, Any]:
+        assert log_prob is not None  # that of a prompt's first token, which chats do not repeat
         text = self._piece(token)
         return {"token": text, "logprob": round(log_prob, 6), "bytes": list(text.encode())}
 
@@ -141,8 +142,11 @@ class TextAnswer:
             tokens = [self._piece(s.token) for s in scored]
             log_probs = {
                 "tokens": tokens,
-                "token_logprobs": [round(s.log_prob, 6) for s in scored],
-                "top_logprobs": [{self._piece(token): round(x, 6) for token, x in s.best} for s in scored],
+                "token_logprobs": [None if s.log_prob is None else round(s.log_prob, 6) for s in scored],
+                "top_logprobs": [
+                    None if s.log_prob is None else {self._piece(token): round(x, 6) for token, x in s.best}
+                    for s in scored
+                ],
                 "text_offset": list(accumulate(map(len, tokens[:-1]), initial=offset)) if tokens else [],
             }
         return {"index": self._index, "text": text, "logprobs": log_probs, "finish_reason": self._finish}

@@ -123,6 +123,7 @@ class Sampled(Text):
     )
     n: Annotated[int, Field(ge=1, le=16)] = 1
     ignore_eos: bool = False
+    min_tokens: Annotated[int, Field(ge=0)] = 0
     prediction: Prediction | None = None
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
@@ -151,7 +152,7 @@ class Completion(Sampled):
     prompt: str | list[str] | list[int] | list[list[int]]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    echo: Literal[False] = False
+    echo: bool = False
     best_of: Literal[1] | None = None
     suffix: str = ""
 
