@@ -197,12 +197,33 @@ def test_text_that_only_begins_like_a_call_is_text():
     assert content == "a <tool_call>{broken}</tool_call> <to" and not parts and reason is None
 
 
-def parsed(pieces):
+@pytest.mark.parametrize(
+    ("text", "call"),
+    [
+        ('{"name": "time", "arguments": {"zone": "CET"}}', '{"zone": "CET"}'),
+        ('{{"name": "time", "arguments": {"zone": {"name": "CET"}}}}', '{"zone": {"name": "CET"}}'),
+        ('```json\n{"name": "time",\n "arguments": {}}\n```', "{}"),
+        ('{"name": "clock", "arguments": {}}', None),
+        ('{"name": "time", "arguments": {}} and then?', None),
+        ("{}", None),
+    ],
+)
+def test_a_call_without_tags_is_a_call_if_nothing_else_is_said(text, call):
+    content, parts, reason = parsed(text, names=["time"])
+    if call is None:
+        assert content == text and not parts and reason is None
+    else:
+        assert not content and reason == "tool_calls"
+        assert [(part["function"]["name"], part["function"]["arguments"]) for part in parts] == [("time", call)]
+
+
+def parsed(pieces, names=()):
     """Content, parts of tool calls and the reason to finish."""
-    parser = tools.ToolParser()
+    parser = tools.ToolParser(names)
     deltas = [delta for piece in pieces for delta in parser.push(piece)]
     rest, reason = parser.finish()
-    content = "".join(delta.get("content", "") for delta in (*deltas, *rest))
+    deltas += rest
+    content = "".join(delta.get("content", "") for delta in deltas)
     return content, [part for delta in deltas for part in delta.get("tool_calls", [])], reason
 
 

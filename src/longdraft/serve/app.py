@@ -91,8 +91,10 @@ class Endpoints:
             prompt, body, body.max_completion_tokens or body.max_tokens, request.state.tenant,
             body.top_logprobs if body.logprobs else None, constraint,
         )  # fmt: skip
+        names = [tool["function"]["name"] for tool in offered]
         answers = [
-            ChatAnswer(i, self._piece, body.logprobs, tools.ToolParser() if offered else None) for i in range(body.n)
+            ChatAnswer(i, self._piece, body.logprobs, tools.ToolParser(names) if offered else None)
+            for i in range(body.n)
         ]
         return await self._answer(body, choices, answers, request)
 
