@@ -34,7 +34,8 @@ called = litellm.completion(messages=asked, tools=[weather], tool_choice="requir
 (call,) = called.choices[0].message.tool_calls
 assert call.function.name == "weather" and json.loads(call.function.arguments)["city"]
 answers = [called.choices[0].message.model_dump(), {"role": "tool", "tool_call_id": call.id, "content": "Sunny"}]
-assert litellm.completion(messages=[*asked, *answers], tools=[weather], **common).choices[0].message.content
+told = litellm.completion(messages=[*asked, *answers], tools=[weather], **common).choices[0].message
+assert told.content or told.tool_calls
 
 text = litellm.text_completion(
     prompt="The capital of France is", **{**common, "model": f"text-completion-{common['model']}"}

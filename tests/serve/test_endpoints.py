@@ -112,6 +112,20 @@ def test_load_generators_get_answers_of_the_length_they_ask_for(running):
     assert chat(running, **end).usage.completion_tokens == 1
     assert chat(running, extra_body={"min_tokens": 4}, **end).usage.completion_tokens == 5
     assert chat(running, extra_body={"ignore_eos": True, "min_tokens": 9}, **end).usage.completion_tokens == 9
+    expected, ids = alone(20), {"return_token_ids": True}
+    assert chat(running, max_tokens=20, extra_body=ids).choices[0].model_extra["token_ids"] == expected.token_ids
+    chunks = list(chat(running, max_tokens=20, stream=True, extra_body=ids))
+    streamed = [x for c in chunks if c.choices for x in c.choices[0].model_extra.get("token_ids", ())]
+    assert streamed == expected.token_ids
+    text = {"model": "tiny", "prompt": "the sea", "max_tokens": 5, "temperature": 0, "return_token_ids": True}
+    (choice,) = json.loads(running.http("/v1/completions", text)[1])["choices"]
+    assert TOKENIZER.decode(choice["token_ids"]) == choice["text"]
+
+
+def test_what_clients_add_to_answers_may_be_sent_back(running):
+    call = {"id": "1", "index": 0, "function": {"name": "f", "arguments": "{}", "parsed_arguments": {}}}
+    said = {"role": "assistant", "content": "", "tool_calls": [call], "annotations": [], "parsed": {"a": 1}}
+    assert chat(running, [*MESSAGES, said, {"role": "tool", "tool_call_id": "1", "content": "x"}], max_tokens=2)
 
 
 def test_a_stop_string_ends_the_answer_and_is_not_in_it(running):

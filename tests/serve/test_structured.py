@@ -140,6 +140,21 @@ def test_formats_without_a_grammar_are_refused(response_format):
         structured.grammar_for(response_format)
 
 
+def test_objects_have_the_properties_that_their_schema_lists():
+    inner = {"type": "object", "properties": {"properties": {"type": "string"}}}
+    schema = {
+        "type": "object",
+        "properties": {"a": {"$ref": "#/$defs/I"}, "b": {"items": inner}},
+        "$defs": {"I": inner},
+    }
+    found = structured.closed(schema)
+    for each in (found, found["$defs"]["I"], found["properties"]["b"]["items"]):
+        assert each["additionalProperties"] is False
+    assert found["properties"]["a"] == {"$ref": "#/$defs/I"} and "additionalProperties" not in inner
+    for left in ({"type": "object"}, inner | {"additionalProperties": True}, {"allOf": [inner]}):
+        assert structured.closed(left) == left
+
+
 def test_a_tokenizer_without_a_grammar_is_refused():
     with pytest.raises(CapabilityError):
         structured.Constraint(tiny_tokenizer(eos=True), structured.json_grammar({"type": "object"}), 1)

@@ -93,7 +93,9 @@ class Endpoints:
         )  # fmt: skip
         names = [tool["function"]["name"] for tool in offered]
         answers = [
-            ChatAnswer(i, self._piece, body.logprobs, tools.ToolParser(names) if offered else None)
+            ChatAnswer(
+                i, self._piece, body.logprobs, body.return_token_ids, tools.ToolParser(names) if offered else None
+            )
             for i in range(body.n)
         ]
         return await self._answer(body, choices, answers, request)
@@ -116,7 +118,9 @@ class Endpoints:
             choices += service.choices(
                 ids, body, body.max_tokens, request.state.tenant, body.logprobs, ends=ends, echo=echo
             )
-        answers = [TextAnswer(i, self._piece, body.logprobs is not None) for i in range(len(choices))]
+        answers = [
+            TextAnswer(i, self._piece, body.logprobs is not None, body.return_token_ids) for i in range(len(choices))
+        ]
         return await self._answer(body, choices, answers, request)
 
     def _completed(self, prompt: str | list[int], suffix: str) -> list[int]:

@@ -89,7 +89,7 @@ class Delta:
     """The text that one step adds to an answer.
 
     Attributes:
-        scored: the new tokens, if log-probabilities were asked for.
+        token_ids: the new tokens; their text may come later. scored: the same, if log-probabilities were asked for.
         finish: OpenAI's finish reason, set on the last delta.
     """
 
@@ -97,6 +97,7 @@ class Delta:
     scored: tuple[ScoredToken, ...] = ()
     trace: dict[str, Any] | None = None
     finish: str | None = None
+    token_ids: tuple[int, ...] = ()
 
 
 class Choice:
@@ -182,14 +183,16 @@ class Choice:
                 self.speculation.count(update)
                 text += update.text
                 scored = [self._score(token) for token in update.token_ids]
-                new = scored[max(0, self.tokens - tokens) :]
+                known = max(0, self.tokens - tokens)
+                new = scored[known:]
                 tokens += len(scored)
                 self.tokens = max(self.tokens, tokens)
                 trace = self._trace(update, tokens, detokenizer) if self._traced else None
                 added = text[len(self.text) :]
                 if added or new or trace:
                     self.text += added
-                    yield Delta(added, tuple(each for each in new if each is not None), trace)
+                    scores = tuple(each for each in new if each is not None)
+                    yield Delta(added, scores, trace, token_ids=update.token_ids[known:])
         finally:
             worker.cancel(self.ticket)
 

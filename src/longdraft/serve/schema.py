@@ -27,14 +27,18 @@ class Part(Strict):
 
 
 class FunctionCall(Strict):
+    """``parsed_arguments`` and the like: what OpenAI's client adds to answers, which its users send back."""
+
     name: str
     arguments: str = "{}"
+    parsed_arguments: Any = None
 
 
 class ToolCall(Strict):
     id: str
     type: Literal["function"] = "function"
     function: FunctionCall
+    index: int | None = None
 
     def plain(self) -> dict[str, Any]:
         """The call as chat templates take it: arguments are an object, which they write in JSON themselves."""
@@ -52,6 +56,8 @@ class Message(Strict):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     refusal: str | None = None
+    annotations: list[Any] | None = None
+    parsed: Any = None
 
     def plain(self) -> dict[str, Any]:
         """The message as chat templates take it."""
@@ -124,6 +130,7 @@ class Sampled(Text):
     n: Annotated[int, Field(ge=1, le=16)] = 1
     ignore_eos: bool = False
     min_tokens: Annotated[int, Field(ge=0)] = 0
+    return_token_ids: bool = False
     prediction: Prediction | None = None
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None

@@ -16,7 +16,7 @@ from llguidance import LLMatcher
 from transformers import PreTrainedTokenizerBase
 
 from longdraft.errors import RequestError
-from longdraft.serve.structured import checked
+from longdraft.serve.structured import checked, closed
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _INSTRUCTIONS = f"""You may call these functions:
@@ -63,7 +63,7 @@ def grammar_for_tools(
     schemas = []
     for function in (tool["function"] for tool in tools):
         if choice in ("auto", "required") or function["name"] == choice:
-            arguments = function.get("parameters") or {"type": "object"}
+            arguments = closed(function.get("parameters") or {"type": "object"})
             schemas.append({
                 "type": "object", "properties": {"name": {"const": function["name"]}, "arguments": arguments},
                 "required": ["name", "arguments"], "additionalProperties": False,
