@@ -248,6 +248,15 @@ def test_a_client_that_goes_away_while_it_waits_leaves_its_slot(running):
     assert running.becomes_idle()
 
 
+def test_a_stream_that_is_left_is_counted(serving):
+    running = serving()
+    with chat(running, max_tokens=500, stream=True, extra_body={"ignore_eos": True}) as stream:
+        next(iter(stream))
+    left = 'longdraft:request_failure_total{model_name="tiny",status="499"} 1.0'
+    wait_until(lambda: left in running.http("/metrics")[1].decode())
+    assert running.becomes_idle()
+
+
 def test_operators_and_the_page_get_what_they_need(running):
     chat(running, max_tokens=8)
     assert json.loads(running.http("/health")[1])["status"] == "ok"

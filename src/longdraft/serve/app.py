@@ -264,6 +264,9 @@ class Endpoints:
                     running -= 1
                     self._service.metrics.ended(choices[i], delta.finish)
                 yield i, delta
+        except (GeneratorExit, asyncio.CancelledError):  # of a stream
+            self._service.metrics.failed(499)
+            raise
         finally:
             for task in tasks:
                 task.cancel()
