@@ -194,19 +194,6 @@ def test_calls_are_separated_from_text_however_it_is_cut(cuts):
     assert len({part["id"] for part in parts if "id" in part}) == 2
 
 
-def test_tags_that_are_tokens_of_the_model_are_emitted_as_such():
-    tokenizer = byte_tokenizer()
-    tokenizer.add_tokens([tools.OPEN, tools.CLOSE])
-    call = tokenizer('<tool_call>{"name":"time","arguments":{}}</tool_call>')["input_ids"]
-    assert call[0] == tokenizer.convert_tokens_to_ids(tools.OPEN)
-    constraint = structured.Constraint(tokenizer, tools.grammar_for_tools(tokenizer, [TIME], "required", False), 1)
-    for i in range(len(call)):
-        scores = constraint(torch.tensor([[0, *call[:i]]]), torch.zeros(1, len(tokenizer)))
-        assert scores[0, call[i]] == 0
-    end = constraint(torch.tensor([[0, *call]]), torch.zeros(1, len(tokenizer)))
-    assert end.isfinite().nonzero().tolist() == [[0, tokenizer.eos_token_id]]
-
-
 def test_text_that_only_begins_like_a_call_is_text():
     content, parts, reason = parsed(["a <tool", "_call>{bro", "ken}</tool_call>", " <to"])
     assert content == "a <tool_call>{broken}</tool_call> <to" and not parts and reason is None
@@ -240,6 +227,20 @@ def parsed(pieces, names=()):
     deltas += rest
     content = "".join(delta.get("content", "") for delta in deltas)
     return content, [part for delta in deltas for part in delta.get("tool_calls", [])], reason
+
+
+def test_tags_that_are_tokens_of_their_own_open_and_close_a_call():
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens([tools.OPEN, tools.CLOSE])
+    opened, closed = tokenizer.convert_tokens_to_ids([tools.OPEN, tools.CLOSE])
+    grammar = tools.grammar_for_tools(tokenizer, [WEATHER], "required", parallel=False)
+    constraint, ids = structured.Constraint(tokenizer, grammar, 0), []
+    scores = torch.rand(len(tokenizer), generator=torch.Generator().manual_seed(1))
+    while tokenizer.eos_token_id not in ids:
+        ids.append(int(constraint(torch.tensor([ids], dtype=torch.long), scores[None])[0].argmax()))
+    assert ids[0] == opened and ids[-2] == closed
+    _, (call, *_), reason = parsed([tokenizer.decode(ids[:-1])])
+    assert call["function"]["name"] == "weather" and reason == "tool_calls"
 
 
 def test_a_template_without_tools_gets_them_in_words():

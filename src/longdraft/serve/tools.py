@@ -16,7 +16,7 @@ from llguidance import LLMatcher
 from transformers import PreTrainedTokenizerBase
 
 from longdraft.errors import RequestError
-from longdraft.serve.structured import checked, closed
+from longdraft.serve.structured import checked, closed, in_grammar
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _INSTRUCTIONS = f"""You may call these functions:
@@ -71,15 +71,10 @@ def grammar_for_tools(
     call = json.dumps({"anyOf": schemas, "x-guidance": {"whitespace_flexible": False}})
     calls = "call+" if parallel and choice in ("auto", "required") else "call"
     start = f"TEXT | {calls}" if choice == "auto" else calls
-    lark = f"start: {start}\ncall: {_tag(tokenizer, OPEN)} answer {_tag(tokenizer, CLOSE)}\nanswer: %json {call}\n"
+    tags = (in_grammar(tokenizer, tag) for tag in (OPEN, CLOSE))
+    lark = f"start: {start}\ncall: {' answer '.join(tags)}\nanswer: %json {call}\n"
     lark += "TEXT: /[^<](.|\\n)*/\n" if choice == "auto" else ""
     return checked(str(LLMatcher.grammar_from_lark(lark)))
-
-
-def _tag(tokenizer: PreTrainedTokenizerBase, tag: str) -> str:
-    """A tag in a grammar. A token of the tokenizer's own is none of text to llguidance, and is named by its id."""
-    token = tokenizer.added_tokens_encoder.get(tag)
-    return f'"{tag}"' if token is None else f"<[{token}]>"
 
 
 def with_tools(
