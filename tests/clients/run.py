@@ -99,7 +99,7 @@ def works(client: str, folder: Path, environment: dict[str, str]) -> bool:
         [python.absolute(), HERE / f"by_{client}.py"], env=environment, capture_output=True, text=True
     )
     outcome = "works" if done.returncode == 0 else "FAILED"
-    print(f"{package:30} {version:10} {outcome} {time.monotonic() - start:6.0f} s", flush=True)
+    print(f"{client:14} {package:30} {version:10} {outcome} {time.monotonic() - start:6.0f} s", flush=True)
     if done.returncode:
         print(done.stdout[-2000:], done.stderr[-4000:])
     return done.returncode == 0
