@@ -10,7 +10,7 @@ WORKERS   ?= logical
 DURATIONS ?=
 PYTEST    := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(if $(DURATIONS),--durations=$(DURATIONS))
 
-.PHONY: demo test test-slow test-gpu test-arm test-engines test-sglang test-quantised wheel lint format clean
+.PHONY: demo test test-slow test-gpu test-arm test-clients test-engines test-sglang test-quantised wheel lint format clean
 
 demo: $(VENV)/.demo
 	@$(BIN)/longdraft generate --compare --max-tokens 128 \
@@ -32,6 +32,13 @@ test-arm: $(VENV)/.dev
 	@command -v aarch64-linux-gnu-g++ > /dev/null && command -v qemu-aarch64 > /dev/null \
 	  || { echo "This needs a cross compiler and an emulator: apt-get install g++-aarch64-linux-gnu qemu-user"; exit 1; }
 	LONGDRAFT_EMULATED=armv8-a $(BIN)/python -m pytest tests/native tests/test_bits.py -k "armv8-a and not verified_node"
+
+# Clients of the server as the package index has them, each in an environment of its own (3 GB, some 20 minutes).
+# SERVED=FILE names the model; without, they ask the embedded one, which answers some of them wrongly.
+CLIENTS := .venv-clients
+SERVED  ?=
+test-clients: $(VENV)/.dev
+	$(BIN)/python -m tests.clients.run --folder $(CLIENTS) $(if $(SERVED),--model $(SERVED))
 
 # Our drafters inside vLLM, in an environment of its own (4 GB, some 10 minutes).
 ENGINES := .venv-engines
@@ -96,7 +103,7 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(ENGINES) $(SGLANG) $(QUANTISED) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) $(ENGINES) $(SGLANG) $(QUANTISED) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 
 $(VENV)/.venv:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 10) and f"longdraft needs Python 3.10 or newer, this is {v[0]}.{v[1]}: make PYTHON=python3.12")'

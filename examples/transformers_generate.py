@@ -7,8 +7,8 @@ import torch
 
 import longdraft
 
-target, tokenizer = longdraft.load()
-prompt = "List the numbers from one to thirty in words. Then list them again."
+target, tokenizer = longdraft.load(arithmetic="float32")  # as `generate` by itself computes
+prompt = "Write a Python function that adds two numbers, and one that multiplies them."
 inputs = tokenizer.apply_chat_template(
     [{"role": "user", "content": prompt}], add_generation_prompt=True, return_tensors="pt", return_dict=True
 )

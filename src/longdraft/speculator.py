@@ -293,7 +293,31 @@ class Speculator:
         cache: PromptCache | None = None,
         cancelled: Callable[[], bool] = lambda: False,
     ) -> list[Result]:
-        """Decodes to the end: the results of :meth:`stream`, one a prompt. Arguments and errors are its own."""
+        """Decodes prompts to the end: a result for each.
+
+        Args:
+            prompts: one prompt or several, each a text, a list of token ids, or a :class:`~longdraft.Request` with
+                settings of its own; lengths may differ.
+            max_new_tokens: emitted at most, a prompt.
+            temperature: 0 is greedy, as is None; above 0, ``top_k``, ``top_p`` and ``min_p`` may leave tokens out.
+            repetition_penalty: above 1 makes tokens of the text less likely, in greedy text too.
+            sampling: all of these in one object, in their place.
+            seed: the same seed gives the same text, whatever the method; prompt i samples with seed + i.
+            eos_token_ids: where to end; None takes the model's own, an empty list none.
+            stop: strings that end the output, or one; they are cut from the text.
+            chat: wrap text prompts in the tokenizer's chat template, where it has one.
+            batch: prompts decoded at a time; when one has ended, the next takes its place. None: 8, on a GPU 32. Fewer
+                where the memory does not hold the KV of so many, unless there is a ``cache``.
+            cache: KV of earlier runs to start from and to keep.
+            cancelled: asked between forwards; True ends the run.
+
+        Raises:
+            RequestError: a value that cannot be used, such as ``max_new_tokens`` below 1; as ArgumentError, an argument
+                that there is not, with what was meant.
+            PromptError: no prompt, an empty one, or a token id that the model does not have.
+            ContextError: a prompt and its new tokens exceed the model's context.
+            MemoryBudgetError: there is no room for even one prompt, before any work.
+        """
         return self.stream(
             prompts, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
             repetition_penalty=repetition_penalty, sampling=sampling, seed=seed, eos_token_ids=eos_token_ids,
@@ -320,30 +344,9 @@ class Speculator:
         cache: PromptCache | None = None,
         cancelled: Callable[[], bool] = lambda: False,
     ) -> Generation:
-        """Starts decoding prompts; nothing is computed before the first step is asked for.
+        """Starts decoding prompts: as :meth:`generate`, with its arguments and errors, step by step.
 
-        Args:
-            prompts: one prompt or several, each a text, a list of token ids, or a :class:`~longdraft.Request` with
-                settings of its own; lengths may differ.
-            max_new_tokens: emitted at most, a prompt.
-            temperature: 0 is greedy, as is None; above 0, ``top_k``, ``top_p`` and ``min_p`` may leave tokens out.
-            repetition_penalty: above 1 makes tokens of the text less likely, in greedy text too.
-            sampling: all of these in one object, in their place.
-            seed: the same seed gives the same text, whatever the method; prompt i samples with seed + i.
-            eos_token_ids: where to end; None takes the model's own, an empty list none.
-            stop: strings that end the output, or one; they are cut from the text.
-            chat: wrap text prompts in the tokenizer's chat template, where it has one.
-            batch: prompts decoded at a time; when one has ended, the next takes its place. None: 8, on a GPU 32. Fewer
-                where the memory does not hold the KV of so many, unless there is a ``cache``.
-            cache: KV of earlier runs to start from and to keep.
-            cancelled: asked between forwards; True ends the run.
-
-        Raises:
-            RequestError: a value that cannot be used, such as ``max_new_tokens`` below 1; as ArgumentError, an argument
-                that there is not, with what was meant.
-            PromptError: no prompt, an empty one, or a token id that the model does not have.
-            ContextError: a prompt and its new tokens exceed the model's context.
-            MemoryBudgetError: when asked for the first step, before any work.
+        Nothing is computed before the first step is asked for.
         """
         requests = requests_of(
             prompts,

@@ -9,6 +9,7 @@ import threading
 
 import openai
 import pytest
+import torch
 
 from longdraft import Request, Speculator
 from longdraft.serve import processors
@@ -106,6 +107,27 @@ def test_penalties_and_biases_change_the_text(running):
     assert penalised.choices[0].message.content != alone(30).text
 
 
+def test_load_generators_get_answers_of_the_length_they_ask_for(running):
+    end = {"logit_bias": {str(TOKENIZER.eos_token_id): 100}, "max_tokens": 9}
+    assert chat(running, **end).usage.completion_tokens == 1
+    assert chat(running, extra_body={"min_tokens": 4}, **end).usage.completion_tokens == 5
+    assert chat(running, extra_body={"ignore_eos": True, "min_tokens": 9}, **end).usage.completion_tokens == 9
+    expected, ids = alone(20), {"return_token_ids": True}
+    assert chat(running, max_tokens=20, extra_body=ids).choices[0].model_extra["token_ids"] == expected.token_ids
+    chunks = list(chat(running, max_tokens=20, stream=True, extra_body=ids))
+    streamed = [x for c in chunks if c.choices for x in c.choices[0].model_extra.get("token_ids", ())]
+    assert streamed == expected.token_ids
+    text = {"model": "tiny", "prompt": "the sea", "max_tokens": 5, "temperature": 0, "return_token_ids": True}
+    (choice,) = json.loads(running.http("/v1/completions", text)[1])["choices"]
+    assert TOKENIZER.decode(choice["token_ids"], skip_special_tokens=True) == choice["text"]
+
+
+def test_what_clients_add_to_answers_may_be_sent_back(running):
+    call = {"id": "1", "index": 0, "function": {"name": "f", "arguments": "{}", "parsed_arguments": {}}}
+    said = {"role": "assistant", "content": "", "tool_calls": [call], "annotations": [], "parsed": {"a": 1}}
+    assert chat(running, [*MESSAGES, said, {"role": "tool", "tool_call_id": "1", "content": "x"}], max_tokens=2)
+
+
 def test_a_stop_string_ends_the_answer_and_is_not_in_it(running):
     whole = alone(30).text
     stop = whole[4:6]
@@ -125,6 +147,26 @@ def test_completions_take_texts_and_token_ids(running):
     (choice,) = complete(model="tiny", prompt=ids, max_tokens=9, temperature=0, logprobs=2).choices
     assert choice.text == expected[1] and choice.logprobs.tokens == list(choice.text)
     assert choice.logprobs.text_offset == list(range(9))
+
+
+def test_an_echoed_prompt_has_the_models_own_log_probabilities_whatever_was_kept(running):
+    complete = running.client().completions.create
+    options = {"model": "tiny", "max_tokens": 3, "temperature": 0, "logprobs": 2}
+    text = "the whale and the sea, the whale and the ship"
+    ids = TOKENIZER(text)["input_ids"]
+    for prompt in (text, ids):  # the second time its rows have been kept
+        (choice,) = complete(prompt=prompt, echo=True, **options).choices
+        scored = choice.logprobs
+        assert choice.text.startswith(text) and len(scored.tokens) == len(ids) + 3
+        assert scored.token_logprobs[0] is None and scored.top_logprobs[0] is None
+        logits = MODEL(torch.tensor([ids])).logits[0].float().log_softmax(-1)
+        expected = logits[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+        assert scored.token_logprobs[1 : len(ids)] == pytest.approx(expected, abs=1e-4)
+        assert scored.top_logprobs[1] and len(scored.top_logprobs[1]) == 2
+    assert choice.text[len(text) :] == complete(prompt=text, **options).choices[0].text
+    chunks = list(complete(prompt=text, echo=True, stream=True, **options))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == choice.text
+    assert [x for chunk in chunks for x in chunk.choices[0].logprobs.token_logprobs] == scored.token_logprobs
 
 
 def test_responses_are_whole_or_streamed_texts(running):
@@ -179,7 +221,11 @@ def test_a_follow_up_is_read_from_its_fork_whoever_asked_between(serving):
         ({"temperature": 3}, 400, "temperature"),
         ({"n": 99}, 400, "n"),
         ({"messages": []}, 400, "messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, 400, None),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            400,
+            "messages.0.content.0.type",
+        ),
         ({"max_tokens": 100000}, 400, "messages"),
         ({"method": "nonsense"}, 400, "method"),
         ({"model": "gpt-4"}, 404, "model"),
@@ -193,12 +239,21 @@ def test_what_is_not_served_is_refused_with_openais_error(running, fields, statu
     code, answer = running.http(CHAT, body)
     error = json.loads(answer)["error"]
     assert code == status and error["message"] and error["type"] == "invalid_request_error"
-    assert param is None or (error["param"] or "") == param
+    assert (error["param"] or "") == param
 
 
 def test_a_client_that_goes_away_while_it_waits_leaves_its_slot(running):
     with pytest.raises(TimeoutError):
         running.http(CHAT, {"messages": MESSAGES, "max_tokens": 400, "ignore_eos": True}, timeout=0.02)
+    assert running.becomes_idle()
+
+
+def test_a_stream_that_is_left_is_counted(serving):
+    running = serving()
+    with chat(running, max_tokens=500, stream=True, extra_body={"ignore_eos": True}) as stream:
+        next(iter(stream))
+    left = 'longdraft:request_failure_total{model_name="tiny",status="499"} 1.0'
+    wait_until(lambda: left in running.http("/metrics")[1].decode())
     assert running.becomes_idle()
 
 

@@ -22,6 +22,7 @@ from longdraft.engine.sampler import Sampler
 from longdraft.engine.sequence import Sequence
 from longdraft.errors import CapabilityError, RequestError
 from longdraft.serve import structured, tools
+from longdraft.serve.schema import Message
 from longdraft.trees.builders import union
 from tests.serve.bytes import byte_model, byte_tokenizer
 from tests.serve.conftest import Running, make_service
@@ -139,6 +140,21 @@ def test_formats_without_a_grammar_are_refused(response_format):
         structured.grammar_for(response_format)
 
 
+def test_objects_have_the_properties_that_their_schema_lists():
+    inner = {"type": "object", "properties": {"properties": {"type": "string"}}}
+    schema = {
+        "type": "object",
+        "properties": {"a": {"$ref": "#/$defs/I"}, "b": {"items": inner}},
+        "$defs": {"I": inner},
+    }
+    found = structured.closed(schema)
+    for each in (found, found["$defs"]["I"], found["properties"]["b"]["items"]):
+        assert each["additionalProperties"] is False
+    assert found["properties"]["a"] == {"$ref": "#/$defs/I"} and "additionalProperties" not in inner
+    for left in ({"type": "object"}, inner | {"additionalProperties": True}, {"allOf": [inner]}):
+        assert structured.closed(left) == left
+
+
 def test_a_tokenizer_without_a_grammar_is_refused():
     with pytest.raises(CapabilityError):
         structured.Constraint(tiny_tokenizer(eos=True), structured.json_grammar({"type": "object"}), 1)
@@ -183,12 +199,33 @@ def test_text_that_only_begins_like_a_call_is_text():
     assert content == "a <tool_call>{broken}</tool_call> <to" and not parts and reason is None
 
 
-def parsed(pieces):
+@pytest.mark.parametrize(
+    ("text", "call"),
+    [
+        ('{"name": "time", "arguments": {"zone": "CET"}}', '{"zone": "CET"}'),
+        ('{{"name": "time", "arguments": {"zone": {"name": "CET"}}}}', '{"zone": {"name": "CET"}}'),
+        ('```json\n{"name": "time",\n "arguments": {}}\n```', "{}"),
+        ('{"name": "clock", "arguments": {}}', None),
+        ('{"name": "time", "arguments": {}} and then?', None),
+        ("{}", None),
+    ],
+)
+def test_a_call_without_tags_is_a_call_if_nothing_else_is_said(text, call):
+    content, parts, reason = parsed(text, names=["time"])
+    if call is None:
+        assert content == text and not parts and reason is None
+    else:
+        assert not content and reason == "tool_calls"
+        assert [(part["function"]["name"], part["function"]["arguments"]) for part in parts] == [("time", call)]
+
+
+def parsed(pieces, names=()):
     """Content, parts of tool calls and the reason to finish."""
-    parser = tools.ToolParser()
+    parser = tools.ToolParser(names)
     deltas = [delta for piece in pieces for delta in parser.push(piece)]
     rest, reason = parser.finish()
-    content = "".join(delta.get("content", "") for delta in (*deltas, *rest))
+    deltas += rest
+    content = "".join(delta.get("content", "") for delta in deltas)
     return content, [part for delta in deltas for part in delta.get("tool_calls", [])], reason
 
 
@@ -213,14 +250,24 @@ def test_a_template_without_tools_gets_them_in_words():
     assert written[0]["role"] == "system" and "weather" in written[0]["content"]
     history = [
         {"role": "assistant", "content": "",
-         "tool_calls": [{"id": "1", "type": "function", "function": {"name": "time", "arguments": "{}"}}]},
+         "tool_calls": [{"id": "1", "type": "function", "function": {"name": "time", "arguments": {"zone": "CET"}}}]},
         {"role": "tool", "content": "12:00", "tool_call_id": "1"},
     ]  # fmt: skip
     written, _ = tools.with_tools(TOKENIZER, history, [])
-    assert "<tool_call>" in written[0]["content"]
+    assert written[0]["content"] == '<tool_call>{"name": "time", "arguments": {"zone": "CET"}}</tool_call>'
     assert written[1] == {"role": "user", "content": "<tool_response>12:00</tool_response>"}
     knows = byte_tokenizer("{% if tools %}{{ tools }}{% endif %}{% for m in messages %}{{ m['content'] }}{% endfor %}")
     assert tools.with_tools(knows, asked, [WEATHER]) == (asked, {"tools": [WEATHER]})
+
+
+def test_templates_get_arguments_as_objects_since_they_write_the_json_themselves():
+    def arguments(text):
+        call = {"id": "1", "function": {"name": "time", "arguments": text}}
+        plain = Message(role="assistant", tool_calls=[call]).plain()
+        return plain["tool_calls"][0]["function"]["arguments"]
+
+    assert arguments('{"zone": "CET"}') == {"zone": "CET"} and arguments("") == {}
+    assert arguments("{broken") == "{broken"
 
 
 @pytest.mark.parametrize("choice", ["sometimes", {"type": "function", "function": {"name": "nobody"}}])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -76,6 +76,7 @@ def _examined(loaded: LoadedModel) -> dict[str, Any]:
         reason = str(error)
     with suppress(LongdraftError):
         shape = hosting.kv_shape(model)
+        shape = shape if runner is None else replace(shape, dtype=runner.kv_dtype)
     found: dict[str, Any] = {
         "attention": None,
         "kernels": _kernels(runner),
@@ -160,7 +161,7 @@ def _show(found: dict[str, Any], out: Console) -> None:
         grid.add_row(name, Text(value, style=style))
 
     hardware = found["hardware"]
-    row("processor", f"{hardware['cpu']}, {hardware['cores']} cores, {hardware['threads']} threads in use")
+    row("processor", f"{hardware['cpu']}, {hardware['cores']} cores, threads in use: {hardware['threads']}")
     row("memory", f"{_bytes(hardware['memory_available_bytes'])} free of {_bytes(hardware['memory_bytes'])}")
     for gpu in hardware["gpus"]:
         memory = f"{_bytes(gpu['memory_available_bytes'])} free of {_bytes(gpu['memory_bytes'])}"

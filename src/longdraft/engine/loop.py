@@ -372,6 +372,8 @@ class Engine:
                 text = s.tokens[:-1] if anew else s.prompt
                 if s.index not in self._prompt_queries:
                     piece, kind = 1 if self._keeps_outputs else self.chunk, self.runner.rows_kind(s.length)
+                    if s.sampler.prompt_reader is not None:
+                        piece = len(text)  # kept rows have no logits
                     kept = self.cache.begin(s.slot, text, piece, kind)
                     if not anew:
                         self.stats[s.index].cached = kept
@@ -402,9 +404,13 @@ class Engine:
         last, anew = end == len(text), bool(s.output)
         taps = Taps(queries=self._query_layers) if end > len(text) - window else NO_TAPS
         block = store.block([s.slot], [text[start:end]], prompt=True, text=s.length)
-        logits: Literal["last", "none"] = "last" if last and not anew else "none"
-        out = self.runner.forward(block, store, logits=logits, taps=taps, check=False)
+        reader = None if anew else s.sampler.prompt_reader
+        logits: Literal["all", "last", "none"] = "last" if last and not anew else "none"
+        out = self.runner.forward(block, store, logits="all" if reader else logits, taps=taps, check=False)
         store.commit(s.slot, range(end - start))
+        if reader is not None and out.logits is not None:
+            reader.prompt_logits(start, out.logits[0])
+            out.logits = out.logits[:, -1:]
         for layer, q in out.queries.items():
             self._prompt_queries[s.index][layer].append(q[0])
         if not last:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
 import torch
 from transformers import (
@@ -121,6 +122,14 @@ class Sampling:
         return processors
 
 
+@runtime_checkable
+class PromptReader(Protocol):
+    """A logits processor that sees the prompt's logits too, for which all of the prompt is read."""
+
+    def prompt_logits(self, start: int, logits: torch.Tensor) -> None:
+        """Takes the (rows, vocabulary) logits behind the prompt's tokens from ``start`` on; they are not processed."""
+
+
 @dataclass
 class Sampler:
     """Decides one token from the target's logits at a node.
@@ -137,6 +146,11 @@ class Sampler:
     greedy: bool
     processors: LogitsProcessorList
     draws: Draws = field(default_factory=lambda: OwnDraws(None))
+
+    @property
+    def prompt_reader(self) -> PromptReader | None:
+        """The first processor that sees the prompt's logits."""
+        return next((p for p in self.processors if isinstance(p, PromptReader)), None)
 
     @property
     def plain_greedy(self) -> bool:

@@ -68,5 +68,5 @@ class OtherProcesses:
             return None
         usage = self._usage()
         threads, cores = usage.threads, f"{self._cores(usage):.1f} of {usage.cores} cores"
-        sentence = f"Other processes kept {cores} busy beside {threads} threads of this run"
+        sentence = f"Other processes kept {cores} busy beside {threads} thread{'s' if threads > 1 else ''} of this run"
         return f"{sentence}: try --threads {threads - 1}." if threads > 1 else f"{sentence}."

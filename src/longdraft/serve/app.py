@@ -55,8 +55,10 @@ class Endpoints:
     async def refused(self, _: Request, error: Exception) -> Response:
         """The response to a request that raised an error."""
         if isinstance(error, RequestValidationError):
-            first = error.errors()[0]
-            field = ".".join(str(x) for x in first["loc"] if x != "body") if first["type"] != "json_invalid" else ""
+            # The deepest one is what is wrong with the kind of value that was meant, where a field takes several kinds.
+            first = max(error.errors(), key=lambda each: len(each["loc"]))
+            names = [str(x) for x in first["loc"] if x not in ("body", "str") and "[" not in str(x)]
+            field = ".".join(names) if first["type"] != "json_invalid" else ""
             problem = "is not served" if first["type"] == "extra_forbidden" else f"cannot be used: {first['msg']}"
             error = ApiError(400, f"{field or 'The body'} {problem}.", param=field or None)
         elif isinstance(error, HTTPException):
@@ -89,8 +91,12 @@ class Endpoints:
             prompt, body, body.max_completion_tokens or body.max_tokens, request.state.tenant,
             body.top_logprobs if body.logprobs else None, constraint,
         )  # fmt: skip
+        names = [tool["function"]["name"] for tool in offered]
         answers = [
-            ChatAnswer(i, self._piece, body.logprobs, tools.ToolParser() if offered else None) for i in range(body.n)
+            ChatAnswer(
+                i, self._piece, body.logprobs, body.return_token_ids, tools.ToolParser(names) if offered else None
+            )
+            for i in range(body.n)
         ]
         return await self._answer(body, choices, answers, request)
 
@@ -106,8 +112,15 @@ class Endpoints:
         for prompt in prompts:
             ids = await asyncio.to_thread(self._completed, prompt, body.suffix)
             ends = filling_ends(service.tokenizer) if body.suffix else ()
-            choices += service.choices(ids, body, body.max_tokens, request.state.tenant, body.logprobs, ends=ends)
-        answers = [TextAnswer(i, self._piece, body.logprobs is not None) for i in range(len(choices))]
+            echo = None
+            if body.echo:
+                echo = prompt if isinstance(prompt, str) else str(service.tokenizer.decode(ids))
+            choices += service.choices(
+                ids, body, body.max_tokens, request.state.tenant, body.logprobs, ends=ends, echo=echo
+            )
+        answers = [
+            TextAnswer(i, self._piece, body.logprobs is not None, body.return_token_ids) for i in range(len(choices))
+        ]
         return await self._answer(body, choices, answers, request)
 
     def _completed(self, prompt: str | list[int], suffix: str) -> list[int]:
@@ -251,6 +264,9 @@ class Endpoints:
                     running -= 1
                     self._service.metrics.ended(choices[i], delta.finish)
                 yield i, delta
+        except (GeneratorExit, asyncio.CancelledError):  # of a stream
+            self._service.metrics.failed(499)
+            raise
         finally:
             for task in tasks:
                 task.cancel()

@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from longdraft.engine.request import Request
 from longdraft.engine.stats import Result, Step
 from longdraft.engine.streaming import Detokenizer
-from longdraft.serve.processors import LogProbs, Makers, Processed
+from longdraft.serve.processors import LogProbs, Makers, Processed, PromptLogProbs
 from longdraft.serve.ticket import Restarted, Ticket, Update
 from longdraft.serve.worker import Worker
 from longdraft.trees.tree import TokenTree
@@ -73,14 +73,14 @@ class Speculation:
 
 @dataclass(frozen=True)
 class ScoredToken:
-    """An emitted token with its log-probability.
+    """A token with its log-probability; None for a prompt's first.
 
     Attributes:
         best: the most probable tokens at its position, each with its log-probability.
     """
 
     token: int
-    log_prob: float
+    log_prob: float | None
     best: list[tuple[int, float]]
 
 
@@ -89,7 +89,7 @@ class Delta:
     """The text that one step adds to an answer.
 
     Attributes:
-        scored: the new tokens, if log-probabilities were asked for.
+        token_ids: the new tokens; their text may come later. scored: the same, if log-probabilities were asked for.
         finish: OpenAI's finish reason, set on the last delta.
     """
 
@@ -97,6 +97,7 @@ class Delta:
     scored: tuple[ScoredToken, ...] = ()
     trace: dict[str, Any] | None = None
     finish: str | None = None
+    token_ids: tuple[int, ...] = ()
 
 
 class Choice:
@@ -108,6 +109,7 @@ class Choice:
         processors: make new processors each time the request begins. Can be pickled, with the request.
         log_probs: how many of the most probable tokens to report at each position; None: no log-probabilities.
         traced: report what each round drafted.
+        echo: the prompt as text, which the answer begins with; None: it does not.
     """
 
     def __init__(
@@ -118,15 +120,17 @@ class Choice:
         processors: Makers = (),
         log_probs: int | None = None,
         traced: bool = False,
+        echo: str | None = None,
     ) -> None:
         self.request, self._decode = request, decode
-        self._log_probs, self._traced = log_probs, traced
+        self._log_probs, self._traced, self._echo = log_probs, traced, echo
         self._updates: asyncio.Queue[Update] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         makers, twins = list(processors), list(processors)
         if log_probs is not None:
             # Nobody takes the twin's, so it keeps none.
-            makers, twins = [self._record, *makers], [partial(LogProbs, log_probs, deque(maxlen=0)), *twins]
+            kind = LogProbs if echo is None else PromptLogProbs
+            makers, twins = [self._record, *makers], [partial(kind, log_probs, deque(maxlen=0)), *twins]
         self.ticket = Ticket(Processed(request, makers), method, self._receive, twin=Processed(request, twins))
         self.text, self.tokens = "", 0
         self.speculation = Speculation()
@@ -136,7 +140,10 @@ class Choice:
 
     def _record(self) -> LogProbs:
         assert self._log_probs is not None
-        self._recorder = LogProbs(self._log_probs)
+        if self._echo is None:
+            self._recorder = LogProbs(self._log_probs)
+        else:
+            self._recorder = PromptLogProbs(self._log_probs, prompt=self._prompt)
         return self._recorder
 
     def _receive(self, update: Update) -> None:
@@ -171,22 +178,37 @@ class Choice:
                     return
                 if update.token_ids and not self.first_token:
                     self.first_token = time.monotonic()
+                    if self._echo is not None:
+                        yield Delta(self._echo, tuple(self._scored_prompt()))
                 self.speculation.count(update)
                 text += update.text
                 scored = [self._score(token) for token in update.token_ids]
-                new = scored[max(0, self.tokens - tokens) :]
+                known = max(0, self.tokens - tokens)
+                new = scored[known:]
                 tokens += len(scored)
                 self.tokens = max(self.tokens, tokens)
                 trace = self._trace(update, tokens, detokenizer) if self._traced else None
                 added = text[len(self.text) :]
                 if added or new or trace:
                     self.text += added
-                    yield Delta(added, tuple(each for each in new if each is not None), trace)
+                    scores = tuple(each for each in new if each is not None)
+                    yield Delta(added, scores, trace, token_ids=update.token_ids[known:])
         finally:
             worker.cancel(self.ticket)
 
     def _score(self, token: int) -> ScoredToken | None:
         return None if self._recorder is None else ScoredToken(token, *self._recorder.take(token))
+
+    @property
+    def _prompt(self) -> list[int]:
+        return cast("list[int]", self.request.prompt)
+
+    def _scored_prompt(self) -> Iterator[ScoredToken]:
+        """The prompt's tokens with their log-probabilities, if they are asked for."""
+        if isinstance(self._recorder, PromptLogProbs):
+            yield ScoredToken(self._prompt[0], None, [])
+            for token, scored in zip(self._prompt[1:], self._recorder.of_prompt, strict=True):
+                yield ScoredToken(token, *scored)
 
     def _trace(self, step: Step, tokens: int, detokenizer: Detokenizer) -> dict[str, Any]:
         if step.mode == "prefill" and not step.token_ids:

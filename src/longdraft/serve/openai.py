@@ -37,16 +37,22 @@ class ChatAnswer:
     """Builds one choice of ``/v1/chat/completions``.
 
     Args:
-        piece: token id to text. with_log_probs: report log-probabilities.
+        piece: token id to text. with_log_probs, with_ids: report log-probabilities, and token ids.
         parser: separates tool calls from text; None if the model may call no tools.
     """
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
     def __init__(
-        self, index: int, piece: Callable[[int], str], with_log_probs: bool, parser: ToolParser | None = None
+        self,
+        index: int,
+        piece: Callable[[int], str],
+        with_log_probs: bool,
+        with_ids: bool,
+        parser: ToolParser | None = None,
     ) -> None:
         self._index, self._piece, self._with_log_probs, self._parser = index, piece, with_log_probs, parser
+        self._ids: list[int] | None = [] if with_ids else None
         self._scored: list[ScoredToken] = []
         self._content = ""
         self._calls: list[dict[str, Any]] = []
@@ -65,7 +71,8 @@ class ChatAnswer:
             rest, reason = self._parser.finish()
             parts += rest
             finish = reason or finish
-        if not parts and (delta.scored or finish):
+        ids = _added(self._ids, delta)
+        if not parts and (delta.scored or ids or finish):
             parts = [{}]
         self._scored += delta.scored
         self._finish = finish
@@ -77,7 +84,7 @@ class ChatAnswer:
             chunk = self.empty_chunk() | {"delta": first | part}
             if self._with_log_probs:
                 chunk["logprobs"] = self._log_probs(delta.scored if i == 0 else ())
-            chunks.append(chunk)
+            chunks.append(chunk | (ids if i == 0 else {}))
         if chunks:
             chunks[-1]["finish_reason"] = finish
         return chunks
@@ -96,7 +103,8 @@ class ChatAnswer:
         if self._calls:
             message |= {"content": self._content or None, "tool_calls": self._calls}
         log_probs = self._log_probs(self._scored) if self._with_log_probs else None
-        return {"index": self._index, "message": message, "logprobs": log_probs, "finish_reason": self._finish}
+        choice = {"index": self._index, "message": message, "logprobs": log_probs, "finish_reason": self._finish}
+        return choice if self._ids is None else choice | {"token_ids": self._ids}
 
     def _log_probs(self, scored: Sequence[ScoredToken]) -> dict[str, Any]:
         content = [
@@ -104,9 +112,18 @@ class ChatAnswer:
         ]
         return {"content": content, "refusal": None}
 
-    def _token(self, token: int, log_prob: float) -> dict[str, Any]:
+    def _token(self, token: int, log_prob: float | None) -> dict[str, Any]:
+        assert log_prob is not None  # that of a prompt's first token, which chats do not repeat
         text = self._piece(token)
         return {"token": text, "logprob": round(log_prob, 6), "bytes": list(text.encode())}
+
+
+def _added(known: list[int] | None, delta: Delta) -> dict[str, Any]:
+    """The field of a chunk's token ids, which are added to the known ones; empty without any, or if none are wanted."""
+    if known is None or not delta.token_ids:
+        return {}
+    known += delta.token_ids
+    return {"token_ids": list(delta.token_ids)}
 
 
 class TextAnswer:
@@ -114,8 +131,9 @@ class TextAnswer:
 
     kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl"
 
-    def __init__(self, index: int, piece: Callable[[int], str], with_log_probs: bool) -> None:
+    def __init__(self, index: int, piece: Callable[[int], str], with_log_probs: bool, with_ids: bool) -> None:
         self._index, self._piece, self._with_log_probs = index, piece, with_log_probs
+        self._ids: list[int] | None = [] if with_ids else None
         self._scored: list[ScoredToken] = []
         self._text = ""
 
@@ -127,12 +145,14 @@ class TextAnswer:
         self._text += delta.text
         self._scored += delta.scored
         self._finish = delta.finish
-        if not (delta.text or delta.scored or delta.finish):
+        ids = _added(self._ids, delta)
+        if not (delta.text or delta.scored or ids or delta.finish):
             return []
-        return [self._choice(delta.text, delta.scored, offset)]
+        return [self._choice(delta.text, delta.scored, offset) | ids]
 
     def whole(self) -> dict[str, Any]:
-        return self._choice(self._text, self._scored, 0)
+        choice = self._choice(self._text, self._scored, 0)
+        return choice if self._ids is None else choice | {"token_ids": self._ids}
 
     def _choice(self, text: str, scored: Sequence[ScoredToken], offset: int) -> dict[str, Any]:
         """``offset``: how many characters come before the text."""
@@ -141,8 +161,11 @@ class TextAnswer:
             tokens = [self._piece(s.token) for s in scored]
             log_probs = {
                 "tokens": tokens,
-                "token_logprobs": [round(s.log_prob, 6) for s in scored],
-                "top_logprobs": [{self._piece(token): round(x, 6) for token, x in s.best} for s in scored],
+                "token_logprobs": [None if s.log_prob is None else round(s.log_prob, 6) for s in scored],
+                "top_logprobs": [
+                    None if s.log_prob is None else {self._piece(token): round(x, 6) for token, x in s.best}
+                    for s in scored
+                ],
                 "text_offset": list(accumulate(map(len, tokens[:-1]), initial=offset)) if tokens else [],
             }
         return {"index": self._index, "text": text, "logprobs": log_probs, "finish_reason": self._finish}

@@ -55,6 +55,19 @@ class Bias:
 
 
 @dataclass
+class NotBefore:
+    """Forbids tokens until the text, prompt included, has so many."""
+
+    length: int
+    tokens: Sequence[int]
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if input_ids.shape[1] < self.length:
+            scores[0, list(self.tokens)] = float("-inf")
+        return scores
+
+
+@dataclass
 class LogProbs:
     """Keeps log-probabilities of the model's own distribution; must come before all other processors.
 
@@ -68,12 +81,32 @@ class LogProbs:
     rows: deque[tuple[list[float], list[int], torch.Tensor]] = field(default_factory=deque)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        log_probs = scores[0].float().log_softmax(-1)
+        self._keep(scores[0])
+        return scores
+
+    def _keep(self, logits: torch.Tensor) -> None:
+        log_probs = logits.float().log_softmax(-1)
         largest = log_probs.topk(max(1, self.best))
         self.rows.append((largest.values.tolist(), largest.indices.tolist(), log_probs))
-        return scores
 
     def take(self, token: int) -> tuple[float, list[tuple[int, float]]]:
         """The emitted token's log-probability at the next position, and the most probable tokens with theirs."""
         values, tokens, log_probs = self.rows.popleft()
         return float(log_probs[token]), list(zip(tokens, values, strict=True))[: self.best]
+
+
+@dataclass
+class PromptLogProbs(LogProbs):
+    """Those of a prompt's own tokens too.
+
+    Attributes:
+        of_prompt: for each token of the prompt but the first, what :meth:`take` returns.
+    """
+
+    prompt: Sequence[int] = ()
+    of_prompt: list[tuple[float, list[tuple[int, float]]]] = field(default_factory=list)
+
+    def prompt_logits(self, start: int, logits: torch.Tensor) -> None:
+        for row, token in zip(logits, self.prompt[start + 1 :], strict=False):
+            self._keep(row)
+            self.of_prompt.append(self.take(token))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -26,14 +27,26 @@ class Part(Strict):
 
 
 class FunctionCall(Strict):
+    """``parsed_arguments`` and the like: what OpenAI's client adds to answers, which its users send back."""
+
     name: str
     arguments: str = "{}"
+    parsed_arguments: Any = None
 
 
 class ToolCall(Strict):
     id: str
     type: Literal["function"] = "function"
     function: FunctionCall
+    index: int | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """The call as chat templates take it: arguments are an object, which they write in JSON themselves."""
+        try:
+            arguments = json.loads(self.function.arguments or "{}")
+        except ValueError:  # a model's mistake, which it may see
+            arguments = self.function.arguments
+        return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
 
 
 class Message(Strict):
@@ -43,13 +56,15 @@ class Message(Strict):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     refusal: str | None = None
+    annotations: list[Any] | None = None
+    parsed: Any = None
 
     def plain(self) -> dict[str, Any]:
         """The message as chat templates take it."""
         role = "system" if self.role == "developer" else self.role
         message: dict[str, Any] = {"role": role, "content": _joined(self.content or "")}
         if self.tool_calls:
-            message["tool_calls"] = [call.model_dump() for call in self.tool_calls]
+            message["tool_calls"] = [call.plain() for call in self.tool_calls]
         if self.tool_call_id:
             message["tool_call_id"] = self.tool_call_id
         if self.name:
@@ -114,6 +129,8 @@ class Sampled(Text):
     )
     n: Annotated[int, Field(ge=1, le=16)] = 1
     ignore_eos: bool = False
+    min_tokens: Annotated[int, Field(ge=0)] = 0
+    return_token_ids: bool = False
     prediction: Prediction | None = None
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
@@ -142,7 +159,7 @@ class Completion(Sampled):
     prompt: str | list[str] | list[int] | list[list[int]]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    echo: Literal[False] = False
+    echo: bool = False
     best_of: Literal[1] | None = None
     suffix: str = ""
 

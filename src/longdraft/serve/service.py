@@ -21,7 +21,7 @@ from longdraft.serve.choice import Choice, Speculation
 from longdraft.serve.errors import ApiError
 from longdraft.serve.metrics import Metrics
 from longdraft.serve.prefixes import DiskPrefixes
-from longdraft.serve.processors import Bias, Penalties, Processor
+from longdraft.serve.processors import Bias, NotBefore, Penalties, Processor
 from longdraft.serve.settings import Settings
 from longdraft.serve.telling import Telling
 from longdraft.serve.worker import Worker
@@ -97,6 +97,7 @@ class Service:
         log_probs: int | None = None,
         constraint: Callable[[], Processor] | None = None,
         ends: Sequence[int] = (),
+        echo: str | None = None,
     ) -> list[Choice]:
         """The answers that a request asks for, to be submitted.
 
@@ -104,6 +105,7 @@ class Service:
             log_probs: how many of the most probable tokens to report; None: no log-probabilities.
             constraint: makes the processor that binds the text to a grammar.
             ends: tokens that end the text besides the model's own.
+            echo: the prompt as text, which the answer begins with; None: it does not.
 
         Raises:
             ApiError: a value that cannot be used.
@@ -131,6 +133,11 @@ class Service:
             processors.append(partial(Penalties, len(prompt), body.presence_penalty, body.frequency_penalty))
         if body.logit_bias:
             processors.append(partial(Bias, body.logit_bias))
+        ending: list[int] | None = [] if body.ignore_eos else None  # None: the model's own
+        if ending is None and (ends or body.min_tokens):
+            ending = self._ends(ends)
+        if body.min_tokens and ending:
+            processors.append(partial(NotBefore, len(prompt) + body.min_tokens, ending))
         if constraint is not None:
             processors.append(constraint)
         greedy = body.temperature == 0
@@ -151,18 +158,16 @@ class Service:
             min(max_tokens or settings.default_tokens, room),
             sampling,
             stop=tuple(body.stop),
-            eos_token_ids=[] if body.ignore_eos else self._ends(ends),
+            eos_token_ids=ending,
             tenant=tenant,
             predicted=predicted,
         )
         requests = [replace(request, seed=(seed + i) % 2**63) for i in range(body.n)]
         traced = body.stream_options.include_trace
-        return [Choice(each, method, self.decode, processors, log_probs, traced) for each in requests]
+        return [Choice(each, method, self.decode, processors, log_probs, traced, echo) for each in requests]
 
-    def _ends(self, more: Sequence[int]) -> list[int] | None:
-        """The tokens that end a text, the model's own and others; None: its own alone."""
-        if not more:
-            return None
+    def _ends(self, more: Sequence[int]) -> list[int]:
+        """The tokens that end a text, the model's own and others."""
         spec = self.speculator(self.settings.methods[0])
         return sorted({*spec.runner().eos_token_ids, *spec.texts.eos, *more})
 

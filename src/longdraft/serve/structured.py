@@ -24,6 +24,13 @@ from longdraft.errors import CapabilityError, RequestError
 _tables: WeakKeyDictionary[PreTrainedTokenizerBase, LLTokenizer] = WeakKeyDictionary()
 
 
+# Words of JSON schema: whose value is a schema or a list of them; whose value has them by name; that may allow further
+# properties.
+_INNER = {"items", "prefixItems", "anyOf", "oneOf", "additionalProperties"}
+_NAMED = {"properties", "$defs", "definitions"}
+_OPEN = {"additionalProperties", "patternProperties", "unevaluatedProperties", "$ref", "anyOf", "oneOf", "if"}
+
+
 def grammar_for(response_format: Mapping[str, Any]) -> str | None:
     """llguidance's grammar for OpenAI's ``response_format``; None for any text.
 
@@ -44,13 +51,34 @@ def grammar_for(response_format: Mapping[str, Any]) -> str | None:
 
 
 def json_grammar(schema: Mapping[str, Any]) -> str:
-    """The grammar of a JSON schema, without line breaks: small models get lost in white space.
+    """The grammar of a JSON schema, without line breaks and further properties, in which small models get lost.
 
     Raises:
         RequestError: llguidance does not accept the schema.
     """
-    written = json.dumps({**schema, "x-guidance": {"whitespace_flexible": False}})
+    written = json.dumps({**closed(schema), "x-guidance": {"whitespace_flexible": False}})
     return checked(str(LLMatcher.grammar_from_json_schema(written)))
+
+
+def closed(schema: Any) -> Any:
+    """The schema without further properties in objects that list theirs and say nothing of others.
+
+    Schemas with ``allOf`` stay as they are, since an object then has the properties of several lists.
+    """
+    return schema if '"allOf"' in json.dumps(schema) else _closed(schema)
+
+
+def _closed(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_closed(each) for each in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    found = {key: _closed(value) if key in _INNER else value for key, value in schema.items()}
+    for key in _NAMED & schema.keys():
+        found[key] = {name: _closed(value) for name, value in schema[key].items()}
+    if "properties" in schema and not _OPEN & schema.keys():
+        found["additionalProperties"] = False
+    return found
 
 
 def checked(grammar: str) -> str:

@@ -9,14 +9,14 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from llguidance import LLMatcher
 from transformers import PreTrainedTokenizerBase
 
 from longdraft.errors import RequestError
-from longdraft.serve.structured import checked, in_grammar
+from longdraft.serve.structured import checked, closed, in_grammar
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _INSTRUCTIONS = f"""You may call these functions:
@@ -63,7 +63,7 @@ def grammar_for_tools(
     schemas = []
     for function in (tool["function"] for tool in tools):
         if choice in ("auto", "required") or function["name"] == choice:
-            arguments = function.get("parameters") or {"type": "object"}
+            arguments = closed(function.get("parameters") or {"type": "object"})
             schemas.append({
                 "type": "object", "properties": {"name": {"const": function["name"]}, "arguments": arguments},
                 "required": ["name", "arguments"], "additionalProperties": False,
@@ -71,8 +71,8 @@ def grammar_for_tools(
     call = json.dumps({"anyOf": schemas, "x-guidance": {"whitespace_flexible": False}})
     calls = "call+" if parallel and choice in ("auto", "required") else "call"
     start = f"TEXT | {calls}" if choice == "auto" else calls
-    opened, closed = (in_grammar(tokenizer, tag) for tag in (OPEN, CLOSE))
-    lark = f"start: {start}\ncall: {opened} answer {closed}\nanswer: %json {call}\n"
+    tags = (in_grammar(tokenizer, tag) for tag in (OPEN, CLOSE))
+    lark = f"start: {start}\ncall: {' answer '.join(tags)}\nanswer: %json {call}\n"
     lark += "TEXT: /[^<](.|\\n)*/\n" if choice == "auto" else ""
     return checked(str(LLMatcher.grammar_from_lark(lark)))
 
@@ -111,7 +111,9 @@ def _as_text(message: dict[str, Any]) -> dict[str, Any]:
     content = message["content"]
     for call in message.get("tool_calls", ()):
         function = call["function"]
-        arguments = function["arguments"] or "{}"
+        arguments = function["arguments"]
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
         content += f'{OPEN}{{"name": {json.dumps(function["name"])}, "arguments": {arguments}}}{CLOSE}'
     if message["role"] == "tool":
         return {"role": "user", "content": f"<tool_response>{content}</tool_response>"}
@@ -123,17 +125,34 @@ _CALL_START = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\\\]|\\\\.)*")\s*,\s*"a
 _CALL_END = re.compile(r"\}?\s*$")
 
 
-class ToolParser:
-    """Separates calls from text while it streams."""
+# A call without tags, as Qwen2.5-Coder writes it: in a block of code perhaps, or with its template's second brace.
+_BARE_STARTS = ("", "{", "```json", "```json{")
+_BARE = re.compile(r"\s*(?:```json)?\s*(\{.*\})\s*(?:```)?\s*", re.DOTALL)
 
-    def __init__(self) -> None:
+
+class ToolParser:
+    """Separates calls from text while it streams.
+
+    Args:
+        names: functions of which a call may come without tags, if nothing else comes.
+    """
+
+    def __init__(self, names: Iterable[str] = ()) -> None:
+        self._names = list(names)
         self._pending = ""  # text that has not been reported
         self._calls = 0
         self._in_arguments = False  # of a call whose name has been reported
+        self._bare = bool(self._names)  # the text so far may begin a call without tags
 
     def push(self, text: str) -> list[dict[str, Any]]:
         """OpenAI's deltas for the next piece of text."""
         self._pending += text
+        if self._bare:
+            start = "".join(self._pending.split())
+            heads = (f'{before}{{"name":"{name}"' for before in _BARE_STARTS for name in self._names)
+            self._bare = any(head.startswith(start[: len(head)]) for head in heads)
+            if self._bare:
+                return []
         deltas: list[dict[str, Any]] = []
         while True:
             before = len(self._pending)
@@ -144,7 +163,14 @@ class ToolParser:
     def finish(self) -> tuple[list[dict[str, Any]], str | None]:
         """The deltas of what is left, and the finish reason if there were calls."""
         rest, self._pending = self._pending, ""
-        deltas = [{"content": rest}] if rest.strip() and not self._in_arguments else []
+        deltas: list[dict[str, Any]] = []
+        bare = _BARE.fullmatch(rest) if self._bare else None
+        call = None if bare is None else _parsed(bare[1][1:-1] if bare[1].startswith("{{") else bare[1])
+        if call is not None:
+            deltas = [self._new_call(*call)]
+            self._calls += 1
+        elif rest.strip() and not self._in_arguments:
+            deltas = [{"content": rest}]
         return deltas, "tool_calls" if self._calls else None
 
     def _text_or_call(self) -> list[dict[str, Any]]:
@@ -161,12 +187,10 @@ class ToolParser:
         if not closed:
             return deltas
         self._pending = after
-        try:
-            call = json.loads(inside)
-            name, arguments = str(call["name"]), json.dumps(call.get("arguments", {}), ensure_ascii=False)
-        except (ValueError, TypeError, KeyError):  # not bound by a grammar, and malformed
+        call = _parsed(inside)
+        if call is None:
             return [*deltas, {"content": f"{OPEN}{inside}{CLOSE}"}]
-        deltas.append(self._new_call(name, arguments))
+        deltas.append(self._new_call(*call))
         self._calls += 1
         return deltas
 
@@ -184,6 +208,16 @@ class ToolParser:
     def _new_call(self, name: str, arguments: str) -> dict[str, Any]:
         function = {"name": name, "arguments": arguments}
         return _call(self._calls, function, id=f"call_{secrets.token_hex(12)}", type="function")
+
+
+def _parsed(call: str) -> tuple[str, str] | None:
+    """Name and arguments of a call; None for one that is malformed, since no grammar bound it."""
+    try:
+        found = json.loads(call)
+        name, arguments = str(found["name"]), found.get("arguments", {})
+        return name, arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    except (ValueError, TypeError, KeyError):
+        return None
 
 
 def _call(index: int, function: dict[str, str], **more: str) -> dict[str, Any]:

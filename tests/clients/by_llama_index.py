@@ -1,0 +1,34 @@
+"""llama-index: a chat, a stream, a completion, a tool call."""
+
+from __future__ import annotations
+
+import os
+
+from llama_index.core.llms import ChatMessage
+from llama_index.core.tools import FunctionTool
+from llama_index.llms.openai_like import OpenAILike
+
+llm = OpenAILike(
+    model=os.environ["MODEL"],
+    api_base=os.environ["BASE_URL"],
+    api_key="none",
+    is_chat_model=True,
+    is_function_calling_model=True,
+    temperature=0,
+    max_tokens=48,
+)
+
+
+def weather(city: str) -> str:
+    """The weather in a city."""
+    return "Sunny"
+
+
+question = [ChatMessage(role="user", content="Name three colours, with commas between them.")]
+whole = llm.chat(question).message.content
+assert whole
+assert "".join(chunk.delta or "" for chunk in llm.stream_chat(question)) == whole
+assert llm.complete("Name a colour.").text
+called = llm.chat_with_tools([FunctionTool.from_defaults(weather)], "What is the weather in Paris?", tool_required=True)
+(call,) = llm.get_tool_calls_from_response(called)
+assert call.tool_name == "weather" and "aris" in call.tool_kwargs["city"]
