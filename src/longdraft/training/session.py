@@ -35,7 +35,7 @@ from longdraft.training.config import DEPTH, RunConfig
 from longdraft.training.documents import Document, Skipped
 from longdraft.training.feature_cache import FeatureCache
 from longdraft.training.features import FeatureReader, Features, LiveFeatures
-from longdraft.training.held_out import HeldOut
+from longdraft.training.held_out import ROOM, HeldOut
 from longdraft.training.in_step import InStepRunner
 from longdraft.training.kept_features import KeptSource, passages
 from longdraft.training.measure import Ranks, Simulated, by_step, simulate
@@ -187,7 +187,7 @@ class Session:
         if chosen and self.config.target_rope_factor is None and all(document.kept for document in chosen):
             source = KeptSource(chosen, self.runner.parts.description, reader)
         share = self.accelerator.process_index, self.accelerator.num_processes
-        return HeldOut(source, len(chosen), ahead, share, *([0] if self.config.shard_target else []))
+        return HeldOut(source, len(chosen), ahead, share, 0 if self.config.shard_target else ROOM)
 
     def _summed(self, counts: torch.Tensor) -> torch.Tensor:
         """Whole numbers added up over the processes."""
