@@ -40,7 +40,7 @@ def shard_layers(model: PreTrainedModel, device: torch.device, processes: int) -
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
     # Owns nothing, but lets a layer be gathered while the one before it computes.
     fully_shard(hosting.decoder_of(model), mesh=mesh, ignored_params=others)
-    model.to(device)  # type: ignore[arg-type]  # transformers' stub
+    model.to(device)
 
 
 def _quantised(model: PreTrainedModel) -> str | None:
