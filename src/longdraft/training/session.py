@@ -322,5 +322,6 @@ def _target(
         )
     if not spread:
         return TargetRunner(model), tokenizer
+    progress(f"Spreading the target's layers over {accelerator.num_processes} processes", 0, 0)
     shard_layers(model, device, accelerator.num_processes)
     return InStepRunner(model), tokenizer
