@@ -1,7 +1,7 @@
 """Rounds and seconds of answers that are bound to a grammar, with what it forces drafted and without.
 
     python -m benchmarks.structured
-    python -m benchmarks.structured --model Qwen2.5-Coder-1.5B-Instruct-Q8_0.gguf --methods prompt-lookup --repeats 5
+    python -m benchmarks.structured --model coder-1.5b.gguf --methods prompt-lookup --repeats 5
 
 A round is a forward of the target; the first token is the prompt's. Without means the same grammar, as a logits
 processor that nobody asks ahead. Tokens are compared with those of plain decoding (method ar). Texts are decoded in
@@ -68,7 +68,7 @@ def prompts(tokenizer: Any) -> dict[str, tuple[list[int], str]]:
     offered = [WEATHER, TIME]
     return {
         "JSON schema": (asked(schema, []), structured.json_grammar(PERSON)),
-        "tool call": (asked(call, offered), tools.grammar_for_tools(offered, "required", parallel=False)),
+        "tool call": (asked(call, offered), tools.grammar_for_tools(tokenizer, offered, "required", parallel=False)),
     }
 
 
@@ -90,10 +90,12 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--repeats", type=int, default=1, help="runs of each, in turns")
+    parser.add_argument("--plan", choices=("auto", "fixed"), default="fixed", help="fixed trees: rounds do not vary")
     options = parser.parse_args()
     model, tokenizer = longdraft.load(*([options.model] if options.model else []))
     names = ["ar", *options.methods.split(",")]
     specs = {name: Speculator(name, model, tokenizer) for name in names}
+    specs = {name: Speculator(name, model, tokenizer, plan=options.plan) for name in names}
     for spec in specs.values():
         spec.planner()  # measures before anything is timed
     for what, (prompt, grammar) in prompts(tokenizer).items():

@@ -109,7 +109,7 @@ def test_each_length_has_the_least_factor_that_holds_it(lengths, context):
 
 
 def cut(length, short, room=10_000):
-    return texts(SAMPLES, length, room, tiny_tokenizer(chat=True), False, short)
+    return texts(SAMPLES, length, room, tiny_tokenizer(chat=True), short)
 
 
 def test_texts_that_are_too_short():
@@ -127,6 +127,11 @@ def test_texts_that_are_too_short():
     assert cut(5000, Short.join)[0] == []
     assert "no text is that long" in cut(5000, Short.leave)[1][0]
     assert [len(t.tokens) for t in cut(200, Short.leave, room=150)[0]] == [150, 150]
+
+
+def test_texts_have_the_system_prompt_within_their_length():
+    (text,), _ = texts(SAMPLES[:1], 200, 10_000, tiny_tokenizer(chat=True), Short.leave, system="be brief")
+    assert len(text.tokens) == 200 and "be brief" in tiny_tokenizer(chat=True).decode(text.tokens)
 
 
 def test_what_cannot_be(load, drafts):

@@ -6,6 +6,7 @@ import contextlib
 import json
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -189,6 +190,20 @@ def parsed(pieces):
     rest, reason = parser.finish()
     content = "".join(delta.get("content", "") for delta in (*deltas, *rest))
     return content, [part for delta in deltas for part in delta.get("tool_calls", [])], reason
+
+
+def test_tags_that_are_tokens_of_their_own_open_and_close_a_call():
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens([tools.OPEN, tools.CLOSE])
+    opened, closed = tokenizer.convert_tokens_to_ids([tools.OPEN, tools.CLOSE])
+    grammar = tools.grammar_for_tools(tokenizer, [WEATHER], "required", parallel=False)
+    constraint, ids = structured.Constraint(tokenizer, grammar, 0), []
+    scores = torch.rand(len(tokenizer), generator=torch.Generator().manual_seed(1))
+    while tokenizer.eos_token_id not in ids:
+        ids.append(int(constraint(torch.tensor([ids], dtype=torch.long), scores[None])[0].argmax()))
+    assert ids[0] == opened and ids[-2] == closed
+    _, (call, *_), reason = parsed([tokenizer.decode(ids[:-1])])
+    assert call["function"]["name"] == "weather" and reason == "tool_calls"
 
 
 def test_a_template_without_tools_gets_them_in_words():

@@ -106,6 +106,12 @@ class Inputs(NamedTuple):
         block_n, block_d = key_tile(self.q)
         return max(16, min(block_n, triton.next_power_of_2(self.rows))), block_n, block_d
 
+    @property
+    def warps(self) -> int:
+        """Warps of a program, where none were measured."""
+        # Products of float32 run on no tensor core: with the factors of eight bits, four warps spill registers.
+        return 2 * WARPS if self.scaled and self.q.element_size() == 4 else WARPS
+
 
 def key_tile(q: torch.Tensor) -> tuple[int, int]:
     """Rows and columns of a tile of keys for queries (..., d): powers of two, at least 16 as tl.dot requires."""
@@ -256,7 +262,7 @@ def _choice(inputs: Inputs) -> Choice:
     default = Choice(block_n, WARPS)
     # Windows, caps and scales take registers that keys would have.
     if inputs.softcap is not None or inputs.begins is not None or inputs.scaled:
-        return Choice(max(16, block_n // 2), WARPS, 3)
+        return Choice(max(16, block_n // 2), inputs.warps, 3)
     # float32 is for checks, and larger tiles than the default's would not fit the registers.
     if q.device.type != "cuda" or INTERPRETED or q.element_size() != 2 or not triton_tuning.wanted():
         return default
@@ -360,7 +366,7 @@ def _launch_block(inputs: Inputs, mask: torch.Tensor | None, offset: int, o: tor
             CAUSAL=mask is None, SCALED=inputs.scaled, WINDOWED=mask is None and begins is not None,
             CAPPED=inputs.softcap is not None,
             GROUP=heads // kv_heads, HEAD_DIM=d, BLOCK_D=block_d, BLOCK_M=block_m, BLOCK_N=block_n,
-            DOT=DOT_TYPES[q.dtype], num_warps=WARPS, num_stages=2,
+            DOT=DOT_TYPES[q.dtype], num_warps=inputs.warps, num_stages=2,
         )  # fmt: skip
 
 

@@ -178,21 +178,28 @@ def stretches(lengths: Sequence[int], context: int) -> dict[float | None, list[i
 
 
 def texts(
-    samples: Sequence[Sample], length: int, room: int, tokenizer: PreTrainedTokenizerBase, raw: bool, short: Short
+    samples: Sequence[Sample],
+    length: int,
+    room: int,
+    tokenizer: PreTrainedTokenizerBase,
+    short: Short,
+    raw: bool = False,
+    **asked: Any,
 ) -> tuple[list[Text], list[str]]:
     """Every sample's prompt of a length, and notes on the texts that are shorter.
 
     Args:
         length: tokens of context. room: largest count of prompt tokens, since new ones have to fit behind it.
+        raw, asked: of :meth:`~longdraft.bench.data.Sample.encode`.
     """
     size, found, lacking = min(length, room), [], []
     for i, sample in enumerate(samples):
         longer = sample
         if short is Short.join:
-            longer = _joined(sample, [*samples[i + 1 :], *samples[:i]], size, tokenizer, raw)
-        tokens = fitted(longer, tokenizer, size, raw)
+            longer = _joined(sample, [*samples[i + 1 :], *samples[:i]], size, tokenizer, raw, **asked)
+        tokens = fitted(longer, tokenizer, size, raw, **asked)
         # A text that was cut lacks a token or two where one more would have been too many.
-        if uncut := len(tokens) < size and len(longer.encode(tokenizer, raw)) < size:
+        if uncut := len(tokens) < size and len(longer.encode(tokenizer, raw, **asked)) < size:
             lacking.append(len(tokens))
         if not uncut or short is Short.keep:
             found.append(Text(sample, length, tuple(tokens), joined=longer is not sample))
@@ -207,12 +214,12 @@ def texts(
 
 
 def _joined(
-    sample: Sample, others: Sequence[Sample], size: int, tokenizer: PreTrainedTokenizerBase, raw: bool
+    sample: Sample, others: Sequence[Sample], size: int, tokenizer: PreTrainedTokenizerBase, raw: bool, **asked: Any
 ) -> Sample:
     """The sample with the texts of others of its dataset behind its own, each text once, until it is long enough."""
     more = dict.fromkeys(s.document for s in others if s.dataset == sample.dataset and s.document != sample.document)
     for document in more:
-        if len(sample.encode(tokenizer, raw)) >= size:
+        if len(sample.encode(tokenizer, raw, **asked)) >= size:
             break
         sample = replace(sample, document=f"{sample.document}\n\n{document}")
     return sample
@@ -317,7 +324,8 @@ class Acceptance:
                     raise ContextError(
                         f"A context of {whole:,} tokens has no room for {self.settings.max_tokens:,} new ones."
                     )
-                found, said = texts(samples, length, room, self.tokenizer, self.settings.raw, short)
+                its = self.settings
+                found, said = texts(samples, length, room, self.tokenizer, short, its.raw, **its.asked)
                 notes += said
                 for text in found:
                     work.setdefault(factor, {}).setdefault(text.sample, []).append(text)

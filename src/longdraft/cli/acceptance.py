@@ -50,6 +50,7 @@ def acceptance(
     seed: bench_options.Seed = 0,
     ignore_eos: bench_options.IgnoreEos = False,
     raw: bench_options.Raw = False,
+    wording: options.TemplateOptions,
     levels: Annotated[int, typer.Option(min=0, help="Show too how often so many drafted tokens were accepted.")] = 0,
     loading: options.ModelOptions,
     results: bench_options.Results = None,
@@ -72,6 +73,7 @@ def acceptance(
     settings = settings_of(
         methods, drafting, _default,
         max_tokens=max_tokens, contexts=cut_to, seed=seed, raw=raw, ignore_eos=ignore_eos, plan="fixed",
+        asked=wording.asked,
     )  # fmt: skip
     bench_options.check_writable({"--svg": svg, "--results": results})
     if svg is not None:

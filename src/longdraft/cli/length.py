@@ -55,6 +55,7 @@ def bench_length(
     seed: bench_options.Seed = 0,
     ignore_eos: bench_options.IgnoreEos = False,
     raw: bench_options.Raw = False,
+    wording: options.TemplateOptions,
     loading: options.ModelOptions,
     results: bench_options.Results = None,
     svg: Annotated[Path | None, typer.Option(help="Draw the figure.")] = None,
@@ -71,13 +72,15 @@ def bench_length(
     asked_for = None if lengths is None else method_options.whole_numbers("--lengths", lengths)
     samples = tasks.read(data or [tasks.BUILT_IN], limit)
     if url:
-        if results is not None or methods is not None:
-            raise options.SettingError("--methods and --results are for methods here: leave them out with --url.")
+        if results is not None or methods is not None or wording.asked:
+            given = "--methods, --results, --system and --no-think"
+            raise options.SettingError(f"{given} are for methods here: leave them out with --url.")
         found, complete = _servers(url, api_key, samples, asked_for, max_tokens, repeats, ignore_eos)
     else:
         settings = acceptance.settings_of(
             methods, drafting, lambda target: by_default(target) or ("self",), (REFERENCE,),
             max_tokens=max_tokens, contexts=asked_for or (None,), seed=seed, raw=raw, ignore_eos=ignore_eos, plan=plan,
+            asked=wording.asked,
         )  # fmt: skip
         with console.status() as status:
             measuring = acceptance.measuring_of(loading, settings, (0.0,), status, repeats)

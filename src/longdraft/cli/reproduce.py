@@ -60,6 +60,7 @@ def reproduce(
         int | None, typer.Option("--max-tokens", "-n", min=2, help="New tokens.", show_default="as the scale has it")
     ] = None,
     plan: bench_options.Plan = "fixed",
+    wording: options.TemplateOptions,
     loading: options.ModelOptions,
     results: Annotated[
         Path | None,
@@ -77,7 +78,7 @@ def reproduce(
         _list(None if paper is None else paper_named(paper), output)
         return
     chosen = paper_named(paper)
-    scaled = Scaled(table_of(chosen, table), scale is Scale.small, max_tokens, limit, plan)
+    scaled = Scaled(table_of(chosen, table), scale is Scale.small, max_tokens, limit, plan, wording.asked)
     bench_options.check_writable({"--svg": svg, "--results": results})
     if svg is not None:
         charts.available()

@@ -78,7 +78,7 @@ class Endpoints:
         if offered:
             if grammar is not None:
                 raise ApiError(400, "response_format and tools are not served together.", param="response_format")
-            grammar = tools.grammar_for_tools(offered, choice, body.parallel_tool_calls)
+            grammar = tools.grammar_for_tools(service.tokenizer, offered, choice, body.parallel_tool_calls)
         messages, template = tools.with_tools(service.tokenizer, messages, offered)
         prompt = await asyncio.to_thread(service.chat_prompt, messages, **template)
         constraint = None

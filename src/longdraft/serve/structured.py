@@ -60,6 +60,13 @@ def checked(grammar: str) -> str:
     return grammar
 
 
+def in_grammar(tokenizer: PreTrainedTokenizerBase, tag: str) -> str:
+    """A tag such as ``<tool_call>`` in Lark: by its name if it is a token of its own, else as text."""
+    table = _table(tokenizer)
+    tokens = table.tokenize_str(tag)
+    return tag if len(tokens) == 1 and table.is_special_token(tokens[0]) else json.dumps(tag)
+
+
 class Constraint:
     """A logits processor for one request, which is also a :class:`~longdraft.engine.grammar.Grammar`.
 

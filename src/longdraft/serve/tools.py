@@ -16,7 +16,7 @@ from llguidance import LLMatcher
 from transformers import PreTrainedTokenizerBase
 
 from longdraft.errors import RequestError
-from longdraft.serve.structured import checked
+from longdraft.serve.structured import checked, in_grammar
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _INSTRUCTIONS = f"""You may call these functions:
@@ -52,7 +52,9 @@ def checked_choice(tools: Sequence[Mapping[str, Any]], choice: str | Mapping[str
     return choice
 
 
-def grammar_for_tools(tools: Sequence[Mapping[str, Any]], choice: str, parallel: bool = True) -> str:
+def grammar_for_tools(
+    tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]], choice: str, parallel: bool = True
+) -> str:
     """llguidance's grammar of calls to these functions; with "auto" also of any other text.
 
     Raises:
@@ -69,7 +71,8 @@ def grammar_for_tools(tools: Sequence[Mapping[str, Any]], choice: str, parallel:
     call = json.dumps({"anyOf": schemas, "x-guidance": {"whitespace_flexible": False}})
     calls = "call+" if parallel and choice in ("auto", "required") else "call"
     start = f"TEXT | {calls}" if choice == "auto" else calls
-    lark = f'start: {start}\ncall: "{OPEN}" answer "{CLOSE}"\nanswer: %json {call}\n'
+    opened, closed = (in_grammar(tokenizer, tag) for tag in (OPEN, CLOSE))
+    lark = f"start: {start}\ncall: {opened} answer {closed}\nanswer: %json {call}\n"
     lark += "TEXT: /[^<](.|\\n)*/\n" if choice == "auto" else ""
     return checked(str(LLMatcher.grammar_from_lark(lark)))
 

@@ -20,7 +20,7 @@ TABLE = Table(
          |        | batch 32
     L-8B | SnapKV | 1.2
     """,
-    small=Small(shrink=32, prompts=1, max_tokens=32),
+    small=Small(shrink=8, prompts=1, max_tokens=32),
     remarks=(
         "Published: 1.2 to 1.5 times at 32K tokens and batches of 32 to 128; in a later version up to 2.51 times.",
         "Published: 0.84 (4K tokens) to 0.79 (100K) of the drafted tokens are right with a budget of 512.",

@@ -27,6 +27,7 @@ class Scaled:
         small: the small scale; else the paper's.
         max_tokens, prompts: in the place of the scale's own; None: these.
         plan: "fixed" keeps the paper's trees; "auto" fits them to this machine.
+        asked: ``system`` and arguments of the chat template, such as ``enable_thinking``.
     """
 
     table: Table
@@ -34,6 +35,7 @@ class Scaled:
     max_tokens_given: int | None = None
     prompts_given: int | None = None
     plan: str = "fixed"
+    asked: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def shrink(self) -> int:

@@ -128,17 +128,17 @@ def prompts_of(
     wanted = None if scaled.prompts is None else max(scaled.prompts, column.batch)
     differs = [note for note in (sources.instead(column.data),) if note]
     if length is None:
-        chosen = [Prompt(s, tuple(fitted(s, loaded.tokenizer, room))) for s in rows[:wanted]]
+        chosen = [Prompt(s, tuple(fitted(s, loaded.tokenizer, room, **scaled.asked))) for s in rows[:wanted]]
         return chosen, differs
     if length > room:
         differs.append(f"cut to {room:,} tokens, which is all that fits the model's context")
         length = room
     # A text is encoded whole, so no more of them than are needed.
     few = rows if wanted is None else rows[: _SPARE * wanted]
-    found, notes = texts(few[:wanted], length, room, loaded.tokenizer, False, Short.leave)
+    found, notes = texts(few[:wanted], length, room, loaded.tokenizer, Short.leave, **scaled.asked)
     if wanted is not None and len(found) < wanted:
         short = Short.join if scaled.small else Short.leave
-        found, notes = texts(few, length, room, loaded.tokenizer, False, short)
+        found, notes = texts(few, length, room, loaded.tokenizer, short, **scaled.asked)
     if not found:
         raise PromptError(f"{column.name}: {' '.join(notes)} Give longer ones with --data {column.data}=FILE.")
     found = found[:wanted]
