@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedModel
 
 from longdraft.errors import CapabilityError
-from longdraft.model import hosting, stored
+from longdraft.model import hosting
 from longdraft.model.layout import has_windows
 
 
@@ -28,8 +28,10 @@ def shard_layers(model: PreTrainedModel, device: torch.device, processes: int) -
     """
     name = type(model).__name__
     if (method := _quantised(model)) is not None:
-        raise CapabilityError(f"{name} is quantised ({method}), and shard_target takes plain weights: give the "
-                              "checkpoint in bfloat16, or leave shard_target out.")  # fmt: skip
+        raise CapabilityError(
+            f"{name} is quantised ({method}), and shard_target takes plain weights: give a checkpoint in bfloat16, or "
+            "leave shard_target out."
+        )
     if has_windows(model):
         raise CapabilityError(f"{name} has layers with windows, which shard_target does not take: leave it out.")
     mesh = init_device_mesh(device.type, (processes,))
@@ -45,8 +47,8 @@ def shard_layers(model: PreTrainedModel, device: torch.device, processes: int) -
 
 def _quantised(model: PreTrainedModel) -> str | None:
     """The way in which a model's layers are quantised; None if they are not."""
-    if getattr(model, "is_quantized", False):
-        settings = getattr(model.config, "quantization_config", None) or {}
-        own = settings if isinstance(settings, dict) else vars(settings)
-        return str(getattr(own.get("quant_method"), "value", own.get("quant_method", "by another package")))
-    return "in blocks" if stored.is_stored(model) else None
+    if not getattr(model, "is_quantized", False):
+        return None
+    settings = getattr(model.config, "quantization_config", None) or {}
+    method = (settings if isinstance(settings, dict) else vars(settings)).get("quant_method", "by another package")
+    return str(getattr(method, "value", method))
