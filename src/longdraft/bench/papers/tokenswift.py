@@ -24,7 +24,7 @@ TABLE = Table(
     temperatures=(1.0,),
     max_tokens=100_000,
     prompts=1,
-    small=Small(shrink=8, prompts=1, max_tokens=1024),
+    small=Small(shrink=8, prompts=1, max_tokens=512),
     remarks=(
         "Published: 3.1 to 3.4 times for 100K new tokens, by model. At the paper's scale this takes hours on a GPU: "
         "--max-tokens makes it shorter.",
