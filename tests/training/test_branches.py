@@ -33,7 +33,7 @@ def tokens(length: int, seed: int) -> list[int]:
     return torch.randint(0, 61, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-# Passages of two places; which rows step, in which order: some wait, one ends early and another begins in its row.
+# Two passages; which rows step, in which order: some wait, one ends early and another begins in its row.
 PASSAGES = [tokens(33, 1), tokens(7, 2)]
 STEPS = [*[[0, 1, 3]] * 5, *[[1, 3]] * 2, *[[0, 1, 2, 3, 5]] * 9]
 BEGINS = {(7, 0)}
@@ -48,7 +48,7 @@ def stepped(found: Branches) -> tuple[list, dict[int, list[int]]]:
                 fed[row] = []
                 found.clear(row)
             fed[row].append(tokens(1, 100 * number + row)[0])
-        logits = found.step(rows, [fed[row][-1] for row in rows])
+        logits = found.step(rows, [row // 3 for row in rows], [fed[row][-1] for row in rows])
         said += [(row, list(fed[row]), logits[i]) for i, row in enumerate(rows)]
     return said, fed
 
@@ -56,7 +56,7 @@ def stepped(found: Branches) -> tuple[list, dict[int, list[int]]]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_the_models_own(attention, family):
     model = tiny_model(family)
-    found = Branches(TargetRunner(model), 2, 3, 20)
+    found = Branches(TargetRunner(model), 6, 20)
     for place, passage in enumerate(PASSAGES):
         assert found.read(place, passage) is None
     for row, fed, logits in stepped(found)[0]:
@@ -69,7 +69,7 @@ def test_logits_are_the_models_own(attention, family):
 def test_what_is_kept_is_what_a_reader_reads(attention, dtype, error, monkeypatch):
     monkeypatch.setattr(branches, "CHUNK", 5)  # the likeliest tokens of a passage are found piece by piece
     runner = TargetRunner(tiny_model(dtype=dtype))
-    found = Branches(runner, 2, 3, 20, LAYERS, TOP)
+    found = Branches(runner, 6, 20, LAYERS, TOP)
     passages = [found.read(place, passage) for place, passage in enumerate(PASSAGES)]
     fed = stepped(found)[1]
     for row in (0, 1, 2, 3, 5):
@@ -97,22 +97,26 @@ def test_the_host_waits_in_no_layer(monkeypatch):
     """A step copies its rows to the device and reads whether its logits are numbers."""
     monkeypatch.setenv("LONGDRAFT_NATIVE", "0")
     with card(monkeypatch) as found:
-        made = Branches(TargetRunner(moved(tiny_model())), 2, 3, 20, LAYERS, TOP)
+        made = Branches(TargetRunner(moved(tiny_model())), 6, 20, LAYERS, TOP)
         for place, passage in enumerate(PASSAGES):
             made.read(place, passage)
         found.waits.clear()
-        made.step([0, 1, 3], [5, 6, 7])
+        made.step([0, 1, 3], [0, 0, 1], [5, 6, 7])
         assert sorted({wait.split()[1] for wait in found.waits}) == ["step"]
         assert len(found.waits) == 3
 
 
-def test_a_place_that_is_read_again_begins_anew():
+def test_rows_serve_any_passage():
+    """One passage after the other in the same rows, which need be in no order."""
     model = tiny_model()
-    found = Branches(TargetRunner(model), 1, 2, 4)
-    for passage in (tokens(20, 3), tokens(9, 4)):
-        found.read(0, passage)
+    found = Branches(TargetRunner(model), 2, 4)
+    for number, passage in enumerate((tokens(20, 3), tokens(9, 4))):
+        found.read(number, passage)
+        for row in (0, 1):
+            found.clear(row)
         for fed in ([5], [5, 6], [5, 6, 7], [5, 6, 7, 8]):
-            logits = found.step([0, 1], [fed[-1]] * 2)
+            logits = found.step([1, 0], [number] * 2, [fed[-1]] * 2)
+        found.forget(number)
         with torch.no_grad():
             wanted = model(torch.tensor([[*passage, *fed]])).logits[0, -1]
         torch.testing.assert_close(logits, wanted.expand(2, -1), rtol=1e-3, atol=1e-4)
@@ -127,9 +131,9 @@ def test_logits_that_the_model_scales():
         num_key_value_heads=1, logits_scaling=7.0, pad_token_id=None, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config).eval()
-    found = Branches(TargetRunner(model), 1, 1, 4, (), TOP)
+    found = Branches(TargetRunner(model), 1, 4, (), TOP)
     passage = found.read(0, PASSAGES[0])
-    logits = found.step([0], [9])
+    logits = found.step([0], [0], [9])
     with torch.no_grad():
         wanted = model(torch.tensor([[*PASSAGES[0], 9]])).logits[0]
     torch.testing.assert_close(logits[0], wanted[-1], rtol=1e-3, atol=1e-5)
@@ -141,17 +145,17 @@ def test_no_room_and_no_numbers(free_memory):
     model = tiny_model()
     with torch.no_grad():
         model.lm_head.weight[3] = float("nan")
-    found = Branches(TargetRunner(model), 1, 1, 4)
+    found = Branches(TargetRunner(model), 1, 4)
     found.read(0, [1, 2, 3])
     with pytest.raises(NumericalError):
-        found.step([0], [1])
+        found.step([0], [0], [1])
     free_memory(1000)
     with pytest.raises(MemoryBudgetError):
-        Branches(TargetRunner(model), 1, 2, 4)
+        Branches(TargetRunner(model), 2, 4)
 
 
 def test_a_certain_token_leaves_the_others_finite():
-    found = Branches(TargetRunner(tiny_model()), 1, 1, 4, (), TOP)
+    found = Branches(TargetRunner(tiny_model()), 1, 4, (), TOP)
     ids, log_probs = found.likely(torch.tensor([[0.0] * 30 + [1000.0] + [0.0] * 30]))
     assert ids[0, 0] == 30 and log_probs.isfinite().all()
 

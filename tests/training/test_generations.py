@@ -14,6 +14,7 @@ from longdraft.model.chat import chat_prompt, follow_up
 from longdraft.model.runner import TargetRunner
 from longdraft.speculator import Speculator
 from longdraft.training import generations
+from longdraft.training.answer_file import AnswerFile
 from longdraft.training.generations import generate, looping
 from longdraft.training.kept_features import KeptFeatures
 from longdraft.training.prompts import Ask, asks
@@ -40,9 +41,12 @@ def passages(tokens=(5, 20), temperatures=(0.0, 0.0, 1.0)):
     return asks(TEXTS, tokens, 4, temperatures, 0)
 
 
-def run(runner, out, asked=None, total=TOTAL, **over):
-    settings = {"places": 2, "per_passage": 3, "max_new_tokens": LONGEST, "seed": 3} | over
-    return generate(runner, TOKENIZER, asked or passages(), out, total=total, **settings)
+def run(runner, out, asked=None, total=TOTAL, tokenizer=TOKENIZER, **over):
+    """Rows in the file, in the end."""
+    settings = {"batch": 6, "places": 2, "max_new_tokens": LONGEST, "seed": 3} | over
+    file = AnswerFile(out, "tokens")
+    generate(runner, tokenizer, enumerate(asked or passages()), file, total=total, **settings)
+    return file.rows
 
 
 def rows_of(out):
@@ -84,7 +88,7 @@ def test_greedy_answers_are_plain_decodings(spec, runner, tmp_path, monkeypatch,
 def test_what_was_sampled_depends_on_the_seed_and_the_passage_alone(runner, tmp_path):
     asked = [[Ask(f"say {word}.", 1.0) for word in ("yes", "no")] for _ in range(4)]
     run(runner, tmp_path / "a.jsonl", iter(asked), 8)
-    run(runner, tmp_path / "b.jsonl", iter(asked), 8, places=1, per_passage=1)
+    run(runner, tmp_path / "b.jsonl", iter(asked), 8, batch=1)
     run(runner, tmp_path / "c.jsonl", iter(asked), 8, seed=4)
     a, b, c = ({str(row["tokens"]) for row in rows_of(tmp_path / f"{name}.jsonl")} for name in "abc")
     assert a == b != c and len(a) == 8
@@ -123,10 +127,9 @@ def test_gone_on_after_a_kill(runner, whole, tmp_path, cut):
 
 def test_stopped_in_the_middle(runner, tmp_path):
     seen, out = [], tmp_path / "a.jsonl"
-    have = run(runner, out, progress=lambda *now: seen.append(now), stop=lambda: len(seen) == 1)
+    have = run(runner, out, progress=lambda: seen.append(1), stop=lambda: len(seen) == 1)
     rows = rows_of(out)
-    assert 0 < have == len(rows) == seen[-1][0] < TOTAL
-    assert seen[-1][1] == sum(len(row["tokens"]) - row["start"] for row in rows)
+    assert 0 < have == len(rows) < TOTAL
     assert run(runner, out) >= TOTAL
     assert rows_of(out)[:have] == rows
     assert run(runner, out, total=3) >= TOTAL  # what is there is kept
@@ -172,18 +175,21 @@ def test_no_prompt_fits(runner, tmp_path):
 class Scripted:
     """A target of which a test says what it says: :class:`~longdraft.training.branches.Branches` without a model."""
 
-    top, per_passage = 0, 3
+    top = 0
 
     def __init__(self, script):
         self.script, self.fed = script, defaultdict(list)
 
-    def read(self, place, prefix):
+    def read(self, passage, prefix):
         return None
+
+    def forget(self, passage):
+        pass
 
     def clear(self, row):
         self.fed[row] = []
 
-    def step(self, rows, tokens):
+    def step(self, rows, passages, tokens):
         logits = torch.zeros(len(rows), 61)
         for i, (row, token) in enumerate(zip(rows, tokens, strict=True)):
             self.fed[row].append(token)
@@ -220,6 +226,17 @@ def test_no_room_for_another_turn(runner, tmp_path, monkeypatch):
     asked = [[Ask("yes.", 0.0, ("x" * 100,))]]
     (answer,) = scripted(runner, tmp_path / "a.jsonl", monkeypatch, lambda row, fed: EOS, asked)
     assert answer == [EOS]
+
+
+def test_a_long_answer_holds_nothing_up(runner, tmp_path, monkeypatch):
+    """While one answer goes on, its neighbours' rows take one passage after the other."""
+    asked = [[Ask(f"{i}{j}?", 0.0) for j in ("ab" if i == 0 else "cd")] for i in range(5)]
+
+    def script(row, fed):
+        return 10 + len(fed) % 37 if TOKENIZER.decode(fed[0]) == "a" else EOS
+
+    scripted(runner, tmp_path / "a.jsonl", monkeypatch, script, asked, batch=2, max_new_tokens=70)
+    assert [row["at"][0] for row in rows_of(tmp_path / "a.jsonl")] == [1, 1, 2, 2, 3, 3, 4, 4, 0, 0]
 
 
 def test_answers_that_begin_alike_are_dropped(runner, tmp_path, monkeypatch):
@@ -259,6 +276,5 @@ def test_a_tokenizer_without_a_chat_template(tmp_path):
     model = tiny_model(context=256)
     runner, tokenizer = TargetRunner(model), tiny_tokenizer(eos=True)
     asked = [[Ask("the rain. why?", 0.0, ("more.",)), Ask("the rain. so?", 0.0)]]
-    size = {"places": 1, "per_passage": 2, "max_new_tokens": 5, "total": 2}
-    assert generate(runner, tokenizer, iter(asked), tmp_path / "a.jsonl", **size) == 2
+    assert run(runner, tmp_path / "a.jsonl", asked, 2, tokenizer, max_new_tokens=5) == 2
     assert tokenizer.decode(follow_up(tokenizer, "more.")) == "\n\nmore.\n\n"

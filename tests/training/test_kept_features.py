@@ -13,6 +13,7 @@ from longdraft.drafts import draft_folder
 from longdraft.errors import CheckpointError, PromptError
 from longdraft.model.loading import load
 from longdraft.model.runner import TargetRunner
+from longdraft.training.answer_file import AnswerFile
 from longdraft.training.documents import Document, Skipped, documents, features_of
 from longdraft.training.features import FeatureReader
 from longdraft.training.generations import generate
@@ -34,8 +35,8 @@ def made(target, tmp_path_factory):
     runner = TargetRunner(model)
     kept = KeptFeatures(features_of(out), runner.parts.description, LAYERS, TOP)
     generate(
-        runner, tokenizer, asks(TEXTS, (5, 20), 6, (0.0, 1.0), 0), out, places=2, per_passage=6, max_new_tokens=24,
-        total=24, features=kept,
+        runner, tokenizer, enumerate(asks(TEXTS, (5, 20), 6, (0.0, 1.0), 0)), AnswerFile(out, "tokens"), batch=12,
+        places=2, max_new_tokens=24, total=24, features=kept,
     )  # fmt: skip
     found = list(documents([out], tokenizer, Skipped(), runner.vocab_size))
     return SimpleNamespace(runner=runner, tokenizer=tokenizer, out=out, documents=found)

@@ -25,6 +25,8 @@ from longdraft.errors import (
 )
 from longdraft.model.layer_shards import shard_layers
 from longdraft.model.loading import load
+from longdraft.training import session
+from longdraft.training.measure import Simulated
 from tests.drafts import random_draft
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.training.helpers import SMALL, begun, checkpoint_tensors, losses_of, run_elsewhere, same, steps
@@ -126,6 +128,20 @@ def test_two_processes_are_one_that_accumulates(config, tmp_path, kind):
     first = [json.loads((tmp_path / r / "log.jsonl").read_text().splitlines()[0])["agreement"] for r in ("one", "two")]
     assert first[0] == pytest.approx(first[1])
     assert draft_folder.load(tmp_path / "two" / "best").kind == kind
+
+
+@pytest.mark.parametrize("kind", ["longspec", "eagle3"])
+def test_two_processes_killed_and_resumed(config, tmp_path, kind):
+    whole = config(kind, out=tmp_path / "whole", epochs=0.7)
+    cut = replace(whole, out=str(tmp_path / "cut"))
+    assert run_elsewhere(whole, processes=2).returncode == 0
+    assert run_elsewhere(cut, "step", "4", processes=2).returncode
+    last = len(losses_of(tmp_path / "whole"))
+    assert sorted(p.name for p in (tmp_path / "cut" / "checkpoints").glob("step-*")) == ["step-00000003"] and last > 4
+    resumed = run_elsewhere(cut, processes=2)
+    assert resumed.returncode == 0, resumed.stderr
+    assert same(checkpoint_tensors(tmp_path / "whole", last), checkpoint_tensors(tmp_path / "cut", last))
+    assert losses_of(tmp_path / "whole") == losses_of(tmp_path / "cut")
 
 
 def test_sharded_weights_are_whole_ones(config, tmp_path):
@@ -346,6 +362,31 @@ def test_tensorboard(config, tmp_path, monkeypatch):
     pytest.importorskip("tensorboard")
     next(begun(config(tensorboard=True)))
     assert list((tmp_path / "run" / "tensorboard").glob("events*"))
+
+
+def test_it_ends_when_it_gets_no_better(config, tmp_path, monkeypatch):
+    """The best draft stays; more patience goes on."""
+    trees = iter([2.0, 1.5, 1.75, 2.5, 1.0, 1.0, 1.0])
+    monkeypatch.setattr(session, "simulate", lambda *given: Simulated((0.5,), 1.0, next(trees)))
+    patient = config(epochs=3.0, measure_every=2, save_every=0, patience=2)
+    told = []
+    assert [r.step for r in begun(patient, lambda what, *rest: told.append(what))][-1] == 6
+    assert "no better simulated acceptance than 2.00 in 2 measurements" in told[-1]
+    best = draft_folder.load(tmp_path / "run" / "best").tensors
+    assert not same(best, draft_folder.load(tmp_path / "run" / "last").tensors)
+    assert steps(patient) == []
+    assert [r.step for r in steps(replace(patient, patience=3))][:6] == [7, 8, 9, 10, 11, 12]
+    assert not same(best, draft_folder.load(tmp_path / "run" / "best").tensors)
+
+
+def test_curves(config, tmp_path, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setitem(sys.modules, "matplotlib", None)
+        with pytest.raises(CapabilityError, match="matplotlib"):
+            steps(config(curves=True))
+    pytest.importorskip("matplotlib")
+    steps(config(curves=True, max_steps=2))
+    assert (tmp_path / "run" / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_full_disk(config, monkeypatch, tmp_path):

@@ -6,6 +6,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from types import SimpleNamespace
 
@@ -13,14 +15,14 @@ import pytest
 
 from longdraft.cli import console, options, progress
 from longdraft.cli.main import main
-from longdraft.cli.training_display import Counter, TrainingDisplay
+from longdraft.cli.training_display import RowCounter, TrainingDisplay
 from longdraft.drafts import draft_folder
 from longdraft.errors import CheckpointError
 from longdraft.training.measure import Simulated
 from longdraft.training.run_log import Report
 from longdraft.training.settings import described
 from tests import elsewhere
-from tests.training.helpers import SMALL, TRAININGS, losses_of
+from tests.training.helpers import ROOT, SMALL, TRAININGS, losses_of
 
 FAST = ["max_length=64", "min_length=16", "rows=256", "precision=no", "device=cpu", "threads=1", "held_out=0.2"]
 
@@ -46,8 +48,10 @@ def test_from_text_to_a_draft_that_generates(shell, target, text, tmp_path):
     assert made.code == 0, made.err
     assert "--method is ignored" in made.err
     rows = [json.loads(line) for line in answers.read_text().splitlines()]
-    assert json.loads(made.out) == {"out": str(answers), "rows": len(rows), "left_out": {}}
-    assert len(rows) == 40 and set(rows[0]) == {"tokens", "start", "temperature", "text", "at"}
+    told, new = json.loads(made.out), sum(len(row["tokens"]) - row["start"] for row in rows)
+    assert told.items() >= {"out": str(answers), "rows": 40, "left_out": {}, "tokens": new}.items()
+    assert told["tokens_by_source"] == {str(text): new} and sum(told["tokens_by_kind"].values()) == new
+    assert len(rows) == 40 and set(rows[0]) == {"tokens", "start", "temperature", "text", "source", "kind", "at"}
     index = json.loads((tmp_path / "answers.features" / "index.json").read_text())
     assert index["layers"] == [0, 1, 2] and index["top"] == 8
     words = ["window=12", "intermediate_size=64", "max_length=200"]
@@ -165,6 +169,21 @@ def test_a_resumed_run_says_where_and_a_checkpoint_says_where_the_draft_is(shell
     assert f"resuming at step {step:,} of {step + 1:,}" in shell(*words).err
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["torchrun", "ddp", "fsdp2"])
+def test_launchers(target, text, tmp_path, launcher):
+    """As docs/training.md calls them. accelerate shards on accelerators alone: here fsdp2.yaml is only read."""
+    begin = ["accelerate.commands.launch", "--config_file", f"configs/accelerate/{launcher}.yaml", "--num_processes", 2]
+    if launcher == "torchrun":
+        begin = ["torch.distributed.run", "--nproc-per-node", 2]
+    words = ["-m", "longdraft", "train", "longspec", *FAST, "window=12", "intermediate_size=64"]
+    given = [sys.executable, "-m", *begin, *words, f"data={text}", f"target={target}", f"out={tmp_path / 'run'}"]
+    ended = subprocess.run([*map(str, given)], cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr.count("The draft is in") == 1
+    assert losses_of(tmp_path / "run") and draft_folder.load(tmp_path / "run" / "best").tensors
+
+
 def _train(words: list[str]) -> None:
     raise SystemExit(main(["train", *words]))
 
@@ -198,7 +217,7 @@ def test_lines_where_no_terminal_is(capsys, monkeypatch):
         display.prepare("the target reads", 5, 10)
         for step in range(1, 5):
             display.step(report(step, step == 4))
-    with Counter("Encoding", "rows", 10) as counter:
+    with RowCounter("Encoding", "rows", 10) as counter:
         counter.update(3, 100)
     with TrainingDisplay(silent=True) as display:
         display.prepare("silent", 0, 0)
@@ -219,7 +238,7 @@ def test_a_bar_on_a_terminal(monkeypatch, tmp_path):
             display.prepare("the target reads", 5, 10)
             display.step(report(1))
             display.step(report(2, True))
-        with Counter("Encoding", "rows") as counter:
+        with RowCounter("Encoding", "rows") as counter:
             counter.update(3, 100)
     shown = (tmp_path / "screen").read_text()
     assert "training" in shown and "2/4" in shown and "1,234 tokens/s" in shown and "simulated acceptance" in shown

@@ -29,7 +29,8 @@ from longdraft.cli.needle import needle
 from longdraft.cli.quality import quality
 from longdraft.cli.reproduce import reproduce
 from longdraft.cli.serve import serve
-from longdraft.cli.train import Trainers, data, loaded_first
+from longdraft.cli.train import Trainers, loaded_first
+from longdraft.cli.train_data import data
 from longdraft.errors import CapabilityError, ConfigError, LongdraftError
 
 

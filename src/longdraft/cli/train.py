@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import os
-from enum import Enum
 from importlib.util import find_spec
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from longdraft.cli import console, method_options, options
+from longdraft.cli import console, options
 from longdraft.cli.cancel import Cancel, interruptible
 from longdraft.cli.settings_help import with_settings
-from longdraft.cli.training_display import Counter, TrainingDisplay
+from longdraft.cli.training_display import TrainingDisplay
 from longdraft.drafts.kinds import KINDS, Training
-from longdraft.errors import CapabilityError, CheckpointError, ConfigError, PromptError
+from longdraft.errors import CapabilityError, ConfigError, PromptError
 
 if TYPE_CHECKING:
     from longdraft.training.config import RunConfig
@@ -168,149 +166,3 @@ def _check_source(source: str) -> None:
         )
     if not place.exists():
         raise ConfigError(f"There is no file {source}: check data and vocabulary_from.")
-
-
-# Default number of answers, or of texts that repeat themselves.
-ROWS = 1000
-
-
-class Kind(str, Enum):
-    """The kinds of rows that ``train data`` writes."""
-
-    answers = "answers"
-    tokens = "tokens"
-    repeats = "repeats"
-
-
-def data(
-    *,
-    files: Annotated[
-        list[Path],
-        typer.Argument(help="JSONL, parquet: rows with `text`, for tokens also chats; or a corpus: pg19:FOLDER."),
-    ],
-    out: Annotated[
-        Path, typer.Option("--out", "-o", help="JSONL file to write, or to continue; for tokens also a folder.")
-    ],
-    kind: Annotated[
-        Kind,
-        typer.Option(
-            help="answers: the target's answers about passages of the text; tokens: the rows, encoded; repeats: texts "
-            "of passages and facts that come twice, from which a small language model learns to copy."
-        ),
-    ] = Kind.answers,
-    target: Annotated[
-        str | None,
-        typer.Option("--target", "-m", help="A Hugging Face id, a folder or a .gguf file.", show_default="embedded"),
-    ] = None,
-    rows: Annotated[
-        int | None,
-        typer.Option(min=1, help="Rows of the file in the end: answers or texts.", show_default=f"{ROWS}; tokens: all"),
-    ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Answers decoded at a time.")] = 96,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=1, help="Tokens of an answer, at most.")] = 256,
-    features: Annotated[
-        bool, typer.Option(help="Keep the features that drafts read beside the file, for training.")
-    ] = True,
-    layers: Annotated[
-        str | None,
-        typer.Option(
-            help="Decoder layers whose hidden states are kept.", show_default="those of EAGLE-3, and the last"
-        ),
-    ] = None,
-    top: Annotated[int, typer.Option(min=1, help="How many of the target's likeliest tokens are kept.")] = 8,
-    passage_tokens: Annotated[str, typer.Option(metavar="MIN,MAX", help="Length of a passage.")] = "200,1500",
-    per_passage: Annotated[int, typer.Option(min=1, help="Answers to each passage.")] = 24,
-    temperatures: Annotated[str, typer.Option(help="Temperatures of a passage's answers, repeated.")] = "0,0,1",
-    method: Annotated[str | None, typer.Option(hidden=True)] = None,
-    seed: Annotated[int, typer.Option(help="Seed of passages, prompts and sampling.")] = 0,
-    dtype: options.Dtype = "auto",
-    device: options.Device = None,
-    threads: options.Threads = None,
-    output: options.Output,
-) -> None:
-    """Prepare training data: the target's own answers, or text and chats turned into tokens once and for all."""
-    lengths = method_options.whole_numbers("--passage-tokens", passage_tokens)
-    answer_temperatures = method_options.numbers("--temperatures", temperatures)
-    chosen_layers = None if layers is None else method_options.whole_numbers("--layers", layers)
-    if len(lengths) != 2 or not 0 < lengths[0] <= lengths[1]:
-        raise options.SettingError(f"--passage-tokens takes two numbers, as in 200,1500, not {passage_tokens!r}.")
-    if not answer_temperatures or min(answer_temperatures) < 0:
-        raise options.SettingError("--temperatures takes numbers from 0 on.")
-    if method is not None:
-        console.note("--method is ignored: dozens of answers are decoded together, which needs no draft.")
-    shards = kind is Kind.tokens and not out.name.endswith(".jsonl")
-    if (out.is_dir() and not shards) or not out.absolute().parent.is_dir():
-        raise CheckpointError(f"--out {out}: its folder does not exist, or it is a folder itself.")
-
-    import torch
-
-    from longdraft.drafts.eagle_formats import usual_layers
-    from longdraft.model.loading import load
-    from longdraft.model.runner import TargetRunner
-    from longdraft.model.stored import weight_shape
-    from longdraft.training import documents, generations, prompts, repeats, tokens
-    from longdraft.training.kept_features import KeptFeatures
-
-    total = ROWS if rows is None else rows
-    skipped = documents.Skipped()
-    texts: list[str] = []
-    if kind is not Kind.tokens:  # before the model is loaded, so that a wrong path is reported at once
-        for row in documents.rows(files, skipped):
-            if isinstance(row.get("text"), str):
-                texts.append(row["text"])
-            else:
-                skipped.add("without text")
-    if kind is Kind.repeats:
-        have = documents.write(repeats.repeats(texts, total, seed), out)
-        _written(out, have, skipped, output)
-        return
-    if threads:
-        torch.set_num_threads(threads)
-    with console.status() as status:
-        loaded = load(target, dtype=dtype, device=device, progress=status)
-    with Cancel(terminate=True) as cancel:
-        if kind is Kind.tokens:
-            vocabulary = weight_shape(loaded.model.get_output_embeddings())[0]
-            with Counter("Encoding", "rows") as counter:
-                if shards:
-                    done = tokens.rows_done(out)
-                    encoded = documents.encoded(files, loaded.tokenizer, skipped, vocabulary, done)
-                    left = None if rows is None else max(0, rows - done)
-                    have = tokens.write(out, islice(encoded, left), loaded.tokenizer, counter.update, cancel)
-                else:
-                    found = documents.documents(files, loaded.tokenizer, skipped, vocabulary)
-                    have = documents.write(islice(found, rows), out, counter.update, cancel)
-        else:
-            runner = TargetRunner(loaded.model)
-            kept = None
-            if features:
-                count = runner.depth
-                if chosen_layers and not {*range(count)}.issuperset(chosen_layers):
-                    raise options.SettingError(f"--layers takes layers from 0 to {count - 1}, not {layers!r}.")
-                # In a shallow target some of the usual layers are negative.
-                usual = [layer for layer in (*usual_layers(count), count - 1) if layer >= 0]
-                kept_layers = sorted({*(chosen_layers or usual)})
-                kept = KeptFeatures(documents.features_of(out), runner.parts.description, kept_layers, top)
-            together = min(batch, per_passage)
-            passages = prompts.asks(texts, (lengths[0], lengths[1]), per_passage, answer_temperatures, seed)
-            with Counter("The target answers", "rows", total) as counter:
-                have = generations.generate(
-                    runner, loaded.tokenizer, passages, out, places=batch // together, per_passage=together,
-                    max_new_tokens=max_tokens, total=total, seed=seed, features=kept, progress=counter.update,
-                    stop=cancel,
-                )  # fmt: skip
-    if cancel():
-        if skipped.total:
-            console.note(f"Left out: {skipped}.")
-        goes_on = kind is Kind.answers or shards
-        rest = "The same command continues from there." if goes_on else "Nothing written."
-        console.note(f"Stopped. {rest}")
-        raise typer.Exit(cancel.exit_code)
-    _written(out, have, skipped, output)
-
-
-def _written(out: Path, rows: int, skipped: Any, output: options.Output) -> None:
-    if skipped.total:
-        console.note(f"Left out: {skipped}.")
-    console.note(f"{out}: {rows:,} rows. Train on them: longdraft train longspec --config FILE data={out}")
-    output.json({"out": str(out), "rows": rows, "left_out": skipped.reasons})

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from longdraft.cli.progress import Bar, left
 
 if TYPE_CHECKING:
+    from longdraft.training.answer_file import AnswerFile
     from longdraft.training.run_log import Report
 
 
@@ -57,7 +59,7 @@ class TrainingDisplay(Bar):
         return f"  {left(now - began, report.step - first, report.steps - first)} left"
 
 
-class Counter(Bar):
+class RowCounter(Bar):
     """Counts the rows of a file that is written.
 
     Args:
@@ -76,6 +78,42 @@ class Counter(Bar):
         if self.due():
             of = "" if self._total is None else f" of {self._total:,}"
             self.say(f"{self._work}: {done:,}{of} {self._unit}  {speed}")
+
+
+class AnswersDisplay(Bar):
+    """Shows a file of answers while it grows.
+
+    Args:
+        total: rows that it has in the end.
+    """
+
+    def __init__(self, file: AnswerFile, total: int) -> None:
+        super().__init__("answers", total)
+        self._file, self._rows, self._first, self._began = file, total, file.rows, time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of this run so far."""
+        return time.monotonic() - self._began
+
+    def update(self) -> None:
+        """Shows tokens/s of this run, tokens of the file and the share of each source."""
+        file, seconds = self._file, self.seconds
+        figures = f"{file.added / max(1e-9, seconds):,.0f} tokens/s, {file.tokens:,} tokens"
+        if len(file.shares["source"]) > 1:
+            figures += f" ({shares(file.shares['source'])})"
+        self.draw("", file.rows, figures=figures)
+        if self.due():
+            rest = left(seconds, file.rows - self._first, self._rows - self._first)
+            self.say(f"{file.rows:,} of {self._rows:,} answers, {figures}, {rest} left")
+
+
+def shares(counts: Counter[str], most: int = 6) -> str:
+    """The shares of the largest, ``most`` at most, in per cent."""
+    total, named = max(1, counts.total()), counts.most_common(most)
+    rest = counts.total() - sum(count for _, count in named)
+    named += [("others", rest)] if rest else []
+    return ", ".join(f"{name or 'unnamed'} {100 * count / total:.0f} %" for name, count in named)
 
 
 def _percent(shares: Sequence[float | None]) -> str:

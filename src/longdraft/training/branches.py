@@ -57,15 +57,14 @@ def hidden_name(layer: int) -> str:
 class BranchStore:
     """Keys and values of a few passages and of the answers to them, and the attention that reads both.
 
-    Every answer has a row, which belongs to the passage in place ``row // per_passage``. ``capacity`` counts the tokens
-    of a row without the passage's. Raises MemoryBudgetError if the rows do not fit the free memory.
+    Every answer has a row; any row may hold an answer to any passage. ``capacity`` counts the tokens of a row without
+    the passage's. Raises MemoryBudgetError if the rows do not fit the free memory.
     """
 
     states: tuple[LayerStates, ...] = ()
 
-    def __init__(self, shape: KVShape, passages: int, per_passage: int, capacity: int, device: torch.device) -> None:
-        self.shape, self.per_passage = shape, per_passage
-        rows = passages * per_passage
+    def __init__(self, shape: KVShape, rows: int, capacity: int, device: torch.device) -> None:
+        self.shape = shape
         sizes.require(shape.bytes_per_token * rows * capacity, device, f"The KV of {rows} answers")
         size = (shape.layers, rows, shape.kv_heads, capacity, shape.head_dim)
         self.keys = turned_rows(size, shape.dtype, device)
@@ -73,7 +72,7 @@ class BranchStore:
         self.values = torch.zeros(size, dtype=shape.dtype, device=device)
         self.lengths = [0] * rows
         # For each passage and layer: keys (Hkv, d, L), transposed for the product, and values (Hkv, L, d).
-        self.prefixes: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in range(passages)]
+        self.prefixes: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self._reading: int | None = None
         self._layer = 0
         # Each passage of a step, and its rows among the rows of the step.
@@ -82,13 +81,16 @@ class BranchStore:
         self._longest = 0
 
     def read_into(self, passage: int) -> None:
-        """Announces a forward that reads the passage of this place."""
+        """Announces a forward that reads the passage of this number."""
         self._reading, self.prefixes[passage] = passage, []
 
-    def step(self, rows: Sequence[int]) -> torch.Tensor:
-        """Announces a forward that appends one token to each of these rows, which are in rising order.
+    def step(self, rows: Sequence[int], passages: Sequence[int]) -> torch.Tensor:
+        """Announces a forward that appends one token to each of these rows.
 
         Lengths are kept on the host, which waits for the device in no layer.
+
+        Args:
+            passages: the passage of each row; the rows of a passage follow each other.
 
         Returns:
             The rows as a tensor on the device.
@@ -97,7 +99,7 @@ class BranchStore:
         self._reading, self._parts, self._longest = None, [], max(ends)
         self._rows, self._ends = torch.tensor([rows, ends], device=self.keys.device)
         start = 0
-        for passage, count in Counter(row // self.per_passage for row in rows).items():
+        for passage, count in Counter(passages).items():
             self._parts.append((passage, slice(start, start + count)))
             start += count
         return self._rows
@@ -198,7 +200,7 @@ class Branches:
     """Decodes answers to passages, one token of each at a step.
 
     Args:
-        passages, per_passage, capacity: see :class:`BranchStore`.
+        rows, capacity: see :class:`BranchStore`.
         layers: decoder layers whose output hidden states are kept (0 is the first).
         top: how many of the likeliest tokens are kept; 0 keeps no features.
     """
@@ -206,8 +208,7 @@ class Branches:
     def __init__(
         self,
         runner: TargetRunner,
-        passages: int,
-        per_passage: int,
+        rows: int,
         capacity: int,
         layers: Sequence[int] = (),
         top: int = 0,
@@ -216,10 +217,8 @@ class Branches:
         if runner.twin.layout.windows:
             raise UnsupportedModelError("Branches are written by models whose layers all see the whole text.")
         device = runner.device
-        self.store = BranchStore(runner.kv_shape, passages, per_passage, capacity, device)
-        self.per_passage = per_passage
-        rows = passages * per_passage
-        self._prefix_lengths = [0] * passages
+        self.store = BranchStore(runner.kv_shape, rows, capacity, device)
+        self._prefix_lengths: dict[int, int] = {}
         self._room: torch.Tensor | None = None
         if top:
             width = len(self.layers) * runner.parts.hidden_size
@@ -246,9 +245,7 @@ class Branches:
 
     @torch.inference_mode()
     def read(self, passage: int, tokens: Sequence[int]) -> TokenFeatures | None:
-        """Reads a passage into a place and empties the place's rows; returns the passage's features, if kept."""
-        for row in range(passage * self.per_passage, (passage + 1) * self.per_passage):
-            self.clear(row)
+        """Reads the passage of this number; returns its features, if kept."""
         self._prefix_lengths[passage] = len(tokens)
         ids = torch.tensor(tokens, device=self.runner.device)
         self.store.read_into(passage)
@@ -264,19 +261,26 @@ class Branches:
         parts = hidden.chunk(len(self.layers), -1) if self.layers else ()
         return {hidden_name(layer): part.clone() for layer, part in zip(self.layers, parts, strict=True)}
 
+    def forget(self, passage: int) -> None:
+        """Frees the memory of a passage."""
+        del self.store.prefixes[passage], self._prefix_lengths[passage]
+
     def clear(self, row: int) -> None:
         self.store.lengths[row] = 0
 
     @torch.inference_mode()
-    def step(self, rows: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
-        """Appends a token to each of these rows, which are in rising order; returns logits (rows, vocabulary).
+    def step(self, rows: Sequence[int], passages: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
+        """Appends a token to each of these rows; returns logits (rows, vocabulary).
+
+        Args:
+            passages: the passage of each row; the rows of a passage follow each other.
 
         Raises:
             NumericalError: a logit is NaN.
         """
-        at = self.store.step(rows)
+        at = self.store.step(rows, passages)
         lengths = [self.store.lengths[row] for row in rows]
-        starts = [self._prefix_lengths[row // self.per_passage] for row in rows]
+        starts = [self._prefix_lengths[passage] for passage in passages]
         positions = [start + length for start, length in zip(starts, lengths, strict=True)]
         ids, positions_t, places = torch.tensor([tokens, positions, lengths], device=self.runner.device)
         every, hidden = self._forward(ids[:, None], positions_t[:, None], head=True)

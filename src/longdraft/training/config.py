@@ -81,6 +81,9 @@ class RunConfig:
     seed: int = setting(0, "seed of initial weights, batches and offsets")
     save_every: int = setting(200, "steps between checkpoints; 0: only at the end", ZERO_OR_MORE)
     measure_every: int = setting(200, "steps between measurements; 0: only at the end", ZERO_OR_MORE)
+    patience: int = setting(
+        0, "measurements without a better simulated acceptance after which the run ends; 0: none", ZERO_OR_MORE
+    )
     keep: int = setting(2, "checkpoints to keep", ONE_OR_MORE)
     recompute: bool = setting(
         False, "compute the draft's layers again in the backward pass: less memory, about a third more work"
@@ -89,6 +92,7 @@ class RunConfig:
         None, "batches whose features are read meanwhile; none: 1, or 0 where one CPU computes both", ZERO_OR_MORE
     )
     tensorboard: bool = setting(False, "also log to out/tensorboard")
+    curves: bool = setting(False, "also draw out/curves.png at every measurement (matplotlib)")
     threads: int | None = setting(None, "CPU threads; none: torch's choice", ONE_OR_MORE)
     device: str | None = setting(None, "cpu, cuda, cuda:N, mps; none: the best there is, a GPU for each process")
     fields_set: tuple[str, ...] = field(default=(), repr=False, compare=False)

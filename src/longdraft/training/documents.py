@@ -125,7 +125,7 @@ def _document(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, features:
         kept = (str(features), int(row["at"][0]), int(row["at"][1])) if "at" in row and features.is_dir() else None
         return Document([int(t) for t in row["tokens"]], int(row.get("start", 1)), kept)
     if "messages" in row:
-        return _chat(row["messages"], tokenizer)
+        return _chat(row["messages"], tokenizer, bool(row.get("cut")))
     tokens = encode(tokenizer, row["text"])
     # EOS is learned, because a draft that never proposes it costs a verification at the end of every text.
     if tokenizer.eos_token_id is not None:
@@ -133,11 +133,12 @@ def _document(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, features:
     return Document(tokens)
 
 
-def _chat(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> Document:
+def _chat(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, cut: bool) -> Document:
+    """A chat; ``cut``: its last answer was cut off, so its end is not learned."""
     first = [m["role"] for m in messages].index("assistant")  # ValueError if there is none
     render = {"return_dict": False, "tokenizer_kwargs": {"verbose": False}}
     prompt = tokenizer.apply_chat_template(messages[:first], add_generation_prompt=True, **render)
-    tokens = tokenizer.apply_chat_template(messages, **render)
+    tokens = tokenizer.apply_chat_template(messages, continue_final_message=cut, **render)
     if tokens[: len(prompt)] != prompt:
         raise ValueError("the chat template does not keep a chat's beginning as it grows")
     return Document(list(tokens), len(prompt))

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import os
 import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from longdraft.errors import CheckpointError, ContextError, LongdraftError
+from longdraft.errors import CheckpointError, ContextError
 from longdraft.memory.token_ids import common_prefix
 from longdraft.model.chat import chat_prompt, follow_up
 from longdraft.model.runner import TargetRunner
+from longdraft.training.answer_file import AnswerFile
 from longdraft.training.branches import Branches, TokenFeatures, sample
 from longdraft.training.kept_features import KeptFeatures
 from longdraft.training.prompts import Ask
@@ -35,16 +33,17 @@ class _Answer:
     """An unfinished answer.
 
     Attributes:
-        forced: tokens that are fed next, whatever the target predicts.
+        ask: its prompt. number: among its passage's. forced: tokens that are fed next, whatever the target predicts.
         start: number of tokens of its question. turns: what the user says next, as tokens.
         tokens: those fed so far, after the passage. sampled: how many of them the target has sampled in this turn.
         ends: the next token is its last.
     """
 
+    ask: Ask
+    number: int
     forced: deque[int]
     start: int
     turns: deque[list[int]]
-    temperature: float
     rng: random.Random
     tokens: list[int] = field(default_factory=list)
     sampled: int = 0
@@ -57,8 +56,7 @@ class _Group:
 
     Attributes:
         number: number of the passage. prefix: its tokens. features: its features if they are kept.
-        waiting: answers that have no row yet. running: answers by the row they are decoded in. done: finished answers
-            with their features.
+        waiting: answers that have no row yet. running: how many have one. done: finished answers with their features.
         beginnings: the first tokens of answers.
     """
 
@@ -66,7 +64,7 @@ class _Group:
     prefix: list[int]
     waiting: deque[_Answer]
     features: TokenFeatures | None = None
-    running: dict[int, _Answer] = field(default_factory=dict)
+    running: int = 0
     done: list[tuple[_Answer, TokenFeatures | None]] = field(default_factory=list)
     beginnings: set[tuple[int, ...]] = field(default_factory=set)
 
@@ -74,129 +72,141 @@ class _Group:
 def generate(
     runner: TargetRunner,
     tokenizer: PreTrainedTokenizerBase,
-    passages: Iterator[list[Ask]],
-    out: Path,
+    passages: Iterator[tuple[int, list[Ask]]],
+    file: AnswerFile,
     *,
+    batch: int,
     places: int,
-    per_passage: int,
     max_new_tokens: int,
     total: int,
     seed: int = 0,
     features: KeptFeatures | None = None,
-    progress: Callable[[int, int], None] = lambda rows, tokens: None,
+    progress: Callable[[], None] = lambda: None,
     stop: Callable[[], bool] = lambda: False,
-) -> int:
+) -> None:
     """Lets the target answer prompts, many at a time, and appends a row for each answer to a JSONL file.
 
     A row has ``tokens`` (prompt and answer, the answer's end-of-sequence token included), ``start`` (the answer's first
-    token), ``temperature``, ``text`` (the answer) and ``at`` (its passage, its number there, and how many answers the
-    passage has). A passage's answers are written together, so a killed run continues with the missing passages. The
-    answers to a passage depend on ``seed`` alone, up to rounding: rows beside a row change its last bits.
+    token), ``temperature``, ``text`` (the answer), ``source`` and ``kind`` (of its prompt) and ``at`` (its passage, its
+    number there, and how many answers the passage has). A passage's answers are written together, so a killed run
+    continues with the missing passages. The answers to a passage depend on ``seed`` alone, up to rounding: rows beside
+    a row change its last bits.
 
-    An answer ends with the target's end of sequence, after ``max_new_tokens``, or when it repeats itself. One that
-    begins like another answer to the same passage is dropped.
+    Answers join and leave between two steps: a row that is free goes to the next prompt, of whatever passage. An answer
+    ends with the target's end of sequence, after ``max_new_tokens``, or when it repeats itself. Of answers to a passage
+    that begin alike, the first to get so far is kept.
 
     Args:
-        passages: prompts, those about a passage together. Prompts too long for the context are left out.
-        places: passages at a time. per_passage: answers to each at a time.
+        passages: numbers of passages, and the prompts about each. Prompts too long for the context are left out.
+        batch: answers at a time. places: passages at a time, at most.
         max_new_tokens: tokens of a turn.
         total: rows that the file has in the end. The last passage gets as many answers as are missing.
         features: where features are kept.
-        progress: called with the rows in the file and the tokens answered by this run, whenever rows are written.
+        progress: called whenever rows are written.
         stop: called between steps; True ends the run, and unfinished passages are not written.
-
-    Returns:
-        The number of rows in the file.
 
     Raises:
         ContextError: none of the prompts fits the context.
-        CheckpointError: the file cannot be written, holds something else, or has answers whose features were not kept.
+        CheckpointError: the file cannot be written, or has answers whose features were not kept.
         MemoryBudgetError: the KV of so many answers does not fit.
         NumericalError: the target returned NaN.
     """
-    try:
-        rows, done, end = _read(out)
-        if features and (lacking := features.lacking(done)):
-            raise CheckpointError(
-                f"{out} has answers to {len(lacking)} passages whose features are not in {features.folder}. Name "
-                "another file, or continue without features."
-            )
-        if rows >= total:
-            return rows
-        capacity = max_new_tokens * 2 + 64
-        layers, top = (features.layers, features.top) if features else ((), 0)
-        decoding = _Decoding(
-            Branches(runner, places, per_passage, capacity, layers, top), max_new_tokens, runner.eos_token_ids
+    done = {number for number, _ in file.done}
+    if features and (lacking := features.lacking(done)):
+        raise CheckpointError(
+            f"{file.path} has answers to {len(lacking)} passages whose features are not in {features.folder}. Name "
+            "another file, or continue without features."
         )
-        groups = _groups(runner, tokenizer, passages, done, capacity, max_new_tokens, seed)
-        answered = 0
-        while (rows < total or decoding.groups) and not stop():
-            for place in range(places):
-                missing = total - rows - decoding.answers
-                if place not in decoding.groups and missing > 0 and (group := next(groups, None)):
-                    while len(group.waiting) > missing:
-                        group.waiting.pop()
-                    decoding.begin(place, group)
-            if not decoding.groups:
-                break
-            for group in decoding.step():
-                if features and group.features:
-                    features.write(group.number, group.features, [kept for _, kept in group.done if kept])
-                written = _rows(group, tokenizer)
-                end = _append(out, end, written)
-                rows += len(written)
-                answered += sum(len(row["tokens"]) - row["start"] for row in written)
-                progress(rows, answered)
-        return rows
-    except LongdraftError:
-        raise
-    except OSError as error:
-        raise CheckpointError(f"{out} cannot be written: {error}. What is there is kept.") from error
+    if file.rows >= total:
+        return
+    capacity = max_new_tokens * 2 + 64
+    layers, top = (features.layers, features.top) if features else ((), 0)
+    branches = Branches(runner, batch, capacity, layers, top)
+    groups = _groups(runner, tokenizer, passages, done, capacity, max_new_tokens, seed)
+    decoding = _Decoding(branches, groups, batch, places, max_new_tokens, runner.eos_token_ids)
+    while not stop() and decoding.fill(total - file.rows):
+        for group in decoding.step():
+            if features and group.features:
+                features.write(group.number, group.features, [kept for _, kept in group.done if kept])
+            file.append(_rows(group, tokenizer))
+            progress()
 
 
 class _Decoding:
-    """The groups that are being decoded, by place; each step decodes a token of each answer."""
+    """The answers that are being decoded, by row; each step decodes a token of each.
 
-    def __init__(self, branches: Branches, max_new_tokens: int, eos: frozenset[int]) -> None:
-        self.branches, self.max_new_tokens, self.eos = branches, max_new_tokens, eos
-        self.groups: dict[int, _Group] = {}
+    Args:
+        coming: the passages to be answered. rows: answers at a time. places: passages at a time, at most.
+    """
 
-    @property
-    def answers(self) -> int:
-        """Answers that the groups have or may still get."""
-        return sum(len(group.waiting) + len(group.running) + len(group.done) for group in self.groups.values())
+    def __init__(
+        self,
+        branches: Branches,
+        coming: Iterator[_Group],
+        rows: int,
+        places: int,
+        max_new_tokens: int,
+        eos: frozenset[int],
+    ) -> None:
+        self.branches, self.coming, self.places = branches, coming, places
+        self.max_new_tokens, self.eos = max_new_tokens, eos
+        self.groups: list[_Group] = []
+        self.running: dict[int, tuple[_Group, _Answer]] = {}
+        self.free = deque(range(rows))
 
-    def begin(self, place: int, group: _Group) -> None:
-        self.groups[place] = group
-        group.features = self.branches.read(place, group.prefix)
-        for row in range(place * self.branches.per_passage, (place + 1) * self.branches.per_passage):
-            self._replace(group, row)
+    def fill(self, missing: int) -> bool:
+        """Gives free rows to answers that wait, the oldest passage's first, and begins further passages.
 
-    def _replace(self, group: _Group, row: int) -> None:
-        """Gives the row to the next answer that waits."""
-        group.running.pop(row, None)
-        if group.waiting:
-            group.running[row] = group.waiting.popleft()
+        Args:
+            missing: answers that are wanted, those of begun passages included.
+
+        Returns:
+            False if there is nothing to decode.
+        """
+        missing -= sum(len(group.waiting) + group.running + len(group.done) for group in self.groups)
+        while self.free:
+            group = next((group for group in self.groups if group.waiting), None)
+            if group is None:
+                if missing <= 0 or len(self.groups) == self.places or not (group := next(self.coming, None)):
+                    break
+                while len(group.waiting) > missing:
+                    group.waiting.pop()
+                missing -= len(group.waiting)
+                group.features = self.branches.read(group.number, group.prefix)
+                self.groups.append(group)
+            row = self.free.popleft()
             self.branches.clear(row)
+            self.running[row] = group, group.waiting.popleft()
+            group.running += 1
+        return bool(self.running)
 
     def step(self) -> list[_Group]:
-        """Decodes a token of every answer; returns the groups that are now complete."""
-        groups = [group for _, group in sorted(self.groups.items())]
-        running = [(row, answer, group) for group in groups for row, answer in sorted(group.running.items())]
-        for _, answer, _ in running:
+        """Decodes a token of every answer; returns the passages that are now complete."""
+        running = sorted(self.running.items(), key=lambda item: item[1][0].number)  # a passage's rows together
+        for _, (_, answer) in running:
             answer.tokens.append(answer.forced.popleft())
-        logits = self.branches.step([row for row, *_ in running], [answer.tokens[-1] for _, answer, _ in running])
-        chance = [(answer.temperature, answer.rng.random()) for _, answer, _ in running]
+        rows, numbers, tokens = zip(
+            *((row, group.number, answer.tokens[-1]) for row, (group, answer) in running), strict=True
+        )
+        logits = self.branches.step(rows, numbers, tokens)
+        chance = [(answer.ask.temperature, answer.rng.random()) for _, (_, answer) in running]
         temperatures, uniform = torch.tensor(chance, dtype=torch.float64, device=logits.device).T
-        for (row, answer, group), token in zip(running, sample(logits, temperatures, uniform).tolist(), strict=True):
+        sampled = sample(logits, temperatures, uniform).tolist()
+        for (row, (group, answer)), token in zip(running, sampled, strict=True):
             if answer.ends:
                 kept = self.branches.features(row, answer.tokens) if self.branches.top else None
                 group.done.append((answer, kept))
-                self._replace(group, row)
-            elif not answer.forced and not self._take(group, answer, token):
-                self._replace(group, row)
-        complete = [place for place, group in self.groups.items() if not group.running]
-        return [self.groups.pop(place) for place in complete]
+            elif answer.forced or self._take(group, answer, token):
+                continue
+            del self.running[row]
+            self.free.append(row)
+            group.running -= 1
+        complete = [group for group in self.groups if not group.running and not group.waiting]
+        for group in complete:
+            self.groups.remove(group)
+            group.done.sort(key=lambda item: item[0].number)
+            self.branches.forget(group.number)
+        return complete
 
     def _take(self, group: _Group, answer: _Answer, token: int) -> bool:
         """Adds a sampled token to an answer; False if the answer is to be dropped."""
@@ -226,7 +236,7 @@ def looping(tokens: Sequence[int]) -> bool:
 def _groups(
     runner: TargetRunner,
     tokenizer: PreTrainedTokenizerBase,
-    passages: Iterator[list[Ask]],
+    passages: Iterator[tuple[int, list[Ask]]],
     done: set[int],
     capacity: int,
     max_new_tokens: int,
@@ -234,7 +244,7 @@ def _groups(
 ) -> Iterator[_Group]:
     """The passages that are not done, each with its answers that fit: into ``capacity`` tokens and into the context."""
     limit, too_long = runner.context_length, 0
-    for number, asks in enumerate(passages):
+    for number, asks in passages:
         if number in done:
             continue
         prompts = [chat_prompt(tokenizer, ask.text) for ask in asks]
@@ -250,7 +260,7 @@ def _groups(
                 length -= len(turns.pop()) + max_new_tokens
             if length <= capacity and shared + length <= limit:
                 rng = random.Random(f"{seed}/{number}/{len(answers)}")
-                answers.append(_Answer(deque(question), len(question), turns, ask.temperature, rng))
+                answers.append(_Answer(ask, len(answers), deque(question), len(question), turns, rng))
         if answers and shared:
             too_long = 0
             yield _Group(number, prompts[0][:shared], answers)
@@ -266,44 +276,11 @@ def _rows(group: _Group, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, A
         {
             "tokens": group.prefix + answer.tokens,
             "start": len(group.prefix) + answer.start,
-            "temperature": answer.temperature,
+            "temperature": answer.ask.temperature,
             "text": tokenizer.decode(answer.tokens[answer.start :], skip_special_tokens=True),
+            "source": answer.ask.source,
+            "kind": answer.ask.kind,
             "at": [group.number, place, len(group.done)],
         }
         for place, (answer, _) in enumerate(group.done)
     ]
-
-
-def _append(path: Path, end: int, rows: list[dict[str, Any]]) -> int:
-    """Cuts a file to its first ``end`` bytes, appends rows, and returns its length in bytes."""
-    with path.open("r+b" if path.exists() else "wb") as file:
-        file.truncate(end)
-        file.seek(end)
-        file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
-        file.flush()
-        os.fsync(file.fileno())
-        return file.tell()
-
-
-def _read(out: Path) -> tuple[int, set[int], int]:
-    """The rows of complete passages in a file, those passages' numbers, and the bytes they take.
-
-    Raises:
-        CheckpointError: the file does not begin with such a row, so it must not be cut.
-    """
-    rows, end, done, read = 0, 0, set[int](), 0
-    if not out.exists():
-        return rows, done, end
-    with out.open("rb") as file:
-        for count, line in enumerate(file, 1):
-            read += len(line)
-            try:
-                number, place, size = json.loads(line)["at"]
-            except (ValueError, KeyError, TypeError) as error:
-                if count == 1 and line.endswith(b"\n"):
-                    raise CheckpointError(f"{out} holds something else: name another file.") from error
-                break
-            if line.endswith(b"\n") and place == size - 1:
-                rows, end = count, read
-                done.add(int(number))
-    return rows, done, end

@@ -135,6 +135,14 @@ NEXT = (
     "Write a conclusion.",
     "Thanks. What would you do next?",
 )
+# What is asked for, by kind, to count answers by.
+KINDS = {
+    text: kind
+    for kind, texts in (
+        ("summary", SUMMARIES), ("question", QUESTIONS), ("task", TASKS), ("code", CODE), ("meeting", MEETING),
+    )
+    for text in texts
+}  # fmt: skip
 # Lines of programs.
 CODE_LINE = re.compile(r"^\s*(def|class|import|from|return|if|for|#include|fn|let|pub|self\.)\b", re.M)
 # Share of the passages that free prompts replace, and share of the prompts that have another turn.
@@ -143,15 +151,27 @@ WITHOUT_PASSAGE, ANOTHER_TURN = 0.12, 0.15
 
 @dataclass(frozen=True)
 class Ask:
-    """A prompt, the temperature of its answer, and what the user says after each answer."""
+    """A prompt.
+
+    Attributes:
+        temperature: of its answer. then: what the user says after each answer.
+        kind: what is asked for. source: the file or corpus that the passage is from.
+    """
 
     text: str
     temperature: float
     then: tuple[str, ...] = ()
+    kind: str = ""
+    source: str = ""
 
 
 def asks(
-    texts: Sequence[str], tokens: tuple[int, int], per_passage: int, temperatures: Sequence[float], seed: int
+    texts: Sequence[str],
+    tokens: tuple[int, int],
+    per_passage: int,
+    temperatures: Sequence[float],
+    seed: int,
+    sources: Sequence[str] = (),
 ) -> Iterator[list[Ask]]:
     """An endless series of passages, each with at most ``per_passage`` prompts that begin alike.
 
@@ -159,6 +179,7 @@ def asks(
         texts: the documents, each with a chance that grows with the square root of its length.
         tokens: shortest and longest passage, in tokens (four characters each); lengths are log-uniform.
         temperatures: temperatures of a passage's answers, repeated.
+        sources: the file or corpus that each text is from.
 
     Raises:
         PromptError: there is no text.
@@ -168,24 +189,30 @@ def asks(
     rng = random.Random(seed)
     weights = list(accumulate(len(text) ** 0.5 for text in texts))
 
-    def passage(length: int) -> str:
-        text = rng.choices(texts, cum_weights=weights)[0]
+    def passage(length: int) -> tuple[str, str]:
+        (number,) = rng.choices(range(len(texts)), cum_weights=weights)
+        text = texts[number]
         start = rng.randrange(max(1, len(text) - length))
-        return text[start : start + length].strip()
+        return text[start : start + length].strip(), sources[number] if sources else ""
 
     while True:
         low, high = tokens
-        about = passage(int(4 * low * (high / low) ** rng.random()))
+        about, source = passage(int(4 * low * (high / low) ** rng.random()))
         if rng.random() < WITHOUT_PASSAGE:
-            topics = (" ".join(passage(120).split()[1 : 1 + rng.randint(1, 4)]) for _ in range(per_passage))
-            prompts = [rng.choice(FREE).replace("{}", topic.strip(".,;:!?\"'()")) for topic in topics if topic]
+            topics = (" ".join(passage(120)[0].split()[1 : 1 + rng.randint(1, 4)]) for _ in range(per_passage))
+            prompts = [
+                (rng.choice(FREE).replace("{}", topic.strip(".,;:!?\"'()")), "free") for topic in topics if topic
+            ]
         elif about:
             opening = rng.choice(OPENINGS)
-            prompts = [opening + about + closing for closing in _closings(about, per_passage, rng)]
+            prompts = [(opening + about + closing, KINDS[closing]) for closing in _closings(about, per_passage, rng)]
         else:
             continue
         if prompts:
-            yield [Ask(text, temperatures[i % len(temperatures)], _turns(rng)) for i, text in enumerate(prompts)]
+            yield [
+                Ask(text, temperatures[i % len(temperatures)], _turns(rng), kind, source)
+                for i, (text, kind) in enumerate(prompts)
+            ]
 
 
 def _closings(passage: str, count: int, rng: random.Random) -> list[str]:

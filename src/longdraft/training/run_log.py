@@ -1,4 +1,4 @@
-"""The log of a run: a JSON object for each step, and TensorBoard event files if asked for."""
+"""The log of a run: a JSON object for each step; curves and TensorBoard event files if asked for."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from longdraft.errors import CapabilityError, CheckpointError
+from longdraft.training import curves
 from longdraft.training.measure import Simulated
 
-FILE, BOARD = "log.jsonl", "tensorboard"
+FILE, BOARD, CURVES = "log.jsonl", "tensorboard", "curves.png"
 
 
 @dataclass(frozen=True)
@@ -41,15 +42,17 @@ class RunLog:
         folder: folder of the run.
         done: steps before the one that a resumed run continues with. Later ones are dropped from the file, because they
             are computed again.
-        tensorboard: also write event files.
+        tensorboard: also write event files. picture: also draw curves, at every measurement and in the end.
 
     Raises:
-        CapabilityError: TensorBoard is asked for and not installed.
+        CapabilityError: TensorBoard or curves are asked for, and what draws them is not installed.
         CheckpointError: the folder cannot be written to.
     """
 
-    def __init__(self, folder: Path, done: int, tensorboard: bool) -> None:
-        self._path = folder / FILE
+    def __init__(self, folder: Path, done: int, tensorboard: bool, picture: bool) -> None:
+        self._path, self._picture = folder / FILE, picture
+        if picture:
+            curves.available()
         self._board: Any = None
         if tensorboard:
             try:
@@ -88,6 +91,8 @@ class RunLog:
         try:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
+            if self._picture and report.simulated is not None:
+                curves.draw(self._path, self._path.with_name(CURVES))
         except OSError as error:
             raise CheckpointError(f"{self._path} cannot be written: {error}.") from error
         if self._board is None:

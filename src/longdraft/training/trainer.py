@@ -85,6 +85,7 @@ class Trainer:
         self.module, self.optimizer = accelerator.prepare(module, optimizer)
         self.step = 0
         self.best = 0.0
+        self.worse = 0  # measurements since the best one
 
     def run(self, stop: Callable[[], bool], say: Callable[[str], None]) -> Iterator[Report]:
         """Trains to the end and yields a report for each step. If ``stop`` returns True, writes a checkpoint and ends.
@@ -97,35 +98,43 @@ class Trainer:
         Raises:
             CheckpointError: a checkpoint is damaged or of other settings or data, or the disk is full.
             NumericalError: the loss is not a number; checkpoints are kept.
-            CapabilityError: TensorBoard is asked for and not installed.
+            CapabilityError: TensorBoard or curves are asked for, and what draws them is not installed.
         """
         self._resume()
-        if self.step:
-            steps = self.schedule.steps
-            say(
-                f"resuming at step {self.step:,} of {steps:,}"
-                if self.step < steps
-                else f"{self.out} holds this run with all of its {steps:,} steps: nothing is left to train"
-            )
-        log = RunLog(self.out, self.step, self.config.tensorboard) if self.accelerator.is_main_process else None
+        steps, config = self.schedule.steps, self.config
+        if self._over():
+            say(f"{self.out} holds this run with all of its {self.step:,} steps: nothing is left to train")
+        elif self.step:
+            say(f"resuming at step {self.step:,} of {steps:,}")
+        main = self.accelerator.is_main_process
+        log = RunLog(self.out, self.step, config.tensorboard, config.curves) if main else None
         try:
             yield from self._steps(stop, log)
         finally:
             if log is not None:
                 log.close()
+        if self._over() and self.step < steps:
+            say(
+                f"ended at step {self.step:,} of {steps:,}: no better simulated acceptance than {self.best:.2f} in "
+                f"{self.worse} measurements"
+            )
+
+    def _over(self) -> bool:
+        """True after the last step, or after ``patience`` measurements without a better one."""
+        return self.step == self.schedule.steps or 0 < self.config.patience <= self.worse
 
     def _steps(self, stop: Callable[[], bool], log: RunLog | None) -> Iterator[Report]:
         steps, config = self.schedule.steps, self.config
         mine = (batch.documents for step in range(self.step, steps) for batch in self._mine(step))
         features = self.ahead.read(self.source, mine)
-        while self.step < steps:
+        while not self._over():
             started = time.perf_counter()
             lr = learning_rate(self.step, steps, config)
             loss, agreement, rows = self._step(self.schedule.at(self.step), features, lr)
             speed = rows / (time.perf_counter() - started)
             self.step += 1
-            last = self.step == steps
-            simulated = self._measure() if last or _due(self.step, config.measure_every) else None
+            simulated = self._measure() if self._over() or _due(self.step, config.measure_every) else None
+            last = self._over()
             report = Report(self.step, steps, loss, lr, agreement, speed, simulated)
             if log is not None:
                 log.add(report)
@@ -193,8 +202,9 @@ class Trainer:
         self.module.eval()
         with self.accelerator.autocast():
             simulated = self.measure(self.module)
+        self.worse += 1
         if simulated.tree > self.best:
-            self.best = simulated.tree
+            self.best, self.worse = simulated.tree, 0
             self._save_draft("best")
         return simulated
 
@@ -212,6 +222,7 @@ class Trainer:
     def _save(self) -> None:
         state = {
             "best": self.best,
+            "worse": self.worse,
             "config": _comparable(self.config),
             "steps": self.schedule.steps,
             "documents": self._digest,
@@ -236,7 +247,7 @@ class Trainer:
                 "delete its checkpoints."
             )
         checkpoints.restore(self.accelerator, path)
-        self.step, self.best = state["step"], state["best"]
+        self.step, self.best, self.worse = state["step"], state["best"], state.get("worse", 0)
 
 
 def _due(step: int, every: int) -> bool:
@@ -250,8 +261,8 @@ def _by_depth(depths: torch.Tensor, levels: int) -> torch.Tensor:
 
 # Settings that a resumed run may change: its weights stay the same, up to how batches are shared out.
 FREE = {
-    "out", "save_every", "keep", "tensorboard", "threads", "cache", "measure_every", "device", "accumulate",
-    "read_ahead", "recompute",
+    "out", "save_every", "keep", "tensorboard", "curves", "threads", "cache", "measure_every", "patience", "device",
+    "accumulate", "read_ahead", "recompute",
 }  # fmt: skip
 
 

@@ -1,0 +1,283 @@
+"""``longdraft train data``: what drafts learn from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from enum import Enum
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from longdraft.cli import console, method_options, options
+from longdraft.cli.cancel import Cancel
+from longdraft.cli.training_display import AnswersDisplay, RowCounter, shares
+from longdraft.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from longdraft.model.checkpoints import LoadedModel
+    from longdraft.model.runner import TargetRunner
+    from longdraft.training.answer_file import AnswerFile
+    from longdraft.training.documents import Skipped
+    from longdraft.training.kept_features import KeptFeatures
+
+# Default number of answers, or of texts that repeat themselves.
+ROWS = 1000
+
+
+class Kind(str, Enum):
+    """The kinds of rows that ``train data`` writes."""
+
+    answers = "answers"
+    tokens = "tokens"
+    repeats = "repeats"
+
+
+def data(
+    *,
+    files: Annotated[
+        list[Path],
+        typer.Argument(help="JSONL, parquet: rows with `text`, for tokens also chats; or a corpus: pg19:FOLDER."),
+    ],
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="JSONL file to write, or to continue; for tokens also a folder.")
+    ],
+    kind: Annotated[
+        Kind,
+        typer.Option(
+            help="answers: the target's answers about passages of the text; tokens: the rows, encoded; repeats: texts "
+            "of passages and facts that come twice, from which a small language model learns to copy."
+        ),
+    ] = Kind.answers,
+    target: Annotated[
+        str | None,
+        typer.Option(
+            "--target",
+            "-m",
+            help="A Hugging Face id, a folder or a .gguf file; with --url the model's name there.",
+            show_default="embedded; with --url the first",
+        ),
+    ] = None,
+    url: Annotated[
+        str | None,
+        typer.Option(help="An OpenAI-compatible server that answers: vLLM, SGLang, llama.cpp, longdraft serve."),
+    ] = None,
+    api_key: Annotated[str, typer.Option("--api-key", help="For a server that asks for one.")] = "",
+    price: Annotated[
+        str | None,
+        typer.Option(metavar="IN,OUT", help="What a million tokens cost there, read and written: the cost is shown."),
+    ] = None,
+    rows: Annotated[
+        int | None,
+        typer.Option(min=1, help="Rows of the file in the end: answers or texts.", show_default=f"{ROWS}; tokens: all"),
+    ] = None,
+    part: Annotated[
+        str, typer.Option(metavar="I/N", help="The I-th of N processes that share the passages, a file each.")
+    ] = "1/1",
+    batch: Annotated[int, typer.Option(min=1, help="Answers decoded, or asked for, at a time.")] = 96,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=1, help="Tokens of an answer, at most.")] = 256,
+    features: Annotated[
+        bool, typer.Option(help="Keep the features that drafts read beside the file, for training; not with --url.")
+    ] = True,
+    layers: Annotated[
+        str | None,
+        typer.Option(
+            help="Decoder layers whose hidden states are kept.", show_default="those of EAGLE-3, and the last"
+        ),
+    ] = None,
+    top: Annotated[int, typer.Option(min=1, help="How many of the target's likeliest tokens are kept.")] = 8,
+    passage_tokens: Annotated[str, typer.Option(metavar="MIN,MAX", help="Length of a passage.")] = "200,1500",
+    per_passage: Annotated[int, typer.Option(min=1, help="Answers to each passage.")] = 24,
+    temperatures: Annotated[str, typer.Option(help="Temperatures of a passage's answers, repeated.")] = "0,0,1",
+    method: Annotated[str | None, typer.Option(hidden=True)] = None,
+    seed: Annotated[int, typer.Option(help="Seed of passages, prompts and sampling.")] = 0,
+    dtype: options.Dtype = "auto",
+    device: options.Device = None,
+    threads: options.Threads = None,
+    output: options.Output,
+) -> None:
+    """Prepare training data: a model's own answers, or text and chats turned into tokens once and for all."""
+    lengths = method_options.whole_numbers("--passage-tokens", passage_tokens)
+    answer_temperatures = method_options.numbers("--temperatures", temperatures)
+    chosen_layers = None if layers is None else method_options.whole_numbers("--layers", layers)
+    prices = None if price is None else method_options.numbers("--price", price)
+    if len(lengths) != 2 or not 0 < lengths[0] <= lengths[1]:
+        raise options.SettingError(f"--passage-tokens takes two numbers, as in 200,1500, not {passage_tokens!r}.")
+    if not answer_temperatures or min(answer_temperatures) < 0:
+        raise options.SettingError("--temperatures takes numbers from 0 on.")
+    if prices is not None and (url is None or len(prices) != 2):
+        raise options.SettingError("--price takes two numbers, as in 0.15,0.60, and goes with --url.")
+    share = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", part)
+    if share is None or int(share[1]) > int(share[2]):
+        raise options.SettingError(f"--part takes the number of a process and of all, as in 1/4, not {part!r}.")
+    if kind is not Kind.answers and (url is not None or part != "1/1"):
+        raise options.SettingError("--url and --part are for --kind answers.")
+    if method is not None:
+        console.note("--method is ignored: dozens of answers are decoded together, which needs no draft.")
+    shards = kind is Kind.tokens and not out.name.endswith(".jsonl")
+    if (out.is_dir() and not shards) or not out.absolute().parent.is_dir():
+        raise CheckpointError(f"--out {out}: its folder does not exist, or it is a folder itself.")
+
+    from longdraft.training import documents, generations, prompts, repeats, served_answers
+    from longdraft.training.answer_file import AnswerFile
+
+    skipped = documents.Skipped()
+    if kind is Kind.tokens:
+        loaded = _loaded(target, dtype, device, threads)
+        with Cancel(terminate=True) as cancel:
+            have = _encode(files, loaded, out, rows, shards, skipped, cancel)
+        if cancel():
+            _stopped(cancel, skipped, "The same command continues from there." if shards else "Nothing written.")
+        _written(out, have, skipped, {}, output)
+        return
+    total = ROWS if rows is None else rows
+    texts, sources = _texts(files, skipped)  # before the model is loaded, so that a wrong path is reported at once
+    if kind is Kind.repeats:
+        have = documents.write(repeats.repeats(texts, total, seed), out)
+        _written(out, have, skipped, {}, output)
+        return
+    asked = prompts.asks(texts, (lengths[0], lengths[1]), per_passage, answer_temperatures, seed, sources)
+    passages = islice(enumerate(asked), int(share[1]) - 1, None, int(share[2]))
+    file = AnswerFile(out, "tokens" if url is None else "messages")
+    if url is not None:
+        with Cancel(terminate=True) as cancel, AnswersDisplay(file, total) as display:
+            unusable = served_answers.answer(
+                served_answers.Server(url, api_key, target), passages, file, batch=batch, max_new_tokens=max_tokens,
+                total=total, progress=display.update, stop=cancel,
+            )  # fmt: skip
+        if unusable:
+            console.note(f"{unusable:,} prompts were refused by the server, or answered without text.")
+    else:
+        from longdraft.model.runner import TargetRunner
+
+        loaded = _loaded(target, dtype, device, threads)
+        runner = TargetRunner(loaded.model)
+        kept = _features(runner, out, chosen_layers, top) if features else None
+        with Cancel(terminate=True) as cancel, AnswersDisplay(file, total) as display:
+            generations.generate(
+                runner, loaded.tokenizer, passages, file, batch=batch, places=max(2, 2 * batch // per_passage),
+                max_new_tokens=max_tokens, total=total, seed=seed, features=kept, progress=display.update, stop=cancel,
+            )  # fmt: skip
+    _answered(file, display.seconds, prices, cancel, skipped, output)
+
+
+def _loaded(target: str | None, dtype: str, device: str | None, threads: int | None) -> LoadedModel:
+    import torch
+
+    from longdraft.model.loading import load
+
+    if threads:
+        torch.set_num_threads(threads)
+    with console.status() as status:
+        return load(target, dtype=dtype, device=device, progress=status)
+
+
+def _encode(
+    files: list[Path],
+    loaded: LoadedModel,
+    out: Path,
+    rows: int | None,
+    shards: bool,
+    skipped: Skipped,
+    stop: Callable[[], bool],
+) -> int:
+    """Writes files as tokens: into a folder of shards, or as JSONL; returns the rows."""
+    from longdraft.model.stored import weight_shape
+    from longdraft.training import documents, tokens
+
+    vocabulary = weight_shape(loaded.model.get_output_embeddings())[0]
+    with RowCounter("Encoding", "rows") as counter:
+        if not shards:
+            found = documents.documents(files, loaded.tokenizer, skipped, vocabulary)
+            return documents.write(islice(found, rows), out, counter.update, stop)
+        done = tokens.rows_done(out)
+        encoded = documents.encoded(files, loaded.tokenizer, skipped, vocabulary, done)
+        left = None if rows is None else max(0, rows - done)
+        return tokens.write(out, islice(encoded, left), loaded.tokenizer, counter.update, stop)
+
+
+def _texts(files: list[Path], skipped: Skipped) -> tuple[list[str], list[str]]:
+    """The texts of files or corpora, and which of these each is from."""
+    from longdraft.training import documents
+
+    texts, sources = [], []
+    for source in map(str, files):
+        for row in documents.rows([source], skipped):
+            if isinstance(row.get("text"), str):
+                texts.append(row["text"])
+                sources.append(source)
+            else:
+                skipped.add("without text")
+    return texts, sources
+
+
+def _features(runner: TargetRunner, out: Path, layers: tuple[int, ...] | None, top: int) -> KeptFeatures:
+    """The folder for the features of a file of answers.
+
+    Args:
+        layers: decoder layers whose hidden states are kept; None: the usual ones.
+    """
+    from longdraft.drafts.eagle_formats import usual_layers
+    from longdraft.training.documents import features_of
+    from longdraft.training.kept_features import KeptFeatures
+
+    count = runner.depth
+    if layers and not {*range(count)}.issuperset(layers):
+        numbers = ",".join(map(str, layers))
+        raise options.SettingError(f"--layers takes layers from 0 to {count - 1}, not {numbers!r}.")
+    # In a shallow target some of the usual layers are negative.
+    usual = [layer for layer in (*usual_layers(count), count - 1) if layer >= 0]
+    return KeptFeatures(features_of(out), runner.parts.description, sorted({*(layers or usual)}), top)
+
+
+def _stopped(cancel: Cancel, skipped: Skipped, rest: str) -> None:
+    if skipped.total:
+        console.note(f"Left out: {skipped}.")
+    console.note(f"Stopped. {rest}")
+    raise typer.Exit(cancel.exit_code)
+
+
+def _answered(
+    file: AnswerFile,
+    seconds: float,
+    prices: tuple[float, ...] | None,
+    cancel: Cancel,
+    skipped: Skipped,
+    output: options.Output,
+) -> None:
+    """Tells what the answers took, and where they come from.
+
+    Args:
+        prices: of a million tokens, read and written.
+    """
+    figures: dict[str, Any] = {"tokens": file.tokens, "tokens_this_run": file.added, "seconds": round(seconds, 3)}
+    if file.added:
+        hours, speed = seconds / 3600, file.added / max(seconds, 1e-9)
+        console.note(
+            f"{file.tokens:,} tokens of answers, {file.added:,} of them now in {hours:.2f} hours: {speed:,.0f} "
+            f"tokens/s, {1e6 * hours / file.added:.2f} hours a million."
+        )
+    if file.tokens:
+        by = {f"by {name}": counts for name, counts in file.shares.items() if any(counts)}
+        if by:
+            console.note("Tokens " + "; ".join(f"{name}: {shares(counts)}" for name, counts in by.items()) + ".")
+        figures |= {f"tokens_{name.replace(' ', '_')}": dict(counts) for name, counts in by.items()}
+    if file.holds == "messages":
+        figures |= {"usage": file.usage}
+        cost = ""
+        if prices is not None:
+            figures["cost"] = sum(price * used for price, used in zip(prices, file.usage, strict=True)) / 1e6
+            cost = f": {figures['cost']:,.2f} at these prices"
+        console.note(f"The server reports {file.usage[0]:,} tokens read and {file.usage[1]:,} written{cost}.")
+    if cancel():
+        _stopped(cancel, skipped, "The same command continues from there.")
+    _written(file.path, file.rows, skipped, figures, output)
+
+
+def _written(out: Path, rows: int, skipped: Skipped, figures: dict[str, Any], output: options.Output) -> None:
+    if skipped.total:
+        console.note(f"Left out: {skipped}.")
+    console.note(f"{out}: {rows:,} rows. Train on them: longdraft train longspec --config FILE data={out}")
+    output.json({"out": str(out), "rows": rows, "left_out": skipped.reasons} | figures)
