@@ -67,7 +67,12 @@ def test_a_draft_that_begins_from_the_targets_numbers_is_refused(target, text, t
 
 
 def test_32k_tokens_at_hidden_4096_fit_80_gb(tmp_path):
+    """The presets of stages 2 and 3 have the same settings; no mask, and layers that are computed again."""
     training, config = preset("longspec", "longspec/2-long", LLAMA_8B, tmp_path)
+    _, answers = preset(
+        "longspec", "longspec/3-answers", LLAMA_8B, tmp_path, "out=drafts/longspec-long", f"init={config.init}"
+    )
+    assert config == answers and config.recompute
     found = estimate(training, config, 8)
     assert config.rows == 32768 and found.bytes < GPUS["a100"].memory
     assert 15e9 < found.memory["target: weights"] < 17e9
@@ -83,6 +88,15 @@ def test_32k_tokens_of_eagle3_fit_80_gb_with_recomputation(tmp_path):
     training, config = preset("eagle3", "specpv", LLAMA_8B, tmp_path)
     with_it, without = (estimate(training, c, 4).bytes for c in (config, replace(config, recompute=False)))
     assert with_it < GPUS["a100"].memory and with_it < without
+
+
+def test_32k_tokens_with_a_target_of_32b_fit_80_gb_if_eight_gpus_share_it(tmp_path):
+    training, config = preset("longspec", "longspec/3-answers", QWQ_32B, tmp_path, "shard_target=true")
+    found = estimate(training, config, 8)
+    assert config.rows == 32768 and found.bytes < GPUS["h100"].memory
+    # Embedding and head stay whole; three layers' worth is gathered.
+    layer = (found.memory["target: weights"] - 2 * 2 * 152064 * 5120) / 64 * 8
+    assert found.memory["target: gathered layers"] == pytest.approx(3 * layer, rel=1e-3)
 
 
 def test_a_target_of_32b_is_too_large_for_one_gpu_and_hours_follow_the_gpus(tmp_path):

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from longdraft.model.runner import TargetRunner
-from longdraft.training import held_out
 from longdraft.training.ahead import Ahead
 from longdraft.training.documents import Document
 from longdraft.training.features import FeatureReader, LiveFeatures
@@ -67,11 +66,10 @@ def test_processes_share_the_documents_out(runner, documents, processes):
     assert simulate(trainee, [], 5, by_step, lambda none: none + total) == alone
 
 
-def test_what_has_no_room_is_read_again(runner, monkeypatch):
+def test_what_has_no_room_is_read_again(runner):
     size = 20 * 3 * 48 * 4 + 18 * 4 * (8 + 4)  # of the first document: hidden states and likeliest tokens
-    monkeypatch.setattr(held_out, "ROOM", size)
     source = Counting(runner, 3)
-    share = HeldOut(source, 3, Ahead(CPU, 0))
+    share = HeldOut(source, 3, Ahead(CPU, 0), room=size)
     first, again = ([features for features, _ in share] for _ in range(2))
     assert source.read == [0, 1, 2, 1, 2]
     assert all(torch.equal(a.hidden, b.hidden) for a, b in zip(first, again, strict=True))

@@ -23,6 +23,7 @@ from longdraft.errors import (
     PromptError,
     UnsupportedModelError,
 )
+from longdraft.model.layer_shards import shard_layers
 from longdraft.model.loading import load
 from longdraft.training import session
 from longdraft.training.measure import Simulated
@@ -155,6 +156,41 @@ def test_sharded_weights_are_whole_ones(config, tmp_path):
     one, two = (LongSpecDraft.load(tmp_path / name / "last").weights for name in ("one", "two"))
     for name, tensor in one.items():
         torch.testing.assert_close(two[name], tensor, rtol=1e-2, atol=1e-4)  # a bfloat16's last bit
+
+
+@pytest.mark.parametrize(
+    ("kind", "over"),
+    [
+        ("longspec", {"anchor_offset": 50}),
+        ("eagle3", {}),
+        pytest.param("mtp", {"fit_tokens": 500}, marks=pytest.mark.slow),
+        pytest.param(
+            "lm", {"start_from": (0, 1), "intermediate_size": None, "cache": "features"}, marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_a_target_spread_over_processes_teaches_the_same_to_the_bit(config, tmp_path, kind, over):
+    """Its draft is that of processes with a whole target each, also if the run is killed and resumed."""
+    if "cache" in over:
+        over = over | {"cache": str(tmp_path / over["cache"])}
+    whole = config(kind, out=tmp_path / "whole", target_dtype="bfloat16", max_steps=5, **over)
+    spread = replace(whole, out=str(tmp_path / "spread"), shard_target=True)
+    for run, arguments, status in ((whole, (), 0), (spread, ("step", "4"), -signal.SIGKILL), (spread, (), 0)):
+        done = run_elsewhere(run, *arguments, processes=2)
+        assert done.returncode == status, done.stderr
+    assert same(checkpoint_tensors(tmp_path / "whole", 5), checkpoint_tensors(tmp_path / "spread", 5))
+    assert losses_of(tmp_path / "whole") == losses_of(tmp_path / "spread")
+
+
+def test_a_target_that_cannot_be_spread(config):
+    with pytest.raises(CapabilityError, match="torchrun"):
+        steps(config(shard_target=True))
+    with pytest.raises(ConfigError, match="read_ahead"):
+        config(shard_target=True, read_ahead=1)
+    quantised = tiny_model()
+    quantised.is_quantized, quantised.config.quantization_config = True, {"quant_method": "fp8"}
+    with pytest.raises(CapabilityError, match="fp8"):
+        shard_layers(quantised, torch.device("cpu"), 2)
 
 
 # --- data and targets ---

@@ -54,7 +54,7 @@ def show(training: Training, config: RunConfig, gpu: str, gpus: int, tokens: flo
         f"Hours are an estimate: {UTILISATION:.0%} of a {gpu}'s {chosen.operations / 1e12:,.0f} bfloat16 TFLOP/s, on "
         f"{gpus} GPU{'s' * (gpus > 1)}; a token takes {found.draft / 1e9:.2f} GFLOP of the draft and "
         f"{found.target / 1e9:.2f} of the target, which reads every text {'once' if found.reads < 1 else 'each time'}.",
-        f"Memory is of texts of max_length tokens, all learned; every GPU holds the whole target. {_advice(fits)}",
+        f"Memory is of texts of max_length tokens, all learned. {_target(config, gpus)}{_advice(fits)}",
     ]
     title = f"{found.draft_weights / 1e6:,.1f}M weights to train, {found.step_tokens:,} tokens a step: {run}"
     console.report([(title, table)], definitions=definitions)
@@ -63,6 +63,12 @@ def show(training: Training, config: RunConfig, gpu: str, gpus: int, tokens: flo
         "step_tokens": found.step_tokens, "steps": found.steps, "tokens": learned, "hours": hours, "gpu": gpu,
         "gpus": gpus, "utilisation": UTILISATION,
     }  # fmt: skip
+
+
+def _target(config: RunConfig, gpus: int) -> str:
+    if config.shard_target:
+        return f"Each of {gpus} GPUs holds its share of the target's layers; the time to gather them is not counted. "
+    return "Every GPU holds the whole target (but see shard_target). "
 
 
 def _advice(fits: bool) -> str:

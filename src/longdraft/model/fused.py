@@ -27,6 +27,7 @@ from longdraft.model.gpu_layers import GpuForward, GpuLayer
 from longdraft.model.layer_parts import ends_of, layer_of
 from longdraft.model.layer_rows import UNTURNED, LayerKinds, rows_of
 from longdraft.model.layout import layout_of
+from longdraft.model.sharded import is_spread
 from longdraft.model.stored import parameters
 from longdraft.native import DecoderLayer, DecoderStack, Kernels, Stored, kernels
 from longdraft.native.delta import DeltaLayer
@@ -53,8 +54,9 @@ class FusedLayers:
     def __init__(self, model: PreTrainedModel) -> None:
         self.layers: list[DecoderLayer | DeltaLayer] | list[GpuLayer] = []
         self.stack: DecoderStack | None = None
-        own = kernels() if model.device.type == "cpu" and model.dtype == torch.float32 else None
-        self.on_gpu = gpu_layers.serves(model)
+        here = not is_spread(model)  # else a layer's weights come when its own code is called
+        own = kernels() if here and model.device.type == "cpu" and model.dtype == torch.float32 else None
+        self.on_gpu = here and gpu_layers.serves(model)
         self.kinds = LayerKinds.of(model) if own is not None or self.on_gpu else None
         if self.kinds is None:
             return

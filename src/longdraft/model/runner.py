@@ -24,7 +24,7 @@ from longdraft.model import hosting, stored, support
 from longdraft.model.graphs import Computed, Graphs
 from longdraft.model.lock import FairLock
 from longdraft.model.outputs import NO_TAPS, Taps, TargetOutput, not_a_number
-from longdraft.model.sharded import share_of
+from longdraft.model.sharded import is_spread, share_of
 from longdraft.model.shared_parts import SharedParts
 from longdraft.model.twin import Twin, host
 
@@ -98,7 +98,8 @@ class TargetRunner:
         self.recurrent = bool(self.twin.layout.recurrent)
         self.forks_cost = self.recurrent or self.attends_itself
         layout = self.twin.layout
-        recorded = self.share is None and not (layout.windows or layout.recurrent or layout.own)
+        alone = self.share is None and not is_spread(model)
+        recorded = alone and not (layout.windows or layout.recurrent or layout.own)
         self.graphs = Graphs.on(self.device, self.attention_path) if recorded else Graphs(None)
         # Of stores of whole texts and windows, and of views, which would take each other's.
         self._rooms, self._resident = Rooms(), Rooms()

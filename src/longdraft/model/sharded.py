@@ -189,6 +189,11 @@ class Share:
         return bool(largest == -smallest)
 
 
+def is_spread(model: PreTrainedModel) -> bool:
+    """True if the weights of its layers are spread over processes by FSDP2: :mod:`.layer_shards`."""
+    return any(hasattr(module, "unshard") for module in model.modules())
+
+
 def share_of(model: PreTrainedModel) -> Share | None:
     """This process's share of a model, the same for all who ask; None if the process has all of it.
 
@@ -196,7 +201,7 @@ def share_of(model: PreTrainedModel) -> Share | None:
         CapabilityError: the model was shared out in a way that is not supported.
     """
     meshes = {p.device_mesh for p in model.parameters() if is_shared_out(p)}
-    if not meshes:
+    if not meshes or is_spread(model):
         return None
     if model in _shares:
         return _shares[model]

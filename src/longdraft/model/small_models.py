@@ -15,6 +15,7 @@ from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM, Llam
 from longdraft.errors import CheckpointError, ConfigError
 from longdraft.model import hosting
 from longdraft.model.runner import TargetRunner
+from longdraft.model.sharded import whole
 
 # q (Hq, T, d), k and v (Hkv, T, d) after RoPE -> (Hq, T, d)
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -130,7 +131,7 @@ def take_layers(decoder: PreTrainedModel, runner: TargetRunner, layers: tuple[in
     pairs.append((decoder.norm, getattr(hosting.decoder_of(runner.model), "norm", None) or nn.Module()))
     try:
         for mine, its in pairs:
-            mine.load_state_dict({name: t.float().cpu() for name, t in its.state_dict().items()})
+            mine.load_state_dict({name: whole(t).float().cpu() for name, t in its.state_dict().items()})
     except RuntimeError as error:
         reason = " ".join(str(error).split())
         raise ConfigError(

@@ -38,20 +38,24 @@ from longdraft.model.fused import FusedLayers
 from longdraft.model.layout import has_windows, layout_of
 from longdraft.model.lock import lock_of
 from longdraft.model.model_copy import copy_of, signature, unchanged
-from longdraft.model.sharded import share_of
+from longdraft.model.sharded import is_spread, share_of
 from longdraft.model.shared_parts import SharedParts, shared_parts
 from longdraft.model.verdicts import tried
 from longdraft.native import kernels
 
 
 class Twin:
-    """A copy of a model (``model``), with a number of its own."""
+    """A copy of a model (``model``), with a number of its own.
+
+    A model whose layers are spread over processes cannot be copied: whoever spread it owns it, and it is its own twin.
+    """
 
     _numbers = itertools.count()
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.number = next(self._numbers)
-        self.model = copy_of(model)
+        spread = is_spread(model)
+        self.model = model if spread else copy_of(model)
         quantised.simplify(self.model)
         hosting.switch_on(self.model)
         positions.install(self.model)
@@ -66,7 +70,7 @@ class Twin:
         # Before other products take the place of the layers' own, with which it compares the kernels.
         self.fused = FusedLayers(self.model)
         compared = self.fused.stack is not None and _is_bare(model)
-        if not (compared or shared or windows):
+        if not (compared or shared or spread or windows):
             self._try(model)
         self.layout = layout_of(self.model)
         self.few_rows = FewRowsModule(self.model, adapters.replacing_weights(self.model))
@@ -138,6 +142,8 @@ class HostedModel:
         Raises:
             UnsupportedModelError: the model can no longer be hosted exactly, or copied.
         """
+        if self.twin.model is self._model:
+            return
         with self.lock:
             now = self._current()
             if not unchanged(self._signature, now):

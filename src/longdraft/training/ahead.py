@@ -60,6 +60,7 @@ class Ahead:
             for request in requests:
                 with self._plain:
                     features = self._batch(source, request)
+                    source.reader.finish()
                 yield features
             return
         waiting: deque[Future[list[Features]]] = deque()

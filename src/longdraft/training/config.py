@@ -58,6 +58,9 @@ class RunConfig:
     top: int = setting(8, "how many of the target's likeliest tokens that distribution has", ONE_OR_MORE)
     cache: str | None = setting(None, "folder for the target's features; none: the target runs in every epoch")
     target_dtype: str = setting("auto", "dtype of the target", one_of("auto", "float32", "bfloat16", "float16"))
+    shard_target: bool = setting(
+        False, "spread the target's layers over all processes, each of which gathers a layer to compute it (FSDP2)"
+    )
     target_rope_factor: float | None = setting(
         None, "YaRN's factor for the target, for texts longer than its context; none: the target as it is", ONE_OR_MORE
     )
@@ -98,6 +101,8 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         check(self)
+        if self.shard_target and self.read_ahead:
+            raise ConfigError("read_ahead must be 0 with shard_target, whose processes read in step: leave it out.")
 
     def as_dict(self) -> dict[str, Any]:
         values = dataclasses.asdict(self)

@@ -30,7 +30,7 @@ from longdraft.training.batches import Schedule
 from longdraft.training.config import RunConfig
 from longdraft.training.corpus import Corpus, Documents, collect
 from longdraft.training.documents import Skipped
-from longdraft.training.features import CHUNK, Features
+from longdraft.training.features import CHUNK, GATHERED, TOGETHER, Features
 from longdraft.training.run_log import Report
 from longdraft.training.session import Session, never, silent
 from longdraft.training.tokens import Tokens, shards_of
@@ -132,8 +132,9 @@ class DryRun(Session):
         sizes = {getattr(part, "value", part): size for part, size in peak.items()}
         between = sizes["Total"] - sizes["Parameter"] - sizes["Gradient"]
         held = sum(_bytes(t) for d in documents for t in (*d.rows.values(), d.top_ids, d.top_log_probs))
+        ahead = int(not run.shard_target) if run.read_ahead is None else run.read_ahead
         memory = self._of_target(length, layers) | {
-            "features, and those read ahead": held * (1 + (1 if run.read_ahead is None else run.read_ahead)),
+            "features, and those read ahead": held * (1 + ahead),
             "draft: weights (float32)": 4 * weights,
             "draft: gradients": 4 * weights,
             "draft: optimizer (AdamW)": 8 * weights,
@@ -162,10 +163,19 @@ class DryRun(Session):
         """Bytes of the target while it reads a text."""
         model, parts, kv = self.runner.model, self.runner.parts, self.runner.kv_shape
         taps = len(layers or ()) * parts.hidden_size * kv.dtype.itemsize
-        chunk = min(CHUNK, length)
+        if self.config.shard_target:
+            chunk = GATHERED
+        else:
+            chunk = TOGETHER if length <= CHUNK else CHUNK
         between = chunk * (8 * parts.hidden_size + 3 * parts.intermediate_size) * kv.dtype.itemsize
-        return {
-            "target: weights": sum(map(_bytes, model.parameters())),
+        weights = sum(map(_bytes, model.parameters()))
+        found = {"target: weights": weights}
+        if self.config.shard_target:
+            each = [sum(map(_bytes, layer.parameters())) for layer in hosting.decoder_layers(model)]
+            found["target: weights"] = weights - sum(each) + sum(each) // self.gpus
+            # FSDP2 keeps a layer, and the buffers that it and the next one are gathered in.
+            found["target: gathered layers"] = 3 * max(each)
+        return found | {
             "target: keys, values and states of a text": KVStore.bytes_for(kv, 1, max(2048, length)) + length * taps,
             "target: a forward, with logits": between + 2 * 4 * chunk * self.runner.vocab_size,
         }

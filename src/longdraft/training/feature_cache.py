@@ -126,6 +126,11 @@ class FeatureCache:
             share: (i, n): fill every n-th shard from the i-th on.
             stop: called after each document; True ends the work, and whole shards are kept.
         """
+        complete = self._fill(progress, share, stop)
+        self.reader.finish()
+        return complete
+
+    def _fill(self, progress: Callable[[int, int], None], share: tuple[int, int], stop: Callable[[], bool]) -> bool:
         shards = self.shards[share[0] :: share[1]]
         total = sum(len(d.tokens) for shard in shards for d in self._documents_of(shard))
         done = 0

@@ -15,10 +15,13 @@ from longdraft.memory.store import KVStore
 from longdraft.memory.token_ids import common_prefix
 from longdraft.model.runner import TargetRunner
 from longdraft.training.documents import Document
+from longdraft.training.in_step import InStepRunner
 
 # Tokens that the target reads in one forward.
 CHUNK = 1024
-# Tokens, padding included, of short documents that it reads together.
+# The same where each layer is gathered first: an H100 computes a layer of 32B for 10 ms, and gathers it in 3.
+GATHERED = 4 * CHUNK
+# Tokens, padding included, of short documents that it reads together; GATHERED where that counts.
 TOGETHER = 2 * CHUNK
 # The first tokens attract attention whatever they are, so they keep their positions.
 ANCHORS = 4
@@ -109,6 +112,7 @@ class FeatureReader:
         self.runner, self.top, self.dtype, self.layers = runner, top, dtype, layers or ()
         kept = {"hidden": bool(layers), "keys": keys or layers == (), "values": keys or layers == ()}
         self.names: tuple[str, ...] = tuple(name for name, wanted in kept.items() if wanted)
+        self._chunk = GATHERED if isinstance(runner, InStepRunner) else CHUNK
         self._store: KVStore | None = None
         self._last_tokens: list[int] = []
         self._last_offset = 0
@@ -124,6 +128,11 @@ class FeatureReader:
     def forget(self) -> None:
         """Makes the next document's features depend on it alone, to the last bit, as a resumed run needs them."""
         self._last_tokens = []
+
+    def finish(self) -> None:
+        """Waits until all processes have read what they wanted, if they read in step."""
+        if isinstance(self.runner, InStepRunner):
+            self.runner.finish()
 
     def read(self, document: Document, offset: int = 0) -> Features:
         """The features of a document with an anchor-offset. Raises MemoryBudgetError if its KV does not fit."""
@@ -141,7 +150,7 @@ class FeatureReader:
         done = store.lengths[0]
         while done < len(tokens):
             # Nothing is learned from the last token's logits, but its KV completes the document.
-            end = min(done + CHUNK, len(tokens) if done >= start - 1 else start - 1)
+            end = min(done + self._chunk, len(tokens) if done >= start - 1 else start - 1)
             depths = [[p - done for p in positions[done:end]]]
             block = store.block([0], [tokens[done:end]], depths=depths, prompt=True, text=len(tokens))
             out = self.runner.forward(block, store, logits="all" if done >= start - 1 else "none")
@@ -163,12 +172,12 @@ class FeatureReader:
         # By length, so that little is padded.
         for i in sorted(range(len(documents)), key=lambda i: len(documents[i].tokens)):
             size = len(documents[i].tokens)
-            if size > CHUNK:
+            if size > self._chunk:
                 self.forget()
                 found[i] = self.read(documents[i], offsets[i])
                 continue
             before, kind = kind, self.runner.rows_kind(size)
-            if (len(groups[-1]) + 1) * size > TOGETHER or kind != before:
+            if (len(groups[-1]) + 1) * size > max(TOGETHER, self._chunk) or kind != before:
                 groups.append([])
             groups[-1].append(i)
         for group in filter(None, groups):

@@ -20,14 +20,17 @@ class HeldOut:
     Args:
         count: documents of the source.
         share: (i, n): every n-th of them from the i-th on.
+        room: bytes of features that are kept; 0 if all processes must read equally often.
     """
 
-    def __init__(self, source: FeatureSource, count: int, ahead: Ahead, share: tuple[int, int] = (0, 1)) -> None:
+    def __init__(
+        self, source: FeatureSource, count: int, ahead: Ahead, share: tuple[int, int] = (0, 1), room: int = ROOM
+    ) -> None:
         self.source, self.count, self._ahead = source, count, ahead
         (first, of) = share
         self._mine = range(first, -(-count // of) * of, of)
         self._kept: dict[int, Features] = {}
-        self._room = ROOM
+        self._room = room
 
     def __len__(self) -> int:
         """Documents of all processes."""

@@ -25,7 +25,8 @@ from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 
 from longdraft.drafts import draft_folder
-from longdraft.errors import PromptError
+from longdraft.errors import CapabilityError, PromptError
+from longdraft.model.layer_shards import shard_layers
 from longdraft.model.loading import load
 from longdraft.model.runner import TargetRunner
 from longdraft.training import corpus, tokens
@@ -34,7 +35,8 @@ from longdraft.training.config import DEPTH, RunConfig
 from longdraft.training.documents import Document, Skipped
 from longdraft.training.feature_cache import FeatureCache
 from longdraft.training.features import FeatureReader, Features, LiveFeatures
-from longdraft.training.held_out import HeldOut
+from longdraft.training.held_out import ROOM, HeldOut
+from longdraft.training.in_step import InStepRunner
 from longdraft.training.kept_features import KeptSource, passages
 from longdraft.training.measure import Ranks, Simulated, by_step, simulate
 from longdraft.training.run_log import Report
@@ -185,7 +187,7 @@ class Session:
         if chosen and self.config.target_rope_factor is None and all(document.kept for document in chosen):
             source = KeptSource(chosen, self.runner.parts.description, reader)
         share = self.accelerator.process_index, self.accelerator.num_processes
-        return HeldOut(source, len(chosen), ahead, share)
+        return HeldOut(source, len(chosen), ahead, share, 0 if self.config.shard_target else ROOM)
 
     def _summed(self, counts: torch.Tensor) -> torch.Tensor:
         """Whole numbers added up over the processes."""
@@ -220,7 +222,7 @@ class Session:
             return
         trainee.recompute = run.recompute
         # Where one CPU computes both, reading ahead would only make them take turns.
-        usual = int(source.from_disk or device.type != "cpu")
+        usual = int((source.from_disk or device.type != "cpu") and not run.shard_target)
 
         def save_draft(weights: Mapping[str, torch.Tensor], name: str) -> None:
             own = {name.removeprefix("block."): t for name, t in weights.items()}
@@ -269,15 +271,7 @@ def begin(
         mixed_precision=config.precision,
         kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
     )
-    with accelerator.main_process_first():  # the first process downloads, and compiles kernels
-        model, tokenizer = load(
-            config.target,
-            dtype=config.target_dtype,
-            device=accelerator.device if accelerator.num_processes > 1 or not device_name else device_name,
-            rope_factor=config.target_rope_factor,
-            progress=lambda line: progress(line, 0, 0),
-        )
-    runner = TargetRunner(model)
+    runner, tokenizer = _target(config, accelerator, progress)
     skipped = Skipped()
     sources = tokens.sources(config.data, tokenizer, skipped, runner.vocab_size)
     if config.passages:
@@ -297,3 +291,37 @@ def begin(
     )
     progress(f"{len(data.learned):,} documents, {len(data.held_out):,} held out; left out: {skipped}", 0, 0)
     return Session(config, accelerator, runner, tokenizer, data, progress, stop)
+
+
+def _target(
+    config: RunConfig, accelerator: Accelerator, progress: Progress
+) -> tuple[TargetRunner, PreTrainedTokenizerBase]:
+    """Loads the target, whole or spread over the processes, and its tokenizer.
+
+    Raises:
+        CapabilityError: it is to be spread, and there is one process, or a target that cannot be spread.
+    """
+    several, device, dtype = accelerator.num_processes > 1, accelerator.device, config.target_dtype
+    spread = config.shard_target
+    if spread and not several:
+        raise CapabilityError(
+            "shard_target spreads the target over several processes, and there is one: start the run with torchrun, or "
+            "leave shard_target out."
+        )
+    if spread and dtype == "auto" and device.type != "cpu":
+        dtype = "bfloat16"
+    place = "cpu" if spread else device if several or not config.device else config.device
+    with accelerator.main_process_first():  # the first process downloads, and compiles kernels
+        model, tokenizer = load(
+            config.target,
+            dtype=dtype,
+            device=place,
+            rope_factor=config.target_rope_factor,
+            weights="float32" if spread else None,
+            progress=lambda line: progress(line, 0, 0),
+        )
+    if not spread:
+        return TargetRunner(model), tokenizer
+    progress(f"Spreading the target's layers over {accelerator.num_processes} processes", 0, 0)
+    shard_layers(model, device, accelerator.num_processes)
+    return InStepRunner(model), tokenizer
