@@ -87,6 +87,17 @@ def test_snapkvs_window_of_queries_whatever_the_pieces_of_the_prompt(length):
     assert seen[0] == seen[2] == min(length, 4) and seen[1] == seen[3]
 
 
+@pytest.mark.parametrize(("budget", "reads"), [(24, True), (2000, False)])
+def test_queries_are_read_where_rows_are_chosen(budget, reads):
+    """Not while a text fits the view: the prompt's own are there when it no longer does."""
+    drafter = SelfDrafter(view="chunks", budget=budget, window=4, chunk=4, sink=4)
+    told, observe = [], drafter.observe
+    drafter.observe = lambda event: (told.append(event), observe(event))[1]
+    run(drafter, tiny_model(vocab=11, dtype=torch.float64), [PROMPTS[2]], 20)
+    first, *rounds = told
+    assert first.queries and rounds and all(bool(event.queries) == reads for event in rounds)
+
+
 @pytest.mark.parametrize(
     "view", [{"view": "streaming"}, {"view": "snapkv", "window": 4}, {"view": "chunks", "chunk": 4, "window": 4}]
 )

@@ -334,6 +334,15 @@ def test_resuming_with_other_settings(config, tmp_path, text):
         steps(config(accumulate=2))
 
 
+def test_a_setting_that_a_checkpoint_does_not_know_had_its_default(config, tmp_path):
+    list(zip(range(4), begun(config()), strict=False))
+    file = tmp_path / "run" / "checkpoints" / "step-00000003" / "state.json"
+    state = json.loads(file.read_text())
+    del state["config"]["shard_target"]
+    file.write_text(json.dumps(state))
+    assert steps(config())
+
+
 def test_a_damaged_checkpoint(config, tmp_path):
     list(zip(range(4), begun(config()), strict=False))
     weights = tmp_path / "run" / "checkpoints" / "step-00000003" / "model.safetensors"

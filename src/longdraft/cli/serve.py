@@ -141,7 +141,20 @@ class ServiceOptions:
                 f"The memory that is free holds texts of {room:,} of the model's {limit:,} tokens in {slots} slots. "
                 "Fewer --slots or, on a CPU, a smaller --prefix-gib leave room for longer ones."
             )
-        return context or min(limit, room)
+        context = context or min(limit, room)
+        if runner.offload is None:
+            most = _row_bytes(runner) * context * slots * methods
+            beginnings = self._tree_bytes(runner)
+            console.note(
+                f"{slots} slot{'s' * (slots > 1)} of {context:,} tokens: the KV takes {most / 2**30:.1f} GiB at most, "
+                f"and the beginnings of other texts {beginnings / 2**30:.1f}."
+            )
+        return context
+
+
+def _row_bytes(runner: TargetRunner) -> int:
+    """Bytes of KV of a token."""
+    return runner.kv_shape.bytes_per_token * runner.kv_dtype.itemsize // runner.kv_shape.dtype.itemsize
 
 
 def _room(runner: TargetRunner, slots: int, kept: int) -> int:
@@ -150,8 +163,7 @@ def _room(runner: TargetRunner, slots: int, kept: int) -> int:
     free = sizes.available_bytes(runner.device)
     if free is not None and runner.device.type == "cpu":
         free = max(0, free - kept)
-    each = runner.kv_shape.bytes_per_token * runner.kv_dtype.itemsize // runner.kv_shape.dtype.itemsize
-    return 1 << 40 if free is None or runner.offload is not None else int(0.8 * free / (each * slots))
+    return 1 << 40 if free is None or runner.offload is not None else int(0.8 * free / (_row_bytes(runner) * slots))
 
 
 def serve(

@@ -220,6 +220,10 @@ class SelfDrafter(TreeDrafter):
         """All, where rows are chosen: each layer for itself."""
         return tuple(range(runner.kv_shape.layers)) if self.view.query_count else ()
 
+    def reads_queries(self, sequences: list[Sequence]) -> bool:
+        """Not while the views hold all of the texts, and nothing is to be chosen."""
+        return any(s.length + FRESH > self.view.budget for s in sequences)
+
     def bind(self, runner: TargetRunner, store: KVStore) -> None:
         """Takes memory for the views.
 

@@ -84,6 +84,9 @@ class UnitedDrafter(Drafter):
     def query_layers(self, runner: TargetRunner) -> tuple[int, ...]:
         return self.paid.query_layers(runner)
 
+    def reads_queries(self, sequences: list[Sequence]) -> bool:
+        return self.paid.reads_queries(sequences)
+
     def bind(self, runner: TargetRunner, store: KVStore) -> None:
         self.unpaid.bind(runner, store)
         self.paid.bind(runner, store)

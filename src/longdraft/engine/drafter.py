@@ -71,6 +71,10 @@ class Drafter(ABC):
         """Decoder layers of the target whose queries events shall bring."""
         return ()
 
+    def reads_queries(self, sequences: list[Sequence]) -> bool:
+        """True if the next event shall bring the queries of :meth:`query_layers`, of any of these sequences."""
+        return True
+
     def bind(self, runner: TargetRunner, store: KVStore) -> None:  # noqa: B027
         """Called once a run, before anything else, with the target and its KV (readable rows may be read)."""
 

@@ -105,6 +105,7 @@ class Engine:
         trees = self._propose([self.schedule.drafter_sequence(s) for s in batch])
         trees = self._plan.prune(trees)
         self._drafting_ended = time.perf_counter()
+        self.schedule.query_layers = self._query_layers if self.drafter.reads_queries(batch) else ()
         verified = self.schedule.verify(batch, trees)  # one target forward
         decided = decide([(v.tree, v.logits, v.receiver.sampler) for v in verified])
         events = []

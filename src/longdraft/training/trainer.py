@@ -6,6 +6,7 @@ with the same weights, and two processes get the weights of one that accumulates
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import time
@@ -235,7 +236,9 @@ class Trainer:
         if newest is None:
             return
         path, state = newest
-        here, there = _comparable(self.config), state.get("config", {})
+        # A setting that came later than the checkpoint had its default.
+        usual = {f.name: f.default for f in dataclasses.fields(self.config)}
+        here, there = _comparable(self.config), {**usual, **state.get("config", {})}
         different = sorted(f"{k}: {there.get(k)} there, {here[k]} here" for k in here if there.get(k) != here[k])
         if (state.get("documents", self._digest), state.get("steps")) != (self._digest, self.schedule.steps):
             different.append("the documents")
