@@ -145,7 +145,8 @@ def test_prompts_that_a_server_refuses(stub, tmp_path, monkeypatch):
         run(stub, tmp_path / "b.jsonl")
 
 
-def test_no_server(tmp_path):
+def test_no_server(tmp_path, monkeypatch):
+    monkeypatch.setattr(served_answers, "RETRIES", 0)
     with pytest.raises(CapabilityError, match="cannot be asked"):
         run({"url": "http://127.0.0.1:9"}, tmp_path / "a.jsonl")
 
