@@ -363,11 +363,14 @@ def test_weights_are_updated_in_one_kernel(config, tmp_path):
     assert all(group["fused"] for group in saved["param_groups"])
 
 
-def test_tensorboard(config, tmp_path, monkeypatch):
-    with monkeypatch.context() as patched:
-        patched.setitem(sys.modules, "torch.utils.tensorboard", None)
-        with pytest.raises(CapabilityError, match="tensorboard"):
-            steps(config(tensorboard=True))
+@pytest.mark.parametrize(("setting", "package"), [("tensorboard", "torch.utils.tensorboard"), ("curves", "matplotlib")])
+def test_what_is_missing_for_a_log_is_named(config, monkeypatch, setting, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(CapabilityError, match=package.split(".")[-1]):
+        steps(config(**{setting: True}))
+
+
+def test_tensorboard(config, tmp_path):
     pytest.importorskip("tensorboard")
     next(begun(config(tensorboard=True)))
     assert list((tmp_path / "run" / "tensorboard").glob("events*"))
@@ -388,11 +391,7 @@ def test_it_ends_when_it_gets_no_better(config, tmp_path, monkeypatch):
     assert not same(best, draft_folder.load(tmp_path / "run" / "best").tensors)
 
 
-def test_curves(config, tmp_path, monkeypatch):
-    with monkeypatch.context() as patched:
-        patched.setitem(sys.modules, "matplotlib", None)
-        with pytest.raises(CapabilityError, match="matplotlib"):
-            steps(config(curves=True))
+def test_curves(config, tmp_path):
     pytest.importorskip("matplotlib")
     steps(config(curves=True, max_steps=2))
     assert (tmp_path / "run" / "curves.png").read_bytes().startswith(b"\x89PNG")

@@ -188,7 +188,7 @@ def _encode(
     from longdraft.training import documents, tokens
 
     vocabulary = weight_shape(loaded.model.get_output_embeddings())[0]
-    with RowCounter("Encoding", "rows") as counter:
+    with RowCounter("Encoding") as counter:
         if not shards:
             found = documents.documents(files, loaded.tokenizer, skipped, vocabulary)
             return documents.write(islice(found, rows), out, counter.update, stop)

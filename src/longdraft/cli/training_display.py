@@ -63,12 +63,12 @@ class RowCounter(Bar):
     """Counts the rows of a file that is written.
 
     Args:
-        what: names the work. unit: names what is counted. total: None if unknown.
+        what: names the work.
     """
 
-    def __init__(self, what: str, unit: str, total: int | None = None) -> None:
-        super().__init__(total=total)
-        self._work, self._unit = what, unit
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self._work = what
         self._began = time.monotonic()
 
     def update(self, done: int, tokens: int) -> None:
@@ -76,8 +76,7 @@ class RowCounter(Bar):
         speed = f"{tokens / max(1e-9, time.monotonic() - self._began):,.0f} tokens/s"
         self.draw(self._work, done, figures=speed)
         if self.due():
-            of = "" if self._total is None else f" of {self._total:,}"
-            self.say(f"{self._work}: {done:,}{of} {self._unit}  {speed}")
+            self.say(f"{self._work}: {done:,} rows  {speed}")
 
 
 class AnswersDisplay(Bar):

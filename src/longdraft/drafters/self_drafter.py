@@ -222,7 +222,8 @@ class SelfDrafter(TreeDrafter):
 
     def reads_queries(self, sequences: list[Sequence]) -> bool:
         """Not while the views hold all of the texts, and nothing is to be chosen."""
-        return any(s.length + FRESH > self.view.budget for s in sequences)
+        # A recorded verification brings them for nothing, and one without them would be another recording.
+        return self.runner.graphs.recording or any(s.length + FRESH > self.view.budget for s in sequences)
 
     def bind(self, runner: TargetRunner, store: KVStore) -> None:
         """Takes memory for the views.
