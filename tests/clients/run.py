@@ -31,6 +31,8 @@ CLIENTS = {
     "editor": ["openai"],
     "lm_eval": ["lm-eval[api]", "transformers"],
     "llama_benchy": ["llama-benchy"],
+    "guidellm": ["guidellm"],
+    "aiperf": ["aiperf"],
 }
 
 
