@@ -202,6 +202,8 @@ def test_a_prompt_that_was_read_is_not_read_again(running):
     asked = [[{"role": "user", "content": document + question}] for question in ("who?", "why?")]
     first, second = (chat(running, each, max_tokens=3).usage.prompt_tokens_details.cached_tokens for each in asked)
     assert second >= len(document) > first
+    unkept = chat(running, asked[1], max_tokens=3, extra_body={"cache_prompt": False})
+    assert unkept.usage.prompt_tokens_details.cached_tokens == 0
 
 
 def test_a_follow_up_is_read_from_its_fork_whoever_asked_between(serving):

@@ -202,7 +202,8 @@ class Chat:
             self._spec = spec
             if not set(spec.feature_layers()) <= set(self._cache.feature_layers):
                 self._cache = PromptCache(spec.feature_layers())
-        console.note(repr(self._spec))
+        recipe = self._spec.recipe()
+        console.note(", ".join([recipe.method.name, *(f"{name}={value}" for name, value in recipe.options.items())]))
 
     def _say_file(self, text: str) -> None:
         """PATH: a document, which goes before the next question"""

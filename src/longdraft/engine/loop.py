@@ -373,7 +373,7 @@ class Engine:
                 text = s.tokens[:-1] if anew else s.prompt
                 if s.index not in self._prompt_queries:
                     piece, kind = 1 if self._keeps_outputs else self.chunk, self.runner.rows_kind(s.length)
-                    if s.sampler.prompt_reader is not None:
+                    if s.sampler.prompt_reader is not None or not s.reuse:
                         piece = len(text)  # kept rows have no logits
                     kept = self.cache.begin(s.slot, text, piece, kind)
                     if not anew:

@@ -43,6 +43,7 @@ class Request:
         temperature, top_k, top_p, min_p, repetition_penalty, repetition_window: as in :class:`~longdraft.Sampling`.
         tenant: the user whose request this is: with ``earlier=N``, lookups only see texts of the same tenant.
         predicted: token ids that the output may resemble; lookups, if there are any, search them too.
+        reuse: begin with the rows that a cache has of the prompt's beginning, if it has any.
     """
 
     prompt: Prompt
@@ -61,6 +62,7 @@ class Request:
     repetition_window: int | None = None
     tenant: str | None = None
     predicted: SequenceOf[int] = ()
+    reuse: bool = True
 
     def checked(self) -> Request:
         """Returns the request with all values in their declared types, and its sampling settings in one object.
@@ -69,8 +71,9 @@ class Request:
             RequestError: a value of a wrong kind or outside its range.
             PromptError: the prompt is neither a text nor token ids.
         """
-        if not isinstance(self.chat, bool):
-            raise RequestError(f"chat must be True or False, got {self.chat!r}")
+        for name in ("chat", "reuse"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise RequestError(f"{name} must be True or False, got {value!r}")
         wrong = [p for p in _listed("processors", self.processors) if not callable(p)]
         if wrong:
             raise RequestError(f"processors takes logits processors, which are called; got {wrong[0]!r}")

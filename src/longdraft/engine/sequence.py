@@ -35,6 +35,7 @@ class Sequence:
         rules: called in order after each emitted token; the first reason that one returns ends the sequence.
         tenant: the user whose request this is.
         predicted: tokens that the output may contain, for lookups.
+        reuse: whether kept rows of its prompt's beginning may be taken.
     """
 
     sampler: Sampler
@@ -51,12 +52,13 @@ class Sequence:
         rules: Iterable[StopRule] = (),
         tenant: str | None = None,
         predicted: SequenceOf[int] = (),
+        reuse: bool = True,
     ) -> None:
         self.index = self.slot = index
         self.prompt = prompt
         self.greedy = greedy
         self.rules = tuple(rules)
-        self.tenant, self.predicted = tenant, predicted
+        self.tenant, self.predicted, self.reuse = tenant, predicted, reuse
         self.output: list[int] = []
         self.max_new_tokens = max_new_tokens
         self.finish_reason: FinishReason | None = None

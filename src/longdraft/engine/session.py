@@ -271,6 +271,7 @@ def _sequence(engine: Engine, texts: Texts, index: int, request: Request) -> Seq
         rules=rules,
         tenant=request.tenant,
         predicted=request.predicted,
+        reuse=request.reuse,
     )
 
 

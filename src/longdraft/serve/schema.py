@@ -136,6 +136,7 @@ class Sampled(Text):
     service_tier: Literal["auto", "default"] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    cache_prompt: bool = True  # llama.cpp's name
 
 
 class Chat(Sampled):

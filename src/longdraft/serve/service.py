@@ -161,6 +161,7 @@ class Service:
             eos_token_ids=ending,
             tenant=tenant,
             predicted=predicted,
+            reuse=body.cache_prompt,
         )
         requests = [replace(request, seed=(seed + i) % 2**63) for i in range(body.n)]
         traced = body.stream_options.include_trace
