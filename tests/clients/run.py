@@ -33,7 +33,9 @@ CLIENTS = {
     "llama_benchy": ["llama-benchy"],
     "guidellm": ["guidellm"],
     "aiperf": ["aiperf"],
+    "inference_perf": ["inference-perf"],
 }
+NEEDS = {"inference_perf": (3, 12)}  # versions of Python; others take this one
 
 
 def main() -> int:
@@ -45,6 +47,9 @@ def main() -> int:
     options = parser.parse_args()
     if unknown := [name for name in options.clients if name not in CLIENTS]:
         parser.error(f"no client {', '.join(unknown)}; there are {', '.join(CLIENTS)}")
+    for name in [name for name in options.clients if sys.version_info < NEEDS.get(name, (3, 10))]:
+        print(f"{CLIENTS[name][0]} is left out: it needs Python {'.'.join(map(str, NEEDS[name]))}.")
+        options.clients.remove(name)
     options.folder.mkdir(parents=True, exist_ok=True)
     server = None if options.url else serving(options.model, options.folder / "server.log")
     url = options.url or "http://127.0.0.1:8765"

@@ -120,6 +120,19 @@ def test_draining_refuses_new_requests():
     assert through(relay, path="/health", method="GET")[0] == 200
 
 
+def test_the_front_is_ready_when_a_replica_is():
+    running = []
+
+    async def able():
+        return bool(running)
+
+    relay = Relay(Replicas(), able)
+    assert through(relay, path="/ready", method="GET")[0] == 503
+    assert through(relay, path="/health", method="GET")[0] == 200
+    running.append("a replica")
+    assert through(relay, path="/ready", method="GET")[0] == 200
+
+
 def test_metrics_of_all_replicas_are_on_one_page():
     page = '# HELP longdraft:{0} Counted.\n# TYPE longdraft:{0} counter\nlongdraft:{0}_total{{model_name="m"}} {1}\n'
 

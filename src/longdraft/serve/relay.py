@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,6 +84,7 @@ class Relay:
     Args:
         ask: hands a request to a replica and yields its answer's messages. Raises Lost if the replica is lost; the
             client gets any other error.
+        able: whether there is a replica to ask; None: always.
 
     Attributes:
         ongoing: how many requests have not been answered completely.
@@ -92,8 +93,13 @@ class Relay:
             made.
     """
 
-    def __init__(self, ask: Callable[[Forwarded], AsyncIterator[Message]], pause: float = _PAUSE) -> None:
-        self._ask, self._pause = ask, pause
+    def __init__(
+        self,
+        ask: Callable[[Forwarded], AsyncIterator[Message]],
+        able: Callable[[], Awaitable[bool]] | None = None,
+        pause: float = _PAUSE,
+    ) -> None:
+        self._ask, self._able, self._pause = ask, able, pause
         self.ongoing, self.draining = 0, False
         self.pages: dict[str, tuple[float, str]] = {}
 
@@ -101,9 +107,9 @@ class Relay:
         if scope["type"] != "http":
             return
         if scope["path"] in ("/health", "/ready"):  # answered here: must not wait behind requests
-            status = 503 if self.draining and scope["path"] == "/ready" else 200
-            state = {"status": "ok", "ready": not self.draining, "running": self.ongoing}
-            await JSONResponse(state, status)(scope, receive, send)
+            ready = not self.draining and (self._able is None or await self._able())
+            state = {"status": "ok", "ready": ready, "running": self.ongoing}
+            await JSONResponse(state, 200 if ready or scope["path"] == "/health" else 503)(scope, receive, send)
             return
         if scope["path"] == "/metrics":
             page = merged({replica: page for replica, (_, page) in self.pages.items()})

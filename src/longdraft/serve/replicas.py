@@ -7,6 +7,8 @@ only when a function here needs it.
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
 import signal
 import socket
@@ -138,12 +140,13 @@ class Front:
 
     Args:
         replicas: Ray's handle of their deployment. settings: the limits of requests.
+        from_none: Ray starts the first replica when the first request comes.
     """
 
-    def __init__(self, replicas: Any, settings: Settings) -> None:
+    def __init__(self, replicas: Any, settings: Settings, from_none: bool) -> None:
         self._replicas = replicas.options(stream=True)
         self._settings = settings
-        self._relay = Relay(self._ask)
+        self._relay = Relay(self._ask, None if from_none else _some_run)
         self._app = Guards(self._relay, settings.keys, settings.max_body, settings.body_seconds)
 
     async def __call__(self, request: Request) -> Response:
@@ -209,6 +212,7 @@ def serve(
     for sig in (signal.SIGINT, signal.SIGTERM):  # Ray has its own handler of the second one
         signal.signal(sig, lambda *_: ended.set())
     port = port or _free(host)
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)  # what it starts is said here
     try:
         ray_serve.start(http_options={"host": host, "port": port})
         replicas = ray_serve.deployment(Replica, name="replica", **fleet.options(settings.slots, settings.queue, drain))
@@ -217,7 +221,7 @@ def serve(
             graceful_shutdown_timeout_s=5,
         )  # fmt: skip
         try:
-            handle = ray_serve.run(front.bind(replicas.bind(make), settings), name=NAME, route_prefix="/")
+            handle = ray_serve.run(front.bind(replicas.bind(make), settings, fleet.least == 0), name=NAME, route_prefix="/")
         except (RuntimeError, ValueError) as error:
             raise CapabilityError(f"The replicas do not start: {_failure(ray_serve, error)}") from error
         listens(port)
@@ -229,6 +233,15 @@ def serve(
     finally:
         _end(ray_serve)
         ray.shutdown()
+
+
+async def _some_run() -> bool:
+    """True once a replica has read the model."""
+    from ray import serve as ray_serve
+
+    application = (await asyncio.to_thread(ray_serve.status)).applications.get(NAME)
+    replicas = None if application is None else application.deployments.get("replica")
+    return replicas is not None and replicas.replica_states.get("RUNNING", 0) > 0
 
 
 def _end(ray_serve: Any) -> None:
