@@ -6,7 +6,9 @@ import json
 import math
 import socket
 import threading
+from http.client import HTTPConnection
 
+import httpx
 import openai
 import pytest
 import torch
@@ -361,6 +363,24 @@ def test_shutting_down_answers_what_runs_and_refuses_new_requests(serving):
     running.server.handle_exit(15, None)
     wait_until(lambda: running.service.worker.draining)
     assert running.http(CHAT, {"messages": MESSAGES, "max_tokens": 3})[0] == 503
+    kept = HTTPConnection("127.0.0.1", running.server.port, timeout=10)
+    kept.request("GET", "/ready")
+    answer = kept.getresponse()  # who asks on one connection, again and again, does not keep the server
+    assert answer.status == 503 and answer.getheader("connection") == "close"
     assert first + text_of(stream) == alone(300, eos_token_ids=[]).text
     running.thread.join(20)
     assert not running.thread.is_alive() and not running.service.worker.alive
+
+
+def test_a_second_signal_ends_what_runs(serving):
+    running = serving()
+    body = {"max_tokens": 500, "stream": True, "n": 3, "extra_body": {"ignore_eos": True, "method": "ar"}}
+    streams = [chat(running, **body) for _ in range(4)]
+    next(streams[0])
+    running.server.handle_exit(15, None)
+    running.server.handle_exit(15, None)
+    running.thread.join(20)
+    assert not running.thread.is_alive()
+    with pytest.raises((openai.APIError, httpx.HTTPError)):
+        for stream in streams:
+            text_of(stream)

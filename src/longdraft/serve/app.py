@@ -29,7 +29,10 @@ def make_app(service: Service) -> FastAPI:
     """The web application of a service whose worker is running."""
     app = FastAPI(title="longdraft", docs_url="/docs", redoc_url=None)
     endpoints, settings = Endpoints(service), service.settings
-    app.add_middleware(Guards, keys=settings.keys, max_body=settings.max_body, body_seconds=settings.body_seconds)
+    app.add_middleware(
+        Guards, keys=settings.keys, max_body=settings.max_body, body_seconds=settings.body_seconds,
+        leaving=lambda: service.worker.draining,
+    )  # fmt: skip
     for path, post in (
         ("/v1/chat/completions", endpoints.chat), ("/v1/completions", endpoints.complete),
         ("/v1/responses", endpoints.respond), ("/tokenize", endpoints.tokenize),

@@ -1,10 +1,12 @@
-"""Checks on every request before an endpoint sees it: its size, how long its body takes, and its API key."""
+"""Checks on every request before an endpoint sees it: its size, how long its body takes, and its API key; and the end
+of connections while the server shuts down."""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
 import time
+from collections.abc import Callable
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
@@ -22,16 +24,28 @@ class Guards:
     Args:
         keys: tenant -> API key; empty: no key is needed.
         max_body: bytes. body_seconds: how long a body may take to arrive.
+        leaving: whether connections shall end with their answers; or a client that asks again and again on one would
+            keep a server that shuts down for ever.
     """
 
-    def __init__(self, app: ASGIApp, keys: dict[str, str], max_body: int, body_seconds: float) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: dict[str, str],
+        max_body: int,
+        body_seconds: float,
+        leaving: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._app, self._keys, self._max_body, self._body_seconds = app, keys, max_body, body_seconds
+        self._leaving = leaving
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
+        if self._leaving():
+            send = _last(send)
         try:
             scope.setdefault("state", {})["tenant"] = self._tenant(scope["path"], headers)
             length = headers.get("content-length", "")
@@ -79,6 +93,17 @@ class Guards:
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"A request has {self._max_body} bytes at most here.", code="request_too_large")
+
+
+def _last(send: Send) -> Send:
+    """A ``send`` whose answer is the last one on its connection."""
+
+    async def sending(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
+        await send(message)
+
+    return sending
 
 
 def replayed(body: bytes, receive: Receive) -> Receive:

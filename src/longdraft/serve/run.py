@@ -24,8 +24,9 @@ class Server(uvicorn.Server):
 
     def __init__(self, service: Service, host: str, port: int, drain: float = 300.0, access_log: bool = False) -> None:
         config = uvicorn.Config(
-            make_app(service), host=host, port=port, log_level="warning", access_log=access_log, timeout_keep_alive=30
-        )
+            make_app(service), host=host, port=port, log_level="warning", access_log=access_log, timeout_keep_alive=30,
+            timeout_graceful_shutdown=10,  # all has been answered by then
+        )  # fmt: skip
         super().__init__(config)
         self._service, self._drain = service, drain
         self._signals = 0
@@ -33,8 +34,7 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: Any) -> None:
         self._signals += 1
         if self._signals > 1:
-            self.force_exit = sig == signal.SIGINT
-            self.should_exit = True
+            self.force_exit = self.should_exit = True
             return
         threading.Thread(target=self._end, name="longdraft drain").start()
 
