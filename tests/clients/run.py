@@ -66,7 +66,9 @@ def main() -> int:
             server.wait()
     print(f"{len(options.clients) - len(failed)} passed, {len(failed)} failed")
     if failed and not (options.model or options.url):
-        print("The embedded model may have given a wrong answer: SERVED=FILE names another (Qwen2.5-Coder-1.5B passes).")
+        print(
+            "The embedded model may have given a wrong answer: SERVED=FILE names another (Qwen2.5-Coder-1.5B passes)."
+        )
     return len(failed)
 
 

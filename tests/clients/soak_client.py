@@ -144,7 +144,7 @@ def main() -> None:
     by = {"openai": by_openai, "litellm": by_litellm, "langchain": by_langchain}[package]
     kinds = by(os.environ["BASE_URL"], os.environ["MODEL"])
     choose = random.Random(int(seed))
-    with open(log, "a", buffering=1) as lines:
+    with Path(log).open("a", buffering=1) as lines:
         while True:
             while Path(log).with_name("hold").exists():
                 time.sleep(0.1)

@@ -221,7 +221,8 @@ def serve(
             graceful_shutdown_timeout_s=5,
         )  # fmt: skip
         try:
-            handle = ray_serve.run(front.bind(replicas.bind(make), settings, fleet.least == 0), name=NAME, route_prefix="/")
+            bound = front.bind(replicas.bind(make), settings, fleet.least == 0)
+            handle = ray_serve.run(bound, name=NAME, route_prefix="/")
         except (RuntimeError, ValueError) as error:
             raise CapabilityError(f"The replicas do not start: {_failure(ray_serve, error)}") from error
         listens(port)
