@@ -135,7 +135,8 @@ def soak(options: argparse.Namespace) -> tuple[Server, list[int], set[int]]:
                 clients[old].kill()
                 clients.pop(old).wait()
                 killed.add(old)
-                clients[seed := next(seeds)] = client(packages[old], seed, options)
+                seed = next(seeds)
+                clients[seed] = client(packages[old], seed, options)
                 packages[seed] = packages[old]
         (options.work / "hold").touch()  # no new requests; what runs is answered
         while any(unfinished(options.work / f"{seed}.jsonl") for seed in clients):
