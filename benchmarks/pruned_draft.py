@@ -17,6 +17,7 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import gguf
@@ -81,9 +82,13 @@ def branched(documents: Sequence[Document], passage: bool) -> Branched:
 
 
 class Pruned(nn.Module):
-    """Layers of a language model, to train, between its embedding and the first rows of its head, which stay."""
+    """Some layers of a language model between its embedding and the first rows of its head, which stay as they are.
 
-    def __init__(self, file: Path, keep: Sequence[int], vocabulary: int) -> None:
+    Args:
+        beside: layers that learn on each side of a gap; the others stay as they are.
+    """
+
+    def __init__(self, file: Path, keep: Sequence[int], vocabulary: int, beside: int) -> None:
         super().__init__()
         model = load(str(file), weights="float32").model
         self.decoder = hosting.decoder_of(model)
@@ -94,7 +99,10 @@ class Pruned(nn.Module):
         self.embedding = [model.get_input_embeddings()]  # in a list: not trained
         self.decoder.embed_tokens = None
         self.head = model.get_output_embeddings().weight[:vocabulary].detach().bfloat16()
-        self.decoder.requires_grad_(True)
+        gaps = [n for n, (i, after) in enumerate(pairwise(keep)) if after != i + 1]
+        learning = {n for gap in gaps for n in range(gap - beside + 1, gap + beside + 1)}
+        for n, layer in enumerate(self.decoder.layers):
+            layer.requires_grad_(n in learning)
 
     def forward(self, text: Branched) -> torch.Tensor:
         """(T, hidden) behind the final norm."""
@@ -166,7 +174,7 @@ def train(
     model: Pruned, learned: list[list[Document]], held_out: list[list[Document]], seconds: float, lr: float
 ) -> None:
     """AdamW for so many CPU seconds, those of measuring apart; the rate rises at first and falls as a cosine."""
-    parameters = list(model.decoder.parameters())
+    parameters = [p for p in model.decoder.parameters() if p.requires_grad]
     decayed = [{"params": [p for p in parameters if p.ndim == n], "weight_decay": 0.1 * (n > 1)} for n in (1, 2)]
     optimizer = torch.optim.AdamW(decayed, lr, (0.9, 0.95), fused=True)
     used, rows, tenths = 0.0, 0, 1
@@ -234,7 +242,8 @@ def main() -> None:
     parser.add_argument("--cpu-minutes", type=float, default=4)
     parser.add_argument("--vocabulary", type=int, default=32768)
     parser.add_argument("--held-out", type=float, default=0.04)
-    parser.add_argument("--lr", type=float, default=2e-4)
+    parser.add_argument("--beside", type=int, default=2, help="layers that learn on each side of a gap")
+    parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -243,7 +252,7 @@ def main() -> None:
     limits = {"max_length": 2048, "min_length": 32, "shortest_learned": DEPTH, "held_out": options.held_out}
     data = corpus.collect(source, skipped, **limits)
     learned, held_out = grouped(list(data.learned)), grouped(list(data.held_out))
-    model = Pruned(options.small, options.keep, options.vocabulary)
+    model = Pruned(options.small, options.keep, options.vocabulary, options.beside)
     weights = sum(p.numel() for p in model.parameters())
     print(f"{len(options.keep)} layers, {weights / 1e6:.1f}M weights; {len(data.held_out)} documents held out")
     print(measured(model, held_out), flush=True)
