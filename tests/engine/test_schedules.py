@@ -102,7 +102,7 @@ def model_of(family: str = "llama", **shape):
 @pytest.mark.parametrize(("family", "kind"), [("mistral", "longspec"), ("llama", "ngram"), ("qwen3", "none")])
 def test_an_exact_schedule_gives_the_tokens_of_plain_decoding(tmp_path, name, family, kind):
     model = model_of(family)
-    for n, eos in ((28, ()), (28, (0,)), (28, (3,)), (28, (7,)), (28, (10,)), (1, ()), (2, ()), (3, ()), (7, ())):
+    for n, eos in ((28, ()), (28, (3,)), (28, (10,)), (1, ()), (2, ()), (7, ())):
         want, _, _ = run(model, Schedule(), n=n, eos=eos)
         got, steps, _ = run(model, SCHEDULES[name](), drafter(kind, model, tmp_path), n=n, eos=eos)
         assert outputs(got) == outputs(want)

@@ -10,6 +10,7 @@ from longdraft.planning.costs import CostTable
 from tests.exactness.cases import METHODS, Case
 from tests.exactness.workshop import DRAWN, GREEDY, PROMPTS, generate, target, tokens
 from tests.planned import draft_without_knowing, use_costs
+from tests.quick import in_turn
 
 TABLES = {
     "free": CostTable((0,), (1, 64), ((1e-2, 1.01e-2),)),  # rows cost nothing
@@ -48,13 +49,12 @@ def costs(monkeypatch):
     return lambda table: use_costs(monkeypatch, table)
 
 
-@pytest.mark.parametrize(
-    ("table", "sampling", "n"),
-    [("free", GREEDY, 40), ("free", DRAWN, 24), ("some", GREEDY, 24), ("some", DRAWN, 40), ("dear", GREEDY, 24)],
-    ids=["free, greedy", "free, drawn", "some, greedy", "some, drawn", "dear, greedy"],
-)
-@pytest.mark.parametrize("name", PLANNED)
-def test_the_output_is_plain_decodings(workshop, costs, monkeypatch, name, table, sampling, n):
+SITUATIONS = (("free", GREEDY), ("some", DRAWN), ("dear", GREEDY), ("some", GREEDY), ("free", DRAWN))
+
+
+@pytest.mark.parametrize(("name", "situation"), in_turn(PLANNED, SITUATIONS, each=2))
+def test_the_output_is_plain_decodings(workshop, costs, monkeypatch, name, situation):
+    (table, sampling), n = situation, 24
     costs(TABLES[table])
     draft_without_knowing(monkeypatch)
     spec = workshop.spec(PLANNED[name], plan="auto")
