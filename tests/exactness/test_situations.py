@@ -9,7 +9,7 @@ from longdraft import PromptCache, Request, Speculator
 from tests.events import in_pieces
 from tests.exactness.cases import CASES, METHODS
 from tests.exactness.workshop import DRAWN, GREEDY, NEW, PROMPTS, VOCABULARY, generate, rounds, target, tokens
-from tests.quick import few, in_turn
+from tests.quick import few
 from tests.tiny import tiny_model, tiny_tokenizer
 
 every_method = pytest.mark.parametrize("name", METHODS)
@@ -142,31 +142,6 @@ def test_two_requests_equal_two_fresh_ones(workshop, name):
     for prompts in (PROMPTS[2:], PROMPTS[:2]):
         again, fresh = generate(spec, prompts, 16), generate(workshop.spec(CASES[name]), prompts, 16)
         assert rounds(again) == rounds(fresh)
-
-
-@pytest.mark.parametrize(("name", "sampling"), in_turn(METHODS, [GREEDY, DRAWN]))
-def test_custom_generate(workshop, name, sampling):
-    """By transformers' own forward: in float64, so that no other kernels tip a token."""
-    model = target(dtype=torch.float64)
-    settings = {"max_new_tokens": 14, "do_sample": sampling is DRAWN, "top_k": 0}
-    if sampling is DRAWN:
-        settings |= {"temperature": 0.8, "top_k": 7}
-    prompt = torch.tensor([PROMPTS[0]])
-    found = []
-    for own in ({}, {"custom_generate": workshop.spec(METHODS[name], model)}):
-        torch.manual_seed(0)
-        found.append(model.generate(prompt, attention_mask=torch.ones_like(prompt), **settings, **own))
-    assert torch.equal(*found)
-
-
-@pytest.mark.parametrize("name", ["prompt-lookup", "longspec", "eagle3", "self"])
-def test_custom_generate_with_padding(workshop, name):
-    model = target(dtype=torch.float64)
-    ids = torch.tensor([[0, 0, 0, 1, 2, 3], [4, 5, 6, 7, 8, 9]])
-    mask = torch.tensor([[0, 0, 0, 1, 1, 1], [1] * 6])
-    settings = {"attention_mask": mask, "max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
-    spec = workshop.spec(METHODS[name], model)
-    assert torch.equal(model.generate(ids, **settings), model.generate(ids, **settings, custom_generate=spec))
 
 
 # The weights of a draft, by the attributes that lead there from what it is bound to.
