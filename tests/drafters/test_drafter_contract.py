@@ -58,14 +58,6 @@ def test_a_planners_limit_is_kept(workshop, case):
     assert [s.output for s in sequences] == workshop.plain(prompts=tuple(map(tuple, PROMPTS)), n=NEW)
 
 
-@each_drafter
-def test_a_slot_that_is_used_again_leaves_no_trace(workshop, case):
-    spec = workshop.spec(case)
-    again = spec.generate([*PROMPTS, *PROMPTS[:2]], max_new_tokens=8, batch=1)
-    figures = [(r.token_ids, r.rounds, r.accepted) for r in again]
-    assert figures[:2] == figures[len(PROMPTS) :]
-
-
 @pytest.mark.parametrize(
     ("method", "offload"),
     in_turn(["longspec", "eagle3", "onepass", "small-lm", "heads", "prompt-lookup"], [None, "disk"]),
