@@ -128,6 +128,15 @@ def test_a_budget_that_covers_the_text_changes_nothing(loaded):
     assert report["drift"][0]["cosine_min"] == pytest.approx(1.0, abs=1e-6)
 
 
+def test_sampled_texts_share_their_random_numbers(loaded):
+    quality = Quality(loaded, settings(budgets=(400, 8), temperature=1.0))
+    runs = quality.compare(prompt(loaded)).runs
+    greedy = Quality(loaded, settings()).compare(prompt(loaded)).runs
+    assert runs["full"].tokens == runs["ar"].tokens != greedy["ar"].tokens
+    whole, part = quality.variants
+    assert runs[whole].tokens == runs["ar"].tokens != runs[part].tokens
+
+
 def test_each_combination_is_a_row_on_one_read_prompt(loaded):
     wanted = settings(budgets=(8, 16, 8), margins=(4, 8), selectors=("minmax", "streaming"), drift=False)
     quality = Quality(loaded, wanted)
@@ -368,10 +377,12 @@ def test_bench_quality(command, folder):
     code, out, err = command("--data", folder / "rows.jsonl", "--ignore-eos", "--json", *needles)
     assert code == 0, err
     found = json.loads(out.splitlines()[-1])
-    assert list(found) == ["drafter", "layers", "rows", "drift", "needle", "hardware", "versions"]
+    assert list(found) == ["drafter", "layers", "rows", "drift", "needle", "texts", "hardware", "versions"]
     assert [r["method"] for r in found["rows"]] == ["ar", "full", "specpv", "specpv"]
     assert list(found["rows"][0]) == ROW
     assert found["rows"][0]["samples"] == 2
+    texts = {t["method"]: t for t in found["texts"]}
+    assert len(found["texts"]) == 8 and texts["ar"]["text"] == texts["full"]["reference_text"]
     assert set(found["drift"][0]) == {
         "method", "selector", "budget", "margin", "dataset", "first", "last", "tokens", "cosine", "cosine_min",
     }  # fmt: skip

@@ -10,6 +10,7 @@ from longdraft.errors import CapabilityError
 from tests.drafts import random_draft, small_lm
 from tests.quick import in_turn
 from tests.tiny import tiny_model
+from tests.zoo.tiny_models import tiny_model as zoo_model
 
 PROMPTS = [[3, 9, 4, 7, 2, 5] * 8, [1, 2, 3], [(i * i) % 11 for i in range(130)]]
 CHUNKS = {"view": "chunks", "chunk": 4, "sink": 4, "budget": 24, "window": 4, "refresh": 2}
@@ -45,8 +46,9 @@ def test_every_method_writes_what_plain_decoding_on_that_kv_writes(tmp_path, cas
 
 
 @rounded
-def test_its_logits_are_near_the_models_own(kv_dtype):
-    model = tiny_model(vocab=61, dtype=torch.float32)
+@pytest.mark.parametrize("model_type", ["llama", "deepseek_v3"])  # keys of one size, and wider than values
+def test_its_logits_are_near_the_models_own(kv_dtype, model_type):
+    model = zoo_model(model_type).float()
     found = []
     for kept in (None, kv_dtype):
         runner = Speculator("ar", target=model, kv_dtype=kept).runner()

@@ -1,7 +1,7 @@
 """Compares texts of partial verification with those of full verification by the same drafter.
 
-Each prompt is read once; ``ar``, full verification and every variant of ``specpv`` then decode it greedily from the
-same KV, and ``ar`` from KV that was rounded as it was read. Full verification against ``ar`` is the noise floor: both
+Each prompt is read once; ``ar``, full verification and every variant of ``specpv`` then decode it from the same
+KV, and ``ar`` from KV that was rounded as it was read. Full verification against ``ar`` is the noise floor: both
 are exact, and only rounding makes them differ.
 """
 
@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import torch
+
 from longdraft.bench.contenders import ends_of
 from longdraft.bench.drift import Drift, Listener, RecordedSpecPV, drift, exact
 from longdraft.bench.needle import ANSWER_TOKENS, Haystack
@@ -21,6 +23,7 @@ from longdraft.bench.run import WAKE_PROMPT, WAKE_TOKENS
 from longdraft.bench.scores import rouge_l, score
 from longdraft.bench.settings import contender
 from longdraft.bench.ties import first_difference
+from longdraft.engine.draws import OwnDraws
 from longdraft.engine.loop import Engine
 from longdraft.engine.partial import SpecPV
 from longdraft.engine.sampler import Sampler, Sampling
@@ -71,6 +74,7 @@ class Settings:
         max_tokens: new tokens at most, a prompt.
         ignore_eos: decode on to ``max_tokens``.
         drift: compare hidden states too.
+        temperature: above 0 all are sampled with the same random numbers.
         kv_dtypes: plain decoding on a KV cache rounded to each of them is compared too.
         options: further options of specpv and its drafter, the same for all variants.
 
@@ -87,8 +91,10 @@ class Settings:
     drift: bool = True
     kv_dtypes: tuple[str, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
+    temperature: float = 0.0
 
     def __post_init__(self) -> None:
+        Sampling(self.temperature)
         if self.max_tokens < 2:
             raise ValueError(f"max-tokens must be at least 2, got {self.max_tokens}")
         for name in ("budgets", "margins", "selectors"):
@@ -291,7 +297,7 @@ class Quality:
         likeness = {
             name: self._likeness(runs[of], runs[name]) for name in runs if (of := self.reference(name)) is not None
         }
-        given = {name: score(prompt.sample, self._text(run.tokens)) for name, run in runs.items()}
+        given = {name: score(prompt.sample, self.text(run.tokens)) for name, run in runs.items()}
         known = {name: x for name, x in given.items() if x is not None}
         return Compared(prompt, runs, likeness, drifts, known)
 
@@ -305,8 +311,12 @@ class Quality:
         for name in sorted(names, key=self.names.index):
             tick(name)
             runs[name] = self._decode(name, haystack.tokens, ANSWER_TOKENS)
-        right = {name: haystack.score(self._text(run.tokens)) for name, run in runs.items()}
+        right = {name: haystack.score(self.text(run.tokens)) for name, run in runs.items()}
         return Answered(haystack, right, runs)
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """The text of a run's tokens."""
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     def _recipe(self, variant: Variant, options: Mapping[str, Any]) -> Recipe:
         return recipe_for(*resolve(METHOD, {**options, **variant.options}), self.runner)
@@ -322,8 +332,10 @@ class Quality:
     def _decode(
         self, name: str, prompt: Sequence[int], max_tokens: int, schedule: RecordedSpecPV | None = None
     ) -> Decoded:
-        sampler = Sampler(True, Sampling().processors())
-        sequence = Text(0, list(prompt), max_tokens, self.runner.device, sampler=sampler, rules=self._rules)
+        sampling, device = Sampling(self.settings.temperature), self.runner.device
+        draws = OwnDraws(torch.Generator(device).manual_seed(0))
+        sampler = Sampler(sampling.greedy, sampling.processors(), draws)
+        sequence = Text(0, list(prompt), max_tokens, device, greedy=sampling.greedy, sampler=sampler, rules=self._rules)
         chosen = self._recipes[name]
         runner, cache = self._rounded.get(name, (self.runner, self._cache))
         engine = Engine(runner, chosen.drafter(), schedule or chosen.schedule(), cache)
@@ -337,8 +349,5 @@ class Quality:
         longer = max(len(reference.tokens), len(run.tokens))
         same = first_difference(reference.tokens, run.tokens)
         same = longer if same is None else same
-        rouge = rouge_l()(self._text(reference.tokens), self._text(run.tokens))
+        rouge = rouge_l()(self.text(reference.tokens), self.text(run.tokens))
         return Likeness(rouge, same, same / longer)
-
-    def _text(self, tokens: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))

@@ -72,8 +72,26 @@ def document(
         "rows": [_row(quality, name, own) for own in groups.values() for name in order],
         "drift": [row for own in groups.values() for name in quality.variants for row in _drift(quality, name, own)],
         "needle": [_needle(quality, name, own) for own in kinds.values() for name in asked],
+        "texts": _answers(quality, compared),
         **circumstances(),
     }
+
+
+def _answers(quality: Quality, compared: Sequence[Compared]) -> list[dict[str, Any]]:
+    """Every text beside its reference, for scores that are made elsewhere."""
+    return [
+        {
+            "dataset": c.prompt.sample.dataset,
+            "origin": c.prompt.sample.origin,
+            "method": name,
+            "text": quality.text(run.tokens),
+            "reference": of,
+            "reference_text": None if of is None else quality.text(c.runs[of].tokens),
+        }
+        for c in compared
+        for name, run in c.runs.items()
+        for of in [quality.reference(name)]
+    ]
 
 
 def _head(quality: Quality, name: str) -> dict[str, Any]:

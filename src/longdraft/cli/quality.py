@@ -47,6 +47,9 @@ def quality(
         int | None, typer.Option(help="Cut the documents so that prompts have at most this many tokens.")
     ] = None,
     ignore_eos: bench_options.IgnoreEos = False,
+    temperature: Annotated[
+        float, typer.Option("--temperature", "-t", help="Above 0: all are sampled, with the same random numbers.")
+    ] = 0.0,
     raw: bench_options.Raw = False,
     wording: options.TemplateOptions,
     drift: Annotated[bool, typer.Option(help="Compare hidden states too.")] = True,
@@ -73,7 +76,7 @@ def quality(
         settings = Settings(
             method_options.whole_numbers("--budget", budget), method_options.whole_numbers("--margin", margin),
             tuple(method_options.words(selector)), max_tokens, ignore_eos, drift,
-            tuple(method_options.words(kv_dtype or "")), given,
+            tuple(method_options.words(kv_dtype or "")), given, temperature,
         )  # fmt: skip
         prompting = Prompts(max_tokens=max_tokens, contexts=(context,), raw=raw, asked=wording.asked)
         search = None

@@ -11,9 +11,9 @@ FORMATS = (torch.float32, torch.bfloat16, torch.int8, torch.float16)
 
 
 class Scaled:
-    """Takes the place of a tensor (..., rows, d). All dimensions but the last can be indexed and assigned to.
+    """Takes the place of a tensor (..., rows, d), which can be indexed and assigned to; the last dimension by a slice.
 
-    A row is divided by its scale, the largest magnitude / 127, and rounded.
+    A row is divided by its scale, the largest magnitude / 127, and rounded. A part of a row has the whole row's scale.
 
     Args:
         numbers: (..., rows, d) int8.
@@ -35,11 +35,15 @@ class Scaled:
         return cls((x / scales.clamp_min(least)[..., None]).round_().to(torch.int8), scales)
 
     def __getitem__(self, index: Any) -> Scaled:
-        return Scaled(self.numbers[index], self.scales[index])
+        return Scaled(self.numbers[index], self.scales[self._of_rows(index)])
 
     def __setitem__(self, index: Any, rows: torch.Tensor | Scaled) -> None:
         new = rows if isinstance(rows, Scaled) else Scaled.of(rows)
-        self.numbers[index], self.scales[index] = new.numbers, new.scales
+        self.numbers[index], self.scales[self._of_rows(index)] = new.numbers, new.scales
+
+    def _of_rows(self, index: Any) -> Any:
+        """An index without that of the last dimension."""
+        return index[:-1] if isinstance(index, tuple) and len(index) == self.numbers.ndim else index
 
     def index_select(self, dim: int, index: torch.Tensor) -> Scaled:
         """``dim`` counts from the front, and is not the last one."""

@@ -100,6 +100,7 @@ class Likenesses:
             "context_tokens": len(prompt.tokens),
             "runs": {
                 name: {
+                    "text": self._quality[1].text(run.tokens),
                     "tokens": len(run.tokens),
                     "rounds": run.rounds,
                     "partial_rounds": run.partial_rounds,
