@@ -133,7 +133,8 @@ def test_two_processes_are_one_that_accumulates(config, tmp_path, kind):
     assert draft_folder.load(tmp_path / "two" / "best").kind == kind
 
 
-@pytest.mark.parametrize("kind", [slow("longspec"), "eagle3"])
+@pytest.mark.slow  # one that is spread is killed too
+@pytest.mark.parametrize("kind", ["longspec", "eagle3"])
 def test_two_processes_killed_and_resumed(config, tmp_path, kind):
     whole = config(kind, out=tmp_path / "whole", epochs=0.7)
     cut = replace(whole, out=str(tmp_path / "cut"))
