@@ -23,7 +23,6 @@ from tests.recurrent_models import some_prompt
 from tests.tiny import tiny_model
 
 PROMPTS = [[1, 2, 3], list(range(8)), some_prompt(40), [8]]
-every_kind = pytest.mark.parametrize("kind", SPARSE)
 
 
 @pytest.fixture(scope="module")
@@ -71,10 +70,10 @@ def assert_defined(model, further, text, tree, window=None, limit=20):
         assert tree.log_probs[node] == pytest.approx(float(expected[parent][tree.tokens[node]]), abs=2e-3)
 
 
-@pytest.mark.parametrize(
-    "options", [{"depth": 3, "top_k": 2, "nodes": 8, "tree": "dynamic"}, {"depth": 3, "window": 6, "tree": "chain"}]
-)
-@every_kind
+TREES = [{"depth": 3, "top_k": 2, "nodes": 8, "tree": "dynamic"}, {"depth": 3, "window": 6, "tree": "chain"}]
+
+
+@pytest.mark.parametrize(("kind", "options"), in_turn(SPARSE, TREES))
 def test_proposals_are_those_of_the_definition(made, kind, options):
     model, further = made(kind)
     watching, sequences = run(Speculator("mtp", target=model, **options), PROMPTS)
