@@ -54,11 +54,13 @@ QUICK = ("ar", "prompt-lookup", "longspec", "eagle3", "self", "specextend-eagle3
 RECORDED = ("longspec", "eagle3", "eagle", "self", "magicdec", "tokenswift")
 
 
-def rounds(spec: Speculator, found: Card, **settings: Any) -> tuple[list[list[int]], list[dict[str, int]]]:
+def rounds(
+    spec: Speculator, found: Card, new: int = NEW, **settings: Any
+) -> tuple[list[list[int]], list[dict[str, int]]]:
     """Tokens, and the waits of each round except the first: function -> count."""
     outputs: list[list[int]] = [[] for _ in PROMPTS]
     waits: list[dict[str, int]] = []
-    for step in spec.stream(PROMPTS, max_new_tokens=NEW, eos_token_ids=[], **settings):
+    for step in spec.stream(PROMPTS, max_new_tokens=new, eos_token_ids=[], **settings):
         outputs[step.sequence] += step.token_ids
         if step.seconds and step.mode != "prefill":
             places = [place.split()[1] for place in found.waits]
@@ -81,13 +83,13 @@ def specs(tmp_path: Path) -> Specs:
 
 @pytest.mark.parametrize("method", few(EXACT, QUICK))
 def test_a_round_waits_for_the_device_as_seldom_as_it_can(method, specs, there):
-    options = specs.options(method)
-    expected = Speculator("ar", target=specs.model).generate(PROMPTS, max_new_tokens=NEW, eos_token_ids=[])
+    options, new = specs.options(method), 14  # so many that chunks are chosen anew, and levels meet a second round
+    expected = Speculator("ar", target=specs.model).generate(PROMPTS, max_new_tokens=new, eos_token_ids=[])
     moved(specs.model)
     spec = Speculator(method, target=specs.model, plan="fixed", **options)
     recorder = StandIn(there)
     spec.runner().graphs = Graphs(recorder, uses=0)
-    outputs, waits = rounds(spec, there)
+    outputs, waits = rounds(spec, there, new)
     assert outputs == [list(r.token_ids) for r in expected]
     most = {place: max(found.get(place, 0) for found in waits) for place in {p for found in waits for p in found}}
     assert most == WAITS[method]
