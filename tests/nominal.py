@@ -17,12 +17,13 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from tests import torch_kernels
 
@@ -111,11 +112,14 @@ class Card(TorchDispatchMode):
         self.launches = self.copies = self.overlapped = 0
         self.recording = False
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and a wrapper around every operation takes time
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
         kwargs = dict(kwargs or {})
-        name = func._schema.name.removeprefix("aten::")
-        flat = torch.utils._pytree.arg_tree_leaves(*args, **kwargs)
-        tensors = [x for x in flat if isinstance(x, torch.Tensor)]
+        name, composite = _known(func)
+        tensors = _tensors([*args, *kwargs.values()])
         ours = any(isinstance(x, OnCard) for x in tensors)
         where = kwargs.get("device")
         there = ours if where is None else torch.device(where).type in ("cuda", "meta")
@@ -123,10 +127,9 @@ class Card(TorchDispatchMode):
             return func(*args, **kwargs)
         if name in ("_fused_sdp_choice", "is_pinned"):
             return 0
-        with self:  # inference mode passes composite operations
-            composed = func.decompose(*args, **kwargs)
-        if composed is not NotImplemented:
-            return composed
+        if composite:  # inference mode passes them
+            with self:
+                return func.decompose(*args, **kwargs)
         if where is not None:
             kwargs["device"] = torch.device("cpu")
         if name in ("_to_copy", "copy_"):
@@ -140,7 +143,7 @@ class Card(TorchDispatchMode):
             if name in _COUNTING or name == "_local_scalar_dense" or self._by_mask(name, args):
                 self._wait(name)
         kwargs.pop("pin_memory", None)
-        out = func(*_real(args), **_real(kwargs))
+        out = func(*_real(args), **{key: _real(x) for key, x in kwargs.items()})
         if not (self.recording or name in _FREE or func.is_view):
             self.launches += 1
         if func._schema.is_mutable and name.endswith("_"):
@@ -149,7 +152,7 @@ class Card(TorchDispatchMode):
             return kwargs["out"]
         # Views of tensors that were made outside inference mode must be made outside of it too.
         with torch.inference_mode(all(x.is_inference() for x in tensors) and torch.is_inference_mode_enabled()):
-            made = tree_map_only(torch.Tensor, OnCard, out) if there else out
+            made = _claimed(out) if there else out
         if name == "scalar_tensor" and isinstance(made, OnCard):
             made.scalar = True
         return made
@@ -257,8 +260,35 @@ class StandIn:
             self._card.recording = False
 
 
+# Operations take and give tensors and lists of them: torch's functions for trees of any kind take longer than they do.
+
+
+@cache
+def _known(func: Any) -> tuple[str, bool]:
+    """An operation's name, and whether it is made of others."""
+    return func._schema.name.removeprefix("aten::"), func._can_decompose()
+
+
+def _tensors(found: list[Any]) -> list[torch.Tensor]:
+    tensors = []
+    for x in found:
+        if isinstance(x, torch.Tensor):
+            tensors.append(x)
+        elif isinstance(x, (list, tuple)):
+            tensors += _tensors(x)
+    return tensors
+
+
 def _real(x: Any) -> Any:
-    return tree_map_only(OnCard, lambda t: t.numbers, x)
+    if isinstance(x, OnCard):
+        return x.numbers
+    return type(x)(map(_real, x)) if type(x) in (list, tuple) else x
+
+
+def _claimed(x: Any) -> Any:
+    if isinstance(x, torch.Tensor):
+        return OnCard(x)
+    return type(x)(map(_claimed, x)) if type(x) in (list, tuple) else x
 
 
 def _place() -> str:

@@ -14,6 +14,7 @@ from longdraft.batch.rows import Defaults, Line, Row, lines, measured
 from longdraft.batch.run import Answer, run
 from longdraft.errors import CapabilityError, CheckpointError, ConfigError, LongdraftError
 from tests.exact_methods import EXACT, Specs, specs
+from tests.quick import few
 from tests.tiny import tiny_model, tiny_tokenizer
 
 __all__ = ["specs"]  # a fixture
@@ -194,7 +195,7 @@ def test_the_engine_answers_and_a_run_can_be_cancelled(tmp_path):
     assert "empty" in rows[3]["error"] and "context" in rows[4]["error"] and len(rows) == 5
 
 
-@pytest.mark.parametrize("method", EXACT)
+@pytest.mark.parametrize("method", few(EXACT, ("ar", "longspec", "eagle3", "specextend", "nested", "specpv-exact")))
 def test_every_method_decodes_a_file(specs: Specs, tmp_path, method):
     spec = Speculator(method, specs.model, TOKENIZER, plan="fixed", **specs.options(method))
     plain = Speculator("ar", specs.model, TOKENIZER)

@@ -60,8 +60,8 @@ def test_what_is_composed_decodes_as_the_target_does(drafter, schedule):
     made = compose("mine", drafter, **({} if schedule is None else {"schedule": schedule}))
     assert made.exact and METHODS["mine"] is made
     for name in ("mine", made):
-        results = Speculator(name, target=model).generate(PROMPTS, max_new_tokens=40)
-        want = Speculator("ar", target=model).generate(PROMPTS, max_new_tokens=40)
+        results = Speculator(name, target=model).generate(PROMPTS, max_new_tokens=24)
+        want = Speculator("ar", target=model).generate(PROMPTS, max_new_tokens=24)
         assert [r.token_ids for r in results] == [r.token_ids for r in want]
         assert sum(r.accepted for r in results) > 0 and {r.method for r in results} == {"mine"}
 
@@ -80,8 +80,8 @@ def test_one_with_a_draft(tmp_path):
     model = tiny_model(vocab=11, dtype=torch.float64)
     runpy.run_path(str(EVERYTHING))
     spec = Speculator("everything", target=model, draft=small_lm(tmp_path, 11))
-    want = Speculator("ar", target=model).generate(PROMPTS, max_new_tokens=40)
-    assert [r.token_ids for r in spec.generate(PROMPTS, max_new_tokens=40)] == [r.token_ids for r in want]
+    want = Speculator("ar", target=model).generate(PROMPTS, max_new_tokens=24)
+    assert [r.token_ids for r in spec.generate(PROMPTS, max_new_tokens=24)] == [r.token_ids for r in want]
     with pytest.raises(RuntimeError, match="everything"):
         Speculator("everything", target=model)
 

@@ -21,6 +21,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from tests.exact_methods import EXACT, Specs, specs
+from tests.quick import in_turn
 from tests.tiny import tiny_tokenizer
 
 __all__ = ["specs"]  # a fixture
@@ -191,8 +192,7 @@ class Heard(BaseStreamer):
         self.heard.append("end")
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("method", EXACT)
+@pytest.mark.parametrize(("case", "method"), in_turn(CASES, EXACT, each=5, both=("greedy", "sampled_batch")))
 def test_tokens_are_those_of_generate(specs: Specs, expected: dict[str, torch.Tensor], method: str, case: str) -> None:
     if case not in expected:
         expected[case] = CASES[case].run(specs.model)

@@ -239,6 +239,7 @@ def test_a_run_that_is_killed_leaves_what_it_has_and_nothing_running(tmp_path, h
     assert code == 1 and "it hung" in said and log(tmp_path) == ["good 1", "good 2", "before", "after"]
 
 
+@pytest.mark.slow
 def test_time_that_is_up_is_no_fault_and_another_call_goes_on(tmp_path):
     code, said = run(tmp_path, "good hangs", "--minutes", "0.075")
     assert code == 3 and "no time for endless (ended: its time was up)" in said and "Left to measure: hangs" in said

@@ -37,6 +37,7 @@ from longdraft.views.cache import TrueCache
 from longdraft.views.retrieval import Retrieval
 from tests.drafts import random_draft, random_eagle3
 from tests.events import decoded
+from tests.quick import slow
 from tests.tiny import tiny_model
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
@@ -193,7 +194,7 @@ def level(watch, owner, drafter) -> None:
     watch.on(owner, "said", about)
 
 
-@pytest.mark.parametrize(("texts", "kept"), [(1, None), (2, [1, 5, 8, 13, 40])])
+@pytest.mark.parametrize(("texts", "kept"), [slow(1, None), (2, [1, 5, 8, 13, 40])])
 def test_longspec(paper, watch, tmp_path, resized, texts, kept):
     """Each level, and a whole round as the tables have it, with a tree of 3, 4 and 2 nodes and a window of 8 tokens."""
     model, m = target(paper)

@@ -17,6 +17,7 @@ from longdraft.planning.costs import CostTable
 from tests.drafts import random_draft
 from tests.exact_methods import EXACT, Specs, specs  # noqa: F401
 from tests.planned import given_table
+from tests.quick import few
 from tests.tiny import tiny_model
 
 PROMPTS = [[3, 9, 4, 7, 2, 5] * 4, [1, 2, 3], [(i * i) % 61 for i in range(40)], [8, 8, 8, 8]]
@@ -66,7 +67,9 @@ def plain(model, prompt: list[int]) -> list[int]:
     return model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False)[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("method", EXACT)
+@pytest.mark.parametrize(
+    "method", few(EXACT, ("ar", "suffix", "longspec", "eagle3", "specextend", "self", "triforce", "specpv-exact"))
+)
 def test_threads_on_one_speculator_write_what_they_write_alone(specs: Specs, method):  # noqa: F811
     """And generate beside them. The last one draws."""
     spec, model = specs.get(method), specs.model

@@ -70,7 +70,8 @@ PATHS = {
     "hybrid": Path("hybrid", ALL, head_unit=8, columns=False),
     "flash 2": Path("flash", (torch.bfloat16,), flash_attn="flash_attn", head_unit=8, columns=False),
     "flash 3": Path("flash", (torch.bfloat16,), flash_attn="flash_attn_interface", head_unit=8, columns=False),
-    "triton": Path("triton", ALL, float32=1e-5),
+    # Interpreted, float16 is converted as bfloat16 is.
+    "triton": Path("triton", ALL if torch.cuda.is_available() else (torch.float32, torch.bfloat16), float32=1e-5),
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("triton")
@@ -18,9 +18,9 @@ TOLERANCE_OF = TOLERANCE | {torch.float32: 1e-5}
 DTYPES = torch.float32, torch.bfloat16, torch.float16
 
 
-def arguments(lengths, size, **settings):
+def arguments(lengths, size, **over):
     """Arguments of with_tree, and the attention of the whole by its definition."""
-    q, keys, values, block, scale = case(lengths, size, device=DEVICE, **settings)
+    q, keys, values, block, scale = case(lengths, size, device=DEVICE, **over)
     mask = torch.stack([block.block_mask(b, q.device) for b in range(block.batch)])
     o, lse = torch.zeros_like(q), q.new_zeros(q.shape[:3], dtype=torch.float32)
     for b, (slot, n) in enumerate(zip(block.slots, block.lengths, strict=True)):
@@ -33,7 +33,7 @@ def arguments(lengths, size, **settings):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("lengths", "size", "settings"),
+    ("lengths", "size", "over"),
     [
         ([30, 0, 7], 5, {"heads": (6, 2), "head_dim": 16}),
         ([9], 40, {"heads": (4, 4), "head_dim": 24}),
@@ -41,14 +41,15 @@ def arguments(lengths, size, **settings):
     ],
     ids=str,
 )
-def test_the_kernel_and_the_definition_are_attention_to_the_whole(dtype, lengths, size, settings):
-    given, whole = arguments(lengths, size, dtype=dtype, **settings)
+def test_the_kernel_and_the_definition_are_attention_to_the_whole(dtype, lengths, size, over):
+    given, whole = arguments(lengths, size, dtype=dtype, **over)
     for found in (tree_kernel.with_tree(*given), tree_part.with_tree(*given)):
         assert found.dtype == dtype and found.transpose(1, 2).is_contiguous()  # as the next product reads it
         tolerance = TOLERANCE_OF[dtype]
         torch.testing.assert_close(found.float(), whole.float(), atol=tolerance, rtol=tolerance)
 
 
+@settings(max_examples=12)
 @given(st.integers(1, 3), st.integers(2, 20), st.sampled_from(DTYPES))
 def test_a_sequence_does_not_depend_on_the_others(batch, size, dtype):
     given, _ = arguments([10 * b for b in range(batch)], size, dtype=dtype, heads=(4, 2), head_dim=16)

@@ -73,9 +73,9 @@ def check_masked(*arguments) -> None:
     check_parts(*tree_part(*arguments), *arguments, of_tree=True)
 
 
-@pytest.mark.parametrize("splits", [None, 1, 2, 3, 7, 63])
+@pytest.mark.parametrize("splits", [None, 1, 3, 63])
 def test_prefix_splits(splits: int | None) -> None:
-    check_prefix(*make([700, 0, 65, 1], 3, heads=(6, 2), head_dim=32), splits)
+    check_prefix(*make([300, 0, 65], 3, heads=(4, 2), head_dim=32), splits)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -103,7 +103,7 @@ def test_empty_prefix_gives_zero_and_minus_infinity() -> None:
 @pytest.mark.parametrize(
     ("lengths", "size", "settings"),
     [
-        *(([5, 0], size, {"heads": (4, 2), "head_dim": 32}) for size in (1, 6, 64, 150)),
+        *(([5, 0], size, {"heads": (4, 2), "head_dim": 32}) for size in (1, 6, 150)),
         *(([5, 70], 40, {"heads": (8, 2), "head_dim": 64, "dtype": x}) for x in (torch.float16, torch.bfloat16)),
         *(([5, 0], size, {"head_dim": 32, "behind": behind}) for size, behind in ((1, 70), (64, 64), (70, 150))),
         ([5, 0], 64, {"head_dim": 32, "behind": 64, "tree": False}),
@@ -182,7 +182,7 @@ def test_offsets_beyond_two_to_the_31() -> None:
     check_attend(q, keys, values, Block.make([2], [40], 3, device=DEVICE), 0.25)
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     lengths=st.lists(st.integers(0, 90), min_size=1, max_size=3),
     size=st.integers(1, 20),

@@ -64,6 +64,15 @@ def made(*paths):
 
 
 @pytest.fixture
+def undrawn(monkeypatch):
+    """Charts are asked for and not drawn, which takes a second a page."""
+    monkeypatch.setattr(charts, "image", lambda figure, form: b"\x89PNG")
+    monkeypatch.setattr(charts, "inline", lambda figure: "<svg></svg>")
+    for name in ("lines", "stacked", "grouped"):
+        monkeypatch.setattr(charts, name, lambda *_, **__: None)
+
+
+@pytest.fixture
 def results(tmp_path):
     """Two data sets, two contexts, profiles."""
     lines = [
@@ -105,6 +114,7 @@ def test_the_whole_page(results, tmp_path):
     assert path.name == "index.html" and len(list(path.parent.glob("*.png"))) == 9
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_one_method_one_context_no_hf(tmp_path):
     report, page = made(write(tmp_path / "r.jsonl", header(("ar",)), line({"ar": 4.0}, None)))
     assert "Plain decoding (ar)." in page.text and "1 prompt of 777 tokens" in page.text
@@ -112,6 +122,7 @@ def test_one_method_one_context_no_hf(tmp_path):
     assert list(report.images) == ["tokens-s-news.png"]
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize(
     ("seconds", "said"),
     [
@@ -135,6 +146,7 @@ def test_the_headline_counts_wins_and_losses(tmp_path, seconds, said):
     assert len(seconds) == 1 or f"{4 / max(seconds):.2f}\N{EN DASH}{4 / min(seconds):.2f}" in page.text  # in the table
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_method_that_met_some_of_the_prompts_is_no_headline(tmp_path):
     files = [
         write(tmp_path / f"{i}.jsonl", header(tuple(s)), line(s, 1024 * i))
@@ -143,6 +155,7 @@ def test_a_method_that_met_some_of_the_prompts_is_no_headline(tmp_path):
     assert "longspec is faster than plain decoding (ar) on all 2 prompts" in made(*files)[1].text
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_empty_columns_go(tmp_path):
     """No hf, no profile, one round, one prompt, prompts that came from a cache."""
     found = line({"ar": 4.0, "longspec": 2.0}, cold={}, peak_memory_bytes={})
@@ -152,6 +165,7 @@ def test_empty_columns_go(tmp_path):
     assert heads == ["method", "context", "tokens/s", "vs ar", "accepted", "prompts", "differ"]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_an_approximate_method_is_no_headline(tmp_path):
     names = ("ar", "longspec", "specpv")
     path = write(tmp_path / "r.jsonl", header(names), line({"ar": 4.0, "longspec": 3.0, "specpv": 1.0}))
@@ -160,6 +174,7 @@ def test_an_approximate_method_is_no_headline(tmp_path):
     assert "Not compared: specpv" in page.text and "not comparable" in page.text
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_what_is_missing_is_left_out(tmp_path):
     bare = {"format": "longdraft-bench", "version": 1}
     found = line(SECONDS, None, peak_memory_bytes={}, cold={})
@@ -198,6 +213,7 @@ def test_everything_from_a_file_is_escaped(tmp_path):
     assert all(re.fullmatch(r"[a-z0-9-]+\.png", name) for name in report.images)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_near_ties_are_listed_behind_mismatches(tmp_path):
     base = {"method": "longspec", "dataset": "news", "position": 3, "token": 1, "reference": 2}
     near = base | {"sample": "a:1", "gap": 1e-4, "near_tie": True}
@@ -211,6 +227,7 @@ def test_near_ties_are_listed_behind_mismatches(tmp_path):
     assert page.text.index("Mismatch: longspec on b:2") < page.text.index("Near tie: longspec on a:1")
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_files_of_one_machine_are_one_chapter(tmp_path):
     paths = [
         write(
@@ -224,6 +241,7 @@ def test_files_of_one_machine_are_one_chapter(tmp_path):
     assert "chapter" not in page.text and "2 prompts of 1,024 to 2,048 tokens" in page.text
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize(
     "over",
     [

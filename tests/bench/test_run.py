@@ -20,6 +20,7 @@ from tests.bench import measuring
 from tests.bench.measuring import settings
 from tests.drafts import random_eagle3
 from tests.planned import given_table
+from tests.quick import slow
 from tests.tiny import tiny_model, tiny_tokenizer
 
 SAMPLES = [
@@ -67,10 +68,10 @@ def altered_report(loaded, alter):
 @pytest.mark.parametrize(
     "over",
     [
-        {},
+        slow({}),
         {"batches": (2,)},
         {"sampling": Sampling(1.0), "seed": 3},
-        {"sampling": Sampling(repetition_penalty=1.3)},
+        slow({"sampling": Sampling(repetition_penalty=1.3)}),
         {"sampling": Sampling(0.8, top_k=9, top_p=0.9, min_p=0.01)},
     ],
     ids=str,

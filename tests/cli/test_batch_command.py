@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 
 from longdraft.batch.output import Output
+from longdraft.cli.main import main
+from tests import elsewhere
 
-ROWS = 500
+ROWS = 300
 
 
 def prompts(path, count, tokens=4):
@@ -25,15 +25,18 @@ def found(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def _batch(words):
+    raise SystemExit(main(["batch", *words]))
+
+
 def test_a_killed_run_goes_on_with_every_row_once(shell, model_folder, tmp_path):
     source, killed, whole = prompts(tmp_path / "in.jsonl", ROWS), tmp_path / "killed.jsonl", tmp_path / "whole.jsonl"
     options = ["--model", str(model_folder), "--method", "prompt-lookup", "--slots", "4", "-t", "0.7"]
-    command = [sys.executable, "-m", "longdraft", "batch", str(source), str(killed), *options]
-    run = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-    while run.poll() is None and (not killed.exists() or killed.read_bytes().count(b"\n") < 40):
+    run = elsewhere.start(tmp_path / "said", _batch, [str(source), str(killed), *options])
+    while run.is_alive() and (not killed.exists() or killed.read_bytes().count(b"\n") < 40):
         time.sleep(0.005)
     run.kill()
-    assert run.wait() == -signal.SIGKILL
+    assert elsewhere.ended(run, 10) == -signal.SIGKILL
     with killed.open("ab") as torn:
         torn.write(b'{"line": ')
     there = killed.read_bytes().count(b"\n")

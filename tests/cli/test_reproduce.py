@@ -8,6 +8,7 @@ import pytest
 
 from longdraft import Speculator
 from tests.drafts import random_draft, random_eagle3
+from tests.quick import slow
 from tests.tiny import tiny_model
 
 
@@ -111,7 +112,7 @@ def test_what_cannot_be(reproduce, arguments, message):
     assert ended.code == 2 and message in ended.err
 
 
-@pytest.mark.parametrize("table", ["2", "fig4"])
+@pytest.mark.parametrize("table", ["2", slow("fig4")])
 def test_trainings_are_compared(reproduce, monkeypatch, table, tmp_path):
     pytest.importorskip("accelerate")
     for name, value in {"SHORT": 64, "LONG": 128, "CHARACTERS": 3000, "ROWS": 512, "MLP": 32}.items():

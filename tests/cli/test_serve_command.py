@@ -6,35 +6,40 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
+import time
 
 import pytest
 
+from longdraft.cli.main import main
+from tests import elsewhere
 from tests.serve.over_http import http
 
 pytest.importorskip("fastapi")
 
 
+def _serve(words):
+    os.environ["COLUMNS"] = "200"
+    raise SystemExit(main(["serve", *words]))
+
+
 def test_it_listens_answers_and_ends_when_asked_to(model_folder, tmp_path):
     (tmp_path / "keys.txt").write_text("# tenants\nme secret\n")
-    command = [
-        sys.executable, "-m", "longdraft", "serve", "--model", str(model_folder), "--port", "0", "--plan", "fixed",
-        "--slots", "2", "--method", "prompt-lookup,ar", "--api-key-file", str(tmp_path / "keys.txt"),
-        "--snapshots", str(tmp_path / "kept"),
+    words = [
+        "--model", str(model_folder), "--port", "0", "--plan", "fixed", "--slots", "2", "--method", "prompt-lookup,ar",
+        "--api-key-file", str(tmp_path / "keys.txt"), "--snapshots", str(tmp_path / "kept"),
     ]  # fmt: skip
-    run = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | {"COLUMNS": "200"})
+    said, address = tmp_path / "said", None
+    run = elsewhere.start(said, _serve, words)
     try:
-        assert run.stderr is not None
-        printed = ""
-        while not (address := re.search(r"(http://127\.0\.0\.1:\d+)/v1", printed)) and (line := run.stderr.readline()):
-            printed += line
-        assert address, printed
+        while not address:
+            assert run.is_alive(), said.read_text()
+            time.sleep(0.02)
+            address = said.exists() and re.search(r"(http://127\.0\.0\.1:\d+)/v1", said.read_text())
         body = {"messages": [{"role": "user", "content": "who?"}], "max_tokens": 5, "temperature": 0}
         status, answer = http(f"{address[1]}/v1/chat/completions", body, authorization="Bearer secret")
         assert status == 200 and json.loads(answer)["usage"]["completion_tokens"] == 5
-        run.send_signal(signal.SIGTERM)
-        assert run.wait(30) == 0 and "All requests have ended" in run.stderr.read()
+        os.kill(run.pid, signal.SIGTERM)
+        assert elsewhere.ended(run, 30) == 0 and "All requests have ended" in said.read_text()
     finally:
         run.kill()
 

@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from longdraft import Speculator
 from longdraft.errors import CheckpointError
 from tests.drafters.watching import run
+from tests.quick import in_turn
 from tests.recurrent_models import some_prompt
 from tests.tiny import tiny_model
 
@@ -75,8 +76,7 @@ def plain_logits(model: Any, own: Any, text: list[int], path: list[int]) -> torc
     return said.logits[0, -1]
 
 
-@pytest.mark.parametrize("groups", [False, True], ids=["whole head", "groups"])
-@pytest.mark.parametrize("kind", _KINDS)
+@pytest.mark.parametrize(("kind", "groups"), in_turn(_KINDS, [True, False]))
 def test_proposals_are_those_of_transformers(tmp_path, kind, groups):
     model, own = target(kind), assistant(tmp_path, groups)
     spec = Speculator(tmp_path, target=model, tree="dynamic", depth=3, top_k=2, nodes=8)
@@ -92,13 +92,12 @@ def test_proposals_are_those_of_transformers(tmp_path, kind, groups):
             assert tree.log_probs[node] == pytest.approx(float(expected), abs=2e-3)
 
 
-@pytest.mark.parametrize("tree", [{}, {"tree": "chain", "depth": 4}], ids=str)
-@pytest.mark.parametrize("kind", _KINDS)
+@pytest.mark.parametrize(("kind", "tree"), in_turn(_KINDS, [{}, {"tree": "chain", "depth": 4}]))
 def test_greedy_text_is_the_models_own(tmp_path, kind, tree):
     model = target(kind)
     assistant(tmp_path)
-    found = Speculator(tmp_path, target=model, plan="fixed", **tree).generate(PROMPTS, max_new_tokens=30)
-    plain = Speculator("ar", target=model).generate(PROMPTS, max_new_tokens=30)
+    found = Speculator(tmp_path, target=model, plan="fixed", **tree).generate(PROMPTS, max_new_tokens=20)
+    plain = Speculator("ar", target=model).generate(PROMPTS, max_new_tokens=20)
     assert [r.token_ids for r in found] == [r.token_ids for r in plain]
     assert sum(r.drafted for r in found) > sum(r.accepted for r in found)
 

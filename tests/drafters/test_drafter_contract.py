@@ -20,6 +20,7 @@ from tests.drafters.watching import run
 from tests.drafts import random_draft
 from tests.exactness.cases import METHODS, PARTIAL, Case
 from tests.exactness.workshop import Workshop, target
+from tests.quick import in_turn
 from tests.tiny import tiny_model
 
 CASES = {name: case for name, case in METHODS.items() if name not in ("ar", "specpv-exact")}
@@ -37,7 +38,7 @@ def workshop(tmp_path_factory) -> Workshop:
 @each_drafter
 def test_trees_are_rooted_at_the_last_token_and_within_the_drafters_bound(workshop, case):
     watching, _ = run(workshop.spec(case), PROMPTS)
-    assert watching.proposed
+    assert watching.proposed and (watching.inner.forwards > 0) == (case.method != "prompt-lookup")
     for text, _, tree in watching.proposed:
         assert tree.tokens[0] == text[-1]
         assert tree.drafted <= watching.inner.max_nodes
@@ -57,31 +58,10 @@ def test_a_planners_limit_is_kept(workshop, case):
     assert [s.output for s in sequences] == workshop.plain(prompts=tuple(map(tuple, PROMPTS)), n=NEW)
 
 
-@each_drafter
-def test_a_batch_is_drafted_as_its_texts_are_one_by_one(workshop, case):
-    spec = workshop.spec(case)
-    _, together = run(spec, PROMPTS)
-    alone = [run(spec, [prompt])[1][0] for prompt in PROMPTS]
-    assert [s.output for s in together] == [s.output for s in alone]
-    assert [(s.rounds, s.accepted) for s in together] == [(s.rounds, s.accepted) for s in alone]
-
-
-@each_drafter
-def test_a_slot_that_is_used_again_leaves_no_trace(workshop, case):
-    spec = workshop.spec(case)
-    again = spec.generate([*PROMPTS, *PROMPTS], max_new_tokens=NEW, batch=1)
-    figures = [(r.token_ids, r.rounds, r.accepted) for r in again]
-    assert figures[: len(PROMPTS)] == figures[len(PROMPTS) :]
-
-
-@each_drafter
-def test_forwards_are_counted_if_drafting_takes_any(workshop, case):
-    watching, _ = run(workshop.spec(case), PROMPTS)
-    assert (watching.inner.forwards > 0) == (case.method != "prompt-lookup")
-
-
-@pytest.mark.parametrize("offload", [None, "disk"])
-@pytest.mark.parametrize("method", ["longspec", "eagle3", "onepass", "small-lm", "heads", "prompt-lookup"])
+@pytest.mark.parametrize(
+    ("method", "offload"),
+    in_turn(["longspec", "eagle3", "onepass", "small-lm", "heads", "prompt-lookup"], [None, "disk"]),
+)
 def test_it_drafts_for_partial_verification(workshop, method, offload):
     draft = None if method == "prompt-lookup" else method
     for schedule in ("specpv", "specpv-exact"):
@@ -110,8 +90,9 @@ def test_a_draft_that_cannot_be_used_is_refused(workshop, tmp_path, case):
             Speculator(case.method, target=tiny_model(hidden=96, vocab=11, dtype=torch.float64), draft=folder)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("method", ["longspec", "eagle3"])
+@pytest.mark.parametrize(
+    ("method", "dtype"), [("longspec", torch.bfloat16), ("eagle3", torch.float16), ("eagle3", torch.float64)]
+)
 def test_a_draft_takes_the_targets_dtype(workshop, method, dtype):
     model = tiny_model(vocab=11, layers=6, dtype=dtype)
     spec = Speculator(method, target=model, draft=workshop.draft(method, model))

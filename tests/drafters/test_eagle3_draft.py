@@ -11,12 +11,11 @@ from safetensors.torch import load_file
 
 from longdraft import Speculator
 from longdraft.drafters.eagle3 import Eagle3Draft
-from longdraft.drafts import draft_folder
 from longdraft.drafts.speculators import to_speculators
 from longdraft.errors import CheckpointError
 from longdraft.methods import method_of
 from longdraft.model.runner import TargetRunner
-from tests.drafts import edit, published_eagle3, random_draft, random_eagle3
+from tests.drafts import edit, published_eagle3, random_eagle3
 from tests.tiny import tiny_model
 
 LAYERS = (1, 3, 4)  # what EAGLE-3 takes of eight layers
@@ -206,12 +205,6 @@ def test_a_kind_of_speculators_that_is_not_known(tmp_path, folder):
         Speculator(other)
 
 
-def test_a_published_draft_for_another_target_is_refused(tmp_path, model):
-    folder = published_eagle3(tmp_path / "draft", model)
-    with pytest.raises(CheckpointError):
-        Speculator(folder, target=tiny_model(vocab=11, layers=4))
-
-
 def test_remarks(tmp_path, model):
     runner = TargetRunner(model)
     sound = Eagle3Draft.load(random_eagle3(tmp_path / "a", model, layers=LAYERS, head_dim=16))
@@ -227,9 +220,3 @@ def test_remarks(tmp_path, model):
         assert part in found
     flagged = published_eagle3(tmp_path / "c", model, norm_before_residual=True)
     assert "norm_before_residual" in " | ".join(Eagle3Draft.load(flagged).remarks(runner))
-
-
-def test_kinds_are_told_apart(tmp_path, model):
-    assert draft_folder.kind(random_draft(tmp_path / "longspec", model)) == "longspec"
-    assert draft_folder.kind(random_eagle3(tmp_path / "eagle3", model)) == "eagle3"
-    assert draft_folder.kind(published_eagle3(tmp_path / "published", model)) == "eagle3"

@@ -12,6 +12,7 @@ from longdraft import Speculator
 from longdraft.errors import UnsupportedModelError
 from tests.drafts import random_draft, random_eagle3, random_heads, small_lm
 from tests.exact_methods import SMALL_VIEW
+from tests.quick import in_turn
 from tests.recurrent_models import recurrent_model
 from tests.tiny import tiny_model
 
@@ -49,8 +50,7 @@ def chains(spec: Speculator) -> list[bool]:
     return [step.tree.is_chain for step in steps if step.tree is not None and step.tree.drafted]
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("plan", ["auto", "fixed"])
+@pytest.mark.parametrize(("model", "plan"), in_turn(MODELS, ["auto", "fixed"]))
 def test_the_default_method_drafts_chains(model, plan):
     spec = Speculator(target=MODELS[model](), plan=plan)
     assert all(chains(spec))

@@ -102,9 +102,10 @@ def tolerance(model, logits: float) -> float:
     return float(torch.finfo(torch.float32).eps) / 2 * longest * max(1.0, logits)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-@pytest.mark.parametrize("heads", [(6, 2), (4, 4), (4, 1)], ids=str)
-@pytest.mark.parametrize("final_norm", [False, True])
+@pytest.mark.parametrize(
+    ("family", "heads", "final_norm"),
+    [("llama", (6, 2), False), ("qwen3", (4, 4), True), ("llama", (4, 1), True), ("qwen3", (6, 2), False)],
+)
 def test_rounds_are_the_blocks_plain_definition(tmp_path, family, heads, final_norm):
     model = tiny_model(family, vocab=11, heads=heads[0], kv_heads=heads[1])
     draft = LongSpecDraft.load(random_draft(tmp_path, model, window=WINDOW, final_norm=final_norm))

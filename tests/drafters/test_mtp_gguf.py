@@ -57,7 +57,7 @@ def test_a_file_drafts_for_itself(tmp_path, architecture):
         model, tokenizer = load(tmp_path / "a.gguf", device="cpu", arithmetic=arithmetic)
         plain, drafted = (
             Speculator(method, target=model, tokenizer=tokenizer, plan="fixed").generate(
-                [prompt], max_new_tokens=24, eos_token_ids=[]
+                [prompt], max_new_tokens=14, eos_token_ids=[]
             )[0]
             for method in ("ar", "mtp")
         )

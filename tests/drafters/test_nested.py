@@ -25,6 +25,7 @@ from tests.drafters.watching import Watching
 from tests.drafts import small_lm
 from tests.events import decoded
 from tests.forwards import forward
+from tests.quick import slow
 from tests.tiny import tiny_model
 
 pytestmark = pytest.mark.usefixtures("small_sizes")
@@ -75,12 +76,10 @@ def test_three_levels_and_a_small_model_as_one(tmp_path):
     lookup = NestedDrafter(SuffixDrafter(), SparseLMDrafter(draft, view="snapkv", budget=24, window=4), 3)
     streaming = NestedDrafter(lookup, SelfDrafter(view="streaming", budget=24), 4)
     drafter = NestedDrafter(streaming, SelfDrafter(view="chunks", **VIEW | {"budget": 40}), 6)
-    sequences = run(drafter, model, PROMPTS, 24)
-    assert [s.output for s in sequences] == tokens(plain(model, n=24)) and sum(s.accepted for s in sequences) > 20
-    again = run(drafter, model, PROMPTS, 24)
-    assert [(s.output, s.accepted) for s in again] == [(s.output, s.accepted) for s in sequences]
+    sequences = run(drafter, model, PROMPTS, 14)
+    assert [s.output for s in sequences] == tokens(plain(model, n=14)) and sum(s.accepted for s in sequences) > 10
     # The level under the target is what counts.
-    alone = run(NestedDrafter(NoDrafter(), SelfDrafter(view="chunks", **VIEW | {"budget": 40}), 6), model, PROMPTS, 24)
+    alone = run(NestedDrafter(NoDrafter(), SelfDrafter(view="chunks", **VIEW | {"budget": 40}), 6), model, PROMPTS, 14)
     assert [s.accepted for s in alone] == [s.accepted for s in sequences]
 
 
@@ -98,8 +97,8 @@ def test_a_level_that_is_a_small_model_of_fewer_tokens(tmp_path):
             level._bound = type(own)(own.runner, torch.arange(11), own.trained_length)
 
         level.bind = trimmed
-        sequences = run(NestedDrafter(SuffixDrafter(), level), model, PROMPTS, 20, sampling=sampling)
-        want = [plain(model, [p], 20, sampling=sampling, seed=i)[0].token_ids for i, p in enumerate(PROMPTS)]
+        sequences = run(NestedDrafter(SuffixDrafter(), level), model, PROMPTS, 12, sampling=sampling)
+        want = [plain(model, [p], 12, sampling=sampling, seed=i)[0].token_ids for i, p in enumerate(PROMPTS)]
         assert [s.output for s in sequences] == want
 
 
@@ -156,7 +155,7 @@ def first_proposals(model, inner, prompt, batch, sampling):
     return [tuple(tree.tokens) for _, tree in watching.rounds[:batch]]
 
 
-@pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(1.2, top_p=0.9)], ids=str)
+@pytest.mark.parametrize("sampling", [slow(Sampling(1.0)), Sampling(1.2, top_p=0.9)], ids=str)
 def test_what_a_level_emits_follows_the_level(monkeypatch, sampling):
     """Chi-square of the two tokens that it proposes after the target's first, against its own law on its own rows.
 

@@ -218,33 +218,6 @@ def test_peagle_in_a_window_and_as_eagle_3_is_published(tmp_path):
         assert_drafted(decoded(folder, model, window=window, **TREE), tensors, rows_of)
 
 
-def test_sampled_text_and_other_methods(tmp_path):
-    """Accepted and rejected parts of trees, drawn, in a batch, under another method."""
-    model = six_layers()
-    dspark = speculators(tmp_path / "a", "dspark", dflash_tensors(rank=6), markov_rank=6, sample_from_anchor=True)
-    peagle = speculators(
-        tmp_path / "b", "peagle", peagle_tensors(model), LAYER | {"model_type": "llama", "num_hidden_layers": 1}
-    )
-    plain = [r.token_ids for r in Speculator("ar", target=model).generate(PROMPTS, max_new_tokens=14)]
-    for folder, name in ((dspark, "dflash"), (peagle, "peagle")):
-        for options in ({"lookup": True}, {"tree": "chain"}, {"tree": "opt", "nodes": 6}, {"plan": "auto"}):
-            found = Speculator(folder, target=model, **options).generate(PROMPTS, max_new_tokens=14, batch=2)
-            assert [r.token_ids for r in found] == plain
-        partial = {"budget": 8, "sink": 4, "recent": 4, "block": 4}
-        found = Speculator("specpv-exact", target=model, draft=folder, drafter=name, **partial)
-        assert [r.token_ids for r in found.generate(PROMPTS, max_new_tokens=14)] == plain
-        drawn = [
-            [
-                r.token_ids
-                for r in Speculator(method, target=model, **more).generate(
-                    PROMPTS, max_new_tokens=14, temperature=0.9, seed=5
-                )
-            ]
-            for method, more in (("ar", {}), (name, {"draft": folder}))
-        ]
-        assert drawn[0] == drawn[1]
-
-
 def test_what_is_refused(tmp_path):
     model = six_layers()
     sound = speculators(tmp_path / "a", "dflash", dflash_tensors())

@@ -45,8 +45,8 @@ def plain(model, prompts=PROMPTS, n=40, **settings):
 def test_a_view_of_everything_is_always_right(view):
     """Texts shorter than the budget: the draft is the target."""
     model = tiny_model(vocab=11, dtype=torch.float64)
-    results = Speculator("self", target=model, view=view, depth=3).generate(PROMPTS, max_new_tokens=41)
-    assert tokens(results) == tokens(plain(model, n=41))
+    results = Speculator("self", target=model, view=view, depth=3).generate(PROMPTS, max_new_tokens=21)
+    assert tokens(results) == tokens(plain(model, n=21))
     assert [r.mean_accepted_length for r in results] == [4.0] * 4
 
 
@@ -71,7 +71,7 @@ def test_only_verifications_write_to_the_full_store(view):
         torch.testing.assert_close(own[:, 0, :, :n], exact[:, 0, :, :n], rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("length", [5, 40, 64, 65, 70, 127, 128, 129])
+@pytest.mark.parametrize("length", [5, 64, 65, 127, 129])
 def test_snapkvs_window_of_queries_whatever_the_pieces_of_the_prompt(length):
     """The prompt's last queries choose, also where a piece ends among them."""
     model = tiny_model(vocab=11, dtype=torch.float64)
@@ -116,9 +116,9 @@ def test_magicdec_with_the_targets_weights_as_its_small_model(tmp_path, view):
     model = tiny_model(vocab=11, dtype=torch.float64)
     model.save_pretrained(tmp_path)
     options = {"view": view, "budget": 24, **({"window": 4} if view == "snapkv" else {})}
-    own = Speculator("magicdec", target=model, **options).generate(PROMPTS, max_new_tokens=40)
-    small = Speculator("magicdec", target=model, draft=tmp_path, **options).generate(PROMPTS, max_new_tokens=40)
-    assert tokens(own) == tokens(small) == tokens(plain(model))
+    own = Speculator("magicdec", target=model, **options).generate(PROMPTS, max_new_tokens=20)
+    small = Speculator("magicdec", target=model, draft=tmp_path, **options).generate(PROMPTS, max_new_tokens=20)
+    assert tokens(own) == tokens(small) == tokens(plain(model, n=20))
     assert own[0].method == small[0].method == "magicdec" and own[0].exact
     if view == "snapkv":
         assert [r.accepted for r in small] == [r.accepted for r in own]

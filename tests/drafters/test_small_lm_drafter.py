@@ -18,6 +18,7 @@ from longdraft.views import compact
 from tests.drafters.watching import run
 from tests.drafts import random_lm, small_lm
 from tests.events import begun, taken_back
+from tests.quick import in_turn
 from tests.tiny import FAMILIES, tiny_model
 
 pytestmark = pytest.mark.usefixtures("small_sizes")
@@ -55,12 +56,10 @@ def assert_defined(model, tokens, tree, limit=14):
         assert tree.log_probs[node] == pytest.approx(float(expected), abs=3e-4)
 
 
-@pytest.mark.parametrize(
-    "tree",
-    [{"depth": 3, "top_k": 3, "nodes": 12}, {"widths": (3, 4, 4)}, {"tree": "opt", "nodes": 10, "threshold": 0.1}],
-    ids=str,
-)
-@pytest.mark.parametrize("layers", [1, 3])
+TREES = [{"depth": 3, "top_k": 3, "nodes": 12}, {"widths": (3, 4, 4)}, {"tree": "opt", "nodes": 10, "threshold": 0.1}]
+
+
+@pytest.mark.parametrize(("tree", "layers"), in_turn(TREES, [3, 1]), ids=str)
 def test_rounds_are_the_models_own_forward(tmp_path, tree, layers):
     folder = small_lm(tmp_path, layers=layers)
     spec = Speculator("small-lm", target=tiny_model(vocab=11), draft=folder, **tree)
@@ -70,8 +69,7 @@ def test_rounds_are_the_models_own_forward(tmp_path, tree, layers):
     assert sum(s.accepted for s in sequences) > 0 and max(max(tree.depths) for _, tree in found) >= 3
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("view", [{}, STREAMING, RETRIEVAL], ids=str)
+@pytest.mark.parametrize(("family", "view"), in_turn(FAMILIES, [STREAMING, RETRIEVAL, {}]), ids=str)
 def test_families_and_views(tmp_path, family, view):
     """With one layer, keys and values are those of token and position: what is seen is all there is to know."""
     spec = Speculator(
@@ -152,7 +150,7 @@ def test_many_tokens_at_once(decoding):
     decoding.check()
 
 
-@pytest.mark.parametrize("back", [1, 3, 9, 20])
+@pytest.mark.parametrize("back", [1, 20])
 def test_rewound_text(decoding, back):
     """Tokens are taken back, and others stand in their place."""
     decoding.check()

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from longdraft import Speculator
-from longdraft.errors import CheckpointError
 from tests.drafts import small_lm
 from tests.tiny import tiny_model
 
@@ -44,17 +43,3 @@ def test_a_folder_of_transformers_is_a_method_with_its_draft(tmp_path):
     expected = Speculator("ar", target=model).generate(PROMPTS, max_new_tokens=12)
     results = spec.generate(PROMPTS, max_new_tokens=12)
     assert [(r.token_ids, r.method) for r in results] == [(r.token_ids, "specextend") for r in expected]
-
-
-def test_models_in_several_files(tmp_path):
-    model = tiny_model(vocab=11)
-    draft = tiny_model(vocab=11, layers=2, seed=1)
-    draft.save_pretrained(tmp_path, max_shard_size="20KB")
-    assert (tmp_path / "model.safetensors.index.json").exists()
-    assert Speculator(tmp_path, target=model).method.name == "small-lm"
-
-
-def test_a_model_of_another_vocabulary(tmp_path):
-    model = tiny_model(vocab=11)
-    with pytest.raises(CheckpointError):
-        Speculator("small-lm", target=model, draft=small_lm(tmp_path / "other", vocab=12))

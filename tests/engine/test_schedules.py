@@ -25,6 +25,7 @@ from longdraft.views.view import View
 from tests.drafts import random_draft, random_eagle3
 from tests.events import begun, decoded
 from tests.forwards import forward
+from tests.quick import in_turn
 from tests.tiny import tiny_model
 
 SMALL = {"sink": 4, "window": 4, "chunk": 4, "margin": 6}
@@ -98,11 +99,15 @@ def model_of(family: str = "llama", **shape):
 # --- all schedules ---
 
 
-@pytest.mark.parametrize("name", ["full", "exact", "eager exact"])
-@pytest.mark.parametrize(("family", "kind"), [("mistral", "longspec"), ("llama", "ngram"), ("qwen3", "none")])
-def test_an_exact_schedule_gives_the_tokens_of_plain_decoding(tmp_path, name, family, kind):
+@pytest.mark.parametrize(
+    ("name", "drafted"),
+    in_turn(["full", "exact", "eager exact"], [("qwen3", "none"), ("mistral", "longspec"), ("llama", "ngram")]),
+    ids=str,
+)
+def test_an_exact_schedule_gives_the_tokens_of_plain_decoding(tmp_path, name, drafted):
+    family, kind = drafted
     model = model_of(family)
-    for n, eos in ((28, ()), (28, (0,)), (28, (3,)), (28, (7,)), (28, (10,)), (1, ()), (2, ()), (3, ()), (7, ())):
+    for n, eos in ((28, ()), (28, (3,)), (28, (10,)), (1, ()), (2, ()), (7, ())):
         want, _, _ = run(model, Schedule(), n=n, eos=eos)
         got, steps, _ = run(model, SCHEDULES[name](), drafter(kind, model, tmp_path), n=n, eos=eos)
         assert outputs(got) == outputs(want)

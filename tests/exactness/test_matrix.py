@@ -9,11 +9,11 @@ import pytest
 
 from tests.exactness.cases import CASES, METHODS
 from tests.exactness.workshop import DRAWN, GREEDY, PENALISED, PROMPTS, SEED, generate, rounds, target, tokens
+from tests.quick import in_turn
 from tests.tiny import FAMILIES
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "sampling"), in_turn(CASES, [GREEDY, DRAWN], both=METHODS))
 def test_a_ragged_batch(workshop, name, sampling):
     case = CASES[name]
     spec = workshop.spec(case)
@@ -32,8 +32,7 @@ def test_a_ragged_batch(workshop, name, sampling):
         assert one.token_ids == together[i].token_ids
 
 
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "llama"])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(("name", "family"), in_turn(METHODS, [family for family in FAMILIES if family != "llama"]))
 def test_other_families(workshop, name, family):
     model = target(family)
     results = generate(workshop.spec(METHODS[name], model))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from longdraft import Speculator
 from longdraft.planning.costs import CostTable
 from tests.exactness.cases import METHODS, Case
 from tests.exactness.workshop import DRAWN, GREEDY, PROMPTS, generate, target, tokens
 from tests.planned import draft_without_knowing, use_costs
+from tests.quick import in_turn
 
 TABLES = {
     "free": CostTable((0,), (1, 64), ((1e-2, 1.01e-2),)),  # rows cost nothing
@@ -48,13 +48,12 @@ def costs(monkeypatch):
     return lambda table: use_costs(monkeypatch, table)
 
 
-@pytest.mark.parametrize(
-    ("table", "sampling", "n"),
-    [("free", GREEDY, 40), ("free", DRAWN, 24), ("some", GREEDY, 24), ("some", DRAWN, 40), ("dear", GREEDY, 24)],
-    ids=["free, greedy", "free, drawn", "some, greedy", "some, drawn", "dear, greedy"],
-)
-@pytest.mark.parametrize("name", PLANNED)
-def test_the_output_is_plain_decodings(workshop, costs, monkeypatch, name, table, sampling, n):
+SITUATIONS = (("free", GREEDY), ("some", DRAWN), ("dear", GREEDY), ("some", GREEDY), ("free", DRAWN))
+
+
+@pytest.mark.parametrize(("name", "situation"), in_turn(PLANNED, SITUATIONS, each=2))
+def test_the_output_is_plain_decodings(workshop, costs, monkeypatch, name, situation):
+    (table, sampling), n = situation, 24
     costs(TABLES[table])
     draft_without_knowing(monkeypatch)
     spec = workshop.spec(PLANNED[name], plan="auto")
@@ -115,24 +114,3 @@ def test_without_a_table_trees_are_fixed(workshop, costs):
     costs(None)
     spec = workshop.spec(PLANNED["prompt-lookup"], plan="auto")
     assert spec.planner() is None and tokens(generate(spec)) == workshop.plain()
-
-
-@pytest.mark.parametrize("settings", [{"do_sample": False}, {"do_sample": True, "temperature": 0.8}], ids=str)
-def test_custom_generate(workshop, costs, settings):
-    costs(TABLES["some"])
-    model, prompt, found = target(dtype=torch.float64), torch.tensor([PROMPTS[0]]), []
-    for own in ({}, {"custom_generate": workshop.spec(PLANNED["prompt-lookup"], model, plan="auto")}):
-        torch.manual_seed(3)
-        found.append(
-            model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=30, **settings, **own)
-        )
-    assert torch.equal(*found)
-
-
-def test_two_runs_at_once(workshop, costs):
-    costs(TABLES["some"])
-    spec = workshop.spec(PLANNED["longspec"], plan="auto")
-    one, two = (spec.stream([list(p)], max_new_tokens=24) for p in PROMPTS[1:3])
-    for _ in range(4):
-        next(iter(one), None), next(iter(two), None)
-    assert [r.results()[0].token_ids for r in (one, two)] == workshop.plain()[1:3]

@@ -23,7 +23,7 @@ GREEDY = Sampling()
 DRAWN = Sampling(temperature=0.9, top_k=8, repetition_penalty=1.2)
 PENALISED = Sampling(repetition_penalty=1.4, repetition_window=5)
 SEED = 5
-NEW = 24
+NEW = 16
 FEW = [1, 2, 3, 4, 7]  # tokens of a draft that knows no more
 
 _DRAFTS = {

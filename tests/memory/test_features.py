@@ -18,6 +18,7 @@ from longdraft.memory.prompt_cache import PromptCache
 from longdraft.memory.store import KVShape, KVStore
 from longdraft.model.runner import TargetRunner
 from tests.drafts import published_eagle, random_eagle3, random_heads, random_mtp, random_onepass
+from tests.quick import few
 from tests.tiny import tiny_model
 
 
@@ -125,10 +126,7 @@ def decoded(spec: Speculator, folder, batch: int) -> dict[tuple[str, int], list[
     return found
 
 
-QUICK = ("eagle3", "heads")
-
-
-@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in METHODS])
+@pytest.mark.parametrize("name", few(METHODS, ("eagle3", "heads")))
 def test_drafts_are_those_of_all_rows(name, tmp_path, monkeypatch):
     model = tiny_model(layers=6, hidden=32, heads=4, dtype=torch.float64)
     monkeypatch.setattr(loop, "SPARE", 2)

@@ -8,6 +8,7 @@ import torch
 from longdraft import PromptCache, Speculator
 from longdraft.errors import CapabilityError
 from tests.drafts import random_draft, small_lm
+from tests.quick import in_turn
 from tests.tiny import tiny_model
 from tests.zoo.tiny_models import tiny_model as zoo_model
 
@@ -23,22 +24,20 @@ def tokens(spec: Speculator, n: int = 30, **settings) -> list[list[int]]:
     return [r.token_ids for r in results]
 
 
-@rounded
-@pytest.mark.parametrize(
-    ("method", "options"),
-    [
-        ("prompt-lookup", {"min_n": 1}),
-        ("self", CHUNKS),
-        ("self", {"view": "snapkv", "budget": 24, "window": 4}),
-        ("quantspec", {}),
-        ("specextend", {"view": "retrieval", "sink": 4, "recent": 8, "chunk": 4, "chunks": 4, "every": 2}),
-        ("longspec", {"widths": (3, 2)}),
-        ("longspec", RETRIEVAL),
-    ],
-    ids=str,
-)
-def test_every_method_writes_what_plain_decoding_on_that_kv_writes(tmp_path, kv_dtype, method, options):
-    model = tiny_model(vocab=11, dtype=torch.float32)
+METHODS = [
+    ("prompt-lookup", {"min_n": 1}),
+    ("self", CHUNKS),
+    ("self", {"view": "snapkv", "budget": 24, "window": 4}),
+    ("quantspec", {}),
+    ("specextend", {"view": "retrieval", "sink": 4, "recent": 8, "chunk": 4, "chunks": 4, "every": 2}),
+    ("longspec", {"widths": (3, 2)}),
+    ("longspec", RETRIEVAL),
+]
+
+
+@pytest.mark.parametrize(("case", "kv_dtype"), in_turn(METHODS, ["int8", "bfloat16"]), ids=str)
+def test_every_method_writes_what_plain_decoding_on_that_kv_writes(tmp_path, case, kv_dtype):
+    (method, options), model = case, tiny_model(vocab=11, dtype=torch.float32)
     drafts = {"specextend": lambda: small_lm(tmp_path, 11), "longspec": lambda: random_draft(tmp_path, model)}
     draft = {"draft": drafts[method]()} if method in drafts else {}
     spec = Speculator(method, target=model, kv_dtype=kv_dtype, plan="fixed", **draft, **options)

@@ -18,11 +18,12 @@ from longdraft.native.scaled import Scaled
 from tests.exact_methods import EXACT, Specs
 from tests.forwards import forward
 from tests.nominal import DEVICE, StandIn, card, moved
+from tests.quick import few
 from tests.tiny import tiny_model
 
 PROMPTS = [[3, 9, 4, 7, 2, 5] * 8, [8, 1, 1, 6] * 9]
 SETTINGS = {"max_new_tokens": 14, "eos_token_ids": []}
-QUICK = ("ar", "prompt-lookup", "longspec", "eagle3", "self", "quantspec")
+QUICK = ("prompt-lookup", "longspec", "eagle3", "self", "quantspec")
 GPU_PAGE = Path(__file__).parents[2] / "docs" / "gpu.md"
 
 
@@ -36,9 +37,7 @@ def tokens(spec: Speculator) -> list[list[int]]:
     return [list(r.token_ids) for r in spec.generate(PROMPTS, **SETTINGS)]
 
 
-@pytest.mark.parametrize(
-    "method", [m if m in QUICK else pytest.param(m, marks=pytest.mark.slow) for m in (*EXACT, "quantspec")]
-)
+@pytest.mark.parametrize("method", few((*EXACT, "quantspec"), QUICK))
 def test_every_method_writes_what_plain_decoding_on_that_kv_writes(method, tmp_path, there):
     specs = Specs(tmp_path, torch.float32)
     options = specs.options(method)

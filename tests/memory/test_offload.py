@@ -116,17 +116,22 @@ def test_as_many_layers_as_fit_stay_on_the_device(free, kept, monkeypatch):
     assert len(HostStore(shape, 1, 200, "cpu", side=LazySide(), resident=None).streamed) == 8 - kept
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.9, top_k=8, repetition_penalty=1.2)])
+SAMPLED = Sampling(temperature=0.9, top_k=8, repetition_penalty=1.2)
+
+
 @pytest.mark.parametrize(
-    ("method", "layers"),
-    [("ar", 3), ("prompt-lookup", 3), ("longspec", 3), ("prompt-lookup", 1), ("longspec", 1), ("longspec", 2)],
-)
+    ("method", "layers", "sampling"),
+    [
+        ("ar", 3, Sampling()), ("prompt-lookup", 1, SAMPLED), ("longspec", 1, Sampling()), ("longspec", 2, Sampling()),
+        ("longspec", 3, SAMPLED),
+    ],
+)  # fmt: skip
 def test_a_ragged_batch_has_the_same_tokens(tmp_path, offloaded, method, layers, sampling):
     model = tiny_model(vocab=11, layers=layers, dtype=torch.float64)
     options = {"branches": 3, "min_n": 1} if method == "prompt-lookup" else {}
     options = {"draft": random_draft(tmp_path / "draft", model)} if method == "longspec" else options
     spec = Speculator(method, target=model, **options)
-    settings = {"max_new_tokens": 30, "sampling": sampling, "seed": 5}
+    settings = {"max_new_tokens": 20, "sampling": sampling, "seed": 5}
     expected = spec.generate(PROMPTS, **settings)
     offloaded()
     got = spec.generate(PROMPTS, **settings)
@@ -258,7 +263,8 @@ def most_resident(folder: Path, columns: bool, n: int) -> tuple[int, int]:
         for layer in range(20):
             store.write(layer, x, x, block)
             assert sum(float(rows[0, :, : store.lengths[0] + n].min()) for rows in store.layer(layer)) == 2
-            most = max(most, resident(folder))
+            if layer % 6 == 5:  # asking takes longer than writing
+                most = max(most, resident(folder))
         store.commit(0, range(n))
     store.truncate(0, 4 * n)
     store.commit(0, [1, 5, 7])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longdraft.attention.block import Block
@@ -95,6 +95,7 @@ OPERATIONS = st.one_of(
 
 
 @every_kind
+@settings(max_examples=25)
 @given(st.lists(OPERATIONS, max_size=12))
 def test_any_sequence_of_operations_leaves_the_rows_of_each_text(tmp_path_factory, kind, operations):
     store = make(kind, tmp_path_factory.getbasetemp())

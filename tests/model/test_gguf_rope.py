@@ -13,6 +13,7 @@ from longdraft.errors import CapabilityError
 from longdraft.model.loading import load
 from longdraft.model.shared_parts import rotary_module
 from tests.gguf_files import write_gguf
+from tests.quick import in_turn
 
 pytest.importorskip("gguf")
 pytest.importorskip("accelerate")
@@ -53,7 +54,7 @@ def decoded(model, tokenizer) -> list[int]:
     """Tokens that plain decoding and drafts agree on."""
     plain, drafted = (
         longdraft.Speculator(method, target=model, tokenizer=tokenizer)
-        .generate([TEXT[0].tolist()], max_new_tokens=24)[0]
+        .generate([TEXT[0].tolist()], max_new_tokens=14)[0]
         .token_ids
         for method in ("ar", "prompt-lookup")
     )
@@ -61,8 +62,7 @@ def decoded(model, tokenizer) -> list[int]:
     return plain
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
-@pytest.mark.parametrize("kind", SCALED)
+@pytest.mark.parametrize(("kind", "family"), in_turn(SCALED, ["llama", "qwen2"]))
 @torch.no_grad()
 def test_they_are_those_of_the_same_models_configuration(kind, family, tmp_path):
     rope, parameters = SCALED[kind]
@@ -82,7 +82,7 @@ def test_they_are_those_of_the_same_models_configuration(kind, family, tmp_path)
         torch.testing.assert_close(rotary_module(model).inv_freq, rotary_module(written).inv_freq)
         torch.testing.assert_close(model(TEXT).logits, expected, rtol=1e-3, atol=1e-3)
         torch.testing.assert_close(copy.deepcopy(model)(TEXT).logits, expected, rtol=1e-3, atol=1e-3)
-    options = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0, "eos_token_id": 2}
+    options = {"max_new_tokens": 14, "do_sample": False, "pad_token_id": 0, "eos_token_id": 2}
     assert decoded(model, tokenizer) == written.generate(TEXT, **options)[0, TEXT.shape[1] :].tolist()
     half = load(file, device="cpu", dtype="bfloat16").model  # unpacked by transformers
     assert half.config.rope_parameters == found and half.name_or_path == str(file)

@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 
 from longdraft.model import gpu_kernels, gpu_operators
 from longdraft.native.scaled import Scaled
+from tests.quick import in_turn
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []  # one is to be seen with `-m gpu` alone
@@ -37,6 +38,7 @@ def assert_same(found, expected) -> None:
     assert (found != expected).float().mean() <= 0.01
 
 
+@settings(max_examples=15)
 @given(dtypes, st.integers(1, 3), st.sampled_from([1, 7, 48, 128, 300]))
 def test_norms(dtype, rows, size):
     x, delta = numbers(2, rows, size, dtype=dtype), numbers(2, rows, size, dtype=dtype, seed=1)
@@ -46,6 +48,7 @@ def test_norms(dtype, rows, size):
     assert_same(gpu_kernels.add_rms_norm(*arguments), gpu_operators.add_rms_norm(*arguments))
 
 
+@settings(max_examples=15)
 @given(dtypes, st.integers(1, 3), st.sampled_from([1, 30, 1500]), st.booleans())
 def test_silu_times(dtype, rows, size, together):
     both = numbers(2, rows, 2 * size, dtype=dtype)
@@ -71,17 +74,18 @@ def of_rope(dtype, heads, kv_heads, d, rotary, size, normed, transposed, offset,
     return [*parts, angles.cos().to(dtype), angles.sin().to(dtype), *weights, 1e-6, keys, values, *places, offset]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("heads", "d", "rotary", "size", "normed", "transposed", "offset", "together"),
-    [
-        ((6, 2), 16, 16, 4, False, False, 0, True),
-        ((4, 4), 24, 24, 3, True, False, 5, True),
-        ((4, 1), 16, 8, 2, False, True, 1, False),
-        ((2, 1), 20, 0, 1, True, False, 0, True),
-    ],
-)
-def test_rope_write(dtype, heads, d, rotary, size, normed, transposed, offset, together):
+# Heads, head size, rotated numbers of it, rows, normed, transposed, offset, together.
+ROPES = [
+    ((6, 2), 16, 16, 4, False, False, 0, True),
+    ((4, 4), 24, 24, 3, True, False, 5, True),
+    ((4, 1), 16, 8, 2, False, True, 1, False),
+    ((2, 1), 20, 0, 1, True, False, 0, True),
+]
+
+
+@pytest.mark.parametrize(("case", "dtype"), in_turn(ROPES, DTYPES))
+def test_rope_write(case, dtype):
+    heads, d, rotary, size, normed, transposed, offset, together = case
     found, expected = [], []
     for results, function in ((found, gpu_kernels.rope_write), (expected, gpu_operators.rope_write)):
         arguments = of_rope(dtype, *heads, d, rotary, size, normed, transposed, offset, together)
@@ -91,8 +95,7 @@ def test_rope_write(dtype, heads, d, rotary, size, normed, transposed, offset, t
     assert torch.equal(found[1][1], untouched[1]) and torch.equal(found[1][2, :, :9], untouched[2, :, :9])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("dtype", "transposed"), in_turn(DTYPES, [False, True]))
 def test_rope_write_into_rows_of_eight_bits(dtype, transposed):
     """Without RoPE both round the same numbers, and to the bit: rows of zeros and rows that are not finite too."""
     *given, keys, values, slots, lengths, offset = of_rope(dtype, 2, 2, 16, 0, 5, False, transposed, 2)
@@ -110,7 +113,7 @@ def test_rope_write_into_rows_of_eight_bits(dtype, transposed):
         assert not finite.all() and torch.equal(ours[2, :, :11].numbers, Scaled.of(before)[2, :, :11].numbers)
 
 
-@settings(max_examples=12)
+@settings(max_examples=5)
 @given(dtypes, st.integers(2, 6), st.integers(0, 5))
 def test_a_row_does_not_depend_on_the_rows_beside_it(dtype, size, row):
     row %= size

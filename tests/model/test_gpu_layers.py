@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from longdraft.model.runner import TargetRunner
 from tests.forwards import forward
 from tests.launches import Launches, watch
 from tests.nominal import StandIn, card, moved
+from tests.quick import in_turn
 from tests.tiny import FAMILIES, tiny_model
 
 pytest.importorskip("triton")
@@ -52,20 +54,17 @@ def outputs(model, fused: bool, monkeypatch):
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
 
 
-@pytest.mark.parametrize("joined", [True, False])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("family", "over", "fused"),
-    [
-        *((family, {}, True) for family in ("llama", "qwen3")),
-        *(pytest.param(family, {}, True, marks=pytest.mark.slow) for family in ("mistral", "qwen2")),
-        ("llama", {"attention_bias": True, "mlp_bias": True}, True),
-        ("llama", {"rope_parameters": YARN}, True),
-        ("llama", {"hidden_act": "gelu"}, False),
-    ],
-    ids=str,
-)
-def test_the_same_as_the_models_own_code(family, over, fused, dtype, joined, there, monkeypatch):
+LAYERS = [
+    *((family, {}, True) for family in FAMILIES),
+    ("llama", {"attention_bias": True, "mlp_bias": True}, True),
+    ("llama", {"rope_parameters": YARN}, True),
+    ("llama", {"hidden_act": "gelu"}, False),
+]
+
+
+@pytest.mark.parametrize(("case", "dtype_joined"), in_turn(LAYERS, list(product(DTYPES, (True, False)))), ids=str)
+def test_the_same_as_the_models_own_code(case, dtype_joined, there, monkeypatch):
+    (family, over, fused), (dtype, joined) = case, dtype_joined
     model = tiny_model(family, dtype=dtype, **over)
     if joined:
         side_by_side.join(model)
@@ -105,8 +104,7 @@ def launches(fused: bool, joined: bool, size: int, monkeypatch, family="llama") 
     return counting
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("joined", [True, False])
+@pytest.mark.parametrize(("family", "joined"), in_turn(FAMILIES, [True, False]))
 def test_a_layer_launches_little(family, joined, monkeypatch):
     found = launches(True, joined, 6, monkeypatch, family)
     assert 0 < found.of_a_layer <= MOST_LAUNCHES, found.counts

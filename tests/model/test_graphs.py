@@ -31,6 +31,7 @@ from tests.drafts import random_draft
 from tests.exact_methods import Specs
 from tests.forwards import forward
 from tests.nominal import StandIn, card, moved
+from tests.quick import slow
 from tests.tiny import tiny_model
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -310,7 +311,7 @@ def test_without_room_for_a_rounded_capacity_the_exact_one_is_taken(monkeypatch)
     assert target.runner.new_store(1, 1001).capacity == 1001 + target.runner.graphs.padding(1)
 
 
-@pytest.mark.parametrize("method", ["eagle3", "self", pytest.param("longspec", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", ["eagle3", slow("self"), slow("longspec")])
 def test_a_second_request_uses_the_recordings_of_the_first(method, tmp_path, there):
     specs = Specs(tmp_path, torch.float32)
     options, prompts = specs.options(method), [text(50, 1), text(30, 2)]
@@ -380,7 +381,7 @@ def test_attention_is_split_by_the_text_and_not_by_the_capacity(monkeypatch):
             assert recorder.captures == captures and all(length <= bound < 2 * length for bound in bounds)
 
 
-@pytest.mark.parametrize("method", ["longspec", "eagle3"])
+@pytest.mark.parametrize("method", ["longspec", slow("eagle3")])
 def test_so_is_a_drafts(method, tmp_path, there):
     specs = Specs(tmp_path, torch.bfloat16)
     options = specs.options(method)

@@ -56,7 +56,7 @@ def there(monkeypatch):
 @pytest.mark.parametrize("method", ["ar", "prompt-lookup"])
 def test_quantised_layers_are_recorded_unless_they_wait(method, kind, recorded, there, caplog):
     model = quantised(kind)
-    options = {"max_new_tokens": 14, "eos_token_ids": []}
+    options = {"max_new_tokens": 8, "eos_token_ids": []}
     expected = [r.token_ids for r in Speculator("ar", target=model).generate(PROMPTS, **options)]
     spec = Speculator(method, target=moved(model), plan="fixed")
     recorder = StandIn(there)
@@ -70,7 +70,7 @@ def test_deterministic_takes_quantised_layers(there):
     TargetRunner(model)
     model = moved(model)
     found = [
-        Speculator(name, target=model, plan="fixed", deterministic=True).generate(PROMPTS, max_new_tokens=14)
+        Speculator(name, target=model, plan="fixed", deterministic=True).generate(PROMPTS, max_new_tokens=8)
         for name in ("ar", "prompt-lookup")
     ]
     assert [r.token_ids for r in found[0]] == [r.token_ids for r in found[1]]

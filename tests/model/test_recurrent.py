@@ -18,6 +18,7 @@ from longdraft.memory.store import KVStore
 from longdraft.model.runner import TargetRunner
 from longdraft.native import kernels
 from tests.drafts import random_eagle3, random_heads, random_onepass
+from tests.quick import in_turn
 from tests.recurrent_models import FAMILIES, KINDS, VOCABULARY, generated, recurrent_model, some_prompt
 from tests.tiny import tiny_tokenizer
 
@@ -225,8 +226,7 @@ PROMPTS = [[3, 9, 4, 7, 2, 5] * 8, [1, 2, 3], some_prompt(130), [8]]
 
 
 @in_bits
-@pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2", "falcon_h1"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "family"), in_turn(METHODS, ["qwen3_5_text", "lfm2", "falcon_h1"]))
 def test_methods_write_the_plain_text(family, method):
     model = recurrent_model(family)
     for sampling in (Sampling(), Sampling(temperature=0.9, top_k=8)):

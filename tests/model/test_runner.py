@@ -14,6 +14,7 @@ from longdraft.trees.builders import union
 from longdraft.trees.masks import padded_mask
 from longdraft.trees.tree import TokenTree
 from tests.forwards import forward
+from tests.quick import in_turn
 from tests.tiny import FAMILIES, tiny_model
 
 CLOSE = {"atol": 1e-4, "rtol": 1e-4}  # float32 through three layers; logits are of the order of 5
@@ -81,10 +82,9 @@ def assert_a_tree_is_right(model: PreTrainedModel, prefix: list[int], size: int 
     assert_nodes_are_right(model, prefix, tree, verify(runner, store, [0], [tree])[0])
 
 
-@pytest.mark.parametrize("tie", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize(("heads", "kv_heads"), GQA)
-@every_family
-def test_prefill_by_chunks_and_then_blocks_give_the_models_own_logits(family, heads, kv_heads, tie):
+@pytest.mark.parametrize(("family", "heads"), in_turn(FAMILIES, GQA, each=2))
+def test_prefill_by_chunks_and_then_blocks_give_the_models_own_logits(family, heads):
+    tie, (heads, kv_heads) = heads[1] == 1, heads
     model = tiny_model(family, heads=heads, kv_heads=kv_heads, tie=tie)
     runner = TargetRunner(model)
     tokens = text(100)
@@ -112,8 +112,7 @@ def test_float64_agrees_to_nine_digits(family, monkeypatch):
     torch.testing.assert_close(out.logits[0], expected.logits[0, 50:].float(), atol=1e-6, rtol=1e-6)
 
 
-@pytest.mark.parametrize("path", ["reference", "cpu", "sdpa"])
-@every_family
+@pytest.mark.parametrize(("family", "path"), in_turn(FAMILIES, ["cpu", "sdpa", "reference"]))
 def test_every_attention_path_hosts_every_family(family, path, monkeypatch):
     monkeypatch.setenv("LONGDRAFT_ATTENTION", path)
     model = tiny_model(family)
@@ -219,8 +218,7 @@ def test_a_block_that_does_not_fit_the_store_is_refused_before_it_is_computed(si
         forward(runner, [[1] * size], store, [0], offset=offset)
 
 
-@pytest.mark.parametrize("prefix_length", [0, 1, 37])
-@every_family
+@pytest.mark.parametrize(("family", "prefix_length"), in_turn(FAMILIES, [37, 0, 1]))
 def test_one_forward_verifies_every_node_of_a_random_tree(family, prefix_length):
     assert_a_tree_is_right(tiny_model(family), text(prefix_length), 14)
 

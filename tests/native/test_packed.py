@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longdraft import native
@@ -41,6 +41,7 @@ def rows_of(x: KeptRows, rows: torch.Tensor, keys: bool) -> KeptRows:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@settings(max_examples=15)
 @given(
     before=PREFIXES,
     size=st.one_of(st.integers(1, 24), st.integers(120, 140)),

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from longdraft import native
@@ -38,6 +38,7 @@ def expected(q, k, v, seen, scale, softcap=None, sinks=None):
     return (scores.softmax(-1)[..., : k.shape[1]] @ v).float()
 
 
+@settings(max_examples=15)
 @given(
     prefix=PREFIXES,
     size=st.one_of(st.integers(1, 12), st.integers(120, 150)),
@@ -72,6 +73,7 @@ def test_rows_of_a_tree(kernels, prefix, size, deep, window, group, transposed, 
         assert torch.equal(found[:, node], alone.view(-1, d))
 
 
+@settings(max_examples=15)
 @given(
     before=PREFIXES,
     rows=st.one_of(st.integers(1, 20), st.integers(90, 210), st.integers(600, 700)),

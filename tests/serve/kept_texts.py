@@ -1,14 +1,12 @@
 """A stand-in for an engine on a cache with a folder behind it: the KV of a token is the token itself.
 
-As a program it keeps texts and kills itself: ``python -m tests.serve.kept_texts FOLDER`` makes ``FOLDER/POINT`` for
-each point at which a process can die, and leaves there what was on disk at that moment.
+In a process of its own, :func:`kill_at_every_point` keeps texts and kills its children.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 
@@ -120,8 +118,8 @@ def keep_for_ever(folder: Path) -> None:
         texts.keep()
 
 
-if __name__ == "__main__":
-    place = Path(sys.argv[1])
+def kill_at_every_point(place: Path) -> None:
+    """Makes a folder for each point at which a process can die, and leaves there what was on disk at that moment."""
     for point in POINTS:
         if not (child := os.fork()):
             keep_and_die(place / point, point)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-import subprocess
-import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,9 @@ from safetensors.torch import save_file
 
 from longdraft.errors import CheckpointError
 from longdraft.memory import snapshot
-from tests.serve.kept_texts import HEAD, NEW, OLD, POINTS, ROW, Texts, files
+from longdraft.serve.prefixes import own_folder
+from tests import elsewhere
+from tests.serve.kept_texts import HEAD, NEW, OLD, POINTS, ROW, Texts, files, kill_at_every_point
 
 TEXT = list(range(100))
 
@@ -301,9 +302,8 @@ def test_a_folder_that_cannot_be_created_is_an_error(tmp_path):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_process_that_is_killed_leaves_no_damaged_file_in_use(tmp_path, caplog):
     caplog.set_level(logging.WARNING)
-    root = Path(__file__).parents[2]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(root / "src"), str(root)])}
-    subprocess.run([sys.executable, "-m", "tests.serve.kept_texts", str(tmp_path)], check=True, env=environment)
+    said = tmp_path / "said"
+    assert elsewhere.ended(elsewhere.start(said, kill_at_every_point, tmp_path), 120) == 0, said.read_text()
     for point in POINTS:
         cache = Texts(tmp_path / point)
         assert not list((tmp_path / point).glob("*.part")), point
@@ -312,27 +312,26 @@ def test_a_process_that_is_killed_leaves_no_damaged_file_in_use(tmp_path, caplog
     assert not caplog.text  # no file was damaged: renaming is the last thing
 
 
+def _replica(folder: Path) -> None:
+    print(own_folder(folder), flush=True)
+    time.sleep(60)
+
+
 def test_replicas_take_a_folder_each_and_the_next_start_finds_it_again(tmp_path):
-    code = "import sys; from pathlib import Path; from longdraft.serve.prefixes import own_folder\n"
-    code += "print(own_folder(Path(sys.argv[1])), flush=True); sys.stdin.read()"
-    root = Path(__file__).parents[2]
-    environment = os.environ | {"PYTHONPATH": str(root / "src")}
+    running, places = [], tmp_path / "kept"
 
-    def replica():
-        run = [sys.executable, "-c", code, str(tmp_path)]
-        return subprocess.Popen(run, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+    def replica() -> str:
+        said = tmp_path / f"{len(running)}"
+        running.append(elsewhere.start(said, _replica, places))
+        while not said.exists() or not said.read_text().endswith("\n"):
+            assert running[-1].is_alive(), said.read_text()
+            time.sleep(0.01)
+        return said.read_text().strip()
 
-    def folders(*replicas):
-        return [run.stdout.readline().strip() for run in replicas]
-
-    first = replica()
-    assert folders(first) == [str(tmp_path / "0")]
-    second = replica()
-    assert folders(second) == [str(tmp_path / "1")]
-    first.kill()
-    first.wait()
-    third = replica()
-    assert folders(third) == [str(tmp_path / "0")]
-    for run in (second, third):
+    assert [replica(), replica()] == [str(places / "0"), str(places / "1")]
+    running[0].kill()
+    running[0].join()
+    assert replica() == str(places / "0")
+    for run in running[1:]:
         run.kill()
-        run.wait()
+        run.join()

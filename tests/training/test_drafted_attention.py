@@ -129,9 +129,9 @@ def made_by(attention, rows):
     ("attention", "same"),
     [
         (eagle3_step, eagle3_step_by_flash),
-        (eagle3_step_by_flash, eagle3_step),
+        (eagle3_step_by_flash, None),
         (longspec_window, longspec_window_by_flash),
-        (longspec_window_by_flash, longspec_window),
+        (longspec_window_by_flash, None),
         (longspec_cross, None),
     ],
 )
@@ -140,11 +140,11 @@ def test_memory_grows_with_the_text_not_its_square(attention, same, monkeypatch)
     monkeypatch.setattr(drafted_attention, "BLOCK", 32)
     monkeypatch.setattr(noisy_attention, "FEW_ROWS", 0)
     with torch_kernels.registered():
-        (results, twice), some = made_by(attention, 2048), made_by(attention, 1024)[1]
-        assert twice.numbers <= 2.1 * some.numbers and twice.numbers <= 32 * 4 * 2048
+        (results, twice), some = made_by(attention, 1024), made_by(attention, 512)[1]
+        assert twice.numbers <= 2.1 * some.numbers and twice.numbers <= 32 * 4 * 1024
         flash = {"aten::_flash_attention_forward", "aten::_flash_attention_backward"} & twice.names
         assert len(flash) == (2 if attention.__name__.endswith("flash") else 0)
-        for one, other in zip(results, made_by(same, 2048)[0] if same else [], strict=False):
+        for one, other in zip(results, made_by(same, 1024)[0] if same else [], strict=False):
             assert (one is None) == (other is None)
             if one is not None:
                 torch.testing.assert_close(one.float(), other.float(), rtol=0.05, atol=0.03)

@@ -19,6 +19,7 @@ from longdraft.training.documents import Skipped, encoded
 from longdraft.training.dry_run import GPUS, estimate
 from longdraft.training.session import begin, never, silent
 from longdraft.training.settings import read_config
+from tests.quick import few
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.training.helpers import ROOT, SMALL, TRAININGS, settings, steps
 
@@ -40,7 +41,7 @@ def preset(kind: str, path: str, sizes: dict[str, Any], folder: Path, *words: st
     return training, read_config(ROOT / "configs" / "papers" / f"{path}.yaml", given, training.load_settings())
 
 
-@pytest.mark.parametrize("kind", sorted(SMALL))
+@pytest.mark.parametrize("kind", few(sorted(SMALL), ("eagle3", "lm", "mtp")))
 def test_every_kind_is_estimated_from_its_own_step(kind, target, text, tmp_path):
     """The draft's weights are those of the real run, and its steps those of the same shards."""
     shards = tmp_path / "shards"

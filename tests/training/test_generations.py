@@ -135,7 +135,7 @@ def test_stopped_in_the_middle(runner, tmp_path):
     assert run(runner, out, total=3) >= TOTAL  # what is there is kept
 
 
-@pytest.mark.parametrize("total", [1, 3, 4, 5, 7])
+@pytest.mark.parametrize("total", [1, 4, 7])
 def test_so_many_rows_as_are_asked_for_and_then_more(runner, tmp_path, total):
     """Answers that were left out of a passage are not made up for there."""
     out = tmp_path / "a.jsonl"

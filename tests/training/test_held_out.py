@@ -98,7 +98,7 @@ def test_an_error_while_reading_ahead_is_raised_where_the_features_are_wanted(ru
 
 
 def test_reading_ahead_and_computing_again_change_nothing(config, tmp_path):
-    over = {"measure_every": 2, "epochs": 0.6, "precision": "bf16"}
+    over = {"measure_every": 3, "epochs": 0.3, "precision": "bf16"}
     for name, new in (("after", {"read_ahead": 0}), ("ahead", {"read_ahead": 2, "recompute": True})):
         last = steps(config("eagle3", out=tmp_path / name, **new, **over))[-1].step
     assert same(checkpoint_tensors(tmp_path / "after", last), checkpoint_tensors(tmp_path / "ahead", last))

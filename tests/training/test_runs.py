@@ -28,6 +28,7 @@ from longdraft.model.loading import load
 from longdraft.training import session
 from longdraft.training.measure import Simulated
 from tests.drafts import random_draft
+from tests.quick import slow
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.training.helpers import SMALL, begun, checkpoint_tensors, losses_of, run_elsewhere, same, steps
 
@@ -47,7 +48,9 @@ from tests.training.helpers import SMALL, begun, checkpoint_tensors, losses_of, 
     ],
 )  # fmt: skip
 def test_a_run_learns_and_leaves_a_draft(config, target, tmp_path, kind, method, over, less, described):
-    reports = steps(config(kind, precision="bf16", vocabulary=40, cache=str(tmp_path / "cache"), **over))
+    reports = steps(
+        config(kind, precision="bf16", vocabulary=40, measure_every=20, cache=str(tmp_path / "cache"), **over)
+    )
     assert [r.step for r in reports] == list(range(1, reports[-1].steps + 1))
     assert reports[-1].loss < less * reports[0].loss
     first, final = (sum(r.agreement.values()) / len(r.agreement) for r in (reports[0], reports[-1]))
@@ -79,8 +82,8 @@ MORE = (("step", True), ("checkpoint", False), ("checkpoint", True))
     [
         ("longspec", "step", False),
         ("eagle3", "checkpoint", True),
-        *(pytest.param("longspec", *case, marks=pytest.mark.slow) for case in MORE),
-        *(pytest.param(kind, "checkpoint", True, marks=pytest.mark.slow) for kind in ("onepass", "lm", "heads", "mtp")),
+        *(slow("longspec", *case) for case in MORE),
+        *(slow(kind, "checkpoint", True) for kind in ("onepass", "lm", "heads", "mtp")),
     ],
 )
 def test_killed_and_resumed_is_uninterrupted_to_the_bit(config, tmp_path, kind, manner, cached):
@@ -113,7 +116,7 @@ def test_stopped_and_resumed(config, tmp_path):
     assert same(checkpoint_tensors(tmp_path / "whole", last), checkpoint_tensors(tmp_path / "cut", last))
 
 
-@pytest.mark.parametrize("kind", ["longspec", "eagle3"])
+@pytest.mark.parametrize("kind", ["longspec", slow("eagle3")])
 def test_two_processes_are_one_that_accumulates(config, tmp_path, kind):
     # A large eps: AdamW alone would not notice gradients of another scale.
     single = config(kind, out=tmp_path / "one", accumulate=2, cache=str(tmp_path / "cache1"), eps=1e-2, clip=1e3)
@@ -130,6 +133,7 @@ def test_two_processes_are_one_that_accumulates(config, tmp_path, kind):
     assert draft_folder.load(tmp_path / "two" / "best").kind == kind
 
 
+@pytest.mark.slow  # one that is spread is killed too
 @pytest.mark.parametrize("kind", ["longspec", "eagle3"])
 def test_two_processes_killed_and_resumed(config, tmp_path, kind):
     whole = config(kind, out=tmp_path / "whole", epochs=0.7)
@@ -162,11 +166,9 @@ def test_sharded_weights_are_whole_ones(config, tmp_path):
     ("kind", "over"),
     [
         ("longspec", {"anchor_offset": 50}),
-        ("eagle3", {}),
-        pytest.param("mtp", {"fit_tokens": 500}, marks=pytest.mark.slow),
-        pytest.param(
-            "lm", {"start_from": (0, 1), "intermediate_size": None, "cache": "features"}, marks=pytest.mark.slow
-        ),
+        slow("eagle3", {}),
+        slow("mtp", {"fit_tokens": 500}),
+        slow("lm", {"start_from": (0, 1), "intermediate_size": None, "cache": "features"}),
     ],
 )
 def test_a_target_spread_over_processes_teaches_the_same_to_the_bit(config, tmp_path, kind, over):
@@ -235,7 +237,7 @@ def test_targets_that_take_no_draft(config, tmp_path, made):
 # --- further training ---
 
 
-@pytest.mark.parametrize("kind", ["longspec", "lm", "heads"])
+@pytest.mark.parametrize("kind", ["longspec", "lm", slow("heads")])
 def test_further_training_of_a_draft(config, tmp_path, kind):
     given = {"lm": {"layers": 7, "rope_theta": 5.0}, "heads": {"heads": 7}, "longspec": {"window": 5}}[kind]
     steps(config(kind, vocabulary=40, epochs=0.5))

@@ -22,6 +22,7 @@ from longdraft.training.measure import Simulated
 from longdraft.training.run_log import Report
 from longdraft.training.settings import described
 from tests import elsewhere
+from tests.quick import few
 from tests.training.helpers import ROOT, SMALL, TRAININGS, losses_of
 
 FAST = ["max_length=64", "min_length=16", "rows=256", "precision=no", "device=cpu", "threads=1", "held_out=0.2"]
@@ -59,7 +60,7 @@ def test_from_text_to_a_draft_that_generates(shell, target, text, tmp_path):
     assert main(["generate", "--model", str(target), "--draft", str(out / "best"), "-p", "hi", "-n", "8"]) == 0
 
 
-@pytest.mark.parametrize("kind", sorted(SMALL))
+@pytest.mark.parametrize("kind", few(sorted(SMALL), ("eagle", "heads")))
 def test_every_kind(shell, target, text, tmp_path, kind):
     out = tmp_path / "run"
     small = [f"{name}={list(value) if isinstance(value, tuple) else value}" for name, value in SMALL[kind].items()]

@@ -21,6 +21,7 @@ from longdraft.training.eagle3 import Plan
 from longdraft.training.features import FeatureReader, Features
 from longdraft.training.lm import LmTrainee
 from longdraft.training.measure import UNSEEN, by_shift, by_step, by_text, simulate
+from tests.quick import in_turn
 from tests.tiny import tiny_model
 from tests.training.helpers import same
 from tests.training.trainees import KINDS, READS, STEPS, make_trainee, predictions
@@ -146,8 +147,7 @@ def test_a_document_without_a_row_to_learn(runner, features, kind, shift):
         make_trainee(kind, runner)([short], [shift])
 
 
-@pytest.mark.parametrize("window", [None, 9])
-@pytest.mark.parametrize("kind", ["longspec", "eagle3", "onepass"])
+@pytest.mark.parametrize(("kind", "window"), in_turn(["longspec", "eagle3", "onepass"], [9, None]))
 def test_simulated_acceptance_is_a_chain_decoded_by_the_engine(kind, window, tmp_path):
     """On text that the target wrote, by a draft that has learned it often enough to be right now and then."""
     model, levels, prompt = tiny_model(context=512), STEPS if kind == "onepass" else DEPTH, 12
