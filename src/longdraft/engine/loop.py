@@ -374,7 +374,7 @@ class Engine:
                 if s.index not in self._prompt_queries:
                     piece, kind = 1 if self._keeps_outputs else self.chunk, self.runner.rows_kind(s.length)
                     if s.sampler.prompt_reader is not None or not s.reuse:
-                        piece = len(text)  # kept rows have no logits
+                        piece = len(text)  # nothing that was kept: it has no logits, or is not wanted
                     kept = self.cache.begin(s.slot, text, piece, kind)
                     if not anew:
                         self.stats[s.index].cached = kept

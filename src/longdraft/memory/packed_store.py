@@ -58,8 +58,8 @@ class PackedStore(KVStore):
         sizes.require(needed + beside, device, self._name)
         values = torch.empty(size, dtype=self._dtype, device=device)
         keys = turned_rows(size, self._dtype, device) if transposed_keys else torch.empty_like(values)
-        if self._dtype != torch.int8:
-            return self._zeroed(keys), self._zeroed(values)
-        # Scaled behaves like a tensor wherever rows are read and written.
-        scaled = (Scaled(x, torch.empty(size[:-1], device=device)) for x in (keys, values))
-        return cast(tuple[torch.Tensor, torch.Tensor], tuple(x.zero_() if self.shape.padded else x for x in scaled))
+        if self._dtype == torch.int8:
+            # Scaled behaves like a tensor wherever rows are read and written.
+            scaled = (Scaled(x, torch.empty(size[:-1], device=device)) for x in (keys, values))
+            keys, values = (cast(torch.Tensor, x) for x in scaled)
+        return self._zeroed(keys), self._zeroed(values)
