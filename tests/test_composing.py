@@ -115,6 +115,7 @@ def test_from_the_command_line(tmp_path, capsys):
         assert said in err and "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_a_drafter_of_an_installed_package_is_found(tmp_path):
     """By an entry point; one that cannot be loaded is warned about, and nothing else."""
     (tmp_path / "theirs.py").write_text(

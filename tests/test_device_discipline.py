@@ -49,7 +49,7 @@ WAITS: dict[str, dict[str, int]] = {
 }
 NEW = 8
 # One method of each kind; the others are slow tests.
-QUICK = ("ar", "prompt-lookup", "longspec", "eagle3", "self", "specextend-eagle3", "triforce", "heads")
+QUICK = ("ar", "prompt-lookup", "longspec", "eagle3", "self", "heads")
 # Methods whose draft forwards are recorded too.
 RECORDED = ("longspec", "eagle3", "eagle", "self", "magicdec", "tokenswift")
 
@@ -160,10 +160,9 @@ DYNAMIC, OPT = {"depth": 5, "top_k": 3}, {"tree": "opt", "threshold": 0.01, "dep
     ("method", "tree"),
     [
         ("longspec", OPT),
-        ("eagle3", DYNAMIC | {"window": 8}),
-        *(slow(*pair) for pair in (
-            ("longspec", DYNAMIC), ("eagle3", DYNAMIC), ("eagle3", OPT), ("eagle", DYNAMIC), ("eagle", OPT)
-        )),
+        slow("longspec", DYNAMIC),
+        *(slow("eagle3", tree) for tree in (DYNAMIC, DYNAMIC | {"window": 8}, OPT)),
+        *(slow("eagle", tree) for tree in (DYNAMIC, OPT)),
     ],
     ids=str,
 )  # fmt: skip

@@ -23,6 +23,7 @@ from longdraft.model.checkpoints import LoadedModel
 from longdraft.model.shared_parts import describe
 from tests.drafts import random_draft, random_eagle3
 from tests.nominal import answer
+from tests.quick import slow
 from tests.tiny import tiny_model, tiny_tokenizer
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
@@ -220,7 +221,7 @@ def test_what_breaks_hangs_or_dies_is_named_and_the_rest_goes_on(tmp_path):
     assert code == 1 and log(tmp_path) == ["before", "after"]
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("how", [slow(signal.SIGKILL), signal.SIGTERM])
 def test_a_run_that_is_killed_leaves_what_it_has_and_nothing_running(tmp_path, how):
     process = start(tmp_path, "good hangs")
     hanging = tmp_path / "out" / "hanging"

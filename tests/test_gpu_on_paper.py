@@ -239,6 +239,7 @@ def test_eagle3_and_its_verification(paper, watch, tmp_path):
         assert seen.counted == says(paper.forward(m, 1, seen.about["rows"], seen.about["lengths"][0]))
 
 
+@pytest.mark.slow
 def test_longspec_with_retrieval(paper, watch, tmp_path):
     """One query on all keys of a layer, and what is gathered; cross-attention then sees that."""
     model, m = target(paper)
@@ -263,6 +264,7 @@ def test_longspec_with_retrieval(paper, watch, tmp_path):
         assert seen.counted == says([NOTHING, gathered])
 
 
+@pytest.mark.slow
 def test_specpv(paper, watch, tmp_path, resized):
     """Partial rounds and refreshes. What the formulas leave out of a refresh: summaries of blocks that are new, and up
     to a block's rows more, for the window starts at a block's border."""

@@ -11,6 +11,7 @@ from longdraft.attention import dispatch, prefix
 from longdraft.model.runner import TargetRunner
 from tests.attention.cases import HEADS, assert_like_reference, case, scored
 from tests.attention.paths import Path
+from tests.quick import in_turn
 from tests.tiny import tiny_model
 
 TREE = pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
@@ -32,8 +33,7 @@ def check(path: Path, lengths: list[int], size: int, softcap=None, sinks=False, 
         assert_like_reference(path.attend, *arguments, scoring, tolerance=path.tolerance(dtype))
 
 
-@TREE
-@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize(("heads", "tree"), in_turn(HEADS, [False, True]), ids=str)
 def test_ragged_shuffled_sequences(path, heads, tree):
     for transposed in path.layouts:
         check(path, [11, 0, 130, 1], 7, heads=heads, tree=tree, transposed=transposed)
@@ -72,8 +72,7 @@ def test_a_prompt_with_windows_caps_and_sinks(serving, tree):
     check(serving, [90], 100, tree=tree, window=64, softcap=5.0, sinks=True)
 
 
-@TREE
-@pytest.mark.parametrize(("softcap", "sinks"), [(2.0, False), (None, True), (30.0, True)])
+@pytest.mark.parametrize(("softcap", "sinks", "tree"), [(2.0, False, True), (None, True, False), (30.0, True, True)])
 def test_soft_caps_and_sinks(serving, softcap, sinks, tree):
     for size, heads in ((1, (6, 2)), (5, (4, 4))):
         check(serving, [11, 0, 130, 1], size, heads=heads, tree=tree, softcap=softcap, sinks=sinks)

@@ -55,6 +55,7 @@ def measuring(load, drafts, temperatures=(0.0, 1.0), factor=None):
     return Acceptance(load, lambda target: settings, temperatures, "tiny", factor)
 
 
+@pytest.mark.slow
 def test_every_run_is_what_the_method_does_alone(load, drafts):
     """With nothing read before, and on the stretched target where the length asks for it."""
     bench = measuring(load, drafts)

@@ -92,6 +92,7 @@ def test_a_draft_is_judged_by_what_it_proposes(loaded, text, drafts, monkeypatch
         assert not token.right or token.log_prob == pytest.approx(tree.log_probs[1], abs=1e-5)
 
 
+@pytest.mark.slow
 def test_the_views_of_a_small_language_model(loaded, text, tmp_path):
     """The target itself, as a draft: with all of the text in view, it foresees what the target does."""
     loaded.model.save_pretrained(tmp_path)
@@ -195,6 +196,7 @@ def test_views_that_are_none(name, given, kind, says):
         view(name, given)
 
 
+@pytest.mark.slow
 def test_a_report_of_several_lengths(loaded, text, drafts):
     asking = NeedleDrafts(loaded, [view("longspec", {})], drafts)
     found = [

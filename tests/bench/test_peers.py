@@ -20,7 +20,6 @@ from tests.bench import measuring
 from tests.bench.measuring import settings
 from tests.drafters.test_small_lm_draft import KEPT
 from tests.drafts import random_lm, small_lm
-from tests.quick import slow
 from tests.tiny import tiny_model
 
 SAMPLES = [Sample("one two one two " * 4, "", "a", "a:1"), Sample("three four three", "", "a", "a:2")]
@@ -31,7 +30,8 @@ def measured(loaded, unpacked=None, **wanted):
     return measuring.measured(loaded, wanted, SAMPLES, unpacked=unpacked)
 
 
-@pytest.mark.parametrize("sampling", [slow(Sampling()), Sampling(repetition_penalty=1.2)])
+@pytest.mark.slow
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(repetition_penalty=1.2)])
 def test_generate_drafts_as_well_and_agrees_with_ar(loaded, tmp_path, sampling):
     draft = small_lm(tmp_path / "lm", vocab=61)
     bench, found = measured(

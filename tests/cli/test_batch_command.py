@@ -29,6 +29,7 @@ def _batch(words):
     raise SystemExit(main(["batch", *words]))
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_with_every_row_once(shell, model_folder, tmp_path):
     source, killed, whole = prompts(tmp_path / "in.jsonl", ROWS), tmp_path / "killed.jsonl", tmp_path / "whole.jsonl"
     options = ["--model", str(model_folder), "--method", "prompt-lookup", "--slots", "4", "-t", "0.7"]

@@ -25,7 +25,6 @@ from tests.drafters.watching import Watching
 from tests.drafts import small_lm
 from tests.events import decoded
 from tests.forwards import forward
-from tests.quick import slow
 from tests.tiny import tiny_model
 
 pytestmark = pytest.mark.usefixtures("small_sizes")
@@ -155,7 +154,8 @@ def first_proposals(model, inner, prompt, batch, sampling):
     return [tuple(tree.tokens) for _, tree in watching.rounds[:batch]]
 
 
-@pytest.mark.parametrize("sampling", [slow(Sampling(1.0)), Sampling(1.2, top_p=0.9)], ids=str)
+@pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(1.2, top_p=0.9)], ids=str)
+@pytest.mark.slow
 def test_what_a_level_emits_follows_the_level(monkeypatch, sampling):
     """Chi-square of the two tokens that it proposes after the target's first, against its own law on its own rows.
 

@@ -51,7 +51,7 @@ def costs(monkeypatch):
 SITUATIONS = (("free", GREEDY), ("some", DRAWN), ("dear", GREEDY), ("some", GREEDY), ("free", DRAWN))
 
 
-@pytest.mark.parametrize(("name", "situation"), in_turn(PLANNED, SITUATIONS, each=2))
+@pytest.mark.parametrize(("name", "situation"), in_turn(PLANNED, SITUATIONS))
 def test_the_output_is_plain_decodings(workshop, costs, monkeypatch, name, situation):
     (table, sampling), n = situation, 24
     costs(TABLES[table])

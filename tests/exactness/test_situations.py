@@ -136,7 +136,7 @@ USED = [name for name in METHODS if name != "ar"] + [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", USED)
+@pytest.mark.parametrize("name", few(USED, USED[::2]))
 def test_two_requests_equal_two_fresh_ones(workshop, name):
     spec = workshop.spec(CASES[name])
     for prompts in (PROMPTS[2:], PROMPTS[:2]):

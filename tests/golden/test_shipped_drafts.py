@@ -71,12 +71,9 @@ GOLDEN = {
 # A method whose draft does not come with the package has nothing to run with.
 AVAILABLE = [m for m in longdraft.methods() if m["available"]]
 EXACT = {m["name"] for m in AVAILABLE if m["exact"]}
-# Every shipped draft with its own method, and one that drafts without. The others compose them.
-QUICK = (
-    "ar", "prompt-lookup", "longspec", "eagle3", "onepass", "small-lm", "specextend-eagle3", "self", "heads",
-    "tokenswift",
-)  # fmt: skip
-PLANNED = few(sorted(EXACT - {"ar", "specpv-exact"}), ("longspec", "eagle3", "small-lm", "self"))
+# Every shipped draft with its own method, and one that drafts without.
+QUICK = ("ar", "prompt-lookup", "longspec", "eagle3", "onepass", "small-lm", "heads")
+PLANNED = few(sorted(EXACT - {"ar", "specpv-exact"}), ("longspec", "small-lm"))
 
 
 class Desk:

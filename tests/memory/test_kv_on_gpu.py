@@ -23,7 +23,7 @@ from tests.tiny import tiny_model
 
 PROMPTS = [[3, 9, 4, 7, 2, 5] * 8, [8, 1, 1, 6] * 9]
 SETTINGS = {"max_new_tokens": 14, "eos_token_ids": []}
-QUICK = ("prompt-lookup", "longspec", "eagle3", "self", "quantspec")
+QUICK = ("prompt-lookup", "longspec", "quantspec")
 GPU_PAGE = Path(__file__).parents[2] / "docs" / "gpu.md"
 
 

@@ -12,7 +12,7 @@ from longdraft.errors import ContextError
 from longdraft.serve.prefixes import DiskPrefixes
 from tests.exact_methods import EXACT, Specs
 from tests.long_rope_models import KINDS, SWITCH, as_a_whole, long_rope_model
-from tests.quick import few
+from tests.quick import few, in_turn
 
 NEW = 14
 # Below the switch to the end, across it (at once, early and late), and beyond it from the start.
@@ -32,8 +32,7 @@ def written(kind: str) -> list[list[int]]:
     return [as_a_whole(long_rope_model(kind), prompt, NEW) for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("method", ["ar", "prompt-lookup", "self"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "method"), in_turn(KINDS, ["prompt-lookup", "self", "ar"]))
 def test_each_text_of_a_batch_is_what_the_whole_text_gives(kind, method):
     spec = Speculator(method, target=long_rope_model(kind), plan="fixed")
     # The right tokens are drafted beyond the switch too.

@@ -300,6 +300,7 @@ def test_a_folder_that_cannot_be_created_is_an_error(tmp_path):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.slow
 def test_a_process_that_is_killed_leaves_no_damaged_file_in_use(tmp_path, caplog):
     caplog.set_level(logging.WARNING)
     said = tmp_path / "said"

@@ -318,6 +318,7 @@ def test_the_official_client_gets_calls_whole_and_streamed(server):
 
 
 @pytest.mark.model
+@pytest.mark.slow
 def test_the_embedded_model_answers_in_json():
     import longdraft
 

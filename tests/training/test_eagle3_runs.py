@@ -36,6 +36,7 @@ def eagle3(config, tmp_path):
     return make
 
 
+@pytest.mark.slow
 def test_adapting_to_long_text(eagle3, tmp_path):
     steps(eagle3())
     long = eagle3(
@@ -125,6 +126,7 @@ def test_a_published_draft_is_adapted_to_long_text(eagle3, theirs, target, tmp_p
     assert [r.token_ids for r in one] == [r.token_ids for r in two] and sum(r.accepted for r in two) > 0
 
 
+@pytest.mark.slow
 def test_positions_that_a_published_draft_stretches_are_kept(eagle3, theirs, tmp_path):
     scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                "original_max_position_embeddings": 32}  # fmt: skip

@@ -43,8 +43,8 @@ from tests.training.helpers import SMALL, begun, checkpoint_tensors, losses_of, 
              "rope_factor_trained": None, "rope_original_length": None},
         ),
         ("onepass", "onepass", {"epochs": 0.8, "distill": 0.2}, 0.97, {"slots": 3, "rank": 8, "window": 12}),
-        ("lm", "small-lm", {"epochs": 2.0}, 0.8, {}),
-        ("heads", "tokenswift", {"epochs": 3.0, "lr": 2e-2, "heads": 2}, 0.8, {"heads": 2}),
+        slow("lm", "small-lm", {"epochs": 2.0}, 0.8, {}),
+        slow("heads", "tokenswift", {"epochs": 3.0, "lr": 2e-2, "heads": 2}, 0.8, {"heads": 2}),
     ],
 )  # fmt: skip
 def test_a_run_learns_and_leaves_a_draft(config, target, tmp_path, kind, method, over, less, described):
@@ -116,7 +116,8 @@ def test_stopped_and_resumed(config, tmp_path):
     assert same(checkpoint_tensors(tmp_path / "whole", last), checkpoint_tensors(tmp_path / "cut", last))
 
 
-@pytest.mark.parametrize("kind", ["longspec", slow("eagle3")])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["longspec", "eagle3"])
 def test_two_processes_are_one_that_accumulates(config, tmp_path, kind):
     # A large eps: AdamW alone would not notice gradients of another scale.
     single = config(kind, out=tmp_path / "one", accumulate=2, cache=str(tmp_path / "cache1"), eps=1e-2, clip=1e3)
@@ -148,6 +149,7 @@ def test_two_processes_killed_and_resumed(config, tmp_path, kind):
     assert losses_of(tmp_path / "whole") == losses_of(tmp_path / "cut")
 
 
+@pytest.mark.slow
 def test_sharded_weights_are_whole_ones(config, tmp_path):
     """FSDP2 on gloo: stopped, resumed from sharded checkpoints, and saved as one draft."""
     single = config(out=tmp_path / "one", accumulate=2, anchor_offset=50, eps=1e-2, clip=0.2)
@@ -237,7 +239,7 @@ def test_targets_that_take_no_draft(config, tmp_path, made):
 # --- further training ---
 
 
-@pytest.mark.parametrize("kind", ["longspec", "lm", slow("heads")])
+@pytest.mark.parametrize("kind", ["longspec", slow("lm"), slow("heads")])
 def test_further_training_of_a_draft(config, tmp_path, kind):
     given = {"lm": {"layers": 7, "rope_theta": 5.0}, "heads": {"heads": 7}, "longspec": {"window": 5}}[kind]
     steps(config(kind, vocabulary=40, epochs=0.5))
