@@ -68,13 +68,14 @@ def run(spec: longdraft.Speculator, prompt: list[int], limit: int) -> dict[str, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)
+    parser.add_argument("--model", help="a folder, a GGUF file or a name; the embedded model if left out")
     parser.add_argument("--context", type=int, nargs="*", default=[2048, 7000])
     parser.add_argument("--method", default="ar")
     parser.add_argument("--offload", default="disk", help="disk, a folder, or host on a GPU")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
-    model, tokenizer = longdraft.load()
+    model, tokenizer = longdraft.load(options.model)
     sample = read([options.file], 1)[0]
     specs = {
         place: longdraft.Speculator(options.method, target=model, tokenizer=tokenizer, offload=offload, plan="fixed")

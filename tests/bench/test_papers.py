@@ -11,6 +11,7 @@ from longdraft.bench.papers.table import FIGURES, Kind
 from longdraft.bench.peers import PEERS
 from longdraft.bench.quality import FULL
 from longdraft.bench.reproduce.scaled import Scaled
+from longdraft.bench.reproduce.texts import Sources, stand_ins
 from longdraft.errors import RequestError
 from longdraft.methods import METHODS
 
@@ -66,10 +67,17 @@ def test_small_scale_shrinks_lengths_and_budgets():
     assert any("are an eighth of the paper's" in text for text in scaled.differs())
 
 
+def test_questions_stand_in_for_questions():
+    (sample,) = stand_ins("hotpotqa")[:1]
+    assert (sample.dataset, sample.score) == ("hotpotqa", "found") and sample.answers
+    assert "niah_multikey in the place of hotpotqa" in Sources().instead("hotpotqa")
+    assert not stand_ins("qmsum")[0].answers
+
+
 def test_names_are_forgiving():
     assert table_of(paper_named("LongSpec"), "Figure 4").name == "fig4"
     assert table_of(paper_named("specpv"), "table 2").name == "2"
-    with pytest.raises(RequestError, match="Its tables: 1, 2, 3, 4, fig6"):
+    with pytest.raises(RequestError, match="Its tables: fig1, 1, 2, 3, fig4, fig5, 4, fig6"):
         table_of(paper_named("specpv"), "9")
     with pytest.raises(RequestError, match="Papers: longspec"):
         paper_named("medusa")

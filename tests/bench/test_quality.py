@@ -18,6 +18,7 @@ from longdraft.bench.needle import Search
 from longdraft.bench.prompts import Prompt
 from longdraft.bench.quality import FULL, REFERENCE, Quality, Settings
 from longdraft.bench.scores import rouge_l
+from longdraft.bench.thinking import thoughtful, turn
 from longdraft.cli import options
 from longdraft.cli.main import main
 from longdraft.drafters.suffix import SuffixDrafter
@@ -135,6 +136,23 @@ def test_sampled_texts_share_their_random_numbers(loaded):
     assert runs["full"].tokens == runs["ar"].tokens != greedy["ar"].tokens
     whole, part = quality.variants
     assert runs[whole].tokens == runs["ar"].tokens != runs[part].tokens
+
+
+def test_an_answer_is_asked_for_behind_a_chain_of_thought(loaded):
+    quality = Quality(loaded, settings(answer_tokens=6, drift=False))
+    question = Sample(TEXT, "What sat?", "pets", "pets.jsonl:1", answers=("cat",), score="found")
+    asked = Prompt(question, tuple(thoughtful(question).encode(loaded.tokenizer)))
+    found = quality.compare(asked)
+    thought = found.runs["ar"].tokens
+    (behind,) = Speculator("ar", loaded.model, loaded.tokenizer).generate(
+        [[*asked.tokens, *thought, *turn(loaded.tokenizer)]], max_new_tokens=6
+    )
+    assert found.answers["ar"] == found.answers["full"] == quality.text(behind.token_ids)
+    assert found.scores["ar"] == float("cat" in found.answers["ar"])
+    texts = quality_report.document(quality, [found])["texts"]
+    assert [(text["text"], text["answer"]) for text in texts[:1]] == [(quality.text(thought), found.answers["ar"])]
+    with pytest.raises(ValueError, match="answer-tokens must be at least 0"):
+        settings(answer_tokens=-1)
 
 
 def test_each_combination_is_a_row_on_one_read_prompt(loaded):

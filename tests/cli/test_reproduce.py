@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from longdraft import Speculator
+from longdraft.bench.papers import PAPERS, table_of
+from longdraft.bench.papers.table import Small
 from tests.drafts import random_draft, random_eagle3
 from tests.quick import slow
 from tests.tiny import tiny_model
@@ -82,6 +85,22 @@ def test_a_table_of_quality(reproduce, drafts):
     assert [row["line"] for row in found["rows"]] == ["Mean", "Max", "Last"]
     assert all(0 <= row["as_published"]["rouge_l"] <= 100 for row in found["rows"])
     assert found["rows"][0]["published"][0] == {"model": "L-8B", "rouge_l": 56.1, "accepted": 3.53}
+
+
+def test_answers_are_asked_for_and_scored(reproduce, drafts, monkeypatch, tmp_path):
+    """SpecPV's figure 5, smaller."""
+    pytest.importorskip("rouge_score")
+    own = table_of(PAPERS["specpv"], "fig5")
+    small = Small(shrink=16, context=700)
+    own = replace(own, lines=own.lines[:2], columns=own.columns[:1], small=small, answer_tokens=8)
+    monkeypatch.setitem(PAPERS, "specpv", replace(PAPERS["specpv"], tables=(own,)))
+    file = tmp_path / "hotpot.jsonl"
+    row = {"context": "a cat sat on the mat. " * 50, "input": "What sat?", "answers": ["a cat"]}
+    file.write_text(json.dumps(row) + "\n")
+    given = ("specpv", "fig5", "--draft", drafts["eagle3"], "--data", f"hotpotqa={file}", "--rope-factor", 2)
+    found = last(reproduce(*given))
+    assert found["complete"] and [row["line"] for row in found["rows"]] == ["full verification", "4096"]
+    assert all(row["as_published"]["score"] in (0, 100) for row in found["rows"])
 
 
 def test_ctrl_c_keeps_what_is_done(reproduce, drafts, press_ctrl_c, tmp_path):

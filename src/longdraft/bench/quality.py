@@ -22,12 +22,14 @@ from longdraft.bench.prompts import Prompt
 from longdraft.bench.run import WAKE_PROMPT, WAKE_TOKENS
 from longdraft.bench.scores import rouge_l, score
 from longdraft.bench.settings import contender
+from longdraft.bench.thinking import TURN, turn
 from longdraft.bench.ties import first_difference
 from longdraft.engine.draws import OwnDraws
 from longdraft.engine.loop import Engine
 from longdraft.engine.partial import SpecPV
 from longdraft.engine.sampler import Sampler, Sampling
 from longdraft.engine.sequence import Sequence as Text
+from longdraft.engine.sequence import StopRule
 from longdraft.engine.stopping import eos_rule
 from longdraft.errors import ContextError
 from longdraft.memory.prompt_cache import PromptCache
@@ -72,6 +74,8 @@ class Settings:
     Attributes:
         budgets, margins, selectors: every combination is a variant.
         max_tokens: new tokens at most, a prompt.
+        answer_tokens: above 0 a text is a chain of thought, behind which an answer of so many tokens at most is asked
+            for, and scored in its place.
         ignore_eos: decode on to ``max_tokens``.
         drift: compare hidden states too.
         temperature: above 0 all are sampled with the same random numbers.
@@ -92,11 +96,14 @@ class Settings:
     kv_dtypes: tuple[str, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
     temperature: float = 0.0
+    answer_tokens: int = 0
 
     def __post_init__(self) -> None:
         Sampling(self.temperature)
         if self.max_tokens < 2:
             raise ValueError(f"max-tokens must be at least 2, got {self.max_tokens}")
+        if self.answer_tokens < 0:
+            raise ValueError(f"answer-tokens must be at least 0, got {self.answer_tokens}")
         for name in ("budgets", "margins", "selectors"):
             if not getattr(self, name):
                 raise ValueError(f"{name} must name one at least")
@@ -109,6 +116,11 @@ class Settings:
         for variant in self.variants:
             given = {**self.options, **variant.options}
             known.schedule(**{name: given[name] for name in known.schedule_options if name in given})
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens behind a prompt, at most."""
+        return self.max_tokens + (self.answer_tokens and TURN + self.answer_tokens)
 
     @property
     def variants(self) -> list[Variant]:
@@ -160,6 +172,7 @@ class Compared:
         likeness: by name; ``full`` and rounded KV are compared with ``ar``, every variant with ``full``.
         drifts: by variant; empty without drift.
         scores: of the answers by name, where the sample has references.
+        answers: what was scored, by name: the run's text, or the answer behind it.
     """
 
     prompt: Prompt
@@ -167,6 +180,7 @@ class Compared:
     likeness: dict[str, Likeness]
     drifts: dict[str, list[Drift]]
     scores: dict[str, float]
+    answers: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -185,7 +199,8 @@ class Quality:
         drafter: name of the method whose drafter all but ``ar`` use.
 
     Raises:
-        CapabilityError: the drafter's draft is missing; or, when texts are compared, rouge-score is not installed.
+        CapabilityError: the drafter's draft is missing; when texts are compared, rouge-score is not installed; when
+            answers are asked for, the model's chat template has no second turn.
     """
 
     def __init__(self, loaded: LoadedModel, settings: Settings) -> None:
@@ -211,7 +226,9 @@ class Quality:
             self._rounded[name] = runner, PromptCache()
             self._recipes[name] = recipe_for(method_named(REFERENCE), {}, runner)
         self._cache = PromptCache()
-        self._rules = [eos_rule(ends_of(self.runner, loaded.tokenizer, settings.ignore_eos))]
+        self._rule = eos_rule(ends_of(self.runner, loaded.tokenizer, settings.ignore_eos))
+        self._ends = ends_of(self.runner, loaded.tokenizer, ignore_eos=False)
+        self._turn = turn(loaded.tokenizer) if settings.answer_tokens else []
 
     @property
     def names(self) -> list[str]:
@@ -283,7 +300,8 @@ class Quality:
         """
         runs: dict[str, Decoded] = {}
         drifts: dict[str, list[Drift]] = {}
-        self._make_room(prompt.tokens, self.settings.max_tokens)
+        answers: dict[str, str] = {}
+        self._make_room(prompt.tokens, self.settings.new_tokens)
         for name in self._recipes:
             tick(name)
             recorded = None
@@ -294,12 +312,13 @@ class Quality:
             runs[name] = replace(run, surprise=seen.surprise)
             if recorded is not None:
                 drifts[name] = drift(seen, len(prompt.tokens), recorded.computed)
+            answers[name] = self._answer(name, prompt.tokens, run.tokens)
         likeness = {
             name: self._likeness(runs[of], runs[name]) for name in runs if (of := self.reference(name)) is not None
         }
-        given = {name: score(prompt.sample, self.text(run.tokens)) for name, run in runs.items()}
+        given = {name: score(prompt.sample, text) for name, text in answers.items()}
         known = {name: x for name, x in given.items() if x is not None}
-        return Compared(prompt, runs, likeness, drifts, known)
+        return Compared(prompt, runs, likeness, drifts, known, answers)
 
     def search(
         self, haystack: Haystack, names: Sequence[str], tick: Callable[[str], None] = lambda n: None
@@ -318,6 +337,14 @@ class Quality:
         """The text of a run's tokens."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
 
+    def _answer(self, name: str, prompt: Sequence[int], tokens: Sequence[int]) -> str:
+        """The text that is scored: that of a run, or the answer that is asked for behind its chain of thought."""
+        if not self._turn:
+            return self.text(tokens)
+        thought = tokens[:-1] if tokens and tokens[-1] in self._ends else tokens
+        asked = [*prompt, *thought, *self._turn]
+        return self.text(self._decode(name, asked, self.settings.answer_tokens, rule=eos_rule(self._ends)).tokens)
+
     def _recipe(self, variant: Variant, options: Mapping[str, Any]) -> Recipe:
         return recipe_for(*resolve(METHOD, {**options, **variant.options}), self.runner)
 
@@ -330,12 +357,25 @@ class Quality:
         self._cache.open(new_store, 1, len(prompt) + max_tokens + nodes + extra, layers)
 
     def _decode(
-        self, name: str, prompt: Sequence[int], max_tokens: int, schedule: RecordedSpecPV | None = None
+        self,
+        name: str,
+        prompt: Sequence[int],
+        max_tokens: int,
+        schedule: RecordedSpecPV | None = None,
+        rule: StopRule | None = None,
     ) -> Decoded:
         sampling, device = Sampling(self.settings.temperature), self.runner.device
         draws = OwnDraws(torch.Generator(device).manual_seed(0))
         sampler = Sampler(sampling.greedy, sampling.processors(), draws)
-        sequence = Text(0, list(prompt), max_tokens, device, greedy=sampling.greedy, sampler=sampler, rules=self._rules)
+        sequence = Text(
+            0,
+            list(prompt),
+            max_tokens,
+            device,
+            greedy=sampling.greedy,
+            sampler=sampler,
+            rules=(rule or self._rule,),
+        )
         chosen = self._recipes[name]
         runner, cache = self._rounded.get(name, (self.runner, self._cache))
         engine = Engine(runner, chosen.drafter(), schedule or chosen.schedule(), cache)

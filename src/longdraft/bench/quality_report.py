@@ -87,6 +87,7 @@ def _answers(quality: Quality, compared: Sequence[Compared]) -> list[dict[str, A
             "text": quality.text(run.tokens),
             "reference": of,
             "reference_text": None if of is None else quality.text(c.runs[of].tokens),
+            "answer": c.answers[name] if quality.settings.answer_tokens else None,
         }
         for c in compared
         for name, run in c.runs.items()

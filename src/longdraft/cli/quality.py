@@ -12,6 +12,7 @@ from longdraft.bench.prompts import prepare
 from longdraft.bench.quality import METHOD, Quality, Settings
 from longdraft.bench.scores import rouge_l
 from longdraft.bench.settings import Settings as Prompts
+from longdraft.bench.thinking import thoughtful
 from longdraft.cli import bench_options, console, method_options, options
 from longdraft.cli.progress import Runs
 
@@ -43,6 +44,14 @@ def quality(
     ] = None,
     limit: bench_options.Limit = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="New tokens at most.")] = 128,
+    answer_tokens: Annotated[
+        int,
+        typer.Option(
+            help="Let the model think first, in --max-tokens tokens; then ask for the answer, which has this many at "
+            "most and is what --data's references score.",
+            show_default="the text is the answer",
+        ),
+    ] = 0,
     context: Annotated[
         int | None, typer.Option(help="Cut the documents so that prompts have at most this many tokens.")
     ] = None,
@@ -77,14 +86,17 @@ def quality(
             method_options.whole_numbers("--budget", budget), method_options.whole_numbers("--margin", margin),
             tuple(method_options.words(selector)), max_tokens, ignore_eos, drift,
             tuple(method_options.words(kv_dtype or "")), given, temperature,
+            answer_tokens,
         )  # fmt: skip
-        prompting = Prompts(max_tokens=max_tokens, contexts=(context,), raw=raw, asked=wording.asked)
+        prompting = Prompts(max_tokens=settings.new_tokens, contexts=(context,), raw=raw, asked=wording.asked)
         search = None
         if needle_file is not None:
             depths = method_options.numbers("--needle-depths", needle_depths)
             kinds = tuple(method_options.words(needle_kinds))
             search = needle.Search(needle_file, depths, needle_context, needle_samples, kinds)
     samples = tasks.read(data_files or [], limit)
+    if answer_tokens:
+        samples = [thoughtful(sample) for sample in samples]
     if samples:
         rouge_l()  # missing, it is missed before anything is loaded
     with console.status() as status:
@@ -95,7 +107,7 @@ def quality(
         with options.settings_checked():
             measuring = Quality(loaded, settings)
         if prompts:
-            _note_uncut(measuring.cut([len(p.tokens) + max_tokens for p in prompts]), len(prompts))
+            _note_uncut(measuring.cut([len(p.tokens) + settings.new_tokens for p in prompts]), len(prompts))
         asked = measuring.searched(haystacks) if haystacks else []
         status("Warm-up")
         measuring.wake((*(p.tokens for p in prompts), *(h.tokens for h in haystacks))[0])

@@ -23,9 +23,11 @@ FIGURES = {
     "tokens_per_second": ("tokens/s", "{:.2f}"),
     "speedup": ("speed-up", "{:.2f}x"),
     "rouge_l": ("ROUGE-L against full verification, in per cent", "{:.1f}"),
+    "score": ("score of the answers, in per cent", "{:.1f}"),
     "bleurt": ("BLEURT, in per cent", "{:.1f}"),
     "accuracy": ("accuracy", "{:.3f}"),
     "perplexity": ("perplexity", "{:.3f}"),
+    "prefill_ms": ("reading the prompt, ms", "{:.0f}"),
     "draft_ms": ("drafting, ms a round", "{:.2f}"),
     "attention_ms": ("the target's attention, ms a round", "{:.2f}"),
     "forward_ms": ("the rest of the target's forward, ms a round", "{:.2f}"),
@@ -70,6 +72,7 @@ class Column:
         batch: prompts decoded together.
         options: further options of every method that has them; a sweep varies them from column to column.
         only: names of the lines that the column is for; empty: all.
+        score: how answers are scored; empty: as the data set's are.
     """
 
     name: str
@@ -78,6 +81,7 @@ class Column:
     batch: int = 1
     options: Mapping[str, Any] = field(default_factory=dict)
     only: tuple[str, ...] = ()
+    score: str = ""
 
 
 @dataclass(frozen=True)
@@ -121,6 +125,8 @@ class Table:
         bonus: the paper counts the bonus token in accepted lengths.
         prefill: the paper's tokens/s and speed-ups include reading the prompt.
         prompts: of each column; None: all rows.
+        answer_tokens: of the answers that are asked for behind a chain of thought, at most; 0: texts are the answers.
+        offload: the KV lies in host memory, or in a file if the model computes on a CPU.
         remarks: on the paper's figures.
     """
 
@@ -140,6 +146,8 @@ class Table:
     bonus: bool = True
     prefill: bool = False
     small: Small = Small()
+    answer_tokens: int = 0
+    offload: bool = False
     remarks: tuple[str, ...] = ()
 
     @property

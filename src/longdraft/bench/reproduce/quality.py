@@ -13,7 +13,7 @@ from longdraft.bench.prompts import Prompt
 from longdraft.bench.quality import FULL, Quality, Settings, Variant
 from longdraft.bench.reproduce.scaled import Cell, Scaled, Tick, differing, with_draft
 from longdraft.bench.scores import rouge_l
-from longdraft.bench.tables import median_of
+from longdraft.bench.tables import mean_of, median_of
 from longdraft.model.checkpoints import LoadedModel
 
 # Options that variants of one comparison differ in; lines with other options beside them are compared apart.
@@ -81,9 +81,10 @@ class Likenesses:
             ignore_eos=scaled.small,
             drift=False,
             options=options,
+            answer_tokens=scaled.table.answer_tokens,
         )
         found = Quality(self._loaded, settings)
-        found.cut([len(prompt.tokens) + scaled.max_tokens for _, prompt, _ in self._prompts.values()])
+        found.cut([len(prompt.tokens) + settings.new_tokens for _, prompt, _ in self._prompts.values()])
         return found
 
     def ticks(self, unit: str) -> int:
@@ -107,6 +108,8 @@ class Likenesses:
                     "tokens_per_second": run.tokens_per_second,
                     "surprise": run.surprise,
                     "rouge_l": compared.likeness[name].rouge_l if name in compared.likeness else None,
+                    "answer": compared.answers[name],
+                    "score": compared.scores.get(name),
                 }
                 for name, run in compared.runs.items()
             },
@@ -129,13 +132,14 @@ class Likenesses:
         rounds = sum(run["rounds"] for run in own)
         accepted = sum(run["tokens"] - 1 for run in own) / rounds if rounds else None
         rate = median_of(run["tokens_per_second"] for run in own)
-        likeness = mean(run["rouge_l"] for run in own)
+        likeness, score = mean(run["rouge_l"] for run in own), mean_of(run.get("score") for run in own)
         row = {
             "method": name,
             "dataset": column.data,
             "context_tokens": round(mean(run["context_tokens"] for run in own)),
             "samples": len(own),
             "rouge_l_mean": likeness,
+            "score": score,
             "surprise": mean(run["surprise"] for run in own),
             "mean_accepted_length": accepted,
             "tokens_per_second": rate,
@@ -143,6 +147,7 @@ class Likenesses:
         }
         shown = {
             "rouge_l": 100 * likeness,
+            "score": None if score is None else 100 * score,
             "accepted": self._scaled.table.counted(accepted),
             "tokens_per_second": rate,
         }

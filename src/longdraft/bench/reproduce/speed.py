@@ -55,6 +55,7 @@ class Speed:
         self._given: dict[tuple[str, str], Mapping[str, Any]] = {}  # (line, column) -> options, without its draft
         self._reasons: dict[tuple[str, str], str | None] = {}
         self._parts: dict[str, list[str]] = {}  # attention path -> contenders
+        self._offload = "host" if TargetRunner(loaded.model).device.type == "cuda" else "disk"
         self._choose(drafts)
         self._places: dict[str, Place] = {}
         groups: dict[Place, list[Group]] = {}
@@ -152,6 +153,7 @@ class Speed:
             own_options={name: self._options[name] for name in names if name in self._options},
             plan=scaled.plan,
             profile=scaled.table.profiled,
+            offload=self._offload if scaled.table.offload else None,
         )
 
     def cells(self, done: Mapping[str, Mapping[str, Any]]) -> list[Cell]:
@@ -179,6 +181,7 @@ class Speed:
             "accepted": table.counted(accepted),
             "tokens_per_second": median_of(rate for rate, _ in pairs),
             "speedup": median_of(ratio(*pair) for pair in pairs),
+            "prefill_ms": median_of(1000 * _prefill(m, name) for m in own),
             **_profiled(m.profiles[name] for m in own if name in m.profiles),
         }
         shown = {key: figures.get(key) for key in (*table.figures, "speedup")}
@@ -221,9 +224,12 @@ def _decoding(measured: Measured, name: str, run: Run) -> float:
 
 
 def _with_prefill(measured: Measured, name: str, run: Run) -> float:
-    """Seconds with the prompts' reading: the method's own, or that of plain decoding."""
-    first = measured.cold.get(name, measured.cold[REFERENCE]).first_token_seconds
-    return run.decode_seconds + (first or 0.0)
+    return run.decode_seconds + _prefill(measured, name)
+
+
+def _prefill(measured: Measured, name: str) -> float:
+    """Seconds of the prompts' reading: the method's own, or that of plain decoding."""
+    return measured.cold.get(name, measured.cold[REFERENCE]).first_token_seconds or 0.0
 
 
 def _rate(measured: Measured, name: str, seconds: Callable[[Measured, str, Run], float]) -> float | None:
