@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument("--rows", default="0-7", help="first and last row of each file")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0])
-    parser.add_argument("--method", default="longspec", help="whose draft comes with the model, or is given as -o draft=DIR")
+    parser.add_argument("--method", default="longspec", help="its draft comes with the model, or as -o draft=DIR")
     parser.add_argument("-o", dest="options", action="append", default=[], help="an option of the method, name=value")
     options = parser.parse_args()
     first, last = map(int, options.rows.split("-"))

@@ -185,6 +185,25 @@ def test_a_prompt_is_read_behind_a_sliding_window():
     assert_holds(cache, 0, text[:3] + text[-5:])
 
 
+def test_a_prompt_can_be_read_whole():
+    """In two layers what was attended to shows in the keys: they are those of one forward over all of the text."""
+    runner = TargetRunner(tiny_model(layers=2, vocab=61))
+    cache = CompactCache(runner, 1, 400, 4, streaming(3, 5), 40, whole_prompt=True)
+    text, at = [(i * i) % 61 for i in range(300)], 0
+    while at < len(text):
+        count = cache.reading(0, len(text) - at)
+        forward(runner, [text[at : at + count]], cache.store, [0], logits="none")
+        cache.store.commit(0, range(count))
+        at += count
+    cache.ready(0, 1)
+    assert cache.store.lengths[0] == 8 and cache.full.lengths[0] == 300
+    store = runner.new_store(1, 300)
+    forward(runner, [text], store, [0], logits="none")
+    turned = KeyRotation(runner, 300).turn(cache.full.keys[:, 0, :, :300], torch.arange(300))
+    assert torch.allclose(turned, store.keys[:, 0, :, :300], atol=1e-4)
+    assert torch.allclose(cache.full.values[:, 0, :, :300], store.values[:, 0, :, :300], atol=1e-4)
+
+
 def test_recent_rows_slide_on():
     cache = CompactCache(RUNNER, 1, 400, 4, streaming(2, 6), 40)
     text = [i % 61 for i in range(50)]

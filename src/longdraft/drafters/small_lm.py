@@ -64,6 +64,11 @@ class SmallLMOptions(ChunkOptions):
         help="what the draft sees: all of the text, its first and last tokens, or these and retrieved chunks",
         usual="full, or streaming for texts longer than it was trained for",
     )
+    whole_prompt: bool = option(
+        False,
+        help="read a prompt whole, at its true positions, as SpecExtend's drafts do; else behind a sliding window, at "
+        "linear cost and without positions beyond the trained ones",
+    )
     vocabulary: int | None = option(
         min=2,
         help="propose only the first so many token ids, which are the frequent ones of most tokenizers",
@@ -94,7 +99,7 @@ class SmallLMDrafter(RetrievingDrafter):
         given = seen.sizes(view == "retrieval", "view=retrieval")
         self.tree = tree.kind("opt" if view == "retrieval" else "dynamic")
         self.draft = draft.lighter(seen.vocabulary, seen.four_bits)
-        self.view = view
+        self.view, self.whole_prompt = view, seen.whole_prompt
         # sink and recent mean nothing where all is seen: schedules have options of these names too.
         fresh = fresh_room(self.tree.depth)
         room = draft.trained_length - self.tree.depth - fresh
@@ -127,7 +132,9 @@ class SmallLMDrafter(RetrievingDrafter):
             self.cache = FullCache(bound.runner, store.slots, store.capacity, shown)
         else:
             trained = self.draft.trained_length
-            self.cache = CompactCache(bound.runner, store.slots, store.capacity, shown, self.retrieval, trained)
+            self.cache = CompactCache(
+                bound.runner, store.slots, store.capacity, shown, self.retrieval, trained, self.whole_prompt
+            )
         # What was fed of each slot's text, token by token.
         self._fed: list[list[int]] = [[] for _ in range(store.slots)]
 

@@ -90,14 +90,15 @@ class CompactCache:
     """A working cache, and a second store with all of the text.
 
     A text is read in pieces behind a sliding window, in the working cache too: sink, tokens before the piece, piece.
-    (The paper reads it whole, at true positions; those may lie beyond the trained ones, and the cost grows with the
-    square of the length.)
+    With ``whole_prompt`` a prompt is read whole, at true positions, as in the paper; those may lie beyond the trained
+    ones, and the cost grows with the square of the length.
 
     Args:
         capacity: tokens of the longest text.
         shown: tree nodes that are fed to the model in a round.
         retrieval: chooses the rows of the working cache.
         trained: length of the texts that the model was trained on, at least the view's capacity.
+        whole_prompt: what the model reads before it first drafts is not cut by a window.
 
     Attributes:
         store: the working cache: a slot's first rows are copies, the committed rows behind them new tokens.
@@ -111,7 +112,14 @@ class CompactCache:
     """
 
     def __init__(
-        self, runner: TargetRunner, slots: int, capacity: int, shown: int, retrieval: Retrieval, trained: int
+        self,
+        runner: TargetRunner,
+        slots: int,
+        capacity: int,
+        shown: int,
+        retrieval: Retrieval,
+        trained: int,
+        whole_prompt: bool = False,
     ) -> None:
         if runner.recurrent:
             raise UnsupportedModelError(
@@ -120,7 +128,8 @@ class CompactCache:
             )
         self.retrieval, view = retrieval, retrieval.view
         self.fresh = view.room
-        self.reach = min(trained, max(view.capacity, view.sink + view.window + PIECE))
+        self.reach = max(view.capacity, view.sink + view.window + PIECE)
+        self.reach = max(self.reach, capacity) if whole_prompt else min(trained, self.reach)
         self.piece = max(1, min(PIECE, (self.reach - view.sink) // 2))
         window = View("streaming", 0, view.sink, self.reach - view.sink - self.piece, shared=True)
         self._reading = Retrieval(window, Refresh(0))

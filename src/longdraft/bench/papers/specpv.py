@@ -164,7 +164,7 @@ FIGURE_4 = Table(
     bonus=False,
     small=Small(shrink=8, prompts=1),
     offload=True,
-    remarks=("The paper has a plot only. On a CPU the KV lies in a file, parts of which memory may hold all the same.",),
+    remarks=("The paper has a plot only. On a CPU the KV lies in a file, which memory may hold all the same.",),
 )
 
 # Section 4.3: a chain of thought, then a standardised answer; exact match after normalisation.
