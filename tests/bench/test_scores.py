@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 
 import pytest
@@ -40,6 +41,27 @@ from longdraft.bench.data import Sample
 def test_an_answer(score, text, answer, wanted):
     sample = Sample("x", "", "any", "", answers=(answer,), score=score)
     assert scores.score(sample, text) == pytest.approx(wanted)
+
+
+def test_scores_are_those_of_lm_eval():
+    """On random words, where `lm_eval[longbench]` is installed."""
+    theirs = pytest.importorskip("lm_eval.tasks.longbench.metrics", exc_type=ImportError)
+    generator = random.Random(0)
+    words = "the a an cat Dog sat, mat. Paris 12 7 3, 1204 Paragraph return x=1 (b) # // ` Animal and plant City".split()
+    classes = ["Animal", "Animal and plant", "City", "plant", "Paris"]
+
+    def text(most: int, joints: str = " ") -> str:
+        chosen = generator.choices(words, k=generator.randint(1, most))
+        return "".join(word + generator.choice(joints) for word in chosen).strip()
+
+    for _ in range(1000):
+        own, answer, right, name = text(8), text(5), str(generator.choice([3, 7])), generator.choice(classes)
+        code = text(12, " \n")
+        assert scores.f1(own, answer) == pytest.approx(theirs.qa_f1_score(own, answer))
+        assert scores.numbers(own, right) == theirs.count_score(own, right)
+        assert scores.numbers(own, f"Paragraph {right}") == theirs.retrieval_score(own, f"Paragraph {right}")
+        assert scores.of_classes(own, name, classes) == theirs.classification_score(own, name, all_classes=classes)
+        assert scores.edit_similarity(code, answer) == pytest.approx(theirs.code_sim_score(code, answer))
 
 
 def test_several_references():
