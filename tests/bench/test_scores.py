@@ -47,11 +47,11 @@ def test_scores_are_those_of_lm_eval():
     """On random words, where `lm_eval[longbench]` is installed."""
     theirs = pytest.importorskip("lm_eval.tasks.longbench.metrics", exc_type=ImportError)
     generator = random.Random(0)
-    words = "the a an cat Dog sat, mat. Paris 12 7 3, 1204 Paragraph return x=1 (b) # // ` Animal and plant City".split()
+    words = "the a an cat Dog sat, mat. Paris 12 7 3, 1204 Paragraph return x=1 (b) # // ` Animal and plant City"
     classes = ["Animal", "Animal and plant", "City", "plant", "Paris"]
 
     def text(most: int, joints: str = " ") -> str:
-        chosen = generator.choices(words, k=generator.randint(1, most))
+        chosen = generator.choices(words.split(), k=generator.randint(1, most))
         return "".join(word + generator.choice(joints) for word in chosen).strip()
 
     for _ in range(1000):

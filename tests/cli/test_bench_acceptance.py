@@ -74,6 +74,8 @@ def test_a_results_file_is_gone_on_with_and_added_to(acceptance, tmp_path):
     assert len(path.read_text().splitlines()) == 1 + 4 + 6
     other = acceptance(*given, "--seed", 3)
     assert other.code == 2 and "settings.seed: 0 there, 3 here" in other.err
+    other = acceptance(*given, "--no-foresee")
+    assert other.code == 2 and "settings.foresee" in other.err
 
 
 def test_ctrl_c_keeps_what_is_done(acceptance, tmp_path, press_ctrl_c):

@@ -107,6 +107,8 @@ def test_ctrl_c_keeps_what_is_done(reproduce, drafts, press_ctrl_c, tmp_path):
     press_ctrl_c(Speculator, "stream", 9)
     ended = reproduce("longspec", "1", "--draft", drafts["longspec"], "--results", tmp_path / "r.jsonl")
     assert ended.code == 130 and "Stopped after" in ended.err and not last(ended)["complete"]
+    header = json.loads((tmp_path / "r.jsonl").read_text().splitlines()[0])
+    assert header["settings"]["foresee"] is False  # the paper's drafts know no random numbers
 
 
 def test_files_in_the_place_of_data_sets(reproduce, drafts, tmp_path):

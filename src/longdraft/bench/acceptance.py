@@ -27,7 +27,6 @@ from longdraft.bench.settings import Settings, method_name
 from longdraft.drafts import shipped
 from longdraft.drafts.kinds import KINDS
 from longdraft.engine.method import Method
-from longdraft.engine.sampler import Sampling
 from longdraft.errors import ContextError, PromptError, UnsupportedModelError
 from longdraft.memory.prompt_cache import PromptCache
 from longdraft.methods import METHODS
@@ -135,6 +134,8 @@ class Results(JsonLines[Accepted]):
 
     def __init__(self, path: Path, measuring: Acceptance) -> None:
         fixed = {name: getattr(measuring.settings, name) for name in ("max_tokens", "seed", "ignore_eos", "raw")}
+        if not measuring.settings.sampling.foresee:
+            fixed["foresee"] = False
         content = {"settings": fixed, "model": measuring.model, "versions": machine.versions()}
         super().__init__(path, signed(FORMAT, VERSION, content), Accepted.parsed)
 
@@ -366,7 +367,7 @@ class Acceptance:
             gc.collect()
 
     def _run(self, asked: Asked, text: Text, kept: Kept) -> Accepted:
-        sampling = Sampling(temperature=asked.temperature)
+        sampling = replace(self.settings.sampling, temperature=asked.temperature)
         job = Job((text.tokens,), self.settings.max_tokens, sampling, self.settings.seed + text.seed, self._ends)
         runs = []
         for _ in range(self._repeats):

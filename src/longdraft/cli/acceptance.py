@@ -45,6 +45,7 @@ def acceptance(
     temperature: Annotated[
         str, typer.Option("--temperature", "-t", help="One or several, with commas between; 0 is greedy.")
     ] = "0,1",
+    foresee: options.Foresee = True,
     limit: bench_options.Limit = None,
     max_tokens: bench_options.MaxTokens = 64,
     seed: bench_options.Seed = 0,
@@ -73,7 +74,7 @@ def acceptance(
     settings = settings_of(
         methods, drafting, _default,
         max_tokens=max_tokens, contexts=cut_to, seed=seed, raw=raw, ignore_eos=ignore_eos, plan="fixed",
-        asked=wording.asked,
+        asked=wording.asked, sampling=Sampling(foresee=foresee),
     )  # fmt: skip
     bench_options.check_writable({"--svg": svg, "--results": results})
     if svg is not None:

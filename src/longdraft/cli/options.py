@@ -122,6 +122,13 @@ Deterministic = Annotated[
         help="On a GPU: plain decoding and every exact method agree to the bit. Slower, as each forward has 64 rows.",
     ),
 ]
+Foresee = Annotated[
+    bool,
+    typer.Option(
+        "--foresee/--no-foresee",
+        help="At temperatures above 0, let drafts know the random numbers of coming samples; the papers' do not.",
+    ),
+]
 Method = Annotated[
     str | None,
     typer.Option(
@@ -267,13 +274,7 @@ class SamplingOptions(Group):
             show_default="all of it",
         ),
     ] = None
-    foresee: Annotated[
-        bool,
-        typer.Option(
-            "--foresee/--no-foresee",
-            help="At temperatures above 0, let drafts know the random numbers of coming samples; the papers' do not.",
-        ),
-    ] = True
+    foresee: Foresee = True
 
     def sampling(self) -> Sampling:
         """Raises RequestError for values that make none."""

@@ -108,11 +108,12 @@ def _header(
     measuring: Measuring,
 ) -> dict[str, Any]:
     tokens = hashlib.sha256(json.dumps({c: [p.tokens for p in own] for c, own in prompts.items()}).encode())
+    sampled = {"foresee": False} if any(scaled.table.temperatures) else {}
     content = {
         "paper": paper.name,
         "table": scaled.table.name,
         "scale": "small" if scaled.small else "paper",
-        "settings": {"max_tokens": scaled.max_tokens, "prompts": scaled.prompts, "plan": scaled.plan},
+        "settings": {"max_tokens": scaled.max_tokens, "prompts": scaled.prompts, "plan": scaled.plan, **sampled},
         "units": list(measuring.units),
         "model": model_of(TargetRunner(loaded.model), name),
         "drafts": {kind: fingerprint(folder) for kind, folder in drafts.items()},

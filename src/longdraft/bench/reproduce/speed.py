@@ -147,7 +147,7 @@ class Speed:
             tuple(names),
             scaled.max_tokens,
             repeats=1 if scaled.small else 3,
-            sampling=Sampling(temperature=temperature),
+            sampling=Sampling(temperature=temperature, foresee=False),  # the papers' drafts know no random numbers
             ignore_eos=scaled.small,
             cold=scaled.table.prefill,
             own_options={name: self._options[name] for name in names if name in self._options},
