@@ -44,6 +44,7 @@ def test_figures_are_the_papers():
         return found
 
     assert value("longspec", "1", "LC-13B", "LongSpec", "RepoBench-P", "tokens_per_second") == 96.96
+    assert value("longspec", "4", "LC-7B", "LongSpec", "25k-32k", "rest_ms") == 6.28
     assert value("specextend", "2", "LC-7B", "EAGLE, Yes", "BookSum 16K", "speedup") == 2.84
     assert value("specextend", "5", "V-7B", "EAGLE, retrieval", "top-k 256", "tokens_per_second") == 32.48
     assert value("specpv", "1", "L-8B", "SpecPV-2K", "60K", "speedup") == 6.29

@@ -10,7 +10,7 @@ import pytest
 from longdraft import Speculator
 from longdraft.bench.papers import PAPERS, table_of
 from longdraft.bench.papers.table import Small
-from tests.drafts import random_draft, random_eagle3
+from tests.drafts import random_draft, random_eagle3, random_lm
 from tests.quick import slow
 from tests.tiny import tiny_model
 
@@ -21,6 +21,7 @@ def drafts(tmp_path_factory):
     return {
         "longspec": random_draft(folder / "longspec", model),
         "eagle3": random_eagle3(folder / "eagle3", model, layers=(0, 1, 2)),
+        "lm": random_lm(folder / "lm", model, length=256),
     }
 
 
@@ -101,6 +102,16 @@ def test_answers_are_asked_for_and_scored(reproduce, drafts, monkeypatch, tmp_pa
     found = last(reproduce(*given))
     assert found["complete"] and [row["line"] for row in found["rows"]] == ["full verification", "4096"]
     assert all(row["as_published"]["score"] in (0, 100) for row in found["rows"])
+
+
+@pytest.mark.parametrize(("paper", "table", "draft"), [("specpv", "fig4", "eagle3"), ("specextend", "fig2", "lm")])
+def test_kv_outside_and_parts_of_a_round(reproduce, drafts, monkeypatch, paper, table, draft):
+    own = table_of(PAPERS[paper], table)
+    own = replace(own, lines=own.lines[:2], columns=own.columns[:1])
+    monkeypatch.setitem(PAPERS, paper, replace(PAPERS[paper], tables=(own,)))
+    found = last(reproduce(paper, table, "--draft", drafts[draft]))
+    assert found["complete"] and found["rows"]
+    assert all(row["as_published"][key] is not None for row in found["rows"] for key in own.figures)
 
 
 def test_ctrl_c_keeps_what_is_done(reproduce, drafts, press_ctrl_c, tmp_path):
