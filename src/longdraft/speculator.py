@@ -44,7 +44,7 @@ Prompts = Prompt | Request | SequenceOf[Prompt | Request]
 class Speculator:
     """Decodes with a method on a target, exactly as the target alone would.
 
-    Use it directly, or hand it to transformers::
+    Use it directly, or hand it to transformers:
 
         model, tokenizer = longdraft.load()
         spec = longdraft.Speculator("prompt-lookup", target=model, tokenizer=tokenizer)
@@ -185,7 +185,8 @@ class Speculator:
         Without, each size is recorded when it comes up for the third time, which takes as long as two rounds.
 
         Args:
-            batch, context: as of :meth:`session`.
+            batch: as of :meth:`session`.
+            context: as of :meth:`session`.
             progress: called with a line of text now and then.
 
         Returns:

@@ -76,6 +76,7 @@ def test_accepted_lengths_as_the_paper_counts_them(reproduce, drafts):
     for row in found["rows"]:
         assert row["as_published"]["accepted"] == pytest.approx(row["mean_accepted_length"] - 1)
     assert "the paper does not count the bonus token" in ended.out
+    assert "Rows that are seen of a longer text" in " ".join(ended.out.split())
     assert any("all that fits" in text for text in found["rows"][0]["differs"])
 
 

@@ -54,7 +54,7 @@ class _Entry:
 
 
 class Session:
-    """Decodes requests that come and go (continuous batching). Made by :meth:`Speculator.session`::
+    """Decodes requests that come and go (continuous batching). Made by :meth:`Speculator.session`:
 
     session = spec.session(batch=8)
     first = session.add("Why is the sky blue?")

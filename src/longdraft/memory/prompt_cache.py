@@ -68,7 +68,8 @@ class PromptCache:
 
         Args:
             new_store: builds a store from (slots, capacity).
-            slots, capacity: number of slots that the run needs, and rows of each.
+            slots: number of slots that the run needs.
+            capacity: rows of each slot.
             feature_layers: layers whose hidden states the run needs (``new_store`` makes room for them). A cache
                 without them is dropped.
             dtype: dtype that ``new_store`` keeps rows in, or None for any. A cache in another dtype is dropped.

@@ -269,7 +269,7 @@ TABLE_5 = Table(
     """,
     prompts=20,
     prefill=True,
-    small=Small(prompts=1, max_tokens=32),
+    small=Small(shrink=4, prompts=1, max_tokens=32),
     remarks=(
         "A working cache counts its last rows here; 32 first ones come on top. At k up to 4, and chunks of up to 4, "
         "no first rows and 32 last ones are forced, or they would be all that is seen.",

@@ -156,11 +156,20 @@ def remarks(made: Reproduction, cells: Sequence[Cell]) -> list[str]:
     for cell in cells:
         for text in cell.differs:
             by_text.setdefault(text, []).append(cell)
-    for text, own in by_text.items():
-        lines, columns = (dict.fromkeys(keys) for keys in ((c.line.name for c in own), (c.column.name for c in own)))
+    for text, those in by_text.items():
+        lines, columns = (
+            dict.fromkeys(keys) for keys in ((c.line.name for c in those), (c.column.name for c in those))
+        )
         every = len(lines) == len({cell.line.name for cell in cells})
         where = ", ".join(columns if every and len(columns) < 4 else lines if not every else ["all columns"])
         found.append(f"{where}: {text}.")
+    views: dict[str, list[str]] = {}
+    for cell in cells:
+        if (view := cell.row.get("view")) and view not in (own := views.setdefault(cell.line.name, [])):
+            own.append(view)
+    if views:
+        seen = (f"{line}: {', '.join(own) if len(own) < 4 else 'see --json'}" for line, own in views.items())
+        found.append(f"Rows that are seen of a longer text (docs/figures.md): {'; '.join(seen)}.")
     return [*found, *made.scaled.table.remarks, *made.measuring.notes]
 
 
