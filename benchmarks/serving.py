@@ -126,6 +126,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("servers", nargs="+", metavar="NAME=URL[@MODEL]")
     parser.add_argument("--data", type=Path, action="append", required=True)
+    parser.add_argument("--model", help="whose tokens are counted, and what --overhead runs")
     parser.add_argument("--context", type=int, default=2000)
     parser.add_argument("--clients", default="1,2,4,8")
     parser.add_argument("--requests", type=int, default=8, help="of each server and number of clients")
@@ -147,7 +148,7 @@ def main() -> None:
         servers[name], _, models[name] = where.partition("@")
         if not models[name]:
             models[name] = httpx.get(f"{servers[name]}/models", timeout=60).json()["data"][0]["id"]
-    target, tokenizer = longdraft.load()
+    target, tokenizer = longdraft.load(options.model)
     rows = []
     if options.fair:
         (text,) = texts_of(options, tokenizer, 1)
