@@ -103,6 +103,7 @@ def test_answers_are_asked_for_and_scored(reproduce, drafts, monkeypatch, tmp_pa
     found = last(reproduce(*given))
     assert found["complete"] and [row["line"] for row in found["rows"]] == ["full verification", "4096"]
     assert all(row["as_published"]["score"] in (0, 100) for row in found["rows"])
+    assert [row["view"] for row in found["rows"]] == [None, "416 = 32 + 16 x 16 + 128"]
 
 
 @pytest.mark.parametrize(("paper", "table", "draft"), [("specpv", "fig4", "eagle3"), ("specextend", "fig2", "lm")])

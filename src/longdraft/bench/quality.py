@@ -250,6 +250,10 @@ class Quality:
         assert isinstance(schedule, SpecPV)
         return schedule.view
 
+    def seen(self, name: str) -> str | None:
+        """The rows of a variant's partial cache, as text; None for what sees all."""
+        return f"{self.view(name).budget:,} = {self.view(name)}" if name in self.variants else None
+
     def cut(self, lengths: Sequence[int]) -> dict[str, int]:
         """Counts the texts of these lengths that each variant's partial cache shortens.
 

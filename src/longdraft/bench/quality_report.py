@@ -125,7 +125,7 @@ def _row(quality: Quality, name: str, own: Sequence[Compared]) -> dict[str, Any]
         "partial_share": sum(r.partial_rounds for r in runs) / rounds if rounds else None,
         "scored": own[0].prompt.sample.score or None,
         "score": mean_of(c.scores.get(name) for c in own),
-        "view": f"{quality.view(name).budget:,} = {quality.view(name)}" if name in quality.variants else None,
+        "view": quality.seen(name),
     }
 
 

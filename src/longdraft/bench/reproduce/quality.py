@@ -110,6 +110,7 @@ class Likenesses:
                     "rouge_l": compared.likeness[name].rouge_l if name in compared.likeness else None,
                     "answer": compared.answers[name],
                     "score": compared.scores.get(name),
+                    "view": self._quality[1].seen(name),
                 }
                 for name, run in compared.runs.items()
             },
@@ -140,6 +141,7 @@ class Likenesses:
             "samples": len(own),
             "rouge_l_mean": likeness,
             "score": score,
+            "view": own[0].get("view"),
             "surprise": mean(run["surprise"] for run in own),
             "mean_accepted_length": accepted,
             "tokens_per_second": rate,
