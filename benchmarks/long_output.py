@@ -3,10 +3,11 @@
     python -m benchmarks.long_output --model coder-1.5b.gguf --data pg19.jsonl --new 30000 -t 1
     python -m benchmarks.long_output --data pg19.jsonl --new 6000 --methods self:lookup=true,tokenswift
 
-The end of the first row's document is continued as it stands, without a chat's template. A line for each part of the answer: where it ends, tokens/s, accepted length, the share of drafted tokens that were
-accepted, and tokens/s over those of plain decoding (``ar``), which goes on for a few tokens from each part's end, from
-the same KV. The answer goes on to its last token, whatever the model ends. ``distinct``: different runs of eight tokens
-over all of them, in the part; near 0 the answer repeats itself, and any lookup is right.
+The end of the first row's document is continued as it stands, without a chat's template. A line for each part of the
+answer: where it ends, tokens/s, accepted length, the share of drafted tokens that were accepted, and tokens/s over
+those of plain decoding (``ar``), which goes on for a few tokens from each part's end, from the same KV. The answer goes
+on to its last token, whatever the model ends. ``distinct``: different runs of eight tokens over all of them, in the
+part; near 0 the answer repeats itself, and any lookup is right.
 """
 
 from __future__ import annotations
