@@ -276,6 +276,8 @@ def test_haystacks(tmp_path):
         # Its share of the document: the question and the marks of the chat come behind.
         assert abs(text.index(h.needle.code) / text.index("what is") - h.depth) < 0.2
         assert text.rstrip().endswith("door?<eos><assistant>")
+    told = needle.haystacks(Search(path, (0.5,), 300, 1, asked={"system": "the dog is red."}), tokenizer)
+    assert len(told[0].tokens) <= 300 and tokenizer.decode(told[0].tokens).count("the dog is red.") == 1
     jsonl = tmp_path / "hay.jsonl"
     jsonl.write_text("".join(json.dumps({"text": "the dog sat. " * 20}) + "\n" for _ in range(3)))
     assert len(needle.haystacks(Search(jsonl, (0.5,), 300, 1), tokenizer)) == 1

@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 import re
 import string
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from longdraft.bench import data
 from longdraft.errors import ContextError, PromptError
@@ -37,6 +37,7 @@ class Search:
         context: tokens of a prompt.
         samples: texts of each kind; "single" asks each of them at each depth.
         kinds: of :data:`KINDS`.
+        asked: ``system`` and arguments of the chat template.
     """
 
     path: Path
@@ -44,6 +45,7 @@ class Search:
     context: int = 1500
     samples: int = 2
     kinds: tuple[str, ...] = ("single",)
+    asked: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.depths or not all(0 <= depth <= 1 for depth in self.depths):
@@ -148,8 +150,12 @@ def haystacks(search: Search, tokenizer: PreTrainedTokenizerBase) -> list[Haysta
     """
     depths = sorted(set(search.depths), reverse=True)
     needles = {kind: [KINDS[kind](depths, sample) for sample in range(search.samples)] for kind in search.kinds}
+
+    def asking(question: str, text: str) -> list[int]:
+        return chat_prompt(tokenizer, question, text, **search.asked)
+
     taken = max(
-        len(chat_prompt(tokenizer, needle.question, " ".join(sentence for _, sentence in needle.sentences)))
+        len(asking(needle.question, " ".join(sentence for _, sentence in needle.sentences)))
         for samples in needles.values() for sample in samples for needle in sample
     )  # fmt: skip
     room = search.context - SLACK - taken
@@ -171,7 +177,7 @@ def haystacks(search: Search, tokenizer: PreTrainedTokenizerBase) -> list[Haysta
         for kind, samples in needles.items():
             for needle in samples[sample]:
                 text = data.place(hay, needle.sentences)
-                made.append(Haystack(tuple(chat_prompt(tokenizer, needle.question, text)), needle, kind))
+                made.append(Haystack(tuple(asking(needle.question, text)), needle, kind))
     return made
 
 

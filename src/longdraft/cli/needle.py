@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -44,6 +45,7 @@ def needle(
     ] = None,
     needle_depths: bench_options.NeedleDepths = bench_options.DEPTHS,
     needle_samples: Annotated[int, typer.Option(help="Haystacks of each depth.")] = 2,
+    wording: options.TemplateOptions,
     loading: options.ModelOptions,
     output: options.Output,
 ) -> None:
@@ -68,10 +70,8 @@ def needle(
         status("Encoding")
         limit = measuring.runner.context_length
         lengths = measuring.contexts(asked or [c for c in CONTEXTS if c <= limit] or [limit])
-        found = {
-            length: needles.haystacks(needles.Search(haystack, depths, length, needle_samples), loaded.tokenizer)
-            for length in lengths
-        }
+        search = partial(needles.Search, haystack, depths, samples=needle_samples, asked=wording.asked)
+        found = {length: needles.haystacks(search(length), loaded.tokenizer) for length in lengths}
     with console.warnings_once(), Runs(sum(map(len, found.values())) * len(measuring.names)) as runs:
         measured = [
             measuring.measure(hay, length, runs.told(f"{length:,} tokens, needle at {hay.depth:g}"))

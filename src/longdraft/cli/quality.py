@@ -93,7 +93,7 @@ def quality(
         if needle_file is not None:
             depths = method_options.numbers("--needle-depths", needle_depths)
             kinds = tuple(method_options.words(needle_kinds))
-            search = needle.Search(needle_file, depths, needle_context, needle_samples, kinds)
+            search = needle.Search(needle_file, depths, needle_context, needle_samples, kinds, wording.asked)
     samples = tasks.read(data_files or [], limit)
     if answer_tokens:
         samples = [thoughtful(sample) for sample in samples]

@@ -43,7 +43,7 @@ class Needles:
             )
         (self._length,) = self._measuring.contexts([min(asked, limit)])
         file, self._text = _haystack(sources, self._column.data)
-        search = Search(file, context=self._length, samples=scaled.prompts or 1)
+        search = Search(file, context=self._length, samples=scaled.prompts or 1, asked=scaled.asked)
         self._haystacks: dict[str, Haystack] = {
             f"haystack {i}, needle at {h.depth:g}": h for i, h in enumerate(haystacks(search, loaded.tokenizer), 1)
         }
