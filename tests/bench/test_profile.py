@@ -64,7 +64,7 @@ def test_every_method(loaded, drafts, name, options):
     assert set(found.seconds) == set(PARTS)
     assert all(seconds >= 0 for seconds in found.seconds.values())
     assert found.seconds["attention"] > 0 and found.seconds["forward"] > 0
-    assert (found.seconds["draft"] > 0.0) and 0 < found.prefix_share < 1
+    assert (found.seconds["draft"] > 0.0) and 0 < found.prefix_share < 1 and 0 < found.prefill_attention < 1
     parameters = {p.data_ptr(): p.numel() * 4 for p in loaded.model.parameters()}
     assert found.memory["weights"] >= sum(parameters.values())
     assert found.memory["kv"] > 0

@@ -46,6 +46,7 @@ class Profile:
         memory: bytes of ``weights`` (the target's), ``packed`` (their second copy for few rows on a CPU), ``kv`` and
             ``draft`` (all that the drafter holds: weights, its cache).
         tree: the round whose accepted length is nearest to the mean; None if nothing was drafted.
+        prefill_attention: share of the prompts' reading that was the target's attention; None if their KV was kept.
     """
 
     rounds: int
@@ -53,6 +54,7 @@ class Profile:
     prefix_share: float | None
     memory: dict[str, int]
     tree: dict[str, Any] | None
+    prefill_attention: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """For a results file; see docs/figures.md."""
@@ -71,10 +73,11 @@ def profile(spec: Speculator, job: Job, cache: PromptCache | None = None, rounds
     clock = _Clock(engine.runner.device)
     trees: list[_Walked] = []
     seen: list[dict[str, float]] = []
+    reading, attending = 0.0, 0.0  # seconds
     with _watched(engine, clock, trees):
         for step in run:
             if step.mode == "prefill":
-                clock.take()
+                reading, attending = reading + step.seconds, attending + clock.take()["attention"]
                 trees.clear()
             elif step.seconds:  # the first step of a round carries its time
                 parts = clock.take()
@@ -93,6 +96,7 @@ def profile(spec: Speculator, job: Job, cache: PromptCache | None = None, rounds
         prefix_share=keys[0] / keys[1] if keys[1] else None,
         memory=memory,
         tree=_typical(trees, spec),
+        prefill_attention=attending / reading if reading and cache is None else None,
     )
 
 
@@ -163,7 +167,7 @@ def _watched(engine: Engine, clock: _Clock, trees: list[_Walked]) -> Iterator[No
         scoring: Scoring = PLAIN,
         /,
     ) -> torch.Tensor:
-        if not clock.verifying():
+        if not clock.verifying() and not block.prompt:
             return attend(q, k, v, block, scale, scoring)
         clock.counts["prefix keys"] += sum(block.lengths)
         clock.counts["keys"] += sum(block.lengths) + block.batch * block.width

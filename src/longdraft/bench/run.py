@@ -213,9 +213,10 @@ class Bench:
         return [scores.score(prompt.sample, text) for prompt, text in zip(prompts, texts, strict=True)]
 
     def _profiles(self, job: Job) -> dict[str, dict[str, Any]]:
-        """Profiles of our methods by name, on the prompts' KV that is still there."""
+        """Profiles of our methods by name, on the prompts' KV that is still there; with ``cold`` each reads them."""
         ours = {name: c.spec for name, c in self.contenders.items() if isinstance(c, Ours)}
-        found = {name: profile(spec, job, self._kept[None].cache) for name, spec in ours.items()}
+        cache = None if self.settings.cold else self._kept[None].cache
+        found = {name: profile(spec, job, cache) for name, spec in ours.items()}
         return {name: seen.as_dict() for name, seen in found.items() if seen is not None}
 
     def runs(self, batch_count: int) -> int:

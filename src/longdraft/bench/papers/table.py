@@ -33,6 +33,7 @@ FIGURES = {
     "forward_ms": ("the rest of the target's forward, ms a round", "{:.2f}"),
     "verify_ms": ("the target's forward, ms a round", "{:.2f}"),
     "rest_ms": ("all else, ms a round", "{:.2f}"),
+    "prefill_attention_share": ("the target's attention, share of the prompt's reading", "{:.0%}"),
     "attention_share": ("the target's attention, share of a round", "{:.0%}"),
     "loss": ("loss at the end of training", "{:.3f}"),
 }
@@ -166,7 +167,7 @@ class Table:
     @property
     def profiled(self) -> bool:
         """True if a figure is a part of a round's time."""
-        return any(key.endswith("_ms") or key == "attention_share" for key in self.figures)
+        return any(key.endswith(("_ms", "attention_share")) for key in self.figures)
 
     @cached_property
     def published(self) -> tuple[Published, ...]:

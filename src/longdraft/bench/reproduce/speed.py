@@ -244,13 +244,16 @@ def _rate(measured: Measured, name: str, seconds: Callable[[Measured, str, Run],
 
 
 def _profiled(profiles: Iterator[Mapping[str, Any]]) -> dict[str, float]:
-    """Parts of a round in milliseconds, and the share of the target's attention; means of the prompts."""
-    seconds = [profile["seconds"] for profile in profiles]
-    if not seconds:
+    """Parts of a round in milliseconds, and shares of the target's attention; means of the prompts."""
+    own = list(profiles)
+    if not own:
         return {}
+    seconds = [profile["seconds"] for profile in own]
+    reading = [profile["prefill_attention"] for profile in own if profile.get("prefill_attention") is not None]
     parts = {part: 1000 * mean(each[part] for each in seconds) for part in seconds[0]}
     return {
         **{f"{part}_ms": value for part, value in parts.items()},
         "verify_ms": parts["attention"] + parts["forward"],
         "attention_share": parts["attention"] / sum(parts.values()),
+        **({"prefill_attention_share": mean(reading)} if reading else {}),
     }
