@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("texts", type=Path, nargs="+", help="texts in UTF-8; the last one is kept for the test")
     parser.add_argument("--model", help="a hub id, a folder or a .gguf file; the embedded model if left out")
     parser.add_argument("--kind", default="mtp", help="mtp, longspec, eagle3, onepass, heads, lm (mtp)")
-    parser.add_argument("--answers", type=int, default=120, help="answers that it learns from (120)")
+    parser.add_argument("--answers", type=int, default=240, help="answers that it learns from (240)")
     parser.add_argument("--epochs", type=float, default=1.0, help="how often it reads them (1)")
     parser.add_argument("--out", type=Path, default=Path("my-draft"), help="folder of all that is made (my-draft)")
     args = parser.parse_args()
@@ -44,7 +44,9 @@ def main() -> None:
     )
     settings = [f"target={args.model}"] if args.model else []
     longdraft("train", args.kind, f"data={data}", f"out={run}", f"epochs={args.epochs:g}", *settings)
-    methods = f"ar,{args.kind}:draft={run / 'best'}"
+    # Always a chain of three, and as much as pays on this machine, which may be nothing.
+    draft = f"{'small-lm' if args.kind == 'lm' else args.kind}:draft={run / 'best'}"
+    methods = f"ar,{draft}:tree=chain:depth=3:plan=fixed,{draft}"
     model = ["--model", args.model] if args.model else []
     test = ["--data", args.out / "held-out.jsonl", "--context", 1000, "--max-tokens", 64]
     longdraft("bench", *test, "--methods", methods, *model)
