@@ -70,7 +70,7 @@ def plainly(runner: TargetRunner, text: list[int], path: list[int]) -> torch.Ten
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "int8"])
-@settings(max_examples=4)
+@settings(max_examples=6)
 @given(
     lengths=st.lists(
         st.one_of(st.integers(1, 30), st.integers(120, 132), st.integers(505, 515)), min_size=1, max_size=3

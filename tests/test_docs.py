@@ -174,6 +174,7 @@ def methods_as_before():
 
 def test_the_drafter_of_your_own_decodes_as_the_target_does(tmp_path, methods_as_before):
     (tmp_path / "last_seen.py").write_text(OWN_FILE)
+    assert OWN_FILE.partition("\n")[2] in (ROOT / "examples" / "last_seen.py").read_text(encoding="utf-8")
     runpy.run_path(str(tmp_path / "last_seen.py"))
     model, prompts = tiny_model(vocab=11), [[3, 9, 4, 7, 2, 5] * 8, [1, 2, 3]]
     want = longdraft.Speculator("ar", target=model).generate(prompts, max_new_tokens=30)

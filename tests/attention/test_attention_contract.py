@@ -72,8 +72,11 @@ def test_a_prompt_with_windows_caps_and_sinks(serving, tree):
     check(serving, [90], 100, tree=tree, window=64, softcap=5.0, sinks=True)
 
 
-@pytest.mark.parametrize(("softcap", "sinks", "tree"), [(2.0, False, True), (None, True, False), (30.0, True, True)])
-def test_soft_caps_and_sinks(serving, softcap, sinks, tree):
+@pytest.mark.parametrize(
+    ("scores", "tree"), in_turn([(2.0, False), (None, True), (30.0, True)], [True, False]), ids=str
+)
+def test_soft_caps_and_sinks(serving, scores, tree):
+    softcap, sinks = scores
     for size, heads in ((1, (6, 2)), (5, (4, 4))):
         check(serving, [11, 0, 130, 1], size, heads=heads, tree=tree, softcap=softcap, sinks=sinks)
 

@@ -113,7 +113,7 @@ def test_rope_write_into_rows_of_eight_bits(dtype, transposed):
         assert not finite.all() and torch.equal(ours[2, :, :11].numbers, Scaled.of(before)[2, :, :11].numbers)
 
 
-@settings(max_examples=3)
+@settings(max_examples=5)
 @given(dtypes, st.integers(2, 6), st.integers(0, 5))
 def test_a_row_does_not_depend_on_the_rows_beside_it(dtype, size, row):
     row %= size
