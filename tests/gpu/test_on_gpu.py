@@ -1,0 +1,208 @@
+"""What a real GPU must show, in order of what matters; `pytest -m gpu tests/gpu` takes three minutes there.
+
+What depends on the card (equal texts, errors, waits) is in the file of `--junitxml`.
+`LONGDRAFT_TEST_GPU=rehearse pytest tests/gpu` runs the same tests on a CPU, with the paths that are there.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from longdraft import Speculator
+from longdraft.attention import dispatch, reference
+from longdraft.bench.ties import compare
+from longdraft.engine.schedule import verify_trees
+from longdraft.model.outputs import Taps
+from longdraft.model.runner import TargetRunner
+from longdraft.training.config import TrainConfig
+from longdraft.training.longspec import train_longspec
+from longdraft.trees.tree import TokenTree
+from tests.attention.cases import case
+from tests.exact_methods import EXACT, Specs
+from tests.tiny import tiny_model, tiny_tokenizer
+
+pytestmark = pytest.mark.gpu
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+PATHS = ("hybrid", "triton") if GPU else ("cpu", "sdpa")
+HALF = torch.bfloat16 if GPU else torch.float32
+# Head size 64 and more layers than tiny models have: the kernels are those of real models.
+SIZES: dict[str, Any] = {"layers": 4, "hidden": 256, "heads": 8, "kv_heads": 2, "head_dim": 64}
+PROMPTS = [[3, 9, 14, 7, 22, 5] * 40, [8, 1, 1, 6] * 15, [2, 7, 1, 8, 2, 8]]
+TREE = TokenTree((5, 7, 8, 9, 3, 2), (-1, 0, 0, 1, 3, 2))
+# Largest error of an attention whose outputs are of unit size.
+CLOSE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+def model_of(dtype: torch.dtype, family: Any = "llama", **over: Any) -> Any:
+    return tiny_model(family, dtype=dtype, **(SIZES | over)).to(DEVICE)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
+def test_plain_decoding_equals_generate(dtype, family, record_property):
+    """float32: token for token but for near ties; 16 bits: what differs differs at a near tie, and is counted."""
+    model = model_of(dtype, family)
+    spec = Speculator("ar", target=model)
+    equal = 0
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt], device=DEVICE)
+        theirs = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=48, do_sample=False, pad_token_id=0
+        )
+        theirs = theirs[0, len(prompt) :].tolist()
+        (ours,) = spec.generate([prompt], max_new_tokens=48)
+        difference = compare(spec.runner(), prompt, ours.token_ids, theirs)
+        equal += difference is None
+        assert difference is None or difference.near_tie, difference
+    record_property("found", dict(equal=equal, of=len(PROMPTS), path=spec.runner().attention_path))
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16] if GPU else [torch.float32], ids=str)
+def test_attention_is_the_definition(path, dtype, monkeypatch, record_property):
+    monkeypatch.setenv(dispatch.ENVIRONMENT, path)
+    errors = {}
+    for lengths in ((0, 1000, 5001), (40000,)) if GPU else ((0, 70), (130,)):
+        for rows in (1, 8, 64):
+            q, keys, values, block, scale = case(lengths, rows, heads=(32, 8), head_dim=128, dtype=dtype, device=DEVICE)
+            _, attend = dispatch.resolve(torch.device(DEVICE), dtype, 128)
+            found = attend(q, keys, values, block, scale).float()
+            expected = reference.attend(q.float(), keys.float(), values.float(), block, scale)
+            errors[f"{len(lengths)}x{max(lengths)}, {rows}"] = float((found - expected).abs().max())
+    record_property("errors", {name: f"{error:.1e}" for name, error in errors.items()})
+    assert max(errors.values()) <= CLOSE[dtype]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
+def test_recorded_forwards_equal_launched_ones(path, dtype, monkeypatch, record_property):
+    """Logits, hidden states and queries of single rows, of a ragged batch of trees, and of a long chain."""
+    monkeypatch.setenv(dispatch.ENVIRONMENT, path)
+    model, taps, found = model_of(dtype), Taps((1,), (0,)), []
+    for switch in ("0", "1"):
+        monkeypatch.setenv("LONGDRAFT_GRAPHS", switch)
+        runner = TargetRunner(model)
+        store = runner.new_store(3, 400)
+        for slot, prompt in enumerate(PROMPTS):
+            runner.forward(store.block([slot], [prompt], prompt=True), store, logits="none")
+            store.commit(slot, range(len(prompt)))
+        outs = []
+        for slots, trees in (
+            ([0], [TokenTree((5,), (-1,))]),
+            ([2, 0], [TREE, TREE]),
+            ([1], [TokenTree((7,) * 40, tuple(range(-1, 39)))]),
+        ):
+            for _ in range(4):
+                out = verify_trees(runner, store, slots, trees, taps=taps)
+            outs += [out.logits.clone(), out.hidden[1].clone(), out.queries[0].clone()]
+        found.append(outs)
+    assert runner.graphs.recording == GPU
+    errors = [float((a - b).abs().max() / a.abs().max()) for a, b in zip(*found, strict=True)]
+    record_property("found", dict(largest=f"{max(errors):.1e}"))
+    assert max(errors) <= CLOSE[dtype]
+
+
+@pytest.mark.parametrize("fused", ["1", "0"])
+def test_fused_layers_equal_the_models_own(fused, monkeypatch, record_property):
+    monkeypatch.setenv("LONGDRAFT_FUSED", fused)
+    for family in ("llama", "qwen3"):
+        model = model_of(HALF, family)
+        runner = TargetRunner(model)
+        if GPU:
+            assert bool(runner.twin.fused.layers) == (fused == "1")
+        store = runner.new_store(1, 400)
+        out = runner.forward(store.block([0], [PROMPTS[0]], prompt=True), store, logits="last").logits[0, -1]
+        with torch.inference_mode():
+            expected = model(torch.tensor([PROMPTS[0]], device=DEVICE)).logits[0, -1].float()
+        assert float((out - expected).abs().max()) <= 2 * CLOSE[HALF] * float(expected.abs().max())
+
+
+@pytest.fixture(scope="module", params=[torch.float32, HALF] if GPU else [torch.float32], ids=str)
+def on_device(request, tmp_path_factory) -> Specs:
+    """Drafts that are right now and then, for a tiny target on the GPU."""
+    specs = Specs(tmp_path_factory.mktemp("drafts"), request.param)
+    specs.model = specs.model.to(DEVICE)
+    return specs
+
+
+@pytest.mark.parametrize("method", [m for m in EXACT if m != "ar"])
+def test_methods_equal_plain_decoding_to_the_bit(method, on_device):
+    """With ``deterministic=True``, near ties included; ragged, together, 64 tokens each."""
+    wanted = {"target": on_device.model, "plan": "fixed", "deterministic": True}
+    plain = [r.token_ids for r in Speculator("ar", **wanted).generate(PROMPTS, max_new_tokens=64)]
+    spec = Speculator(method, **wanted, **on_device.options(method))
+    steps = []
+    run = spec.stream(PROMPTS, max_new_tokens=64)
+    for step in run:
+        steps.append(step)
+    assert [r.token_ids for r in run.results()] == plain
+    drafted, accepted = sum(s.drafted for s in steps), sum(s.accepted for s in steps)
+    # TriForce's view holds these short texts whole, so nothing it says is wrong.
+    assert 0 < accepted < drafted + (method in ("triforce", "nested"))
+
+
+@pytest.mark.parametrize("method", ["prompt-lookup", "longspec", "eagle3", "self"])
+def test_methods_wait_for_the_device_as_often_as_they_say(method, on_device, record_property):
+    """A round waits for the GPU two times at most, apart from the first ones."""
+    spec = Speculator(method, target=on_device.model, plan="fixed", **on_device.options(method))
+    run, found = spec.stream([PROMPTS[0]], max_new_tokens=64), []
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        if GPU:
+            torch.cuda.set_sync_debug_mode("warn")
+        try:
+            for step in run:
+                if step.mode != "prefill":
+                    found.append(sum("synchroniz" in str(w.message) for w in seen))
+                seen.clear()
+        finally:
+            if GPU:
+                torch.cuda.set_sync_debug_mode("default")
+    later = found[3:]
+    record_property("found", dict(mean=sum(later) / len(later), largest=max(later)))
+    assert sum(later) / len(later) <= 2.5
+
+
+@pytest.mark.skipif(not GPU, reason="the host's memory is a CPU's own")
+def test_offload_to_the_host_changes_nothing():
+    """SpecPV on its partial cache, and plain decoding, with all layers but one kept on the host."""
+    model, text = model_of(HALF), [[i * 7 % 61 for i in range(900)]]
+    given: dict[str, Any] = {"drafter": "prompt-lookup", "min_n": 1, "budget": 64, "sink": 16, "recent": 32}
+    for method, options in (("ar", {}), ("specpv", given)):
+        found = []
+        for offload in (None, "host:1"):
+            spec = Speculator(method, target=model, plan="fixed", offload=offload, **options)
+            (result,) = spec.generate(text, max_new_tokens=96)
+            found.append(result.token_ids)
+        assert found[0] == found[1], method
+
+
+def test_training_learns(tmp_path: Path, record_property):
+    """Ten steps of a LongSpec draft: finite, falling losses, and a draft that drafts."""
+    model = model_of(torch.float32)
+    model.save_pretrained(tmp_path / "target")
+    tiny_tokenizer(eos=True).save_pretrained(tmp_path / "target")
+    rows = [json.dumps({"text": f"the {i}th of many lines, which are all alike. " * 12}) for i in range(40)]
+    (tmp_path / "data.jsonl").write_text("\n".join(rows))
+    config = TrainConfig(
+        data=(str(tmp_path / "data.jsonl"),), out=str(tmp_path / "out"), target=str(tmp_path / "target"), device=DEVICE,
+        held_out=0.0, max_length=256, rows=1024, max_steps=10, epochs=100.0, window=64, measure_every=0, save_every=0,
+        target_dtype="bfloat16" if GPU else "auto", precision="bf16" if GPU else "no",
+    )  # fmt: skip
+    losses = [one.loss for one in train_longspec(config)]
+    record_property("found", dict(first=losses[0], last=losses[-1]))
+    assert len(losses) == 10 and losses[-1] < losses[0]
+    spec = Speculator("longspec", target=model, draft=tmp_path / "out" / "last", plan="fixed")
+    plain = Speculator("ar", target=model).generate(PROMPTS[:1], max_new_tokens=24)
+    (difference,) = (
+        compare(spec.runner(), PROMPTS[0], r.token_ids, plain[0].token_ids)
+        for r in spec.generate(PROMPTS[:1], max_new_tokens=24)
+    )
+    assert difference is None or difference.near_tie
