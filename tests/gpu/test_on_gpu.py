@@ -61,7 +61,7 @@ def test_plain_decoding_equals_generate(dtype, family, record_property):
         difference = compare(spec.runner(), prompt, ours.token_ids, theirs)
         equal += difference is None
         assert difference is None or difference.near_tie, difference
-    record_property("found", dict(equal=equal, of=len(PROMPTS), path=spec.runner().attention_path))
+    record_property("found", {"equal": equal, "of": len(PROMPTS), "path": spec.runner().attention_path})
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -105,7 +105,7 @@ def test_recorded_forwards_equal_launched_ones(path, dtype, monkeypatch, record_
         found.append(outs)
     assert runner.graphs.recording == GPU
     errors = [float((a - b).abs().max() / a.abs().max()) for a, b in zip(*found, strict=True)]
-    record_property("found", dict(largest=f"{max(errors):.1e}"))
+    record_property("found", {"largest": f"{max(errors):.1e}"})
     assert max(errors) <= CLOSE[dtype]
 
 
@@ -166,7 +166,7 @@ def test_methods_wait_for_the_device_as_often_as_they_say(method, on_device, rec
             if GPU:
                 torch.cuda.set_sync_debug_mode("default")
     later = found[3:]
-    record_property("found", dict(mean=sum(later) / len(later), largest=max(later)))
+    record_property("found", {"mean": sum(later) / len(later), "largest": max(later)})
     assert sum(later) / len(later) <= 2.5
 
 
@@ -197,7 +197,7 @@ def test_training_learns(tmp_path: Path, record_property):
         target_dtype="bfloat16" if GPU else "auto", precision="bf16" if GPU else "no",
     )  # fmt: skip
     losses = [one.loss for one in train_longspec(config)]
-    record_property("found", dict(first=losses[0], last=losses[-1]))
+    record_property("found", {"first": losses[0], "last": losses[-1]})
     assert len(losses) == 10 and losses[-1] < losses[0]
     spec = Speculator("longspec", target=model, draft=tmp_path / "out" / "last", plan="fixed")
     plain = Speculator("ar", target=model).generate(PROMPTS[:1], max_new_tokens=24)
