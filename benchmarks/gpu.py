@@ -9,7 +9,7 @@ steps         milliseconds of a forward of 1, 16 and 64 rows (a plain step, tree
 transformers  the same rows through the model's own code with sdpa and a DynamicCache
 rounds        milliseconds of a drafted round of each method, and of a plain step beside it; drafts are random, so
               acceptance is forced: the first --accepted nodes of a tree's first path count as right
-kernels       launches and shares of time of an unrecorded step, as torch's profiler sees them
+kernels       launches and longest kernels of an unrecorded step, and of rounds, as torch's profiler sees them
 
 Each figure is written to OUT/gpu.json at once; what fails is written with its error, and the next goes on. Units are in
 the order of their worth; what --seconds does not reach is left out and named. With --tiny everything is small and runs
@@ -265,14 +265,10 @@ def forced(decide: Callable[..., Any], accepted: int) -> Callable[..., Any]:
     return decided
 
 
-def kernels(model: PreTrainedModel, context: int, rows: int) -> dict[str, Any]:
-    """Launches of a step and their ten longest kernels, as torch's profiler counts them."""
-    runner = TargetRunner(model)
-    store = runner.new_store(1, context + rows)
-    store.lengths[0] = context
-    call = lambda: verify_trees(runner, store, [0], [star(rows)])  # noqa: E731
-    wall = median_ms(call)
+def profiled(call: Callable[[], Any], times: int = 1) -> dict[str, Any]:
+    """Milliseconds, launches and the ten longest kernels of a call, as torch's profiler counts them, over ``times``."""
     kind = torch.autograd.DeviceType.CUDA if GPU else torch.autograd.DeviceType.CPU
+    begin = time.perf_counter()
     with torch.profiler.profile() as seen:
         call()
         synchronize()
@@ -282,10 +278,29 @@ def kernels(model: PreTrainedModel, context: int, rows: int) -> dict[str, Any]:
         spent.setdefault(e.name[:60], []).append(e.time_range.elapsed_us() if GPU else e.self_cpu_time_total)
     longest = sorted(spent.items(), key=lambda item: -sum(item[1]))[:10]
     return {
-        "wall_ms": wall, "busy_ms": round(sum(map(sum, spent.values())) / 1e3, 3),
-        "launches_a_layer": round(len(events) / model.config.num_hidden_layers, 1),
-        "longest": [{"kernel": name, "calls": len(us), "ms": round(sum(us) / 1e3, 3)} for name, us in longest],
+        "profiled_ms": round(1e3 * (time.perf_counter() - begin) / times, 3),
+        "busy_ms": round(sum(map(sum, spent.values())) / 1e3 / times, 3), "launches": round(len(events) / times, 1),
+        "longest": {name: [round(len(us) / times, 1), round(sum(us) / 1e3 / times, 3)] for name, us in longest},
     }  # fmt: skip
+
+
+def kernels(model: PreTrainedModel, context: int, rows: int) -> dict[str, Any]:
+    """The kernels of a step."""
+    runner = TargetRunner(model)
+    store = runner.new_store(1, context + rows)
+    store.lengths[0] = context
+    call = lambda: verify_trees(runner, store, [0], [star(rows)])  # noqa: E731
+    return {"wall_ms": median_ms(call)} | profiled(call)
+
+
+def kernels_of_rounds(spec: Speculator, prompt: list[int], tokens: int, cache: PromptCache) -> dict[str, Any]:
+    """The kernels of four rounds, behind those that record."""
+    run = spec.stream([prompt], max_new_tokens=tokens, eos_token_ids=[], cache=cache)
+    steps = (step for step in run if step.mode != "prefill")
+    ms = [1e3 * next(steps).seconds for _ in range(9)]
+    found = profiled(lambda: [next(steps) for _ in range(4)], 4)
+    run.close()
+    return {"wall_ms": round(statistics.median(ms[5:]), 3)} | found
 
 
 @torch.inference_mode()
@@ -302,46 +317,45 @@ def main() -> int:
         print("No CUDA device. --tiny rehearses on any machine.", file=sys.stderr)
         return 2
     contexts = options.contexts or ([96, 192] if options.tiny else [4096, 16384, 61440])
-    tokens = 24 if options.tiny else 96
+    tokens = 64 if options.tiny else 96
     run = Run(options.out, options.seconds, options.only)
     run.measure("machine", about_the_machine)
     model = random_model(TINY if options.tiny else EIGHT_B, 2 * max(contexts))
     prompt = torch.randint(1000 if GPU else 100, (max(contexts),), generator=torch.Generator().manual_seed(0)).tolist()
-
-    def timed_steps(configurations: Any) -> None:
-        for switches, context in itertools.product(configurations, contexts):
-            with switched(*switches):
-                unit = {"configuration": " ".join(switches), "context": context}
-                run.measure("steps", lambda context=context: steps(model, context), **unit)
-
-    timed_steps(CONFIGURATIONS[:1])
+    for switches, context in itertools.product(CONFIGURATIONS, contexts):
+        with switched(*switches):
+            unit = {"configuration": " ".join(switches), "context": context}
+            run.measure("steps", lambda context=context: steps(model, context), **unit)
     for context in contexts:
         run.measure("transformers", lambda context=context: transformers_steps(model, context), context=context)
+    for rows, switches in itertools.product(ROWS, CONFIGURATIONS):
+        if switches[1] == "0" or not GPU:  # what is replayed shows no launches
+            with switched(*switches):
+                work = lambda rows=rows: kernels(model, contexts[0], rows)  # noqa: E731
+                run.measure("kernels", work, rows=rows, configuration=" ".join(switches))
     with tempfile.TemporaryDirectory() as folder:
         drafts = random_drafts(model, Path(folder))
         loop.decide = forced(loop.decide, options.accepted)
-        for context in contexts:
-            for switches in CONFIGURATIONS[:4]:
-                cache: PromptCache | None = None
+        for switches, context in itertools.product(CONFIGURATIONS[:4], contexts):
+            cache: PromptCache | None = None
+            for (method, said), measured in itertools.product(METHODS.items(), (rounds, kernels_of_rounds)):
+                if measured is kernels_of_rounds and switches != CONFIGURATIONS[0]:
+                    continue
+                chosen = {**said, "draft": drafts[said["draft"]]} if "draft" in said else said
+
+                def timed(
+                    method: str = method, chosen: Any = chosen, context: int = context, measured: Any = measured
+                ) -> dict[str, Any]:
+                    nonlocal cache
+                    if cache is None:
+                        eagle3 = Speculator("eagle3", target=model, draft=drafts["eagle3"])
+                        cache = PromptCache(eagle3.feature_layers())
+                    spec = Speculator(method, target=model, plan="fixed", **chosen)
+                    return measured(spec, prompt[:context], tokens, cache)
+
                 with switched(*switches):
-                    for method, said in METHODS.items():
-                        chosen = {**said, "draft": drafts[said["draft"]]} if "draft" in said else said
-
-                        def timed(method: str = method, chosen: Any = chosen, context: int = context) -> dict[str, Any]:
-                            nonlocal cache
-                            if cache is None:
-                                eagle3 = Speculator("eagle3", target=model, draft=drafts["eagle3"])
-                                cache = PromptCache(eagle3.feature_layers())
-                            spec = Speculator(method, target=model, plan="fixed", **chosen)
-                            return rounds(spec, prompt[:context], tokens, cache)
-
-                        unit = {"configuration": " ".join(switches), "method": method, "context": context}
-                        run.measure("rounds", timed, **unit)
-    timed_steps(CONFIGURATIONS[1:])
-    for rows, fused in itertools.product(ROWS, ("1", "0")):
-        with switched(CONFIGURATIONS[0][0], "0", fused):
-            work = lambda rows=rows: kernels(model, contexts[0], rows)  # noqa: E731
-            run.measure("kernels", work, rows=rows, fused=fused)
+                    unit = {"configuration": " ".join(switches), "method": method, "context": context}
+                    run.measure("rounds" if measured is rounds else "kernels of rounds", timed, **unit)
     failed = [row for row in run.rows if "failed" in row]
     left = sum("left_out" in row for row in run.rows)
     print(f"{len(run.rows) - len(failed) - left} measured, {len(failed)} failed, {left} left out: {run.file}")

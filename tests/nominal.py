@@ -322,6 +322,8 @@ def card(monkeypatch: Any) -> Iterator[Card]:
     )
 
     def pin_memory(self: torch.Tensor, *_: Any) -> torch.Tensor:
+        if any(n > 1 and step == 0 for n, step in zip(self.shape, self.stride(), strict=True)):
+            raise RuntimeError("more than one element of the written-to tensor refers to a single memory location")
         pinned = self.clone()
         pinned.pinned = True  # type: ignore[attr-defined]
         return pinned

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from longdraft import Speculator
+from longdraft.attention.transfer import on_device
 from longdraft.engine import loop, top_p
 from longdraft.engine.loop import prefill_chunk
 from longdraft.model.graphs import Graphs
@@ -250,6 +251,9 @@ def test_what_a_gpu_would_make_wait_is_counted(there):
     rows[x > 1] = 1.0
     torch.ones(3).pin_memory().to(DEVICE, non_blocking=True)
     assert not there.waits
+    with pytest.raises(RuntimeError, match="single memory location"):
+        torch.ones(1).expand(3).pin_memory()
+    assert on_device(torch.ones(1).expand(3), DEVICE).tolist() == [1, 1, 1]
 
 
 @torch.inference_mode()

@@ -113,7 +113,7 @@ def test_recorded_forwards_equal_launched_ones(path, dtype, monkeypatch, record_
 def test_fused_layers_equal_the_models_own(fused, monkeypatch, record_property):
     monkeypatch.setenv("LONGDRAFT_FUSED", fused)
     for family in ("llama", "qwen3"):
-        model = model_of(HALF, family)
+        model = model_of(HALF, family, initializer_range=0.05)
         runner = TargetRunner(model)
         if GPU:
             assert bool(runner.twin.fused.layers) == (fused == "1")
@@ -144,8 +144,8 @@ def test_methods_equal_plain_decoding_to_the_bit(method, on_device):
         steps.append(step)
     assert [r.token_ids for r in run.results()] == plain
     drafted, accepted = sum(s.drafted for s in steps), sum(s.accepted for s in steps)
-    # TriForce's view holds these short texts whole, so nothing it says is wrong.
-    assert 0 < accepted < drafted + (method in ("triforce", "nested"))
+    # These views hold short texts whole, so nothing that they say is wrong.
+    assert 0 < accepted < drafted + (method in ("triforce", "magicdec", "nested"))
 
 
 @pytest.mark.parametrize("method", ["prompt-lookup", "longspec", "eagle3", "self"])
@@ -173,7 +173,7 @@ def test_methods_wait_for_the_device_as_often_as_they_say(method, on_device, rec
 @pytest.mark.skipif(not GPU, reason="the host's memory is a CPU's own")
 def test_offload_to_the_host_changes_nothing():
     """SpecPV on its partial cache, and plain decoding, with all layers but one kept on the host."""
-    model, text = model_of(HALF), [[i * 7 % 61 for i in range(900)]]
+    model, text = model_of(HALF, context=2048), [[i * 7 % 61 for i in range(900)]]
     given: dict[str, Any] = {"drafter": "prompt-lookup", "min_n": 1, "budget": 64, "sink": 16, "recent": 32}
     for method, options in (("ar", {}), ("specpv", given)):
         found = []

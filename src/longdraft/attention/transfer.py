@@ -23,7 +23,7 @@ def on_device(
     """
     tensor = torch.as_tensor(numbers, dtype=dtype)
     if torch.device(device).type == "cuda" and tensor.device.type == "cpu":
-        return tensor.pin_memory().to(device, non_blocking=True)
+        return _pinned(tensor).to(device, non_blocking=True)
     return tensor.to(device)
 
 
@@ -48,4 +48,9 @@ class Fetched:
 def fill(buffer: torch.Tensor, numbers: Sequence[Any]) -> None:
     """Writes the numbers into a buffer on a device, in one copy."""
     tensor = torch.as_tensor(numbers, dtype=buffer.dtype)
-    buffer.copy_(tensor.pin_memory() if buffer.device.type == "cuda" else tensor, non_blocking=True)
+    buffer.copy_(_pinned(tensor) if buffer.device.type == "cuda" else tensor, non_blocking=True)
+
+
+def _pinned(tensor: torch.Tensor) -> torch.Tensor:
+    # torch refuses to pin one whose elements share memory, such as an expanded mask.
+    return tensor.contiguous().pin_memory()

@@ -15,10 +15,13 @@ from longdraft.trees.tree import TokenTree
 
 def ancestor_mask(tree: TokenTree) -> torch.Tensor:
     """Returns (size, size) bool on the host: True if the column is the row itself or an ancestor of it."""
-    mask = torch.eye(tree.size, dtype=torch.bool)
-    for node, parent in enumerate(tree.parents[1:], start=1):
-        mask[node] |= mask[parent]
-    return mask
+    # Numbers of the host: torch would take three calls for each node.
+    seen = [bytearray(tree.size) for _ in tree.parents]
+    for node, parent in enumerate(tree.parents):
+        if node:
+            seen[node][:] = seen[parent]
+        seen[node][node] = 1
+    return torch.frombuffer(bytearray().join(seen), dtype=torch.bool).view(tree.size, tree.size)
 
 
 def padded_mask(trees: Sequence[TokenTree], size: int) -> torch.Tensor:
