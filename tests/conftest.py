@@ -25,7 +25,8 @@ import torch
 from hypothesis import HealthCheck, settings
 
 # GPUs are hidden, so that tests compute the same on every machine; `pytest -m gpu` runs those that need one, and says
-# so to its workers ("rehearse": they run on the CPU). Now, as CUDA and triton read it when they are first asked for: other conftest.py import them.
+# so to its workers. Now, as CUDA and triton read it when they are first asked for: other conftest.py import them.
+# LONGDRAFT_TEST_GPU=rehearse runs them on the CPU.
 _marks = re.search(r"\s-m[\s=]?(.*)", " " + " ".join(sys.argv[1:]))
 if _marks and re.search(r"(?<!not )\bgpu\b", _marks[1]):
     os.environ["LONGDRAFT_TEST_GPU"] = "1"

@@ -7,7 +7,7 @@ import torch
 
 from longdraft.attention import cpu
 from tests import torch_kernels
-from tests.attention.paths import PATHS, forget_package, install, three, two
+from tests.attention.paths import PATHS
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m is looked at
@@ -28,8 +28,5 @@ def path(request, monkeypatch):
     monkeypatch.setenv("LONGDRAFT_NATIVE", str(int(found.native)))
     monkeypatch.setattr(cpu, "FEW_ROWS", found.few_rows)
     monkeypatch.setattr(cpu, "LONG_PREFIX", found.long_prefix)
-    if found.flash_attn:
-        install(monkeypatch, **{found.flash_attn: two if found.flash_attn == "flash_attn" else three})
     with torch_kernels.registered():
         yield found
-    forget_package()

@@ -18,20 +18,19 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 @pytest.fixture
 def installed(monkeypatch):
-    """Says which of flash_attn and triton the machine has."""
+    """Says whether the machine has triton."""
 
     def set_packages(*names: str) -> None:
-        for name in ("flash_attn", "triton"):
+        for name in ("triton",):
             module = types.ModuleType(name) if name in names else None
             if module is not None:
-                module.flash_attn_with_kvcache = lambda *, return_softmax_lse: None
                 module.__spec__ = importlib.machinery.ModuleSpec(name, loader=None)
                 monkeypatch.setitem(sys.modules, name, module)
         find = dispatch.importlib.util.find_spec
         monkeypatch.setattr(
             dispatch.importlib.util,
             "find_spec",
-            lambda name: None if name in ("flash_attn", "triton") and name not in names else find(name),
+            lambda name: None if name == "triton" and name not in names else find(name),
         )
 
     return set_packages
@@ -47,16 +46,13 @@ def test_a_cpu_gets_the_cpu_path():
     [
         ([], torch.bfloat16, 64, "hybrid"),
         ([], torch.float32, 64, "hybrid"),
-        (["flash_attn"], torch.bfloat16, 64, "hybrid"),
-        (["flash_attn"], torch.bfloat16, 36, "sdpa"),
+        (["triton"], torch.bfloat16, 64, "hybrid"),
         (["triton"], torch.bfloat16, 36, "sdpa"),
-        (["flash_attn", "triton"], torch.float16, 512, "sdpa"),
+        (["triton"], torch.float16, 512, "sdpa"),
         ([], torch.float64, 64, "sdpa"),
     ],
 )
-def test_a_gpu_gets_hybrid_attention_where_it_serves_and_nothing_is_measured(
-    installed, caplog, packages, dtype, head_dim, expected
-):
+def test_a_gpu_gets_hybrid_attention_where_it_serves(installed, caplog, packages, dtype, head_dim, expected):
     installed(*packages)
     assert dispatch.choose(CUDA, dtype, head_dim) == expected
     assert ("Attention runs on torch's masked kernels" in caplog.text) == (expected == "sdpa")
@@ -82,8 +78,8 @@ def test_an_unknown_path_is_refused_with_the_known_ones(monkeypatch):
 
 def test_a_forced_path_that_cannot_run_is_an_error_not_another_path(monkeypatch, installed):
     installed()
-    monkeypatch.setenv(dispatch.ENVIRONMENT, "flash")
-    with pytest.raises(CapabilityError, match="flash-attn"):
+    monkeypatch.setenv(dispatch.ENVIRONMENT, "hybrid")
+    with pytest.raises(CapabilityError, match="hybrid"):
         dispatch.choose(CPU, torch.bfloat16, 64)
 
 
@@ -96,10 +92,6 @@ def test_a_forced_path_that_cannot_run_is_an_error_not_another_path(monkeypatch,
         ("hybrid", [], CUDA, torch.float64, 64, "float64"),
         ("hybrid", [], CUDA, torch.bfloat16, 320, "up to 256"),
         ("hybrid", [], CUDA, torch.bfloat16, 36, "multiples of 8"),
-        ("flash", [], CUDA, torch.bfloat16, 64, "pip install flash-attn"),
-        ("flash", ["flash_attn"], CPU, torch.bfloat16, 64, "needs an NVIDIA GPU"),
-        ("flash", ["flash_attn"], CUDA, torch.float32, 64, "dtype='bfloat16'"),
-        ("flash", ["flash_attn"], CUDA, torch.bfloat16, 320, "up to 256"),
         ("triton", [], CUDA, torch.bfloat16, 64, "longdraft[gpu]"),
         ("triton", ["triton"], CPU, torch.float32, 64, "TRITON_INTERPRET=1"),
         ("triton", ["triton"], CUDA, torch.float32, 320, "up to 256"),
@@ -115,13 +107,13 @@ def test_a_path_that_cannot_run_says_why(monkeypatch, installed, name, packages,
     ("name", "device", "dtype", "head_dim"),
     [
         *((name, device, torch.float64, 1000) for name in ("reference", "sdpa") for device in (CPU, CUDA)),
-        *((name, CUDA, torch.bfloat16, 256) for name in ("flash", "triton")),
+        *((name, CUDA, torch.bfloat16, 256) for name in ("triton",)),
         ("triton", CPU, torch.float32, 64),
     ],
     ids=str,
 )
 def test_a_path_that_can_run_has_no_reason_against_it(monkeypatch, installed, name, device, dtype, head_dim):
-    installed("flash_attn", "triton")
+    installed("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert dispatch.unavailable(name, device, dtype, head_dim) is None
 

@@ -56,7 +56,7 @@ def test_doctor(shell, model_folder):
     assert found["hardware"]["cores"] >= 1
     assert found["versions"]["torch"]
     assert found["attention"]["path"] == "cpu"
-    assert "flash" in found["attention"]["unavailable"]
+    assert "hybrid" in found["attention"]["unavailable"]
     model = found["model"]
     # keys and values, 3 layers, 2 heads of size 16, float32
     assert model["kv_bytes_per_1k_tokens"] == 1024 * 2 * 3 * 2 * 16 * 4
@@ -91,7 +91,7 @@ def test_doctor_says_why_a_model_cannot_be_hosted(shell, tmp_path):
 
 
 def test_doctor_and_a_forced_path_that_cannot_run(shell, model_folder, monkeypatch):
-    monkeypatch.setenv("LONGDRAFT_ATTENTION", "flash")
+    monkeypatch.setenv("LONGDRAFT_ATTENTION", "hybrid")
     ended = shell("doctor", "--model", model_folder)
     assert ended.code == 1
-    assert "LONGDRAFT_ATTENTION=flash cannot run" in ended.out
+    assert "LONGDRAFT_ATTENTION=hybrid cannot run" in ended.out

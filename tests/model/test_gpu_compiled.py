@@ -33,3 +33,5 @@ def test_no_kernel_spills_and_each_fits(target, dtype, tmp_path):
     kernels = KERNELS if dtype == "float32" else {*KERNELS, *ATTENTION}
     assert content["failed"] == [] and {row["kernel"] for row in content["rows"]} == kernels
     assert not [row for row in content["rows"] if row["wrong"]] and run.returncode == 0
+    # One operation for a product and a sum would not round the product, as the model's own code does.
+    assert not [row for row in content["rows"] if row["kernel"] in KERNELS and row["fma"]]

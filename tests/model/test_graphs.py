@@ -517,7 +517,6 @@ def test_where_no_size_can_be_recorded_no_more_are_tried(caplog):
         (CPU, "cpu", "they need an NVIDIA GPU"),
         (CPU, "triton", "they need an NVIDIA GPU"),
         (CUDA, "sdpa", "LONGDRAFT_ATTENTION=hybrid"),
-        (CUDA, "flash", None),
         (CUDA, "hybrid", None),
         (CUDA, "triton", None),
     ],
@@ -539,17 +538,3 @@ def test_graphs_are_used_unless_the_switch_is_off(monkeypatch, caplog):
         "CUDA graphs: verifications are recorded",
         "CUDA graphs: none, LONGDRAFT_GRAPHS=0 switches them off",
     ]
-
-
-@pytest.mark.gpu
-def test_graphs_on_a_gpu(monkeypatch):
-    monkeypatch.setenv("LONGDRAFT_ATTENTION", "triton")
-    target = Target(None)
-    target.runner = TargetRunner(target.runner.model.cuda())
-    monkeypatch.setenv("LONGDRAFT_GRAPHS", "0")
-    target.plain = TargetRunner(target.runner.model)
-    target.stores = [r.new_store(3, 160, (0, 1)) for r in (target.runner, target.plain)]
-    target.read(50, 0, 7)
-    for seed, (slots, sizes) in enumerate((([0, 2], [3, 4]), ([2, 1], [4, 1]), ([1, 0], [2, 3]), ([0], [40]))):
-        target.check(slots, trees_of(*sizes, seed=5 * seed), Taps((1,), (0,)))
-    assert len(recorded(target)[target.stores[0].room]) == 2

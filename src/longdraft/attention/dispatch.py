@@ -1,26 +1,24 @@
 """Chooses the attention path, once per target. LONGDRAFT_ATTENTION forces one.
 
-On a CPU the path is our own. On a GPU it is hybrid attention on torch's kernels, unless flash-attn or Triton is
-installed and measured to be faster (:mod:`.path_timing`).
+On a CPU the path is our own. On a GPU it is hybrid attention on torch's kernels. On an H100 and an H200 it is as fast
+as our Triton kernels in a drafted round, and faster for wide trees behind long texts (docs/gpu.md). Where it cannot
+run, torch's masked kernels do. Keys and values in eight bits are read by Triton.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-import importlib.metadata
 import importlib.util
 import logging
-import math
 import os
-from contextlib import suppress
 
 import torch
 
-from longdraft.attention import flash, hybrid, path_timing, sdpa, triton_tuning
+from longdraft.attention import hybrid, sdpa
 from longdraft.attention.block import PLAIN, Block, Scoring
 from longdraft.attention.reference import Attend
-from longdraft.errors import CapabilityError, reason_of
+from longdraft.errors import CapabilityError
 
 log = logging.getLogger("longdraft")
 
@@ -29,20 +27,15 @@ PATHS = {
     "cpu": "longdraft.attention.cpu",
     "sdpa": "longdraft.attention.sdpa",
     "hybrid": "longdraft.attention.hybrid",
-    "flash": "longdraft.attention.flash",
     "triton": "longdraft.attention.triton_backend",
 }
 # The paths that compute windows, soft caps and sinks themselves.
 SERVE_WINDOWS = ("reference", "cpu", "sdpa", "triton")
 # Those of them that also take values of another head size than the keys'.
 SERVE_ALL = ("reference", "cpu", "sdpa")
-# The paths that may be chosen on a GPU, in the order in which they are tried.
-ON_GPU = ("hybrid", "flash", "triton")
 # The paths that read only bounds from the host, so that a forward can be recorded.
-CAPTURABLE = ON_GPU
+CAPTURABLE = ("hybrid", "triton")
 ENVIRONMENT = "LONGDRAFT_ATTENTION"
-
-fastest = path_timing.Fastest()
 
 
 def unavailable(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
@@ -51,8 +44,6 @@ def unavailable(name: str, device: torch.device, dtype: torch.dtype, head_dim: i
         return f"the cpu path runs on a CPU, the model is on {device}; try sdpa"
     if name == "hybrid":
         return hybrid.unavailable(device, dtype, head_dim)
-    if name == "flash":
-        return flash.unavailable(device, dtype, head_dim)
     if name == "triton":
         if importlib.util.find_spec("triton") is None:
             return "triton is not installed; `pip install longdraft[gpu]`"
@@ -91,45 +82,10 @@ def choose(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
         return "cpu"
     if device.type != "cuda":
         return "sdpa"
-    reasons = {name: unavailable(name, device, dtype, head_dim) for name in ON_GPU}
-    seconds = measured(device, dtype, head_dim, tuple(name for name in ON_GPU if reasons[name] is None))
-    if not seconds:
-        if reasons["hybrid"] is None:
-            return "hybrid"
-        log.warning("Attention runs on torch's masked kernels, which read more than they need: %s.", reasons["hybrid"])
-        return "sdpa"
-    best = min(seconds, key=lambda name: seconds[name])
-    if math.isinf(seconds[best]):
-        log.warning("Attention runs on torch's masked kernels: no other path works on this machine.")
-        return "sdpa"
-    return best
-
-
-def measured(
-    device: torch.device, dtype: torch.dtype, head_dim: int, paths: tuple[str, ...] | None = None
-) -> dict[str, float]:
-    """Seconds of each path's attention on a GPU, measured now or by an earlier process; empty if nothing is measured.
-
-    Args:
-        paths: paths that can run here; None to check them all.
-    """
-    if paths is None:
-        paths = tuple(name for name in ON_GPU if unavailable(name, device, dtype, head_dim) is None)
-    if device.type != "cuda" or not torch.cuda.is_available() or not triton_tuning.wanted() or not paths:
-        return {}
-    versions = {"torch": str(torch.__version__)}
-    for name in ("triton", "flash_attn", "flash_attn_3"):
-        with suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
-    if (swapped := hybrid.swapped_kernels()) is not None:
-        versions["torch's flash attention"] = swapped
-    kind = path_timing.Kind(torch.cuda.get_device_name(device), head_dim, str(dtype), paths, versions)
-    try:
-        known = fastest.known(kind)
-        return fastest.find(kind, path_timing.on_gpu(device, dtype, head_dim, PATHS)) if known is None else known
-    except RuntimeError as error:  # no memory for the tensors; a later process tries again
-        log.info("attention paths are not measured: %s", reason_of(error))
-        return {}
+    if (reason := hybrid.unavailable(device, dtype, head_dim)) is None:
+        return "hybrid"
+    log.warning("Attention runs on torch's masked kernels, which read more than they need: %s.", reason)
+    return "sdpa"
 
 
 def resolve(device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[str, Attend]:

@@ -47,17 +47,6 @@ def unavailable(device: torch.device, dtype: torch.dtype, head_dim: int) -> str 
     return None
 
 
-def swapped_kernels() -> str | None:
-    """The name of the kernels that the user has put in the place of torch's flash attention, "FA3" or "FA4".
-
-    torch 2.11 and later take them for the whole process (``torch.nn.attention.activate_flash_attention_impl``).
-    longdraft never does that; hybrid attention runs on them if it was done.
-    """
-    current = getattr(torch.nn.attention, "current_flash_attention_impl", None)
-    name: str | None = None if current is None else current()
-    return name
-
-
 @dataclass(frozen=True)
 class Places:
     """Places in the cache of the rows that a forward sees, as device tensors, the same for all layers.

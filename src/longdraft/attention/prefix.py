@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from longdraft.attention import cpu, flash, hybrid
+from longdraft.attention import cpu, hybrid
 from longdraft.attention.block import Block
 from longdraft.attention.reference import partial_attention
 
@@ -72,6 +72,5 @@ PATHS: dict[str, PrefixAttend] = {
     "cpu": _each(_cpu),
     "sdpa": _each(_sdpa),
     "hybrid": hybrid.attend_prefix,
-    "flash": flash.attend_prefix,
     "triton": _triton,
 }

@@ -1,6 +1,6 @@
 """Attention to keys and values in eight bits on a GPU: our Triton kernels read them as they are stored.
 
-torch's and flash-attn's kernels read 16 bits. So whichever path serves a target's other stores, Triton serves these. In
+torch's kernels read 16 bits. So whichever path serves a target's other stores, Triton serves these. In
 registers a number is multiplied by its row's scale and rounded to the queries' dtype.
 
 ``longdraft::scaled_attention`` has its definition here, which serves on a CPU; on a GPU it is in

@@ -14,7 +14,7 @@ import torch
 from longdraft.memory import sizes
 from longdraft.planning.machine import cpu_name
 
-PACKAGES = ("longdraft", "torch", "transformers", "triton", "flash-attn", "llama-cpp-python")
+PACKAGES = ("longdraft", "torch", "transformers", "triton", "llama-cpp-python")
 
 
 def hardware() -> dict[str, Any]:

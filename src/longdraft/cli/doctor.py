@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -102,11 +101,9 @@ def _examined(loaded: LoadedModel) -> dict[str, Any]:
         "kv_tokens_that_fit": None if free is None else free // shape.bytes_per_token,
     }
     why_not = {name: dispatch.unavailable(name, model.device, model.dtype, shape.head_dim) for name in dispatch.PATHS}
-    measured = dispatch.measured(model.device, model.dtype, shape.head_dim)
     path = None if runner is None else runner.attention_path
     found["attention"] = {
         "path": path,
-        "measured_seconds": {n: None if math.isinf(x) else x for n, x in measured.items()},
         "unavailable": {n: why for n, why in why_not.items() if why is not None},
         "no_graphs": None if path is None else graphs.unavailable(model.device, path),
     }
@@ -173,9 +170,6 @@ def _show(found: dict[str, Any], out: Console) -> None:
     model, attention = found["model"], found["attention"]
     if attention is not None:
         row("attention", f"{attention['path'] or 'none'} is used ({dispatch.ENVIRONMENT}=name forces another)")
-        for name, seconds in attention["measured_seconds"].items():
-            took = "does not work on this machine" if seconds is None else f"{1e6 * seconds:.0f} microseconds a layer"
-            row("", f"{name}: {took}", "dim")
         for name, why in attention["unavailable"].items():
             row("", f"{name} cannot run: {why}", "dim")
         if hardware["gpus"]:

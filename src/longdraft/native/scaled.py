@@ -30,7 +30,8 @@ class Scaled:
     def of(cls, x: torch.Tensor) -> Scaled:
         """Rounds float rows. A row that is not finite gets a scale that is not finite."""
         x = x.float()
-        scales = x.abs().amax(-1) / 127
+        # A tensor, as torch multiplies by the inverse of a number on a GPU.
+        scales = x.abs().amax(-1) / torch.full((), 127.0, dtype=torch.float32, device=x.device)
         least = torch.finfo(torch.float32).tiny  # for rows of zeros
         return cls((x / scales.clamp_min(least)[..., None]).round_().to(torch.int8), scales)
 
