@@ -166,7 +166,7 @@ class Speculator:
                 if found is None:
                     # Lookups cost nothing where a planner weighs them; fixed trees are the papers'.
                     lookup = planned(self._plan, self.options)
-                    with values_checked():
+                    with values_checked(), torch.device("cpu"):  # whatever the user's default device is
                         found = recipe_for(self._named, self.options, runner, lookup)
                     self._recipes[runner] = found
         return found

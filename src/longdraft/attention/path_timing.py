@@ -142,7 +142,7 @@ def _case(
         torch.randn(1, h, n, head_dim, generator=g, device=device, dtype=dtype)
         for h, n in ((heads, rows), (kv_heads, length + rows), (kv_heads, length + rows))
     )
-    mask = torch.eye(rows, dtype=torch.bool)
+    mask = torch.eye(rows, dtype=torch.bool, device="cpu")
     for i in range(1, rows):
         mask[i] |= mask[(i - 1) // 2]
     return q, keys, values, Block.make([0], [length], rows, mask.unsqueeze(0), device)

@@ -14,6 +14,7 @@ from longdraft.model import hosting
 from longdraft.model.few_rows import weights_of
 from longdraft.model.layout import decoder_config
 from longdraft.native import DecoderLayer
+from longdraft.native.boundary import FLOATS
 from longdraft.native.library import HEAD_UNIT
 from longdraft.native.structures import Norm, Weights
 
@@ -141,7 +142,7 @@ def is_gelu(activation: nn.Module | None) -> bool | None:
     """True for GELU by tanh, False for SiLU, None for another function: by its values, as names differ."""
     if not isinstance(activation, nn.Module):
         return None
-    x = torch.linspace(-6, 6, 101)
+    x = torch.linspace(-6, 6, 101, **FLOATS)
     for gelu, own in ((False, F.silu(x)), (True, F.gelu(x, approximate="tanh"))):
         if torch.allclose(activation(x), own, rtol=1e-5, atol=1e-6):
             return gelu
