@@ -61,20 +61,26 @@ def of_hooks(model: nn.Module) -> str:
     return f", hooks {_process}.{next(_uses)}" if hooked(model) else ""
 
 
-def hooked(model: nn.Module) -> list[str]:
-    """Names of modules with hooks or replaced forwards that none of the packages put there that we know."""
+def hooked(model: nn.Module, classes: bool = False) -> list[str]:
+    """Names of modules with hooks or replaced forwards that none of the packages put there that we know.
+
+    Args:
+        classes: also of modules whose class has its forward from no such package.
+    """
     found = []
     for name, module in model.named_modules():
         own = [hook for hooks in HOOKS for hook in getattr(module, hooks).values()]
         own += [vars(module)["forward"]] if "forward" in vars(module) else []
-        found += [name or type(module).__name__ for each in own if not _module_of(each).startswith(_KNOWN)]
+        own += [type(module).forward] if classes else []
+        found += [name or type(module).__name__ for each in own if not is_known(each)]
     return found
 
 
-def _module_of(function: Any) -> str:
-    while hasattr(function, "func"):
-        function = function.func  # of a partial function
-    return f"{getattr(function, '__module__', '')}."
+def is_known(code: Any) -> bool:
+    """True if a function is of one of the packages that we know."""
+    while hasattr(code, "func"):
+        code = code.func  # of a partial function
+    return f"{getattr(code, '__module__', '')}.".startswith(_KNOWN)
 
 
 def _tensors(modules: list[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:

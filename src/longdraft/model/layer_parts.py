@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from longdraft.model import hosting
 from longdraft.model.few_rows import weights_of
+from longdraft.model.fingerprints import is_known
 from longdraft.model.layout import decoder_config
 from longdraft.native import DecoderLayer
 from longdraft.native.boundary import FLOATS
@@ -84,7 +85,7 @@ def is_untouched(layer: nn.Module) -> bool:
     """True if a layer's parts are float32 on the CPU, contiguous, and without the user's hooks."""
     inside = [m for m in layer.modules() if m is not layer]
     # Hooks of the layer itself do no harm: they run around any forward.
-    if any(map(touched, inside)) or "forward" in vars(layer):
+    if any(map(touched, inside)) or "forward" in vars(layer) or not is_known(type(layer).forward):
         return False
     tensors = [t for m in inside for t in m.parameters(recurse=False)]
     return all(t.dtype == torch.float32 and t.device.type == "cpu" and t.is_contiguous() for t in tensors)
@@ -150,5 +151,6 @@ def is_gelu(activation: nn.Module | None) -> bool | None:
 
 
 def touched(module: nn.Module) -> bool:
-    """True if a module has hooks, or a forward that replaces its class's."""
-    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+    """True if a module has hooks, a forward that replaces its class's, or a class of the user's."""
+    replaced = "forward" in vars(module) or not is_known(type(module).forward)
+    return bool(module._forward_hooks or module._forward_pre_hooks or replaced)

@@ -66,6 +66,8 @@ class TargetRunner:
         deterministic: bool = False,
     ) -> None:
         support.check_supported(model)
+        support.check_functions(model)
+        support.check_autocast(model.device)
         offloading.check(offload, model.device)
         self.offload = offload
         self.model = model
@@ -136,9 +138,10 @@ class TargetRunner:
 
         Raises:
             CapabilityError: the model has another dtype or device now.
-            UnsupportedModelError: it can no longer be copied.
+            UnsupportedModelError: it can no longer be copied, or attends with a function of the user's now.
             CheckpointError: the file that its weights are mapped from was written to.
         """
+        support.check_functions(self.model)
         stored.check_unchanged(self.model)
         self._host.refresh()
         if (self.model.device, self.model.dtype) != (self.device, self.kv_shape.dtype):
