@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
@@ -19,11 +20,11 @@ from longdraft.engine.sampler import Sampling
 from longdraft.engine.session import Generation, Session, batch_for
 from longdraft.engine.stats import Result
 from longdraft.engine.texts import Texts
-from longdraft.errors import RequestError, values_checked
+from longdraft.errors import RequestError, UnsupportedModelError, values_checked
 from longdraft.memory import offload as offloading
 from longdraft.memory.prompt_cache import PromptCache
-from longdraft.methods import Method
-from longdraft.model import support
+from longdraft.methods import METHODS, Method
+from longdraft.model import hooks, support
 from longdraft.model.checkpoints import Progress
 from longdraft.model.lock import lock_of
 from longdraft.model.runner import TargetRunner
@@ -36,6 +37,8 @@ from longdraft.views.view import dtype_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+logger = logging.getLogger("longdraft")
 
 # One prompt or several: texts, token ids, requests.
 Prompts = Prompt | Request | SequenceOf[Prompt | Request]
@@ -166,10 +169,24 @@ class Speculator:
                 if found is None:
                     # Lookups cost nothing where a planner weighs them; fixed trees are the papers'.
                     lookup = planned(self._plan, self.options)
-                    with values_checked():
+                    with values_checked(), torch.device("cpu"):  # whatever the user's default device is
                         found = recipe_for(self._named, self.options, runner, lookup)
                     self._recipes[runner] = found
         return found
+
+    def _settled(self, runner: TargetRunner) -> Recipe:
+        """The recipe for a target as it is now: plain decoding where none was named and its hooks rule drafts out.
+
+        Raises:
+            UnsupportedModelError: a named method drafts, and they rule it out.
+        """
+        chosen = self.recipe(runner)
+        if not chosen.drafter().max_nodes or (reason := hooks.against_drafts(runner)) is None:
+            return chosen
+        if self._named is not None:
+            raise UnsupportedModelError(reason)
+        logger.warning("Decoding plainly: %s", reason)
+        return recipe_for(METHODS["ar"], {}, runner)
 
     def planner(self, progress: Progress | None = None) -> Planner | None:
         """The planner of its rounds; None with fixed trees. The first call may measure the cost of verifications.
@@ -401,7 +418,7 @@ class Speculator:
             raise RequestError(f"cache takes a longdraft.PromptCache(), got {cache!r}")
         runner = self.runner()
         slots = batch_for(runner.device.type) if batch is None else whole_number("batch", batch, 1)
-        chosen = self.recipe(runner)
+        chosen = self._settled(runner)
         return chosen, Engine(
             runner,
             chosen.drafter(),
@@ -437,7 +454,7 @@ class Speculator:
         given = given or integration.Given()
         with integration.streaming(given.streamer):
             runner = self.runner(model)
-            chosen = self.recipe(runner)
+            chosen = self._settled(runner)
             return integration.decode(
                 runner,
                 chosen.drafter(),

@@ -138,7 +138,7 @@ def _many_rows(
         own, own_lse = _flash(q[None], own_k, own_v, 0.0, True, scale=scale)
     else:
         seen = block.block_mask(b, q.device)
-        hidden = torch.zeros(seen.shape, dtype=q.dtype).masked_fill_(~seen, float("-inf"))
+        hidden = torch.zeros(seen.shape, dtype=q.dtype, device="cpu").masked_fill_(~seen, float("-inf"))
         own, own_lse = _flash(q[None], own_k, own_v, 0.0, False, attn_mask=hidden[None, None], scale=scale)
     own = own.reshape(kv_heads, group * size, dim)
     if n == 0:

@@ -23,6 +23,7 @@ import torch
 from longdraft.attention import fusing
 from longdraft.attention.block import PLAIN, Block, Scoring
 from longdraft.errors import CapabilityError
+from longdraft.native.boundary import FLOATS
 from longdraft.native.scaled import Scaled
 
 # Keys of a tile in the definition.
@@ -114,11 +115,11 @@ def fixed_order_attention(
     (batch, _, size, d), kv_heads = q.shape, keys.shape[1]
     rows = q.float().reshape(batch, kv_heads, -1, size, 1, d)
     n, ends = lengths.view(-1, 1, 1), (lengths.unsqueeze(1) + counts).unsqueeze(-1)
-    top = torch.full(rows.shape[:4], -math.inf)
-    total, acc = torch.zeros(rows.shape[:4]), torch.zeros(*rows.shape[:4], d)
+    top = torch.full(rows.shape[:4], -math.inf, **FLOATS)
+    total, acc = torch.zeros(rows.shape[:4], **FLOATS), torch.zeros(*rows.shape[:4], d, **FLOATS)
     at_slots = slots.long().view(-1, 1, 1)
     for start in range(0, int(ends.max()) if batch else 0, TILE):
-        ranks = torch.arange(start, start + TILE).view(1, 1, -1)
+        ranks = torch.arange(start, start + TILE, device="cpu").view(1, 1, -1)
         seen = (ranks < ends).view(batch, 1, 1, size, TILE)
         behind = (ranks - n).clamp(0, paths.shape[2] - 1).expand(batch, size, -1)
         places = torch.where(ranks < n, ranks, n + paths.gather(2, behind))
@@ -153,12 +154,12 @@ def check(device: torch.device, dtype: torch.dtype, head_dim: int, group: int) -
     kv_heads, before, size = 2, 2 * SPLIT - 9, 24  # the rows lie on both sides of a split's end
     generator = torch.Generator().manual_seed(0)
     shapes = (1, kv_heads * group, size, head_dim), *[(1, kv_heads, before + 2 * size, head_dim)] * 2
-    q, keys, values = (torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
+    q, keys, values = (torch.randn(shape, generator=generator, **FLOATS).to(device, dtype) for shape in shapes)
     together = attend(q, keys, values, Block.make([0], [before], size, device=device), head_dim**-0.5)
     for i in (0, 1, size // 2, size - 1):
         # In the place of a plain step: the first of as many rows, of which the others see themselves alone.
         moved = q.roll(-i, 2)
-        mask = torch.eye(size, dtype=torch.bool)[None]
+        mask = torch.eye(size, dtype=torch.bool, device="cpu")[None]
         alone = attend(moved, keys, values, Block.make([0], [before + i], size, mask, device), head_dim**-0.5)
         if not torch.equal(alone[:, :, 0], together[:, :, i]):
             raise CapabilityError(

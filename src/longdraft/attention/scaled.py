@@ -20,6 +20,7 @@ from longdraft.attention.prefix import PrefixAttend
 from longdraft.attention.reference import Attend, partial_attention
 from longdraft.attention.transfer import on_device
 from longdraft.errors import CapabilityError, reason_of
+from longdraft.native.boundary import FLOATS
 from longdraft.native.scaled import Scaled
 
 # Largest difference, relative to the largest output, between the kernels and the definition.
@@ -59,10 +60,10 @@ def check(device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
     """
     generator, group, width = torch.Generator().manual_seed(0), 4, 5
     q, keys, values = (
-        on_device(torch.randn(2, heads, rows, head_dim, generator=generator).to(dtype), device)
+        on_device(torch.randn(2, heads, rows, head_dim, generator=generator, **FLOATS).to(dtype), device)
         for heads, rows in ((2 * group, width), (2, 90), (2, 90))
     )
-    block = Block.make([1, 0], [80, 9], width, torch.ones(2, width, width, dtype=torch.bool).tril(), device)
+    block = Block.make([1, 0], [80, 9], width, torch.ones((2, width, width), **FLOATS).bool().tril(), device)
     given = _arguments(q, Scaled.of(keys), Scaled.of(values), block, head_dim**-0.5, PLAIN, True)
     try:
         found, expected = (f(*given).float() for f in (torch.ops.longdraft.scaled_attention, scaled_attention))

@@ -21,7 +21,8 @@ def on_device(
         numbers: nested lists, or a tensor on either device.
         dtype: dtype of the result; None for the one that ``torch.as_tensor`` chooses.
     """
-    tensor = torch.as_tensor(numbers, dtype=dtype)
+    tensor = numbers if isinstance(numbers, torch.Tensor) else torch.tensor(numbers, dtype=dtype, device="cpu")
+    tensor = tensor.to(dtype or tensor.dtype)
     if torch.device(device).type == "cuda" and tensor.device.type == "cpu":
         return _pinned(tensor).to(device, non_blocking=True)
     return tensor.to(device)
@@ -47,7 +48,7 @@ class Fetched:
 
 def fill(buffer: torch.Tensor, numbers: Sequence[Any]) -> None:
     """Writes the numbers into a buffer on a device, in one copy."""
-    tensor = torch.as_tensor(numbers, dtype=buffer.dtype)
+    tensor = torch.as_tensor(numbers, dtype=buffer.dtype, device="cpu")
     buffer.copy_(_pinned(tensor) if buffer.device.type == "cuda" else tensor, non_blocking=True)
 
 

@@ -107,10 +107,10 @@ def _works(device: torch.device, dtype: torch.dtype, d: int, group: int) -> bool
     try:
         keys, values = torch.randn(2, batch, kv_heads, 24, d, dtype=dtype, device=device)
         q, o = torch.randn(2, batch, kv_heads * group, size, d, dtype=dtype, device=device)
-        lse = torch.randn(batch, kv_heads * group, size, device=device)
+        lse = torch.randn(batch, kv_heads * group, size, device=device, dtype=torch.float32)
         places = [slot * slot_rows(keys) + n + j for slot, n in enumerate(prefix) for j in range(size)]
         tree = torch.tensor(places, dtype=torch.int32, device=device)
-        hidden = torch.full((batch, 1, 1, size, size), float("-inf"), device=device).triu(1)
+        hidden = torch.full((batch, 1, 1, size, size), float("-inf"), device=device, dtype=torch.float32).triu(1)
         given = q, keys, values, o, lse, tree, hidden, d**-0.5
         found, expected = (f(*given).float() for f in (torch.ops.longdraft.with_tree, with_tree))
         if bool((found - expected).abs().max() <= _TOLERANCE[dtype] * expected.abs().max()):

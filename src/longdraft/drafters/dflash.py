@@ -171,7 +171,7 @@ class DFlashRound(OneForwardRound):
     def _embedded(self, level: Level, size: int) -> torch.Tensor:
         """(B, S, hidden) of the anchors, and of the mask in all other rows."""
         shape = self._shape
-        masks = torch.full((len(level.rows), size - 1), shape.mask_token, device=level.tokens.device)
+        masks = torch.full((len(level.rows), size - 1), shape.mask_token, device=level.tokens.device, dtype=torch.long)
         if not shape.own_mask:
             x: torch.Tensor = self._bound.embedding(torch.cat([level.tokens, masks], 1))
         else:

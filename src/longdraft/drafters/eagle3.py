@@ -83,7 +83,7 @@ class Eagle3Draft(EagleDraft[BoundDraft]):
         embedding = runner.parts.embedding if shape.embedding is None else block.embed_tokens
         draft_ids = None
         if ids is not None:
-            draft_ids = torch.full((runner.parts.head.shape[0],), -1, device=runner.device)
+            draft_ids = torch.full((runner.parts.head.shape[0],), -1, device=runner.device, dtype=torch.long)
             draft_ids[ids] = torch.arange(len(ids), device=runner.device)
         return BoundDraft(block, embedding, rotary, ids, draft_ids, whole, FewRowsModule(block))
 

@@ -192,7 +192,7 @@ class MtpDraft(Eagle3Draft):
         head, ids = self.head(runner)
         block = MtpBlock(runner, any(".experts." in name for name in tensors), head)
         sizes = {name: tensor.shape for name, tensor in block.state_dict().items()}
-        found = {name: torch.empty(tensor.shape, device="meta") for name, tensor in tensors.items()}
+        found = {name: torch.empty(t.shape, dtype=torch.float32, device="meta") for name, t in tensors.items()}
         draft_folder.check_tensors(found, sizes, self.folder, self.label)
         own_layer.put_in(block, tensors, runner.device, runner.kv_shape.dtype, int8=runner.arithmetic == "int8")
         rotary = (_OfTokens if self.borrows else SharedRotary)(runner.parts.rotary)
@@ -211,7 +211,7 @@ class TrainedMtp(MtpDraft):
         # In 16 bits, which kernels read as they are: packed matrices come as float32.
         super().__init__(folder, {name: t.bfloat16() for name, t in self.weights.items()})
         self.config, self.layout = contents.config, "longdraft"
-        self.ids = None if offsets is None else offsets.long() + torch.arange(len(offsets))
+        self.ids = None if offsets is None else offsets.long() + torch.arange(len(offsets), device="cpu")
         self.trained_length = self.config.get("trained_length")
         self.made_for |= contents.target
 

@@ -27,6 +27,7 @@ from longdraft.drafts.draft_folder import shape_of
 from longdraft.drafts.eagle_formats import Eagle3Shape
 from longdraft.drafts.kinds import Kind, Training, register
 from longdraft.engine.sequence import Sequence
+from longdraft.native.boundary import FLOATS
 from longdraft.trees.kind import TreeKind
 from longdraft.trees.level import Level, likeliest
 from longdraft.trees.node_limit import NodeLimit
@@ -55,8 +56,8 @@ class OnePassBlock(Eagle3Block):
     def __init__(self, shape: OnePassShape) -> None:
         super().__init__(shape)
         ahead = shape.slots - 1
-        self.slot_embedding = nn.Parameter(torch.zeros(ahead, shape.hidden_size))
-        self.slot_state = nn.Parameter(torch.zeros(ahead, shape.hidden_size))
+        self.slot_embedding = nn.Parameter(torch.zeros(ahead, shape.hidden_size, dtype=torch.float32))
+        self.slot_state = nn.Parameter(torch.zeros(ahead, shape.hidden_size, dtype=torch.float32))
         self.bigram_in = nn.Embedding(shape.vocabulary, shape.rank)
         self.bigram_out = nn.Embedding(shape.vocabulary, shape.rank)
 
@@ -69,7 +70,7 @@ class OnePassBlock(Eagle3Block):
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for parameter, std in ((self.slot_embedding, 0.02), (self.slot_state, 0.02), (self.bigram_in.weight, 0.25)):
-                parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
+                parameter.copy_(torch.empty(parameter.shape, **FLOATS).normal_(0.0, std, generator=generator))
             self.bigram_out.weight.zero_()
 
     def behind(self, x: torch.Tensor, g: torch.Tensor, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:

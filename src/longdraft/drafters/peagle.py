@@ -48,7 +48,7 @@ class PEagleBlock(Eagle3Block):
 
     def __init__(self, shape: PEagleShape) -> None:
         super().__init__(shape)
-        self.mask_hidden = nn.Parameter(torch.zeros(1, 1, shape.feature_size))
+        self.mask_hidden = nn.Parameter(torch.zeros(1, 1, shape.feature_size, dtype=torch.float32))
 
 
 class PEagleDraft(Eagle3Draft):
@@ -86,7 +86,7 @@ class PEagleRound(OnePassRound):
 
     def behind(self, x: torch.Tensor, g: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         block = self._block
-        mask = torch.full((1,), block.shape.mask_token, device=x.device)
+        mask = torch.full((1,), block.shape.mask_token, device=x.device, dtype=torch.long)
         embedded, state = self._bound.embedding(mask), block.project(block.mask_hidden.view(1, -1))
         return embedded.expand(count, -1), state.expand(count, -1)
 

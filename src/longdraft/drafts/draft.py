@@ -121,7 +121,7 @@ class TrainedDraft(Draft[Bound]):
             sizes[OFFSETS] = torch.Size([trimmed])
         draft_folder.check_tensors(self.weights, sizes, folder, self.label or self.kind)
         offsets = self.weights.pop(OFFSETS, None)
-        self.ids = None if offsets is None else offsets.long() + torch.arange(len(offsets))
+        self.ids = None if offsets is None else offsets.long() + torch.arange(len(offsets), device="cpu")
         self.made_for = self.needs() | contents.target
 
     @classmethod
@@ -143,7 +143,7 @@ class TrainedDraft(Draft[Bound]):
             CheckpointError: it cannot be written.
             ValueError: other bits, or a name that is no matrix's.
         """
-        table = {} if self.ids is None else {OFFSETS: self.ids - torch.arange(len(self.ids))}
+        table = {} if self.ids is None else {OFFSETS: self.ids - torch.arange(len(self.ids), device="cpu")}
         draft_folder.save(folder, DraftFolder(self.kind, self.config, self.weights | table, self.made_for), bits)
 
     @abstractmethod

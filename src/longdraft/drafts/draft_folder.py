@@ -68,7 +68,7 @@ def trained(
     """
     tensors = {name: t.to(torch.bfloat16) for name, t in weights.items()}
     if kept is not None:
-        tensors[OFFSETS] = kept - torch.arange(len(kept))
+        tensors[OFFSETS] = kept - torch.arange(len(kept), device="cpu")
     described = {"draft_vocab_size": None if kept is None else len(kept), **config}
     return DraftFolder(kind, described, tensors, dict(target))
 

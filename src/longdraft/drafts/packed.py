@@ -20,12 +20,13 @@ from pathlib import Path
 import torch
 
 from longdraft.errors import CheckpointError
+from longdraft.native.boundary import FLOATS
 
 SCALES = ".scales"
 BITS = (8, 4)
 BLOCK = 32
 # Scales that are tried for a block of 4 bits, in parts of the one at which its largest weight is exact.
-_TRIED = torch.linspace(0.75, 1.2, 19)
+_TRIED = torch.linspace(0.75, 1.2, 19, **FLOATS)
 
 
 def packed(tensors: Mapping[str, torch.Tensor], bits: int | Mapping[str, int]) -> dict[str, torch.Tensor]:

@@ -16,6 +16,7 @@ from longdraft.drafts.draft_folder import OFFSETS
 from longdraft.drafts.eagle_draft import EagleDraft
 from longdraft.drafts.eagle_formats import MEMBERS
 from longdraft.errors import CapabilityError, CheckpointError
+from longdraft.native.boundary import FLOATS
 
 # vLLM drafts nothing past this position, so it has to cover what will be served.
 MAX_POSITION = 131_072
@@ -139,10 +140,10 @@ def _tensors(draft: EagleDraft[Any], size: int) -> dict[str, torch.Tensor]:
     }
     if draft.shape.attention_bias and not draft.shape.output_bias:
         # The layout's flag means all four.
-        tensors["layers.0.self_attn.o_proj.bias"] = torch.zeros(draft.shape.hidden_size)
+        tensors["layers.0.self_attn.o_proj.bias"] = torch.zeros(draft.shape.hidden_size, **FLOATS)
     if draft.ids is not None:
-        tensors[OFFSETS] = draft.ids - torch.arange(len(draft.ids))
-        members = torch.zeros(size, dtype=torch.bool)
+        tensors[OFFSETS] = draft.ids - torch.arange(len(draft.ids), device="cpu")
+        members = torch.zeros(size, dtype=torch.bool, device="cpu")
         members[draft.ids] = True
         tensors[MEMBERS] = members
     return tensors

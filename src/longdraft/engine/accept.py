@@ -17,6 +17,7 @@ import torch
 from longdraft.attention.transfer import on_device
 from longdraft.engine.sampler import Sampler
 from longdraft.model.outputs import not_a_number
+from longdraft.native.boundary import WHOLE
 from longdraft.trees.tree import TokenTree
 
 
@@ -84,7 +85,7 @@ def accept(
         decided: the tokens of all nodes, from :func:`decide`; None: they are sampled on the way.
     """
     prefix = None if decided is not None or not len(sampler.processors) else text()
-    empty = torch.empty(0, dtype=torch.long)
+    empty = torch.empty(0, **WHOLE)
     node, path, tokens = 0, [0], list[int]()
     while True:
         if decided is not None:

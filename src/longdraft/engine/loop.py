@@ -28,6 +28,8 @@ from longdraft.engine.stats import Stats, Step, step_of
 from longdraft.errors import CapabilityError, ContextError, MemoryBudgetError, PromptError
 from longdraft.memory.features import SPARE, KeptRows
 from longdraft.memory.prompt_cache import PromptCache
+from longdraft.model import support
+from longdraft.model.fingerprints import hooked
 from longdraft.model.outputs import NO_TAPS, Taps
 from longdraft.model.runner import TargetRunner
 from longdraft.trees.tree import TokenTree
@@ -81,6 +83,10 @@ class Engine:
         self.cache = PromptCache() if cache is None else cache
         self.planner, self.slots = planner, slots
         self.chunk = prefill_chunk(runner) if chunk is None else chunk
+        # A user's hooks may look at a prompt's last row: they see it whole, as in the model's own generate.
+        self._whole = bool(hooked(runner.model))
+        if self._whole:
+            self.chunk = runner.context_length
         self.stats: dict[int, Stats] = {}
         self._capacity = capacity
         self._waiting: deque[Sequence] = deque()
@@ -214,9 +220,10 @@ class Engine:
 
         Raises:
             MemoryBudgetError: there is no room for a sequence, before any work on it.
-            CapabilityError: another run has taken the cache.
+            CapabilityError: another run has taken the cache; torch.autocast is on.
             NumericalError: the target's logits are NaN.
         """
+        support.check_autocast(self.runner.device)
         with self.runner.lock:
             try:
                 self._check_cache()
@@ -373,7 +380,7 @@ class Engine:
                 text = s.tokens[:-1] if anew else s.prompt
                 if s.index not in self._prompt_queries:
                     piece, kind = 1 if self._keeps_outputs else self.chunk, self.runner.rows_kind(s.length)
-                    if s.sampler.prompt_reader is not None or not s.reuse:
+                    if s.sampler.prompt_reader is not None or not s.reuse or self._whole:
                         piece = len(text)  # nothing that was kept: it has no logits, or is not wanted
                     kept = self.cache.begin(s.slot, text, piece, kind)
                     if not anew:

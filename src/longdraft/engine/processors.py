@@ -18,6 +18,7 @@ from transformers import LogitsProcessorList, PreTrainedTokenizerBase
 from transformers.generation import logits_process as known
 
 from longdraft.errors import CapabilityError
+from longdraft.native.boundary import FLOATS, WHOLE
 
 # Processors of transformers that depend on ids and scores alone, and so does what some of them cache.
 _STATELESS: frozenset[type] = frozenset(
@@ -138,8 +139,8 @@ def _repetition(processor: Any, row: int, rows: int) -> None:
 @cache
 def _repeats_prompts() -> bool:
     """True if this transformers applies the penalty to all rows of a prompt; older versions only do to the first."""
-    penalty = known.EncoderRepetitionPenaltyLogitsProcessor(2.0, torch.zeros(1, 1, dtype=torch.long))
-    scores = penalty(torch.zeros(2, 1, dtype=torch.long), torch.ones(2, 1))
+    penalty = known.EncoderRepetitionPenaltyLogitsProcessor(2.0, torch.zeros(1, 1, **WHOLE))
+    scores = penalty(torch.zeros(2, 1, **WHOLE), torch.ones(2, 1, **FLOATS))
     return bool(scores[0] == scores[1])
 
 

@@ -59,6 +59,7 @@ def decode(
     requests.check(config, model_kwargs, input_ids, given)
     support.check_tokens(runner.model, input_ids)
     mask = model_kwargs.get("attention_mask")
+    requests.check_holes(mask, runner.twin.layout)
     rows, width = input_ids.shape
     # generate asks its criteria after each token, so it returns at least one.
     limit = getattr(stopping_criteria, "max_length", None)

@@ -20,6 +20,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from longdraft.engine.sequence import FinishReason, Sequence
 from longdraft.errors import CapabilityError
+from longdraft.native.boundary import WHOLE
 
 _OF_A_ROW = (MaxLengthCriteria, EosTokenCriteria, StopStringCriteria)
 
@@ -108,7 +109,7 @@ class Endings:
             return False
         self._steps += 1
         if self._streamer is not None:
-            self._streamer.put(torch.tensor(tokens))
+            self._streamer.put(torch.tensor(tokens, **WHOLE))
         if self._joint:
             self._text = torch.cat([self._text, self._text.new_tensor(tokens)[:, None]], dim=-1)
             ended = self._joint(self._text, None).tolist()

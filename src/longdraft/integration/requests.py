@@ -10,6 +10,7 @@ from transformers.generation import GenerationMode
 
 from longdraft.errors import CapabilityError, PromptError
 from longdraft.integration.handover import Given, given_cache
+from longdraft.model.layout import Layout
 
 _PLAIN = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 # Ways of decoding that are refused, and the arguments that ask for them.
@@ -101,6 +102,19 @@ def _check_mask(mask: torch.Tensor | None, input_ids: torch.Tensor) -> None:
         raise CapabilityError(
             f"The attention_mask has the shape {tuple(mask.shape)}, input_ids {tuple(input_ids.shape)}: longdraft "
             "reads a mask of the prompt, with a number for each token."
+        )
+
+
+def check_holes(mask: torch.Tensor | None, layout: Layout) -> None:
+    """Refuses masks that leave out tokens between others where these still count: in windows and states."""
+    if mask is None or not (layout.windows or layout.recurrent or layout.own):
+        return
+    kept = mask.bool().int()
+    inside = kept.cummax(-1).values & kept.flip(-1).cummax(-1).values.flip(-1)
+    if bool((inside > kept).any()):
+        raise CapabilityError(
+            "The attention_mask leaves out tokens between others, and this model has windows, recurrent layers or an "
+            "attention of its own, in which they still count: take them out of input_ids, or leave custom_generate out."
         )
 
 

@@ -147,8 +147,8 @@ class HostStore(KVStore):
         what = f"{kept} layers and two at a time," if kept else "two layers at a time,"
         sizes.require(near + beside, self.device, f"{self._name}, {what}")
         size = self.slots, self.capacity, self.shape.kv_heads, self.shape.head_dim
-        dtype = self.shape.dtype
-        self._host = [torch.empty(len(self.streamed), *size, dtype=dtype, pin_memory=pinned) for _ in "kv"]
+        dtype, count = self.shape.dtype, len(self.streamed)
+        self._host = [torch.empty(count, *size, dtype=dtype, pin_memory=pinned, device="cpu") for _ in "kv"]
         self._kept = [torch.empty(kept, *size, dtype=dtype, device=self.device) for _ in "kv"]
         # A layer's place among those of its kind, and the first streamed layer behind it.
         far = [layer in self.streamed for layer in range(layers)]

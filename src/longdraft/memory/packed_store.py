@@ -60,6 +60,6 @@ class PackedStore(KVStore):
         keys = turned_rows(size, self._dtype, device) if transposed_keys else torch.empty_like(values)
         if self._dtype == torch.int8:
             # Scaled behaves like a tensor wherever rows are read and written.
-            scaled = (Scaled(x, torch.empty(size[:-1], device=device)) for x in (keys, values))
+            scaled = (Scaled(x, torch.empty(size[:-1], device=device, dtype=torch.float32)) for x in (keys, values))
             keys, values = (cast(torch.Tensor, x) for x in scaled)
         return self._zeroed(keys), self._zeroed(values)

@@ -148,8 +148,9 @@ class RecurrentStates:
         return {layer: LayerSlot(self._zeros(shape)) for layer, shape in self.shapes.items()}
 
     def _zeros(self, shape: RecurrentShape) -> Checkpoint:
-        windows = {i: torch.zeros(s, dtype=shape.dtype, device=self._device) for i, s in shape.windows.items()}
-        return Checkpoint(windows, None if shape.state is None else torch.zeros(shape.state, device=self._device))
+        at, state = self._device, shape.state
+        windows = {i: torch.zeros(s, dtype=shape.dtype, device=at) for i, s in shape.windows.items()}
+        return Checkpoint(windows, None if state is None else torch.zeros(state, dtype=torch.float32, device=at))
 
     @property
     def bytes_per_slot(self) -> int:

@@ -65,7 +65,7 @@ def save(
     if len(tokens) != n:
         raise ValueError(f"{len(tokens)} tokens for {n} committed rows")
     keys, values = _gathered(store, slot, start, n)
-    tensors = {"keys": keys, "values": values, "tokens": torch.tensor(list(tokens), dtype=torch.int64)}
+    tensors = {"keys": keys, "values": values, "tokens": torch.tensor(list(tokens), dtype=torch.int64, device="cpu")}
     meta = {"format": FORMAT, "target": fingerprint}
     if kind:
         meta["kind"] = kind
@@ -179,7 +179,7 @@ def _gathered(store: KVStore, slot: int, start: int, end: int) -> tuple[torch.Te
     """
     shape, n = store.shape, end - start
     sizes.require(shape.bytes_per_token * n, torch.device("cpu"), f"A snapshot of {n} tokens")
-    out = [torch.empty(shape.layers, shape.kv_heads, n, shape.head_dim, dtype=shape.dtype) for _ in "kv"]
+    out = [torch.empty(shape.layers, shape.kv_heads, n, shape.head_dim, dtype=shape.dtype, device="cpu") for _ in "kv"]
     for layers in store.portions:
         for tensor, rows in zip(out, store.stored(slot, layers), strict=True):
             tensor[layers] = rows[:, :, start:end].to(shape.dtype)

@@ -296,7 +296,7 @@ class KVStore:
         """Copies committed rows ``[start, end)`` of a slot to the host's memory; features only if all are there."""
         dtype = self.dtype if self.dtype.is_floating_point else self.shape.dtype
         size = (self.shape.layers, self.shape.kv_heads, end - start, self.shape.head_dim)
-        keys, values = torch.empty(size, dtype=dtype), torch.empty(size, dtype=dtype)
+        keys, values = torch.empty(size, dtype=dtype, device="cpu"), torch.empty(size, dtype=dtype, device="cpu")
         for layers in self.portions:
             for out, own in zip((keys, values), self.stored(slot, layers, end), strict=True):
                 out[layers] = own[:, :, start:end].to(dtype)

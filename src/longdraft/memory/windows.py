@@ -14,6 +14,7 @@ import torch
 
 from longdraft.attention.block import Block
 from longdraft.attention.transfer import on_device
+from longdraft.native.boundary import WHOLE
 
 # A buffer begins at a multiple of this text row. Our kernels sum keys in segments of so many rows, and segments have to
 # hold the same rows whenever a row is computed, or its last bits would differ.
@@ -176,7 +177,7 @@ class WindowStates:
         start = self.starts[slot]
         rows = slice(0, self._ends[slot] - start)
         keys, values = (x[:, slot, :, rows].contiguous() for x in (self.keys, self.values))
-        return {"keys": keys.cpu(), "values": values.cpu(), "start": torch.tensor(start)}
+        return {"keys": keys.cpu(), "values": values.cpu(), "start": torch.tensor(start, **WHOLE)}
 
     def load(self, slot: int, tensors: Mapping[str, torch.Tensor], length: int) -> None:
         if set(tensors) != {"keys", "values", "start"}:

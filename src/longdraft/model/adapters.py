@@ -1,4 +1,4 @@
-"""Adapters of PEFT on a target: which of them longdraft hosts, and how they are named in fingerprints.
+"""Adapters of PEFT on a target: which of them longdraft hosts.
 
 An adapter's layers stand around the model's own, so a twin has them as the model does, and a switch of adapters changes
 attributes of theirs, which the next run notices (:mod:`longdraft.model.model_copy`).
@@ -10,11 +10,9 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
 from longdraft.errors import UnsupportedModelError
-from longdraft.model.stored import numbers
 
 # Kinds of PEFT that compute more than a layer's rows one by one.
 _OTHER_KINDS = {
@@ -26,8 +24,6 @@ _OTHER_KINDS = {
 }
 # Arguments of ``generate`` that PEFT hands to its layers by hooks, a value for each row of a batch.
 _BY_ROW = ("adapter_names", "alora_offsets")
-# Numbers of each tensor that a fingerprint has.
-_SAMPLE = 16
 
 
 def check(model: nn.Module) -> None:
@@ -63,31 +59,6 @@ def replacing_weights(model: nn.Module) -> set[nn.Module]:
                 found.add(inner)
                 inner = getattr(inner, "base_layer", None)
     return found
-
-
-def described(model: nn.Module) -> Iterator[str | torch.Tensor]:
-    """The active adapters, layer by layer: their settings and some of their weights."""
-    for module in model.modules():
-        if not (active := _active(module)):
-            continue
-        yield f"{type(module).__name__} {len(_merged(module))}"
-        for kind in _kinds(module):
-            values = getattr(module, kind, None)
-            for adapter in active:
-                if isinstance(values, Mapping | nn.Module) and adapter in values:  # type: ignore[operator]
-                    yield from _sampled(kind, values[adapter])  # type: ignore[index]
-
-
-def _sampled(kind: str, value: Any) -> Iterator[str | torch.Tensor]:
-    tensors = [value] if isinstance(value, torch.Tensor) else []
-    if isinstance(value, nn.Module):
-        tensors = [*value.parameters(), *value.buffers()]
-    elif not tensors:
-        yield f"{kind} {value}"
-    for tensor in tensors:
-        flat = numbers(tensor.detach()).flatten()
-        yield f"{kind} {tuple(tensor.shape)}"
-        yield flat[:: max(1, flat.numel() // _SAMPLE)]
 
 
 def _take_by_row(model: nn.Module) -> str:

@@ -133,7 +133,8 @@ def _kind_of(config: Any) -> Any:
 def reading(failure: str, remedy: str = "") -> Iterator[None]:
     """Turns any error that a bad file sets off in another library into a CheckpointError: failure, reason, remedy."""
     try:
-        yield
+        with torch.device("cpu"):  # whatever the user's default device is
+            yield
     except (LongdraftError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # no list of types would be complete

@@ -15,6 +15,7 @@ from longdraft.model.layer_parts import is_gelu, is_untouched, norms_of, plus_of
 from longdraft.model.model_code import own_forward
 from longdraft.model.stored_parts import ArrangedLinear
 from longdraft.model.tree_paths import last_inputs, needed, parents_of
+from longdraft.native.boundary import FLOATS
 from longdraft.native.delta import DeltaLayer, DeltaRows, DeltaSequence, DeltaSizes
 
 _MIXER = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
@@ -59,7 +60,7 @@ def _in_order(module: nn.Module | None, values: int) -> tuple[nn.Module | None, 
     if not isinstance(module, ArrangedLinear) or module.places is None:
         return module, None
     heads = module.places.view(-1, values)
-    whole = bool((heads % values == torch.arange(values)).all())
+    whole = bool((heads % values == torch.arange(values, device="cpu")).all())
     if len(module.parts) > 1 or module.rows is not None or not whole:
         return None, None
     return module.parts[0], heads[:, 0] // values
@@ -112,5 +113,5 @@ def _begun(layer: DeltaLayer, slot: LayerSlot, block: Block) -> DeltaSequence:
 def _room(sizes: DeltaSizes, rows: int) -> list[torch.Tensor]:
     """Memory for what is kept of some rows, in one piece."""
     counts = [rows * torch.Size(size).numel() for size in sizes.kept]
-    parts = torch.empty(sum(counts)).split(counts)
+    parts = torch.empty(sum(counts), **FLOATS).split(counts)
     return [part.view(rows, *size) for part, size in zip(parts, sizes.kept, strict=True)]

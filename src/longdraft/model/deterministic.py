@@ -20,6 +20,7 @@ from longdraft.attention import fixed_order
 from longdraft.attention.block import Block
 from longdraft.errors import CapabilityError
 from longdraft.native import kernels
+from longdraft.native.boundary import FLOATS
 
 if TYPE_CHECKING:
     from longdraft.model.runner import TargetRunner
@@ -78,7 +79,7 @@ def check_products(model: nn.Module, rows: int) -> None:
         tried.add(kind)
         device = next((x.device for x in [*module.parameters(), *module.buffers()]), torch.device("cpu"))
         generator = torch.Generator().manual_seed(0)
-        row = torch.randn(1, size, generator=generator).to(device, getattr(model, "dtype", torch.float32))
+        row = torch.randn(1, size, generator=generator, **FLOATS).to(device, getattr(model, "dtype", torch.float32))
         same = module.forward(row.expand(1, rows, -1).contiguous())[0]
         larger = torch.cat([row, 100 * row.expand(rows - 1, -1)])
         beside = module.forward(larger[None])[0, 0]

@@ -55,7 +55,7 @@ class Experts:
     def sorted(self, x: torch.Tensor) -> torch.Tensor:
         """Rows x (experts * rows, hidden) that lie expert by expert. Zero rows, which are not routed, give zero."""
         wanted = (x != 0).any(-1).nonzero().flatten()
-        out = torch.zeros(x.shape[0], self.last.shape[0], dtype=x.dtype)
+        out = torch.zeros(x.shape[0], self.last.shape[0], dtype=x.dtype, device="cpu")
         experts, starts, order = _grouped(wanted // (x.shape[0] // self.last.count))
         if experts:
             wanted = wanted[order]

@@ -24,6 +24,7 @@ from longdraft.model.row_functions import undisturbed
 from longdraft.model.row_products import RowProducts
 from longdraft.model.stored_experts import StoredExperts
 from longdraft.native import Stored, kernels
+from longdraft.native.boundary import FLOATS
 from longdraft.native.experts import ExpertWeights
 
 logger = logging.getLogger("longdraft")
@@ -135,17 +136,17 @@ def _same(module: nn.Module, parts: Experts, ours: Callable[..., Any], own: Call
     """Compares a mixture's made-up rows with those of its own code, and with the same rows alone."""
     dtype = next(module.parameters()).dtype
     generator, size, count = torch.Generator().manual_seed(0), parts.first[0].shape[1], parts.last.count
-    x = torch.randn(_ROWS, size, generator=generator).to(dtype)
-    index = torch.rand(_ROWS, count, generator=generator).argsort()[:, : min(2, count)]
-    weights = torch.rand(index.shape, generator=generator).to(dtype)
+    x = torch.randn(_ROWS, size, generator=generator, **FLOATS).to(dtype)
+    index = torch.rand(_ROWS, count, generator=generator, **FLOATS).argsort()[:, : min(2, count)]
+    weights = torch.rand(index.shape, generator=generator, **FLOATS).to(dtype)
     try:
         with torch.no_grad():
             if len(own_forward(module).parameters) >= 3:
                 expected, got = own(x, index, weights), ours(x, index, weights)
                 alone = torch.cat([ours(x[i : i + 1], index[i : i + 1], weights[i : i + 1]) for i in range(_ROWS)])
             else:
-                routed = torch.zeros(count, _ROWS, size, dtype=dtype)
-                routed[index[:, 0], torch.arange(_ROWS)] = x
+                routed = torch.zeros(count, _ROWS, size, dtype=dtype, device="cpu")
+                routed[index[:, 0], torch.arange(_ROWS, device="cpu")] = x
                 expected, got = own(routed.flatten(0, 1)), ours(routed.flatten(0, 1))
                 rows = [ours(routed[:, i].contiguous()) for i in range(_ROWS)]
                 alone = torch.stack(rows, 1).flatten(0, 1)
@@ -160,7 +161,7 @@ def _same(module: nn.Module, parts: Experts, ours: Callable[..., Any], own: Call
 
 def _exact(block: Callable[..., Any], size: int) -> bool:
     """True if a mixture's made-up rows have the bits of the same rows alone, or if it cannot be called by itself."""
-    x = torch.randn(1, _ROWS, size, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(1, _ROWS, size, generator=torch.Generator().manual_seed(0), **FLOATS)
 
     def rows(given: torch.Tensor) -> torch.Tensor:
         found = block(given)

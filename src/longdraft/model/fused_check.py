@@ -19,6 +19,7 @@ from longdraft.memory.windows import WindowStates
 from longdraft.model import hosting
 from longdraft.model.layer_rows import LayerKinds
 from longdraft.model.layout import layout_of
+from longdraft.native.boundary import FLOATS, WHOLE
 
 logger = logging.getLogger("longdraft")
 
@@ -47,12 +48,12 @@ def made_up(model: PreTrainedModel, far: bool = False) -> tuple[Block, list[KVSt
         far: the positions are the last ones that the model takes.
     """
     text, vocabulary = 5, int(hosting.decoder_config(model).vocab_size)
-    tree = torch.tensor([[True, False, False], [True, True, False], [True, False, True]])
+    tree = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], **WHOLE).bool()
     stores = [KVStore(hosting.kv_shape(model), 1, text + 3, model.device) for _ in range(2)]
     for store in stores:
         store.keep_states(*hosting.new_states(model, 1, text + 3))
         for t in (*_kept(store), *_states(store)):
-            t.copy_(torch.randn(t.shape, generator=torch.Generator().manual_seed(1)))
+            t.copy_(torch.randn(t.shape, generator=torch.Generator().manual_seed(1), **FLOATS))
     first = max(100, hosting.context_length(model) - text - 2) if far else 100
     tokens, places = [[i % vocabulary for i in (1, 2, 3)]], [[first + text, first + text + 1, first + text + 1]]
     return Block.make([0], [text], 3, tree[None], model.device, tokens=tokens, positions=places), stores
@@ -62,7 +63,8 @@ def made_up(model: PreTrainedModel, far: bool = False) -> tuple[Block, list[KVSt
 def layers_agree(model: PreTrainedModel, kinds: LayerKinds, forwards: Sequence[Forward]) -> bool:
     """Compares every layer with its own code, on made-up rows, near and far."""
     theirs, size = hosting.decoder_layers(model), int(hosting.decoder_config(model).hidden_size)
-    x = on_device(torch.randn(1, 3, size, generator=torch.Generator().manual_seed(0)).to(model.dtype), model.device)
+    made_up_rows = torch.randn(1, 3, size, generator=torch.Generator().manual_seed(0), **FLOATS)
+    x = on_device(made_up_rows.to(model.dtype), model.device)
     on_gpu = model.device.type != "cpu"
     try:
         for far in (False, True):

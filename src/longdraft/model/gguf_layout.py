@@ -129,13 +129,13 @@ def _rows(architecture: str, part: str, parts: Sequence[torch.Tensor | Stored], 
     if architecture in _PAIRED and part in ("attn_q", "attn_k"):
         heads = config.num_attention_heads if part == "attn_q" else config.num_key_value_heads
         count = parts[0].shape[0]
-        return torch.arange(count).view(heads, -1, 2).transpose(1, 2).reshape(-1)
+        return torch.arange(count, device="cpu").view(heads, -1, 2).transpose(1, 2).reshape(-1)
     if architecture == "qwen3next" and len(parts) == 2:
         return _by_key_head(config)
     if architecture in _TILED and (heads := _value_heads(config)) is not None:
         if part in ("attn_qkv", "ssm_conv1d"):
             keys = 2 * config.linear_num_key_heads * config.linear_key_head_dim
-            return torch.cat([torch.arange(keys), keys + _each(heads, config.linear_value_head_dim)])
+            return torch.cat([torch.arange(keys, device="cpu"), keys + _each(heads, config.linear_value_head_dim)])
         if part == "attn_gate":
             return _each(heads, config.linear_value_head_dim)
         if part in ("ssm_beta", "ssm_alpha", "ssm_a", "ssm_dt"):
@@ -153,7 +153,7 @@ def _columns(architecture: str, part: str, config: Any) -> torch.Tensor | None:
 def _value_heads(config: Any) -> torch.Tensor | None:
     """Place in a tiled file of each value head; None if there are as many as key heads."""
     keys, values = config.linear_num_key_heads, config.linear_num_value_heads
-    return None if keys == values else torch.arange(values).view(-1, keys).T.reshape(-1)
+    return None if keys == values else torch.arange(values, device="cpu").view(-1, keys).T.reshape(-1)
 
 
 def _by_key_head(config: Any) -> torch.Tensor:
@@ -162,11 +162,11 @@ def _by_key_head(config: Any) -> torch.Tensor:
     values = config.linear_num_value_heads // heads * config.linear_value_head_dim
     begin, found = 0, []
     for each in (size, size, values, values):
-        found.append(begin + torch.arange(heads * each).view(heads, each))
+        found.append(begin + torch.arange(heads * each, device="cpu").view(heads, each))
         begin += heads * each
     return torch.cat(found, dim=1).reshape(-1)
 
 
 def _each(heads: torch.Tensor, size: int) -> torch.Tensor:
     """Places of heads -> places of their rows."""
-    return (heads[:, None] * size + torch.arange(size)).reshape(-1)
+    return (heads[:, None] * size + torch.arange(size, device="cpu")).reshape(-1)

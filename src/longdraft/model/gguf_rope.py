@@ -92,7 +92,7 @@ def _divided(factors: torch.Tensor, config: Any) -> dict[str, Any]:
     size = _size(config)
     by_kind = config.rope_parameters.get("full_attention")
     base = (by_kind or config.rope_parameters)["rope_theta"]
-    turns = base ** -(torch.arange(0, size, 2, dtype=torch.double) / size) / (2 * math.pi)  # in one token
+    turns = base ** -(torch.arange(0, size, 2, dtype=torch.double, device="cpu") / size) / (2 * math.pi)  # in one token
     factor, low, high, length = float(factors.max()), *map(float, _LLAMA3.values())
     share = ((turns * length - low) / (high - low)).clamp(0, 1)  # of the frequency that stays as it is
     if torch.allclose(1 / ((1 - share) / factor + share), factors, rtol=1e-4, atol=0):

@@ -8,8 +8,6 @@ attention function. All this is done to a copy of the model (``model/twin.py``).
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -27,7 +25,7 @@ from longdraft.memory.recurrent import RecurrentStates
 from longdraft.memory.states import LayerStates
 from longdraft.memory.store import KVShape
 from longdraft.memory.windows import WindowStates
-from longdraft.model import adapters, stored
+from longdraft.model import stored
 from longdraft.model.layout import Layout, Place, layout_of
 from longdraft.model.layout import decoder_config as decoder_config
 from longdraft.native import Rows
@@ -236,19 +234,6 @@ def context_length(model: PreTrainedModel) -> int:
     config = decoder_config(model)
     found = (getattr(config, name, None) for name in ("max_position_embeddings", "max_target_positions", "max_seq_len"))
     return next((int(length) for length in found if length), UNBOUNDED)
-
-
-def fingerprint(model: PreTrainedModel) -> str:
-    """A short name of a target, from its configuration and some of its weights, to guard KV snapshots."""
-    config = decoder_config(model)
-    keys = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "rope_parameters")
-    described = {k: getattr(config, k, None) for k in keys} | {"dtype": str(model.dtype)}
-    digest = hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode())
-    if (quantised := getattr(config, "quantization_config", None)) is not None:
-        digest.update(str(quantised).encode())
-    for part in (*sampled(model), *adapters.described(model)):
-        digest.update(part.encode() if isinstance(part, str) else part.float().cpu().numpy().tobytes())
-    return f"{config.model_type}-{digest.hexdigest()[:16]}"
 
 
 def sampled(model: PreTrainedModel) -> list[torch.Tensor]:

@@ -54,7 +54,7 @@ class KeyRotation:
         if module is None:
             raise self._unsupported("it has no rotary embedding of its own")
         try:
-            cos, sin = module(torch.empty(1, device=positions.device), positions[None])
+            cos, sin = module(torch.empty(1, device=positions.device, dtype=torch.float32), positions[None])
         except (TypeError, ValueError, RuntimeError, AttributeError) as error:
             raise self._unsupported(f"its rotary embedding is of another kind ({error})") from error
         return cos[0], sin[0]
@@ -68,16 +68,17 @@ class KeyRotation:
         """
         runner, places = self._runner, (0, *positions)
         for at in positions:
-            alone = self._table(torch.tensor([at], device=runner.device))
+            alone = self._table(torch.tensor([at], device=runner.device, dtype=torch.long))
             for row, table in zip(alone, (self._cos, self._sin), strict=True):
                 if not torch.allclose(row, table[at] * self._scale, atol=1e-4):
                     raise self._unsupported("its rotary frequencies depend on how long a text is")
         store = runner.new_store(len(places), 1, resident=True)
         token = runner.vocab_size // 2
         runner.forward(store.block(range(len(places)), [[token]] * len(places), bases=places), store, logits="none")
+        everywhere = torch.tensor(places, dtype=torch.long, device=runner.device)
         for layer in range(runner.kv_shape.layers):
             keys = store.layer(layer)[0][:, :, 0].float().transpose(0, 1)  # (Hkv, places, d)
-            moved = self.turn(keys[:, :1].expand(-1, len(places), -1), torch.tensor(places, device=runner.device))
+            moved = self.turn(keys[:, :1].expand(-1, len(places), -1), everywhere)
             tolerance = _CLOSE[runner.kv_shape.dtype.itemsize] * float(keys.abs().max())
             if not torch.allclose(moved, keys, rtol=0, atol=tolerance):
                 raise self._unsupported(f"the keys of layer {layer} do not turn with their position as it is known")

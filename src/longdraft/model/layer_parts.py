@@ -12,8 +12,10 @@ from transformers import PreTrainedModel
 
 from longdraft.model import hosting
 from longdraft.model.few_rows import weights_of
+from longdraft.model.fingerprints import is_known
 from longdraft.model.layout import decoder_config
 from longdraft.native import DecoderLayer
+from longdraft.native.boundary import FLOATS
 from longdraft.native.library import HEAD_UNIT
 from longdraft.native.structures import Norm, Weights
 
@@ -83,7 +85,7 @@ def is_untouched(layer: nn.Module) -> bool:
     """True if a layer's parts are float32 on the CPU, contiguous, and without the user's hooks."""
     inside = [m for m in layer.modules() if m is not layer]
     # Hooks of the layer itself do no harm: they run around any forward.
-    if any(map(touched, inside)) or "forward" in vars(layer):
+    if any(map(touched, inside)) or "forward" in vars(layer) or not is_known(type(layer).forward):
         return False
     tensors = [t for m in inside for t in m.parameters(recurse=False)]
     return all(t.dtype == torch.float32 and t.device.type == "cpu" and t.is_contiguous() for t in tensors)
@@ -141,7 +143,7 @@ def is_gelu(activation: nn.Module | None) -> bool | None:
     """True for GELU by tanh, False for SiLU, None for another function: by its values, as names differ."""
     if not isinstance(activation, nn.Module):
         return None
-    x = torch.linspace(-6, 6, 101)
+    x = torch.linspace(-6, 6, 101, **FLOATS)
     for gelu, own in ((False, F.silu(x)), (True, F.gelu(x, approximate="tanh"))):
         if torch.allclose(activation(x), own, rtol=1e-5, atol=1e-6):
             return gelu
@@ -149,5 +151,6 @@ def is_gelu(activation: nn.Module | None) -> bool | None:
 
 
 def touched(module: nn.Module) -> bool:
-    """True if a module has hooks, or a forward that replaces its class's."""
-    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+    """True if a module has hooks, a forward that replaces its class's, or a class of the user's."""
+    replaced = "forward" in vars(module) or not is_known(type(module).forward)
+    return bool(module._forward_hooks or module._forward_pre_hooks or replaced)

@@ -18,12 +18,13 @@ from longdraft.model import hosting
 from longdraft.model.layout import Place, layout_of
 from longdraft.model.shared_parts import rotary_module
 from longdraft.native import Rows
+from longdraft.native.boundary import FLOATS
 from longdraft.native.scaled import KeptRows
 from longdraft.native.structures import CHUNK
 
 CosSin = tuple[torch.Tensor, torch.Tensor]
 # cos and sin of layers whose heads are not turned.
-UNTURNED: CosSin = (torch.empty(1, 1, 0), torch.empty(1, 1, 0))
+UNTURNED: CosSin = (torch.empty(1, 1, 0, **FLOATS), torch.empty(1, 1, 0, **FLOATS))
 # The rotary embedding of a model that has one for all layers.
 ONLY = ""
 

@@ -16,12 +16,12 @@ from transformers import PretrainedConfig, PreTrainedModel
 from longdraft.errors import UnsupportedModelError
 
 # Attributes of every module: parameters, buffers, children and hooks.
-_OWN = frozenset(vars(nn.Module()))
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+OWN = frozenset(vars(nn.Module()))
+HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 # A model compiled in place calls itself, not its copy.
 _LEFT_OUT = "_compiled_call_impl"
 # Attributes and settings that our forwards do not depend on.
-_IGNORED = frozenset({"training", "generation_config", _LEFT_OUT})
+IGNORED = frozenset({"training", "generation_config", _LEFT_OUT})
 _IGNORED_SETTINGS = frozenset({"_attn_implementation_internal"})
 PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 # Depth to which nested lists are searched for modules.
@@ -58,7 +58,7 @@ class _Copying:
             for name, value in list(vars(module).items()):
                 if name == "_modules":
                     own[name] = {n: child if child is None else self._copies[id(child)] for n, child in value.items()}
-                elif name in _OWN:
+                elif name in OWN:
                     own[name] = value.copy() if isinstance(value, dict | set) else value
                 elif name != _LEFT_OUT:
                     own[name] = self._copied(value, name == "forward")
@@ -138,12 +138,12 @@ def signature(model: PreTrainedModel) -> list[Any]:
         for name, value in list(vars(module).items()):
             if name in ("_parameters", "_buffers"):
                 for key, tensor in list(value.items()):
-                    parts += (key, tensor, _place(tensor), None if tensor is None else tensor.dtype)
-            elif name in _HOOKS:
+                    parts += (key, tensor, place_of(tensor), None if tensor is None else tensor.dtype)
+            elif name in HOOKS:
                 parts += value.values()
             elif name == "_modules":
                 parts += value
-            elif name not in _OWN and name not in _IGNORED:
+            elif name not in OWN and name not in IGNORED:
                 parts.append(name)
                 parts += _described(value, known)
     return parts
@@ -185,7 +185,7 @@ def _flat(setting: Any) -> Iterator[Any]:
         yield setting
 
 
-def _place(tensor: torch.Tensor | None) -> int:
+def place_of(tensor: torch.Tensor | None) -> int:
     try:
         return 0 if tensor is None else tensor.data_ptr()
     except RuntimeError:  # a kind of tensor without storage

@@ -21,6 +21,7 @@ from longdraft.errors import UnsupportedModelError, reason_of
 from longdraft.model import adapters
 from longdraft.model.few_rows import is_plain, is_shared_out
 from longdraft.native import kernels
+from longdraft.native.boundary import FLOATS
 
 logger = logging.getLogger("longdraft")
 
@@ -204,8 +205,8 @@ def _made_up_product(module: nn.Module) -> Callable[..., torch.Tensor]:
     """A forward whose results are some numbers of the row, with made-up signs: a product that needs no weights."""
     size, count = int(module.in_features), int(module.out_features)  # type: ignore[arg-type]
     generator = torch.Generator().manual_seed(size)
-    places = torch.randint(size, (count,), generator=generator)
-    signs = torch.randint(2, (count,), generator=generator) * 2 - 1
+    places = torch.randint(size, (count,), generator=generator, device="cpu")
+    signs = torch.randint(2, (count,), generator=generator, device="cpu") * 2 - 1
 
     def product(x: torch.Tensor, *_more: Any, **_named: Any) -> torch.Tensor:
         return x[..., places.to(x.device)] * signs.to(x)
@@ -223,7 +224,7 @@ def _made_up(model: nn.Module, module: nn.Module, count: int) -> torch.Tensor:
     """Rows (count, in) for a layer, in the model's dtype."""
     device = next((t.device for t in [*module.parameters(), *module.buffers()]), torch.device("cpu"))
     size = int(module.in_features)  # type: ignore[arg-type]
-    rows = torch.randn(count, size, generator=torch.Generator().manual_seed(0))
+    rows = torch.randn(count, size, generator=torch.Generator().manual_seed(0), **FLOATS)
     return rows.to(device, getattr(model, "dtype", torch.float32))
 
 

@@ -20,7 +20,7 @@ from longdraft.memory.packed_store import PackedStore
 from longdraft.memory.rooms import Rooms
 from longdraft.memory.store import KVStore
 from longdraft.model import deterministic as one_bucket
-from longdraft.model import hosting, stored, support
+from longdraft.model import fingerprints, hosting, stored, support
 from longdraft.model.graphs import Computed, Graphs
 from longdraft.model.lock import FairLock
 from longdraft.model.outputs import NO_TAPS, Taps, TargetOutput, not_a_number
@@ -66,6 +66,8 @@ class TargetRunner:
         deterministic: bool = False,
     ) -> None:
         support.check_supported(model)
+        support.check_functions(model)
+        support.check_autocast(model.device)
         offloading.check(offload, model.device)
         self.offload = offload
         self.model = model
@@ -136,9 +138,10 @@ class TargetRunner:
 
         Raises:
             CapabilityError: the model has another dtype or device now.
-            UnsupportedModelError: it can no longer be copied.
+            UnsupportedModelError: it can no longer be copied, or attends with a function of the user's now.
             CheckpointError: the file that its weights are mapped from was written to.
         """
+        support.check_functions(self.model)
         stored.check_unchanged(self.model)
         self._host.refresh()
         if (self.model.device, self.model.dtype) != (self.device, self.kv_shape.dtype):
@@ -173,8 +176,8 @@ class TargetRunner:
     @property
     def fingerprint(self) -> str:
         """The name of this target in snapshots."""
-        name = hosting.fingerprint(self.model)
-        if self.share is not None and self.share.heads:
+        name = fingerprints.of(self.model) + fingerprints.of_hooks(self.model)
+        if self.share is not None:
             name += f", share {self.share.rank + 1} of {self.share.size}"
         if self.arithmetic == "int8":
             name += ", int8 arithmetic"

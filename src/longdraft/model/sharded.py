@@ -25,6 +25,7 @@ from longdraft.errors import CapabilityError, MemoryBudgetError
 from longdraft.memory.store import KVShape
 from longdraft.model.few_rows import FewRowsLinear, is_shared_out
 from longdraft.native import Stored
+from longdraft.native.boundary import WHOLE
 from longdraft.native.rounded import Rounded
 
 _LOAD = 'AutoModelForCausalLM.from_pretrained(..., distributed_config=DistributedConfig(tp_plan="auto"))'
@@ -107,7 +108,7 @@ class Share:
         Args:
             state: digest of what the round works on.
         """
-        self._digest = 31 * torch.as_tensor(self._digest, device=self.device) + state % _DIGEST
+        self._digest = 31 * torch.as_tensor(self._digest, device=self.device, dtype=torch.long) + state % _DIGEST
         self._in_round, self._agreed = True, False
         try:
             yield
@@ -123,7 +124,7 @@ class Share:
             CapabilityError: in all processes, if their blocks differ.
         """
         shape = hash((block.slots, block.lengths, block.size, block.offset))
-        digest = 31 * torch.as_tensor(self._digest, device=self.device) + shape
+        digest = 31 * torch.as_tensor(self._digest, device=self.device, dtype=torch.long) + shape
         for part in (block.tokens, block.positions, block.mask):
             if part is not None:
                 places = torch.arange(1, 2 * part.numel(), 2, device=part.device)
@@ -168,7 +169,7 @@ class Share:
             yield
         except MemoryBudgetError as error:
             failed = error
-        fits = self._agree(torch.tensor(0 if failed is None else 1 + self.rank, device=self.device))
+        fits = self._agree(torch.tensor(0 if failed is None else 1 + self.rank, device=self.device, dtype=torch.long))
         if failed is not None:
             raise failed
         if not fits:
@@ -176,7 +177,7 @@ class Share:
 
     def least(self, number: int) -> int:
         """The smallest of the processes' numbers."""
-        least = torch.tensor(number, device=self.device)
+        least = torch.tensor(number, device=self.device, dtype=torch.long)
         torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN, self.group)
         return int(least)
 
@@ -217,7 +218,7 @@ def share_of(model: PreTrainedModel) -> Share | None:
         raise CapabilityError(f"{name} shares out the tokens of a text, which longdraft does not host: {_LOAD}.")
     heads = any(layer.rsplit(".", 1)[-1] in _KEYS and style == "colwise" for layer, style in plan.items())
     share = Share(mesh.get_local_rank(), mesh.size(), mesh.get_group(), model.device, heads)
-    share._random.seed(int(share.first(torch.tensor(share.seed()))))
+    share._random.seed(int(share.first(torch.tensor(share.seed(), **WHOLE))))
     _shares[model] = share
     return share
 
@@ -234,7 +235,7 @@ class GatheredLinear:
 
         out = F.linear(x, self._share)
         shape = torch.Size((*out.shape[:-1], self._weight.shape[0]))
-        stride = torch.empty(shape, device="meta").stride()
+        stride = torch.empty(shape, device="meta", dtype=torch.float32).stride()
         # With shape and stride, as shares may differ in size.
         shared = DTensor.from_local(
             out, self._weight.device_mesh, [Shard(out.dim() - 1)], run_check=False, shape=shape, stride=stride

@@ -17,6 +17,7 @@ from longdraft.model import hosting, stored
 from longdraft.model.layout import configured_shape
 from longdraft.model.sharded import local
 from longdraft.native import Stored, kernels
+from longdraft.native.boundary import FLOATS
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ def final_norm(model: PreTrainedModel) -> torch.Tensor:
     ones = torch.ones(1, size, dtype=model.dtype, device=model.device)
     # An RMSNorm of ones is its weight, however that is stored; a norm that subtracts the mean gives zeros.
     with torch.no_grad():
-        weight = torch.zeros(size) if norm is None else norm(ones)[0].float()
+        weight = torch.zeros(size, **FLOATS) if norm is None else norm(ones)[0].float()
     if not bool(weight.any()):
         raise UnsupportedModelError(
             f"{type(model).__name__} has no RMSNorm before its head, so no heads can be trained for it."

@@ -25,6 +25,7 @@ from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.model.few_rows import MOST, in_halves, is_plain
 from longdraft.model.sharded import local, whole
 from longdraft.native import Kernels, Stored, kernels
+from longdraft.native.boundary import FLOATS
 from longdraft.native.stored import in_four_bits, rounded_to_int8
 
 # Attribute of a model for the file that its weights are mapped from.
@@ -91,13 +92,13 @@ class StoredEmbedding(StoredWeights):
         self.scale = scale
         self.num_embeddings, self.embedding_dim = matrix.shape
         # Has the dtype that the model is cast to, which is that of the results.
-        self.register_buffer("like", torch.empty(0), persistent=False)
+        self.register_buffer("like", torch.empty(0, **FLOATS), persistent=False)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """ids (...) -> (..., size)."""
         rows = unpacked(self.matrix.rows(ids.flatten()))
         rows = rows.to(self.like.dtype).view(*ids.shape, self.embedding_dim)
-        return rows if self.scale == 1.0 else rows * torch.tensor(self.scale, dtype=rows.dtype)
+        return rows if self.scale == 1.0 else rows * torch.tensor(self.scale, dtype=rows.dtype, device="cpu")
 
 
 def unpacked(stored: Stored) -> torch.Tensor:
@@ -153,7 +154,7 @@ def weight_sample(module: nn.Module, most: int = 64) -> torch.Tensor:
     matrix = module.matrix
     rows, size = matrix.shape
     places = torch.arange(0, rows * size, max(1, rows * size // most), device=module.data.device)
-    return unpacked(matrix.rows(places // size))[torch.arange(len(places)), places % size]
+    return unpacked(matrix.rows(places // size))[torch.arange(len(places), device="cpu"), places % size]
 
 
 def keep_stored(model: PreTrainedModel) -> PreTrainedModel:

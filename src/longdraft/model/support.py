@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 
 import torch
+from torch.nn.modules import module as modules
 from transformers import PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from longdraft.errors import ContextError, PromptError, UnsupportedModelError
+from longdraft.errors import CapabilityError, ContextError, PromptError, UnsupportedModelError
 from longdraft.model import adapters, quantised
-from longdraft.model.hosting import context_length, decoder_layers
+from longdraft.model.fingerprints import is_known
+from longdraft.model.hosting import context_length, decoder_config, decoder_layers
 from longdraft.model.kinds import sparse_kinds
 from longdraft.model.long_rope import rope_kind, rope_parameters
 from longdraft.model.stored import weight_shape
@@ -51,6 +56,32 @@ def check_supported(model: PreTrainedModel) -> None:
     _check_places(model)
     quantised.check(model)
     adapters.check(model)
+
+
+def check_autocast(device: torch.device) -> None:
+    """Raises CapabilityError under torch.autocast, which the model's own generate would follow."""
+    if torch.is_autocast_enabled(device.type):
+        raise CapabilityError(
+            "longdraft computes in the model's own dtype, not in that of torch.autocast: decode outside of it, or load "
+            "the model in 16 bits."
+        )
+
+
+def check_functions(model: PreTrainedModel) -> None:
+    """Raises UnsupportedModelError for functions of the user's that transformers or torch call in every model: those
+    registered or replaced for attention and masks, and hooks of all modules."""
+    name = decoder_config(model)._attn_implementation
+    own = [known.get(name) for known in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS)]
+    if name == "eager":  # a function of the model's file
+        files = {sys.modules[type(m).__module__] for m in model.modules() if is_known(type(m).forward)}
+        own += [vars(file).get("eager_attention_forward") for file in files]
+    own += [*modules._global_forward_hooks.values(), *modules._global_forward_pre_hooks.values()]
+    if foreign := next((code for code in own if code is not None and not is_known(code)), None):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} computes with {foreign}, a function of your own (attention: {name!r}), which "
+            "longdraft would leave out. Decode without longdraft, or without the function: "
+            'model.set_attn_implementation("sdpa") for an attention, a hook of one module for one of all.'
+        )
 
 
 def _check_places(model: PreTrainedModel) -> None:

@@ -46,12 +46,8 @@ def last_inputs(block: Block, size: int) -> list[torch.Tensor]:
     ones come before the tree's."""
     key = ("inputs", size)
     if key not in block.derived:
-        block.derived[key] = [
-            torch.tensor(
-                [_path(parents, row, size) for row in range(block.offset, block.width)], device=block.slots_t.device
-            )
-            for parents in parents_of(block)
-        ]
+        paths = [[_path(each, row, size) for row in range(block.offset, block.width)] for each in parents_of(block)]
+        block.derived[key] = [torch.tensor(path, dtype=torch.long, device=block.slots_t.device) for path in paths]
     found: list[torch.Tensor] = block.derived[key]
     return found
 

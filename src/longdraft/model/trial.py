@@ -86,7 +86,7 @@ def _tried(copy: PreTrainedModel, by_itself: bool) -> calls.Recorded:
         # On a CPU transformers advises to install kernels for GPUs.
         with _short_windows(copy), quiet() if copy.device.type == "cpu" else nullcontext():
             for _ in range(_TRIALS):
-                tokens = torch.randint(vocabulary, (_TEXT + len(_TREE),), generator=generator).tolist()
+                tokens = torch.randint(vocabulary, (_TEXT + len(_TREE),), generator=generator, device="cpu").tolist()
                 config._attn_implementation = own
                 try:
                     expected = _own(copy, tokens, by_itself or bool(recurrent.mixers_of(copy)))
@@ -173,7 +173,7 @@ def _hosted(copy: PreTrainedModel, tokens: list[int], by_itself: bool) -> torch.
         text = store.block([0], [piece], prompt=True)
         run(hosting.decoder_of(copy), hosting.Hosted(store, text, attend, layout))
         store.commit(0, range(len(piece)))
-    mask = torch.tensor([_TREE])
+    mask = torch.tensor([_TREE], dtype=torch.bool, device="cpu")
     block = store.block([0], [tokens[_TEXT:]], depths=[_DEPTHS], mask=mask)
     logits: torch.Tensor = run(copy, hosting.Hosted(store, block, attend, layout)).logits
     return logits[0]

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary, ref
 from transformers import PreTrainedModel
 
 from longdraft.errors import UnsupportedModelError
-from longdraft.model import hosting
+from longdraft.model import fingerprints
 from longdraft.model.calls import Recorded
 from longdraft.model.model_copy import PLAIN, signature
 from longdraft.model.trial import try_out
@@ -26,7 +26,7 @@ def tried(model: PreTrainedModel) -> Recorded:
     Raises:
         UnsupportedModelError: longdraft cannot host it exactly.
     """
-    now = [hosting.fingerprint(model), *map(_weakly, signature(model))]
+    now = [fingerprints.of(model), *map(_weakly, signature(model))]
     known = _verdicts.get(model)
     if known is None or known[0] != now:
         found: Recorded | str

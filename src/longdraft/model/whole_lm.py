@@ -17,6 +17,7 @@ from longdraft.model.layer_rows import UNTURNED, CosSin
 from longdraft.model.runner import TargetRunner
 from longdraft.model.shared_parts import rotary_module
 from longdraft.native import DecoderStack, kernels
+from longdraft.native.boundary import FLOATS, WHOLE
 
 # Number of positions that are computed ahead.
 AHEAD = 4096
@@ -64,7 +65,7 @@ class WholeLM:
         size = len(chains[0])
         bases = [store.lengths[slot] for slot in slots]
         positions = [[n + i for i in range(size)] for n in bases]
-        return self._forward(store, slots, bases, torch.tensor(chains), positions, None, size, best, "last")
+        return self._forward(store, slots, bases, torch.tensor(chains, **WHOLE), positions, None, size, best, "last")
 
     def nodes(
         self,
@@ -120,7 +121,8 @@ class WholeLM:
             return UNTURNED
         known, last = self._cos_sin.get(rope), max(row[-1] for row in positions)
         if known is None or last >= known.shape[1]:
-            known = torch.cat(self._kinds.rotate(rope, torch.empty(0), torch.arange(last + AHEAD)[None]))
+            places = torch.arange(last + AHEAD, device="cpu")[None]
+            known = torch.cat(self._kinds.rotate(rope, torch.empty(0, **FLOATS), places))
             self._cos_sin[rope] = known
-        cos, sin = known[:, torch.tensor(positions)]
+        cos, sin = known[:, torch.tensor(positions, **WHOLE)]
         return cos, sin

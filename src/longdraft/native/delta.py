@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import torch
 
+from longdraft.native.boundary import address
 from longdraft.native.recurrent import Convolution, LinearRecurrence, Recurrence, RowsOf, SequenceOf, numbers_of
 from longdraft.native.structures import Long, Matrix, Norm, Pointer, Weights
 
@@ -93,10 +94,10 @@ class DeltaLayer:
         rule = LinearRecurrence(corrected=True, normalised=True, scale=float(sizes.keys**-0.5))
         own = [norms[name] for name in _NORMS]
         self.struct: ctypes.Structure = _Layer(
-            *(norm.data_ptr() for norm, _ in own), *(eps for _, eps in own), plus, *map(Matrix.of, products),
-            Convolution(*weight.shape, *(None if x is None else x.data_ptr() for x in (weight, of_weight)), True),
+            *(address(norm) for norm, _ in own), *(eps for _, eps in own), plus, *map(Matrix.of, products),
+            Convolution(*weight.shape, address(weight), address(of_weight), True),
             rule.struct(sizes.heads, sizes.kept_heads, sizes.keys, sizes.values, by_key=False),
-            decay.data_ptr(), bias.data_ptr(), None if order is None else order.data_ptr(),
+            *(address(x, size=sizes.heads) for x in (decay, bias)), address(order, torch.long, sizes.heads),
             sizes.key_heads, self.hidden, products[5][0].shape[0], gelu,
         )  # fmt: skip
 
@@ -152,13 +153,16 @@ class DeltaRows:
             tree = i % len(parents)
             pending = RowsOf(0) if own.pending is None else _rows(own.pending)
             sequences[i] = SequenceOf(
-                *(own.state.data_ptr(), pending, _rows(own.rows), *trees[tree], len(orders[tree]), first, None)
+                *(address(own.state), pending, _rows(own.rows), *trees[tree], len(orders[tree]), first, None)
             )
         tensors = [places, [each.inputs for each in every], [each.window for each in every]]
-        pointers = [(Pointer * len(each))(*(x.data_ptr() for x in each)) for each in tensors]
+        kinds = torch.long, torch.float32, torch.float32
+        pointers = [
+            (Pointer * len(each))(*(address(x, kind) for x in each)) for each, kind in zip(tensors, kinds, strict=True)
+        ]
         self._alive = every, numbers, sequences, tensors, pointers
         self.struct: ctypes.Structure = _DeltaRows(*map(ctypes.addressof, pointers), ctypes.addressof(sequences))
 
 
 def _rows(tensors: Sequence[torch.Tensor]) -> RowsOf:
-    return RowsOf(len(tensors[0]), *(x.data_ptr() for x in tensors))
+    return RowsOf(len(tensors[0]), *map(address, tensors))

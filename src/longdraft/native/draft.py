@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from longdraft.native.boundary import address
 from longdraft.native.structures import Long, Matrix, Pointer, Weights
 
 NORMS = ("norm", "joined_norm", "cross_norm", "mlp_norm", "final_norm")
@@ -58,7 +59,7 @@ class DraftBlock:
         self._norms, self._products = norms, products  # the structure points into them
         self.hidden, self.vocabulary = norms["norm"].shape[0], products["head"][0].shape[0]
         self.struct = _Draft(
-            *(norms[name].data_ptr() if name in norms else None for name in NORMS),
+            *(address(norms.get(name), size=self.hidden) for name in NORMS),
             *(eps, d**-0.5),
             *(Matrix.of(products[name]) if name in products else Matrix() for name in PRODUCTS),
             *(self.hidden, heads, kv_heads, d, products["gate"][0].shape[0], normed_residual),
@@ -97,7 +98,7 @@ class Nodes:
         tensors = [None if t is None else t.contiguous() for t in (x, joined, cos, sin, mask)]
         numbers = [None if n is None else (Long * len(n))(*n) for n in (counts, slots, begins, ends, lengths)]
         self._alive = tensors, numbers
-        x_, joined_, cos_, sin_, masks = (None if t is None else t.data_ptr() for t in tensors)
+        x_, joined_, cos_, sin_, masks = (*map(address, tensors[:4]), address(tensors[4], torch.bool))
         counts_, slots_, begins_, ends_, lengths_ = (None if n is None else ctypes.addressof(n) for n in numbers)
         self.struct = _Nodes(
             *(len(counts), width, counts_, slots_, x_, joined_, cos_, sin_, begins_, ends_, masks),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from longdraft.native.boundary import FLOATS, address
 from longdraft.native.library import Kernels
 from longdraft.native.operators import declared, launch
 from longdraft.native.stored import Stored
@@ -53,12 +54,13 @@ class ExpertWeights:
     def expert(self, number: int) -> Matrix:
         """The structure of one expert's matrix, without a place for its results."""
         w, outs = self.matrices, self.shape[0]
-        bias = None if self.bias is None else self.bias[number].data_ptr()
+        bias = None if self.bias is None else address(self.bias[number], size=outs)
         if isinstance(w, Stored):
-            place = w.data.data_ptr() + number * outs * w.data.stride(0)
+            place = address(w.data[number * outs : (number + 1) * outs], torch.uint8, rows=True)
             return Matrix(place, bias, None, w.data.stride(0), outs, 0, w.number, w.int8)
-        place = w.data_ptr() + number * w.stride(0) * 4
-        return Matrix(place, bias, None, w.stride(1) * 4, outs, 0, _BY_INPUT if self.by_input else 0, 0)
+        return Matrix(
+            address(w[number], rows=True), bias, None, w.stride(1) * 4, outs, 0, _BY_INPUT if self.by_input else 0, 0
+        )
 
 
 class ExpertProducts:
@@ -88,10 +90,10 @@ class ExpertProducts:
             starts: one more number: rows [starts[i], starts[i + 1]) of x are those of expert i, at least one.
         """
         x, kinds, groups = x.contiguous(), len(self._weights), len(experts)
-        out = torch.empty(kinds, x.shape[0], self.shape[0])
+        out = torch.empty(kinds, x.shape[0], self.shape[0], **FLOATS)
         numbers, places = (Long * groups)(*experts), (Long * (groups + 1))(*starts)
         launch(
-            *("experts", [x, out], self._run, x.data_ptr(), x.shape[1], self._table, kinds),
-            *(numbers, places, groups, out.data_ptr(), torch.get_num_threads()),
+            *("experts", [x, out], self._run, address(x), x.shape[1], self._table, kinds),
+            *(numbers, places, groups, address(out), torch.get_num_threads()),
         )
         return out

@@ -16,6 +16,7 @@ from typing import Literal
 
 import torch
 
+from longdraft.native.boundary import FLOATS, WHOLE, address
 from longdraft.native.build import LEVELS, ON_REQUEST, levels, shared_object
 from longdraft.native.draft import DraftBlock, Nodes
 from longdraft.native.nibbled import Nibbled
@@ -78,17 +79,17 @@ class Kernels:
         """x (..., in) times several matrices (out, in), plus their biases -> (..., out) for each matrix."""
         x = x.contiguous()
         size = x.shape[-1]
-        outs = [torch.empty(*x.shape[:-1], w.shape[0]) for w, _ in products]
-        matrices = (Matrix * len(outs))(*map(Matrix.of, products, outs))
+        outs = [torch.empty(*x.shape[:-1], w.shape[0], **FLOATS) for w, _ in products]
+        matrices = (Matrix * len(outs))(*(Matrix.of(w, out, size) for w, out in zip(products, outs, strict=True)))
         rows, threads = x.numel() // size, torch.get_num_threads()
-        launch("linear", [x, *outs], self._linear, x.data_ptr(), rows, size, matrices, len(outs), threads)
+        launch("linear", [x, *outs], self._linear, address(x), rows, size, matrices, len(outs), threads)
         return outs
 
     def unpack(self, weights: Stored) -> torch.Tensor:
         """Stored weights as float32 (out, in)."""
-        out = torch.empty(weights.shape)
+        out = torch.empty(weights.shape, **FLOATS)
         data = weights.data
-        places = (data.data_ptr(), weights.number, *weights.shape, data.stride(0), out.data_ptr())
+        places = (address(data, torch.uint8, rows=True), weights.number, *weights.shape, data.stride(0), address(out))
         launch("unpack", [data, out], self._unpack, *places, torch.get_num_threads())
         return out
 
@@ -100,7 +101,7 @@ class Kernels:
                 piece = self.unpack(Stored(weights.data[rows], weights.format))
             else:
                 piece = weights[rows].detach().float().contiguous()
-            places = (piece.data_ptr(), *piece.shape, bands.data_ptr())
+            places = (address(piece), *piece.shape, address(bands, torch.uint8))
             launch("nibbled", [piece, bands], self._nibble, *places, torch.get_num_threads())
         return matrix
 
@@ -139,9 +140,9 @@ class Kernels:
         size = next((len(x) for x in (tree, begins) if x is not None), size)
         launch(
             *("attend", [q, out], self._attend),
-            *(q.data_ptr(), KeysValues.of(k[None, None], v[None, None]), 0, heads, rows, d, k.shape[1]),
-            *(_place(tree), size, 0 if tree is None else tree.shape[1], _place(begins)),
-            *(Scoring(scale, softcap or 0.0, _place(sinks)), out.data_ptr(), torch.get_num_threads()),
+            *(address(q), KeysValues.of(k[None, None], v[None, None]), 0, heads, rows, d, k.shape[1]),
+            *(address(tree, torch.bool), size, 0 if tree is None else tree.shape[1], address(begins, torch.int32)),
+            *(Scoring(scale, softcap or 0.0, address(sinks)), address(out), torch.get_num_threads()),
         )
         return out
 
@@ -173,9 +174,9 @@ class Kernels:
         begins, sinks = _laid_out(begins, torch.int32), _laid_out(sinks, torch.float32)
         launch(
             *("attend_chunk", [q, out], self._chunk),
-            *(q.data_ptr(), KeysValues.of(k[None, None], v[None, None]), 0),
-            *(heads, heads // k.shape[0], rows, d, k.shape[1], _place(begins)),
-            *(Scoring(scale, softcap or 0.0, _place(sinks)), out.data_ptr(), torch.get_num_threads()),
+            *(address(q), KeysValues.of(k[None, None], v[None, None]), 0),
+            *(heads, heads // k.shape[0], rows, d, k.shape[1], address(begins, torch.int32, rows)),
+            *(Scoring(scale, softcap or 0.0, address(sinks)), address(out), torch.get_num_threads()),
         )
         return out
 
@@ -203,8 +204,9 @@ class Kernels:
         batch, heads, group, d = q.shape
         launch(
             *("attend_on", [q, out], self._on),
-            *(q.data_ptr(), KeysValues.of(k[None], v[None]), slots.data_ptr(), ends.data_ptr()),
-            *(batch, heads, group, d, scale, out.data_ptr(), high.data_ptr(), total.data_ptr()),
+            *(address(q), KeysValues.of(k[None], v[None]), *(address(n, torch.long, batch) for n in (slots, ends))),
+            *(batch, heads, group, d, scale, address(out, size=q.numel())),
+            *(address(each, size=batch * heads * group) for each in (high, total)),
             torch.get_num_threads(),
         )
         return out
@@ -240,25 +242,26 @@ class Kernels:
         for i in queries:
             layer = stack.layers[i]
             assert isinstance(layer, DecoderLayer), "a recurrent layer has no queries"
-            out.queries[i] = torch.empty(batch, layer.heads, size, layer.d)
+            out.queries[i] = torch.empty(batch, layer.heads, size, layer.d, **FLOATS)
         out.hidden = {i: torch.empty_like(x) for i in hidden}
         rows_each = size if logits == "all" else 1
         if best:
-            out.log_probs, out.places = (torch.empty(batch, rows_each, best, dtype=t) for t in (None, torch.long))
+            out.log_probs, out.places = (torch.empty(batch, rows_each, best, **kind) for kind in (FLOATS, WHOLE))
         elif logits != "none":
-            out.logits = torch.empty(batch, rows_each, stack.vocabulary)
+            out.logits = torch.empty(batch, rows_each, stack.vocabulary, **FLOATS)
         kept = [(Pointer * len(stack.layers))() for _ in range(2)]
         for places, tensors in zip(kept, (out.queries, out.hidden), strict=True):
             for i, tensor in tensors.items():
-                places[i] = tensor.data_ptr()
+                places[i] = address(tensor)
         kinds = [(rows, keys, values), *more]
         batches = (type(rows.struct) * len(kinds))(*(each.struct for each, _, _ in kinds))
         kv = (KeysValues * len(kinds))(*(KeysValues.of(k, v) for _, k, v in kinds))
         own = None if recurrent is None else recurrent.struct
         structures = (None if s is None else ctypes.addressof(s) for s in (stack.struct, batches, kv, own))
         arrays = (ctypes.addressof(places) for places in kept)
-        found, *chosen = (None if t is None else t.data_ptr() for t in (out.logits, out.log_probs, out.places))
-        arguments = (*structures, x.data_ptr(), *arrays, int(logits == "last"), found, best, *chosen)
+        found, chosen = address(out.logits), (address(out.log_probs), address(out.places, torch.long))
+        place, last = address(x, size=batch * size * stack.layers[0].hidden), int(logits == "last")
+        arguments = (*structures, place, *arrays, last, found, best, *chosen)
         launch("stack", [x], self._stack, *arguments, torch.get_num_threads())
         return out
 
@@ -282,11 +285,12 @@ class Kernels:
             vocabulary), empty if best > 0; log-probabilities and places in the head (rows, best), the likeliest first.
         """
         best = min(best, block.vocabulary)
-        out, logits = torch.empty(nodes.size, block.hidden), torch.empty(0 if best else nodes.size, block.vocabulary)
-        log_probs, places = torch.empty(nodes.size, best), torch.empty(nodes.size, best, dtype=torch.long)
+        out = torch.empty(nodes.size, block.hidden, **FLOATS)
+        logits = torch.empty(0 if best else nodes.size, block.vocabulary, **FLOATS)
+        log_probs, places = torch.empty(nodes.size, best, **FLOATS), torch.empty(nodes.size, best, **WHOLE)
         caches = [None if kv is None else KeysValues.of(kv[0][None], kv[1][None]) for kv in (own, text)]
         structures = [None if s is None else ctypes.addressof(s) for s in (block.struct, nodes.struct, *caches)]
-        results = (x.data_ptr() for x in (out, logits, log_probs, places))
+        results = (*map(address, (out, logits, log_probs)), address(places, torch.long))
         launch("draft", [out], self._draft, *structures, best, *results, torch.get_num_threads())
         return out, logits, log_probs, places
 
@@ -311,10 +315,6 @@ class StackOutput:
 
 def _laid_out(x: torch.Tensor | None, dtype: torch.dtype | None = None) -> torch.Tensor | None:
     return None if x is None else x.to(dtype or x.dtype).contiguous()
-
-
-def _place(x: torch.Tensor | None) -> int | None:
-    return None if x is None else x.data_ptr()
 
 
 def fits(q: torch.Tensor, k: KeptRows, v: KeptRows) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from longdraft.native.boundary import FLOATS
 from longdraft.native.rounded import BAND, TOGETHER, in_pieces
 from longdraft.native.stored import Stored
 
@@ -32,7 +33,7 @@ class Nibbled:
         """A matrix of this shape with uninitialised numbers."""
         outs, size = shape
         bands, blocks = (outs + BAND - 1) // BAND, (size + BLOCK - 1) // BLOCK
-        return cls(torch.empty(bands, blocks * _BYTES, dtype=torch.uint8), (outs, size))
+        return cls(torch.empty(bands, blocks * _BYTES, dtype=torch.uint8, device="cpu"), (outs, size))
 
     def pieces(self) -> Iterator[tuple[slice, torch.Tensor]]:
         """Groups of rows that are written together, each with its bands."""
@@ -55,7 +56,7 @@ def nibbled(weights: torch.Tensor | Stored) -> Nibbled:
     matrix = Nibbled.empty(weights.shape)
     size, blocks = matrix.shape[1], matrix.data.shape[1] // _BYTES
     for rows, (_, bands) in zip(in_pieces(weights), matrix.pieces(), strict=True):
-        filled = torch.zeros(len(bands) * BAND, blocks * BLOCK)
+        filled = torch.zeros(len(bands) * BAND, blocks * BLOCK, **FLOATS)
         filled[: len(rows), :size] = rows
         each = filled.unflatten(1, (blocks, BLOCK))
         least = each.amin(2, keepdim=True).bfloat16()

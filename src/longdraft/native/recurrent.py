@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from longdraft.native.boundary import FLOATS, address
 from longdraft.native.library import Kernels
 from longdraft.native.operators import declared, launch
 from longdraft.native.structures import Long, Pointer
@@ -82,7 +83,7 @@ class LinearRecurrence:
         """by_key: each key has a decay of its own."""
         return Recurrence(
             *(heads, key_heads, keys, values, self.corrected, self.normalised, by_key, self.scale, 1e-6),
-            *(None if x is None else x.data_ptr() for x in (self.a, self.bias, self.skip)),
+            *(address(x, size=heads) for x in (self.a, self.bias, self.skip)),
         )
 
 
@@ -105,7 +106,7 @@ class RecurrentInputs:
 
     @property
     def struct(self) -> RowsOf:
-        return RowsOf(len(self.v), *(None if x is None else x.data_ptr() for x in self.tensors))
+        return RowsOf(len(self.v), *map(address, self.tensors))
 
     @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
@@ -165,12 +166,12 @@ class RecurrentKernels:
         """
         channels, size = weight.shape
         count = len(places[0])
-        out = torch.empty(len(inputs), count, channels)
+        out = torch.empty(len(inputs), count, channels, **FLOATS)
         weight = weight.contiguous()
-        kind = Convolution(channels, size, weight.data_ptr(), None if bias is None else bias.data_ptr(), silu)
+        kind = Convolution(channels, size, address(weight), address(bias, size=channels), silu)
         sequences = (_Convolved * len(inputs))(
             *(
-                _Convolved(window.data_ptr(), rows.data_ptr(), seen.data_ptr(), count, out[i].data_ptr())
+                _Convolved(address(window), address(rows), address(seen, torch.long), count, address(out[i]))
                 for i, ((window, rows), seen) in enumerate(zip(inputs, places, strict=True))
             )
         )
@@ -183,7 +184,7 @@ class RecurrentKernels:
         heads, keys, values = trees[0].state.shape
         rows = trees[0].rows
         kind = recurrence.struct(heads, rows.k.shape[1], keys, values, by_key=rows.g.dim() == 3)
-        out = torch.empty(len(trees), len(rows.v) - trees[0].first, heads, values)
+        out = torch.empty(len(trees), len(rows.v) - trees[0].first, heads, values, **FLOATS)
         sequences, alive = (SequenceOf * len(trees))(), []
         for i, tree in enumerate(trees):
             numbers = numbers_of(tree.parents, tree.order)
@@ -191,13 +192,13 @@ class RecurrentKernels:
             pending = RowsOf(0) if tree.pending is None else tree.pending.struct
             places = (ctypes.addressof(x) for x in numbers)
             sequences[i] = SequenceOf(
-                tree.state.data_ptr(),
+                address(tree.state),
                 pending,
                 tree.rows.struct,
                 *places,
                 len(tree.order),
                 tree.first,
-                out[i].data_ptr(),
+                address(out[i]),
             )
         where = (ctypes.addressof(kind), ctypes.addressof(sequences), len(trees), torch.get_num_threads())
         launch("recur", [out], self._recur, *where)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from longdraft.native.boundary import FLOATS
 from longdraft.native.stored import Stored
 
 BAND = 16  # rows of a band
@@ -48,9 +49,9 @@ def rounded(weights: torch.Tensor | Stored) -> Rounded:
     if size > LONGEST:
         raise ValueError(f"rows of at most {LONGEST} weights are rounded, got {size}")
     filled = (size + _UNIT - 1) // _UNIT * _UNIT
-    data = torch.empty((outs + BAND - 1) // BAND, (filled + 4) * BAND, dtype=torch.int8)
+    data = torch.empty((outs + BAND - 1) // BAND, (filled + 4) * BAND, dtype=torch.int8, device="cpu")
     for rows, bands in zip(in_pieces(weights), data.split(TOGETHER // BAND), strict=True):
-        numbers, scales = torch.zeros(len(bands) * BAND, filled), torch.zeros(len(bands) * BAND, 1)
+        numbers, scales = torch.zeros(len(bands) * BAND, filled, **FLOATS), torch.zeros(len(bands) * BAND, 1, **FLOATS)
         scales[: len(rows)] = rows.float().abs().amax(1, keepdim=True) / 127
         numbers[: len(rows), :size] = rows
         numbers = (numbers / torch.where(scales > 0, scales, 1)).round().to(torch.int8)

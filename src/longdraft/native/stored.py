@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from longdraft.native.boundary import FLOATS
 from longdraft.native.dequantise import FORMATS
 
 # Formats without blocks.
@@ -92,7 +93,8 @@ def rounded_to_int8(x: torch.Tensor) -> torch.Tensor:
     """
     blocks = x.float().unflatten(-1, (-1, 32))
     largest = blocks.abs().amax(-1, keepdim=True)
-    factor = torch.tensor(127.0) / largest  # infinite for a block of tiny numbers; 127 / x is not a division in torch
+    # Infinite for a block of tiny numbers; 127 / x is not a division in torch.
+    factor = torch.tensor(127.0, **FLOATS) / largest
     steps = torch.where(factor.isfinite(), blocks * factor, 0.0).round()
     return (steps * (largest / 127)).flatten(-2)
 

@@ -8,6 +8,7 @@ from typing import ClassVar, Protocol
 
 import torch
 
+from longdraft.native.boundary import address
 from longdraft.native.nibbled import Nibbled
 from longdraft.native.rounded import Rounded
 from longdraft.native.scaled import FORMATS, KeptRows, Scaled
@@ -28,10 +29,14 @@ class Matrix(ctypes.Structure):
     ]
 
     @classmethod
-    def of(cls, weights: Weights, y: torch.Tensor | None = None) -> Matrix:
+    def of(cls, weights: Weights, y: torch.Tensor | None = None, size: int | None = None) -> Matrix:
+        """size: of the rows that are multiplied with it; None if that was checked."""
         w, bias = weights
+        if size not in (None, w.shape[1]):
+            raise TypeError(f"rows of {size} numbers are multiplied with a matrix {tuple(w.shape)}")
         data, number = (w.data, w.number) if isinstance(w, (Stored, Rounded, Nibbled)) else (w, 0)
-        places = [None if x is None else x.data_ptr() for x in (data, bias, y)]
+        kind = torch.float32 if data is w else torch.int8 if isinstance(w, Rounded) else torch.uint8
+        places = address(data, kind, rows=True), address(bias, size=w.shape[0]), address(y)
         int8 = isinstance(w, Stored) and w.int8
         return cls(*places, data.stride(0) * data.itemsize, w.shape[0], 0, number, int8)
 
@@ -97,12 +102,15 @@ class KeysValues(ctypes.Structure):
         scales: tuple[int | None, int | None, int, int, int] = (None, None, 0, 0, 0)
         if isinstance(keys, Scaled) and isinstance(values, Scaled):
             layer, slot, head, _ = keys.scales.stride()
-            scales = (keys.scales.data_ptr(), values.scales.data_ptr(), layer, slot, head)
+            scales = (address(keys.scales, rows=True), address(values.scales, rows=True), layer, slot, head)
             keys, values = keys.numbers, values.numbers
         assert isinstance(keys, torch.Tensor) and isinstance(values, torch.Tensor)
         k, v = keys.stride(), values.stride()
+        if keys.shape != values.shape or (v[4] != 1 and values is not keys):
+            raise TypeError(f"kernels take values by row, shaped like keys {keys.shape}; got {values.shape}, {v}")
+        places = (address(x if x.stride(4) == 1 else x.mT, keys.dtype, rows=True) for x in (keys, values))
         strides = (k[0], v[0], *k[1:], *v[1:4])
-        return cls(keys.data_ptr(), values.data_ptr(), *strides, FORMATS.index(keys.dtype), *scales)
+        return cls(*places, *strides, FORMATS.index(keys.dtype), *scales)
 
 
 # The weight of a norm and its epsilon.
@@ -173,8 +181,9 @@ class DecoderLayer:
         self._more = {"softcap": softcap, "sinks": sinks, "gelu": gelu, "plus": plus}
         own = [norms.get(name) for name in NORMS]
         self.struct: ctypes.Structure = _Layer(
-            *(None if n is None else n[0].data_ptr() for n in own), *(0.0 if n is None else n[1] for n in own),
-            plus, Scoring(scale, softcap or 0.0, None if sinks is None else sinks.data_ptr()),
+            *(address(n and n[0], size=size) for n, size in zip(own, (*[self.hidden] * 4, d, d), strict=True)),
+            *(0.0 if n is None else n[1] for n in own),
+            plus, Scoring(scale, softcap or 0.0, address(sinks, size=heads)),
             *map(Matrix.of, products), self.hidden, heads, kv_heads, d, products[4][0].shape[0], gelu,
             products[0][0].shape[0] == 2 * heads * d,
         )  # fmt: skip
@@ -223,7 +232,7 @@ class DecoderStack:
         numbers = [(Long * len(layers))(*x) for x in (self.kinds, self.places)]
         self._norm, self._head, self._softcap, self._plus = norm, head, softcap, plus
         self._alive = pointers, numbers
-        weight, eps = (None, 0.0) if norm is None else (norm[0].data_ptr(), norm[1])
+        weight, eps = (None, 0.0) if norm is None else (address(norm[0], size=layers[0].hidden), norm[1])
         self.struct = _Stack(
             *(*map(ctypes.addressof, pointers), *map(ctypes.addressof, numbers)),
             *(
@@ -281,7 +290,7 @@ class Rows:
         begins = None if begins is None else begins.int().contiguous()
         self._alive = (cos := cos.contiguous(), sin := sin.contiguous(), numbers, mask, begins)
         self.struct = _Batch(
-            self.sequences, self.size, cos.data_ptr(), sin.data_ptr(), cos.shape[2],
-            *(ctypes.addressof(x) for x in numbers), *(None if x is None else x.data_ptr() for x in (mask, begins)),
+            self.sequences, self.size, address(cos), address(sin, size=cos.numel()), cos.shape[2],
+            *(ctypes.addressof(x) for x in numbers), address(mask, torch.bool), address(begins, torch.int32),
             0 if mask is None else mask.shape[-1], prompt,
         )  # fmt: skip

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
+from longdraft.native.boundary import WHOLE, address
 from longdraft.native.library import Kernels
 from longdraft.native.operators import declared, launch
 from longdraft.native.scaled import KeptRows
@@ -96,12 +97,12 @@ class ViewKernels:
             queries = queries * d**-0.5
         queries = queries.float().contiguous()
         sizes = (layers, heads, queries.shape[1] // heads, queries.shape[2], d)
-        chosen = torch.empty(layers, heads, count, dtype=torch.long)
+        chosen = torch.empty(layers, heads, count, **WHOLE)
         places = (None, None, None, 0, 0, 0) if kept is None else _places(kept)
         kv, span = KeysValues.of(keys, keys), (chunks.start, chunks.stop)
         where = (ctypes.pointer(kv), slot, n, chunk)
         choice = _Choice(*places, *where, *sizes, *span, count, KINDS.index(kind), int(most))
-        arguments = (choice, queries.data_ptr(), chosen.data_ptr())
+        arguments = (choice, address(queries), address(chosen, torch.long))
         launch("choose", [queries, chosen], self._choose, *arguments, torch.get_num_threads())
         return chosen
 
@@ -127,7 +128,7 @@ class ViewKernels:
         """
         layers, _, heads, _, d = text[0].shape
         sizes = (chosen.shape[2], chunk, sink, window.start, window.stop)
-        where = (slot, layers, heads, d, chosen.data_ptr(), held.data_ptr())
+        where = (slot, layers, heads, d, address(chosen, torch.long), address(held, torch.long))
         kv = (KeysValues.of(*text), KeysValues.of(*copies))
         launch("copy_view", [*text], self._copy, *kv, *where, *sizes, torch.get_num_threads())
 
@@ -150,4 +151,4 @@ def _places(kept: Mapping[str, torch.Tensor]) -> tuple[int | None, ...]:
     """Addresses of the summaries, and their strides except that of the chunks."""
     layer, head, chunk, dim = next(iter(kept.values())).stride()
     assert chunk == 1
-    return (*(kept[name].data_ptr() if name in kept else None for name in SUMMARIES), layer, head, dim)
+    return (*(address(kept[name].mT, rows=True) if name in kept else None for name in SUMMARIES), layer, head, dim)

@@ -49,7 +49,7 @@ class Bias:
     by_token: Mapping[int, float]
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        tokens = torch.tensor(list(self.by_token), device=scores.device)
+        tokens = torch.tensor(list(self.by_token), device=scores.device, dtype=torch.long)
         scores[0, tokens] += torch.tensor(list(self.by_token.values()), dtype=scores.dtype, device=scores.device)
         return scores
 

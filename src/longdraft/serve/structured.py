@@ -116,7 +116,7 @@ class Constraint:
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         self._consume(input_ids[0, self._prompt + self._consumed :].tolist())
         if self._matcher.is_stopped():
-            allowed = torch.zeros(scores.shape[-1], dtype=torch.bool)
+            allowed = torch.zeros(scores.shape[-1], dtype=torch.bool, device="cpu")
             allowed[self._eos] = True
         else:
             bits = torch.frombuffer(bytearray(self._matcher.compute_logit_bias()), dtype=torch.uint8) > 0

@@ -21,6 +21,7 @@ import torch
 
 from longdraft.errors import LongdraftError
 from longdraft.model.sharded import Share
+from longdraft.native.boundary import WHOLE
 from longdraft.serve.ticket import Change, Ticket
 
 # An idle first process speaks up this often, so that the others know of its end even if a machine was switched off.
@@ -47,7 +48,7 @@ class Wire:
 
     def most(self, number: int) -> int:
         """The largest of the processes' numbers."""
-        most = torch.tensor(number)
+        most = torch.tensor(number, **WHOLE)
         with self._kept():
             torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, self._group)
         return int(most)

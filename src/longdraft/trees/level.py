@@ -141,7 +141,7 @@ def likeliest(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Ten
 def root_level(roots: Sequence[int], device: torch.device | str) -> Scored:
     """Makes the level of the roots, one node a sequence."""
     tokens = on_device(roots, device)[:, None]
-    zeros = torch.zeros(tokens.shape, device=device)
+    zeros = torch.zeros(tokens.shape, device=device, dtype=torch.float32)
     return Scored(
         Level(tuple(range(len(roots))), 0, tokens, _in_groups(1, 1, tokens.device).expand_as(tokens)), zeros, zeros
     )

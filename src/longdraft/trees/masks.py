@@ -9,6 +9,7 @@ import torch
 
 from longdraft.attention.block import Block
 from longdraft.memory.store import KVStore
+from longdraft.native.boundary import FLOATS
 from longdraft.trees.level import Level
 from longdraft.trees.tree import TokenTree
 
@@ -26,7 +27,7 @@ def ancestor_mask(tree: TokenTree) -> torch.Tensor:
 
 def padded_mask(trees: Sequence[TokenTree], size: int) -> torch.Tensor:
     """Returns the ancestor masks (B, size, size) of a batch; rows of padding see themselves alone."""
-    mask = torch.eye(size, dtype=torch.bool).repeat(len(trees), 1, 1)
+    mask = torch.eye(size, dtype=torch.bool, device="cpu").repeat(len(trees), 1, 1)
     for b, tree in enumerate(trees):
         mask[b, : tree.size, : tree.size] = ancestor_mask(tree)
     return mask
@@ -58,7 +59,7 @@ class Ancestors:
 
     def __init__(self) -> None:
         self._level: Level | None = None
-        self._mask = torch.empty(0)
+        self._mask = torch.empty(0, **FLOATS)
 
     def add(self, level: Level) -> torch.Tensor:
         """Adds a level; returns (B', W, S) bool on its device: which of the S nodes so far each of its W may see.

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from longdraft.memory.store import KVStore
+from longdraft.native.boundary import WHOLE
 from longdraft.views.queries import LastQueries
 from longdraft.views.refresh import Refresh
 from longdraft.views.view import View
@@ -111,7 +112,7 @@ class Retrieval:
 
     def rows(self, slot: int, length: int) -> torch.Tensor:
         """Returns the rows that are seen, (n,) int64 on the host: sorted, below ``length``."""
-        return self.view.rows_of(torch.tensor([self.visible_chunks(slot, length)], dtype=torch.long), length)[0]
+        return self.view.rows_of(torch.tensor([self.visible_chunks(slot, length)], **WHOLE), length)[0]
 
     def reset(self, slot: int) -> None:
         """Forgets a slot: another text begins there."""

@@ -143,7 +143,7 @@ class CompactWindow(Window):
     def _moved(self, slot: int, x: torch.Tensor) -> torch.Tensor:
         """Rotates rows (H, T, d) that follow the gathered ones to their places behind them."""
         shift = self._copied.sizes[slot] - self._copied.ends[slot]
-        return self._turned(x, torch.full((1,), shift, device=self._device)) if shift else x
+        return self._turned(x, torch.full((1,), shift, device=self._device, dtype=torch.long)) if shift else x
 
     def _turned(self, x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
         return turned(x, *self._turns(by))

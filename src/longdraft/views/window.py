@@ -19,6 +19,7 @@ from longdraft.attention.sdpa import one_text
 from longdraft.attention.transfer import on_device
 from longdraft.memory.rooms import Room, Rooms
 from longdraft.memory.store import KVShape
+from longdraft.native.boundary import WHOLE
 
 # Rows beside the window: it is moved once in this many tokens.
 SPARE = 256
@@ -199,7 +200,8 @@ class Window:
         columns = ([*slots, *[slots[0]] * more], [*begins, *[0] * more], [*lengths, *[1] * more])
         seen = [n for each in columns for n in (*each, *[0] * (column - count))]
         # Integers of both widths travel together.
-        into_h, seen_h = torch.tensor(into).view(torch.int32).flatten(), torch.tensor(seen, dtype=torch.int32)
+        into_h = torch.tensor(into, **WHOLE).view(torch.int32).flatten()
+        seen_h = torch.tensor(seen, dtype=torch.int32, device="cpu")
         numbers = on_device(torch.cat([into_h, seen_h]), device)
         into_t = numbers[: len(into_h)].view(torch.long).view(-1, 2)
         slots_t, begins_t, lengths_t = numbers[len(into_h) :].view(3, -1)[:, :count].unbind()

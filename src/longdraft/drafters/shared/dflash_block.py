@@ -21,7 +21,7 @@ class Convolution(nn.Module):
     def __init__(self, size: int, taps: int, group: int) -> None:
         super().__init__()
         self.group = group
-        self.base_kernel = nn.Parameter(torch.zeros(2, taps, size))
+        self.base_kernel = nn.Parameter(torch.zeros(2, taps, size, dtype=torch.float32))
         self.kernel_projection = nn.Linear(size, 2 * taps * (size // group), bias=False)
 
     def kernels(self, x: torch.Tensor) -> torch.Tensor:
@@ -97,8 +97,8 @@ class Selector(nn.Module):
 
     def __init__(self, shape: DFlashShape, rank: int, tokens: int) -> None:
         super().__init__()
-        self.predecessor_codebook = nn.Parameter(torch.zeros(tokens, rank))
-        self.successor_codebook = nn.Parameter(torch.zeros(shape.vocabulary, rank))
+        self.predecessor_codebook = nn.Parameter(torch.zeros(tokens, rank, dtype=torch.float32))
+        self.successor_codebook = nn.Parameter(torch.zeros(shape.vocabulary, rank, dtype=torch.float32))
         self.hidden_projection = nn.Linear(shape.hidden_size, rank, bias=False)
 
 
@@ -124,7 +124,7 @@ class DFlashBlock(nn.Module):
         if shape.embedding is not None:
             self.embed_tokens = nn.Embedding(shape.embedding, size)
         if shape.own_mask:
-            self.mask_embedding = nn.Parameter(torch.zeros(size))
+            self.mask_embedding = nn.Parameter(torch.zeros(size, dtype=torch.float32))
         if shape.markov_rank is not None:
             self.markov_head = MarkovHead(shape, shape.markov_rank, tokens)
         if shape.selector_rank is not None:

@@ -9,6 +9,7 @@ from torch import nn
 
 from longdraft.drafters.shared.layers import SelfAttend, SwiGLU, rotate
 from longdraft.drafts.eagle_formats import Eagle3Shape
+from longdraft.native.boundary import FLOATS
 
 
 class _Attention(nn.Module):
@@ -102,7 +103,7 @@ class Eagle3Block(nn.Module):
                 elif name.endswith(("bias", "o_proj.weight", "down_proj.weight")):
                     parameter.zero_()
                 else:
-                    parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
+                    parameter.copy_(torch.empty(parameter.shape, **FLOATS).normal_(0.0, std, generator=generator))
             if head is not None:
                 self.lm_head.weight.copy_(head)
 

@@ -60,8 +60,8 @@ _Seen = tuple[int, int, torch.Tensor]
 def _text(first: int, count: int, behind: int, window: int) -> _Seen:
     """New tokens from row ``first`` on, and the rows behind them."""
     begin = max(0, first + 1 - window)
-    at = torch.arange(first, first + count)[:, None]
-    keys = torch.arange(begin, first + count)
+    at = torch.arange(first, first + count, device="cpu")[:, None]
+    keys = torch.arange(begin, first + count, device="cpu")
     # Rows behind the text see each other however small the window is.
     near = (at - keys < window) | (keys >= first + count - behind)
     return begin, first + count - behind, (keys <= at) & near

@@ -102,7 +102,7 @@ class Fed:
         """(B, W, S) bool: the rows among the last S that each output row sees; None: all."""
         if self.ancestors is not None or not self.behind:
             return self.ancestors
-        return torch.ones(self.width, self.width, dtype=torch.bool).tril().expand(len(self.slots), -1, -1)
+        return torch.ones(self.width, self.width, dtype=torch.bool, device="cpu").tril().expand(len(self.slots), -1, -1)
 
     def attend(self, window: Window) -> SelfAttend:
         """Attends to the window, nodes to their ancestors and themselves too. All rows enter the window."""

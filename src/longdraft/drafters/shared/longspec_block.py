@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from longdraft.drafters.shared.layers import SelfAttend, SwiGLU, rotate
+from longdraft.native.boundary import FLOATS
 
 # q (Hq, T, d) -> output (Hq, T, d)
 CrossAttend = Callable[[torch.Tensor], torch.Tensor]
@@ -84,7 +85,7 @@ class LongSpecBlock(nn.Module):
                 elif name.endswith(("bias", "o_proj.weight", "down_proj.weight")):
                     parameter.zero_()
                 else:
-                    parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
+                    parameter.copy_(torch.empty(parameter.shape, **FLOATS).normal_(0.0, std, generator=generator))
 
     def keys_values(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Self-attention's keys (after RoPE) and values (Hkv, T, d) of embeddings x (T, hidden).

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from longdraft.native.boundary import FLOATS, WHOLE
+
 
 def mend_sampling() -> None:
     """Replaces vLLM's function that repeats a request's temperature, top-k and top-p for each of its drafted tokens.
@@ -18,8 +20,8 @@ def mend_sampling() -> None:
 
     if not current_platform.is_cpu() or sampler.apply_sampling_constraints.__module__ == __name__:
         return
-    values = torch.tensor([0.5, 0.25])
-    if not torch.equal(sampler.expand_batch_to_tokens(values, torch.tensor([1, 3]), 3), values[[0, 1, 1]]):
+    values = torch.tensor([0.5, 0.25], **FLOATS)
+    if not torch.equal(sampler.expand_batch_to_tokens(values, torch.tensor([1, 3], **WHOLE), 3), values[[0, 1, 1]]):
         sampler.expand_batch_to_tokens = spread
     constrained = sampler.apply_sampling_constraints
 

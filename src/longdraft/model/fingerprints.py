@@ -1,0 +1,150 @@
+"""Names a target by its weights and settings, to guard the rows of texts that are kept, in memory and on disk.
+
+A name is a digest of all settings and of every number of every tensor. It takes as long as reading the weights once, so
+it is made anew only if the target has changed: a look takes milliseconds, and sees another tensor, another version of
+one (any write that torch knows of) and other numbers among those that are sampled (writes that it does not know of).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import uuid
+from collections.abc import Iterator
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from longdraft.model.few_rows import is_plain
+from longdraft.model.model_copy import HOOKS, IGNORED, OWN, PLAIN, place_of
+
+# Rows of a matrix that are sampled, a number of each; every row of a matrix with as many rows as a vocabulary.
+_ROWS, _VOCABULARY = 128, 1 << 14
+# Settings on which no row depends. So are those of transformers' models that begin with an underscore.
+_NAMES = frozenset(
+    ("transformers_version", "name_or_path", "architectures", "dtype", "kernel_config", "hf_device_map", "loss_type")
+)
+_LEFT_OUT = OWN | IGNORED | _NAMES | {"_is_hf_initialized"}
+# Packages whose hooks do the same in every process.
+_KNOWN = ("longdraft.", "transformers.", "torch.", "accelerate.", "peft.")
+
+_names: WeakKeyDictionary[PreTrainedModel, tuple[bytes, str]] = WeakKeyDictionary()
+_process, _uses = uuid.uuid4().hex, itertools.count()
+
+
+def of(model: PreTrainedModel) -> str:
+    """The name of a target as it is now."""
+    modules = list(model.modules())
+    tensors = [(name, _bytes(part), tensor) for name, tensor in _tensors(modules) for part in _parts(tensor)]
+    settings, samples = "\n".join(_settings(model, modules)), [_sample(each) for _, each, _ in tensors]
+    state = [(id(tensor), place_of(tensor), _version(tensor)) for _, _, tensor in tensors]
+    seen = hashlib.sha256(f"{settings}\n{state}".encode())
+    content = hashlib.sha256(settings.encode())
+    for sample in samples:
+        seen.update(sample)
+        content.update(sample)
+    known = _names.get(model)
+    if known is None or known[0] != seen.digest():
+        for name, each, tensor in tensors:
+            content.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {_sum(each)}".encode())
+        kind = model.config.get_text_config().model_type
+        known = _names[model] = seen.digest(), f"{kind}-{content.hexdigest()[:16]}"
+    return known[1]
+
+
+def of_hooks(model: nn.Module) -> str:
+    """Another name at every call where a model has a user's hooks, which may compute something else in the next run."""
+    return f", hooks {_process}.{next(_uses)}" if hooked(model) else ""
+
+
+def hooked(model: nn.Module, classes: bool = False) -> list[str]:
+    """Names of modules with hooks or replaced forwards that none of the packages put there that we know.
+
+    Args:
+        classes: also of modules whose class has its forward from no such package.
+    """
+    found = []
+    for name, module in model.named_modules():
+        own = [hook for hooks in HOOKS for hook in getattr(module, hooks).values()]
+        own += [vars(module)["forward"]] if "forward" in vars(module) else []
+        own += [type(module).forward] if classes else []
+        found += [name or type(module).__name__ for each in own if not is_known(each)]
+    return found
+
+
+def is_known(code: Any) -> bool:
+    """True if a function is of one of the packages that we know."""
+    while hasattr(code, "func"):
+        code = code.func  # of a partial function
+    return f"{getattr(code, '__module__', '')}.".startswith(_KNOWN)
+
+
+def _tensors(modules: list[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+    for number, module in enumerate(modules):
+        for own in (module._parameters, module._buffers, vars(module)):
+            yield from ((f"{number} {key}", each) for key, each in own.items() if isinstance(each, torch.Tensor))
+
+
+def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors in memory that a tensor consists of: several of one that another package quantised."""
+    names = getattr(tensor, "__tensor_flatten__", None)
+    if names is None or is_plain(tensor):
+        yield tensor.detach()
+    else:
+        for name in names()[0]:
+            yield from _parts(getattr(tensor, name))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The numbers of a tensor as rows of bytes (rows, bytes of a row)."""
+    rows = tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() and tensor.numel() else tensor.reshape(1, -1)
+    return rows.contiguous().view(torch.uint8)
+
+
+def _sample(each: torch.Tensor) -> bytes:
+    """Eight bytes from each of some rows, at another place in every one."""
+    rows, size = each.shape
+    if each.numel() <= 8 * _ROWS:
+        return each.cpu().numpy().tobytes()
+    step = (1 if rows >= _VOCABULARY else max(1, rows // _ROWS)) * size + 8
+    return each.view(-1).unfold(0, 8, step).cpu().contiguous().numpy().tobytes()
+
+
+def _sum(each: torch.Tensor) -> int:
+    """The sum of all bytes, eight at a time."""
+    flat = each.view(-1)
+    if flat.storage_offset() % 8 or flat.data_ptr() % 8:
+        flat = flat.clone()
+    whole = flat.numel() // 8 * 8
+    return int(flat[:whole].view(torch.int64).sum()) + int(flat[whole:].sum())
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _settings(model: PreTrainedModel, modules: list[nn.Module]) -> Iterator[str]:
+    """The configuration, every module's class and attributes."""
+    yield json.dumps(_plain(model.config.to_dict()), sort_keys=True, default=str)
+    for module in modules:
+        yield type(module).__qualname__
+        left_out = _LEFT_OUT
+        if isinstance(module, PreTrainedModel):
+            left_out |= {key for key in vars(module) if key.startswith("_")}
+        yield from (f"{key} {_plain(value)}" for key, value in vars(module).items() if key not in left_out)
+
+
+def _plain(value: Any, depth: int = 0) -> Any:
+    """The part of a setting that is the same in every process."""
+    if isinstance(value, PLAIN):
+        return value
+    if isinstance(value, dict) and depth < 4:
+        return {str(k): _plain(v, depth + 1) for k, v in value.items() if str(k) not in _NAMES and str(k)[:1] != "_"}
+    if isinstance(value, list | tuple | set | frozenset) and depth < 4:
+        items = [_plain(item, depth + 1) for item in value]
+        return sorted(items, key=str) if isinstance(value, set | frozenset) else items
+    return "" if isinstance(value, PretrainedConfig) else getattr(value, "__qualname__", type(value).__qualname__)

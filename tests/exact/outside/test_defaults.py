@@ -1,0 +1,172 @@
+"""Nothing depends on torch's default dtype, default device or autocast, which users and other threads change."""
+
+from __future__ import annotations
+
+import ast
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import longdraft
+from longdraft import Speculator
+from longdraft.native import kernels
+from longdraft.native.boundary import address
+from longdraft.native.stored import Stored
+from tests.exact_methods import EXACT, Specs
+from tests.quick import in_turn
+from tests.recurrent_models import recurrent_model
+from tests.tiny import tiny_model
+
+SOURCES = Path(longdraft.__file__).parent
+# Rooms that make no tensor of a run.
+OTHER_ROOMS = ("training", "bench", "cli")
+# Factories that take torch's defaults, and those of them that give whole numbers whatever the default is.
+FACTORIES = {"empty", "zeros", "ones", "tensor", "full", "rand", "randn", "eye", "linspace", "as_tensor"}
+WHOLE = {"arange", "randint", "randperm"}
+PROMPT = [3, 9, 14, 7, 22, 5] * 6
+NEW = 24
+# Their draft is the target itself, or every guess of the last level is verified before.
+ALWAYS_RIGHT = ("small-lm", "triforce", "nested")
+
+
+@contextmanager
+def default(kind: torch.dtype | str) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_device(kind) if isinstance(kind, str) else torch.set_default_dtype(kind)
+        yield
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(before)
+
+
+def decoded(method: str, model: Any, **options: Any) -> tuple[list[int], int, int]:
+    """Tokens, and how many were drafted and accepted."""
+    spec = Speculator(method, target=model, plan="fixed", **options)
+    (result,) = spec.generate([PROMPT], max_new_tokens=NEW)
+    return result.token_ids, result.drafted, result.accepted
+
+
+def unsaid(path: Path) -> list[str]:
+    """Calls of torch's factories in a file that leave the dtype or the device to torch's defaults."""
+    tree, found = ast.parse(path.read_text(encoding="utf-8")), []
+    # A module's parameters get their device from what makes the module, which may be "meta".
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
+    parameters = {id(argument) for node in nodes if node.func.attr == "Parameter" for argument in node.args}
+    for node in nodes:
+        assert isinstance(node.func, ast.Attribute)
+        name, said = node.func.attr, {keyword.arg for keyword in node.keywords}
+        if ast.unparse(node.func.value) != "torch" or name not in FACTORIES | WHOLE or None in said:
+            continue
+        lacks_dtype = name not in WHOLE and "dtype" not in said
+        if lacks_dtype or (id(node) not in parameters and "device" not in said):
+            found.append(f"{path.relative_to(SOURCES)}:{node.lineno}: {ast.unparse(node)}")
+    return found
+
+
+def test_every_tensor_of_a_run_has_its_dtype_and_device_said() -> None:
+    files = [p for p in SOURCES.rglob("*.py") if p.relative_to(SOURCES).parts[0] not in OTHER_ROOMS]
+    assert len(files) > 200
+    assert [call for path in files for call in unsaid(path)] == []
+
+
+def test_every_address_for_a_kernel_is_checked() -> None:
+    for path in (SOURCES / "native").glob("*.py"):
+        # Scaled passes on the address of its numbers for comparisons.
+        if path.name not in ("boundary.py", "scaled.py"):
+            assert "data_ptr" not in path.read_text(encoding="utf-8"), path.name
+
+
+@cache
+def drafts(methods: Specs, method: str) -> dict[str, Any]:
+    return methods.options(method)
+
+
+@pytest.fixture(scope="module")
+def methods(tmp_path_factory: pytest.TempPathFactory) -> Specs:
+    return Specs(tmp_path_factory.mktemp("drafts"), torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("method", "kind"), in_turn(EXACT, [torch.float64, torch.bfloat16, "meta"], both=["ar", "prompt-lookup"])
+)
+def test_methods_under_other_defaults(methods: Specs, method: str, kind: torch.dtype | str) -> None:
+    """Speculators are made under these defaults, and read their drafts."""
+    options = drafts(methods, method)
+    expected = decoded(method, methods.model, **options)
+    assert method == "ar" or expected[1] > expected[2] or method in ALWAYS_RIGHT
+    with default(kind):
+        assert decoded(method, methods.model, **options) == expected
+
+
+@pytest.mark.parametrize("kind", [torch.float64, torch.bfloat16, "meta"])
+@pytest.mark.parametrize("family", ["gemma3", "recurrent", "bfloat16"])
+def test_models_are_hosted_under_other_defaults(family: str, kind: torch.dtype | str) -> None:
+    def model() -> Any:
+        if family == "recurrent":
+            return recurrent_model()
+        if family == "bfloat16":
+            return tiny_model(dtype=torch.bfloat16)
+        return tiny_model("gemma3")
+
+    expected = decoded("prompt-lookup", model(), min_n=1)
+    assert expected[1]
+    other = model()
+    with default(kind):
+        assert decoded("prompt-lookup", other, min_n=1) == expected
+
+
+def test_while_another_thread_loads_a_model_in_16_bits(tmp_path: Path) -> None:
+    tiny_model(dtype=torch.bfloat16).save_pretrained(tmp_path)
+    model = tiny_model(layers=4)
+    expected = decoded("prompt-lookup", model, min_n=1)
+    done, loads = threading.Event(), [0]
+
+    def load() -> None:
+        while not done.is_set():
+            torch.set_default_dtype(torch.bfloat16)  # as transformers does, for longer
+            type(model).from_pretrained(tmp_path, dtype=torch.bfloat16)
+            torch.set_default_dtype(torch.float32)
+            loads[0] += 1
+
+    thread = threading.Thread(target=load)
+    thread.start()
+    try:
+        for _ in range(30):
+            assert decoded("prompt-lookup", model, min_n=1) == expected
+    finally:
+        done.set()
+        thread.join()
+        torch.set_default_dtype(torch.float32)
+    assert loads[0]
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.zeros(4, 8, dtype=torch.bfloat16),
+        torch.zeros(4, 8, dtype=torch.float64),
+        torch.zeros(8, 4, dtype=torch.float32).T,
+        torch.zeros(4, 8, dtype=torch.float32, device="meta"),
+        torch.zeros(3, 8, dtype=torch.float32),
+    ],
+)
+def test_what_a_kernel_would_misread_is_refused(tensor: torch.Tensor) -> None:
+    with pytest.raises(TypeError):
+        address(tensor, size=32)
+
+
+def test_a_product_of_other_sizes_is_refused() -> None:
+    own = kernels()
+    if own is None:
+        pytest.skip("no kernels here")
+    weights = torch.ones(8, 64, dtype=torch.float32)
+    for wrong in (weights[:, :32].contiguous(), weights.double(), Stored.of(weights[:, :32].bfloat16())):
+        with pytest.raises(TypeError):
+            own.linear(torch.ones(2, 64, dtype=torch.float32), [(wrong, None)])

@@ -1,0 +1,250 @@
+"""A user's own code in and around a model: attention functions, masks, hooks, autocast. Text is the model's own, or the
+call is refused by name."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama import modeling_llama
+
+from longdraft import PromptCache, Speculator
+from longdraft.errors import CapabilityError, UnsupportedModelError
+from tests.recurrent_models import recurrent_model
+from tests.tiny import tiny_model
+
+IDS = torch.tensor([[3, 9, 14, 7, 22, 5] * 6])
+ONES = torch.ones_like(IDS)
+DRAFTING: dict[str, dict[str, Any]] = {
+    "prompt-lookup": {"min_n": 1},
+    "self": {"view": "streaming", "budget": 24, "sink": 4},
+    "suffix": {},
+}
+STRENGTH = torch.randn(48, generator=torch.Generator().manual_seed(3))
+
+
+def both(model: Any, spec: Speculator, mask: torch.Tensor = ONES) -> bool:
+    """True if generate gives the same text with and without longdraft."""
+    known = {"attention_mask": mask, "max_new_tokens": 30, "do_sample": False, "pad_token_id": 0}
+    return torch.equal(model.generate(IDS, **known), model.generate(IDS, **known, custom_generate=spec))
+
+
+# --- attention functions ---
+
+
+def own_sdpa(*args: Any, **kwargs: Any) -> Any:
+    return sdpa_attention_forward(*args, **(kwargs | {"scaling": 0.02}))
+
+
+def own_mask(*args: Any, **kwargs: Any) -> Any:
+    return sdpa_mask(*args, **kwargs)
+
+
+@pytest.fixture
+def registered() -> Iterator[None]:
+    AttentionInterface.register("mine", own_sdpa)
+    AttentionMaskInterface.register("mine", own_mask)
+    yield
+    for known in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
+        known._global_mapping.pop("mine", None)
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_attention_function_of_ones_own_is_refused_by_name(family: Any, when: str) -> None:
+    model = tiny_model(family)
+    spec = Speculator("ar", target=model) if when == "after" else None
+    model.set_attn_implementation("mine")
+    with pytest.raises(UnsupportedModelError, match="mine"):
+        both(model, spec or Speculator("ar", target=model))
+    model.set_attn_implementation("sdpa")
+    assert both(model, Speculator("ar", target=model))
+
+
+@pytest.mark.parametrize("known", [ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS])
+def test_a_function_in_the_place_of_transformers_own_is_refused(monkeypatch: pytest.MonkeyPatch, known: Any) -> None:
+    model = tiny_model()
+    model.set_attn_implementation("sdpa")
+    monkeypatch.setitem(known._global_mapping, "sdpa", own_sdpa)
+    with pytest.raises(UnsupportedModelError, match="own_sdpa"):
+        Speculator("ar", target=model)
+
+
+def test_a_replaced_eager_function_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model()
+    model.set_attn_implementation("eager")
+    assert both(model, Speculator("ar", target=model))
+    monkeypatch.setattr(modeling_llama, "eager_attention_forward", own_sdpa)
+    with pytest.raises(UnsupportedModelError, match="own_sdpa"):
+        both(model, Speculator("ar", target=model))
+
+
+def test_a_hook_of_all_modules_is_refused() -> None:
+    model = tiny_model()
+    spec = Speculator("ar", target=model)
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda module, inputs, out: None)
+    try:
+        for run in (lambda: both(model, spec), lambda: Speculator("ar", target=tiny_model(seed=1))):
+            with pytest.raises(UnsupportedModelError, match="hook"):
+                run()
+    finally:
+        handle.remove()
+    assert both(model, spec)
+
+
+# --- masks ---
+
+
+@pytest.mark.parametrize("hole", [slice(8, 14), slice(1, 2), slice(34, 35)])
+def test_a_mask_with_a_hole(hole: slice) -> None:
+    mask = ONES.clone()
+    mask[0, hole] = 0
+    model = tiny_model()
+    assert both(model, Speculator("ar", target=model), mask)
+    for model in (tiny_model("mistral", sliding_window=16), tiny_model("gemma3"), recurrent_model()):
+        with pytest.raises(CapabilityError, match="attention_mask"):
+            both(model, Speculator("ar", target=model), mask)
+
+
+def test_padding_is_no_hole() -> None:
+    mask = ONES.clone()
+    mask[0, :7] = 0
+    for model in (tiny_model("mistral", sliding_window=16), recurrent_model()):
+        assert both(model, Speculator("ar", target=model), mask)
+
+
+# --- hooks ---
+
+
+def only_alone(module: Any, inputs: Any, out: torch.Tensor) -> torch.Tensor:
+    return out + STRENGTH if out.shape[1] == 1 else out
+
+
+def few(module: Any, inputs: Any, out: torch.Tensor) -> torch.Tensor:
+    return out + STRENGTH if out.shape[1] <= 9 else out
+
+
+def last(module: Any, inputs: Any, out: torch.Tensor) -> torch.Tensor:
+    out = out.clone()
+    out[:, -1] += STRENGTH
+    return out
+
+
+def last_input(module: Any, inputs: Any) -> Any:
+    return (last(module, (), inputs[0]), *inputs[1:])
+
+
+def every(module: Any, inputs: Any, out: torch.Tensor) -> torch.Tensor:
+    return out + STRENGTH
+
+
+def hook_layer(model: Any, hook: Callable[..., Any]) -> Any:
+    return model.model.layers[1].register_forward_hook(hook)
+
+
+def hook_part(model: Any, hook: Callable[..., Any]) -> Any:
+    return model.model.layers[1].mlp.register_forward_hook(hook)
+
+
+def pre_hook(model: Any, hook: Callable[..., Any]) -> Any:
+    return model.model.layers[2].mlp.register_forward_pre_hook(last_input)
+
+
+def replaced(model: Any, hook: Callable[..., Any]) -> Any:
+    part = model.model.layers[1].mlp
+    forward = part.forward
+    part.forward = lambda x: hook(part, (x,), forward(x))
+    return types.SimpleNamespace(remove=lambda: None)
+
+
+def own_class(model: Any, hook: Callable[..., Any]) -> Any:
+    class Own(type(model.model.layers[1].mlp)):  # type: ignore[misc]
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return hook(self, (x,), super().forward(x))
+
+    model.model.layers[1].mlp.__class__ = Own
+    return types.SimpleNamespace(remove=lambda: None)
+
+
+PUT = (hook_layer, hook_part, pre_hook, replaced, own_class)
+
+
+@pytest.mark.parametrize("hook", [only_alone, few, last], ids=lambda hook: hook.__name__)
+@pytest.mark.parametrize("put", PUT, ids=lambda put: put.__name__)
+def test_hooks_that_count_rows_rule_drafts_out(put: Callable[..., Any], hook: Callable[..., Any]) -> None:
+    model = tiny_model(layers=4)
+    before = Speculator("prompt-lookup", target=model, min_n=1)
+    handle = put(model, hook)
+    if hook is last and put in (replaced, own_class):  # no forward agrees with another
+        with pytest.raises(UnsupportedModelError):
+            Speculator("ar", target=model)
+        return
+    try:
+        assert both(model, Speculator("ar", target=model))
+        assert both(model, Speculator(target=model))
+        for name, options in DRAFTING.items():
+            spec = Speculator(name, target=model, **options)
+            for run in (lambda: both(model, spec), lambda: spec.generate(IDS.tolist(), max_new_tokens=4)):  # noqa: B023
+                with pytest.raises(UnsupportedModelError, match=r"model\.layers"):
+                    run()
+        with pytest.raises(UnsupportedModelError):
+            both(model, before)
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("put", [hook_layer, replaced, own_class], ids=lambda put: put.__name__)
+def test_hooks_that_treat_rows_alike_are_drafted_for(put: Callable[..., Any]) -> None:
+    model = tiny_model(layers=4)
+    handle = put(model, every)
+    try:
+        spec = Speculator("prompt-lookup", target=model, min_n=1, plan="fixed")
+        assert both(model, spec)
+        result = spec.generate(IDS.tolist(), max_new_tokens=30)[0]
+        assert result.drafted > result.accepted > 0
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_hook_on_the_last_row_sees_prompts_whole(family: Any) -> None:
+    model = tiny_model(family, layers=4, context=2048)
+    hook_layer(model, last)
+    ids = torch.randint(60, (1, 1100), generator=torch.Generator().manual_seed(0))
+    known = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    spec, cache = Speculator("ar", target=model), PromptCache()
+    expected = model.generate(ids, **known)
+    assert torch.equal(expected, model.generate(ids, **known, custom_generate=spec))
+    for prompt in (ids[0].tolist()[:1090], ids[0].tolist()):
+        result = spec.generate([prompt], max_new_tokens=12, cache=cache)[0]
+    assert result.token_ids == expected[0, 1100:].tolist()
+
+
+# --- autocast ---
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+def test_autocast_is_refused(kind: torch.dtype) -> None:
+    model = tiny_model()
+    spec = Speculator("prompt-lookup", target=model, min_n=1)
+    for context in (torch.autocast("cpu", dtype=kind), nullcontext()):
+        with context:
+            if isinstance(context, nullcontext):
+                assert both(model, spec)
+                continue
+            for run in (
+                lambda: both(model, spec),
+                lambda: spec.generate(IDS.tolist(), max_new_tokens=4),
+                lambda: Speculator("ar", target=tiny_model(seed=1)),
+            ):
+                with pytest.raises(CapabilityError, match="autocast"):
+                    run()
