@@ -8,6 +8,7 @@ of any size loads in about a second.
 from __future__ import annotations
 
 import copy
+import logging
 import mmap
 from collections.abc import Callable
 from functools import cached_property
@@ -22,16 +23,19 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.model import gguf_cache, gguf_configs, gguf_experts, gguf_layout, stored
 from longdraft.model.checkpoints import DType, LoadedModel, Progress, quiet, read_checkpoint, reading, stretch_rope
+from longdraft.model.ends import ends_of, stated_ends
 from longdraft.model.gguf_cache import Metadata
 from longdraft.model.gguf_reader import instead, needs, reader_of
 from longdraft.model.gguf_rope import RopeError, scaling
-from longdraft.model.gguf_tokenizer import tokenizer_of
+from longdraft.model.gguf_tokenizer import splits, tokenizer_of
 from longdraft.model.stored_parts import Arranged, ArrangedLinear
 from longdraft.native import Stored, kernels, missing
 from longdraft.native.dequantise import FORMATS
 
 if TYPE_CHECKING:
     from gguf import ReaderTensor
+
+logger = logging.getLogger(__name__)
 
 # Names in GGUF files: of those that transformers makes a configuration of, and of all.
 _THEIRS = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", *gguf_experts.ARCHITECTURES)
@@ -48,6 +52,7 @@ _REMEDY = (
 _FACTORS = "rope_freqs.weight"
 # Factors for short and for long texts (LongRoPE), which transformers does not look for.
 _BY_LENGTH = "rope_factors_"
+_ENDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 # Long fields that only a tokenizer needs.
 _WORDS = ("tokens", "token_type", "scores", "merges")
 
@@ -138,8 +143,13 @@ class File:
             return AutoConfig.from_pretrained(str(self.path.parent), gguf_file=self.path.name, local_files_only=True)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        if self.architecture not in _THEIRS and self._value("tokenizer.ggml.model") == "gpt2":
-            return tokenizer_of(lambda name: self._value(f"tokenizer.{name}"), self._strings)
+        if self._value("tokenizer.ggml.model") == "gpt2":
+            rule = self._value("tokenizer.ggml.pre")
+            if self.architecture not in _THEIRS or splits(rule):
+                return tokenizer_of(lambda name: self._value(f"tokenizer.{name}"), self._strings)
+            logger.warning(
+                "%s splits texts by a rule that is not known here (%s): prompts may differ.", self.path, rule
+            )
         reader = self._reader
         if self.kind is not None:  # transformers, which makes a configuration first, may misread the other fields
             reader = copy.copy(reader)
@@ -167,6 +177,12 @@ class File:
     def tokens(self) -> list[str]:
         """The vocabulary, in the order of its ids."""
         return self._strings("ggml.tokens")
+
+    @property
+    def ends(self) -> list[int]:
+        """The tokens that the file says to end a text, a turn, a message or a part of code."""
+        ids = [self._value(f"tokenizer.ggml.{name}_token_id") for name in _ENDS]
+        return [int(i) for i in ids if i is not None and 0 <= i < len(self.tokens)]
 
     def _strings(self, name: str) -> list[str]:
         return list(self._reader.fields[f"tokenizer.{name}"].contents())
@@ -335,6 +351,10 @@ def read_gguf(
         if isinstance(token_id, int):
             setattr(loaded.tokenizer, role, loaded.tokenizer.convert_ids_to_tokens(token_id))
     loaded.tokenizer.clean_up_tokenization_spaces = False
+    loaded.tokenizer.name_or_path = str(path)
+    settings = loaded.model.generation_config
+    ends = [*stated_ends(settings), *file.ends, *sorted(ends_of(loaded.tokenizer))]
+    settings.eos_token_id = list(dict.fromkeys(ends)) or None
     return loaded
 
 
