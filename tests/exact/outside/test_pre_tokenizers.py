@@ -43,6 +43,8 @@ def test_words_are_those_of_the_rule_that_the_file_names(rule, family, tmp_path)
     tokenizer = loaded(tmp_path, family=family, pre=rule)
     assert "|".join(words(tokenizer, "a\n   1234 b's")).replace(" ", ".") == RULES[rule]
     assert words(loaded(tmp_path, family=family, pre=rule), TEXT) == words(tokenizer, TEXT)  # out of the cache
+    unpacked = longdraft.load(tmp_path / "a.gguf", device="cpu", dtype="bfloat16").tokenizer
+    assert words(unpacked, TEXT) == words(tokenizer, TEXT)
 
 
 def test_the_embedded_models_are_split_as_published():
