@@ -55,7 +55,8 @@ HALVES = {
 def write_gguf(
     file: Path, family: Family = "llama", kind: str = "Q8_0", *, words: str = "F16", tie: bool = True,
     rope_freqs: Sequence[float] = (), rope: Mapping[str, Any] = MappingProxyType({}), tokens: Sequence[str] = (),
-    by_length: bool = False, **over: Any,
+    by_length: bool = False, pre: str = "smollm", numbers: Mapping[str, Any] = MappingProxyType({}), split: int = 0,
+    **over: Any,
 ) -> PreTrainedModel:  # fmt: skip
     """A whole model of some 100 kB, and a byte tokenizer with two merges.
 
@@ -65,6 +66,8 @@ def write_gguf(
         rope_freqs: what frequencies are divided by. rope: more of what a file says of them, by the ends of its names.
         by_length: it has factors of frequencies for short and for long texts.
         tokens: the first ones of the tokenizer, in place of its usual ones.
+        pre: the rule by which the tokenizer splits texts. numbers: more fields, or other values, by their whole names.
+        split: tensors of a part; 0: one file.
         over: options of the model, as :func:`tests.tiny.tiny_model` takes them.
 
     Returns:
@@ -80,7 +83,7 @@ def write_gguf(
     vocabulary = [*tokens, *usual[len(tokens) :]]
     vocabulary += [f"<spare{i}>" for i in range(config.vocab_size - len(vocabulary))]
     architecture = "llama" if family == "mistral" else family
-    writer = gguf.GGUFWriter(file, architecture)
+    writer = gguf.GGUFWriter(file, architecture, split_max_tensors=split)
     writer.add_name("mistral" if family == "mistral" else "Some Training Run")
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -96,12 +99,17 @@ def write_gguf(
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
+    writer.add_tokenizer_pre(pre)
     writer.add_token_list(vocabulary)
     writer.add_token_types([3, 3, 3] + [1] * (len(vocabulary) - 3))
     writer.add_token_merges(["h e", "t he"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
+    for name, value in numbers.items():
+        for fields in writer.kv_data:
+            fields.pop(name, None)
+        adds = {bool: writer.add_bool, int: writer.add_uint32, str: writer.add_string, list: writer.add_array}
+        adds[type(value)](name, value)
     writer.add_pad_token_id(2)
     if rope_freqs:
         writer.add_tensor("rope_freqs.weight", np.array(rope_freqs, dtype=np.float32))

@@ -43,10 +43,10 @@ def prompts() -> list[list[int]]:
     return [torch.randint(5, VOCABULARY - 5, (n,), generator=generator).tolist() for n in LENGTHS]
 
 
-def own_text(model: PreTrainedModel, prompt: list[int]) -> list[int]:
-    """What the model's own ``generate`` writes, greedily and with its cache."""
+def own_text(model: PreTrainedModel, prompt: list[int], **loop: Speculator) -> list[int]:
+    """What the model's own ``generate`` writes, greedily and with its cache; or a ``custom_generate`` in its place."""
     ids = torch.tensor([prompt])
-    settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "use_cache": True}
+    settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "use_cache": True, **loop}
     with torch.inference_mode():
         written = model.generate(ids, max_new_tokens=NEW, **settings)
     return written[0, len(prompt) :].tolist()
@@ -82,6 +82,8 @@ def judge(model_type: str) -> Verdict:
         assert alone.token_ids != wanted or 0 < alone.accepted < alone.drafted, (
             "nothing was accepted, or nothing rejected"
         )
+        for spec, how in ((plain, "plain decoding"), (planted, "trees")):
+            same(model, text, wanted, own_text(model, text, custom_generate=spec), f"{how}, through generate")
     return Verdict(layer_kinds(model))
 
 

@@ -16,7 +16,7 @@ from longdraft.engine.stats import Result, Step
 from longdraft.engine.stopping import eos_rule, stop_string_rule
 from longdraft.engine.streaming import Piece, TextStream
 from longdraft.engine.texts import Texts
-from longdraft.errors import CapabilityError, RequestError
+from longdraft.errors import RequestError
 from longdraft.memory import sizes
 from longdraft.model import support
 from longdraft.views.view import View
@@ -37,7 +37,6 @@ class _Entry:
     """
 
     sequence: Sequence
-    stops: tuple[str, ...]
     text: TextStream | None
     from_draft: list[bool] = field(default_factory=list)
     pieces: list[Piece] = field(default_factory=list)
@@ -91,9 +90,8 @@ class Session:
         sequence = _sequence(self._engine, self._texts, index, request)
         self._engine.add(sequence)
         self._next += 1
-        stops = stops_of(request.stop)
-        text = None if self._texts.tokenizer is None else TextStream(self._texts.decode, stops)
-        self._entries[index] = _Entry(sequence, stops, text)
+        text = None if self._texts.tokenizer is None else TextStream(self._texts.decode, stops_of(request.stop))
+        self._entries[index] = _Entry(sequence, text)
         return index
 
     def step(self) -> list[Step]:
@@ -188,10 +186,9 @@ class Session:
     def _text(self, entry: _Entry) -> str:
         if self._texts.tokenizer is None:
             return ""
-        text: str = self._texts.decode(entry.sequence.output)
-        # The earliest stop string ends the text.
-        ends = [text.find(stop) for stop in entry.stops if entry.sequence.finish_reason == "stop" and stop in text]
-        return text[: min(ends)] if ends else text
+        if entry.sequence.finish_reason in (None, "cancelled"):
+            return self._texts.decode(entry.sequence.output)
+        return "".join(piece.text for piece in entry.pieces)
 
 
 class Generation(Session):
@@ -254,11 +251,11 @@ def _sequence(engine: Engine, texts: Texts, index: int, request: Request) -> Seq
         generator.manual_seed(seed) if seed is not None else generator.seed()
     ends = request.eos_token_ids
     eos = runner.eos_token_ids | texts.eos if ends is None else frozenset([ends] if isinstance(ends, int) else ends)
-    rules: list[StopRule] = [eos_rule(eos)] if eos else []
-    if request.stop:
-        if texts.tokenizer is None:
-            raise CapabilityError("Stop strings need a tokenizer: Speculator(..., tokenizer=tokenizer).")
-        rules.append(stop_string_rule(stops_of(request.stop), texts.decode))
+    stops, rules = stops_of(request.stop), list[StopRule]()
+    if stops:
+        rules.append(stop_string_rule(stops, texts.spelled(stops)))
+    if eos:
+        rules.append(eos_rule(eos))
     return Sequence(
         index,
         ids,

@@ -20,7 +20,7 @@ def stop_string_rule(stops: tuple[str, ...], decode: Callable[[list[int]], str])
     """Finishes when a stop string appears in the output's text, wherever token borders fall.
 
     Args:
-        decode: token ids to text, special tokens included or not as the user sees them.
+        decode: token ids to text, with special tokens if a stop string names one.
     """
     # A stop string of k bytes spans at most k tokens, and k UTF-8 characters are at most 4k bytes.
     window = 4 * max(map(len, stops)) + 8

@@ -44,9 +44,11 @@ class Detokenizer:
 
     def finish(self) -> str:
         """Returns the remaining text, broken characters included."""
-        text = self._decode(self._tail)[len(self._decode(self._tail[: self._shown])) :]
+        text, known = self._decode(self._tail), self._decode(self._tail[: self._shown])
+        if not text.startswith(known):  # a broken character has spoiled those before it
+            text, known = self._decode(self._tail[self._shown :]), ""
         self._tail, self._shown = [], 0
-        return text
+        return text[len(known) :]
 
 
 class TextStream:

@@ -19,6 +19,8 @@ from typing import Any
 
 from transformers import GenerationMixin
 
+# Names of a forward's cache: since transformers 5.24, before, and before for Mamba's kind.
+CACHES = ("cache", "past_key_values", "cache_params")
 # Frames of `inspect` between generate's call and ours, at most.
 _DEPTH = 16
 
@@ -40,9 +42,8 @@ class Given:
 
 
 def given_cache(keywords: dict[str, Any]) -> Any:
-    """Returns the cache of a forward's keywords: ``cache`` since transformers 5.24, ``past_key_values`` before."""
-    cache = keywords.get("cache")
-    return keywords.get("past_key_values") if cache is None else cache
+    """Returns the cache of a forward's keywords, under any of :data:`CACHES`; None: there is none."""
+    return next((cache for name in CACHES if (cache := keywords.get(name)) is not None), None)
 
 
 class HandedOver:

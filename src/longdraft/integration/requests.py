@@ -9,7 +9,7 @@ import torch
 from transformers.generation import GenerationMode
 
 from longdraft.errors import CapabilityError, PromptError
-from longdraft.integration.handover import Given, given_cache
+from longdraft.integration.handover import CACHES, Given, given_cache
 from longdraft.model.layout import Layout
 
 _PLAIN = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
@@ -25,7 +25,7 @@ _KINDS = ("token_type_ids", "mm_token_type_ids")
 _MEDIA = re.compile("pixel|image|video|audio|input_features|mm_")
 # Keywords of a forward that have no effect on the tokens, or are checked here.
 _KNOWN = (
-    "attention_mask", "position_ids", "cache", "past_key_values", "use_cache", "cache_position", "logits_to_keep",
+    *CACHES, "attention_mask", "position_ids", "use_cache", "cache_position", "logits_to_keep",
     "inputs_embeds", "output_attentions", "output_hidden_states",
 )  # fmt: skip
 
@@ -73,7 +73,7 @@ def _check_inputs(config: Any, model_kwargs: dict[str, Any], given: Given) -> No
     if model_kwargs.get("inputs_embeds") is not None:
         raise CapabilityError("longdraft reads token ids: pass input_ids instead of inputs_embeds.")
     cache = given_cache(model_kwargs)
-    if given.cache or (cache is not None and cache.get_seq_length() > 0):
+    if given.cache or (cache is not None and _filled(cache)):
         raise CapabilityError(
             "longdraft keeps its own cache: leave cache (past_key_values) out. To read a text once for several calls, "
             "use Speculator.generate with cache=longdraft.PromptCache()."
@@ -88,6 +88,13 @@ def _check_inputs(config: Any, model_kwargs: dict[str, Any], given: Given) -> No
         )
     if foreign:
         raise CapabilityError(f"longdraft does not hand {', '.join(foreign)} on to the model: leave it out.")
+
+
+def _filled(cache: Any) -> bool:
+    try:
+        return bool(cache.get_seq_length() > 0)
+    except ValueError:  # of recurrent layers alone
+        return bool(cache.has_previous_state())
 
 
 def _is_text(name: str, value: Any) -> bool:

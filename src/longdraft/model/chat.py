@@ -35,10 +35,11 @@ def template_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, str] | None:
     """
     if tokenizer.chat_template:
         return {}
-    name = "/".join(Path(str(tokenizer.name_or_path)).parts[-2:])
+    path = str(tokenizer.name_or_path)
+    name = "/".join(Path(path).parts[-2:])
     family = next((family for family in FAMILIES if family in name.lower()), None)
-    if name not in _warned:
-        _warned.add(name)
+    if path not in _warned:
+        _warned.add(path)
         instead = "plain text" if family is None else f"put into the template published for {family}"
         logger.warning("%s comes without a chat template: prompts are %s.", name or "The tokenizer", instead)
     return None if family is None else {"chat_template": FAMILIES[family]}

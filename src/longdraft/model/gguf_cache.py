@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 # Number of entries that are kept, the newest ones. Each takes some 10 MB.
 MOST = 16
 # To be raised when the meaning of an entry changes.
-_FORMAT = 2
+_FORMAT = 3
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,9 @@ _FIELDS = {
     "attention.head_count_kv": "num_key_value_heads",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
 }
+# Fields that may have a number for each layer, and architectures of whose layers we know how they then differ.
+SIZES = ("feed_forward_length", "attention.head_count", "attention.head_count_kv")
+BY_LAYER = ("lfm2", "lfm2moe", "gemma4")
 _EXPERTS = {
     "expert_count": "num_experts",
     "expert_used_count": "num_experts_per_tok",

@@ -8,6 +8,7 @@ of any size loads in about a second.
 from __future__ import annotations
 
 import copy
+import logging
 import mmap
 from collections.abc import Callable
 from functools import cached_property
@@ -22,16 +23,19 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.model import gguf_cache, gguf_configs, gguf_experts, gguf_layout, stored
 from longdraft.model.checkpoints import DType, LoadedModel, Progress, quiet, read_checkpoint, reading, stretch_rope
+from longdraft.model.ends import ends_of, stated_ends
 from longdraft.model.gguf_cache import Metadata
-from longdraft.model.gguf_reader import instead, needs, reader_of
+from longdraft.model.gguf_reader import instead, needs, parts_of, reader_of
 from longdraft.model.gguf_rope import RopeError, scaling
-from longdraft.model.gguf_tokenizer import tokenizer_of
+from longdraft.model.gguf_tokenizer import splits, tokenizer_of
 from longdraft.model.stored_parts import Arranged, ArrangedLinear
 from longdraft.native import Stored, kernels, missing
 from longdraft.native.dequantise import FORMATS
 
 if TYPE_CHECKING:
     from gguf import ReaderTensor
+
+logger = logging.getLogger(__name__)
 
 # Names in GGUF files: of those that transformers makes a configuration of, and of all.
 _THEIRS = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", *gguf_experts.ARCHITECTURES)
@@ -48,6 +52,13 @@ _REMEDY = (
 _FACTORS = "rope_freqs.weight"
 # Factors for short and for long texts (LongRoPE), which transformers does not look for.
 _BY_LENGTH = "rope_factors_"
+_ENDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
+# What a file may hold in place of a model, by its general.type.
+_OTHERS = {
+    "adapter": "it is a LoRA adapter, so merge it into the model that it is for (llama-export-lora) and give that file",
+    "mmproj": "it reads images for a model, whose own file is another",
+    "imatrix": "it holds statistics for quantising a model",
+}
 # Long fields that only a tokenizer needs.
 _WORDS = ("tokens", "token_type", "scores", "merges")
 
@@ -57,15 +68,33 @@ class File:
 
     Raises:
         ValueError, KeyError, OSError, struct.error: the file is damaged or cut short.
+        CheckpointError: it holds something else than a model, or a part of the model is missing.
+        CapabilityError: its layers have several sizes.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._reader = reader_of(path)
+        self.parts = parts_of(path, int(self._value("split.count") or 1))
+        if (kind := self._value("general.type")) not in (None, "model"):
+            raise CheckpointError(f"{path} is no model: {_OTHERS.get(kind, f'it holds what is called {kind!r}')}.")
         if (architecture := self._value("general.architecture")) is None:
             raise ValueError("it names no architecture")
         self.architecture = str(architecture)
         self._tensors: list[ReaderTensor] = self._reader.tensors
+        sizes = () if self.architecture in gguf_configs.BY_LAYER else gguf_configs.SIZES
+        for name in (f"{self.architecture}.{size}" for size in sizes):
+            field = self._reader.get_field(name)
+            if field is None or not isinstance(values := field.contents(), list):
+                continue
+            if len(set(values)) > 1:
+                raise CapabilityError(
+                    f"{path} has layers of several sizes ({name}), which is not read from GGUF files of this "
+                    "architecture: give the model's Hugging Face folder or id."
+                )
+            # A number for each layer, and all the same: as if the file gave one.
+            one = field._replace(parts=[field.parts[field.data[0]]], data=[0], types=field.types[-1:])
+            self._reader.fields[name] = one
 
     def _value(self, name: str) -> Any:
         field = self._reader.get_field(name)
@@ -135,11 +164,17 @@ class File:
             (n, f) for n, f in reader.fields.items() if not n.startswith(gguf_experts.MISREAD)
         )
         with instead(reader):
-            return AutoConfig.from_pretrained(str(self.path.parent), gguf_file=self.path.name, local_files_only=True)
+            name = self.parts[0].name
+            return AutoConfig.from_pretrained(str(self.path.parent), gguf_file=name, local_files_only=True)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        if self.architecture not in _THEIRS and self._value("tokenizer.ggml.model") == "gpt2":
-            return tokenizer_of(lambda name: self._value(f"tokenizer.{name}"), self._strings)
+        if self._value("tokenizer.ggml.model") == "gpt2":
+            rule = self._value("tokenizer.ggml.pre")
+            if splits(rule) or self.architecture in gguf_configs.KINDS:
+                return tokenizer_of(lambda name: self._value(f"tokenizer.{name}"), self._strings)
+            logger.warning(
+                "%s splits texts by a rule that is not known here (%s): prompts may differ.", self.path, rule
+            )
         reader = self._reader
         if self.kind is not None:  # transformers, which makes a configuration first, may misread the other fields
             reader = copy.copy(reader)
@@ -147,15 +182,14 @@ class File:
             reader.fields = type(reader.fields)(kept)
         with instead(reader):
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-                str(self.path.parent), gguf_file=self.path.name, local_files_only=True
+                str(self.path.parent), gguf_file=self.parts[0].name, local_files_only=True
             )
         return tokenizer
 
     def metadata(self, say: Progress) -> Metadata:
         """Configuration and tokenizer, from the cache, or made and put into it."""
-        begin = min((t.data_offset for t in self._tensors), default=0)
         factors = [] if self._factors is None else [self._factors.tobytes()]
-        folder = gguf_cache.folder_of(memoryview(self._reader.data)[:begin], *factors)
+        folder = gguf_cache.folder_of(memoryview(self._reader.data)[: self._reader.data_offset], *factors)
         metadata = gguf_cache.read(folder)
         if metadata is None:
             say(f"Reading the vocabulary of {self.path.name}, once")
@@ -167,6 +201,12 @@ class File:
     def tokens(self) -> list[str]:
         """The vocabulary, in the order of its ids."""
         return self._strings("ggml.tokens")
+
+    @property
+    def ends(self) -> list[int]:
+        """The tokens that the file says to end a text, a turn, a message or a part of code."""
+        ids = [self._value(f"tokenizer.ggml.{name}_token_id") for name in _ENDS]
+        return [int(i) for i in ids if i is not None and 0 <= i < len(self.tokens)]
 
     def _strings(self, name: str) -> list[str]:
         return list(self._reader.fields[f"tokenizer.{name}"].contents())
@@ -220,7 +260,7 @@ class File:
                 buffer.copy_(torch.from_numpy(tensors[at].data).view_as(buffer))
         if hasattr(mmap, "MADV_WILLNEED"):  # not on Windows
             self._reader.data._mmap.madvise(mmap.MADV_WILLNEED)
-        return stored.mark(model, self.path)
+        return stored.mark(model, *self.parts)
 
     def _known(self, config: Any) -> Callable[[str], str | None]:
         """Gives gguf's name of a module or parameter of transformers, or None."""
@@ -301,7 +341,10 @@ def read_gguf(
     with reading(failure, _REMEDY), quiet():
         file = File(path)
         why = file.unserved()
-        unpacked = file.kind is None and (dtype != torch.float32 or file.architecture not in ARCHITECTURES)
+        known, split = file.architecture in ARCHITECTURES, len(file.parts) > 1
+        if split and not known:
+            raise CapabilityError(f"{path}: {why}, so join its parts with llama-gguf-split --merge and give that file.")
+        unpacked = file.kind is None and (not known or (dtype != torch.float32 and not split))
         metadata = None if unpacked else file.metadata(say)
         config = file.config() if metadata is None else metadata.config
         if weights == "stored" and why:
@@ -316,9 +359,13 @@ def read_gguf(
         needs("accelerate", path)
         say(unpacking)
         folder, name = str(path.parent), path.name
-        loaded = read_checkpoint(
-            folder, dtype, None, config=config, failure=failure, remedy=_REMEDY, gguf_file=name, local_files_only=True
-        )
+        with instead(file._reader):
+            model = read_checkpoint(
+                *(folder, dtype, None), config=config, failure=failure, remedy=_REMEDY, with_tokenizer=False,
+                gguf_file=name, local_files_only=True,
+            ).model  # fmt: skip
+        with reading(failure, _REMEDY), quiet():
+            loaded = LoadedModel(model, file.tokenizer())
         # transformers names the folder here; a draft for this model finds its tokenizer by the name.
         loaded.model.config._name_or_path = loaded.model.name_or_path = str(path)
     elif why or dtype != torch.float32 or weights == "float32" or (weights is None and kernels() is None):
@@ -335,6 +382,10 @@ def read_gguf(
         if isinstance(token_id, int):
             setattr(loaded.tokenizer, role, loaded.tokenizer.convert_ids_to_tokens(token_id))
     loaded.tokenizer.clean_up_tokenization_spaces = False
+    loaded.tokenizer.name_or_path = str(path)
+    settings = loaded.model.generation_config
+    ends = [*stated_ends(settings), *file.ends, *sorted(ends_of(loaded.tokenizer))]
+    settings.eos_token_id = list(dict.fromkeys(ends)) or None
     return loaded
 
 

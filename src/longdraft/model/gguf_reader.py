@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,8 +38,33 @@ def instead(reader: GGUFReader) -> Iterator[None]:
         gguf.GGUFReader = theirs
 
 
+def parts_of(path: Path, count: int) -> list[Path]:
+    """The files of a model that was split into several, of which one is named.
+
+    Raises:
+        CheckpointError: one is missing, or the file's name is not that of a part.
+    """
+    if count < 2:
+        return [path]
+    if (named := re.fullmatch(rf"(.*)-\d{{5}}-of-{count:05}", path.stem)) is None:
+        raise CheckpointError(
+            f"{path} is one of {count} parts of a model, and its name does not say which (NAME-00001-of-{count:05}"
+            ".gguf): give the parts their names, or join them with llama-gguf-split --merge."
+        )
+    parts = [path.with_name(f"{named[1]}-{i + 1:05}-of-{count:05}{path.suffix}") for i in range(count)]
+    if missing := [part.name for part in parts if not part.is_file()]:
+        raise CheckpointError(f"{path} is one of {count} parts of a model, and {', '.join(missing)} is not beside it.")
+    return parts
+
+
 def reader_of(path: Path) -> GGUFReader:
-    """gguf's reader of a file, with a faster way to read arrays: a tokenizer's strings would take it seconds."""
+    """gguf's reader of a file, or of all parts of a model that was split: their tensors, and the first one's fields.
+
+    Arrays are read in a faster way: a tokenizer's strings would take gguf seconds.
+
+    Raises:
+        CheckpointError: a part is missing.
+    """
     import gguf
 
     class Reader(gguf.GGUFReader):
@@ -61,4 +87,9 @@ def reader_of(path: Path) -> GGUFReader:
             return at - orig_offs, parts, list(range(count)), [gguf.GGUFValueType.ARRAY, *[of] * bool(count)]
 
     with paused():
-        return Reader(path, "c")
+        reader = Reader(path, "c")
+        split = reader.get_field(gguf.Keys.Split.LLM_KV_SPLIT_COUNT)
+        parts = parts_of(path, 1 if split is None else int(split.contents()))
+        first, *others = [reader if part == path else Reader(part, "c") for part in parts]
+        first.tensors += [tensor for other in others for tensor in other.tensors]  # which keep the files mapped
+        return first

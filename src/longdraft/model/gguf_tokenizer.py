@@ -1,14 +1,15 @@
-"""Byte-level tokenizers of GGUF files whose architectures transformers does not know in every version of it."""
+"""Byte-level tokenizers of GGUF files, which split texts by the rule that the file names."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from longdraft.errors import CapabilityError
+from longdraft.model.ends import KNOWN
 
 _ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _CONTROL, _USERS = 3, 4  # types of tokens that are found in texts before they are split
@@ -24,21 +25,49 @@ _LLAMA3 = rf"{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_SIGNS}|{_S
 _QWEN2 = rf"{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_SIGNS}|{_SPACES}"
 _QWEN35 = rf"{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_CODER = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}\r\n]+|" + _SPACES
+_LING = rf"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_SIGNS}|\s*[\r\n]|\s+(?!\S)|\s+"
+_MARKED = r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|" + _SPACES
+_HAN = r"[\x{4E00}-\x{9FA5}\x{0800}-\x{4E00}\x{AC00}-\x{D7FF}]+"
+_KANA = r"[\x{4E00}-\x{9FA5}\x{3040}-\x{30FF}]+"
+_PUNCTUATION = r"\s?[!-/:-~\x{FF01}-\x{FF0F}\x{FF1A}-\x{FF5E}\x{2018}-\x{201F}\x{3000}-\x{3002}]+"
+_WORDS = r" ?[^(\s|.,!?\x{2026}\x{3002}\x{FF0C}\x{3001}\x{0964}\x{06D4}\x{060C})]+"
 _TEKKEN = _CASED % {"short": "", "digits": ""}
 _GPT4O = _CASED % {"short": f"{_SHORT}?", "digits": "{1,3}"}
 # How texts are split into words, by the file's name of it: the expressions are applied one after the other.
 _SPLITS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "lfm2", "dbrx"), (_LLAMA3,)),
-    **dict.fromkeys(("smaug-bpe", "chatglm-bpe", "glm4", "glm5"), (_LLAMA3,)),
+    **dict.fromkeys(("midm-2.0", "smaug-bpe", "chatglm-bpe", "glm4", "glm5"), (_LLAMA3,)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2", "hunyuan", "solar-open"), (_QWEN2,)),
+    **dict.fromkeys(("kormo", "grok-2"), (_QWEN2,)),
     "qwen35": (_QWEN35,),
     "tekken": (_TEKKEN,),
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2"), (_GPT4O,)),
     **dict.fromkeys(("gpt-2", "olmo", "exaone4", "mpt", "trillion", "a.x-4.0", "mellum", "granite-docling"), (_GPT2,)),
+    **dict.fromkeys(("phi-2", "gigachat", "jais"), (_GPT2,)),
     **dict.fromkeys(("starcoder", "refact", "command-r", "smollm", "codeshell", "exaone"), (r"\p{N}", _GPT2)),
+    "minerva-7b": (r"\p{N}", _GPT2),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm"), (r"\p{N}{1,3}", _KANA, _MARKED)),
+    "deepseek-coder": (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN, r"\p{N}"),
+    "deepseek-llm": (r"[\r\n]", r"\s?[\p{Lu}\p{Ll}\p{Lt}]+", _PUNCTUATION, r"\s+$", _HAN, r"\p{N}+"),
+    "falcon": (r"[\p{P}$+<=>^~|`]+", _GPT2, "[0-9]{3}"),
+    "default": (r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", "[0-9]{3}"),
+    "seed-coder": (_CODER,),
+    **dict.fromkeys(("bailingmoe", "bailingmoe2", "llada-moe"), (_LING,)),
+    **dict.fromkeys(("poro-chat", "bloom", "gpt3-finnish"), (_WORDS,)),
+    "viking": (_WORDS, r"\p{N}"),
 }  # fmt: skip
+# Texts begin with BOS, where a file does not say whether they do.
+_BEGUN = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken")
 # Words that are tokens themselves are not merged from their letters.
-_WHOLE = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "lfm2", "glm4", "glm5", "tekken")
+_WHOLE = (*_BEGUN, "glm4", "glm5")
+# Texts are normalised in the published tokenizers.
+_COMPOSED = ("qwen2", "qwen35", "command-r", "olmo", "mpt")
+
+
+def splits(rule: object) -> bool:
+    """True if a rule of ``tokenizer.ggml.pre`` is known."""
+    return rule in _SPLITS
 
 
 def tokenizer_of(value: Callable[[str], Any], strings: Callable[[str], Sequence[str]]) -> PreTrainedTokenizerBase:
@@ -61,6 +90,7 @@ def tokenizer_of(value: Callable[[str], Any], strings: Callable[[str], Sequence[
     merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in strings("ggml.merges"))]
     vocabulary = {token: number for number, token in enumerate(tokens)}
     own = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=split in _WHOLE))
+    own.normalizer = normalizers.NFC() if split in _COMPOSED else None
     own.pre_tokenizer = pre_tokenizers.Sequence(
         [
             *(pre_tokenizers.Split(Regex(each), behavior="isolated") for each in _SPLITS[split]),
@@ -70,16 +100,19 @@ def tokenizer_of(value: Callable[[str], Any], strings: Callable[[str], Sequence[
     own.decoder = decoders.ByteLevel()
     types = value("ggml.token_type") or [1] * len(tokens)
     for special in (True, False):
-        kept = [t for t, type_ in zip(tokens, types, strict=False) if type_ == (_CONTROL if special else _USERS)]
+        # Some files say of the end of a turn that it is a word like any other.
+        kinds = ((t, _CONTROL if t in KNOWN else kind) for t, kind in zip(tokens, types, strict=False))
+        kept = [token for token, kind in kinds if kind == (_CONTROL if special else _USERS)]
         added = [AddedToken(token, normalized=False, special=special) for token in kept]
         own.add_special_tokens(added) if special else own.add_tokens(added)
     ids = {role: value(f"ggml.{name}_token_id") for role, name in _ROLES.items()}
     begin = ids["bos_token"]
-    if value("ggml.add_bos_token") and begin is not None:
+    begun = value("ggml.add_bos_token")
+    if (split in _BEGUN if begun is None else begun) and begin is not None:
         own.post_processor = processors.TemplateProcessing(
-            single="$bos $A",
-            pair="$bos $A $bos:1 $B:1",
-            special_tokens=[{"id": "$bos", "ids": [int(begin)], "tokens": [tokens[int(begin)]]}],
+            single="BOS $A",
+            pair="BOS $A BOS:1 $B:1",
+            special_tokens=[{"id": "BOS", "ids": [int(begin)], "tokens": [tokens[int(begin)]]}],
         )
     named = {role: tokens[int(number)] for role, number in ids.items() if number is not None}
     return PreTrainedTokenizerFast(tokenizer_object=own, chat_template=value("chat_template"), **named)

@@ -21,6 +21,7 @@ from longdraft.memory.rooms import Rooms
 from longdraft.memory.store import KVStore
 from longdraft.model import deterministic as one_bucket
 from longdraft.model import fingerprints, hosting, stored, support
+from longdraft.model.ends import stated_ends
 from longdraft.model.graphs import Computed, Graphs
 from longdraft.model.lock import FairLock
 from longdraft.model.outputs import NO_TAPS, Taps, TargetOutput, not_a_number
@@ -216,10 +217,7 @@ class TargetRunner:
     @property
     def eos_token_ids(self) -> frozenset[int]:
         """End-of-sequence ids of the model's generation config; empty if it has none."""
-        ids = getattr(self.model.generation_config, "eos_token_id", None)
-        if ids is None:
-            return frozenset()
-        return frozenset(int(i) for i in ids) if isinstance(ids, (list, tuple)) else frozenset({int(ids)})
+        return frozenset(stated_ends(self.model.generation_config))
 
     def new_store(
         self,

@@ -28,7 +28,7 @@ from longdraft.native import Kernels, Stored, kernels
 from longdraft.native.boundary import FLOATS
 from longdraft.native.stored import in_four_bits, rounded_to_int8
 
-# Attribute of a model for the file that its weights are mapped from.
+# Attribute of a model for the files that its weights are mapped from.
 _FILE = "_longdraft_mapped"
 _MAKING = threading.RLock()
 
@@ -190,11 +190,11 @@ def in_float32(model: PreTrainedModel) -> PreTrainedModel:
     return made.requires_grad_(False).train(model.training)
 
 
-def mark(model: PreTrainedModel, file: Path | None = None) -> PreTrainedModel:
-    """Makes a model with stored weights refuse to be saved, and remember the file that they are mapped from."""
+def mark(model: PreTrainedModel, *files: Path) -> PreTrainedModel:
+    """Makes a model with stored weights refuse to be saved, and remember the files that they are mapped from."""
     vars(model)["save_pretrained"] = _not_saved
-    if file is not None:
-        vars(model)[_FILE] = _Mapped(file)
+    if files:
+        vars(model)[_FILE] = [_Mapped(file) for file in files]
     return model
 
 
@@ -227,8 +227,8 @@ def to_four_bits(model: nn.Module) -> None:
 
 
 def check_unchanged(model: nn.Module) -> None:
-    """Raises CheckpointError if the file of a model was written to since its weights were mapped."""
-    if (mapped := vars(model).get(_FILE)) is not None:
+    """Raises CheckpointError if a file of a model was written to since its weights were mapped."""
+    for mapped in vars(model).get(_FILE, ()):
         mapped.check()
 
 

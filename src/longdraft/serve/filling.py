@@ -10,9 +10,8 @@ from longdraft.model.chat import encode
 # Tokens before the prompt, before the suffix, and before the model's answer: Qwen-Coder's and CodeGemma's form, and
 # StarCoder's.
 _FORMS = (("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"), ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"))
-# These end an answer too, besides the model's own end tokens: another file or turn would begin.
-_ENDS = ("<|endoftext|>", "<|im_end|>", "<|fim_pad|>", "<|file_sep|>", "<|repo_name|>", "<|file_separator|>",
-         "<fim_pad>", "<file_sep>")  # fmt: skip
+# These end an answer too, besides the known ends: another file would begin.
+_ENDS = ("<|file_separator|>", "<file_sep>")
 
 
 def filling_prompt(tokenizer: PreTrainedTokenizerBase, text: str, suffix: str) -> list[int]:

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from longdraft.errors import CheckpointError, ContextError
 from longdraft.memory.token_ids import common_prefix
 from longdraft.model.chat import chat_prompt, follow_up
+from longdraft.model.ends import ends_of
 from longdraft.model.runner import TargetRunner
 from longdraft.training.answer_file import AnswerFile
 from longdraft.training.branches import Branches, TokenFeatures, sample
@@ -123,7 +124,7 @@ def generate(
     layers, top = (features.layers, features.top) if features else ((), 0)
     branches = Branches(runner, batch, capacity, layers, top)
     groups = _groups(runner, tokenizer, passages, done, capacity, max_new_tokens, seed)
-    decoding = _Decoding(branches, groups, batch, places, max_new_tokens, runner.eos_token_ids)
+    decoding = _Decoding(branches, groups, batch, places, max_new_tokens, runner.eos_token_ids | ends_of(tokenizer))
     while not stop() and decoding.fill(total - file.rows):
         for group in decoding.step():
             if features and group.features:
