@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import time
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
@@ -80,16 +81,16 @@ class Endpoints:
         choice = tools.checked_choice(body.tools, body.tool_choice)
         offered = body.tools if choice != "none" else []
         grammar = structured.grammar_for(body.response_format) if body.response_format else None
-        if offered:
-            if grammar is not None:
-                raise ApiError(400, "response_format and tools are not served together.", param="response_format")
-            grammar = tools.grammar_for_tools(service.tokenizer, offered, choice, body.parallel_tool_calls)
+        if offered and grammar is not None:
+            raise ApiError(400, "response_format and tools are not served together.", param="response_format")
         messages, template = tools.with_tools(service.tokenizer, messages, offered)
         prompt = await asyncio.to_thread(service.chat_prompt, messages, **template)
         constraint = None
-        if grammar is not None:
-            constraint = partial(structured.Constraint, service.tokenizer, grammar, len(prompt))
-            constraint()  # raises now if the tokenizer cannot follow a grammar
+        if offered:
+            parallel = body.parallel_tool_calls
+            constraint = partial(copy.deepcopy, tools.bound(service.tokenizer, offered, choice, parallel, len(prompt)))
+        elif grammar is not None:
+            constraint = partial(copy.deepcopy, structured.Constraint(service.tokenizer, grammar, len(prompt)))
         choices = service.choices(
             prompt, body, body.max_completion_tokens or body.max_tokens, request.state.tenant,
             body.top_logprobs if body.logprobs else None, constraint,

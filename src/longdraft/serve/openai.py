@@ -68,7 +68,7 @@ class ChatAnswer:
             parts = [{"content": delta.text}] if self._parser is None else self._parser.push(delta.text)
         finish = delta.finish
         if finish is not None and self._parser is not None:
-            rest, reason = self._parser.finish()
+            rest, reason = self._parser.finish(cut=finish == "length")
             parts += rest
             finish = reason or finish
         ids = _added(self._ids, delta)
