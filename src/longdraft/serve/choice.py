@@ -125,14 +125,14 @@ class Choice:
         self.request, self._decode = request, decode
         self._log_probs, self._traced, self._echo = log_probs, traced, echo
         self._updates: asyncio.Queue[Update] = asyncio.Queue()
-        self._loop = asyncio.get_running_loop()
+        self.loop: asyncio.AbstractEventLoop | None = None  # that of the one who listens
         makers, twins = list(processors), list(processors)
         if log_probs is not None:
             # Nobody takes the twin's, so it keeps none.
             kind = LogProbs if echo is None else PromptLogProbs
             makers, twins = [self._record, *makers], [partial(kind, log_probs, deque(maxlen=0)), *twins]
         self.ticket = Ticket(Processed(request, makers), method, self._receive, twin=Processed(request, twins))
-        self.text, self.tokens = "", 0
+        self.text, self.tokens, self.read = "", 0, 0  # read: how much of the prompt is
         self.speculation = Speculation()
         self.result: Result | None = None
         self.first_token = 0.0  # time.monotonic()
@@ -148,7 +148,8 @@ class Choice:
 
     def _receive(self, update: Update) -> None:
         """Called from the engine thread."""
-        self._loop.call_soon_threadsafe(self._updates.put_nowait, update)
+        assert self.loop is not None
+        self.loop.call_soon_threadsafe(self._updates.put_nowait, update)
 
     async def deltas(self, worker: Worker, deadline: float) -> AsyncIterator[Delta]:
         """Yields the answer as it comes. The request is cancelled when the iteration stops early.
@@ -176,6 +177,8 @@ class Choice:
                     self.result = update
                     yield Delta(finish=REASONS[update.finish_reason])
                     return
+                if update.mode == "prefill":
+                    self.read = update.prefilled
                 if update.token_ids and not self.first_token:
                     self.first_token = time.monotonic()
                     if self._echo is not None:

@@ -190,6 +190,11 @@ class Constraint:
         self._matcher = LLMatcher(self._table, grammar)
         self._prompt, self._consumed = prompt, 0
         self._eos = tokenizer.eos_token_id
+        begun = self._matcher.deep_copy()  # says now what the first token would be too much for
+        begun.consume_tokens(begun.compute_ff_tokens())
+        begun.compute_logit_bias()
+        if begun.is_error():
+            raise RequestError(f"This schema cannot be followed: {begun.get_error().splitlines()[0]}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), self._made_of

@@ -229,6 +229,7 @@ def _supports_tools(tokenizer: PreTrainedTokenizerBase, tools: list[Mapping[str,
 def _as_text(message: dict[str, Any]) -> dict[str, Any]:
     """A message with its tool calls, or their results, as text."""
     content = message["content"]
+    kept = {key: value for key, value in message.items() if key not in ("tool_calls", "tool_call_id")}
     for call in message.get("tool_calls", ()):
         function = call["function"]
         arguments = function["arguments"]
@@ -237,7 +238,7 @@ def _as_text(message: dict[str, Any]) -> dict[str, Any]:
         content += f'{OPEN}{{"name": {json.dumps(function["name"])}, "arguments": {arguments}}}{CLOSE}'
     if message["role"] == "tool":
         return {"role": "user", "content": f"<tool_response>{content}</tool_response>"}
-    return {"role": message["role"], "content": content}
+    return {**kept, "content": content}
 
 
 # The beginning of a call in tags: the name comes first, so that its arguments can be streamed.
