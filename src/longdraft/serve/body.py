@@ -36,6 +36,15 @@ def read(kind: type[T], body: bytes, content_type: str) -> T:
         raise ApiError(400, f"The body is no JSON text in UTF-8: {error}.") from None
     if _deep(found):
         raise ApiError(400, f"The body has more than {_LEVELS} levels of objects and lists within one another.")
+    return validated(kind, found)
+
+
+def validated(kind: type[T], found: Any) -> T:
+    """JSON's values as an object of the class.
+
+    Raises:
+        ApiError: they are none.
+    """
     try:
         return kind.model_validate(found)
     except ValidationError as error:

@@ -28,7 +28,7 @@ class Head:
     """The fields that all chunks of a response share."""
 
     def __init__(self, prefix: str, model: str) -> None:
-        self.id = f"{prefix}-{secrets.token_hex(12)}"
+        self.id, self.prefix = f"{prefix}-{secrets.token_hex(12)}", prefix
         self.model, self.created = model, int(time.time())
 
     def object(self, kind: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:

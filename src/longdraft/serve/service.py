@@ -147,6 +147,8 @@ class Service:
             top_p=None if greedy or body.top_p == 1 else body.top_p,
             min_p=None if greedy or body.min_p == 0 else body.min_p,
             repetition_penalty=None if body.repetition_penalty == 1 else body.repetition_penalty,
+            repetition_window=body.repetition_window,
+            foresee=settings.foresee,
         )
         # A request that begins again has to repeat its text, so it needs a seed.
         seed = self._random.randrange(2**62) if body.seed is None else body.seed

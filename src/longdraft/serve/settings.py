@@ -22,6 +22,7 @@ class Settings:
     max_body: bytes of a request. body_seconds: seconds that it may take to arrive, as its headers may.
     keys: tenant -> API key; empty: no key is needed.
     piece: prompt tokens that are read between two rounds of the other requests.
+    foresee: whether drafts may know the coming random numbers.
     earlier: tokens of a tenant's earlier requests that lookups search too.
     tree_bytes: limit of the texts that are kept in memory when others take their slots.
     snapshots: folder for prompts; None: they do not survive a restart. snapshot_bytes: limit of all files together.
@@ -37,6 +38,7 @@ class Settings:
     preparing: float = 60.0
     keep_alive: float = 5.0
     think: bool = True
+    foresee: bool = True
     max_body: int = 8 << 20
     body_seconds: float = 30.0
     keys: dict[str, str] = field(default_factory=dict, repr=False)
