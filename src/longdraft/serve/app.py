@@ -70,7 +70,7 @@ class Endpoints:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._aside = Aside(service.settings.queue, service.settings.preparing)
+        self._aside = Aside(service.settings.queue + service.settings.slots, service.settings.preparing)
 
     async def refused(self, request: Request, error: Exception) -> Response:
         """The response to a request that raised an error."""
@@ -112,7 +112,8 @@ class Endpoints:
         if body.stream:
             return self._streamed(self._chunks(body.stream_options, choices, answers, head))
         async for i, delta in self._deltas(choices, request):
-            await self._parts(answers[i], delta)
+            if delta is not _SILENCE:
+                await self._parts(answers[i], delta)
 
         def whole() -> Response:
             said = [answer.whole() for answer in answers]
@@ -175,6 +176,7 @@ class Endpoints:
         async for _, delta in self._deltas(asked.choices, request):
             if delta is _SILENCE:
                 yield _comment(asked.choices)
+                continue
             for chunk in asked.answers[0].chunks(delta):
                 for told in answer.push(chunk["delta"]):
                     yield told

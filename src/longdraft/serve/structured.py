@@ -133,7 +133,7 @@ def loosened(schema: Mapping[str, Any], place: str, tool: str) -> dict[str, Any]
     else:
         said += found[1]
     if said:
-        _say(tool, ", ".join(said))
+        say(tool, ", ".join(said))
     return _only(schema, set(kept)) or {"type": "object"}
 
 
@@ -159,7 +159,7 @@ def _only(schema: Any, kept: set[tuple[int, str]]) -> Any:
 
 
 @lru_cache(maxsize=1000)
-def _say(tool: str, what: str) -> None:
+def say(tool: str, what: str) -> None:
     logger.warning("The schema of tool %r is not followed in: %s", tool, what)
 
 
@@ -190,11 +190,7 @@ class Constraint:
         self._matcher = LLMatcher(self._table, grammar)
         self._prompt, self._consumed = prompt, 0
         self._eos = tokenizer.eos_token_id
-        begun = self._matcher.deep_copy()  # says now what the first token would be too much for
-        begun.consume_tokens(begun.compute_ff_tokens())
-        begun.compute_logit_bias()
-        if begun.is_error():
-            raise RequestError(f"This schema cannot be followed: {begun.get_error().splitlines()[0]}")
+        self._try(self._matcher, self._matcher.compute_ff_tokens())
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), self._made_of
@@ -220,6 +216,15 @@ class Constraint:
             self._matcher.consume_tokens(new)
         if self._matcher.is_error():
             raise RequestError(f"The grammar was left: {self._matcher.get_error().splitlines()[0]}")
+
+    @staticmethod
+    def _try(matcher: LLMatcher, begun: Sequence[int]) -> None:
+        """Raises RequestError now if the first tokens are too much for the grammar."""
+        matcher = matcher.deep_copy()
+        matcher.consume_tokens(list(begun))
+        matcher.compute_logit_bias()
+        if matcher.is_error():
+            raise RequestError(f"This schema cannot be followed: {matcher.get_error().splitlines()[0]}")
 
     # --- looking ahead ---
 

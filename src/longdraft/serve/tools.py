@@ -17,7 +17,7 @@ from llguidance import LLMatcher
 from transformers import PreTrainedTokenizerBase
 
 from longdraft.errors import RequestError
-from longdraft.serve.structured import LENIENT, Constraint, checked, in_grammar, loosened
+from longdraft.serve.structured import LENIENT, Constraint, checked, in_grammar, loosened, say
 from longdraft.serve.thinking import THINK, UNTHINK
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -68,9 +68,18 @@ def bound(
     thinking: bool = False,
 ) -> Constraint:
     """The logits processor of a text that may call these functions ("auto"), or has to."""
-    if choice != "auto":
-        return Constraint(tokenizer, grammar_for_tools(tokenizer, tools, choice, parallel), prompt)
-    return CallConstraint(tokenizer, tools, prompt, parallel, thinking)
+
+    def made(tools: Sequence[Mapping[str, Any]]) -> Constraint:
+        if choice != "auto":
+            return Constraint(tokenizer, grammar_for_tools(tokenizer, tools, choice, parallel), prompt)
+        return CallConstraint(tokenizer, tools, prompt, parallel, thinking)
+
+    try:
+        return made(tools)
+    except RequestError:  # too much for a grammar
+        names = [tool["function"]["name"] for tool in tools]
+        say(", ".join(names), "all of it")
+        return made([{"function": {"name": name}} for name in names])
 
 
 def grammar_for_tools(
@@ -137,6 +146,7 @@ class CallConstraint(Constraint):
         self._tokenizer, self._tagged = tokenizer, self._matcher
         bare = f'start: (answer | "{{" answer "}}") {_SPACES}\n{answer}'
         self._bare = LLMatcher(self._table, checked(str(LLMatcher.grammar_from_lark(bare))))
+        self._try(self._bare, self._table.tokenize_bytes(b'{"name":'))
         self._starts = _starts(tool["function"]["name"] for tool in tools)
         self._parallel, self._thinking = parallel, thinking
         self._free, self._first = True, True

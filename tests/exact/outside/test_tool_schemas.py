@@ -81,6 +81,17 @@ def test_a_keyword_that_no_grammar_follows_leaves_the_rest_of_its_tool_bound(ser
     assert called(server, parameters | {"required": ["town"]})["town"] in ("Rome", "Oslo")
 
 
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_a_schema_that_is_too_much_for_a_grammar_is_loosened_as_a_whole(choice):
+    one = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
+    many = {"anyOf": [{**one, "properties": {f"k{i}": one}, "required": [f"k{i}"]} for i in range(900)]}
+    brief = byte_tokenizer("{% if tools %}tools{% endif %}<user>{{ messages[0]['content'] }}<assistant>")
+    with contextlib.closing(Running(make_service(byte_model(), brief, slots=1, context=300))) as server:
+        tools = [{"type": "function", "function": {"name": "many", "parameters": many}}]
+        body = {"messages": [{"role": "user", "content": "?"}], "max_tokens": 200, "tools": tools, "seed": 1}
+        assert server.http("/v1/chat/completions", body | {"tool_choice": choice})[0] == 200
+
+
 def test_what_is_left_out_is_said_once(server, caplog):
     parameters = {"type": "object", "properties": {"a": {"type": "array", "minContains": 1, "maxItems": 0}}}
     for _ in range(2):
