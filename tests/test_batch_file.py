@@ -7,12 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from longdraft import Speculator
+from longdraft import Request, Speculator
 from longdraft.batch.local import Local
 from longdraft.batch.output import Output
 from longdraft.batch.rows import Defaults, Line, Row, lines, measured
 from longdraft.batch.run import Answer, run
 from longdraft.errors import CapabilityError, CheckpointError, ConfigError, LongdraftError
+from longdraft.serve.errors import ApiError
+from longdraft.serve.service import Service
+from longdraft.serve.settings import Settings
 from tests.exact_methods import EXACT, Specs, specs
 from tests.quick import few
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -32,52 +35,59 @@ def row(content: object, number: int = 3, **defaults: object) -> Row:
     return Row(Line(number, number + 1, text), Defaults(**defaults))  # type: ignore[arg-type]
 
 
+def request(content: object, **defaults: object) -> Request:
+    service = Service(Settings("m", ("ar",), context=600), lambda _: None, TOKENIZER)  # type: ignore[arg-type,return-value]
+    return row(content, **defaults).ask(service).choices[0].request
+
+
 def test_a_rows_own_settings_override_the_commands():
-    request = row({"prompt": "hi", "max_tokens": 4, "temperature": 0.5}, max_tokens=9, seed=10).request(TOKENIZER)
-    assert (request.max_new_tokens, request.seed, request.sampling.temperature) == (4, 13, 0.5)
-    request = row({"prompt": "hi", "seed": 1, "stop": "x"}, max_tokens=9).request(TOKENIZER)
-    assert (request.max_new_tokens, request.seed, request.sampling.greedy, request.stop) == (9, 1, True, ("x",))
+    made = request({"prompt": "hi", "max_tokens": 4, "temperature": 0.5}, max_tokens=9, seed=10)
+    assert (made.max_new_tokens, made.seed, made.sampling.temperature) == (4, 13, 0.5)
+    made = request({"prompt": "hi", "seed": 1, "stop": "x"}, max_tokens=9)
+    assert (made.max_new_tokens, made.seed, made.sampling.greedy, made.stop) == (9, 1, True, ("x",))
 
 
 def test_messages_go_through_the_chat_template():
     messages = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
-    assert TOKENIZER.decode(row({"messages": messages}).request(TOKENIZER).prompt) == "<user>a<eos><assistant>"
+    assert TOKENIZER.decode(request({"messages": messages}).prompt) == "<user>a<eos><assistant>"
+    assert TOKENIZER.decode(request({"prompt": "a"}).prompt) == "<user>a<eos><assistant>"
+    assert TOKENIZER.decode(request({"prompt": "a"}, raw=True).prompt) == "a"
 
 
 def test_rows_of_openais_batch_files():
     body = {"model": "m", "messages": [{"role": "user", "content": "a"}], "temperature": 0, "top_p": 1, "n": 1}
-    chat = row({"custom_id": "c", "method": "POST", "url": "/v1/chat/completions", "body": body})
-    assert chat.request(TOKENIZER).sampling.greedy
-    failed = chat.failed(ValueError("because"))
+    chat = {"custom_id": "c", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    assert request(chat).sampling.greedy
+    failed = row(chat).failed(ValueError("because"))
     assert failed["custom_id"] == "c" and failed["error"]["message"] == "because" and failed["response"] is None
-    text = row({"custom_id": "c", "url": "/v1/completions", "body": {"prompt": "a"}}).request(TOKENIZER)
-    assert not text.chat
+    text = request({"custom_id": "c", "url": "/v1/completions", "body": {"prompt": "a"}})
+    assert TOKENIZER.decode(text.prompt) == "a"
 
 
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
         (b"\xff", "UTF-8"),
-        (b"{", "not JSON"),
-        ([1], "not a JSON object"),
+        (b"{", "JSON"),
+        ([1], "body"),
         ({"id": 1}, "a prompt or messages"),
         ({"prompt": "a", "messages": []}, "one of the two"),
         ({"prompt": "a", "max_token": 3}, "max_token"),
-        ({"prompt": "a", "max_tokens": 0}, "max_new_tokens"),
-        ({"prompt": "a", "max_tokens": "many"}, "max_new_tokens"),
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
+        ({"prompt": "a", "max_tokens": "many"}, "max_tokens"),
         ({"prompt": "a", "temperature": -1}, "temperature"),
         ({"prompt": "a", "seed": "x"}, "seed"),
         ({"prompt": {"a": 1}}, "prompt"),
-        ({"messages": "a"}, "list of objects"),
-        ({"messages": [{"role": "user"}]}, "role and a content"),
-        ({"body": 3}, "not an object"),
-        ({"body": {"prompt": "a", "n": 2}}, "n 2"),
-        ({"body": {"prompt": "a"}, "url": "/v1/embeddings"}, "embeddings"),
+        ({"messages": "a"}, "messages"),
+        ({"messages": [{"role": "nobody"}]}, "messages.0.role"),
+        ({"body": 3}, "body"),
+        ({"body": {"prompt": "a", "stream": True}}, "stream"),
+        ({"body": {"prompt": "a"}, "url": "/v1/embeddings"}, "url"),
     ],
 )
 def test_bad_rows_say_why(content, problem):
-    with pytest.raises(LongdraftError, match=problem):
-        row(content).request(TOKENIZER)
+    with pytest.raises((ApiError, LongdraftError), match=problem):
+        request(content)
 
 
 def test_lines_skip_blanks_and_rows(tmp_path):

@@ -6,6 +6,7 @@ import queue
 import threading
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from longdraft.batch.rows import Defaults, Line, Row
@@ -13,7 +14,10 @@ from longdraft.batch.run import Answer, Figures
 from longdraft.engine.stats import Result
 from longdraft.errors import CapabilityError, LongdraftError
 from longdraft.model.checkpoints import Progress
-from longdraft.serve.ticket import Ticket, Update
+from longdraft.serve.errors import ApiError
+from longdraft.serve.service import Service
+from longdraft.serve.settings import Settings
+from longdraft.serve.ticket import Update
 from longdraft.serve.worker import Worker
 from longdraft.speculator import Speculator
 
@@ -30,11 +34,13 @@ class Local:
         if spec.tokenizer is None:
             raise CapabilityError("Rows need a tokenizer: Speculator(..., tokenizer=tokenizer).")
         self.ahead = _AHEAD * slots
-        self._spec = spec
-        self._tokenizer, self._defaults = spec.tokenizer, defaults
+        self._spec, self._defaults = spec, defaults
+        room, foresee = spec.runner().context_length, defaults.sampling.foresee
+        settings = Settings(defaults.model, (spec.method.name,), context=room, foresee=foresee)
+        self._service = Service(settings, lambda _: spec, spec.tokenizer)
         self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
         # Without a prompt cache, a row's text does not depend on the rows before it, not even in its last bit.
-        self.worker = Worker(lambda _: spec.session(slots, context=context), slots, self.ahead)
+        self.worker = Worker(lambda _: spec.session(slots, context=context), slots, 16 * self.ahead)
 
     @property
     def decisive(self) -> dict[str, Any]:
@@ -56,19 +62,31 @@ class Local:
     def answer(self, line: Line, listener: Callable[[Answer], None]) -> None:
         """Submits a row; the listener gets its answer, from the engine thread."""
         row = Row(line, self._defaults)
-        if row.fault is not None:
-            listener(Answer(line.number, row.failed(row.fault), failed=True))
+        try:
+            asked = row.ask(self._service)
+        except (ApiError, LongdraftError) as error:
+            listener(Answer(line.number, row.failed(error), failed=True))
             return
+        going = set(range(len(asked.choices)))
 
-        def receive(update: Update) -> None:
-            if isinstance(update, Result):
-                new, rounds = update.new_tokens, update.rounds
-                figures = Figures(1, new, rounds, new - 1 if rounds else 0)
-                listener(Answer(line.number, row.answered(update), figures=figures))
-            elif isinstance(update, Exception):
-                listener(Answer(line.number, row.failed(update), True, not isinstance(update, LongdraftError)))
+        def receive(i: int, update: Update) -> None:
+            try:
+                for delta in asked.choices[i].take(update) if i in going else ():
+                    asked.answers[i].chunks(delta)
+            except Exception as error:
+                going.clear()
+                listener(Answer(line.number, row.failed(error), True, not isinstance(error, LongdraftError)))
+            if isinstance(update, Result) and i in going:
+                going.remove(i)
+                if not going:
+                    results = [choice.result for choice in asked.choices if choice.result is not None]
+                    new, rounds = sum(r.new_tokens for r in results), sum(r.rounds for r in results)
+                    figures = Figures(1, new, rounds, sum(r.new_tokens - 1 for r in results if r.rounds))
+                    listener(Answer(line.number, row.answered(self._service, asked), figures=figures))
 
-        self.worker.submit(Ticket(lambda: row.request(self._tokenizer), "", receive))
+        for i, choice in enumerate(asked.choices):
+            choice.ticket.method, choice.ticket.listener = "", partial(receive, i)
+        self.worker.submit(*(choice.ticket for choice in asked.choices))
 
     def take(self, timeout: float) -> Answer | None:
         try:

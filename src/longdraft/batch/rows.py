@@ -1,34 +1,27 @@
-"""Rows of a batch: a line of the input becomes a request, and its result a line of the output.
+"""Rows of a batch: a line of the input becomes a request of the server's, and its answer a line of the output.
 
-There are two kinds: ours, ``{"prompt": ...}`` or ``{"messages": ...}`` with the fields in :data:`OWN`, and those of
-OpenAI's batch files, ``{"custom_id": ..., "body": {...}}``. An unknown field is refused, never ignored.
+There are two kinds: ours, the fields of a chat or a completion with ``id`` and ``metadata``, and those of OpenAI's
+batch files, ``{"custom_id": ..., "body": {...}}``. An unknown field is refused, never ignored.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from transformers import PreTrainedTokenizerBase
-
-from longdraft.engine.request import Prompt, Request
 from longdraft.engine.sampler import Sampling
-from longdraft.engine.stats import Result
-from longdraft.errors import CheckpointError, PromptError, RequestError
-from longdraft.model.chat import conversation
+from longdraft.errors import CheckpointError
+from longdraft.serve import asked, schema
+from longdraft.serve.asked import Asked
+from longdraft.serve.body import read, validated
+from longdraft.serve.errors import ApiError
+from longdraft.serve.openai import Head
+from longdraft.serve.service import Service
 
-_SAMPLED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "repetition_window")
-_SHARED = ("prompt", "messages", "max_tokens", "seed", "stop", *_SAMPLED)
-OWN = ("id", "metadata", *_SHARED)
-# Fields of OpenAI's body that change nothing here, and fields that may have this value only.
-_IGNORED = ("model", "user", "metadata", "store", "service_tier", "max_completion_tokens", "stream_options")
-_FIXED = {"n": 1, "stream": False, "best_of": 1, "echo": False, "logprobs": False, "presence_penalty": 0,
-          "frequency_penalty": 0}  # fmt: skip
-_CHAT, _TEXT = "/v1/chat/completions", "/v1/completions"
+_TEXT = "/v1/completions"
 
 
 class Line(NamedTuple):
@@ -88,6 +81,19 @@ def measured(path: Path) -> tuple[int, str]:
     return rows, digest.hexdigest()
 
 
+class _Anything(schema.Strict, extra="allow"):
+    """A row, before it is known of which kind it is."""
+
+
+class _Wrapped(schema.Strict):
+    """A row of OpenAI's batch files."""
+
+    custom_id: str | None = None
+    method: Literal["POST"] | None = None
+    url: Literal["/v1/chat/completions", "/v1/completions"] | None = None
+    body: dict[str, Any]
+
+
 class Row:
     """A parsed line.
 
@@ -96,67 +102,51 @@ class Row:
     """
 
     def __init__(self, line: Line, defaults: Defaults) -> None:
-        self._line, self._defaults = line, defaults
+        self._line, self._defaults, self._openai = line, defaults, False
         self._row: dict[str, Any] = {}
-        self._fields: dict[str, Any] = {}
+        self._body: schema.Chat | schema.Completion | None = None
         self.fault: Exception | None = None
         try:
-            self._row = _object(line.content)
-            self._openai = "body" in self._row
-            self._fields = self._body() if self._openai else self._checked(self._row, OWN)
-        except (PromptError, RequestError) as error:
+            self._row = read(_Anything, line.content.removeprefix(b"\xef\xbb\xbf"), "json").model_dump()
+            self._openai = "body" in self._row or "custom_id" in self._row
+            self._body = self._of_openai() if self._openai else self._own()
+        except ApiError as error:
             self.fault = error
-            self._openai = "custom_id" in self._row
 
-    def request(self, tokenizer: PreTrainedTokenizerBase) -> Request:
-        """The engine's request.
+    def ask(self, service: Service) -> Asked:
+        """What the row asks for.
 
         Raises:
-            PromptError, RequestError: the prompt or a value cannot be used.
+            ApiError, LongdraftError: the prompt or a value cannot be used.
         """
-        if self.fault is not None:
+        if self._body is None:
+            assert self.fault is not None
             raise self.fault
-        fields, defaults = self._fields, self._defaults
-        values = {name: value for name, value in asdict(defaults.sampling).items() if value is not None}
-        values |= {name: fields[name] for name in _SAMPLED if name in fields}
-        if values.get("temperature") == 0:  # the filters have no effect
-            values = {name: value for name, value in values.items() if name not in ("top_k", "top_p", "min_p")}
-        chat = "messages" in fields
-        prompt: Prompt = conversation(tokenizer, _turns(fields["messages"])) if chat else fields["prompt"]
-        return Request(
-            prompt,
-            fields.get("max_tokens", defaults.max_tokens),
-            Sampling(**values),
-            seed=fields.get("seed", (defaults.seed + self._line.number) % 2**63),
-            stop=fields.get("stop", defaults.stop),
-            chat=not (defaults.raw or self._row.get("url") == _TEXT),
-        ).checked()
+        if isinstance(self._body, schema.Chat):
+            return asked.chat(service, self._body)
+        return asked.complete(service, self._body)
 
-    def answered(self, result: Result) -> dict[str, Any]:
-        """The row of the output."""
-        if not self._openai:
-            return self._identity() | {
-                "text": result.text,
-                "finish_reason": result.finish_reason,
-                "prompt_tokens": result.prompt_tokens,
-                "new_tokens": result.new_tokens,
-            }
-        chat = "messages" in self._fields
-        text = {"message": {"role": "assistant", "content": result.text}} if chat else {"text": result.text}
-        finish = "length" if result.finish_reason == "length" else "stop"
-        body = {
-            "object": "chat.completion" if chat else "text_completion",
-            "model": self._defaults.model,
-            "choices": [{"index": 0, **text, "finish_reason": finish, "logprobs": None}],
-            "usage": {
-                "prompt_tokens": result.prompt_tokens,
-                "completion_tokens": result.new_tokens,
-                "total_tokens": result.prompt_tokens + result.new_tokens,
-            },
+    def answered(self, service: Service, said: Asked) -> dict[str, Any]:
+        """The row of the output, once all choices have ended."""
+        choices = [answer.whole() for answer in said.answers]
+        result = said.choices[0].result
+        assert result is not None
+        if self._openai:
+            head = Head(f"row_{self._line.number}", self._defaults.model)
+            body = head.object(said.answers[0].kind, choices, usage=service.usage(said.choices)) | {"id": head.prefix}
+            response = {"status_code": 200, "request_id": head.prefix, "body": body}
+            return self._identity() | {"response": response, "error": None}
+        message = choices[0].get("message", choices[0])
+        more = {"tool_calls": message.get("tool_calls"), "logprobs": choices[0]["logprobs"]}
+        if len(choices) > 1:
+            more["texts"] = [choice.get("message", {}).get("content", choice.get("text")) for choice in choices]
+        return self._identity() | {
+            "text": message.get("content", message.get("text")) or "",
+            **{name: value for name, value in more.items() if value},
+            "finish_reason": result.finish_reason,
+            "prompt_tokens": result.prompt_tokens,
+            "new_tokens": sum(choice.result.new_tokens for choice in said.choices if choice.result),
         }
-        name = f"row_{self._line.number}"
-        response = {"status_code": 200, "request_id": name, "body": {"id": name, **body}}
-        return self._identity() | {"response": response, "error": None}
 
     def failed(self, error: Exception) -> dict[str, Any]:
         """The row of the output if there is no answer."""
@@ -172,58 +162,31 @@ class Row:
         identity: dict[str, Any] = {"line": self._line.place}
         return identity | {name: self._row[name] for name in ("id", "metadata") if name in self._row}
 
-    def _body(self) -> dict[str, Any]:
-        """The fields of OpenAI's body, under our names."""
-        self._checked(self._row, ("custom_id", "method", "url", "body"), prompted=False)
-        body, url = self._row["body"], self._row.get("url")
-        if not isinstance(body, dict):
-            raise RequestError("body is not an object.")
-        if url not in (None, _CHAT, _TEXT):
-            raise RequestError(f"url {url!r} is not served: {_CHAT} and {_TEXT} are.")
-        for name in [name for name in body if name in _FIXED]:
-            if body[name] not in (None, _FIXED[name]):
-                raise RequestError(f"{name} {body[name]!r} is not served here: leave it out.")
-        body = {name: value for name, value in body.items() if name not in _FIXED}
-        fields = self._checked(body, (*_SHARED, *_IGNORED))
-        if "max_completion_tokens" in fields:
-            fields["max_tokens"] = fields.pop("max_completion_tokens")
-        return fields
+    def _own(self) -> schema.Chat | schema.Completion:
+        fields = {name: value for name, value in self._row.items() if name not in ("id", "metadata")}
+        if ("prompt" in fields) == ("messages" in fields):
+            raise ApiError(400, "A row has a prompt or messages, one of the two.", param="prompt")
+        if isinstance(prompt := fields.get("prompt"), str) and not self._defaults.raw:
+            if not prompt.strip():
+                raise ApiError(400, "The prompt is empty: give some text.", param="prompt")
+            fields["messages"] = [{"role": "user", "content": fields.pop("prompt")}]
+        return self._with_defaults(fields)
 
-    @staticmethod
-    def _checked(row: Mapping[str, Any], known: tuple[str, ...], prompted: bool = True) -> dict[str, Any]:
-        """The row without nulls. Raises RequestError for an unknown field, or if it has no prompt or two."""
-        fields = {name: value for name, value in row.items() if value is not None}
-        if unknown := [name for name in fields if name not in known]:
-            raise RequestError(
-                f"{', '.join(unknown)}: not read here; the fields are {', '.join(known)} (metadata is carried along)."
-            )
-        if prompted and ("prompt" in fields) == ("messages" in fields):
-            raise RequestError("A row has a prompt or messages, one of the two.")
-        return fields
+    def _of_openai(self) -> schema.Chat | schema.Completion:
+        row = validated(_Wrapped, self._row)
+        return self._with_defaults({k: v for k, v in row.body.items() if k != "model"}, row.url)
 
-
-def _object(content: bytes) -> dict[str, Any]:
-    try:
-        row = json.loads(content.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise PromptError(f"The line is not in UTF-8 (byte {error.start}).") from None
-    except (ValueError, RecursionError) as error:
-        raise PromptError(f"The line is not JSON: {error}.") from None
-    if not isinstance(row, dict):
-        raise PromptError("The line is not a JSON object.")
-    return row
-
-
-def _turns(messages: Any) -> list[dict[str, Any]]:
-    """The messages for chat templates, with each content as one text."""
-    if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
-        raise RequestError("messages is a list of objects with role and content.")
-    turns = []
-    for message in messages:
-        content = message.get("content")
-        if isinstance(content, list) and all(isinstance(part, dict) and "text" in part for part in content):
-            content = "".join(str(part["text"]) for part in content)
-        if not isinstance(message.get("role"), str) or not isinstance(content, str):
-            raise RequestError("Each message has a role and a content, both texts.")
-        turns.append({**message, "content": content})
-    return turns
+    def _with_defaults(self, fields: dict[str, Any], url: str | None = None) -> schema.Chat | schema.Completion:
+        defaults = self._defaults
+        known = schema.Sampled.model_fields
+        values = {k: v for k, v in asdict(defaults.sampling).items() if v is not None and k in known}
+        # The text of a row has all that the model says.
+        more = {} if "body" in self._row or "messages" not in fields else {"reasoning_format": "none"}
+        values |= {"seed": (defaults.seed + self._line.number) % 2**63, "stop": list(defaults.stop), **more}
+        if not {"max_tokens", "max_completion_tokens"} & {name for name, value in fields.items() if value is not None}:
+            values["max_tokens"] = defaults.max_tokens
+        fields = values | {name: value for name, value in fields.items() if value is not None}
+        if fields.pop("stream", False):
+            raise ApiError(400, "stream is not served in a file: leave it out.", param="stream")
+        chat = "messages" in fields and url != _TEXT
+        return validated(schema.Chat, fields) if chat else validated(schema.Completion, fields)

@@ -5,23 +5,24 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from longdraft.batch import rows
-from longdraft.batch.local import Local
-from longdraft.batch.output import Output
-from longdraft.batch.rows import Defaults
-from longdraft.batch.run import Decoder, Figures, run
 from longdraft.cli import console, method_options, options
 from longdraft.cli.cancel import Cancel
 from longdraft.cli.progress import Bar
 from longdraft.engine.request import stops_of
 from longdraft.engine.session import batch_for
-from longdraft.errors import CheckpointError
+from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.model.checkpoints import Progress
 from longdraft.speculator import Speculator
+
+if TYPE_CHECKING:
+    from longdraft.batch.local import Local
+    from longdraft.batch.output import Output
+    from longdraft.batch.rows import Defaults
+    from longdraft.batch.run import Decoder, Figures
 
 _BAD_ROWS = 1
 
@@ -44,6 +45,8 @@ class EngineOptions:
     context: int
 
     def engine(self, progress: Progress) -> Local:
+        from longdraft.batch.local import Local
+
         loaded = self.loading.load(progress)
         with options.settings_checked():
             spec = Speculator(self.method, loaded.model, loaded.tokenizer, **self.arguments)
@@ -87,6 +90,14 @@ def batch(
     composed: options.Load = None,
 ) -> None:
     """Answer a file of prompts. A run that was ended continues where it was; rows without an answer say why."""
+    try:
+        from longdraft.batch.output import Output
+        from longdraft.batch.rows import Defaults, measured
+    except ImportError as error:
+        raise CapabilityError(
+            f'A file of prompts is answered by the server\'s engine: pip install "longdraft[serve]" ({error}).'
+        ) from error
+
     with options.settings_checked():
         sampling = choosing.sampling()
         arguments: dict[str, Any] = {
@@ -101,7 +112,7 @@ def batch(
         defaults = Defaults(max_tokens, sampling, seed, stops_of(stop or ()), raw, name)
     if source.resolve() == answers.resolve():
         raise options.SettingError(f"{answers} is the file of prompts: give the answers another name.")
-    total, digest = rows.measured(source)
+    total, digest = measured(source)
     if not total:
         raise CheckpointError(f"{source} has no rows: give a file with a JSON object a line.")
     made = EngineOptions(loading, method, arguments, tuple(composed or ()), defaults, slots, context)
@@ -143,6 +154,9 @@ def _pool(made: EngineOptions, count: int, status: console.Status) -> Decoder:
 
 def _run(source: Path, file: Output, total: int, decoder: Decoder) -> tuple[Figures, float, Cancel]:
     """Answers the remaining rows, with a progress bar, until Ctrl-C or SIGTERM."""
+    from longdraft.batch.rows import lines
+    from longdraft.batch.run import Figures, run
+
     figures, started, first = Figures(), time.monotonic(), file.rows
     with Bar("rows", total) as bar, Cancel(terminate=True) as cancel:
 
@@ -156,7 +170,7 @@ def _run(source: Path, file: Output, total: int, decoder: Decoder) -> tuple[Figu
 
         def feed() -> None:
             nonlocal figures
-            figures = run(rows.lines(source, first), file, decoder, draw, cancel)
+            figures = run(lines(source, first), file, decoder, draw, cancel)
 
         decoder.drive(feed)
     return figures, time.monotonic() - started, cancel

@@ -188,7 +188,12 @@ def serve(
         ),
     ] = None,
     queue: Annotated[int, typer.Option(min=1, help="Requests that may wait; others get 429.")] = 64,
-    max_tokens: Annotated[int, typer.Option(min=1, help="New tokens of a request at most.")] = 4096,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="New tokens of an answer at most.", show_default="what the context holds")
+    ] = None,
+    think: Annotated[
+        bool, typer.Option("--think/--no-think", help="Let models think whose template knows how, unless asked not to.")
+    ] = True,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds that a request may take.")] = 600.0,
     api_key_file: Annotated[
         Path | None,
@@ -235,7 +240,7 @@ def serve(
         methods = tuple(word.strip() for word in method.split(",")) if method else ()
         first_arguments = method_options.method_options(methods[0] if methods else None, option or [])
         settings = Settings(
-            name or "", methods, slots, context or 0, queue, max_tokens, min(512, max_tokens), timeout, keys=keys,
+            name or "", methods, slots, context or 0, queue, max_tokens, timeout, keys=keys, think=think,
             earlier=earlier, snapshots=snapshots, snapshot_bytes=int(snapshot_gib * 2**30),
             tree_bytes=int(prefix_gib * 2**30),
         )  # fmt: skip

@@ -76,12 +76,13 @@ def chat_prompt(
 
 
 def conversation(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], **template: Any
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], begun: str = "", **template: Any
 ) -> list[int]:
     """Token ids of a conversation, ready for the model's next answer; plain text without a template.
 
     Args:
         messages: role and content of each, and other fields that the template reads.
+        begun: the beginning of the answer.
         template: further arguments of the template.
 
     Raises PromptError if text is not valid Unicode or the template refuses the messages.
@@ -89,18 +90,15 @@ def conversation(
     for message in messages:
         _checked(str(message["content"]))
     if (own := template_of(tokenizer)) is None:
-        return encode(tokenizer, "\n\n".join(str(message["content"]) for message in messages))
+        texts = [str(message["content"]) for message in messages]
+        return encode(tokenizer, "\n\n".join([*texts, begun] if begun else texts))
     try:
-        ids: list[int] = tokenizer.apply_chat_template(
-            list(messages),
-            add_generation_prompt=True,
-            return_dict=False,
-            tokenizer_kwargs={"verbose": False},
-            **own,
-            **template,
+        text: str = tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, tokenize=False, **own, **template
         )
-    except jinja2.TemplateError as error:
+    except Exception as error:  # a template may fail in any way over what it did not expect
         raise PromptError(f"The model's chat template refuses these messages: {error}.") from error
+    ids: list[int] = tokenizer(text + _checked(begun), add_special_tokens=False, verbose=False)["input_ids"]
     return ids
 
 

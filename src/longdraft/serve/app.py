@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
-from functools import partial
+from collections.abc import AsyncIterator, Callable, Sequence
 from importlib.resources import files
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
 from longdraft.errors import LongdraftError
-from longdraft.model.chat import encode
-from longdraft.serve import schema, structured, tools
+from longdraft.serve import asked, schema
+from longdraft.serve.aside import Aside
+from longdraft.serve.asked import Asked
+from longdraft.serve.body import read
 from longdraft.serve.choice import Choice, Delta
 from longdraft.serve.errors import ApiError, api_error
-from longdraft.serve.filling import filling_ends, filling_prompt
 from longdraft.serve.guards import Guards
-from longdraft.serve.openai import DONE, Answer, ChatAnswer, Head, TextAnswer, event, response_object
+from longdraft.serve.openai import DONE, Answer, ChatAnswer, Head, event
+from longdraft.serve.responses import ResponseAnswer
 from longdraft.serve.service import Service
+
+T = TypeVar("T")
+Body = TypeVar("Body", bound=schema.Strict)
+# So many tokens with log-probabilities take long enough to write to do it beside the event loop.
+_MANY = 64
 
 
 def make_app(service: Service) -> FastAPI:
@@ -33,20 +38,31 @@ def make_app(service: Service) -> FastAPI:
         Guards, keys=settings.keys, max_body=settings.max_body, body_seconds=settings.body_seconds,
         leaving=lambda: service.worker.draining,
     )  # fmt: skip
-    for path, post in (
-        ("/v1/chat/completions", endpoints.chat), ("/v1/completions", endpoints.complete),
-        ("/v1/responses", endpoints.respond), ("/tokenize", endpoints.tokenize),
+    for path, post, kind in (
+        ("/v1/chat/completions", endpoints.chat, schema.Chat),
+        ("/v1/completions", endpoints.complete, schema.Completion),
+        ("/v1/responses", endpoints.respond, schema.Responses), ("/tokenize", endpoints.tokenize, schema.Tokenize),
     ):  # fmt: skip
-        app.post(path, response_model=None)(post)
+        described = {"content": {"application/json": {"schema": kind.model_json_schema()}}, "required": True}
+        app.post(path, response_model=None, openapi_extra={"requestBody": described})(post)
     for path, get in (
         ("/v1/models", endpoints.models), ("/v1/models/{name:path}", endpoints.model), ("/health", endpoints.health),
         ("/ready", endpoints.ready), ("/metrics", endpoints.metrics), ("/version", endpoints.version),
         ("/", endpoints.page),
     ):  # fmt: skip
         app.get(path, response_model=None)(get)
-    for kind in (ApiError, LongdraftError, TimeoutError, RequestValidationError, HTTPException, Exception):
-        app.add_exception_handler(kind, endpoints.refused)
+    for error in (ApiError, LongdraftError, TimeoutError, HTTPException, Exception):
+        app.add_exception_handler(error, endpoints.refused)
     return app
+
+
+_SILENCE = Delta()
+
+
+def _comment(choices: Sequence[Choice]) -> str:
+    """An SSE comment, which clients pass over: proxies end connections on which nothing comes."""
+    read, of = choices[0].read, len(choices[0].request.prompt)
+    return f": {read} of {of} tokens of the prompt have been read\n\n"
 
 
 class Endpoints:
@@ -54,169 +70,121 @@ class Endpoints:
 
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._aside = Aside(service.settings.queue + service.settings.slots, service.settings.preparing)
 
-    async def refused(self, _: Request, error: Exception) -> Response:
+    async def refused(self, request: Request, error: Exception) -> Response:
         """The response to a request that raised an error."""
-        if isinstance(error, RequestValidationError):
-            # The deepest one is what is wrong with the kind of value that was meant, where a field takes several kinds.
-            first = max(error.errors(), key=lambda each: len(each["loc"]))
-            names = [str(x) for x in first["loc"] if x not in ("body", "str") and "[" not in str(x)]
-            field = ".".join(names) if first["type"] != "json_invalid" else ""
-            problem = "is not served" if first["type"] == "extra_forbidden" else f"cannot be used: {first['msg']}"
-            error = ApiError(400, f"{field or 'The body'} {problem}.", param=field or None)
-        elif isinstance(error, HTTPException):
-            code = "not_found" if error.status_code == 404 else None
-            error = ApiError(error.status_code, str(error.detail), code=code)
+        if isinstance(error, HTTPException):
+            message, code = f"{error.detail}: {request.method} {request.url.path}.", None
+            if error.status_code == 404:
+                known = [route.path for route in request.app.routes if route.path.startswith("/v1/")]
+                message, code = f"There is no {request.url.path} here, but {', '.join(known)}.", "not_found"
+            error = ApiError(error.status_code, message, code=code)
         refusal = api_error(error)
         self._service.metrics.failed(refusal.status)
         return JSONResponse(refusal.body, refusal.status, refusal.headers)
 
     # --- answers ---
 
-    async def chat(self, body: schema.Chat, request: Request) -> Response:
-        service = self._service
-        service.check_model(body.model)
-        messages = [message.plain() for message in body.messages]
-        choice = tools.checked_choice(body.tools, body.tool_choice)
-        offered = body.tools if choice != "none" else []
-        grammar = structured.grammar_for(body.response_format) if body.response_format else None
-        if offered:
-            if grammar is not None:
-                raise ApiError(400, "response_format and tools are not served together.", param="response_format")
-            grammar = tools.grammar_for_tools(service.tokenizer, offered, choice, body.parallel_tool_calls)
-        messages, template = tools.with_tools(service.tokenizer, messages, offered)
-        prompt = await asyncio.to_thread(service.chat_prompt, messages, **template)
-        constraint = None
-        if grammar is not None:
-            constraint = partial(structured.Constraint, service.tokenizer, grammar, len(prompt))
-            constraint()  # raises now if the tokenizer cannot follow a grammar
-        choices = service.choices(
-            prompt, body, body.max_completion_tokens or body.max_tokens, request.state.tenant,
-            body.top_logprobs if body.logprobs else None, constraint,
-        )  # fmt: skip
-        names = [tool["function"]["name"] for tool in offered]
-        answers = [
-            ChatAnswer(
-                i, self._piece, body.logprobs, body.return_token_ids, tools.ToolParser(names) if offered else None
-            )
-            for i in range(body.n)
-        ]
-        return await self._answer(body, choices, answers, request)
+    async def _read(
+        self, request: Request, kind: type[Body], ask: Callable[[Service, Body, str | None], T]
+    ) -> tuple[Body, T]:
+        """The request's body, and what is made of it, beside the event loop."""
+        raw, tenant = await request.body(), request.state.tenant
+        content_type = request.headers.get("content-type", "")
 
-    async def complete(self, body: schema.Completion, request: Request) -> Response:
-        service = self._service
-        service.check_model(body.model)
-        prompts: Any = body.prompt
-        if not isinstance(prompts, list) or not prompts or isinstance(prompts[0], int):
-            prompts = [prompts]
-        if len(prompts) > 16:
-            raise ApiError(400, "At most 16 prompts a request here.", param="prompt")
-        choices: list[Choice] = []
-        for prompt in prompts:
-            ids = await asyncio.to_thread(self._completed, prompt, body.suffix)
-            ends = filling_ends(service.tokenizer) if body.suffix else ()
-            echo = None
-            if body.echo:
-                echo = prompt if isinstance(prompt, str) else str(service.tokenizer.decode(ids))
-            choices += service.choices(
-                ids, body, body.max_tokens, request.state.tenant, body.logprobs, ends=ends, echo=echo
-            )
-        answers = [
-            TextAnswer(i, self._piece, body.logprobs is not None, body.return_token_ids) for i in range(len(choices))
-        ]
-        return await self._answer(body, choices, answers, request)
+        def work() -> tuple[Body, T]:
+            body = read(kind, raw, content_type)
+            return body, ask(self._service, body, tenant)
 
-    def _completed(self, prompt: str | list[int], suffix: str) -> list[int]:
-        """Token ids of a prompt of ``/v1/completions``."""
-        if suffix and not isinstance(prompt, str):
-            raise ApiError(400, "suffix needs a prompt that is a text.", param="suffix")
-        if not isinstance(prompt, str):
-            return list(prompt)
-        tokenizer = self._service.tokenizer
-        return filling_prompt(tokenizer, prompt, suffix) if suffix else encode(tokenizer, prompt)
+        return await self._aside(work, len(raw) + 1)
 
-    async def _answer(
-        self, body: schema.Sampled, choices: list[Choice], answers: Sequence[Answer], request: Request
-    ) -> Response:
+    async def chat(self, request: Request) -> Response:
+        return await self._answer(*await self._read(request, schema.Chat, asked.chat), request)
+
+    async def complete(self, request: Request) -> Response:
+        return await self._answer(*await self._read(request, schema.Completion, asked.complete), request)
+
+    async def _answer(self, body: schema.Sampled, asked: Asked, request: Request) -> Response:
+        choices, answers = asked.choices, asked.answers
         self._service.submit(choices)
         head = Head(answers[0].prefix, self._service.settings.name)
         if body.stream:
             return self._streamed(self._chunks(body.stream_options, choices, answers, head))
         async for i, delta in self._deltas(choices, request):
-            answers[i].chunks(delta)
-        whole = [answer.whole() for answer in answers]
-        return JSONResponse(head.object(answers[0].kind, whole, usage=self._service.usage(choices)))
+            if delta is not _SILENCE:
+                await self._parts(answers[i], delta)
+
+        def whole() -> Response:
+            said = [answer.whole() for answer in answers]
+            return JSONResponse(head.object(answers[0].kind, said, usage=self._usage(choices, answers)))
+
+        return await self._aside(whole)
+
+    async def _parts(self, answer: Answer, delta: Delta) -> list[dict[str, Any]]:
+        if len(delta.scored) < _MANY:
+            return answer.chunks(delta)
+        return await self._aside(lambda: answer.chunks(delta))
+
+    def _usage(self, choices: Sequence[Choice], answers: Sequence[Answer]) -> dict[str, Any]:
+        return self._service.usage(choices, sum(a.thought_tokens for a in answers if isinstance(a, ChatAnswer)))
 
     async def _chunks(
         self, options: schema.StreamOptions, choices: list[Choice], answers: Sequence[Answer], head: Head
     ) -> AsyncIterator[str]:
         kind = answers[0].chunk_kind
         usage: dict[str, Any] = {"usage": None} if options.include_usage else {}
+        if options.include_trace:
+            trace = {"phase": "prefill", "read": 0, "of": len(choices[0].request.prompt)}
+            yield event(head.object(kind, [answers[0].empty_chunk()], trace=trace, **usage))
         async for i, delta in self._deltas(choices):
+            if delta is _SILENCE:
+                yield _comment(choices)
+                continue
             if options.include_usage and options.continuous_usage_stats:
                 usage = {"usage": self._service.usage_so_far(choices)}
-            chunks = answers[i].chunks(delta)
+            chunks = await self._parts(answers[i], delta)
             if delta.trace is not None:
                 yield event(head.object(kind, chunks or [answers[i].empty_chunk()], trace=delta.trace, **usage))
                 continue
             for chunk in chunks:
                 yield event(head.object(kind, [chunk], **usage))
         if options.include_usage:
-            yield event(head.object(kind, [], usage=self._service.usage(choices)))
+            total = await self._aside(lambda: self._usage(choices, answers))
+            yield event(head.object(kind, [], usage=total))
         yield DONE
 
-    async def respond(self, body: schema.Responses, request: Request) -> Response:
-        service = self._service
-        service.check_model(body.model)
-        if body.text and body.text.get("format", {}).get("type", "text") != "text":
-            raise ApiError(400, "Text alone is served here; /v1/chat/completions has response_format.", param="text")
-        turns = [schema.Input(role="user", content=body.input)] if isinstance(body.input, str) else body.input
-        messages = [schema.Message(role=turn.role, content=turn.content).plain() for turn in turns]
-        if body.instructions:
-            messages = [{"role": "system", "content": body.instructions}, *messages]
-        prompt = await asyncio.to_thread(service.chat_prompt, messages)
-        sampled = schema.Sampled(temperature=body.temperature, top_p=body.top_p, seed=body.seed, method=body.method)
-        (choice,) = service.choices(prompt, sampled, body.max_output_tokens, request.state.tenant)
-        service.submit([choice])
-        head = Head("resp", service.settings.name)
+    async def respond(self, request: Request) -> Response:
+        def ask(service: Service, body: schema.Responses, tenant: str | None) -> Asked:
+            return asked.chat(service, body.as_chat(), tenant)
+
+        body, found = await self._read(request, schema.Responses, ask)
+        self._service.submit(found.choices)
+        answer = ResponseAnswer(Head("resp", self._service.settings.name), body)
         if body.stream:
-            return self._streamed(self._response_events(body, choice, head))
-        async for _ in self._deltas([choice], request):
+            return self._streamed(self._response_events(answer, found))
+        async for _ in self._response_events(answer, found, request):
             pass
-        return JSONResponse(self._response(body, choice, head))
+        return JSONResponse(answer.whole)
 
-    def _response(self, body: schema.Responses, choice: Choice, head: Head) -> dict[str, Any]:
-        """The object of a response that has ended."""
-        assert choice.result is not None
-        status = "incomplete" if choice.result.finish_reason == "length" else "completed"
-        return response_object(head, body, status, choice.text, self._service.usage([choice]))
-
-    async def _response_events(self, body: schema.Responses, choice: Choice, head: Head) -> AsyncIterator[str]:
-        number = 0
-
-        def numbered(name: str, **content: Any) -> str:
-            nonlocal number
-            number += 1
-            return event({"type": name, "sequence_number": number - 1, **content}, name)
-
-        empty = response_object(head, body, "in_progress", "", None)
-        yield numbered("response.created", response=empty)
-        yield numbered("response.in_progress", response=empty)
-        item = response_object(head, body, "completed", "", None)["output"][0]
-        where = {"item_id": item["id"], "output_index": 0, "content_index": 0}
-        part = item["content"][0]
-        item |= {"status": "in_progress", "content": []}
-        yield numbered("response.output_item.added", output_index=0, item=item)
-        yield numbered("response.content_part.added", **where, part=part)
-        async for _, delta in self._deltas([choice]):
-            if delta.text:
-                yield numbered("response.output_text.delta", **where, delta=delta.text, logprobs=[])
-        whole = self._response(body, choice, head)
-        item = whole["output"][0]
-        yield numbered("response.output_text.done", **where, text=choice.text, logprobs=[])
-        yield numbered("response.content_part.done", **where, part=item["content"][0])
-        yield numbered("response.output_item.done", output_index=0, item=item)
-        yield numbered(f"response.{whole['status']}", response=whole)
+    async def _response_events(
+        self, answer: ResponseAnswer, asked: Asked, request: Request | None = None
+    ) -> AsyncIterator[str]:
+        """The events of a response; ``request``: as :meth:`_deltas` takes it."""
+        for begun in answer.begin():
+            yield begun
+        async for _, delta in self._deltas(asked.choices, request):
+            if delta is _SILENCE:
+                yield _comment(asked.choices)
+                continue
+            for chunk in asked.answers[0].chunks(delta):
+                for told in answer.push(chunk["delta"]):
+                    yield told
+        usage = await self._aside(lambda: self._usage(asked.choices, asked.answers))
+        result = asked.choices[0].result
+        assert result is not None
+        for told in answer.finish(result.finish_reason == "length", usage):
+            yield told
 
     def _streamed(self, chunks: AsyncIterator[str]) -> StreamingResponse:
         async def with_errors() -> AsyncIterator[str]:
@@ -231,7 +199,8 @@ class Endpoints:
         return StreamingResponse(with_errors(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
     async def _deltas(self, choices: list[Choice], request: Request | None = None) -> AsyncIterator[tuple[int, Delta]]:
-        """Yields the deltas of all choices as they come, each with the index of its choice.
+        """Yields the deltas of all choices as they come, each with the index of its choice; _SILENCE after a while
+        without any.
 
         Args:
             request: end when its client disconnects; None where the response itself listens for that.
@@ -260,7 +229,10 @@ class Endpoints:
             tasks.append(asyncio.create_task(watch(request)))
         try:
             while running:
-                i, delta = await queue.get()
+                try:
+                    i, delta = await asyncio.wait_for(queue.get(), self._service.settings.keep_alive)
+                except asyncio.TimeoutError:
+                    i, delta = 0, _SILENCE
                 if isinstance(delta, Exception):
                     raise delta
                 if delta.finish is not None:
@@ -275,26 +247,21 @@ class Endpoints:
                 task.cancel()
             self._service.cancel(choices)
 
-    def _piece(self, token: int) -> str:
-        return str(self._service.tokenizer.decode([token]))
-
     # --- about the server ---
 
-    async def tokenize(self, body: schema.Tokenize) -> Response:
-        service = self._service
-        if (body.prompt is None) == (body.messages is None):
-            raise ApiError(400, "Give a prompt, or messages.", param="prompt")
-        if body.messages is not None:
-            tokens = service.chat_prompt([message.plain() for message in body.messages])
-        else:
-            encoded = service.tokenizer(body.prompt, add_special_tokens=body.add_special_tokens, verbose=False)
-            tokens = encoded["input_ids"]
-        return JSONResponse({"count": len(tokens), "max_model_len": service.settings.context, "tokens": tokens})
+    async def tokenize(self, request: Request) -> Response:
+        def answer(service: Service, body: schema.Tokenize, tenant: str | None) -> Response:
+            tokens = asked.tokens_of(service, body)
+            return JSONResponse({"count": len(tokens), "max_model_len": service.settings.context, "tokens": tokens})
+
+        return (await self._read(request, schema.Tokenize, answer))[1]
 
     async def models(self) -> Response:
         return JSONResponse({"object": "list", "data": [self._service.model_object()]})
 
     async def model(self, name: str) -> Response:
+        if not name:
+            return await self.models()
         self._service.check_model(name)
         return JSONResponse(self._service.model_object())
 

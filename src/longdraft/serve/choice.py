@@ -125,15 +125,15 @@ class Choice:
         self.request, self._decode = request, decode
         self._log_probs, self._traced, self._echo = log_probs, traced, echo
         self._updates: asyncio.Queue[Update] = asyncio.Queue()
-        self._loop = asyncio.get_running_loop()
+        self.loop: asyncio.AbstractEventLoop | None = None  # that of the one who listens
         makers, twins = list(processors), list(processors)
         if log_probs is not None:
             # Nobody takes the twin's, so it keeps none.
             kind = LogProbs if echo is None else PromptLogProbs
             makers, twins = [self._record, *makers], [partial(kind, log_probs, deque(maxlen=0)), *twins]
         self.ticket = Ticket(Processed(request, makers), method, self._receive, twin=Processed(request, twins))
-        self.text, self.tokens = "", 0
-        self.speculation = Speculation()
+        self.text, self.tokens, self.read = "", 0, 0  # read: how much of the prompt is
+        self._begin()
         self.result: Result | None = None
         self.first_token = 0.0  # time.monotonic()
         self._recorder: LogProbs | None = None
@@ -148,7 +148,8 @@ class Choice:
 
     def _receive(self, update: Update) -> None:
         """Called from the engine thread."""
-        self._loop.call_soon_threadsafe(self._updates.put_nowait, update)
+        assert self.loop is not None
+        self.loop.call_soon_threadsafe(self._updates.put_nowait, update)
 
     async def deltas(self, worker: Worker, deadline: float) -> AsyncIterator[Delta]:
         """Yields the answer as it comes. The request is cancelled when the iteration stops early.
@@ -159,42 +160,52 @@ class Choice:
         Raises:
             TimeoutError: the deadline has passed. LongdraftError and others: what the engine failed with.
         """
-        text, tokens, detokenizer = "", 0, Detokenizer(self._decode)  # since the request last began
         try:
-            while True:
+            while self.result is None:
                 try:
                     update = await asyncio.wait_for(self._updates.get(), max(0.0, deadline - time.monotonic()))
                 except asyncio.TimeoutError:
                     raise TimeoutError from None
-                if isinstance(update, Exception):
-                    raise update
-                if isinstance(update, Restarted):
-                    text, tokens, detokenizer = "", 0, Detokenizer(self._decode)
-                    self.speculation = Speculation()
-                    continue
-                if isinstance(update, Result):
-                    self.result = update
-                    yield Delta(finish=REASONS[update.finish_reason])
-                    return
-                if update.token_ids and not self.first_token:
-                    self.first_token = time.monotonic()
-                    if self._echo is not None:
-                        yield Delta(self._echo, tuple(self._scored_prompt()))
-                self.speculation.count(update)
-                text += update.text
-                scored = [self._score(token) for token in update.token_ids]
-                known = max(0, self.tokens - tokens)
-                new = scored[known:]
-                tokens += len(scored)
-                self.tokens = max(self.tokens, tokens)
-                trace = self._trace(update, tokens, detokenizer) if self._traced else None
-                added = text[len(self.text) :]
-                if added or new or trace:
-                    self.text += added
-                    scores = tuple(each for each in new if each is not None)
-                    yield Delta(added, scores, trace, token_ids=update.token_ids[known:])
+                for delta in self.take(update):
+                    yield delta
         finally:
             worker.cancel(self.ticket)
+
+    def take(self, update: Update) -> Iterator[Delta]:
+        """What an update adds to the answer; raises it if it is an error."""
+        if isinstance(update, Exception):
+            raise update
+        if isinstance(update, Restarted):
+            self._begin()
+            return
+        if isinstance(update, Result):
+            self.result = update
+            yield Delta(finish=REASONS[update.finish_reason])
+            return
+        if update.mode == "prefill":
+            self.read = update.prefilled
+        if update.token_ids and not self.first_token:
+            self.first_token = time.monotonic()
+            if self._echo is not None:
+                yield Delta(self._echo, tuple(self._scored_prompt()))
+        self.speculation.count(update)
+        self._text += update.text
+        scored = [self._score(token) for token in update.token_ids]
+        known = max(0, self.tokens - self._tokens)
+        new = scored[known:]
+        self._tokens += len(scored)
+        self.tokens = max(self.tokens, self._tokens)
+        trace = self._trace(update, self._tokens, self._detokenizer) if self._traced else None
+        added = self._text[len(self.text) :]
+        if added or new or trace:
+            self.text += added
+            scores = tuple(each for each in new if each is not None)
+            yield Delta(added, scores, trace, token_ids=update.token_ids[known:])
+
+    def _begin(self) -> None:
+        """What is known of the text since the request last began: it is repeated from there."""
+        self._text, self._tokens, self._detokenizer = "", 0, Detokenizer(self._decode)
+        self.speculation = Speculation()
 
     def _score(self, token: int) -> ScoredToken | None:
         return None if self._recorder is None else ScoredToken(token, *self._recorder.take(token))

@@ -56,6 +56,8 @@ class Guards:
             refused = JSONResponse(error.body, error.status, error.headers | {"connection": "close"})
             await refused(scope, receive, send)
             return
+        if scope["method"] == "HEAD":  # uvicorn leaves the body out
+            scope = {**scope, "method": "GET"}
         await self._app(scope, replayed(body, receive), send)
 
     def _tenant(self, path: str, headers: Headers) -> str | None:

@@ -10,10 +10,12 @@ from itertools import accumulate
 from typing import Any
 
 from longdraft.serve.choice import Delta, ScoredToken
-from longdraft.serve.schema import Responses
+from longdraft.serve.thinking import Thinking
 from longdraft.serve.tools import ToolParser
 
 DONE = "data: [DONE]\n\n"
+# How OpenAI's API begins the name of a token that is a part of a character.
+PART = "bytes:"
 
 
 def event(content: Any, name: str | None = None) -> str:
@@ -26,7 +28,7 @@ class Head:
     """The fields that all chunks of a response share."""
 
     def __init__(self, prefix: str, model: str) -> None:
-        self.id = f"{prefix}-{secrets.token_hex(12)}"
+        self.id, self.prefix = f"{prefix}-{secrets.token_hex(12)}", prefix
         self.model, self.created = model, int(time.time())
 
     def object(self, kind: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
@@ -37,8 +39,13 @@ class ChatAnswer:
     """Builds one choice of ``/v1/chat/completions``.
 
     Args:
-        piece: token id to text. with_log_probs, with_ids: report log-probabilities, and token ids.
+        piece: token id to text and bytes. with_log_probs, with_ids: report log-probabilities, and token ids.
         parser: separates tool calls from text; None if the model may call no tools.
+        thinking: separates what the model thinks from what it says; None: it stays in the text.
+        with_thoughts: report what it thinks.
+
+    Attributes:
+        thought_tokens: how many tokens it has thought.
     """
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
@@ -46,12 +53,15 @@ class ChatAnswer:
     def __init__(
         self,
         index: int,
-        piece: Callable[[int], str],
+        piece: Callable[[int], tuple[str, bytes]],
         with_log_probs: bool,
         with_ids: bool,
         parser: ToolParser | None = None,
+        thinking: Thinking | None = None,
+        with_thoughts: bool = True,
     ) -> None:
         self._index, self._piece, self._with_log_probs, self._parser = index, piece, with_log_probs, parser
+        self._thinking, self._with_thoughts, self._thoughts, self.thought_tokens = thinking, with_thoughts, "", 0
         self._ids: list[int] | None = [] if with_ids else None
         self._scored: list[ScoredToken] = []
         self._content = ""
@@ -64,11 +74,15 @@ class ChatAnswer:
     def chunks(self, delta: Delta) -> list[dict[str, Any]]:
         """The choices of the chunks for what a step adds."""
         parts: list[dict[str, Any]] = []
-        if delta.text:
-            parts = [{"content": delta.text}] if self._parser is None else self._parser.push(delta.text)
-        finish = delta.finish
+        text, finish = delta.text, delta.finish
+        if self._thinking is not None and (text or finish):
+            thought, text = self._thinking.push(text, last=finish is not None)
+            self.thought_tokens += len(delta.token_ids) * bool(self._thinking.inside or thought)
+            parts = [{"reasoning_content": thought}] if thought and self._with_thoughts else []
+        if text:
+            parts += [{"content": text}] if self._parser is None else self._parser.push(text)
         if finish is not None and self._parser is not None:
-            rest, reason = self._parser.finish()
+            rest, reason = self._parser.finish(cut=finish == "length")
             parts += rest
             finish = reason or finish
         ids = _added(self._ids, delta)
@@ -91,6 +105,7 @@ class ChatAnswer:
 
     def _keep(self, part: dict[str, Any]) -> None:
         self._content += part.get("content", "")
+        self._thoughts += part.get("reasoning_content", "")
         for call in part.get("tool_calls", ()):
             if "id" in call:
                 self._calls.append({"id": call["id"], "type": "function", "function": dict(call["function"])})
@@ -102,6 +117,8 @@ class ChatAnswer:
         message: dict[str, Any] = {"role": "assistant", "content": self._content, "refusal": None}
         if self._calls:
             message |= {"content": self._content or None, "tool_calls": self._calls}
+        if self._thoughts:
+            message["reasoning_content"] = self._thoughts
         log_probs = self._log_probs(self._scored) if self._with_log_probs else None
         choice = {"index": self._index, "message": message, "logprobs": log_probs, "finish_reason": self._finish}
         return choice if self._ids is None else choice | {"token_ids": self._ids}
@@ -114,8 +131,8 @@ class ChatAnswer:
 
     def _token(self, token: int, log_prob: float | None) -> dict[str, Any]:
         assert log_prob is not None  # that of a prompt's first token, which chats do not repeat
-        text = self._piece(token)
-        return {"token": text, "logprob": round(log_prob, 6), "bytes": list(text.encode())}
+        text, content = self._piece(token)
+        return {"token": text, "logprob": round(log_prob, 6), "bytes": list(content)}
 
 
 def _added(known: list[int] | None, delta: Delta) -> dict[str, Any]:
@@ -131,7 +148,9 @@ class TextAnswer:
 
     kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl"
 
-    def __init__(self, index: int, piece: Callable[[int], str], with_log_probs: bool, with_ids: bool) -> None:
+    def __init__(
+        self, index: int, piece: Callable[[int], tuple[str, bytes]], with_log_probs: bool, with_ids: bool
+    ) -> None:
         self._index, self._piece, self._with_log_probs = index, piece, with_log_probs
         self._ids: list[int] | None = [] if with_ids else None
         self._scored: list[ScoredToken] = []
@@ -158,42 +177,18 @@ class TextAnswer:
         """``offset``: how many characters come before the text."""
         log_probs = None
         if self._with_log_probs:
-            tokens = [self._piece(s.token) for s in scored]
+            tokens = [self._piece(s.token)[0] for s in scored]
+            lengths = [0 if token.startswith(PART) else len(token) for token in tokens]
             log_probs = {
                 "tokens": tokens,
                 "token_logprobs": [None if s.log_prob is None else round(s.log_prob, 6) for s in scored],
                 "top_logprobs": [
-                    None if s.log_prob is None else {self._piece(token): round(x, 6) for token, x in s.best}
+                    None if s.log_prob is None else {self._piece(token)[0]: round(x, 6) for token, x in s.best}
                     for s in scored
                 ],
-                "text_offset": list(accumulate(map(len, tokens[:-1]), initial=offset)) if tokens else [],
+                "text_offset": list(accumulate(lengths[:-1], initial=offset)) if tokens else [],
             }
         return {"index": self._index, "text": text, "logprobs": log_probs, "finish_reason": self._finish}
 
 
 Answer = ChatAnswer | TextAnswer
-
-
-def response_object(
-    head: Head, body: Responses, status: str, text: str, usage: dict[str, Any] | None
-) -> dict[str, Any]:
-    """The object of ``/v1/responses``."""
-    name = head.id.removeprefix("resp-")
-    item = {
-        "id": f"msg_{name}", "type": "message", "role": "assistant", "status": status,
-        "content": [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}],
-    }  # fmt: skip
-    counts = None if usage is None else {
-        "input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"],
-        "total_tokens": usage["total_tokens"], "input_tokens_details": usage["prompt_tokens_details"],
-        "output_tokens_details": {"reasoning_tokens": 0}, "speculation": usage["speculation"],
-    }  # fmt: skip
-    return {
-        "id": f"resp_{name}", "object": "response", "created_at": head.created, "model": head.model, "status": status,
-        "error": None, "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-        "instructions": body.instructions, "max_output_tokens": body.max_output_tokens,
-        "metadata": body.metadata or {}, "output": [] if status == "in_progress" else [item],
-        "parallel_tool_calls": False, "previous_response_id": None,
-        "store": False, "temperature": body.temperature, "top_p": body.top_p, "tool_choice": "none", "tools": [],
-        "truncation": "disabled", "text": {"format": {"type": "text"}}, "usage": counts,
-    }  # fmt: skip

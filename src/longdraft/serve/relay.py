@@ -121,7 +121,7 @@ class Relay:
         self.ongoing += 1
         try:
             message = await receive()
-            request = Forwarded.of(scope, message.get("body", b""))
+            request = await asyncio.to_thread(Forwarded.of, scope, message.get("body", b""))
             begun, error = await self._relay(request, send)
             if error is not None and begun:  # the status has been sent: the error is an event
                 await send({"type": "http.response.body", "body": event(error.body).encode()})

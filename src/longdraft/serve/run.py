@@ -12,6 +12,7 @@ import uvicorn
 
 from longdraft.errors import RequestError
 from longdraft.serve.app import make_app
+from longdraft.serve.connections import BACKLOG, Connection, bound_logs
 from longdraft.serve.service import Service
 
 
@@ -25,8 +26,10 @@ class Server(uvicorn.Server):
     def __init__(self, service: Service, host: str, port: int, drain: float = 300.0, access_log: bool = False) -> None:
         config = uvicorn.Config(
             make_app(service), host=host, port=port, log_level="warning", access_log=access_log, timeout_keep_alive=30,
+            http=Connection.limited(service.settings.body_seconds), ws="none", backlog=BACKLOG,
             timeout_graceful_shutdown=10,  # all has been answered by then
         )  # fmt: skip
+        bound_logs()
         super().__init__(config)
         self._service, self._drain = service, drain
         self._signals = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 
 class Strict(BaseModel):
@@ -22,8 +22,10 @@ class Strict(BaseModel):
 class Part(Strict):
     """A part of a message; only text is served."""
 
-    type: Literal["text", "input_text", "output_text"]
+    type: Literal["text", "input_text", "output_text", "reasoning_text", "summary_text"]
     text: str
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
 
 
 class FunctionCall(Strict):
@@ -58,6 +60,8 @@ class Message(Strict):
     refusal: str | None = None
     annotations: list[Any] | None = None
     parsed: Any = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None  # the same, as other servers call it
 
     def plain(self) -> dict[str, Any]:
         """The message as chat templates take it."""
@@ -69,6 +73,8 @@ class Message(Strict):
             message["tool_call_id"] = self.tool_call_id
         if self.name:
             message["name"] = self.name
+        if thought := self.reasoning_content or self.reasoning:
+            message["reasoning_content"] = thought
         return message
 
 
@@ -100,6 +106,16 @@ def _stops(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+def _limit(value: int) -> int | None:
+    if value < 1 and value != -1:
+        raise ValueError("at least 1, or -1 for as many as there is room for")
+    return None if value == -1 else value
+
+
+# New tokens at most; None: as many as there is room for.
+Limit = Annotated[int | None, AfterValidator(lambda value: value if value is None else _limit(value))]
+
+
 class Text(Strict):
     """The fields of all endpoints that answer with text."""
 
@@ -121,6 +137,7 @@ class Sampled(Text):
     top_k: Annotated[int, Field(ge=-1)] = 0
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
+    repetition_window: Annotated[int, Field(ge=1)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict)
@@ -139,12 +156,27 @@ class Sampled(Text):
     cache_prompt: bool = True  # llama.cpp's name
 
 
-class Chat(Sampled):
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+class Templated(Strict):
+    """Fields of what goes through the chat template.
+
+    A last message of the assistant's is continued, unless the client asks for another turn, as those of vLLM may.
+    """
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    reasoning_effort: Effort | None = None
+
+
+class Chat(Sampled, Templated):
     """``/v1/chat/completions``."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Limit = None
+    max_completion_tokens: Limit = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
     response_format: dict[str, Any] | None = None
@@ -152,45 +184,131 @@ class Chat(Sampled):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool = True
     modalities: list[Literal["text"]] | None = None
+    reasoning_format: Literal["auto", "deepseek", "none"] = "auto"  # llama.cpp's; none: thoughts are left in the text
+    include_reasoning: bool = True  # vLLM's
 
 
 class Completion(Sampled):
     """``/v1/completions``."""
 
     prompt: str | list[str] | list[int] | list[list[int]]
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Limit = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool = False
     best_of: Literal[1] | None = None
     suffix: str = ""
 
 
-class Input(Strict):
-    """A message of ``/v1/responses``."""
+class Item(Strict):
+    """An item of ``/v1/responses``: a message, or what an earlier response had in its output."""
 
-    type: Literal["message"] = "message"
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[Part]
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     id: str | None = None
     status: str | None = None
+    phase: str | None = None
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: str | list[Part] | None = None
+    name: str | None = None
+    call_id: str | None = None
+    arguments: str = "{}"
+    parsed_arguments: Any = None
+    output: str | list[Part] = ""
+    summary: list[Part] | None = None
+    encrypted_content: None = None
+
+    @model_validator(mode="after")
+    def _complete(self) -> Item:
+        needed = {"message": ("role", "content"), "function_call": ("name", "call_id"),
+                  "function_call_output": ("call_id",)}.get(self.type, ())  # fmt: skip
+        if missing := [name for name in needed if getattr(self, name) is None]:
+            raise ValueError(f"an item of type {self.type} needs {missing[0]}")
+        return self
+
+    def add_to(self, messages: list[dict[str, Any]]) -> None:
+        """Adds the item to a chat's messages: what the assistant thought, said and called in a row is one."""
+        if self.type == "function_call_output":
+            messages.append({"role": "tool", "tool_call_id": self.call_id, "content": _joined(self.output)})
+            return
+        role = self.role or "assistant"
+        if role != "assistant" or not messages or messages[-1]["role"] != "assistant":
+            messages.append({"role": role, "content": ""})
+        message = messages[-1]
+        if self.type == "function_call":
+            call = {"id": self.call_id, "function": {"name": self.name, "arguments": self.arguments}}
+            message.setdefault("tool_calls", []).append(call)
+        else:
+            key = "content" if self.type == "message" else "reasoning_content"
+            message[key] = message.get(key, "") + _joined(self.content or self.summary or "")
+
+
+class TextFormat(Strict):
+    """How ``/v1/responses`` says ``response_format``."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+    def as_in_chats(self) -> dict[str, Any]:
+        return {"type": self.type} if self.schema_ is None else {"type": self.type, "schema": self.schema_}
+
+
+class TextOptions(Strict):
+    format: TextFormat = Field(default_factory=lambda: TextFormat())
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class Reasoning(Strict):
+    effort: Effort | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
 
 
 class Responses(Text):
-    """``/v1/responses``: text in, text out; nothing is stored."""
+    """``/v1/responses``: text and calls of functions; nothing is stored."""
 
-    input: str | list[Input]
+    input: str | Annotated[list[Item], Field(min_length=1)]
     instructions: str | None = None
-    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_output_tokens: Limit = None
     store: bool = False
-    text: dict[str, Any] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
-    truncation: Literal["disabled"] | None = None
+    background: Literal[False] | None = None
+    text: TextOptions = Field(default_factory=TextOptions)
+    tools: list[dict[str, Any]] = Field(default_factory=list)
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool = True
+    reasoning: Reasoning = Field(default_factory=Reasoning)
+    include: list[str] = Field(default_factory=list)  # of what these name, there is none
+    truncation: Literal["auto", "disabled"] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    def as_chat(self) -> Chat:
+        """The same request as a chat."""
+        messages: list[dict[str, Any]] = []
+        if self.instructions:
+            messages.append({"role": "system", "content": self.instructions})
+        for item in [Item(role="user", content=self.input)] if isinstance(self.input, str) else self.input:
+            item.add_to(messages)
+        choice = self.tool_choice
+        if isinstance(choice, dict):
+            choice = {"type": choice.get("type"), "function": {"name": choice.get("name")}}
+        same = ("model", "temperature", "top_p", "seed", "method", "user", "parallel_tool_calls", "prompt_cache_key",
+                "chat_template_kwargs")  # fmt: skip
+        return Chat.model_validate({
+            **{name: getattr(self, name) for name in same}, "messages": messages, "max_tokens": self.max_output_tokens,
+            "tools": [{"type": tool.get("type"), "function": {k: v for k, v in tool.items() if k != "type"}}
+                      for tool in self.tools],
+            "tool_choice": choice, "reasoning_effort": self.reasoning.effort,
+            "response_format": self.text.format.as_in_chats(),
+        })  # fmt: skip
 
 
-class Tokenize(Strict):
+class Tokenize(Templated):
     """``/tokenize``: a text, or a chat with the model's template."""
 
     model: str = ""
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
     add_special_tokens: bool = True

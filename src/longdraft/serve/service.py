@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from difflib import SequenceMatcher
 from functools import partial
 from typing import Any
 
@@ -14,15 +15,17 @@ from transformers import PreTrainedTokenizerBase
 from longdraft.engine.request import Request
 from longdraft.engine.sampler import Sampling
 from longdraft.engine.session import Session
+from longdraft.engine.streaming import BROKEN
 from longdraft.memory.prompt_cache import PromptCache
-from longdraft.model.chat import conversation
 from longdraft.serve import schema
 from longdraft.serve.choice import Choice, Speculation
 from longdraft.serve.errors import ApiError
 from longdraft.serve.metrics import Metrics
+from longdraft.serve.openai import PART
 from longdraft.serve.prefixes import DiskPrefixes
 from longdraft.serve.processors import Bias, NotBefore, Penalties, Processor
 from longdraft.serve.settings import Settings
+from longdraft.serve.structured import table_of
 from longdraft.serve.telling import Telling
 from longdraft.serve.worker import Worker
 from longdraft.speculator import Speculator
@@ -80,13 +83,13 @@ class Service:
             message = f"There is no model {name!r} here; this is {self.settings.name!r}."
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    def chat_prompt(self, messages: Sequence[dict[str, Any]], **template: Any) -> list[int]:
-        """Token ids of a chat, ready for the model's answer.
-
-        Raises:
-            PromptError: the model's template refuses it.
-        """
-        return conversation(self.tokenizer, messages, **template)
+    def piece(self, token: int) -> tuple[str, bytes]:
+        """A token's text and its bytes; the text of a part of a character is written as OpenAI does."""
+        text = str(self.tokenizer.decode([token]))
+        if BROKEN not in text:
+            return text, text.encode()
+        content = bytes(table_of(self.tokenizer).decode_bytes([token]))
+        return PART + "".join(f"\\x{byte:02x}" for byte in content), content
 
     def choices(
         self,
@@ -116,14 +119,11 @@ class Service:
             message = f"This server decodes with {', '.join(settings.methods)}, not {method!r}."
             raise ApiError(400, message, param="method")
         room = settings.context - len(prompt)
-        if room < 1 or (max_tokens or 1) > room:
+        if room < 1:
             message = (
-                f"The prompt has {len(prompt)} tokens and {max_tokens or 'at least 1'} new ones are asked for; this "
-                f"server's context holds {settings.context}."
+                f"The prompt has {len(prompt)} tokens; this server's context holds {settings.context}, with the answer."
             )
             raise ApiError(400, message, param="messages", code="context_length_exceeded")
-        if max_tokens is not None and max_tokens > settings.max_tokens:
-            raise ApiError(400, f"At most {settings.max_tokens} new tokens a request here.", param="max_tokens")
         vocabulary = len(self.tokenizer)
         if wrong := [token for token in body.logit_bias if not 0 <= token < vocabulary]:
             raise ApiError(400, f"There is no token {wrong[0]}.", param="logit_bias")
@@ -147,6 +147,8 @@ class Service:
             top_p=None if greedy or body.top_p == 1 else body.top_p,
             min_p=None if greedy or body.min_p == 0 else body.min_p,
             repetition_penalty=None if body.repetition_penalty == 1 else body.repetition_penalty,
+            repetition_window=body.repetition_window,
+            foresee=settings.foresee,
         )
         # A request that begins again has to repeat its text, so it needs a seed.
         seed = self._random.randrange(2**62) if body.seed is None else body.seed
@@ -155,7 +157,7 @@ class Service:
             predicted = self.tokenizer(body.prediction.text, add_special_tokens=False)["input_ids"]
         request = Request(
             prompt,
-            min(max_tokens or settings.default_tokens, room),
+            min(max_tokens or room, settings.max_tokens or room, room),
             sampling,
             stop=tuple(body.stop),
             eos_token_ids=ending,
@@ -173,30 +175,26 @@ class Service:
         return sorted({*spec.runner().eos_token_ids, *spec.texts.eos, *more})
 
     def submit(self, choices: Sequence[Choice]) -> None:
-        """Hands all of them to the worker, or none.
+        """Hands all of them to the worker, or none; from the loop that listens to them.
 
         Raises:
-            QueueFull, Draining: no more requests are taken.
+            QueueFull, Draining: no more requests are taken. RequestError: so many never are.
         """
-        try:
-            for choice in choices:
-                self.worker.submit(choice.ticket)
-        except BaseException:
-            self.cancel(choices)
-            raise
+        for choice in choices:
+            choice.loop = asyncio.get_running_loop()
+        self.worker.submit(*(choice.ticket for choice in choices))
 
     def cancel(self, choices: Sequence[Choice]) -> None:
         for choice in choices:
             self.worker.cancel(choice.ticket)
 
-    def usage(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        """OpenAI's usage object of answers that have ended, with draft statistics."""
+    def usage(self, choices: Sequence[Choice], thought: int = 0) -> dict[str, Any]:
+        """OpenAI's usage object of answers that have ended, with draft statistics; ``thought`` tokens were thoughts."""
         results = [choice.result for choice in choices if choice.result is not None]
         prompt, new = max((r.prompt_tokens for r in results), default=0), sum(r.new_tokens for r in results)
-        details: dict[str, Any] = {"reasoning_tokens": 0}
+        details: dict[str, Any] = {"reasoning_tokens": thought}
         if predicted := choices[0].request.predicted:
-            matchers = [SequenceMatcher(None, predicted, r.token_ids, False) for r in results]
-            matched = sum(block.size for matcher in matchers for block in matcher.get_matching_blocks())
+            matched = sum(_matched(predicted, r.token_ids) for r in results)
             details["accepted_prediction_tokens"] = matched
             details["rejected_prediction_tokens"] = len(predicted) * len(results) - matched
         return {
@@ -230,3 +228,22 @@ class Service:
                 "exact": spec is not None and spec.exact,
             },
         }
+
+
+def _matched(predicted: Sequence[int], output: Sequence[int]) -> int:
+    """How many predicted tokens are in the output, in order. Takes time in proportion to their number.
+
+    Where the two differ, both go on at the next four tokens of the prediction that the output has further on.
+    """
+    places: dict[tuple[int, ...], list[int]] = {}
+    for i in range(len(output) - 3):
+        places.setdefault(tuple(output[i : i + 4]), []).append(i)
+    matched = at = 0
+    for i, token in enumerate(predicted):
+        if at < len(output) and output[at] == token:
+            matched, at = matched + 1, at + 1
+        elif found := places.get(tuple(predicted[i : i + 4])):
+            next_one = bisect_left(found, at)
+            if next_one < len(found):
+                matched, at = matched + 1, found[next_one] + 1
+    return matched

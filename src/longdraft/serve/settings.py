@@ -15,11 +15,14 @@ class Settings:
     methods: the methods that a request may name; the first is the default.
     slots: requests decoded at a time, for each method. context: tokens of the longest text, prompt and output.
     queue: requests that may wait; more are refused with 429.
-    max_tokens: the most new tokens a request may ask for. default_tokens: new tokens if it does not say.
-    timeout: seconds that a request may take, waiting included.
-    max_body: bytes of a request. body_seconds: seconds that it may take to arrive.
+    max_tokens: the most new tokens of an answer; None: as many as there is room for.
+    timeout: seconds that a request may take, waiting included. preparing: those of its texts and grammars.
+    keep_alive: seconds after which a stream without news has a comment.
+    think: whether templates that know it let the model think, unless the request says.
+    max_body: bytes of a request. body_seconds: seconds that it may take to arrive, as its headers may.
     keys: tenant -> API key; empty: no key is needed.
     piece: prompt tokens that are read between two rounds of the other requests.
+    foresee: whether drafts may know the coming random numbers.
     earlier: tokens of a tenant's earlier requests that lookups search too.
     tree_bytes: limit of the texts that are kept in memory when others take their slots.
     snapshots: folder for prompts; None: they do not survive a restart. snapshot_bytes: limit of all files together.
@@ -30,9 +33,12 @@ class Settings:
     slots: int = 4
     context: int = 8192
     queue: int = 64
-    max_tokens: int = 4096
-    default_tokens: int = 512
+    max_tokens: int | None = None
     timeout: float = 600.0
+    preparing: float = 60.0
+    keep_alive: float = 5.0
+    think: bool = True
+    foresee: bool = True
     max_body: int = 8 << 20
     body_seconds: float = 30.0
     keys: dict[str, str] = field(default_factory=dict, repr=False)

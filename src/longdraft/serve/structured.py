@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping, Sequence
+import logging
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,15 +23,22 @@ from transformers import PreTrainedTokenizerBase
 
 from longdraft.errors import CapabilityError, RequestError
 
+logger = logging.getLogger(__name__)
+
 # Making a tokenizer's table takes up to a second.
 _tables: WeakKeyDictionary[PreTrainedTokenizerBase, LLTokenizer] = WeakKeyDictionary()
 
 
 # Words of JSON schema: whose value is a schema or a list of them; whose value has them by name; that may allow further
 # properties.
-_INNER = {"items", "prefixItems", "anyOf", "oneOf", "additionalProperties"}
-_NAMED = {"properties", "$defs", "definitions"}
+_INNER = {"items", "prefixItems", "anyOf", "oneOf", "allOf", "additionalProperties", "additionalItems", "not", "if",
+          "then", "else", "contains", "propertyNames", "unevaluatedProperties", "unevaluatedItems"}  # fmt: skip
+_NAMED = {"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"}
 _OPEN = {"additionalProperties", "patternProperties", "unevaluatedProperties", "$ref", "anyOf", "oneOf", "if"}
+# A tool's schema is followed as far as llguidance can; that of an answer wholly, or it is refused.
+LENIENT = {"lenient": True, "coerce_one_of": True}
+# How many faults of a tool's schema are looked for, each with a dozen attempts.
+_FAULTS = 24
 
 
 def grammar_for(response_format: Mapping[str, Any]) -> str | None:
@@ -40,14 +50,15 @@ def grammar_for(response_format: Mapping[str, Any]) -> str | None:
     kind = response_format.get("type")
     if kind == "text":
         return None
-    if kind == "json_object":
+    found = response_format.get(str(kind), response_format)  # llama.cpp's clients leave OpenAI's wrapper out
+    schema = found.get("schema") if isinstance(found, Mapping) else None
+    if kind == "json_object" and schema is None:
         return json_grammar({"type": "object"})
-    if kind == "json_schema":
-        schema = response_format.get("json_schema")
-        if isinstance(schema, Mapping) and isinstance(schema.get("schema"), Mapping):
-            return json_grammar(schema["schema"])
-        raise RequestError("response_format of type json_schema needs json_schema.schema, an object")
-    raise RequestError(f"response_format.type is text, json_object or json_schema, not {kind!r}")
+    if kind not in ("json_object", "json_schema"):
+        raise RequestError(f"response_format.type is text, json_object or json_schema, not {kind!r}")
+    if not isinstance(schema, Mapping):
+        raise RequestError(f"response_format of type {kind} needs {kind}.schema, an object")
+    return json_grammar(schema)
 
 
 def json_grammar(schema: Mapping[str, Any]) -> str:
@@ -69,16 +80,87 @@ def closed(schema: Any) -> Any:
 
 
 def _closed(schema: Any) -> Any:
-    if isinstance(schema, list):
-        return [_closed(each) for each in schema]
     if not isinstance(schema, Mapping):
         return schema
-    found = {key: _closed(value) if key in _INNER else value for key, value in schema.items()}
-    for key in _NAMED & schema.keys():
-        found[key] = {name: _closed(value) for name, value in schema[key].items()}
+    found = _with_inner(schema, _closed)
     if "properties" in schema and not _OPEN & schema.keys():
         found["additionalProperties"] = False
     return found
+
+
+def _with_inner(schema: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    """The schema with the schemas directly inside it changed."""
+    found = dict(schema)
+    for key, value in schema.items():
+        if key in _NAMED and isinstance(value, Mapping):
+            found[key] = {name: change(each) for name, each in value.items()}
+        elif key in _INNER:
+            found[key] = [change(each) for each in value] if isinstance(value, list) else change(value)
+    return found
+
+
+def moved(schema: Any, place: str) -> Any:
+    """A schema whose references are right when it stands at a place of another, such as ``#/$defs/a``."""
+    if not isinstance(schema, Mapping):
+        return schema
+    # An address of its own would be what references begin at.
+    kept = {key: value for key, value in schema.items() if key not in ("$id", "$schema")}
+    found = _with_inner(kept, lambda inner: moved(inner, place))
+    reference = found.get("$ref")
+    if isinstance(reference, str) and reference[:2] in ("#", "#/"):
+        found["$ref"] = place + reference[1:]
+    return found
+
+
+def loosened(schema: Mapping[str, Any], place: str, tool: str) -> dict[str, Any]:
+    """A tool's schema, to stand at ``#/$defs/place``, without what no grammar can follow; the log says so, once."""
+
+    def fault(keywords: Sequence[tuple[int, str]]) -> tuple[bool, list[str]]:
+        tried = {"$ref": f"#/$defs/{place}", "$defs": {place: _only(schema, set(keywords))}, "x-guidance": LENIENT}
+        return LLMatcher.validate_grammar_with_warnings(LLMatcher.grammar_from_json_schema(json.dumps(tried)))
+
+    # References last: what they name is there before them.
+    schema = closed(moved(schema, f"#/$defs/{place}"))
+    kept = sorted(_keywords(schema), key=lambda keyword: keyword[1] == "$ref")
+    said: list[str] = []
+    while (found := fault(kept))[0]:
+        # The first keyword with which those before it cannot be followed.
+        first = bisect_left(range(1, len(kept) + 1), True, key=lambda n: fault(kept[:n])[0])
+        if first >= len(kept) or len(said) == _FAULTS:
+            kept, said = [], ["all of it"]
+            break
+        said.append(kept.pop(first)[1])
+    else:
+        said += found[1]
+    if said:
+        say(tool, ", ".join(said))
+    return _only(schema, set(kept)) or {"type": "object"}
+
+
+def _keywords(schema: Any) -> list[tuple[int, str]]:
+    """The keywords of a schema and those inside, each by its object and name, outer ones first."""
+    found: list[tuple[int, str]] = []
+
+    def visit(inner: Any) -> None:
+        if isinstance(inner, Mapping):
+            found.extend((id(inner), key) for key in inner)
+            _with_inner(inner, visit)
+
+    visit(schema)
+    return found
+
+
+def _only(schema: Any, kept: set[tuple[int, str]]) -> Any:
+    """The schema with these keywords alone."""
+    if not isinstance(schema, Mapping):
+        return schema if isinstance(schema, bool) else {}
+    left = {key: value for key, value in schema.items() if (id(schema), key) in kept}
+    return _with_inner(left, lambda inner: _only(inner, kept))
+
+
+@lru_cache(maxsize=1000)
+def say(tool: str, what: str) -> None:
+    logger.warning("The schema of tool %r is not followed in: %s", tool, what)
 
 
 def checked(grammar: str) -> str:
@@ -90,7 +172,7 @@ def checked(grammar: str) -> str:
 
 def in_grammar(tokenizer: PreTrainedTokenizerBase, tag: str) -> str:
     """A tag such as ``<tool_call>`` in Lark: by its name if it is a token of its own, else as text."""
-    table = _table(tokenizer)
+    table = table_of(tokenizer)
     tokens = table.tokenize_str(tag)
     return tag if len(tokens) == 1 and table.is_special_token(tokens[0]) else json.dumps(tag)
 
@@ -103,10 +185,15 @@ class Constraint:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, grammar: str, prompt: int) -> None:
-        self._table = _table(tokenizer)
+        self._made_of: tuple[Any, ...] = (tokenizer, grammar, prompt)
+        self._table = table_of(tokenizer)
         self._matcher = LLMatcher(self._table, grammar)
         self._prompt, self._consumed = prompt, 0
         self._eos = tokenizer.eos_token_id
+        self._try(self._matcher, self._matcher.compute_ff_tokens())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self._made_of
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Constraint:
         twin = copy.copy(self)
@@ -130,6 +217,15 @@ class Constraint:
         if self._matcher.is_error():
             raise RequestError(f"The grammar was left: {self._matcher.get_error().splitlines()[0]}")
 
+    @staticmethod
+    def _try(matcher: LLMatcher, begun: Sequence[int]) -> None:
+        """Raises RequestError now if the first tokens are too much for the grammar."""
+        matcher = matcher.deep_copy()
+        matcher.consume_tokens(list(begun))
+        matcher.compute_logit_bias()
+        if matcher.is_error():
+            raise RequestError(f"This schema cannot be followed: {matcher.get_error().splitlines()[0]}")
+
     # --- looking ahead ---
 
     def read(self, output: Sequence[int]) -> None:
@@ -152,7 +248,7 @@ class Constraint:
             self._matcher.rollback(count)
 
 
-def _table(tokenizer: PreTrainedTokenizerBase) -> LLTokenizer:
+def table_of(tokenizer: PreTrainedTokenizerBase) -> LLTokenizer:
     if tokenizer not in _tables:
         if tokenizer.eos_token_id is None:
             raise CapabilityError("Structured output needs a tokenizer with an end-of-sequence token.")

@@ -7,18 +7,22 @@ go through the chat template if it supports them, else into a system message.
 from __future__ import annotations
 
 import json
-import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
+import regex  # type: ignore[import-untyped]
+import torch
 from llguidance import LLMatcher
 from transformers import PreTrainedTokenizerBase
 
 from longdraft.errors import RequestError
-from longdraft.serve.structured import checked, closed, in_grammar
+from longdraft.serve.structured import LENIENT, Constraint, checked, in_grammar, loosened, say
+from longdraft.serve.thinking import THINK, UNTHINK
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+# White space within a call: as a regular expression in JSON, and between its parts.
+_SPACE, _SPACES = r"[ \n\t]{0,40}", r"/\s{0,40}/"
 _INSTRUCTIONS = f"""You may call these functions:
 {{functions}}
 To call one, answer with {OPEN}{{{{"name": NAME, "arguments": {{{{...}}}}}}}}{CLOSE} and nothing else."""
@@ -33,15 +37,18 @@ def checked_choice(tools: Sequence[Mapping[str, Any]], choice: str | Mapping[str
     names = []
     for tool in tools:
         function = tool.get("function")
-        if tool.get("type") != "function" or not isinstance(function, Mapping) or not function.get("name"):
+        found = function if tool.get("type") == "function" and isinstance(function, Mapping) else {}
+        name = found.get("name")
+        if not (isinstance(name, str) and name and isinstance(found.get("parameters") or {}, Mapping)):
             raise RequestError(
                 "tools are functions: {'type': 'function', 'function': {'name': ..., 'parameters': ...}}"
             )
-        names.append(str(function["name"]))
+        names.append(name)
     if choice is None:
         return "auto" if tools else "none"
     if isinstance(choice, Mapping):
-        choice = str(choice.get("function", {}).get("name"))
+        function = choice.get("function")
+        choice = str(function.get("name") if isinstance(function, Mapping) else function)
         if choice not in names:
             raise RequestError(f"tool_choice names {choice!r}, and tools has {', '.join(names) or 'none'}")
         return choice
@@ -52,29 +59,152 @@ def checked_choice(tools: Sequence[Mapping[str, Any]], choice: str | Mapping[str
     return choice
 
 
+def bound(
+    tokenizer: PreTrainedTokenizerBase,
+    tools: Sequence[Mapping[str, Any]],
+    choice: str,
+    parallel: bool,
+    prompt: int,
+    thinking: bool = False,
+) -> Constraint:
+    """The logits processor of a text that may call these functions ("auto"), or has to."""
+
+    def made(tools: Sequence[Mapping[str, Any]]) -> Constraint:
+        if choice != "auto":
+            return Constraint(tokenizer, grammar_for_tools(tokenizer, tools, choice, parallel), prompt)
+        return CallConstraint(tokenizer, tools, prompt, parallel, thinking)
+
+    try:
+        return made(tools)
+    except RequestError:  # too much for a grammar
+        names = [tool["function"]["name"] for tool in tools]
+        say(", ".join(names), "all of it")
+        return made([{"function": {"name": name}} for name in names])
+
+
 def grammar_for_tools(
     tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]], choice: str, parallel: bool = True
 ) -> str:
-    """llguidance's grammar of calls to these functions; with "auto" also of any other text.
-
-    Raises:
-        RequestError: a function's parameters are not a valid schema.
-    """
-    schemas = []
-    for function in (tool["function"] for tool in tools):
-        if choice in ("auto", "required") or function["name"] == choice:
-            arguments = closed(function.get("parameters") or {"type": "object"})
-            schemas.append({
-                "type": "object", "properties": {"name": {"const": function["name"]}, "arguments": arguments},
-                "required": ["name", "arguments"], "additionalProperties": False,
-            })  # fmt: skip
-    call = json.dumps({"anyOf": schemas, "x-guidance": {"whitespace_flexible": False}})
-    calls = "call+" if parallel and choice in ("auto", "required") else "call"
-    start = f"TEXT | {calls}" if choice == "auto" else calls
+    """llguidance's grammar of one or several calls and nothing else: "required", or a function's name."""
+    chosen = [tool for tool in tools if choice in ("required", tool["function"]["name"])]
+    calls = "call+" if parallel and choice == "required" else "call"
     tags = (in_grammar(tokenizer, tag) for tag in (OPEN, CLOSE))
-    lark = f"start: {start}\ncall: {' answer '.join(tags)}\nanswer: %json {call}\n"
-    lark += "TEXT: /[^<](.|\\n)*/\n" if choice == "auto" else ""
-    return checked(str(LLMatcher.grammar_from_lark(lark)))
+    return checked(str(LLMatcher.grammar_from_lark(
+        f"start: {calls}\ncall: {' answer '.join(tags)}\nanswer: %json {_call_schema(chosen)}\n"
+    )))  # fmt: skip
+
+
+def _call_schema(tools: Sequence[Mapping[str, Any]], **options: Any) -> str:
+    """The schema of a call of one of the functions; what a grammar cannot follow of their parameters is left out.
+
+    Args:
+        options: llguidance's.
+    """
+    calls, parameters = [], {}
+    for number, function in enumerate(tool["function"] for tool in tools):
+        schema, place = function.get("parameters") or {}, f"f{number}"
+        if "$ref" not in schema:
+            schema = {"type": "object", **schema}
+        parameters[place] = loosened(schema, place, function["name"])
+        calls.append({
+            "type": "object", "required": ["name", "arguments"], "additionalProperties": False,
+            "properties": {"name": {"const": function["name"]}, "arguments": {"$ref": f"#/$defs/{place}"}},
+        })  # fmt: skip
+    guidance = {"whitespace_flexible": False, **LENIENT, **options}
+    return json.dumps({"anyOf": calls, "$defs": parameters, "x-guidance": guidance})
+
+
+# What stands before a call without tags, as Qwen2.5-Coder writes it: a block of code perhaps, other calls, or its
+# template's second brace. And what may stand behind one.
+_BEFORE = r"(?<=\n)[ \t]{0,16}(?:```\w{0,16}\s{0,16})?[\[,\s]{0,16}"
+_BEHIND = regex.compile(r"[\s\]}]{0,16}+(?:```\s{0,16}+)?+(?=[^\s`])")
+_ARGUMENTS = r'\s{0,16},\s{0,16}"arguments"\s{0,16}:\s{0,16}(?=\{)'
+
+
+def _starts(names: Iterable[str], further: str = "") -> Any:
+    """The pattern of what begins a call of the functions, in a text that has a line's end before it."""
+    known = "|".join(regex.escape(json.dumps(name, ensure_ascii=False)[1:-1]) for name in names)
+    bare = rf'|{_BEFORE}(?P<bare>\{{\{{?\s{{0,16}}"name"\s{{0,16}}:\s{{0,16}}"(?P<name>{known})"{further})'
+    return regex.compile(OPEN + (bare if known else ""))
+
+
+class CallConstraint(Constraint):
+    """Binds calls of functions from where they begin; the text before, between and behind is the model's own.
+
+    Args:
+        parallel: several calls may come. thinking: the prompt ends within ``<think>``, where nothing is a call.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]], prompt: int, parallel: bool,
+        thinking: bool,
+    ) -> None:  # fmt: skip
+        answer = f"answer: %json {_call_schema(tools, whitespace_flexible=True, whitespace_pattern=_SPACE)}\n"
+        tagged = f"start: {_SPACES} answer {_SPACES} {in_grammar(tokenizer, CLOSE)} {_SPACES}\n{answer}"
+        super().__init__(tokenizer, checked(str(LLMatcher.grammar_from_lark(tagged))), prompt)
+        self._made_of = tokenizer, tools, prompt, parallel, thinking
+        self._tokenizer, self._tagged = tokenizer, self._matcher
+        bare = f'start: (answer | "{{" answer "}}") {_SPACES}\n{answer}'
+        self._bare = LLMatcher(self._table, checked(str(LLMatcher.grammar_from_lark(bare))))
+        self._try(self._bare, self._table.tokenize_bytes(b'{"name":'))
+        self._starts = _starts(tool["function"]["name"] for tool in tools)
+        self._parallel, self._thinking = parallel, thinking
+        self._free, self._first = True, True
+        self._text, self._before = list[int](), "\n"  # tokens that may begin a call, and the character before them
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.read(input_ids[0, self._prompt :].tolist())
+        return scores if self._free else super().__call__(input_ids, scores)
+
+    def _consume(self, new: list[int]) -> None:
+        for token in new:
+            if self._free:
+                self._consumed += 1
+                self._look(token)
+            else:
+                super()._consume([token])
+                if self._matcher.is_accepting() and self._parallel:
+                    self._free, self._text, self._before = True, [], "\n"
+
+    def _look(self, token: int) -> None:
+        """Binds the text if a call begins with this token."""
+        self._text = [*self._text, token]  # a new list: copies share it
+        text = self._before + str(self._tokenizer.decode(self._text))
+        if self._first and (said := text.strip()):
+            self._thinking |= said.startswith(THINK)
+            self._first = THINK.startswith(said) and not self._thinking
+            if self._first:
+                return
+        if self._thinking:
+            self._thinking = UNTHINK not in text
+            self._text, self._before = (self._text[-len(UNTHINK) :], " ") if self._thinking else ([], text[-1])
+            return
+        found = self._starts.search(text, 1, partial=True)
+        if found.partial and found.start() < len(text):  # it may yet
+            return
+        self._text, self._before = [], text[-1]
+        if found.partial:
+            return
+        tagged = not found.groupdict().get("bare")
+        begun = text[found.end() :] if tagged else text[found.start("bare") :]
+        matcher = (self._tagged if tagged else self._bare).deep_copy()
+        tokens = self._table.tokenize_bytes(begun.encode())
+        # What fits no call is no call.
+        if matcher.try_consume_tokens(tokens) == len(tokens):
+            self._matcher, self._free = matcher, matcher.is_accepting() and self._parallel
+
+    def forced(self) -> list[int]:
+        return [] if self._free or (self._parallel and self._matcher.is_stopped()) else super().forced()
+
+    def likely(self) -> list[int]:
+        return [] if self._free else super().likely()
+
+    def follow(self, token: int) -> bool:
+        return self._free or super().follow(token)
+
+    def back(self, count: int) -> None:
+        if not self._free:
+            super().back(count)
 
 
 def with_tools(
@@ -109,6 +239,7 @@ def _supports_tools(tokenizer: PreTrainedTokenizerBase, tools: list[Mapping[str,
 def _as_text(message: dict[str, Any]) -> dict[str, Any]:
     """A message with its tool calls, or their results, as text."""
     content = message["content"]
+    kept = {key: value for key, value in message.items() if key not in ("tool_calls", "tool_call_id")}
     for call in message.get("tool_calls", ()):
         function = call["function"]
         arguments = function["arguments"]
@@ -117,97 +248,141 @@ def _as_text(message: dict[str, Any]) -> dict[str, Any]:
         content += f'{OPEN}{{"name": {json.dumps(function["name"])}, "arguments": {arguments}}}{CLOSE}'
     if message["role"] == "tool":
         return {"role": "user", "content": f"<tool_response>{content}</tool_response>"}
-    return {"role": message["role"], "content": content}
+    return {**kept, "content": content}
 
 
-# The beginning of a call that follows the grammar: the name comes first, so that its arguments can be streamed.
-_CALL_START = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\\\]|\\\\.)*")\s*,\s*"arguments"\s*:\s*(?=\{)')
-_CALL_END = re.compile(r"\}?\s*$")
-
-
-# A call without tags, as Qwen2.5-Coder writes it: in a block of code perhaps, or with its template's second brace.
-_BARE_STARTS = ("", "{", "```json", "```json{")
-_BARE = re.compile(r"\s*(?:```json)?\s*(\{.*\})\s*(?:```)?\s*", re.DOTALL)
+# The beginning of a call in tags: the name comes first, so that its arguments can be streamed.
+_HEAD = regex.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")' + _ARGUMENTS)
 
 
 class ToolParser:
     """Separates calls from text while it streams.
 
     Args:
-        names: functions of which a call may come without tags, if nothing else comes.
+        names: functions of which a call may come without tags.
     """
 
     def __init__(self, names: Iterable[str] = ()) -> None:
-        self._names = list(names)
+        names = list(names)
+        self._starts, self._named = _starts(names, _ARGUMENTS), _starts(names)
         self._pending = ""  # text that has not been reported
+        self._before = "\n"  # the character before it
+        self._blank, self._said = "", False  # white space that is not reported before a call; whether text was
+        self._state: Literal["text", "tag", "arguments", "close", "behind"] = "text"
+        self._tagged = True
+        self._end = _ObjectEnd()
         self._calls = 0
-        self._in_arguments = False  # of a call whose name has been reported
-        self._bare = bool(self._names)  # the text so far may begin a call without tags
+        self._steps = {
+            "text": self._in_text, "tag": self._in_tag, "arguments": self._in_arguments, "close": self._closing,
+            "behind": self._behind,
+        }  # fmt: skip
 
     def push(self, text: str) -> list[dict[str, Any]]:
         """OpenAI's deltas for the next piece of text."""
         self._pending += text
-        if self._bare:
-            start = "".join(self._pending.split())
-            heads = (f'{before}{{"name":"{name}"' for before in _BARE_STARTS for name in self._names)
-            self._bare = any(head.startswith(start[: len(head)]) for head in heads)
-            if self._bare:
-                return []
         deltas: list[dict[str, Any]] = []
-        while True:
-            before = len(self._pending)
-            deltas += self._arguments() if self._in_arguments else self._text_or_call()
-            if len(self._pending) == before:
-                return deltas
-
-    def finish(self) -> tuple[list[dict[str, Any]], str | None]:
-        """The deltas of what is left, and the finish reason if there were calls."""
-        rest, self._pending = self._pending, ""
-        deltas: list[dict[str, Any]] = []
-        bare = _BARE.fullmatch(rest) if self._bare else None
-        call = None if bare is None else _parsed(bare[1][1:-1] if bare[1].startswith("{{") else bare[1])
-        if call is not None:
-            deltas = [self._new_call(*call)]
-            self._calls += 1
-        elif rest.strip() and not self._in_arguments:
-            deltas = [{"content": rest}]
-        return deltas, "tool_calls" if self._calls else None
-
-    def _text_or_call(self) -> list[dict[str, Any]]:
-        text, tag, rest = self._pending.partition(OPEN)
-        if not tag:
-            text, self._pending = _split_before(self._pending, OPEN)
-            return [{"content": text}] if text else []
-        deltas = [{"content": text}] if text.strip() else []
-        self._pending = tag + rest
-        if start := _CALL_START.match(rest):
-            self._pending, self._in_arguments = rest[start.end() :], True
-            return [*deltas, self._new_call(json.loads(start[1]), "")]
-        inside, closed, after = rest.partition(CLOSE)
-        if not closed:
-            return deltas
-        self._pending = after
-        call = _parsed(inside)
-        if call is None:
-            return [*deltas, {"content": f"{OPEN}{inside}{CLOSE}"}]
-        deltas.append(self._new_call(*call))
-        self._calls += 1
+        while self._pending:
+            before = self._state, len(self._pending)
+            deltas += self._steps[self._state]()
+            if (self._state, len(self._pending)) == before:
+                break
         return deltas
 
-    def _arguments(self) -> list[dict[str, Any]]:
-        inside, closed, after = self._pending.partition(CLOSE)
-        if closed:
-            self._pending, self._in_arguments = after, False
-            self._calls += 1
-            return [_call(self._calls - 1, {"arguments": _CALL_END.sub("", inside)})]
-        # The brace that ends the call does not belong to the arguments.
-        text = _CALL_END.sub("", _split_before(self._pending, CLOSE)[0])
-        self._pending = self._pending[len(text) :]
-        return [_call(self._calls, {"arguments": text})] if text else []
+    def finish(self, cut: bool = False) -> tuple[list[dict[str, Any]], str | None]:
+        """The deltas of what is left, and the finish reason if there were calls.
 
-    def _new_call(self, name: str, arguments: str) -> dict[str, Any]:
-        function = {"name": name, "arguments": arguments}
-        return _call(self._calls, function, id=f"call_{secrets.token_hex(12)}", type="function")
+        Args:
+            cut: the text ends at its limit, where a call that has begun is no text.
+        """
+        rest, self._pending = (OPEN if self._state == "tag" else "") + self._pending, ""
+        begun = self._state == "tag" or self._named.search(self._before + rest, 1) is not None
+        whole = self._state in ("text", "tag") and not (cut and begun)
+        deltas = self._content(rest) if whole else []
+        if self._blank and not self._calls:
+            deltas = [{"content": self._blank}]
+        return deltas, "tool_calls" if self._calls and (whole or self._state in ("close", "behind")) else None
+
+    def _content(self, text: str) -> list[dict[str, Any]]:
+        self._before = text[-1:] or self._before
+        self._said = self._said or bool(text.strip())
+        if not self._said:
+            self._blank += text
+            return []
+        text, self._blank = self._blank + text, ""
+        return [{"content": text}] if text else []
+
+    def _in_text(self) -> list[dict[str, Any]]:
+        found = self._starts.search(self._before + self._pending, 1, partial=True)
+        text, self._pending = self._pending[: found.start() - 1], self._pending[found.start() - 1 :]
+        deltas = self._content(text)
+        if found.partial:
+            return deltas
+        self._pending, self._blank, self._said = self._pending[found.end() - found.start() :], "", False
+        self._tagged = not found.groupdict().get("bare")
+        if self._tagged:
+            self._state = "tag"
+            return deltas
+        return [*deltas, self._begin(json.loads(f'"{found["name"]}"'))]
+
+    def _in_tag(self) -> list[dict[str, Any]]:
+        if head := _HEAD.match(self._pending):
+            self._pending = self._pending[head.end() :]
+            return [self._begin(json.loads(head[1]))]
+        inside, closed, after = self._pending.partition(CLOSE)
+        if not closed:
+            return []
+        self._pending, self._state, call = after, "text", _parsed(inside)
+        if call is None:
+            return self._content(f"{OPEN}{inside}{CLOSE}")
+        self._before = "\n"
+        self._calls += 1
+        return [_call(self._calls - 1, *call)]
+
+    def _begin(self, name: str) -> dict[str, Any]:
+        self._state, self._end = "arguments", _ObjectEnd()
+        return _call(self._calls, name, "")
+
+    def _in_arguments(self) -> list[dict[str, Any]]:
+        end = self._end.find(self._pending)
+        text, self._pending = self._pending[:end], self._pending[end:]
+        if self._end.depth == 0:
+            self._state, self._before = "close" if self._tagged else "behind", "\n"
+            self._calls += 1
+        return [_call(self._calls - (self._end.depth == 0), None, text)]
+
+    def _closing(self) -> list[dict[str, Any]]:
+        _, closed, after = self._pending.partition(CLOSE)
+        if closed:
+            self._pending, self._state = after, "text"
+        return []
+
+    def _behind(self) -> list[dict[str, Any]]:
+        """Leaves out what ends calls without tags."""
+        found = _BEHIND.match(self._pending, partial=True)
+        if found is None or not found.partial:
+            self._pending, self._state = self._pending[found.end() if found else 0 :], "text"
+        return []
+
+
+class _ObjectEnd:
+    """Finds the end of a JSON object in a text that comes in pieces. ``depth``: of open brackets behind the last."""
+
+    def __init__(self) -> None:
+        self.depth, self._in_string, self._escaped = 0, False, False
+
+    def find(self, text: str) -> int:
+        """How much of the next piece belongs to the object."""
+        for i, letter in enumerate(text):
+            if self._in_string:
+                self._in_string = letter != '"' or self._escaped
+                self._escaped = letter == "\\" and not self._escaped
+            elif letter == '"':
+                self._in_string = True
+            elif letter in "{}[]":
+                self.depth += 1 if letter in "{[" else -1
+                if self.depth == 0:
+                    return i + 1
+        return len(text)
 
 
 def _parsed(call: str) -> tuple[str, str] | None:
@@ -220,11 +395,10 @@ def _parsed(call: str) -> tuple[str, str] | None:
         return None
 
 
-def _call(index: int, function: dict[str, str], **more: str) -> dict[str, Any]:
-    return {"tool_calls": [{"index": index, "function": function, **more}]}
-
-
-def _split_before(text: str, tag: str) -> tuple[str, str]:
-    """Splits a text before an end that may be the beginning of the tag."""
-    kept = next((n for n in range(len(tag) - 1, 0, -1) if text.endswith(tag[:n])), 0)
-    return text[: len(text) - kept], text[len(text) - kept :]
+def _call(index: int, name: str | None, arguments: str) -> dict[str, Any]:
+    """OpenAI's delta of a call; a name begins it."""
+    if name is None:
+        return {"tool_calls": [{"index": index, "function": {"arguments": arguments}}]}
+    function = {"name": name, "arguments": arguments}
+    call = {"index": index, "function": function, "id": f"call_{secrets.token_hex(12)}", "type": "function"}
+    return {"tool_calls": [call]}

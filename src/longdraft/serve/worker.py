@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 
 from longdraft.engine.session import Session
 from longdraft.engine.stats import Result
-from longdraft.errors import LongdraftError
+from longdraft.errors import LongdraftError, RequestError
 from longdraft.serve.telling import Telling
 from longdraft.serve.ticket import Change, Kind, Restarted, Ticket, Update
 
@@ -89,21 +89,26 @@ class Worker:
 
     # --- from any thread ---
 
-    def submit(self, ticket: Ticket) -> None:
-        """Queues a request.
+    def submit(self, *tickets: Ticket) -> None:
+        """Queues requests of one method, all or none.
 
         Raises:
-            QueueFull: no more may wait. Draining: :meth:`close` was called.
+            QueueFull: so many may not wait now. Draining: :meth:`close` was called. RequestError: so many never may.
         """
+        most = self._queue + self._slots
+        if len(tickets) > most:
+            raise RequestError(f"{len(tickets)} answers in one request: at most {most} are decoded and wait here.")
         with self._change:
             if self._draining:
                 raise Draining("The server is shutting down.")
             waiting = len(self._waiting) + len(self._arriving)
-            if waiting >= self._queue:
-                seconds = waiting / self._slots * sum(self._durations) / len(self._durations)
+            running = len(self._running.get(tickets[0].method, ()))
+            if waiting + running + len(tickets) > most:
+                seconds = (waiting + 1) / self._slots * sum(self._durations) / len(self._durations)
                 raise QueueFull(waiting, max(1.0, seconds))
-            self._arriving.add(ticket)
-            self._ask("submit", ticket)
+            for ticket in tickets:
+                self._arriving.add(ticket)
+                self._ask("submit", ticket)
 
     def cancel(self, ticket: Ticket) -> None:
         """Ends a request within a round. Does nothing if it has ended."""

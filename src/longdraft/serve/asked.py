@@ -1,0 +1,130 @@
+"""What a request asks for: its answers, to be decoded, and what builds them. Takes as long as its texts are."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from longdraft.model.chat import conversation, encode
+from longdraft.serve import schema, structured, tools
+from longdraft.serve.choice import Choice
+from longdraft.serve.errors import ApiError
+from longdraft.serve.filling import filling_ends, filling_prompt
+from longdraft.serve.openai import Answer, ChatAnswer, TextAnswer
+from longdraft.serve.service import Service
+from longdraft.serve.thinking import THINK, UNTHINK, Thinking
+
+# The prompt's last tokens, which may open the model's thoughts.
+_TAIL = 24
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Choices to be submitted, and the builder of each one's answer."""
+
+    choices: list[Choice]
+    answers: Sequence[Answer]
+
+
+def chat(service: Service, body: schema.Chat, tenant: str | None = None) -> Asked:
+    """Raises longdraft's errors and ApiError for what cannot be served."""
+    tokenizer = service.tokenizer
+    service.check_model(body.model)
+    choice = tools.checked_choice(body.tools, body.tool_choice)
+    offered = body.tools if choice != "none" else []
+    grammar = structured.grammar_for(body.response_format) if body.response_format else None
+    if offered and grammar is not None:
+        raise ApiError(400, "response_format and tools are not served together.", param="response_format")
+    prompt, thinking = chat_prompt(service, body, offered)
+    constraint: structured.Constraint | None = None
+    if offered:
+        constraint = tools.bound(tokenizer, offered, choice, body.parallel_tool_calls, len(prompt), thinking)
+    elif grammar is not None:
+        constraint = structured.Constraint(tokenizer, grammar, len(prompt))
+    bound = None if constraint is None else partial(copy.deepcopy, constraint)
+    log_probs = body.top_logprobs if body.logprobs else None
+    limit = body.max_completion_tokens or body.max_tokens
+    choices = service.choices(prompt, body, limit, tenant, log_probs, bound)
+    names = [tool["function"]["name"] for tool in offered]
+    return Asked(choices, [
+        ChatAnswer(
+            i, service.piece, body.logprobs, body.return_token_ids, tools.ToolParser(names) if offered else None,
+            Thinking(thinking) if body.reasoning_format != "none" else None, body.include_reasoning,
+        )
+        for i in range(body.n)
+    ])  # fmt: skip
+
+
+def chat_prompt(
+    service: Service, body: schema.Chat | schema.Tokenize, offered: Sequence[dict[str, Any]] = ()
+) -> tuple[list[int], bool]:
+    """Token ids of a chat, ready for the model's answer, and whether they end within its thoughts."""
+    messages, begun = [message.plain() for message in body.messages or ()], ""
+    wanted, last = body.continue_final_message, messages[-1]
+    mine = last["role"] == "assistant" and "tool_calls" not in last
+    if wanted and (body.add_generation_prompt or not mine):
+        message = "continue_final_message goes with a last message of the assistant's, without add_generation_prompt."
+        raise ApiError(400, message, param="continue_final_message")
+    if mine and wanted is not False and not body.add_generation_prompt:
+        begun = messages.pop()["content"]
+    messages, template = tools.with_tools(service.tokenizer, messages, offered)
+    prompt = conversation(service.tokenizer, messages, begun, **_template(service, body), **template)
+    tail = str(service.tokenizer.decode(prompt[-_TAIL:])).rstrip()
+    return prompt, tail.endswith(THINK) or begun.rfind(THINK) > begun.rfind(UNTHINK)
+
+
+def _template(service: Service, body: schema.Chat | schema.Tokenize) -> dict[str, Any]:
+    """Further arguments of the chat template."""
+    asked: dict[str, Any] = {} if service.settings.think else {"enable_thinking": False}
+    if body.reasoning_effort == "none":
+        asked["enable_thinking"] = False
+    elif body.reasoning_effort and "reasoning_effort" in str(service.tokenizer.chat_template):
+        asked["reasoning_effort"] = body.reasoning_effort
+    # What the method takes itself is the server's to say: another template among it.
+    taken = {*inspect.signature(service.tokenizer.apply_chat_template).parameters, "messages"} - {"documents", "kwargs"}
+    if wrong := sorted(taken & body.chat_template_kwargs.keys()):
+        raise ApiError(400, f"{wrong[0]} is not for chat_template_kwargs.", param=f"chat_template_kwargs.{wrong[0]}")
+    return asked | body.chat_template_kwargs
+
+
+def complete(service: Service, body: schema.Completion, tenant: str | None = None) -> Asked:
+    """Raises longdraft's errors and ApiError for what cannot be served."""
+    service.check_model(body.model)
+    prompts: Any = body.prompt
+    if not isinstance(prompts, list) or not prompts or isinstance(prompts[0], int):
+        prompts = [prompts]
+    if len(prompts) > 16:
+        raise ApiError(400, "At most 16 prompts a request here.", param="prompt")
+    choices: list[Choice] = []
+    for prompt in prompts:
+        ids = _completed(service, prompt, body.suffix)
+        ends = filling_ends(service.tokenizer) if body.suffix else ()
+        echo = None
+        if body.echo:
+            echo = prompt if isinstance(prompt, str) else str(service.tokenizer.decode(ids))
+        choices += service.choices(ids, body, body.max_tokens, tenant, body.logprobs, ends=ends, echo=echo)
+    scored = body.logprobs is not None
+    return Asked(choices, [TextAnswer(i, service.piece, scored, body.return_token_ids) for i in range(len(choices))])
+
+
+def _completed(service: Service, prompt: str | list[int], suffix: str) -> list[int]:
+    """Token ids of a prompt of ``/v1/completions``."""
+    if suffix and not isinstance(prompt, str):
+        raise ApiError(400, "suffix needs a prompt that is a text.", param="suffix")
+    if not isinstance(prompt, str):
+        return list(prompt)
+    return filling_prompt(service.tokenizer, prompt, suffix) if suffix else encode(service.tokenizer, prompt)
+
+
+def tokens_of(service: Service, body: schema.Tokenize) -> list[int]:
+    """The tokens of a text or a chat."""
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "Give a prompt, or messages.", param="prompt")
+    if body.messages is not None:
+        return chat_prompt(service, body)[0]
+    encoded = service.tokenizer(body.prompt, add_special_tokens=body.add_special_tokens, verbose=False)
+    return list(encoded["input_ids"])

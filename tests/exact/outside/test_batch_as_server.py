@@ -1,0 +1,76 @@
+"""A file of prompts takes what the server takes, and answers as the server does."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+
+import pytest
+
+pytest.importorskip("fastapi")
+pytest.importorskip("llguidance")
+
+from longdraft import Speculator
+from longdraft.batch.local import Local
+from longdraft.batch.output import Output
+from longdraft.batch.rows import Defaults, lines
+from longdraft.batch.run import run
+from tests.serve.bytes import byte_model, byte_tokenizer
+from tests.serve.conftest import Running, make_service
+
+MODEL, TOKENIZER = byte_model(), byte_tokenizer()
+ASKED = [{"role": "user", "content": "the whale and the ship, the whale and the ship"}]
+TOWN = {"type": "object", "properties": {"town": {"enum": ["Rome", "Oslo"]}}, "required": ["town"]}
+FORM = {"type": "json_schema", "json_schema": {"name": "t", "schema": TOWN}}
+TOOLS = [{"type": "function", "function": {"name": "go", "parameters": TOWN}}]
+BODIES = [
+    {"max_tokens": 60, "ignore_eos": True},
+    {"max_tokens": 100, "response_format": FORM, "seed": 4, "temperature": 1},
+    {"max_tokens": 100, "tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False},
+    {"max_tokens": 6, "logprobs": True, "top_logprobs": 2},
+    {"max_tokens": 6, "n": 2, "temperature": 1, "seed": 9},
+    {"max_tokens": 6, "tools": TOOLS, "logit_bias": {"70": 5}, "presence_penalty": 1},
+    {"max_tokens": 6, "prediction": {"content": "the whale"}, "stop": ["zz"], "min_tokens": 2},
+]
+
+
+def answered(rows, folder):
+    (folder / "in").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    spec = Speculator("prompt-lookup", MODEL, TOKENIZER, plan="fixed")
+    with Output(folder / "out", {"input": "a"}) as file:
+        decoder = Local(spec, Defaults(model="tiny"), slots=2)
+        figures = []
+        decoder.drive(lambda: figures.append(run(lines(folder / "in", file.rows), file, decoder)))
+    return [json.loads(line) for line in (folder / "out").read_text().splitlines()], figures[0]
+
+
+def choices(body):
+    """A body's choices without the random names of calls."""
+    for choice in body["choices"]:
+        for call in choice["message"].get("tool_calls", ()):
+            call.pop("id")
+    return body["choices"]
+
+
+def test_rows_of_openais_files_are_answered_as_the_server_answers_them(tmp_path):
+    bodies = [{"messages": ASKED, "temperature": 0} | body for body in BODIES]
+    rows, figures = answered([{"custom_id": str(i), "body": body} for i, body in enumerate(bodies)], tmp_path)
+    assert figures.mean_accepted_length > 1  # something was drafted and accepted
+    with contextlib.closing(Running(make_service(MODEL, TOKENIZER, context=1200))) as running:
+        for body, row in zip(bodies, rows, strict=True):
+            status, answer = running.http("/v1/chat/completions", body)
+            assert status == row["response"]["status_code"] == 200 and row["error"] is None
+            assert choices(row["response"]["body"]) == choices(json.loads(answer))
+
+
+def test_own_rows_have_schemas_tools_and_log_probabilities(tmp_path):
+    rows = [{"messages": ASKED, "id": i, **body} for i, body in enumerate(BODIES)]
+    bad = [{"prompt": "a", "tools": [{"type": "function"}]}, {"prompt": "a", "response_format": {"type": "xml"}},
+           {"prompt": "a", "stream": True}, {"prompt": "a", "max_token": 1}]  # fmt: skip
+    found, _ = answered(rows + bad, tmp_path)
+    assert [row.get("id") for row in found] == [*range(len(BODIES)), *[None] * len(bad)]
+    assert json.loads(found[1]["text"])["town"] in ("Rome", "Oslo") and found[1]["finish_reason"] == "eos"
+    (call,) = found[2]["tool_calls"]
+    assert json.loads(call["function"]["arguments"])["town"] in ("Rome", "Oslo") and not found[2]["text"]
+    assert len(found[3]["logprobs"]["content"]) == 6 and len(found[4]["texts"]) == 2
+    assert all(row["error"] for row in found[-len(bad) :])

@@ -1,0 +1,113 @@
+"""Connections that never become requests: they end, and they keep nobody out; and the log stays small."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import signal
+import socket
+import time
+
+import pytest
+
+pytest.importorskip("fastapi")
+
+from longdraft.serve import connections
+from tests import elsewhere
+from tests.cli.conftest import model_folder
+from tests.serve.conftest import Running, make_service
+from tests.serve.over_http import http
+
+__all__ = ["model_folder"]  # a fixture
+
+HALF = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-le"
+
+
+def connected(port: int, sent: bytes = b"") -> socket.socket:
+    one = socket.create_connection(("127.0.0.1", port), timeout=10)
+    one.sendall(sent)
+    return one
+
+
+def closed(one: socket.socket) -> bool:
+    with one:
+        try:
+            while one.recv(1000):
+                pass
+            return True
+        except ConnectionError:
+            return True
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", HALF, b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n" + HALF], ids=["no", "half", "2nd"]
+)
+def test_headers_have_a_limit_of_time(sent):
+    with contextlib.closing(Running(make_service(body_seconds=0.3))) as running:
+        one = connected(running.server.port, sent)
+        began = time.monotonic()
+        if sent.startswith(b"GET"):
+            assert b" 200 " in one.recv(5000)
+        while time.monotonic() < began + 0.2:  # a letter now and then helps nobody
+            with contextlib.suppress(OSError):
+                one.send(b"x" if sent else b"")
+            time.sleep(0.05)
+        assert closed(one) and time.monotonic() - began < 5
+        assert running.http("/health")[0] == 200
+
+
+def test_connections_that_ask_nothing_keep_nobody_out(monkeypatch):
+    monkeypatch.setattr(connections, "most", lambda: 8)
+    with contextlib.closing(Running(make_service(body_seconds=20))) as running, contextlib.ExitStack() as stack:
+        ones = [stack.enter_context(connected(running.server.port, HALF)) for _ in range(40)]
+        for _ in range(3):
+            assert running.http("/health")[0] == 200
+        assert len(running.server.server_state.connections) <= 8 and closed(ones[0])
+
+
+def test_a_flood_of_nonsense_leaves_a_short_log(caplog):
+    with contextlib.closing(Running(make_service())) as running:
+        with caplog.at_level(logging.WARNING, "uvicorn.error"):
+            for _ in range(300):
+                with connected(running.server.port, b"nonsense\r\n\r\n") as one:
+                    assert b" 400 " in one.recv(200)
+        assert len([r for r in caplog.records if r.name == "uvicorn.error"]) <= 100
+        assert running.http("/health")[0] == 200
+
+
+def _serve(words):
+    import resource
+
+    from longdraft.cli.main import main
+
+    resource.setrlimit(resource.RLIMIT_NOFILE, (400, 400))
+    os.environ["COLUMNS"] = "200"
+    raise SystemExit(main(["serve", *words]))
+
+
+@pytest.mark.slow
+def test_more_connections_than_files_end_nothing(model_folder, tmp_path):
+    pytest.importorskip("resource")
+    said, address = tmp_path / "said", None
+    run = elsewhere.start(
+        said, _serve, ["--model", str(model_folder), "--port", "0", "--plan", "fixed", "--slots", "1"]
+    )
+    try:
+        while not address:
+            assert run.is_alive(), said.read_text()
+            time.sleep(0.02)
+            address = said.exists() and re.search(r"(http://127\.0\.0\.1:(\d+))/v1", said.read_text())
+        with contextlib.ExitStack() as stack:
+            for _ in range(600):
+                stack.enter_context(connected(int(address[2]), HALF))
+            body = {"messages": [{"role": "user", "content": "who?"}], "max_tokens": 5}
+            status, answer = http(f"{address[1]}/v1/chat/completions", body)
+            assert status == 200 and json.loads(answer)["usage"]["completion_tokens"] <= 5
+        assert len(said.read_bytes()) < 100_000
+        os.kill(run.pid, signal.SIGTERM)
+        assert elsewhere.ended(run, 30) == 0
+    finally:
+        run.kill()

@@ -1,0 +1,308 @@
+"""What ordinary clients send is served, and what cannot be is refused by name: limits, responses, thoughts, errors."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+import urllib.error
+import urllib.request
+
+import pytest
+
+pytest.importorskip("fastapi")
+pytest.importorskip("openai")
+
+from longdraft import Speculator
+from longdraft.serve.service import Service
+from tests.exact.outside.test_tools_auto import IN_ROME, TAGGED, TOOLS, LedService
+from tests.serve.bytes import byte_model, byte_tokenizer
+from tests.serve.conftest import Running, make_service
+
+THINKS = (
+    "{% for m in messages %}<{{ m['role'] }}>{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>"
+    "{% endif %}{{ m['content'] }}<eos>{% endfor %}{% if reasoning_effort %}({{ reasoning_effort }}){% endif %}"
+    "{% if add_generation_prompt %}<assistant>{% if enable_thinking is defined and not enable_thinking %}"
+    "<think>\n\n</think>\n\n{% endif %}{% if opened %}<think>\n{% endif %}{% endif %}"
+)
+MODEL, TOKENIZER = byte_model(), byte_tokenizer(THINKS)
+ASKED = [{"role": "user", "content": "?"}]
+CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
+
+
+def led(**settings) -> Service:
+    """A service whose model says what a request's ``user`` field says."""
+    service = make_service(MODEL, TOKENIZER, **{"slots": 2, "context": 1200} | settings)
+    service.__class__ = LedService
+    return service
+
+
+@pytest.fixture(scope="module")
+def server():
+    with contextlib.closing(Running(led())) as running:
+        yield running
+
+
+def ask(server, path=CHAT, **fields):
+    usual = {"temperature": 0} | ({"messages": ASKED} if path == CHAT else {})
+    status, answer = server.http(path, usual | fields)
+    return status, json.loads(answer)
+
+
+def prompt(server, **fields):
+    """The prompt of a chat, as text."""
+    status, answer = ask(server, "/tokenize", **{"messages": ASKED} | fields, temperature=None)
+    assert status == 200, answer
+    return TOKENIZER.decode(answer["tokens"])
+
+
+# --- limits ---
+
+
+@pytest.mark.parametrize("limit", [{}, {"max_tokens": -1}, {"max_tokens": 10**6}, {"max_completion_tokens": 32000}])
+def test_an_answer_has_the_room_that_is_left(server, limit):
+    status, answer = ask(server, ignore_eos=True, **limit)
+    assert status == 200 and answer["usage"]["total_tokens"] == 1200
+    assert answer["choices"][0]["finish_reason"] == "length"
+
+
+def test_a_servers_own_limit_is_a_bound_and_no_refusal():
+    with contextlib.closing(Running(led(max_tokens=7))) as server:
+        for limit in ({}, {"max_tokens": 500}, {"max_tokens": 3}):
+            expected = min(7, limit.get("max_tokens", 7))
+            assert ask(server, ignore_eos=True, **limit)[1]["usage"]["completion_tokens"] == expected
+            found = ask(server, RESPONSES, input="?", max_output_tokens=limit.get("max_tokens"), user="a" * 60)[1]
+            assert found["usage"]["output_tokens"] == expected and found["status"] == "incomplete"
+
+
+# --- responses ---
+
+FLAT = [{"type": "function", **tool["function"]} for tool in TOOLS]
+
+
+def test_a_response_is_read_back_with_its_calls_and_thoughts(server):
+    client, turns = server.client(), [{"role": "user", "content": "?"}]
+    create = client.responses.create
+    first = create(model="tiny", input=turns, tools=FLAT, user=f"<think>\nhm\n</think>\n\nWait.{TAGGED}", temperature=0)
+    assert [item.type for item in first.output] == ["reasoning", "message", "function_call"]
+    call = first.output[2]
+    assert first.output_text == "Wait." and json.loads(call.arguments) == {"place": "Rome"} and call.name == "weather"
+    assert first.usage.output_tokens_details.reasoning_tokens > 0
+    turns += [*first.output, {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}]
+    second = create(model="tiny", input=turns, tools=FLAT, user="It rains.", temperature=0)
+    assert second.output_text == "It rains." and second.status == "completed"
+    events = list(create(model="tiny", input=turns, tools=FLAT, user=f"Well.{TAGGED}", temperature=0, stream=True))
+    assert [e.sequence_number for e in events] == list(range(len(events)))
+    told = "".join(e.delta for e in events if e.type == "response.function_call_arguments.delta")
+    assert told == events[-1].response.output[1].arguments == '{"place": "Rome"}'
+    assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == "Well."
+    done = [e.item.type for e in events if e.type == "response.output_item.done"]
+    assert done == ["message", "function_call"] and events[-1].type == "response.completed"
+
+
+def test_a_response_has_tools_and_formats_as_a_chat_has_them(server):
+    found = ask(server, RESPONSES, input="?", tools=[], user="no tool")[1]
+    assert found["output"][0]["content"][0]["text"] == "no tool"
+    named = {"type": "function", "name": "weather"}
+    found = ask(server, RESPONSES, input="?", tools=FLAT, tool_choice=named, user=IN_ROME)[1]
+    assert found["output"][0]["name"] == "weather"
+    form = {"type": "json_schema", "name": "n", "schema": {"type": "object", "properties": {"a": {"enum": [3]}},
+                                                           "required": ["a"]}}  # fmt: skip
+    found = ask(server, RESPONSES, input="?", text={"format": form})[1]
+    assert json.loads(found["output"][0]["content"][0]["text"]) == {"a": 3}
+    status, refused = ask(server, RESPONSES, input="?", previous_response_id="resp_1")
+    assert status == 400 and refused["error"]["param"] == "previous_response_id"
+
+
+# --- prefill and thoughts ---
+
+
+def test_a_last_message_of_the_assistants_is_continued(server):
+    begun = [*ASKED, {"role": "assistant", "content": "The sea "}]
+    assert prompt(server, messages=begun) == "<user>?<eos><assistant>The sea "
+    assert prompt(server, messages=begun, continue_final_message=True).endswith("<assistant>The sea ")
+    assert prompt(server, messages=begun, add_generation_prompt=True).endswith("The sea <eos><assistant>")
+    assert prompt(server, messages=begun, continue_final_message=False).endswith("The sea <eos><assistant>")
+    expected = Speculator("ar", MODEL, TOKENIZER, plan="fixed").generate(
+        TOKENIZER("<user>?<eos><assistant>The sea ", add_special_tokens=False)["input_ids"], max_new_tokens=9
+    )
+    assert ask(server, messages=begun, max_tokens=9)[1]["choices"][0]["message"]["content"] == expected[0].text
+    for wrong in ({"messages": ASKED}, {"messages": begun, "add_generation_prompt": True}):
+        status, refused = ask(server, continue_final_message=True, **wrong)
+        assert status == 400 and refused["error"]["param"] == "continue_final_message"
+
+
+def test_templates_are_told_what_to_do_about_thoughts(server):
+    off = "<assistant><think>\n\n</think>\n\n"
+    assert prompt(server, chat_template_kwargs={"enable_thinking": False}).endswith(off)
+    assert prompt(server, reasoning_effort="none").endswith(off)
+    assert "(low)" in prompt(server, reasoning_effort="low")
+    said = [*ASKED, {"role": "assistant", "content": "a", "reasoning_content": "hm"}, *ASKED]
+    assert "<think>hm</think>a" in prompt(server, messages=said)
+    with contextlib.closing(Running(led(think=False))) as quiet:
+        assert prompt(quiet).endswith(off)
+        assert prompt(quiet, chat_template_kwargs={"enable_thinking": True}).endswith("<assistant>")
+    for taken in ("chat_template", "tools", "tokenize", "return_dict"):
+        status, refused = ask(server, chat_template_kwargs={taken: "x"})
+        assert status == 400 and refused["error"]["param"] == f"chat_template_kwargs.{taken}"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_thought_is_apart_from_what_is_said(server, stream):
+    def parts(text, **fields):
+        body = {"messages": ASKED, "temperature": 0, "user": text, "stream": stream, "max_tokens": 200} | fields
+        answer = server.http(CHAT, body)[1].decode()
+        lines = [line[6:] for line in answer.splitlines() if line.startswith("data: {")] if stream else [answer]
+        found = [c["delta"] if stream else c["message"] for x in lines for c in json.loads(x)["choices"]]
+        return tuple("".join(d.get(key) or "" for d in found) for key in ("reasoning_content", "content"))
+
+    text = "<think>\nOne\n\ntwo < three\n</think>\n\n<b>Said.</b>\n"
+    assert parts(text) == ("One\n\ntwo < three", "<b>Said.</b>\n")
+    assert parts(text, reasoning_format="none") == ("", text)
+    assert parts(text, include_reasoning=False) == ("", "<b>Said.</b>\n")
+    assert parts("hm</think>So.", chat_template_kwargs={"opened": True}) == ("hm", "So.")
+    assert parts("<thin> is thin, <think> too") == ("", "<thin> is thin, <think> too")
+    assert parts("<think>on and on</thi", max_tokens=18) == ("on and on</", "")
+    # What it thinks of a call is none.
+    assert parts(f"<think>{TAGGED}?</think>no", tools=TOOLS) == (f"{TAGGED}?", "no")
+
+
+# --- one request does not stop the others ---
+
+
+def test_others_are_answered_while_a_request_is_prepared():
+    with contextlib.closing(Running(led(context=4000))) as server:
+        words = "the whale and the ship " * 12000
+        many = {"anyOf": [{"type": "object", "properties": {f"k{i}": {"type": "string"}}} for i in range(3000)]}
+        large = [
+            (CHAT, {"messages": ASKED, "prediction": {"content": words}, "max_tokens": 9, "temperature": 0}),
+            ("/tokenize", {"prompt": words * 8}),
+            (CHAT, {"messages": ASKED, "response_format": {"type": "json_object", "schema": many}, "max_tokens": 9}),
+            (CHAT, {"messages": [{"role": "user", "content": words}]}),
+        ]
+        statuses, longest = [], 0.0
+        threads = [threading.Thread(target=lambda p=p, b=b: statuses.append(server.http(p, b)[0])) for p, b in large]
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            begun = time.monotonic()
+            assert server.http("/health")[0] == 200
+            longest = max(longest, time.monotonic() - begun)
+        assert sorted(statuses) == [200, 200, 400, 400] and longest < 2  # the schema is too much for a grammar
+
+
+def test_preparing_a_request_has_a_limit_of_time():
+    with contextlib.closing(Running(led(preparing=0.05))) as server:
+        assert ask(server, "/tokenize", prompt="the whale " * 200000, temperature=None)[0] == 504
+        assert server.http("/health")[0] == 200
+
+
+def test_a_stream_says_that_it_lives_while_nothing_comes():
+    with contextlib.closing(Running(led(keep_alive=0.0005, slots=1))) as server:
+        usual, text = {"stream": True, "method": "ar", "seed": 1}, "a" * 900
+        chat = usual | {"messages": [{"role": "user", "content": text}], "max_tokens": 30}
+        for path, body in ((CHAT, chat), (RESPONSES, usual | {"input": text, "max_output_tokens": 30})):
+            lines = server.http(path, body)[1].decode().splitlines()
+            comments = [line for line in lines if line.startswith(":")]
+            assert comments and " of " in comments[0] and lines[-2].startswith("data: ")
+
+
+def test_a_page_is_told_of_a_prompt_before_it_is_read(server):
+    body = {"messages": ASKED, "stream": True, "stream_options": {"include_trace": True}, "max_tokens": 2}
+    first = json.loads(server.http(CHAT, body)[1].decode().splitlines()[0][6:])
+    assert first["trace"] == {"phase": "prefill", "read": 0, "of": len(TOKENIZER(prompt(server))["input_ids"])}
+
+
+# --- mistakes ---
+
+DEEP = json.loads("[" * 300 + "]" * 300)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (CHAT, {"tools": TOOLS, "tool_choice": {"function": None}}),
+        (CHAT, {"tools": TOOLS, "tool_choice": {"function": {"name": None}}}),
+        (CHAT, {"tools": [{"type": "function", "function": None}]}),
+        (CHAT, {"tools": [{"type": "function", "function": {"name": 3}}]}),
+        (CHAT, {"tools": [{"type": "function", "function": {"name": "a", "parameters": 3}}]}),
+        (CHAT, {"tools": TOOLS, "response_format": {"type": "json_object"}}),
+        (CHAT, {"response_format": {"type": None}}),
+        (CHAT, {"response_format": {"type": "json_schema", "json_schema": None}}),
+        (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}),
+        (CHAT, {"stop": "\ud800"}),
+        (CHAT, {"model": "\ud800"}),
+        (CHAT, {"metadata": {"a": DEEP}}),
+        (CHAT, {"chat_template_kwargs": {"enable_thinking": DEEP}}),
+        (CHAT, {"tools": [{"type": "function", "function": {"name": "a", "parameters": {"enum": DEEP}}}]}),
+        (CHAT, {"temperature": float("nan")}),
+        (RESPONSES, {"input": []}),
+        (RESPONSES, {"input": [{"type": "reasoning"}, {"type": "message"}]}),
+        (RESPONSES, {"input": [{"type": "function_call"}]}),
+        (RESPONSES, {"input": "?", "tools": [{"type": "web_search"}]}),
+        (RESPONSES, {"input": "?", "tools": TOOLS}),
+        (RESPONSES, {"input": "?", "tools": FLAT, "tool_choice": {"type": "web_search"}}),
+        (RESPONSES, {"input": "?", "text": {"format": {"type": "xml"}}}),
+        (RESPONSES, {"input": "?", "metadata": {"a": DEEP}}),
+        ("/v1/completions", {"prompt": []}),
+        ("/v1/completions", {"prompt": [[]]}),
+        ("/v1/completions", {"prompt": [10**9]}),
+        ("/v1/completions", {"prompt": ["a"] * 16, "n": 5}),
+        ("/tokenize", {"messages": [], "temperature": None}),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_a_clients_mistake_is_a_400_and_the_next_request_is_served(server, path, fields):
+    status, answer = ask(server, path, **fields)
+    assert status == 400 and answer["error"]["type"] == "invalid_request_error" and answer["error"]["message"]
+    assert server.http("/health")[0] == 200
+
+
+@pytest.mark.parametrize("levels", [90, 400, 700, 950, 5000, 200_000])
+def test_a_deep_body_is_refused_whole(server, levels):
+    body = b'{"messages": [{"role": "user", "content": "?"}], "max_tokens": 1, "metadata": {"a": '
+    body += b"[" * levels + b"]" * levels + b"}}"
+    assert server.http(CHAT, body)[0] == (200 if levels < 96 else 400)
+
+
+@pytest.mark.parametrize("body", [b"\xff\xfe", b'"text"', b"[]", b"3", b'{"temperature": 1e999}', b""])
+def test_a_body_that_is_no_object_is_a_400(server, body):
+    assert server.http(CHAT, body)[0] == 400
+
+
+def test_empty_or_odd_forms_that_mean_nothing_are_served(server):
+    assert ask(server, RESPONSES, input="?", text={"format": None}, user="yes")[0] == 200
+    assert ask(server, tools=[], tool_choice="none", user="yes")[0] == 200
+    assert ask(server, tools=None, response_format=None, stop=None, user="yes")[0] == 200
+
+
+def test_a_split_characters_log_probabilities_have_its_bytes(server):
+    body = {"user": "aé→", "logprobs": True, "top_logprobs": 2, "max_tokens": 40}
+    found = ask(server, **body)[1]["choices"][0]["logprobs"]["content"]
+    assert bytes(byte for token in found for byte in token["bytes"]).startswith("aé→".encode())
+    text = {"prompt": "?", "logprobs": 20, "temperature": 0, "max_tokens": 3}
+    (choice,) = json.loads(server.http("/v1/completions", text)[1])["choices"]
+    assert all(len(best) == 20 for best in choice["logprobs"]["top_logprobs"])  # no two have one name
+
+
+def test_paths_and_headers_that_are_nearly_right_say_what_is(server):
+    assert json.loads(server.http("/v1/models/")[1])["object"] == "list"
+    for path in ("/health", "/v1/models", "/"):
+        with urllib.request.urlopen(urllib.request.Request(server.url + path, method="HEAD")) as answer:
+            assert answer.status == 200 and not answer.read()
+    status, answer = server.http("/v1/embeddings", {"input": "a"})
+    assert status == 404 and "/v1/chat/completions" in json.loads(answer)["error"]["message"]
+    request = urllib.request.Request(server.url + CHAT, b"{}", {"content-type": "application/x-www-form-urlencoded"})
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(request)
+    assert refused.value.code == 415 and "Content-Type" in json.loads(refused.value.read())["error"]["message"]
+
+
+def test_a_busy_server_says_later_and_never_says_later_for_ever():
+    with contextlib.closing(Running(led(slots=1, queue=2))) as server:
+        assert ask(server, n=3, max_tokens=2)[0] == 200
+        assert ask(server, n=4, max_tokens=2)[0] == 400
+        with server.chat(ASKED, stream=True, max_tokens=900, extra_body={"ignore_eos": True}) as stream:
+            next(iter(stream))
+            assert ask(server, n=3, max_tokens=2)[0] == 429
