@@ -5,23 +5,22 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from longdraft.batch import rows
-from longdraft.batch.local import Local
+import longdraft
 from longdraft.batch.output import Output
-from longdraft.batch.rows import Defaults
-from longdraft.batch.run import Decoder, Figures, run
 from longdraft.cli import console, method_options, options
 from longdraft.cli.cancel import Cancel
 from longdraft.cli.progress import Bar
-from longdraft.engine.request import stops_of
-from longdraft.engine.session import batch_for
 from longdraft.errors import CheckpointError
-from longdraft.model.checkpoints import Progress
-from longdraft.speculator import Speculator
+
+if TYPE_CHECKING:
+    from longdraft.batch.local import Local
+    from longdraft.batch.rows import Defaults
+    from longdraft.batch.run import Decoder, Figures
+    from longdraft.model.checkpoints import Progress
 
 _BAD_ROWS = 1
 
@@ -44,9 +43,12 @@ class EngineOptions:
     context: int
 
     def engine(self, progress: Progress) -> Local:
+        from longdraft.batch.local import Local
+        from longdraft.engine.session import batch_for
+
         loaded = self.loading.load(progress)
         with options.settings_checked():
-            spec = Speculator(self.method, loaded.model, loaded.tokenizer, **self.arguments)
+            spec = longdraft.Speculator(self.method, loaded.model, loaded.tokenizer, **self.arguments)
         return Local(spec, self.defaults, self.slots or batch_for(spec.runner().device.type), self.context)
 
     def engine_in_actor(self) -> Local:
@@ -87,6 +89,10 @@ def batch(
     composed: options.Load = None,
 ) -> None:
     """Answer a file of prompts. A run that was ended continues where it was; rows without an answer say why."""
+    from longdraft.batch import rows
+    from longdraft.batch.rows import Defaults
+    from longdraft.engine.request import stops_of
+
     with options.settings_checked():
         sampling = choosing.sampling()
         arguments: dict[str, Any] = {
@@ -96,7 +102,7 @@ def batch(
             "deterministic": deterministic,
         }
         method_arguments = method_options.method_options(method, option or []) | drafting.options()
-        arguments |= Speculator(method, **arguments, **method_arguments).options
+        arguments |= longdraft.Speculator(method, **arguments, **method_arguments).options
         name = Path(loading.model or "SmolLM2-135M-Instruct").name
         defaults = Defaults(max_tokens, sampling, seed, stops_of(stop or ()), raw, name)
     if source.resolve() == answers.resolve():
@@ -143,6 +149,9 @@ def _pool(made: EngineOptions, count: int, status: console.Status) -> Decoder:
 
 def _run(source: Path, file: Output, total: int, decoder: Decoder) -> tuple[Figures, float, Cancel]:
     """Answers the remaining rows, with a progress bar, until Ctrl-C or SIGTERM."""
+    from longdraft.batch import rows
+    from longdraft.batch.run import Figures, run
+
     figures, started, first = Figures(), time.monotonic(), file.rows
     with Bar("rows", total) as bar, Cancel(terminate=True) as cancel:
 

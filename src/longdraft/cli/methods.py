@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.text import Text
 
 from longdraft.bench.tables import table
 from longdraft.cli import console, options
-from longdraft.methods import METHODS, Method, method_named
-from longdraft.methods import methods as described
+
+if TYPE_CHECKING:
+    from longdraft.methods import Method
 
 
 def methods(
@@ -23,6 +24,9 @@ def methods(
     output: options.Output,
 ) -> None:
     """List the methods, or the options of one. An exact one writes what the model alone would; it is only faster."""
+    from longdraft.methods import METHODS, method_named
+    from longdraft.methods import methods as described
+
     if name is not None:
         method = method_named(name)
         _show_options(method)

@@ -9,16 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+import longdraft
 from longdraft.cli import console, method_options, options, processes
 from longdraft.errors import CapabilityError, MemoryBudgetError, RequestError
 from longdraft.memory import sizes
-from longdraft.memory.prompt_cache import PromptCache
-from longdraft.methods import method_named
-from longdraft.model.checkpoints import Progress
-from longdraft.model.runner import TargetRunner
-from longdraft.speculator import Speculator
 
 if TYPE_CHECKING:
+    from longdraft.model.checkpoints import Progress
+    from longdraft.model.runner import TargetRunner
     from longdraft.serve.service import Service
     from longdraft.serve.settings import Settings
 
@@ -47,7 +45,7 @@ class ServiceOptions:
     def check(self) -> None:
         """Raises Speculator's errors of wrong options, before a model is loaded."""
         for i, method in enumerate(self.methods or (None,)):
-            Speculator(method, **self.arguments, **({} if i else self.first_arguments))
+            longdraft.Speculator(method, **self.arguments, **({} if i else self.first_arguments))
 
     def as_replica(self, replicas: int, threads: int) -> ServiceOptions:
         """The options of each replica. They share this machine, unless Ray runs on a cluster."""
@@ -68,13 +66,14 @@ class ServiceOptions:
         Raises:
             RequestError, MemoryBudgetError: the context is longer than the model's, or than fits the memory.
         """
+        from longdraft.methods import method_named
         from longdraft.serve.prefixes import DiskPrefixes
         from longdraft.serve.service import Service
         from longdraft.serve.telling import Telling, Wire
 
         loaded, settings = self.loading.load(progress), self.settings
 
-        def speculator(method: str | None) -> Speculator:
+        def speculator(method: str | None) -> longdraft.Speculator:
             arguments = dict(self.arguments)
             if method is None or method in self.methods[:1]:
                 arguments |= self.first_arguments
@@ -82,7 +81,7 @@ class ServiceOptions:
                 arguments |= {"earlier": settings.earlier}
                 if method not in (None, "suffix", "prompt-lookup"):
                     arguments["lookup"] = True
-            return Speculator(method, loaded.model, loaded.tokenizer, **arguments)
+            return longdraft.Speculator(method, loaded.model, loaded.tokenizer, **arguments)
 
         first = speculator(self.methods[0] if self.methods else None)
         first.planner(progress)
@@ -94,13 +93,13 @@ class ServiceOptions:
             context=self._context(first.runner(), len(methods)),
         )
 
-        def cache(spec: Speculator) -> PromptCache:
+        def cache(spec: longdraft.Speculator) -> longdraft.PromptCache:
             layers = spec.feature_layers()
             if spec is not first:
-                return PromptCache(layers)
+                return longdraft.PromptCache(layers)
             tree = self._tree_bytes(spec.runner())
             if settings.snapshots is None:
-                return PromptCache(layers, tree)
+                return longdraft.PromptCache(layers, tree)
             return DiskPrefixes(
                 settings.snapshots, spec.runner().fingerprint, settings.snapshot_bytes,
                 feature_layers=layers, tree_bytes=tree,
