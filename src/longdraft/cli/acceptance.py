@@ -121,7 +121,6 @@ def settings_of(
     Raises:
         SettingError: no method of ours, or an option that none of them has.
     """
-    from longdraft.bench.acceptance import by_default
     from longdraft.bench.peers import PEERS
     from longdraft.bench.settings import Settings
     from longdraft.methods import method_of

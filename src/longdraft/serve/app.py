@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
-from importlib.resources import files
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -22,6 +21,7 @@ from longdraft.serve.errors import ApiError, api_error
 from longdraft.serve.filling import filling_ends, filling_prompt
 from longdraft.serve.guards import Guards
 from longdraft.serve.openai import DONE, Answer, ChatAnswer, Head, TextAnswer, event, response_object
+from longdraft.serve.page import page
 from longdraft.serve.service import Service
 
 
@@ -316,4 +316,4 @@ class Endpoints:
         return JSONResponse({"version": __version__})
 
     async def page(self) -> Response:
-        return HTMLResponse(files("longdraft.serve").joinpath("page.html").read_text(encoding="utf-8"))
+        return HTMLResponse(page())

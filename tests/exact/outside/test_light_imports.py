@@ -23,12 +23,13 @@ def run(code: str) -> tuple[str, list[str]]:
 
 def command(*lines: str) -> tuple[list[int], list[str]]:
     """Exit codes of command lines, and the heavy packages that they have loaded together."""
-    code = (
-        "import io\nfrom contextlib import redirect_stderr, redirect_stdout\nfrom longdraft.cli.main import main\n"
-        f"with redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO()):\n    codes = [main(line.split()) for line in "
-        f"{lines!r}]\n"
-        "print(*codes)"
-    )
+    code = f"""
+import io
+from contextlib import redirect_stderr, redirect_stdout
+from longdraft.cli.main import main
+with redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO()):
+    codes = [main(line.split()) for line in {lines!r}]
+print(*codes)"""
     printed, heavy = run(code)
     return [*map(int, printed.split())], heavy
 
