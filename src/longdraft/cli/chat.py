@@ -20,6 +20,7 @@ from longdraft.cli.cancel import Cancel
 from longdraft.cli.display import PrefillBar, TextOutput
 from longdraft.errors import ContextError, LongdraftError, RequestError
 from longdraft.model.chat import conversation
+from longdraft.model.embedded import EMBEDDED_ID
 
 
 def chat(
@@ -66,7 +67,8 @@ def chat(
             spec = decoder(method, own)
             spec.planner(status)
     talk = Chat(loaded, spec, decoder, settings, wording, documents)
-    console.note(f"{spec.method.name}; /help lists the commands, Ctrl-D ends.")
+    name = Path(loading.model or EMBEDDED_ID).name
+    console.note(f"{name}, decoded with {spec.method.name}. /help lists the commands, exit or Ctrl-D ends.")
     talk.run()
 
 
@@ -118,12 +120,20 @@ class Chat:
         if terminal:
             with contextlib.suppress(ImportError):
                 import readline  # noqa: F401  (arrow keys and history in input())
+        leaving = False  # the last thing was Ctrl-C
         while True:
             try:
                 line = input("> " if terminal else "").strip()
-            except (EOFError, KeyboardInterrupt):
+            except (EOFError, KeyboardInterrupt) as end:
                 if terminal:
                     console.line("")
+                if leaving or not terminal or isinstance(end, EOFError):
+                    return
+                leaving = True
+                console.note("Ctrl-C once more ends; so do exit and Ctrl-D.")
+                continue
+            leaving = False
+            if line in ("exit", "quit"):
                 return
             try:
                 if line.startswith("/"):

@@ -179,7 +179,9 @@ def _show(found: dict[str, Any], out: Console) -> None:
         row("GPU", f"{gpu['name']}, {memory}")
     if not hardware["gpus"]:
         row("GPU", "none that torch can use")
-    row("versions", ", ".join(f"{name} {version or 'none'}" for name, version in found["versions"].items()))
+    idle = () if hardware["gpus"] else ("hybrid", "flash", "flash-attn", "triton")  # nothing to do about them here
+    versions = [f"{name} {version or 'none'}" for name, version in found["versions"].items() if name not in idle]
+    row("versions", ", ".join(versions))
     row("kernels", found["kernels"]["line"], "yellow" if found["kernels"]["cost"] else "")
     model, attention = found["model"], found["attention"]
     if attention is not None:
@@ -188,7 +190,8 @@ def _show(found: dict[str, Any], out: Console) -> None:
             took = "does not work on this machine" if seconds is None else f"{1e6 * seconds:.0f} microseconds a layer"
             row("", f"{name}: {took}", "dim")
         for name, why in attention["unavailable"].items():
-            row("", f"{name} cannot run: {why}", "dim")
+            if name not in idle:
+                row("", f"{name} cannot run: {why}", "dim")
         if hardware["gpus"]:
             why = attention["no_graphs"]
             row("CUDA graphs", "of verifications, a graph a tree size" if why is None else f"none: {why}")

@@ -50,9 +50,12 @@ def methods(
 
 
 def _show_options(method: Method) -> None:
-    found = table(["-o name=value", "takes", "default"])
-    found.add_column("what it is")
+    found = table(["-o name=value"])
+    found.add_column("what it is, what it takes, and its default")
     for option in method.options.values():
-        found.add_row(*(Text(part) for part in (option.name, option.range, option.default_in_words, option.help)))
+        takes = "; ".join(
+            filter(None, (option.range, option.default_in_words and f"default {option.default_in_words}"))
+        )
+        found.add_row(Text(option.name), Text.assemble(option.help or "as the drafter takes it", "\n", (takes, "dim")))
     console.line(f"{method.name}: {method.summary}")
     console.show(console.stdout(), found)
