@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -193,6 +194,19 @@ def serve(
         Path | None,
         typer.Option(help="API keys, one a line, with a name before it if you like.", show_default="none asked for"),
     ] = None,
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A further name that clients may call the server by, or * for all; repeatable.",
+            show_default="localhost and --host",
+        ),
+    ] = None,
+    allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Let pages of this origin ask, such as http://localhost:3000; repeatable.", show_default="none"
+        ),
+    ] = None,
     earlier: Annotated[
         int, typer.Option(min=0, help="Lookups also search this many tokens of the same key's earlier requests.")
     ] = 0,
@@ -223,7 +237,7 @@ def serve(
     """Serve the model over HTTP, as OpenAI's API: chat, completions, responses, and a page to try it."""
     try:
         from longdraft.serve.run import Server, follow
-        from longdraft.serve.settings import Settings, read_keys
+        from longdraft.serve.settings import LOCAL, Settings, checked_origins, read_keys
     except ImportError as error:
         raise CapabilityError(
             f'The server needs FastAPI, uvicorn and their like: pip install "longdraft[serve]" ({error}).'
@@ -235,8 +249,9 @@ def serve(
         first_arguments = method_options.method_options(methods[0] if methods else None, option or [])
         settings = Settings(
             name or "", methods, slots, context or 0, queue, max_tokens, min(512, max_tokens), timeout, keys=keys,
-            earlier=earlier, snapshots=snapshots, snapshot_bytes=int(snapshot_gib * 2**30),
-            tree_bytes=int(prefix_gib * 2**30),
+            hosts=(*LOCAL, "0.0.0.0" if host in ("", "::") else host, socket.gethostname(), *(allow_host or ())),
+            origins=checked_origins(allow_origin or ()), earlier=earlier, snapshots=snapshots,
+            snapshot_bytes=int(snapshot_gib * 2**30), tree_bytes=int(prefix_gib * 2**30),
         )  # fmt: skip
         service_options = ServiceOptions(
             loading,

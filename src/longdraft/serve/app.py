@@ -27,12 +27,9 @@ from longdraft.serve.service import Service
 
 def make_app(service: Service) -> FastAPI:
     """The web application of a service whose worker is running."""
-    app = FastAPI(title="longdraft", docs_url="/docs", redoc_url=None)
+    app = FastAPI(title="longdraft", docs_url=None, redoc_url=None)  # FastAPI's pages load scripts from elsewhere
     endpoints, settings = Endpoints(service), service.settings
-    app.add_middleware(
-        Guards, keys=settings.keys, max_body=settings.max_body, body_seconds=settings.body_seconds,
-        leaving=lambda: service.worker.draining,
-    )  # fmt: skip
+    app.add_middleware(Guards, settings=settings, leaving=lambda: service.worker.draining)
     for path, post in (
         ("/v1/chat/completions", endpoints.chat), ("/v1/completions", endpoints.complete),
         ("/v1/responses", endpoints.respond), ("/tokenize", endpoints.tokenize),
