@@ -1,16 +1,22 @@
-"""longdraft: speculative decoding for long contexts, on Hugging Face models as they are."""
+"""longdraft: speculative decoding for long contexts, on Hugging Face models as they are.
 
+Names are imported when they are first used: ``import longdraft`` alone loads neither torch nor transformers.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from longdraft import errors
+from longdraft.errors import LongdraftError
 from longdraft.model.collector import paused
 
-with paused():
-    from longdraft import errors
+if TYPE_CHECKING:
     from longdraft.engine.request import Request
     from longdraft.engine.sampler import Sampling
     from longdraft.engine.session import Generation, Session
     from longdraft.engine.stats import Result, Step
-    from longdraft.errors import LongdraftError
     from longdraft.memory.prompt_cache import PromptCache
-    from longdraft.methods import compose, load_entry_points, methods, register
+    from longdraft.methods import compose, methods, register
     from longdraft.model.checkpoints import LoadedModel
     from longdraft.model.loading import load
     from longdraft.speculator import Speculator
@@ -35,4 +41,22 @@ __all__ = [
     "register",
 ]
 
-load_entry_points()  # last: what they import is this package
+_ROOMS = {
+    "engine.request": "Request", "engine.sampler": "Sampling", "engine.session": "Generation Session",
+    "engine.stats": "Result Step", "memory.prompt_cache": "PromptCache", "methods": "compose methods register",
+    "model.checkpoints": "LoadedModel", "model.loading": "load", "speculator": "Speculator",
+}  # fmt: skip
+_WHERE = {name: room for room, names in _ROOMS.items() for name in names.split()}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    with paused():
+        import_module("longdraft.methods")  # first, as drafters of installed packages may import any of the others
+        room = import_module(f"longdraft.{_WHERE[name]}")
+    return room if name == "methods" else getattr(room, name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *_WHERE]

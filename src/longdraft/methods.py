@@ -10,8 +10,10 @@ import importlib
 import importlib.metadata
 import logging
 import pkgutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from longdraft import drafters
@@ -140,3 +142,14 @@ def _check_name(name: str) -> None:
         raise ValueError(f"{name} is a method of longdraft: give yours another name")
     if not name or any(c in name for c in ":, /="):
         raise ValueError(f"a method's name has no colon, comma, blank, slash or equals sign, got {name!r}")
+
+
+class _Catalogue(ModuleType):
+    """``longdraft.methods`` is this module, and also the function of its name."""
+
+    def __call__(self) -> list[dict[str, Any]]:
+        return methods()
+
+
+sys.modules[__name__].__class__ = _Catalogue
+load_entry_points()  # last: what they import is this package

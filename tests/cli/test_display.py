@@ -59,7 +59,7 @@ def test_no_colour_where_it_is_not_wanted(terminal, monkeypatch, name, value):
     ("text", "shown"),
     [
         ("[bold]x[/bold] [/] [red :smile:", None),  # text, and no markup
-        ("word " * 100, None),  # long lines are left whole
+        ("word " * 100, "\n".join(["word " * 15 + "word"] * 6 + ["word " * 4])),  # lines break between words
         ("a\x1b[2Jb\x07c\x9bd\te\n", "a[2Jbcd\te\n"),  # a document cannot steer the terminal
     ],
 )

@@ -51,6 +51,7 @@ def test_it_listens_answers_and_ends_when_asked_to(model_folder, tmp_path):
         (("--context", "100000"), "the model's context holds"),
         (("--api-key-file", "nowhere.txt"), "nowhere.txt"),
         (("--slots", "0"), "--slots"),
+        (("--allow-origin", "localhost:3000/app"), "--allow-origin"),
     ],
 )
 def test_options_that_cannot_be_served_are_refused_at_once(shell, model_folder, arguments, problem):

@@ -16,10 +16,12 @@ from urllib.error import URLError
 from urllib.request import urlopen
 
 import longdraft
+from tests.serve.browser import CHROMIUM
 
 HERE = Path(__file__).parent
-# Script -> packages, the client first.
+# Script -> packages, the client first; none: a program of this machine.
 CLIENTS = {
+    "browser": [],
     "openai": ["openai"],
     "litellm": ["litellm"],
     "langchain": ["langchain-openai"],
@@ -50,6 +52,9 @@ def main() -> int:
     for name in [name for name in options.clients if sys.version_info < NEEDS.get(name, (3, 10))]:
         print(f"{CLIENTS[name][0]} is left out: it needs Python {'.'.join(map(str, NEEDS[name]))}.")
         options.clients.remove(name)
+    if CHROMIUM is None and "browser" in options.clients:
+        print("browser is left out: it needs Chromium (apt-get install chromium).")
+        options.clients.remove("browser")
     options.folder.mkdir(parents=True, exist_ok=True)
     server = None if options.url else serving(options.model, options.folder / "server.log")
     url = options.url or "http://127.0.0.1:8765"
@@ -95,6 +100,8 @@ def wait_for(url: str, server: subprocess.Popen[bytes] | None, seconds: float = 
 
 def works(client: str, folder: Path, environment: dict[str, str]) -> bool:
     """Installs a client if need be, runs its script, and prints a line of the table."""
+    if not CLIENTS[client]:
+        return ran(client, Path(sys.executable), "chromium", "", environment)
     python = folder / client / "bin" / "python"
     pip = [python, "-m", "pip", "--disable-pip-version-check"]
     if not (folder / client / ".installed").exists():
@@ -105,6 +112,10 @@ def works(client: str, folder: Path, environment: dict[str, str]) -> bool:
     package = CLIENTS[client][0].partition("[")[0]
     shown = subprocess.run([*pip, "show", package], capture_output=True, text=True, check=True).stdout
     version = next(line.split()[1] for line in shown.splitlines() if line.startswith("Version:"))
+    return ran(client, python, package, version, environment)
+
+
+def ran(client: str, python: Path, package: str, version: str, environment: dict[str, str]) -> bool:
     start = time.monotonic()
     done = subprocess.run(
         [python.absolute(), HERE / f"by_{client}.py"], env=environment, capture_output=True, text=True

@@ -2,8 +2,8 @@
 
 To look at the page by hand: ``python -m tests.serve.page_server 8001``. What the last line of a question begins with
 says what comes: ``slow`` (an answer of about a minute), ``code`` (a code block, and markup that must stay text),
-``part`` (methods do not agree), ``busy`` (429 first), ``broken`` (an error in the middle), ``gone`` (a connection that
-ends early), ``drain`` (503); anything else is answered at once.
+``think`` (a thought, a list, a link, fences), ``refuse`` (400, too long), ``busy`` (429 first), ``broken`` (an error in
+the middle), ``gone`` (a connection that ends early), ``drain`` (503); anything else is answered at once.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
-PAGE = Path(__file__).parents[2] / "src/longdraft/serve/page.html"
+from longdraft.serve.page import page
+
 METHODS = ["self", "ar", "prompt-lookup"]
 PLAIN = (
     "The document describes three ways to read a long text. The first reads all of it for every token, which is exact "
@@ -33,10 +33,14 @@ CODE = (
     "        path.append(tree[path[-1]])\n    return path\n```\n\nMarkup stays text: <b>bold</b> <img src=x "
     "onerror=\"console.error('run')\"> and that is all."
 )
+THOUGHT = (
+    "<think>\nFirst *this*, then that.\n</think>\n\n## Steps\n\n1. Read **it**\n2. Write `it`\n\n[more](https://example.org)\n\n"
+    "````\n```\ninner\n```\n````\n\nEnd."
+)
 
 
 def tokens_of(text: str) -> list[str]:
-    return re.findall(r" ?\w+|\n| +(?= )|[^\w\n]", text)
+    return re.findall(r" ?\w+|`{3}\n|\n| +(?= )|[^\w\n]", text)
 
 
 def rounds(tokens: list[str], method: str) -> Iterator[dict[str, Any]]:
@@ -106,7 +110,7 @@ class Answering(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if self.path == "/":
-            self._send(200, PAGE.read_bytes(), "text/html; charset=utf-8")
+            self._send(200, page().encode(), "text/html; charset=utf-8")
         elif self.path != "/v1/models":
             self._error(404, "There is nothing here.")
         elif self._admitted():
@@ -123,6 +127,8 @@ class Answering(BaseHTTPRequestHandler):
         if kind == "busy" and self.server.busy:
             self.server.busy -= 1
             self._error(429, "All slots are taken.", **{"Retry-After": "1"})
+        elif kind == "refuse":
+            self._error(400, "The prompt has 9,000 tokens, and 8,192 fit.")
         elif kind == "drain":
             self._error(503, "The server is shutting down.", **{"Retry-After": "5"})
         else:
@@ -133,15 +139,14 @@ class Answering(BaseHTTPRequestHandler):
 
     def _stream(self, kind: str, body: dict[str, Any]) -> None:
         method = body.get("method") or METHODS[0]
-        text = CODE if kind == "code" else PLAIN
-        if kind == "part" and method == "prompt-lookup":
-            text = text.replace("The third drafts", "The last one drafts")
+        text = {"code": CODE, "think": THOUGHT}.get(kind, PLAIN)
         told = list(rounds(tokens_of(text) * (20 if kind == "slow" else 1), method))
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.end_headers()
+        time.sleep(1.2 if kind == "slow" else 0)
         for read in (2048, 4096, 7000):
-            self._event(choices=[_choice("")], trace={"phase": "prefill", "read": read, "of": 7000})
+            self._event(choices=[], longdraft={"prefill": {"done": read, "total": 7000}})
             time.sleep(0.3 if kind == "slow" else 0.01)
         for i, trace in enumerate(told):
             if kind == "broken" and i == 3:
@@ -151,7 +156,7 @@ class Answering(BaseHTTPRequestHandler):
                 return
             self._event(choices=[_choice("".join(piece for piece, _ in trace["pieces"]))], trace=trace)
             time.sleep(0.08 if kind == "slow" else 0.005)
-        self._event(choices=[_choice("", "stop")])
+        self._event(choices=[_choice("", "length" if body.get("max_tokens") == 7 else "stop")])
         self._event(choices=[], usage=_usage(told))
         self.wfile.write(b"data: [DONE]\n\n")
 

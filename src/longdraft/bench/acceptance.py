@@ -13,14 +13,13 @@ import json
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from enum import Enum
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longdraft.bench import machine
 from longdraft.bench.contenders import Job, Kept, Ours, ends_of
-from longdraft.bench.data import Sample, fitted
+from longdraft.bench.data import Sample, Short, fitted
 from longdraft.bench.json_lines import JsonLines, fingerprint, plain, signed
 from longdraft.bench.results import model_of
 from longdraft.bench.settings import Settings, method_name
@@ -41,14 +40,6 @@ FORMAT, VERSION = "longdraft-acceptance", 1
 # The last tokens of a prompt are read again in every run: some drafters choose their view by these tokens' queries,
 # which a kept KV does not have.
 READ_ANEW = 64
-
-
-class Short(Enum):
-    """Handling of a text that is shorter than a length: leave it out, join the next ones to it, or keep it as it is."""
-
-    leave = "leave"
-    join = "join"
-    keep = "keep"
 
 
 @dataclass(frozen=True)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import mean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 from rich.text import Text
 
 from longdraft.bench import charts
-from longdraft.bench.acceptance import Accepted
-from longdraft.bench.report import depth_accepted
-from longdraft.bench.tables import circumstances, count, figure, table
+from longdraft.bench.tables import circumstances, count, depth_accepted, figure, table
+
+if TYPE_CHECKING:
+    from longdraft.bench.acceptance import Accepted
 
 DEFINITIONS = (
     "accepted: mean accepted length = new tokens / target forwards of all prompts together, bonus tokens counted, the "

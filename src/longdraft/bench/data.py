@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from enum import Enum
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,14 @@ from longdraft.model.chat import chat_prompt, encode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+class Short(Enum):
+    """Handling of a text that is shorter than a length: leave it out, join the next ones to it, or keep it as it is."""
+
+    leave = "leave"
+    join = "join"
+    keep = "keep"
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,18 @@ from longdraft.bench.contenders import Run
 from longdraft.bench.peers import HF
 from longdraft.bench.run import Disagreement, Measured
 from longdraft.bench.settings import REFERENCE
-from longdraft.bench.tables import Column, circumstances, count, figure, filled, mean_of, median_of, ratio, table
+from longdraft.bench.tables import (
+    Column,
+    circumstances,
+    count,
+    depth_accepted,
+    figure,
+    filled,
+    mean_of,
+    median_of,
+    ratio,
+    table,
+)
 
 DEFINITIONS = (
     "tokens/s: new tokens / decode seconds, prefill excluded; the median of the rounds, then of the samples.",
@@ -113,16 +124,6 @@ def _spread(
     found = [median_of(figure(m.rounds, i) for m in measured) for i in range(repeats)]
     known = [x for x in found if x is not None]
     return [min(known), max(known)] if known else None
-
-
-def depth_accepted(rounds: Sequence[tuple[int, int]]) -> list[float]:
-    """Share of rounds that accepted at least d drafted tokens, for d from 1 to the deepest.
-
-    Args:
-        rounds: for each, drafted tokens that it accepted, and how many the token budget had room for.
-    """
-    levels = range(1, max((accepted for accepted, _ in rounds), default=0) + 1)
-    return [sum(accepted >= d for accepted, _ in rounds) / len(rounds) for d in levels]
 
 
 def over(measured: Sequence[Measured], name: str, reference: str) -> list[float]:

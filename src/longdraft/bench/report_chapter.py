@@ -15,7 +15,7 @@ from longdraft.bench import report_words as words
 from longdraft.bench.charts import Point, Style
 from longdraft.bench.report_parts import Part, profiles
 from longdraft.bench.settings import REFERENCE
-from longdraft.bench.tables import figure
+from longdraft.bench.tables import depth_accepted, figure
 from longdraft.memory.sizes import human
 
 MISSING = "\N{EN DASH}"
@@ -116,7 +116,7 @@ class Chapter:
         series = {}
         for name in self._part.names:
             rounds = [pair for m in self._part.measured for run in m.rounds.get(name, []) for pair in run.accepted]
-            if shares := report.depth_accepted(rounds):
+            if shares := depth_accepted(rounds):
                 # Deeper than the deepest there is none: the line ends at 0.
                 series[name] = [Point(depth, share) for depth, share in enumerate([*shares, 0.0], 1)]
         if not series:

@@ -13,7 +13,6 @@ from typing import IO, Any
 
 from longdraft.bench import data
 from longdraft.errors import CapabilityError, PromptError, reason_of
-from longdraft.model.checkpoints import quiet
 
 _TEXTS = (".jsonl", ".json", ".txt")
 _TABLES = {".parquet": "parquet", ".csv": "csv"}
@@ -64,6 +63,8 @@ def of_hub(name: str, hub: Mapping[str, Any], limit: int | None = None) -> list[
     Raises:
         CapabilityError: the ``datasets`` library is missing, or the hub cannot be reached.
     """
+    from longdraft.model.checkpoints import quiet
+
     load = _library()
     try:
         with quiet():
@@ -111,6 +112,8 @@ def _opened(file: IO[bytes], name: PurePath, archive: Path | None, limit: int | 
 
 
 def _table(path: Path, limit: int | None) -> Iterator[Row]:
+    from longdraft.model.checkpoints import quiet
+
     load, kind = _library(), _TABLES[path.suffix]
     try:
         with quiet():

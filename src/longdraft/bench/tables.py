@@ -8,8 +8,6 @@ from typing import Any
 
 from rich.table import Table
 
-from longdraft.bench import machine
-
 Column = tuple[str, str, str]
 """A column of a table: its heading, the row's key, and a format."""
 
@@ -46,6 +44,16 @@ def count(number: int, what: str) -> str:
     return f"{number:,} {what}" + ("" if number == 1 else "s")
 
 
+def depth_accepted(rounds: Sequence[tuple[int, int]]) -> list[float]:
+    """Share of rounds that accepted at least d drafted tokens, for d from 1 to the deepest.
+
+    Args:
+        rounds: for each, drafted tokens that it accepted, and how many the token budget had room for.
+    """
+    levels = range(1, max((accepted for accepted, _ in rounds), default=0) + 1)
+    return [sum(accepted >= d for accepted, _ in rounds) / len(rounds) for d in levels]
+
+
 def table(names: Sequence[str], figures: Sequence[str] = ()) -> Table:
     """An empty table: columns of names, and right-aligned columns of figures."""
     made = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
@@ -58,4 +66,6 @@ def table(names: Sequence[str], figures: Sequence[str] = ()) -> Table:
 
 def circumstances() -> dict[str, Any]:
     """The machine and the versions, for a report's JSON object."""
+    from longdraft.bench import machine
+
     return {"hardware": machine.hardware(), "versions": machine.versions()}

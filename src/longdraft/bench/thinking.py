@@ -7,12 +7,14 @@ The paper does not give its words: these are ours, the same for every data set.
 from __future__ import annotations
 
 from dataclasses import replace
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from longdraft.bench.data import Sample
 from longdraft.errors import CapabilityError
 from longdraft.model.chat import follow_up
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 THINK = "Do not answer yet: first think step by step about what the text says on this."
 ANSWER = "Now give the final answer alone, in the form that was asked for."

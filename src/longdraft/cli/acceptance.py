@@ -5,24 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.text import Text as Line
 
+import longdraft
 from longdraft.bench import acceptance_report, charts, tasks
-from longdraft.bench.acceptance import Acceptance, Accepted, Asked, Results, Short, Work, by_default
-from longdraft.bench.peers import PEERS
-from longdraft.bench.settings import Settings
+from longdraft.bench.data import Short
 from longdraft.cli import bench_options, console, method_options, options
 from longdraft.cli.cancel import EXIT_CODE
 from longdraft.cli.progress import Runs
-from longdraft.engine.sampler import Sampling
 from longdraft.errors import CapabilityError
-from longdraft.methods import method_of
-from longdraft.model.checkpoints import LoadedModel, Progress
 from longdraft.model.embedded import EMBEDDED_ID
-from longdraft.model.runner import TargetRunner
+
+if TYPE_CHECKING:
+    from longdraft.bench.acceptance import Acceptance, Accepted, Asked, Results, Work
+    from longdraft.bench.settings import Settings
+    from longdraft.model.checkpoints import Progress
+    from longdraft.model.runner import TargetRunner
 
 LENGTHS = "512,1024,2048,4096,8192,16384,32768"
 
@@ -70,11 +71,11 @@ def acceptance(
     if not temperatures or not cut_to:
         raise options.SettingError("--lengths and --temperature must name one value at least.")
     for t in temperatures:
-        Sampling(temperature=t)
+        longdraft.Sampling(temperature=t)
     settings = settings_of(
         methods, drafting, _default,
         max_tokens=max_tokens, contexts=cut_to, seed=seed, raw=raw, ignore_eos=ignore_eos, plan="fixed",
-        asked=wording.asked, sampling=Sampling(foresee=foresee),
+        asked=wording.asked, sampling=longdraft.Sampling(foresee=foresee),
     )  # fmt: skip
     bench_options.check_writable({"--svg": svg, "--results": results})
     if svg is not None:
@@ -96,6 +97,8 @@ def acceptance(
 
 
 def _default(target: TargetRunner) -> tuple[str, ...]:
+    from longdraft.bench.acceptance import by_default
+
     found = by_default(target)
     if not found:
         raise CapabilityError("No draft for this model comes with longdraft: name one with --draft, or --methods.")
@@ -118,6 +121,10 @@ def settings_of(
     Raises:
         SettingError: no method of ours, or an option that none of them has.
     """
+    from longdraft.bench.peers import PEERS
+    from longdraft.bench.settings import Settings
+    from longdraft.methods import method_of
+
     names = None if methods is None else method_options.words(methods)
     if names is None and drafting.draft is not None:
         names = [method_of(drafting.draft).name]
@@ -143,8 +150,9 @@ def measuring_of(
     repeats: int = 1,
 ) -> Acceptance:
     """A measurement whose model is loaded anew for each YaRN factor; only the first time it says how far it is."""
+    from longdraft.bench.acceptance import Acceptance
 
-    def load(factor: float | None) -> LoadedModel:
+    def load(factor: float | None) -> longdraft.LoadedModel:
         again = factor != loading.rope_factor  # then the runs' progress is on the screen
         return replace(loading, rope_factor=factor).load((lambda message: None) if again else status)
 
@@ -163,6 +171,8 @@ def measure(
         notes: gets remarks on lengths that are left out.
         timed: runs without seconds, as files of earlier versions have them, are made again.
     """
+    from longdraft.bench.acceptance import Results
+
     asked = [each for factor, rows in work.items() for own in rows.values() for each in measuring.asked(own, factor)]
     file = None if results is None else Results(results, measuring)
     runs = {} if file is None else {r.asked: r for r in file.measured if r.seconds is not None or not timed}

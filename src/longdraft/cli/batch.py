@@ -9,20 +9,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+import longdraft
 from longdraft.cli import console, method_options, options
 from longdraft.cli.cancel import Cancel
 from longdraft.cli.progress import Bar
-from longdraft.engine.request import stops_of
-from longdraft.engine.session import batch_for
 from longdraft.errors import CapabilityError, CheckpointError
-from longdraft.model.checkpoints import Progress
-from longdraft.speculator import Speculator
 
 if TYPE_CHECKING:
     from longdraft.batch.local import Local
     from longdraft.batch.output import Output
     from longdraft.batch.rows import Defaults
     from longdraft.batch.run import Decoder, Figures
+    from longdraft.model.checkpoints import Progress
 
 _BAD_ROWS = 1
 
@@ -46,10 +44,11 @@ class EngineOptions:
 
     def engine(self, progress: Progress) -> Local:
         from longdraft.batch.local import Local
+        from longdraft.engine.session import batch_for
 
         loaded = self.loading.load(progress)
         with options.settings_checked():
-            spec = Speculator(self.method, loaded.model, loaded.tokenizer, **self.arguments)
+            spec = longdraft.Speculator(self.method, loaded.model, loaded.tokenizer, **self.arguments)
         return Local(spec, self.defaults, self.slots or batch_for(spec.runner().device.type), self.context)
 
     def engine_in_actor(self) -> Local:
@@ -90,6 +89,8 @@ def batch(
     composed: options.Load = None,
 ) -> None:
     """Answer a file of prompts. A run that was ended continues where it was; rows without an answer say why."""
+    from longdraft.engine.request import stops_of
+
     try:
         from longdraft.batch.output import Output
         from longdraft.batch.rows import Defaults, measured
@@ -107,7 +108,7 @@ def batch(
             "deterministic": deterministic,
         }
         method_arguments = method_options.method_options(method, option or []) | drafting.options()
-        arguments |= Speculator(method, **arguments, **method_arguments).options
+        arguments |= longdraft.Speculator(method, **arguments, **method_arguments).options
         name = Path(loading.model or "SmolLM2-135M-Instruct").name
         defaults = Defaults(max_tokens, sampling, seed, stops_of(stop or ()), raw, name)
     if source.resolve() == answers.resolve():

@@ -6,25 +6,23 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.text import Text
 
-from longdraft.bench import report, scores, tasks
-from longdraft.bench.peers import PEERS, Sources
-from longdraft.bench.prompts import Group, grid, prepare
-from longdraft.bench.results import Results, header
-from longdraft.bench.run import Bench, Measured
-from longdraft.bench.settings import Settings
+from longdraft.bench import scores, tasks
 from longdraft.cli import bench_options, console, method_options, options, processes
 from longdraft.cli.cancel import EXIT_CODE
 from longdraft.cli.progress import Runs
 from longdraft.errors import CheckpointError
-from longdraft.methods import method_of
 from longdraft.model.embedded import EMBEDDED_ID
-from longdraft.model.stored import is_stored
 from longdraft.planning.load import OtherProcesses
+
+if TYPE_CHECKING:
+    from longdraft.bench.prompts import Group
+    from longdraft.bench.results import Results
+    from longdraft.bench.run import Bench, Measured
 
 DRAFTED = "self:lookup=true"  # the default method on a CPU
 METHODS_BY_DEFAULT = ("ar", "prompt-lookup", DRAFTED, "hf")
@@ -49,8 +47,8 @@ def bench(
     methods: Annotated[
         str | None,
         typer.Option(
-            help=f"Methods, with commas between; to compare with: {', '.join(PEERS)} (hf is transformers' generate). "
-            "Options of one behind colons: specpv:budget=512:selector=quest.",
+            help="Methods, with commas between; to compare with: hf (transformers' generate), hf-eager, "
+            "hf-prompt-lookup, hf-assisted, llama-cpp. Options of one behind colons: specpv:budget=512:selector=quest.",
             show_default=",".join(METHODS_BY_DEFAULT) + "; with --draft, its method in the place of the third",
         ),
     ] = None,
@@ -130,6 +128,15 @@ def bench(
     Without options: summaries of and quotations from three modules of Python's standard library, 2,048 prompt tokens,
     64 new ones, three rounds. Ctrl-C ends it with the figures so far.
     """
+
+    from longdraft.bench import report
+    from longdraft.bench.peers import Sources
+    from longdraft.bench.prompts import grid, prepare
+    from longdraft.bench.results import Results, header
+    from longdraft.bench.run import Bench
+    from longdraft.bench.settings import Settings
+    from longdraft.model.stored import is_stored
+
     limit = QUICK_ROWS if limit is None and quick else limit
     tokens = max_tokens if max_tokens is not None else QUICK_TOKENS if quick else TOKENS
     rounds = repeats if repeats is not None else QUICK_ROUNDS if quick else ROUNDS
@@ -191,6 +198,8 @@ def bench(
 
 def _by_default(draft: Path | None) -> tuple[str, ...]:
     """The default methods; a given draft's method replaces the one that drafts itself."""
+    from longdraft.methods import method_of
+
     if draft is None:
         return METHODS_BY_DEFAULT
     return tuple(method_of(draft).name if name == DRAFTED else name for name in METHODS_BY_DEFAULT)
@@ -221,6 +230,8 @@ def _measure(measuring: Bench, groups: Sequence[Group], file: Results | None) ->
 
 
 def _show(found: dict[str, Any], decode: Any) -> None:
+    from longdraft.bench import report
+
     differing = report.listing(found, decode)
     remarks = [Text(line, style="red" if line.startswith("MISMATCH") else "") for line in differing]
     for note in dict.fromkeys(found["notes"].values()):

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from longdraft.bench import charts
-from longdraft.bench.acceptance import Short
+from longdraft.bench.data import Short
 from longdraft.cli import console, options
 from longdraft.errors import CheckpointError
 from longdraft.planning import plans

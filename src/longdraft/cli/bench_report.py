@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from longdraft.bench import html_report
 from longdraft.cli import console, options
 
 
@@ -26,6 +25,8 @@ def bench_report(
     output: options.Output,
 ) -> None:
     """Make an HTML page of bench results: figures, charts over contexts, a round's time, memory, a drawn tree."""
+    from longdraft.bench import html_report
+
     folder = out or files[0].with_name(f"{files[0].stem}-report")
     with console.status() as status:
         status("Reading results")

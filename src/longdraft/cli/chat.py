@@ -14,16 +14,13 @@ from typing import Annotated, Any
 
 import typer
 
+import longdraft
 from longdraft.cli import console, method_options, options, reading
 from longdraft.cli.cancel import Cancel
 from longdraft.cli.display import PrefillBar, TextOutput
-from longdraft.engine.sampler import Sampling
-from longdraft.engine.stats import Result
 from longdraft.errors import ContextError, LongdraftError, RequestError
-from longdraft.memory.prompt_cache import PromptCache
 from longdraft.model.chat import conversation
-from longdraft.model.checkpoints import LoadedModel
-from longdraft.speculator import Speculator
+from longdraft.model.embedded import EMBEDDED_ID
 
 
 def chat(
@@ -58,19 +55,20 @@ def chat(
             "kv_dtype": kv_dtype,
             "deterministic": deterministic,
         }
-        own = Speculator(method, **shared, **own).options
+        own = longdraft.Speculator(method, **shared, **own).options
     documents = [reading.document(name) for name in file or []]
     with console.status() as status:
         loaded = loading.load(status)
 
-        def decoder(name: str | None, chosen: dict[str, Any]) -> Speculator:
-            return Speculator(name, loaded.model, loaded.tokenizer, **shared, **chosen)
+        def decoder(name: str | None, chosen: dict[str, Any]) -> longdraft.Speculator:
+            return longdraft.Speculator(name, loaded.model, loaded.tokenizer, **shared, **chosen)
 
         with options.settings_checked():
             spec = decoder(method, own)
             spec.planner(status)
     talk = Chat(loaded, spec, decoder, settings, wording, documents)
-    console.note(f"{spec.method.name}; /help lists the commands, Ctrl-D ends.")
+    name = Path(loading.model or EMBEDDED_ID).name
+    console.note(f"{name}, decoded with {spec.method.name}. /help lists the commands, exit or Ctrl-D ends.")
     talk.run()
 
 
@@ -78,7 +76,7 @@ def chat(
 class Settings:
     """Settings that /set and /seed change."""
 
-    sampling: Sampling
+    sampling: longdraft.Sampling
     max_tokens: int
     seed: int
 
@@ -86,7 +84,7 @@ class Settings:
         """Raises RequestError for a name or a value that there is not."""
         if name == "max_tokens":
             return replace(self, max_tokens=int(method_options.numbers(name, text)[0]))
-        known = [f.name for f in fields(Sampling)]
+        known = [f.name for f in fields(longdraft.Sampling)]
         if name not in known:
             raise RequestError(f"/set takes max_tokens, {', '.join(known)}, not {name!r}")
         value = method_options.numbers(name, text)[0]
@@ -99,9 +97,9 @@ class Chat:
 
     def __init__(
         self,
-        loaded: LoadedModel,
-        spec: Speculator,
-        decoder: Callable[[str | None, dict[str, Any]], Speculator],
+        loaded: longdraft.LoadedModel,
+        spec: longdraft.Speculator,
+        decoder: Callable[[str | None, dict[str, Any]], longdraft.Speculator],
         settings: Settings,
         wording: options.TemplateOptions,
         documents: list[str] | None = None,
@@ -111,7 +109,7 @@ class Chat:
         self._template = wording.template
         self._messages: list[dict[str, str]] = []
         # Kept from turn to turn, and from method to method where these read the same layers.
-        self._cache = PromptCache(spec.feature_layers())
+        self._cache = longdraft.PromptCache(spec.feature_layers())
         self._commands: dict[str, Callable[[str], None]] = {
             name.removeprefix("_say_"): getattr(self, name) for name in dir(self) if name.startswith("_say_")
         }
@@ -122,12 +120,20 @@ class Chat:
         if terminal:
             with contextlib.suppress(ImportError):
                 import readline  # noqa: F401  (arrow keys and history in input())
+        leaving = False  # the last thing was Ctrl-C
         while True:
             try:
                 line = input("> " if terminal else "").strip()
-            except (EOFError, KeyboardInterrupt):
+            except (EOFError, KeyboardInterrupt) as end:
                 if terminal:
                     console.line("")
+                if leaving or not terminal or isinstance(end, EOFError):
+                    return
+                leaving = True
+                console.note("Ctrl-C once more ends; so do exit and Ctrl-D.")
+                continue
+            leaving = False
+            if line in ("exit", "quit"):
                 return
             try:
                 if line.startswith("/"):
@@ -140,8 +146,9 @@ class Chat:
 
     # --- questions ---
 
-    def ask(self, text: str) -> Result | None:
+    def ask(self, text: str) -> longdraft.Result | None:
         """A question and its answer, shown as it comes; None where it was stopped before its first token."""
+
         asked = "\n\n".join([*self._documents, text])
         messages = [*self._messages, {"role": "user", "content": asked}]
         first = [{"role": "system", "content": self._system}] if self._system else []
@@ -201,7 +208,7 @@ class Chat:
                 spec.planner(status)
             self._spec = spec
             if not set(spec.feature_layers()) <= set(self._cache.feature_layers):
-                self._cache = PromptCache(spec.feature_layers())
+                self._cache = longdraft.PromptCache(spec.feature_layers())
         recipe = self._spec.recipe()
         console.note(", ".join([recipe.method.name, *(f"{name}={value}" for name, value in recipe.options.items())]))
 
@@ -247,12 +254,12 @@ class Chat:
             name, _, value = text.replace("=", " ").partition(" ")
             with options.settings_checked():
                 self._settings = self._settings.with_one(name.replace("-", "_"), value.strip())
-        own = {f.name: getattr(self._settings.sampling, f.name) for f in fields(Sampling)}
+        own = {f.name: getattr(self._settings.sampling, f.name) for f in fields(longdraft.Sampling)}
         shown = {"max_tokens": self._settings.max_tokens} | {k: v for k, v in own.items() if v is not None}
         console.note(", ".join(f"{name} {value}" for name, value in shown.items()))
 
 
-def _figures(result: Result) -> str:
+def _figures(result: longdraft.Result) -> str:
     read = result.prompt_tokens - result.cached_tokens
     parts = [f"{result.new_tokens} tokens", f"{read:,} of {result.prompt_tokens:,} prompt tokens read"]
     if result.rounds:

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group
 from rich.text import Text
 
+import longdraft
 from longdraft.bench.tables import table
-from longdraft.bench.ties import Difference
 from longdraft.cli.figures import payload
-from longdraft.engine.stats import Result
+
+if TYPE_CHECKING:
+    from longdraft.bench.ties import Difference
 
 
 @dataclass(frozen=True)
 class Comparison:
     """A method's run, that of ``ar``, and where they first differ."""
 
-    own: Result
-    ar: Result
+    own: longdraft.Result
+    ar: longdraft.Result
     difference: Difference | None
 
     @property

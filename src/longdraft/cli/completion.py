@@ -10,7 +10,6 @@ from typing import Annotated, Any
 import typer
 
 from longdraft.cli import console
-from longdraft.methods import METHODS
 
 
 class Shell(str, Enum):
@@ -45,6 +44,8 @@ def verbs_of(command: Any, prefix: str = "") -> dict[str, dict[str, list[str] | 
 
 
 def _values(parameter: Any) -> list[str]:
+    from longdraft.methods import METHODS
+
     if parameter.name in ("method", "methods"):
         return sorted(METHODS)
     # typer's own parameters keep the annotation; earlier ones were click's.

@@ -42,7 +42,9 @@ def colours(console: Console) -> bool:
 def show(target: Console, renderable: RenderableType) -> None:
     """Prints a table or the like, without the blanks that rich pads its lines with where nobody sees them."""
     if target.is_terminal:
-        target.print(renderable, soft_wrap=False)
+        # What is too wide for the terminal goes on in its next line, rather than lose columns.
+        width = max(target.width, target.measure(renderable).minimum)
+        target.print(renderable, soft_wrap=False, width=width, crop=False)
         return
     with target.capture() as captured:
         target.print(renderable)

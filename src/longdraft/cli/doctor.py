@@ -5,27 +5,21 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from longdraft.attention import dispatch
-from longdraft.bench import machine
-from longdraft.bench.break_even import break_even
+import longdraft
 from longdraft.cli import console, options
 from longdraft.drafts import shipped
-from longdraft.drafts.kinds import kind_of
 from longdraft.errors import LongdraftError
 from longdraft.memory import sizes
-from longdraft.model import graphs, hosting
-from longdraft.model.checkpoints import LoadedModel
-from longdraft.model.kernel_report import kernel_report
-from longdraft.model.kinds import described
-from longdraft.model.runner import TargetRunner
-from longdraft.model.stored import parameters
+
+if TYPE_CHECKING:
+    from longdraft.model.runner import TargetRunner
 
 
 def doctor(
@@ -36,11 +30,15 @@ def doctor(
     output: options.Output,
 ) -> None:
     """Examine machine and model. Ends with code 1 where the model, or the draft that is named, cannot be used."""
+    from longdraft.bench import machine
+    from longdraft.bench.break_even import break_even
+    from longdraft.model.runner import TargetRunner
+
     with console.status() as status:
         status("Examining")
         found: dict[str, Any] = {"hardware": machine.hardware(), "versions": machine.versions()}
         runner: TargetRunner | None = None
-        loaded: LoadedModel | None = None
+        loaded: longdraft.LoadedModel | None = None
         try:
             loaded = loading.load(status)
             found |= _examined(loaded)
@@ -67,7 +65,13 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _examined(loaded: LoadedModel) -> dict[str, Any]:
+def _examined(loaded: longdraft.LoadedModel) -> dict[str, Any]:
+    from longdraft.attention import dispatch
+    from longdraft.model import graphs, hosting
+    from longdraft.model.kinds import described
+    from longdraft.model.runner import TargetRunner
+    from longdraft.model.stored import parameters
+
     model, runner, shape, reason = loaded.model, None, None, None
     try:
         runner = TargetRunner(model)
@@ -111,6 +115,8 @@ def _examined(loaded: LoadedModel) -> dict[str, Any]:
 
 
 def _kernels(runner: TargetRunner | None) -> dict[str, Any]:
+    from longdraft.model.kernel_report import kernel_report
+
     found = kernel_report(runner)
     return asdict(found) | {"line": found.line}
 
@@ -126,6 +132,9 @@ def _draft(folder: Path, runner: TargetRunner | None, shipped: bool) -> dict[str
         ``name, shipped, method, parameters, vocabulary, trained_length, fits, reason, remarks``: ``fits`` is None where
         it was not found out, ``reason`` says why the draft cannot be used, ``remarks`` what looks wrong otherwise.
     """
+
+    from longdraft.drafts.kinds import kind_of
+
     found: dict[str, Any] = {
         "name": folder.name if shipped else str(folder), "shipped": shipped, "method": None, "parameters": None,
         "vocabulary": None, "trained_length": None, "fits": None, "reason": None, "remarks": [],
@@ -150,6 +159,8 @@ def _draft(folder: Path, runner: TargetRunner | None, shipped: bool) -> dict[str
 
 
 def _show(found: dict[str, Any], out: Console) -> None:
+    from longdraft.attention import dispatch
+
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(overflow="fold")
@@ -165,13 +176,16 @@ def _show(found: dict[str, Any], out: Console) -> None:
         row("GPU", f"{gpu['name']}, {memory}")
     if not hardware["gpus"]:
         row("GPU", "none that torch can use")
-    row("versions", ", ".join(f"{name} {version or 'none'}" for name, version in found["versions"].items()))
+    idle = () if hardware["gpus"] else ("hybrid", "flash", "flash-attn", "triton")  # nothing to do about them here
+    versions = [f"{name} {version or 'none'}" for name, version in found["versions"].items() if name not in idle]
+    row("versions", ", ".join(versions))
     row("kernels", found["kernels"]["line"], "yellow" if found["kernels"]["cost"] else "")
     model, attention = found["model"], found["attention"]
     if attention is not None:
         row("attention", f"{attention['path'] or 'none'} is used ({dispatch.ENVIRONMENT}=name forces another)")
         for name, why in attention["unavailable"].items():
-            row("", f"{name} cannot run: {why}", "dim")
+            if name not in idle:
+                row("", f"{name} cannot run: {why}", "dim")
         if hardware["gpus"]:
             why = attention["no_graphs"]
             row("CUDA graphs", "of verifications, a graph a tree size" if why is None else f"none: {why}")

@@ -9,15 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from longdraft.cli import console, method_options, options
-from longdraft.drafts.draft import TrainedDraft
-from longdraft.drafts.kinds import KINDS, kind_of
-from longdraft.drafts.speculators import MAX_POSITION, SPECULATIVE_TOKENS
 from longdraft.errors import ArgumentError, CapabilityError
 from longdraft.folders import is_gguf
-from longdraft.integration import model_folder
-from longdraft.methods import method_of
-from longdraft.model.shared_parts import architecture
-from longdraft.recipes import resolve
 
 
 class Layout(str, Enum):
@@ -59,11 +52,11 @@ def export(
     ] = Layout.speculators,
     max_position: Annotated[
         int, typer.Option("--max-position", help="speculators: longest text that will be served, in tokens.")
-    ] = MAX_POSITION,
+    ] = 131_072,
     speculative_tokens: Annotated[
         int,
         typer.Option("--speculative-tokens", help="speculators: drafted tokens of a round that the folder proposes."),
-    ] = SPECULATIVE_TOKENS,
+    ] = 5,
     bits: Annotated[
         Bits, typer.Option("--bits", help="longdraft: bits of a weight, with a scale for each row (8) or each 32 (4).")
     ] = Bits.eight,
@@ -95,6 +88,9 @@ def export(
 
 def _packed(draft: Path, out: Path, bits: int) -> list[str]:
     """A draft in our own layout, with packed matrices."""
+    from longdraft.drafts.draft import TrainedDraft
+    from longdraft.drafts.kinds import kind_of
+
     loaded = kind_of(draft).load(draft)
     if not isinstance(loaded, TrainedDraft):
         raise CapabilityError(f"{draft} is a language model as it is: only drafts that were trained here are packed.")
@@ -106,6 +102,9 @@ def _packed(draft: Path, out: Path, bits: int) -> list[str]:
 
 def _draft(draft: Path, out: Path, verifier: str, to: Layout, max_position: int, speculative_tokens: int) -> list[str]:
     """A draft alone, as its kind writes it."""
+    from longdraft.drafts.kinds import KINDS, kind_of
+    from longdraft.model.shared_parts import architecture
+
     kind = kind_of(draft)
     write = kind.layouts.get(to.value)
     if write is None:
@@ -127,6 +126,10 @@ def _model_folder(
     draft: Path, out: Path, verifier: str, method: str | None, pairs: list[str], plan: str | None
 ) -> list[str]:
     """The target with its draft, or with a method that needs none."""
+    from longdraft.integration import model_folder
+    from longdraft.methods import method_of
+    from longdraft.recipes import resolve
+
     if is_gguf(draft):
         raise CapabilityError(
             f"{draft} is a GGUF file, and a model folder holds a draft's folder: give the small model's Hugging Face "

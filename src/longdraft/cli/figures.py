@@ -8,7 +8,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from longdraft.engine.stats import Result
+import longdraft
 from longdraft.memory.sizes import human
 
 DEFINITION = "mean accepted length: new tokens / target forwards, without the prefill's token; plain decoding: 1.0"
@@ -21,7 +21,7 @@ _REASONS = {
 }
 
 
-def payload(result: Result) -> dict[str, Any]:
+def payload(result: longdraft.Result) -> dict[str, Any]:
     """The JSON object of a run; what partial verification did is in it where there was any."""
     found = {
         "text": result.text,
@@ -43,7 +43,7 @@ def payload(result: Result) -> dict[str, Any]:
     return found | ({name: getattr(result, name) for name in partial} if result.partial_rounds else {})
 
 
-def footer(result: Result, kernels: str, coloured: bool) -> Group:
+def footer(result: longdraft.Result, kernels: str, coloured: bool) -> Group:
     """The figures below a text.
 
     Args:
@@ -73,11 +73,11 @@ def footer(result: Result, kernels: str, coloured: bool) -> Group:
 DRAFTED = "green"
 
 
-def _exactness(result: Result) -> str:
+def _exactness(result: longdraft.Result) -> str:
     return f"{'exact' if result.exact else 'approximate'}, {result.arithmetic} arithmetic"
 
 
-def _prompt(result: Result) -> str:
+def _prompt(result: longdraft.Result) -> str:
     reused = result.cached_tokens
     read = result.prompt_tokens - reused
     seconds = result.prefill_seconds
@@ -88,20 +88,20 @@ def _prompt(result: Result) -> str:
     return f"{result.prompt_tokens:,} tokens{kept}; {read:,} read in {seconds:.2f} s{rate}"
 
 
-def _new(result: Result) -> str:
+def _new(result: longdraft.Result) -> str:
     rate = f", {result.tokens_per_second:.1f} tokens/s" if result.rounds else ""
     reason = _REASONS[result.finish_reason]
     return f"{result.new_tokens:,} tokens in {result.decode_seconds:.2f} s{rate}; {reason}"
 
 
-def _partial(result: Result) -> str:
+def _partial(result: longdraft.Result) -> str:
     rounds = f"{result.partial_rounds:,} of the forwards read a part of the cache"
     if not result.exact:
         return f"{rounds}; the {result.partial_tokens:,} tokens that they accepted were not verified on all of it"
     return f"{rounds}; of {result.partial_tokens:,} tokens that they accepted, {result.rolled_back:,} were rolled back"
 
 
-def _accepted(result: Result) -> str:
+def _accepted(result: longdraft.Result) -> str:
     drafts = f"{result.accepted:,} of {result.drafted:,} drafted tokens were right"
     return (
         f"{result.mean_accepted_length:.2f} mean accepted length, {result.rounds:,} target forwards; "

@@ -9,39 +9,31 @@ from typing import Annotated, Any
 
 import typer
 
-from longdraft.bench.ties import compare
+import longdraft
 from longdraft.cli import console, method_options, options, processes, reading
 from longdraft.cli.cancel import EXIT_CODE, Cancel
 from longdraft.cli.comparing import Comparison
 from longdraft.cli.display import PrefillBar, TextOutput
 from longdraft.cli.figures import footer, payload
-from longdraft.engine.request import stops_of
-from longdraft.engine.sampler import Sampling
-from longdraft.engine.session import Generation
-from longdraft.engine.stats import Result
 from longdraft.errors import CheckpointError
-from longdraft.memory.prompt_cache import PromptCache
 from longdraft.model.chat import chat_prompt, encode
-from longdraft.model.checkpoints import LoadedModel
-from longdraft.model.kernel_report import kernel_report
 from longdraft.planning.load import OtherProcesses
-from longdraft.speculator import Speculator
 
 
 @dataclass(frozen=True)
 class Run:
     """Arguments that all runs of one command share."""
 
-    loaded: LoadedModel
+    loaded: longdraft.LoadedModel
     prompt: list[int]
     max_tokens: int
-    sampling: Sampling
+    sampling: longdraft.Sampling
     seed: int | None
     stops: tuple[str, ...]
-    cache: PromptCache
+    cache: longdraft.PromptCache
     cancel: Cancel
 
-    def start(self, spec: Speculator) -> Generation:
+    def start(self, spec: longdraft.Speculator) -> longdraft.Generation:
         """The run by any method: what is compared differs in nothing else."""
         return spec.stream(
             self.prompt,
@@ -53,7 +45,7 @@ class Run:
             cancelled=self.cancel,
         )
 
-    def stream(self, spec: Speculator, output: TextOutput) -> Result:
+    def stream(self, spec: longdraft.Speculator, output: TextOutput) -> longdraft.Result:
         """Decodes, showing bar and text."""
         generation = self.start(spec)
         try:
@@ -102,11 +94,14 @@ def generate(
     composed: options.Load = None,
 ) -> None:
     """Answer a prompt, about documents if there are any. The text goes to stdout, all else to stderr."""
+    from longdraft.engine.request import stops_of
+    from longdraft.model.kernel_report import kernel_report
+
     with options.settings_checked():
         sampling = choosing.sampling()
         own_options = method_options.method_options(method, option or []) | drafting.options()
         # An unknown method or option, and a draft that cannot be read, are refused before the model is loaded.
-        spec = Speculator(
+        spec = longdraft.Speculator(
             method, offload=offload, plan=plan, kv_dtype=kv_dtype, deterministic=deterministic, **own_options
         )
         if max_tokens < 1:
@@ -133,7 +128,9 @@ def generate(
         seed = random.randrange(2**32) if share is None else share.seed()
         console.note(f"Sampling with --seed {seed}")
     restored = kv_cache is not None and kv_cache.exists()
-    cache = PromptCache.restored(kv_cache, spec.runner().fingerprint) if restored and kv_cache else PromptCache()
+    cache = longdraft.PromptCache()
+    if restored and kv_cache:
+        cache = longdraft.PromptCache.restored(kv_cache, spec.runner().fingerprint)
     others = OtherProcesses()
     with Cancel() as cancel:
         run = Run(loaded, tokens, max_tokens, sampling, seed, stops, cache, cancel)
@@ -156,14 +153,14 @@ def generate(
         raise typer.Exit(EXIT_CODE)
 
 
-def _encode(loaded: LoadedModel, request: reading.Request, raw: bool, asked: dict[str, Any]) -> list[int]:
+def _encode(loaded: longdraft.LoadedModel, request: reading.Request, raw: bool, asked: dict[str, Any]) -> list[int]:
     if raw:
         text = "\n\n".join(part for part in request if part)
         return encode(loaded.tokenizer, text)
     return chat_prompt(loaded.tokenizer, request.instruction, document=request.document, **asked)
 
 
-def _keep(cache: PromptCache, prompt: list[int], path: Path, spec: Speculator) -> None:
+def _keep(cache: longdraft.PromptCache, prompt: list[int], path: Path, spec: longdraft.Speculator) -> None:
     """Writes the prompt's KV; the answer's is cut off."""
     assert cache.store is not None
     cache.store.truncate(0, len(prompt))
@@ -172,10 +169,12 @@ def _keep(cache: PromptCache, prompt: list[int], path: Path, spec: Speculator) -
     console.note(f"{path}: kept {len(prompt):,} prompt tokens for the next run")
 
 
-def _compared(run: Run, spec: Speculator, own: Result) -> dict[str, Any] | None:
+def _compared(run: Run, spec: longdraft.Speculator, own: longdraft.Result) -> dict[str, Any] | None:
     """Decodes with ``ar`` from the prompt's KV, says how the two compare, and returns it for the JSON object."""
+    from longdraft.bench.ties import compare
+
     same: dict[str, Any] = {"offload": spec.offload, "deterministic": spec.deterministic}
-    ar_spec = Speculator("ar", target=run.loaded.model, tokenizer=run.loaded.tokenizer, **same)
+    ar_spec = longdraft.Speculator("ar", target=run.loaded.model, tokenizer=run.loaded.tokenizer, **same)
     with console.status(animated=False) as status:
         status("Decoding the same prompt plainly (ar)")
         ar = run.start(ar_spec).results()[0]

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.text import Text as Line
 
-from longdraft.bench import charts, length, server_length, tasks
-from longdraft.bench.acceptance import Acceptance, Short, by_default
+from longdraft.bench import charts, tasks
+from longdraft.bench.data import Short
 from longdraft.bench.servers import Server
-from longdraft.bench.settings import REFERENCE
 from longdraft.cli import acceptance, bench_options, console, method_options, options
 from longdraft.cli.cancel import EXIT_CODE
 from longdraft.cli.progress import Runs
+
+if TYPE_CHECKING:
+    from longdraft.bench.acceptance import Acceptance
 
 FIRST, FARTHEST = 1024, 131072
 
@@ -44,7 +46,7 @@ def bench_length(
         list[str] | None,
         typer.Option(
             help="Measure servers instead: NAME=http://host:port of an OpenAI-compatible one; repeatable. Break-even "
-            f"needs one that decodes plainly, by the name {REFERENCE}.",
+            "needs one that decodes plainly, by the name ar.",
             show_default="none",
         ),
     ] = None,
@@ -66,6 +68,11 @@ def bench_length(
 
     Greedy. Ctrl-C ends it with the figures so far.
     """
+
+    from longdraft.bench import length
+    from longdraft.bench.acceptance import by_default
+    from longdraft.bench.settings import REFERENCE
+
     bench_options.check_writable({"--svg": svg, "--results": results})
     if svg is not None:
         charts.available()
@@ -100,6 +107,8 @@ def _here(
     measuring: Acceptance, samples: Sequence[Any], cut_to: Sequence[int], short: Short, results: Path | None
 ) -> tuple[dict[str, Any], bool]:
     """The report of methods of this package; and True if no run is missing."""
+    from longdraft.bench import length
+
     with console.status() as status:
         status(f"Cutting {len(samples)} texts to {len(set(cut_to))} lengths")
         work, notes = measuring.work(samples, cut_to, short)
@@ -122,6 +131,8 @@ def _servers(
     ignore_eos: bool,
 ) -> tuple[dict[str, Any], bool]:
     """The report of servers; and True if no answer is missing."""
+    from longdraft.bench import length, server_length
+
     pairs = [(name, address) if eq else (name, name) for name, eq, address in (each.partition("=") for each in urls)]
     servers = {name: Server(address, key) for name, address in pairs}
     asked = cut_to or length.doubled(FIRST, 4 * FIRST)

@@ -13,7 +13,6 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from longdraft.cli.options import Group, SettingError
-from longdraft.methods import DEFAULTS, METHODS, method_named
 from longdraft.options import Option, declared
 from longdraft.trees.options import TreeOptions
 
@@ -69,6 +68,8 @@ def method_options(method: str | None, pairs: list[str]) -> dict[str, Any]:
         SettingError: not ``name=value``, or a value that the option does not take.
         UnknownMethodError: no such method.
     """
+    from longdraft.methods import DEFAULTS, METHODS, method_named
+
     candidates = [METHODS[name] for name in DEFAULTS] if method is None else [method_named(method)]
     known = {name: each for m in candidates for name, each in m.options.items()}
     known |= {alias: each for each in known.values() for alias in each.aliases if alias not in known}

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.text import Text
 
 from longdraft.bench.tables import table
 from longdraft.cli import console, options
-from longdraft.methods import METHODS, Method, method_named
-from longdraft.methods import methods as described
+
+if TYPE_CHECKING:
+    from longdraft.methods import Method
 
 
 def methods(
@@ -23,6 +24,9 @@ def methods(
     output: options.Output,
 ) -> None:
     """List the methods, or the options of one. An exact one writes what the model alone would; it is only faster."""
+    from longdraft.methods import METHODS, method_named
+    from longdraft.methods import methods as described
+
     if name is not None:
         method = method_named(name)
         _show_options(method)
@@ -46,9 +50,12 @@ def methods(
 
 
 def _show_options(method: Method) -> None:
-    found = table(["-o name=value", "takes", "default"])
-    found.add_column("what it is")
+    found = table(["-o name=value"])
+    found.add_column("what it is, what it takes, and its default")
     for option in method.options.values():
-        found.add_row(*(Text(part) for part in (option.name, option.range, option.default_in_words, option.help)))
+        takes = "; ".join(
+            filter(None, (option.range, option.default_in_words and f"default {option.default_in_words}"))
+        )
+        found.add_row(Text(option.name), Text.assemble(option.help or "as the drafter takes it", "\n", (takes, "dim")))
     console.line(f"{method.name}: {method.summary}")
     console.show(console.stdout(), found)

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from longdraft.bench import needle as needles
-from longdraft.bench import needle_report
-from longdraft.bench.needle_drafts import NAMED, RETRIEVED, SMALL, NeedleDrafts, View, view
 from longdraft.cli import bench_options, console, method_options, options
 from longdraft.cli.progress import Runs
-from longdraft.drafts.draft import Draft
-from longdraft.drafts.kinds import KINDS, kind_of
-from longdraft.methods import METHODS
+
+if TYPE_CHECKING:
+    from longdraft.bench.needle_drafts import View
+    from longdraft.drafts.draft import Draft
 
 # What fits a context of 8K; one that is shorter takes those that fit it.
 CONTEXTS = (1024, 2048, 4096, 8192)
@@ -27,9 +26,9 @@ def needle(
     views: Annotated[
         str | None,
         typer.Option(
-            help=f"Drafters, with commas between: {', '.join(SMALL)} (of a small language model), {RETRIEVED}, or a "
-            "method with options, such as longspec:retrieval=true.",
-            show_default=f"the drafts', with and without retrieval, and {RETRIEVED}",
+            help="Drafters, with commas between: full, streaming, retrieval (of a small language model), "
+            "target-retrieval, or a method with options, such as longspec:retrieval=true.",
+            show_default="the drafts', with and without retrieval, and target-retrieval",
         ),
     ] = None,
     draft: Annotated[
@@ -50,6 +49,9 @@ def needle(
     output: options.Output,
 ) -> None:
     """Measure how well drafters foresee a needle in a long text: full, streaming and retrieved caches (SpecExtend)."""
+    from longdraft.bench import needle_report
+    from longdraft.bench.needle_drafts import NeedleDrafts
+
     asked = None if needle_context is None else method_options.whole_numbers("--needle-context", needle_context)
     if asked is not None and (not asked or min(asked) < 1):
         raise options.SettingError(f"--needle-context takes numbers of tokens, not {needle_context!r}.")
@@ -85,6 +87,9 @@ def needle(
 
 def _drafts(folders: list[Path]) -> dict[str, Draft[Any]]:
     """Drafts by kind, read before the model is."""
+    from longdraft.bench.needle_drafts import SMALL
+    from longdraft.drafts.kinds import KINDS, kind_of
+
     found: dict[str, Draft[Any]] = {}
     for folder in folders:
         # What is no folder may be a model's name on the hub.
@@ -97,6 +102,9 @@ def _drafts(folders: list[Path]) -> dict[str, Draft[Any]]:
 
 def default_views(drafts: dict[str, Draft[Any]]) -> list[View]:
     """Every view of the drafts that are given, of a small language model where none is."""
+    from longdraft.bench.needle_drafts import RETRIEVED, SMALL, view
+    from longdraft.methods import METHODS
+
     views = []
     for kind in list(drafts) or [SMALL["full"][0]]:
         if kind == SMALL["full"][0]:
@@ -109,6 +117,9 @@ def default_views(drafts: dict[str, Draft[Any]]) -> list[View]:
 
 def _view(word: str) -> View:
     """``longspec:retrieval=true`` -> a view."""
+    from longdraft.bench.needle_drafts import NAMED, view
+    from longdraft.methods import METHODS
+
     name, *pairs = word.split(":")
     method, _ = NAMED.get(name, (name, {}))
     return view(name, method_options.method_options(method if method in METHODS else None, pairs))

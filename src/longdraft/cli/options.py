@@ -13,16 +13,16 @@ from dataclasses import dataclass
 from enum import Enum
 from inspect import Parameter
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-import torch
 import typer
 
+import longdraft
 from longdraft.cli import console, panels, processes
-from longdraft.engine.sampler import Sampling
 from longdraft.errors import LongdraftError, values_checked
-from longdraft.model.checkpoints import LoadedModel, Progress
-from longdraft.model.loading import load, load_shared
+
+if TYPE_CHECKING:
+    from longdraft.model.checkpoints import Progress
 
 N = TypeVar("N", int, float)
 
@@ -227,18 +227,24 @@ class ModelOptions(Group):
     @property
     def on_gpu(self) -> bool:
         """True if the model goes to a GPU: the one asked for, or by default any this machine has."""
+        import torch
+
         return torch.cuda.is_available() if self.device is None else self.device.startswith("cuda")
 
-    def load(self, progress: Progress) -> LoadedModel:
+    def load(self, progress: Progress) -> longdraft.LoadedModel:
         """The model, and what its texts are made of."""
+        import torch
+
+        from longdraft.model import loading
+
         if self.threads is not None:
             torch.set_num_threads(self.threads)
         if processes.count() > 1:
             for name in ("device", "weights", "arithmetic", "rope_factor"):
                 if getattr(self, name) is not None:
                     raise SettingError(f"{name} cannot be chosen for a model that processes share: leave it out.")
-            return load_shared(self.model, self.dtype, progress)
-        return load(
+            return loading.load_shared(self.model, self.dtype, progress)
+        return longdraft.load(
             self.model,
             dtype=self.dtype,
             device=self.device,
@@ -276,9 +282,9 @@ class SamplingOptions(Group):
     ] = None
     foresee: Foresee = True
 
-    def sampling(self) -> Sampling:
+    def sampling(self) -> longdraft.Sampling:
         """Raises RequestError for values that make none."""
-        made = Sampling(**vars(self))
+        made = longdraft.Sampling(**vars(self))
         idle = [f"--{name.replace('_', '-')}" for name in ("top_k", "top_p", "min_p") if vars(self)[name] is not None]
         if made.greedy and idle:
             console.note(f"{', '.join(idle)}: of no effect at temperature 0; sample with --temperature (-t) above 0.")

@@ -17,7 +17,7 @@ _PANELS = {
         "dtype", "device", "weights", "arithmetic", "rope_factor", "threads", "offload", "kv_dtype",
         "deterministic", "kv_cache", "prefix_gib", "snapshots", "snapshot_gib",
     ),
-    "Limits": ("queue", "timeout", "max_body"),
+    "Limits": ("queue", "timeout", "max_body", "allow_host", "allow_origin"),
     "Ray": ("ray", "replicas", "ray_config"),
     "Data": ("short", "limit", "preface", "split", "column"),
     "Peers": ("assistant", "gguf", "peers"),

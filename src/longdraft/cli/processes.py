@@ -12,8 +12,6 @@ from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdo
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from longdraft.errors import CapabilityError
 
 # Training shares out its data, and says so itself; the last two load no model.
@@ -68,6 +66,8 @@ def together(verb: Callable[..., None]) -> Callable[..., None]:
                 changed.enter_context(redirect_stdout(nothing))
                 changed.enter_context(redirect_stderr(nothing))
             verb(**options)
+        import torch
+
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
 

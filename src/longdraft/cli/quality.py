@@ -7,11 +7,8 @@ from typing import Annotated
 
 import typer
 
-from longdraft.bench import needle, quality_report, tasks
-from longdraft.bench.prompts import prepare
-from longdraft.bench.quality import METHOD, Quality, Settings
+from longdraft.bench import needle, tasks
 from longdraft.bench.scores import rouge_l
-from longdraft.bench.settings import Settings as Prompts
 from longdraft.bench.thinking import thoughtful
 from longdraft.cli import bench_options, console, method_options, options
 from longdraft.cli.progress import Runs
@@ -77,6 +74,11 @@ def quality(
     output: options.Output,
 ) -> None:
     """Measure the quality of specpv and of a rounded KV: texts (ROUGE-L), drift of hidden states, needles found."""
+    from longdraft.bench import quality_report
+    from longdraft.bench.prompts import prepare
+    from longdraft.bench.quality import METHOD, Quality, Settings
+    from longdraft.bench.settings import Settings as Prompts
+
     if not data_files and needle_file is None:
         raise options.SettingError("Nothing to do: name prompts with --data FILE, or a text with --needle FILE.")
     given = method_options.method_options(METHOD, option or []) | drafting.options()

@@ -7,7 +7,7 @@ from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.text import Text
@@ -16,15 +16,13 @@ from longdraft.bench import charts
 from longdraft.bench.json_lines import JsonLines
 from longdraft.bench.papers import PAPERS, paper_named, table_of
 from longdraft.bench.papers.table import Paper
-from longdraft.bench.reproduce import report
-from longdraft.bench.reproduce.run import Reproduction, prepare
-from longdraft.bench.reproduce.scaled import Scaled, needs
-from longdraft.bench.reproduce.texts import Sources
 from longdraft.bench.tables import table as empty
 from longdraft.cli import bench_options, console, options
 from longdraft.cli.cancel import EXIT_CODE
 from longdraft.cli.progress import Runs
-from longdraft.model.stored import is_stored
+
+if TYPE_CHECKING:
+    from longdraft.bench.reproduce.run import Reproduction
 
 
 class Scale(str, Enum):
@@ -74,6 +72,13 @@ def reproduce(
 
     Without a table: lists papers and tables, and what each needs. Ctrl-C ends it with the figures so far.
     """
+
+    from longdraft.bench.reproduce import report
+    from longdraft.bench.reproduce.run import prepare
+    from longdraft.bench.reproduce.scaled import Scaled
+    from longdraft.bench.reproduce.texts import Sources
+    from longdraft.model.stored import is_stored
+
     if paper is None or table is None:
         _list(None if paper is None else paper_named(paper), output)
         return
@@ -132,6 +137,8 @@ def _measure(made: Reproduction, file: JsonLines[dict[str, Any]] | None) -> tupl
 
 def _list(paper: Paper | None, output: options.Output) -> None:
     """Papers and tables, a line each."""
+    from longdraft.bench.reproduce.scaled import needs
+
     papers = list(PAPERS.values()) if paper is None else [paper]
     shown = empty(["paper", "table"])
     for heading in ("what it shows", "what it needs"):

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import os
+import socket
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+import longdraft
 from longdraft.cli import console, method_options, options, processes
 from longdraft.errors import CapabilityError, MemoryBudgetError, RequestError
 from longdraft.memory import sizes
-from longdraft.memory.prompt_cache import PromptCache
-from longdraft.methods import method_named
-from longdraft.model.checkpoints import Progress
-from longdraft.model.runner import TargetRunner
-from longdraft.speculator import Speculator
 
 if TYPE_CHECKING:
+    from longdraft.model.checkpoints import Progress
+    from longdraft.model.runner import TargetRunner
     from longdraft.serve.service import Service
     from longdraft.serve.settings import Settings
 
@@ -47,7 +46,7 @@ class ServiceOptions:
     def check(self) -> None:
         """Raises Speculator's errors of wrong options, before a model is loaded."""
         for i, method in enumerate(self.methods or (None,)):
-            Speculator(method, **self.arguments, **({} if i else self.first_arguments))
+            longdraft.Speculator(method, **self.arguments, **({} if i else self.first_arguments))
 
     def as_replica(self, replicas: int, threads: int) -> ServiceOptions:
         """The options of each replica. They share this machine, unless Ray runs on a cluster."""
@@ -68,13 +67,14 @@ class ServiceOptions:
         Raises:
             RequestError, MemoryBudgetError: the context is longer than the model's, or than fits the memory.
         """
+        from longdraft.methods import method_named
         from longdraft.serve.prefixes import DiskPrefixes
         from longdraft.serve.service import Service
         from longdraft.serve.telling import Telling, Wire
 
         loaded, settings = self.loading.load(progress), self.settings
 
-        def speculator(method: str | None) -> Speculator:
+        def speculator(method: str | None) -> longdraft.Speculator:
             arguments = dict(self.arguments)
             if method is None or method in self.methods[:1]:
                 arguments |= self.first_arguments
@@ -82,7 +82,7 @@ class ServiceOptions:
                 arguments |= {"earlier": settings.earlier}
                 if method not in (None, "suffix", "prompt-lookup"):
                     arguments["lookup"] = True
-            return Speculator(method, loaded.model, loaded.tokenizer, **arguments)
+            return longdraft.Speculator(method, loaded.model, loaded.tokenizer, **arguments)
 
         first = speculator(self.methods[0] if self.methods else None)
         first.planner(progress)
@@ -94,13 +94,13 @@ class ServiceOptions:
             context=self._context(first.runner(), len(methods)),
         )
 
-        def cache(spec: Speculator) -> PromptCache:
+        def cache(spec: longdraft.Speculator) -> longdraft.PromptCache:
             layers = spec.feature_layers()
             if spec is not first:
-                return PromptCache(layers)
+                return longdraft.PromptCache(layers)
             tree = self._tree_bytes(spec.runner())
             if settings.snapshots is None:
-                return PromptCache(layers, tree)
+                return longdraft.PromptCache(layers, tree)
             return DiskPrefixes(
                 settings.snapshots, spec.runner().fingerprint, settings.snapshot_bytes,
                 feature_layers=layers, tree_bytes=tree,
@@ -199,6 +199,19 @@ def serve(
         Path | None,
         typer.Option(help="API keys, one a line, with a name before it if you like.", show_default="none asked for"),
     ] = None,
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A further name that clients may call the server by, or * for all; repeatable.",
+            show_default="localhost and --host",
+        ),
+    ] = None,
+    allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Let pages of this origin ask, such as http://localhost:3000; repeatable.", show_default="none"
+        ),
+    ] = None,
     earlier: Annotated[
         int, typer.Option(min=0, help="Lookups also search this many tokens of the same key's earlier requests.")
     ] = 0,
@@ -229,7 +242,7 @@ def serve(
     """Serve the model over HTTP, as OpenAI's API: chat, completions, responses, and a page to try it."""
     try:
         from longdraft.serve.run import Server, follow
-        from longdraft.serve.settings import Settings, read_keys
+        from longdraft.serve.settings import LOCAL, Settings, checked_origins, read_keys
     except ImportError as error:
         raise CapabilityError(
             f'The server needs FastAPI, uvicorn and their like: pip install "longdraft[serve]" ({error}).'
@@ -241,8 +254,9 @@ def serve(
         first_arguments = method_options.method_options(methods[0] if methods else None, option or [])
         settings = Settings(
             name or "", methods, slots, context or 0, queue, max_tokens, timeout, keys=keys, think=think,
-            earlier=earlier, snapshots=snapshots, snapshot_bytes=int(snapshot_gib * 2**30),
-            tree_bytes=int(prefix_gib * 2**30),
+            hosts=(*LOCAL, "0.0.0.0" if host in ("", "::") else host, socket.gethostname(), *(allow_host or ())),
+            origins=checked_origins(allow_origin or ()), earlier=earlier, snapshots=snapshots,
+            snapshot_bytes=int(snapshot_gib * 2**30), tree_bytes=int(prefix_gib * 2**30),
         )  # fmt: skip
         service_options = ServiceOptions(
             loading,

@@ -14,10 +14,10 @@ from longdraft.cli import console, options
 from longdraft.cli.cancel import Cancel, interruptible
 from longdraft.cli.settings_help import with_settings
 from longdraft.cli.training_display import TrainingDisplay
-from longdraft.drafts.kinds import KINDS, Training
 from longdraft.errors import CapabilityError, ConfigError, PromptError
 
 if TYPE_CHECKING:
+    from longdraft.drafts.kinds import Training
     from longdraft.training.config import RunConfig
     from longdraft.training.settings import Described
 
@@ -39,12 +39,15 @@ class Trainers(with_settings(common_settings, _TITLE, TyperGroup)):  # type: ign
         return [*_trainings(), *super().list_commands(ctx)]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        training = _trainings().get(cmd_name)
-        return super().get_command(ctx, cmd_name) if training is None else _command(cmd_name, training)
+        found = super().get_command(ctx, cmd_name)  # first, as it needs no catalogue
+        training = None if found else _trainings().get(cmd_name)
+        return found if training is None else _command(cmd_name, training)
 
 
 def _trainings() -> dict[str, Training]:
     """The training of each kind of draft, by the name of its command."""
+    from longdraft.drafts.kinds import KINDS
+
     return {kind.training.command or kind.name: kind.training for kind in KINDS.values() if kind.training is not None}
 
 

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+import longdraft
 from longdraft.cli import console, method_options, options
 from longdraft.cli.cancel import Cancel
 from longdraft.cli.training_display import AnswersDisplay, RowCounter, shares
 from longdraft.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from longdraft.model.checkpoints import LoadedModel
     from longdraft.model.runner import TargetRunner
     from longdraft.training.answer_file import AnswerFile
     from longdraft.training.documents import Skipped
@@ -163,7 +163,7 @@ def data(
     _answered(file, display.seconds, prices, cancel, skipped, output)
 
 
-def _loaded(target: str | None, dtype: str, device: str | None, threads: int | None) -> LoadedModel:
+def _loaded(target: str | None, dtype: str, device: str | None, threads: int | None) -> longdraft.LoadedModel:
     import torch
 
     from longdraft.model.loading import load
@@ -176,7 +176,7 @@ def _loaded(target: str | None, dtype: str, device: str | None, threads: int | N
 
 def _encode(
     files: list[Path],
-    loaded: LoadedModel,
+    loaded: longdraft.LoadedModel,
     out: Path,
     rows: int | None,
     shards: bool,

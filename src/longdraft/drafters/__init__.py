@@ -2,3 +2,7 @@
 
 May import: drafts, engine, trees, views, model.
 """
+
+import importlib
+
+importlib.import_module("longdraft.methods")  # which imports all drafters, in an order of its own

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -106,3 +107,6 @@ def kind_of(folder: Path | str) -> Kind:
             "yours registers it, run that first (--load FILE)."
         )
     return found
+
+
+importlib.import_module("longdraft.methods")  # last: it imports the drafters, which register their kinds

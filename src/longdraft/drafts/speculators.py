@@ -18,18 +18,14 @@ from longdraft.drafts.eagle_formats import MEMBERS
 from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.native.boundary import FLOATS
 
-# vLLM drafts nothing past this position, so it has to cover what will be served.
-MAX_POSITION = 131_072
-SPECULATIVE_TOKENS = 5
-
 
 def to_speculators(
     draft: EagleDraft[Any],
     out: Path | str,
     verifier: str,
     architecture: str | None = None,
-    max_position: int = MAX_POSITION,
-    speculative_tokens: int = SPECULATIVE_TOKENS,
+    max_position: int = 131_072,
+    speculative_tokens: int = 5,
 ) -> list[str]:
     """Writes the folder.
 

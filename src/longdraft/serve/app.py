@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from importlib.resources import files
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -21,6 +20,7 @@ from longdraft.serve.choice import Choice, Delta
 from longdraft.serve.errors import ApiError, api_error
 from longdraft.serve.guards import Guards
 from longdraft.serve.openai import DONE, Answer, ChatAnswer, Head, event
+from longdraft.serve.page import page
 from longdraft.serve.responses import ResponseAnswer
 from longdraft.serve.service import Service
 
@@ -32,12 +32,9 @@ _MANY = 64
 
 def make_app(service: Service) -> FastAPI:
     """The web application of a service whose worker is running."""
-    app = FastAPI(title="longdraft", docs_url="/docs", redoc_url=None)
+    app = FastAPI(title="longdraft", docs_url=None, redoc_url=None)  # FastAPI's pages load scripts from elsewhere
     endpoints, settings = Endpoints(service), service.settings
-    app.add_middleware(
-        Guards, keys=settings.keys, max_body=settings.max_body, body_seconds=settings.body_seconds,
-        leaving=lambda: service.worker.draining,
-    )  # fmt: skip
+    app.add_middleware(Guards, settings=settings, leaving=lambda: service.worker.draining)
     for path, post, kind in (
         ("/v1/chat/completions", endpoints.chat, schema.Chat),
         ("/v1/completions", endpoints.complete, schema.Completion),
@@ -283,4 +280,4 @@ class Endpoints:
         return JSONResponse({"version": __version__})
 
     async def page(self) -> Response:
-        return HTMLResponse(files("longdraft.serve").joinpath("page.html").read_text(encoding="utf-8"))
+        return HTMLResponse(page())

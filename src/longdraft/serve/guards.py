@@ -1,18 +1,22 @@
-"""Checks on every request before an endpoint sees it: its size, how long its body takes, and its API key; and the end
-of connections while the server shuts down."""
+"""Checks on every request before an endpoint sees it: the name it calls the server by, its size, how long its body
+takes, and its API key; what pages of other origins may read; and the end of connections while the server shuts down."""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
+import re
 import time
 from collections.abc import Callable
+from fnmatch import fnmatchcase
 
 from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from longdraft.serve.errors import ApiError
+from longdraft.serve.settings import Settings
 
 # Served without a key: whether the server lives, and the page, which asks for one.
 OPEN = ("/", "/health", "/ready", "/version", "/metrics")
@@ -22,8 +26,7 @@ class Guards:
     """ASGI middleware.
 
     Args:
-        keys: tenant -> API key; empty: no key is needed.
-        max_body: bytes. body_seconds: how long a body may take to arrive.
+        settings: of the server: names, origins, keys and limits.
         leaving: whether connections shall end with their answers; or a client that asks again and again on one would
             keep a server that shuts down for ever.
     """
@@ -31,15 +34,22 @@ class Guards:
     def __init__(
         self,
         app: ASGIApp,
-        keys: dict[str, str],
-        max_body: int,
-        body_seconds: float,
+        settings: Settings,
         leaving: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._app, self._keys, self._max_body, self._body_seconds = app, keys, max_body, body_seconds
-        self._leaving = leaving
+        self._app, self._hosts, self._keys, self._leaving = app, settings.hosts, settings.keys, leaving
+        self._max_body, self._body_seconds = settings.max_body, settings.body_seconds
+        self._outer: ASGIApp = self._checked
+        if settings.origins:  # refusals too can be read there
+            self._outer = CORSMiddleware(
+                self._checked, settings.origins, allow_methods=["GET", "POST"], allow_headers=["*"],
+                expose_headers=["Retry-After"],
+            )  # fmt: skip
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._outer(scope, receive, send)
+
+    async def _checked(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -47,6 +57,7 @@ class Guards:
         if self._leaving():
             send = _last(send)
         try:
+            self._check_host(headers.get("host", ""))
             scope.setdefault("state", {})["tenant"] = self._tenant(scope["path"], headers)
             length = headers.get("content-length", "")
             if length.isdigit() and int(length) > self._max_body:
@@ -59,6 +70,15 @@ class Guards:
         if scope["method"] == "HEAD":  # uvicorn leaves the body out
             scope = {**scope, "method": "GET"}
         await self._app(scope, replayed(body, receive), send)
+
+    def _check_host(self, host: str) -> None:
+        """Refuses names that are not the server's: a page can have one of its own point here (DNS rebinding)."""
+        name = re.sub(r":\d*$", "", host.lower()).strip("[]").removesuffix(".")
+        if not host or any(fnmatchcase(name, known.lower()) for known in self._hosts):
+            return
+        if "0.0.0.0" in self._hosts and re.fullmatch(r"[\d.]+|[\da-f:.]*:[\da-f:.]*", name):
+            return
+        raise ApiError(403, f"This server goes by other names than {name!r}: start it with --allow-host.", code="host")
 
     def _tenant(self, path: str, headers: Headers) -> str | None:
         if not self._keys or path in OPEN:

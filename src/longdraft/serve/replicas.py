@@ -147,7 +147,7 @@ class Front:
         self._replicas = replicas.options(stream=True)
         self._settings = settings
         self._relay = Relay(self._ask, None if from_none else _some_run)
-        self._app = Guards(self._relay, settings.keys, settings.max_body, settings.body_seconds)
+        self._app = Guards(self._relay, settings)
 
     async def __call__(self, request: Request) -> Response:
         return _Relayed(self._app)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from longdraft.errors import RequestError
+
+LOCAL = ("localhost", "127.0.0.1", "::1")
 
 
 @dataclass(frozen=True)
@@ -21,6 +25,8 @@ class Settings:
     think: whether templates that know it let the model think, unless the request says.
     max_body: bytes of a request. body_seconds: seconds that it may take to arrive, as its headers may.
     keys: tenant -> API key; empty: no key is needed.
+    hosts: names that requests may call the server by, with * for any part; 0.0.0.0: also any address.
+    origins: pages of these origins may read answers, with * for all.
     piece: prompt tokens that are read between two rounds of the other requests.
     foresee: whether drafts may know the coming random numbers.
     earlier: tokens of a tenant's earlier requests that lookups search too.
@@ -42,11 +48,26 @@ class Settings:
     max_body: int = 8 << 20
     body_seconds: float = 30.0
     keys: dict[str, str] = field(default_factory=dict, repr=False)
+    hosts: tuple[str, ...] = ("*",)
+    origins: tuple[str, ...] = ()
     piece: int = 512
     earlier: int = 0
     snapshots: Path | None = None
     snapshot_bytes: int = 4 << 30
     tree_bytes: int = 2 << 30
+
+
+def checked_origins(origins: Iterable[str]) -> tuple[str, ...]:
+    """Origins as browsers write them.
+
+    Raises:
+        RequestError: one that is none, such as an address with a path.
+    """
+    found = tuple(origin.lower().removesuffix("/") for origin in origins)
+    for origin in found:
+        if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s?#]+", origin):
+            raise RequestError(f"--allow-origin takes an origin such as http://localhost:3000, or *, not {origin!r}.")
+    return found
 
 
 def read_keys(file: Path) -> dict[str, str]:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from longdraft.options import Options, option
-from longdraft.trees.beam import SAMPLED_WIDTHS, Beam
-from longdraft.trees.chain import Chain
-from longdraft.trees.dynamic import Dynamic
-from longdraft.trees.kind import TreeKind
-from longdraft.trees.opt import Opt
-from longdraft.trees.static import Static
 
-KINDS: dict[str, type[TreeKind]] = {"chain": Chain, "static": Static, "beam": Beam, "dynamic": Dynamic, "opt": Opt}
+if TYPE_CHECKING:
+    from longdraft.trees.kind import TreeKind
+
+KINDS = ("chain", "static", "beam", "dynamic", "opt")
 _WIDE = ("beam", "static")  # kinds with widths
 
 
@@ -23,7 +20,7 @@ class TreeOptions(Options):
     """The shape of a draft tree. None: not given."""
 
     tree: str | None = option(
-        choices=tuple(KINDS),
+        choices=KINDS,
         help="the kind of tree",
         usual="beam (longspec), static (heads), chain (self), opt (with retrieval), else dynamic",
     )
@@ -59,6 +56,9 @@ class TreeOptions(Options):
         Raises:
             ValueError: options of two kinds together, or sizes that make no tree.
         """
+        from longdraft.trees import beam, chain, dynamic, opt, static  # here, because they import torch
+
+        made: list[type[TreeKind]] = [chain.Chain, static.Static, beam.Beam, dynamic.Dynamic, opt.Opt]
         given: dict[str, Any] = self.given()
         chosen_by_user = bool(given)
         tree = given.pop("tree", None) or _implied(default, given)
@@ -66,8 +66,8 @@ class TreeOptions(Options):
         if "widths" in given:
             given["widths"] = tuple(given["widths"])
         elif tree == "beam":
-            given["sampled_widths"] = SAMPLED_WIDTHS
-        return KINDS[tree](**given, chosen_by_user=chosen_by_user)
+            given["sampled_widths"] = beam.SAMPLED_WIDTHS
+        return made[KINDS.index(tree)](**given, chosen_by_user=chosen_by_user)
 
 
 def _implied(default: str, given: Collection[str]) -> str:

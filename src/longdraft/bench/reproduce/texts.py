@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from longdraft.bench import data, tasks
-from longdraft.bench.acceptance import Short, texts
-from longdraft.bench.data import Sample, fitted
+from longdraft.bench.acceptance import texts
+from longdraft.bench.data import Sample, Short, fitted
 from longdraft.bench.papers.table import Column
 from longdraft.bench.prompts import Prompt
 from longdraft.bench.reproduce.scaled import Scaled

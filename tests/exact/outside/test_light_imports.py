@@ -1,0 +1,76 @@
+"""Help, the version and errors of words load neither torch nor transformers; names are there all the same."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = {"torch", "transformers", "numpy", "fastapi"}
+LOADED = f"import sys; print(*sorted(set(sys.modules) & {HEAVY!r}), file=sys.__stderr__)"
+VERBS = (
+    "batch", "bench", "bench acceptance", "bench length", "bench needle", "bench quality", "bench report", "chat",
+    "completion", "doctor", "export", "generate", "methods", "reproduce", "serve", "train data",
+)  # fmt: skip
+
+
+def run(code: str) -> tuple[str, list[str]]:
+    """What a program prints, and the heavy packages that it has loaded."""
+    done = subprocess.run([sys.executable, "-c", f"{code}\n{LOADED}"], capture_output=True, text=True, check=True)
+    return done.stdout, done.stderr.splitlines()[-1].split()
+
+
+def command(*lines: str) -> tuple[list[int], list[str]]:
+    """Exit codes of command lines, and the heavy packages that they have loaded together."""
+    code = f"""
+import io
+from contextlib import redirect_stderr, redirect_stdout
+from longdraft.cli.main import main
+with redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO()):
+    codes = [main(line.split()) for line in {lines!r}]
+print(*codes)"""
+    printed, heavy = run(code)
+    return [*map(int, printed.split())], heavy
+
+
+def test_help_of_every_verb_and_the_version():
+    lines = ("--version", "--help", *(f"{verb} --help" for verb in VERBS))
+    assert command(*lines) == ([0] * len(lines), [])
+
+
+def test_errors_of_words():
+    lines = (
+        "genrate",
+        "generate --promt x",
+        "generate --max-tokens many",
+        "serve --port 99999",
+        "bench --data",
+        "chat --top-p 7",
+    )
+    assert command(*lines) == ([2] * len(lines), [])
+
+
+def test_the_package_is_imported_when_it_is_used():
+    printed, heavy = run("import longdraft; print(longdraft.__version__, 'Speculator' in dir(longdraft))")
+    assert printed.split()[1] == "True" and heavy == []
+    # A name loads what it needs; all names and the list of methods are there, whatever came first.
+    printed, _ = run(
+        "import longdraft.speculator, longdraft\n"
+        "print(*(getattr(longdraft, name) is not None for name in longdraft.__all__))\n"
+        "from longdraft import methods\nprint(len(methods()) == len(longdraft.methods()) > 10)"
+    )
+    assert set(printed.split()) == {"True"}
+    with pytest.raises(AttributeError, match="nothing_like_it"):
+        import longdraft
+
+        longdraft.nothing_like_it  # noqa: B018
+
+
+@pytest.mark.parametrize("first", ["drafts.kinds", "drafters.eagle3", "recipes", "methods"])
+def test_the_catalogue_is_whole_whichever_module_comes_first(first):
+    printed, _ = run(
+        f"import longdraft.{first}\nfrom longdraft.drafts.kinds import KINDS\nfrom longdraft.methods import METHODS\n"
+        "print(len(KINDS) > 5, next(iter(METHODS)) == 'ar', {*KINDS} < {*METHODS})"
+    )
+    assert printed.split() == ["True"] * 3
