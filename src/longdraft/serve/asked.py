@@ -6,7 +6,6 @@ import copy
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from longdraft.model.chat import conversation, encode
@@ -30,6 +29,18 @@ class Asked:
     answers: Sequence[Answer]
 
 
+class Copies:
+    """Makes constraints; the first one is made here already, as a large one keeps the engine waiting."""
+
+    def __init__(self, constraint: structured.Constraint) -> None:
+        self._constraint = constraint
+        self._ready: structured.Constraint | None = copy.deepcopy(constraint)
+
+    def __call__(self) -> structured.Constraint:
+        made, self._ready = self._ready or copy.deepcopy(self._constraint), None
+        return made
+
+
 def chat(service: Service, body: schema.Chat, tenant: str | None = None) -> Asked:
     """Raises longdraft's errors and ApiError for what cannot be served."""
     tokenizer = service.tokenizer
@@ -45,7 +56,7 @@ def chat(service: Service, body: schema.Chat, tenant: str | None = None) -> Aske
         constraint = tools.bound(tokenizer, offered, choice, body.parallel_tool_calls, len(prompt), thinking)
     elif grammar is not None:
         constraint = structured.Constraint(tokenizer, grammar, len(prompt))
-    bound = None if constraint is None else partial(copy.deepcopy, constraint)
+    bound = None if constraint is None else Copies(constraint)
     log_probs = body.top_logprobs if body.logprobs else None
     limit = body.max_completion_tokens or body.max_tokens
     choices = service.choices(prompt, body, limit, tenant, log_probs, bound)

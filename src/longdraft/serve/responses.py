@@ -45,8 +45,7 @@ class ResponseAnswer:
                 yield from self._begin("function_call", **fields)
             self._items[-1]["arguments"] += arguments
             if arguments:
-                where = {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
-                yield self._event("response.function_call_arguments.delta", **where, delta=arguments)
+                yield self._event("response.function_call_arguments.delta", **self._where(), delta=arguments)
 
     def finish(self, cut: bool, usage: Mapping[str, Any]) -> Iterator[str]:
         """The last events; the response has then ended."""
@@ -63,7 +62,8 @@ class ResponseAnswer:
         return str(self._items[-1]["type"]) if going else None
 
     def _where(self) -> dict[str, Any]:
-        return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1, "content_index": 0}
+        where = {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
+        return where | ({"content_index": 0} if self._items[-1]["type"] in _TEXTS else {})
 
     def _begin(self, kind: str, **fields: Any) -> Iterator[str]:
         yield from self._end("completed")
@@ -89,9 +89,8 @@ class ResponseAnswer:
             yield self._event(f"response.{name}.done", **self._where(), text=part["text"], **more)
             yield self._event("response.content_part.done", **self._where(), part=part)
         else:
-            where = {"item_id": item["id"], "output_index": len(self._items) - 1}
             done = {"name": item["name"], "arguments": item["arguments"]}
-            yield self._event("response.function_call_arguments.done", **where, **done)
+            yield self._event("response.function_call_arguments.done", **self._where(), **done)
         yield self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)
 
     def _event(self, name: str, /, **content: Any) -> str:

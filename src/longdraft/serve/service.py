@@ -154,7 +154,8 @@ class Service:
         seed = self._random.randrange(2**62) if body.seed is None else body.seed
         predicted: list[int] = []
         if body.prediction is not None and body.prediction.text:
-            predicted = self.tokenizer(body.prediction.text, add_special_tokens=False)["input_ids"]
+            found = self.tokenizer(body.prediction.text, add_special_tokens=False, verbose=False)["input_ids"]
+            predicted = found[: 2 * settings.context]  # an answer can have no more of it
         request = Request(
             prompt,
             min(max_tokens or room, settings.max_tokens or room, room),

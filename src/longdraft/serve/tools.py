@@ -6,6 +6,7 @@ go through the chat template if it supports them, else into a system message.
 
 from __future__ import annotations
 
+import copy
 import json
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
@@ -146,11 +147,17 @@ class CallConstraint(Constraint):
         self._tokenizer, self._tagged = tokenizer, self._matcher
         bare = f'start: (answer | "{{" answer "}}") {_SPACES}\n{answer}'
         self._bare = LLMatcher(self._table, checked(str(LLMatcher.grammar_from_lark(bare))))
-        self._try(self._bare, self._table.tokenize_bytes(b'{"name":'))
-        self._starts = _starts(tool["function"]["name"] for tool in tools)
+        names = [tool["function"]["name"] for tool in tools]
+        for name in names:
+            begun = json.dumps({"name": name, "arguments": {}}, ensure_ascii=False)[:-2]
+            self._try(self._bare, self._table.tokenize_bytes(begun.encode()))
+        self._starts = _starts(names)
         self._parallel, self._thinking = parallel, thinking
         self._free, self._first = True, True
         self._text, self._before = list[int](), "\n"  # tokens that may begin a call, and the character before them
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Constraint:
+        return copy.copy(self) if self._free else super().__deepcopy__(memo)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         self.read(input_ids[0, self._prompt :].tolist())

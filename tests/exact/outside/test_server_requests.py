@@ -173,8 +173,8 @@ def test_what_is_thought_is_apart_from_what_is_said(server, stream):
 
 def test_others_are_answered_while_a_request_is_prepared():
     with contextlib.closing(Running(led(context=4000))) as server:
-        words = "the whale and the ship " * 12000
-        many = {"anyOf": [{"type": "object", "properties": {f"k{i}": {"type": "string"}}} for i in range(3000)]}
+        words = "the whale and the ship " * 3000
+        many = {"anyOf": [{"type": "object", "properties": {f"k{i}": {"type": "string"}}} for i in range(900)]}
         large = [
             (CHAT, {"messages": ASKED, "prediction": {"content": words}, "max_tokens": 9, "temperature": 0}),
             ("/tokenize", {"prompt": words * 8}),

@@ -27,8 +27,8 @@ TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": WEAT
 class Leading:
     """A logits processor that makes the model prefer a text, where nothing forbids it."""
 
-    def __init__(self, prompt: int, text: str) -> None:
-        self._prompt, self._wanted = prompt, [*TOKENIZER(text)["input_ids"], TOKENIZER.eos_token_id]
+    def __init__(self, tokenizer, prompt: int, text: str) -> None:
+        self._prompt, self._wanted = prompt, [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
 
     def __call__(self, input_ids, scores):
         at = input_ids.shape[1] - self._prompt
@@ -45,7 +45,7 @@ class LedService(Service):
         choices = super().choices(prompt, body, *arguments, **options)
         for choice in choices if body.user else ():
             made = choice.ticket.request
-            lead = lambda: Leading(len(prompt), body.user)  # noqa: E731
+            lead = lambda: Leading(self.tokenizer, len(prompt), body.user)  # noqa: E731
             choice.ticket.request = replace(made, makers=[lead, *made.makers])
         return choices
 
@@ -135,6 +135,17 @@ def test_a_call_that_is_cut_at_the_limit_is_no_content(server, text):
     for tokens in range(begins, len(text) - 1, 7):
         content, _, reason = said(server, text, max_tokens=tokens)
         assert (content, reason) == ("", "length") or (content, reason) == ("", "tool_calls")
+
+
+def test_tags_that_are_tokens_of_the_model_begin_and_end_a_call():
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["<tool_call>", "</tool_call>"])
+    service = make_service(MODEL, tokenizer, slots=1, context=1200)
+    service.__class__ = LedService
+    with contextlib.closing(Running(service)) as server:
+        assert said(server, f"<p>{TAGGED}\n<tool_call>{THE_TIME}</tool_call>") == ("<p>", [ROME, NOW], "tool_calls")
+        _, calls, _ = said(server, '<tool_call>{"name": "weather", "arg, wrong and wrong', max_tokens=400)
+        assert json.loads(calls[0][1])["place"] in ("Rome", "Oslo")
 
 
 def test_one_call_is_the_last_thing_where_only_one_may_come(server):
