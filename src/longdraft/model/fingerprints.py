@@ -21,6 +21,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from longdraft.model.few_rows import is_plain
 from longdraft.model.model_copy import HOOKS, IGNORED, OWN, PLAIN, place_of
+from longdraft.model.sharded import local
 
 # Rows of a matrix that are sampled, a number of each; every row of a matrix with as many rows as a vocabulary.
 _ROWS, _VOCABULARY = 128, 1 << 14
@@ -95,12 +96,13 @@ def _tensors(modules: list[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The tensors in memory that a tensor consists of: several of one that another package quantised."""
+    tensor = local(tensor)
     names = getattr(tensor, "__tensor_flatten__", None)
     if names is None or is_plain(tensor):
         yield tensor.detach()
     else:
-        for name in names()[0]:
-            yield from _parts(getattr(tensor, name))
+        for inner in (getattr(tensor, name) for name in names()[0]):
+            yield from _parts(inner) if isinstance(inner, torch.Tensor) else ()
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
