@@ -139,6 +139,12 @@ class Speculator:
         """A speculator from a draft folder or a method's name; see :class:`Speculator`."""
         return cls(name, target, tokenizer, **options)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise RequestError(
+            "A Speculator is bound to its model, and is neither copied nor pickled: make another one with "
+            "Speculator(name, target=model), in the process that has the model."
+        )
+
     def __repr__(self) -> str:
         found = self._recipes.get(self._runners[0]) if self._runners else None
         method, options = (self._named, self.options) if found is None else (found.method, found.options)

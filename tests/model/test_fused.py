@@ -7,6 +7,7 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from longdraft import native
+from longdraft.errors import UnsupportedModelError
 from longdraft.model.few_rows import MOST
 from longdraft.model.outputs import Taps
 from longdraft.model.runner import TargetRunner
@@ -135,7 +136,7 @@ def test_layers_that_want_more_arguments_are_called_themselves():
 
 
 def test_an_attribute_that_is_missing_is_no_reason_to_compute_otherwise():
-    with pytest.raises(AttributeError, match="renamed"):
+    with pytest.raises(UnsupportedModelError, match="renamed"):
         TargetRunner(with_layers_that(reads_what_is_not_there))
 
 

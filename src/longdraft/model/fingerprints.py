@@ -21,9 +21,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from longdraft.model.few_rows import is_plain
 from longdraft.model.model_copy import HOOKS, IGNORED, OWN, PLAIN, place_of
+from longdraft.model.sharded import local
 
 # Rows of a matrix that are sampled, a number of each; every row of a matrix with as many rows as a vocabulary.
 _ROWS, _VOCABULARY = 128, 1 << 14
+_PAGE = 4096
 # Settings on which no row depends. So are those of transformers' models that begin with an underscore.
 _NAMES = frozenset(
     ("transformers_version", "name_or_path", "architectures", "dtype", "kernel_config", "hf_device_map", "loss_type")
@@ -41,7 +43,9 @@ def of(model: PreTrainedModel) -> str:
     modules = list(model.modules())
     tensors = [(name, _bytes(part), tensor) for name, tensor in _tensors(modules) for part in _parts(tensor)]
     settings, samples = "\n".join(_settings(model, modules)), [_sample(each) for _, each, _ in tensors]
-    state = [(id(tensor), place_of(tensor), _version(tensor)) for _, _, tensor in tensors]
+    state = [
+        (id(tensor), place_of(tensor), 0 if tensor.is_inference() else tensor._version) for _, _, tensor in tensors
+    ]
     seen = hashlib.sha256(f"{settings}\n{state}".encode())
     content = hashlib.sha256(settings.encode())
     for sample in samples:
@@ -50,7 +54,8 @@ def of(model: PreTrainedModel) -> str:
     known = _names.get(model)
     if known is None or known[0] != seen.digest():
         for name, each, tensor in tensors:
-            content.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {_sum(each)}".encode())
+            content.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            content.update(_sums(each))
         kind = model.config.get_text_config().model_type
         known = _names[model] = seen.digest(), f"{kind}-{content.hexdigest()[:16]}"
     return known[1]
@@ -91,12 +96,13 @@ def _tensors(modules: list[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The tensors in memory that a tensor consists of: several of one that another package quantised."""
+    tensor = local(tensor)
     names = getattr(tensor, "__tensor_flatten__", None)
     if names is None or is_plain(tensor):
         yield tensor.detach()
     else:
-        for name in names()[0]:
-            yield from _parts(getattr(tensor, name))
+        for inner in (getattr(tensor, name) for name in names()[0]):
+            yield from _parts(inner) if isinstance(inner, torch.Tensor) else ()
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -114,17 +120,13 @@ def _sample(each: torch.Tensor) -> bytes:
     return each.view(-1).unfold(0, 8, step).cpu().contiguous().numpy().tobytes()
 
 
-def _sum(each: torch.Tensor) -> int:
-    """The sum of all bytes, eight at a time."""
-    flat = each.view(-1)
-    if flat.storage_offset() % 8 or flat.data_ptr() % 8:
-        flat = flat.clone()
-    whole = flat.numel() // 8 * 8
-    return int(flat[:whole].view(torch.int64).sum()) + int(flat[whole:].sum())
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+def _sums(each: torch.Tensor) -> bytes:
+    """The sums of all pages, eight bytes at a time, and the bytes behind the last page."""
+    flat = each.reshape(-1)
+    flat = flat.clone() if flat.storage_offset() % 8 else flat
+    whole = flat.numel() // _PAGE * _PAGE
+    sums = flat[:whole].view(torch.int64).view(-1, _PAGE // 8).sum(1)
+    return sums.cpu().numpy().tobytes() + flat[whole:].cpu().numpy().tobytes()
 
 
 def _settings(model: PreTrainedModel, modules: list[nn.Module]) -> Iterator[str]:

@@ -20,6 +20,8 @@ OWN = frozenset(vars(nn.Module()))
 HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 # A model compiled in place calls itself, not its copy.
 _LEFT_OUT = "_compiled_call_impl"
+# Of a module and of a function that torch.compile made of another one.
+_COMPILED, _COMPILED_FUNCTION = "_orig_mod", "_torchdynamo_orig_callable"
 # Attributes and settings that our forwards do not depend on.
 IGNORED = frozenset({"training", "generation_config", _LEFT_OUT})
 _IGNORED_SETTINGS = frozenset({"_attn_implementation_internal"})
@@ -53,7 +55,13 @@ class _Copying:
         modules = list(model.modules())
         # id of an object -> its copy
         self._copies: dict[int, Any] = {id(m): object.__new__(type(m)) for m in modules}
+        # What torch.compile wraps takes the wrapper's place: it would be compiled anew for every number of rows.
+        for module in reversed(modules):
+            if _COMPILED in module._modules:
+                self._copies[id(module)] = self._copies[id(module._modules[_COMPILED])]
         for module in modules:
+            if _COMPILED in module._modules:
+                continue
             own = vars(self._copies[id(module)])
             for name, value in list(vars(module).items()):
                 if name == "_modules":
@@ -61,7 +69,7 @@ class _Copying:
                 elif name in OWN:
                     own[name] = value.copy() if isinstance(value, dict | set) else value
                 elif name != _LEFT_OUT:
-                    own[name] = self._copied(value, name == "forward")
+                    own[name] = self._copied(getattr(value, _COMPILED_FUNCTION, value), name == "forward")
         self.model: PreTrainedModel = self._copies[id(model)]
 
     def _copied(self, value: Any, code: bool, depth: int = 0) -> Any:

@@ -5,19 +5,17 @@ A trial takes some forwards of the model, and a twin is made anew whenever a mod
 
 from __future__ import annotations
 
-from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
 
 from longdraft.errors import UnsupportedModelError
 from longdraft.model import fingerprints
 from longdraft.model.calls import Recorded
-from longdraft.model.model_copy import PLAIN, signature
 from longdraft.model.trial import try_out
 
 # What a model was like when it was tried, and what was recorded, or why it was refused.
-_verdicts: WeakKeyDictionary[PreTrainedModel, tuple[list[Any], Recorded | str]] = WeakKeyDictionary()
+_verdicts: WeakKeyDictionary[PreTrainedModel, tuple[object, Recorded | str]] = WeakKeyDictionary()
 
 
 def tried(model: PreTrainedModel) -> Recorded:
@@ -26,7 +24,8 @@ def tried(model: PreTrainedModel) -> Recorded:
     Raises:
         UnsupportedModelError: longdraft cannot host it exactly.
     """
-    now = [fingerprints.of(model), *map(_weakly, signature(model))]
+    forwards = [(id(type(m).forward), id(vars(m).get("forward"))) for m in model.modules()]
+    now = fingerprints.of(model), forwards, model.config._attn_implementation
     known = _verdicts.get(model)
     if known is None or known[0] != now:
         found: Recorded | str
@@ -38,26 +37,3 @@ def tried(model: PreTrainedModel) -> Recorded:
     if isinstance(known[1], str):
         raise UnsupportedModelError(known[1])
     return known[1]
-
-
-class _Object:
-    """Stands for an object without keeping it; equal to another one of the same object while that lives."""
-
-    def __init__(self, value: Any) -> None:
-        self._ref = ref(value)
-
-    def __eq__(self, other: object) -> bool:
-        mine = self._ref()
-        return isinstance(other, _Object) and mine is not None and mine is other._ref()
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-def _weakly(part: Any) -> Any:
-    """A part of a signature, in a form that does not keep the model."""
-    if isinstance(part, PLAIN):
-        return type(part), part
-    try:
-        return _Object(part)
-    except TypeError:  # a list or a dict, whose modules are parts of their own
-        return id(part)

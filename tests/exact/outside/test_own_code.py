@@ -3,6 +3,8 @@ call is refused by name."""
 
 from __future__ import annotations
 
+import copy
+import pickle
 import types
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -10,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
@@ -17,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
 from longdraft import PromptCache, Speculator
-from longdraft.errors import CapabilityError, UnsupportedModelError
+from longdraft.errors import CapabilityError, RequestError, UnsupportedModelError
 from tests.recurrent_models import recurrent_model
 from tests.tiny import tiny_model
 
@@ -248,3 +251,45 @@ def test_autocast_is_refused(kind: torch.dtype) -> None:
             ):
                 with pytest.raises(CapabilityError, match="autocast"):
                     run()
+
+
+# --- torch.compile, copies ---
+
+
+def wrapped(model: Any) -> None:
+    for i, layer in enumerate(model.model.layers):
+        model.model.layers[i] = torch.compile(layer)
+
+
+def wrapped_parts(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.mlp = torch.compile(layer.mlp)
+
+
+def in_place(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.compile()
+
+
+def functions(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.forward = torch.compile(layer.forward)
+
+
+@pytest.mark.parametrize("compiled", [wrapped, wrapped_parts, in_place, functions], ids=lambda how: how.__name__)
+def test_layers_that_torch_compiles_are_not_compiled_for_every_number_of_rows(compiled: Callable[[Any], None]) -> None:
+    model = tiny_model(layers=4)
+    expected = Speculator("ar", target=model).generate(IDS.tolist(), max_new_tokens=30)[0].token_ids
+    compiled(model)
+    torch._dynamo.utils.counters.clear()
+    result = Speculator("prompt-lookup", target=model, min_n=1, plan="fixed").generate(IDS.tolist(), max_new_tokens=30)[
+        0
+    ]
+    assert result.token_ids == expected and result.drafted > result.accepted > 0
+    assert not torch._dynamo.utils.counters["frames"]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps], ids=lambda how: how.__name__)
+def test_a_speculator_says_that_it_is_not_copied(copied: Callable[[Any], Any]) -> None:
+    with pytest.raises(RequestError, match="Speculator"):
+        copied(Speculator("ar", target=tiny_model()))
