@@ -26,10 +26,8 @@ def checked(plan: str | None) -> str | None:
 
 
 def planned(plan: str | None, options: Mapping[str, Any], exact: bool = True) -> bool:
-    """True if rounds are to be planned: as ``plan`` says; by default, unless the options describe a tree.
-
-    Args:
-        exact: whether the method is. By default one that is not has no plan: its text would depend on the clock.
+    """True if rounds are to be planned: as ``plan`` says; by default, unless the options describe a tree, or the method
+    is not ``exact``, so that its text would depend on the clock.
 
     Raises:
         ValueError: the environment variable names no plan.

@@ -55,7 +55,7 @@ class TreeOptions(Options):
 
         Args:
             default: the kind of tree if neither ``tree`` nor an option that only one kind has says which.
-            depth: levels of a dynamic tree by default; None: its own default.
+            depth: levels of a dynamic tree by default.
 
         Raises:
             ValueError: options of two kinds together, or sizes that make no tree.
