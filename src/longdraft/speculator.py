@@ -150,7 +150,7 @@ class Speculator:
         method, options = (self._named, self.options) if found is None else (found.method, found.options)
         said = [
             repr(method.name) if method else "method of the target's",
-            f"plan={'auto' if planned(self._plan, options) else 'fixed'}",
+            f"plan={'auto' if planned(self._plan, options, method is None or method.exact) else 'fixed'}",
         ]
         said += [f"{name}={value!r}" for name, value in options.items()]
         said += [f"target={type(runner.model).__name__}" for runner in self._runners]
@@ -174,7 +174,7 @@ class Speculator:
                 found = self._recipes.get(runner)
                 if found is None:
                     # Lookups cost nothing where a planner weighs them; fixed trees are the papers'.
-                    lookup = planned(self._plan, self.options)
+                    lookup = planned(self._plan, self.options, self._named is None or self._named.exact)
                     with values_checked(), torch.device("cpu"):  # whatever the user's default device is
                         found = recipe_for(self._named, self.options, runner, lookup)
                     self._recipes[runner] = found
@@ -237,8 +237,8 @@ class Speculator:
                 if runner.share is not None:
                     runner.share.check_plan(self._plan)
                 free = self.offload is None and runner.share is None
-                wanted = free and planned(self._plan, self.options) and chosen.can_be_planned
-                self._planners[runner] = planner_for(runner, progress) if wanted else None
+                wanted = planned(self._plan, self.options, chosen.method.exact) and chosen.can_be_planned
+                self._planners[runner] = planner_for(runner, progress) if free and wanted else None
             return self._planners[runner]
 
     def runner(self, target: PreTrainedModel | None = None) -> TargetRunner:

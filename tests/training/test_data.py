@@ -65,7 +65,7 @@ def collect(found, skipped=None, **over):
 
 
 def test_cut_split_and_ordered():
-    texts = [Document([i, *range(10), *range(40)]) for i in range(20)]
+    texts = [Document([i, *range(10), *range(50 + 40 * i, 90 + 40 * i)]) for i in range(20)]
     prompts = [Document(list(range(i, 30)), 12) for i in range(5)]
     skipped = Skipped()
     found = collect([*texts, *prompts, Document([1] * 30, 25), Document([1, 2])], skipped)

@@ -65,6 +65,7 @@ class EagleDraft(Eagle3Draft):
     """A draft in the layout of EAGLE's authors."""
 
     kind, label = EAGLE, "EAGLE"
+    levels = 6  # of its authors' trees
 
     @cached_property
     def shape(self) -> EagleShape:

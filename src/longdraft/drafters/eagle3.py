@@ -69,6 +69,8 @@ _outgrown: WeakSet[Eagle3Draft] = WeakSet()
 class Eagle3Draft(EagleDraft[BoundDraft]):
     """A trained draft of any layout."""
 
+    levels: int | None = None  # of a dynamic tree; None: as usual
+
     def module(self) -> Eagle3Block:
         return Eagle3Block(self.shape)
 
@@ -135,7 +137,7 @@ class Eagle3Drafter(RetrievingDrafter):
     def __init__(self, draft: Eagle3Draft, **options: Any) -> None:
         tree, own, *others = parse(draft.label, options, *self.options)
         retrieval: RetrievalOptions = others[0] if others else RetrievalOptions()
-        self.tree = self.shaped(tree.kind("opt" if retrieval.retrieval else "dynamic"), draft, options)
+        self.tree = self.shaped(tree.kind("opt" if retrieval.retrieval else "dynamic", draft.levels), draft, options)
         self.window = draft.window if own.window is None else own.window
         if self.window is not None and self.tree.depth >= self.window:
             raise ValueError(

@@ -186,9 +186,8 @@ class Session:
     def _text(self, entry: _Entry) -> str:
         if self._texts.tokenizer is None:
             return ""
-        if entry.sequence.finish_reason in (None, "cancelled"):
-            return self._texts.decode(entry.sequence.output)
-        return "".join(piece.text for piece in entry.pieces)
+        whole = entry.sequence.finish_reason not in (None, "cancelled")
+        return "".join(p.text for p in entry.pieces) if whole else self._texts.decode(entry.sequence.output)
 
 
 class Generation(Session):

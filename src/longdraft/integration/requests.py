@@ -73,7 +73,8 @@ def _check_inputs(config: Any, model_kwargs: dict[str, Any], given: Given) -> No
     if model_kwargs.get("inputs_embeds") is not None:
         raise CapabilityError("longdraft reads token ids: pass input_ids instead of inputs_embeds.")
     cache = given_cache(model_kwargs)
-    if given.cache or (cache is not None and _filled(cache)):
+    attends = any(hasattr(layer, "get_seq_length") for layer in getattr(cache, "layers", ()))  # Mamba's do not
+    if given.cache or (cache is not None and attends and cache.get_seq_length() > 0):
         raise CapabilityError(
             "longdraft keeps its own cache: leave cache (past_key_values) out. To read a text once for several calls, "
             "use Speculator.generate with cache=longdraft.PromptCache()."
@@ -88,13 +89,6 @@ def _check_inputs(config: Any, model_kwargs: dict[str, Any], given: Given) -> No
         )
     if foreign:
         raise CapabilityError(f"longdraft does not hand {', '.join(foreign)} on to the model: leave it out.")
-
-
-def _filled(cache: Any) -> bool:
-    try:
-        return bool(cache.get_seq_length() > 0)
-    except ValueError:  # of recurrent layers alone
-        return bool(cache.has_previous_state())
 
 
 def _is_text(name: str, value: Any) -> bool:

@@ -37,8 +37,7 @@ def template_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, str] | None:
     """
     if tokenizer.chat_template:
         return {}
-    path = str(tokenizer.name_or_path)
-    name = "/".join(Path(path).parts[-2:])
+    name = "/".join(Path(path := str(tokenizer.name_or_path)).parts[-2:])
     family = next((family for family in FAMILIES if family in name.lower()), None)
     if path not in _warned:
         _warned.add(path)

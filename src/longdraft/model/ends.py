@@ -25,8 +25,7 @@ def ends_of(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     ids: dict[str, int | None] = {name: tokenizer.convert_tokens_to_ids(name) for name in KNOWN | _IF_SPECIAL}
     # An unknown name gets the number of the unknown token.
     there = {name for name, i in ids.items() if i is not None and tokenizer.convert_ids_to_tokens(i) == name}
-    if there & _IF_SPECIAL:
-        there -= _IF_SPECIAL - {str(each) for each in tokenizer.added_tokens_decoder.values() if each.special}
+    there -= _IF_SPECIAL - {str(each) for each in tokenizer.added_tokens_decoder.values() if each.special}
     if any(there >= each for each in _OF_MESSAGES):
         there -= {"<|end|>"}
     return frozenset(int(i) for i in (tokenizer.eos_token_id, *map(ids.get, there)) if i is not None)

@@ -27,7 +27,7 @@ from longdraft.model.ends import ends_of, stated_ends
 from longdraft.model.gguf_cache import Metadata
 from longdraft.model.gguf_reader import instead, needs, parts_of, reader_of
 from longdraft.model.gguf_rope import RopeError, scaling
-from longdraft.model.gguf_tokenizer import splits, tokenizer_of
+from longdraft.model.gguf_tokenizer import RULES, tokenizer_of
 from longdraft.model.stored_parts import Arranged, ArrangedLinear
 from longdraft.native import Stored, kernels, missing
 from longdraft.native.dequantise import FORMATS
@@ -54,11 +54,7 @@ _FACTORS = "rope_freqs.weight"
 _BY_LENGTH = "rope_factors_"
 _ENDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 # What a file may hold in place of a model, by its general.type.
-_OTHERS = {
-    "adapter": "it is a LoRA adapter, so merge it into the model that it is for (llama-export-lora) and give that file",
-    "mmproj": "it reads images for a model, whose own file is another",
-    "imatrix": "it holds statistics for quantising a model",
-}
+_OTHERS = {"adapter": "a LoRA adapter", "mmproj": "what reads images for one", "imatrix": "statistics of one"}
 # Long fields that only a tokenizer needs.
 _WORDS = ("tokens", "token_type", "scores", "merges")
 
@@ -68,8 +64,7 @@ class File:
 
     Raises:
         ValueError, KeyError, OSError, struct.error: the file is damaged or cut short.
-        CheckpointError: it holds something else than a model, or a part of the model is missing.
-        CapabilityError: its layers have several sizes.
+        CheckpointError, CapabilityError: it holds no model, a part is missing, or its layers have several sizes.
     """
 
     def __init__(self, path: Path) -> None:
@@ -77,7 +72,10 @@ class File:
         self._reader = reader_of(path)
         self.parts = parts_of(path, int(self._value("split.count") or 1))
         if (kind := self._value("general.type")) not in (None, "model"):
-            raise CheckpointError(f"{path} is no model: {_OTHERS.get(kind, f'it holds what is called {kind!r}')}.")
+            raise CheckpointError(
+                f"{path} holds no model but {_OTHERS.get(kind, repr(kind))}: give the model's own file, into which an "
+                "adapter can be merged with llama-export-lora."
+            )
         if (architecture := self._value("general.architecture")) is None:
             raise ValueError("it names no architecture")
         self.architecture = str(architecture)
@@ -88,13 +86,9 @@ class File:
             if field is None or not isinstance(values := field.contents(), list):
                 continue
             if len(set(values)) > 1:
-                raise CapabilityError(
-                    f"{path} has layers of several sizes ({name}), which is not read from GGUF files of this "
-                    "architecture: give the model's Hugging Face folder or id."
-                )
-            # A number for each layer, and all the same: as if the file gave one.
-            one = field._replace(parts=[field.parts[field.data[0]]], data=[0], types=field.types[-1:])
-            self._reader.fields[name] = one
+                raise CapabilityError(f"{path} has layers of several sizes ({name}): give the model's folder or id.")
+            same = field.parts[field.data[0]]  # for all layers: as if the file gave one
+            self._reader.fields[name] = field._replace(parts=[same], data=[0], types=field.types[-1:])
 
     def _value(self, name: str) -> Any:
         field = self._reader.get_field(name)
@@ -164,17 +158,13 @@ class File:
             (n, f) for n, f in reader.fields.items() if not n.startswith(gguf_experts.MISREAD)
         )
         with instead(reader):
-            name = self.parts[0].name
-            return AutoConfig.from_pretrained(str(self.path.parent), gguf_file=name, local_files_only=True)
+            return AutoConfig.from_pretrained(self.path.parent, gguf_file=self.parts[0].name, local_files_only=True)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         if self._value("tokenizer.ggml.model") == "gpt2":
-            rule = self._value("tokenizer.ggml.pre")
-            if splits(rule) or self.architecture in gguf_configs.KINDS:
+            if (rule := self._value("tokenizer.ggml.pre")) in RULES or self.architecture in gguf_configs.KINDS:
                 return tokenizer_of(lambda name: self._value(f"tokenizer.{name}"), self._strings)
-            logger.warning(
-                "%s splits texts by a rule that is not known here (%s): prompts may differ.", self.path, rule
-            )
+            logger.warning("%s: how it splits texts (%s) is not known here, so tokens may differ.", self.path, rule)
         reader = self._reader
         if self.kind is not None:  # transformers, which makes a configuration first, may misread the other fields
             reader = copy.copy(reader)
@@ -206,7 +196,7 @@ class File:
     def ends(self) -> list[int]:
         """The tokens that the file says to end a text, a turn, a message or a part of code."""
         ids = [self._value(f"tokenizer.ggml.{name}_token_id") for name in _ENDS]
-        return [int(i) for i in ids if i is not None and 0 <= i < len(self.tokens)]
+        return [int(i) for i in ids if i is not None and 0 <= i < self._header.tokens]
 
     def _strings(self, name: str) -> list[str]:
         return list(self._reader.fields[f"tokenizer.{name}"].contents())
@@ -358,13 +348,9 @@ def read_gguf(
     if loaded is None:
         needs("accelerate", path)
         say(unpacking)
-        folder, name = str(path.parent), path.name
-        with instead(file._reader):
-            model = read_checkpoint(
-                *(folder, dtype, None), config=config, failure=failure, remedy=_REMEDY, with_tokenizer=False,
-                gguf_file=name, local_files_only=True,
-            ).model  # fmt: skip
-        with reading(failure, _REMEDY), quiet():
+        more: dict[str, Any] = {"gguf_file": path.name, "local_files_only": True, "with_tokenizer": False}
+        with reading(failure, _REMEDY), quiet(), instead(file._reader):
+            model = read_checkpoint(str(path.parent), dtype, None, config=config, failure=failure, **more).model
             loaded = LoadedModel(model, file.tokenizer())
         # transformers names the folder here; a draft for this model finds its tokenizer by the name.
         loaded.model.config._name_or_path = loaded.model.name_or_path = str(path)
@@ -384,8 +370,8 @@ def read_gguf(
     loaded.tokenizer.clean_up_tokenization_spaces = False
     loaded.tokenizer.name_or_path = str(path)
     settings = loaded.model.generation_config
-    ends = [*stated_ends(settings), *file.ends, *sorted(ends_of(loaded.tokenizer))]
-    settings.eos_token_id = list(dict.fromkeys(ends)) or None
+    ends = dict.fromkeys([*stated_ends(settings), *file.ends, *sorted(ends_of(loaded.tokenizer))])
+    settings.eos_token_id = list(ends) or None
     return loaded
 
 

@@ -39,31 +39,21 @@ def instead(reader: GGUFReader) -> Iterator[None]:
 
 
 def parts_of(path: Path, count: int) -> list[Path]:
-    """The files of a model that was split into several, of which one is named.
-
-    Raises:
-        CheckpointError: one is missing, or the file's name is not that of a part.
-    """
+    """The files of a model that was split into several; raises CheckpointError if one is missing."""
     if count < 2:
         return [path]
-    if (named := re.fullmatch(rf"(.*)-\d{{5}}-of-{count:05}", path.stem)) is None:
-        raise CheckpointError(
-            f"{path} is one of {count} parts of a model, and its name does not say which (NAME-00001-of-{count:05}"
-            ".gguf): give the parts their names, or join them with llama-gguf-split --merge."
-        )
-    parts = [path.with_name(f"{named[1]}-{i + 1:05}-of-{count:05}{path.suffix}") for i in range(count)]
+    stem = re.sub(r"-\d{5}-of-\d{5}$", "", path.stem)
+    parts = [path.with_name(f"{stem}-{i + 1:05}-of-{count:05}{path.suffix}") for i in range(count)]
     if missing := [part.name for part in parts if not part.is_file()]:
-        raise CheckpointError(f"{path} is one of {count} parts of a model, and {', '.join(missing)} is not beside it.")
+        advice = "fetch it, or join the parts with llama-gguf-split --merge"
+        raise CheckpointError(f"Of the {count} parts of {path}, {', '.join(missing)} is not beside it: {advice}.")
     return parts
 
 
 def reader_of(path: Path) -> GGUFReader:
-    """gguf's reader of a file, or of all parts of a model that was split: their tensors, and the first one's fields.
+    """gguf's reader of a file, with a faster way to read arrays: a tokenizer's strings would take it seconds.
 
-    Arrays are read in a faster way: a tokenizer's strings would take gguf seconds.
-
-    Raises:
-        CheckpointError: a part is missing.
+    The parts of a model that was split are read as one, with the first one's fields.
     """
     import gguf
 

@@ -25,49 +25,32 @@ _LLAMA3 = rf"{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_SIGNS}|{_S
 _QWEN2 = rf"{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_SIGNS}|{_SPACES}"
 _QWEN35 = rf"{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_CODER = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}\r\n]+|" + _SPACES
-_LING = rf"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_SIGNS}|\s*[\r\n]|\s+(?!\S)|\s+"
 _MARKED = r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|" + _SPACES
 _HAN = r"[\x{4E00}-\x{9FA5}\x{0800}-\x{4E00}\x{AC00}-\x{D7FF}]+"
 _KANA = r"[\x{4E00}-\x{9FA5}\x{3040}-\x{30FF}]+"
-_PUNCTUATION = r"\s?[!-/:-~\x{FF01}-\x{FF0F}\x{FF1A}-\x{FF5E}\x{2018}-\x{201F}\x{3000}-\x{3002}]+"
-_WORDS = r" ?[^(\s|.,!?\x{2026}\x{3002}\x{FF0C}\x{3001}\x{0964}\x{06D4}\x{060C})]+"
 _TEKKEN = _CASED % {"short": "", "digits": ""}
 _GPT4O = _CASED % {"short": f"{_SHORT}?", "digits": "{1,3}"}
 # How texts are split into words, by the file's name of it: the expressions are applied one after the other.
-_SPLITS: dict[str, tuple[str, ...]] = {
+RULES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "lfm2", "dbrx"), (_LLAMA3,)),
     **dict.fromkeys(("midm-2.0", "smaug-bpe", "chatglm-bpe", "glm4", "glm5"), (_LLAMA3,)),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2", "hunyuan", "solar-open"), (_QWEN2,)),
-    **dict.fromkeys(("kormo", "grok-2"), (_QWEN2,)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2", "hunyuan", "solar-open", "kormo"), (_QWEN2,)),
     "qwen35": (_QWEN35,),
     "tekken": (_TEKKEN,),
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2"), (_GPT4O,)),
     **dict.fromkeys(("gpt-2", "olmo", "exaone4", "mpt", "trillion", "a.x-4.0", "mellum", "granite-docling"), (_GPT2,)),
-    **dict.fromkeys(("phi-2", "gigachat", "jais"), (_GPT2,)),
+    **dict.fromkeys(("phi-2", "gigachat"), (_GPT2,)),
     **dict.fromkeys(("starcoder", "refact", "command-r", "smollm", "codeshell", "exaone"), (r"\p{N}", _GPT2)),
-    "minerva-7b": (r"\p{N}", _GPT2),
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm"), (r"\p{N}{1,3}", _KANA, _MARKED)),
     "deepseek-coder": (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN, r"\p{N}"),
-    "deepseek-llm": (r"[\r\n]", r"\s?[\p{Lu}\p{Ll}\p{Lt}]+", _PUNCTUATION, r"\s+$", _HAN, r"\p{N}+"),
     "falcon": (r"[\p{P}$+<=>^~|`]+", _GPT2, "[0-9]{3}"),
     "default": (r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", "[0-9]{3}"),
-    "seed-coder": (_CODER,),
-    **dict.fromkeys(("bailingmoe", "bailingmoe2", "llada-moe"), (_LING,)),
-    **dict.fromkeys(("poro-chat", "bloom", "gpt3-finnish"), (_WORDS,)),
-    "viking": (_WORDS, r"\p{N}"),
 }  # fmt: skip
 # Texts begin with BOS, where a file does not say whether they do.
 _BEGUN = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken")
 # Words that are tokens themselves are not merged from their letters.
 _WHOLE = (*_BEGUN, "glm4", "glm5")
-# Texts are normalised in the published tokenizers.
-_COMPOSED = ("qwen2", "qwen35", "command-r", "olmo", "mpt")
-
-
-def splits(rule: object) -> bool:
-    """True if a rule of ``tokenizer.ggml.pre`` is known."""
-    return rule in _SPLITS
+_COMPOSED = ("qwen2", "qwen35", "command-r", "olmo", "mpt")  # texts are normalised as the authors' tokenizers do
 
 
 def tokenizer_of(value: Callable[[str], Any], strings: Callable[[str], Sequence[str]]) -> PreTrainedTokenizerBase:
@@ -81,7 +64,7 @@ def tokenizer_of(value: Callable[[str], Any], strings: Callable[[str], Sequence[
         CapabilityError: it splits texts in a way that is not known here.
     """
     split = value("ggml.pre")
-    if split not in _SPLITS:
+    if split not in RULES:
         raise CapabilityError(
             f"the tokenizer (gpt2, {split}) is not read from a file of this architecture: give the model's Hugging "
             "Face folder."
@@ -93,7 +76,7 @@ def tokenizer_of(value: Callable[[str], Any], strings: Callable[[str], Sequence[
     own.normalizer = normalizers.NFC() if split in _COMPOSED else None
     own.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            *(pre_tokenizers.Split(Regex(each), behavior="isolated") for each in _SPLITS[split]),
+            *(pre_tokenizers.Split(Regex(each), behavior="isolated") for each in RULES[split]),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -107,8 +90,7 @@ def tokenizer_of(value: Callable[[str], Any], strings: Callable[[str], Sequence[
         own.add_special_tokens(added) if special else own.add_tokens(added)
     ids = {role: value(f"ggml.{name}_token_id") for role, name in _ROLES.items()}
     begin = ids["bos_token"]
-    begun = value("ggml.add_bos_token")
-    if (split in _BEGUN if begun is None else begun) and begin is not None:
+    if begin is not None and (split in _BEGUN if (begun := value("ggml.add_bos_token")) is None else begun):
         own.post_processor = processors.TemplateProcessing(
             single="BOS $A",
             pair="BOS $A BOS:1 $B:1",

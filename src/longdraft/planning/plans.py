@@ -25,13 +25,14 @@ def checked(plan: str | None) -> str | None:
     return plan
 
 
-def planned(plan: str | None, options: Mapping[str, Any]) -> bool:
-    """True if rounds are to be planned: as ``plan`` says; by default, unless the options describe a tree.
+def planned(plan: str | None, options: Mapping[str, Any], exact: bool = True) -> bool:
+    """True if rounds are to be planned: as ``plan`` says; by default, unless the options describe a tree, or the method
+    is not ``exact``, so that its text would depend on the clock.
 
     Raises:
         ValueError: the environment variable names no plan.
     """
-    if plan is None and any(options.get(name) is not None for name in _TREE_OPTIONS):
+    if plan is None and (not exact or any(options.get(name) is not None for name in _TREE_OPTIONS)):
         return False
     return (plan or checked(os.environ.get(VARIABLE) or None) or PLANS[0]) == "auto"
 

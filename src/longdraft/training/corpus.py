@@ -128,8 +128,8 @@ def collect(
         skipped: counts the documents that are left out.
         max_length, min_length: tokens.
         shortest_learned: a document must have more learned tokens than this (the largest shift).
-        held_out: share of the documents to measure on, chosen by how they begin.
-        sample: share of the documents to use at all, chosen in the same way.
+        held_out: share of the documents to measure on, chosen by how they begin; the pieces of a text stay together.
+        sample: share of the pieces to use at all, chosen in the same way.
 
     Raises:
         PromptError: there is nothing to train on.
@@ -153,17 +153,17 @@ def collect(
                 pieces = [(first, max_length, start, 0)] if start < max_length else []
                 if not pieces:
                     skipped.add("with a prompt longer than max_length")
+            # A document is assigned by how it begins, with all its pieces. Of kept features the number without the
+            # folder, which may be moved or split.
+            passage = kept[1] if kept else source.slice(first, min(end, first + SAME_PASSAGE))
+            side = measured if _share(passage, "held out") < held_out else learned
             for begin, length, learned_from, cut in pieces:
-                # A document that is cut at its beginning is assigned by the passage it began with. Of kept features
-                # the number without the folder, which may be moved or split.
-                whole = (begin, begin + length) if text else (first, end)
-                passage = kept[1] if kept else source.slice(whole[0], min(whole[1], whole[0] + SAME_PASSAGE))
-                if sample < 1 and _share(passage, "sample") >= sample:
+                sampled = source.slice(begin, min(begin + length, begin + SAME_PASSAGE)) if text else passage
+                if sample < 1 and _share(sampled, "sample") >= sample:
                     continue
                 if length < min_length or length - learned_from <= shortest_learned:
                     skipped.add("too short")
                 else:
-                    side = measured if _share(passage, "held out") < held_out else learned
                     side.add(at, row, begin, length, learned_from, cut)
     if not len(learned):
         raise PromptError(

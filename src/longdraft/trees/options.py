@@ -34,7 +34,7 @@ class TreeOptions(Options):
     depth: int | None = option(
         min=1,
         help="a dynamic or opt tree: its levels, at most; a chain: its tokens",
-        usual="7; 10 of an opt tree, 4 of a chain",
+        usual="8 (EAGLE-1 and 2: 6); 10 of an opt tree, 4 of a chain",
     )
     top_k: int | None = option(
         min=1,
@@ -47,11 +47,12 @@ class TreeOptions(Options):
         usual="0.7",
     )
 
-    def kind(self, default: str) -> TreeKind:
+    def kind(self, default: str, depth: int | None = None) -> TreeKind:
         """Returns the kind of tree that the options describe.
 
         Args:
             default: the kind of tree if neither ``tree`` nor an option that only one kind has says which.
+            depth: levels of a dynamic tree by default.
 
         Raises:
             ValueError: options of two kinds together, or sizes that make no tree.
@@ -65,6 +66,8 @@ class TreeOptions(Options):
         _check_of_one_kind(tree, given)
         if "widths" in given:
             given["widths"] = tuple(given["widths"])
+        elif tree == "dynamic" and depth is not None:
+            given.setdefault("depth", depth)
         elif tree == "beam":
             given["sampled_widths"] = beam.SAMPLED_WIDTHS
         return made[KINDS.index(tree)](**given, chosen_by_user=chosen_by_user)

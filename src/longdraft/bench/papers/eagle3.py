@@ -8,7 +8,7 @@ TABLE = Table(
     Kind.speed,
     "one A100 (RTX 3090 for some models)",
     "Vicuna 13B, Llama-3.1-8B, Llama-3.3-70B, DeepSeek-R1-Distill-Llama-8B",
-    (Line("EAGLE-3", "eagle3", {"tree": "dynamic", "nodes": 59, "depth": 7, "top_k": 10}),),
+    (Line("EAGLE-3", "eagle3", {"tree": "dynamic", "nodes": 59, "depth": 8, "top_k": 10}),),
     (Column("Spec-Bench", "spec-bench"),),
     ("speedup", "accepted", "tokens_per_second"),
     temperatures=(0.0, 1.0),

@@ -1,0 +1,60 @@
+"""Settings that the papers state, and texts that depend on nothing but the request."""
+
+from __future__ import annotations
+
+import pytest
+
+from longdraft import Speculator
+from longdraft.training.corpus import collect
+from longdraft.training.documents import Document, Skipped
+from longdraft.training.tokens import Tokens
+from tests.drafts import published_eagle, published_eagle3
+from tests.planned import use_costs
+from tests.tiny import tiny_model
+
+SPECPV = {"budget": 8, "sink": 4, "recent": 4, "block": 4, "margin": 6, "drafter": "prompt-lookup", "min_n": 1}
+PROMPTS = [[(7 * i * i + 3 * i) % 11 for i in range(n)] for n in (90, 61, 47)]
+
+
+@pytest.mark.parametrize(("made", "method", "levels"), [(published_eagle3, "eagle3", 8), (published_eagle, "eagle", 6)])
+def test_trees_are_as_deep_as_their_papers(made, method, levels, tmp_path):
+    model = tiny_model(vocab=61, layers=8)
+    draft = made(tmp_path / "draft", model)
+    trees = []
+    for options in ({}, {"depth": 3}, {"tree": "opt"}, {"top_k": 4}):
+        spec = Speculator(method, target=model, draft=draft, plan="fixed", **options)
+        steps = [step.tree for step in spec.stream([[3, 9, 14]], max_new_tokens=30) if step.tree is not None]
+        assert steps
+        trees.append(spec.recipe().drafter().tree.depth)
+    assert trees == [levels, 3, 10, levels]
+
+
+def test_specpv_writes_the_same_whatever_the_clock_and_its_neighbours(monkeypatch):
+    model = tiny_model(vocab=11)
+    monkeypatch.delenv("LONGDRAFT_PLAN", raising=False)
+    use_costs(monkeypatch, None)
+    spec = Speculator("specpv", target=model, **SPECPV)
+    assert spec.planner() is None and "plan=fixed" in repr(spec)
+    alone = [spec.generate([prompt], max_new_tokens=60)[0] for prompt in PROMPTS]
+    assert all(0 < r.accepted < r.drafted and r.partial_rounds for r in alone)
+    for batch in (1, 2, 3):
+        together = spec.generate(PROMPTS, max_new_tokens=60, batch=batch)
+        assert [r.token_ids for r in together] == [r.token_ids for r in alone]
+    exact = Speculator("specpv-exact", target=model, **SPECPV)
+    assert "plan=auto" in repr(exact)  # its text does not depend on the plan
+
+
+def test_pieces_of_a_text_are_all_learned_or_all_held_out():
+    texts = [Document([1 + (i * j) % 97 for j in range(400)], 1) for i in range(1, 60)]
+    found = collect([Tokens.of(texts)], Skipped(), max_length=50, min_length=8, shortest_learned=1, held_out=0.3)
+
+    def texts_of(side):
+        return {next(i for i, text in enumerate(texts) if _within(piece.tokens, text.tokens)) for piece in side}
+
+    assert len(found.learned) + len(found.held_out) == 59 * 8
+    learned, measured = texts_of(found.learned), texts_of(found.held_out)
+    assert learned and measured and not learned & measured
+
+
+def _within(piece, text) -> bool:
+    return any(text[at : at + len(piece)] == list(piece) for at in range(0, len(text), 50))
