@@ -24,7 +24,7 @@ with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile, Browser
     page.screen(1280, 850)
     page.open(url)
     page.until("document.querySelector('#method').value")
-    ask(page, "Count from one to a hundred, in words.")
+    ask(page, "Tell a long story about a lighthouse, a ship and the sea, in ten paragraphs.")
     page.until("document.querySelector('progress, .text')", 2)  # from the first second on
     page.until(f"{LAST}.text.length > 20", 120)
     first = page.value(f"{LAST}.text.length")

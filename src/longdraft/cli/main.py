@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 import traceback
@@ -129,8 +128,4 @@ def _failed(error: Exception) -> int:
 
 def run() -> None:
     """The entry point of the command."""
-    gc.freeze()  # a million objects of what was imported, that no collection needs to look at
-    try:
-        sys.exit(main())
-    finally:
-        gc.unfreeze()
+    sys.exit(main())
