@@ -48,8 +48,7 @@ def test_what_generate_cannot_do_in_several_processes(shell, rank, model_folder,
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["serve", "--ray"], "take no --ray: leave it out"),
-        (["serve", "--snapshots", "kept"], "take no --snapshots: leave it out"),
+        (["serve"], "runs in one process"),
         (["bench", "--results", "kept"], "take no --results: leave it out"),
         (["bench", "--profile"], "take no --profile: leave it out"),
     ],

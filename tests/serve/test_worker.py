@@ -42,7 +42,7 @@ class Submitted:
 
     def __init__(self, worker: Worker, make, method: str = "ar") -> None:
         self._updates: queue.Queue = queue.Queue()
-        self.ticket = Ticket(make, method, self._updates.put, twin=make)
+        self.ticket = Ticket(make, method, self._updates.put)
         worker.submit(self.ticket)
 
     def end(self):

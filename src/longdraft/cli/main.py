@@ -57,7 +57,7 @@ app = typer.Typer(
 
 WRITE, LOOK, MEASURE, TRAIN = "Write", "Look around", "Measure", "Train and export"
 for verb, panel in (
-    (processes.together(generate), WRITE), (chat, WRITE), (processes.together(serve), WRITE), (batch, WRITE),
+    (processes.together(generate), WRITE), (chat, WRITE), (serve, WRITE), (batch, WRITE),
     (methods, LOOK), (doctor, LOOK), (completion, LOOK), (processes.together(bench), MEASURE), (reproduce, MEASURE),
     (export, TRAIN),
 ):  # fmt: skip

@@ -15,7 +15,7 @@ from typing import Any
 from longdraft.errors import CapabilityError
 
 # Training shares out its data, and says so itself; the last two load no model.
-_TOGETHER = ("generate", "serve", "bench", "train", "methods", "completion")
+_TOGETHER = ("generate", "bench", "train", "methods", "completion")
 
 
 def count() -> int:
@@ -39,7 +39,7 @@ def check_verb(verb: str | None) -> None:
     if count() > 1 and verb is not None and verb not in _TOGETHER:
         raise CapabilityError(
             f"`longdraft {verb}` runs in one process, and {count()} were started: start it without torchrun. "
-            "`longdraft generate`, `serve` and `bench` and Python programs share a model out."
+            "`longdraft generate` and `bench` and Python programs share a model out; vLLM serves one (docs/cluster.md)."
         )
 
 

@@ -70,7 +70,6 @@ class ServiceOptions:
         from longdraft.methods import method_named
         from longdraft.serve.prefixes import DiskPrefixes
         from longdraft.serve.service import Service
-        from longdraft.serve.telling import Telling, Wire
 
         loaded, settings = self.loading.load(progress), self.settings
 
@@ -98,7 +97,7 @@ class ServiceOptions:
             layers = spec.feature_layers()
             if spec is not first:
                 return longdraft.PromptCache(layers)
-            tree = self._tree_bytes(spec.runner())
+            tree = self.settings.tree_bytes
             if settings.snapshots is None:
                 return longdraft.PromptCache(layers, tree)
             return DiskPrefixes(
@@ -106,31 +105,22 @@ class ServiceOptions:
                 feature_layers=layers, tree_bytes=tree,
             )  # fmt: skip
 
-        share = first.runner().share
         service = Service(
             settings,
             lambda method: first if method == methods[0] else speculator(method),
             loaded.tokenizer,
             cache,
-            None if share is None else Telling(share, Wire(share), loaded.tokenizer),
         )
         service.speculator(methods[0])
         first.record(settings.slots, settings.context, progress)
         return service
-
-    def _tree_bytes(self, runner: TargetRunner) -> int:
-        """Limit of the texts that are kept in memory when others take their slots."""
-        # Processes that share a model reuse the same rows, and each has its own memory: slots alone.
-        return self.settings.tree_bytes if runner.share is None else 0
 
     def _context(self, runner: TargetRunner, methods: int) -> int:
         """Tokens of the longest text: as asked for, or as the model and the memory allow."""
         context, limit, slots = self.context, runner.context_length, self.settings.slots
         if context is not None and context > limit:
             raise RequestError(f"--context {context}: the model's context holds {limit} (--rope-factor stretches it).")
-        room = _room(runner, slots * methods * self.sharing, self._tree_bytes(runner) * self.sharing)
-        if runner.share is not None:
-            room = runner.share.least(room)
+        room = _room(runner, slots * methods * self.sharing, self.settings.tree_bytes * self.sharing)
         if context is not None and context > room:
             raise MemoryBudgetError(
                 f"--context {context}: the free memory holds {room} tokens for each of {slots} slots. Ask for "
@@ -144,10 +134,9 @@ class ServiceOptions:
         context = context or min(limit, room)
         if runner.offload is None:
             most = _row_bytes(runner) * context * slots * methods
-            beginnings = self._tree_bytes(runner)
             console.note(
                 f"{slots} slot{'s' * (slots > 1)} of {context:,} tokens: the KV takes {most / 2**30:.1f} GiB at most, "
-                f"and the beginnings of other texts {beginnings / 2**30:.1f}."
+                f"and the beginnings of other texts {self.settings.tree_bytes / 2**30:.1f}."
             )
         return context
 
@@ -241,7 +230,7 @@ def serve(
 ) -> None:
     """Serve the model over HTTP, as OpenAI's API: chat, completions, responses, and a page to try it."""
     try:
-        from longdraft.serve.run import Server, follow
+        from longdraft.serve.run import Server
         from longdraft.serve.settings import LOCAL, Settings, checked_origins, read_keys
     except ImportError as error:
         raise CapabilityError(
@@ -269,7 +258,6 @@ def serve(
             1 if loading.on_gpu else processes.on_this_machine(),
         )
         service_options.check()
-    processes.check_options({"--ray": ray, "--snapshots": snapshots})
     if ray:
         _on_ray(service_options, replicas, ray_config, host, port)
         return
@@ -277,11 +265,7 @@ def serve(
         raise RequestError("--replicas and --ray-config are for --ray: give that too.")
     with console.status() as status:
         service = service_options.service(status)
-    if not processes.is_first():
-        follow(service)
-        return
-    # Launchers of several processes kill those that take longer, after 30 seconds.
-    server = Server(service, host, port, 300.0 if processes.count() == 1 else 20.0, access_log=debug)
+    server = Server(service, host, port, access_log=debug)
     what = f"{service.settings.name} with {service.settings.methods[0]}"
     server.serve_beside(lambda port: _note_address(what, host, port))
     console.note("All requests have ended.")

@@ -44,8 +44,6 @@ class Share:
         group: the processes with a share.
         device: device on which they exchange tensors.
         heads: True if attention heads are shared out too; otherwise each process has all of them.
-        said: a number that the first process gives all others with each agreement.
-        heard: the number that came with the last agreement; None: there was none since somebody set it to None.
     """
 
     rank: int
@@ -53,8 +51,6 @@ class Share:
     group: Any
     device: torch.device
     heads: bool
-    said: int = field(default=0, init=False, compare=False)
-    heard: int | None = field(default=None, init=False, compare=False)
     _random: Random = field(default_factory=Random, init=False, repr=False, compare=False)  # the same in all
     # Digest of what was not compared yet, on the device.
     _digest: int | torch.Tensor = field(default=0, init=False, repr=False, compare=False)
@@ -175,18 +171,11 @@ class Share:
         if not fits:
             raise MemoryBudgetError("Another of the processes that share the model has no memory for this KV cache.")
 
-    def least(self, number: int) -> int:
-        """The smallest of the processes' numbers."""
-        least = torch.tensor(number, device=self.device, dtype=torch.long)
-        torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN, self.group)
-        return int(least)
-
     def _agree(self, number: torch.Tensor) -> bool:
         """True if all processes have the same number."""
-        said = torch.full_like(number, 0 if self.rank else self.said)
-        most = torch.stack([number, -number, said])
+        most = torch.stack([number, -number])
         torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, self.group)
-        largest, smallest, self.heard = most.tolist()
+        largest, smallest = most.tolist()
         return bool(largest == -smallest)
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, cast
 
 from longdraft.engine.request import Request
@@ -106,7 +105,7 @@ class Choice:
     Args:
         request: the engine's request, without its processors.
         method: the method that decodes it.
-        processors: make new processors each time the request begins. Can be pickled, with the request.
+        processors: make new processors each time the request begins.
         log_probs: how many of the most probable tokens to report at each position; None: no log-probabilities.
         traced: report what each round drafted.
         echo: the prompt as text, which the answer begins with; None: it does not.
@@ -126,12 +125,8 @@ class Choice:
         self._log_probs, self._traced, self._echo = log_probs, traced, echo
         self._updates: asyncio.Queue[Update] = asyncio.Queue()
         self.loop: asyncio.AbstractEventLoop | None = None  # that of the one who listens
-        makers, twins = list(processors), list(processors)
-        if log_probs is not None:
-            # Nobody takes the twin's, so it keeps none.
-            kind = LogProbs if echo is None else PromptLogProbs
-            makers, twins = [self._record, *makers], [partial(kind, log_probs, deque(maxlen=0)), *twins]
-        self.ticket = Ticket(Processed(request, makers), method, self._receive, twin=Processed(request, twins))
+        makers: Makers = processors if log_probs is None else [self._record, *processors]
+        self.ticket = Ticket(Processed(request, makers), method, self._receive)
         self.text, self.tokens, self.read = "", 0, 0  # read: how much of the prompt is
         self._begin()
         self.result: Result | None = None

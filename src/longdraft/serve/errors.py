@@ -13,7 +13,6 @@ from longdraft.errors import (
     RequestError,
     UnknownMethodError,
 )
-from longdraft.serve.telling import PeerLost
 from longdraft.serve.worker import Draining, QueueFull
 
 
@@ -47,7 +46,7 @@ def api_error(error: Exception) -> ApiError:
         case QueueFull():
             retry = {"Retry-After": str(round(error.seconds))}
             return ApiError(429, message, "rate_limit_error", code="queue_full", headers=retry)
-        case Draining() | PeerLost():
+        case Draining():
             return ApiError(503, message, "server_error", code="shutting_down", headers={"Retry-After": "5"})
         case TimeoutError():
             return ApiError(504, "The request took longer than the server allows.", "server_error", code="timeout")

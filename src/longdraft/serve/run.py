@@ -84,14 +84,3 @@ class Server(uvicorn.Server):
         """The port that it listens at."""
         port: int = self.servers[0].sockets[0].getsockname()[1]
         return port
-
-
-def follow(service: Service) -> None:
-    """Decodes what the first of several processes that share a model tells, until it says that all is over.
-
-    Raises:
-        PeerLost: it has ended without that word.
-    """
-    for sig in (signal.SIGINT, signal.SIGTERM):  # launchers send them to all, and the first one answers its clients yet
-        signal.signal(sig, signal.SIG_IGN)
-    service.worker.run()

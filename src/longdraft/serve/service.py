@@ -26,7 +26,6 @@ from longdraft.serve.prefixes import DiskPrefixes
 from longdraft.serve.processors import Bias, NotBefore, Penalties, Processor
 from longdraft.serve.settings import Settings
 from longdraft.serve.structured import table_of
-from longdraft.serve.telling import Telling
 from longdraft.serve.worker import Worker
 from longdraft.speculator import Speculator
 
@@ -35,7 +34,6 @@ class Service:
     """Args:
     speculator: makes the speculator of a method. tokenizer: the model's.
     cache: makes the prompt cache of a speculator; None: one in memory.
-    telling: where several processes share the model: tells all of them what is asked of the first.
     """
 
     def __init__(
@@ -44,14 +42,13 @@ class Service:
         speculator: Callable[[str], Speculator],
         tokenizer: PreTrainedTokenizerBase,
         cache: Callable[[Speculator], PromptCache] | None = None,
-        telling: Telling | None = None,
     ) -> None:
         self.settings, self.tokenizer = settings, tokenizer
         self._new_speculator = speculator
         self._new_cache = cache or (lambda spec: PromptCache(spec.feature_layers(), settings.tree_bytes))
         self._speculators: dict[str, Speculator] = {}
         self._caches: dict[str, PromptCache] = {}
-        self.worker = Worker(self._session, settings.slots, settings.queue, self._keep_a_prompt, telling)
+        self.worker = Worker(self._session, settings.slots, settings.queue, self._keep_a_prompt)
         self.metrics = Metrics(settings.name, lambda: self.worker.load)
         self._random = random.SystemRandom()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -29,8 +28,6 @@ class Ticket:
         request: makes the request, each time that it begins, because processors have a state.
         listener: called from the engine thread; must return quickly.
         arrived, began, ended: ``time.monotonic()``; 0 if it has not happened yet.
-        twin: makes the same request in other processes that share the model; can be pickled.
-        number: names it among the tickets of a server.
     """
 
     request: Callable[[], Request]
@@ -40,8 +37,6 @@ class Ticket:
     began: float = 0.0
     ended: float = 0.0
     cancelled: bool = False
-    twin: Callable[[], Request] | None = None
-    number: int = field(default_factory=itertools.count().__next__)
 
 
 Kind = Literal["submit", "cancel", "close", "stop"]

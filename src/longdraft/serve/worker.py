@@ -5,8 +5,7 @@ There is one session for each method, made on first use. A request's processors 
 fail. The requests in that forward then begin again, one by one, each in a session of its own, and emit the same tokens
 again (a seed fixes every text). The request that fails again ends with its error.
 
-What other threads ask for is taken in between two rounds. So processes that share a model can all take it in at the
-same point (:mod:`longdraft.serve.telling`), and decode the same from there on.
+What other threads ask for is taken in between two rounds.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from collections.abc import Callable, Iterator
 from longdraft.engine.session import Session
 from longdraft.engine.stats import Result
 from longdraft.errors import LongdraftError, RequestError
-from longdraft.serve.telling import Telling
 from longdraft.serve.ticket import Change, Kind, Restarted, Ticket, Update
 
 logger = logging.getLogger("longdraft")
@@ -43,7 +41,6 @@ class Worker:
     session: makes a session for a method.
     slots: how many requests a session decodes at a time. queue: how many may wait.
     idle: called when there is nothing to decode, again as long as it returns True.
-    telling: tells other processes what is asked of the first one, if they share the model.
     """
 
     def __init__(
@@ -52,7 +49,6 @@ class Worker:
         slots: int,
         queue: int,
         idle: Callable[[], bool] = lambda: False,
-        telling: Telling | None = None,
     ) -> None:
         self._new_session, self._slots, self._queue, self._idle = session, slots, queue, idle
         self._sessions: dict[str, Session] = {}
@@ -60,7 +56,6 @@ class Worker:
         self._waiting: deque[Ticket] = deque()
         self._suspects: deque[Ticket] = deque()  # were in a forward that failed: each is decoded alone
         self._closing = self._stopping = False
-        self._telling = telling
         # Any thread changes these: what was asked for and is not taken in yet, and requests among it or on their way.
         self._change = threading.Condition()
         self._asked: list[Change] = []
@@ -180,13 +175,12 @@ class Worker:
             idle = not (self._waiting or self._use_idle())
 
     def _take_in(self, idle: bool) -> None:
-        """Takes in what was asked for, in all processes that share the model; idle: waits for it."""
-        if self._telling is None:
-            changes = self._asked_within(None if idle else 0.0)
-        else:
-            changes = self._telling.exchange(self._asked_within, idle)
+        """Takes in what was asked for; idle: waits for it."""
         with self._change:  # nobody counts a request twice
-            for change in changes:
+            if idle:
+                self._change.wait_for(lambda: self._asked)
+            asked, self._asked = self._asked, []
+            for change in asked:
                 match change:
                     case Change("submit", Ticket() as ticket):
                         self._waiting.append(ticket)
@@ -197,13 +191,6 @@ class Worker:
                         self._closing = True
                     case Change("stop"):
                         self._stopping = True
-
-    def _asked_within(self, seconds: float | None) -> list[Change]:
-        """Takes what was asked for, waiting for it at most so long; None: as long as it takes."""
-        with self._change:
-            self._change.wait_for(lambda: self._asked, seconds)
-            asked, self._asked = self._asked, []
-        return asked
 
     def _use_idle(self) -> bool:
         """Calls ``idle``. Its errors are logged and concern no request."""
@@ -234,7 +221,7 @@ class Worker:
             session = self._sessions[ticket.method]
             number = session.add(ticket.request())
         except Exception as error:
-            self._fail(ticket, error)
+            self._end(ticket, error)
             return
         ticket.began = time.monotonic()
         self._running[ticket.method][number] = ticket
@@ -249,7 +236,6 @@ class Worker:
         try:
             steps = session.step()
         except Exception as error:
-            self._check_all_failed(error)
             logger.exception("a forward failed: its %d requests are decoded once more, one by one", len(running))
             self._abandon(method, error)
             return
@@ -287,18 +273,7 @@ class Worker:
             finally:
                 session.close()
         except Exception as error:
-            self._fail(ticket, error)
-
-    def _fail(self, ticket: Ticket, error: Exception) -> None:
-        try:
-            self._check_all_failed(error)
-        finally:
             self._end(ticket, error)
-
-    def _check_all_failed(self, error: Exception) -> None:
-        """Raises if other processes that share the model have not failed here: they are no longer in step."""
-        if self._telling is not None:
-            self._telling.check_all_failed(error)
 
     def _end_all(self, outcome: Exception) -> None:
         running = [ticket for tickets in self._running.values() for ticket in tickets.values()]
