@@ -10,7 +10,7 @@ import pytest
 from longdraft.drafters.self_drafter import SelfDrafter
 from longdraft.engine.schedule import Schedule
 from longdraft.model.runner import TargetRunner
-from longdraft.planning import plans
+from longdraft.planning import costs
 from longdraft.planning.costs import CostTable
 
 
@@ -22,7 +22,7 @@ def draft_without_knowing(monkeypatch: pytest.MonkeyPatch) -> None:
 def given_table(monkeypatch: pytest.MonkeyPatch, table: CostTable | None) -> list[TargetRunner]:
     """Planners take this table for measured; the result holds the runners that they asked for one."""
     asked: list[TargetRunner] = []
-    monkeypatch.setattr(plans, "table_for", lambda runner, *_, **__: asked.append(runner) or table)
+    monkeypatch.setattr(costs, "table_for", lambda runner, *_, **__: asked.append(runner) or table)
     return asked
 
 

@@ -215,7 +215,7 @@ def test_defaults_are_the_papers_or_as_much_as_was_trained_for(tmp_path, monkeyp
     monkeypatch.setattr(compact, "FRESH", 64)
     long = SmallLMDraft.load(small_lm(tmp_path / "long", context=2048))
     short = SmallLMDraft.load(small_lm(tmp_path / "short", context=512))
-    for draft, chunks, recent in ((long, 32, 1024), (short, 7, 409)):
+    for draft, chunks, recent in ((long, 32, 1024), (short, 7, 408)):
         drafter = SmallLMDrafter(draft, view="retrieval")
         view = drafter.retrieval.view
         assert (view.scorer, view.chunk, view.chunks, drafter.retrieval.refresh.interval) == (

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longdraft import PromptCache, Sampling, Speculator
-from longdraft.planning import plans
+from longdraft.planning import costs
 from tests.events import in_pieces
 from tests.exactness.cases import CASES
 from tests.exactness.test_planned import TABLES
@@ -40,11 +40,11 @@ SAMPLINGS = [GREEDY, GREEDY, DRAWN, PENALISED, Sampling(1.0), Sampling(0.7, min_
 def test_any_of_it_is_plain_decoding(workshop, name, family, prompts, sampling, n, seed, eos, chunk, plan, cached):
     case, model = CASES[name], target(family)
     given = {"max_new_tokens": n, "sampling": sampling, "seed": seed, "eos_token_ids": eos}
-    before, plans.table_for = plans.table_for, lambda runner, progress=None, seconds=None: TABLES.get(plan)
+    before, costs.table_for = costs.table_for, lambda runner, progress=None, seconds=None: TABLES.get(plan)
     try:
         spec = workshop.spec(case, model, plan="fixed" if plan == "fixed" else "auto")
         run = spec.stream(prompts, cache=PromptCache() if cached else None, **given)
         found = in_pieces(run, chunk).results()
     finally:
-        plans.table_for = before
+        costs.table_for = before
     assert tokens(found) == tokens(Speculator("ar", target=model).generate(prompts, **given))

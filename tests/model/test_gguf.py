@@ -185,7 +185,7 @@ def test_a_models_description_does_not_depend_on_how_it_is_stored(small):
         TargetRunner(load(small, device="cpu", weights=w, arithmetic="float32").model) for w in ("stored", "float32")
     )
     assert own.parts.description == unpacked.parts.description
-    assert own.fingerprint == unpacked.fingerprint and own.vocab_size == 64
+    assert own.vocab_size == 64
 
 
 @pytest.fixture

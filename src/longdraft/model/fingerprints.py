@@ -31,6 +31,8 @@ _NAMES = frozenset(
     ("transformers_version", "name_or_path", "architectures", "dtype", "kernel_config", "hf_device_map", "loss_type")
 )
 _LEFT_OUT = OWN | IGNORED | _NAMES | {"_is_hf_initialized"}
+# What transformers computes anew from the settings, by the length of the text that a model has just read.
+_BY_LENGTH = ("inv_freq", "attention_scaling", "max_seq_len_cached")
 # Packages whose hooks do the same in every process.
 _KNOWN = ("longdraft.", "transformers.", "torch.", "accelerate.", "peft.")
 
@@ -91,7 +93,11 @@ def is_known(code: Any) -> bool:
 def _tensors(modules: list[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
     for number, module in enumerate(modules):
         for own in (module._parameters, module._buffers, vars(module)):
-            yield from ((f"{number} {key}", each) for key, each in own.items() if isinstance(each, torch.Tensor))
+            yield from (
+                (f"{number} {key}", each)
+                for key, each in own.items()
+                if isinstance(each, torch.Tensor) and not _by_length(module, key)
+            )
 
 
 def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -137,7 +143,13 @@ def _settings(model: PreTrainedModel, modules: list[nn.Module]) -> Iterator[str]
         left_out = _LEFT_OUT
         if isinstance(module, PreTrainedModel):
             left_out |= {key for key in vars(module) if key.startswith("_")}
-        yield from (f"{key} {_plain(value)}" for key, value in vars(module).items() if key not in left_out)
+        kept = {k: v for k, v in vars(module).items() if k not in left_out and not _by_length(module, k)}
+        yield from (f"{key} {_plain(value)}" for key, value in kept.items())
+
+
+def _by_length(module: nn.Module, key: str) -> bool:
+    kinds = str(getattr(module, "rope_type", ""))  # of all layers, or of each type of layer
+    return key.endswith(_BY_LENGTH) and ("longrope" in kinds or "dynamic" in kinds)
 
 
 def _plain(value: Any, depth: int = 0) -> Any:
