@@ -60,8 +60,8 @@ def by_passage(rows) -> dict[int, list[dict]]:
     return found
 
 
-def folder(runner, tmp_path, name="a", layers=(0, 2), top=4):
-    return KeptFeatures(tmp_path / f"{name}.features", runner.parts.description, layers, top)
+def folder(runner, tmp_path, name="a", layers=(0, 2)):
+    return KeptFeatures(tmp_path / f"{name}.features", runner.parts.description, layers)
 
 
 @pytest.mark.parametrize(("native", "features"), [("1", True), ("0", False)])
