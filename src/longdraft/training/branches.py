@@ -200,13 +200,7 @@ class Branches:
         layers: decoder layers whose output hidden states are kept (0 is the first); None keeps no features.
     """
 
-    def __init__(
-        self,
-        runner: TargetRunner,
-        rows: int,
-        capacity: int,
-        layers: Sequence[int] | None = None,
-    ) -> None:
+    def __init__(self, runner: TargetRunner, rows: int, capacity: int, layers: Sequence[int] | None = None) -> None:
         self.runner, self.layers, self.keeps = runner, tuple(layers or ()), layers is not None
         if runner.twin.layout.windows:
             raise UnsupportedModelError("Branches are written by models whose layers all see the whole text.")

@@ -96,10 +96,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
         return (
             None if gradient is None else gradient * factor.to(gradient.dtype),
             None if trained is None else (trained * factor).to(ctx.head_dtype),
-            None,
-            None,
-            None,
-            None,
+            *[None] * 4,
         )
 
 

@@ -159,11 +159,9 @@ class Trainee(nn.Module):
         states = self.parts.normed(store.features.read(0, 0, len(tokens)))
         products = (states.to(self.product_dtype) @ self.target_head.T).float()
         logits = out.logits[0] if self.kept is None else out.logits[0][:, self.kept.to(self.device)]
-        # Where a cap does little, so that rounding does too.
-        clear = logits.abs() < (math.inf if cap is None else cap / 2)
+        clear = logits.abs() < (cap / 2 if cap else math.inf)  # a cap there does little, and so does rounding
         logits, products = logits[clear], products[clear]
-        if cap is not None:
-            logits = torch.atanh(logits / cap) * cap
+        logits = torch.atanh(logits / cap) * cap if cap else logits
         scale = float(logits @ products / products.square().sum())
         if not (logits - scale * products).norm() < 0.1 * logits.norm():
             raise UnsupportedModelError(
@@ -213,8 +211,7 @@ class Trainee(nn.Module):
             likeliest = self.to_draft[torch.cat([d.likeliest[at - d.start :] for d, at in firsts]).to(self.device)]
             if not self.distill:
                 return Labels(text, likeliest, None)
-            size = self.parts.hidden_size
-            states = torch.cat([d.last[at - 1 : -1, -size:] for d, at in firsts]).to(self.device)
+            states = torch.cat([d.last[at - 1 : -1, -self.parts.hidden_size :] for d, at in firsts]).to(self.device)
             states, rows = self.parts.normed(states).to(self.product_dtype), torch.arange(len(text), device=self.device)
             target = Target(states, rows, self.target_head, self.scale, self.parts.softcap)
             return Labels(text, likeliest, target)
