@@ -175,7 +175,7 @@ def test_no_prompt_fits(runner, tmp_path):
 class Scripted:
     """A target of which a test says what it says: :class:`~longdraft.training.branches.Branches` without a model."""
 
-    top = 0
+    keeps = False
 
     def __init__(self, script):
         self.script, self.fed = script, defaultdict(list)
