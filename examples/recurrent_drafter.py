@@ -143,9 +143,9 @@ class CellTrainee(Trainee):
         depths = [torch.full((sum(map(len, each)),), i + 1) for i, each in enumerate(truth)]
         wanted = torch.cat([t for each in truth for t in each])
         states = torch.cat([h for each in hidden for h in each])
-        known = (wanted >= 0)[:, None]  # the draft's vocabulary may lack a token
-        loss, ranks = soft_cross_entropy(states, self.target_head, wanted.clamp_min(0)[:, None], known.float())
-        return StepOutput(loss, torch.where(known[:, 0], ranks, len(self.target_head)), torch.cat(depths).to(device))
+        loss, ranks = soft_cross_entropy(states, self.target_head, wanted)
+        known = wanted >= 0  # the draft's vocabulary may lack a token
+        return StepOutput(loss, torch.where(known, ranks, len(self.target_head)), torch.cat(depths).to(device))
 
 
 def train(config: Any, progress: Callable[..., None] = lambda *_: None, stop: Callable[[], bool] = lambda: False):

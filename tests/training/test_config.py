@@ -47,6 +47,7 @@ def test_words_override_the_file(tmp_path):
         ("longspec", "betas=[0.9]", "betas must be two numbers"),
         ("longspec", "data={a: b}", "data takes a list of values"),
         ("longspec", "ttt=3", "No setting ttt"),
+        ("longspec", "top=8", r"No setting top\. .*leave it out"),
         ("eagle3", "noise=3", r"No setting noise\. Settings: .*ttt"),
         ("eagle3", "rank=3", "No setting rank"),
         ("eagle3", "ttt=0", "ttt must be"),

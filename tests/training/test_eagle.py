@@ -35,7 +35,7 @@ def make(runner: TargetRunner, **over: float) -> EagleTrainee:
 
 def read(runner: TargetRunner, start: int = 9):
     document = Document(torch.randint(0, 61, (30,), generator=torch.Generator().manual_seed(1)).tolist(), start)
-    return FeatureReader(runner, runner.vocab_size, torch.float32, (runner.depth - 1,)).read(document)
+    return FeatureReader(runner, torch.float32, (runner.depth - 1,)).read(document)
 
 
 def test_a_step_foresees_the_next_state_and_what_it_says(runner):

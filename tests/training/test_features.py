@@ -24,8 +24,8 @@ def document(length: int, start: int, seed: int, begin: list[int] | None = None)
     return Document((begin or []) + tokens[len(begin or []) :], start)
 
 
-def reader(layers: tuple[int, ...] | None = (), dtype: torch.dtype = torch.float32, top: int = 4) -> FeatureReader:
-    return FeatureReader(TargetRunner(tiny_model()), top, dtype, layers)
+def reader(layers: tuple[int, ...] | None = (), dtype: torch.dtype = torch.float32, last: bool = False):
+    return FeatureReader(TargetRunner(tiny_model()), dtype, layers, last=last)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -34,8 +34,9 @@ def test_features_are_the_models_own(family, start, offset, monkeypatch):
     monkeypatch.setattr(features, "CHUNK", 16)  # several forwards
     model = tiny_model(family)
     text = document(40, start, 1)
-    by_kv, by_hidden = (FeatureReader(TargetRunner(model), 5, torch.float32, layers) for layers in ((), LAYERS))
+    by_kv, by_hidden = (FeatureReader(TargetRunner(model), torch.float32, x, last=True) for x in ((), LAYERS))
     found, hidden = by_kv.read(text, offset), by_hidden.read(text, offset).hidden
+    assert by_kv.names == ("keys", "values", "last") and by_hidden.names == ("hidden",)  # which ends with it
     positions = torch.tensor([p if p < 4 else p + offset for p in range(40)])
     assert torch.equal(found.positions, positions)
     between = []  # the last entry of hidden_states is normed, so the layers are asked themselves
@@ -48,10 +49,8 @@ def test_features_are_the_models_own(family, start, offset, monkeypatch):
     torch.testing.assert_close(found.keys, last.keys[0], rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(found.values, last.values[0], rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(hidden, torch.cat([o[0] for o in between], -1), rtol=1e-3, atol=1e-4)
-    top = out.logits[0].log_softmax(-1)[start - 1 : -1].topk(5)
-    assert found.top_ids.shape == (40 - start, 5)
-    torch.testing.assert_close(found.top_log_probs, top.values, rtol=1e-3, atol=1e-3)
-    assert torch.equal(found.top_ids, top.indices)
+    torch.testing.assert_close(found.last, between[-1][0], rtol=1e-3, atol=1e-4)
+    assert torch.equal(found.likeliest, out.logits[0, start - 1 : -1].argmax(-1))
     assert by_hidden.bytes_per_token == 2 * 48 * 4 and reader(None).bytes_per_token == 0
 
 
@@ -65,24 +64,24 @@ def test_offsets_leave_the_anchors_and_stay_in_the_context():
 def test_what_documents_share_is_read_once_and_is_the_same(forwards):
     begin = document(20, 1, 0).tokens
     texts = [document(30, 22, i, begin) for i in range(3)] + [document(30, 5, 4, begin), document(12, 3, 5)]
-    sharing = reader()
+    sharing = reader(last=True)
     for offset in (0, 50):
         for i, text in enumerate(texts):
             forwards.clear()
             shared = sharing.read(text, offset)
             assert sum(f.rows for f in forwards) == len(text.tokens) - {1: 20, 2: 20, 3: 4}.get(i, 0)
-            fresh = reader().read(text, offset)
-            for name in ("keys", "values", "top_log_probs"):
+            fresh = reader(last=True).read(text, offset)
+            for name in ("keys", "values", "last"):
                 torch.testing.assert_close(getattr(shared, name), getattr(fresh, name), rtol=1e-3, atol=1e-4)
-            assert torch.equal(shared.top_ids, fresh.top_ids)
+            assert torch.equal(shared.likeliest, fresh.likeliest)
 
 
 def test_live_features_depend_on_nothing_that_was_read_before(forwards):
     """Or a run that was killed would differ from one that was not, in the last bits."""
     begin = document(20, 1, 0).tokens
-    live = LiveFeatures(reader(), [document(30, 22, i, begin) for i in range(2)], [0, 0])
+    live = LiveFeatures(reader(last=True), [document(30, 22, i, begin) for i in range(2)], [0, 0])
     first, again = live[0], (live[1], live[0])[1]
-    assert torch.equal(first.keys, again.keys) and torch.equal(first.top_log_probs, again.top_log_probs)
+    assert torch.equal(first.keys, again.keys) and torch.equal(first.last, again.last)
     assert sum(f.rows for f in forwards) == 3 * 30
 
 
@@ -93,7 +92,7 @@ def test_short_documents_are_read_together(family, layers, forwards, monkeypatch
     monkeypatch.setattr(features, "TOGETHER", 64)
     texts = [document(n, start, i) for i, (n, start) in enumerate([(30, 22), (9, 1), (40, 5), (21, 20), (12, 3)])]
     offsets = [0, 5, 7, 50, 0]
-    made = FeatureReader(TargetRunner(tiny_model(family)), 4, torch.float32, layers)
+    made = FeatureReader(TargetRunner(tiny_model(family)), torch.float32, layers, last=True)
     forwards.clear()
     found = made.read_together(texts, offsets)
     assert len(forwards) == 5  # 9, 12 and 21 tokens; 30; 40 in three pieces
@@ -101,8 +100,7 @@ def test_short_documents_are_read_together(family, layers, forwards, monkeypatch
         made.forget()
         alone = made.read(text, offset)
         assert one.tokens.tolist() == text.tokens and (one.start, one.offset) == (text.start, offset)
-        assert torch.equal(one.top_ids, alone.top_ids) and one.rows.keys() == alone.rows.keys()
-        torch.testing.assert_close(one.top_log_probs, alone.top_log_probs, rtol=1e-3, atol=1e-4)
+        assert torch.equal(one.likeliest, alone.likeliest) and one.rows.keys() == alone.rows.keys()
         for name, rows in one.rows.items():
             torch.testing.assert_close(rows, alone.rows[name], rtol=1e-3, atol=1e-4)
 
@@ -116,36 +114,37 @@ def texts(monkeypatch):
 
 @pytest.fixture
 def cache(tmp_path, texts):
-    def make(documents=texts, identity="a target", folder="cache", layers=(), dtype=torch.float32, **fill):
+    def make(documents=texts, identity="a target", folder="cache", layers=(), dtype=torch.float32, last=False, **fill):
         offsets = [3] * len(documents)
-        made = FeatureCache(tmp_path / folder, documents, offsets, {"target": identity}, reader(layers, dtype))
+        made = FeatureCache(tmp_path / folder, documents, offsets, {"target": identity}, reader(layers, dtype, last))
         made.prepare()
         return made, made.fill(**fill)
 
     return make
 
 
-@pytest.mark.parametrize(("layers", "dtype"), [((), torch.float32), (LAYERS, torch.bfloat16)])
+@pytest.mark.parametrize(("layers", "dtype"), [((), torch.float32), (LAYERS, torch.bfloat16), (None, torch.float32)])
 def test_from_disk_as_live(cache, texts, tmp_path, layers, dtype):
     told = []
-    cached, complete = cache(progress=lambda done, total: told.append((done, total)), layers=layers, dtype=dtype)
+    cached, complete = cache(
+        progress=lambda done, total: told.append((done, total)), layers=layers, dtype=dtype, last=True
+    )
     assert complete
     total = sum(len(t.tokens) for t in texts)
     assert told[-1] == (total, total)
-    live = LiveFeatures(reader(layers, dtype), texts, [3] * 10)
+    live = LiveFeatures(reader(layers, dtype, True), texts, [3] * 10)
     close = {torch.float32: 1e-4, torch.bfloat16: 0.02}[dtype]
     for i in range(10):
         computed, stored = live[i], cached[i]
         assert torch.equal(stored.tokens, computed.tokens) and (stored.start, stored.offset) == (computed.start, 3)
         for name, rows in computed.rows.items():
             torch.testing.assert_close(stored.rows[name], rows, rtol=close, atol=close)
-        assert torch.equal(stored.top_ids, computed.top_ids)
-        torch.testing.assert_close(stored.top_log_probs, computed.top_log_probs, rtol=1e-3, atol=1e-3)
+        assert torch.equal(stored.likeliest, computed.likeliest)
     size = sum(cached.path(s).stat().st_size for s in cached.shards)
-    needed = bytes_needed(texts, live.reader.bytes_per_token, 4)
+    needed = bytes_needed(texts, live.reader.bytes_per_token)
     assert needed < size < needed + 1000 * len(cached.shards)
     index = json.loads((tmp_path / "cache" / "index.json").read_text())
-    assert set(index) == {"target", "lengths", "starts", "offsets", "top"}
+    assert set(index) == {"target", "lengths", "starts", "offsets", "names"}
 
 
 def test_stopped_between_shards_and_gone_on(cache):
@@ -171,11 +170,21 @@ def test_processes_share_the_shards_out(cache):
 
 def test_other_documents_or_another_target_are_refused(cache, texts):
     cache()
-    for change in ({"identity": "another"}, {"documents": texts[:-1]}):
+    for change in ({"identity": "another"}, {"documents": texts[:-1]}, {"last": True}):
         with pytest.raises(CheckpointError):
             cache(**change)
     texts[5] = Document([(t + 1) % 61 for t in texts[5].tokens], texts[5].start)  # as long, but another
     with pytest.raises(CheckpointError):
+        cache()
+
+
+def test_a_cache_of_an_earlier_version_is_refused(cache, tmp_path):
+    """It has likely tokens with their probabilities, and no states."""
+    made, _ = cache()
+    index = json.loads((made.folder / "index.json").read_text())
+    del index["names"]
+    (made.folder / "index.json").write_text(json.dumps(index | {"top": 8}))
+    with pytest.raises(CheckpointError, match=r"cache.*Delete"):
         cache()
 
 

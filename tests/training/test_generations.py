@@ -60,8 +60,8 @@ def by_passage(rows) -> dict[int, list[dict]]:
     return found
 
 
-def folder(runner, tmp_path, name="a", layers=(0, 2), top=4):
-    return KeptFeatures(tmp_path / f"{name}.features", runner.parts.description, layers, top)
+def folder(runner, tmp_path, name="a", layers=(0, 2)):
+    return KeptFeatures(tmp_path / f"{name}.features", runner.parts.description, layers)
 
 
 @pytest.mark.parametrize(("native", "features"), [("1", True), ("0", False)])
@@ -175,7 +175,7 @@ def test_no_prompt_fits(runner, tmp_path):
 class Scripted:
     """A target of which a test says what it says: :class:`~longdraft.training.branches.Branches` without a model."""
 
-    top = 0
+    keeps = False
 
     def __init__(self, script):
         self.script, self.fed = script, defaultdict(list)

@@ -26,7 +26,7 @@ class Counting(LiveFeatures):
     def __init__(self, runner: TargetRunner, documents: int) -> None:
         g = torch.Generator().manual_seed(0)
         made = [Document(torch.randint(0, 61, (20 + i,), generator=g).tolist(), 2) for i in range(documents)]
-        super().__init__(FeatureReader(runner, 4, torch.float32, READS["eagle3"]), made, [0] * documents)
+        super().__init__(FeatureReader(runner, torch.float32, READS["eagle3"]), made, [0] * documents)
         self.read: list[int] = []
         self.threads: set[int] = set()
 
@@ -67,7 +67,7 @@ def test_processes_share_the_documents_out(runner, documents, processes):
 
 
 def test_what_has_no_room_is_read_again(runner):
-    size = 20 * 3 * 48 * 4 + 18 * 4 * (8 + 4)  # of the first document: hidden states and likeliest tokens
+    size = 20 * 3 * 48 * 4 + 18 * 8  # of the first document: hidden states and likeliest tokens
     source = Counting(runner, 3)
     share = HeldOut(source, 3, Ahead(CPU, 0), room=size)
     first, again = ([features for features, _ in share] for _ in range(2))

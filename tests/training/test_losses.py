@@ -1,40 +1,40 @@
-"""The fused loss against torch's on whole logits."""
+"""The fused loss against torch's on whole logits, in float64."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from longdraft.training.losses import soft_cross_entropy, targets
+from longdraft.training.losses import Target, soft_cross_entropy
 
-SIZE, VOCAB, TOP = 12, 31, 4
+SIZE, VOCAB = 12, 31
 
 
-def case(rows: int, outside: bool, seed: int):
+def case(rows: int, outside: bool, seed: int, scale: float = 1.0, softcap: float | None = None):
+    """hidden, head, tokens, weights, target; a row of the target's states may serve several rows."""
     g = torch.Generator().manual_seed(seed)
-    hidden = torch.randn(rows, SIZE, generator=g)
-    head = torch.randn(VOCAB, SIZE, generator=g)
-    low = -1 if outside else 0
-    tokens = torch.randint(low, VOCAB, (rows,), generator=g)
-    top_ids = torch.stack([torch.randperm(VOCAB, generator=g)[:TOP] for _ in range(rows)])
-    if outside:
-        top_ids[torch.rand(top_ids.shape, generator=g) < 0.3] = -1
-    return hidden, head, tokens, top_ids, torch.randn(rows, TOP, generator=g).log_softmax(-1) - 0.3
+    hidden, states = (torch.randn(n, SIZE, generator=g) for n in (rows, rows + 3))
+    head, its = (torch.randn(VOCAB, SIZE, generator=g) for _ in range(2))
+    tokens = torch.randint(-1 if outside else 0, VOCAB, (rows,), generator=g)
+    places = torch.randint(0, rows + 3, (rows,), generator=g)
+    weights = torch.rand(rows, generator=g) * torch.randint(0, 2, (rows,), generator=g)
+    return hidden, head, tokens, weights, Target(states, places, its, scale, softcap)
 
 
-def plain(hidden, head, tokens, top_ids, log_probs, distill):
+def plain(hidden, head, tokens, weights, target, distill):
     """The same loss, row by row."""
-    total = hidden.sum() * 0
-    for h, token, ids, lps in zip(hidden, tokens, top_ids, log_probs, strict=True):
-        logits = (h @ head.T)[None]
+    total = hidden.double().sum() * 0 + head.double().sum() * 0
+    for h, token, weight, place in zip(hidden.double(), tokens, weights.double(), target.rows, strict=True):
+        logits = (h @ head.double().T)[None]
         if token >= 0:
-            total = total + (1 - distill) * F.cross_entropy(logits, token[None])
-        inside = ids >= 0
-        if inside.any() and distill:
-            soft = torch.zeros(VOCAB).scatter(0, ids[inside], lps[inside].exp())
-            total = total + distill * F.cross_entropy(logits, (soft / soft.sum())[None])
+            total = total + weight * (1 - distill) * F.cross_entropy(logits, token[None])
+        said = target.states[place].double() @ target.head.double().T * target.scale
+        if target.softcap is not None:
+            said = target.softcap * torch.tanh(said / target.softcap)
+        total = total + weight * distill * F.cross_entropy(logits, said.softmax(-1)[None])
     return total
 
 
@@ -44,13 +44,14 @@ def plain(hidden, head, tokens, top_ids, log_probs, distill):
     st.sampled_from([1, 3, 7, 64]),
     st.booleans(),
     st.integers(0, 99),
+    st.sampled_from([(1.0, None), (0.3, None), (1.0, 2.0), (2.0, 5.0)]),
 )
-def test_value_gradients_and_ranks(rows, distill, chunk, outside, seed):
-    hidden, head, *rest = case(rows, outside, seed)
+def test_value_gradients_and_ranks(rows, distill, chunk, outside, seed, logits_are):
+    hidden, head, *rest = case(rows, outside, seed, *logits_are)
     tensors = [hidden.requires_grad_(), head.requires_grad_()]
-    loss, ranks = soft_cross_entropy(hidden, head, *targets(*rest, distill), chunk)
-    expected = plain(hidden, head, *rest, distill) + 0 * head.sum()
-    torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-4)
+    loss, ranks = soft_cross_entropy(hidden, head, *rest, distill, chunk)
+    expected = plain(hidden, head, *rest, distill)
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-4)
     found, wanted = (torch.autograd.grad(x * 0.37, tensors) for x in (loss, expected))
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
@@ -60,26 +61,44 @@ def test_value_gradients_and_ranks(rows, distill, chunk, outside, seed):
     assert torch.equal(ranks[inside], expected_ranks[inside])
 
 
-def test_a_row_with_nothing_in_the_vocabulary_counts_nothing():
+def test_mass_outside_the_likeliest_tokens_matters():
+    """Two targets with the same eight likeliest tokens and the same shares among these, and other tails."""
+    sharp = torch.arange(VOCAB, 0, -1.0) / 4
+    flat = torch.where(torch.arange(VOCAB) < 8, sharp, sharp[7] - 0.01)
+    hidden, head = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0)), torch.eye(VOCAB)
+    found = []
+    for logits in (sharp, flat):
+        own = hidden.clone().requires_grad_()
+        target = Target(logits[None], torch.tensor([0]), torch.eye(VOCAB))
+        loss, _ = soft_cross_entropy(own, head, torch.tensor([-1]), 1.0, target, 1.0)
+        torch.testing.assert_close(loss, F.cross_entropy(hidden, logits.softmax(-1)[None]))
+        (gradient,) = torch.autograd.grad(loss, [own])
+        torch.testing.assert_close(gradient[0], hidden[0].softmax(-1) - logits.softmax(-1))
+        found.append(gradient)
+    assert torch.equal(sharp[:8].softmax(-1), flat[:8].softmax(-1)) and (found[0] - found[1]).abs().max() > 0.05
+
+
+def test_a_text_that_is_not_in_the_vocabulary_counts_nothing():
     hidden, head, *_ = case(2, False, 0)
     hidden.requires_grad_()
-    outside = torch.full((2,), -1), torch.full((2, TOP), -1), torch.zeros(2, TOP)
-    loss, _ = soft_cross_entropy(hidden, head, *targets(*outside, 0.5))
+    loss, _ = soft_cross_entropy(hidden, head, torch.full((2,), -1))
     loss.backward()
     assert loss == 0 and not hidden.grad.any()
 
 
 def test_a_bfloat16_head_sums_in_float32():
-    hidden, head, tokens, top_ids, log_probs = case(300, False, 1)
-    loss, _ = soft_cross_entropy(hidden, head.bfloat16(), *targets(tokens, top_ids, log_probs, 0.0), 64)
+    hidden, head, tokens, *_ = case(300, False, 1)
+    loss, _ = soft_cross_entropy(hidden, head.bfloat16(), tokens, chunk=64)
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss, F.cross_entropy(hidden @ head.T, tokens, reduction="sum"), rtol=2e-2, atol=1.0)
 
 
-def test_a_trained_head_in_bfloat16():
-    hidden, head, *rest = case(20, False, 2)
-    (exact,) = torch.autograd.grad(plain(hidden, head.requires_grad_(), *rest, 0.5), [head])
-    loss, _ = soft_cross_entropy(hidden, head.bfloat16(), *targets(*rest, 0.5))
+@pytest.mark.parametrize("distill", [0.5, 1.0])
+def test_a_trained_head_in_bfloat16(distill):
+    hidden, head, *rest, target = case(20, False, 2)
+    (exact,) = torch.autograd.grad(plain(hidden, head.requires_grad_(), *rest, target, distill), [head])
+    rounded = target._replace(head=target.head.bfloat16())
+    loss, _ = soft_cross_entropy(hidden, head.bfloat16(), *rest, rounded, distill)
     (found,) = torch.autograd.grad(loss, [head])
     assert found.dtype == torch.float32 and (found - exact).norm() < 0.02 * exact.norm()
 
@@ -87,5 +106,5 @@ def test_a_trained_head_in_bfloat16():
 def test_measuring_takes_no_gradient():
     hidden, head, *rest = case(5, False, 3)
     with torch.no_grad():
-        loss, _ = soft_cross_entropy(hidden.requires_grad_(), head.requires_grad_(), *targets(*rest, 0.5))
+        loss, _ = soft_cross_entropy(hidden.requires_grad_(), head.requires_grad_(), *rest, 0.5)
     assert not loss.requires_grad

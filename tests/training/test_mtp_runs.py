@@ -58,7 +58,7 @@ def test_a_step_is_the_definition(target, plain):
     kept = torch.arange(0, 61, 2)
     trainee = MtpTrainee(block, runner.parts, kept, 3, 0.8, 1.0, torch.float32)
     documents = [Document([*PROMPT, *range(20, 29)], 4), Document([*PROMPT[3:], *range(30, 37)], 1)]
-    reader = FeatureReader(runner, 8, torch.float32, (runner.depth - 2, runner.depth - 1), keys=True)
+    reader = FeatureReader(runner, torch.float32, (runner.depth - 2, runner.depth - 1), keys=True)
     features = [reader.read(document) for document in documents]
     out = trainee(features)
     expected = []
@@ -81,7 +81,7 @@ def test_the_fitted_projection_is_least_squares(target):
     runner = TargetRunner(load(target).model)
     block = BorrowingBlock(runner, torch.float32)
     tokens = torch.randint(0, 61, (400,), generator=torch.Generator().manual_seed(0)).tolist()
-    reader = FeatureReader(runner, 8, torch.float32, (runner.depth - 2, runner.depth - 1), keys=True)
+    reader = FeatureReader(runner, torch.float32, (runner.depth - 2, runner.depth - 1), keys=True)
     document = reader.read(Document(tokens))
     trainee = MtpTrainee(block, runner.parts, None, 3, 0.8, 1.0, torch.float32)
 

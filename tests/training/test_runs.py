@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -345,6 +346,16 @@ def test_a_setting_that_a_checkpoint_does_not_know_had_its_default(config, tmp_p
     del state["config"]["shard_target"]
     file.write_text(json.dumps(state))
     assert steps(config())
+
+
+@pytest.mark.parametrize("distill", [0.0, 0.5])
+def test_a_run_of_an_earlier_versions_loss_goes_on_without_distillation_alone(config, tmp_path, distill):
+    list(zip(range(4), begun(config(distill=distill)), strict=False))
+    file = tmp_path / "run" / "checkpoints" / "step-00000003" / "state.json"
+    state = json.loads(file.read_text())
+    file.write_text(json.dumps(state | {"config": state["config"] | {"top": 8}}))
+    with pytest.raises(CheckpointError, match="earlier") if distill else nullcontext():
+        assert steps(config(distill=distill))
 
 
 def test_a_damaged_checkpoint(config, tmp_path):

@@ -54,7 +54,7 @@ def test_from_text_to_a_draft_that_generates(shell, target, text, tmp_path):
     assert told["tokens_by_source"] == {str(text): new} and sum(told["tokens_by_kind"].values()) == new
     assert len(rows) == 40 and set(rows[0]) == {"tokens", "start", "temperature", "text", "source", "kind", "at"}
     index = json.loads((tmp_path / "answers.features" / "index.json").read_text())
-    assert index["layers"] == [0, 1, 2] and index["top"] == 8
+    assert index["layers"] == [0, 1, 2]
     words = ["window=12", "intermediate_size=64", "max_length=200"]
     assert shell("longspec", *FAST, *words, f"data={answers}", f"target={target}", f"out={out}").code == 0
     assert main(["generate", "--model", str(target), "--draft", str(out / "best"), "-p", "hi", "-n", "8"]) == 0

@@ -6,6 +6,8 @@ import math
 
 import pytest
 import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, CohereConfig, GraniteConfig
 
 from longdraft.drafters.heads import HeadsBlock, HeadsShape
 from longdraft.drafts import draft_folder
@@ -13,7 +15,7 @@ from longdraft.errors import CheckpointError, ConfigError, UnsupportedModelError
 from longdraft.model import small_models
 from longdraft.model.rotary import yarn
 from longdraft.model.runner import TargetRunner
-from longdraft.model.shared_parts import final_norm
+from longdraft.model.shared_parts import SharedParts, final_norm
 from longdraft.speculator import Speculator
 from longdraft.training.config import DEPTH, Eagle3Config
 from longdraft.training.documents import Document
@@ -22,7 +24,7 @@ from longdraft.training.features import FeatureReader, Features
 from longdraft.training.lm import LmTrainee
 from longdraft.training.measure import UNSEEN, by_shift, by_step, by_text, simulate
 from tests.quick import in_turn
-from tests.tiny import tiny_model
+from tests.tiny import FAMILIES, tiny_model
 from tests.training.helpers import same
 from tests.training.trainees import KINDS, READS, STEPS, make_trainee, predictions
 
@@ -45,7 +47,7 @@ def features(runner):
     """Features of texts that are learned from their beginning and of others from further on, as a kind reads them."""
 
     def read(kind: str) -> list[Features]:
-        reader = FeatureReader(runner, 4, torch.float32, READS[kind])
+        reader = FeatureReader(runner, torch.float32, READS[kind], last=True)
         g = torch.Generator().manual_seed(0)
         made = [(20, 1, 0), (19, 8, 0), (25, 15, 90), (9, 1, 7), (30, 23, 0), (9, 6, 0)]
         texts = [(Document(torch.randint(0, 61, (n,), generator=g).tolist(), s), offset) for n, s, offset in made]
@@ -71,17 +73,15 @@ def test_a_step_learns_what_drafting_predicts(runner, features, kind, over):
     trainee = make_trainee(kind, runner, **over)
     for document, shift in list(zip(features(kind), SHIFTS, strict=True))[1:5]:
         loss, ranks, depths = torch.zeros(()), [], []
+        with torch.no_grad():
+            said = runner.model(document.tokens[None], position_ids=document.positions[None]).logits[0]
         for depth, at, logits in predictions(kind, trainee, document, shift):
             token = int(trainee.to_draft[document.tokens[at]])
-            top = trainee.to_draft[document.top_ids[at - document.start]]
-            p = document.top_log_probs[at - document.start].exp() * (top >= 0)
-            wanted = torch.zeros_like(logits).index_add(
-                0, top.clamp_min(0), trainee.distill * p / p.sum().clamp_min(1e-6)
-            )
+            wanted = trainee.distill * said[at - 1, over.get("kept", slice(None))].softmax(-1)
             if token >= 0:
                 wanted[token] += 1 - trainee.distill
             weight = getattr(trainee, "decay", 1.0) ** (depth - 1)
-            if kind in ("eagle3", "onepass") and top[0] < 0:
+            if kind in ("eagle3", "onepass") and trainee.to_draft[said[at - 1].argmax()] < 0:
                 weight = 0.0
             loss = loss - weight * (wanted * logits.log_softmax(-1)).sum()
             ranks.append(len(logits) if token < 0 else int((logits > logits[token]).sum()))
@@ -94,6 +94,48 @@ def test_a_step_learns_what_drafting_predicts(runner, features, kind, over):
             found, expected = (torch.autograd.grad(x, weights, allow_unused=True) for x in (out.loss, loss))
             for one, other in zip(found, expected, strict=True):
                 torch.testing.assert_close(one, other, rtol=2e-3, atol=2e-3)
+
+
+def scaled(kind: str):
+    """A model whose logits are those of its head's product up to a factor or a cap."""
+    if kind in FAMILIES:
+        return tiny_model(kind)
+    if kind == "gemma2":
+        return tiny_model(kind, final_logit_softcapping=1.5)
+    sizes = {"vocab_size": 61, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 1, "pad_token_id": None, "eos_token_id": None}
+    config = {
+        "granite": lambda: GraniteConfig(**sizes, **heads, bos_token_id=None, logits_scaling=0.05),
+        "cohere": lambda: CohereConfig(**sizes, **heads, bos_token_id=None, logit_scale=30.0),
+    }[kind]()
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.mark.parametrize("kept", [None, KEPT])
+@pytest.mark.parametrize("kind", [*FAMILIES, "gemma2", "granite", "cohere"])
+def test_the_targets_distribution_is_its_own_heads(kind, kept):
+    runner = TargetRunner(scaled(kind))
+    trainee = LmTrainee(nn.Identity(), runner.parts, kept, 1.0)
+    trainee.measure_scale(runner)
+    assert (trainee.scale == 1.0) == (kind not in ("granite", "cohere"))
+    document = FeatureReader(runner, torch.float32, None, last=True).read(Document([*range(40, 7, -1)], 5))
+    labels = trainee.labels(trainee.pack([document]))
+    size = len(labels.text), len(trainee.target_head)
+    found = labels.target.probabilities(slice(None), torch.empty(size), torch.empty(size))
+    with torch.no_grad():
+        logits = runner.model(document.tokens[None]).logits[0, 4:-1]
+    wanted = (logits if kept is None else logits[:, kept]).softmax(-1)
+    torch.testing.assert_close(found, wanted, rtol=2e-3, atol=1e-5)
+    assert wanted.max() > 3 * wanted.median()  # not flat, so that a factor shows
+
+
+def test_logits_of_another_make_are_refused(runner, monkeypatch):
+    trainee = make_trainee("lm", runner, distill=1.0)
+    states = torch.randn(8, 48, generator=torch.Generator().manual_seed(0))
+    monkeypatch.setattr(SharedParts, "normed", lambda *_: states)
+    with pytest.raises(UnsupportedModelError, match=r"distill"):
+        trainee.measure_scale(runner)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -140,9 +182,7 @@ def test_only_the_draft_is_trained_and_saved(runner, kind):
 def test_a_document_without_a_row_to_learn(runner, features, kind, shift):
     short = features(kind)[3]
     if kind == "eagle3":
-        short = Features(
-            short.tokens[:5], 4, 0, {"hidden": short.hidden[:5]}, short.top_ids[:1], short.top_log_probs[:1]
-        )
+        short = Features(short.tokens[:5], 4, 0, {"hidden": short.hidden[:5]}, short.likeliest[:1])
     with pytest.raises(ValueError, match="no row to learn"):
         make_trainee(kind, runner)([short], [shift])
 
@@ -155,7 +195,7 @@ def test_simulated_acceptance_is_a_chain_decoded_by_the_engine(kind, window, tmp
     prompts = torch.randint(0, 61, (3, prompt), generator=g).tolist()
     answers = Speculator("ar", target=model).generate(prompts, max_new_tokens=40)
     runner = TargetRunner(model)
-    reader = FeatureReader(runner, 4, torch.float32, READS[kind])
+    reader = FeatureReader(runner, torch.float32, READS[kind])
     texts = [reader.read(Document(p + r.token_ids, prompt)) for p, r in zip(prompts, answers, strict=True)]
     trainee = make_trainee(kind, runner, window=window)
     optimizer = torch.optim.AdamW(trainee.parameters(), lr=1e-2)

@@ -87,7 +87,6 @@ def data(
             help="Decoder layers whose hidden states are kept.", show_default="those of EAGLE-3, and the last"
         ),
     ] = None,
-    top: Annotated[int, typer.Option(min=1, help="How many of the target's likeliest tokens are kept.")] = 8,
     passage_tokens: Annotated[str, typer.Option(metavar="MIN,MAX", help="Length of a passage.")] = "200,1500",
     per_passage: Annotated[int, typer.Option(min=1, help="Answers to each passage.")] = 24,
     temperatures: Annotated[str, typer.Option(help="Temperatures of a passage's answers, repeated.")] = "0,0,1",
@@ -154,7 +153,7 @@ def data(
 
         loaded = _loaded(target, dtype, device, threads)
         runner = TargetRunner(loaded.model)
-        kept = _features(runner, out, chosen_layers, top) if features else None
+        kept = _features(runner, out, chosen_layers) if features else None
         with Cancel(terminate=True) as cancel, AnswersDisplay(file, total) as display:
             generations.generate(
                 runner, loaded.tokenizer, passages, file, batch=batch, places=max(2, 2 * batch // per_passage),
@@ -213,7 +212,7 @@ def _texts(files: list[Path], skipped: Skipped) -> tuple[list[str], list[str]]:
     return texts, sources
 
 
-def _features(runner: TargetRunner, out: Path, layers: tuple[int, ...] | None, top: int) -> KeptFeatures:
+def _features(runner: TargetRunner, out: Path, layers: tuple[int, ...] | None) -> KeptFeatures:
     """The folder for the features of a file of answers.
 
     Args:
@@ -229,7 +228,7 @@ def _features(runner: TargetRunner, out: Path, layers: tuple[int, ...] | None, t
         raise options.SettingError(f"--layers takes layers from 0 to {count - 1}, not {numbers!r}.")
     # In a shallow target some of the usual layers are negative.
     usual = [layer for layer in (*usual_layers(count), count - 1) if layer >= 0]
-    return KeptFeatures(features_of(out), runner.parts.description, sorted({*(layers or usual)}), top)
+    return KeptFeatures(features_of(out), runner.parts.description, sorted({*(layers or usual)}))
 
 
 def _stopped(cancel: Cancel, skipped: Skipped, rest: str) -> None:

@@ -28,6 +28,7 @@ class SharedParts:
         embedding: token embedding, ids -> (..., hidden).
         head: the output projection's weight (vocabulary, hidden), as it is stored if there are kernels. A draft's
             logits are not scaled if the model scales its own, which leaves their order unchanged.
+        softcap: of the target's logits; None for no cap.
         description: sizes and RoPE of the target and a digest of its weights, as saved with a draft.
     """
 
@@ -40,6 +41,13 @@ class SharedParts:
     description: dict[str, Any]
     _rotary: nn.Module
     _like: torch.Tensor
+    _norm: nn.Module | None = None
+    softcap: float | None = None
+
+    def normed(self, states: torch.Tensor) -> torch.Tensor:
+        """Outputs of the last layer (..., hidden) as the head reads them: behind the final norm."""
+        states = states.to(self._like.dtype)
+        return states if self._norm is None else self._norm(states)
 
     def rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin (T, d) of the target's rotary embedding, its scaling (YaRN) included, at positions (T,).
@@ -82,6 +90,8 @@ def shared_parts(model: PreTrainedModel, description: dict[str, Any] | None = No
         description=describe(model) if description is None else description,
         _rotary=rotary,
         _like=torch.empty(1, 1, dtype=model.dtype, device=model.device),
+        _norm=norm_before_head(model),
+        softcap=getattr(config, "final_logit_softcapping", None),
     )
 
 

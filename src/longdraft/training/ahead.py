@@ -84,7 +84,7 @@ class Ahead:
         if self._stream is not None:
             # Or the thread would reuse their memory while the draft's last kernels still read it.
             stream = torch.cuda.current_stream(self._stream.device)
-            for tensor in (t for each in features for t in (*each.rows.values(), each.top_ids, each.top_log_probs)):
+            for tensor in (t for each in features for t in each.tensors):
                 if tensor.is_cuda:
                     tensor.record_stream(stream)
         return features

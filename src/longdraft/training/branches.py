@@ -5,8 +5,8 @@ needed: dozens of rows share one reading of the weights, and share the KV of the
 for each answer. Its attention has two parts: the passage's keys, in one product for all its answers, and the keys of
 each answer's own tokens.
 
-Meanwhile the features that a draft learns from are kept: the last layer's keys and values, hidden states, and likeliest
-tokens. So the target need not read the answers again.
+Meanwhile the features that a draft learns from are kept: the last layer's keys and values, hidden states, and the
+likeliest tokens. So the target need not read the answers again.
 """
 
 from __future__ import annotations
@@ -29,9 +29,6 @@ from longdraft.model.hosting import Hosted
 from longdraft.model.outputs import not_a_number
 from longdraft.model.runner import TargetRunner
 
-# Tokens of a passage whose likeliest next tokens are found at a time.
-CHUNK = 512
-
 
 @dataclass
 class TokenFeatures:
@@ -40,13 +37,12 @@ class TokenFeatures:
     Attributes:
         tokens: (T,) int64.
         rows: by name, ``keys`` and ``values`` (T, Hkv, d) of the last layer, and :func:`hidden_name` (T, hidden size).
-        top_ids, top_log_probs: (T, K) the target's likeliest tokens after each token.
+        likeliest: (T,) the target's likeliest token after each token.
     """
 
     tokens: torch.Tensor
     rows: dict[str, torch.Tensor]
-    top_ids: torch.Tensor
-    top_log_probs: torch.Tensor
+    likeliest: torch.Tensor
 
 
 def hidden_name(layer: int) -> str:
@@ -201,30 +197,20 @@ class Branches:
 
     Args:
         rows, capacity: see :class:`BranchStore`.
-        layers: decoder layers whose output hidden states are kept (0 is the first).
-        top: how many of the likeliest tokens are kept; 0 keeps no features.
+        layers: decoder layers whose output hidden states are kept (0 is the first); None keeps no features.
     """
 
-    def __init__(
-        self,
-        runner: TargetRunner,
-        rows: int,
-        capacity: int,
-        layers: Sequence[int] = (),
-        top: int = 0,
-    ) -> None:
-        self.runner, self.layers, self.top = runner, tuple(layers), top
+    def __init__(self, runner: TargetRunner, rows: int, capacity: int, layers: Sequence[int] | None = None) -> None:
+        self.runner, self.layers, self.keeps = runner, tuple(layers or ()), layers is not None
         if runner.twin.layout.windows:
             raise UnsupportedModelError("Branches are written by models whose layers all see the whole text.")
         device = runner.device
         self.store = BranchStore(runner.kv_shape, rows, capacity, device)
         self._prefix_lengths: dict[int, int] = {}
-        self._room: torch.Tensor | None = None
-        if top:
+        if self.keeps:
             width = len(self.layers) * runner.parts.hidden_size
             self._hidden = torch.zeros(rows, capacity, width, dtype=runner.kv_shape.dtype, device=device)
-            self._ids = torch.zeros(rows, capacity, top, dtype=torch.int32, device=device)
-            self._log_probs = torch.zeros(rows, capacity, top, dtype=torch.float16, device=device)
+            self._likeliest = torch.zeros(rows, capacity, dtype=torch.long, device=device)
 
     def _forward(
         self, tokens: torch.Tensor, positions: torch.Tensor, head: bool
@@ -249,13 +235,12 @@ class Branches:
         self._prefix_lengths[passage] = len(tokens)
         ids = torch.tensor(tokens, device=self.runner.device)
         self.store.read_into(passage)
-        logits, hidden = self._forward(ids[None], torch.arange(len(ids), device=ids.device)[None], head=self.top > 0)
+        logits, hidden = self._forward(ids[None], torch.arange(len(ids), device=ids.device)[None], head=self.keeps)
         if logits is None:
             return None
-        top_ids, log_probs = (torch.cat(x) for x in zip(*map(self.likely, logits[0].split(CHUNK)), strict=True))
         keys, values = self.store.prefixes[passage][-1]
         kept = {"keys": keys.permute(2, 0, 1).contiguous(), "values": values.transpose(0, 1).contiguous()}
-        return TokenFeatures(ids, kept | self._by_layer(hidden[0]), top_ids, log_probs)
+        return TokenFeatures(ids, kept | self._by_layer(hidden[0]), logits[0].argmax(-1))
 
     def _by_layer(self, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
         parts = hidden.chunk(len(self.layers), -1) if self.layers else ()
@@ -288,32 +273,19 @@ class Branches:
         logits = every[:, 0]
         if bool(torch.isnan(logits.amax())):
             raise not_a_number()
-        if self.top:
+        if self.keeps:
             self._hidden[at, places] = hidden[:, 0]
-            self._ids[at, places], self._log_probs[at, places] = self.likely(logits)
+            self._likeliest[at, places] = top_of(logits, 1).indices[:, 0]
         for row in rows:
             self.store.lengths[row] += 1
         return logits
-
-    def likely(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The likeliest tokens (rows, top) of one step's rows or of ``CHUNK`` rows, and their log-probabilities."""
-        # Allocated once: a CPU takes as long to get large memory as to compute with it.
-        if self._room is None:
-            self._room = torch.empty(max(len(self.store.lengths), CHUNK), logits.shape[1], device=logits.device)
-        p = self._room[: len(logits)].copy_(logits)
-        torch.softmax(p, -1, out=p)
-        values, ids = top_of(p, self.top)
-        # A probability that is 0 in float32 has a finite logarithm too.
-        log_probs = values.clamp_min_(torch.finfo(torch.float32).tiny).log_()
-        return ids.int(), log_probs.half()
 
     def features(self, row: int, tokens: Sequence[int]) -> TokenFeatures:
         """A row's tokens with their features."""
         size = len(tokens)
         keys, values = (x[-1, row, :, :size].transpose(0, 1).contiguous() for x in (self.store.keys, self.store.values))
         rows = {"keys": keys, "values": values} | self._by_layer(self._hidden[row, :size])
-        ids, log_probs = self._ids[row, :size].clone(), self._log_probs[row, :size].clone()
-        return TokenFeatures(torch.tensor(tokens), rows, ids, log_probs)
+        return TokenFeatures(torch.tensor(tokens), rows, self._likeliest[row, :size].clone())
 
 
 def top_of(logits: torch.Tensor, count: int, width: int = 256) -> torch.return_types.topk:

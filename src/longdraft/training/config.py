@@ -55,7 +55,6 @@ class RunConfig:
     distill: float = setting(
         0.0, "share of the loss that follows the target's distribution; 0: cross-entropy alone (the paper)", SHARE
     )
-    top: int = setting(8, "how many of the target's likeliest tokens that distribution has", ONE_OR_MORE)
     cache: str | None = setting(None, "folder for the target's features; none: the target runs in every epoch")
     target_dtype: str = setting("auto", "dtype of the target", one_of("auto", "float32", "bfloat16", "float16"))
     shard_target: bool = setting(

@@ -30,7 +30,7 @@ from longdraft.training.batches import Schedule
 from longdraft.training.config import RunConfig
 from longdraft.training.corpus import Corpus, Documents, collect
 from longdraft.training.documents import Skipped
-from longdraft.training.features import CHUNK, GATHERED, TOGETHER, Features
+from longdraft.training.features import CHUNK, GATHERED, TOGETHER, FeatureReader, Features
 from longdraft.training.run_log import Report
 from longdraft.training.session import Session, never, silent
 from longdraft.training.tokens import Tokens, shards_of
@@ -131,7 +131,7 @@ class DryRun(Session):
         peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
         sizes = {getattr(part, "value", part): size for part, size in peak.items()}
         between = sizes["Total"] - sizes["Parameter"] - sizes["Gradient"]
-        held = sum(_bytes(t) for d in documents for t in (*d.rows.values(), d.top_ids, d.top_log_probs))
+        held = sum(_bytes(t) for d in documents for t in d.tensors)
         ahead = int(not run.shard_target) if run.read_ahead is None else run.read_ahead
         memory = self._of_target(length, layers) | {
             "features, and those read ahead": held * (1 + ahead),
@@ -149,20 +149,17 @@ class DryRun(Session):
 
     def _features(self, length: int, layers: tuple[int, ...] | None, keys: bool) -> Features:
         """Fake features of a text that is learned from its second token on."""
-        runner, top = self.runner, self.config.top
-        dtype, kv = self.product_dtype, runner.kv_shape
-        rows = {}
-        if layers:
-            rows["hidden"] = torch.empty(length, len(layers) * runner.parts.hidden_size, dtype=dtype)
-        if keys or layers == ():
-            rows |= {name: torch.empty(length, kv.kv_heads, kv.head_dim, dtype=dtype) for name in ("keys", "values")}
-        ids = torch.zeros(length - 1, top, dtype=torch.long)
-        return Features(torch.zeros(length, dtype=torch.long), 1, 0, rows, ids, torch.zeros(length - 1, top))
+        dtype, kv, size = self.product_dtype, self.runner.kv_shape, self.runner.parts.hidden_size
+        reader = FeatureReader(self.runner, dtype, layers, keys, self.config.distill > 0)
+        sizes, heads = {"hidden": (len(reader.layers) * size,), "last": (size,)}, (kv.kv_heads, kv.head_dim)
+        rows = {name: torch.empty(length, *sizes.get(name, heads), dtype=dtype) for name in reader.names}
+        tokens = torch.zeros(length, dtype=torch.long)
+        return Features(tokens, 1, 0, rows, tokens[1:])
 
     def _of_target(self, length: int, layers: tuple[int, ...] | None) -> dict[str, int]:
         """Bytes of the target while it reads a text."""
         model, parts, kv = self.runner.model, self.runner.parts, self.runner.kv_shape
-        taps = len(layers or ()) * parts.hidden_size * kv.dtype.itemsize
+        taps = (len(layers or ()) + bool(self.config.distill)) * parts.hidden_size * kv.dtype.itemsize
         if self.config.shard_target:
             chunk = GATHERED
         else:

@@ -115,7 +115,7 @@ class Eagle3Trainee(Trainee):
         decays = torch.tensor([self.decay**i for i in range(len(rows))], device=device)[depths - 1]
         row = torch.cat(rows)
         labels = self.labels(pack).at(row)
-        weight = (labels.likely[:, :1] >= 0) * decays[:, None]
+        weight = (labels.likeliest >= 0) * decays
         tokens = torch.cat([d.tokens[first + 1 : -1] for d, (_, first, _) in zip(documents, pack.spans, strict=True)])
         out = torch.cat(outputs)
         hidden, head = self.heads(self.block.norm(out), self.to_draft[tokens.to(device)][row])

@@ -24,12 +24,12 @@ SHARD = 128
 USABLE = 0.95
 # What to do about a damaged shard.
 ADVICE = "Delete the file and run again: the cache fills what is missing."
-OTHER = "other documents, settings or another target"
+OTHER = "other documents, settings, another target or an earlier version"
 
 
-def bytes_needed(documents: Sequence[Document], bytes_per_token: int, top: int) -> int:
-    """Bytes of a cache: for each token ``bytes_per_token`` and 4 more, for each learned one 6 * ``top``."""
-    return sum(len(d.tokens) * (bytes_per_token + 4) + (len(d.tokens) - d.start) * top * 6 for d in documents)
+def bytes_needed(documents: Sequence[Document], bytes_per_token: int) -> int:
+    """Bytes of a cache: for each token ``bytes_per_token`` and 4 more, for each learned one another 4."""
+    return sum(len(d.tokens) * (bytes_per_token + 4) + (len(d.tokens) - d.start) * 4 for d in documents)
 
 
 class FeatureCache:
@@ -57,7 +57,7 @@ class FeatureCache:
             "lengths": [len(d.tokens) for d in documents],
             "starts": [d.start for d in documents],
             "offsets": list(offsets),
-            "top": reader.top,
+            "names": list(reader.names),
         }
 
     @property
@@ -87,8 +87,7 @@ class FeatureCache:
                 start=document.start,
                 offset=self.offsets[i],
                 rows={name: file.get_slice(name)[rows] for name in self.reader.names},
-                top_ids=file.get_slice("ids")[learned].long(),
-                top_log_probs=file.get_slice("lps")[learned].float(),
+                likeliest=file.get_slice("ids")[learned].long(),
             )
 
     def prepare(self) -> None:
@@ -103,7 +102,7 @@ class FeatureCache:
             with feature_files.opened(self.path(shard), ADVICE) as file:
                 if file.get_tensor("tokens").tolist() != [t for d in self._documents_of(shard) for t in d.tokens]:
                     raise feature_files.refused(self.folder, OTHER)
-        needed = bytes_needed(missing, self.reader.bytes_per_token, self.reader.top)
+        needed = bytes_needed(missing, self.reader.bytes_per_token)
         free = shutil.disk_usage(self.folder).free
         if needed > USABLE * free:
             raise CheckpointError(

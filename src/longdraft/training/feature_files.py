@@ -63,11 +63,10 @@ def _write_whole(path: Path, write: Callable[[Path], Any]) -> None:
 
 
 def joined(texts: Sequence[TokenFeatures] | Sequence[Features]) -> dict[str, torch.Tensor]:
-    """The tensors of texts laid end to end: ``tokens``, likeliest tokens (``ids``, ``lps``), and ``rows`` by name."""
+    """The tensors of texts laid end to end: ``tokens``, likeliest tokens (``ids``), and ``rows`` by name."""
     tensors = {
         "tokens": torch.cat([text.tokens for text in texts]).int(),
-        "ids": torch.cat([text.top_ids for text in texts]).int(),
-        "lps": torch.cat([text.top_log_probs for text in texts]).half(),
+        "ids": torch.cat([text.likeliest for text in texts]).int(),
     }
     return tensors | {name: torch.cat([text.rows[name] for text in texts]) for name in texts[0].rows}
 

@@ -1,4 +1,4 @@
-"""The target's features: what a draft reads of the target for each token, and the target's likeliest next tokens.
+"""The target's features: what a draft reads of the target for each token, and what the target says comes next.
 
 A LongSpec draft reads the last layer's keys and values, an EAGLE-3 draft the hidden states of a few layers, a language
 model only the text.
@@ -50,21 +50,26 @@ class Features:
         offset: its anchor-offset, 0 for plain positions.
         rows: what the draft reads, by name, (L, ...) each: ``keys`` and ``values`` (L, Hkv, d) of the target's last
             layer, keys after RoPE; or ``hidden`` (L, layers * hidden size), output hidden states of some layers side by
-            side; or both; or nothing.
-        top_ids, top_log_probs: (L - start, K), the target's likeliest tokens in place of tokens[start:].
+            side; or both; or nothing. And ``last`` (L, hidden size), the last layer's output, before the final norm,
+            where the loss follows the target's distribution and ``hidden`` does not end with it.
+        likeliest: (L - start,) int64, the target's likeliest tokens in place of tokens[start:].
     """
 
     tokens: torch.Tensor
     start: int
     offset: int
     rows: dict[str, torch.Tensor]
-    top_ids: torch.Tensor
-    top_log_probs: torch.Tensor
+    likeliest: torch.Tensor
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All that the target has computed."""
+        return *self.rows.values(), self.likeliest
 
     def on_host(self) -> Features:
         """A copy in the CPU's memory, for features that are kept for long."""
         rows = {name: t.cpu() for name, t in self.rows.items()}
-        return replace(self, rows=rows, top_ids=self.top_ids.cpu(), top_log_probs=self.top_log_probs.cpu())
+        return replace(self, rows=rows, likeliest=self.likeliest.cpu())
 
     @property
     def keys(self) -> torch.Tensor:
@@ -82,6 +87,11 @@ class Features:
         return self.rows["hidden"]
 
     @property
+    def last(self) -> torch.Tensor:
+        """Hidden states whose last part is the last layer's output (L, at least hidden size)."""
+        return self.rows["last" if "last" in self.rows else "hidden"]
+
+    @property
     def positions(self) -> torch.Tensor:
         """(L,) int64."""
         return anchor_offset(len(self.tokens), self.offset)
@@ -91,26 +101,30 @@ class FeatureReader:
     """Computes features. Consecutive documents that begin alike share the forwards of their beginning.
 
     Args:
-        top: how many of the target's likeliest tokens are kept.
         dtype: of what the draft reads.
         layers: decoder layers whose output hidden states the draft reads (0 is the first); empty: it reads the last
             layer's keys and values; None: it reads nothing of the target.
         keys: beside hidden states, it reads the last layer's keys and values.
+        last: the last layer's output is kept too, from which the target's distribution is computed.
 
     Attributes:
-        names: names of what the draft reads, the keys of :attr:`Features.rows`.
+        names: the keys of :attr:`Features.rows`.
+        taps: decoder layers whose output hidden states are kept.
     """
 
     def __init__(
         self,
         runner: TargetRunner,
-        top: int,
         dtype: torch.dtype = torch.bfloat16,
         layers: tuple[int, ...] | None = (),
         keys: bool = False,
+        last: bool = False,
     ) -> None:
-        self.runner, self.top, self.dtype, self.layers = runner, top, dtype, layers or ()
-        kept = {"hidden": bool(layers), "keys": keys or layers == (), "values": keys or layers == ()}
+        self.runner, self.dtype, self.layers = runner, dtype, layers or ()
+        more = () if not last or runner.depth - 1 in self.layers else (runner.depth - 1,)
+        self.taps = self.layers + more
+        both = keys or layers == ()
+        kept = {"hidden": bool(layers), "keys": both, "values": both, "last": bool(more)}
         self.names: tuple[str, ...] = tuple(name for name, wanted in kept.items() if wanted)
         self._chunk = GATHERED if isinstance(runner, InStepRunner) else CHUNK
         self._store: KVStore | None = None
@@ -119,9 +133,9 @@ class FeatureReader:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of what the draft reads for one token."""
+        """Bytes of :attr:`Features.rows` for one token."""
         kv = self.runner.kv_shape
-        numbers = len(self.layers) * self.runner.parts.hidden_size
+        numbers = len(self.taps) * self.runner.parts.hidden_size
         numbers += 2 * kv.kv_heads * kv.head_dim if "keys" in self.names else 0
         return numbers * self.dtype.itemsize
 
@@ -138,7 +152,7 @@ class FeatureReader:
         """The features of a document with an anchor-offset. Raises MemoryBudgetError if its KV does not fit."""
         tokens, start = document.tokens, document.start
         if self._store is None or self._store.capacity < len(tokens):
-            self._store = self.runner.new_store(1, max(2048, len(tokens)), self.layers)
+            self._store = self.runner.new_store(1, max(2048, len(tokens)), self.taps)
             self._last_tokens = []
         store = self._store
         # Logits are needed from the row before the first learned token on, so these rows are always computed.
@@ -146,7 +160,7 @@ class FeatureReader:
         store.truncate(0, store.restorable(0, shared))
         self._last_tokens, self._last_offset = tokens, offset
         positions = anchor_offset(len(tokens), offset).tolist()
-        ids, log_probs = [], []
+        likeliest = []
         done = store.lengths[0]
         while done < len(tokens):
             # Nothing is learned from the last token's logits, but its KV completes the document.
@@ -156,12 +170,10 @@ class FeatureReader:
             out = self.runner.forward(block, store, logits="all" if done >= start - 1 else "none")
             store.commit(0, range(end - done))
             if out.logits is not None:
-                top = out.logits[0].topk(self.top)
-                ids.append(top.indices)
-                log_probs.append(top.values - torch.logsumexp(out.logits[0], -1, keepdim=True))
+                likeliest.append(out.logits[0].argmax(-1))
             done = end
         rows = self._rows(store, 0, len(tokens))
-        return Features(torch.tensor(tokens), start, offset, rows, torch.cat(ids)[:-1], torch.cat(log_probs)[:-1])
+        return Features(torch.tensor(tokens), start, offset, rows, torch.cat(likeliest)[:-1])
 
     def read_together(self, documents: Sequence[Document], offsets: Sequence[int]) -> list[Features]:
         """The features of each document; short ones share forwards. They depend on these documents alone."""
@@ -189,7 +201,7 @@ class FeatureReader:
     ) -> dict[int, Features]:
         """The features of a few documents, read in one forward."""
         size = max(len(documents[i].tokens) for i in group)
-        store = self.runner.new_store(len(group), size, self.layers)
+        store = self.runner.new_store(len(group), size, self.taps)
         # Padding comes last, so no row of the text sees it. Nothing is committed, because nothing follows.
         padded, positions = [], []
         for i in group:
@@ -203,20 +215,19 @@ class FeatureReader:
         found = {}
         for slot, i in enumerate(group):
             document, length = documents[i], len(documents[i].tokens)
-            seen = logits[slot, document.start - 1 : length - 1]
-            top = seen.topk(self.top)
-            log_probs = top.values - torch.logsumexp(seen, -1, keepdim=True)
+            likeliest = logits[slot, document.start - 1 : length - 1].argmax(-1)
             rows = self._rows(store, slot, length)
-            tokens = torch.tensor(document.tokens)
-            found[i] = Features(tokens, document.start, offsets[i], rows, top.indices, log_probs)
+            found[i] = Features(torch.tensor(document.tokens), document.start, offsets[i], rows, likeliest)
         return found
 
     def _rows(self, store: KVStore, slot: int, length: int) -> dict[str, torch.Tensor]:
-        """Copies of what the draft reads, because the next document overwrites the store."""
-        rows = {}
-        if "hidden" in self.names:
-            assert store.features is not None
-            rows["hidden"] = store.features.read(slot, 0, length).to(self.dtype, copy=True)
+        """Copies, because the next document overwrites the store."""
+        rows: dict[str, torch.Tensor] = {}
+        if store.features is not None:
+            states = store.features.read(slot, 0, length).to(self.dtype, copy=True)
+            width = len(self.layers) * self.runner.parts.hidden_size
+            parts = {"hidden": states[:, :width], "last": states[:, width:]}
+            rows |= {name: part for name, part in parts.items() if name in self.names}
         if "keys" in self.names:
             keys, values = (x[slot, :, :length].transpose(0, 1).to(self.dtype, copy=True) for x in store.layer(-1))
             rows |= {"keys": keys.contiguous(), "values": values.contiguous()}

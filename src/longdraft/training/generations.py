@@ -121,8 +121,7 @@ def generate(
     if file.rows >= total:
         return
     capacity = max_new_tokens * 2 + 64
-    layers, top = (features.layers, features.top) if features else ((), 0)
-    branches = Branches(runner, batch, capacity, layers, top)
+    branches = Branches(runner, batch, capacity, features.layers if features else None)
     groups = _groups(runner, tokenizer, passages, done, capacity, max_new_tokens, seed)
     decoding = _Decoding(branches, groups, batch, places, max_new_tokens, runner.eos_token_ids | ends_of(tokenizer))
     while not stop() and decoding.fill(total - file.rows):
@@ -195,7 +194,7 @@ class _Decoding:
         sampled = sample(logits, temperatures, uniform).tolist()
         for (row, (group, answer)), token in zip(running, sampled, strict=True):
             if answer.ends:
-                kept = self.branches.features(row, answer.tokens) if self.branches.top else None
+                kept = self.branches.features(row, answer.tokens) if self.branches.keeps else None
                 group.done.append((answer, kept))
             elif answer.forced or self._take(group, answer, token):
                 continue

@@ -67,7 +67,7 @@ class HeadsTrainee(Trainee):
         hidden = torch.cat([state[row.to(self.device)] for state, row in zip(states, rows, strict=True)])
         labels = self.labels(pack).at(torch.cat([row + i for i, row in enumerate(rows)]).to(self.device))
         depths = torch.cat([torch.full_like(row, i + 1) for i, row in enumerate(rows)]).to(self.device)
-        return self.output(hidden, self.target_head, labels, depths, (self.decay ** (depths - 1))[:, None])
+        return self.output(hidden, self.target_head, labels, depths, self.decay ** (depths - 1))
 
 
 def train_heads(config: HeadsConfig, progress: Progress = silent, stop: Callable[[], bool] = never) -> Iterator[Report]:

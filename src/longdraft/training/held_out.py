@@ -45,8 +45,7 @@ class HeldOut:
             yield features, i < self.count
 
     def _keep(self, i: int, features: Features) -> Features:
-        tensors = (*features.rows.values(), features.top_ids, features.top_log_probs)
-        size = sum(t.numel() * t.element_size() for t in tensors)
+        size = sum(t.numel() * t.element_size() for t in features.tensors)
         if size <= self._room:
             self._room -= size
             self._kept[i] = features.on_host()

@@ -30,13 +30,12 @@ class KeptFeatures:
     Args:
         target: the target's description.
         layers: decoder layers whose output hidden states are kept.
-        top: how many of the target's likeliest tokens are kept.
     """
 
-    def __init__(self, folder: Path, target: dict[str, Any], layers: Sequence[int], top: int) -> None:
-        self.folder, self.layers, self.top = folder, tuple(layers), top
-        index = {"target": target, "layers": list(layers), "top": top}
-        feature_files.check_index(folder, index, "another target, other layers or another number of likely tokens")
+    def __init__(self, folder: Path, target: dict[str, Any], layers: Sequence[int]) -> None:
+        self.folder, self.layers = folder, tuple(layers)
+        index = {"target": target, "layers": list(layers)}
+        feature_files.check_index(folder, index, "another target, other layers or an earlier version")
         feature_files.write_index(folder, index)
 
     def lacking(self, passages: Iterable[int]) -> list[int]:
@@ -67,7 +66,7 @@ class KeptSource:
 
     Args:
         target: the target's description.
-        reader: tells what the draft reads, in which dtype, and how many of the likeliest tokens.
+        reader: tells what is read, in which dtype.
 
     Raises:
         CheckpointError: a folder is missing, of another target, or lacks what the draft reads.
@@ -77,19 +76,19 @@ class KeptSource:
 
     def __init__(self, documents: Sequence[Document], target: dict[str, Any], reader: FeatureReader) -> None:
         self.documents, self.reader = documents, reader
-        self.states = [hidden_name(layer) for layer in reader.layers]
-        self.names = [name for name in reader.names if name != "hidden"]
+        states = {"hidden": reader.layers, "last": reader.taps[-1:]}
+        # Of each name, the names in the files of what is laid side by side.
+        self.names = {name: [*map(hidden_name, states[name])] if name in states else [name] for name in reader.names}
         for folder in sorted({Path(d.kept[0]) for d in documents if d.kept}):
             with feature_files.readable(folder / INDEX, ADVICE):
                 index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-                kept_for, layers, top = index["target"], index["layers"], int(index["top"])
-                lacking = not set(layers).issuperset(reader.layers) or top < reader.top
+                kept_for, layers = index["target"], index["layers"]
+                lacking = not set(layers).issuperset(reader.taps)
             if kept_for != feature_files.as_json(target):
                 raise CheckpointError(f"{folder} holds features of another target. {ADVICE}")
             if lacking:
                 raise CheckpointError(
-                    f"{folder} holds hidden states of layers {layers} and {top} likely tokens; layers "
-                    f"{list(reader.layers)} and {reader.top} are wanted. {ADVICE}"
+                    f"{folder} holds hidden states of layers {layers}; {list(reader.taps)} are wanted. {ADVICE}"
                 )
 
     def batch(self, documents: Sequence[int]) -> list[Features]:
@@ -99,7 +98,7 @@ class KeptSource:
         """Raises CheckpointError if a file is missing, damaged or of other text."""
         document = self.documents[i]
         # A document whose beginning was cut off has positions from 0 on, where the kept keys do not stand.
-        assert not (document.cut and self.reader.names), "a document cut at its beginning has only its text"
+        assert not document.cut or not {*self.names} - {"last"}, "a document cut at its beginning has only its text"
         assert document.kept is not None
         folder, number, answer = document.kept
         length = len(document.tokens)
@@ -118,8 +117,8 @@ class KeptSource:
             tokens = read("tokens").long()
             if tokens.tolist() != document.tokens:
                 raise ValueError("it is of other text")
-            rows = {name: read(name).to(self.reader.dtype) for name in self.names}
-            if self.states:
-                rows["hidden"] = torch.cat([read(name).to(self.reader.dtype) for name in self.states], 1)
-            learned = slice(document.start - 1, length - 1), slice(self.reader.top)
-            return Features(tokens, document.start, 0, rows, read("ids")[learned].long(), read("lps")[learned].float())
+            dtype = self.reader.dtype
+            rows = {name: torch.cat([read(x).to(dtype) for x in parts], 1) for name, parts in self.names.items()}
+            # Earlier versions kept several likely tokens.
+            likeliest = read("ids").view(length, -1)[document.start - 1 : length - 1, 0].long()
+            return Features(tokens, document.start, 0, rows, likeliest)

@@ -6,7 +6,7 @@ these are kept for the backward pass.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -14,12 +14,42 @@ from torch._subclasses.fake_tensor import FakeTensor
 CHUNK = 512
 
 
+class Target(NamedTuple):
+    """The target's distribution on the draft's vocabulary: softmax(capped(scale * state W^T)), renormalised there.
+
+    Attributes:
+        states: (M, hidden size) last hidden states, behind the final norm. rows: (N,) each row's among them.
+        head: (V, hidden size) the target's rows for the draft's vocabulary, in the dtype of the draft's products.
+        scale, softcap: of the target's own logits; None for no cap.
+    """
+
+    states: torch.Tensor
+    rows: torch.Tensor
+    head: torch.Tensor
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def probabilities(self, rows: slice, products: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Those of some rows, in ``out`` (n, V) float32; ``products`` has its shape and the head's dtype."""
+        states = self.states[self.rows[rows]].to(self.head.dtype)
+        z = out.copy_(torch.mm(states, self.head.T, out=products)).mul_(self.scale)
+        if self.softcap is not None:
+            z.div_(self.softcap).tanh_().mul_(self.softcap)
+        return torch.softmax(z, -1, out=z)
+
+
 class _SoftCrossEntropy(torch.autograd.Function):
-    """- sum over rows and k of  w_k log softmax(z)_{id_k}  with  z = h W^T."""
+    """- sum over rows of  a log softmax(z)_token + b sum over k of p_k log softmax(z)_k  with  z = h W^T."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, head: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, chunk: int
+        ctx: Any,
+        hidden: torch.Tensor,
+        head: torch.Tensor,
+        tokens: torch.Tensor,
+        weights: torch.Tensor,
+        target: Target | None,
+        chunk: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
@@ -35,15 +65,19 @@ class _SoftCrossEntropy(torch.autograd.Function):
         for start in range(0, hidden.shape[0], chunk):
             rows = slice(start, start + chunk)
             h = hidden[rows].to(head.dtype)
-            w, i, n = weights[rows], ids[rows], len(h)
+            (hard, soft), i, n = weights[rows].split(1, 1), tokens[rows, None], len(h)
             z = wide[:n].copy_(torch.mm(h, head.T, out=products[:n]))
             # As numbers, because a CPU sums booleans ten times slower.
-            ranks[rows] = torch.gt(z, z.gather(1, i[:, :1]), out=other[:n]).sum(-1).long()
+            ranks[rows] = torch.gt(z, z.gather(1, i), out=other[:n]).sum(-1).long()
             log_p = torch.log_softmax(z, -1, out=other[:n])
-            total -= (w * log_p.gather(1, i)).sum()
+            total -= (hard * log_p.gather(1, i)).sum()
+            p = None if target is None else target.probabilities(rows, products[:n], z)
+            if p is not None:
+                total -= (soft * torch.bmm(p[:, None], log_p[:, :, None])[:, 0]).sum()
             if gradient is None and trained is None:
                 continue
-            g = products[:n].copy_(log_p.exp_().mul_(w.sum(-1, keepdim=True)).scatter_add_(1, i, -w))
+            g = log_p.exp_().mul_(hard + soft).scatter_add_(1, i, -hard)
+            g = products[:n].copy_(g if p is None else g.sub_(p.mul_(soft)))
             if gradient is not None:
                 gradient[rows] = g @ head
             if trained is not None and of_head is not None:
@@ -62,46 +96,34 @@ class _SoftCrossEntropy(torch.autograd.Function):
         return (
             None if gradient is None else gradient * factor.to(gradient.dtype),
             None if trained is None else (trained * factor).to(ctx.head_dtype),
-            None,
-            None,
-            None,
+            *[None] * 4,
         )
 
 
 def soft_cross_entropy(
-    hidden: torch.Tensor, head: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, chunk: int = CHUNK
+    hidden: torch.Tensor,
+    head: torch.Tensor,
+    tokens: torch.Tensor,
+    weights: torch.Tensor | float = 1.0,
+    target: Target | None = None,
+    distill: float = 0.0,
+    chunk: int = CHUNK,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cross-entropy of the head's softmax against sparse targets, summed over rows.
+    """Cross-entropy of the head's softmax against the text's tokens and the target's distribution, summed over rows.
 
     Args:
         hidden: (N, hidden size).
         head: (V, hidden size), frozen or trained. Its dtype is that of the matrix products, bfloat16 or float32;
             log-sum-exp and sums are float32.
-        ids: (N, K) target ids; a row may have an id twice.
-        weights: (N, K) float32, the targets' weights.
+        tokens: (N,) next tokens of the text, as draft ids; -1 where the draft's vocabulary lacks the token.
+        weights: of the rows, (N,).
+        target: its distribution. distill: share of the loss that follows it; 0 is plain cross-entropy.
 
     Returns:
-        The loss, a scalar, and (N,) the rank of each row's first target: how many ids have larger logits.
+        The loss, a scalar, and (N,) the rank of each row's token: how many ids have larger logits.
     """
     if not torch.is_grad_enabled():  # unknown inside the function
         hidden, head = hidden.detach(), head.detach()
-    return _SoftCrossEntropy.apply(hidden, head, ids, weights, chunk)
-
-
-def targets(
-    tokens: torch.Tensor, top_ids: torch.Tensor, top_log_probs: torch.Tensor, distill: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mixes the text's tokens with the target's distribution.
-
-    Args:
-        tokens: (N,) next tokens of the text, as draft ids; -1 where the draft's vocabulary lacks the token.
-        top_ids: (N, K) the target's likeliest tokens, likewise. top_log_probs: (N, K).
-        distill: share of the loss that follows the target's distribution; 0 is plain cross-entropy.
-
-    Returns:
-        ids and weights for :func:`soft_cross_entropy`. A token that the vocabulary lacks has weight 0.
-    """
-    hard = (tokens >= 0).float()[:, None] * (1 - distill)
-    soft = top_log_probs.float().exp() * (top_ids >= 0)
-    soft = distill * soft / soft.sum(-1, keepdim=True).clamp_min(1e-6)
-    return torch.cat([tokens[:, None], top_ids], 1).clamp_min(0), torch.cat([hard, soft], 1)
+    each = (torch.ones_like(tokens) * weights).float()
+    shares = torch.stack([each * (1 - distill) * (tokens >= 0), each * distill], 1)
+    return _SoftCrossEntropy.apply(hidden, head, tokens.clamp_min(0), shares, target, chunk)

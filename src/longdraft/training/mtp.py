@@ -140,7 +140,7 @@ class MtpTrainee(Trainee):
         depths = torch.cat([torch.full_like(each, i + 1) for i, each in enumerate(taking_part)])
         decays = torch.tensor([self.decay**i for i in range(len(outputs))], device=device)[depths - 1]
         labels = self.labels(pack).at(torch.cat(taking_part))
-        weight = (labels.likely[:, :1] >= 0) * decays[:, None]
+        weight = (labels.likeliest >= 0) * decays
         return self.output(torch.cat(outputs), self.target_head, labels, depths, weight)
 
 

@@ -126,7 +126,7 @@ class Session:
         """
         config, runner, learned = self.config, self.runner, self.data.learned
         dtype = torch.bfloat16 if config.precision == "bf16" else runner.kv_shape.dtype
-        reader = FeatureReader(runner, config.top, dtype, layers, keys)
+        reader = FeatureReader(runner, dtype, layers, keys, config.distill > 0)
         if not config.anchor_offset and self._kept(learned):
             kept = KeptSource(learned, runner.parts.description, reader)
             if fit is not None:
@@ -153,10 +153,6 @@ class Session:
             identity["rope_factor"] = self.config.target_rope_factor  # not in the description: drafts fit either way
         if reader.layers:
             identity["layers"] = list(reader.layers)
-            if "keys" in reader.names:
-                identity["keys"] = True
-        if not reader.names:
-            identity["reads"] = "text"
         cache = FeatureCache(folder, self.data.learned, offsets, identity, reader)
         if accelerator.is_main_process:
             cache.prepare()
@@ -221,6 +217,8 @@ class Session:
         if (source := self.source(layers, fit, keys)) is None:
             return
         trainee.recompute = run.recompute
+        if run.distill:
+            trainee.measure_scale(self.runner)
         # Where one CPU computes both, reading ahead would only make them take turns.
         usual = int((source.from_disk or device.type != "cpu") and not run.shard_target)
 

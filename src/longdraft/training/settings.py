@@ -17,6 +17,8 @@ from longdraft.errors import ConfigError
 Config = TypeVar("Config")
 
 
+# Settings of earlier versions, and what became of them.
+GONE = {"top": "The loss follows the target's whole distribution (distill): leave it out. "}
 # Fields of a configuration that are no settings.
 BESIDE = ("fields_set", "opener")
 
@@ -115,7 +117,7 @@ def read_config(path: Path | str | None, overrides: Sequence[str], config: type[
     known = {f.name for f in _settings(config)}
     if unknown := sorted(map(str, set(values) - known)):
         close = get_close_matches(unknown[0], known, n=1)
-        advice = f"Did you mean {close[0]}? " if close else ""
+        advice = f"Did you mean {close[0]}? " if close else GONE.get(unknown[0], "")
         raise ConfigError(f"No setting {', '.join(unknown)}. {advice}Settings: {', '.join(sorted(known))}.")
     hints = get_type_hints(config)
     converted = {name: _converted(name, value, hints[name]) for name, value in values.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,9 +13,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from longdraft.errors import UnsupportedModelError
+from longdraft.model.runner import TargetRunner
 from longdraft.model.shared_parts import SharedParts
 from longdraft.training.features import Features
-from longdraft.training.losses import soft_cross_entropy, targets
+from longdraft.training.losses import Target, soft_cross_entropy
 from longdraft.training.vocabulary import rows_of, to_draft
 
 # q (Hq, T, d), k and v (Hkv, S, d) of one document -> (Hq, T, d)
@@ -39,18 +42,18 @@ class Labels(NamedTuple):
     """The tokens that N rows should predict, as draft ids; -1 where the draft's vocabulary lacks the token.
 
     Attributes:
-        text: (N,) the text's tokens. likely: (N, K) the target's likeliest tokens.
-        ids, weights: (N, K + 1) both together, as :func:`~longdraft.training.losses.soft_cross_entropy` takes them.
+        text: (N,) the text's tokens. likeliest: (N,) the target's.
+        target: its distribution; None where the loss does not follow it.
     """
 
     text: torch.Tensor
-    likely: torch.Tensor
-    ids: torch.Tensor
-    weights: torch.Tensor
+    likeliest: torch.Tensor
+    target: Target | None
 
     def at(self, rows: torch.Tensor) -> Labels:
         """The labels of some of the rows."""
-        return Labels(*(each[rows] for each in self))
+        target = self.target and self.target._replace(rows=self.target.rows[rows])
+        return Labels(self.text[rows], self.likeliest[rows], target)
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,7 @@ class Trainee(nn.Module):
 
     Attributes:
         recompute: compute the layers again in the backward pass instead of keeping what is between them.
+        scale: factor of the target's own logits.
         to_draft: (vocabulary,) the draft id of each target id; -1 for those outside the draft's vocabulary.
     """
 
@@ -122,7 +126,7 @@ class Trainee(nn.Module):
         super().__init__()
         self.block, self.kept, self.distill = block, kept, distill
         self.parts, self.product_dtype = parts, product_dtype
-        self.recompute = False
+        self.recompute, self.scale = False, 1.0
         vocabulary = parts.head.shape[0]
         table = to_draft(torch.arange(vocabulary) if kept is None else kept.cpu(), vocabulary)
         self.to_draft = table.to(parts.head.device)
@@ -140,6 +144,31 @@ class Trainee(nn.Module):
         """(N,) tokens -> (N, hidden size) the target's embedding of them, float32."""
         with torch.no_grad():
             return self.parts.embedding(tokens.to(self.device)).float()
+
+    @torch.no_grad()
+    def measure_scale(self, runner: TargetRunner) -> None:
+        """Finds the factor between products with the target's head and its logits, on a few tokens.
+
+        Raises:
+            UnsupportedModelError: its logits are not such products.
+        """
+        tokens, cap = list(range(8)), self.parts.softcap
+        store = runner.new_store(1, len(tokens), (runner.depth - 1,))
+        out = runner.forward(store.block([0], [tokens], prompt=True, text=len(tokens)), store)
+        assert out.logits is not None and store.features is not None
+        states = self.parts.normed(store.features.read(0, 0, len(tokens)))
+        products = (states.to(self.product_dtype) @ self.target_head.T).float()
+        logits = out.logits[0] if self.kept is None else out.logits[0][:, self.kept.to(self.device)]
+        clear = logits.abs() < (cap / 2 if cap else math.inf)  # a cap there does little, and so does rounding
+        logits, products = logits[clear], products[clear]
+        logits = torch.atanh(logits / cap) * cap if cap else logits
+        scale = float(logits @ products / products.square().sum())
+        if not (logits - scale * products).norm() < 0.1 * logits.norm():
+            raise UnsupportedModelError(
+                f"{type(runner.model).__name__} computes its logits in a way of its own, which no draft learns from: "
+                "set distill to 0."
+            )
+        self.scale = 1.0 if abs(scale - 1) < 0.01 else scale
 
     def layer(self, compute: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
         """``compute(*arguments)``, the part of a step that ``recompute`` is about; it may be called twice."""
@@ -179,9 +208,13 @@ class Trainee(nn.Module):
         firsts = [(d, first + self.ahead) for d, (_, first, _) in zip(pack.documents, pack.spans, strict=True)]
         with torch.no_grad():
             text = self.to_draft[torch.cat([d.tokens[at:] for d, at in firsts]).to(self.device)]
-            likely = self.to_draft[torch.cat([d.top_ids[at - d.start :] for d, at in firsts]).to(self.device)]
-            log_probs = torch.cat([d.top_log_probs[at - d.start :] for d, at in firsts]).to(self.device)
-            return Labels(text, likely, *targets(text, likely, log_probs, self.distill))
+            likeliest = self.to_draft[torch.cat([d.likeliest[at - d.start :] for d, at in firsts]).to(self.device)]
+            if not self.distill:
+                return Labels(text, likeliest, None)
+            states = torch.cat([d.last[at - 1 : -1, -self.parts.hidden_size :] for d, at in firsts]).to(self.device)
+            states, rows = self.parts.normed(states).to(self.product_dtype), torch.arange(len(text), device=self.device)
+            target = Target(states, rows, self.target_head, self.scale, self.parts.softcap)
+            return Labels(text, likeliest, target)
 
     def output(
         self,
@@ -194,7 +227,7 @@ class Trainee(nn.Module):
         """The loss of (N, hidden size) rows. A token that the draft's vocabulary lacks has the worst rank.
 
         Args:
-            head: (V', hidden size). weight: of each row, (N, 1).
+            head: (V', hidden size). weight: of each row, (N,).
         """
-        loss, ranks = soft_cross_entropy(hidden, head, labels.ids, labels.weights * weight)
+        loss, ranks = soft_cross_entropy(hidden, head, labels.text, weight, labels.target, self.distill)
         return StepOutput(loss, torch.where(labels.text >= 0, ranks, len(head)), depths)

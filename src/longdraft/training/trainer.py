@@ -242,6 +242,8 @@ class Trainer:
         different = sorted(f"{k}: {there.get(k)} there, {here[k]} here" for k in here if there.get(k) != here[k])
         if (state.get("documents", self._digest), state.get("steps")) != (self._digest, self.schedule.steps):
             different.append("the documents")
+        if self.config.distill and "top" in there:
+            different.append("an earlier version's loss")
         if state.get("width", self.schedule.width) != self.schedule.width:
             different.append("processes times accumulate")
         if different:
