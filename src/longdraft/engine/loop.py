@@ -25,7 +25,7 @@ from longdraft.engine.planner import NoPlan, Plan, Planner
 from longdraft.engine.schedule import Schedule
 from longdraft.engine.sequence import Sequence
 from longdraft.engine.stats import Stats, Step, step_of
-from longdraft.errors import CapabilityError, ContextError, MemoryBudgetError, PromptError
+from longdraft.errors import CapabilityError, ContextError, MemoryBudgetError, PromptError, memory_checked
 from longdraft.memory.features import SPARE, KeptRows
 from longdraft.memory.prompt_cache import PromptCache
 from longdraft.model import support
@@ -219,12 +219,12 @@ class Engine:
             A step for each sequence concerned.
 
         Raises:
-            MemoryBudgetError: there is no room for a sequence, before any work on it.
+            MemoryBudgetError: there is no room for a sequence, before any work on it, or memory ended in a round.
             CapabilityError: another run has taken the cache; torch.autocast is on.
             NumericalError: the target's logits are NaN.
         """
         support.check_autocast(self.runner.device)
-        with self.runner.lock:
+        with self.runner.lock, memory_checked():
             try:
                 self._check_cache()
                 self._admit()
@@ -242,6 +242,8 @@ class Engine:
                 return steps
             except BaseException:
                 self._close()
+                if self.cache.opened == self._opened and self._store.states:
+                    self.cache.forget()  # a forward that ended early has changed some layers' states
                 raise
 
     def _together(self) -> AbstractContextManager[None]:

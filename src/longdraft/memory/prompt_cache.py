@@ -84,7 +84,7 @@ class PromptCache:
         """
         if target not in (None, self._computed_by):
             self._computed_by = target
-            self._forget()
+            self.forget()
         old = self.store
         unusable = old is not None and (
             (bool(feature_layers) and old.feature_layers != feature_layers) or dtype not in (None, old.dtype)
@@ -110,7 +110,7 @@ class PromptCache:
         self.opened += 1
         return self.store
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         """Drops the rows of all texts."""
         self._tree.drop()
         if self.store is not None:
