@@ -19,7 +19,7 @@ def is_gguf(name: str | os.PathLike[str]) -> bool:
 
 
 def cache_folder() -> Path:
-    """$LONGDRAFT_CACHE, or ``longdraft`` in the user's cache folder; made for this user alone if it is missing and can be.
+    """$LONGDRAFT_CACHE, or ``longdraft`` in the user's cache folder. If it is missing, it is made for this user alone.
 
     For a user without a home directory it is a private folder among the temporary files.
     """

@@ -1,4 +1,4 @@
-"""Code in the cache of kernels is run only if no other user can have put it there, and a kernel without memory says so."""
+"""Code in the cache is run only if no other user can have put it there. A kernel without memory says so."""
 
 from __future__ import annotations
 
