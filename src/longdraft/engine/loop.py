@@ -113,7 +113,7 @@ class Engine:
         self._drafting_ended = time.perf_counter()
         self.schedule.query_layers = self._query_layers if self.drafter.reads_queries(batch) else ()
         verified = self.schedule.verify(batch, trees)  # one target forward
-        decided = decide([(v.tree, v.logits, v.receiver.sampler) for v in verified])
+        decided = decide([(v.tree, v.logits, v.receiver.sampler) for v in verified], self.runner.model)
         events = []
         for v, tokens in zip(verified, decided, strict=True):
             accepted = accept(v.tree, v.logits, v.receiver.sampler, v.receiver.ids, v.receiver.emit, tokens)
@@ -428,7 +428,7 @@ class Engine:
         root = TokenTree((text[-1],), (-1,))
         emitted: tuple[int, ...] = ()
         if out.logits is not None:
-            (decided,) = decide([(root, out.logits[0], s.sampler)])
+            (decided,) = decide([(root, out.logits[0], s.sampler)], self.runner.model)
             emitted = accept(root, out.logits[0], s.sampler, s.ids, s.emit, decided).tokens
         pieces = self._prompt_queries.pop(s.index)
         queries = {layer: torch.cat(q, dim=1)[:, -window:] for layer, q in pieces.items()}

@@ -287,7 +287,7 @@ class Branches:
         assert every is not None
         logits = every[:, 0]
         if bool(torch.isnan(logits.amax())):
-            raise not_a_number()
+            raise not_a_number(self.runner.model)
         if self.top:
             self._hidden[at, places] = hidden[:, 0]
             self._ids[at, places], self._log_probs[at, places] = self.likely(logits)
