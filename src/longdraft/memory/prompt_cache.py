@@ -90,14 +90,14 @@ class PromptCache:
         if target not in (None, self._computed_by):
             self._computed_by = target
             self.forget()
-        old = self.store
+        old, found = self.store, None if self._pending is None else snapshot.known(self._pending)
         unusable = old is not None and (
             (bool(feature_layers) and old.feature_layers != feature_layers) or dtype not in (None, old.dtype)
         )
         too_few = old is not None and old.features is not None and not old.features.keeps(kept)
         if old is None or old.slots < slots or old.capacity < capacity or unusable or too_few:
             slots = max(slots, old.slots if old else 0)
-            store = new_store(slots, max(capacity, snapshot.token_count(self._pending) if self._pending else 0))
+            store = new_store(slots, max(capacity, len(found.tokens) if found else 0))
             if old is not None and (unusable or old.feature_layers != store.feature_layers):
                 self._tree.drop()
             if unusable:
@@ -111,7 +111,7 @@ class PromptCache:
         if self._pending is not None:
             try:
                 self.tokens[0] = packed(snapshot.load(self.store, 0, target or self._fingerprint, self._pending))
-                self.kinds[0] = found.kind if (found := snapshot.known(self._pending)) else ""
+                self.kinds[0] = found.kind if found else ""
             except snapshot.DamagedError as error:
                 logger.warning("%s The prompt is read anew.", error)
                 self.damaged = True

@@ -238,11 +238,6 @@ def known(path: Path | str) -> Head | None:
         return None
 
 
-def token_count(path: Path | str) -> int:
-    """The number of tokens in a snapshot; 0 if the file cannot be read."""
-    return len(found.tokens) if (found := known(path)) else 0
-
-
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[Any, Head | None]]:
     """A snapshot's file and head; no head if it is none of longdraft. What cannot be read inside is damaged.

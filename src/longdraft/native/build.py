@@ -20,7 +20,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 logger = logging.getLogger("longdraft")
@@ -104,16 +104,15 @@ def loaded(level: str, progress: Callable[[str], None] | None = None) -> ctypes.
     with suppress(OSError):
         folder.mkdir(mode=0o700, exist_ok=True)
     folder = folder.resolve()  # no link is followed from here on
-    if (shared := _shared(folder)) is None:
-        file = _open(shared_object(level, folder, progress))
-        return ctypes.CDLL(f"/proc/self/fd/{file}")
-    logger.warning(
-        "Others can write to %s: kernels are not taken from there, and compiled for this process alone. Run chmod go-w "
-        "on it, or set LONGDRAFT_CACHE to a folder of your own.",
-        shared,
-    )
-    with tempfile.TemporaryDirectory(prefix="longdraft-") as private:
-        return ctypes.CDLL(f"/proc/self/fd/{_open(shared_object(level, Path(private), progress))}")
+    shared = _shared(folder)
+    if shared is not None:
+        logger.warning(
+            "Others can write to %s: kernels are not taken from there, and compiled for this process alone. Run chmod "
+            "go-w on it, or set LONGDRAFT_CACHE to a folder of your own.",
+            shared,
+        )
+    with nullcontext(folder) if shared is None else tempfile.TemporaryDirectory(prefix="longdraft-") as place:
+        return ctypes.CDLL(f"/proc/self/fd/{_open(shared_object(level, Path(place), progress))}")
 
 
 def shared_object(level: str, folder: Path | None = None, progress: Callable[[str], None] | None = None) -> Path:
