@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -71,3 +72,24 @@ def values_checked(
     except instead_of as error:
         text = str(error).rstrip(".")
         raise kind(text if text.endswith("?") else f"{text}.") from error
+
+
+@contextmanager
+def memory_checked() -> Iterator[None]:
+    """Turns an error inside it into a MemoryBudgetError if memory did not suffice, whoever says so, and whatever it was
+    turned into on its way: a file that cannot be mapped is not damaged."""
+    try:
+        yield
+    except MemoryBudgetError:
+        raise
+    except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None:
+            told = any(words in str(cause).lower() for words in ("allocate memory", "out of memory"))
+            if told or isinstance(cause, MemoryError) or getattr(cause, "errno", None) == errno.ENOMEM:
+                raise MemoryBudgetError(
+                    f"Memory does not suffice ({reason_of(error)}). Shorten the prompt, lower the batch, take a "
+                    "smaller model, or raise the limit of this process (ulimit -v) or container."
+                ) from error
+            cause = cause.__cause__ or cause.__context__
+        raise

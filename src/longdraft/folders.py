@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -18,17 +19,18 @@ def is_gguf(name: str | os.PathLike[str]) -> bool:
 
 
 def cache_folder() -> Path:
-    """$LONGDRAFT_CACHE, or ``longdraft`` in the user's cache folder. It need not exist.
+    """$LONGDRAFT_CACHE, or ``longdraft`` in the user's cache folder. If it is missing, it is made for this user alone.
 
     For a user without a home directory it is a private folder among the temporary files.
     """
     own, shared = os.environ.get("LONGDRAFT_CACHE"), os.environ.get("XDG_CACHE_HOME")
     try:
-        if own:
-            return Path(own).expanduser()
-        return (Path(shared) if shared else Path.home() / ".cache") / "longdraft"
+        folder = Path(own).expanduser() if own else (Path(shared) if shared else Path.home() / ".cache") / "longdraft"
     except RuntimeError:  # no home, as for a container's user without an entry
         return _temporary()
+    with suppress(OSError):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder
 
 
 @cache

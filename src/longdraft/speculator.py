@@ -20,7 +20,7 @@ from longdraft.engine.sampler import Sampling
 from longdraft.engine.session import Generation, Session, batch_for
 from longdraft.engine.stats import Result
 from longdraft.engine.texts import Texts
-from longdraft.errors import RequestError, UnsupportedModelError, values_checked
+from longdraft.errors import RequestError, UnsupportedModelError, memory_checked, values_checked
 from longdraft.memory import offload as offloading
 from longdraft.memory.prompt_cache import PromptCache
 from longdraft.methods import METHODS, Method
@@ -85,6 +85,7 @@ class Speculator:
     """
 
     @with_suggestions
+    @memory_checked()
     def __init__(
         self,
         method: str | Path | Method | None = None,
@@ -119,6 +120,7 @@ class Speculator:
         if target is not None:
             self.use(target, tokenizer)
 
+    @memory_checked()
     def use(self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         """Gives a speculator that was made without a target its target.
 

@@ -79,11 +79,12 @@ def test_what_the_package_carries_needs_neither(tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     for level in ("x86-64-v4", "armv8-a"):
         with pytest.raises(OSError, match="no-such-compiler"):
-            build.shared_object(level)
+            build.loaded(level)
         carried = tmp_path / "wheel" / build._name(level)
         carried.parent.mkdir(exist_ok=True)
         carried.touch()
-        assert build.shared_object(level) == carried
+        with pytest.raises(OSError, match=str(carried)):  # which is no library
+            build.loaded(level)
 
 
 def become(monkeypatch, machine: str, system: str = "linux") -> None:
@@ -174,7 +175,7 @@ def spoiled_cache(monkeypatch, tmp_path):
         (lambda m, _: m.setenv("CXX", "no-such-compiler"), "no-such-compiler", logging.WARNING),
         (lambda m, _: m.setattr(build, "_FLAGS", ("-no-such-flag",)), "failed", logging.WARNING),
         (spoiled_cache, "cannot be written to .*: set LONGDRAFT_CACHE to a folder that can", logging.WARNING),
-        (lambda m, _: m.setattr(library, "shared_object", lambda *_, **__: "/no/k.so"), "/no/k.so", logging.WARNING),
+        (lambda m, _: m.setattr(library, "loaded", lambda *_: ctypes.CDLL("/no/k.so")), "/no/k.so", logging.WARNING),
         (lambda m, _: become(m, "x86_64", "darwin"), "darwin", logging.INFO),
         (lambda m, _: m.setattr(library, "levels", lambda: ["x86-64-v2"]), "AVX2", logging.INFO),
     ],

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ class Output:
     """The file that rows are appended to; the next run continues after the last whole row.
 
     Args:
-        origin: the input and the settings; name -> JSON value.
+        origin: the input and the settings; name -> JSON value. places: line numbers of the input's rows; None: unknown.
 
     Attributes:
         rows: how many rows the file has. errors: how many of them are errors. found: how many it had at the start.
@@ -34,7 +34,7 @@ class Output:
         CheckpointError: the file cannot be read or written, is damaged, or another run writes it.
     """
 
-    def __init__(self, path: Path, origin: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, origin: Mapping[str, Any], places: Iterable[int] | None = None) -> None:
         self.path, self._record = path, path.with_name(path.name + ".run")
         self.rows = self.errors = 0
         self._ends: list[int] = []  # offsets of the ends of the last rows, which may be taken back
@@ -43,7 +43,7 @@ class Output:
         try:
             self._lock()
             self._check_origin({**_FORMAT, **json.loads(json.dumps(origin))})
-            self._ends = [self._count()]
+            self._ends = [self._count(None if places is None else iter(places))]
             with self._failing("written"):
                 self._file.truncate(self._ends[-1])
         except BaseException:
@@ -141,18 +141,22 @@ class Output:
                 f"{self.path} was begun with {'; '.join(other)}. Run it with the same input and settings. {advice}"
             )
 
-    def _count(self) -> int:
-        """Counts the whole rows. Returns the offset of their end."""
+    def _count(self, places: Iterator[int] | None) -> int:
+        """Counts the whole rows, which say what they answer. Returns the offset of their end."""
         size = 0
         with self._failing("read"), self.path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 if not line.endswith(b"\n"):
                     break
                 try:
-                    self.errors += bool(json.loads(line).get("error"))
-                except (ValueError, AttributeError):
+                    row = json.loads(line)
+                    self.errors += bool(row.get("error"))
+                    if places and row.get("line") != next(places, 0) and row.get("id") != f"batch_req_{self.rows}":
+                        raise ValueError
+                except (ValueError, AttributeError, RecursionError):
                     raise CheckpointError(
-                        f"{self.path}:{number} is damaged: cut the file off before that line, and run again."
+                        f"{self.path}:{number} is damaged, or not the answer to row {self.rows + 1}: cut the file off "
+                        "before that line, and run again."
                     ) from None
                 self.rows += 1
                 size += len(line)

@@ -205,10 +205,12 @@ class Ours:
     def warm(self, job: Job) -> Run:
         kept, prompt, target = self._kept, job.prompts[0], self.spec.runner().fingerprint
         file = None if kept.cache.opened else kept.file(prompt, target)
-        restored = file is not None and snapshot.serves(file, kept.feature_layers)
+        known = None if file is None else snapshot.known(file)
+        restored = known is not None and kept.feature_layers in ((), known.feature_layers)
         if file is not None and restored:
             kept.cache = PromptCache.restored(file, target, kept.feature_layers)
         found = self._decoded(job)
+        restored = restored and not kept.cache.damaged
         if file is not None and not restored:
             kept.keep(prompt, target, file)
         return replace(found, first_token_seconds=None) if restored else found

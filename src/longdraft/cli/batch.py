@@ -93,7 +93,7 @@ def batch(
 
     try:
         from longdraft.batch.output import Output
-        from longdraft.batch.rows import Defaults, measured
+        from longdraft.batch.rows import Defaults, lines, measured
     except ImportError as error:
         raise CapabilityError(
             f'A file of prompts is answered by the server\'s engine: pip install "longdraft[serve]" ({error}).'
@@ -119,7 +119,8 @@ def batch(
     made = EngineOptions(loading, method, arguments, tuple(composed or ()), defaults, slots, context)
     with console.status() as status:
         decoder = made.engine(status) if ray is None else _pool(made, ray, status)
-        with Output(answers, {"input": f"{total} rows, SHA-256 {digest}", **decoder.decisive}) as file:
+        places = (line.place for line in lines(source))
+        with Output(answers, {"input": f"{total} rows, SHA-256 {digest}", **decoder.decisive}, places) as file:
             if file.found:
                 console.note(f"{answers}: {file.found:,} of {total:,} rows are there; going on behind them.")
             if file.found < total:

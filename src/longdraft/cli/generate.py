@@ -136,10 +136,9 @@ def generate(
         run = Run(loaded, tokens, max_tokens, sampling, seed, stops, cache, cancel)
         text = TextOutput(silent=output.as_json)
         own = run.stream(spec, text)
-        if restored and kv_cache is not None:
+        restored = restored and not cache.damaged
+        if restored:
             console.note(f"{kv_cache}: {own.cached_tokens:,} of {len(tokens):,} prompt tokens were there")
-        elif kv_cache is not None and own.token_ids:
-            _keep(cache, tokens, kv_cache, spec)
         console.stderr().print()
         console.show(console.stderr(), footer(own, kernel_report(spec.runner()).line, text.coloured))
         if others.advice is not None:
@@ -147,7 +146,9 @@ def generate(
         report: dict[str, Any] = payload(own)
         if compare:
             report["compare"] = None if cancel() else _compared(run, spec, own)
-    output.json(report)
+    output.json(report)  # before the file: a full disk must not cost the answer
+    if kv_cache is not None and not restored and own.token_ids:
+        _keep(cache, tokens, kv_cache, spec)
     if cancel():
         console.note("Cancelled.")
         raise typer.Exit(EXIT_CODE)

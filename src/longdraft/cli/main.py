@@ -30,7 +30,7 @@ from longdraft.cli.reproduce import reproduce
 from longdraft.cli.serve import serve
 from longdraft.cli.train import Trainers, loaded_first
 from longdraft.cli.train_data import data
-from longdraft.errors import CapabilityError, ConfigError, LongdraftError
+from longdraft.errors import CapabilityError, ConfigError, LongdraftError, memory_checked
 
 
 class Verbs(TyperGroup):
@@ -99,7 +99,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command line and returns the exit code: 0, 2 for a bad setting, 1 for a failure, 130 for Ctrl-C."""
     options.reset_debug()
     try:
-        app(args=None if arguments is None else list(arguments), prog_name="longdraft")
+        with memory_checked():
+            app(args=None if arguments is None else list(arguments), prog_name="longdraft")
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except BrokenPipeError:

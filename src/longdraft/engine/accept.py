@@ -39,11 +39,14 @@ class Accepted:
         return len(self.tokens) - 1
 
 
-def decide(nodes: Sequence[tuple[TokenTree, torch.Tensor, Sampler]]) -> list[list[int] | None]:
+def decide(
+    nodes: Sequence[tuple[TokenTree, torch.Tensor, Sampler]], model: torch.nn.Module | None = None
+) -> list[list[int] | None]:
     """Computes the target's token at every node of several trees in one transfer, with the check for NaN.
 
     Args:
         nodes: trees, with logits as :func:`accept` takes them and the sampler of each.
+        model: whose logits they are, which an error names.
 
     Returns:
         For each tree the tokens of its nodes, -1 where :func:`accept` has to ask; None if they depend on more than the
@@ -62,7 +65,7 @@ def decide(nodes: Sequence[tuple[TokenTree, torch.Tensor, Sampler]]) -> list[lis
         tokens.append(likeliest if sampler.plain_greedy else sampler.samples(logits, tree.depths))
     numbers = torch.cat([torch.stack(has_nan).long(), *(x for x in tokens if x is not None)]).tolist()
     if any(numbers[: len(nodes)]):
-        raise not_a_number()
+        raise not_a_number(model)
     rest = iter(numbers[len(nodes) :])
     return [None if x is None else list(islice(rest, len(x))) for x in tokens]
 

@@ -25,7 +25,7 @@ from longdraft.engine.planner import NoPlan, Plan, Planner
 from longdraft.engine.schedule import Schedule
 from longdraft.engine.sequence import Sequence
 from longdraft.engine.stats import Stats, Step, step_of
-from longdraft.errors import CapabilityError, ContextError, MemoryBudgetError, PromptError
+from longdraft.errors import CapabilityError, ContextError, MemoryBudgetError, PromptError, memory_checked
 from longdraft.memory.features import SPARE, KeptRows
 from longdraft.memory.prompt_cache import PromptCache
 from longdraft.model import support
@@ -113,7 +113,7 @@ class Engine:
         self._drafting_ended = time.perf_counter()
         self.schedule.query_layers = self._query_layers if self.drafter.reads_queries(batch) else ()
         verified = self.schedule.verify(batch, trees)  # one target forward
-        decided = decide([(v.tree, v.logits, v.receiver.sampler) for v in verified])
+        decided = decide([(v.tree, v.logits, v.receiver.sampler) for v in verified], self.runner.model)
         events = []
         for v, tokens in zip(verified, decided, strict=True):
             accepted = accept(v.tree, v.logits, v.receiver.sampler, v.receiver.ids, v.receiver.emit, tokens)
@@ -219,12 +219,12 @@ class Engine:
             A step for each sequence concerned.
 
         Raises:
-            MemoryBudgetError: there is no room for a sequence, before any work on it.
+            MemoryBudgetError: there is no room for a sequence, before any work on it, or memory ended in a round.
             CapabilityError: another run has taken the cache; torch.autocast is on.
             NumericalError: the target's logits are NaN.
         """
         support.check_autocast(self.runner.device)
-        with self.runner.lock:
+        with self.runner.lock, memory_checked():
             try:
                 self._check_cache()
                 self._admit()
@@ -242,6 +242,8 @@ class Engine:
                 return steps
             except BaseException:
                 self._close()
+                if self.cache.opened == self._opened and self._store.states:
+                    self.cache.forget()  # a forward that ended early has changed some layers' states
                 raise
 
     def _together(self) -> AbstractContextManager[None]:
@@ -426,7 +428,7 @@ class Engine:
         root = TokenTree((text[-1],), (-1,))
         emitted: tuple[int, ...] = ()
         if out.logits is not None:
-            (decided,) = decide([(root, out.logits[0], s.sampler)])
+            (decided,) = decide([(root, out.logits[0], s.sampler)], self.runner.model)
             emitted = accept(root, out.logits[0], s.sampler, s.ids, s.emit, decided).tokens
         pieces = self._prompt_queries.pop(s.index)
         queries = {layer: torch.cat(q, dim=1)[:, -window:] for layer, q in pieces.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -15,6 +16,8 @@ from longdraft.memory.features import KeptRows
 from longdraft.memory.prefix_tree import PrefixTree
 from longdraft.memory.store import KVStore
 from longdraft.memory.token_ids import common_prefix, packed
+
+logger = logging.getLogger("longdraft")
 
 # Fewer rows are not worth keeping when a slot loses them.
 _WORTH = 32
@@ -34,6 +37,7 @@ class PromptCache:
     Attributes:
         tokens: the token ids of each slot, as arrays, which compare some twenty times as fast as lists.
         kinds: of the rows of each slot. Texts whose rows are of two kinds share none (``TargetRunner.rows_kind``).
+        damaged: the snapshot that a restored cache was to read is damaged, and nothing of it is used.
         opened: number of calls of :meth:`open`. A run that finds it changed has lost the cache to another run.
     """
 
@@ -44,6 +48,7 @@ class PromptCache:
         self.tokens: list[array[int]] = []
         self.kinds: list[str] = []
         self.opened = 0
+        self.damaged = False
         self._pending: Path | None = None
         self._fingerprint = ""
         self._computed_by: str | None = None
@@ -84,15 +89,15 @@ class PromptCache:
         """
         if target not in (None, self._computed_by):
             self._computed_by = target
-            self._forget()
-        old = self.store
+            self.forget()
+        old, found = self.store, None if self._pending is None else snapshot.known(self._pending)
         unusable = old is not None and (
             (bool(feature_layers) and old.feature_layers != feature_layers) or dtype not in (None, old.dtype)
         )
         too_few = old is not None and old.features is not None and not old.features.keeps(kept)
         if old is None or old.slots < slots or old.capacity < capacity or unusable or too_few:
             slots = max(slots, old.slots if old else 0)
-            store = new_store(slots, max(capacity, snapshot.token_count(self._pending) if self._pending else 0))
+            store = new_store(slots, max(capacity, len(found.tokens) if found else 0))
             if old is not None and (unusable or old.feature_layers != store.feature_layers):
                 self._tree.drop()
             if unusable:
@@ -104,13 +109,18 @@ class PromptCache:
             self.store = store
         assert self.store is not None
         if self._pending is not None:
-            self.tokens[0] = packed(snapshot.load(self.store, 0, target or self._fingerprint, self._pending))
-            self.kinds[0] = snapshot.rows_kind(self._pending)
+            try:
+                self.tokens[0] = packed(snapshot.load(self.store, 0, target or self._fingerprint, self._pending))
+                self.kinds[0] = found.kind if found else ""
+            except snapshot.DamagedError as error:
+                logger.warning("%s The prompt is read anew.", error)
+                self.damaged = True
+                self.store.truncate(0, 0)
             self._pending = None
         self.opened += 1
         return self.store
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         """Drops the rows of all texts."""
         self._tree.drop()
         if self.store is not None:

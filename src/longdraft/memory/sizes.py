@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 from weakref import WeakSet
@@ -35,23 +37,40 @@ def available_bytes(device: torch.device) -> int | None:
         # Memory that torch's allocator holds but does not use is available too.
         return int(free) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     if device.type == "cpu":
-        free, limit = int(psutil.virtual_memory().available), _cgroup_available()
-        return free if limit is None else min(free, limit)
+        return min(int(psutil.virtual_memory().available), *_process_available(), *_cgroup_available())
     return None
 
 
-def _cgroup_available() -> int | None:
-    """A container's memory limit minus its use (cgroup v2). Page cache counts as free."""
-    root = Path("/sys/fs/cgroup")
+def _process_available() -> Iterator[int]:
+    """What the limits of this process leave (``ulimit -v`` and ``-d``)."""
     try:
-        limit = (root / "memory.max").read_text().strip()
-        if limit == "max":
-            return None
-        used = int((root / "memory.current").read_text())
-        stat = dict(line.split() for line in (root / "memory.stat").read_text().splitlines())
-        return int(limit) - used + int(stat.get("inactive_file", 0)) + int(stat.get("active_file", 0))
-    except (OSError, ValueError):
-        return None
+        import resource
+    except ImportError:  # Windows
+        return
+    used = psutil.Process().memory_info()
+    for limit, size in ((resource.RLIMIT_AS, used.vms), (resource.RLIMIT_DATA, getattr(used, "data", 0))):
+        most = resource.getrlimit(limit)[0]
+        if most != resource.RLIM_INFINITY:
+            yield max(0, most - size)
+
+
+def _cgroup_available(own: Path = Path("/proc/self/cgroup"), mounted: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
+    """What the cgroups of this process leave: the container's or job's, and those around it. Page cache is free."""
+    lines = own.read_text().splitlines() if own.is_file() else ["0::/"]
+    for kinds, place in (line.split(":", 2)[1:] for line in lines):
+        old = "memory" in kinds.split(",")  # version 1
+        if kinds and not old:
+            continue
+        root = mounted / "memory" if old else mounted
+        limit, use = ("limit_in_bytes", "usage_in_bytes") if old else ("max", "current")
+        # In a container the path can be the host's, of which there is only the root.
+        for path in (Path(place.lstrip("/")), *Path(place.lstrip("/")).parents):
+            with suppress(OSError, ValueError):  # "max" is no limit
+                most = int((root / path / f"memory.{limit}").read_text())
+                used = int((root / path / f"memory.{use}").read_text())
+                stat = dict(line.split() for line in (root / path / "memory.stat").read_text().splitlines())
+                files = (int(stat.get(f"{'total_' if old else ''}{kind}_file", 0)) for kind in ("inactive", "active"))
+                yield max(0, most - used + sum(files))
 
 
 def human(n: float) -> str:

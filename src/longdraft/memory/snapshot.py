@@ -1,11 +1,14 @@
-"""Snapshots: a prefilled slot on disk, as one safetensors file with keys, values and tokens."""
+"""Snapshots: a prefilled slot on disk, as one safetensors file with keys, values and tokens, each with its CRC-32."""
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
+import zlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,11 +16,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from longdraft.errors import CheckpointError
+from longdraft.errors import CheckpointError, LongdraftError, memory_checked, reason_of
 from longdraft.memory import sizes
 from longdraft.memory.store import KVStore
 
-FORMAT = "longdraft-kv-1"
+# What the names of all versions of the format begin with.
+_FAMILY = "longdraft-kv-"
+FORMAT = f"{_FAMILY}2"
 # Prefix of the tensors of layers that keep a state instead of rows.
 _STATES = "states."
 # Names the first row whose features are there; all, if it is missing.
@@ -26,15 +31,32 @@ _FIRST = "features_from"
 PART = ".part"
 
 
+class DamagedError(CheckpointError):
+    """A snapshot of longdraft is damaged, or of another version: whoever wanted its rows computes them."""
+
+
 class Head(NamedTuple):
     """A snapshot's tokens (int64 ids), its target's fingerprint, the layers of its hidden states, the kind of its rows,
-    and the name of the file that has the first of them; empty if it has all rows itself."""
+    the first row that it has itself and the name of the file that has those before, the first row whose hidden states
+    it has, and checksums of its tensors."""
 
     tokens: array[int]
     target: str
     feature_layers: tuple[int, ...]
     kind: str
+    start: int
     parent: str
+    first: int
+    checksums: dict[str, int]
+
+    def goes_on(self, parent: Head) -> bool:
+        """True if the other has the rows before :attr:`start`. It begins earlier: no files go on from each other."""
+        same = (self.target, self.kind, self.tokens[: self.start])
+        return (
+            parent.start < self.start
+            and same == (parent.target, parent.kind, parent.tokens[: self.start])
+            and self.feature_layers in ((), parent.feature_layers)
+        )
 
 
 def save(
@@ -52,7 +74,7 @@ def save(
     Args:
         tokens: the token ids of the committed rows.
         fingerprint: names the target; :func:`load` refuses any other.
-        kind: of the rows, which :func:`rows_kind` returns.
+        kind: of the rows.
         start: the first row that is written; ``parent``, a file of the same folder, has those before. Not for a store
             with states.
 
@@ -77,6 +99,9 @@ def save(
         meta |= {"feature_layers": ",".join(map(str, store.feature_layers)), _FIRST: str(first)}
     for number, states in enumerate(store.states):
         tensors |= {f"{_STATES}{number}.{name}": tensor for name, tensor in states.save(slot).items()}
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+    sums = {name: _checksum(tensor) for name, tensor in tensors.items()}
+    meta |= {"checksums": json.dumps(sums), "checksum": str(_header_checksum(meta, sums))}
     temporary = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -104,66 +129,72 @@ def load(store: KVStore, slot: int, fingerprint: str, path: Path | str, most: in
         most: number of leading rows to read; None for all.
 
     Raises:
-        CheckpointError: the file is missing, truncated or damaged, is another target's, or holds more rows than the
-            slot. The slot's own rows may be overwritten by then.
+        CheckpointError: the file is missing, is no snapshot, is another target's, or holds more rows than the slot.
+        DamagedError: what it holds, or a file that it goes on from, is not what was written. The slot's own rows may be
+            overwritten by then.
     """
-    path = Path(path)
-    try:
-        with safe_open(path, framework="pt") as file:
-            meta = file.metadata() or {}
-            if meta.get("format") != FORMAT:
-                raise CheckpointError(f"{path} is not a KV snapshot of longdraft. Delete it or name another file.")
-            if meta.get("target") != fingerprint:
+    place, last = Path(path), None
+    files: list[tuple[Path, Head, int]] = []
+    while last is None or last.start:
+        if last is not None:
+            place = place.with_name(last.parent)
+        with _opened(place) as (file, found):
+            if found is None:
+                raise CheckpointError(f"{place} is not a KV snapshot of longdraft. Delete it or name another file.")
+            if found.target != fingerprint:
                 raise CheckpointError(
-                    f"{path} was made with another target ({meta.get('target')}; this one is {fingerprint}). "
+                    f"{place} was made with another target ({found.target}; this one is {fingerprint}). "
                     "Delete it or name another file."
                 )
-            tokens = file.get_tensor("tokens").tolist()
-            start = int(meta.get("start", 0))
-            size = [store.shape.layers, store.shape.kv_heads, len(tokens) - start, store.shape.head_dim]
+            if last is not None and (place.is_symlink() or not last.goes_on(found)):
+                raise ValueError(f"{files[-1][0].name}, which goes on from it, has another text")
+            n = len(found.tokens)
+            size = [store.shape.layers, store.shape.kv_heads, n - found.start, store.shape.head_dim]
             if any(list(file.get_slice(name).get_shape()) != size for name in ("keys", "values")):
-                raise CheckpointError(f"{path} is damaged: its rows are not those of {len(tokens)} tokens. Delete it.")
-            tokens = tokens[: _restored(store, slot, file, len(tokens), most)]
-            if len(tokens) > store.capacity:
-                raise CheckpointError(f"{path} holds {len(tokens)} tokens, the slot has room for {store.capacity}.")
-            layers_kept = ",".join(map(str, store.feature_layers))
-            if store.features is not None and meta.get("feature_layers") != layers_kept:
-                return []
-            before, end = tokens[:start], len(tokens)
-            if before and load(store, slot, fingerprint, path.with_name(meta["parent"]), len(before)) != before:
-                raise CheckpointError(f"{path} goes on from a file that has another text. Delete it.")
-            own = max(0, end - start)
-            if store.features is not None and (own or not start):
-                first = int(meta.get(_FIRST, 0))
-                begin = min(end, max(first, end - store.features.size))
-                rows = file.get_slice("features")[max(0, begin - first) : max(0, end - first)].to(store.device)
-                goes_on = 0 < start == first  # behind those that the other file has
-                (store.features.write if goes_on else store.features.put)(slot, begin, rows)
-            for layers in store.portions:
-                for name, rows in zip(("keys", "values"), store.stored(slot, layers, end - own), strict=True):
-                    rows[:, :, end - own : end] = file.get_slice(name)[layers, :, :own].to(rows.device)
-    except (OSError, SafetensorError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"Could not read the snapshot {path}: {error}. Delete it and run again.") from error
+                raise ValueError(f"its rows are not those of {n} tokens")
+            end = min(n if most is None else most, n) if last is None else min(files[-1][2], last.start)
+            if end > store.capacity:
+                raise CheckpointError(f"{place} holds {end} tokens, the slot has room for {store.capacity}.")
+            end = _restored(store, slot, file, found, end)
+        if store.features is not None and found.feature_layers != store.feature_layers:
+            return []
+        files.append((place, found, end))
+        last = found
+    for place, found, end in reversed(files):
+        with _opened(place) as (file, again):
+            if again != found:
+                raise ValueError("it has changed while it was read")
+            _read_rows(store, slot, file, found, end)
+    tokens = files[0][1].tokens[: files[0][2]]
     store.lengths[slot] = len(tokens)
     return [int(t) for t in tokens]
 
 
-def _restored(store: KVStore, slot: int, file: Any, length: int, most: int | None) -> int:
-    """Restores a slot's states from a file; returns how many of its ``length`` rows go with them, ``most`` at most.
+def _read_rows(store: KVStore, slot: int, file: Any, head: Head, end: int) -> None:
+    """Reads a file's rows, as far as row ``end``. Its whole tensors are checked."""
+    start, own = head.start, max(0, end - head.start)
+    if store.features is not None and (own or not start):
+        begin = min(end, max(head.first, end - store.features.size))
+        rows = _tensor(file, "features", head.checksums)[max(0, begin - head.first) : max(0, end - head.first)]
+        goes_on = 0 < start == head.first  # behind those that the other file has
+        (store.features.write if goes_on else store.features.put)(slot, begin, rows.to(store.device))
+    sums = {"keys": 0, "values": 0}
+    for layers in store.portions if own else ():
+        for name, kept in zip(sums, store.stored(slot, layers, start), strict=True):
+            for place, layer in enumerate(range(*layers.indices(store.shape.layers))):
+                rows = file.get_slice(name)[layer]
+                sums[name] = _checksum(rows, sums[name])
+                kept[place, :, start:end] = rows[:, :own].to(kept.device)
+    if own and any(sums[name] != head.checksums[name] for name in sums):
+        raise ValueError("its keys and values are not those that were written")
 
-    Raises:
-        CheckpointError: the states are not those of this model.
-    """
-    wanted = length if most is None else min(most, length)
+
+def _restored(store: KVStore, slot: int, file: Any, head: Head, wanted: int) -> int:
+    """Restores a slot's states from a file; returns how many of its rows go with them, ``wanted`` at most."""
     for number, states in enumerate(store.states):
-        beginning = f"{_STATES}{number}."
-        names = [name for name in file.keys() if name.startswith(beginning)]  # noqa: SIM118
-        try:
-            states.load(slot, {name.removeprefix(beginning): file.get_tensor(name) for name in names}, length)
-        except ValueError as error:
-            raise CheckpointError(f"A snapshot is damaged: {error}. Delete it.") from error
+        names = [name for name in head.checksums if name.startswith(f"{_STATES}{number}.")]
+        tensors = {name.split(".", 2)[2]: _tensor(file, name, head.checksums) for name in names}
+        states.load(slot, tensors, len(head.tokens))
     while (found := min((states.restorable(slot, wanted) for states in store.states), default=wanted)) != wanted:
         wanted = found
     for states in store.states:
@@ -193,41 +224,73 @@ def head(path: Path | str) -> Head | None:
         CheckpointError: the file is damaged.
         OSError: it is missing or cannot be read.
     """
+    if not os.access(path, os.R_OK):
+        raise OSError("it is missing, or may not be read")
+    with _opened(Path(path)) as (_, found):
+        return found
+
+
+def known(path: Path | str) -> Head | None:
+    """A snapshot's :class:`Head`; None if the file cannot be read as one."""
     try:
-        with safe_open(Path(path), framework="pt") as file:
+        return head(path)
+    except OSError:
+        return None
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[Any, Head | None]]:
+    """A snapshot's file and head; no head if it is none of longdraft. What cannot be read inside is damaged.
+
+    Raises:
+        CheckpointError: it cannot be read. DamagedError: it is longdraft's.
+    """
+    kind = CheckpointError
+    try:
+        if not path.is_file():
+            raise FileNotFoundError("there is no such file")
+        with path.open("rb") as beginning:
+            if _FAMILY.encode() in beginning.read(1 << 16):
+                kind = DamagedError
+        with memory_checked(), safe_open(path, framework="pt") as file:
             meta = file.metadata() or {}
-            if meta.get("format") != FORMAT:
-                return None
-            layers = tuple(int(n) for n in meta.get("feature_layers", "").split(",") if n)
-            tokens = array("q", file.get_tensor("tokens").tolist())
-            return Head(tokens, meta.get("target", ""), layers, meta.get("kind", ""), meta.get("parent", ""))
-    except (SafetensorError, ValueError) as error:
-        raise CheckpointError(f"The snapshot {path} is damaged: {error}.") from error
+            yield file, _head(file, meta) if str(meta.get("format")).startswith(_FAMILY) else None
+    except LongdraftError:
+        raise
+    except Exception as error:  # whatever a damaged file leads to
+        raise kind(
+            f"Could not read the snapshot {path}: {reason_of(error)}. It is damaged: delete it and run again."
+        ) from error
 
 
-def token_count(path: Path | str) -> int:
-    """The number of tokens in a snapshot, read from its header; 0 if the file cannot be read."""
-    try:
-        with safe_open(Path(path), framework="pt") as file:
-            return int(file.get_slice("tokens").get_shape()[0])
-    except (OSError, SafetensorError):
-        return 0
+def _head(file: Any, meta: dict[str, str]) -> Head:
+    """Raises what it likes if a header was not written by :func:`save`."""
+    if meta["format"] != FORMAT:
+        raise ValueError("it is of another version of longdraft")
+    sums = {str(name): int(number) for name, number in json.loads(meta.pop("checksums")).items()}
+    if int(meta.pop("checksum")) != _header_checksum(meta, sums) or set(sums) != set(file.keys()):
+        raise ValueError("its header is not what was written")
+    tokens = array("q", _tensor(file, "tokens", sums).tolist())
+    layers = tuple(int(n) for n in meta.get("feature_layers", "").split(",") if n)
+    start, first, parent = int(meta.get("start", 0)), int(meta.get(_FIRST, 0)), meta.get("parent", "")
+    if not 0 <= start <= len(tokens) or not 0 <= first <= len(tokens) or (start > 0) != bool(parent):
+        raise ValueError("its rows begin behind its tokens")
+    if parent in ("..", ".") or Path(parent).name != parent:
+        raise ValueError("it goes on from a file of another folder")
+    return Head(tokens, meta["target"], layers, meta.get("kind", ""), start, parent, first, sums)
 
 
-def serves(path: Path | str, feature_layers: Sequence[int] = ()) -> bool:
-    """True if the file is a snapshot that holds these layers' hidden states; reads its header only."""
-    try:
-        with safe_open(Path(path), framework="pt") as file:
-            saved = (file.metadata() or {}).get("feature_layers")
-    except (OSError, SafetensorError):
-        return False
-    return not feature_layers or saved == ",".join(map(str, feature_layers))
+def _tensor(file: Any, name: str, checksums: Mapping[str, int]) -> torch.Tensor:
+    tensor: torch.Tensor = file.get_tensor(name)
+    if _checksum(tensor) != checksums[name]:
+        raise ValueError(f"its {name} are not what was written")
+    return tensor
 
 
-def rows_kind(path: Path | str) -> str:
-    """The kind of the rows in a snapshot, read from its header; "" if the file cannot be read."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            return str((file.metadata() or {}).get("kind", ""))
-    except (OSError, SafetensorError):
-        return ""
+def _checksum(tensor: torch.Tensor, before: int = 0) -> int:
+    """The CRC-32 of a tensor's bytes, going on from that of others: about a second a GB."""
+    return zlib.crc32(tensor.contiguous().flatten().view(torch.uint8).numpy().data, before)
+
+
+def _header_checksum(meta: Mapping[str, str], checksums: Mapping[str, int]) -> int:
+    return zlib.crc32(json.dumps([sorted(meta.items()), sorted(checksums.items())]).encode())

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import jinja2
-
 from longdraft.errors import PromptError
+from longdraft.model.rendering import rendered
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -28,9 +28,11 @@ _VICUNA = (
 FAMILIES = {"vicuna": _VICUNA, "longchat": _VICUNA}
 """Chat templates of families, by a part of the model's name."""
 _warned: set[str] = set()
+# Shows what transformers gives to a template. It is ours, so it needs no bounds.
+_GIVEN = "{{ {'messages': messages, 'tools': tools, 'documents': documents} | tojson }}"
 
 
-def template_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, str] | None:
+def template_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any] | None:
     """Arguments that give ``apply_chat_template`` a template; None: there is none, and prompts are plain text.
 
     A tokenizer without a template of its own gets that of its family. A warning says so, or that there is none, once.
@@ -44,6 +46,36 @@ def template_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, str] | None:
         instead = "plain text" if family is None else f"put into the template published for {family}"
         logger.warning("%s comes without a chat template: prompts are %s.", name or "The tokenizer", instead)
     return None if family is None else {"chat_template": FAMILIES[family]}
+
+
+def applied(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    chat_template: str | None = None,
+    add_generation_prompt: bool = True,
+    tools: list[Any] | None = None,
+    documents: list[Any] | None = None,
+    **template: Any,
+) -> str:
+    """The text of ``tokenizer.apply_chat_template``, made within bounds of time and memory (:mod:`rendering`).
+
+    Raises PromptError, which names the file, if the template refuses the messages, fails or exceeds them.
+    """
+    from transformers import PreTrainedTokenizerBase
+
+    data: dict[str, Any] = {"tools": tools, "documents": documents, "tokenize": False}
+    own = type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template
+    try:
+        if own:  # no template of a file, but code of the user's
+            return str(tokenizer.apply_chat_template(messages, add_generation_prompt=add_generation_prompt, **data))
+        given = json.loads(tokenizer.apply_chat_template(list(messages), chat_template=_GIVEN, **data))
+        given |= {"add_generation_prompt": add_generation_prompt}
+        source = tokenizer.get_chat_template(chat_template, tools)
+        return rendered(source, {**tokenizer.special_tokens_map, **template, **given})
+    except Exception as error:  # a template may fail in any way over what it did not expect
+        said = str(error) if isinstance(error, PromptError) else f"fails: {error}"
+        raise PromptError(f"The chat template of {tokenizer.name_or_path or 'the tokenizer'} {said}.") from error
 
 
 def chat_prompt(
@@ -93,12 +125,7 @@ def conversation(
     if (own := template_of(tokenizer)) is None:
         texts = [str(message["content"]) for message in messages]
         return encode(tokenizer, "\n\n".join([*texts, begun] if begun else texts))
-    try:
-        text: str = tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=True, tokenize=False, **own, **template
-        )
-    except Exception as error:  # a template may fail in any way over what it did not expect
-        raise PromptError(f"The model's chat template refuses these messages: {error}.") from error
+    text = applied(tokenizer, messages, **own, **template)
     ids: list[int] = tokenizer(text + _checked(begun), add_special_tokens=False, verbose=False)["input_ids"]
     return ids
 
@@ -114,8 +141,8 @@ def follow_up(tokenizer: PreTrainedTokenizerBase, instruction: str) -> list[int]
         turns = [("user", "-"), ("assistant", mark), ("user", instruction)]
         messages = [{"role": role, "content": text} for role, text in turns]
         try:
-            text: str = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **own)
-        except jinja2.TemplateError:
+            text = applied(tokenizer, messages, **own)
+        except PromptError:
             return []
         behind = text.partition(mark)[2]
     ids: list[int] = tokenizer(behind, add_special_tokens=False)["input_ids"]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from longdraft import native
-from longdraft.errors import CapabilityError, CheckpointError, ContextError
+from longdraft.errors import CapabilityError, CheckpointError, ContextError, memory_checked
 from longdraft.model import side_by_side, stored
 from longdraft.model.checkpoints import DType, LoadedModel, Progress, check_folder, check_gguf, read_checkpoint
 from longdraft.model.collector import paused
@@ -25,6 +25,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 @with_suggestions
+@memory_checked()
 def load(
     model: str | os.PathLike[str] | None = None,
     *,
@@ -49,7 +50,7 @@ def load(
     progress: called with one line of text before each step that takes seconds.
 
     Raises CheckpointError (cannot be read, or incomplete), CapabilityError (device, dtype, stored weights, arithmetic
-    or RoPE kind), ContextError (rope_factor not above 1).
+    or RoPE kind), ContextError (rope_factor not above 1), MemoryBudgetError (memory does not suffice).
     """
     if model is not None and not isinstance(model, str | os.PathLike):
         raise CheckpointError(f"load takes the name or the folder of a model, not {type(model).__name__}.")

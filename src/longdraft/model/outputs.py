@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -58,9 +59,9 @@ def _room(like: torch.Tensor, block: Block, axis: int) -> torch.Tensor:
     return like.new_empty(size)
 
 
-def not_a_number() -> NumericalError:
+def not_a_number(model: Any) -> NumericalError:
     """The error to raise if a target's logits are NaN."""
     return NumericalError(
-        "The target returned NaN logits. A float16 overflow or a damaged checkpoint is the usual cause: "
-        "load the model with dtype='bfloat16' or 'float32', or check its files."
+        f"{getattr(model, 'name_or_path', '') or 'The target'} returned NaN logits. A float16 overflow or a damaged "
+        "checkpoint is the usual cause: load the model with dtype='bfloat16' or 'float32', or check its files."
     )

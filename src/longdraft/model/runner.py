@@ -316,7 +316,7 @@ class TargetRunner:
             out.hidden = {layer: hidden[layer] for layer in taps.hidden}
             # One reduction: a maximum is NaN if any term is. (-inf, as in a masked vocabulary, is allowed.)
             if check and out.logits is not None and bool(torch.isnan(out.logits.amax())):
-                raise not_a_number()
+                raise not_a_number(self.model)
             return out
 
     def verify(self, block: Block, store: KVStore, taps: Taps = NO_TAPS) -> TargetOutput:

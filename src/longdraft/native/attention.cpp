@@ -88,9 +88,9 @@ int64_t first_seen(const std::int32_t *begins, int64_t rows, int64_t n) {
 
 }  // namespace
 
-void longdraft_attend(const float *q, const KeysValues *kv, int64_t slot, int64_t heads, int64_t rows, int64_t d, int64_t n,
+Code longdraft_attend(const float *q, const KeysValues *kv, int64_t slot, int64_t heads, int64_t rows, int64_t d, int64_t n,
                       const std::uint8_t *mask, int64_t mask_rows, int64_t width, const std::int32_t *begins,
-                      const Scoring *scoring, float *out, int threads) {
+                      const Scoring *scoring, float *out, int threads) try {
   static thread_local Scratch of_caller;
   if (!mask) width = 0;
   const int64_t prefix = n - width, tail = width ? prefix / BLOCK * BLOCK : n;  // the tail: attend_tail's
@@ -123,11 +123,12 @@ void longdraft_attend(const float *q, const KeysValues *kv, int64_t slot, int64_
     const float *sinks = scoring->sinks ? scoring->sinks + head * (rows / mask_rows) : nullptr;
     divide(part(0), rows, d, out + head * rows * d, sinks, mask_rows);
   });
-}
+  return DONE;
+} CATCH_NO_MEMORY
 
-void longdraft_attend_chunk(const float *q, const KeysValues *kv, int64_t slot, int64_t heads, int64_t group, int64_t rows,
+Code longdraft_attend_chunk(const float *q, const KeysValues *kv, int64_t slot, int64_t heads, int64_t group, int64_t rows,
                             int64_t d, int64_t n, const std::int32_t *begins, const Scoring *scoring, float *out,
-                            int threads) {
+                            int threads) try {
   constexpr int64_t TOGETHER = 16 * ROWS;  // rows whose scores fit the second-level cache together with a block
   const int64_t tiles = (rows + TOGETHER - 1) / TOGETHER;
   share_out(threads, heads * tiles, [&](int64_t item) {
@@ -160,11 +161,12 @@ void longdraft_attend_chunk(const float *q, const KeysValues *kv, int64_t slot, 
     }
     divide(all, count, d, out + (head * rows + first) * d, scoring->sinks ? scoring->sinks + head : nullptr, count);
   });
-}
+  return DONE;
+} CATCH_NO_MEMORY
 
-void longdraft_attend_on(const float *q, const KeysValues *kv, const int64_t *slots, const int64_t *ends, int64_t count,
+Code longdraft_attend_on(const float *q, const KeysValues *kv, const int64_t *slots, const int64_t *ends, int64_t count,
                          int64_t heads, int64_t group, int64_t d, float scale, float *out, const float *high,
-                         const float *total, int threads) {
+                         const float *total, int threads) try {
   share_out(threads, count * heads, [&](int64_t item) {
     static thread_local Scratch own;
     const int64_t row = item / heads, head = item % heads, first = item * group, size = partial_size(group, d);
@@ -182,4 +184,5 @@ void longdraft_attend_on(const float *q, const KeysValues *kv, const int64_t *sl
     }
     divide(part, group, d, out + first * d);
   });
-}
+  return DONE;
+} CATCH_NO_MEMORY

@@ -7,18 +7,20 @@ be imported.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import logging
 import os
 import platform
 import shlex
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 logger = logging.getLogger("longdraft")
@@ -88,27 +90,50 @@ def levels() -> list[str]:
     return [name for i, name in enumerate(names) if all(has >= set(flags[below].split()) for below in names[i:])]
 
 
+def loaded(level: str, progress: Callable[[str], None] | None = None) -> ctypes.CDLL:
+    """The kernels for an instruction set, from a file that only this user or root can have written.
+
+    Args: as :func:`shared_object`. Raises OSError as it does, and if the file cannot be loaded.
+    """
+    carried = _HERE / CARRIED / _name(level)
+    if carried.is_file():
+        return ctypes.CDLL(str(carried))
+    from longdraft.folders import cache_folder
+
+    folder = cache_folder() / "native"
+    with suppress(OSError):
+        folder.mkdir(mode=0o700, exist_ok=True)
+    folder = folder.resolve()  # no link is followed from here on
+    shared = _shared(folder)
+    if shared is not None:
+        logger.warning(
+            "Others can write to %s: kernels are not taken from there, and compiled for this process alone. Run chmod "
+            "go-w on it, or set LONGDRAFT_CACHE to a folder of your own.",
+            shared,
+        )
+    with nullcontext(folder) if shared is None else tempfile.TemporaryDirectory(prefix="longdraft-") as place:
+        return ctypes.CDLL(f"/proc/self/fd/{_open(shared_object(level, Path(place), progress))}")
+
+
 def shared_object(level: str, folder: Path | None = None, progress: Callable[[str], None] | None = None) -> Path:
     """The shared object of an instruction set, compiled now if it is missing, which takes some seconds.
 
     Args:
         level: one of :data:`LEVELS`.
-        folder: where shared objects are kept; None for the wheel's own folder, then the package's cache.
+        folder: where shared objects are kept; None for the package's cache.
         progress: called with a line of text before compiling.
 
     Raises:
         OSError: there is no compiler, it fails, or the folder cannot be written to. The message says which.
     """
-    name = _name(level)
     if folder is None:
         from longdraft.folders import cache_folder
 
-        carried = _HERE / CARRIED / name
-        if carried.is_file():
-            return carried
         folder = cache_folder() / "native"
-    file = folder / name
-    if not (file.is_file() and _is_safe(file)):
+    file = folder / _name(level)
+    try:
+        os.close(_open(file))
+    except OSError:
         _compiler()  # raises before the line is printed
         line = "Compiling kernels for this processor (once; a few seconds)"
         logger.info(line)
@@ -132,9 +157,11 @@ def make(level: str, folder: Path) -> Path:
         OSError: there is no compiler or it fails; with an errno, the folder cannot be written to.
     """
     compiler = _compiler()
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".compiling-") as place:
-        return _compile(compiler, level, _HERE, Path(place)).replace(folder / _name(level))
+        made = _compile(compiler, level, _HERE, Path(place))
+        made.chmod(0o755)  # whatever the user's umask is
+        return made.replace(folder / _name(level))
 
 
 def _name(level: str) -> str:
@@ -179,7 +206,34 @@ def _compiler() -> list[str]:
     raise OSError(f"no C++ compiler ({wanted or 'g++, clang++'}) was found: install one, or name it in CXX")
 
 
-def _is_safe(file: Path) -> bool:
-    """True if only this user or root could have written the file, whose code will run in this process."""
-    stat = file.stat()
-    return stat.st_uid in (os.getuid(), 0) and not stat.st_mode & 0o022
+def _open(file: Path) -> int:
+    """Opens a file, whose code will run in this process, for as long as that lasts: what was looked at is loaded.
+
+    Raises:
+        OSError: it is missing, a link, or another user can have written it.
+    """
+    number = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    found = os.fstat(number)
+    if not stat.S_ISREG(found.st_mode) or not _is_own(found):
+        os.close(number)
+        raise OSError(f"{file} is not this user's alone")
+    return number
+
+
+def _is_own(found: os.stat_result) -> bool:
+    """True if only this user or root can write to what has this status."""
+    return found.st_uid in (os.getuid(), 0) and not found.st_mode & 0o022
+
+
+def _shared(folder: Path) -> Path | None:
+    """A folder, or the parent of it, to which another user can write; None if there is none."""
+    for each in (folder, *folder.parents):
+        try:
+            found = each.stat()
+        except OSError:  # there is none yet
+            continue
+        # Others cannot rename what lies in a sticky folder such as /tmp.
+        sticky = each != folder and found.st_mode & stat.S_ISVTX and found.st_uid in (os.getuid(), 0)
+        if not (sticky or _is_own(found)):
+            return each
+    return None

@@ -24,7 +24,7 @@ void longdraft_delta(const DeltaLayer *layer, const DeltaRows *rows, int64_t num
       divided<7>(scratch, count, {l.hidden, channels, channels, values, r.heads, r.heads, values});
   rms_norm(x, count, l.hidden, l.norm, l.eps, normed, l.plus);
   const Matrix inputs[] = {into(l.mixed, mixed, false), into(l.z, z, false), into(l.b, b, false), into(l.a, a, false)};
-  longdraft_linear(normed, count, l.hidden, inputs, 4, threads);
+  must(longdraft_linear(normed, count, l.hidden, inputs, 4, threads));
 
   static thread_local std::vector<ConvolutionSequence> windows;
   windows.clear();
@@ -34,7 +34,7 @@ void longdraft_delta(const DeltaLayer *layer, const DeltaRows *rows, int64_t num
     std::copy_n(mixed + s * size * channels, size * channels, kept + own[s].first * channels);
     windows.push_back({rows->windows[number * sequences + s], kept, rows->places[s], size, convolved + s * size * channels});
   }
-  longdraft_convolve(&l.convolution, windows.data(), sequences, threads);
+  must(longdraft_convolve(&l.convolution, windows.data(), sequences, threads));
 
   const int64_t keys = l.key_heads * r.keys;
   for (int64_t i = 0; i < count; i++) {
@@ -51,7 +51,7 @@ void longdraft_delta(const DeltaLayer *layer, const DeltaRows *rows, int64_t num
     }
   }
   for (int64_t s = 0; s < sequences; s++) own[s].out = out + s * size * values;
-  longdraft_recur(&r, own, sequences, threads);
+  must(longdraft_recur(&r, own, sequences, threads));
 
   rms_norm(out, count * r.heads, r.values, l.out_norm, l.out_eps, out);
   each_number(out, z, count, values, threads, [](vec y, vec gate) { return y * silu(gate); });

@@ -36,8 +36,8 @@ void attend(const Draft &l, const Nodes &n, const Seen &seen, float *q, float *r
       kv.v = static_cast<float *>(kv.v) + begin * kv.v_row;
     }
     const Scoring scoring{l.scale, 0, nullptr};
-    longdraft_attend(turned, &kv, n.slots[b], l.kv_heads, l.heads / l.kv_heads * size, d, keys, mask, size, seen.width,
-                     nullptr, &scoring, found, threads);
+    must(longdraft_attend(turned, &kv, n.slots[b], l.kv_heads, l.heads / l.kv_heads * size, d, keys, mask, size, seen.width,
+                          nullptr, &scoring, found, threads));
     for (int64_t t = 0; t < size; t++) {
       for (int64_t h = 0; h < l.heads; h++) std::copy_n(found + (h * size + t) * d, d, q + t * inner + h * d);
     }
@@ -75,8 +75,8 @@ void level(const Draft &l, const Nodes &n, const KeysValues *own, const KeysValu
     }
   }
   const Matrix inputs[] = {into(l.k, k, false), into(l.v, v, false), into(l.q, q, false)};
-  longdraft_linear(entering, all, input, inputs, all == going ? 3 : 2, threads);
-  if (all != going) longdraft_linear(normed, going, input, inputs + 2, 1, threads);
+  must(longdraft_linear(entering, all, input, inputs, all == going ? 3 : 2, threads));
+  if (all != going) must(longdraft_linear(normed, going, input, inputs + 2, 1, threads));
 
   row = 0;
   for (int64_t b = 0; b < n.sequences; b++) {
@@ -90,33 +90,34 @@ void level(const Draft &l, const Nodes &n, const KeysValues *own, const KeysValu
   }
   attend(l, n, {*own, n.begins, n.ends, n.masks, n.seen}, q, room, threads);
   const Matrix output = into(l.o, out, true);
-  longdraft_linear(q, going, q_size, &output, 1, threads);
+  must(longdraft_linear(q, going, q_size, &output, 1, threads));
 
   if (text) {
     rms_norm(out, going, hidden, l.cross_norm, l.eps, normed);
     const Matrix query = into(l.cross_q, q, false), back = into(l.cross_o, out, true);
-    longdraft_linear(normed, going, hidden, &query, 1, threads);
+    must(longdraft_linear(normed, going, hidden, &query, 1, threads));
     attend(l, n, {*text, nullptr, n.lengths, nullptr, 0}, q, room, threads);
-    longdraft_linear(q, going, q_size, &back, 1, threads);
+    must(longdraft_linear(q, going, q_size, &back, 1, threads));
   }
 
   rms_norm(out, going, hidden, l.mlp_norm, l.eps, normed);
   const Matrix wide[] = {into(l.gate, gate, false), into(l.up, up, false)};
-  longdraft_linear(normed, going, hidden, wide, 2, threads);
+  must(longdraft_linear(normed, going, hidden, wide, 2, threads));
   gated(gate, up, going, l.inner, threads);
   const Matrix back = into(l.down, out, true);
-  longdraft_linear(gate, going, l.inner, &back, 1, threads);
+  must(longdraft_linear(gate, going, l.inner, &back, 1, threads));
 
   if (l.final_norm) rms_norm(out, going, hidden, l.final_norm, l.eps, normed);
   const Matrix head = into(l.head, best ? said : logits, false);
-  longdraft_linear(l.final_norm ? normed : out, going, hidden, &head, 1, threads);
+  must(longdraft_linear(l.final_norm ? normed : out, going, hidden, &head, 1, threads));
   if (!best) return;
   likeliest(head.y, going, head.outs, best, log_probs, tokens, threads);
 }
 
 }  // namespace
 
-void longdraft_draft(const Draft *draft, const Nodes *nodes, const KeysValues *own, const KeysValues *text, int64_t best,
-                     float *out, float *logits, float *log_probs, int64_t *tokens, int threads) {
+Code longdraft_draft(const Draft *draft, const Nodes *nodes, const KeysValues *own, const KeysValues *text, int64_t best,
+                     float *out, float *logits, float *log_probs, int64_t *tokens, int threads) try {
   Team::with(threads, [=] { level(*draft, *nodes, own, text, best, out, logits, log_probs, tokens, threads); });
-}
+  return DONE;
+} CATCH_NO_MEMORY

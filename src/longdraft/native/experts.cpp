@@ -21,8 +21,8 @@ constexpr int64_t TOGETHER = 8;
 
 }  // namespace
 
-void longdraft_experts(const float *x, int64_t size, const Matrix *matrices, int64_t each, const int64_t *experts,
-                       const int64_t *starts, int64_t count, float *y, int threads) {
+Code longdraft_experts(const float *x, int64_t size, const Matrix *matrices, int64_t each, const int64_t *experts,
+                       const int64_t *starts, int64_t count, float *y, int threads) try {
   static thread_local Scratch of_numbers, of_blocks;
   const int64_t rows = starts[count];
   std::vector<Matrix> products;
@@ -61,6 +61,7 @@ void longdraft_experts(const float *x, int64_t size, const Matrix *matrices, int
     float_outputs(x + starts[g] * size, starts[g + 1] - starts[g], size, m, from, to);
   };
   const auto number = static_cast<int64_t>(products.size());
-  if (most <= TOGETHER) return share_outputs<FEW>(products.data(), number, threads, compute);
+  if (most <= TOGETHER) return share_outputs<FEW>(products.data(), number, threads, compute), DONE;
   share_outputs<MANY>(products.data(), number, threads, compute);
-}
+  return DONE;
+} CATCH_NO_MEMORY

@@ -2,6 +2,19 @@
 #pragma once
 
 #include <cstdint>
+#include <new>
+
+// What the functions return. Where memory did not suffice, the results are undefined.
+enum [[nodiscard]] Code : int { DONE, NO_MEMORY };
+
+// Ends such a function, because no exception may reach Python.
+#define CATCH_NO_MEMORY \
+  catch (const std::bad_alloc &) { return NO_MEMORY; }
+
+// Around a call of such a function in C++.
+inline void must(Code code) {
+  if (code != DONE) throw std::bad_alloc();
+}
 
 extern "C" {
 
@@ -194,19 +207,19 @@ int longdraft_lanes();
 void longdraft_threads(void (*entry)(void (*)(void *), void *, unsigned, unsigned));
 
 // Converts weights (outs, size) to four bits in `data`, in the layout of rounded.h.
-void longdraft_nibble(const float *weights, std::int64_t outs, std::int64_t size, std::uint8_t *data, int threads);
+Code longdraft_nibble(const float *weights, std::int64_t outs, std::int64_t size, std::uint8_t *data, int threads);
 
 // Multiplies x with several matrices, sharing the outputs among the threads.
-void longdraft_linear(const float *x, std::int64_t rows, std::int64_t size, const Matrix *matrices, std::int64_t count,
+Code longdraft_linear(const float *x, std::int64_t rows, std::int64_t size, const Matrix *matrices, std::int64_t count,
                       int threads);
 
 // Rows [starts[g], starts[g + 1]) of x (starts[count], size) times the matrices of expert experts[g], for each of `count` groups.
 // matrices: `each` of every expert, all i-th ones of the same size. y: for each of them (starts[count], outs). Groups are not empty.
-void longdraft_experts(const float *x, std::int64_t size, const Matrix *matrices, std::int64_t each,
+Code longdraft_experts(const float *x, std::int64_t size, const Matrix *matrices, std::int64_t each,
                        const std::int64_t *experts, const std::int64_t *starts, std::int64_t count, float *y, int threads);
 
 // Unpacks rows of a stored matrix to floats (rows, size).
-void longdraft_unpack(const void *w, std::int64_t format, std::int64_t rows, std::int64_t size, std::int64_t w_row, float *out,
+Code longdraft_unpack(const void *w, std::int64_t format, std::int64_t rows, std::int64_t size, std::int64_t w_row, float *out,
                       int threads);
 
 // out, q (heads, rows, d) contiguous, heads those of the KV; row r of a head is row r % mask_rows of the tree.
@@ -216,20 +229,20 @@ void longdraft_unpack(const void *w, std::int64_t format, std::int64_t rows, std
 // follow in the order in which the row's path has them. Keys that no row sees are not read.
 // What a row gets is, to the bit, what it would get alone, with the keys on its path one after the other.
 // d: a multiple of 16.
-void longdraft_attend(const float *q, const KeysValues *kv, std::int64_t slot, std::int64_t heads, std::int64_t rows,
+Code longdraft_attend(const float *q, const KeysValues *kv, std::int64_t slot, std::int64_t heads, std::int64_t rows,
                       std::int64_t d, std::int64_t n, const std::uint8_t *mask, std::int64_t mask_rows,
                       std::int64_t width, const std::int32_t *begins, const Scoring *scoring, float *out, int threads);
 
 // A chunk of a prompt: out, q (heads, rows, d) contiguous, `group` query heads to a KV head; row r sees all but the last
 // rows - 1 - r of the n keys, from begins[r] on. kv, begins (rows,) and scoring as above, and so are the bits.
-void longdraft_attend_chunk(const float *q, const KeysValues *kv, std::int64_t slot, std::int64_t heads,
+Code longdraft_attend_chunk(const float *q, const KeysValues *kv, std::int64_t slot, std::int64_t heads,
                             std::int64_t group, std::int64_t rows, std::int64_t d, std::int64_t n,
                             const std::int32_t *begins, const Scoring *scoring, float *out, int threads);
 
 // Attention that goes on: each of `count` rows (heads, group, d) of q sees the first ends[row] keys of slots[row] besides
 // those whose part in it is given by out, its values mixed but not divided, and by the maxima and sums (count, heads, group)
 // of its weights. out becomes the whole. There are no caps and no sinks here, and the sums hold none.
-void longdraft_attend_on(const float *q, const KeysValues *kv, const std::int64_t *slots, const std::int64_t *ends,
+Code longdraft_attend_on(const float *q, const KeysValues *kv, const std::int64_t *slots, const std::int64_t *ends,
                          std::int64_t count, std::int64_t heads, std::int64_t group, std::int64_t d, float scale, float *out,
                          const float *high, const float *total, int threads);
 
@@ -239,7 +252,7 @@ void longdraft_attend_on(const float *q, const KeysValues *kv, const std::int64_
 // a sequence's T rows alone where `last`: logits (rows, vocabulary), or null; and the `best` largest log-probabilities, the
 // largest first, with the places of their tokens in the head, unless best is 0.
 // rows: of the recurrent layers, or null if there are none.
-void longdraft_stack(const Stack *stack, const Batch *batches, const KeysValues *kv, const DeltaRows *rows, float *x,
+Code longdraft_stack(const Stack *stack, const Batch *batches, const KeysValues *kv, const DeltaRows *rows, float *x,
                      float *const *queries, float *const *hidden, int last, float *logits, std::int64_t best, float *log_probs,
                      std::int64_t *tokens, int threads);
 // Layer `number` of the recurrent ones: x (B, T, hidden) becomes its output. See DeltaRows for what is written.
@@ -248,32 +261,32 @@ void longdraft_delta(const DeltaLayer *layer, const DeltaRows *rows, std::int64_
 // out (B, W, hidden) = the block of the rows that go on, before the last norm; and of each row the `best` largest
 // log-probabilities, the largest first, and the places of their tokens in the head, or where best is 0, logits (B, W, outs).
 // own: the draft's keys and values, to which those of all rows are written; text: the target's last layer, or null.
-void longdraft_draft(const Draft *draft, const Nodes *nodes, const KeysValues *own, const KeysValues *text,
+Code longdraft_draft(const Draft *draft, const Nodes *nodes, const KeysValues *own, const KeysValues *text,
                      std::int64_t best, float *out, float *logits, float *log_probs, std::int64_t *tokens, int threads);
 
 // Computes rows of recurrent layers. A row's bits do not depend on other rows but those before it on its path.
-void longdraft_recur(const Recurrence *recurrence, const RecurrentSequence *sequences, std::int64_t count, int threads);
+Code longdraft_recur(const Recurrence *recurrence, const RecurrentSequence *sequences, std::int64_t count, int threads);
 
 // Convolves rows with the inputs that they see.
-void longdraft_convolve(const Convolution *convolution, const ConvolutionSequence *sequences, std::int64_t count, int threads);
+Code longdraft_convolve(const Convolution *convolution, const ConvolutionSequence *sequences, std::int64_t count, int threads);
 
 // Summarises chunks [from, to) of a slot's keys, float32.
-void longdraft_summarise(const KeysValues *kv, std::int64_t slot, std::int64_t layers, std::int64_t heads, std::int64_t d,
+Code longdraft_summarise(const KeysValues *kv, std::int64_t slot, std::int64_t layers, std::int64_t heads, std::int64_t d,
                          std::int64_t chunk, const Summaries *out, std::int64_t from, std::int64_t to, int threads);
 
 // chosen (layers, heads, count): the chunks with the highest scores (views/scorers.py) by the queries (layers, heads, group,
 // rows, d), in the text's order; of equal scores the earlier chunk. For softmax masses queries are scaled already.
-void longdraft_choose(const Choice *choice, const float *queries, std::int64_t *chosen, int threads);
+Code longdraft_choose(const Choice *choice, const float *queries, std::int64_t *chosen, int threads);
 
 // Rows of a slot, float32, in a copy of any format: the first `sink`, the chosen chunks (layers, heads, count), and [window, end), one behind the other.
 // held (layers, heads, count): which chunk each place of the copy holds, -1 where it holds none yet. Chosen chunks that are
 // there stay in their places, so the copy's chunks need not be in the text's order.
-void longdraft_copy_view(const KeysValues *kv, const KeysValues *copy, std::int64_t slot, std::int64_t layers,
+Code longdraft_copy_view(const KeysValues *kv, const KeysValues *copy, std::int64_t slot, std::int64_t layers,
                          std::int64_t heads, std::int64_t d, const std::int64_t *chosen, std::int64_t *held,
                          std::int64_t count, std::int64_t chunk, std::int64_t sink, std::int64_t window, std::int64_t end,
                          int threads);
 
 // Rows [from, from + count) of a slot, float32, which become rows [to, to + count) of its copy, of any format.
-void longdraft_copy_rows(const KeysValues *kv, const KeysValues *copy, std::int64_t slot, std::int64_t layers,
+Code longdraft_copy_rows(const KeysValues *kv, const KeysValues *copy, std::int64_t slot, std::int64_t layers,
                          std::int64_t heads, std::int64_t d, std::int64_t from, std::int64_t to, std::int64_t count, int threads);
 }

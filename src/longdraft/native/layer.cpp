@@ -33,7 +33,7 @@ void compute(const Layer &l, const Batch &batch, const KeysValues &kv, float *x,
 
   rms_norm(x, count, l.hidden, l.norm, l.eps, normed, l.plus);
   const Matrix inputs[] = {into(l.q, l.gates ? both : q, false), into(l.k, k, false), into(l.v, v, false)};
-  longdraft_linear(normed, count, l.hidden, inputs, 3, threads);
+  must(longdraft_linear(normed, count, l.hidden, inputs, 3, threads));
   for (int64_t i = 0; l.gates && i < count * l.heads; i++) {
     std::copy_n(both + 2 * i * d, d, q + i * d);
     std::copy_n(both + (2 * i + 1) * d, d, gates + i * d);
@@ -61,11 +61,11 @@ void compute(const Layer &l, const Batch &batch, const KeysValues &kv, float *x,
     const std::uint8_t *mask = batch.masks ? batch.masks + b * size * batch.width : nullptr;
     const std::int32_t *begins = batch.begins ? batch.begins + b * size : nullptr;
     if (batch.prompt && size > MANY) {
-      longdraft_attend_chunk(queries + b * q_size * size, &kv, batch.slots[b], l.heads, l.heads / l.kv_heads, size, d,
-                             batch.ends[b], begins, &l.scoring, folded, threads);
+      must(longdraft_attend_chunk(queries + b * q_size * size, &kv, batch.slots[b], l.heads, l.heads / l.kv_heads, size, d,
+                                  batch.ends[b], begins, &l.scoring, folded, threads));
     } else {
-      longdraft_attend(queries + b * q_size * size, &kv, batch.slots[b], l.kv_heads, l.heads / l.kv_heads * size, d,
-                       batch.ends[b], mask, size, batch.width, begins, &l.scoring, folded, threads);
+      must(longdraft_attend(queries + b * q_size * size, &kv, batch.slots[b], l.kv_heads, l.heads / l.kv_heads * size, d,
+                            batch.ends[b], mask, size, batch.width, begins, &l.scoring, folded, threads));
     }
     for (int64_t t = 0; t < size; t++) {
       for (int64_t h = 0; h < l.heads; h++) {
@@ -80,9 +80,9 @@ void compute(const Layer &l, const Batch &batch, const KeysValues &kv, float *x,
 
 }  // namespace
 
-void longdraft_stack(const Stack *stack, const Batch *batches, const KeysValues *kv, const DeltaRows *rows_of, float *x,
+Code longdraft_stack(const Stack *stack, const Batch *batches, const KeysValues *kv, const DeltaRows *rows_of, float *x,
                      float *const *queries, float *const *hidden, int last, float *logits, int64_t best, float *log_probs,
-                     int64_t *tokens, int threads) {
+                     int64_t *tokens, int threads) try {
   const int64_t size = stack->size, count = batches->sequences * batches->size;
   Team::with(threads, [=] {
     for (int64_t i = 0; i < stack->count; i++) {
@@ -102,8 +102,9 @@ void longdraft_stack(const Stack *stack, const Batch *batches, const KeysValues 
       rms_norm(x + ((r + 1) * step - 1) * size, 1, size, stack->norm, stack->eps, normed + r * size, stack->plus);
     }
     const Matrix head = into(stack->head, logits ? logits : normed + Scratch::whole_lines(rows * size), false);
-    longdraft_linear(normed, rows, size, &head, 1, threads);
+    must(longdraft_linear(normed, rows, size, &head, 1, threads));
     if (stack->cap) capped(head.y, rows, head.outs, stack->cap, threads);
     if (best) likeliest(head.y, rows, head.outs, best, log_probs, tokens, threads);
   });
-}
+  return DONE;
+} CATCH_NO_MEMORY

@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 
 from longdraft.native.boundary import FLOATS, WHOLE, address
-from longdraft.native.build import LEVELS, ON_REQUEST, levels, shared_object
+from longdraft.native.build import LEVELS, ON_REQUEST, levels, loaded
 from longdraft.native.draft import DraftBlock, Nodes
 from longdraft.native.nibbled import Nibbled
 from longdraft.native.operators import declared, launch
@@ -59,7 +59,8 @@ class Kernels:
     def __init__(self, library: ctypes.CDLL, level: str) -> None:
         self.level, self.library = level, library
         self.lanes = int(library.longdraft_lanes())
-        declared(library, "threads", Pointer)(_parallel_entry())
+        library.longdraft_threads.argtypes = [Pointer]
+        library.longdraft_threads(_parallel_entry())
         kv, threads = ctypes.POINTER(KeysValues), ctypes.c_int
         self._linear = declared(library, "linear", Pointer, Long, Long, ctypes.POINTER(Matrix), Long, threads)
         self._unpack = declared(library, "unpack", Pointer, *(Long,) * 4, Pointer, threads)
@@ -352,7 +353,7 @@ def kernels_for(level: str) -> Kernels:
     Raises:
         OSError: they cannot be compiled or loaded.
     """
-    return Kernels(ctypes.CDLL(str(shared_object(level))), level)
+    return Kernels(loaded(level), level)
 
 
 # The kernels of this process, or the reason why there are none.
@@ -370,7 +371,7 @@ def _once(progress: Callable[[str], None] | None) -> tuple[Kernels | None, str |
 def _load(progress: Callable[[str], None] | None) -> tuple[Kernels | None, str | None]:
     try:
         level = _level()
-        return Kernels(ctypes.CDLL(str(shared_object(level, progress=progress))), level), None
+        return Kernels(loaded(level, progress), level), None
     except (OSError, AttributeError) as error:
         # The user can fix everything except the processor.
         severity = logging.INFO if isinstance(error, _UnsupportedError) else logging.WARNING

@@ -231,13 +231,14 @@ void with_format(int64_t format, const What &what) {
 
 }  // namespace
 
-void longdraft_unpack(const void *w, int64_t format, int64_t rows, int64_t size, int64_t w_row, float *out, int threads) {
+Code longdraft_unpack(const void *w, int64_t format, int64_t rows, int64_t size, int64_t w_row, float *out, int threads) try {
   with_format(format, [=](auto f) {
     share_out(threads, rows, [=](int64_t r) {
       unpack<decltype(f)>(static_cast<const byte *>(w) + r * w_row, size, out + r * size);
     });
   });
-}
+  return DONE;
+} CATCH_NO_MEMORY
 
 void float_outputs(const float *x, int64_t rows, int64_t size, const Matrix &m, int64_t from, int64_t to) {
   const Rows in{x, rows, size};
@@ -246,18 +247,19 @@ void float_outputs(const float *x, int64_t rows, int64_t size, const Matrix &m, 
   with_format(m.format, [&](auto f) { stored_share<decltype(f)>(in, m, from, to); });
 }
 
-void longdraft_linear(const float *x, int64_t rows, int64_t size, const Matrix *matrices, int64_t count, int threads) {
-  if (matrices->format == ROUNDED) return rounded_linear(x, rows, size, matrices, count, threads);
-  if (matrices->format == NIBBLED) return nibbled_linear(x, rows, size, matrices, count, threads);
+Code longdraft_linear(const float *x, int64_t rows, int64_t size, const Matrix *matrices, int64_t count, int threads) try {
+  if (matrices->format == ROUNDED) return rounded_linear(x, rows, size, matrices, count, threads), DONE;
+  if (matrices->format == NIBBLED) return nibbled_linear(x, rows, size, matrices, count, threads), DONE;
   const bool rounds = std::any_of(matrices, matrices + count, [](const Matrix &m) { return m.int8; });
   const Int8Rows rounded = rounds ? int8_rows(x, rows, size, threads) : Int8Rows{};
   const auto compute = [&](const Matrix &m, int64_t from, int64_t to) {
     if (m.int8) return int8_outputs(rounded, m, from, to);
     float_outputs(x, rows, size, m, from, to);
   };
-  if (!rounds) return share_outputs<SHARE>(matrices, count, threads, compute);
-  if (rows <= FEW) return share_outputs<2 * INT8_UNIT>(matrices, count, threads, compute);
+  if (!rounds) return share_outputs<SHARE>(matrices, count, threads, compute), DONE;
+  if (rows <= FEW) return share_outputs<2 * INT8_UNIT>(matrices, count, threads, compute), DONE;
   share_outputs<8 * INT8_UNIT>(matrices, count, threads, compute);
-}
+  return DONE;
+} CATCH_NO_MEMORY
 
 int longdraft_lanes() { return LANES; }

@@ -23,7 +23,7 @@ inline std::array<float *, COUNT> divided(Scratch &scratch, int64_t rows, const 
 inline void add_product(const Matrix &m, const float *in, int64_t size, const float *norm, float eps, float plus, float *x,
                  int64_t rows, float *room, int threads) {
   const Matrix product = into(m, norm ? room : x, !norm);
-  longdraft_linear(in, rows, size, &product, 1, threads);
+  must(longdraft_linear(in, rows, size, &product, 1, threads));
   if (!norm) return;
   rms_norm(room, rows, m.outs, norm, eps, room, plus);
   each_number(x, room, rows, m.outs, threads, [](vec a, vec b) { return a + b; });
@@ -36,7 +36,7 @@ inline void compute_mlp(const L &l, const float *done_norm, float done_eps, floa
   const auto [normed, gate, up] = divided<3>(scratch, rows, {l.hidden, l.inner, l.inner});
   rms_norm(x, rows, l.hidden, l.mlp_norm, l.mlp_eps, normed, l.plus);
   const Matrix wide[] = {into(l.gate, gate, false), into(l.up, up, false)};
-  longdraft_linear(normed, rows, l.hidden, wide, 2, threads);
+  must(longdraft_linear(normed, rows, l.hidden, wide, 2, threads));
   gated(gate, up, rows, l.inner, threads, l.gelu);
   add_product(l.down, gate, l.inner, done_norm, done_eps, l.plus, x, rows, normed, threads);
 }

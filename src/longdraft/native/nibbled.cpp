@@ -150,7 +150,7 @@ static inline float shortened(float number, std::uint16_t *to) {
   return number;
 }
 
-void longdraft_nibble(const float *weights, int64_t outs, int64_t size, std::uint8_t *data, int threads) {
+Code longdraft_nibble(const float *weights, int64_t outs, int64_t size, std::uint8_t *data, int threads) try {
   const int64_t blocks = (size + NIBBLED_BLOCK - 1) / NIBBLED_BLOCK, bands = (outs + BAND - 1) / BAND;
   share_out(threads, bands, [=](int64_t band) {
     std::uint8_t *to = data + band * blocks * NIBBLED_BYTES;
@@ -173,4 +173,5 @@ void longdraft_nibble(const float *weights, int64_t outs, int64_t size, std::uin
       }
     }
   });
-}
+  return DONE;
+} CATCH_NO_MEMORY

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from longdraft.errors import MemoryBudgetError
+
 NAMES = (
     *("linear", "unpack", "attend", "attend_chunk", "attend_on", "stack", "draft"),
     *("summarise", "choose", "copy_view", "copy_rows", "recur", "convolve", "experts"),
@@ -34,11 +36,22 @@ for _name in NAMES:
 
 
 def declared(library: ctypes.CDLL, name: str, *arguments: Any) -> Callable[..., None]:
-    """A function of the compiled library that returns nothing, with the types of its arguments."""
+    """A function of the compiled library, with the types of its arguments.
+
+    It raises MemoryBudgetError where the library's returns its only error code.
+    """
     function = getattr(library, f"longdraft_{name}")
-    function.restype, function.argtypes = None, list(arguments)
+    function.restype, function.argtypes, function.errcheck = ctypes.c_int, list(arguments), _checked
     typed: Callable[..., None] = function
     return typed
+
+
+def _checked(code: int, function: Any, arguments: Any) -> None:
+    if code:
+        raise MemoryBudgetError(
+            "A kernel got no memory to work in: the limit of this process, or the machine's memory, is reached. "
+            "Shorten the prompt or lower the batch, use fewer threads, or raise the limit (ulimit -v)."
+        )
 
 
 def launch(name: str, tensors: Sequence[torch.Tensor], function: Callable[..., None], *arguments: Any) -> None:

@@ -209,12 +209,13 @@ void convolve_channels(const Convolution &c, const ConvolutionSequence &s, int64
 
 }  // namespace
 
-void longdraft_recur(const Recurrence *recurrence, const RecurrentSequence *sequences, std::int64_t count, int threads) {
+Code longdraft_recur(const Recurrence *recurrence, const RecurrentSequence *sequences, std::int64_t count, int threads) try {
   const Recurrence &r = *recurrence;
   share_out(threads, count * r.heads, [&](int64_t item) { head_of(r, sequences[item / r.heads], item % r.heads); });
-}
+  return DONE;
+} CATCH_NO_MEMORY
 
-void longdraft_convolve(const Convolution *convolution, const ConvolutionSequence *sequences, std::int64_t count, int threads) {
+Code longdraft_convolve(const Convolution *convolution, const ConvolutionSequence *sequences, std::int64_t count, int threads) try {
   constexpr int64_t SHARE = 256;
   const Convolution &c = *convolution;
   const int64_t shares = (c.channels + SHARE - 1) / SHARE;
@@ -222,4 +223,5 @@ void longdraft_convolve(const Convolution *convolution, const ConvolutionSequenc
     const int64_t first = item % shares * SHARE;
     convolve_channels(c, sequences[item / shares], first, std::min(c.channels, first + SHARE));
   });
-}
+  return DONE;
+} CATCH_NO_MEMORY

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <new>
 
 #include <sched.h>
 
@@ -18,14 +19,16 @@ typedef void (*Parallel)(void (*)(void *), void *, unsigned, unsigned);
 extern Parallel parallel_entry;
 
 // A loop that threads share: each takes a part of the remaining items, fewer and fewer, until none are left. So no thread waits
-// for a slow one, and threads rarely contend for the counter or for cache lines of neighbouring results.
+// for a slow one, and threads rarely contend for the counter or for cache lines of neighbouring results. An exception would end
+// the process where it left a thread or OpenMP's frames: it is noted, ends the loop, and is thrown anew where that began.
 template <typename What>
 struct Work {
   const What &what;
   const std::int64_t items, parts;
   std::atomic<std::int64_t> next{0};
+  std::atomic<bool> failed{false};
 
-  static void take(void *work) {
+  static void take(void *work) try {
     Work &own = *static_cast<Work *>(work);
     std::int64_t from = own.next.load(std::memory_order_relaxed);
     while (from < own.items) {
@@ -34,6 +37,10 @@ struct Work {
       for (std::int64_t i = from; i < to; i++) own.what(i);
       from = own.next.load(std::memory_order_relaxed);
     }
+  } catch (const std::bad_alloc &) {
+    Work &own = *static_cast<Work *>(work);
+    own.failed.store(true);
+    own.next.store(own.items);
   }
 };
 
@@ -51,17 +58,23 @@ class Team {
     struct Start {
       const What &what;
       Team team;
+      bool failed = false;
     } start{what, {}};
     led = &start.team;
     parallel_entry(
         [](void *data) {
           Start &own = *static_cast<Start *>(data);
           if (led != &own.team) return own.team.follow();
-          own.what();
+          try {
+            own.what();
+          } catch (const std::bad_alloc &) {
+            own.failed = true;
+          }
           own.team.over_.store(true, std::memory_order_release);
         },
         &start, static_cast<unsigned>(threads), 0);
     led = nullptr;
+    if (start.failed) throw std::bad_alloc();
   }
 
   // Runs take(work) on this thread and on those that join.
@@ -125,6 +138,10 @@ inline void share_out(int threads, std::int64_t items, const What &what) {
     return;
   }
   Work<What> work{what, items, 2 * threads};
-  if (Team::led) return Team::led->run(Work<What>::take, &work);
-  parallel_entry(Work<What>::take, &work, static_cast<unsigned>(threads), 0);
+  if (Team::led) {
+    Team::led->run(Work<What>::take, &work);
+  } else {
+    parallel_entry(Work<What>::take, &work, static_cast<unsigned>(threads), 0);
+  }
+  if (work.failed) throw std::bad_alloc();
 }

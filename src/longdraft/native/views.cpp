@@ -219,8 +219,8 @@ void summarise_dimension(const E *k, int64_t row, int64_t chunk, const Summaries
 
 }  // namespace
 
-void longdraft_summarise(const KeysValues *kv, int64_t slot, int64_t layers, int64_t heads, int64_t d, int64_t chunk,
-                         const Summaries *out, int64_t from, int64_t to, int threads) {
+Code longdraft_summarise(const KeysValues *kv, int64_t slot, int64_t layers, int64_t heads, int64_t d, int64_t chunk,
+                         const Summaries *out, int64_t from, int64_t to, int threads) try {
   share_out(threads, layers * heads, [&](int64_t item) {
     const int64_t layer = item / heads, head = item % heads;
     const Text text = text_of(of_layer(*kv, layer), slot, head);
@@ -231,9 +231,10 @@ void longdraft_summarise(const KeysValues *kv, int64_t slot, int64_t layers, int
       });
     }
   });
-}
+  return DONE;
+} CATCH_NO_MEMORY
 
-void longdraft_choose(const Choice *choice, const float *queries, int64_t *chosen, int threads) {
+Code longdraft_choose(const Choice *choice, const float *queries, int64_t *chosen, int threads) try {
   const Choice &in = *choice;
   const int64_t chunks = in.behind - in.first, rows = in.group * in.rows;
   share_out(threads, in.layers * in.heads, [&](int64_t item) {
@@ -258,11 +259,12 @@ void longdraft_choose(const Choice *choice, const float *queries, int64_t *chose
     std::sort(order, order + in.count);
     for (int64_t i = 0; i < in.count; i++) chosen[item * in.count + i] = in.first + order[i];
   });
-}
+  return DONE;
+} CATCH_NO_MEMORY
 
-void longdraft_copy_view(const KeysValues *kv, const KeysValues *copy, int64_t slot, int64_t layers, int64_t heads, int64_t d,
+Code longdraft_copy_view(const KeysValues *kv, const KeysValues *copy, int64_t slot, int64_t layers, int64_t heads, int64_t d,
                          const int64_t *chosen, int64_t *held, int64_t count, int64_t chunk, int64_t sink, int64_t window,
-                         int64_t end, int threads) {
+                         int64_t end, int threads) try {
   share_out(threads, layers * heads, [&](int64_t item) {
     static thread_local std::vector<Piece> pieces;
     const int64_t layer = item / heads, head = item % heads;
@@ -274,13 +276,15 @@ void longdraft_copy_view(const KeysValues *kv, const KeysValues *copy, int64_t s
     pieces.push_back({window, sink + count * chunk, end - window});
     copy_pieces(text_of(of_layer(*kv, layer), slot, head), text_of(of_layer(*copy, layer), slot, head), d, pieces);
   });
-}
+  return DONE;
+} CATCH_NO_MEMORY
 
-void longdraft_copy_rows(const KeysValues *kv, const KeysValues *copy, int64_t slot, int64_t layers, int64_t heads, int64_t d,
-                         int64_t from, int64_t to, int64_t count, int threads) {
+Code longdraft_copy_rows(const KeysValues *kv, const KeysValues *copy, int64_t slot, int64_t layers, int64_t heads, int64_t d,
+                         int64_t from, int64_t to, int64_t count, int threads) try {
   share_out(threads, layers * heads, [&](int64_t item) {
     const int64_t layer = item / heads, head = item % heads;
     const Text text = text_of(of_layer(*kv, layer), slot, head), own = text_of(of_layer(*copy, layer), slot, head);
     copy_pieces(text, own, d, {{from, to, count}});
   });
-}
+  return DONE;
+} CATCH_NO_MEMORY

@@ -87,8 +87,10 @@ class CostTable:
 
     def __post_init__(self) -> None:
         shaped = len(self.seconds) == len(self.lengths) and all(len(s) == len(self.rows) for s in self.seconds)
-        if not shaped or not self.lengths or self.rows[:1] != (1,):
-            raise ValueError("a table of costs has a row for each length and a column for each number of rows")
+        sized = all(n and n[0] >= 0 and list(n) == sorted({int(each) for each in n}) for n in (self.lengths, self.rows))
+        timed = all(0 <= seconds < LIMIT_SECONDS * 1e3 for row in self.seconds for seconds in row)
+        if not (shaped and sized and timed) or self.rows[0] != 1:
+            raise ValueError("a table of costs has seconds for each length, and for each number of rows from 1 on")
 
     def at(self, rows: float, length: float) -> float:
         """Seconds of a forward of ``rows`` rows on ``length`` tokens; linear between measurements, and beyond them."""
@@ -325,7 +327,7 @@ def _read(file: Path, key: dict[str, object]) -> CostTable | None:
         table = content["table"]
         times = tuple(map(tuple, table["seconds"]))
         return CostTable(tuple(table["lengths"]), tuple(table["rows"]), times, bool(table["busy"]))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, OverflowError):
         return None
 
 

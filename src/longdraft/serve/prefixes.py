@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import logging
 import shutil
+import tempfile
 import time
 from array import array
 from collections import Counter, OrderedDict
@@ -57,6 +58,8 @@ def own_folder(folder: Path) -> Path:
         own = folder / str(number)
         try:
             own.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=own):
+                pass  # what cannot be written is said now
             lock = FileLock(own / "lock")
             lock.acquire(blocking=False)
         except Timeout:
@@ -251,32 +254,39 @@ class DiskPrefixes(PromptCache):
         """Reads the tokens of the folder's files. Deletes damaged files, and those that a killed process left."""
         for part in self._folder.glob(f"*{_SUFFIX}*{snapshot.PART}"):
             part.unlink(missing_ok=True)
-        files = [(path.stat(), path) for path in self._folder.glob(f"*{_SUFFIX}")]
-        for stat, path in sorted(files, key=lambda file: file[0].st_mtime_ns):
+        found: dict[Path, snapshot.Head] = {}
+        for path in self._folder.glob(f"*{_SUFFIX}"):
+            if path.is_symlink() or not path.is_file():
+                continue  # nothing that a server wrote
             try:
                 head = snapshot.head(path)
             except CheckpointError as error:
                 logger.warning("%s It is deleted.", error)
                 self._drop(path)
-                continue
             except OSError as error:
                 logger.warning("%s cannot be read, and is left as it is: %s", path, error)
-                continue
-            if head is not None:
-                tokens = head.tokens if head.target == self._target else packed(())
-                self._files[path] = _File(tokens, head.feature_layers, stat.st_size, head.kind, head.parent)
-        for path in [path for path, file in self._files.items() if file.parent]:
-            if path in self._files and self._folder / self._files[path].parent not in self._files:
-                logger.warning("%s goes on from a file that is gone. It is deleted.", path)
+            else:
+                found |= {} if head is None else {path: head}
+        for path, head in sorted(found.items(), key=lambda each: each[1].start):  # parents are checked before
+            parent = found.get(self._folder / head.parent)
+            if head.start and (parent is None or not head.goes_on(parent)):
+                logger.warning("%s goes on from a file that is gone or has another text. It is deleted.", path)
+                del found[path]
                 self._drop(path)
+        for path in sorted(found, key=lambda path: path.stat().st_mtime_ns):
+            head = found[path]
+            tokens = head.tokens if head.target == self._target else packed(())
+            self._files[path] = _File(tokens, head.feature_layers, path.stat().st_size, head.kind, head.parent)
 
     def _drop(self, path: Path) -> None:
         """Deletes a file, and those that go on from it. If that fails, the next start finds it again."""
-        for other in [other for other, file in self._files.items() if file.parent == path.name]:
-            self._drop(other)
-        self._files.pop(path, None)
-        with contextlib.suppress(OSError):
-            path.unlink(missing_ok=True)
+        doomed = [path]
+        for each in doomed:
+            doomed += [other for other, file in self._files.items() if file.parent == each.name]
+        for each in reversed(doomed):
+            self._files.pop(each, None)
+            with contextlib.suppress(OSError):
+                each.unlink(missing_ok=True)
 
     def _warn(self, kind: str, problem: str) -> None:
         """Logs a warning once for each kind."""

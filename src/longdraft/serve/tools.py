@@ -17,7 +17,8 @@ import torch
 from llguidance import LLMatcher
 from transformers import PreTrainedTokenizerBase
 
-from longdraft.errors import RequestError
+from longdraft.errors import PromptError, RequestError
+from longdraft.model.chat import applied
 from longdraft.serve.structured import LENIENT, Constraint, checked, in_grammar, loosened, say
 from longdraft.serve.thinking import THINK, UNTHINK
 
@@ -237,8 +238,8 @@ def _supports_tools(tokenizer: PreTrainedTokenizerBase, tools: list[Mapping[str,
         return False
     turn = [{"role": "user", "content": "-"}]
     try:
-        plain, with_tools = (tokenizer.apply_chat_template(turn, tokenize=False, tools=each) for each in (None, tools))
-    except Exception:  # a mistake in the template
+        plain, with_tools = (applied(tokenizer, turn, tools=each) for each in (None, tools))
+    except PromptError:  # a mistake in the template
         return False
     return bool(plain != with_tools)
 

@@ -272,7 +272,7 @@ class Branches:
         assert every is not None
         logits = every[:, 0]
         if bool(torch.isnan(logits.amax())):
-            raise not_a_number()
+            raise not_a_number(self.runner.model)
         if self.keeps:
             self._hidden[at, places] = hidden[:, 0]
             self._likeliest[at, places] = top_of(logits, 1).indices[:, 0]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longdraft.errors import CheckpointError, LongdraftError, PromptError
-from longdraft.model.chat import encode
+from longdraft.model.chat import applied, encode
 from longdraft.training import corpora
 
 if TYPE_CHECKING:
@@ -133,12 +133,22 @@ def _document(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, features:
     return Document(tokens)
 
 
+# Marks where an answer was cut off. The space shows whether a template trims answers.
+_CUT = "-*-cut-*- "
+
+
 def _chat(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, cut: bool) -> Document:
     """A chat; ``cut``: its last answer was cut off, so its end is not learned."""
     first = [m["role"] for m in messages].index("assistant")  # ValueError if there is none
-    render = {"return_dict": False, "tokenizer_kwargs": {"verbose": False}}
-    prompt = tokenizer.apply_chat_template(messages[:first], add_generation_prompt=True, **render)
-    tokens = tokenizer.apply_chat_template(messages, continue_final_message=cut, **render)
+    last = {**messages[-1], "content": messages[-1]["content"] + _CUT * cut}
+    text = applied(tokenizer, [*messages[:-1], last], add_generation_prompt=False)
+    if cut:
+        text, mark, behind = text.rpartition(_CUT.strip())
+        if not mark:
+            raise ValueError("the chat template does not show the last answer")
+        text = text if behind.startswith(" ") else text.rstrip()  # the template trims
+    texts = (applied(tokenizer, messages[:first]), text)
+    prompt, tokens = (tokenizer(each, add_special_tokens=False, verbose=False)["input_ids"] for each in texts)
     if tokens[: len(prompt)] != prompt:
         raise ValueError("the chat template does not keep a chat's beginning as it grows")
     return Document(list(tokens), len(prompt))

@@ -1,0 +1,209 @@
+"""What runs leave on disk, damaged: it is said by name, or measured anew; and no answer is lost to a full disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+import longdraft
+from longdraft.cli.main import main
+from longdraft.errors import LongdraftError, MemoryBudgetError, NumericalError
+from longdraft.planning import costs
+from tests.tiny import tiny_model, tiny_tokenizer
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    tiny_model().save_pretrained(path)
+    tiny_tokenizer(chat=True).save_pretrained(path)
+    return path
+
+
+def test_a_full_disk_at_the_end_costs_no_answer(folder, tmp_path, capfd):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    kept = tmp_path / "kept"
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    arguments = ["generate", "-m", folder, "-p", "hello " * 20, "-n", 4, "--method", "ar", "--json", "--kv-cache", kept]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, hard))
+    try:
+        code = main([str(each) for each in arguments])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    out, err = capfd.readouterr()
+    assert code == 1 and str(kept) in err.replace("\n", "") and not kept.exists()
+    assert json.loads(out.splitlines()[-1])["new_tokens"] == 4
+
+
+def test_a_damaged_kv_cache_is_replaced_and_anothers_file_is_not(folder, tmp_path, capfd):
+    kept, texts = tmp_path / "kept", []
+    arguments = ["generate", "-m", folder, "-p", "hello " * 20, "-n", 4, "--method", "ar", "--json", "--kv-cache", kept]
+
+    def run() -> int:
+        code = main([str(each) for each in arguments])
+        texts.append(capfd.readouterr().out.splitlines()[-1:])
+        return code
+
+    assert run() == 0
+    written = bytearray(kept.read_bytes())
+    written[-7] ^= 4
+    kept.write_bytes(written)
+    assert run() == 0 and kept.read_bytes() != written
+    assert run() == 0
+    assert len({tuple(json.loads(line)["token_ids"]) for (line,) in texts}) == 1
+    kept.write_text("a file of the user's")
+    assert run() == 1 and kept.read_text() == "a file of the user's"
+
+
+def swapped(lines: list[bytes]) -> list[bytes]:
+    return [lines[1], lines[0], *lines[2:]]
+
+
+@pytest.mark.parametrize("form", ["own", "openai"])
+def test_lines_that_are_gone_swapped_or_doubled_are_noticed(form, folder, tmp_path, capfd):
+    rows = [{"prompt": f"hello {i}", "max_tokens": 2} for i in range(5)]
+    if form == "openai":
+        rows = [
+            {"custom_id": "same", "method": "POST", "url": "/v1/completions", "body": row | {"model": "x"}}
+            for row in rows
+        ]
+    source, answers = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("\n" + "\n\n".join(map(json.dumps, rows)) + "\n")
+    arguments = ["batch", source, answers, "-m", folder, "--method", "ar", "--raw"]
+
+    def run() -> int:
+        return main([str(each) for each in arguments])
+
+    assert run() == 0, capfd.readouterr().err
+    whole = answers.read_bytes().splitlines(keepends=True)
+    assert len(whole) == 5
+    answers.write_bytes(b"".join(whole[:3]))
+    assert run() == 0 and answers.read_bytes().splitlines(keepends=True)[:3] == whole[:3]
+    damages = {
+        2: whole[:1] + whole[2:], 1: swapped(whole), 4: [*whole[:3], whole[2], *whole[3:]], 6: [*whole, whole[4]],
+        3: [*whole[:2], b"[" * 100_000 + b"\n", *whole[3:]],
+    }  # fmt: skip
+    for line, damaged in damages.items():
+        answers.write_bytes(b"".join(damaged))
+        capfd.readouterr()
+        assert run() == 1
+        assert f"{answers}:{line} " in capfd.readouterr().err.replace("\n", "") + " "
+        assert answers.read_bytes() == b"".join(damaged)
+
+
+DAMAGES = [
+    "", "[" * 100_000, "null", "[]", '{"key": 1}', "TABLE: []", "TABLE: {}", "SECONDS: [[-1.0, 2.0]]",
+    'SECONDS: [["1", "2"]]', "SECONDS: [[NaN, 1.0]]", "SECONDS: [[1e400, 1.0]]", "SECONDS: [[1.0]]", "SECONDS: 5",
+    "ROWS: [1, 1]", "ROWS: [2, 1]", "ROWS: [[1], 2]", 'ROWS: ["1", 2]', "LENGTHS: [-5]", "LENGTHS: []",
+    "LENGTHS: [1e400]",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_of_costs_is_measured_anew(damage, tmp_path, monkeypatch):
+    table = costs.CostTable((64,), (1, 2), ((1.0, 1.5),))
+    measured: list[str] = []
+    monkeypatch.setattr(costs, "measure", lambda *_, **__: measured.append("") or table)
+    runner = longdraft.Speculator("ar", target=tiny_model()).runner()
+    assert costs.table_for(runner, tmp_path) == table == costs.table_for(runner, tmp_path)
+    assert len(measured) == 1
+    (file,) = tmp_path.glob("*.json")
+    kept = json.loads(file.read_text())
+    names = {"SECONDS": "seconds", "ROWS": "rows", "LENGTHS": "lengths"}
+    what, _, value = damage.partition(": ")
+    if what in names:
+        kept["table"][names[what]] = "HERE"
+    elif what == "TABLE":
+        kept["table"] = "HERE"
+    file.write_text(json.dumps(kept).replace('"HERE"', value) if what in (*names, "TABLE") else damage)
+    assert costs.table_for(runner, tmp_path) == table and len(measured) == 2
+
+
+def test_random_damage_to_costs_never_ends_a_run(tmp_path, monkeypatch):
+    table = costs.CostTable((64, 128), (1, 2), ((1.0, 1.5), (2.0, 3.0)))
+    monkeypatch.setattr(costs, "measure", lambda *_, **__: table)
+    runner = longdraft.Speculator("ar", target=tiny_model()).runner()
+    costs.table_for(runner, tmp_path)
+    (file,) = tmp_path.glob("*.json")
+    whole, chosen = file.read_bytes(), random.Random(5)
+    for _ in range(80):
+        content = bytearray(whole)
+        for _ in range(chosen.randrange(1, 4)):
+            content[chosen.randrange(len(content))] = chosen.choice(b'0123456789-.e[]{}",: \xff')
+        file.write_bytes(content)
+        found = costs.table_for(runner, tmp_path)
+        assert found.at(3, 100) > 0
+
+
+def test_numbers_that_are_none_name_the_model(folder, tmp_path):
+    model = tiny_model()
+    with torch.no_grad():
+        model.get_input_embeddings().weight[:] = float("nan")
+    model.save_pretrained(tmp_path)
+    tiny_tokenizer(chat=True).save_pretrained(tmp_path)
+    loaded = longdraft.load(tmp_path)
+    for method in ("ar", "prompt-lookup"):
+        spec = longdraft.Speculator(method, loaded.model, loaded.tokenizer)
+        with pytest.raises(NumericalError, match=str(tmp_path)):
+            spec.generate([1, 2, 3, 1, 2, 3], max_new_tokens=8)
+
+
+def test_a_file_that_memory_has_no_room_for_is_not_called_damaged(tmp_path):
+    tiny_model(hidden=960, vocab=8000, layers=2).save_pretrained(tmp_path)
+    tiny_tokenizer(chat=True).save_pretrained(tmp_path)
+    longdraft.load(tmp_path)
+    limit = resource.getrlimit(resource.RLIMIT_AS)
+    for room in (1 << 20, 8 << 20, 24 << 20, 48 << 20):
+        resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + room, limit[1]))
+        try:
+            longdraft.load(tmp_path)
+        except LongdraftError as error:
+            assert isinstance(error, MemoryBudgetError)
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, limit)
+    assert longdraft.load(tmp_path).model is not None
+
+
+PRESSED = """
+import os, signal, sys
+import longdraft.__main__ as entry
+
+class Finder:
+    def find_spec(self, name, *rest):
+        if name == sys.argv[1]:
+            sys.argv[1:] = ["generate", "-p", "x"] if name != "torch" else ["doctor"]
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Finder())
+if sys.argv[1] == "torch":
+    chosen, sys.argv[1:] = sys.argv[1], ["torch"]
+    import longdraft.cli.main
+    sys.argv[1:] = ["doctor"]
+    sys.meta_path[0].find_spec = lambda name, *rest: os.kill(os.getpid(), signal.SIGINT) if name == chosen else None
+entry.run()
+"""
+
+
+@pytest.mark.parametrize("module", ["longdraft.cli.main", "typer", "longdraft.cli.generate", "torch"])
+def test_ctrl_c_during_imports_shows_no_traceback(module):
+    done = subprocess.run([sys.executable, "-c", PRESSED, module], capture_output=True, text=True, timeout=120)
+    assert done.returncode in (130, -signal.SIGINT) and "Traceback" not in done.stderr, done.stderr
+
+
+def test_the_entry_point_restores_ctrl_c():
+    code = (
+        "import signal, longdraft.__main__ as m, sys; sys.argv = ['longdraft', '--version']\n"
+        "try: m.run()\nexcept SystemExit: pass\n"
+        "assert signal.getsignal(signal.SIGINT) is signal.default_int_handler"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False, env={**os.environ}).returncode == 0

@@ -1,0 +1,216 @@
+"""A snapshot that is not what was written is read anew: the text stays what it is, and the file is named."""
+
+from __future__ import annotations
+
+import json
+import random
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+import longdraft
+from longdraft.errors import CheckpointError
+from longdraft.memory import snapshot
+from longdraft.memory.store import KVShape, KVStore
+from longdraft.serve.prefixes import DiskPrefixes, own_folder
+from tests.recurrent_models import recurrent_model
+from tests.tiny import tiny_model
+
+PROMPT = random.Random(7).choices(range(61), k=60)
+
+
+class Decoder:
+    """Decodes the prompt from a file, with drafts that read hidden states of the rows in it or none."""
+
+    def __init__(self, model: torch.nn.Module, folder: Path) -> None:
+        self.spec, self.file = longdraft.Speculator("prompt-lookup", target=model), folder / "kept"
+        cache = longdraft.PromptCache()
+        self.spec.generate(PROMPT, max_new_tokens=1, cache=cache)
+        self.text = self.decoded(None)
+        cache.save(self.file, self.spec.runner().fingerprint)
+        self.written = self.file.read_bytes()
+
+    def decoded(self, cache: longdraft.PromptCache | None) -> tuple[list[int], int]:
+        (result,) = self.spec.generate([*PROMPT, 3, 1, 4], max_new_tokens=4, cache=cache)
+        return result.token_ids, result.cached_tokens
+
+    def again(self, content: bytes) -> int | None:
+        """Cached tokens of a run from a file; None if it is refused by name. The text is always the same."""
+        self.file.write_bytes(content)
+        try:
+            cache = longdraft.PromptCache.restored(self.file, self.spec.runner().fingerprint)
+            text, cached = self.decoded(cache)
+        except CheckpointError as error:
+            assert str(self.file) in str(error)
+            return None
+        assert text == self.text[0]
+        return cached
+
+
+@pytest.fixture(scope="module", params=["attention", "recurrent"])
+def decoder(request, tmp_path_factory):
+    model = tiny_model() if request.param == "attention" else recurrent_model()
+    return Decoder(model, tmp_path_factory.mktemp("kept"))
+
+
+def test_a_flipped_bit_changes_no_text(decoder, caplog):
+    assert decoder.again(decoder.written) == len(PROMPT)  # it is used as it is
+    header = 8 + struct.unpack("<Q", decoder.written[:8])[0]
+    chosen = random.Random(57)
+    places = [chosen.randrange(header, len(decoder.written)) for _ in range(60)]
+    found = [decoder.again(flipped(decoder.written, place, chosen.randrange(8))) for place in places]
+    assert set(found) == {0}  # each is noticed, and the prompt is read anew
+    assert len([r for r in caplog.records if str(decoder.file) in r.getMessage()]) == len(places)
+    in_header = [
+        decoder.again(flipped(decoder.written, chosen.randrange(header), chosen.randrange(8))) for _ in "x" * 80
+    ]
+    assert in_header.count(len(PROMPT)) <= 8  # spaces at its end say nothing
+
+
+def test_a_file_that_is_cut_or_grown_changes_no_text(decoder):
+    chosen = random.Random(58)
+    for _ in range(15):
+        cut = chosen.randrange(len(decoder.written))
+        assert decoder.again(decoder.written[:cut]) in (None, 0)
+    assert decoder.again(decoder.written + b"more") in (None, 0)
+
+
+def flipped(content: bytes, place: int, bit: int) -> bytes:
+    changed = bytearray(content)
+    changed[place] ^= 1 << bit
+    return bytes(changed)
+
+
+# --- a server's folder ---
+
+SHAPE = KVShape(2, 1, 4, torch.float32)
+TEXT = list(range(100))
+
+
+def store(tokens: list[int]) -> KVStore:
+    made = KVStore(SHAPE, 1, 200)
+    for tensor in (made.keys, made.values):
+        tensor[:, 0, :, : len(tokens)] = torch.tensor(tokens, dtype=torch.float32)[:, None]
+    made.lengths[0] = len(tokens)
+    return made
+
+
+def chain(folder: Path, parents: dict[str, str], starts: dict[str, int]) -> None:
+    for name, parent in parents.items():
+        path = folder / f"{name}.kv.safetensors"
+        parent = f"{parent}.kv.safetensors" if parent else ""
+        snapshot.save(store(TEXT), 0, TEXT, "target", path, start=starts.get(name, 0), parent=parent)
+
+
+def opened(folder: Path) -> DiskPrefixes:
+    cache = DiskPrefixes(folder, "target", 1 << 30, 4)
+    cache.open(lambda slots, rows: KVStore(SHAPE, slots, rows), 1, 200)
+    return cache
+
+
+def reused(cache: DiskPrefixes) -> int:
+    rows = cache.begin(0, TEXT)
+    assert cache.store.keys[0, 0, 0, :rows, 0].tolist() == TEXT[:rows]
+    return rows
+
+
+CIRCLES: list[tuple[dict[str, str], dict[str, int]]] = [
+    ({"a": "a"}, {"a": 50}),
+    ({"a": "b", "b": "a"}, {"a": 50, "b": 60}),
+    ({"a": "b", "b": "c", "c": "a"}, {"a": 50, "b": 50, "c": 50}),
+    ({"a": "gone"}, {"a": 50}),
+    ({"a": "../a"}, {"a": 50}),
+    ({"a": "/etc/passwd"}, {"a": 50}),
+    ({"a": "", "b": "a"}, {"a": 0, "b": 0}),  # a parent, and no rows of it
+    ({"a": "b", "b": ""}, {"a": 100}),
+]
+
+
+@pytest.mark.parametrize(("parents", "starts"), CIRCLES)
+def test_parents_that_lead_nowhere_are_a_miss(parents, starts, tmp_path):
+    chain(tmp_path, parents, starts)
+    for path in tmp_path.glob("a.*"):
+        try:
+            assert snapshot.load(store(TEXT), 0, "target", path) == TEXT
+        except CheckpointError as error:
+            assert path.name in str(error) or ".kv." in str(error)
+    cache = opened(tmp_path)
+    rows = reused(cache)
+    assert rows in (0, 99) and (rows == 99) == ("" in parents.values())
+    cache._drop(next(iter(cache._files), tmp_path / "none"))  # ends, whoever goes on from whom
+
+
+def test_a_long_chain_is_read(tmp_path):
+    names = [f"n{i}" for i in range(90)]
+    chain(tmp_path, dict(zip(names, ["", *names], strict=False)), {name: i for i, name in enumerate(names)})
+    assert reused(opened(tmp_path)) == 99
+
+
+def with_meta(path: Path, **changed: str) -> None:
+    """Rewrites a snapshot with other metadata, and checksums that are right."""
+    tensors = load_file(path)
+    with safe_open(path, framework="pt") as file:
+        meta = {**file.metadata(), **changed}
+    meta.pop("checksum")
+    sums = json.loads(meta.pop("checksums"))
+    meta["checksum"] = str(snapshot._header_checksum(meta, sums))
+    save_file(tensors, path, metadata={**meta, "checksums": json.dumps(sums)})
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"start": "x"}, {"start": "-5", "parent": "b"}, {"start": "1e9", "parent": "b"}, {"features_from": "none"},
+     {"feature_layers": "one"}, {"start": "50"}, {"parent": "b"}, {"target": ""}, {"format": "longdraft-kv-9"},
+     {"checksums": "[" * 100_000}, {"checksums": "5"}, {"kind": "another"}, {"features_from": "9" * 5000}],
+    ids=lambda each: "-".join(each),
+)  # fmt: skip
+def test_wrong_metadata_are_a_miss(changed, tmp_path):
+    chain(tmp_path, {"a": ""}, {})
+    path = tmp_path / "a.kv.safetensors"
+    if "checksums" in changed:
+        tensors = load_file(path)
+        with safe_open(path, framework="pt") as file:
+            save_file(tensors, path, metadata={**file.metadata(), **changed})
+    else:
+        with_meta(path, **changed)
+    assert reused(opened(tmp_path)) == 0
+
+
+def test_a_file_that_changes_after_the_start_is_a_miss(tmp_path):
+    def linked(path: Path) -> None:
+        outside = tmp_path / "outside"
+        path.rename(outside)
+        path.symlink_to(outside)
+
+    changes: list[Callable[[Path], None]] = [
+        lambda path: path.unlink(),
+        linked,
+        lambda path: with_meta(path, start="50", parent=path.name),
+        lambda path: path.write_bytes(flipped(path.read_bytes(), -5, 3)),
+        lambda path: snapshot.save(store([7] * 100), 0, [7] * 100, "target", path),
+    ]
+    for number, change in enumerate(changes):
+        (tmp_path / str(number)).mkdir()
+        cache = tmp_path / str(number)
+        chain(cache, {"a": "", "b": "a"}, {"b": 50})
+        running = opened(cache)
+        (cache / "b.kv.safetensors").touch()
+        change(cache / "a.kv.safetensors")
+        assert reused(running) in (0, 99)
+        assert reused(running) in (0, 99)
+
+
+def test_a_folder_that_cannot_be_written_ends_the_start(tmp_path, monkeypatch):
+    import tempfile
+
+    def full(*arguments, **options):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", full)
+    with pytest.raises(CheckpointError, match=str(tmp_path)):
+        own_folder(tmp_path)

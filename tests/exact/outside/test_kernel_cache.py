@@ -1,0 +1,130 @@
+"""Code in the cache is run only if no other user can have put it there. A kernel without memory says so."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from longdraft import native
+from longdraft.errors import MemoryBudgetError
+from longdraft.memory import sizes
+from longdraft.native import build
+from longdraft.native.library import kernels_for
+
+pytestmark = pytest.mark.skipif(native.kernels() is None, reason=f"no kernels here: {native.missing()}")
+
+
+def linked(file: Path) -> None:
+    file.rename(file.with_name("elsewhere"))
+    file.symlink_to(file.with_name("elsewhere"))
+
+
+def fifo(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file, 0o700)
+
+
+def given(file: Path, other: Callable[[Path], Path]) -> None:
+    if os.getuid():
+        pytest.skip("only root can give files away")
+    os.chown(other(file), 12345, 12345)
+
+
+SPOILS: dict[str, Callable[[Path], None]] = {
+    "file": lambda file: file.chmod(0o775),
+    "folder": lambda file: file.parent.chmod(0o777),
+    "sticky folder": lambda file: file.parent.chmod(0o1777),
+    "folder of a group": lambda file: file.parent.chmod(0o770),
+    "parent": lambda file: file.parent.parent.chmod(0o707),
+    "parent's parent": lambda file: file.parent.parent.parent.chmod(0o770),
+    "link": linked,
+    "fifo": fifo,
+    "another's file": lambda file: given(file, lambda file: file),
+    "another's folder": lambda file: given(file, lambda file: file.parent),
+    "another's parent": lambda file: given(file, lambda file: file.parent.parent),
+}
+
+
+@pytest.mark.parametrize("spoil", [None, *SPOILS])
+def test_code_that_others_can_have_written_is_not_run(spoil, tmp_path, monkeypatch, caplog):
+    level = build.levels()[0]
+    made = build.shared_object(level)
+    file = tmp_path / "user" / "cache" / "native" / made.name
+    file.parent.mkdir(parents=True, mode=0o700)
+    shutil.copy(made, file)
+    file.chmod(0o755)
+    if spoil is not None:
+        SPOILS[spoil](file)
+    monkeypatch.setenv("LONGDRAFT_CACHE", str(tmp_path / "user" / "cache"))
+    monkeypatch.setenv("CXX", "false")  # compiles nothing: what is run was in the cache
+    if spoil is None:
+        assert kernels_for(level).level == level
+        return
+    with pytest.raises(OSError):
+        kernels_for(level)
+    assert ("Others can write to" in caplog.text) == ("folder" in spoil or "parent" in spoil)
+
+
+RUN = """
+import resource, sys, psutil, torch
+from longdraft import native
+from longdraft.errors import MemoryBudgetError
+torch.set_num_threads(int(sys.argv[1]))
+kernels = native.kernels()
+q, k, v = torch.randn(8, 64, 64), torch.randn(8, 64, 4096).transpose(1, 2), torch.randn(8, 4096, 64)
+x, w = torch.randn(256, 4096), torch.randn(64, 4096)
+calls = [lambda: kernels.attend(q, k, v, None, 1.0), lambda: kernels.linear(x, [(w, None)])[0]]
+kernels.linear(x[:1, :64], [(w[:, :64].contiguous(), None)])  # threads start
+for call in calls:
+    limit = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms, limit[1]))
+    try:
+        for _ in range(3):
+            call()
+        print("had room")
+    except (MemoryBudgetError, RuntimeError) as error:
+        print(type(error).__name__)
+    resource.setrlimit(resource.RLIMIT_AS, limit)
+    assert torch.equal(call(), call()) and bool(call().isfinite().all())
+"""
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_kernel_without_memory_raises_and_works_again_with_it(threads):
+    done = subprocess.run([sys.executable, "-c", RUN, str(threads)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "MemoryBudgetError" in done.stdout
+
+
+def test_what_is_available_looks_at_the_limits_of_the_process():
+    before, limit = sizes.available_bytes(torch.device("cpu")), resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + (64 << 20), limit[1]))
+    try:
+        assert 0 < sizes.available_bytes(torch.device("cpu")) <= 64 << 20 < before
+        with pytest.raises(MemoryBudgetError):
+            sizes.require(128 << 20, torch.device("cpu"), "A test")
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limit)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_what_is_available_looks_at_every_cgroup_around_the_process(version, tmp_path):
+    root, own = tmp_path / "cgroup", tmp_path / "own"
+    folder = root / ("memory" if version == 1 else "") / "job" / "step"
+    limit, use = ("limit_in_bytes", "usage_in_bytes") if version == 1 else ("max", "current")
+    for place, most in ((folder, 9_000_000), (folder.parent, 5_000_000)):
+        place.mkdir(parents=True, exist_ok=True)
+        (place / f"memory.{limit}").write_text(f"{most}\n")
+        (place / f"memory.{use}").write_text("1000000\n")
+        (place / "memory.stat").write_text("anon 5\ninactive_file 500\ntotal_inactive_file 500\n")
+    own.write_text("5:cpu:/job/step\n4:memory:/job/step\n" if version == 1 else "0::/job/step\n")
+    assert min(sizes._cgroup_available(own, root)) == 4_000_500
