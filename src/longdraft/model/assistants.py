@@ -65,7 +65,7 @@ def describe(folder: Path) -> Described:
     Raises:
         CheckpointError: transformers cannot read it.
     """
-    with reading(f"{folder} is no assistant that this version of transformers can read"), quiet():
+    with reading(folder, f"{folder} is no assistant that this version of transformers can read"), quiet():
         config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)

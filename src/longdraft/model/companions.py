@@ -48,7 +48,7 @@ def describe(name: str) -> Described:
         check_gguf(path)
         needs("gguf", path)
     kind = "file" if gguf else "folder or hub id"
-    with reading(f"{name} is not the {kind} of a causal language model that transformers can read"), quiet():
+    with reading(name, f"{name} is not the {kind} of a causal language model that transformers can read"), quiet():
         if gguf:
             config = File(path).config()
         else:
