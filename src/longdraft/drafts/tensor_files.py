@@ -102,9 +102,9 @@ def _unpickled(path: Path, mapped: bool = False) -> dict[str, torch.Tensor]:
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     """A safetensors file."""
-    with naming(path, f"{path} cannot be read", "It is truncated or damaged: copy the draft again."):
-        with safe_open(regular(path), framework="pt") as file:
-            yield file
+    advice = "It is truncated or damaged: copy the draft again."
+    with naming(path, f"{path} cannot be read", advice), safe_open(regular(path), framework="pt") as file:
+        yield file
 
 
 def _is_plain(tensor: object) -> bool:
