@@ -55,8 +55,12 @@ class ConfigError(LongdraftError, ValueError):
     """A training configuration has an unknown setting or an unusable value."""
 
 
-def reason_of(error: Exception) -> str:
+def reason_of(error: BaseException) -> str:
     """The first line of another library's error without its full stop, or the error's type if it has no text."""
+    if isinstance(error, KeyError):
+        return f"it lacks {error}"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".: ")
 
 

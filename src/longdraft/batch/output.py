@@ -9,11 +9,12 @@ import json
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from longdraft.errors import CheckpointError, ConfigError, LongdraftError
+from longdraft.errors import CheckpointError, ConfigError
+from longdraft.files import naming, read_json, regular
 
 _FORMAT = {"format": "longdraft batch", "version": 1}
 # Seconds between two calls of fsync.
@@ -39,7 +40,7 @@ class Output:
         self.rows = self.errors = 0
         self._ends: list[int] = []  # offsets of the ends of the last rows, which may be taken back
         with self._failing("written"):
-            self._file = path.open("ab", buffering=0)
+            self._file = regular(path).open("ab", buffering=0)
         try:
             self._lock()
             self._check_origin({**_FORMAT, **json.loads(json.dumps(origin))})
@@ -126,7 +127,7 @@ class Output:
                 return
         advice = f"Name another file, or delete {self.path} and {self._record} to begin again."
         try:
-            recorded = json.loads(self._record.read_text(encoding="utf-8"))
+            recorded = read_json(self._record)
             known = {name: recorded[name] for name in _FORMAT} == _FORMAT
         except (OSError, ValueError, KeyError, TypeError):
             known = False
@@ -162,12 +163,6 @@ class Output:
                 size += len(line)
         return size
 
-    @contextmanager
-    def _failing(self, what: str) -> Iterator[None]:
-        """Turns an OSError inside it into a CheckpointError."""
-        try:
-            yield
-        except LongdraftError:
-            raise
-        except OSError as error:
-            raise CheckpointError(f"{self.path} cannot be {what}: {error.strerror}.") from error
+    def _failing(self, what: str) -> AbstractContextManager[None]:
+        """Turns an error inside it into a CheckpointError."""
+        return naming(self.path, f"{self.path} cannot be {what}")

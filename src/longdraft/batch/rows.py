@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 from longdraft.engine.sampler import Sampling
 from longdraft.errors import CheckpointError
+from longdraft.files import regular
 from longdraft.serve import asked, schema
 from longdraft.serve.asked import Asked
 from longdraft.serve.body import read, validated
@@ -62,7 +63,7 @@ def lines(path: Path, skip: int = 0) -> Iterator[Line]:
     """
     number = 0
     try:
-        with path.open("rb") as file:
+        with regular(path).open("rb") as file:
             for place, content in enumerate(file, 1):
                 if content.strip():
                     if number >= skip:

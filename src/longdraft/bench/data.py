@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from longdraft.bench import scores
 from longdraft.errors import ContextError, PromptError
+from longdraft.files import regular
 from longdraft.model.chat import chat_prompt, encode
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ def rows(path: Path, limit: int | None = None) -> list[tuple[dict[str, Any], str
     if path.is_dir():
         raise PromptError(f"{path} is a folder: --data takes a JSONL file.")
     try:
-        with path.open(encoding="utf-8") as lines:
+        with regular(path).open(encoding="utf-8") as lines:
             found = list(islice(objects(lines, str(path)), limit))
     except FileNotFoundError:
         raise PromptError(f"There is no file {path}: check the path.") from None
@@ -122,7 +123,7 @@ def objects(lines: Iterable[str], file: str) -> Iterator[tuple[dict[str, Any], s
         origin = f"{file}:{number}"
         try:
             row: Any = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise PromptError(f"{origin} is not JSON ({error}): each line holds one object.") from None
         if not isinstance(row, dict):
             raise PromptError(f"{origin} holds {type(row).__name__}, not an object.")
@@ -162,7 +163,7 @@ def text(path: Path) -> str:
     if path.suffix == ".jsonl":
         return "\n\n".join(sample.document for sample in read([path]))
     try:
-        return path.read_text(encoding="utf-8")
+        return regular(path).read_text(encoding="utf-8")
     except FileNotFoundError:
         raise PromptError(f"There is no file {path}: check the path.") from None
     except (OSError, UnicodeDecodeError) as error:

@@ -12,10 +12,11 @@ import jinja2
 from longdraft.bench import charts, report
 from longdraft.bench.peers import PEERS
 from longdraft.bench.report_chapter import Chapter
-from longdraft.bench.report_parts import parts
+from longdraft.bench.report_parts import Part, parts
 from longdraft.bench.report_words import title
 from longdraft.bench.settings import REFERENCE
 from longdraft.errors import CheckpointError
+from longdraft.files import naming
 
 DEFINITIONS = (
     "spread: the slowest and the fastest of the timed rounds, each of which counts with the median of its samples; of "
@@ -67,7 +68,12 @@ def make(paths: Sequence[Path], made: str = "", progress: Callable[[str], None] 
         CapabilityError: matplotlib is not installed.
     """
     charts.available()
-    found = parts(paths)
+    shown = ", ".join(map(str, paths))
+    with naming(shown, f"No page can be made of {shown}", "It holds values that no bench writes."):
+        return _page(parts(paths), made, progress)
+
+
+def _page(found: Sequence[Part], made: str, progress: Callable[[str], None]) -> Page:
     page = Page()
     names = list(dict.fromkeys(row["method"] for part in found for row in part.rows))
     style = charts.styles(sorted(names, key=lambda name: name != REFERENCE), (REFERENCE, *PEERS))

@@ -5,18 +5,21 @@ The header holds everything that figures depend on. A run with another header ma
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from types import UnionType
+from typing import Any, Generic, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from longdraft.errors import CheckpointError, ConfigError
+from longdraft.files import naming, regular
 
 T = TypeVar("T")
 
@@ -85,13 +88,13 @@ def contents(
         CheckpointError: it cannot be read, or is no file of this format and version.
     """
     with _failures(path, "read"):
-        content = path.read_bytes()
+        content = regular(path).read_bytes()
     whole = content.rfind(b"\n") + 1
     first, *rest = content[:whole].splitlines() or [b""]
     try:
         found = json.loads(first)
         known = found["format"] == form
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         known = False
     if not known:
         raise CheckpointError(f"{path} is not a results file of this bench: give another name.")
@@ -103,8 +106,10 @@ def contents(
     measured = []
     for number, text in enumerate(rest, 2):
         try:
-            measured.append(parsed(json.loads(text)))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            measured.append(made := parsed(json.loads(text)))
+            if not _fits(made, type(made)):
+                raise TypeError("a value of another type than it has there")
+        except Exception as error:  # no list of types would be complete
             raise CheckpointError(
                 f"{path}:{number} is damaged ({error!r}): delete that line, and run again to measure it anew."
             ) from None
@@ -160,10 +165,26 @@ def _differences(there: Any, here: Any, name: str = "") -> Iterator[str]:
         yield f"{name}: {json.dumps(there)} there, {json.dumps(here)} here"
 
 
-@contextmanager
-def _failures(path: Path, what: str) -> Iterator[None]:
+def _failures(path: Path, what: str) -> AbstractContextManager[None]:
     """Turns errors of the file system into CheckpointErrors."""
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be {what}: {error.strerror}.") from error
+    return naming(path, f"{path} cannot be {what}")
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """True if a value, and all within it, is of the annotated type, and no number is NaN."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if dataclasses.is_dataclass(kind):
+        hints = get_type_hints(kind)
+        return isinstance(value, kind) and all(_fits(getattr(value, name), each) for name, each in hints.items())  # type: ignore[arg-type]
+    if origin in (Union, UnionType):
+        return any(_fits(value, each) for each in inner)
+    if kind is Any or kind in (int, float) or origin is None:
+        plain = {int: int, float: int | float, Any: object}.get(kind, kind)
+        return isinstance(value, plain) and value == value and isinstance(value, bool) <= (kind in (bool, Any))
+    if not isinstance(value, origin):
+        return False
+    if issubclass(origin, Mapping):
+        return all(_fits(name, inner[0]) and _fits(each, inner[1]) for name, each in value.items())
+    if origin is tuple and inner[-1] is not Ellipsis:
+        return len(value) == len(inner) and all(map(_fits, value, inner))
+    return all(_fits(each, inner[0]) for each in value)

@@ -13,6 +13,7 @@ from typing import IO, Any
 
 from longdraft.bench import data
 from longdraft.errors import CapabilityError, PromptError, reason_of
+from longdraft.files import regular
 
 _TEXTS = (".jsonl", ".json", ".txt")
 _TABLES = {".parquet": "parquet", ".csv": "csv"}
@@ -40,7 +41,7 @@ def of_path(path: Path, name: str, limit: int | None = None) -> list[Row]:
     """
     if not path.exists():
         raise PromptError(f"There is no file {path}: check the path.")
-    if zipfile.is_zipfile(path):
+    if zipfile.is_zipfile(regular(path)):
         with zipfile.ZipFile(path) as archive:
             inside = _chosen([PurePath(member) for member in archive.namelist()], name, _TEXTS, limit)
             found = [row for member in inside for row in _opened(archive.open(str(member)), member, path, limit)]
@@ -107,7 +108,7 @@ def _opened(file: IO[bytes], name: PurePath, archive: Path | None, limit: int | 
                 whole = json.load(text)
                 listed = whole if isinstance(whole, list) else [whole]
                 yield from (Row(row, f"{shown}:{i}", name.stem) for i, row in enumerate(listed[:limit], 1))
-    except ValueError as error:  # JSON and UTF-8
+    except (ValueError, RecursionError) as error:  # JSON and UTF-8
         raise PromptError(f"{shown} cannot be read as {name.suffix[1:]} in UTF-8: {error}.") from None
 
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from longdraft.cli import console, pdf
 from longdraft.errors import PromptError
+from longdraft.files import regular
 
 STDIN = "-"
 # Seconds without a byte on standard input before we say that we are waiting for it.
@@ -69,7 +70,7 @@ def _file_text(name: str) -> str:
     if path.is_dir():
         raise PromptError(f"{name} is a folder: --file takes a text file; give the option once for each file.")
     try:
-        data = path.read_bytes()
+        data = (path if path.parent.name == "fd" else regular(path)).read_bytes()  # <(...) of a shell
     except FileNotFoundError:
         raise PromptError(f"There is no file {name}: check the path.") from None
     except OSError as error:

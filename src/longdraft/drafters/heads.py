@@ -143,7 +143,7 @@ class BoundHeads:
 class HeadsDraft(TrainedDraft[BoundHeads]):
     """Trained heads, as their folder holds them."""
 
-    kind = KIND
+    kind, counted = KIND, "heads"
 
     @classmethod
     def load(cls, folder: Path | str) -> HeadsDraft:

@@ -26,6 +26,7 @@ from longdraft.drafts.eagle_formats import (
     whole_layer,
 )
 from longdraft.errors import CheckpointError
+from longdraft.files import reads
 
 KIND = "dflash"
 # Base of RoPE where a folder of the authors states none.
@@ -98,6 +99,7 @@ class DFlashShape:
         return asdict(self)
 
 
+@reads("The draft in", "It has a value that cannot be right: correct it, or copy the draft again.")
 def read(
     folder: Path | str, rope_theta: float | None = None, head_dim: int | None = None, rope_factor: float | None = None
 ) -> tuple[DraftFolder, dict[str, Any]]:
@@ -111,14 +113,13 @@ def read(
     """
     config = draft_folder.read_config(folder)
     draft_folder.check_kind(draft_folder.kind(folder), KIND, folder)
-    with draft_folder.interpreting(folder):
-        speculators = "speculators_model_type" in config
-        sizes = whole_layer(config, folder) if speculators else dict(config)
-        sizes |= {"head_dim": head_dim} if head_dim else {}
-        tensors = _tensors(folder)
-        found = _contents(config, draft_folder.filled_in(sizes), tensors, folder)
-        rope = foreign_rope(sizes, THETA if speculators else PUBLISHED_THETA)
-        return found, stretched(rope, found.config["trained_length"], rope_theta, rope_factor, folder)
+    speculators = "speculators_model_type" in config
+    sizes = whole_layer(config, folder) if speculators else dict(config)
+    sizes |= {"head_dim": head_dim} if head_dim else {}
+    tensors = _tensors(folder)
+    found = _contents(config, draft_folder.filled_in(sizes), tensors, folder)
+    rope = foreign_rope(sizes, THETA if speculators else PUBLISHED_THETA)
+    return found, stretched(rope, found.config["trained_length"], rope_theta, rope_factor, folder)
 
 
 def _tensors(folder: Path | str) -> dict[str, torch.Tensor]:

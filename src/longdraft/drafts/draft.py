@@ -14,10 +14,12 @@ from torch import nn
 from longdraft.drafts import draft_folder
 from longdraft.drafts.draft_folder import CONFIG, OFFSETS, DraftFolder
 from longdraft.errors import CheckpointError
+from longdraft.files import naming, reads
 from longdraft.model.runner import TargetRunner
 from longdraft.model.sharded import whole
 from longdraft.native.stored import Stored
 
+REMEDY = "Copy the draft again."
 Bound = TypeVar("Bound")
 Own = TypeVar("Own", bound="TrainedDraft[Any]")
 
@@ -34,6 +36,12 @@ class Draft(ABC, Generic[Bound]):
 
     kind: ClassVar[str]
     trained_length: int | None = None
+
+    def __init_subclass__(cls, **named: Any) -> None:
+        """Makes ``load`` a boundary: whatever a bad folder sets off is an error that names it."""
+        super().__init_subclass__(**named)
+        if (load := vars(cls).get("load")) is not None:
+            setattr(cls, "load", classmethod(reads("The draft in", REMEDY)(load.__func__)))  # noqa: B010
 
     def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder)
@@ -80,8 +88,9 @@ class Draft(ABC, Generic[Bound]):
         """
         found = self._bound.get(runner)
         if found is None:
-            self.check(runner)
-            self._bound[runner] = found = self.make(runner)
+            with naming(self.folder, f"The draft in {self.folder} cannot be used", REMEDY):
+                self.check(runner)
+                self._bound[runner] = found = self.make(runner)
         return found
 
     @abstractmethod
@@ -107,6 +116,8 @@ class TrainedDraft(Draft[Bound]):
 
     label: ClassVar[str] = ""
     """The kind in messages, where its name is not enough: "EAGLE-3"."""
+    counted: ClassVar[str] = "decoder_layers"
+    """The number in its configuration of parts that have tensors each."""
 
     def __init__(self, folder: Path | str, contents: DraftFolder) -> None:
         super().__init__(folder)
@@ -116,6 +127,9 @@ class TrainedDraft(Draft[Bound]):
         if length is not None and (type(length) is not int or length < 1):
             raise CheckpointError(f"{CONFIG} of {folder} has no number that could be right for trained_length.")
         self.weights = dict(contents.tensors)
+        draft_folder.check_numbers_of(self.weights, self.config, folder)
+        if (parts := self.config.get(self.counted) or 0) > len(self.weights):
+            raise CheckpointError(f"{CONFIG} of {folder} has {self.counted} {parts}, more than tensors.")
         sizes = {name: t.shape for name, t in self._empty().state_dict().items()}
         if (trimmed := self.config.get("draft_vocab_size")) is not None:
             sizes[OFFSETS] = torch.Size([trimmed])

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +16,7 @@ from safetensors.torch import save_file
 from longdraft.drafts import packed, tensor_files
 from longdraft.drafts.tensor_files import WEIGHTS
 from longdraft.errors import CheckpointError
+from longdraft.files import check_numbers, read_json, reads
 from longdraft.folders import is_gguf
 
 FORMAT = 1
@@ -118,6 +118,7 @@ def is_draft_folder(path: Path | str) -> bool:
     return (Path(path) / CONFIG).is_file()
 
 
+@reads("The draft in", "Copy it again.")
 def kind(folder: Path | str) -> str:
     """The kind of a draft folder; empty if neither config.json nor the tensors tell, as for language models.
 
@@ -172,11 +173,9 @@ def read_config(folder: Path | str) -> dict[str, Any]:
     if not folder.is_dir():
         raise CheckpointError(f"There is no draft folder {folder}.")
     try:
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        config = read_json(folder / CONFIG)
     except FileNotFoundError:
         raise CheckpointError(f"{folder} has no {CONFIG}: {_of_a_run(folder) or 'is it a draft folder?'}") from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder / CONFIG} cannot be read: {error}. Copy the draft again.") from error
     if not isinstance(config, dict):
         raise CheckpointError(f"{folder / CONFIG} holds no JSON object: is it a draft folder?")
     return config
@@ -225,15 +224,18 @@ def check_kind(found: str, kind: str, folder: Path | str) -> None:
         raise CheckpointError(f"{folder} holds a draft for {found or 'another method'}, not for {kind}.")
 
 
-@contextmanager
-def interpreting(folder: Path | str) -> Iterator[None]:
-    """Turns errors from words where numbers belong, and the like, into a CheckpointError that names config.json."""
-    try:
-        yield
-    except (TypeError, ValueError, AttributeError, IndexError) as error:
-        raise CheckpointError(
-            f"{CONFIG} of {folder} has a value that cannot be right ({error}): correct it, or copy the draft again."
-        ) from error
+def check_numbers_of(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any], folder: Path | str) -> None:
+    """Checks the numbers of a configuration against the tensors, and the kinds of these.
+
+    Raises:
+        CheckpointError: a number is outside of its range; the vocabulary's table holds no ids, or others no weights.
+    """
+    check_numbers(
+        config, Path(folder) / CONFIG, len(tensors), max((n for t in tensors.values() for n in t.shape), default=0)
+    )
+    for name, tensor in tensors.items():
+        if tensor.is_complex() or tensor.is_floating_point() == (name == OFFSETS):
+            raise CheckpointError(f"{name} of {folder} holds numbers of the type {tensor.dtype}: copy the draft again.")
 
 
 def shape_of(

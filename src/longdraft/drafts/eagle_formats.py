@@ -18,6 +18,7 @@ import torch
 from longdraft.drafts import draft_folder
 from longdraft.drafts.draft_folder import OFFSETS, DraftFolder
 from longdraft.errors import CheckpointError
+from longdraft.files import reads
 from longdraft.model.layer_config import completed
 from longdraft.model.rotary import yarn
 
@@ -98,6 +99,7 @@ def usual_layers(layers: int) -> tuple[int, int, int]:
     return 1, layers // 2 - 1, layers - 4
 
 
+@reads("The draft in", "It has a value that cannot be right: correct it, or copy the draft again.")
 def read(
     folder: Path | str,
     rope_theta: float | None = None,
@@ -122,14 +124,13 @@ def read(
     if kind not in (KIND, EAGLE, PEAGLE) and "longdraft_format" not in config:
         raise CheckpointError(f"{folder} was not written by longdraft: drafts for {kind} come in its own layout alone.")
     given = {"head_dim": head_dim} if head_dim else {}
-    with draft_folder.interpreting(folder):
-        tensors = draft_folder.read_tensors(config, folder)
-        tensors = {name: t for name, t in tensors.items() if not name.startswith(LEFT)}
-        if "longdraft_format" in config:
-            found, rope = _ours(config | given, tensors, folder, kind)
-        else:
-            found, rope = _foreign(config, given, _named_as_ours(tensors, folder), folder, kind)
-        return found, stretched(rope, found.config.get("trained_length"), rope_theta, rope_factor, folder)
+    tensors = draft_folder.read_tensors(config, folder)
+    tensors = {name: t for name, t in tensors.items() if not name.startswith(LEFT)}
+    if "longdraft_format" in config:
+        found, rope = _ours(config | given, tensors, folder, kind)
+    else:
+        found, rope = _foreign(config, given, _named_as_ours(tensors, folder), folder, kind)
+    return found, stretched(rope, found.config.get("trained_length"), rope_theta, rope_factor, folder)
 
 
 def _ours(

@@ -15,6 +15,7 @@ from longdraft.engine import method
 from longdraft.engine.drafter import Drafter
 from longdraft.engine.method import Method
 from longdraft.errors import CheckpointError
+from longdraft.files import reads
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,7 @@ def register(kind: Kind) -> Method:
     return method.register(Method(kind.name, True, kind.paper, kind.summary, kind.drafter, kind.name))
 
 
+@reads("The draft in", "Copy it again.")
 def kind_of(folder: Path | str) -> Kind:
     """The kind of draft that a folder holds.
 

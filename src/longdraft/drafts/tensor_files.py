@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from longdraft.errors import CheckpointError
+from longdraft.files import TEXT, naming, read_json, reads, regular
 
 WEIGHTS, PICKLED = "model.safetensors", "pytorch_model.bin"
+_bounded = reads("The weights in", "They are truncated or damaged: copy the draft again.")
 
 
+@_bounded
 def read(folder: Path | str) -> dict[str, torch.Tensor]:
     """A folder's tensors by name, on the CPU.
 
@@ -27,13 +31,11 @@ def read(folder: Path | str) -> dict[str, torch.Tensor]:
         return _unpickled(pickled)
     if not safe.exists():
         raise _missing(folder)
-    try:
-        with safe_open(safe, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise _damaged(safe, error) from error
+    with _opened(safe) as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
 
+@_bounded
 def read_some(folder: Path | str, names: Iterable[str]) -> dict[str, torch.Tensor]:
     """Some of a folder's tensors, wherever they lie among its safetensors files.
 
@@ -42,18 +44,15 @@ def read_some(folder: Path | str, names: Iterable[str]) -> dict[str, torch.Tenso
     """
     safe = Path(folder) / WEIGHTS
     index = safe.with_name(f"{WEIGHTS}.index.json")
-    try:
-        files = json.loads(index.read_text(encoding="utf-8"))["weight_map"] if index.is_file() else {}
-        found: dict[str, torch.Tensor] = {}
-        for path in sorted({safe.with_name(files.get(name, WEIGHTS)) for name in names}):
-            own = [name for name in names if safe.with_name(files.get(name, WEIGHTS)) == path]
-            if not path.exists():
-                raise CheckpointError(f"{path} is missing: fetch that file again.")
-            with safe_open(path, framework="pt") as file:
-                found |= {name: file.get_tensor(name) for name in own}
-        return found
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise _damaged(index if index.is_file() else safe, error) from error
+    files = read_json(index, TEXT)["weight_map"] if index.is_file() else {}
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted({safe.with_name(files.get(name, WEIGHTS)) for name in names}):
+        own = [name for name in names if safe.with_name(files.get(name, WEIGHTS)) == path]
+        if not path.exists():
+            raise CheckpointError(f"{path} is missing: fetch that file again.")
+        with _opened(path) as file:
+            found |= {name: file.get_tensor(name) for name in own}
+    return found
 
 
 def is_safe(folder: Path | str) -> bool:
@@ -62,6 +61,7 @@ def is_safe(folder: Path | str) -> bool:
     return safe.is_file() or safe.with_name(f"{WEIGHTS}.index.json").is_file()
 
 
+@_bounded
 def names(folder: Path | str) -> Iterable[str]:
     """Names of a folder's tensors, over all its files. The tensors are not read.
 
@@ -75,39 +75,44 @@ def names(folder: Path | str) -> Iterable[str]:
     if not safe.exists() and not indices:
         raise _missing(folder)
     path = indices[0] if indices else safe
-    try:
-        if indices:
-            return list(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
-        with safe_open(path, framework="pt") as opened:
-            return list(opened.keys())
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise _damaged(path, error) from error
+    if indices:
+        return list(dict(read_json(path, TEXT)["weight_map"]))
+    with _opened(path) as opened:
+        return list(opened.keys())
 
 
 def _unpickled(path: Path, mapped: bool = False) -> dict[str, torch.Tensor]:
     """Args:
     mapped: leave the numbers in the file, where its format allows that.
     """
+    zipped = zipfile.is_zipfile(regular(path))
+    if zipped and any(each.compress_type for each in zipfile.ZipFile(path).infolist()):
+        raise CheckpointError(f"{path} is compressed, so its size is unknown: get the draft as model.safetensors.")
     try:
         # weights_only: a file from anywhere must not run code.
-        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped and zipfile.is_zipfile(path))
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        said = str(error).splitlines() or [repr(error)]
-        raise CheckpointError(
-            f"{path} ({path.stat().st_size} bytes) cannot be read as tensors alone: {said[0]} It is truncated or "
-            "damaged, or holds code: copy the draft again, or get it as model.safetensors."
-        ) from error
-    if not isinstance(tensors, dict) or not all(isinstance(t, torch.Tensor) for t in tensors.values()):
+        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped and zipped)
+    except pickle.UnpicklingError as error:  # whose own text advises to unpickle the file anyway
+        raise CheckpointError(f"{path} is damaged or holds code: get the draft as model.safetensors.") from error
+    known = isinstance(tensors, dict) and all(isinstance(n, str) and _is_plain(t) for n, t in tensors.items())
+    if not known:
         raise CheckpointError(f"{path} holds more than tensors by name: get the draft as model.safetensors.")
-    return tensors
+    return dict(tensors)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """A safetensors file."""
+    advice = "It is truncated or damaged: copy the draft again."
+    with naming(path, f"{path} cannot be read", advice), safe_open(regular(path), framework="pt") as file:
+        yield file
+
+
+def _is_plain(tensor: object) -> bool:
+    """True for a tensor whose numbers lie in memory as they are."""
+    if not isinstance(tensor, torch.Tensor):
+        return False
+    return tensor.layout == torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized
 
 
 def _missing(folder: Path | str) -> CheckpointError:
     return CheckpointError(f"{folder} has no {WEIGHTS}: copy the draft again.")
-
-
-def _damaged(path: Path, error: Exception) -> CheckpointError:
-    return CheckpointError(
-        f"{path} ({path.stat().st_size} bytes) cannot be read: {error}. It is truncated or damaged: copy the draft "
-        "again."
-    )

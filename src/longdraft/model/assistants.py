@@ -21,7 +21,7 @@ from longdraft.errors import CheckpointError, UnsupportedModelError
 from longdraft.memory.store import KVStore
 from longdraft.memory.windows import WindowStates
 from longdraft.model import calls
-from longdraft.model.checkpoints import load_weights, quiet, reading
+from longdraft.model.checkpoints import check_folder, load_weights, quiet, reading
 from longdraft.model.layout import Layout
 from longdraft.model.runner import TargetRunner
 
@@ -65,7 +65,8 @@ def describe(folder: Path) -> Described:
     Raises:
         CheckpointError: transformers cannot read it.
     """
-    with reading(f"{folder} is no assistant that this version of transformers can read"), quiet():
+    with reading(folder, f"{folder} is no assistant that this version of transformers can read"), quiet():
+        check_folder(folder)
         config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)

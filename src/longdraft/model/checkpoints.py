@@ -8,7 +8,6 @@ pickled or not, and that transformers' bars and warnings stay silent.
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import pickle
 import threading
@@ -33,7 +32,8 @@ from transformers import modeling_gguf_pytorch_utils as gguf_reading
 from transformers.distributed import DistributedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
-from longdraft.errors import CapabilityError, CheckpointError, LongdraftError, reason_of
+from longdraft.errors import CapabilityError, CheckpointError
+from longdraft.files import CONFIGURATION, TEXT, check_numbers, naming, read_json, regular
 from longdraft.model.quantised import stays_quantised
 
 Progress = Callable[[str], None]
@@ -41,6 +41,11 @@ DType: TypeAlias = str | torch.dtype
 _REMEDY = "Fetch the folder again, or save it again with `save_pretrained`."
 # Log levels and bars are process-wide: two loads that save and restore them must not overlap.
 _SWITCHES = threading.RLock()
+# Files of a folder whose size is bounded before they are read, by name and by the end of the name.
+_MOST = dict.fromkeys(("config.json", "generation_config.json", "tokenizer_config.json"), CONFIGURATION)
+_TEXTS = (".json", ".txt", ".jinja", ".model")
+# Tensors that pickled weights, which are not looked into beforehand, are believed to have.
+_PICKLED = 1 << 12
 
 
 class LoadedModel(NamedTuple):
@@ -91,7 +96,7 @@ def read_checkpoint(
         source: further arguments of each ``from_pretrained``.
     """
     tokenizer: Any = None
-    with reading(failure or f"The model in {name} cannot be read", remedy), quiet():
+    with reading(name, failure or f"The model in {name} cannot be read", remedy), quiet():
         if config is None:
             config = AutoConfig.from_pretrained(name, trust_remote_code=False, **source)
         if quantised_dtype is not None and stays_quantised(config):
@@ -130,18 +135,14 @@ def _kind_of(config: Any) -> Any:
 
 
 @contextmanager
-def reading(failure: str, remedy: str = "") -> Iterator[None]:
-    """Turns any error that a bad file sets off in another library into a CheckpointError: failure, reason, remedy."""
-    try:
-        with torch.device("cpu"):  # whatever the user's default device is
+def reading(file: Path | str, failure: str, remedy: str = "") -> Iterator[None]:
+    """Turns any error that a bad file sets off in another library into an error that names it: see :func:`naming`."""
+    with naming(file, failure, remedy), torch.device("cpu"):  # whatever the user's default device is
+        try:
             yield
-    except (LongdraftError, MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # no list of types would be complete
-        reason = reason_of(error)
-        if isinstance(error, pickle.UnpicklingError):  # its own text advises to unpickle the file anyway
+        except pickle.UnpicklingError as error:  # whose own text advises to unpickle the file anyway
             reason = "its .bin file is damaged or holds more than weights, and only weights are unpickled"
-        raise CheckpointError(f"{failure}: {reason}. {remedy}".rstrip()) from error
+            raise CheckpointError(f"{failure}: {reason}. {remedy}".rstrip()) from error
 
 
 def check_folder(folder: Path) -> bool:
@@ -158,40 +159,51 @@ def check_folder(folder: Path) -> bool:
         ggufs = sorted(folder.glob("*.gguf"))
         hint = f"Give the file itself: {ggufs[0]}" if ggufs else "Give a folder that `save_pretrained` wrote."
         raise CheckpointError(f"{folder} has no config.json: it is not a Hugging Face model folder. {hint}")
-    if '"longdraft_format"' in (folder / "config.json").read_text(encoding="utf-8", errors="replace"):
+    for file in (*folder.iterdir(), *folder.glob("additional_chat_templates/*")):
+        regular(file, _MOST.get(file.name, TEXT if file.suffix in _TEXTS else None))
+    config = read_json(folder / "config.json")
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{folder / 'config.json'} holds no JSON object: fetch it again.")
+    if "longdraft_format" in config:
         raise CheckpointError(f"{folder} holds a draft, which drafts for a model: give it as the draft (draft=).")
     index = folder / SAFE_WEIGHTS_INDEX_NAME
     if (folder / SAFE_WEIGHTS_NAME).is_file():
         shards = [SAFE_WEIGHTS_NAME]
     elif index.is_file():
         try:
-            shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            shards = sorted({str(folder / name) for name in read_json(index, TEXT)["weight_map"].values()})
+        except (KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{index} is not a weight index: fetch it again.") from error
     elif any((folder / name).is_file() for name in (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
+        check_numbers(config, folder / "config.json", _PICKLED, 1 << 24)
         return False
     else:
         raise CheckpointError(f"{folder} has no weights: {SAFE_WEIGHTS_NAME} is missing. Fetch it again.")
+    tensors, largest = 0, 0
     for shard in shards:
         try:
             # Opening compares the header with the file's length, so it notices truncation.
-            with safe_open(folder / shard, framework="pt"):
-                pass
+            with safe_open(regular(folder / shard), framework="pt") as opened:
+                sizes = [opened.get_slice(name).get_shape() for name in opened.keys()]  # noqa: SIM118
+                tensors, largest = tensors + len(sizes), max([largest, *(size for each in sizes for size in each)])
         except FileNotFoundError as error:
             raise CheckpointError(f"{folder / shard} is missing: fetch that file again.") from error
         except (SafetensorError, OSError) as error:
             raise CheckpointError(
                 f"{folder / shard} is truncated or corrupt ({error}): fetch that file again."
             ) from error
+    check_numbers(config, folder / "config.json", tensors, largest)
     return True
 
 
 def check_gguf(file: Path) -> None:
     """Raises CheckpointError if ``file`` cannot be opened or does not begin as a GGUF file does."""
     try:
-        with file.open("rb") as start:
+        with regular(file).open("rb") as start:
             magic = start.read(4)
     except OSError as error:
+        if isinstance(error, CheckpointError):
+            raise
         raise CheckpointError(f"{file} cannot be opened: {error.strerror}. Check its permissions.") from error
     if magic != b"GGUF":
         raise CheckpointError(

@@ -13,7 +13,7 @@ from transformers.utils import cached_file
 from longdraft.errors import CheckpointError
 from longdraft.folders import is_gguf
 from longdraft.model import hosting, stored
-from longdraft.model.checkpoints import check_gguf, load_weights, quiet, reading
+from longdraft.model.checkpoints import check_folder, check_gguf, load_weights, quiet, reading
 from longdraft.model.embedded import EMBEDDED_ID, packaged_file
 from longdraft.model.gguf_files import File
 from longdraft.model.gguf_reader import needs
@@ -48,10 +48,12 @@ def describe(name: str) -> Described:
         check_gguf(path)
         needs("gguf", path)
     kind = "file" if gguf else "folder or hub id"
-    with reading(f"{name} is not the {kind} of a causal language model that transformers can read"), quiet():
+    with reading(name, f"{name} is not the {kind} of a causal language model that transformers can read"), quiet():
         if gguf:
             config = File(path).config()
         else:
+            if path.is_dir():
+                check_folder(path)
             config = AutoConfig.from_pretrained(name, trust_remote_code=False, local_files_only=path.is_dir())
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)

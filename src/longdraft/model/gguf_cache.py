@@ -11,6 +11,7 @@ import json
 import logging
 import shutil
 import tempfile
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ import tokenizers
 import transformers
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
+from longdraft.files import TEXT, regular
 from longdraft.folders import cache_folder
 
 logger = logging.getLogger(__name__)
@@ -27,7 +29,9 @@ logger = logging.getLogger(__name__)
 # Number of entries that are kept, the newest ones. Each takes some 10 MB.
 MOST = 16
 # To be raised when the meaning of an entry changes.
-_FORMAT = 3
+_FORMAT = 4
+# The file with the digest of the others.
+_SEAL = "seal"
 
 
 @dataclass(frozen=True)
@@ -49,20 +53,36 @@ class Metadata:
 
 def folder_of(*parts: bytes | memoryview) -> Path:
     """The folder of the cache for a file with these bytes of metadata, which need not exist."""
-    digest = hashlib.sha256(f"{_FORMAT} {transformers.__version__} {tokenizers.__version__}".encode())
+    versions = f"{_FORMAT} {transformers.__version__} {tokenizers.__version__}".encode()
+    return cache_folder() / "gguf" / _digest([versions, *parts])[:32]
+
+
+def _digest(parts: Iterable[bytes | memoryview]) -> str:
+    """A digest of all parts, which says where each one ends."""
+    digest = hashlib.sha256()
     for part in parts:
+        digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)
-    return cache_folder() / "gguf" / digest.hexdigest()[:32]
+    return digest.hexdigest()
+
+
+def _seal(folder: Path) -> str:
+    """A digest of an entry's files."""
+    files = sorted(file for file in folder.iterdir() if file.name != _SEAL)
+    parts = [part for file in files for part in (file.name.encode(), regular(file, TEXT).read_bytes())]
+    return _digest(parts)
 
 
 def read(folder: Path) -> Metadata | None:
     """Reads a folder of the cache; None if there is none, or a damaged one, which is removed."""
-    if not (folder / "config.json").is_file():
-        return None
     try:
+        if (folder / _SEAL).read_text(encoding="ascii") != _seal(folder):
+            raise ValueError("its files are not those that were written")
         # Not by the model's own tokenizer class: some change what they read, as Qwen2's adds a normalizer.
         words = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
         return Metadata(AutoConfig.from_pretrained(str(folder), local_files_only=True), words)
+    except FileNotFoundError:
+        return None
     except Exception as error:  # a damaged file can raise any type; the entry is made again
         logger.info("What was kept of a GGUF file in %s cannot be read: %s", folder, error)
         shutil.rmtree(folder, ignore_errors=True)
@@ -80,6 +100,7 @@ def keep(folder: Path, made: Metadata) -> None:
     try:
         made.tokenizer.save_pretrained(part)
         made.config.save_pretrained(part)
+        (part / _SEAL).write_text(_seal(part), encoding="ascii")
         back = read(part)
         if back is not None and back.facts() == made.facts():
             with suppress(OSError):  # another process was first

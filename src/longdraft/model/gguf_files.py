@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 import mmap
+import re
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +22,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from longdraft.errors import CapabilityError, CheckpointError
+from longdraft.files import check_numbers
 from longdraft.model import gguf_cache, gguf_configs, gguf_experts, gguf_layout, stored
 from longdraft.model.checkpoints import DType, LoadedModel, Progress, quiet, read_checkpoint, reading, stretch_rope
 from longdraft.model.ends import ends_of, stated_ends
@@ -50,6 +52,7 @@ _REMEDY = (
     "Hugging Face folder."
 )
 _FACTORS = "rope_freqs.weight"
+_OF_LAYER = re.compile(r"blk\.(\d+)\.")
 # Factors for short and for long texts (LongRoPE), which transformers does not look for.
 _BY_LENGTH = "rope_factors_"
 _ENDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
@@ -89,6 +92,26 @@ class File:
                 raise CapabilityError(f"{path} has layers of several sizes ({name}): give the model's folder or id.")
             same = field.parts[field.data[0]]  # for all layers: as if the file gave one
             self._reader.fields[name] = field._replace(parts=[same], data=[0], types=field.types[-1:])
+        self._check()
+
+    def _check(self) -> None:
+        """Checks the file's numbers against its tensors, before anything is built of them."""
+        fields = {name: self._value(name) for name in self._reader.fields if name.startswith(f"{self.architecture}.")}
+        check_numbers(fields, self.path, len(self._tensors), max(int(t.shape.max()) for t in self._tensors))
+        layers = {found[1] for t in self._tensors if (found := _OF_LAYER.match(t.name))}
+        if layers and layers != {str(i) for i in range(int(fields[f"{self.architecture}.block_count"]))}:
+            raise CheckpointError(
+                f"{self.path} has tensors of {len(layers)} layers, which are not those that it counts "
+                f"(block_count {fields[f'{self.architecture}.block_count']}): fetch it again."
+            )
+        rows = next(
+            (int(t.shape[1]) for t in self._tensors if t.name == "token_embd.weight" and len(t.shape) > 1), None
+        )
+        words = self._reader.get_field("tokenizer.ggml.tokens")
+        if rows is not None and words is not None and len(words.data) > rows:
+            raise CheckpointError(
+                f"{self.path} has {len(words.data)} tokens, and embeddings of {rows}: fetch it again."
+            )
 
     def _value(self, name: str) -> Any:
         field = self._reader.get_field(name)
@@ -179,7 +202,7 @@ class File:
     def metadata(self, say: Progress) -> Metadata:
         """Configuration and tokenizer, from the cache, or made and put into it."""
         factors = [] if self._factors is None else [self._factors.tobytes()]
-        folder = gguf_cache.folder_of(memoryview(self._reader.data)[: self._reader.data_offset], *factors)
+        folder = gguf_cache.folder_of(*self._reader.headers, *factors)
         metadata = gguf_cache.read(folder)
         if metadata is None:
             say(f"Reading the vocabulary of {self.path.name}, once")
@@ -237,20 +260,33 @@ class File:
             for each in gguf_experts.put_in(model, path, module, mixtures)
         ]
         known, tensors = self._known(config), {t.name: t for t in self._tensors}
-        weights = {}
+        weights, used = {}, {_FACTORS, *mixtures}
         for name, parameter in model.named_parameters():
             if parameter.is_meta:  # otherwise an expert's, which is there already
                 found = gguf_layout.tensor_names(name, known, tensors)
                 if found and all(each in tensors for each in found):
                     parts = [tensors[each] for each in found]
+                    used.update(found)
                     weights[name] = gguf_layout.weight(self.architecture, parts, config, parameter.shape)
         _put_in(model, weights, self.path, wrong)
         for name, buffer in model.named_buffers():
             if (at := gguf_layout.buffer_name(name)) in tensors:
+                used.add(at)
                 buffer.copy_(torch.from_numpy(tensors[at].data).view_as(buffer))
+        if unused := sorted(each for each in tensors.keys() - used if not self._spare(each, config)):
+            raise CheckpointError(
+                f"{self.path} has {len(unused)} tensors that a model of its configuration has no place for: "
+                f"{', '.join(unused[:5])}. It is damaged, or of another architecture than it says: fetch it again."
+            )
         if hasattr(mmap, "MADV_WILLNEED"):  # not on Windows
             self._reader.data._mmap.madvise(mmap.MADV_WILLNEED)
         return stored.mark(model, *self.parts)
+
+    def _spare(self, name: str, config: Any) -> bool:
+        """True for a tensor that a model may leave unused: of layers that predict further tokens, or share rows."""
+        layer = _OF_LAYER.match(name)
+        shared = int(getattr(config, "num_kv_shared_layers", None) or 0) if ".attn_" in name else 0
+        return layer is not None and int(layer[1]) >= config.num_hidden_layers - shared
 
     def _known(self, config: Any) -> Callable[[str], str | None]:
         """Gives gguf's name of a module or parameter of transformers, or None."""
@@ -328,7 +364,7 @@ def read_gguf(
     """
     needs("gguf", path)
     failure = f"{path} cannot be read as a GGUF model"
-    with reading(failure, _REMEDY), quiet():
+    with reading(path, failure, _REMEDY), quiet():
         file = File(path)
         why = file.unserved()
         known, split = file.architecture in ARCHITECTURES, len(file.parts) > 1
@@ -348,9 +384,13 @@ def read_gguf(
     if loaded is None:
         needs("accelerate", path)
         say(unpacking)
-        more: dict[str, Any] = {"gguf_file": path.name, "local_files_only": True, "with_tokenizer": False}
-        with reading(failure, _REMEDY), quiet(), instead(file._reader):
-            model = read_checkpoint(str(path.parent), dtype, None, config=config, failure=failure, **more).model
+        folder, name = str(path.parent), path.name
+        with instead(file._reader):
+            model = read_checkpoint(
+                *(folder, dtype, None), config=config, failure=failure, remedy=_REMEDY, with_tokenizer=False,
+                gguf_file=name, local_files_only=True,
+            ).model  # fmt: skip
+        with reading(path, failure, _REMEDY), quiet():
             loaded = LoadedModel(model, file.tokenizer())
         # transformers names the folder here; a draft for this model finds its tokenizer by the name.
         loaded.model.config._name_or_path = loaded.model.name_or_path = str(path)

@@ -28,7 +28,7 @@ def holds(path: Path) -> bool:
         CheckpointError: the file is damaged.
     """
     needs("gguf", path)
-    with reading(f"{path} cannot be read as a GGUF file", _REMEDY), quiet():
+    with reading(path, f"{path} cannot be read as a GGUF file", _REMEDY), quiet():
         return _Further(path).count > 0
 
 
@@ -42,7 +42,7 @@ def read(path: Path) -> dict[str, torch.Tensor | Stored] | None:
         CapabilityError: further layers of this architecture are not read from GGUF files.
     """
     needs("gguf", path)
-    with reading(f"{path} cannot be read as a GGUF file", _REMEDY), quiet():
+    with reading(path, f"{path} cannot be read as a GGUF file", _REMEDY), quiet():
         file = _Further(path)
         return file.tensors() if file.count else None
 

@@ -64,7 +64,7 @@ class TargetFile:
         check_gguf(path)
         needs("gguf", path)
         self.path = path
-        with reading(f"{path} cannot be read as the GGUF file of a model", "Fetch it again."):
+        with reading(path, f"{path} cannot be read as the GGUF file of a model", "Fetch it again."):
             self._reader = reader_of(path)
             self.architecture = str(self._value("general.architecture"))
             self.layers = int(self._value(f"{self.architecture}.block_count"))

@@ -32,7 +32,7 @@ def tried(model: PreTrainedModel) -> Recorded:
         try:
             found = try_out(model)
         except UnsupportedModelError as error:
-            found = str(error)
+            found = f"{model.name_or_path}: {error}" if model.name_or_path else str(error)
         known = _verdicts[model] = (now, found)
     if isinstance(known[1], str):
         raise UnsupportedModelError(known[1])

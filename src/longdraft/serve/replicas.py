@@ -24,6 +24,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from longdraft.errors import CapabilityError, RequestError
+from longdraft.files import regular
 from longdraft.serve.app import make_app
 from longdraft.serve.cluster import connected, reason, require, share
 from longdraft.serve.guards import Guards
@@ -102,7 +103,7 @@ def fleet(replicas: str, config: Path | None, gpu: bool, threads: int | None) ->
         import yaml
 
         try:
-            more = yaml.safe_load(config.read_text(encoding="utf-8"))
+            more = yaml.safe_load(regular(config).read_text(encoding="utf-8"))
         except (OSError, ValueError, yaml.YAMLError) as error:
             raise RequestError(f"--ray-config {config}: {error}.") from error
         if not isinstance(more, dict):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from longdraft.errors import RequestError
+from longdraft.files import regular
 
 LOCAL = ("localhost", "127.0.0.1", "::1")
 
@@ -77,7 +78,7 @@ def read_keys(file: Path) -> dict[str, str]:
         RequestError: the file cannot be read, has no key, or names a tenant or key twice.
     """
     try:
-        lines = [line.split("#")[0].split() for line in file.read_text(encoding="utf-8").splitlines()]
+        lines = [line.split("#")[0].split() for line in regular(file).read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"--api-key-file {file}: {error}.") from error
     keys: dict[str, str] = {}

@@ -12,7 +12,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from longdraft.errors import CheckpointError, LongdraftError
+from longdraft.errors import CheckpointError
+from longdraft.files import naming, regular
 from longdraft.training.branches import TokenFeatures
 from longdraft.training.features import Features
 
@@ -81,9 +82,5 @@ def opened(path: Path, advice: str) -> Iterator[Any]:
 @contextmanager
 def readable(path: Path, advice: str) -> Iterator[None]:
     """Turns errors of reading a file into a CheckpointError that ends with ``advice``."""
-    try:
+    with naming(regular(path), f"{path} cannot be read", advice):
         yield
-    except LongdraftError:
-        raise
-    except (OSError, SafetensorError, LookupError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}. {advice}") from error

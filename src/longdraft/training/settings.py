@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
 import yaml
 
 from longdraft.errors import ConfigError
+from longdraft.files import regular
 
 Config = TypeVar("Config")
 
@@ -128,7 +129,7 @@ def read_config(path: Path | str | None, overrides: Sequence[str], config: type[
 
 def _read_yaml(path: Path | str) -> dict[str, Any]:
     try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        values = yaml.safe_load(regular(Path(path)).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"There is no configuration {path}: check the path.") from None
     except (OSError, ValueError, yaml.YAMLError) as error:

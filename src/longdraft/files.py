@@ -1,0 +1,143 @@
+"""Files that others made: regular ones of a bounded size, numbers in declared ranges, errors that name the file."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import json
+import math
+import os
+import re
+import stat
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+from longdraft.errors import CheckpointError, LongdraftError, MemoryBudgetError, reason_of
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# Bytes of a configuration, and of other files of text, such as the words of a tokenizer.
+CONFIGURATION, TEXT = 10 << 20, 200 << 20
+# Layers and parts of layers that are believed without as many tensors.
+_FEW = {"layers": 256, "parts": 4096}
+# Names of numbers, in configurations of transformers, of drafts and in GGUF files -> least and largest value. Instead
+# of the largest value "layers" stands for the file's tensors, and "parts" for these or the rows of the largest.
+_RANGES: tuple[tuple[str, float, float | str], ...] = (
+    (r"((num_)?(hidden|decoder|encoder)_|n_|num_)layers|n_layer|(num_)?blocks|block_count", 0, "layers"),
+    (r".*(heads|head_count|head_count_kv|experts|expert_count|expert_used_count|slots)|n_head", 0, "parts"),
+    (r".*(_size|_dim|rank|vocabulary|taps|group|top_k|feed_forward_length|embedding_length|(key|value)_length)", -1,
+     1 << 24),
+    (r".*(inner_size|state_size|conv_kernel|dimension_count|group_count|time_step_rank|l_cache)", 0, 1 << 24),
+    (r".*(_eps|_epsilon)", 0, 1),
+    (r".*(theta|freq_base|freq_base_swa)", 1e-6, 1e15),
+    (r".*(factor|logit_scale|scaling|softcap|softcapping)", 0, 1e6),
+    (r"time_step_limit", -math.inf, math.inf),
+    (r".*(window|max_position_embeddings|_length|context_length|n_positions|n_ctx)", -1, 1 << 31),
+    (r".*", -1e300, 1e300),
+)  # fmt: skip
+
+
+def regular(path: Path, most: int | None = None) -> Path:
+    """The path, unless a device, a pipe or a socket is there, or a file of more than ``most`` bytes.
+
+    Raises:
+        CheckpointError: one of these is there.
+    """
+    try:
+        found = path.stat()
+    except OSError:
+        return path  # whoever opens it says why that fails
+    if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
+        raise CheckpointError(f"{path} is a device, a pipe or a socket: give a file.")
+    if most is not None and found.st_size > most and stat.S_ISREG(found.st_mode):
+        raise CheckpointError(f"{path} has {found.st_size:,} bytes, where at most {most:,} are read: fetch it again.")
+    return path
+
+
+def read_json(path: Path, most: int = CONFIGURATION) -> Any:
+    """What a JSON file holds.
+
+    Raises:
+        CheckpointError: it is no JSON in UTF-8, no regular file, or has more than ``most`` bytes.
+        FileNotFoundError: there is none.
+    """
+    try:
+        text = regular(path, most).read_bytes()
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise error if isinstance(error, LongdraftError) else CheckpointError(f"{path}: {error.strerror}.") from error
+    with naming(path, f"{path} is not a valid JSON file", "Fetch it again."):
+        return json.loads(text.decode("utf-8"))
+
+
+def check_numbers(values: Any, file: Path | str, tensors: int, largest: int) -> None:
+    """Checks numbers of a configuration, those within lists and mappings too, before anything is built of them.
+
+    Args:
+        tensors, largest: how many tensors its weights have, and the largest size of one.
+
+    Raises:
+        CheckpointError: a number is outside of its range, or not finite.
+    """
+    most = {"layers": max(tensors, _FEW["layers"]), "parts": max(tensors, largest, _FEW["parts"])}
+    left: list[tuple[str, Any]] = [("", values)]
+    while left:
+        name, value = left.pop()
+        if isinstance(value, Mapping):
+            left += [(str(key), each) for key, each in value.items()]
+        elif isinstance(value, list | tuple):
+            left += [(name, each) for each in value]
+        elif isinstance(value, int | float):
+            low, high = _range(name.rpartition(".")[2])
+            high = float(most.get(str(high), high))
+            if not low <= value <= high:
+                shown = f"{value:g}" if isinstance(value, float) else str(value)[:40]
+                raise CheckpointError(f"{file} has {name[:99]} {shown}, which is not from {low:g} to {high:g}.")
+
+
+@functools.lru_cache(1024)
+def _range(name: str) -> tuple[float, float | str]:
+    return next((least, most) for names, least, most in _RANGES if re.fullmatch(names, name, re.DOTALL))
+
+
+@contextmanager
+def naming(file: Path | str, failure: str, remedy: str = "") -> Iterator[None]:
+    """The boundary of a reader: any error that a bad file sets off inside becomes an error of longdraft's own.
+
+    Args:
+        file: what is read, which every error names.
+        failure, remedy: beginning and end of the CheckpointError's message; the reason comes between them.
+    """
+    try:
+        yield
+    except LongdraftError as error:
+        if Path(file).name in str(error):
+            raise
+        raise type(error)(f"{file}: {error}") from error
+    except BaseException as error:  # no list of types would be complete, and panics of Rust are no Exceptions
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        if type(error).__name__ == "OutOfMemoryError":  # of a GPU
+            raise
+        if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
+            raise MemoryBudgetError(f"{failure}: there is not enough memory.") from error
+        raise CheckpointError(f"{failure}: {reason_of(error)}. {remedy}".rstrip()) from error
+
+
+def reads(what: str, remedy: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorator of a function that reads a file or folder, its first argument (or its class's): :func:`naming`."""
+
+    def bounded(read: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(read)
+        def reading(*args: P.args, **kwargs: P.kwargs) -> R:
+            file = next(str(each) for each in (*args, *kwargs.values()) if isinstance(each, str | os.PathLike))
+            with naming(file, f"{what} {file} cannot be read", remedy):
+                return read(*args, **kwargs)
+
+        return reading
+
+    return bounded

@@ -1,0 +1,68 @@
+"""One case: a damaged copy of a file is used, with bounds, and the verdict."""
+
+from __future__ import annotations
+
+import resource
+import shutil
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+
+from longdraft.errors import ContextError, LongdraftError, MemoryBudgetError, NumericalError
+from tests.fuzz.formats import Format
+
+SECONDS, ROOM = 10, 6 << 30
+
+
+class Endless(BaseException):
+    """A case that does not end."""
+
+
+@contextmanager
+def bounded() -> Iterator[None]:
+    """Limits of time and of memory."""
+
+    def end(*_: object) -> None:
+        raise Endless
+
+    before = signal.signal(signal.SIGALRM, end)
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    resource.setrlimit(resource.RLIMIT_AS, (size + ROOM, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def verdict(name: str, form: Format, seed: int, whole: Path, place: Path) -> str | None:
+    """What is wrong with how a damaged copy of ``whole`` is taken; None if it is done right or refused by name."""
+    r = Random(f"{name} {seed}")
+    path = place / whole.name
+    shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+    shutil.copytree(whole, path) if whole.is_dir() else shutil.copy(whole, path)
+    part = r.choice(sorted(form.changes))
+    try:
+        r.choice(form.changes[part])(r, path / part if part else path)
+    except (KeyError, TypeError, ValueError, UnicodeError):
+        return None  # not a change that the mutator can write
+    right = form.right()
+    try:
+        with bounded():
+            got = form.use(path)
+    except MemoryBudgetError as error:
+        return f"{name} {seed} {part}: {error}"
+    except LongdraftError as error:
+        return (
+            None
+            if isinstance(error, NumericalError | ContextError) or path.name in str(error)
+            else f"{name} {seed} {part}: does not name the file: {error!r}"
+        )
+    except BaseException as error:
+        return f"{name} {seed} {part}: {type(error).__name__}: {str(error)[:300]}"
+    return None if got == right else f"{name} {seed} {part}: another text"

@@ -1,0 +1,204 @@
+"""Damages files, by seed: bytes, and the structure of JSON, safetensors and GGUF."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+WHOLE = (0, 1, 2, 3, 7, 100, 65_536, 10**5, 2**31 - 1, 2**31, 2**32 - 1, 10**9, 2**63 - 1, 10**18, 2**64 - 1)
+VALUES = (
+    *WHOLE, -1, -(2**63), 10**30, 10**400, 0.5, -0.5, 1e-30, 1e30, float("inf"), -float("inf"), float("nan"), True,
+    False, None, "", "x", "1", "\ud800", "../../../etc/passwd", [], [[]], [0], [-1], [10**9], ["x"], {}, {"x": 1},
+    [None] * 3,
+)  # fmt: skip
+DEEP = "[" * 100_000 + "]" * 100_000
+DTYPES = (torch.float8_e4m3fn, torch.complex64, torch.int64, torch.bool, torch.uint8, torch.int8, torch.float64)
+
+
+def bytes_of(r: Random, data: bytes) -> bytes:
+    """Flips, cuts, repeats, overwrites."""
+    found = bytearray(data)
+    at = r.randrange(len(found)) if r.random() < 0.4 else r.randrange(min(len(found), 2_000))
+    kind = r.randrange(6)
+    if kind == 0:
+        found[at] ^= 1 << r.randrange(8)
+    elif kind == 1:
+        return bytes(found[:at])
+    elif kind == 2:
+        found[at:at] = found[at : at + r.randrange(1, 64)]
+    elif kind == 3:
+        del found[at : at + r.randrange(1, 64)]
+    elif kind == 4:
+        found[at : at + 8] = struct.pack("<Q", r.choice(WHOLE))
+    else:
+        for _ in range(r.randrange(2, 40)):
+            found[r.randrange(len(found))] = r.randrange(256)
+    return bytes(found)
+
+
+def json_of(r: Random, data: bytes) -> bytes:
+    """Another value somewhere, or none, or another name."""
+    if r.random() < 0.1:
+        return r.choice((DEEP, "", "null", "[]", "7", '"x"', "{", "{}", '{"a":' * 50_000)).encode()
+    whole = json.loads(data)
+    holders: list[tuple[Any, Any]] = []
+    left = [whole]
+    while left:
+        each = left.pop()
+        pairs = each.items() if isinstance(each, dict) else enumerate(each)
+        for key, value in pairs:
+            holders.append((each, key))
+            if isinstance(value, dict | list):
+                left.append(value)
+    holder, key = r.choice(holders)
+    if isinstance(holder, dict) and r.random() < 0.2:
+        value = holder.pop(key)
+        if r.random() < 0.3:
+            holder[key[:-1]] = value
+    else:
+        holder[key] = r.choice(VALUES)
+    return json.dumps(whole).encode()
+
+
+def lines_of(r: Random, data: bytes) -> bytes:
+    """JSON lines: one of them damaged, swapped, doubled or left out."""
+    lines = data.splitlines(keepends=True)
+    at, kind = r.randrange(len(lines)), r.randrange(6)
+    if kind == 0:
+        lines[at] = lines[r.randrange(len(lines))]
+    elif kind == 1:
+        del lines[at]
+    elif kind == 2:
+        lines[at] = bytes_of(r, lines[at])
+    else:
+        lines[at] = json_of(r, lines[at]) + b"\n"
+    return b"".join(lines)
+
+
+def tensors_of(r: Random, path: Path) -> None:
+    """A tensor of another type, shape or name, or without numbers; or a damaged header."""
+    data = path.read_bytes()
+    kind = r.randrange(6)
+    if kind == 0:
+        path.write_bytes(bytes_of(r, data))
+        return
+    if kind == 1:
+        (size,) = struct.unpack_from("<Q", data)
+        head = json_of(r, data[8 : 8 + size])
+        path.write_bytes(struct.pack("<Q", len(head)) + head + data[8 + size :])
+        return
+    tensors = load_file(path)
+    name = r.choice(sorted(tensors))
+    tensor = tensors[name]
+    if kind == 2:
+        tensors[name] = tensor.to(r.choice(DTYPES))
+    elif kind == 3:
+        tensors[name] = r.choice((tensor[None], tensor[:-1], tensor.flatten(), torch.zeros(0), torch.zeros(())))
+        tensors[name] = tensors[name].contiguous().clone()
+    elif kind == 4:
+        tensors[r.choice((name[:-1], "", name + ".x", "layers.999999999." + name))] = tensors.pop(name)
+    elif tensor.is_floating_point():
+        tensors[name] = torch.full_like(tensor, r.choice((float("nan"), float("inf"), 1e30, 0.0)))
+    else:
+        tensors[name] = torch.full_like(tensor, r.choice((-1, 10**9, 0, 2**62)))
+    (size,) = struct.unpack_from("<Q", data)
+    save_file(tensors, path, metadata=json.loads(data[8 : 8 + size]).get("__metadata__"))
+
+
+def metadata_of(r: Random, path: Path) -> None:
+    """Another text in the metadata of a safetensors file."""
+    data = path.read_bytes()
+    (size,) = struct.unpack_from("<Q", data)
+    head = json.loads(data[8 : 8 + size])
+    said = head["__metadata__"]
+    name = r.choice(sorted(said))
+    if r.random() < 0.2:
+        del said[name]
+    else:
+        said[name] = str(r.choice(VALUES)).encode("utf-8", "replace").decode()
+    text = json.dumps(head).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + size :])
+
+
+def _fields(data: bytes) -> Iterator[tuple[str, int, int, int]]:
+    """Name, offset of the name, kind, and offset of the value of each field of a GGUF file."""
+    sizes = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+    (count,) = struct.unpack_from("<Q", data, 16)
+    at = 24
+    for _ in range(count):
+        (length,) = struct.unpack_from("<Q", data, at)
+        name = data[at + 8 : at + 8 + length].decode()
+        (kind,) = struct.unpack_from("<I", data, at + 8 + length)
+        value = at + 12 + length
+        yield name, at + 8, kind, value
+        if kind == 8:
+            at = value + 8 + struct.unpack_from("<Q", data, value)[0]
+        elif kind == 9:
+            of, items = struct.unpack_from("<IQ", data, value)
+            at = value + 12
+            for _ in range(items if of == 8 else 0):
+                at += 8 + struct.unpack_from("<Q", data, at)[0]
+            at += 0 if of == 8 else items * sizes[of]
+        else:
+            at = value + sizes[kind]
+    yield "", at, -1, at
+
+
+def gguf_of(r: Random, data: bytes) -> bytes:
+    """Another value, kind, name or length of a field; another place, size, type or name of a tensor."""
+    found = bytearray(data)
+    *fields, (_, tensors, _, _) = _fields(data)
+    if r.random() < 0.5:
+        (count,) = struct.unpack_from("<Q", data, 8)
+        at, places = tensors, []
+        for _ in range(count):
+            (length,) = struct.unpack_from("<Q", data, at)
+            (dims,) = struct.unpack_from("<I", data, at + 8 + length)
+            places.append((at, length, dims))
+            at += 8 + length + 4 + 8 * dims + 12
+        at, length, dims = r.choice(places)
+        part = at + 8 + length
+        kind = r.randrange(5)
+        if kind == 0:
+            found[at + 8 + r.randrange(length)] ^= 1 << r.randrange(7)
+        elif kind == 1:
+            struct.pack_into("<Q", found, part + 4 + 8 * r.randrange(dims), r.choice(WHOLE))
+        elif kind == 2:
+            struct.pack_into("<I", found, part + 4 + 8 * dims, r.choice((0, 1, 2, 8, 14, 20, 30, 99)))
+        elif kind == 3:
+            other = struct.unpack_from("<Q", data, part + 8 + 8 * dims)[0]
+            near = (other + 1, other ^ 32, max(0, other - 64), 0, 2**64 - 32, 2**64 - 4096)
+            struct.pack_into("<Q", found, part + 8 + 8 * dims, r.choice((*near, *WHOLE)))
+        else:
+            struct.pack_into("<I", found, part, r.choice((0, 1, 3, 5, 2**32 - 1)))
+        return bytes(found)
+    name, at, kind, value = r.choice(fields)
+    what = r.random()
+    if what < 0.15:
+        found[at + r.randrange(len(name))] ^= 1 << r.randrange(7)
+    elif what < 0.3:
+        struct.pack_into("<I", found, at + len(name), r.randrange(14))
+    elif kind in (4, 5, 10, 11):
+        struct.pack_into("<Q" if kind > 5 else "<I", found, value, r.choice(WHOLE) % (1 << (64 if kind > 5 else 32)))
+    elif kind == 6:
+        numbers = (0.0, -1.0, 1e30, 1e-30, float("inf"), float("nan"), -float("inf"), 1e-45, 3e38)
+        struct.pack_into("<f", found, value, r.choice(numbers))
+    else:
+        struct.pack_into("<Q", found, value + (4 if kind == 9 else 0), r.choice(WHOLE))
+    return bytes(found)
+
+
+def rewritten(change: Callable[[Random, bytes], bytes]) -> Callable[[Random, Path], None]:
+    """A change of a file's bytes as one of the file."""
+
+    def changing(r: Random, path: Path) -> None:
+        path.write_bytes(change(r, path.read_bytes()))
+
+    return changing

@@ -1,0 +1,174 @@
+"""Tiny files of each format, how they are damaged, and what is done with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+import longdraft
+from longdraft import Speculator
+from longdraft.batch.output import Output
+from longdraft.bench import html_report
+from longdraft.bench.results import Results
+from tests import drafts
+from tests.bench import results_files
+from tests.drafters.one_forward_folders import small_dflash, small_peagle
+from tests.fuzz import damage
+from tests.gguf_files import write_gguf
+from tests.tiny import tiny_model, tiny_tokenizer
+
+IDS = [[4, 5, 6, 4, 5, 6, 4, 5, 6, 4]]
+Change = Callable[[Random, Path], None]
+
+
+@dataclass(frozen=True)
+class Format:
+    """A format.
+
+    Attributes:
+        make: writes the file, or the folder's files, at a path.
+        changes: by a file's name (empty: the path itself) how it is damaged.
+        use: does what a user does with it; returns a text that must be the ``right`` one, or None.
+    """
+
+    make: Callable[[Path], object]
+    changes: dict[str, tuple[Change, ...]]
+    use: Callable[[Path], object]
+    right: Callable[[], object] = lambda: None
+
+
+@cache
+def target() -> Any:
+    return tiny_model(layers=6)
+
+
+@cache
+def plain() -> list[int]:
+    return _text(Speculator("ar", target=target()))
+
+
+def _text(spec: Speculator) -> list[int]:
+    (result,) = spec.generate(IDS, max_new_tokens=8, eos_token_ids=[])
+    return list(result.token_ids)
+
+
+def _as_target(path: Path) -> None:
+    model, tokenizer = longdraft.load(path, device="cpu")
+    _text(Speculator("prompt-lookup", target=model, tokenizer=tokenizer, min_n=1, plan="fixed"))
+
+
+def _as_draft(path: Path, *method: str) -> list[int]:
+    if method:
+        return _text(Speculator(*method, draft=str(path), target=target()))
+    return _text(Speculator(str(path), target=target(), tokenizer=tiny_tokenizer()))
+
+
+_BYTES = damage.rewritten(damage.bytes_of)
+_FOLDER: dict[str, tuple[Change, ...]] = {
+    "config.json": (damage.rewritten(damage.json_of),) * 3 + (_BYTES,),
+    "model.safetensors": (damage.tensors_of,),
+}
+
+
+def _draft(make: Callable[[Path], object], **more: tuple[Change, ...]) -> Format:
+    return Format(make, _FOLDER | more, _as_draft, plain)
+
+
+def _gguf(family: Any, **over: Any) -> Format:
+    changes = (damage.rewritten(damage.gguf_of), damage.rewritten(damage.gguf_of), _BYTES)
+    return Format(lambda path: write_gguf(path, family, **over), {"": changes}, _as_target)
+
+
+def _model(path: Path) -> None:
+    tiny_model(layers=2).save_pretrained(path)
+    tiny_tokenizer().save_pretrained(path)
+
+
+def _report(path: Path) -> None:
+    """A page, and a run that goes on."""
+    html_report.make([path])
+    Results(path, results_files.header(("ar", "longspec")))
+
+
+def _results(path: Path) -> None:
+    lines = [results_files.line({"ar": 4.0, "longspec": 2.0}, 1024, sample=f"a:{i}") for i in range(3)]
+    results_files.write(path, results_files.header(("ar", "longspec")), *lines)
+
+
+_ORIGIN = {"input": "x", "rows": 5, "settings": {"seed": 0}}
+
+
+def _output(path: Path) -> None:
+    """A file of answers beside the record of its run, in a folder."""
+    path.mkdir()
+    with Output(path / "out.jsonl", _ORIGIN) as file:
+        for i in range(4):
+            file.write({"line": i + 1, "id": i, "text": "a b"}, False)
+
+
+def _go_on(path: Path) -> None:
+    with Output(path / "out.jsonl", _ORIGIN) as file:
+        file.write({"line": file.rows + 1, "text": "c"}, False)
+
+
+def _tokenswift(path: Path) -> Any:
+    """A model's folder with heads, as TokenSwift publishes them."""
+    tiny_model(layers=2).save_pretrained(path)
+    (file,) = path.glob("*.safetensors")
+    heads = {}
+    for i in range(2):
+        begin = f"model.medusa_layers.{i}"
+        heads |= {f"{begin}.linear.weight": 0.1 * torch.randn(48, 48)}
+        heads |= {f"{begin}.{norm}.weight": torch.ones(48) for norm in ("input_layernorm", "post_layernorm")}
+    save_file(load_file(file) | heads, file, metadata={"format": "pt"})
+
+
+_JSON = damage.rewritten(damage.json_of)
+FORMATS: dict[str, Format] = {
+    "llama.gguf": _gguf("llama"),
+    "qwen3.gguf": _gguf("qwen3", kind="Q4_K", hidden=256),
+    "gemma3.gguf": _gguf("gemma3"),
+    "model": Format(
+        _model, _FOLDER | {"tokenizer.json": (_JSON, _BYTES), "tokenizer_config.json": (_JSON,)}, _as_target
+    ),
+    "longspec": _draft(lambda path: drafts.random_draft(path, target(), kept=[1, 4, 5, 6, 9])),
+    "eagle3": _draft(lambda path: drafts.random_eagle3(path, target(), kept=[1, 4, 5, 6, 9])),
+    "published eagle3": _draft(
+        lambda path: drafts.published_eagle3(
+            path, target(), eagle_config={"eagle_aux_hidden_state_layer_ids": [2, 3, 5]}
+        )
+    ),
+    "onepass": _draft(lambda path: drafts.random_onepass(path, target())),
+    "heads": _draft(lambda path: drafts.random_heads(path, target())),
+    "lm": _draft(lambda path: drafts.random_lm(path, target())),
+    "small-lm": _draft(lambda path: drafts.small_lm(path, vocab=61)),
+    "eagle": Format(
+        lambda path: drafts.published_eagle(path, target()),
+        {"config.json": _FOLDER["config.json"], "pytorch_model.bin": (_BYTES,)},
+        _as_draft,
+        plain,
+    ),
+    "dflash": _draft(lambda path: small_dflash(path, target())),
+    "peagle": _draft(lambda path: small_peagle(path, target())),
+    "tokenswift": Format(_tokenswift, _FOLDER, lambda path: _as_draft(path, "heads"), plain),
+    "small-lm.gguf": Format(
+        lambda path: write_gguf(path, vocab=61, tokens=[]),
+        {"": (damage.rewritten(damage.gguf_of), _BYTES)},
+        lambda path: _as_draft(path, "small-lm"),
+        plain,
+    ),
+    "bench.jsonl": Format(_results, {"": (damage.rewritten(damage.lines_of),)}, _report),
+    "batch": Format(
+        _output,
+        {"out.jsonl": (damage.rewritten(damage.lines_of),), "out.jsonl.run": (_JSON, _BYTES)},
+        _go_on,
+    ),
+    "mtp": Format(lambda path: drafts.random_mtp(path, target()), _FOLDER, lambda path: _as_draft(path, "mtp"), plain),
+}
