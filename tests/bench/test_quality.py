@@ -30,6 +30,7 @@ from longdraft.errors import CapabilityError, ContextError, PromptError
 from longdraft.memory.prompt_cache import PromptCache
 from longdraft.model.runner import TargetRunner
 from tests.drafts import random_draft, random_eagle3
+from tests.eagerly import Eagerly
 from tests.events import decoded
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -58,19 +59,8 @@ def prompt(loaded, text=TEXT, name="cats") -> Prompt:
     return Prompt(sample, tuple(sample.encode(loaded.tokenizer)))
 
 
-class Eager(RecordedSpecPV):
+class Eager(Eagerly, RecordedSpecPV):
     """Goes over to the partial cache at once, though the text would fit it."""
-
-    def mode(self, sequence):
-        if not self.partial.in_use(sequence.slot):
-            return "refresh"
-        return "partial" if self.partial.waiting(sequence.slot) <= self.view.room else "refresh"
-
-    def _commit_full(self, sequence, path, rows):
-        slot = sequence.slot
-        self.store.commit(slot, path)
-        queries = self._queries.pop(slot)
-        self.partial.choose(slot, {layer: q[:, list(rows)] for layer, q in queries.items()})
 
 
 def drifts(model, view, kind=RecordedSpecPV):

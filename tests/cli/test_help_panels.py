@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 import subprocess
 
 import pytest
 
-from longdraft.cli.completion import bash, fish, verbs_of
+from longdraft.cli.completion import bash, verbs_of
 
 VERBS = ("generate", "chat", "serve", "batch", "bench", "methods", "doctor", "export", "completion")
 
@@ -84,8 +85,23 @@ def test_bash_completes(words, expected, tmp_path):
     assert run.stdout.split() == expected and not run.stderr
 
 
-def test_scripts_are_printed(shell, monkeypatch):
+def test_fish_is_told_every_verb_and_what_follows_a_flag(shell, monkeypatch):
     monkeypatch.setenv("SHELL", "/usr/bin/fish")
-    assert shell("completion").out.strip() == fish(verbs())
-    assert "bashcompinit" in shell("completion", "zsh").out
+    told = [shlex.split(line)[1:] for line in shell("completion").out.splitlines()]
+    assert all(words[:2] == ["-c", "longdraft"] for words in told)
+    rules = [words[3:] for words in told if words[2] == "-n"]
+    assert {rule[2] for rule in rules if rule[0] == "__fish_use_subcommand"} >= {"generate", "bench", "train"}
+    generate = [rule[1:] for rule in rules if rule[0] == "__fish_seen_subcommand_from generate"]
+    assert ["-l", "weights", "-x", "-a", "stored float32"] in generate  # one of these
+    assert ["-l", "file", "-r", "-F"] in generate and ["-l", "compare"] in generate  # a file, and nothing
+    assert ["__fish_seen_subcommand_from bench", "-a", "quality"] in rules
+    quality = "__fish_seen_subcommand_from bench ; and __fish_seen_subcommand_from quality"
+    assert [quality, "-l", "needle-depths", "-r", "-F"] in rules
+
+
+def test_scripts_are_printed(shell, monkeypatch):
+    monkeypatch.setenv("SHELL", "/bin/bash")
+    bash = shell("completion").out
+    assert shell("completion", "bash").out == bash and shell("completion", "zsh").out.endswith(bash)
+    assert shell("completion", "zsh").out.startswith("autoload -U +X compinit")
     assert shell("completion", "csh").code == 2

@@ -10,6 +10,7 @@ import pytest
 from longdraft import Speculator
 from longdraft.bench.papers import PAPERS, table_of
 from longdraft.bench.papers.table import Small
+from longdraft.bench.quality import FULL
 from tests.drafts import random_draft, random_eagle3, random_lm
 from tests.quick import slow
 from tests.tiny import tiny_model
@@ -80,12 +81,23 @@ def test_accepted_lengths_as_the_paper_counts_them(reproduce, drafts):
     assert any("all that fits" in text for text in found["rows"][0]["differs"])
 
 
-def test_a_table_of_quality(reproduce, drafts):
-    pytest.importorskip("rouge_score")
-    ended = reproduce("specpv", "4", "--draft", drafts["eagle3"])
+def runs(path):
+    """The runs of a file of results, by name, of each unit."""
+    return [json.loads(line)["measured"]["runs"] for line in path.read_text().splitlines()[1:]]
+
+
+def test_a_table_of_quality(reproduce, drafts, tmp_path):
+    """As the package rouge-score has it of the texts in the file of results, in per cent."""
+    scorer = pytest.importorskip("rouge_score.rouge_scorer").RougeScorer(["rougeL"], use_stemmer=True)
+    ended = reproduce("specpv", "4", "--draft", drafts["eagle3"], "--results", tmp_path / "r.jsonl")
     found = last(ended)
     assert [row["line"] for row in found["rows"]] == ["Mean", "Max", "Last"]
-    assert all(0 <= row["as_published"]["rouge_l"] <= 100 for row in found["rows"])
+    likenesses = []
+    for row, texts in zip(found["rows"], runs(tmp_path / "r.jsonl"), strict=True):
+        like = scorer.score(texts[FULL]["text"], texts[row["method"]]["text"])["rougeL"].fmeasure
+        assert row["as_published"]["rouge_l"] == pytest.approx(100 * like)
+        likenesses.append(like)
+    assert len(set(likenesses)) > 1
     assert found["rows"][0]["published"][0] == {"model": "L-8B", "rouge_l": 56.1, "accepted": 3.53}
 
 
@@ -96,13 +108,16 @@ def test_answers_are_asked_for_and_scored(reproduce, drafts, monkeypatch, tmp_pa
     small = Small(shrink=16, context=700)
     own = replace(own, lines=own.lines[:2], columns=own.columns[:1], small=small, answer_tokens=8)
     monkeypatch.setitem(PAPERS, "specpv", replace(PAPERS["specpv"], tables=(own,)))
-    file = tmp_path / "hotpot.jsonl"
-    row = {"context": "a cat sat on the mat. " * 50, "input": "What sat?", "answers": ["a cat"]}
-    file.write_text(json.dumps(row) + "\n")
-    given = ("specpv", "fig5", "--draft", drafts["eagle3"], "--data", f"hotpotqa={file}", "--rope-factor", 2)
-    found = last(reproduce(*given))
-    assert found["complete"] and [row["line"] for row in found["rows"]] == ["full verification", "4096"]
-    assert all(row["as_published"]["score"] in (0, 100) for row in found["rows"])
+    file, answer = tmp_path / "hotpot.jsonl", "nothing of it"
+    for expected in (0, 100):
+        row = {"context": "a cat sat on the mat. " * 50, "input": "What sat?", "answers": [answer]}
+        file.write_text(json.dumps(row) + "\n")
+        given = ("specpv", "fig5", "--draft", drafts["eagle3"], "--data", f"hotpotqa={file}", "--rope-factor", 2)
+        found = last(reproduce(*given, "--results", tmp_path / f"{expected}.jsonl"))
+        assert found["complete"] and [row["line"] for row in found["rows"]] == ["full verification", "4096"]
+        assert found["rows"][0]["as_published"]["score"] == pytest.approx(expected)
+        (texts, *_) = runs(tmp_path / f"{expected}.jsonl")
+        answer = texts[FULL]["answer"]  # what the model says is right, the second time
     assert [row["view"] for row in found["rows"]] == [None, "416 = 32 + 16 x 16 + 128"]
 
 

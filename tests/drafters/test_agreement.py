@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longdraft.drafters.shared.agreement import Agreement
+from longdraft.drafters.shared.agreement import PRIOR, Agreement
 from longdraft.trees.tree import TokenTree
 
 
@@ -45,5 +45,10 @@ def test_what_lies_behind_a_wrong_choice_says_nothing():
     assert one.share == other.share
 
 
-def test_a_draft_that_said_nothing_possible_is_survived():
-    Agreement(0.0).saw(TokenTree((7, 1), (-1, 0), (0.0, -1e9)), [1])
+def test_a_right_choice_that_was_said_to_be_impossible_is_no_evidence_for_a_share_of_nothing():
+    known = Agreement(0.0)
+    known.saw(TokenTree((7, 1), (-1, 0), (0.0, -1e9)), [1])
+    assert known.share == 0.0
+    known = Agreement(0.5)
+    known.saw(TokenTree((7, 1), (-1, 0), (0.0, -1e9)), [1])  # less than the share cannot have been said
+    assert known.share == pytest.approx((PRIOR * 0.5 + 1) / (PRIOR + 1))

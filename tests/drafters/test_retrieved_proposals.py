@@ -104,10 +104,16 @@ def test_specpv_drafts_with_retrieval(tmp_path, kind):
     sizes = {"sink": 4, "recent": 4, "block": 4, "margin": 6, "chunk": 2, "chunks": 4, "every": 2}
     want = Speculator("ar", target=model).generate(PROMPTS, max_new_tokens=24)
     whole = Speculator("specpv", target=model, budget=200, **options, **sizes)
-    assert tokens(whole.generate(PROMPTS, max_new_tokens=24)) == tokens(want)
+    results = whole.generate(PROMPTS, max_new_tokens=24)
+    assert tokens(results) == tokens(want)
+    assert sum(r.drafted for r in results) > sum(r.accepted for r in results) > 0
+    retrieval = whole.recipe().drafter().retrieval  # the sizes of both are one view's; the chunks are the draft's
+    assert (retrieval.view.chunk, retrieval.view.chunks, retrieval.refresh.interval) == (2, 4, 2)
+    # On a partial cache the text is another one, and the same one whatever is drafted between its refreshes.
     part = Speculator("specpv", target=model, budget=8, **options, **sizes)
     results = part.generate(PROMPTS, max_new_tokens=24)
-    assert all(len(r.token_ids) == 24 for r in results) and results[0].partial_rounds > 0
+    assert tokens(results) != tokens(want) and results[0].partial_rounds > 0
+    assert sum(r.drafted for r in results) > sum(r.accepted for r in results) > 0
 
 
 def test_sizes_of_specpvs_partial_cache_are_none_of_a_draft_without_retrieval(tmp_path):

@@ -13,6 +13,7 @@ import torch
 from longdraft import PromptCache, Sampling, Speculator
 from longdraft.drafters.self_drafter import SelfDrafter
 from longdraft.engine.loop import Engine
+from longdraft.engine.partial import SpecPV, partial_view
 from longdraft.engine.sampler import Sampler
 from longdraft.engine.sequence import Sequence
 from longdraft.errors import CapabilityError, CheckpointError, MemoryBudgetError
@@ -104,10 +105,26 @@ def test_queries_are_read_where_rows_are_chosen(budget, reads):
 def test_specpv_takes_it_for_a_drafter(view):
     """Its views then hold rows that partial verification computed, until a full one replaces them."""
     model = tiny_model(vocab=11, dtype=torch.float64)
-    sizes = {"budget": 24, "sink": 4, "recent": 4, "block": 4, "margin": 6}
-    spec = Speculator("specpv", target=model, drafter="self", **sizes, **view)
-    results = spec.generate(PROMPTS, max_new_tokens=30)
-    assert all(len(r.token_ids) == 30 for r in results) and sum(r.accepted for r in results) > 0
+    drafter, rows = SelfDrafter(budget=24, depth=3, **view), []
+    propose = drafter.propose
+
+    def watched(texts, limit=None):
+        trees = propose(texts, limit)
+        own, full = drafter.cache.store, drafter.full
+        for slot in (s.slot for s in texts):
+            n, m = own.lengths[slot], full.readable(slot)
+            rows.append(n)
+            for ours, theirs in ((own.keys, full.keys), (own.values, full.values)):
+                distance = ours[:, slot, :, :n, None] - theirs[:, slot, :, None, :m]
+                # Each row is one of the text as it is now.
+                assert bool((distance.abs().amax(-1).amin(-1) == 0).all())
+        return trees
+
+    drafter.propose = watched
+    schedule = SpecPV(partial_view(24, 4, 4, 4, 6))
+    texts = run(drafter, model, PROMPTS, 30, schedule=schedule)
+    assert sum(s.drafted for s in texts) > sum(s.accepted for s in texts) > 0 and max(rows) >= 24
+    assert [s.partial_rounds > 0 for s in texts] == [True, False, True, False]  # of the short ones none
 
 
 @pytest.mark.parametrize("view", ["streaming", "snapkv"])

@@ -23,6 +23,7 @@ from longdraft.trees.tree import TokenTree
 from longdraft.views.scorers import SCORERS
 from longdraft.views.view import View
 from tests.drafts import random_draft, random_eagle3
+from tests.eagerly import Eagerly
 from tests.events import begun, decoded
 from tests.forwards import forward
 from tests.quick import in_turn
@@ -34,22 +35,6 @@ PROMPTS = [[(7 * i * i + 3 * i) % 11 for i in range(n)] for n in (70, 33, 8)]
 
 def sizes(budget: int = 8, **over) -> View:
     return partial_view(budget, **SMALL | over)
-
-
-class Eagerly:
-    """Goes over to the partial cache at once, though the text would fit it."""
-
-    def mode(self, sequence):
-        slot = sequence.slot
-        if not self.partial.in_use(slot):
-            return "refresh"
-        return "partial" if self.partial.waiting(slot) <= self._margin(sequence) else "refresh"
-
-    def _commit_full(self, sequence, path, rows):
-        slot = sequence.slot
-        self.store.commit(slot, path)
-        queries = self._queries.pop(slot)
-        self.partial.choose(slot, {layer: q[:, list(rows)] for layer, q in queries.items()})
 
 
 class Eager(Eagerly, SpecPV):
@@ -196,6 +181,17 @@ def test_a_budget_that_covers_the_context_gives_full_verification(tmp_path, kind
     want, _, _ = run(model, Schedule(), drafter(kind, model, tmp_path))
     got, steps, _ = run(model, SpecPV(sizes(200)), drafter(kind, model, tmp_path))
     assert outputs(got) == outputs(want) and {s.mode for s in steps} == {"prefill", "full"}
+
+
+@pytest.mark.parametrize(("eager", "real"), [(Eager, SpecPV), (EagerExact, ExactSpecPV)])
+def test_the_eager_schedules_are_the_real_ones_on_texts_longer_than_the_partial_cache(tmp_path, eager, real):
+    """So what the tests here find of the eager ones, on texts that would fit, holds of the real ones."""
+    model = model_of()
+    found = [run(model, kind(sizes()), drafter("longspec", model, tmp_path), PROMPTS[:2]) for kind in (eager, real)]
+    (own, own_steps, _), (expected, steps, _) = found
+    assert outputs(own) == outputs(expected)
+    told = [[(s.sequence, s.mode, s.drafted, s.accepted, s.token_ids) for s in each] for each in (own_steps, steps)]
+    assert told[0] == told[1] and {"partial", "refresh"} <= {s.mode for s in steps}
 
 
 @pytest.mark.parametrize("kind", ["longspec", "ngram", "none"])

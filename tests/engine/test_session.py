@@ -101,18 +101,22 @@ def test_each_request_has_settings_of_its_own(spec):
     def ban(ids, scores):
         return scores.index_fill(1, torch.tensor([free[0]]), -torch.inf)
 
+    stop = spec.decode(free[6:12])
+    end = next(n for n in range(31) if stop in spec.decode(free[:n]))
+    assert stop and end < 30
     requests = [
         Request([1, 2, 3], max_new_tokens=30, eos_token_ids=[free[4]]),
         Request([1, 2, 3], max_new_tokens=30, eos_token_ids=[], processors=[ban]),
         Request([1, 2, 3], max_new_tokens=5, eos_token_ids=[], sampling=SAMPLED, seed=4),
-        Request([1, 2, 3], max_new_tokens=30, eos_token_ids=[], stop=[spec.decode(free[6:8])]),
+        Request([1, 2, 3], max_new_tokens=30, eos_token_ids=[], stop=[stop]),
         [1, 2, 3],
     ]
     results = spec.generate(requests, max_new_tokens=7, eos_token_ids=[])
     assert results[0].finish_reason == "eos" and results[0].token_ids == free[: free.index(free[4]) + 1]
     assert free[0] not in results[1].token_ids
     assert results[2].token_ids == alone(spec, requests[2])
-    assert results[3].finish_reason in ("stop", "length") and results[3].token_ids == free[: len(results[3].token_ids)]
+    assert results[3].finish_reason == "stop" and results[3].token_ids == free[:end]
+    assert results[3].text == spec.decode(free[:end]).partition(stop)[0]
     assert results[4].token_ids == free[:7]
 
 

@@ -111,7 +111,6 @@ def test_fixed_trees(desk, method):
     else:
         assert all(r.new_tokens == NEW for r in results)
     decoded, rounds = sum(r.new_tokens - 1 for r in results), sum(r.rounds for r in results)
-    print("MAL", method, decoded / rounds)
     assert decoded / rounds >= floor
 
 

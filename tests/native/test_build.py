@@ -25,6 +25,13 @@ from tests.tiny import tiny_model
 compiles = pytest.mark.skipif(native.kernels() is None, reason=f"no kernels here: {native.missing()}")
 
 
+@pytest.mark.skipif(os.environ.get(library.SWITCH) == "0", reason="they are switched off")
+@pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="there is no compiler")
+def test_where_there_is_a_compiler_there_are_kernels():
+    """So that no test of them is skipped for a fault of theirs."""
+    assert native.missing() is None and native.kernels() is not None
+
+
 @pytest.fixture
 def anew():
     """As in a new process."""

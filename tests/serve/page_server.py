@@ -146,7 +146,7 @@ class Answering(BaseHTTPRequestHandler):
         self.end_headers()
         time.sleep(1.2 if kind == "slow" else 0)
         for read in (2048, 4096, 7000):
-            self._event(choices=[], longdraft={"prefill": {"done": read, "total": 7000}})
+            self._event(choices=[_choice("")], trace={"phase": "prefill", "read": read, "of": 7000})
             time.sleep(0.3 if kind == "slow" else 0.01)
         for i, trace in enumerate(told):
             if kind == "broken" and i == 3:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import socket
 import threading
 from http.client import HTTPConnection
@@ -89,24 +88,62 @@ def test_a_trace_has_the_source_of_each_token(running):
     assert {source for t in rounds for _, source in t["pieces"]} <= {"lookup", "target"}
 
 
-def test_log_probabilities_are_the_models_own(running):
-    found = chat(running, max_tokens=5, logprobs=True, top_logprobs=3)
-    content = found.choices[0].logprobs.content
-    assert len(content) == found.usage.completion_tokens
-    for one in content:
-        assert len(one.top_logprobs) == 3 and one.logprob == one.top_logprobs[0].logprob <= 0
-        assert one.token == one.top_logprobs[0].token and bytes(one.bytes).decode() == one.token
-        assert sum(math.exp(t.logprob) for t in one.top_logprobs) <= 1 + 1e-5
-    chunks = list(chat(running, max_tokens=5, logprobs=True, stream=True))
+def own_logits(ids):
+    """The logits behind each token of a text, of the model itself."""
+    with torch.inference_mode():
+        logits: torch.Tensor = MODEL(torch.tensor([ids])).logits[0]
+    return logits.clone()
+
+
+BIAS = {str(token): -4.0 for token in TOKENIZER.convert_tokens_to_ids(list("aeiou "))} | {
+    str(TOKENIZER.eos_token_id): -100.0
+}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"temperature": 1.7, "top_p": 0.9, "seed": 3},
+        {"frequency_penalty": 1.5, "presence_penalty": 1, "logit_bias": BIAS},
+        {"temperature": 0.8, "seed": 4, "extra_body": {"repetition_penalty": 1.5, "method": "ar"}},
+    ],
+    ids=["greedy", "sampled", "penalised", "all of it"],
+)
+def test_log_probabilities_are_the_models_own_before_temperature_and_penalties(running, options):
+    body = options.get("extra_body", {}) | {"return_token_ids": True}
+    options = options | {"extra_body": body, "max_tokens": 12, "logprobs": True}
+    choice = chat(running, top_logprobs=3, **options).choices[0]
+    ids, content = choice.model_extra["token_ids"], choice.logprobs.content
+    prompt = TOKENIZER.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False)
+    rows = own_logits([*prompt, *ids]).log_softmax(-1)[len(prompt) - 1 : -1]
+    assert len(content) == len(ids) == len(rows) > 3
+    for one, token, row in zip(content, ids, rows, strict=True):
+        assert one.logprob == pytest.approx(float(row[token]), abs=1e-4)
+        best = row.topk(3)
+        assert [t.logprob for t in one.top_logprobs] == pytest.approx(best.values.tolist(), abs=1e-4)
+        assert [t.token for t in one.top_logprobs] == [TOKENIZER.decode([i]) for i in best.indices.tolist()]
+        assert one.token == bytes(one.bytes).decode() == TOKENIZER.decode([token])
+    chunks = list(chat(running, stream=True, **options))
     streamed = [x for c in chunks if c.choices and c.choices[0].logprobs for x in c.choices[0].logprobs.content]
     assert [x.logprob for x in streamed] == [x.logprob for x in content]
 
 
-def test_penalties_and_biases_change_the_text(running):
-    bias = {str(TOKENIZER.convert_tokens_to_ids("z")): 100}
-    assert chat(running, max_tokens=5, logit_bias=bias).choices[0].message.content == "zzzzz"
-    penalised = chat(running, max_tokens=30, frequency_penalty=2, presence_penalty=2)
-    assert penalised.choices[0].message.content != alone(30).text
+def test_penalties_and_biases_are_openais(running):
+    """Off a logit goes the presence penalty if the output has its token, and the frequency penalty each time."""
+    prompt = TOKENIZER.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False)
+    expected: list[int] = []
+    while len(expected) < 30:
+        logits = own_logits([*prompt, *expected])[-1]
+        for token, value in BIAS.items():
+            logits[int(token)] += value
+        for token in set(expected):
+            logits[token] -= 0.2 + 0.9 * expected.count(token)
+        expected.append(int(logits.argmax()))
+    penalties = {"presence_penalty": 0.2, "frequency_penalty": 0.9, "logit_bias": BIAS}
+    found = chat(running, max_tokens=30, extra_body={"return_token_ids": True}, **penalties)
+    assert found.choices[0].model_extra["token_ids"] == expected
+    assert expected[:5] != alone(30).token_ids[:5] and len(set(expected)) < 30
 
 
 def test_load_generators_get_answers_of_the_length_they_ask_for(running):

@@ -15,7 +15,7 @@ pytest.importorskip("fastapi")
 from longdraft.errors import CapabilityError, RequestError
 from longdraft.serve.app import make_app
 from longdraft.serve.cluster import connected, require
-from longdraft.serve.relay import METRICS, Forwarded, Lost, Relay, answer, beginning
+from longdraft.serve.relay import METRICS, Forwarded, Lost, Relay, answer
 from longdraft.serve.replicas import Fleet, fleet
 from longdraft.serve.worker import QueueFull
 from tests.serve.conftest import make_service
@@ -88,7 +88,14 @@ def test_requests_that_begin_alike_have_the_same_key(first, second, same):
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"{}", b'{"messages": 3}', b'{"messages": []}', b"[" * 100_000])
 def test_malformed_bodies_are_left_for_the_replicas_to_refuse(body):
-    assert isinstance(beginning(body), str)
+    replicas, given = Replicas(), []
+
+    def ask(request):
+        given.append(request)
+        return replicas(request)
+
+    assert through(Relay(ask), body) == (200, b"one two") and replicas.asked == 1
+    assert given[0].body == body and given[0].key == Forwarded.of(scope(), body).key
 
 
 def test_a_request_that_has_not_begun_goes_to_another_replica():

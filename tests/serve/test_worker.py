@@ -5,17 +5,19 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+import time
 from collections.abc import Iterator
 from functools import cache, partial
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("fastapi")
 
 from longdraft import PromptCache, Request, Speculator
-from longdraft.engine.stats import Result, Step
+from longdraft.engine.stats import Step
 from longdraft.errors import LongdraftError, NumericalError
 from longdraft.serve.ticket import Restarted, Ticket
 from longdraft.serve.worker import Draining, QueueFull, Worker
@@ -178,9 +180,16 @@ def test_closing_answers_what_there_is_and_takes_no_more():
 
 
 def test_closing_in_a_hurry_tells_those_that_have_not_ended():
+    def slow(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.005)
+        return scores
+
     with working(slots=1, timeout=0.05) as worker:
-        submitted = [Submitted(worker, partial(request, 1, 350)) for _ in range(3)]
-    assert all(isinstance(each.end()[1], (LongdraftError, Result)) for each in submitted)
+        make = partial(Request, [1, 2, 3], max_new_tokens=350, eos_token_ids=[], processors=[slow])
+        submitted = [Submitted(worker, make) for _ in range(3)]
+    told = [each.end() for each in submitted]
+    assert [type(outcome) for _, outcome in told] == [Draining] * 3
+    assert all(len(tokens) < 350 for tokens, _ in told)
 
 
 def test_a_request_that_cannot_be_used_is_told_so():

@@ -1,0 +1,176 @@
+"""Flags of ``longdraft serve`` by what they do: a server that has them beside one that has none. And its counters."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi")
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from longdraft.cli.main import main
+from tests import elsewhere
+from tests.serve.over_http import http, wait_until
+from tests.tiny import tiny_model, tiny_tokenizer
+
+CHAT = "/v1/chat/completions"
+LIMIT = 2**30 // 100  # --snapshot-gib 0.01
+FLAGS = ["--queue", "1", "--timeout", "1.5", "--prefix-gib", "0", "--snapshot-gib", "0.01", "--earlier", "4000"]
+if sys.platform == "linux":  # elsewhere a machine has one address of its own
+    FLAGS += ["--host", "127.0.0.2"]
+
+
+def _serve(words: list[str]) -> None:
+    os.environ["COLUMNS"] = "200"
+    raise SystemExit(main(["serve", *words]))
+
+
+class Started:
+    """A server in a process of its own, with one slot."""
+
+    def __init__(self, folder: Path, model: Path, flags: list[str]) -> None:
+        folder.mkdir()
+        self.said, self.kept = folder / "said", folder / "kept"
+        words = ["--model", str(model), "--port", "0", "--plan", "fixed", "--slots", "1", "--method", "prompt-lookup"]
+        kept = ["--snapshots", str(self.kept)] if flags else []
+        self.run = elsewhere.start(self.said, _serve, [*words, *kept, *flags])
+        wait_until(self.address, 200)
+
+    def address(self) -> Any:
+        assert self.run.is_alive(), self.said.read_text()
+        found = self.said.exists() and re.search(r"(http://([\d.]+):(\d+))/v1", self.said.read_text())
+        if found:
+            self.url, self.host, self.port = found[1], found[2], int(found[3])
+        return found
+
+    def ask(self, text: str, new: int = 24, **more: Any) -> tuple[int, dict[str, Any]]:
+        body = {"messages": [{"role": "user", "content": text}], "max_tokens": new, "temperature": 0, **more}
+        status, answer = http(self.url + CHAT, body | {"ignore_eos": True})
+        return status, json.loads(answer)
+
+    def files(self) -> list[Path]:
+        return sorted(self.kept.rglob("*.safetensors"))
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory):
+    """One with the flags, one without."""
+    folder = tmp_path_factory.mktemp("servers")
+    # Of rows that take 9 KB, and texts of seconds.
+    tiny_model(context=8192, kv_heads=6, head_dim=64).save_pretrained(folder / "model")
+    tiny_tokenizer(chat=True).save_pretrained(folder / "model")
+    found = [Started(folder / name, folder / "model", flags) for name, flags in (("flags", FLAGS), ("none", []))]
+    yield found
+    for each in found:
+        each.run.kill()
+
+
+@pytest.mark.slow
+def test_it_listens_where_host_says_and_nowhere_else(servers):
+    flags, none = servers
+    assert none.host == "127.0.0.1" and flags.ask("a?", 2)[0] == none.ask("a?", 2)[0] == 200
+    if sys.platform == "linux":
+        assert flags.host == "127.0.0.2"
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", flags.port), timeout=5)
+
+
+def text(seed: int, length: int = 700) -> str:
+    return "".join("abcdefghij"[(i * i * seed + i // (3 + seed)) % 10] for i in range(length))
+
+
+@pytest.mark.slow
+def test_earlier_texts_are_looked_up_if_asked_for(servers):
+    accepted = []
+    for server in servers:
+        answers = [server.ask("whales and ships.", 60)[1] for _ in range(2)]
+        assert answers[0]["choices"] == answers[1]["choices"]
+        found = [a["usage"]["speculation"] for a in answers]
+        accepted.append([each["num_accepted_tokens"] for each in found])
+    (first, again), (plain, once_more) = accepted
+    assert again > 40 > first and plain == once_more == first
+
+
+@pytest.mark.slow
+def test_other_texts_take_no_more_memory_and_disk_than_the_flags_say(servers):
+    """Three of 6 MB each: of the first one nothing is left in 10 MB of files, and all of it in memory."""
+    flags, none = servers
+    for server in servers:
+        for seed in (1, 2, 3):
+            assert server.ask(text(seed), 2)[0] == 200
+            if server is flags:
+                wait_until(lambda seed=seed: len(flags.files()) >= min(seed, 1))
+                time.sleep(1.0)  # the server is idle, and writes what it has read
+    assert 0 < sum(f.stat().st_size for f in flags.files()) <= LIMIT and not none.files()
+    kept = [server.ask(text(1), 2)[1]["usage"]["prompt_tokens_details"]["cached_tokens"] for server in servers]
+    assert kept[0] < 10 and kept[1] > 690
+
+
+@pytest.mark.slow
+def test_a_request_takes_no_longer_than_timeout(servers):
+    flags, _ = servers
+    began = time.monotonic()
+    status, answer = flags.ask("a long one?", 7000)
+    assert status == 504 and answer["error"]["code"] == "timeout" and 1.4 < time.monotonic() - began < 15
+
+
+@pytest.mark.slow
+def test_as_many_wait_as_queue_says(servers):
+    flags, none = servers
+    for server, refused in ((flags, True), (none, False)):
+        with ThreadPoolExecutor(5) as pool:
+            new = 7000 if refused else 40
+            statuses = list(pool.map(partial(server.ask, new=new), ["a?", "b?", "c?", "d?", "e?"]))
+        codes = [answer["error"]["code"] for status, answer in statuses if status == 429]
+        assert codes == ["queue_full"] * 3 if refused else not codes
+        assert refused or all(status == 200 for status, _ in statuses)
+
+
+def test_counters_are_the_sums_of_what_the_answers_say(serving):
+    running = serving()
+    usages = []
+    for i, question in enumerate(["the sea, the sea, the sea", "a ship?", "abcabcabcabcabc"]):
+        # What is predicted is half of what comes, so that tokens are accepted.
+        body = {"messages": [{"role": "user", "content": question}], "max_tokens": 30 + i, "temperature": 0}
+        text = json.loads(running.http(CHAT, body | {"ignore_eos": True})[1])
+        usages.append(text["usage"])
+        body["prediction"] = {"type": "content", "content": text["choices"][0]["message"]["content"][:16] + "abc"}
+        usages.append(json.loads(running.http(CHAT, body | {"ignore_eos": True})[1])["usage"])
+        stream = {"stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
+        lines = running.http(CHAT, body | stream)[1].decode().split("\n")
+        usages.append(json.loads(next(line for line in reversed(lines) if "usage" in line)[6:])["usage"])
+    page = running.http("/metrics")[1].decode()
+    counted = {s.name: s.value for f in text_string_to_metric_families(page) for s in f.samples if len(s.labels) == 1}
+    by_place = {
+        int(s.labels["position"]): s.value
+        for f in text_string_to_metric_families(page)
+        for s in f.samples
+        if s.name.endswith("per_pos_total")
+    }
+    speculation = [u["speculation"] for u in usages]
+    sums = {
+        "prompt_tokens": sum(u["prompt_tokens"] for u in usages),
+        "generation_tokens": sum(u["completion_tokens"] for u in usages),
+        "prefix_cache_queries": sum(u["prompt_tokens"] for u in usages),
+        "prefix_cache_hits": sum(u["prompt_tokens_details"]["cached_tokens"] for u in usages),
+        "spec_decode_num_drafts": sum(s["num_drafts"] for s in speculation),
+        "spec_decode_num_draft_tokens": sum(s["num_draft_tokens"] for s in speculation),
+        "spec_decode_num_accepted_tokens": sum(s["num_accepted_tokens"] for s in speculation),
+    }
+    assert {name: counted[f"longdraft:{name}_total"] for name in sums} == sums and all(sums.values())
+    for place, count in by_place.items():
+        assert count == sum(
+            s["accepted_tokens_per_pos"][place] for s in speculation if place < len(s["accepted_tokens_per_pos"])
+        )
+    assert sum(by_place.values()) == sums["spec_decode_num_accepted_tokens"] < sums["spec_decode_num_draft_tokens"]
