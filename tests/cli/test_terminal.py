@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import select
+import signal
 import struct
 import subprocess
 import sys
@@ -17,6 +18,12 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from longdraft import methods
+
+
+def _in_the_foreground() -> None:
+    """So that Ctrl-C reaches a program, also where the tests are a shell's background job, which ignores it."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 class Terminal:
@@ -30,7 +37,7 @@ class Terminal:
         self.process = subprocess.Popen(
             [sys.executable, *program, *map(str, arguments)], stdin=theirs, stdout=theirs, stderr=theirs,
             start_new_session=True, env=environment | {"TERM": "xterm"},
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that Ctrl-C reaches it
+            preexec_fn=_in_the_foreground,
         )  # fmt: skip
         os.close(theirs)
 
