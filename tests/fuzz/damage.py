@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 WHOLE = (0, 1, 2, 3, 7, 100, 65_536, 10**5, 2**31 - 1, 2**31, 2**32 - 1, 10**9, 2**63 - 1, 10**18, 2**64 - 1)
 VALUES = (
     *WHOLE, -1, -(2**63), 10**30, 10**400, 0.5, -0.5, 1e-30, 1e30, float("inf"), -float("inf"), float("nan"), True,
-    False, None, "", "x", "1", "\ud800", "../../../etc/passwd", [], [[]], [0], [-1], [10**9], ["x"], {}, {"x": 1}, [None] * 3,
+    False, None, "", "x", "1", "\ud800", "../../../etc/passwd", [], [[]], [0], [-1], [10**9], ["x"], {}, {"x": 1},
+    [None] * 3,
 )  # fmt: skip
 DEEP = "[" * 100_000 + "]" * 100_000
 DTYPES = (torch.float8_e4m3fn, torch.complex64, torch.int64, torch.bool, torch.uint8, torch.int8, torch.float64)
