@@ -13,7 +13,8 @@ from random import Random
 from longdraft.errors import ContextError, LongdraftError, MemoryBudgetError, NumericalError
 from tests.fuzz.formats import Format
 
-SECONDS, ROOM = 10, 6 << 30
+# Seconds of the processor and of the clock, and bytes beyond those in use.
+SECONDS, WAIT, ROOM = 10, 60, 6 << 30
 
 
 class Endless(BaseException):
@@ -27,17 +28,20 @@ def bounded() -> Iterator[None]:
     def end(*_: object) -> None:
         raise Endless
 
-    before = signal.signal(signal.SIGALRM, end)
+    signals = {signal.SIGALRM: (signal.ITIMER_REAL, WAIT), signal.SIGPROF: (signal.ITIMER_PROF, SECONDS)}
+    before = {each: signal.signal(each, end) for each in signals}
     limits = resource.getrlimit(resource.RLIMIT_AS)
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    for timer, seconds in signals.values():
+        signal.setitimer(timer, seconds)
     resource.setrlimit(resource.RLIMIT_AS, (size + ROOM, limits[1]))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, limits)
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        for each, (timer, _) in signals.items():
+            signal.setitimer(timer, 0)
+            signal.signal(each, before[each])
 
 
 def verdict(name: str, form: Format, seed: int, whole: Path, place: Path) -> str | None:

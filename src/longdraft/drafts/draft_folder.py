@@ -23,6 +23,7 @@ FORMAT = 1
 CONFIG = "config.json"
 # The table of a draft's own vocabulary: target id - draft id, for each draft id.
 OFFSETS = "d2t"
+_IDS = (torch.int64, torch.int32)
 # How configurations of transformers name what ours name otherwise.
 PUBLISHED = {"heads": "num_attention_heads", "kv_heads": "num_key_value_heads"}
 # Kind -> whether a published folder is of it, by its tensors' names; most have the configuration of a whole Llama.
@@ -234,7 +235,7 @@ def check_numbers_of(tensors: Mapping[str, torch.Tensor], config: Mapping[str, A
         config, Path(folder) / CONFIG, len(tensors), max((n for t in tensors.values() for n in t.shape), default=0)
     )
     for name, tensor in tensors.items():
-        if tensor.is_complex() or tensor.is_floating_point() == (name == OFFSETS):
+        if not (tensor.dtype in _IDS if name == OFFSETS else tensor.is_floating_point()):
             raise CheckpointError(f"{name} of {folder} holds numbers of the type {tensor.dtype}: copy the draft again.")
 
 

@@ -76,15 +76,14 @@ def _seal(folder: Path) -> str:
 def read(folder: Path) -> Metadata | None:
     """Reads a folder of the cache; None if there is none, or a damaged one, which is removed."""
     try:
-        if (folder / _SEAL).read_text(encoding="ascii") != _seal(folder):
+        if regular(folder / _SEAL).read_text(encoding="ascii") != _seal(folder):
             raise ValueError("its files are not those that were written")
         # Not by the model's own tokenizer class: some change what they read, as Qwen2's adds a normalizer.
         words = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
         return Metadata(AutoConfig.from_pretrained(str(folder), local_files_only=True), words)
-    except FileNotFoundError:
-        return None
     except Exception as error:  # a damaged file can raise any type; the entry is made again
-        logger.info("What was kept of a GGUF file in %s cannot be read: %s", folder, error)
+        if not isinstance(error, FileNotFoundError):
+            logger.info("What was kept of a GGUF file in %s cannot be read: %s", folder, error)
         shutil.rmtree(folder, ignore_errors=True)
         return None
 
