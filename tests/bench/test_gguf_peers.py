@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -61,6 +62,13 @@ def file(monkeypatch, tmp_path):
     file = tmp_path / "tiny.gguf"
     file.write_bytes(b"GGUF and so on")
     return file
+
+
+def test_the_stand_in_takes_what_the_package_takes():
+    real = pytest.importorskip("llama_cpp").Llama
+    for name in ("__init__", "n_vocab", "set_seed", "reset", "generate"):
+        own, theirs = (inspect.signature(getattr(kind, name)).parameters for kind in (Llama, real))
+        assert own.keys() <= theirs.keys(), name
 
 
 def job(prompt, tokens=17, eos=(), **sampling):
