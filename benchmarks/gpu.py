@@ -251,8 +251,8 @@ def rounds(spec: Speculator, prompt: list[int], tokens: int, cache: PromptCache)
 def forced(decide: Callable[..., Any], accepted: int) -> Callable[..., Any]:
     """:func:`longdraft.engine.accept.decide` that finds the first nodes of each tree's first path right."""
 
-    def decided(nodes: Any) -> Any:
-        found = decide(nodes)
+    def decided(nodes: Any, *more: Any) -> Any:
+        found = decide(nodes, *more)
         for (tree, *_), tokens in zip(nodes, found, strict=True):
             node: int | None = 0
             for _ in range(accepted):

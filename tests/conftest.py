@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import re
 import shutil
@@ -75,6 +76,7 @@ def _fixed_start(monkeypatch: pytest.MonkeyPatch, _kept: Path) -> None:
     """No test depends on the one before it, nor on what the shell has set."""
     torch.set_num_threads(1)  # tests of thread counts set their own
     torch.manual_seed(0)
+    logging.getLogger("longdraft").filters.clear()  # a server bounds its log
     monkeypatch.setattr("longdraft.model.gguf_cache.cache_folder", lambda: _kept)  # of hundreds of tiny models
     monkeypatch.delenv("LONGDRAFT_ATTENTION", raising=False)
     # What is drafted must not depend on how busy the machine is; tests of the planner ask for it.

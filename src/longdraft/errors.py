@@ -88,7 +88,9 @@ def memory_checked() -> Iterator[None]:
         raise
     except Exception as error:
         cause: BaseException | None = error
-        while cause is not None:
+        seen: list[BaseException] = []  # causes may go round in a circle
+        while cause is not None and cause not in seen:
+            seen.append(cause)
             told = any(words in str(cause).lower() for words in ("allocate memory", "out of memory"))
             if told or isinstance(cause, MemoryError) or getattr(cause, "errno", None) == errno.ENOMEM:
                 raise MemoryBudgetError(

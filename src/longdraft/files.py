@@ -66,10 +66,10 @@ def read_json(path: Path, most: int = CONFIGURATION) -> Any:
     """
     try:
         text = regular(path, most).read_bytes()
-    except FileNotFoundError:
+    except (LongdraftError, FileNotFoundError):
         raise
     except OSError as error:
-        raise error if isinstance(error, LongdraftError) else CheckpointError(f"{path}: {error.strerror}.") from error
+        raise CheckpointError(f"{path}: {error.strerror}.") from error
     with naming(path, f"{path} is not a valid JSON file", "Fetch it again."):
         return json.loads(text.decode("utf-8"))
 

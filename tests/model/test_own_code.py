@@ -46,6 +46,11 @@ def started(model):
     return runner, store
 
 
+def close(found, expected):
+    """Equal up to the order of sums, which depends on the processor."""
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * max(1.0, float(expected.abs().max())))
+
+
 def own(model, text, **more):
     with torch.inference_mode():
         return model(input_ids=torch.tensor([text]), use_cache=False, **more)
@@ -60,11 +65,9 @@ def test_rows_of_a_batch_of_trees_are_those_of_their_paths(model):
         for row in rows:
             text = TEXTS[b] + [TREES[b][i] for i in path(PARENTS[b], row)]
             alone = own(model, text, output_hidden_states=True)
-            torch.testing.assert_close(out.logits[b, row], alone.logits[0, -1], rtol=1e-4, atol=1e-4)
+            close(out.logits[b, row], alone.logits[0, -1])
             for layer in taps.hidden:
-                torch.testing.assert_close(
-                    out.hidden[layer][b, row], alone.hidden_states[layer + 1][0, -1], rtol=1e-4, atol=1e-4
-                )
+                close(out.hidden[layer][b, row], alone.hidden_states[layer + 1][0, -1])
 
 
 def test_an_accepted_path_is_kept_and_the_rest_leaves_no_trace(model):
@@ -75,7 +78,7 @@ def test_an_accepted_path_is_kept_and_the_rest_leaves_no_trace(model):
     store.commit(1, [0])
     out = forward(runner, [[50], [51]], store, [0, 1])
     for b, text in enumerate(([*TEXTS[0], 30, 32, 33, 50], [*TEXTS[1], 40, 51])):
-        torch.testing.assert_close(out.logits[b, 0], own(model, text).logits[0, -1], rtol=1e-4, atol=1e-4)
+        close(out.logits[b, 0], own(model, text).logits[0, -1])
 
 
 def test_a_tree_is_fed_level_by_level(model):
@@ -85,7 +88,7 @@ def test_a_tree_is_fed_level_by_level(model):
     out = forward(runner, [[31, 32]], store, [0], mask=mask, depths=[[1, 1]], offset=1)
     for row, token in enumerate((31, 32)):
         alone = own(model, [*TEXTS[0], 30, token]).logits[0, -1]
-        torch.testing.assert_close(out.logits[0, row], alone, rtol=1e-4, atol=1e-4)
+        close(out.logits[0, row], alone)
 
 
 def test_its_queries_are_not_shown(model):

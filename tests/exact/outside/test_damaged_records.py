@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import resource
 import signal
@@ -194,9 +193,16 @@ entry.run()
 """
 
 
+def _foreground() -> None:
+    """A shell's background jobs, which the tests may be, ignore Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize("module", ["longdraft.cli.main", "typer", "longdraft.cli.generate", "torch"])
 def test_ctrl_c_during_imports_shows_no_traceback(module):
-    done = subprocess.run([sys.executable, "-c", PRESSED, module], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", PRESSED, module], capture_output=True, text=True, timeout=120, preexec_fn=_foreground
+    )
     assert done.returncode in (130, -signal.SIGINT) and "Traceback" not in done.stderr, done.stderr
 
 
@@ -206,4 +212,4 @@ def test_the_entry_point_restores_ctrl_c():
         "try: m.run()\nexcept SystemExit: pass\n"
         "assert signal.getsignal(signal.SIGINT) is signal.default_int_handler"
     )
-    assert subprocess.run([sys.executable, "-c", code], check=False, env={**os.environ}).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], check=False, preexec_fn=_foreground).returncode == 0
