@@ -310,7 +310,7 @@ def test_what_a_language_model_learns_of_answers(config, tmp_path, prompts, rows
     assert sorted(index["lengths"]) == [40, 50, 64, 64]
     assert sum(n - s for n, s in zip(index["lengths"], index["starts"], strict=True)) == rows
     assert sum(path.stat().st_size for path in cache.glob("*.safetensors")) < 218 * (4 + 4 * 48) + rows * 8 + 1000
-    assert index.pop("reads") == "text"
+    assert index.pop("names") == ["last"]
     (cache / "index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointError):
         steps(replace(run, out=str(tmp_path / "b")))
