@@ -78,6 +78,11 @@ def values_checked(
         raise kind(text if text.endswith("?") else f"{text}.") from error
 
 
+def lacks_memory(error: BaseException) -> bool:
+    """True if Python or the system says that memory did not suffice."""
+    return isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM
+
+
 @contextmanager
 def memory_checked() -> Iterator[None]:
     """Turns an error inside it into a MemoryBudgetError if memory did not suffice, whoever says so, and whatever it was
@@ -92,7 +97,7 @@ def memory_checked() -> Iterator[None]:
         while cause is not None and cause not in seen:
             seen.append(cause)
             told = any(words in str(cause).lower() for words in ("allocate memory", "out of memory"))
-            if told or isinstance(cause, MemoryError) or getattr(cause, "errno", None) == errno.ENOMEM:
+            if told or lacks_memory(cause):
                 raise MemoryBudgetError(
                     f"Memory does not suffice ({reason_of(error)}). Shorten the prompt, lower the batch, take a "
                     "smaller model, or raise the limit of this process (ulimit -v) or container."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import functools
 import json
 import math
@@ -14,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from longdraft.errors import CheckpointError, LongdraftError, MemoryBudgetError, reason_of
+from longdraft.errors import CheckpointError, LongdraftError, MemoryBudgetError, lacks_memory, reason_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -58,7 +57,7 @@ def regular(path: Path, most: int | None = None) -> Path:
 
 
 def read_json(path: Path, most: int = CONFIGURATION) -> Any:
-    """What a JSON file holds.
+    """Reads a JSON file.
 
     Raises:
         CheckpointError: it is no JSON in UTF-8, no regular file, or has more than ``most`` bytes.
@@ -123,7 +122,7 @@ def naming(file: Path | str, failure: str, remedy: str = "") -> Iterator[None]:
             raise
         if type(error).__name__ == "OutOfMemoryError":  # of a GPU
             raise
-        if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
+        if lacks_memory(error):
             raise MemoryBudgetError(f"{failure}: there is not enough memory.") from error
         raise CheckpointError(f"{failure}: {reason_of(error)}. {remedy}".rstrip()) from error
 

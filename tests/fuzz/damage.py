@@ -112,21 +112,6 @@ def tensors_of(r: Random, path: Path) -> None:
     save_file(tensors, path, metadata=json.loads(data[8 : 8 + size]).get("__metadata__"))
 
 
-def metadata_of(r: Random, path: Path) -> None:
-    """Another text in the metadata of a safetensors file."""
-    data = path.read_bytes()
-    (size,) = struct.unpack_from("<Q", data)
-    head = json.loads(data[8 : 8 + size])
-    said = head["__metadata__"]
-    name = r.choice(sorted(said))
-    if r.random() < 0.2:
-        del said[name]
-    else:
-        said[name] = str(r.choice(VALUES)).encode("utf-8", "replace").decode()
-    text = json.dumps(head).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + size :])
-
-
 def _fields(data: bytes) -> Iterator[tuple[str, int, int, int]]:
     """Name, offset of the name, kind, and offset of the value of each field of a GGUF file."""
     sizes = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}

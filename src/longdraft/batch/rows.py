@@ -115,7 +115,7 @@ class Row:
             self.fault = error
 
     def ask(self, service: Service) -> Asked:
-        """What the row asks for.
+        """Returns the answers that the row asks for, ready to be decoded.
 
         Raises:
             ApiError, LongdraftError: the prompt or a value cannot be used.

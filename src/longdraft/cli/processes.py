@@ -24,11 +24,6 @@ def count() -> int:
     return int(os.environ.get("WORLD_SIZE", "1")) if "LOCAL_RANK" in os.environ else 1
 
 
-def on_this_machine() -> int:
-    """The number of them on this machine."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", count())) if count() > 1 else 1
-
-
 def is_first() -> bool:
     """True for the process that speaks for all."""
     return count() == 1 or int(os.environ.get("RANK", "0")) == 0

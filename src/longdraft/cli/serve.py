@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import longdraft
-from longdraft.cli import console, method_options, options, processes
+from longdraft.cli import console, method_options, options
 from longdraft.errors import CapabilityError, MemoryBudgetError, RequestError
 from longdraft.memory import sizes
 
@@ -255,7 +255,6 @@ def serve(
             tuple(composed or ()),
             context,
             settings,
-            1 if loading.on_gpu else processes.on_this_machine(),
         )
         service_options.check()
     if ray:

@@ -42,7 +42,7 @@ def available_bytes(device: torch.device) -> int | None:
 
 
 def _process_available() -> Iterator[int]:
-    """What the limits of this process leave (``ulimit -v`` and ``-d``)."""
+    """Bytes that the limits of this process leave (``ulimit -v`` and ``-d``)."""
     try:
         import resource
     except ImportError:  # Windows
@@ -55,7 +55,7 @@ def _process_available() -> Iterator[int]:
 
 
 def _cgroup_available(own: Path = Path("/proc/self/cgroup"), mounted: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
-    """What the cgroups of this process leave: the container's or job's, and those around it. Page cache is free."""
+    """Bytes that the cgroups of this process leave: the container's or job's, and those around. Page cache is free."""
     lines = own.read_text().splitlines() if own.is_file() else ["0::/"]
     for kinds, place in (line.split(":", 2)[1:] for line in lines):
         old = "memory" in kinds.split(",")  # version 1

@@ -106,7 +106,7 @@ _LAYOUT = ("ensure_ascii", "indent", "separators", "sort_keys")
 
 @lru_cache
 def _compiled(template: str) -> jinja2.Template:
-    """What transformers promises to templates, and no loader: nothing can be imported or included."""
+    """Compiles a template in the environment that transformers promises, without a loader: it can import nothing."""
     extensions = [_Generation, jinja2.ext.loopcontrols]
     world = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     world.filters["tojson"] = _to_json

@@ -1,4 +1,4 @@
-"""What a request asks for: its answers, to be decoded, and what builds them. Takes as long as its texts are."""
+"""Turns a request into the answers that it asks for, ready to be decoded. Takes as long as the request's texts are."""
 
 from __future__ import annotations
 

@@ -167,7 +167,7 @@ class Choice:
             worker.cancel(self.ticket)
 
     def take(self, update: Update) -> Iterator[Delta]:
-        """What an update adds to the answer; raises it if it is an error."""
+        """Yields the deltas that an update adds to the answer; raises the update if it is an error."""
         if isinstance(update, Exception):
             raise update
         if isinstance(update, Restarted):
@@ -198,7 +198,7 @@ class Choice:
             yield Delta(added, scores, trace, token_ids=update.token_ids[known:])
 
     def _begin(self) -> None:
-        """What is known of the text since the request last began: it is repeated from there."""
+        """Resets the counters of the text: the request has begun (again), and its tokens are repeated."""
         self._text, self._tokens, self._detokenizer = "", 0, Detokenizer(self._decode)
         self.speculation = Speculation()
 

@@ -17,7 +17,7 @@ _MESSAGES = 100
 
 
 def most() -> int:
-    """How many connections may be open: with those about to be, half of the files that the process may have open."""
+    """Returns the limit of open connections: with those about to open, half of the files that the process may have."""
     try:
         import resource
 

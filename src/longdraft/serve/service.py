@@ -229,7 +229,7 @@ class Service:
 
 
 def _matched(predicted: Sequence[int], output: Sequence[int]) -> int:
-    """How many predicted tokens are in the output, in order. Takes time in proportion to their number.
+    """Counts the predicted tokens that are in the output, in order. Takes time in proportion to their number.
 
     Where the two differ, both go on at the next four tokens of the prediction that the output has further on.
     """

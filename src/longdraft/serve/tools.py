@@ -379,7 +379,7 @@ class _ObjectEnd:
         self.depth, self._in_string, self._escaped = 0, False, False
 
     def find(self, text: str) -> int:
-        """How much of the next piece belongs to the object."""
+        """Counts the characters of the next piece that belong to the object."""
         for i, letter in enumerate(text):
             if self._in_string:
                 self._in_string = letter != '"' or self._escaped
