@@ -55,7 +55,6 @@ METHODS = {
     "specextend": Case("specextend", "small-lm", SMALL_RETRIEVAL | {"threshold": 0.2}),
     "self": Case("self", None, SNAPKV),
     "magicdec": Case("magicdec", None, STREAMING),
-    "magicdec small-lm": Case("magicdec", "small-lm", {"drafter": "small-lm", "depth": 3, **SNAPKV}),
     "triforce": Case("triforce", "small-lm", TRIFORCE),
     "nested": Case("nested", None, {"drafter": "prompt-lookup", **LEVEL}),
     "heads": Case("heads", "heads"),
@@ -135,9 +134,6 @@ VARIANTS = {
     "self int8 tree": Case("self", None, CHUNKS | {"refresh": 2, "widths": (3, 4, 4), "view_dtype": "int8"}),
     "self as it comes": Case("self", None),
     "self snapkv by chunks": Case("self", None, CHUNKS | {"view": "snapkv", "refresh": 2}),
-    "magicdec small-lm bfloat16": Case(
-        "magicdec", "small-lm", {"drafter": "small-lm", "depth": 3, "view_dtype": "bfloat16", **SNAPKV}
-    ),
     "triforce int8": Case("triforce", "small-lm", TRIFORCE | {"view_dtype": "int8"}),
     "magicdec small-lm streaming": Case("magicdec", "small-lm", {"drafter": "small-lm", "depth": 3, **STREAMING}),
     "nested ar": Case("nested", None, {"drafter": "ar", **LEVEL}),

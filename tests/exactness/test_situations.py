@@ -155,7 +155,7 @@ WEIGHTS = {
     "specextend": "runner.model.model.layers.1.mlp.down_proj",
     "small-lm streaming": "runner.model.model.layers.1.mlp.down_proj",
     "small-lm adaptive": "runner.model.model.layers.1.mlp.down_proj",
-    "magicdec small-lm": "runner.model.model.layers.1.mlp.down_proj",
+    "magicdec small-lm streaming": "runner.model.model.layers.1.mlp.down_proj",
     "triforce": "runner.model.model.layers.1.mlp.down_proj",
     "heads": "block.heads.1.proj",
     "tokenswift": "block.heads.1.proj",
