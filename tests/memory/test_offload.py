@@ -43,11 +43,11 @@ def offloaded(kind, tmp_path, monkeypatch):
     device keeps two layers and one in turns."""
     resident = cycle([2, 1] if kind == "host:2" else [0])
 
-    def new_store(option, shape, slots, capacity, device, transposed=False, layers=(), size=0, rooms=None, kept=None):
+    def new_store(option, shape, slots, capacity, device, transposed=False, layers=(), size=0, rooms=None):
         if kind.startswith("host"):
-            more = {"side": LazySide(), "resident": next(resident), "kept": kept}
+            more = {"side": LazySide(), "resident": next(resident)}
             return HostStore(shape, slots, capacity, "cpu", layers, size, **more)
-        return DiskStore(tmp_path, shape, slots, capacity, transposed, layers, size, kept)
+        return DiskStore(tmp_path, shape, slots, capacity, transposed, layers, size)
 
     return lambda: monkeypatch.setattr(offload, "new_store", new_store)
 

@@ -18,7 +18,6 @@ import torch
 
 from longdraft.errors import CheckpointError, MemoryBudgetError
 from longdraft.memory import sizes
-from longdraft.memory.features import KeptRows
 from longdraft.memory.store import KVShape, KVStore
 
 # File systems that keep files in memory.
@@ -51,11 +50,10 @@ class DiskStore(KVStore):
         transposed_keys: bool = False,
         feature_layers: tuple[int, ...] = (),
         feature_size: int = 0,
-        kept: KeptRows | None = None,
     ) -> None:
         self._folder = folder
         self._in_use: tuple[int, int] | None = None  # the range of layers whose pages are in use
-        super().__init__(shape, slots, capacity, "cpu", transposed_keys, feature_layers, feature_size, kept=kept)
+        super().__init__(shape, slots, capacity, "cpu", transposed_keys, feature_layers, feature_size)
 
     def _allocate(self, transposed_keys: bool, beside: int) -> tuple[torch.Tensor, torch.Tensor]:
         shape = self.shape
