@@ -204,7 +204,7 @@ SCALES = 2 * SHAPE.layers * SHAPE.kv_heads * 4096 * 4
         ("columns", [TOTAL + BESIDE]),
         ("bfloat16", [TOTAL // 2 + BESIDE]),
         ("int8", [TOTAL // 4 + SCALES + BESIDE]),
-        ("disk", [TOTAL // 3 * 2 + BESIDE]),
+        ("disk", [BESIDE]),
         ("host", [TOTAL, TOTAL // 3 * 2 + BESIDE]),
     ],
 )
