@@ -16,7 +16,7 @@ RUN: dict[str, tuple[list[object], str]] = {
     "acceptance_by_length.py": ([TEXTS[0], "--lengths", "100,200", "--tokens", 16], "prompt-lookup"),
     "partial_verification.py": ([TEXTS[0], "--budgets", "160,192", "--tokens", 24], "Budget 192"),
     "last_seen.py": ([], "The same tokens: True"),
-    "train_a_draft.py": ([*TEXTS, "--answers", 2, "--epochs", 1], "mtp:draft=my-draft/mtp/best"),
+    "train_a_draft.py": ([*TEXTS, "--answers", 2, "--epochs", 1], "eagle3:draft=my-draft/eagle3/best"),
     "transformers_generate.py": ([], "Same tokens as generate alone: True"),
     "recurrent_drafter.py": ([], "the same tokens as without a draft"),
 }

@@ -198,7 +198,9 @@ def test_a_draft_in_fewer_bytes(shell, generate, draft, tmp_path, bits):
     ))  # fmt: skip
     assert found["token_ids"] == plain["token_ids"] and found["method"] == "longspec"
     assert "name another folder" in shell("export", draft, draft, "--to", "longdraft").err
-    assert "--verifier" in shell("export", draft, tmp_path / "out", "--to", "gguf").err
+    assert "--verifier" in shell("export", draft, tmp_path / "out").err
+    ended = shell("export", draft, tmp_path / "out.gguf", "--to", "gguf", "--verifier", "some/target")
+    assert ended.code == 2 and "--to speculators" in ended.err
 
 
 def test_gguf_files_draft(shell, tmp_path):
@@ -224,7 +226,5 @@ def test_gguf_files_draft(shell, tmp_path):
     ended = shell("bench", "--model", target, "--data", rows, "-n", 4, "--repeats", 1, "--draft", small, "--json",
                   "--methods", "ar,small-lm,magicdec")  # fmt: skip
     assert ended.code == 0, ended.err
-    ended = shell("export", small, tmp_path / "out.gguf", "--to", "gguf", "--verifier", target)
-    assert ended.code == 2 and "is a GGUF file already" in ended.err
     ended = shell("export", small, tmp_path / "out", "--to", "custom-generate", "--verifier", target)
     assert ended.code == 2 and "is a GGUF file, and a model folder holds a draft's folder" in ended.err

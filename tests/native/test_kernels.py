@@ -9,8 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longdraft import native
-from longdraft.memory.store import turned_rows
-from longdraft.training.branches import continued
 from tests.native.levels import LEVELS, kernels_of
 
 pytestmark = pytest.mark.skipif(not LEVELS, reason=f"no kernels here: {native.missing()}")
@@ -118,39 +116,6 @@ def test_a_chunk_of_a_prompt(kernels, before, rows, group, transposed, threads):
     found = kernels.attend_chunk(q, k, v, 0.2)
     wanted = expected(q.reshape(2, group * rows, 32), k, v, tree, 0.2, group)
     torch.testing.assert_close(found, wanted.view_as(found), rtol=2e-5, atol=2e-5)
-
-
-@given(
-    ends=st.lists(st.one_of(st.integers(1, 40), st.integers(100, 300)), min_size=1, max_size=9),
-    heads=st.integers(1, 3),
-    group=st.integers(1, 4),
-    d=st.sampled_from([16, 48, 64]),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-    before=st.integers(1, 50),
-    threads=st.integers(1, 3),
-    seed=st.integers(0, 99),
-)
-def test_attention_that_goes_on_from_other_keys(kernels, ends, heads, group, d, dtype, before, threads, seed):
-    """Against the same in torch, and against attention to all keys at once."""
-    torch.set_num_threads(threads)
-    g = torch.Generator().manual_seed(seed)
-    q = 3 * torch.randn(len(ends), heads, group, d, generator=g)
-    others, mixed = (torch.randn(heads, before, d, generator=g) for _ in range(2))
-    slots = torch.randperm(len(ends) + 2, generator=g)[: len(ends)]
-    k = turned_rows((1, len(ends) + 2, heads, max(ends) + 3, d), dtype, torch.device("cpu"))[0]
-    k.copy_(torch.randn(k.shape, generator=g))
-    v = torch.randn(k.shape, generator=g).to(dtype)
-    scores = q @ others.transpose(1, 2) * 0.2
-    high = scores.amax(-1)
-    weights = (scores - high[..., None]).exp()
-    part = weights @ mixed, high, weights.sum(-1)
-    ends_t = torch.tensor(ends)
-    wanted = continued(q, k, v, slots, ends_t, 0.2, part, max(ends))
-    for row, (slot, end) in enumerate(zip(slots.tolist(), ends, strict=True)):
-        keys, values = torch.cat([others, k[slot, :, :end].float()], 1), torch.cat([mixed, v[slot, :, :end].float()], 1)
-        torch.testing.assert_close(wanted[row], expected(q[row], keys, values, None, 0.2, group), rtol=2e-5, atol=2e-5)
-    found = kernels.attend_on(q, k, v, slots, ends_t, 0.2, tuple(x.clone() for x in part))
-    torch.testing.assert_close(found, wanted, rtol=2e-5, atol=2e-5)
 
 
 def test_scores_far_apart_and_large(kernels):

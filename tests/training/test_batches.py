@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from longdraft.training.batches import Epoch, Schedule
 from longdraft.training.config import TrainConfig
-from longdraft.training.trainer import learning_rate
+from longdraft.training.loop import learning_rate
 
 ROWS = st.lists(st.integers(1, 50), min_size=1, max_size=60)
 

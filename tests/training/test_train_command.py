@@ -18,8 +18,8 @@ from longdraft.cli.main import main
 from longdraft.cli.training_display import RowCounter, TrainingDisplay
 from longdraft.drafts import draft_folder
 from longdraft.errors import CheckpointError
+from longdraft.training.loop import Report
 from longdraft.training.measure import Simulated
-from longdraft.training.run_log import Report
 from longdraft.training.settings import described
 from tests import elsewhere
 from tests.quick import few
@@ -44,17 +44,14 @@ def test_from_text_to_a_draft_that_generates(shell, target, text, tmp_path):
     answers, out = tmp_path / "answers.jsonl", tmp_path / "run"
     made = shell(
         "data", text, "--out", answers, "--target", target, "--rows", 40, "--batch", 4, "--max-tokens", 30,
-        "--passage-tokens", "5,20", "--per-passage", 6, "--method", "longspec", "--json",
+        "--passage-tokens", "5,20", "--per-passage", 6, "--json",
     )  # fmt: skip
     assert made.code == 0, made.err
-    assert "--method is ignored" in made.err
     rows = [json.loads(line) for line in answers.read_text().splitlines()]
     told, new = json.loads(made.out), sum(len(row["tokens"]) - row["start"] for row in rows)
     assert told.items() >= {"out": str(answers), "rows": 40, "left_out": {}, "tokens": new}.items()
     assert told["tokens_by_source"] == {str(text): new} and sum(told["tokens_by_kind"].values()) == new
     assert len(rows) == 40 and set(rows[0]) == {"tokens", "start", "temperature", "text", "source", "kind", "at"}
-    index = json.loads((tmp_path / "answers.features" / "index.json").read_text())
-    assert index["layers"] == [0, 1, 2]
     words = ["window=12", "intermediate_size=64", "max_length=200"]
     assert shell("longspec", *FAST, *words, f"data={answers}", f"target={target}", f"out={out}").code == 0
     assert main(["generate", "--model", str(target), "--draft", str(out / "best"), "-p", "hi", "-n", "8"]) == 0
@@ -110,8 +107,11 @@ def test_wrong_settings_in_one_line(shell, tmp_path, monkeypatch, arguments, sai
 
 
 def test_what_train_data_refuses(shell, target, text, tmp_path):
-    ended = shell("data", text, "--out", tmp_path / "a.jsonl", "--target", target, "--layers", "0,3")
-    assert ended.code == 2 and "--layers takes layers from 0 to 2, not '0,3'" in ended.err
+    for gone in (["--layers", "0,3"], ["--features"], ["--method", "longspec"]):
+        ended = shell("data", text, "--out", tmp_path / "a.jsonl", "--target", target, *gone)
+        assert ended.code == 2 and gone[0] in ended.err
+    ended = shell("mtp", f"data={text}")
+    assert ended.code == 2 and "eagle3" in ended.err
     ended = shell("data", text, "--out", "none/y.jsonl")
     assert ended.code == 1 and "--out none/y.jsonl" in ended.err
 
@@ -143,7 +143,7 @@ def test_so_many_rows_as_are_asked_for(shell, target, text, tmp_path, kind):
     out = tmp_path / f"{kind}.jsonl"
     made = shell(
         "data", text, "--out", out, "--target", target, "--kind", kind, "--rows", 4, "--max-tokens", 8,
-        "--passage-tokens", "5,20", "--no-features", "--json",
+        "--passage-tokens", "5,20", "--json",
     )  # fmt: skip
     assert made.code == 0, made.err
     assert json.loads(made.out.splitlines()[-1])["rows"] == 4 == len(out.read_text().splitlines())

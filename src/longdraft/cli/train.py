@@ -39,6 +39,10 @@ class Trainers(with_settings(common_settings, _TITLE, TyperGroup)):  # type: ign
         return [*_trainings(), *super().list_commands(ctx)]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name == "mtp":
+            raise options.SettingError(
+                "train mtp: drafts around a model's own last layer are no longer trained; take eagle3 or lm."
+            )
         found = super().get_command(ctx, cmd_name)  # first, as it needs no catalogue
         training = None if found else _trainings().get(cmd_name)
         return found if training is None else _command(cmd_name, training)
@@ -79,7 +83,7 @@ def _command(name: str, training: Training) -> Any:
         if dry_run:
             from longdraft.cli.dry_run import show
 
-            output.json(show(training, _read(config, settings or [], training), gpu, gpus, tokens))
+            output.json(show(name, _read(config, settings or [], training), gpu, gpus, tokens))
         else:
             _train(config, settings or [], training, output)
 

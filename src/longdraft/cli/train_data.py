@@ -18,13 +18,17 @@ from longdraft.cli.training_display import AnswersDisplay, RowCounter, shares
 from longdraft.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from longdraft.model.runner import TargetRunner
-    from longdraft.training.answer_file import AnswerFile
+    from longdraft.training.answers import AnswerFile
     from longdraft.training.documents import Skipped
-    from longdraft.training.kept_features import KeptFeatures
 
 # Default number of answers, or of texts that repeat themselves.
 ROWS = 1000
+# Options of earlier versions, and what to do instead.
+_GONE = {
+    "--method": "dozens of answers are decoded together, which needs no draft; leave it out.",
+    "--features": "features are no longer kept with answers; cache=FOLDER keeps them when a draft is trained.",
+    "--layers": "features are no longer kept with answers; cache=FOLDER keeps them when a draft is trained.",
+}
 
 
 class Kind(str, Enum):
@@ -76,17 +80,10 @@ def data(
     part: Annotated[
         str, typer.Option(metavar="I/N", help="The I-th of N processes that share the passages, a file each.")
     ] = "1/1",
-    batch: Annotated[int, typer.Option(min=1, help="Answers decoded, or asked for, at a time.")] = 96,
+    batch: Annotated[int, typer.Option(min=1, help="Answers decoded, or asked for, at a time.")] = 64,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=1, help="Tokens of an answer, at most.")] = 256,
-    features: Annotated[
-        bool, typer.Option(help="Keep the features that drafts read beside the file, for training; not with --url.")
-    ] = True,
-    layers: Annotated[
-        str | None,
-        typer.Option(
-            help="Decoder layers whose hidden states are kept.", show_default="those of EAGLE-3, and the last"
-        ),
-    ] = None,
+    features: Annotated[bool, typer.Option(hidden=True)] = False,
+    layers: Annotated[str | None, typer.Option(hidden=True)] = None,
     passage_tokens: Annotated[str, typer.Option(metavar="MIN,MAX", help="Length of a passage.")] = "200,1500",
     per_passage: Annotated[int, typer.Option(min=1, help="Answers to each passage.")] = 24,
     temperatures: Annotated[str, typer.Option(help="Temperatures of a passage's answers, repeated.")] = "0,0,1",
@@ -100,7 +97,6 @@ def data(
     """Prepare training data: a model's own answers, or text and chats turned into tokens once and for all."""
     lengths = method_options.whole_numbers("--passage-tokens", passage_tokens)
     answer_temperatures = method_options.numbers("--temperatures", temperatures)
-    chosen_layers = None if layers is None else method_options.whole_numbers("--layers", layers)
     prices = None if price is None else method_options.numbers("--price", price)
     if len(lengths) != 2 or not 0 < lengths[0] <= lengths[1]:
         raise options.SettingError(f"--passage-tokens takes two numbers, as in 200,1500, not {passage_tokens!r}.")
@@ -113,14 +109,14 @@ def data(
         raise options.SettingError(f"--part takes the number of a process and of all, as in 1/4, not {part!r}.")
     if kind is not Kind.answers and (url is not None or part != "1/1"):
         raise options.SettingError("--url and --part are for --kind answers.")
-    if method is not None:
-        console.note("--method is ignored: dozens of answers are decoded together, which needs no draft.")
+    for name, given in {"--method": method, "--features": features, "--layers": layers}.items():
+        if given:
+            raise options.SettingError(f"{name}: {_GONE[name]}")
     shards = kind is Kind.tokens and not out.name.endswith(".jsonl")
     if (out.is_dir() and not shards) or not out.absolute().parent.is_dir():
         raise CheckpointError(f"--out {out}: its folder does not exist, or it is a folder itself.")
 
-    from longdraft.training import documents, generations, prompts, repeats, served_answers
-    from longdraft.training.answer_file import AnswerFile
+    from longdraft.training import answers, documents, prompts, repeats
 
     skipped = documents.Skipped()
     if kind is Kind.tokens:
@@ -139,26 +135,19 @@ def data(
         return
     asked = prompts.asks(texts, (lengths[0], lengths[1]), per_passage, answer_temperatures, seed, sources)
     passages = islice(enumerate(asked), int(share[1]) - 1, None, int(share[2]))
-    file = AnswerFile(out, "tokens" if url is None else "messages")
-    if url is not None:
-        with Cancel(terminate=True) as cancel, AnswersDisplay(file, total) as display:
-            unusable = served_answers.answer(
-                served_answers.Server(url, api_key, target), passages, file, batch=batch, max_new_tokens=max_tokens,
-                total=total, progress=display.update, stop=cancel,
-            )  # fmt: skip
-        if unusable:
-            console.note(f"{unusable:,} prompts were refused by the server, or answered without text.")
-    else:
-        from longdraft.model.runner import TargetRunner
-
+    file = answers.AnswerFile(out, "tokens" if url is None else "messages")
+    how: dict[str, Any] = {"batch": batch, "max_new_tokens": max_tokens, "total": total}
+    if url is None:
         loaded = _loaded(target, dtype, device, threads)
-        runner = TargetRunner(loaded.model)
-        kept = _features(runner, out, chosen_layers) if features else None
-        with Cancel(terminate=True) as cancel, AnswersDisplay(file, total) as display:
-            generations.generate(
-                runner, loaded.tokenizer, passages, file, batch=batch, places=max(2, 2 * batch // per_passage),
-                max_new_tokens=max_tokens, total=total, seed=seed, features=kept, progress=display.update, stop=cancel,
-            )  # fmt: skip
+        spec = longdraft.Speculator("ar", loaded.model, loaded.tokenizer)
+    with Cancel(terminate=True) as cancel, AnswersDisplay(file, total) as display:
+        how |= {"progress": display.update, "stop": cancel}
+        if url is None:
+            unusable = answers.answer(spec, passages, file, seed=seed, **how)
+        else:
+            unusable = answers.answer_by_server(answers.Server(url, api_key, target), passages, file, **how)
+    if unusable:
+        console.note(f"{unusable:,} prompts were refused, or answered without text.")
     _answered(file, display.seconds, prices, cancel, skipped, output)
 
 
@@ -210,25 +199,6 @@ def _texts(files: list[Path], skipped: Skipped) -> tuple[list[str], list[str]]:
             else:
                 skipped.add("without text")
     return texts, sources
-
-
-def _features(runner: TargetRunner, out: Path, layers: tuple[int, ...] | None) -> KeptFeatures:
-    """The folder for the features of a file of answers.
-
-    Args:
-        layers: decoder layers whose hidden states are kept; None: the usual ones.
-    """
-    from longdraft.drafts.eagle_formats import usual_layers
-    from longdraft.training.documents import features_of
-    from longdraft.training.kept_features import KeptFeatures
-
-    count = runner.depth
-    if layers and not {*range(count)}.issuperset(layers):
-        numbers = ",".join(map(str, layers))
-        raise options.SettingError(f"--layers takes layers from 0 to {count - 1}, not {numbers!r}.")
-    # In a shallow target some of the usual layers are negative.
-    usual = [layer for layer in (*usual_layers(count), count - 1) if layer >= 0]
-    return KeptFeatures(features_of(out), runner.parts.description, sorted({*(layers or usual)}))
 
 
 def _stopped(cancel: Cancel, skipped: Skipped, rest: str) -> None:

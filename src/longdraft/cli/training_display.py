@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from longdraft.cli.progress import Bar, left
 
 if TYPE_CHECKING:
-    from longdraft.training.answer_file import AnswerFile
+    from longdraft.training.answers import AnswerFile
     from longdraft.training.run_log import Report
 
 

@@ -36,7 +36,6 @@ from longdraft.drafters.shared.layers import SelfAttend
 from longdraft.drafters.shared.levels import Fed
 from longdraft.drafters.shared.retrieval import RetrievalOptions, RetrievingDrafter
 from longdraft.drafters.shared.whole_level import WholeLevel, products_of, serves
-from longdraft.drafts.eagle3_gguf import to_gguf
 from longdraft.drafts.eagle_draft import EagleDraft
 from longdraft.drafts.kinds import Kind, Training, register
 from longdraft.drafts.speculators import to_speculators
@@ -316,7 +315,7 @@ register(
         ),
         # EAGLE-3 norms the hidden states that it joins.
         tensors=lambda names: any(".0.hidden_norm." in name or "midlayer.hidden_norm." in name for name in names),
-        layouts={"speculators": to_speculators, "gguf": to_gguf},
+        layouts={"speculators": to_speculators},
     )
 )
 method.register(

@@ -180,7 +180,7 @@ class Share:
 
 
 def is_spread(model: PreTrainedModel) -> bool:
-    """True if the weights of its layers are spread over processes by FSDP2: :mod:`.layer_shards`."""
+    """True if the weights of its layers are spread over processes by FSDP2."""
     return any(hasattr(module, "unshard") for module in model.modules())
 
 

@@ -14,7 +14,6 @@ from safetensors.torch import save_file
 
 from longdraft.errors import CheckpointError
 from longdraft.files import naming, regular
-from longdraft.training.branches import TokenFeatures
 from longdraft.training.features import Features
 
 INDEX = "index.json"
@@ -63,7 +62,7 @@ def _write_whole(path: Path, write: Callable[[Path], Any]) -> None:
         part.unlink(missing_ok=True)
 
 
-def joined(texts: Sequence[TokenFeatures] | Sequence[Features]) -> dict[str, torch.Tensor]:
+def joined(texts: Sequence[Features]) -> dict[str, torch.Tensor]:
     """The tensors of texts laid end to end: ``tokens``, likeliest tokens (``ids``), and ``rows`` by name."""
     tensors = {
         "tokens": torch.cat([text.tokens for text in texts]).int(),

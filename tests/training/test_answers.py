@@ -1,4 +1,4 @@
-"""Answers of a server: what is written, how a run goes on after a kill, and a server that refuses or breaks off."""
+"""Answers of a target here and of a server: what is written, gone on with after a kill, refused or broken off."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from longdraft import Speculator
 from longdraft.cli.main import main
-from longdraft.errors import CapabilityError, PromptError
-from longdraft.training import served_answers
-from longdraft.training.answer_file import AnswerFile
+from longdraft.errors import CapabilityError, CheckpointError, PromptError
+from longdraft.model.chat import chat_prompt
+from longdraft.training import answers
+from longdraft.training.answers import AnswerFile, Server
 from longdraft.training.documents import Skipped, documents
 from longdraft.training.prompts import Ask
-from longdraft.training.served_answers import Server
-from tests.tiny import tiny_tokenizer
+from tests.tiny import tiny_model, tiny_tokenizer
 
 pytest.importorskip("openai")
 ASKED = [
@@ -72,7 +73,7 @@ class Stub(BaseHTTPRequestHandler):
 @pytest.fixture
 def stub(monkeypatch):
     """A server, and its state: what it was asked, and ``fault``, which says what goes wrong with an answer."""
-    monkeypatch.setattr(served_answers, "RETRIES", 0)
+    monkeypatch.setattr(answers, "RETRIES", 0)
     server = ThreadingHTTPServer(("127.0.0.1", 0), Stub)
     server.state = {
         "lock": threading.Lock(), "asked": [], "flying": 0, "most": 0, "answered": 0, "fault": lambda text, count: None
@@ -84,10 +85,63 @@ def stub(monkeypatch):
     server.server_close()
 
 
+@pytest.fixture(scope="module")
+def spec():
+    return Speculator("ar", target=tiny_model(context=128), tokenizer=tiny_tokenizer(chat=True))
+
+
+def own(spec, out, passages=ASKED, **over):
+    settings = {"batch": 3, "max_new_tokens": 9, "total": 12} | over
+    file = AnswerFile(out, "tokens")
+    return file, answers.answer(spec, enumerate(passages), file, **settings)
+
+
+def test_a_target_here_answers_in_its_own_tokens(spec, tmp_path):
+    """Greedy answers are those of the target alone; of two turns, the second goes on from the first."""
+    file, unusable = own(spec, tmp_path / "a.jsonl")
+    rows = {tuple(row["at"][:2]): row for row in rows_of(tmp_path / "a.jsonl")}
+    assert unusable == 0 and file.rows == len(rows) == 12 and file.tokens == file.added
+    for (number, place), row in rows.items():
+        prompt, said = row["tokens"][: row["start"]], row["tokens"][row["start"] :]
+        assert prompt == chat_prompt(spec.tokenizer, ASKED[number][place].text) and len(said) >= 1
+        assert row["temperature"] == place % 2 and row["kind"] == "task" and row["source"] == "a.txt"
+        if place == 0:
+            assert said == spec.generate(prompt, max_new_tokens=9)[0].token_ids
+        if place < 2:
+            assert len(said) <= 9
+    found = list(documents([tmp_path / "a.jsonl"], spec.tokenizer, Skipped(), 61))
+    assert [(d.tokens, d.start) for d in found] == [(r["tokens"], r["start"]) for r in rows_of(tmp_path / "a.jsonl")]
+
+
+def test_a_target_here_goes_on_after_a_kill_with_the_same_answers(spec, tmp_path):
+    whole, cut = tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
+    own(spec, whole)
+    seen = []
+    own(spec, cut, progress=lambda: seen.append(1), stop=lambda: len(seen) >= 4)
+    kept = cut.read_text()
+    assert 4 <= len(seen) < 12
+    cut.write_text(kept + '{"tokens": [')
+    own(spec, cut, batch=1)
+    assert cut.read_text().startswith(kept)
+    assert sorted(rows_of(cut), key=lambda row: row["at"]) == sorted(rows_of(whole), key=lambda row: row["at"])
+    cut.write_text(whole.read_text() + '{"text": "mine"}\n')
+    with pytest.raises(CheckpointError, match="cut"):
+        own(spec, cut)
+
+
+def test_prompts_that_are_too_long_for_the_target(spec, tmp_path, monkeypatch):
+    long = [[Ask("x" * 200, 0.0), Ask("y", 0.0)]] * 4
+    file, unusable = own(spec, tmp_path / "a.jsonl", long)
+    assert (file.rows, unusable) == (4, 4)
+    monkeypatch.setattr(answers, "PATIENCE", 2)
+    with pytest.raises(PromptError, match="shorter"):
+        own(spec, tmp_path / "b.jsonl", [[Ask("x" * 200, 0.0)] * 3])
+
+
 def run(stub, out, **over):
     settings = {"batch": 3, "max_new_tokens": 9, "total": 12} | over
     file = AnswerFile(out, "messages")
-    return file, served_answers.answer(Server(stub["url"]), enumerate(ASKED), file, **settings)
+    return file, answers.answer_by_server(Server(stub["url"]), enumerate(ASKED), file, **settings)
 
 
 def rows_of(out):
@@ -140,13 +194,13 @@ def test_prompts_that_a_server_refuses(stub, tmp_path, monkeypatch):
     stub["fault"] = lambda text, count: 400 if text.startswith("1") else None
     file, unusable = run(stub, tmp_path / "a.jsonl")
     assert file.rows == 9 and unusable == 3
-    monkeypatch.setattr(served_answers, "PATIENCE", 2)
+    monkeypatch.setattr(answers, "PATIENCE", 2)
     with pytest.raises(PromptError, match="no such thing"):
         run(stub, tmp_path / "b.jsonl")
 
 
 def test_no_server(tmp_path, monkeypatch):
-    monkeypatch.setattr(served_answers, "RETRIES", 0)
+    monkeypatch.setattr(answers, "RETRIES", 0)
     with pytest.raises(CapabilityError, match="cannot be asked"):
         run({"url": "http://127.0.0.1:9"}, tmp_path / "a.jsonl")
 
