@@ -18,9 +18,8 @@ from longdraft.trees.options import TreeOptions
 from longdraft.trees.tree import TokenTree
 from tests.drafters.watching import run
 from tests.drafts import random_draft
-from tests.exactness.cases import METHODS, PARTIAL, Case
-from tests.exactness.workshop import Workshop, target
 from tests.quick import in_turn
+from tests.support.methods import METHODS, PARTIAL, Case, Workshop, target
 from tests.tiny import tiny_model
 
 CASES = {name: case for name, case in METHODS.items() if name not in ("ar", "specpv-exact")}

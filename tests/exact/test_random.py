@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+import pytest
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from longdraft import PromptCache, Sampling, Speculator
-from longdraft.planning import costs
-from tests.events import in_pieces
-from tests.exactness.cases import CASES
-from tests.exactness.test_planned import TABLES
-from tests.exactness.workshop import DRAWN, GREEDY, PENALISED, VOCABULARY, target, tokens
+from tests.exact.test_planned import TABLES
+from tests.support.methods import CASES, DRAWN, GREEDY, PENALISED, VOCABULARY, target, tokens
 from tests.tiny import FAMILIES
 
 token = st.integers(0, VOCABULARY - 1)
@@ -24,7 +22,8 @@ prompt = st.builds(
 SAMPLINGS = [GREEDY, GREEDY, DRAWN, PENALISED, Sampling(1.0), Sampling(0.7, min_p=0.1, repetition_penalty=1.2)]
 
 
-@settings(max_examples=40)
+@pytest.mark.usefixtures("small_sizes")
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     name=st.sampled_from(list(CASES)),
     family=st.sampled_from(FAMILIES),
@@ -40,11 +39,6 @@ SAMPLINGS = [GREEDY, GREEDY, DRAWN, PENALISED, Sampling(1.0), Sampling(0.7, min_
 def test_any_of_it_is_plain_decoding(workshop, name, family, prompts, sampling, n, seed, eos, chunk, plan, cached):
     case, model = CASES[name], target(family)
     given = {"max_new_tokens": n, "sampling": sampling, "seed": seed, "eos_token_ids": eos}
-    before, costs.table_for = costs.table_for, lambda runner, progress=None, seconds=None: TABLES.get(plan)
-    try:
-        spec = workshop.spec(case, model, plan="fixed" if plan == "fixed" else "auto")
-        run = spec.stream(prompts, cache=PromptCache() if cached else None, **given)
-        found = in_pieces(run, chunk).results()
-    finally:
-        costs.table_for = before
+    spec = workshop.spec(case, model, plan=TABLES.get(plan, "fixed"))
+    found = spec.generate(prompts, cache=PromptCache() if cached else None, piece=chunk, **given)
     assert tokens(found) == tokens(Speculator("ar", target=model).generate(prompts, **given))

@@ -7,17 +7,17 @@ plain decoding's text with its law.
 from __future__ import annotations
 
 from functools import cache
+from itertools import cycle
+from typing import Any
 
 import pytest
 import torch
+from transformers import LogitsProcessor
 
-from longdraft import Sampling, Speculator
-from longdraft.engine.sampler import Sampler
+from longdraft import Request, Sampling, Speculator
 from tests import chi_square
 from tests.drafts import random_onepass
-from tests.exactness.cases import METHODS
-from tests.exactness.workshop import generate, target, tokens
-from tests.quick import few, in_turn
+from tests.support.methods import METHODS, generate, target, tokens
 
 SIZE, NEW, BATCH = 4, 3, 500
 PROMPT = (1, 2, 3, 1, 2, 0, 1) * 2
@@ -47,37 +47,41 @@ def law(setting: str, vocab: int) -> torch.Tensor:
     return found
 
 
-def p_value(spec: Speculator, setting: str, draws: int, taken: int = 0) -> float:
+def p_value(spec: Speculator, setting: str, draws: int, taken: int = 0, processors: Any = ()) -> float:
     """Chi-square of the joint distribution of the new tokens.
 
     Args:
         taken: fails if fewer drafted tokens were accepted, since then nothing was tested.
+        processors: of every request.
     """
     vocab = spec.runner().model.config.vocab_size
     counts, accepted = torch.zeros([vocab] * NEW), 0
     for start in range(0, draws, BATCH):
-        for r in generate(spec, (PROMPT,) * BATCH, NEW, SAMPLINGS[setting], start):
+        prompts = [Request(list(PROMPT), processors=processors)] * BATCH
+        for r in spec.generate(prompts, max_new_tokens=NEW, sampling=SAMPLINGS[setting], seed=start):
             counts[tuple(r.token_ids)] += 1
             accepted += r.accepted
     assert accepted >= taken
     return chi_square.p_value(counts, law(setting, vocab), cells=8)
 
 
-@pytest.mark.parametrize("setting", few(SAMPLINGS, ("top-p", "penalised")))
+@pytest.mark.parametrize("setting", ["top-p", "penalised"])
 def test_plain_decoding_has_the_targets_distribution(setting):
     assert p_value(Speculator("ar", target=target(**SMALL)), setting, 1500) > 0.01
 
 
-def test_a_wrong_sampler_is_rejected(monkeypatch):
-    """Every second token is the most probable one: the test sees it in texts of whole runs."""
-    right = Sampler.sample
+class HalfGreedy(LogitsProcessor):
+    """Makes every second token the most probable one."""
 
-    def wrong(self, text, logits):
-        return int(logits.argmax()) if torch.rand(()) < 0.5 else right(self, text, logits)
+    def __call__(self, text: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        best = scores == scores.amax(-1, keepdim=True)
+        return scores.masked_fill(~best, -torch.inf) if torch.rand(()) < 0.5 else scores
 
-    monkeypatch.setattr(Sampler, "sample", wrong)
+
+def test_another_law_is_rejected():
+    """The test sees it in texts of whole runs."""
     spec = Speculator("prompt-lookup", target=target(**SMALL), min_n=1)
-    assert p_value(spec, "plain", 1500, taken=300) < 1e-6
+    assert p_value(spec, "plain", 1500, taken=300, processors=(HalfGreedy(),)) < 1e-6
 
 
 def test_a_one_pass_drafts_text_has_the_targets_distribution(tmp_path):
@@ -86,9 +90,8 @@ def test_a_one_pass_drafts_text_has_the_targets_distribution(tmp_path):
     assert p_value(Speculator("onepass", target=model, draft=draft, widths=(2, 2)), "plain", 1500, taken=300) > 0.01
 
 
-@pytest.mark.parametrize(
-    ("name", "setting"), in_turn([name for name in METHODS if name != "ar"], ["hot, top-k", "penalised"])
-)
+@pytest.mark.usefixtures("small_sizes")
+@pytest.mark.parametrize(("name", "setting"), zip(list(METHODS)[1:], cycle(["hot, top-k", "penalised"]), strict=False))
 def test_a_seed_gives_plain_decodings_text(workshop, name, setting):
     """Many short texts, a seed each."""
     model, prompts = target(vocab=SIZE), (PROMPT * 2,) * 40

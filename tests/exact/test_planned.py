@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from itertools import cycle
+
 import pytest
 
 from longdraft import Speculator
-from longdraft.planning.costs import CostTable
-from tests.exactness.cases import METHODS, Case
-from tests.exactness.workshop import DRAWN, GREEDY, PROMPTS, generate, target, tokens
-from tests.planned import draft_without_knowing, use_costs
-from tests.quick import in_turn
+from tests.support.methods import DRAWN, GREEDY, METHODS, PROMPTS, Case, generate, target, tokens
 
+pytestmark = pytest.mark.usefixtures("small_sizes")
+
+# Seconds of a forward by its rows.
 TABLES = {
-    "free": CostTable((0,), (1, 64), ((1e-2, 1.01e-2),)),  # rows cost nothing
-    "some": CostTable((0,), (1, 64), ((1e-4, 2e-3),)),
-    "dear": CostTable((0,), (1, 2), ((1e-9, 1.0),)),  # a second row costs an age
+    "free": {1: 1e-2, 64: 1.01e-2},
+    "some": {1: 1e-4, 64: 2e-3},
+    "dear": {1: 1e-9, 2: 1.0},
 }
 # With trees that nobody asked for.
 PLANNED = {
@@ -42,21 +43,13 @@ PLANNED = {
 }
 
 
-@pytest.fixture
-def costs(monkeypatch):
-    """Says what verifications cost."""
-    return lambda table: use_costs(monkeypatch, table)
-
-
 SITUATIONS = (("free", GREEDY), ("some", DRAWN), ("dear", GREEDY), ("some", GREEDY), ("free", DRAWN))
 
 
-@pytest.mark.parametrize(("name", "situation"), in_turn(PLANNED, SITUATIONS))
-def test_the_output_is_plain_decodings(workshop, costs, monkeypatch, name, situation):
+@pytest.mark.parametrize(("name", "situation"), zip(PLANNED, cycle(SITUATIONS), strict=False))
+def test_the_output_is_plain_decodings(workshop, name, situation):
     (table, sampling), n = situation, 24
-    costs(TABLES[table])
-    draft_without_knowing(monkeypatch)
-    spec = workshop.spec(PLANNED[name], plan="auto")
+    spec = workshop.spec(PLANNED[name], plan=TABLES[table])
     assert spec.planner() is not None
     together = generate(spec, n=n, sampling=sampling)
     assert tokens(together) == workshop.plain(n=n, sampling=sampling)
@@ -78,39 +71,48 @@ def test_a_tree_that_was_asked_for_is_grown(workshop):
     assert workshop.spec(PLANNED["magicdec"], depth=3).planner() is None
 
 
-def test_a_tree_that_was_asked_for_can_be_cut(workshop, costs):
-    costs(TABLES["dear"])
-    (result,) = generate(workshop.spec(PLANNED["longspec"], plan="auto", widths=(2, 2)), PROMPTS[:1])
+def test_a_tree_that_was_asked_for_can_be_cut(workshop):
+    (result,) = generate(workshop.spec(PLANNED["longspec"], plan=TABLES["dear"], widths=(2, 2)), PROMPTS[:1])
     assert result.drafted == 0 and result.token_ids == workshop.plain()[0]
 
 
-def test_the_environment_chooses_where_nobody_asks(workshop, costs, monkeypatch):
-    costs(TABLES["free"])
+def test_the_environment_chooses_where_nobody_asks(workshop, monkeypatch, tmp_path):
+    monkeypatch.setenv("LONGDRAFT_CACHE", str(tmp_path))
     case = PLANNED["longspec"]
-    monkeypatch.setenv("LONGDRAFT_PLAN", "auto")
-    assert workshop.spec(case).planner() is not None
-    assert workshop.spec(case, plan="fixed").planner() is None
-    monkeypatch.setenv("LONGDRAFT_PLAN", "fixed")
-    assert workshop.spec(case).planner() is None
-    assert workshop.spec(case, plan="auto").planner() is not None
+    for said, plans in (("auto", (True, False, True)), ("fixed", (False, False, True))):
+        monkeypatch.setenv("LONGDRAFT_PLAN", said)
+        made = [workshop.spec(case, **plan).planner() for plan in ({}, {"plan": "fixed"}, {"plan": TABLES["free"]})]
+        assert tuple(planner is not None for planner in made) == plans
     monkeypatch.setenv("LONGDRAFT_PLAN", "best")
     with pytest.raises(ValueError, match="plan"):
         workshop.spec(case).planner()
 
 
-def test_a_plan_that_there_is_not():
-    with pytest.raises(ValueError, match="plan"):
-        Speculator("ar", plan="best")
+@pytest.mark.parametrize("plan", ["best", {2: 1.0}, {1: 1.0, 3: -1.0}, {}], ids=str)
+def test_a_plan_that_there_is_not(plan):
+    with pytest.raises(ValueError, match=r"plan|costs"):
+        Speculator("ar", plan=plan)
 
 
-def test_what_is_never_planned(costs, tmp_path):
+def test_what_is_never_planned(tmp_path):
     """Plain decoding, and KV that lies elsewhere: what that costs is not known."""
-    costs(TABLES["free"])
-    assert Speculator("ar", target=target(), plan="auto").planner() is None
-    assert Speculator("prompt-lookup", target=target(), plan="auto", offload=tmp_path).planner() is None
+    assert Speculator("ar", target=target(), plan=TABLES["free"]).planner() is None
+    assert Speculator("prompt-lookup", target=target(), plan=TABLES["free"], offload=tmp_path).planner() is None
 
 
-def test_without_a_table_trees_are_fixed(workshop, costs):
-    costs(None)
+def test_without_memory_to_measure_in_trees_are_fixed(workshop, free_memory, monkeypatch, tmp_path):
+    monkeypatch.setenv("LONGDRAFT_CACHE", str(tmp_path))
     spec = workshop.spec(PLANNED["prompt-lookup"], plan="auto")
-    assert spec.planner() is None and tokens(generate(spec)) == workshop.plain()
+    free_memory(0)
+    assert spec.planner() is None
+    free_memory(10**12)
+    assert tokens(generate(spec)) == workshop.plain()
+
+
+def test_a_plan_by_no_clock_grows_the_same_trees_every_time(workshop):
+    told = [
+        [(s.sequence, s.drafted, s.tree) for s in workshop.spec(PLANNED["longspec"], plan=TABLES["some"]).stream(
+            [list(p) for p in PROMPTS], max_new_tokens=40)]
+        for _ in range(2)
+    ]  # fmt: skip
+    assert told[0] == told[1] and len({drafted for _, drafted, _ in told[0]}) > 2
