@@ -32,7 +32,7 @@ test-gpu:
 test-arm: $(VENV)/.dev
 	@command -v aarch64-linux-gnu-g++ > /dev/null && command -v qemu-aarch64 > /dev/null \
 	  || { echo "This needs a cross compiler and an emulator: apt-get install g++-aarch64-linux-gnu qemu-user"; exit 1; }
-	LONGDRAFT_EMULATED=armv8-a $(BIN)/python -m pytest tests/native tests/test_bits.py -k "armv8-a and not verified_node"
+	LONGDRAFT_EMULATED=armv8-a $(BIN)/python -m pytest tests/native tests/exact/test_bits.py -k "armv8-a and not verified_node"
 
 # Clients of the server as the package index has them, each in an environment of its own (3 GB, some 30 minutes).
 # SERVED=FILE names the model; without, they ask the embedded one, which answers some of them wrongly.

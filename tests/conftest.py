@@ -130,6 +130,22 @@ def free_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return put
 
 
+@pytest.fixture(scope="session")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The table of methods on a tiny target, made once a test process."""
+    from tests.support.methods import Workshop
+
+    return Workshop(tmp_path_factory.mktemp("drafts"))
+
+
+@pytest.fixture(scope="session")
+def specs(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """And on one of 61 tokens."""
+    from tests.support.methods import Specs
+
+    return Specs(tmp_path_factory.mktemp("drafts"))
+
+
 @pytest.fixture
 def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Views are chosen and compacted in small pieces, so that short texts pass through several."""

@@ -1,4 +1,4 @@
-"""The contract that every drafter keeps, whatever it drafts with. That the output is the target's: tests/exactness."""
+"""The contract that every drafter keeps, whatever it drafts with. That the output is the target's: tests/exact."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from longdraft.trees.tree import TokenTree
 from tests.drafters.watching import run
 from tests.drafts import random_draft
 from tests.quick import in_turn
-from tests.support.methods import METHODS, PARTIAL, Case, Workshop, target
+from tests.support.methods import METHODS, PARTIAL, Case, target
 from tests.tiny import tiny_model
 
 CASES = {name: case for name, case in METHODS.items() if name not in ("ar", "specpv-exact")}
@@ -27,11 +27,6 @@ each_drafter = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 NEEDING = {case.method: case for case in CASES.values() if case.draft is not None}
 PROMPTS = ([3, 9, 4, 7, 2, 5] * 8, [1, 2, 3], [(i * i) % 11 for i in range(70)])
 NEW = 14
-
-
-@pytest.fixture(scope="module")
-def workshop(tmp_path_factory) -> Workshop:
-    return Workshop(tmp_path_factory.mktemp("drafts"))
 
 
 @each_drafter

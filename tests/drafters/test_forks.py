@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from tests.exact_methods import SMALL_VIEW
 from transformers import BloomConfig, BloomForCausalLM, PreTrainedModel
 
 from longdraft import Speculator
 from longdraft.errors import UnsupportedModelError
 from tests.drafts import random_draft, random_eagle3, random_heads, small_lm
-from tests.exact_methods import SMALL_VIEW
 from tests.quick import in_turn
 from tests.recurrent_models import recurrent_model
 from tests.tiny import tiny_model

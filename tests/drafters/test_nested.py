@@ -1,4 +1,4 @@
-"""Drafting in levels: what each level writes, what is left of it. That the output is the target's: tests/exactness."""
+"""Drafting in levels: what each level writes, what is left of it. That the output is the target's: tests/exact."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """LongSpec and EAGLE-3 with retrieval: what is proposed.
 
-That the output is the target's, and that nothing outlives a request: tests/exactness.
+That the output is the target's, and that nothing outlives a request: tests/exact.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The target as its own drafter, and MagicDec: what its views hold, what is counted, what is refused.
 
-That the output is the target's: tests/exactness.
+That the output is the target's: tests/exact.
 """
 
 from __future__ import annotations

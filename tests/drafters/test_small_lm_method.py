@@ -1,4 +1,4 @@
-"""A small language model as a method: a good one is believed; which folders are one. Its output: tests/exactness."""
+"""A small language model as a method: a good one is believed; which folders are one. Its output: tests/exact."""
 
 from __future__ import annotations
 

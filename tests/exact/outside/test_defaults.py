@@ -18,9 +18,9 @@ from longdraft import Speculator
 from longdraft.native import kernels
 from longdraft.native.boundary import address
 from longdraft.native.stored import Stored
-from tests.exact_methods import EXACT, Specs
 from tests.quick import in_turn
 from tests.recurrent_models import recurrent_model
+from tests.support.methods import EXACT, Specs
 from tests.tiny import tiny_model
 
 SOURCES = Path(longdraft.__file__).parent

@@ -15,11 +15,9 @@ from longdraft.cli.main import main
 from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.integration import model_folder
 from tests.drafts import random_eagle3
-from tests.exact_methods import EXACT, Specs, specs
 from tests.quick import few
+from tests.support.methods import EXACT, Specs
 from tests.tiny import tiny_model, tiny_tokenizer
-
-__all__ = ["specs"]  # a fixture
 
 IDS = torch.tensor([[3, 9, 14, 7, 22, 5] * 4])
 SETTINGS = {"max_new_tokens": 20, "do_sample": False, "attention_mask": torch.ones_like(IDS)}

@@ -1,6 +1,6 @@
-"""What :mod:`tests.test_tensor_parallel` has decoded: by one process alone, and by each of several under torchrun.
+"""What :mod:`tests.exact.test_tensor_parallel` has decoded: by one process alone, and by each of several.
 
-torchrun --nproc-per-node 2 -m tests.tensor_parallel_cases FOLDER
+Under torchrun --nproc-per-node 2 -m tests.exact.tensor_parallel_cases FOLDER
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TEXTS = [ROOT / "tests" / "golden" / f"{name}.txt" for name in ("alice", "minutes", "shelf")]
 # By file: its words, and what it says at the end.
 RUN: dict[str, tuple[list[object], str]] = {
@@ -20,7 +20,7 @@ RUN: dict[str, tuple[list[object], str]] = {
     "transformers_generate.py": ([], "Same tokens as generate alone: True"),
     "recurrent_drafter.py": ([], "the same tokens as without a draft"),
 }
-# These are loaded by longdraft, or started by servers and clusters: tests/test_composing.py, docs.
+# These are loaded by longdraft, or started by servers and clusters: tests/exact/test_own_methods.py, docs.
 OTHERS = {"everything.py", "fastapi_app.py", "ray_train.py"}
 
 

@@ -23,7 +23,7 @@ from longdraft.methods import METHODS
 from tests import options_page
 from tests.tiny import tiny_model
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SOURCE = ROOT / "src" / "longdraft"
 API = (ROOT / "docs" / "api.md").read_text()

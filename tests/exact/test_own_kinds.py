@@ -24,7 +24,7 @@ from longdraft.training.config import RunConfig
 from tests.drafts import random_heads
 from tests.tiny import tiny_model, tiny_tokenizer
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "recurrent_drafter.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "recurrent_drafter.py"
 PROMPTS = [[7, 8, 9] * 6, [11, 5]]
 
 

@@ -17,7 +17,17 @@ from longdraft import Request, Speculator
 from longdraft.errors import CapabilityError
 from longdraft.memory.store import KVShape
 from longdraft.model.sharded import Share, share_of
-from tests.tensor_parallel_cases import DIFFERENT, FAMILIES, METHODS, NEW, PROMPTS, REFUSED, cases, make, speculator
+from tests.exact.tensor_parallel_cases import (
+    DIFFERENT,
+    FAMILIES,
+    METHODS,
+    NEW,
+    PROMPTS,
+    REFUSED,
+    cases,
+    make,
+    speculator,
+)
 from tests.tiny import tiny_model
 
 slow = pytest.mark.slow
@@ -36,8 +46,8 @@ def shared(folder: Path) -> list[Found]:
     """What each of two processes under torchrun found."""
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [*run, "-m", "tests.tensor_parallel_cases", str(folder)],
-        cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=600, check=False,
+        [*run, "-m", "tests.exact.tensor_parallel_cases", str(folder)],
+        cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-6000:]
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]

@@ -1,9 +1,11 @@
-"""``model.generate`` with and without us, token by token: every exact method, all that ``generate`` can do."""
+"""``model.generate(..., custom_generate=speculator)`` gives what ``model.generate(...)`` gives, token by token."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -16,15 +18,15 @@ from transformers import (
     StoppingCriteriaList,
     StopStringCriteria,
     SynthIDTextWatermarkingConfig,
+    TextIteratorStreamer,
     WatermarkingConfig,
 )
 from transformers.generation.streamers import BaseStreamer
 
-from tests.exact_methods import EXACT, Specs, specs
-from tests.quick import in_turn
-from tests.tiny import tiny_tokenizer
-
-__all__ = ["specs"]  # a fixture
+from longdraft import Speculator
+from longdraft.errors import CapabilityError
+from tests.support.methods import EXACT, Specs
+from tests.tiny import FAMILIES, tiny_model, tiny_tokenizer
 
 PAD = 0
 ROWS = [[3, 9, 14, 7, 22, 5] * 3, [8, 6, 8, 6, 8, 6, 8, 30], [(7 * i * i + 3) % 59 + 1 for i in range(13)]]
@@ -173,12 +175,6 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def expected() -> dict[str, torch.Tensor]:
-    """Outputs of transformers alone, computed once a case."""
-    return {}
-
-
 class Heard(BaseStreamer):
     """Keeps what it is given."""
 
@@ -192,26 +188,107 @@ class Heard(BaseStreamer):
         self.heard.append("end")
 
 
-@pytest.mark.parametrize(("case", "method"), in_turn(CASES, EXACT, each=3, both=("greedy", "sampled_batch")))
-def test_tokens_are_those_of_generate(specs: Specs, expected: dict[str, torch.Tensor], method: str, case: str) -> None:
-    if case not in expected:
-        expected[case] = CASES[case].run(specs.model)
-    got = CASES[case].run(specs.model, custom_generate=specs.get(method))
-    assert torch.equal(expected[case], got)
+# A method of each kind of what is drafted: nothing, what repeats, by the target's own weights, verified in part.
+KINDS = ("ar", "prompt-lookup", "small-lm", "specpv-exact")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_setting_of_generate(specs: Specs, forwards, case: str) -> None:
+    wanted = CASES[case].run(specs.model)
+    # It changes the text, so that a method that ignored it would be found out.
+    if case not in ("greedy", "positions"):
+        assert not torch.equal(wanted, Case(CASES[case].inputs, {}).run(specs.model))
+    for method in KINDS:
+        forwards.clear()
+        assert torch.equal(wanted, CASES[case].run(specs.model, custom_generate=specs.get(method))), method
+        verified = [f for f in forwards if not f.prompt and f.context_length == specs.get("ar").runner().context_length]
+        assert any(f.rows > 1 for f in verified) or method in ("ar", "prompt-lookup"), f"{method} drafted nothing"
+
+
+@pytest.mark.parametrize("method", EXACT)
+def test_every_method(specs: Specs, method: str) -> None:
+    for case in ("greedy", "sampled_batch", "several"):
+        got = CASES[case].run(specs.model, custom_generate=specs.get(method))
+        assert torch.equal(CASES[case].run(specs.model), got), case
 
 
 @pytest.mark.parametrize("case", ["sampled", "eos", "joint"])
-@pytest.mark.parametrize("method", ["ar", "small-lm", "specpv-exact"])
-def test_a_streamer_hears_what_generate_tells_it(specs: Specs, method: str, case: str) -> None:
-    alone, ours = Heard(), Heard()
+def test_a_streamer_hears_what_generate_tells_it(specs: Specs, case: str) -> None:
+    alone = Heard()
     CASES[case].run(specs.model, streamer=alone)
-    CASES[case].run(specs.model, streamer=ours, custom_generate=specs.get(method))
-    assert alone.heard == ours.heard
+    for method in ("ar", "small-lm", "specpv-exact"):
+        ours = Heard()
+        CASES[case].run(specs.model, streamer=ours, custom_generate=specs.get(method))
+        assert alone.heard == ours.heard
 
 
-def test_cases_say_something(specs: Specs) -> None:
-    """Each setting changes the text, so that a method that ignored it would be found out."""
-    same = {"greedy", "positions"}
-    for name, case in CASES.items():
-        plain = Case(case.inputs, {}).run(specs.model)
-        assert name in same or not torch.equal(plain, case.run(specs.model)), name
+# --- what transformers' users do beside ---
+
+
+@pytest.fixture(params=["ar", "prompt-lookup"])
+def spec(request: pytest.FixtureRequest) -> Speculator:
+    return Speculator(request.param, **({"min_n": 1} if request.param == "prompt-lookup" else {}))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_padded_batch(spec: Speculator, side: str) -> None:
+    model, width = tiny_model(dtype=torch.float64), max(map(len, ROWS))
+    pad, ones = [[0] * (width - len(r)) for r in ROWS], [[1] * len(r) for r in ROWS]
+    ids = torch.tensor([p + r if side == "left" else r + p for p, r in zip(pad, ROWS, strict=True)])
+    mask = torch.tensor([p + o if side == "left" else o + p for p, o in zip(pad, ones, strict=True)])
+    got = model.generate(ids, attention_mask=mask, max_new_tokens=12, pad_token_id=0, custom_generate=spec)
+    assert torch.equal(got[:, :width], ids)
+    for row, new in zip(ROWS, got[:, width:], strict=True):
+        alone = model.generate(torch.tensor([row]), attention_mask=torch.ones(1, len(row)), max_new_tokens=12)
+        assert new.tolist() == alone[0, len(row) :].tolist()
+
+
+def test_several_return_sequences_differ_and_come_in_a_dictionary_on_request(spec: Speculator) -> None:
+    settings = {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": 20, "custom_generate": spec}
+    got = tiny_model().generate(**ONE, return_dict_in_generate=True, **settings).sequences
+    assert got.shape[0] == 3 and len({tuple(r) for r in got.tolist()}) == 3
+
+
+def test_a_reader_of_a_stream_gets_the_text_and_an_end(spec: Speculator) -> None:
+    model, tokenizer = tiny_model(), tiny_tokenizer()
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=20)
+    settings = {"max_new_tokens": 12, "streamer": streamer, "custom_generate": spec}
+    thread = Thread(target=model.generate, kwargs=ONE | settings)
+    thread.start()
+    text = "".join(streamer)
+    thread.join()
+    assert text == tokenizer.decode(model.generate(**ONE, max_new_tokens=12)[0, ONE["input_ids"].shape[1] :])
+    refused = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=20)
+    with pytest.raises(CapabilityError):  # and an end when the call is refused
+        model.generate(**ONE, streamer=refused, penalty_alpha=0.5, top_k=3, custom_generate=spec)
+    assert "".join(refused) == ""
+
+
+def test_a_time_limit_ends_all_rows_together(spec: Speculator) -> None:
+    got = tiny_model().generate(**TWO, max_new_tokens=100, max_time=1e-9, pad_token_id=0, custom_generate=spec)
+    assert got.shape[1] == TWO["input_ids"].shape[1] + 1
+
+
+def test_the_processors_of_a_batch_of_one_are_the_users_own(spec: Speculator) -> None:
+    seen: list[Any] = []
+
+    def recorder(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        seen.append(input_ids.shape)
+        return scores
+
+    for extra in ({}, {"custom_generate": spec}):
+        tiny_model().generate(**ONE, max_new_tokens=9, logits_processor=[recorder], **extra)
+    assert len(seen) == 18 and seen[:9] == seen[9:]
+
+
+def test_plain_decoding_of_every_family_is_generates_own() -> None:
+    for family in FAMILIES:
+        model = tiny_model(family)
+        for row, result in zip(ROWS, Speculator("ar", target=model).generate(ROWS, max_new_tokens=24), strict=True):
+            alone = model.generate(torch.tensor([row]), attention_mask=torch.ones(1, len(row)), max_new_tokens=24)
+            assert result.token_ids == alone[0, len(row) :].tolist() and result.mean_accepted_length == 1.0
+
+
+def test_the_signature_says_what_a_loop_takes() -> None:
+    assert "tokenizer" in inspect.signature(Speculator("ar")).parameters
+    assert "method" in inspect.signature(Speculator).parameters

@@ -26,7 +26,7 @@ from tests.drafts import small_lm
 from tests.tiny import tiny_model
 
 PROMPTS = [[3, 9, 4, 7, 2, 5] * 8, [1, 2, 3], [(i * i) % 11 for i in range(130)]]
-EVERYTHING = Path(__file__).parents[1] / "examples" / "everything.py"
+EVERYTHING = Path(__file__).parents[2] / "examples" / "everything.py"
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ import longdraft
 from longdraft.cli.main import app
 from tests.tiny import tiny_model, tiny_tokenizer
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
+README = (Path(__file__).parents[2] / "README.md").read_text()
 BLOCKS = re.findall(r"```(\w*)\n(.*?)```", README, re.DOTALL)
 COMMANDS = [
     line
@@ -51,7 +51,7 @@ def test_the_python_lines_run(folder):
 
 
 def test_the_python_lines_of_many_prompts_run(monkeypatch):
-    text = (Path(__file__).parent.parent / "docs" / "batch.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "batch.md").read_text()
     spec = longdraft.Speculator("prompt-lookup", target=tiny_model(context=512), tokenizer=tiny_tokenizer(chat=True))
     names = {"spec": spec, "prompts": ["one two", "three", "four"] * 4}
     for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):

@@ -19,7 +19,7 @@ from longdraft import native
 from longdraft.drafts import shipped as coming_along
 from longdraft.native import build
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SECTION = re.search(r"## Install\n(.*?)\n## ", (ROOT / "README.md").read_text(), re.DOTALL)
 assert SECTION is not None
 CHECKOUT, GIT, WHEEL, MODEL = re.findall(r"```\n(.*?)```", SECTION[1], re.DOTALL)

@@ -13,11 +13,8 @@ import torch
 
 from longdraft import PromptCache, Sampling, Speculator
 from longdraft.errors import CapabilityError
-from longdraft.planning.costs import CostTable
 from tests.drafts import random_draft
-from tests.exact_methods import EXACT, Specs, specs  # noqa: F401
-from tests.planned import given_table
-from tests.quick import few
+from tests.support.methods import Specs
 from tests.tiny import tiny_model
 
 PROMPTS = [[3, 9, 4, 7, 2, 5] * 4, [1, 2, 3], [(i * i) % 61 for i in range(40)], [8, 8, 8, 8]]
@@ -67,10 +64,8 @@ def plain(model, prompt: list[int]) -> list[int]:
     return model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False)[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize(
-    "method", few(EXACT, ("ar", "suffix", "longspec", "eagle3", "specextend", "self", "triforce", "specpv-exact"))
-)
-def test_threads_on_one_speculator_write_what_they_write_alone(specs: Specs, method):  # noqa: F811
+@pytest.mark.parametrize("method", ["ar", "longspec", "eagle3", "specextend", "self", "triforce", "specpv-exact"])
+def test_threads_on_one_speculator_write_what_they_write_alone(specs: Specs, method):
     """And generate beside them. The last one draws."""
     spec, model = specs.get(method), specs.model
     settings = [{}, {}, {}, {"sampling": DRAWN, "seed": 3}]
@@ -103,19 +98,20 @@ def test_threads_with_a_speculator_each_on_one_model(tmp_path, dtype):
     assert at_once(*works, lambda: plain(model, PROMPTS[0]))[:4] == alone
 
 
-def test_threads_share_one_planner(tmp_path, monkeypatch):
+def test_threads_share_one_planner_and_one_runner(tmp_path):
     model = tiny_model(dtype=torch.float64)
-    made = given_table(monkeypatch, CostTable((0,), (1, 64), ((1e-4, 2e-3),)))
-    spec = Speculator("longspec", draft=random_draft(tmp_path, model), plan="auto", lookup=True)
+    spec = Speculator("longspec", draft=random_draft(tmp_path, model), plan={1: 1e-4, 64: 2e-3}, lookup=True)
+    made: list[Any] = []
 
     def work(prompt: list[int]) -> list[int]:
-        spec.runner(model)
+        made.append(spec.runner(model))
+        made.append(spec.planner())
         return decoded(spec, prompt)
 
     together = at_once(*[lambda prompt=prompt: work(prompt) for prompt in PROMPTS])
     ar = Speculator("ar", target=model)
     assert together == [decoded(ar, prompt) for prompt in PROMPTS]
-    assert len(made) == 1 and len(spec._runners) == 1
+    assert len({id(each) for each in made}) == 2 and None not in made
 
 
 def test_streams_take_turns_in_one_thread_and_in_several():

@@ -19,9 +19,9 @@ from longdraft.engine.loop import prefill_chunk
 from longdraft.model.graphs import Graphs
 from longdraft.model.runner import TargetRunner
 from longdraft.trees.opt import Opt
-from tests.exact_methods import EXACT, Specs
 from tests.nominal import DEVICE, Card, Mixed, OnCard, StandIn, card, moved
 from tests.quick import few, slow
+from tests.support.methods import EXACT, Specs
 from tests.tiny import tiny_model
 
 PROMPTS = [[3, 9, 4, 7, 2, 5] * 8, [8, 1, 1, 6] * 9]

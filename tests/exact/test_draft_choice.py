@@ -13,11 +13,10 @@ from longdraft import Speculator
 from longdraft.drafters.eagle3 import Eagle3Draft
 from longdraft.drafts import shipped as coming_along
 from longdraft.drafts.draft_folder import kind
-from longdraft.errors import CapabilityError, CheckpointError, UnknownMethodError
+from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.methods import METHODS
 from longdraft.model.shared_parts import describe
 from tests.drafts import random_draft, random_eagle3
-from tests.planned import given_table
 from tests.tiny import tiny_model
 
 
@@ -71,7 +70,6 @@ def test_with_a_shipped_draft_the_default_is_longspec(model, shipped):
 def test_where_all_is_left_to_us_repeats_are_proposed_too(model, shipped, monkeypatch, pays, alone):
     random_draft(shipped / "tiny", model)
     monkeypatch.setitem(METHODS, "self", replace(METHODS["self"], pays=lambda runner: pays))
-    given_table(monkeypatch, None)
 
     def drafter(*method, **options):
         spec = Speculator(*method, target=model, **options)
@@ -140,18 +138,6 @@ def test_a_damaged_shipped_draft_is_named(model, shipped):
     (folder / "config.json").write_text("{")
     with pytest.raises(CheckpointError):
         coming_along.fitting(describe(model))
-
-
-def test_what_is_neither_a_method_nor_a_folder(tmp_path):
-    with pytest.raises(UnknownMethodError):
-        Speculator("magic")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(CheckpointError):
-        Speculator(str(tmp_path / "empty"))
-    with pytest.raises(CheckpointError):
-        Speculator("longspec", draft=tmp_path / "none")
-    with pytest.raises(CheckpointError):
-        Speculator(tmp_path / "none")
 
 
 def test_a_draft_for_a_method_that_is_not_known(model, tmp_path):

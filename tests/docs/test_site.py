@@ -12,7 +12,7 @@ import pytest
 
 import longdraft
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
