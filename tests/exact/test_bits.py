@@ -69,7 +69,13 @@ def plainly(runner: TargetRunner, text: list[int], path: list[int]) -> torch.Ten
     return out.logits[0, 0]
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "int8"])
+# On the best instructions of this machine every family, on the others one of each arithmetic.
+@pytest.mark.parametrize(
+    ("level", "family"),
+    [(name, kind) for name in LEVELS for kind in (*FAMILIES, "int8") if name == LEVELS[0] or kind in ("llama", "int8")],
+    indirect=["level"],
+    indirect=["level"],
+)
 @settings(max_examples=6)
 @given(
     lengths=st.lists(

@@ -65,9 +65,8 @@ def p_value(spec: Speculator, setting: str, draws: int, taken: int = 0, processo
     return chi_square.p_value(counts, law(setting, vocab), cells=8)
 
 
-@pytest.mark.parametrize("setting", ["top-p", "penalised"])
-def test_plain_decoding_has_the_targets_distribution(setting):
-    assert p_value(Speculator("ar", target=target(**SMALL)), setting, 1500) > 0.01
+def test_plain_decoding_has_the_targets_distribution():
+    assert p_value(Speculator("ar", target=target(**SMALL)), "top-p", 1000) > 0.01
 
 
 class HalfGreedy(LogitsProcessor):
@@ -81,13 +80,13 @@ class HalfGreedy(LogitsProcessor):
 def test_another_law_is_rejected():
     """The test sees it in texts of whole runs."""
     spec = Speculator("prompt-lookup", target=target(**SMALL), min_n=1)
-    assert p_value(spec, "plain", 1500, taken=300, processors=(HalfGreedy(),)) < 1e-6
+    assert p_value(spec, "plain", 1000, taken=200, processors=(HalfGreedy(),)) < 1e-6
 
 
 def test_a_one_pass_drafts_text_has_the_targets_distribution(tmp_path):
     model = target(**SMALL)
     draft = random_onepass(tmp_path, model, layers=(0,), feature_size=model.config.hidden_size)
-    assert p_value(Speculator("onepass", target=model, draft=draft, widths=(2, 2)), "plain", 1500, taken=300) > 0.01
+    assert p_value(Speculator("onepass", target=model, draft=draft, widths=(2, 2)), "plain", 1000, taken=200) > 0.01
 
 
 @pytest.mark.usefixtures("small_sizes")

@@ -167,11 +167,11 @@ OPTIONS: list[tuple[str, dict[str, Any], str]] = [
     # of small models, and of levels
     ("magicdec", {"view": "chunks"}, "streaming"), ("magicdec", {"budget": 8}, "budget"),
     ("magicdec", {"drafter": "longspec"}, "small-lm"), ("magicdec", {"draft": "lm", "drafter": "self"}, "small-lm"),
-    ("magicdec", {"draft": "lm", "view": "streaming", "budget": 500}, "512"),
+    ("magicdec", {"draft": "lm", "view": "streaming", "budget": 500}, "trained"),
     ("magicdec", {"draft": "lm", "view": "snapkv", "budget": 20}, "sink"),
     ("magicdec", {"draft": "lm", "view": "streaming", "view_dtype": "int8"}, "view_dtype"),
     ("triforce", {"draft": "lm", "budget": 40}, "sink"), ("triforce", {"draft": "lm", "streamed": 16}, "streamed"),
-    ("triforce", {"draft": "lm", "streamed": 510}, "512"), ("triforce", {"draft": "lm", "view": "chunks"}, "view"),
+    ("triforce", {"draft": "lm", "streamed": 510}, "trained"), ("triforce", {"draft": "lm", "view": "chunks"}, "view"),
     ("nested", {"draft": "lm", "level_budget": 40}, "sink"), ("nested", {"draft": "lm", "drafter": "self"}, "small-lm"),
     ("small-lm", {"draft": "lm", "view": "some"}, "view"), ("small-lm", {"draft": "lm", "chunk": 8}, "chunk"),
     ("small-lm", {"draft": "lm", "view": "streaming", "every": 2}, "retrieval"),

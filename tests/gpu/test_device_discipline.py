@@ -21,7 +21,7 @@ from longdraft.model.runner import TargetRunner
 from longdraft.trees.opt import Opt
 from tests.nominal import DEVICE, Card, Mixed, OnCard, StandIn, card, moved
 from tests.quick import few, slow
-from tests.support.methods import EXACT, Specs
+from tests.support.methods import EXACT, METHODS, PARTIAL, Case, Specs
 from tests.tiny import tiny_model
 
 PROMPTS = [[3, 9, 4, 7, 2, 5] * 8, [8, 1, 1, 6] * 9]
@@ -48,9 +48,28 @@ WAITS: dict[str, dict[str, int]] = {
     "triforce": {TOKENS: 6, TREE: 5, "_step": 10},
     "nested": {TOKENS: 6, "_step": 8},
 }
+# The small trees that docs/gpu.md counts.
+FLAT = {"depth": 2, "top_k": 4}
+OWN_VIEW = {"view": "streaming", "budget": 12, "sink": 2, "window": 2}
+COUNTED = {
+    "prompt-lookup": {"min_n": 1}, "longspec": {"widths": (4, 2)}, "eagle3": FLAT, "eagle": FLAT, "mtp": FLAT,
+    "onepass": {"depth": 3, "top_k": 3}, "small-lm": {"depth": 3, "nodes": 8}, "specextend": {"depth": 2, "nodes": 8},
+    "specextend-eagle3": {"depth": 2, "nodes": 8}, "self": {"depth": 2, **OWN_VIEW}, "heads": {"nodes": 8},
+    "magicdec": {"drafter": "self", "depth": 2}, "tokenswift": {"reuse_n": 2, **OWN_VIEW}, "triforce": {},
+    "nested": {"drafter": "prompt-lookup", "min_n": 1},
+    "specpv-exact": PARTIAL | {"drafter": "prompt-lookup", "min_n": 1, "margin": 4},
+}  # fmt: skip
+
+
+def options_of(specs: Specs, method: str) -> dict[str, Any]:
+    draft = None if method == "specpv-exact" else (METHODS[method].draft or "").removesuffix(" window") or None
+    draft = "target" if method == "small-lm" else draft
+    return specs.given(Case(method, draft, COUNTED.get(method, {})), specs.model)
+
+
 NEW = 8
 # One method of each kind; the others are slow tests.
-QUICK = ("ar", "prompt-lookup", "longspec", "eagle3", "self", "heads")
+QUICK = ("prompt-lookup", "longspec", "eagle3", "self")
 # Methods whose draft forwards are recorded too.
 RECORDED = ("longspec", "eagle3", "eagle", "self", "magicdec", "tokenswift")
 
@@ -84,7 +103,7 @@ def specs(tmp_path: Path) -> Specs:
 
 @pytest.mark.parametrize("method", few(EXACT, QUICK))
 def test_a_round_waits_for_the_device_as_seldom_as_it_can(method, specs, there):
-    options, new = specs.options(method), 14  # so many that chunks are chosen anew, and levels meet a second round
+    options, new = options_of(specs, method), 14  # so many that chunks are chosen anew, and levels meet a second round
     expected = Speculator("ar", target=specs.model).generate(PROMPTS, max_new_tokens=new, eos_token_ids=[])
     moved(specs.model)
     spec = Speculator(method, target=specs.model, plan="fixed", **options)
@@ -104,7 +123,7 @@ ASKED = {"ar": (23, 6), "longspec": (85, 15), "eagle3": (91, 13), "eagle": (91, 
 
 @pytest.mark.parametrize("method", ASKED)
 def test_a_round_asks_the_device_for_no_more_than_it_must(method, specs, there):
-    options = specs.options(method)
+    options = options_of(specs, method)
     moved(specs.model)
     spec = Speculator(method, target=specs.model, plan="fixed", **options)
     spec.runner().graphs = Graphs(StandIn(there), uses=0)
@@ -141,7 +160,7 @@ def test_sampled_tokens_are_read_together(method, sampling, specs, there, monkey
     if sampling is UNSORTED:
         monkeypatch.setattr(top_p, "LIKELIEST", 4)
     settings = {"temperature": 0.8, "seed": 5, **sampling}
-    options = specs.options(method)
+    options = options_of(specs, method)
     expected = Speculator("ar", target=specs.model).generate(PROMPTS, max_new_tokens=NEW, eos_token_ids=[], **settings)
     moved(specs.model)
     with pytest.MonkeyPatch.context() as patch:
@@ -170,7 +189,7 @@ DYNAMIC, OPT = {"depth": 5, "top_k": 3}, {"tree": "opt", "threshold": 0.01, "dep
 def test_a_recorded_level_drafts_what_the_level_drafts(method, tree, specs, there, monkeypatch):
     """Levels of several widths and depths, of sequences that end at different times: the same tokens are accepted."""
     monkeypatch.setattr(loop, "SPARE", 2)  # hidden states are in a ring, where the draft has a window
-    options = specs.options(method) | {"widths": None, "tree": "dynamic", "nodes": 20} | tree
+    options = options_of(specs, method) | {"widths": None, "tree": "dynamic", "nodes": 20} | tree
     moved(specs.model)
     found = []
     for recorder in (None, StandIn(there)):
@@ -192,7 +211,7 @@ def test_a_gpu_reads_prompts_in_larger_pieces(there):
 @pytest.mark.parametrize("method", ["longspec", "eagle3"])
 def test_an_opt_tree_never_leaves_the_device_idle(method, specs, there):
     """Which trees go on is read while the next level is computed."""
-    options = specs.options(method) | {"widths": None, "tree": "opt", "threshold": 0.0, "depth": 5, "nodes": 9}
+    options = options_of(specs, method) | {"widths": None, "tree": "opt", "threshold": 0.0, "depth": 5, "nodes": 9}
     expected = Speculator("ar", target=specs.model).generate(PROMPTS, max_new_tokens=NEW, eos_token_ids=[])
     moved(specs.model)
     outputs, waits = rounds(Speculator(method, target=specs.model, plan="fixed", **options), there)
