@@ -69,6 +69,7 @@ def test_many_rows_at_once(there):
 def test_refreshed_rows_are_read_again(there):
     """The last rows were inexact when the drafter read them, as after a partial verification."""
     there.check()
+    there.go_on(3, 1, 4, 1, 5)
     start = there.draft_from_inexact_rows(5)
     there.store.lengths[0] = start + 5
     there.drafter.observe(replaced(there.s, start))

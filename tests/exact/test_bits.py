@@ -74,7 +74,6 @@ def plainly(runner: TargetRunner, text: list[int], path: list[int]) -> torch.Ten
     ("level", "family"),
     [(name, kind) for name in LEVELS for kind in (*FAMILIES, "int8") if name == LEVELS[0] or kind in ("llama", "int8")],
     indirect=["level"],
-    indirect=["level"],
 )
 @settings(max_examples=6)
 @given(

@@ -57,8 +57,8 @@ def p_value(spec: Speculator, setting: str, draws: int, taken: int = 0, processo
     vocab = spec.runner().model.config.vocab_size
     counts, accepted = torch.zeros([vocab] * NEW), 0
     for start in range(0, draws, BATCH):
-        prompts = [Request(list(PROMPT), processors=processors)] * BATCH
-        for r in spec.generate(prompts, max_new_tokens=NEW, sampling=SAMPLINGS[setting], seed=start):
+        own = [Request(list(PROMPT), NEW, SAMPLINGS[setting], start + i, processors) for i in range(BATCH)]
+        for r in spec.generate(own):
             counts[tuple(r.token_ids)] += 1
             accepted += r.accepted
     assert accepted >= taken

@@ -86,24 +86,6 @@ def test_one_with_a_draft(tmp_path):
         Speculator("everything", target=model)
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "said"),
-    [
-        ("longspec", {}, "is a method of longdraft"),
-        ("a:b", {}, "has no colon"),
-        ("", {}, "has no colon"),
-        ("mine", {"draft": "bert"}, "draft must be one of"),
-        ("mine", {"draft": "eagle3"}, "takes no `draft`, but eagle3 was named"),
-        ("mine", {"schedule": lambda n=3: SpecPV(view())}, "both have an option n"),
-    ],
-)
-def test_what_cannot_be_a_method(name, options, said):
-    with pytest.raises(ValueError, match=said):
-        compose(name, lookups, **options)
-    with pytest.raises(ValueError, match="kind"):
-        compose("mine", lambda draft: lookups())
-
-
 def test_from_the_command_line(tmp_path, capsys):
     assert main(["methods", "--load", str(EVERYTHING)]) == 0
     assert "everything" in capsys.readouterr().out
