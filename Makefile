@@ -32,7 +32,7 @@ test-gpu:
 test-arm: $(VENV)/.dev
 	@command -v aarch64-linux-gnu-g++ > /dev/null && command -v qemu-aarch64 > /dev/null \
 	  || { echo "This needs a cross compiler and an emulator: apt-get install g++-aarch64-linux-gnu qemu-user"; exit 1; }
-	LONGDRAFT_EMULATED=armv8-a $(BIN)/python -m pytest tests/native tests/test_bits.py -k "armv8-a and not verified_node"
+	LONGDRAFT_EMULATED=armv8-a $(BIN)/python -m pytest tests/native tests/exact/test_bits.py -k "armv8-a and not verified_node"
 
 # Clients of the server as the package index has them, each in an environment of its own (3 GB, some 30 minutes).
 # SERVED=FILE names the model; without, they ask the embedded one, which answers some of them wrongly.
@@ -73,12 +73,14 @@ $(SGLANG)/.sglang: pyproject.toml
 	@$(SGLANG)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable . $(MODEL) sglang==0.5.23
 	@touch $@
 
-# Models that other packages quantise, and PEFT's adapters, in an environment of its own (3 GB, some 5 minutes).
+# What the development environment lacks: models that other packages quantise, PEFT's adapters, replicas by Ray; in an
+# environment of its own (3 GB, some 5 minutes). It is run before an issue ends.
 QUANTISED := .venv-quantised
 test-quantised: $(QUANTISED)/.quantised
-	$(QUANTISED)/bin/python -m pytest -p no:cacheprovider tests/model/test_quantised.py tests/model/test_adapters.py
+	$(QUANTISED)/bin/python -m pytest -p no:cacheprovider tests/model/test_quantised.py tests/model/test_adapters.py \
+	  tests/serve/test_replicas.py
 
-QUANTISERS := torchao==0.18.0 bitsandbytes==0.50.2 compressed-tensors==0.20.0 optimum-quanto==0.2.7 hqq==0.2.8.post1 peft==0.21.2
+QUANTISERS := torchao==0.18.0 bitsandbytes==0.50.2 compressed-tensors==0.20.0 optimum-quanto==0.2.7 hqq==0.2.8.post1 peft==0.21.2 "ray[serve]>=2.60"
 $(QUANTISED)/.quantised: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(QUANTISED)
 	@echo "Installing packages that quantise models into $(QUANTISED) ..."

@@ -19,9 +19,9 @@ from longdraft.bench import html_report
 from longdraft.bench.results import Results
 from tests import drafts
 from tests.bench import results_files
-from tests.drafters.one_forward_folders import small_dflash, small_peagle
 from tests.fuzz import damage
 from tests.gguf_files import write_gguf
+from tests.support.published import small_dflash, small_peagle
 from tests.tiny import tiny_model, tiny_tokenizer
 
 IDS = [[4, 5, 6, 4, 5, 6, 4, 5, 6, 4]]

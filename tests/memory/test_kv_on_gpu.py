@@ -15,10 +15,10 @@ from longdraft.memory.store import KVShape, KVStore
 from longdraft.model.graphs import Graphs
 from longdraft.model.runner import TargetRunner
 from longdraft.native.scaled import Scaled
-from tests.exact_methods import EXACT, Specs
 from tests.forwards import forward
 from tests.nominal import DEVICE, StandIn, card, moved
 from tests.quick import few
+from tests.support.methods import EXACT, Specs
 from tests.tiny import tiny_model
 
 PROMPTS = [[3, 9, 4, 7, 2, 5] * 8, [8, 1, 1, 6] * 9]

@@ -28,10 +28,10 @@ from longdraft.trees.masks import padded_mask
 from longdraft.trees.tree import TokenTree
 from tests import torch_kernels
 from tests.drafts import random_draft
-from tests.exact_methods import Specs
 from tests.forwards import forward
 from tests.nominal import StandIn, card, moved
 from tests.quick import slow
+from tests.support.methods import Specs
 from tests.tiny import tiny_model
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)

@@ -10,9 +10,9 @@ import torch
 from longdraft import PromptCache, Request, Speculator
 from longdraft.errors import ContextError
 from longdraft.serve.prefixes import DiskPrefixes
-from tests.exact_methods import EXACT, Specs
 from tests.long_rope_models import KINDS, SWITCH, as_a_whole, long_rope_model
 from tests.quick import few, in_turn
+from tests.support.methods import EXACT, Specs
 
 NEW = 14
 # Below the switch to the end, across it (at once, early and late), and beyond it from the start.

@@ -73,10 +73,11 @@ class RecordedSpecPV(SpecPV):
 
     Args:
         listener: the runner of the run.
+        start: as of SpecPV.
     """
 
-    def __init__(self, view: View, listener: Listener) -> None:
-        super().__init__(view)
+    def __init__(self, view: View, listener: Listener, start: int | None = None) -> None:
+        super().__init__(view, start=start)
         self._listener = listener
         self.computed: list[Computed] = []
 
