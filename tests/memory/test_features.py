@@ -110,15 +110,15 @@ def decoded(spec: Speculator, folder, batch: int) -> dict[tuple[str, int], list[
             found[run, step.sequence].append((drafted, step.accepted, step.mode, step.token_ids))
 
     cache = PromptCache(spec.feature_layers())
-    for prompts in ([text[:90], other], [text[:60], other[:40]], [text[:60] + other[:30], text[:25]]):
-        for step in spec.stream(prompts, max_new_tokens=12, eos_token_ids=[], cache=cache):
+    for prompts in ([text[:90], other], [text[:60] + other[:30], text[:25]]):
+        for step in spec.stream(prompts, max_new_tokens=8, eos_token_ids=[], cache=cache):
             note(f"{len(prompts[0])} tokens", step)
     cache.save(folder / "kv", spec.runner().fingerprint)
     restored = PromptCache.restored(folder / "kv", spec.runner().fingerprint, spec.feature_layers())
     for step in spec.stream([text[:60] + other[:20]], max_new_tokens=6, eos_token_ids=[], cache=restored):
         note("restored", step)
     session = spec.session(batch, context=150, piece=16)
-    for prompt, tokens in ((text, 4), (other, 12), (text[:70], 8), (other[:20] + text, 4), (text[:34], 8)):
+    for prompt, tokens in ((text, 3), (other, 8), (other[:20] + text, 3), (text[:34], 6)):
         session.add(Request(prompt, max_new_tokens=tokens, eos_token_ids=[]))
     while session.busy:
         for step in session.step():

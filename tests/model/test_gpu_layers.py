@@ -14,9 +14,9 @@ from longdraft.model.graphs import Graphs
 from longdraft.model.outputs import Taps
 from longdraft.model.runner import TargetRunner
 from tests.forwards import forward
-from tests.launches import Launches, watch
 from tests.nominal import StandIn, card, moved
 from tests.quick import in_turn
+from tests.support.launches import Launches, watch
 from tests.tiny import FAMILIES, tiny_model
 
 pytest.importorskip("triton")

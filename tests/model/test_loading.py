@@ -16,7 +16,7 @@ from transformers import AutoConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from longdraft.errors import CapabilityError, CheckpointError, ContextError
-from longdraft.model.loading import _dtype, load
+from longdraft.model.loading import dtype_on, load
 from tests.tiny import tiny_model, tiny_tokenizer
 
 CONTEXT = 64
@@ -59,8 +59,8 @@ def test_folder_loads_as_saved_and_frozen(tmp_path, tie):
 def test_auto_dtype_is_float32_on_a_cpu_and_the_checkpoints_own_on_a_gpu(tmp_path):
     save(tmp_path, dtype=torch.bfloat16)
     assert load(tmp_path, device="cpu").model.dtype is torch.float32
-    assert _dtype("auto", torch.device("cuda")) == "auto"
-    assert _dtype("float16", torch.device("cuda")) is torch.float16
+    assert dtype_on("auto", torch.device("cuda")) == "auto"
+    assert dtype_on("float16", torch.device("cuda")) is torch.float16
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", torch.float16])

@@ -8,17 +8,17 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from longdraft import native
 from longdraft.errors import CapabilityError
 from longdraft.model.few_rows import FewRowsModule
 from longdraft.model.loading import load
 from longdraft.model.runner import TargetRunner
 from longdraft.model.stored import StoredEmbedding, StoredLinear, in_float32
 from tests.forwards import forward
+from tests.native.levels import needs_kernels
+from tests.quick import in_turn
 from tests.tiny import FAMILIES, tiny_model, tiny_tokenizer
 
 HALVES = (torch.bfloat16, torch.float16)
-compiles = pytest.mark.skipif(native.kernels() is None, reason=f"no kernels here: {native.missing()}")
 IDS = torch.arange(3, 23)[None]
 
 
@@ -28,9 +28,8 @@ def folder(path, family="llama", dtype=torch.bfloat16, **options):
     return path
 
 
-@compiles
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("family", FAMILIES)
+@needs_kernels
+@pytest.mark.parametrize(("family", "dtype"), in_turn(FAMILIES, HALVES))
 @torch.no_grad()
 def test_a_folder_in_halves_stays_in_halves_and_computes_in_float32(family, dtype, tmp_path):
     place = folder(tmp_path, family, dtype, tie=family == "llama")
@@ -70,7 +69,7 @@ def test_stored_weights_are_saved_once_they_are_unpacked(tmp_path):
     assert all(torch.equal(t, again[name]) for name, t in model.state_dict().items())
 
 
-@compiles
+@needs_kernels
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", HALVES)
 @torch.no_grad()

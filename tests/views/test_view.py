@@ -52,19 +52,16 @@ def test_sink_window_and_whole_chunks_between(
 
 
 @pytest.mark.parametrize("scorer", [name for name, each in SCORERS.items() if each is not None])
-@pytest.mark.parametrize("chunk", [1, 4])
-@pytest.mark.parametrize("transposed", [False, True])
-def test_each_kv_head_finds_its_own_needle(scorer, chunk, transposed):
+def test_each_kv_head_finds_its_own_needle(scorer):
     keys, queries = 0.01 * random(2, 100, 4), torch.zeros(4, 1, 4)
     for head, needle in enumerate((37, 70)):
         keys[head, needle] = 9 * torch.eye(4)[head]
         queries[2 * head : 2 * head + 2, 0] = torch.eye(4)[head]
-    if transposed:
-        keys = keys.bfloat16().transpose(1, 2).contiguous().transpose(1, 2)
-    rows = View(scorer, 8, 4, 4, chunk).rows(keys, queries)
-    assert 37 in rows[0] and 70 in rows[1] and rows.shape[1] <= 16 + chunk
-    both = View(scorer, 20, 4, 4, chunk, shared=True).rows(keys, queries)[0]
-    assert 37 in both and 70 in both
+    for chunk, laid in ((1, keys), (4, keys.bfloat16().transpose(1, 2).contiguous().transpose(1, 2))):
+        rows = View(scorer, 8, 4, 4, chunk).rows(laid, queries)
+        assert 37 in rows[0] and 70 in rows[1] and rows.shape[1] <= 16 + chunk
+        both = View(scorer, 20, 4, 4, chunk, shared=True).rows(laid, queries)[0]
+        assert 37 in both and 70 in both
 
 
 @pytest.mark.parametrize("scorer", list(SCORERS))
@@ -83,14 +80,9 @@ def test_heads_that_share_take_what_all_of_them_want_most(scorer):
 @pytest.mark.parametrize(
     ("over", "says"),
     [
-        ({"scorer": "best"}, "scorer must be one of minmax"),
-        ({"reduction": "sum"}, "reduction must be one of mean"),
-        ({"sink": 3}, r"sink must be a multiple of chunk \(2 tokens\), got 3"),
-        ({"sink": -2}, "sink must be a whole number of at least 0"),
-        ({"window": 0}, "window must be a whole number of at least 1"),
-        ({"chunk": 0}, "chunk must be"),
-        ({"chosen": True}, "chosen must be"),
-        ({"room": 2.0}, "room must be"),
+        *(({"scorer": "best"}, "scorer"), ({"reduction": "sum"}, "reduction"), ({"sink": 3}, "sink.* got 3")),
+        *(({"sink": -2}, "sink"), ({"window": 0}, "window"), ({"chunk": 0}, "chunk")),
+        *(({"chosen": True}, "chosen"), ({"room": 2.0}, "room")),
     ],
     ids=str,
 )
