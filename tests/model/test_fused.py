@@ -9,20 +9,17 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from longdraft import native
 from longdraft.errors import UnsupportedModelError
 from longdraft.memory.windows import WindowStates
-from longdraft.model.outputs import Taps
 from longdraft.model.runner import TargetRunner
 from longdraft.model.whole_lm import WholeLM
 from longdraft.native import DecoderLayer, DecoderStack, Rows
 from tests.forwards import forward
 from tests.native.levels import needs_kernels
 from tests.recurrent_models import recurrent_model
+from tests.support.forward_outputs import DEPTHS, TREE, outputs
 from tests.support.window_models import NAMES, WINDOW, window_model
 from tests.tiny import FAMILIES, tiny_model
 
 pytestmark = needs_kernels
-TREE = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]], dtype=torch.bool)
-DEPTHS = [0, 1, 1, 2]
-PROMPTS = {2: 70, 0: 4}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
 
 # Name -> the model, and whether its layers run fused.
@@ -40,40 +37,17 @@ MODELS = {
 }
 
 
-def outputs(model, fused: bool, monkeypatch):
-    """Logits, taps and all rows after prompts of two lengths, a tree, a commit and more steps than a window has."""
-    monkeypatch.setenv("LONGDRAFT_NATIVE", str(int(fused)))
-    runner = TargetRunner(model)
-    store = runner.new_store(3, 200)
-    for slot, n in PROMPTS.items():
-        forward(runner, [[(7 * i + slot) % 60 for i in range(n)]], store, [slot], logits="none", prompt=True)
-        store.commit(slot, range(n))
-    full = runner.kv_shape.layers
-    taps = Taps(hidden=(0, 2), queries=(0, full - 1) if full else ())
-    mask, depths = TREE.expand(2, -1, -1), [DEPTHS, DEPTHS]
-    tree = forward(runner, [[5, 6, 7, 8], [9, 10, 11, 12]], store, [2, 0], mask=mask, depths=depths, taps=taps)
-    found = [tree.logits, *tree.hidden.values(), *tree.queries.values()]
-    store.commit(2, [0, 1, 3])
-    store.commit(0, [])
-    for token in range(WINDOW + 2):
-        found.append(forward(runner, [[token], [token + 1]], store, [2, 0]).logits)
-        store.commit(2, [0])
-        store.commit(0, [0])
-    rows = store.lengths[2]
-    for kept in (store, *(states for states in store.states if isinstance(states, WindowStates))):
-        found += [kept.keys[:, 2, :, :rows], kept.values[:, 2, :, :rows]]
-    return runner, found
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_the_same_as_the_models_own_code(name, monkeypatch):
     make, fused = MODELS[name]
-    model = make()
-    runner, found = outputs(model, True, monkeypatch)
+    model, found = make(), []
+    for switch in ("0", "1"):
+        monkeypatch.setenv("LONGDRAFT_NATIVE", switch)
+        runner = TargetRunner(model)
+        found.append(outputs(runner, {2: 70, 0: 4}, WINDOW + 2))
     assert bool(runner.twin.fused.layers) is (runner.twin.fused.stack is not None) is fused
-    _, wanted = outputs(model, False, monkeypatch)
     close = 1e-3 if runner.recurrent else 2e-4
-    for a, b in zip(found, wanted, strict=True):
+    for b, a in zip(*found, strict=True):
         most = float(b.abs().max()) if b.numel() else 0.0  # no layer may keep the whole text
         torch.testing.assert_close(a, b, rtol=1e-3, atol=close * max(1, most))
 

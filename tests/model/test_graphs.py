@@ -212,25 +212,32 @@ def test_bases_move_positions_as_without():
     target.check([0, 1], trees_of(4, 2, seed=1), bases=[31, 12])
 
 
-def test_a_size_is_recorded_once_it_has_come_up_often_enough():
-    target = Target(uses=graphs.USES)
-    target.read(20)
-    seen = []
-    for seed in range(5):
-        target.check([0], [tree_of(4, seed)])
-        seen.append((target.recorder.captures, target.recorder.replays))
-    assert seen == [(0, 0), (0, 0), (1, 1), (1, 2), (1, 3)]
+ALL, HIDDEN = Taps(), Taps((0,))
+# What a target is given, forwards (slots, size of the tree, taps), and the number of recordings after each.
+CAPTURES = {
+    "a size is recorded once it has come up often enough": (
+        {"uses": graphs.USES}, [([0], 4, ALL)] * 5, [0, 0, 1, 1, 1],
+    ),
+    "another batch, other taps or other rows are another recording": (
+        {},
+        [([0], 4, ALL), ([0, 1], 4, ALL), ([0], 4, HIDDEN), ([0], 4, Taps((), (0,))), ([1], 4, ALL), ([0], 5, ALL)],
+        [1, 2, 3, 4, 4, 5],
+    ),
+    "those of a store are bounded: the one not used for longest goes": (
+        {"most": 2}, [([0], size, ALL) for size in (1, 2, 1, 4, 1, 2)], [1, 2, 2, 3, 3, 4],
+    ),
+}  # fmt: skip
 
 
-def test_another_batch_other_rows_or_other_taps_are_another_recording():
-    target = Target()
+@pytest.mark.parametrize("name", CAPTURES)
+def test_what_is_recorded(name):
+    options, forwards, expected = CAPTURES[name]
+    target, found = Target(**options), []
     target.read(10, 12)
-    tree = tree_of(4, 1)
-    for slots, taps in (([0], Taps()), ([0, 1], Taps()), ([0], Taps((0,))), ([0], Taps((), (0,))), ([1], Taps())):
-        target.forward(slots, [tree] * len(slots), taps)
-    assert target.recorder.captures == 4
-    target.forward([0], [tree_of(5, 1)])
-    assert target.recorder.captures == 5
+    for seed, (slots, size, taps) in enumerate(forwards):
+        target.check(slots, trees_of(*[size] * len(slots), seed=seed), taps)
+        found.append(target.recorder.captures)
+    assert found == expected and target.recorder.replays == sum(n >= options.get("uses", 0) for n in range(len(found)))
 
 
 def test_stores_in_use_have_recordings_of_their_own_and_a_later_one_takes_those_of_a_freed_one():
@@ -272,7 +279,7 @@ def test_without_room_for_a_rounded_capacity_the_exact_one_is_taken(free_memory)
     assert target.runner.new_store(1, 1001).capacity == 1001 + target.runner.graphs.padding(1)
 
 
-@pytest.mark.parametrize("method", ["eagle3", *map(slow, ("self", "longspec", "specpv-exact", "prompt-lookup"))])
+@pytest.mark.parametrize("method", ["prompt-lookup", *map(slow, ("eagle3", "self", "longspec", "specpv-exact"))])
 def test_a_second_request_uses_the_recordings_of_the_first(method, tmp_path, there):
     specs = Specs(tmp_path, torch.float32)
     options, prompts = specs.options(method), [text(24, 1), text(15, 2)]
@@ -390,14 +397,6 @@ def test_tensors_that_lie_elsewhere_are_another_recording():
     assert target.recorder.captures == 3
 
 
-def test_the_recordings_of_a_store_are_bounded():
-    target = Target(most=2)
-    target.read(5)
-    for size in (1, 2, 1, 4, 1, 2):  # 2 has to go for 4
-        target.check([0], [tree_of(size, size)])
-    assert target.recorder.captures == 4
-
-
 def test_stores_leave_room_for_padding_and_a_block_that_has_none_is_computed_without():
     target = Target(capacity=30)
     gaps = [min(b for b in BUCKETS if b >= n) - n for n in range(1, BUCKETS[-1] + 1)]
@@ -447,48 +446,29 @@ class Failing(StandIn):
         return super().capture(compute)
 
 
-def test_a_size_that_cannot_be_recorded_is_said_once_and_does_not_switch_off_the_others(caplog):
+def test_a_size_that_cannot_be_recorded_is_said_once_and_where_none_can_be_no_more_are_tried(caplog):
     target = Target(recorder=Failing)
     target.read(10)
-    with caplog.at_level(logging.WARNING, logger="longdraft"):
-        for seed in range(3):
-            target.check([0], [tree_of(4, seed)])
-            target.check([0], [tree_of(7, seed)])
+    for seed in range(3):
+        target.check([0], [tree_of(4, seed)])
+        target.check([0], [tree_of(7, seed)])
     assert (target.recorder.captures, target.recorder.replays) == (2, 3)
-    (record,) = caplog.records
-    assert "could not be recorded" in record.getMessage() and "and more" not in record.getMessage()
-
-
-def test_where_no_size_can_be_recorded_no_more_are_tried(caplog):
+    assert caplog.text.count("could not be recorded") == 1 and "and more" not in caplog.text
     target = Target(recorder=lambda: Failing(99))
     target.read(10)
     for size in (1, 2, 4, 8, 16):
         target.check([0], [tree_of(size, 1)])
-    assert target.recorder.captures == graphs.FAILURES
-    assert "CUDA graphs are off" in caplog.text
+    assert target.recorder.captures == graphs.FAILURES and "CUDA graphs are off" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("device", "path", "reason"),
-    [
-        (CPU, "cpu", "they need an NVIDIA GPU"),
-        (CPU, "triton", "they need an NVIDIA GPU"),
-        (CUDA, "sdpa", "LONGDRAFT_ATTENTION=hybrid"),
-        (CUDA, "hybrid", None),
-        (CUDA, "triton", None),
-    ],
-)
-def test_where_there_are_graphs(device, path, reason):
-    found = unavailable(device, path)
-    assert found is None if reason is None else reason in found
-
-
-def test_graphs_are_used_unless_the_switch_is_off(monkeypatch, caplog):
+def test_where_there_are_graphs(monkeypatch, caplog):
+    for device, path in ((CPU, "cpu"), (CPU, "triton"), (CUDA, "sdpa")):
+        assert unavailable(device, path) and not Graphs.on(device, path).recording
+    assert "LONGDRAFT_ATTENTION=hybrid" in (unavailable(CUDA, "sdpa") or "")
+    for path in ("hybrid", "triton"):
+        assert unavailable(CUDA, path) is None and Graphs.on(CUDA, path).recording
+    assert Graphs.on(CUDA, "triton").padding(1) == 15 and Graphs.on(CUDA, "triton").padding(4) == 111
+    monkeypatch.setenv("LONGDRAFT_GRAPHS", "0")
     with caplog.at_level(logging.INFO, logger="longdraft"):
-        graphs_on = Graphs.on(CUDA, "triton")
-        monkeypatch.setenv("LONGDRAFT_GRAPHS", "0")
-        graphs_off = Graphs.on(CUDA, "triton")
-        assert not Graphs.on(CPU, "cpu").recording
-    assert graphs_on.recording and not graphs_off.recording
-    assert graphs_on.padding(1) == 15 and graphs_on.padding(4) == 111 and graphs_off.padding(4) == 0
-    assert len(caplog.records) == 2 and "LONGDRAFT_GRAPHS=0" in caplog.text
+        switched_off = Graphs.on(CUDA, "triton")
+    assert not switched_off.recording and switched_off.padding(4) == 0 and "LONGDRAFT_GRAPHS=0" in caplog.text

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -10,11 +12,10 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from longdraft.memory.store import KVStore
 from longdraft.model.outputs import Taps
 from longdraft.model.runner import TargetRunner
-from longdraft.trees.builders import union
-from longdraft.trees.masks import padded_mask
-from longdraft.trees.tree import TokenTree
 from tests.forwards import forward
 from tests.quick import slow
+from tests.support.tree_rows import check_rows
+from tests.support.tree_rows import text as tree_text
 from tests.tiny import FAMILIES, tiny_model
 
 CLOSE = {"atol": 1e-4, "rtol": 1e-4}  # float32 through three layers; logits are of the order of 5
@@ -51,36 +52,6 @@ def own_logits(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
     return own(model, tokens).logits[0].float()
 
 
-def random_tree(size: int, seed: int, root: int) -> TokenTree:
-    g = torch.Generator().manual_seed(seed)
-    parents = [-1] + [int(torch.randint(i, (), generator=g)) for i in range(1, size)]
-    return TokenTree((root, *text(size - 1, seed)), tuple(parents))
-
-
-def verify(runner: TargetRunner, store: KVStore, slots: list[int], trees: list[TokenTree]) -> torch.Tensor:
-    """Logits of every node of every tree, in one forward."""
-    size = max(tree.size for tree in trees)
-    tokens = [tree.tokens + (0,) * (size - tree.size) for tree in trees]
-    depths = [tree.depths + (0,) * (size - tree.size) for tree in trees]
-    out = forward(runner, tokens, store, slots, depths=depths, mask=padded_mask(trees, size))
-    assert out.logits is not None
-    return out.logits
-
-
-def assert_nodes_are_right(model: PreTrainedModel, prefix: list[int], tree: TokenTree, logits: torch.Tensor):
-    """Each node's logits are those of the model's own forward over prefix and path."""
-    for node in range(tree.size):
-        path = [tree.tokens[i] for i in tree.path(node)]
-        torch.testing.assert_close(logits[node], own_logits(model, prefix + path)[-1], **CLOSE)
-
-
-def assert_a_tree_is_right(model: PreTrainedModel, prefix: list[int], size: int = 8) -> None:
-    """A hosted forward over a random tree behind a prefix gives the model's own logits."""
-    runner, store = hosted(model, prefix, 16)
-    tree = random_tree(size, seed=len(prefix), root=5)
-    assert_nodes_are_right(model, prefix, tree, verify(runner, store, [0], [tree])[0])
-
-
 @pytest.mark.parametrize(
     ("family", "heads", "kv_heads"),
     [("llama", 4, 4), ("qwen2", 6, 2), ("qwen3", 4, 1), ("mistral", 8, 1), slow("qwen3", 4, 4), slow("llama", 8, 1)],
@@ -115,30 +86,34 @@ def test_float64_agrees_to_nine_digits(family, monkeypatch):
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 32}  # fmt: skip
-# Family, options, tokens before the tree, attention path.
+# Family, options, tokens of two texts, attention path.
 HOSTED = {
-    "llama with biases": ("llama", {"attention_bias": True, "mlp_bias": True}, 40, "cpu"),
-    "qwen3 with biases": ("qwen3", {"attention_bias": True}, 40, "cpu"),
-    "odd head size": ("llama", {"head_dim": 24, "heads": 3, "kv_heads": 3}, 40, "cpu"),
-    "yarn": ("llama", {"rope_parameters": YARN}, 40, "cpu"),
-    "llama3 rope": ("llama", {"rope_parameters": LLAMA3}, 40, "cpu"),
-    "a qwen2 that does not use its window": ("qwen2", {"use_sliding_window": False, "sliding_window": 8}, 37, "cpu"),
-    "no text": ("qwen3", {}, 0, "cpu"),
-    "one token": ("mistral", {}, 1, "cpu"),
-    **{
-        f"{family} by {path}": (family, {}, 30, path)
-        for family, path in zip(FAMILIES, ("sdpa", "reference") * 2, strict=True)
-    },
+    "biases": ("llama", {"attention_bias": True, "mlp_bias": True}, (40, 5), "cpu"),
+    "qwen3 with biases": ("qwen3", {"attention_bias": True}, (40, 5), "cpu"),
+    "odd head size": ("llama", {"head_dim": 24, "heads": 3, "kv_heads": 3}, (40, 5), "cpu"),
+    "yarn": ("llama", {"rope_parameters": YARN}, (40, 5), "cpu"),
+    "llama3 rope": ("llama", {"rope_parameters": LLAMA3}, (40, 5), "cpu"),
+    "a qwen2 that does not use its window": (
+        "qwen2",
+        {"use_sliding_window": False, "sliding_window": 8},
+        (37, 5),
+        "cpu",
+    ),
+    "no text, and one token": ("mistral", {}, (0, 1), "cpu"),
+    **{f"{family} elsewhere": (family, {}, (30, 3), ("sdpa", "reference")[i % 2]) for i, family in enumerate(FAMILIES)},
 }
 
 
 @pytest.mark.parametrize("name", HOSTED)
-def test_every_node_of_a_random_tree_has_the_models_own_logits(name, monkeypatch):
-    family, over, length, path = HOSTED[name]
+def test_rows_of_trees_are_the_models_own(name, monkeypatch):
+    family, over, lengths, path = HOSTED[name]
     monkeypatch.setenv("LONGDRAFT_ATTENTION", path)
     model = tiny_model(family, **over)
-    assert TargetRunner(model).attention_path == path
-    assert_a_tree_is_right(model, text(length), 10)
+    runner, close = TargetRunner(model), partial(torch.allclose, **CLOSE)
+    assert runner.attention_path == path
+    plain = check_rows(runner, close, lengths)
+    whole = [*tree_text(lengths[0], lengths[0]), *tree_text(7, 3)]
+    assert close(plain, own_logits(model, whole)[lengths[0] :])
 
 
 def test_bfloat16_agrees_within_its_rounding():
@@ -161,83 +136,11 @@ def test_last_gives_the_last_rows_logits_and_none_gives_none(start):
     torch.testing.assert_close(last[:, 0], every[:, -1], **CLOSE)
 
 
-@pytest.mark.parametrize("path", ["reference", "cpu", "sdpa"])
-def test_a_tree_fed_level_by_level_is_the_tree_fed_at_once(path, monkeypatch):
-    monkeypatch.setenv("LONGDRAFT_ATTENTION", path)
-    runner = TargetRunner(tiny_model())
-    texts = [text(30), text(17, seed=1)]
-    # Levels of 1, 3, 4 and 2 nodes; parents as places in the tree.
-    parents = [(-1, 0, 0, 0, 1, 1, 3, 3, 7, 4), (-1, 0, 0, 0, 2, 2, 2, 1, 5, 6)]
-    trees = [TokenTree(tuple(text(10, seed=5 + i)), p) for i, p in enumerate(parents)]
-    stores = [runner.new_store(2, 60, feature_layers=(0, 2)) for _ in "ab"]
-    for store in stores:
-        for slot, tokens in enumerate(texts):
-            read(runner, store, slot, tokens)
-    whole = verify(runner, stores[0], [1, 0], trees)
-    mask, rows, start = padded_mask(trees, 10), [], 0
-    for size in (1, 3, 4, 2):
-        own = slice(start, start + size)
-        tokens = torch.tensor([tree.tokens[own] for tree in trees])
-        depths = [tree.depths[own] for tree in trees]
-        out = forward(runner, tokens, stores[1], [1, 0], depths=depths, mask=mask[:, own, : own.stop], offset=start)
-        rows.append(out.logits)
-        start = own.stop
-    torch.testing.assert_close(torch.cat(rows, dim=1), whole, **CLOSE)
-    for store in stores:  # and any path of it can be committed
-        store.commit(1, trees[0].path(8))
-        store.commit(0, trees[1].path(9))
-    for slot, n in enumerate(stores[0].lengths):
-        for name in ("keys", "values"):
-            a, b = (getattr(store, name)[:, slot, :, :n] for store in stores)
-            torch.testing.assert_close(a, b, **CLOSE)
-        torch.testing.assert_close(*(store.features.read(slot, 0, n) for store in stores), **CLOSE)
-
-
-def test_a_chain_goes_on_behind_rows_that_are_not_committed_and_leaves_no_trace():
-    model, tokens = tiny_model(), text(30)
-    runner, store = hosted(model, tokens[:20])
-    forward(runner, [text(12, seed=9)], store, [0])
-    assert store.lengths == [20]
-    forward(runner, [tokens[20:24]], store, [0], logits="none")
-    got = forward(runner, [tokens[24:]], store, [0], offset=4).logits[0]
-    torch.testing.assert_close(got, own_logits(model, tokens)[24:], **CLOSE)
-    store.commit(0, range(10))
-    assert store.lengths == [30]
-
-
 @pytest.mark.parametrize(("size", "offset"), [(61, 0), (2, 59)])
 def test_a_block_that_does_not_fit_the_store_is_refused_before_it_is_computed(size, offset):
     runner, store = hosted(tiny_model(), text(6))
     with pytest.raises(ValueError, match="61 more exceed the capacity 66"):
         forward(runner, [[1] * size], store, [0], offset=offset)
-
-
-def test_after_a_path_is_committed_the_next_trees_are_right_too():
-    model, prefix = tiny_model("qwen3"), text(20)
-    runner, store = hosted(model, prefix)
-    for seed in range(4):
-        tree = random_tree(10, seed, root=seed)
-        assert_nodes_are_right(model, prefix, tree, verify(runner, store, [0], [tree])[0])
-        path = tree.path(max(range(tree.size), key=lambda node: (tree.depths[node], node)))
-        assert len(path) > 2 and path != list(range(len(path)))
-        store.commit(0, path)
-        prefix = prefix + [tree.tokens[node] for node in path]
-
-
-def test_a_ragged_batch_in_shuffled_slots_equals_one_by_one():
-    model = tiny_model("qwen2")
-    runner = TargetRunner(model)
-    prefixes = [text(33), [], text(5, seed=1)]
-    trees = [random_tree(9, 1, root=1), union(2, [[3, 4], [3, 5]]), random_tree(1, 1, root=7)]
-    slots = [3, 0, 2]
-    store = runner.new_store(4, 60)
-    for slot, prefix in zip(slots, prefixes, strict=True):
-        read(runner, store, slot, prefix)
-    logits = verify(runner, store, slots, trees)
-    for b, (prefix, tree) in enumerate(zip(prefixes, trees, strict=True)):
-        alone = verify(*hosted(model, prefix), [0], [tree])[0]
-        torch.testing.assert_close(logits[b, : tree.size], alone, **CLOSE)
-        assert_nodes_are_right(model, prefix, tree, logits[b])
 
 
 @every_family
