@@ -20,7 +20,6 @@ from longdraft.attention import reference, triton_backend  # noqa: E402
 from longdraft.attention.block import Block  # noqa: E402
 from longdraft.errors import CapabilityError  # noqa: E402
 from tests.attention.cases import TOLERANCE, assert_like_reference, case, random_tree, scored  # noqa: E402
-from tests.quick import slow  # noqa: E402
 
 DEVICE = "cuda" if CUDA else "cpu"
 pytestmark = [pytest.mark.gpu] if CUDA else []  # one is to be seen with `-m gpu` alone
@@ -55,16 +54,6 @@ def check_prefix(q, keys, values, block, scale, splits: int | None) -> None:
         expected = reference.partial_attention(q[b], keys[slot, :, :n], values[slot, :, :n], scale)
         for found, wanted in zip((o[b], lse[b]), expected, strict=True):
             close(found, wanted, TOLERANCE_OF[q.dtype])
-
-
-@pytest.mark.parametrize("splits", [None, 1, 3, slow(63)])
-def test_prefix_splits(splits: int | None) -> None:
-    check_prefix(*make([100, 0, 65], 3, heads=(4, 2), head_dim=32), splits)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_prefix_in_16_bits(dtype: torch.dtype) -> None:
-    check_prefix(*make([100, 20], 4, heads=(8, 2), head_dim=64, dtype=dtype), 3)
 
 
 def test_a_prefixs_result_does_not_depend_on_max_length_and_an_empty_one_gives_zero_and_minus_infinity() -> None:
@@ -154,9 +143,12 @@ def test_offsets_beyond_two_to_the_31() -> None:
     behind=st.sampled_from([0, 1, 20]),
     window=st.sampled_from([None, 1, 20]),
     scoring=st.sampled_from([(None, False), (2.0, False), (30.0, True)]),
+    splits=st.sampled_from([None, 1, 3, 63 if CUDA else 4]),
 )
-def test_any_shape(lengths, size, kv_heads, group, head_dim, dtype, tree, transposed, behind, window, scoring) -> None:
-    """The contract of every path; the larger shapes where there is a GPU."""
+def test_any_shape(
+    lengths, size, kv_heads, group, head_dim, dtype, tree, transposed, behind, window, scoring, splits
+) -> None:
+    """The contract of every path, and its prefix cut into splits; the larger shapes where there is a GPU."""
     heads = kv_heads * group, kv_heads
     arguments = make(
         [n * (30 if CUDA else 1) for n in lengths], size, heads=heads, head_dim=head_dim, dtype=dtype, tree=tree,
@@ -165,6 +157,7 @@ def test_any_shape(lengths, size, kv_heads, group, head_dim, dtype, tree, transp
     assert_like_reference(
         triton_backend.attend, *arguments, scored(*scoring, heads[0], DEVICE), tolerance=TOLERANCE_OF[dtype]
     )
+    check_prefix(*arguments, splits)
 
 
 def test_empty_batch() -> None:

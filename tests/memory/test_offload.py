@@ -16,7 +16,7 @@ import torch
 from longdraft import PromptCache, Sampling, Speculator
 from longdraft.attention.block import Block
 from longdraft.errors import CapabilityError, CheckpointError, MemoryBudgetError, RequestError
-from longdraft.memory import disk_store, host_store, offload
+from longdraft.memory import disk_store, offload
 from longdraft.memory.disk_store import DiskStore
 from longdraft.memory.host_store import HostStore
 from longdraft.memory.store import KVShape, KVStore
@@ -83,11 +83,10 @@ def test_layers_that_the_device_keeps_do_not_travel(resident, ups, downs):
 
 
 @pytest.mark.parametrize(("free", "kept"), [(0, 0), (9, 3), (13, 5), (100, 8)])
-def test_as_many_layers_as_fit_stay_on_the_device(free, kept, monkeypatch):
+def test_as_many_layers_as_fit_stay_on_the_device(free, kept, free_memory):
     shape = KVShape(8, 1, 2, torch.float32)
     each = KVStore.bytes_for(shape, 1, 200) // 8
-    monkeypatch.setattr(host_store.sizes, "available_bytes", lambda device: free * each)
-    monkeypatch.setattr(host_store.sizes, "require", lambda *_: None)
+    free_memory(free * each, 1 << 40)
     assert len(HostStore(shape, 1, 200, "cpu", side=LazySide(), resident=None).streamed) == 8 - kept
 
 

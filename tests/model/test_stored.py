@@ -84,3 +84,25 @@ def test_a_layer_in_halves_is_computed_in_its_own_dtype_and_rounded_once(dtype, 
     torch.testing.assert_close(found.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-3)
     # A row is the same whatever stands beside it.
     assert torch.equal(torch.cat([layer(row[None]) for row in x]), found)
+
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(16, 24), nn.Linear(16, 24, bias=False)
+
+    def forward(self, x, y):
+        return self.gate_proj(x), self.up_proj(y), self.up_proj(x)
+
+
+@needs_kernels
+@pytest.mark.parametrize(("most", "rows", "ours"), [(128, 128, True), (128, 129, False), (None, 129, True)])
+def test_layers_of_the_same_rows_are_one_product_of_as_many_rows_as_are_ours(most, rows, ours):
+    module, (x, y) = Gated(), torch.randn(2, 1, rows, 16)
+    expected = module(x, y)
+    fast = FewRowsModule(module)
+    fast.most = most
+    assert fast.serves(x, torch.float32) == ours and not fast.serves(x[:, :1].double(), torch.float32)
+    with torch.inference_mode():
+        for found, wanted in zip(module(x, y), expected, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)

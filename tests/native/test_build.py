@@ -12,11 +12,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
 
 from longdraft import folders, native
-from longdraft.model.few_rows import FewRowsModule
 from longdraft.model.runner import TargetRunner
 from longdraft.native import build, library
 from tests.forwards import forward
@@ -213,38 +210,3 @@ def test_without_a_home_temporary_files_do(monkeypatch, tmp_path, caplog):
 def test_switched_off(monkeypatch):
     monkeypatch.setenv("LONGDRAFT_NATIVE", "0")
     assert native.kernels() is None and native.missing() == "LONGDRAFT_NATIVE=0"
-
-
-# --- the layers that the products serve ---
-
-
-@pytest.mark.parametrize("rows", [1, 5, 128, 129])
-@pytest.mark.parametrize("most", [128, None])
-def test_layers_compute_what_torchs_do_with_any_number_of_rows(rows, most):
-    class Gated(nn.Module):
-        """Layers of the same rows are one product."""
-
-        def __init__(self):
-            super().__init__()
-            self.gate_proj, self.up_proj = nn.Linear(16, 24), nn.Linear(16, 24, bias=False)
-            self.down_proj = nn.Linear(24, 8)
-
-        def forward(self, x, y):
-            return self.down_proj(self.gate_proj(x)), self.up_proj(y), self.up_proj(x)
-
-    module, (x, y) = Gated(), torch.randn(2, rows, 16)
-    expected = module(x, y)
-    fast = FewRowsModule(module)
-    fast.most = most
-    with torch.inference_mode():
-        for found, wanted in zip(module(x, y), expected, strict=True):
-            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
-
-
-@needs_kernels
-@pytest.mark.parametrize(("most", "rows", "ours"), [(128, 128, True), (128, 129, False), (None, 129, True)])
-def test_the_kernel_serves_as_many_rows_as_it_is_told(most, rows, ours):
-    fast = FewRowsModule(nn.Linear(8, 8))
-    fast.most = most
-    assert fast.serves(torch.randn(1, rows, 8), torch.float32) == ours
-    assert not fast.serves(torch.randn(1, 1, 8, dtype=torch.float64), torch.float32)
