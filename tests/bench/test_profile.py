@@ -70,7 +70,7 @@ def test_every_method(loaded, drafts, name, options):
     assert found.memory["kv"] > 0
     assert (found.memory["draft"] > 0) == (name in drafts)
     # The target and the method are as they were.
-    assert not hasattr(spec.runner()._attend, "__closure__") or spec.runner()._attend.__module__.startswith(
+    assert not hasattr(spec.runner().attend, "__closure__") or spec.runner().attend.__module__.startswith(
         "longdraft.attention"
     )
     assert spec.generate(list(PROMPT), max_new_tokens=24, eos_token_ids=[])[0].token_ids == before

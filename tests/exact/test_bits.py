@@ -1,7 +1,7 @@
 """To the bit: on a CPU, in float32 and in int8 arithmetic, the logits of a verified node are those of plain decoding.
 
 So greedy tokens of every exact method are `ar`'s, near ties included. Products and attention are checked one by one in
-tests/native/test_bits.py; here a whole target is: any tree, any batch, any number of threads, all instruction sets that
+tests/native; here a whole target is: any tree, any batch, any number of threads, all instruction sets that
 this machine executes, whole layers in one call and layers of other kinds.
 """
 
@@ -23,8 +23,8 @@ from longdraft.model.runner import TargetRunner
 from longdraft.native import library
 from tests.forwards import forward
 from tests.gguf_files import write_gguf
+from tests.native.cases import random_tree
 from tests.native.levels import LEVELS, kernels_of
-from tests.native.test_bits import random_tree
 from tests.tiny import FAMILIES, tiny_model
 
 pytestmark = pytest.mark.skipif(not LEVELS, reason=f"no kernels here: {native.missing()}")
@@ -47,7 +47,7 @@ def runner_of(level: str, family: str) -> TargetRunner:
 @pytest.fixture(params=LEVELS, scope="module")
 def level(request):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(library, "_known", [(kernels_of(request.param), None)])
+        patch.setattr(library, "known", [(kernels_of(request.param), None)])
         yield request.param
 
 
@@ -142,7 +142,7 @@ def test_int8_logits_are_those_of_every_instruction_set(length):
     found = []
     for level in (name for name in LEVELS if "v2" not in name):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(library, "_known", [(kernels_of(level), None)])
+            patch.setattr(library, "known", [(kernels_of(level), None)])
             runner, text = runner_of(level, "int8"), [t * 7 % VOCABULARY for t in range(length)]
             store = runner.new_store(1, length + 4)
             read(runner, store, 0, text)

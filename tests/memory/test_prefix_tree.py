@@ -86,13 +86,6 @@ def test_a_text_whose_slot_was_taken_comes_back():
     assert cache.begin(0, [*other, 1], piece=100) == 700 and held(store, 0) == other
 
 
-def test_a_long_text_is_not_given_up_for_a_short_beginning():
-    cache = PromptCache()
-    run(cache, [[1, 2, *range(50)], [1]], capacity=60)
-    assert cache.choose([0, 1], [1, 2, 9, 9]) == 1  # copies a row from the other one
-    assert cache.choose([0, 1], [1, 2, *range(40), 9]) == 0
-
-
 def test_hidden_states_come_back():
     def new_store(slots: int, capacity: int) -> KVStore:
         return KVStore(SHAPE, slots, capacity, feature_layers=(0,), feature_size=1)

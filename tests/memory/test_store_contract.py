@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from longdraft.attention.block import Block
 from longdraft.errors import MemoryBudgetError
-from longdraft.memory import disk_store, sizes, snapshot
+from longdraft.memory import disk_store, snapshot
 from longdraft.memory.disk_store import DiskStore
 from longdraft.memory.host_store import HostStore, Side
 from longdraft.memory.packed_store import PackedStore
@@ -208,14 +208,13 @@ SCALES = 2 * SHAPE.layers * SHAPE.kv_heads * 4096 * 4
         ("host", [TOTAL, TOTAL // 3 * 2 + BESIDE]),
     ],
 )
-def test_a_store_asks_for_its_bytes_and_is_refused_without_them(kind, needed, tmp_path, monkeypatch):
-    monkeypatch.setattr(disk_store, "in_memory", lambda folder: False)
-    left = []
-    monkeypatch.setattr(sizes, "available_bytes", lambda device: left.pop(0))
-    left[:] = needed
-    assert make(kind, tmp_path, 1, 4096).capacity == 4096 and not left
-    left[:] = [*needed[:-1], needed[-1] - 1]
+def test_a_store_asks_for_its_bytes_and_is_refused_without_them(kind, needed, tmp_path, free_memory):
+    if kind == "disk" and disk_store.in_memory(tmp_path):
+        pytest.skip("the temporary folder lies in memory")
+    free_memory(*needed)
+    assert make(kind, tmp_path, 1, 4096).capacity == 4096
+    free_memory(*needed[:-1], needed[-1] - 1)
     with pytest.raises(MemoryBudgetError, match=rf"A cache of 4096 tokens.* \({needed[-1]} bytes\)"):
         make(kind, tmp_path, 1, 4096)
-    left[:] = [None] * len(needed)  # a system that does not say
+    free_memory(None)  # a system that does not say
     assert make(kind, tmp_path, 1, 4096).capacity == 4096

@@ -26,13 +26,9 @@ def text(n: int, seed: int = 0, vocab: int = 61) -> list[int]:
     return torch.randint(vocab, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def test_what_is_no_model_is_refused():
-    with pytest.raises(UnsupportedModelError):
-        Speculator("ar", target="meta-llama/Llama-3.2-1B")
-
-
-def without_head():
-    return tiny_model().model
+SMALL = {
+    "vocab_size": 61, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+}  # fmt: skip
 
 
 def without_weights():
@@ -50,23 +46,73 @@ def encoder_decoder():
     return T5ForConditionalGeneration(T5Config(vocab_size=61, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2))
 
 
-SMALL = {
-    "vocab_size": 61, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
-}  # fmt: skip
+def of(config):
+    return lambda: AutoModelForCausalLM.from_config(config)
 
 
-@pytest.mark.parametrize(
-    ("made", "message"),
-    [
-        (without_head, r"LlamaModel has no language modelling head.*AutoModelForCausalLM"),
-        (without_weights, r"model\.embed_tokens\.weight is on the device 'meta'"),
-        (with_sparse_attention, "indexed_attention"),
-        (encoder_decoder, "T5ForConditionalGeneration is an encoder-decoder"),
-    ],
-)
-def test_a_model_that_cannot_be_hosted_is_refused_by_name(made, message):
-    with pytest.raises(UnsupportedModelError, match=message):
-        TargetRunner(made())
+def with_an_option():
+    model = tiny_model()
+    attention = model.model.layers[1].self_attn
+    own = attention.forward
+    attention.forward = lambda **given: own(**given, position_bias=4)
+    return model
+
+
+def by_torch():
+    return torch.ao.quantization.quantize_dynamic(tiny_model(), {torch.nn.Linear}, dtype=torch.qint8)
+
+
+def with_a_layer(change):
+    def made():
+        model = tiny_model()
+        change(model.model.layers[1].mlp.up_proj)
+        return model
+
+    return made
+
+
+def by_bitsandbytes(layer):
+    layer.__class__ = type("Linear8bitLt", (torch.nn.Linear,), {"state": SimpleNamespace(threshold=6.0)})
+
+
+def by_compressed_tensors(layer):
+    activations = SimpleNamespace(dynamic=True, strategy="tensor")
+    layer.quantization_scheme = SimpleNamespace(input_activations=activations)
+
+
+def by_torchao(layer):
+    layer.weight.act_quant_kwargs = SimpleNamespace(granularity=type("PerTensor", (), {})())
+
+
+QUANTISED = r"model\.layers\.\d\.\w+\.\w+ \(Linear"
+# What is given as a target, and what the refusal names.
+REFUSED = {
+    "a name": (lambda: "meta-llama/Llama-3.2-1B", ""),
+    "no head": (lambda: tiny_model().model, "LlamaModel"),
+    "no weights": (without_weights, r"model\.embed_tokens\.weight.*'meta'"),
+    "sparse attention": (with_sparse_attention, "indexed_attention"),
+    "an encoder-decoder": (encoder_decoder, "T5ForConditionalGeneration"),
+    "attention without interface and cache": (
+        of(OpenAIGPTConfig(vocab_size=61, n_embd=16, n_layer=2, n_head=2)),
+        "inter",
+    ),
+    "a model that looks ahead": (of(BertConfig(**SMALL, initializer_range=0.3)), "BertLMHeadModel"),  # no is_decoder
+    "an option of attention": (with_an_option, "position_bias"),
+    # Quantisations that look at all rows.
+    "quantised by torch": (by_torch, QUANTISED),
+    **{
+        f"quantised {f.__name__}": (with_a_layer(f), QUANTISED)
+        for f in (by_bitsandbytes, by_compressed_tensors, by_torchao)
+    },
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_model_that_cannot_be_hosted_is_refused_by_name(name):
+    made, named = REFUSED[name]
+    with pytest.raises(UnsupportedModelError, match=named):
+        Speculator("ar", target=made()).generate([[1, 2]], max_new_tokens=1)
 
 
 def test_a_model_whose_layers_are_on_several_devices_is_refused_by_name(monkeypatch):
@@ -76,37 +122,6 @@ def test_a_model_whose_layers_are_on_several_devices_is_refused_by_name(monkeypa
         moved(model.model.layers[1])
         with pytest.raises(UnsupportedModelError, match=r"layer 0 is on cpu, layer 1 is on cuda:0.*device_map"):
             Speculator("ar", target=model).generate([text(20)], max_new_tokens=4)
-
-
-def quantised_by_torch(model):
-    return torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
-
-
-def quantised_by_bitsandbytes(model):
-    linear = type("Linear8bitLt", (torch.nn.Linear,), {"state": SimpleNamespace(threshold=6.0)})
-    model.model.layers[1].mlp.up_proj.__class__ = linear
-    return model
-
-
-def quantised_by_compressed_tensors(model):
-    scheme = SimpleNamespace(input_activations=SimpleNamespace(dynamic=True, strategy="tensor"))
-    model.model.layers[1].mlp.up_proj.quantization_scheme = scheme
-    return model
-
-
-def quantised_by_torchao(model):
-    granularity = type("PerTensor", (), {})()
-    model.model.layers[1].mlp.up_proj.weight.act_quant_kwargs = SimpleNamespace(granularity=granularity)
-    return model
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize(
-    "quantised", [quantised_by_torch, quantised_by_bitsandbytes, quantised_by_compressed_tensors, quantised_by_torchao]
-)
-def test_a_quantisation_that_looks_at_all_rows_is_refused(quantised):
-    with pytest.raises(UnsupportedModelError, match=r"quantised so that model\.layers\.\d\.\w+\.\w+ \(Linear"):
-        TargetRunner(quantised(tiny_model()))
 
 
 @pytest.mark.parametrize("method", ["ar", "prompt-lookup", "self"])
@@ -142,16 +157,6 @@ def test_what_is_no_request_is_refused(prompts, settings, message):
         Speculator("prompt-lookup", target=tiny_model()).generate(prompts, **settings)
 
 
-def test_a_qwen2_that_does_not_use_its_window_is_hosted():
-    assert TargetRunner(tiny_model("qwen2", use_sliding_window=False, sliding_window=8)).vocab_size == 61
-
-
-def test_attention_without_interface_and_cache_is_refused():
-    model = AutoModelForCausalLM.from_config(OpenAIGPTConfig(vocab_size=61, n_embd=16, n_layer=2, n_head=2))
-    with pytest.raises(UnsupportedModelError, match="does not go through transformers' attention interface"):
-        TargetRunner(model)
-
-
 def test_a_flag_that_says_too_little_does_no_harm():
     """Hosting is tried out: a model that transformers does not declare fit may be."""
     model = tiny_model()
@@ -178,22 +183,6 @@ def test_attention_that_drops_our_argument_is_hosted():
         runner = TargetRunner(each)
         logits.append(forward(runner, [[1, 2, 3]], runner.new_store(1, 8), [0]).logits)
     torch.testing.assert_close(*logits)
-
-
-def test_attention_with_an_option_that_is_not_hosted_is_noticed():
-    model = tiny_model()
-    attention = model.model.layers[1].self_attn
-    own = attention.forward
-    attention.forward = lambda **given: own(**given, position_bias=4)
-    with pytest.raises(UnsupportedModelError, match="position_bias"):
-        TargetRunner(model)
-
-
-def test_a_model_that_looks_ahead_is_noticed():
-    """BERT as a causal LM does, without is_decoder=True."""
-    model = AutoModelForCausalLM.from_config(BertConfig(**SMALL, initializer_range=0.3))
-    with pytest.raises(UnsupportedModelError, match="BertLMHeadModel computes something else"):
-        TargetRunner(model)
 
 
 @pytest.mark.parametrize("logits", ["all", "last"])

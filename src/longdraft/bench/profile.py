@@ -152,7 +152,7 @@ def _watched(engine: Engine, clock: _Clock, trees: list[_Walked]) -> Iterator[No
     drafter, schedule, runner = engine.drafter, engine.schedule, engine.runner
     for name in _DRAFTING:
         setattr(drafter, name, clock.wrapped("draft", getattr(drafter, name)))
-    commit, attend = schedule.commit, runner._attend
+    commit, attend = schedule.commit, runner.attend
 
     def committed(verified: Verified, accepted: Accepted) -> Event:
         trees.append((verified, accepted))
@@ -176,12 +176,12 @@ def _watched(engine: Engine, clock: _Clock, trees: list[_Walked]) -> Iterator[No
 
     schedule.verify = clock.wrapped("forward", schedule.verify)  # type: ignore[method-assign]
     schedule.commit = committed  # type: ignore[method-assign]
-    runner._attend = attending
+    runner.attend = attending
     runner.whole_layers = False  # a layer in one piece has no attention to time
     try:
         yield
     finally:
-        runner._attend = attend
+        runner.attend = attend
         runner.whole_layers = True
 
 

@@ -40,7 +40,7 @@ class TargetRunner:
         deterministic: plain steps and verifications agree to the bit on a GPU too (:mod:`.deterministic`).
 
     Attributes:
-        attention_path: name of the attention path on this machine.
+        attention_path: name of the attention path on this machine. attend: its function, which may be replaced.
         graphs: recorded forwards of the target and of the drafts that read it.
         share: this process's share of the target if several processes share it; None for all of it.
         depth: number of decoder layers.
@@ -79,10 +79,10 @@ class TargetRunner:
         self.depth = len(hosting.decoder_layers(model))
         self.device: torch.device = model.device
         self.whole_layers = True
-        self.attention_path, self._attend = dispatch.resolve(self.device, self.kv_shape.dtype, self.kv_shape.head_dim)
+        self.attention_path, self.attend = dispatch.resolve(self.device, self.kv_shape.dtype, self.kv_shape.head_dim)
         attend = prefix.PATHS[self.attention_path]
         if self.device.type == "cuda":
-            self._attend, attend = scaled.or_scaled(self._attend), scaled.prefix_or_scaled(attend)
+            self.attend, attend = scaled.or_scaled(self.attend), scaled.prefix_or_scaled(attend)
         self.prefix_attend: prefix.PrefixAttend = attend if self.share is None else self.share.attending(attend)
         self.arithmetic = stored.arithmetic_of(model)
         # Int8 arithmetic keeps keys and values in 16 bits.
@@ -383,7 +383,7 @@ class TargetRunner:
         hosted = hosting.Hosted(
             store,
             replace(block),  # a copy: a recording must contain what attention derives from the block
-            fixed_order.attend if fixed else self._attend,
+            fixed_order.attend if fixed else self.attend,
             self.twin.layout,
             frozenset(taps.queries),
             frozenset(taps.hidden),

@@ -16,6 +16,20 @@ from tests.tiny import tiny_model, tiny_tokenizer
 GROUP = 32
 # Sizes that the kernels of all packages take.
 SIZES: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 32, "hidden": 128, "layers": 2}
+TEXT = [3, 9, 4, 7, 2, 5, 8, 1, 6, 10]
+# Of several lengths, and each repeats itself: lookups find drafts, of which most are wrong.
+PROMPTS = [TEXT[:7] * 2, TEXT * 3, TEXT[:3] * 2]
+NEW = 24
+
+
+def own_tokens(model: Any) -> list[list[int]]:
+    """What the model's own ``generate`` continues each prompt with."""
+    outputs = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False)
+        outputs.append(out[0, len(prompt) :].tolist())
+    return outputs
 
 
 def plain_folder(out: Path, dtype: torch.dtype = torch.float32, **over: Any) -> Path:
