@@ -15,8 +15,8 @@ from longdraft.cli.console import in_flags
         ("rope_factor is 0.5: give more", "--rope-factor is 0.5: give more"),
         ("max_new_tokens must be at least 1", "--max-tokens must be at least 1"),
         ("top_k must be 1", "--tree-top-k must be 1"),
-        ("the draft of the tree has depth", "the draft of the tree has depth"),
-        ("", ""),
+        ("dtype 'int3' is not supported", "--dtype 'int3' is not supported"),
+        *((text, text) for text in ("the tree has depth", "stop the server first", "draft folder x is no folder", "")),
     ],
 )
 def test_a_message_about_an_argument_names_its_flag(message, expected):

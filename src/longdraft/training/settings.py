@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import yaml
 
@@ -45,20 +45,11 @@ def setting(default: Any, meaning: str, values: Mapping[str, Any] | None = None)
     return option(default, help=meaning, **values or {})
 
 
-class Described(NamedTuple):
-    """A setting as the help shows it."""
-
-    name: str
-    default: str
-    values: str
-    meaning: str
-
-
-def described(config: type[Any]) -> list[Described]:
-    """The settings of a configuration class: those it adds or redefines, then those of its base class."""
+def described(config: type[Any]) -> list[tuple[str, str, str, str]]:
+    """Name, default, values and meaning of a configuration's settings: those that its class adds or redefines first."""
     added = inspect.get_annotations(config)
     known = sorted(declared(config).values(), key=lambda each: each.name not in added)
-    return [Described(each.name, each.default_in_words or "none", each.range, each.help) for each in known]
+    return [(each.name, each.default_in_words or "none", each.range, each.help) for each in known]
 
 
 def check(config: Any) -> None:
