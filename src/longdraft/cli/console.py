@@ -164,7 +164,7 @@ _FLAGS = {
     )
 } | {"max_new_tokens": "--max-tokens", "top_k": "--tree-top-k"}  # fmt: skip
 # How errors go on that are about an argument's value.
-_SAID = r"(?=(?: '[^']*')? (?:must|takes?|is|are|has|says|needs|shapes?)\b)"
+_SAID = r"(?=(?: '[^']*')? (?:must|cannot|takes?|is|are|has|says|needs|shapes?)\b)"
 _ARGUMENT = re.compile(rf"(?:{'|'.join(_FLAGS)}){_SAID}")
 
 
