@@ -54,12 +54,12 @@ class Decoding:
     def draft_from_inexact_rows(self, back: int) -> None:
         """Drafts while the last rows are unverified and wrong."""
         store = self.store
-        exact, start = store.features.states.clone(), store.lengths[0] - back
+        exact, start = store.features.clone(), store.lengths[0] - back
         store.lengths[0], store.unverified[0] = start, back
         self.drafter.observe(replaced(self.s, start))
-        store.features.states[0, start:] = torch.randn_like(store.features.states[0, start:])
+        store.features[0, start:] = torch.randn_like(store.features[0, start:])
         self.drafter.propose([self.s])
-        store.features.states.copy_(exact)
+        store.features.copy_(exact)
         store.unverified[0] = 0
 
     def check_rewound_text(self, back: int) -> None:

@@ -123,7 +123,7 @@ class Target:
             for tensors in zip(*((s.keys, s.values) for s in self.stores), strict=True):
                 torch.testing.assert_close(*(x[:, slot, :, :n] for x in tensors), **CLOSE)
             if self.stores[0].features is not None:
-                torch.testing.assert_close(*(s.features.read(slot, 0, n) for s in self.stores), **CLOSE)
+                torch.testing.assert_close(*(s.features[slot, :n] for s in self.stores), **CLOSE)
 
 
 @settings(max_examples=15)

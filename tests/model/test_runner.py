@@ -198,7 +198,7 @@ def test_a_tree_fed_level_by_level_is_the_tree_fed_at_once(path, monkeypatch):
         for name in ("keys", "values"):
             a, b = (getattr(store, name)[:, slot, :, :n] for store in stores)
             torch.testing.assert_close(a, b, **CLOSE)
-        torch.testing.assert_close(*(store.features.read(slot, 0, n) for store in stores), **CLOSE)
+        torch.testing.assert_close(*(store.features[slot, :n] for store in stores), **CLOSE)
 
 
 def test_a_chain_goes_on_behind_rows_that_are_not_committed():

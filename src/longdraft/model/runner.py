@@ -14,7 +14,6 @@ from longdraft.attention import dispatch, fixed_order, prefix, scaled
 from longdraft.attention.block import Block
 from longdraft.errors import CapabilityError, UnsupportedModelError
 from longdraft.memory import offload as offloading
-from longdraft.memory.features import KeptRows
 from longdraft.memory.offload import Offload
 from longdraft.memory.packed_store import PackedStore
 from longdraft.memory.rooms import Rooms
@@ -227,7 +226,6 @@ class TargetRunner:
         resident: bool = False,
         dtype: torch.dtype | None = None,
         states: bool = True,
-        kept: KeptRows | None = None,
     ) -> KVStore:
         """An empty KV store of this target's shape, in the layout of its attention path.
 
@@ -236,7 +234,6 @@ class TargetRunner:
             resident: keep the store on the device even if others are offloaded, for a small one that is read often.
             dtype: dtype of keys and values in a resident store; None takes :attr:`kv_dtype`.
             states: make states of layers that keep no rows of the whole text; a store that shares another's needs none.
-            kept: the rows of a text whose hidden states are kept; None: all.
 
         Raises:
             CapabilityError: no attention path here reads keys and values of that dtype.
@@ -257,7 +254,7 @@ class TargetRunner:
             rooms = self._resident if resident and self.rooms is not None else self.rooms
             store: KVStore
             if dtype != self.kv_shape.dtype:
-                more = self.device, rooms, kept
+                more = self.device, rooms
                 store = PackedStore(self.kv_shape, slots, rows, dtype, feature_layers, size, *more)
                 if self.device.type == "cuda":
                     dispatch.say_scaled(self.attention_path)
@@ -265,7 +262,7 @@ class TargetRunner:
             else:
                 place = None if resident else self.offload
                 store = offloading.new_store(
-                    *(place, self.kv_shape, slots, rows, self.device, transposed, feature_layers, size, rooms, kept)
+                    *(place, self.kv_shape, slots, rows, self.device, transposed, feature_layers, size, rooms)
                 )
             if states and (self.twin.layout.windows or self.recurrent):
                 of_windows = dtype if dtype.is_floating_point else self.kv_shape.dtype

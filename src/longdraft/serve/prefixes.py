@@ -178,7 +178,7 @@ class DiskPrefixes(PromptCache):
             parent, start = None, 0
         size = (len(text) - start) * store.shape.bytes_per_token + len(text) * text.itemsize + _HEADER
         if store.features is not None:
-            size += (len(text) - max(start, store.features.first(slot))) * store.features.row(slot, 0).nbytes
+            size += (len(text) - start) * store.features[slot, 0].nbytes
         kept = [] if parent is None else self._with_parents(parent)
         others = [path for path in self._files if path not in kept]
         superfluous = [path for path in others if self._begins(self._files[path], text, kind)]
