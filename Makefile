@@ -103,7 +103,7 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	cd $(INSIDE) && PYTHONPATH=src $(abspath $(BIN))/lint-imports
+	cd $(INSIDE) && PYTHONPATH=src:../../src $(abspath $(BIN))/lint-imports
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .

@@ -71,9 +71,10 @@ class Option:
         if self.choices:
             *others, last = self.choices
             return f"{', '.join(others)} or {last}" if others else last
-        limits = [f"{words} {getattr(self, limit):g}" for limit, (words, _) in _LIMITS.items() if self._has(limit)]
-        words = (_LISTS if self.kind is tuple else _KINDS).get(self.items if self.kind is tuple else self.kind, "")
-        return " ".join(filter(None, (words if self.size is None else f"{self.size} {words}", " and ".join(limits))))
+        many = self.kind is tuple
+        words = (_LISTS if many else _KINDS).get(self.items if many else self.kind, "")
+        limits = " and ".join(f"{words} {limit:g}" for words, _, limit in self._limits)
+        return " ".join(filter(None, ("" if self.size is None else str(self.size), words, limits)))
 
     @property
     def default_in_words(self) -> str:
@@ -89,8 +90,10 @@ class Option:
         if value is not self.default and not self._takes(value):
             raise ValueError(f"{self.name} must be {self.range}, got {value!r}")
 
-    def _has(self, limit: str) -> bool:
-        return getattr(self, limit) is not None
+    @property
+    def _limits(self) -> list[tuple[str, Callable[[Any, Any], bool], float]]:
+        limits = ((*words, getattr(self, name)) for name, words in _LIMITS.items())
+        return [(words, holds, limit) for words, holds, limit in limits if limit is not None]
 
     def _takes(self, value: Any) -> bool:
         if self.choices:
@@ -102,19 +105,14 @@ class Option:
         return sized and all(self._takes_one(self.items, item) for item in items)
 
     def _takes_one(self, kind: type, value: Any) -> bool:
-        if kind in (bool, str):
-            return isinstance(value, kind)
-        if kind not in (int, float):
+        if kind not in _KINDS:
             return True
-        return _is_number(value, Integral if kind is int else Real) and all(
-            holds(value, getattr(self, limit)) for limit, (_, holds) in _LIMITS.items() if self._has(limit)
-        )
-
-
-def _is_number(value: Any, kind: type) -> bool:
-    if isinstance(value, bool) or not isinstance(value, kind):
-        return False
-    return isinstance(value, Integral) or math.isfinite(value)  # type: ignore[arg-type]
+        if kind in (bool, str) or isinstance(value, bool):
+            return isinstance(value, kind) and kind not in (int, float)
+        if not isinstance(value, Integral if kind is int else Real):
+            return False
+        finite = isinstance(value, Integral) or math.isfinite(value)
+        return finite and all(holds(value, limit) for _, holds, limit in self._limits)
 
 
 def number(text: str) -> int | float | str:
@@ -205,34 +203,25 @@ def options_of(factory: Callable[..., Any]) -> dict[str, Option]:
     return found
 
 
-def by_official_name(given: Mapping[str, Any], known: Mapping[str, Option]) -> dict[str, Any]:
-    """Options with aliases replaced by the names that they stand for.
-
-    Raises:
-        ValueError: an option is given by two of its names.
-    """
-    names = {alias: each.name for each in known.values() for alias in each.aliases if alias not in known}
-    for alias, official in names.items():
-        if alias in given and official in given:
-            raise ValueError(f"{alias} is another name of {official}: give one of them")
-    return {names.get(name, name): value for name, value in given.items()}
-
-
 def listed(names: Iterable[str]) -> str:
     """Names with commas between; "none" without any."""
     return ", ".join(names) or "none"
 
 
 def checked(owner: str, given: Mapping[str, Any], known: Mapping[str, Option]) -> dict[str, Any]:
-    """Options by their official names.
+    """Options by their official names, in place of aliases.
 
     Args:
         owner: what takes the options, for messages.
 
     Raises:
-        ValueError: an option that is not known, or a value that it does not take.
+        ValueError: an option that is not known or given by two of its names, or a value that it does not take.
     """
-    found = by_official_name(given, known)
+    names = {alias: each.name for each in known.values() for alias in each.aliases if alias not in known}
+    for alias, official in names.items():
+        if alias in given and official in given:
+            raise ValueError(f"{alias} is another name of {official}: give one of them")
+    found = {names.get(name, name): value for name, value in given.items()}
     for name, value in found.items():
         if name not in known:
             raise ValueError(f"{owner} has no option {name}: {suggestion(name, known) or f'it has {listed(known)}.'}")

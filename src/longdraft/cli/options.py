@@ -266,20 +266,13 @@ class ModelOptions(Group):
 
         if self.threads is not None:
             torch.set_num_threads(self.threads)
-        if processes.count() > 1:
-            for name in ("device", "weights", "arithmetic", "rope_factor"):
-                if getattr(self, name) is not None:
-                    raise SettingError(f"{name} cannot be chosen for a model that processes share: leave it out.")
-            return loading.load_shared(self.model, self.dtype, progress)
-        return longdraft.load(
-            self.model,
-            dtype=self.dtype,
-            device=self.device,
-            rope_factor=self.rope_factor,
-            weights=None if self.weights is None else self.weights.value,
-            arithmetic=None if self.arithmetic is None else self.arithmetic.value,
-            progress=progress,
-        )
+        chosen = {name: getattr(each, "value", each) for name, each in vars(self).items()}  # of enums their values
+        place, _ = chosen.pop("model"), chosen.pop("threads")
+        if processes.count() == 1:
+            return longdraft.load(place, **chosen, progress=progress)
+        for name in (name for name, each in chosen.items() if name != "dtype" and each is not None):
+            raise SettingError(f"{name} cannot be chosen for a model that processes share: leave it out.")
+        return loading.load_shared(place, self.dtype, progress)
 
 
 @dataclass(frozen=True)
