@@ -11,7 +11,7 @@ HEAVY = {"torch", "transformers", "numpy", "fastapi"}
 LOADED = f"import sys; print(*sorted(set(sys.modules) & {HEAVY!r}), file=sys.__stderr__)"
 VERBS = (
     "batch", "bench", "bench acceptance", "bench length", "bench needle", "bench quality", "bench report", "chat",
-    "completion", "doctor", "export", "generate", "methods", "reproduce", "serve", "train data",
+    "completion", "doctor", "export", "generate", "methods", "reproduce", "serve", "train", "train data",
 )  # fmt: skip
 
 
@@ -47,6 +47,13 @@ def test_errors_of_words():
         "serve --port 99999",
         "bench --data",
         "chat --top-p 7",
+        "train eagle4",
+        "generate -p x --method longspce",
+        "generate -p x -o branches",
+        "generate -p x -o branchs=2",
+        "generate -p x -o reduction=max",
+        "generate -p x --method prompt-lookup -o branches=many",
+        "generate -p x --method eagle3 --tree-top-k 0",
     )
     assert command(*lines) == ([2] * len(lines), [])
 

@@ -15,9 +15,9 @@ import pytest
 import torch
 from vllm import LLM, SamplingParams
 
+from embedded import assert_accepted_as_here, folder, loaded, prompts
 from longdraft.drafters.eagle3 import Eagle3Draft
 from longdraft.drafts.speculators import to_speculators
-from tests.plugins.embedded import assert_accepted_as_here, folder, loaded, prompts
 
 __all__ = ["folder", "loaded", "prompts"]  # fixtures
 
@@ -25,9 +25,9 @@ NEW = 48
 # How many texts are sampled.
 N = 400
 DRAFTS = files("longdraft") / "drafts"
-LOOKUP = {"method": "custom_class", "model": "longdraft.plugins.vllm.Lookup", "num_speculative_tokens": 7}
-LONGSPEC = {"method": "custom_class", "model": "longdraft.plugins.vllm.LongSpec", "num_speculative_tokens": 3}
-SPECEXTEND = LONGSPEC | {"model": "longdraft.plugins.vllm.SpecExtend"}
+LOOKUP = {"method": "custom_class", "model": "longdraft_engines.vllm.Lookup", "num_speculative_tokens": 7}
+LONGSPEC = {"method": "custom_class", "model": "longdraft_engines.vllm.LongSpec", "num_speculative_tokens": 3}
+SPECEXTEND = LONGSPEC | {"model": "longdraft_engines.vllm.SpecExtend"}
 LONGSPEC_OPTIONS = {"longdraft": {"draft": f"{DRAFTS}/smollm2-135m-instruct-longspec"}}
 
 # Small, so that most of the prompts are longer than what the draft sees.

@@ -5,6 +5,6 @@ SGLang's NGRAM worker verifies trees that are drafted on the host and have no KV
 another source of trees: verification, grammars, log-probabilities and the overlapped schedule are SGLang's.
 
 Tested: SGLang 0.5.23's engine and scheduler on a CPU, with and without the overlapped schedule, with stand-ins for its
-compiled operators (``tests/plugins/in_sglang.py``). Not tested: a GPU, CUDA graphs, and SGLang's own attention with
-tree masks (run ``benchmarks/sglang_gpu.sh`` on a machine with a GPU).
+compiled operators (``tests/in_sglang.py``). Not tested: a GPU, CUDA graphs, and SGLang's own attention with
+tree masks.
 """

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longdraft.errors import CapabilityError, CheckpointError, RequestError
-from longdraft.plugins.sglang.arguments import DRAFT_TOKENS, settle
-from longdraft.plugins.sglang.trees import tree_arrays
 from longdraft.trees.tree import TokenTree
+from longdraft_engines.sglang.arguments import DRAFT_TOKENS, settle
+from longdraft_engines.sglang.trees import tree_arrays
 from tests.drafts import random_draft
 from tests.tiny import tiny_model
 

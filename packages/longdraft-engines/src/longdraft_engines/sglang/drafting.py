@@ -12,9 +12,9 @@ import torch
 
 from longdraft.drafters.longspec import LongSpecDraft, LongSpecDrafter
 from longdraft.errors import CapabilityError
-from longdraft.plugins.requests import RequestTracker, Tracked
-from longdraft.plugins.target import CopiedLayer, EngineTarget
 from longdraft.trees.tree import TokenTree
+from longdraft_engines.requests import RequestTracker, Tracked
+from longdraft_engines.target import CopiedLayer, EngineTarget
 
 
 class Drafting(RequestTracker):

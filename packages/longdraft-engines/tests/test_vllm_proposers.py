@@ -16,9 +16,9 @@ from longdraft import Speculator
 from longdraft.errors import CapabilityError, CheckpointError, RequestError
 from longdraft.model.outputs import Taps
 from longdraft.model.runner import TargetRunner
-from longdraft.plugins.vllm import LongSpec, Lookup, SpecExtend
-from longdraft.plugins.vllm.layer import Layer, StepQueries, packed, side_by_side
-from longdraft.plugins.vllm.sampling import spread
+from longdraft_engines.vllm import LongSpec, Lookup, SpecExtend
+from longdraft_engines.vllm.layer import Layer, StepQueries, packed, side_by_side
+from longdraft_engines.vllm.sampling import spread
 from tests.drafts import random_draft
 from tests.tiny import tiny_model, tiny_tokenizer
 

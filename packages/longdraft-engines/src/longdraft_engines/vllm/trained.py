@@ -13,10 +13,10 @@ from longdraft.drafts.draft import Draft
 from longdraft.drafts.language_model import SmallLMDraft
 from longdraft.engine.drafter import Drafter
 from longdraft.errors import CapabilityError, RequestError
-from longdraft.plugins.requests import Tracked
-from longdraft.plugins.target import CopiedLayer, EngineTarget
-from longdraft.plugins.vllm.layer import Layer, Pages, StepQueries
-from longdraft.plugins.vllm.proposer import Proposer
+from longdraft_engines.requests import Tracked
+from longdraft_engines.target import CopiedLayer, EngineTarget
+from longdraft_engines.vllm.layer import Layer, Pages, StepQueries
+from longdraft_engines.vllm.proposer import Proposer
 
 _SIZES = ("chunk", "chunks", "every", "layer", "recent")
 
@@ -54,7 +54,7 @@ class TrainedProposer(Proposer):
         parallel, described = self.config.parallel_config, self.config.model_config
         if parallel.tensor_parallel_size > 1 or parallel.pipeline_parallel_size > 1:
             raise CapabilityError(
-                f"{type(self).__name__} drafts for a model on one device: use longdraft.plugins.vllm.Lookup."
+                f"{type(self).__name__} drafts for a model on one device: use longdraft_engines.vllm.Lookup."
             )
         draft, self.drafter = self.load(Path(folder))
         sizes = int(described.get_head_size()), int(described.get_total_num_kv_heads())

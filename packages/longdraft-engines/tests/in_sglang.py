@@ -12,8 +12,8 @@ from importlib.resources import files
 
 import pytest
 
-from tests.plugins.embedded import assert_accepted_as_here, folder, loaded, prompts
-from tests.plugins.sglang_on_cpu import engine
+from embedded import assert_accepted_as_here, folder, loaded, prompts
+from sglang_on_cpu import engine
 
 from sglang.srt.arg_groups.overrides import resolved_view  # isort: skip  # after what stands in for its kernels
 from sglang.srt.plugins import load_plugins  # isort: skip

@@ -14,8 +14,8 @@ from longdraft import Speculator
 from longdraft.drafters import longspec as longspec_draft
 from longdraft.drafters.longspec import LongSpecDrafter
 from longdraft.errors import CapabilityError, CheckpointError
-from longdraft.plugins.sglang.drafting import Drafting, rows
-from longdraft.plugins.sglang.plugin import config
+from longdraft_engines.sglang.drafting import Drafting, rows
+from longdraft_engines.sglang.plugin import config
 from tests.drafts import random_draft
 from tests.tiny import tiny_model, tiny_tokenizer
 

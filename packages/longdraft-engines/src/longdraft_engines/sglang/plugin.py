@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 
 from longdraft.drafts import draft_folder
 from longdraft.errors import CheckpointError
-from longdraft.plugins.sglang.arguments import settle
+from longdraft_engines.sglang.arguments import settle
 
 NAME = "LONGSPEC"
 CONFIG = "sglang.srt.utils.hf_transformers.config.get_config"
@@ -50,7 +50,7 @@ def register() -> None:
     def factory(server_args: Any) -> type:
         """The worker's class; SGLang's workers are imported only now."""
         del server_args
-        from longdraft.plugins.sglang.worker import LongSpecWorker
+        from longdraft_engines.sglang.worker import LongSpecWorker
 
         return LongSpecWorker
 

@@ -33,7 +33,7 @@ class Layer:
         if len(names) != 1:
             raise CapabilityError(
                 f"Layer {index} of {config.model_config.model} has {len(names)} caches in vLLM where a draft reads "
-                "one: use longdraft.plugins.vllm.Lookup."
+                "one: use longdraft_engines.vllm.Lookup."
             )
         self.name = names[0]
         self.attention = context[self.name]
@@ -78,12 +78,12 @@ class Pages:
         if cache.device.type == "cpu" and (packing != _VEC or cache.dtype != torch.float32):
             raise CapabilityError(
                 f"vLLM packs this CPU's KV cache for {packing} in {cache.dtype}, which is not read here: serve in "
-                "float32 (--dtype float32), or use longdraft.plugins.vllm.Lookup."
+                "float32 (--dtype float32), or use longdraft_engines.vllm.Lookup."
             )
         if cache.dim() != 4 or not cache.dtype.is_floating_point or cache.dtype.itemsize < 2:
             raise CapabilityError(
                 f"A KV cache of {tuple(cache.shape)} in {cache.dtype} is not read here: use "
-                "longdraft.plugins.vllm.Lookup."
+                "longdraft_engines.vllm.Lookup."
             )
         self._checked = True
 

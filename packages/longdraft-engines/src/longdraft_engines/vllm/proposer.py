@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from longdraft.errors import CapabilityError, RequestError
-from longdraft.plugins.requests import RequestTracker
+from longdraft_engines.requests import RequestTracker
 
 
 class Proposer(RequestTracker, ABC):
@@ -18,7 +18,7 @@ class Proposer(RequestTracker, ABC):
 
     Attributes:
         drafter: made by :meth:`load_model`.
-        runner: vLLM's model runner; :mod:`~longdraft.plugins.vllm.plugin` sets it.
+        runner: vLLM's model runner; :mod:`~longdraft_engines.vllm.plugin` sets it.
     """
 
     def __init__(self, config: Any) -> None:

@@ -12,8 +12,8 @@ from sglang.srt.runtime_context import get_device, get_schedule, get_spec
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.ngram_worker import NGRAMWorker
 
-from longdraft.plugins.sglang.drafting import Drafting
-from longdraft.plugins.sglang.trees import tree_arrays
+from longdraft_engines.sglang.drafting import Drafting
+from longdraft_engines.sglang.trees import tree_arrays
 
 # Environment variable: how many requests are drafted for at a time. Each takes memory for one layer of a context.
 SLOTS = "LONGDRAFT_SGLANG_SLOTS"

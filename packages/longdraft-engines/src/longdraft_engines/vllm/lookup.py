@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from longdraft.drafters.suffix import SuffixDrafter
-from longdraft.plugins.vllm.proposer import Proposer
+from longdraft_engines.vllm.proposer import Proposer
 
 
 class Lookup(Proposer):

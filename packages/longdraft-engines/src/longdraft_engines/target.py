@@ -15,7 +15,7 @@ from longdraft.memory.store import KVShape, KVStore
 from longdraft.model.graphs import Graphs
 from longdraft.model.rotary import Rotary
 from longdraft.model.shared_parts import SharedParts
-from longdraft.plugins.requests import Tracked
+from longdraft_engines.requests import Tracked
 
 
 class EngineTarget:
@@ -101,6 +101,6 @@ def _weight(model: Any, name: str) -> torch.Tensor:
     if not isinstance(weight, torch.Tensor) or weight.dim() != 2 or not weight.dtype.is_floating_point:
         raise CapabilityError(
             f"The engine's {type(model).__name__} has no {name}.weight that a draft could share: use a method without "
-            "a draft (in vLLM longdraft.plugins.vllm.Lookup, in SGLang NGRAM)."
+            "a draft (in vLLM longdraft_engines.vllm.Lookup, in SGLang NGRAM)."
         )
     return weight.detach()

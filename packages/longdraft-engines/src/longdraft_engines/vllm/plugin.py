@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from longdraft.plugins.vllm.proposer import Proposer
-from longdraft.plugins.vllm.sampling import mend_sampling
+from longdraft_engines.vllm.proposer import Proposer
+from longdraft_engines.vllm.sampling import mend_sampling
 
 
 def register() -> None:
