@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 
 from longdraft.bench import tasks
-from longdraft.bench.needle_drafts import NAMED
+from longdraft.bench.needle import NAMED
 from longdraft.bench.papers import PAPERS, paper_named, table_of
 from longdraft.bench.papers.table import FIGURES, Kind
 from longdraft.bench.peers import PEERS
 from longdraft.bench.quality import FULL
 from longdraft.bench.reproduce.scaled import Scaled
-from longdraft.bench.reproduce.texts import Sources, stand_ins
 from longdraft.errors import RequestError
 from longdraft.methods import METHODS
 
@@ -61,24 +60,33 @@ def test_the_papers_own_ratios_hold():
 
 
 def test_small_scale_shrinks_lengths_and_budgets():
-    scaled = Scaled(table_of(PAPERS["specpv"], "fig 6"), small=True)
+    scaled = Scaled(table_of(PAPERS["specpv"], "table 4"), small=True)
     line, column = scaled.table.lines[0], scaled.table.columns[0]
-    assert scaled.options(line, column) == {"drafter": "eagle3", "budget": 256, "margin": 5}
+    assert scaled.options(line, column) == {"drafter": "eagle3", "budget": 256, "reduction": "mean"}
     assert scaled.tokens(column) == 2048 and Scaled(scaled.table, small=False).tokens(column) is None
     assert any("are an eighth of the paper's" in text for text in scaled.differs())
 
 
-def test_questions_stand_in_for_questions():
-    (sample,) = stand_ins("hotpotqa")[:1]
-    assert (sample.dataset, sample.score) == ("hotpotqa", "found") and sample.answers
-    assert "niah_multikey in the place of hotpotqa" in Sources().instead("hotpotqa")
-    assert not stand_ins("qmsum")[0].answers
-
-
 def test_names_are_forgiving():
-    assert table_of(paper_named("LongSpec"), "Figure 4").name == "fig4"
+    assert table_of(paper_named("LongSpec"), "Figure 5").name == "fig5"
     assert table_of(paper_named("specpv"), "table 2").name == "2"
-    with pytest.raises(RequestError, match="Its tables: fig1, 1, 2, 3, fig4, fig5, 4, fig6"):
+    with pytest.raises(RequestError, match="Its tables: 1, 2, 3, 4"):
         table_of(paper_named("specpv"), "9")
     with pytest.raises(RequestError, match="Papers: longspec"):
         paper_named("medusa")
+
+
+@pytest.mark.parametrize(
+    ("paper", "table", "instead"),
+    [
+        ("longspec", "2", "train longspec"),
+        ("longspec", "figure 4", "train longspec"),
+        ("specextend", "fig3", "bench acceptance"),
+        ("specpv", "fig1", "bench --profile"),
+        ("specpv", "fig5", "--answer-tokens"),
+        ("specpv", "fig6", "bench quality --margin"),
+    ],
+)
+def test_what_there_was_is_refused_with_what_to_use(paper, table, instead):
+    with pytest.raises(RequestError, match=instead):
+        table_of(paper_named(paper), table)

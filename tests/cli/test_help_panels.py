@@ -68,7 +68,7 @@ def test_all_verbs_and_flags_are_completed():
         (["gen"], ["generate"]),
         (["bench", "qu"], ["quality"]),
         (["generate", "--method", "specp"], ["specpv", "specpv-exact"]),
-        (["bench", "quality", "--needle-d"], ["--needle-depths"]),
+        (["bench", "needle", "--needle-d"], ["--needle-depths"]),
         (["train", "eag"], ["eagle3", "eagle"]),
         (["generate", "--weights", ""], ["stored", "float32"]),
         (["generate", "--file", "REA"], ["README.md"]),
@@ -95,8 +95,8 @@ def test_fish_is_told_every_verb_and_what_follows_a_flag(shell, monkeypatch):
     assert ["-l", "weights", "-x", "-a", "stored float32"] in generate  # one of these
     assert ["-l", "file", "-r", "-F"] in generate and ["-l", "compare"] in generate  # a file, and nothing
     assert ["__fish_seen_subcommand_from bench", "-a", "quality"] in rules
-    quality = "__fish_seen_subcommand_from bench ; and __fish_seen_subcommand_from quality"
-    assert [quality, "-l", "needle-depths", "-r", "-F"] in rules
+    needle = "__fish_seen_subcommand_from bench ; and __fish_seen_subcommand_from needle"
+    assert [needle, "-l", "needle-depths", "-r", "-F"] in rules
 
 
 def test_scripts_are_printed(shell, monkeypatch):

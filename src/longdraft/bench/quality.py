@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
 
+from longdraft.bench import exact_forwards
 from longdraft.bench.contenders import ends_of
-from longdraft.bench.drift import Drift, Listener, RecordedSpecPV, drift, exact
-from longdraft.bench.needle import ANSWER_TOKENS, Haystack
 from longdraft.bench.prompts import Prompt
 from longdraft.bench.run import WAKE_PROMPT, WAKE_TOKENS
 from longdraft.bench.scores import rouge_l, score
 from longdraft.bench.settings import contender
+from longdraft.bench.tables import mean_of, median_of
 from longdraft.bench.thinking import TURN, turn
 from longdraft.bench.ties import first_difference
 from longdraft.engine.draws import OwnDraws
@@ -51,15 +52,14 @@ class Variant:
         budget: retrieved tokens; None for a selector that retrieves nothing.
     """
 
-    selector: str
-    budget: int | None
-    margin: int
+    selector: str = "minmax"
+    budget: int | None = 1024
+    margin: int = 20
 
     @property
     def options(self) -> dict[str, Any]:
         """The variant as options of the method."""
-        given = {"selector": self.selector, "budget": self.budget, "margin": self.margin}
-        return {name: value for name, value in given.items() if value is not None}
+        return {name: value for name, value in vars(self).items() if value is not None}
 
     @property
     def name(self) -> str:
@@ -67,32 +67,43 @@ class Variant:
         return contender(METHOD, self.options)
 
 
+def variants(budgets: Sequence[int], margins: Sequence[int], selectors: Sequence[str]) -> tuple[Variant, ...]:
+    """Every combination, each once.
+
+    Raises:
+        ValueError: one of them is empty.
+    """
+    for name, values in (("budgets", budgets), ("margins", margins), ("selectors", selectors)):
+        if not values:
+            raise ValueError(f"{name} must name one at least")
+    found: dict[Variant, None] = {}
+    for selector, budget, margin in product(selectors, budgets, margins):
+        # An unknown selector is a variant too: the method refuses it, with the names there are.
+        found[Variant(selector, budget if SCORERS.get(selector, selector) else None, margin)] = None
+    return tuple(found)
+
+
 @dataclass(frozen=True)
-class Settings:
+class QualitySettings:
     """Settings of a comparison.
 
     Attributes:
-        budgets, margins, selectors: every combination is a variant.
         max_tokens: new tokens at most, a prompt.
-        answer_tokens: above 0 a text is a chain of thought, behind which an answer of so many tokens at most is asked
-            for, and scored in its place.
         ignore_eos: decode on to ``max_tokens``.
-        drift: compare hidden states too.
-        temperature: above 0 all are sampled with the same random numbers.
         kv_dtypes: plain decoding on a KV cache rounded to each of them is compared too.
         options: further options of specpv and its drafter, the same for all variants.
+        temperature: above 0 all are sampled with the same random numbers.
+        answer_tokens: above 0 a text is a chain of thought, behind which an answer of so many tokens at most is asked
+            for, and scored in its place.
 
     Raises:
         ValueError: for a combination that makes no partial cache.
         LongdraftError: for an option that the method does not have, or a draft that cannot be read.
     """
 
-    budgets: tuple[int, ...] = (512, 1024)
-    margins: tuple[int, ...] = (20,)
-    selectors: tuple[str, ...] = ("minmax",)
+    variants: tuple[Variant, ...]
     max_tokens: int = 128
     ignore_eos: bool = False
-    drift: bool = True
     kv_dtypes: tuple[str, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
     temperature: float = 0.0
@@ -104,9 +115,6 @@ class Settings:
             raise ValueError(f"max-tokens must be at least 2, got {self.max_tokens}")
         if self.answer_tokens < 0:
             raise ValueError(f"answer-tokens must be at least 0, got {self.answer_tokens}")
-        for name in ("budgets", "margins", "selectors"):
-            if not getattr(self, name):
-                raise ValueError(f"{name} must name one at least")
         if twice := sorted({"budget", "margin", "selector"} & set(self.options)):
             raise ValueError(f"{', '.join(twice)}: give it as --{twice[0]}, which takes several")
         for name in self.kv_dtypes:
@@ -122,80 +130,13 @@ class Settings:
         """Tokens behind a prompt, at most."""
         return self.max_tokens + (self.answer_tokens and TURN + self.answer_tokens)
 
-    @property
-    def variants(self) -> list[Variant]:
-        """All that is compared, each once."""
-        # An unknown selector is a variant too: the method refuses it, with the names there are.
-        budgets = {s: self.budgets if SCORERS.get(s, s) else (None,) for s in self.selectors}
-        return list(dict.fromkeys(Variant(s, b, m) for s in self.selectors for b in budgets[s] for m in self.margins))
-
-
-@dataclass(frozen=True)
-class Decoded:
-    """One run.
-
-    Attributes:
-        seconds: decode seconds, without the prefill.
-        surprise: mean -log p of its tokens by the exact target, in nats; None if it was not computed.
-    """
-
-    tokens: tuple[int, ...]
-    seconds: float
-    rounds: int
-    partial_rounds: int
-    surprise: float | None = None
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        return len(self.tokens) / self.seconds if self.rounds and self.seconds > 0 else None
-
-
-@dataclass(frozen=True)
-class Likeness:
-    """Similarity of a text and its reference.
-
-    Attributes:
-        rouge_l: F1. same: tokens before the first difference. share: these / the longer text's tokens; 1.0 if equal.
-    """
-
-    rouge_l: float
-    same: int
-    share: float
-
-
-@dataclass(frozen=True)
-class Compared:
-    """One prompt.
-
-    Attributes:
-        runs: by name: ``ar``, ``full`` and the variants'.
-        likeness: by name; ``full`` and rounded KV are compared with ``ar``, every variant with ``full``.
-        drifts: by variant; empty without drift.
-        scores: of the answers by name, where the sample has references.
-        answers: what was scored, by name: the run's text, or the answer behind it.
-    """
-
-    prompt: Prompt
-    runs: dict[str, Decoded]
-    likeness: dict[str, Likeness]
-    drifts: dict[str, list[Drift]]
-    scores: dict[str, float]
-    answers: dict[str, str]
-
-
-@dataclass(frozen=True)
-class Answered:
-    """One haystack. By contender: the share of the answer that was found, and the run."""
-
-    haystack: Haystack
-    right: dict[str, float]
-    runs: dict[str, Decoded]
-
 
 class Quality:
     """The comparison on one loaded model.
 
     Attributes:
+        names: contenders, in the order in which they decode a prompt.
+        variants: those that verify partially, by name.
         drafter: name of the method whose drafter all but ``ar`` use.
 
     Raises:
@@ -203,11 +144,11 @@ class Quality:
             answers are asked for, the model's chat template has no second turn.
     """
 
-    def __init__(self, loaded: LoadedModel, settings: Settings) -> None:
+    def __init__(self, loaded: LoadedModel, settings: QualitySettings) -> None:
         self.settings = settings
         self._tokenizer = loaded.tokenizer
         # One runner for all: packed weights and drafts are held once.
-        self.runner = Listener(TargetRunner(loaded.model))
+        self.runner = TargetRunner(loaded.model)
         self.variants = {v.name: v for v in settings.variants}
         first = self._recipe(settings.variants[0], settings.options)
         self.drafter = first.drafting.name
@@ -225,20 +166,11 @@ class Quality:
             name, runner = f"{REFERENCE}:kv_dtype={dtype}", TargetRunner(loaded.model, kv_dtype=dtype_of(dtype))
             self._rounded[name] = runner, PromptCache()
             self._recipes[name] = recipe_for(method_named(REFERENCE), {}, runner)
+        self.names = tuple(self._recipes)
         self._cache = PromptCache()
         self._rule = eos_rule(ends_of(self.runner, loaded.tokenizer, settings.ignore_eos))
         self._ends = ends_of(self.runner, loaded.tokenizer, ignore_eos=False)
         self._turn = turn(loaded.tokenizer) if settings.answer_tokens else []
-
-    @property
-    def names(self) -> list[str]:
-        """Contenders, in the order in which they decode a prompt."""
-        return list(self._recipes)
-
-    @property
-    def approximate(self) -> list[str]:
-        """Contenders whose output may differ from the target's."""
-        return [*self.variants, *self._rounded]
 
     def reference(self, name: str) -> str | None:
         """The contender whose text is the reference of another's."""
@@ -249,10 +181,6 @@ class Quality:
         schedule = self._recipes[name].schedule()
         assert isinstance(schedule, SpecPV)
         return schedule.view
-
-    def seen(self, name: str) -> str | None:
-        """The rows of a variant's partial cache, as text; None for what sees all."""
-        return f"{self.view(name).budget:,} = {self.view(name)}" if name in self.variants else None
 
     def cut(self, lengths: Sequence[int]) -> dict[str, int]:
         """Counts the texts of these lengths that each variant's partial cache shortens.
@@ -271,83 +199,59 @@ class Quality:
                 )
         return found
 
-    def searched(self, haystacks: Sequence[Haystack]) -> list[str]:
-        """Contenders of the needle test: ``ar``, ``full``, the variants of the first margin that cut haystacks, and
-        rounded KV.
-
-        Raises:
-            ContextError: no variant cuts one.
-        """
-        shortest = min(len(h.tokens) for h in haystacks)
-        able = [
-            name
-            for name, v in self.variants.items()
-            if v.margin == self.settings.margins[0] and self.view(name).budget < shortest
-        ]
-        if not able:
-            raise ContextError(
-                f"No partial cache is smaller than the haystacks, which have {shortest:,} tokens: lower --budget, or "
-                "raise --needle-context."
-            )
-        return [REFERENCE, FULL, *able, *self._rounded]
-
     def wake(self, prompt: Sequence[int]) -> None:
         """Warm-up: decodes a few tokens, so that the first run does not pay for work that is done once."""
         for name in (FULL, REFERENCE):
             self._decode(name, prompt[:WAKE_PROMPT], WAKE_TOKENS)
 
-    def compare(self, prompt: Prompt, tick: Callable[[str], None] = lambda name: None) -> Compared:
+    def compare(self, prompt: Prompt, tick: Callable[[str], None] = lambda name: None) -> dict[str, Any]:
         """Decodes a prompt with everything.
 
         Args:
             tick: called before each run with the contender's name.
+
+        Returns:
+            An object for JSON: the prompt's data set, origin and length, and ``runs`` by contender, with each run's
+            text, likeness to its reference, figures and score.
         """
-        runs: dict[str, Decoded] = {}
-        drifts: dict[str, list[Drift]] = {}
-        answers: dict[str, str] = {}
         self._make_room(prompt.tokens, self.settings.new_tokens)
-        for name in self._recipes:
+        tokens: dict[str, Sequence[int]] = {}
+        runs: dict[str, dict[str, Any]] = {}
+        for name in self.names:
             tick(name)
-            recorded = None
-            if self.settings.drift and name in self.variants:
-                recorded = RecordedSpecPV(self.view(name), self.runner)
-            run = self._decode(name, prompt.tokens, self.settings.max_tokens, recorded)
-            seen = exact(self.runner, self._cache, prompt.tokens, run.tokens)
-            runs[name] = replace(run, surprise=seen.surprise)
-            if recorded is not None:
-                drifts[name] = drift(seen, len(prompt.tokens), recorded.computed)
-            answers[name] = self._answer(name, prompt.tokens, run.tokens)
-        likeness = {
-            name: self._likeness(runs[of], runs[name]) for name in runs if (of := self.reference(name)) is not None
-        }
-        given = {name: score(prompt.sample, text) for name, text in answers.items()}
-        known = {name: x for name, x in given.items() if x is not None}
-        return Compared(prompt, runs, likeness, drifts, known, answers)
-
-    def search(
-        self, haystack: Haystack, names: Sequence[str], tick: Callable[[str], None] = lambda n: None
-    ) -> Answered:
-        """Asks contenders for a haystack's code."""
-        runs = {}
-        self._make_room(haystack.tokens, ANSWER_TOKENS)
-        # The one that wants hidden states beside the KV comes first.
-        for name in sorted(names, key=self.names.index):
-            tick(name)
-            runs[name] = self._decode(name, haystack.tokens, ANSWER_TOKENS)
-        right = {name: haystack.score(self.text(run.tokens)) for name, run in runs.items()}
-        return Answered(haystack, right, runs)
-
-    def text(self, tokens: Sequence[int]) -> str:
-        """The text of a run's tokens."""
-        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+            tokens[name], runs[name] = self._decode(name, prompt.tokens, self.settings.max_tokens)
+            answer = self._answer(name, prompt.tokens, tokens[name])
+            surprise = self._surprise(prompt.tokens, tokens[name])
+            runs[name] |= {"surprise": surprise, "answer": answer, "score": score(prompt.sample, answer)}
+        for name, run in runs.items():
+            of = self.reference(name)
+            run |= NO_LIKENESS if of is None else _likeness(runs[of]["text"], tokens[of], run["text"], tokens[name])
+        sample = prompt.sample
+        about = {"dataset": sample.dataset, "origin": sample.origin, "scored": sample.score or None}
+        return {**about, "context_tokens": len(prompt.tokens), "runs": runs}
 
     def _answer(self, name: str, prompt: Sequence[int], tokens: Sequence[int]) -> str:
         """The text that is scored: that of a run, or the answer that is asked for behind its chain of thought."""
         if not self._turn:
-            return self.text(tokens)
+            return self._text(tokens)
         thought = tokens[:-1] if tokens and tokens[-1] in self._ends else tokens
         asked = [*prompt, *thought, *self._turn]
-        return self.text(self._decode(name, asked, self.settings.answer_tokens, rule=eos_rule(self._ends)).tokens)
+        return self._text(self._decode(name, asked, self.settings.answer_tokens, eos_rule(self._ends))[0])
+
+    @torch.inference_mode()
+    def _surprise(self, prompt: Sequence[int], output: Sequence[int]) -> float:
+        """Mean -log p of an output's tokens by the target with all of the KV, in nats."""
+        first, total = len(prompt) - 1, 0.0
+        text = [*prompt, *output[:-1]]
+        for start, piece, out in exact_forwards.read(self.runner, self._cache, text, prompt, first):
+            if start >= first:
+                assert out.logits is not None
+                tokens = torch.tensor(output[start - first : start - first + len(piece)], device=out.logits.device)
+                total -= float(out.logits[0].float().log_softmax(-1).gather(1, tokens[:, None]).sum())
+        return total / len(output)
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     def _recipe(self, variant: Variant, options: Mapping[str, Any]) -> Recipe:
         return recipe_for(*resolve(METHOD, {**options, **variant.options}), self.runner)
@@ -361,37 +265,58 @@ class Quality:
         self._cache.open(new_store, 1, len(prompt) + max_tokens + nodes + extra, layers)
 
     def _decode(
-        self,
-        name: str,
-        prompt: Sequence[int],
-        max_tokens: int,
-        schedule: RecordedSpecPV | None = None,
-        rule: StopRule | None = None,
-    ) -> Decoded:
+        self, name: str, prompt: Sequence[int], max_tokens: int, rule: StopRule | None = None
+    ) -> tuple[list[int], dict[str, Any]]:
+        """A run's tokens, and its text and figures."""
         sampling, device = Sampling(self.settings.temperature), self.runner.device
         draws = OwnDraws(torch.Generator(device).manual_seed(0))
         sampler = Sampler(sampling.greedy, sampling.processors(), draws)
-        sequence = Text(
-            0,
-            list(prompt),
-            max_tokens,
-            device,
-            greedy=sampling.greedy,
-            sampler=sampler,
-            rules=(rule or self._rule,),
-        )
+        rules = (rule or self._rule,)
+        sequence = Text(0, list(prompt), max_tokens, device, greedy=sampling.greedy, sampler=sampler, rules=rules)
         chosen = self._recipes[name]
         runner, cache = self._rounded.get(name, (self.runner, self._cache))
-        engine = Engine(runner, chosen.drafter(), schedule or chosen.schedule(), cache)
+        engine = Engine(runner, chosen.drafter(), chosen.schedule(), cache)
         engine.add(sequence)
         gc.collect()  # or a collection falls due inside somebody's turn
         seconds = sum(step.seconds for step in engine.run() if step.mode != "prefill")
-        stats = engine.stats[0]
-        return Decoded(tuple(sequence.output), seconds, stats.rounds, stats.rounds_by_mode["partial"])
+        stats, tokens = engine.stats[0], list(sequence.output)
+        return tokens, {
+            "text": self._text(tokens),
+            "tokens": len(tokens),
+            "rounds": stats.rounds,
+            "partial_rounds": stats.rounds_by_mode["partial"],
+            "tokens_per_second": len(tokens) / seconds if stats.rounds and seconds > 0 else None,
+            "view": f"{self.view(name).budget:,} = {self.view(name)}" if name in self.variants else None,
+        }
 
-    def _likeness(self, reference: Decoded, run: Decoded) -> Likeness:
-        longer = max(len(reference.tokens), len(run.tokens))
-        same = first_difference(reference.tokens, run.tokens)
-        same = longer if same is None else same
-        rouge = rouge_l()(self.text(reference.tokens), self.text(run.tokens))
-        return Likeness(rouge, same, same / longer)
+
+NO_LIKENESS = dict.fromkeys(("rouge_l", "same_tokens", "same_share"))
+
+
+def _likeness(reference: str, reference_tokens: Sequence[int], text: str, tokens: Sequence[int]) -> dict[str, float]:
+    """ROUGE-L of a text and its reference, tokens before the first difference, and their share of the longer text."""
+    longer = max(len(reference_tokens), len(tokens))
+    same = first_difference(reference_tokens, tokens)
+    same = longer if same is None else same
+    return {"rouge_l": rouge_l()(reference, text), "same_tokens": same, "same_share": same / longer}
+
+
+def figures(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Figures of one contender over its runs, with the keys that docs/figures.md defines."""
+    rounds = sum(run["rounds"] for run in runs)
+    likeness = [run["rouge_l"] for run in runs if run["rouge_l"] is not None]
+    shares = [run["same_share"] for run in runs if run.get("same_share") is not None]
+    return {
+        "samples": len(runs),
+        "rouge_l_mean": mean_of(likeness),
+        "rouge_l_min": min(likeness, default=None),
+        "same_tokens": mean_of(run.get("same_tokens") for run in runs),
+        "same_share": mean_of(shares),
+        "identical": shares.count(1.0) if shares else None,
+        "surprise": mean_of(run["surprise"] for run in runs),
+        "tokens_per_second": median_of(run["tokens_per_second"] for run in runs),
+        "mean_accepted_length": sum(run["tokens"] - 1 for run in runs) / rounds if rounds else None,
+        "partial_share": sum(run["partial_rounds"] for run in runs) / rounds if rounds else None,
+        "score": mean_of(run.get("score") for run in runs),
+        "view": runs[0].get("view"),
+    }

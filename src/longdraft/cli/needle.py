@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from longdraft.bench import needle as needles
 from longdraft.cli import bench_options, console, method_options, options
 from longdraft.cli.progress import Runs
 
 if TYPE_CHECKING:
-    from longdraft.bench.needle_drafts import View
+    from longdraft.bench.needle import View
     from longdraft.drafts.draft import Draft
 
 # What fits a context of 8K; one that is shorter takes those that fit it.
@@ -50,7 +48,7 @@ def needle(
 ) -> None:
     """Measure how well drafters foresee a needle in a long text: full, streaming and retrieved caches (SpecExtend)."""
     from longdraft.bench import needle_report
-    from longdraft.bench.needle_drafts import NeedleDrafts
+    from longdraft.bench.needle import NeedleDrafts, checked, haystacks
 
     asked = None if needle_context is None else method_options.whole_numbers("--needle-context", needle_context)
     if asked is not None and (not asked or min(asked) < 1):
@@ -59,7 +57,7 @@ def needle(
         raise options.SettingError(f"--haystack {haystack}: there is no such file.")
     depths = method_options.numbers("--needle-depths", needle_depths)
     with options.settings_checked():
-        needles.Search(haystack, depths, samples=needle_samples)  # a wrong value is refused before anything is loaded
+        checked(depths, needle_samples)
         drafts = _drafts(draft or [])
         wanted = default_views(drafts) if views is None else [_view(word) for word in method_options.words(views)]
     if not wanted:
@@ -72,13 +70,15 @@ def needle(
         status("Encoding")
         limit = measuring.runner.context_length
         lengths = measuring.contexts(asked or [c for c in CONTEXTS if c <= limit] or [limit])
-        search = partial(needles.Search, haystack, depths, samples=needle_samples, asked=wording.asked)
-        found = {length: needles.haystacks(search(length), loaded.tokenizer) for length in lengths}
-    with console.warnings_once(), Runs(sum(map(len, found.values())) * len(measuring.names)) as runs:
+        found = [
+            each
+            for length in lengths
+            for each in haystacks(haystack, length, loaded.tokenizer, depths, needle_samples, **wording.asked)
+        ]
+    with console.warnings_once(), Runs(len(found) * len(measuring.names)) as runs:
         measured = [
-            measuring.measure(hay, length, runs.told(f"{length:,} tokens, needle at {hay.depth:g}"))
-            for length, own in found.items()
-            for hay in own
+            measuring.measure(each, runs.told(f"{each.context:,} tokens, needle at {each.sample.needles[0][0]:g}"))
+            for each in found
         ]
     report = needle_report.document(measured, measuring.names)
     console.report(needle_report.tables(report), definitions=needle_report.DEFINITIONS)
@@ -87,7 +87,7 @@ def needle(
 
 def _drafts(folders: list[Path]) -> dict[str, Draft[Any]]:
     """Drafts by kind, read before the model is."""
-    from longdraft.bench.needle_drafts import SMALL
+    from longdraft.bench.needle import SMALL
     from longdraft.drafts.kinds import KINDS, kind_of
 
     found: dict[str, Draft[Any]] = {}
@@ -102,7 +102,7 @@ def _drafts(folders: list[Path]) -> dict[str, Draft[Any]]:
 
 def default_views(drafts: dict[str, Draft[Any]]) -> list[View]:
     """Every view of the drafts that are given, of a small language model where none is."""
-    from longdraft.bench.needle_drafts import RETRIEVED, SMALL, view
+    from longdraft.bench.needle import RETRIEVED, SMALL, view
     from longdraft.methods import METHODS
 
     views = []
@@ -117,7 +117,7 @@ def default_views(drafts: dict[str, Draft[Any]]) -> list[View]:
 
 def _view(word: str) -> View:
     """``longspec:retrieval=true`` -> a view."""
-    from longdraft.bench.needle_drafts import NAMED, view
+    from longdraft.bench.needle import NAMED, view
     from longdraft.methods import METHODS
 
     name, *pairs = word.split(":")

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -88,21 +86,16 @@ def reproduce(
     if svg is not None:
         charts.available()
     sources = Sources.parsed(data or [], scaled.small)
-    with ExitStack() as stack:
-        if results is not None:
-            folder = results.with_name(f"{results.stem}-drafts")
-        else:
-            folder = Path(stack.enter_context(TemporaryDirectory()))
-        with console.status() as status:
-            loaded = loading.load(status)
-            plain = replace(loading, weights=options.WeightsKind.float32, arithmetic=None)
-            unpacked = (lambda: plain.load(lambda message: None)) if is_stored(loaded.model) else None
-            with options.settings_checked():
-                made = prepare(chosen, scaled, loaded, loading.model, sources, folder, draft or [], unpacked, status)
-        for note in made.measuring.notes:
-            console.note(note)
-        file = None if results is None else made.results(results)
-        done, complete = _measure(made, file)
+    with console.status() as status:
+        loaded = loading.load(status)
+        plain = replace(loading, weights=options.WeightsKind.float32, arithmetic=None)
+        unpacked = (lambda: plain.load(lambda message: None)) if is_stored(loaded.model) else None
+        with options.settings_checked():
+            made = prepare(chosen, scaled, loaded, loading.model, sources, draft or [], unpacked, status)
+    for note in made.measuring.notes:
+        console.note(note)
+    file = None if results is None else made.results(results)
+    done, complete = _measure(made, file)
     cells = made.measuring.cells(done)
     found = report.document(made, cells, complete)
     if cells:

@@ -15,7 +15,6 @@ class Kind(Enum):
     speed = "bench"
     needle = "bench needle"
     quality = "bench quality"
-    training = "train"
 
 
 FIGURES = {
@@ -23,19 +22,14 @@ FIGURES = {
     "tokens_per_second": ("tokens/s", "{:.2f}"),
     "speedup": ("speed-up", "{:.2f}x"),
     "rouge_l": ("ROUGE-L against full verification, in per cent", "{:.1f}"),
-    "score": ("score of the answers, in per cent", "{:.1f}"),
     "bleurt": ("BLEURT, in per cent", "{:.1f}"),
     "accuracy": ("accuracy", "{:.3f}"),
     "perplexity": ("perplexity", "{:.3f}"),
-    "prefill_ms": ("reading the prompt, ms", "{:.0f}"),
     "draft_ms": ("drafting, ms a round", "{:.2f}"),
     "attention_ms": ("the target's attention, ms a round", "{:.2f}"),
     "forward_ms": ("the rest of the target's forward, ms a round", "{:.2f}"),
     "verify_ms": ("the target's forward, ms a round", "{:.2f}"),
     "rest_ms": ("all else, ms a round", "{:.2f}"),
-    "prefill_attention_share": ("the target's attention, share of the prompt's reading", "{:.0%}"),
-    "attention_share": ("the target's attention, share of a round", "{:.0%}"),
-    "loss": ("loss at the end of training", "{:.3f}"),
 }
 """By key: a figure's name and its format."""
 
@@ -76,7 +70,6 @@ class Column:
         batch: prompts decoded together.
         options: further options of every method that has them; a sweep varies them from column to column.
         only: names of the lines that the column is for; empty: all.
-        score: how answers are scored; empty: as the data set's are.
     """
 
     name: str
@@ -85,7 +78,6 @@ class Column:
     batch: int = 1
     options: Mapping[str, Any] = field(default_factory=dict)
     only: tuple[str, ...] = ()
-    score: str = ""
 
 
 @dataclass(frozen=True)
@@ -129,8 +121,6 @@ class Table:
         bonus: the paper counts the bonus token in accepted lengths.
         prefill: the paper's tokens/s and speed-ups include reading the prompt.
         prompts: of each column; None: all rows.
-        answer_tokens: of the answers that are asked for behind a chain of thought, at most; 0: texts are the answers.
-        offload: the KV lies in host memory, or in a file if the model computes on a CPU.
         remarks: on the paper's figures.
     """
 
@@ -150,8 +140,6 @@ class Table:
     bonus: bool = True
     prefill: bool = False
     small: Small = Small()
-    answer_tokens: int = 0
-    offload: bool = False
     remarks: tuple[str, ...] = ()
 
     @property
@@ -167,7 +155,7 @@ class Table:
     @property
     def profiled(self) -> bool:
         """True if a figure is a part of a round's time."""
-        return any(key.endswith(("_ms", "attention_share")) for key in self.figures)
+        return any(key.endswith("_ms") for key in self.figures)
 
     @cached_property
     def published(self) -> tuple[Published, ...]:

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from longdraft.bench import tasks
-from longdraft.bench.needle import Haystack, Search, haystacks
-from longdraft.bench.needle_drafts import Foreseen, NeedleDrafts, View, view
+from longdraft.bench.needle import Foreseen, NeedleDrafts, haystacks, view
 from longdraft.bench.needle_report import accuracy, perplexity
 from longdraft.bench.reproduce.scaled import Cell, Scaled, Tick, differing
 from longdraft.bench.reproduce.texts import MODULES, Sources
@@ -30,9 +29,7 @@ class Needles:
 
     def __init__(self, scaled: Scaled, loaded: LoadedModel, sources: Sources, drafts: Mapping[str, Path]) -> None:
         self._scaled, (self._column,) = scaled, scaled.table.columns
-        self._views: dict[str, View] = {
-            line.name: view(line.method, scaled.options(line, self._column)) for line in scaled.table.lines
-        }
+        self._views = {line.name: view(line.method, scaled.options(line, self._column)) for line in scaled.table.lines}
         read = {kind: KINDS[kind].load(folder) for kind, folder in drafts.items()}
         self._measuring = NeedleDrafts(loaded, list(self._views.values()), read)
         asked = scaled.tokens(self._column) or 0
@@ -43,9 +40,9 @@ class Needles:
             )
         (self._length,) = self._measuring.contexts([min(asked, limit)])
         file, self._text = _haystack(sources, self._column.data)
-        search = Search(file, context=self._length, samples=scaled.prompts or 1, asked=scaled.asked)
-        self._haystacks: dict[str, Haystack] = {
-            f"haystack {i}, needle at {h.depth:g}": h for i, h in enumerate(haystacks(search, loaded.tokenizer), 1)
+        found = haystacks(file, self._length, loaded.tokenizer, samples=scaled.prompts or 1, **scaled.asked)
+        self._haystacks = {
+            f"haystack {i}, needle at {each.sample.needles[0][0]:g}": each for i, each in enumerate(found, 1)
         }
         self.units, self.notes = list(self._haystacks), list[str]()
 
@@ -53,14 +50,9 @@ class Needles:
         return len(self._measuring.names)
 
     def measure(self, unit: str, tick: Tick) -> dict[str, Any]:
-        found = self._measuring.measure(self._haystacks[unit], self._length, tick)
-        return {
-            "tokens": {
-                name: [[t.right, t.log_prob, t.code] for t in found.tokens[own.name]]
-                for name, own in self._views.items()
-            },
-            "context_tokens": len(found.haystack.tokens),
-        }
+        found = self._measuring.measure(self._haystacks[unit], tick)
+        tokens = {name: found["tokens"][own.name] for name, own in self._views.items()}
+        return {"tokens": tokens, "context_tokens": found["context_tokens"]}
 
     def cells(self, done: Mapping[str, Mapping[str, Any]]) -> list[Cell]:
         if not done:

@@ -5,19 +5,20 @@ from __future__ import annotations
 import gc
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import mean
+from statistics import median
 from typing import Any
 
 from longdraft.bench.papers.table import Column, Line
 from longdraft.bench.prompts import Prompt
-from longdraft.bench.quality import FULL, Quality, Settings, Variant
+from longdraft.bench.quality import FULL, METHOD, Quality, QualitySettings, Variant, figures
 from longdraft.bench.reproduce.scaled import Cell, Scaled, Tick, differing, with_draft
 from longdraft.bench.scores import rouge_l
-from longdraft.bench.tables import mean_of, median_of
 from longdraft.model.checkpoints import LoadedModel
 
 # Options that variants of one comparison differ in; lines with other options beside them are compared apart.
-_VARIED = {"budget": 1024, "margin": 20, "selector": "minmax"}
+_VARIED = ("selector", "budget", "margin")
+# Figures of a row, of those that ``bench quality`` has.
+_KEYS = ("rouge_l_mean", "score", "view", "surprise", "mean_accepted_length", "tokens_per_second", "partial_share")
 
 
 class Likenesses:
@@ -66,25 +67,19 @@ class Likenesses:
     def _compared(self, index: int) -> Quality:
         """The comparison of all lines that have its common options."""
         scaled, first = self._scaled, self._scaled.table.columns[0]
-        names = {line for line, (at, _) in self._lines.items() if at == index}
         own = [
             _variant(scaled.options(line, first))
             for line in scaled.table.lines
-            if line.name in names and line.method != FULL
+            if line.method != FULL and self._lines[line.name][0] == index
         ]
-        options = with_draft("specpv", self._comparisons[index], self._drafts)
-        settings = Settings(
-            tuple(dict.fromkeys(v.budget or 0 for v in own)),
-            tuple(dict.fromkeys(v.margin for v in own)),
-            tuple(dict.fromkeys(v.selector for v in own)),
+        settings = QualitySettings(
+            tuple(dict.fromkeys(own)),
             scaled.max_tokens,
             ignore_eos=scaled.small,
-            drift=False,
-            options=options,
-            answer_tokens=scaled.table.answer_tokens,
+            options=with_draft(METHOD, self._comparisons[index], self._drafts),
         )
         found = Quality(self._loaded, settings)
-        found.cut([len(prompt.tokens) + settings.new_tokens for _, prompt, _ in self._prompts.values()])
+        found.cut([len(prompt.tokens) + scaled.max_tokens for _, prompt, _ in self._prompts.values()])
         return found
 
     def ticks(self, unit: str) -> int:
@@ -96,25 +91,7 @@ class Likenesses:
         if self._quality[0] != at:
             self._quality = at, self._compared(at)
             gc.collect()
-        compared = self._quality[1].compare(prompt, tick)
-        return {
-            "context_tokens": len(prompt.tokens),
-            "runs": {
-                name: {
-                    "text": self._quality[1].text(run.tokens),
-                    "tokens": len(run.tokens),
-                    "rounds": run.rounds,
-                    "partial_rounds": run.partial_rounds,
-                    "tokens_per_second": run.tokens_per_second,
-                    "surprise": run.surprise,
-                    "rouge_l": compared.likeness[name].rouge_l if name in compared.likeness else None,
-                    "answer": compared.answers[name],
-                    "score": compared.scores.get(name),
-                    "view": self._quality[1].seen(name),
-                }
-                for name, run in compared.runs.items()
-            },
-        }
+        return self._quality[1].compare(prompt, tick)
 
     def cells(self, done: Mapping[str, Mapping[str, Any]]) -> list[Cell]:
         found = []
@@ -130,33 +107,22 @@ class Likenesses:
         return found
 
     def _cell(self, line: Line, column: Column, name: str, own: Sequence[Mapping[str, Any]]) -> Cell:
-        rounds = sum(run["rounds"] for run in own)
-        accepted = sum(run["tokens"] - 1 for run in own) / rounds if rounds else None
-        rate = median_of(run["tokens_per_second"] for run in own)
-        likeness, score = mean(run["rouge_l"] for run in own), mean_of(run.get("score") for run in own)
+        found = figures(own)
         row = {
             "method": name,
             "dataset": column.data,
-            "context_tokens": round(mean(run["context_tokens"] for run in own)),
+            "context_tokens": round(median(run["context_tokens"] for run in own)),
             "samples": len(own),
-            "rouge_l_mean": likeness,
-            "score": score,
-            "view": own[0].get("view"),
-            "surprise": mean(run["surprise"] for run in own),
-            "mean_accepted_length": accepted,
-            "tokens_per_second": rate,
-            "partial_share": sum(run["partial_rounds"] for run in own) / rounds if rounds else None,
+            **{key: found[key] for key in _KEYS},
         }
         shown = {
-            "rouge_l": 100 * likeness,
-            "score": None if score is None else 100 * score,
-            "accepted": self._scaled.table.counted(accepted),
-            "tokens_per_second": rate,
+            "rouge_l": 100 * found["rouge_l_mean"],
+            "accepted": self._scaled.table.counted(found["mean_accepted_length"]),
+            "tokens_per_second": found["tokens_per_second"],
         }
         differs = differing(line, self._scaled.options(line, column), self._differs[column.name])
         return Cell(line, column, 0.0, shown, row, differs)
 
 
 def _variant(options: Mapping[str, Any]) -> Variant:
-    given = {**_VARIED, **options}
-    return Variant(given["selector"], given["budget"], given["margin"])
+    return Variant(**{name: options[name] for name in _VARIED if name in options})

@@ -18,7 +18,6 @@ from longdraft.bench.reproduce.quality import Likenesses
 from longdraft.bench.reproduce.scaled import Measuring, Scaled, drafts_by_kind
 from longdraft.bench.reproduce.speed import Speed
 from longdraft.bench.reproduce.texts import Sources, prompts_of
-from longdraft.bench.reproduce.trainings import Trainings
 from longdraft.bench.results import model_of
 from longdraft.model.checkpoints import LoadedModel, Progress
 from longdraft.model.embedded import EMBEDDED_ID
@@ -55,7 +54,6 @@ def prepare(
     loaded: LoadedModel,
     model: str | None,
     sources: Sources,
-    folder: Path,
     drafts: Sequence[Path] = (),
     unpacked: Callable[[], LoadedModel] | None = None,
     progress: Progress | None = None,
@@ -64,7 +62,6 @@ def prepare(
 
     Args:
         model: as the user named it; None: the embedded one.
-        folder: where drafts are trained, for tables that compare trainings.
         drafts: draft folders and files, one of a kind; others are those that come with longdraft.
         unpacked: as of :class:`~longdraft.bench.run.Bench`.
     """
@@ -86,8 +83,6 @@ def prepare(
             prompts[column.name], differs[column.name] = seen[key]
         if table.kind is Kind.quality:
             measuring = Likenesses(scaled, loaded, prompts, differs, by_kind)
-        elif table.kind is Kind.training:
-            measuring = Trainings(scaled, loaded, model, prompts, differs, folder, unpacked)
         else:
             measuring = Speed(scaled, loaded, prompts, differs, by_kind, unpacked, progress)
     name = model or EMBEDDED_ID

@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from longdraft.bench.needle_drafts import NAMED
+from longdraft.bench.needle import NAMED
 from longdraft.bench.papers.table import IN_ROWS, LARGE, Column, Line, Table
 from longdraft.bench.settings import written
-from longdraft.bench.thinking import TURN
 from longdraft.drafts.kinds import KINDS, kind_of
 from longdraft.errors import LongdraftError
 from longdraft.methods import METHODS
@@ -46,11 +45,6 @@ class Scaled:
     def max_tokens(self) -> int:
         """New tokens of a prompt, at most."""
         return self.max_tokens_given or (self.table.small.max_tokens if self.small else self.table.max_tokens)
-
-    @property
-    def room(self) -> int:
-        """Tokens behind a prompt: the new ones, and an answer with the turn that asks for it."""
-        return self.max_tokens + (self.table.answer_tokens and TURN + self.table.answer_tokens)
 
     @property
     def prompts(self) -> int | None:

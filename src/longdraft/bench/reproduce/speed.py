@@ -55,7 +55,6 @@ class Speed:
         self._given: dict[tuple[str, str], Mapping[str, Any]] = {}  # (line, column) -> options, without its draft
         self._reasons: dict[tuple[str, str], str | None] = {}
         self._parts: dict[str, list[str]] = {}  # attention path -> contenders
-        self._offload = "host" if TargetRunner(loaded.model).device.type == "cuda" else "disk"
         self._choose(drafts)
         self._places: dict[str, Place] = {}
         groups: dict[Place, list[Group]] = {}
@@ -153,7 +152,6 @@ class Speed:
             own_options={name: self._options[name] for name in names if name in self._options},
             plan=scaled.plan,
             profile=scaled.table.profiled,
-            offload=self._offload if scaled.table.offload else None,
         )
 
     def cells(self, done: Mapping[str, Mapping[str, Any]]) -> list[Cell]:
@@ -181,7 +179,6 @@ class Speed:
             "accepted": table.counted(accepted),
             "tokens_per_second": median_of(rate for rate, _ in pairs),
             "speedup": median_of(ratio(*pair) for pair in pairs),
-            "prefill_ms": median_of(1000 * _prefill(m, name) for m in own),
             **_profiled(m.profiles[name] for m in own if name in m.profiles),
         }
         shown = {key: figures.get(key) for key in (*table.figures, "speedup")}
@@ -244,16 +241,9 @@ def _rate(measured: Measured, name: str, seconds: Callable[[Measured, str, Run],
 
 
 def _profiled(profiles: Iterator[Mapping[str, Any]]) -> dict[str, float]:
-    """Parts of a round in milliseconds, and shares of the target's attention; means of the prompts."""
-    own = list(profiles)
-    if not own:
+    """Parts of a round in milliseconds, means of the prompts."""
+    seconds = [profile["seconds"] for profile in profiles]
+    if not seconds:
         return {}
-    seconds = [profile["seconds"] for profile in own]
-    reading = [profile["prefill_attention"] for profile in own if profile.get("prefill_attention") is not None]
-    parts = {part: 1000 * mean(each[part] for each in seconds) for part in seconds[0]}
-    return {
-        **{f"{part}_ms": value for part, value in parts.items()},
-        "verify_ms": parts["attention"] + parts["forward"],
-        "attention_share": parts["attention"] / sum(parts.values()),
-        **({"prefill_attention_share": mean(reading)} if reading else {}),
-    }
+    parts = {f"{part}_ms": 1000 * mean(each[part] for each in seconds) for part in seconds[0]}
+    return {**parts, "verify_ms": parts["attention_ms"] + parts["forward_ms"]}
