@@ -15,8 +15,8 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "triton_parts.py"
 found = importlib.util.find_spec("triton")
 TOOL = Path(found.origin).parent / "backends" / "nvidia" / "bin" / "cuobjdump" if found and found.origin else None
 pytestmark = pytest.mark.skipif(TOOL is None or not TOOL.exists(), reason="needs Triton with NVIDIA's tools")
-KERNELS = {"norm_kernel", "rope_kernel", "silu_kernel"}
-ATTENTION = {"tree_kernel", "prefix_sums_kernel", "path_sums_kernel", "join_kernel"}
+KERNELS = {"norm", "rope", "silu"}
+ATTENTION = {"tree", "prefix_sums", "path_sums", "join"}
 
 
 @pytest.mark.parametrize(
