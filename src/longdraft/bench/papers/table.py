@@ -96,15 +96,8 @@ class Small:
     max_tokens: int = 48
 
 
-@dataclass(frozen=True)
-class Published:
-    """One figure of the paper."""
-
-    model: str
-    line: str
-    column: str
-    figure: str
-    value: float
+Key = tuple[str, str, str, str]
+"""Model, line, column and figure of a published number."""
 
 
 @dataclass(frozen=True)
@@ -158,9 +151,21 @@ class Table:
         return any(key.endswith("_ms") for key in self.figures)
 
     @cached_property
-    def published(self) -> tuple[Published, ...]:
-        """The paper's figures."""
-        return tuple(_published(self.numbers, self.figures))
+    def published(self) -> dict[Key, float]:
+        """The paper's figures, with speed-ups from its tokens/s where it does not print them."""
+        found = _published(self.numbers, self.figures)
+        if self.kind is Kind.speed and not any(figure == "speedup" for *_, figure in found):
+            for model, line, column, figure in list(found):
+                base = found.get((model, self.baseline, column, "tokens_per_second"))
+                if figure == "tokens_per_second" and base is not None:
+                    found[model, line, column, "speedup"] = found[model, line, column, figure] / base
+        return found
+
+    @property
+    def shown(self) -> tuple[str, ...]:
+        """Keys of the figures that are shown: the paper's, and the speed-up where it follows from them."""
+        speed = self.kind is Kind.speed and not self.profiled and self.figures != ("tokens_per_second",)
+        return tuple(dict.fromkeys((*self.figures, *(["speedup"] if speed else []))))
 
     def counted(self, accepted: float | None) -> float | None:
         """An accepted length, bonus tokens counted, as the paper counts it."""
@@ -181,8 +186,8 @@ class Paper:
     tables: tuple[Table, ...]
 
 
-def _published(text: str, figures: Sequence[str]) -> list[Published]:
-    found = []
+def _published(text: str, figures: Sequence[str]) -> dict[Key, float]:
+    found = {}
     for block in text.strip().split("\n\n"):
         rows = [[part.strip() for part in row.split("|")] for row in block.splitlines()]
         (_, _, *columns), *rest = rows if len(rows) > 1 else [["", ""]]
@@ -190,5 +195,5 @@ def _published(text: str, figures: Sequence[str]) -> list[Published]:
             for column, cell in zip(columns, cells, strict=True):
                 for figure, value in zip(figures, cell.split(), strict=False):
                     if value != "-":
-                        found.append(Published(model, line, column, figure, float(value)))
+                        found[model, line, column, figure] = float(value)
     return found
