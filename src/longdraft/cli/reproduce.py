@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from enum import Enum
@@ -13,13 +14,11 @@ import typer
 from rich.text import Text
 
 from longdraft.bench import charts
-from longdraft.bench.json_lines import JsonLines
+from longdraft.bench.experiment import Experiment, Step, Tick
 from longdraft.bench.papers import PAPERS, paper_named, table_of
 from longdraft.bench.papers.table import Paper
 from longdraft.bench.tables import table as empty
-from longdraft.cli import bench_options, console, options
-from longdraft.cli.cancel import EXIT_CODE
-from longdraft.cli.progress import Runs
+from longdraft.cli import bench_options, console, measuring, options
 
 if TYPE_CHECKING:
     from longdraft.bench.reproduce.run import Reproduction
@@ -84,9 +83,7 @@ def reproduce(
         return
     chosen = paper_named(paper)
     scaled = Scaled(table_of(chosen, table), scale is Scale.small, max_tokens, limit, plan, wording.asked)
-    bench_options.check_writable({"--svg": svg, "--results": results})
-    if svg is not None:
-        charts.available()
+    measuring.Rendered(svg=svg).check(results=results)
     sources = Sources.parsed(data or [], scaled.small)
     with ExitStack() as stack:
         if results is not None:
@@ -102,37 +99,25 @@ def reproduce(
         for note in made.measuring.notes:
             console.note(note)
         file = None if results is None else made.results(results)
-        done, complete = _measure(made, file)
+        experiment = Experiment([_step(made, unit) for unit in made.measuring.units], lambda r: str(r["unit"]), file)
+        complete = measuring.run(experiment, "measurements")
+    done = {record["unit"]: record["measured"] for record in experiment.found}
     cells = made.measuring.cells(done)
     found = report.document(made, cells, complete)
     if cells:
         lines = (Text(line) for line in report.remarks(made, cells))
         console.report(report.tables(made, cells), lines, report.definitions(scaled.table))
         if svg is not None:
-            bench_options.draw(report.chart(made, cells), svg)
+            measuring.write(svg, charts.image(report.chart(made, cells)))
     output.json(found)
-    if not complete:
-        kept = "" if file else " Nothing is kept."
-        console.note(f"Stopped after {len(done)} of {len(made.measuring.units)} measurements.{kept}")
-        raise typer.Exit(EXIT_CODE)
+    measuring.end(experiment, complete, "measurements")
 
 
-def _measure(made: Reproduction, file: JsonLines[dict[str, Any]] | None) -> tuple[dict[str, Any], bool]:
-    """All units by name, those of the file first; and True if none is missing."""
-    done = {} if file is None else {each["unit"]: each["measured"] for each in file.measured}
-    left = [unit for unit in made.measuring.units if unit not in done]
-    if done:
-        console.note(f"{len(done)} measurements are there already; {len(left)} are left.")
-    with console.warnings_once(), Runs(sum(map(made.measuring.ticks, left))) as runs:
-        try:
-            for unit in left:
-                done[unit] = made.measuring.measure(unit, runs.told(unit))
-                if file is not None:
-                    line = {"unit": unit, "measured": done[unit]}
-                    file.append(line, line)
-        except KeyboardInterrupt:
-            return done, False
-    return done, True
+def _step(made: Reproduction, unit: str) -> Step[str, dict[str, Any]]:
+    def measure(missing: Collection[str], tick: Tick) -> Iterator[dict[str, Any]]:
+        yield {"unit": unit, "measured": made.measuring.measure(unit, tick)}
+
+    return Step(unit, (unit,), measure, made.measuring.ticks(unit))
 
 
 def _list(paper: Paper | None, output: options.Output) -> None:

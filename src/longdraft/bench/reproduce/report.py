@@ -10,7 +10,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from longdraft.bench import charts
-from longdraft.bench.acceptance_report import called
+from longdraft.bench.acceptance import called
 from longdraft.bench.papers.table import FIGURES, Column, Kind, Published, Table
 from longdraft.bench.reproduce.run import Reproduction
 from longdraft.bench.reproduce.scaled import Cell
@@ -190,4 +190,4 @@ def chart(made: Reproduction, cells: Sequence[Cell]) -> Any:
             beside.setdefault((p.line, p.column), []).append(p.value)
     marks = {name: [beside.get((name, column), []) for column in columns] for name in mine}
     title = f"{own.heading} of {made.paper.name}: ours (bars) and the paper's (marks), {called(t)}"
-    return charts.grouped(title, columns, mine, marks, charts.styles(list(mine)), FIGURES[key][0])
+    return charts.grouped(title, columns, mine, marks, FIGURES[key][0])
