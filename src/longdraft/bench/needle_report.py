@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from longdraft.bench.needle import TARGET, Foreseen
-from longdraft.bench.tables import circumstances, count, mean_of, table
+from longdraft.bench.tables import Report, circumstances, count, mean_of, table
 
 DEFINITIONS = (
     "accuracy: tokens of the needle, the first excepted, that are the view's first choice given all before them.",
@@ -20,20 +20,22 @@ DEFINITIONS = (
 )
 
 
-def document(measured: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, Any]:
-    """The report as one JSON object, with the keys that docs/figures.md defines.
+def shown(measured: Sequence[Mapping[str, Any]], names: Sequence[str], complete: bool = True) -> Report:
+    """What is shown of haystacks that views were asked for; keys are those that docs/figures.md defines.
 
     Args:
         names: the views, in the order of the rows.
     """
     groups = [[m for m in measured if m["context"] == n] for n in dict.fromkeys(m["context"] for m in measured)]
-    return {"rows": [_row(name, own) for own in groups for name in names], **circumstances()}
+    rows = [_row(name, own) for own in groups for name in names]
+    document = {"rows": rows, **circumstances(), "complete": complete}
+    return Report(document, _tables(rows), definitions=DEFINITIONS, name="longdraft bench needle")
 
 
 def _row(name: str, own: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     at: dict[float, list[Foreseen]] = {}
     for m in sorted(own, key=lambda m: m["depth"]):
-        at.setdefault(m["depth"], []).extend(m["tokens"][name])
+        at.setdefault(m["depth"], []).extend(Foreseen(*token) for token in m["tokens"][name])
     tokens = [token for found in at.values() for token in found]
     code = [token for token in tokens if token.code]
     return {
@@ -65,11 +67,11 @@ def perplexity(tokens: Sequence[Foreseen]) -> float | None:
         return None
 
 
-def tables(report: Mapping[str, Any]) -> list[tuple[str, Table]]:
+def _tables(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, Table]]:
     """A title and a table for each length."""
     found = []
-    for context in dict.fromkeys(row["context"] for row in report["rows"]):
-        own = [row for row in report["rows"] if row["context"] == context]
+    for context in dict.fromkeys(row["context"] for row in rows):
+        own = [row for row in rows if row["context"] == context]
         haystacks = count(own[0]["haystacks"], "haystack")
         title = f"{haystacks} of {own[0]['context_tokens']:,} tokens, {own[0]['tokens']} tokens of needles"
         found.append((title, _table(own)))

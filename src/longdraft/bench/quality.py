@@ -12,12 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from longdraft.bench import exact_forwards
 from longdraft.bench.contenders import ends_of
+from longdraft.bench.json_lines import fingerprint, plain
 from longdraft.bench.prompts import Prompt
 from longdraft.bench.run import WAKE_PROMPT, WAKE_TOKENS
 from longdraft.bench.scores import rouge_l, score
@@ -130,6 +132,12 @@ class QualitySettings:
         """Tokens behind a prompt, at most."""
         return self.max_tokens + (self.answer_tokens and TURN + self.answer_tokens)
 
+    def header(self) -> dict[str, Any]:
+        """The settings as a file of records holds them."""
+        names, draft = [variant.name for variant in self.variants], self.options.get("draft")
+        drafts = {} if draft is None else {"draft": fingerprint(Path(draft))}
+        return {"settings": {**vars(self), "variants": names, "options": plain({**self.options, **drafts})}}
+
 
 class Quality:
     """The comparison on one loaded model.
@@ -166,7 +174,7 @@ class Quality:
             name, runner = f"{REFERENCE}:kv_dtype={dtype}", TargetRunner(loaded.model, kv_dtype=dtype_of(dtype))
             self._rounded[name] = runner, PromptCache()
             self._recipes[name] = recipe_for(method_named(REFERENCE), {}, runner)
-        self.names = tuple(self._recipes)
+        self.names, self._awake = tuple(self._recipes), False
         self._cache = PromptCache()
         self._rule = eos_rule(ends_of(self.runner, loaded.tokenizer, settings.ignore_eos))
         self._ends = ends_of(self.runner, loaded.tokenizer, ignore_eos=False)
@@ -199,11 +207,6 @@ class Quality:
                 )
         return found
 
-    def wake(self, prompt: Sequence[int]) -> None:
-        """Warm-up: decodes a few tokens, so that the first run does not pay for work that is done once."""
-        for name in (FULL, REFERENCE):
-            self._decode(name, prompt[:WAKE_PROMPT], WAKE_TOKENS)
-
     def compare(self, prompt: Prompt, tick: Callable[[str], None] = lambda name: None) -> dict[str, Any]:
         """Decodes a prompt with everything.
 
@@ -214,6 +217,10 @@ class Quality:
             An object for JSON: the prompt's data set, origin and length, and ``runs`` by contender, with each run's
             text, likeness to its reference, figures and score.
         """
+        if not self._awake:  # the first run does not pay for work that is done once
+            self._awake = True
+            for name in (FULL, REFERENCE):
+                self._decode(name, prompt.tokens[:WAKE_PROMPT], WAKE_TOKENS)
         self._make_room(prompt.tokens, self.settings.new_tokens)
         tokens: dict[str, Sequence[int]] = {}
         runs: dict[str, dict[str, Any]] = {}

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from longdraft.bench.quality import FULL, METHOD, REFERENCE, Quality, figures
-from longdraft.bench.tables import circumstances, count, figure, filled, median_of, ratio, table
+from longdraft.bench.tables import Report, circumstances, count, figure, filled, median_of, ratio, table
 
 DEFINITIONS = (
     "full: full verification with the same drafter. Its likeness to ar is the noise floor; a variant's is to full, and "
@@ -40,16 +40,18 @@ COLUMNS = (
 )
 
 
-def document(quality: Quality, compared: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The report as one JSON object, with the keys that docs/figures.md defines."""
+def shown(quality: Quality, compared: Sequence[Mapping[str, Any]], complete: bool = True) -> Report:
+    """What is shown of prompts that :meth:`Quality.compare` decoded; keys are those that docs/figures.md defines."""
     groups = [[c for c in compared if c["dataset"] == name] for name in dict.fromkeys(c["dataset"] for c in compared)]
     names = sorted(quality.names, key=lambda name: name != REFERENCE)
-    return {
+    document = {
         "drafter": quality.drafter,
         "rows": [_row(quality, name, own) for own in groups for name in names],
         "texts": [text for c in compared for text in _texts(quality, c)],
         **circumstances(),
+        "complete": complete,
     }
+    return Report(document, _tables(document), definitions=DEFINITIONS, name="longdraft bench quality")
 
 
 def _row(quality: Quality, name: str, own: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -87,7 +89,7 @@ def _texts(quality: Quality, compared: Mapping[str, Any]) -> list[dict[str, Any]
     ]
 
 
-def tables(report: Mapping[str, Any]) -> list[tuple[str, Table]]:
+def _tables(report: Mapping[str, Any]) -> list[tuple[str, Table]]:
     """A title and a table for each data set."""
     found: dict[str, tuple[str, Table]] = {}
     shown = filled(report["rows"], COLUMNS)

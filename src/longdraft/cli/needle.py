@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from longdraft.cli import bench_options, console, method_options, options
-from longdraft.cli.progress import Runs
+from longdraft.cli import bench_options, console, measuring, method_options, options
+from longdraft.model.embedded import EMBEDDED_ID
 
 if TYPE_CHECKING:
     from longdraft.bench.needle import View
@@ -44,10 +44,12 @@ def needle(
     needle_samples: Annotated[int, typer.Option(help="Haystacks of each depth.")] = 2,
     wording: options.TemplateOptions,
     loading: options.ModelOptions,
-    output: options.Output,
+    results: bench_options.Results = None,
+    output: measuring.Rendered,
 ) -> None:
     """Measure how well drafters foresee a needle in a long text: full, streaming and retrieved caches (SpecExtend)."""
-    from longdraft.bench import needle_report
+    from longdraft.bench import needle_report, record_files
+    from longdraft.bench.json_lines import fingerprint
     from longdraft.bench.needle import NeedleDrafts, checked, haystacks
 
     asked = None if needle_context is None else method_options.whole_numbers("--needle-context", needle_context)
@@ -66,23 +68,27 @@ def needle(
         loaded = loading.load(status)
         status("Reading drafts")
         with options.settings_checked():
-            measuring = NeedleDrafts(loaded, wanted, drafts)
+            hosted = NeedleDrafts(loaded, wanted, drafts)
         status("Encoding")
-        limit = measuring.runner.context_length
-        lengths = measuring.contexts(asked or [c for c in CONTEXTS if c <= limit] or [limit])
-        found = [
-            each
+        limit = hosted.runner.context_length
+        lengths = hosted.contexts(asked or [c for c in CONTEXTS if c <= limit] or [limit])
+        found = {
+            f"{length:,} tokens, text {i}, needle at {each.sample.needles[0][0]:g}": each
             for length in lengths
-            for each in haystacks(haystack, length, loaded.tokenizer, depths, needle_samples, **wording.asked)
-        ]
-    with console.warnings_once(), Runs(len(found) * len(measuring.names)) as runs:
-        measured = [
-            measuring.measure(each, runs.told(f"{each.context:,} tokens, needle at {each.sample.needles[0][0]:g}"))
-            for each in found
-        ]
-    report = needle_report.document(measured, measuring.names)
-    console.report(needle_report.tables(report), definitions=needle_report.DEFINITIONS)
-    output.json(report)
+            for i, each in enumerate(
+                haystacks(haystack, length, loaded.tokenizer, depths, needle_samples, **wording.asked), 1
+            )
+        }
+    content = {"views": hosted.names, "drafts": {kind: fingerprint(own.folder) for kind, own in drafts.items()}}
+    tokens = [prompt.tokens for prompt in found.values()]
+    header = record_files.header("longdraft-needle", content, loaded, loading.model or EMBEDDED_ID, tokens)
+    experiment = record_files.experiment(
+        dict.fromkeys(found, len(hosted.names)), lambda unit, tick: hosted.measure(found[unit], tick), results, header
+    )
+    complete = measuring.run(experiment, "haystacks")
+    measured = [record["measured"] for record in experiment.found]
+    output.show(needle_report.shown(measured, hosted.names, complete))
+    measuring.end(experiment, complete, "haystacks")
 
 
 def _drafts(folders: list[Path]) -> dict[str, Draft[Any]]:

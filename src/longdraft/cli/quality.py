@@ -9,8 +9,8 @@ import typer
 from longdraft.bench import tasks
 from longdraft.bench.scores import rouge_l
 from longdraft.bench.thinking import thoughtful
-from longdraft.cli import bench_options, console, method_options, options
-from longdraft.cli.progress import Runs
+from longdraft.cli import bench_options, console, measuring, method_options, options
+from longdraft.model.embedded import EMBEDDED_ID
 
 
 def quality(
@@ -57,10 +57,11 @@ def quality(
     raw: bench_options.Raw = False,
     wording: options.TemplateOptions,
     loading: options.ModelOptions,
-    output: options.Output,
+    results: bench_options.Results = None,
+    output: measuring.Rendered,
 ) -> None:
     """Measure the quality of specpv and of a rounded KV: likeness of texts (ROUGE-L), the target's nats, scores."""
-    from longdraft.bench import quality_report
+    from longdraft.bench import quality_report, record_files
     from longdraft.bench.prompts import prepare
     from longdraft.bench.quality import METHOD, Quality, QualitySettings, variants
     from longdraft.bench.settings import Settings as Prompts
@@ -82,6 +83,7 @@ def quality(
             answer_tokens,
         )
         prompting = Prompts(max_tokens=settings.new_tokens, contexts=(context,), raw=raw, asked=wording.asked)
+    output.check(results=results)
     samples = tasks.read(data_files, limit)
     if answer_tokens:
         samples = [thoughtful(sample) for sample in samples]
@@ -89,17 +91,21 @@ def quality(
     with console.status() as status:
         loaded = loading.load(status)
         status("Encoding")
-        prompts = prepare(samples, loaded, prompting)
+        prompts = {f"{i}. {p.sample.origin}": p for i, p in enumerate(prepare(samples, loaded, prompting), 1)}
         with options.settings_checked():
-            measuring = Quality(loaded, settings)
-        _note_uncut(measuring.cut([len(p.tokens) + settings.new_tokens for p in prompts]), len(prompts))
-        status("Warm-up")
-        measuring.wake(prompts[0].tokens)
-    with Runs(len(prompts) * len(measuring.names)) as runs:
-        compared = [measuring.compare(p, runs.told(p.sample.origin)) for p in prompts]
-    found = quality_report.document(measuring, compared)
-    console.report(quality_report.tables(found), definitions=quality_report.DEFINITIONS)
-    output.json(found)
+            hosted = Quality(loaded, settings)
+        _note_uncut(hosted.cut([len(p.tokens) + settings.new_tokens for p in prompts.values()]), len(prompts))
+    tokens = [prompt.tokens for prompt in prompts.values()]
+    header = record_files.header("longdraft-quality", settings.header(), loaded, loading.model or EMBEDDED_ID, tokens)
+    experiment = record_files.experiment(
+        dict.fromkeys(prompts, len(hosted.names)),
+        lambda unit, tick: hosted.compare(prompts[unit], tick),
+        results,
+        header,
+    )
+    complete = measuring.run(experiment, "prompts")
+    output.show(quality_report.shown(hosted, [record["measured"] for record in experiment.found], complete))
+    measuring.end(experiment, complete, "prompts")
 
 
 def _note_uncut(cut: dict[str, int], prompts: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -10,22 +11,35 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from longdraft.bench import charts
-from longdraft.bench.acceptance_report import called
+from longdraft.bench.acceptance import called
 from longdraft.bench.papers.table import FIGURES, Column, Kind, Table
 from longdraft.bench.reproduce.run import Reproduction
 from longdraft.bench.reproduce.scaled import Cell
-from longdraft.bench.tables import circumstances, figure, table
+from longdraft.bench.tables import Report, circumstances, figure, table
 
 # Columns of figures beside each other.
 WIDE = 8
 
 
-def document(made: Reproduction, cells: Sequence[Cell], complete: bool) -> dict[str, Any]:
-    """The table as one JSON object, with the keys that docs/figures.md defines.
+def shown(made: Reproduction, cells: Sequence[Cell], complete: bool) -> Report:
+    """What is shown of a table.
 
     Args:
         complete: no unit is missing.
     """
+    own = made.scaled.table
+    return Report(
+        _document(made, cells, complete),
+        _tables(made, cells),
+        [Text(line) for line in _remarks(made, cells)],
+        _definitions(own),
+        {"figure": partial(_chart, made, cells)} if cells else {},
+        f"{own.heading} of {made.paper.name}",
+    )
+
+
+def _document(made: Reproduction, cells: Sequence[Cell], complete: bool) -> dict[str, Any]:
+    """The table as one JSON object, with the keys that docs/figures.md defines."""
     own = made.scaled.table
     return {
         "paper": made.paper.name,
@@ -72,7 +86,7 @@ def _differs(made: Reproduction) -> list[str]:
     ]
 
 
-def definitions(own: Table) -> list[str]:
+def _definitions(own: Table) -> list[str]:
     """Definitions of the figures, where the paper's are not this package's."""
     found = ["Definitions are the paper's; --json has this package's too (docs/figures.md)."]
     if "accepted" in own.figures:
@@ -85,7 +99,7 @@ def definitions(own: Table) -> list[str]:
     return found
 
 
-def tables(made: Reproduction, cells: Sequence[Cell]) -> list[tuple[str, RichTable]]:
+def _tables(made: Reproduction, cells: Sequence[Cell]) -> list[tuple[str, RichTable]]:
     """A title and a table for each temperature, figure and group of columns."""
     own, found = made.scaled.table, []
     for t in dict.fromkeys(cell.temperature for cell in cells):
@@ -126,7 +140,7 @@ def _table(own: Table, key: str, t: float, columns: Sequence[Column], cells: Seq
     return made
 
 
-def remarks(made: Reproduction, cells: Sequence[Cell]) -> list[str]:
+def _remarks(made: Reproduction, cells: Sequence[Cell]) -> list[str]:
     """Differences from the paper, in all rows and in single lines or columns."""
     found = [f"All rows: {'; '.join(_differs(made))}."]
     every = {cell.line.name for cell in cells}
@@ -147,7 +161,7 @@ def remarks(made: Reproduction, cells: Sequence[Cell]) -> list[str]:
     return [*found, *made.scaled.table.remarks, *made.measuring.notes]
 
 
-def chart(made: Reproduction, cells: Sequence[Cell]) -> Any:
+def _chart(made: Reproduction, cells: Sequence[Cell]) -> Any:
     """The table's first figure as bars, at its first temperature; marks are the paper's, of all its models."""
     own, t = made.scaled.table, cells[0].temperature
     key, columns = own.figures[0], list(dict.fromkeys(cell.column.name for cell in cells))
@@ -159,4 +173,4 @@ def chart(made: Reproduction, cells: Sequence[Cell]) -> Any:
         if which == key and line in marks and column in columns:
             marks[line][columns.index(column)].append(value)
     title = f"{own.heading} of {made.paper.name}: ours (bars) and the paper's (marks), {called(t)}"
-    return charts.grouped(title, columns, mine, marks, charts.styles(list(mine)), FIGURES[key][0])
+    return charts.grouped(title, columns, mine, marks, FIGURES[key][0])
