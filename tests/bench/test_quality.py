@@ -132,10 +132,9 @@ def test_a_trained_draft_serves_all_and_the_prompt_is_read_once(kind, tmp_path, 
     sample = Sample(TEXT, "", "cats", "cats.jsonl:1")
     one = Prompt(sample, tuple(sample.encode(tiny_tokenizer(chat=True))))
     runs = quality.compare(one)["runs"]
-    read = [f.rows for f in forwards if f.prompt and f.rows > 30]
-    assert quality.drafter == kind and len(read) == 2 and sum(read) <= len(one.tokens)  # the warm-up's, and the rest
+    assert quality.drafter == kind and sum(f.rows >= len(one.tokens) - 1 for f in forwards) == 1
     assert runs[FULL]["text"] == runs["ar"]["text"]
-    assert len(quality.variants) == 4 and all(runs[name]["partial_rounds"] for name in quality.variants)
+    assert len(wanted.variants) == 4 and all(runs[name]["partial_rounds"] for name in wanted.variants)
 
 
 def test_an_answer_is_asked_for_behind_a_chain_of_thought(loaded):

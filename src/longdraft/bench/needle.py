@@ -102,6 +102,12 @@ def haystacks(
     return made
 
 
+def depth_of(haystack: Prompt) -> float:
+    """Where the needle of a haystack lies."""
+    ((depth, _),) = haystack.sample.needles
+    return depth
+
+
 # Logits (V,) of the next token, and (V,) the target's ids that they are of; None: the target's vocabulary.
 Prediction = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -240,13 +246,8 @@ class NeedleDrafts:
             rows = forced.predictions[1:] if name == TARGET else predictions
             judged = zip(rows, answer[1:], range(1, len(answer)), strict=True)
             tokens[name] = [_judged(*row, token, at >= code) for row, token, at in judged]
-        ((depth, _),) = haystack.sample.needles
-        return {
-            "context": haystack.context,
-            "context_tokens": len(haystack.tokens),
-            "depth": depth,
-            "tokens": tokens,
-        }
+        about = {"context": haystack.context, "context_tokens": len(haystack.tokens), "depth": depth_of(haystack)}
+        return {**about, "tokens": tokens}
 
     def answer(self, haystack: Prompt) -> tuple[list[int], int]:
         """The needle as an answer, without its full stop, and which of its tokens is the code's first."""

@@ -8,9 +8,8 @@ are exact, and only rounding makes them differ.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,8 @@ from typing import Any
 import torch
 
 from longdraft.bench import exact_forwards
-from longdraft.bench.contenders import ends_of
+from longdraft.bench.contenders import Job, Kept, Ours, Run, ends_of
+from longdraft.bench.experiment import Tick
 from longdraft.bench.json_lines import fingerprint, plain
 from longdraft.bench.prompts import Prompt
 from longdraft.bench.run import WAKE_PROMPT, WAKE_TOKENS
@@ -27,50 +27,26 @@ from longdraft.bench.settings import contender
 from longdraft.bench.tables import mean_of, median_of
 from longdraft.bench.thinking import TURN, turn
 from longdraft.bench.ties import first_difference
-from longdraft.engine.draws import OwnDraws
-from longdraft.engine.loop import Engine
 from longdraft.engine.partial import SpecPV
-from longdraft.engine.sampler import Sampler, Sampling
-from longdraft.engine.sequence import Sequence as Text
-from longdraft.engine.sequence import StopRule
-from longdraft.engine.stopping import eos_rule
+from longdraft.engine.sampler import Sampling
 from longdraft.errors import ContextError
 from longdraft.memory.prompt_cache import PromptCache
 from longdraft.methods import method_named
 from longdraft.model.checkpoints import LoadedModel
-from longdraft.model.runner import TargetRunner
-from longdraft.recipes import Recipe, recipe_for, resolve
+from longdraft.recipes import resolve
+from longdraft.speculator import Speculator
 from longdraft.views.scorers import SCORERS
 from longdraft.views.view import View, dtype_of
 
 METHOD, FULL, REFERENCE = "specpv", "full", "ar"
+VARIED = {"selector": "minmax", "budget": 1024, "margin": 20}
+"""Options that variants of specpv differ in."""
+Variants = dict[str, dict[str, Any]]
+"""Options of variants by name, as the bench writes contenders."""
 
 
-@dataclass(frozen=True)
-class Variant:
-    """A setting of ``specpv``.
-
-    Attributes:
-        budget: retrieved tokens; None for a selector that retrieves nothing.
-    """
-
-    selector: str = "minmax"
-    budget: int | None = 1024
-    margin: int = 20
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The variant as options of the method."""
-        return {name: value for name, value in vars(self).items() if value is not None}
-
-    @property
-    def name(self) -> str:
-        """The variant as the bench writes contenders."""
-        return contender(METHOD, self.options)
-
-
-def variants(budgets: Sequence[int], margins: Sequence[int], selectors: Sequence[str]) -> tuple[Variant, ...]:
-    """Every combination, each once.
+def variants(budgets: Sequence[int], margins: Sequence[int], selectors: Sequence[str]) -> Variants:
+    """Every combination; a selector that retrieves nothing has no budget.
 
     Raises:
         ValueError: one of them is empty.
@@ -78,11 +54,13 @@ def variants(budgets: Sequence[int], margins: Sequence[int], selectors: Sequence
     for name, values in (("budgets", budgets), ("margins", margins), ("selectors", selectors)):
         if not values:
             raise ValueError(f"{name} must name one at least")
-    found: dict[Variant, None] = {}
+    found = {}
     for selector, budget, margin in product(selectors, budgets, margins):
         # An unknown selector is a variant too: the method refuses it, with the names there are.
-        found[Variant(selector, budget if SCORERS.get(selector, selector) else None, margin)] = None
-    return tuple(found)
+        retrieved = {"budget": budget} if SCORERS.get(selector, selector) else {}
+        options = {"selector": selector, **retrieved, "margin": margin}
+        found[contender(METHOD, options)] = options
+    return found
 
 
 @dataclass(frozen=True)
@@ -103,7 +81,7 @@ class QualitySettings:
         LongdraftError: for an option that the method does not have, or a draft that cannot be read.
     """
 
-    variants: tuple[Variant, ...]
+    variants: Variants
     max_tokens: int = 128
     ignore_eos: bool = False
     kv_dtypes: tuple[str, ...] = ()
@@ -117,14 +95,14 @@ class QualitySettings:
             raise ValueError(f"max-tokens must be at least 2, got {self.max_tokens}")
         if self.answer_tokens < 0:
             raise ValueError(f"answer-tokens must be at least 0, got {self.answer_tokens}")
-        if twice := sorted({"budget", "margin", "selector"} & set(self.options)):
+        if twice := sorted(VARIED.keys() & self.options):
             raise ValueError(f"{', '.join(twice)}: give it as --{twice[0]}, which takes several")
         for name in self.kv_dtypes:
             dtype_of(name, "kv-dtype")
         resolve(METHOD, self.options)
         known = method_named(METHOD)
-        for variant in self.variants:
-            given = {**self.options, **variant.options}
+        for options in self.variants.values():
+            given = {**self.options, **options}
             known.schedule(**{name: given[name] for name in known.schedule_options if name in given})
 
     @property
@@ -134,17 +112,15 @@ class QualitySettings:
 
     def header(self) -> dict[str, Any]:
         """The settings as a file of records holds them."""
-        names, draft = [variant.name for variant in self.variants], self.options.get("draft")
+        draft = self.options.get("draft")
         drafts = {} if draft is None else {"draft": fingerprint(Path(draft))}
-        return {"settings": {**vars(self), "variants": names, "options": plain({**self.options, **drafts})}}
+        return {"settings": {**vars(self), "options": plain({**self.options, **drafts})}}
 
 
 class Quality:
     """The comparison on one loaded model.
 
     Attributes:
-        names: contenders, in the order in which they decode a prompt.
-        variants: those that verify partially, by name.
         drafter: name of the method whose drafter all but ``ar`` use.
 
     Raises:
@@ -153,40 +129,39 @@ class Quality:
     """
 
     def __init__(self, loaded: LoadedModel, settings: QualitySettings) -> None:
-        self.settings = settings
-        self._tokenizer = loaded.tokenizer
-        # One runner for all: packed weights and drafts are held once.
-        self.runner = TargetRunner(loaded.model)
-        self.variants = {v.name: v for v in settings.variants}
-        first = self._recipe(settings.variants[0], settings.options)
+        self.settings, self._loaded = settings, loaded
+        self._kept, options = Kept(PromptCache()), settings.options
+        first = self._method(METHOD, {**options, **next(iter(settings.variants.values()))}).recipe()
         self.drafter = first.drafting.name
-        own = {n: first.options[n] for n in first.drafting.drafter_options if n in first.options}
         # A draft that has been read is not read again.
-        loaded_once = {**settings.options, **own, "drafter": self.drafter}
-        self._recipes = {
-            FULL: recipe_for(first.drafting, own, self.runner),
-            REFERENCE: recipe_for(method_named(REFERENCE), {}, self.runner),
-            **{name: self._recipe(v, loaded_once) for name, v in self.variants.items()},
-        }
-        # Rounded KV is another model's, with a cache of its own.
-        self._rounded: dict[str, tuple[TargetRunner, PromptCache]] = {}
-        for dtype in settings.kv_dtypes:
-            name, runner = f"{REFERENCE}:kv_dtype={dtype}", TargetRunner(loaded.model, kv_dtype=dtype_of(dtype))
-            self._rounded[name] = runner, PromptCache()
-            self._recipes[name] = recipe_for(method_named(REFERENCE), {}, runner)
-        self.names, self._awake = tuple(self._recipes), False
-        self._cache = PromptCache()
-        self._rule = eos_rule(ends_of(self.runner, loaded.tokenizer, settings.ignore_eos))
-        self._ends = ends_of(self.runner, loaded.tokenizer, ignore_eos=False)
+        own = {name: first.options[name] for name in first.drafting.drafter_options if name in first.options}
+        shared = {**options, **own, "drafter": self.drafter}
+        specs = {REFERENCE: self._method(REFERENCE, {}), FULL: self._method(self.drafter, own)}
+        specs |= {name: self._method(METHOD, {**shared, **each}) for name, each in settings.variants.items()}
+        self._contenders = {name: Ours(name, spec, self._kept) for name, spec in specs.items()}
+        for dtype in settings.kv_dtypes:  # its prompt's KV is rounded too
+            name, spec = f"{REFERENCE}:kv_dtype={dtype}", self._method(REFERENCE, {"kv_dtype": dtype})
+            self._contenders[name] = Ours(name, spec, Kept(PromptCache()))
+        self._runner = specs[REFERENCE].runner()
+        self._ends = ends_of(self._runner, loaded.tokenizer, ignore_eos=False)
         self._turn = turn(loaded.tokenizer) if settings.answer_tokens else []
+        self._awake = False
+
+    def _method(self, name: str, options: Mapping[str, Any]) -> Speculator:
+        return Speculator(name, self._loaded.model, self._loaded.tokenizer, plan="fixed", **options)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Contenders, in the order in which they decode a prompt."""
+        return tuple(self._contenders)
 
     def reference(self, name: str) -> str | None:
         """The contender whose text is the reference of another's."""
-        return None if name == REFERENCE else FULL if name in self.variants else REFERENCE
+        return None if name == REFERENCE else FULL if name in self.settings.variants else REFERENCE
 
     def view(self, name: str) -> View:
         """The view of a variant's partial verification."""
-        schedule = self._recipes[name].schedule()
+        schedule = self._contenders[name].spec.recipe().schedule()
         assert isinstance(schedule, SpecPV)
         return schedule.view
 
@@ -197,7 +172,7 @@ class Quality:
             ContextError: a variant cuts none, so that all its rounds would be full.
         """
         found = {}
-        for name in self.variants:
+        for name in self.settings.variants:
             total = self.view(name).budget
             found[name] = sum(length > total for length in lengths)
             if not found[name]:
@@ -207,7 +182,7 @@ class Quality:
                 )
         return found
 
-    def compare(self, prompt: Prompt, tick: Callable[[str], None] = lambda name: None) -> dict[str, Any]:
+    def compare(self, prompt: Prompt, tick: Tick = lambda name: None) -> dict[str, Any]:
         """Decodes a prompt with everything.
 
         Args:
@@ -219,38 +194,65 @@ class Quality:
         """
         if not self._awake:  # the first run does not pay for work that is done once
             self._awake = True
-            for name in (FULL, REFERENCE):
-                self._decode(name, prompt.tokens[:WAKE_PROMPT], WAKE_TOKENS)
-        self._make_room(prompt.tokens, self.settings.new_tokens)
-        tokens: dict[str, Sequence[int]] = {}
+            for name in (REFERENCE, FULL):
+                self._run(name, prompt.tokens[:WAKE_PROMPT], WAKE_TOKENS)
+        self._kept.clear()
+        tokens: dict[str, tuple[int, ...]] = {}
         runs: dict[str, dict[str, Any]] = {}
         for name in self.names:
             tick(name)
-            tokens[name], runs[name] = self._decode(name, prompt.tokens, self.settings.max_tokens)
+            run = self._run(name, prompt.tokens, self.settings.max_tokens)
+            (tokens[name],) = run.tokens
             answer = self._answer(name, prompt.tokens, tokens[name])
-            surprise = self._surprise(prompt.tokens, tokens[name])
-            runs[name] |= {"surprise": surprise, "answer": answer, "score": score(prompt.sample, answer)}
-        for name, run in runs.items():
-            of = self.reference(name)
-            run |= NO_LIKENESS if of is None else _likeness(runs[of]["text"], tokens[of], run["text"], tokens[name])
+            runs[name] = {
+                "text": self._text(tokens[name]),
+                "tokens": run.new_tokens,
+                "rounds": sum(run.rounds),
+                "partial_rounds": run.partial_rounds,
+                "tokens_per_second": run.tokens_per_second,
+                "surprise": self._surprise(prompt.tokens, tokens[name]),
+                "answer": answer,
+                "score": score(prompt.sample, answer),
+                "view": f"{self.view(name).budget:,} = {self.view(name)}" if name in self.settings.variants else None,
+            }
+            runs[name] |= self._likeness(self.reference(name), name, tokens, runs)
         sample = prompt.sample
         about = {"dataset": sample.dataset, "origin": sample.origin, "scored": sample.score or None}
         return {**about, "context_tokens": len(prompt.tokens), "runs": runs}
+
+    def _run(self, name: str, prompt: Sequence[int], max_tokens: int, eos: frozenset[int] | None = None) -> Run:
+        if eos is None:
+            eos = frozenset() if self.settings.ignore_eos else self._ends
+        gc.collect()  # or a collection falls due inside somebody's turn
+        return self._contenders[name].warm(
+            Job((tuple(prompt),), max_tokens, Sampling(self.settings.temperature), 0, eos)
+        )
 
     def _answer(self, name: str, prompt: Sequence[int], tokens: Sequence[int]) -> str:
         """The text that is scored: that of a run, or the answer that is asked for behind its chain of thought."""
         if not self._turn:
             return self._text(tokens)
         thought = tokens[:-1] if tokens and tokens[-1] in self._ends else tokens
-        asked = [*prompt, *thought, *self._turn]
-        return self._text(self._decode(name, asked, self.settings.answer_tokens, eos_rule(self._ends))[0])
+        run = self._run(name, (*prompt, *thought, *self._turn), self.settings.answer_tokens, self._ends)
+        return self._text(run.tokens[0])
+
+    def _likeness(
+        self, of: str | None, name: str, tokens: Mapping[str, Sequence[int]], runs: Mapping[str, Mapping[str, Any]]
+    ) -> dict[str, float | None]:
+        """ROUGE-L of a text and its reference, tokens before the first difference, and their share of the longer."""
+        if of is None:
+            return {"rouge_l": None, "same_tokens": None, "same_share": None}
+        longer, same = max(len(tokens[of]), len(tokens[name])), first_difference(tokens[of], tokens[name])
+        same = longer if same is None else same
+        like = rouge_l()(runs[of]["text"], runs[name]["text"])
+        return {"rouge_l": like, "same_tokens": same, "same_share": same / longer}
 
     @torch.inference_mode()
     def _surprise(self, prompt: Sequence[int], output: Sequence[int]) -> float:
         """Mean -log p of an output's tokens by the target with all of the KV, in nats."""
         first, total = len(prompt) - 1, 0.0
         text = [*prompt, *output[:-1]]
-        for start, piece, out in exact_forwards.read(self.runner, self._cache, text, prompt, first):
+        for start, piece, out in exact_forwards.read(self._runner, self._kept.cache, text, prompt, first):
             if start >= first:
                 assert out.logits is not None
                 tokens = torch.tensor(output[start - first : start - first + len(piece)], device=out.logits.device)
@@ -258,54 +260,7 @@ class Quality:
         return total / len(output)
 
     def _text(self, tokens: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
-
-    def _recipe(self, variant: Variant, options: Mapping[str, Any]) -> Recipe:
-        return recipe_for(*resolve(METHOD, {**options, **variant.options}), self.runner)
-
-    def _make_room(self, prompt: Sequence[int], max_tokens: int) -> None:
-        """Takes memory for the largest run once: the store need not grow, which would hold it twice."""
-        drafter = self._recipes[FULL].drafter()
-        nodes, layers = drafter.max_nodes, drafter.feature_layers(self.runner)
-        extra = max(r.schedule().extra_rows(nodes) for r in self._recipes.values())
-        new_store = partial(self.runner.new_store, feature_layers=layers)
-        self._cache.open(new_store, 1, len(prompt) + max_tokens + nodes + extra, layers)
-
-    def _decode(
-        self, name: str, prompt: Sequence[int], max_tokens: int, rule: StopRule | None = None
-    ) -> tuple[list[int], dict[str, Any]]:
-        """A run's tokens, and its text and figures."""
-        sampling, device = Sampling(self.settings.temperature), self.runner.device
-        draws = OwnDraws(torch.Generator(device).manual_seed(0))
-        sampler = Sampler(sampling.greedy, sampling.processors(), draws)
-        rules = (rule or self._rule,)
-        sequence = Text(0, list(prompt), max_tokens, device, greedy=sampling.greedy, sampler=sampler, rules=rules)
-        chosen = self._recipes[name]
-        runner, cache = self._rounded.get(name, (self.runner, self._cache))
-        engine = Engine(runner, chosen.drafter(), chosen.schedule(), cache)
-        engine.add(sequence)
-        gc.collect()  # or a collection falls due inside somebody's turn
-        seconds = sum(step.seconds for step in engine.run() if step.mode != "prefill")
-        stats, tokens = engine.stats[0], list(sequence.output)
-        return tokens, {
-            "text": self._text(tokens),
-            "tokens": len(tokens),
-            "rounds": stats.rounds,
-            "partial_rounds": stats.rounds_by_mode["partial"],
-            "tokens_per_second": len(tokens) / seconds if stats.rounds and seconds > 0 else None,
-            "view": f"{self.view(name).budget:,} = {self.view(name)}" if name in self.variants else None,
-        }
-
-
-NO_LIKENESS = dict.fromkeys(("rouge_l", "same_tokens", "same_share"))
-
-
-def _likeness(reference: str, reference_tokens: Sequence[int], text: str, tokens: Sequence[int]) -> dict[str, float]:
-    """ROUGE-L of a text and its reference, tokens before the first difference, and their share of the longer text."""
-    longer = max(len(reference_tokens), len(tokens))
-    same = first_difference(reference_tokens, tokens)
-    same = longer if same is None else same
-    return {"rouge_l": rouge_l()(reference, text), "same_tokens": same, "same_share": same / longer}
+        return str(self._loaded.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
 
 def figures(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from longdraft.bench.quality import FULL, METHOD, REFERENCE, Quality, figures
+from longdraft.bench.quality import FULL, METHOD, VARIED, Quality, figures
 from longdraft.bench.tables import Report, circumstances, count, figure, filled, median_of, ratio, table
 
 DEFINITIONS = (
@@ -43,10 +43,9 @@ COLUMNS = (
 def shown(quality: Quality, compared: Sequence[Mapping[str, Any]], complete: bool = True) -> Report:
     """What is shown of prompts that :meth:`Quality.compare` decoded; keys are those that docs/figures.md defines."""
     groups = [[c for c in compared if c["dataset"] == name] for name in dict.fromkeys(c["dataset"] for c in compared)]
-    names = sorted(quality.names, key=lambda name: name != REFERENCE)
     document = {
         "drafter": quality.drafter,
-        "rows": [_row(quality, name, own) for own in groups for name in names],
+        "rows": [_row(quality, name, own) for own in groups for name in quality.names],
         "texts": [text for c in compared for text in _texts(quality, c)],
         **circumstances(),
         "complete": complete,
@@ -55,13 +54,11 @@ def shown(quality: Quality, compared: Sequence[Mapping[str, Any]], complete: boo
 
 
 def _row(quality: Quality, name: str, own: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    variant = quality.variants.get(name)
+    variant = quality.settings.variants.get(name)
     rates = [[c["runs"][each]["tokens_per_second"] for c in own] for each in (name, FULL)]
     return {
         "method": METHOD if variant else name,
-        "selector": variant and variant.selector,
-        "budget": variant and variant.budget,
-        "margin": variant and variant.margin,
+        **{each: variant and variant.get(each) for each in VARIED},
         "dataset": own[0]["dataset"],
         "context_tokens": round(median(c["context_tokens"] for c in own)),
         "reference": quality.reference(name),

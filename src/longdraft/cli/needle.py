@@ -50,7 +50,7 @@ def needle(
     """Measure how well drafters foresee a needle in a long text: full, streaming and retrieved caches (SpecExtend)."""
     from longdraft.bench import needle_report, record_files
     from longdraft.bench.json_lines import fingerprint
-    from longdraft.bench.needle import NeedleDrafts, checked, haystacks
+    from longdraft.bench.needle import NeedleDrafts, checked, depth_of, haystacks
 
     asked = None if needle_context is None else method_options.whole_numbers("--needle-context", needle_context)
     if asked is not None and (not asked or min(asked) < 1):
@@ -73,7 +73,7 @@ def needle(
         limit = hosted.runner.context_length
         lengths = hosted.contexts(asked or [c for c in CONTEXTS if c <= limit] or [limit])
         found = {
-            f"{length:,} tokens, text {i}, needle at {each.sample.needles[0][0]:g}": each
+            f"{length:,} tokens, text {i}, needle at {depth_of(each):g}": each
             for length in lengths
             for i, each in enumerate(
                 haystacks(haystack, length, loaded.tokenizer, depths, needle_samples, **wording.asked), 1

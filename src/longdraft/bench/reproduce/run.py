@@ -43,8 +43,7 @@ class Reproduction:
         Raises:
             ConfigError: it holds a run with other settings. CheckpointError: it cannot be used.
         """
-        units = {unit: self.measuring.ticks(unit) for unit in self.measuring.units}
-        return record_files.experiment(units, self.measuring.measure, results, self.header)
+        return record_files.experiment(self.measuring.units, self.measuring.measure, results, self.header)
 
     def cells(self, found: Sequence[Record]) -> list[Cell]:
         """Our figures, from what has been measured."""

@@ -7,15 +7,17 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from statistics import mean, median
 from typing import Any
 
 from longdraft.attention import dispatch
 from longdraft.bench import report, results
+from longdraft.bench.experiment import Tick
 from longdraft.bench.papers.table import Column, Line
 from longdraft.bench.peers import PEERS
 from longdraft.bench.prompts import Group, Prompt
-from longdraft.bench.reproduce.scaled import Cell, Scaled, Tick, differing, lacking, with_draft
+from longdraft.bench.reproduce.scaled import Entry, Measuring, Record, Scaled, lacking, with_draft
 from longdraft.bench.run import Bench, Measured
 from longdraft.bench.settings import REFERENCE, Settings, contender
 from longdraft.bench.tables import median_of, ratio
@@ -23,20 +25,6 @@ from longdraft.engine.sampler import Sampling
 from longdraft.errors import CapabilityError
 from longdraft.model.checkpoints import LoadedModel, Progress
 from longdraft.model.runner import TargetRunner
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A line in a column: a contender of the bench.
-
-    Attributes:
-        options: its method's, without the draft.
-    """
-
-    line: Line
-    column: Column
-    name: str
-    options: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -48,13 +36,17 @@ class Unit:
     group: Group
 
     @property
-    def place(self) -> tuple[str, int | None, int]:
-        """Columns with the same data set, length and batch share their runs."""
+    def place(self) -> tuple[str, float, str, int | None, int]:
         first = self.group[0]
-        return first.sample.dataset, first.context, len(self.group)
+        return self.path, self.temperature, first.sample.dataset, first.context, len(self.group)
+
+    def called(self, index: int) -> str:
+        """Its name: the index-th of its data set, length and batch."""
+        path, t, data, tokens, batch = self.place
+        return f"{data}, {tokens or 'whole'} tokens, batch {batch}, T = {t:g}{path and ', ' + path}, {index + 1}"
 
 
-class Speed:
+class Speed(Measuring):
     """A table that the bench fills.
 
     Args:
@@ -73,48 +65,46 @@ class Speed:
         unpacked: Callable[[], LoadedModel] | None = None,
         progress: Progress | None = None,
     ) -> None:
-        self._scaled, self._loaded, self._prompts, self._differs = scaled, loaded, prompts, differs
-        self._drafts, self._unpacked, self._progress = drafts, unpacked, progress
+        self._scaled, self._loaded, self._drafts, self.differs = scaled, loaded, drafts, differs
+        self._unpacked, self._progress = unpacked, progress
         self._reasons: dict[tuple[str, str], str | None] = {}
-        self.notes: list[str] = []
-        self._entries = self._entered()
-        name = scaled.table.baseline
-        self._baseline = next((each.name for each in self._entries if each.line.name == name), name)
-        self._names: dict[str, list[str]] = {}  # attention path -> contenders
-        for entry in self._entries:
-            own = self._names.setdefault(entry.line.attention, [])
-            own += [name for name in (entry.name,) if name not in own]
-        for own in self._names.values():
-            own += [name for name in (self._baseline,) if name in PEERS and name not in own]
+        table, fitting = scaled.table, self._fitting_cells()
+        named = {line.name: contender(line.method, options) for line, _, options in fitting}
+        self._baseline = named.get(table.baseline, table.baseline)
+        self._options: dict[str, dict[str, dict[str, Any]]] = {}  # attention path -> contender -> options
+        for line, _, options in fitting:
+            given = with_draft(line.method, options, drafts)
+            self._options.setdefault(line.attention, {})[contender(line.method, options)] = given
+        for own in self._options.values():
+            if self._baseline in PEERS:
+                own.setdefault(self._baseline, {})
         self._units: dict[str, Unit] = {}
-        for t in scaled.table.temperatures:
-            for path in self._names:
-                for column in {self._place(column): column for column in scaled.table.columns}.values():
-                    texts, n = prompts[column.name], column.batch
-                    for i in range(len(texts) // n):
-                        unit = Unit(path, t, tuple(texts[i * n : (i + 1) * n]))
-                        self._units[self._called(unit, i)] = unit
-        self.units = list(self._units)
+        for t, path in product(table.temperatures, self._options):
+            for column in table.columns:
+                texts, n = prompts[column.name], column.batch
+                for i in range(len(texts) // n):
+                    unit = Unit(path, t, tuple(texts[i * n : (i + 1) * n]))
+                    self._units[unit.called(i)] = unit
+        self.units = {name: self._ticks(unit) for name, unit in self._units.items()}
+        self.entries = []
+        for t, (line, column, options) in product(table.temperatures, fitting):
+            # Columns that differ in options alone share their units.
+            place = line.attention, t, column.data, prompts[column.name][0].context, column.batch
+            units = [name for name, unit in self._units.items() if unit.place == place]
+            self.entries.append(Entry(line, column, contender(line.method, options), options, units, t))
         self._bench: tuple[str, float, Bench] | None = None
 
-    def _place(self, column: Column) -> tuple[str, int | None, int]:
-        return column.data, self._prompts[column.name][0].context, column.batch
-
-    def _called(self, unit: Unit, index: int) -> str:
-        data, tokens, batch = unit.place
-        path = unit.path and f", {unit.path}"
-        return f"{data}, {tokens or 'whole'} tokens, batch {batch}, T = {unit.temperature:g}{path}, {index + 1}"
-
-    def _entered(self) -> list[Entry]:
-        """The contenders; a line whose draft is missing is left out, with a note."""
+    def _fitting_cells(self) -> list[tuple[Line, Column, dict[str, Any]]]:
+        """Lines, columns and options; a line whose draft is missing is left out, with a note."""
         table, found = self._scaled.table, []
         refused: dict[tuple[str, str], list[str]] = {}  # (line, reason) -> columns
         for line, column in table.cells():
             options, reason = self._fitting(line, column)
             if reason is None:
-                found.append(Entry(line, column, contender(line.method, options), options))
+                found.append((line, column, options))
             else:
                 refused.setdefault((line.name, reason), []).append(column.name)
+        self.notes = []
         for (name, reason), columns in refused.items():
             everywhere = len(columns) == sum(line.name == name for line, _ in table.cells())
             where = "" if everywhere else f" in {', '.join(columns)}"
@@ -139,12 +129,12 @@ class Speed:
                 return options, reason
             options = {**options, "chunks": options["chunks"] // 2}
 
-    def ticks(self, unit: str) -> int:
-        settings = self._settings(self._units[unit])
+    def _ticks(self, unit: Unit) -> int:
+        settings = self._settings(unit)
         cold = sum(settings.cold or n == REFERENCE or n in PEERS for n in settings.contenders)
         return cold + len(settings.contenders) * settings.repeats
 
-    def measure(self, unit: str, tick: Tick) -> dict[str, Any]:
+    def measure(self, unit: str, tick: Tick) -> Record:
         own = self._units[unit]
         with _forced(own.path):
             if self._bench is None or self._bench[:2] != (own.path, own.temperature):
@@ -156,44 +146,31 @@ class Speed:
             return results.line(self._bench[2].measure(own.group, tick))
 
     def _settings(self, unit: Unit) -> Settings:
-        scaled, names = self._scaled, self._names[unit.path]
-        options = {e.name: with_draft(e.line.method, e.options, self._drafts) for e in self._entries if e.name in names}
+        scaled, options = self._scaled, self._options[unit.path]
         return Settings(
-            tuple(names),
+            tuple(options),
             scaled.max_tokens,
             repeats=1 if scaled.small else 3,
             sampling=Sampling(unit.temperature, foresee=False),  # the papers' drafts know no random numbers
             ignore_eos=scaled.small,
             cold=scaled.table.prefill,
-            own_options=options,
+            own_options={name: own for name, own in options.items() if own},
             plan=scaled.plan,
             profile=scaled.table.profiled,
         )
 
-    def cells(self, done: Mapping[str, Mapping[str, Any]]) -> list[Cell]:
-        measured = [(self._units[unit], results.measurement(found)) for unit, found in done.items()]
-        found = []
-        for t in self._scaled.table.temperatures:
-            for entry in self._entries:
-                wanted = entry.line.attention, t, self._place(entry.column)
-                if own := [m for unit, m in measured if (unit.path, unit.temperature, unit.place) == wanted]:
-                    found.append(self._cell(entry, t, own))
-        return found
-
-    def _cell(self, entry: Entry, t: float, own: Sequence[Measured]) -> Cell:
-        table, name = self._scaled.table, entry.name
-        pairs = [(self._rate(m, name), self._rate(m, self._baseline)) for m in own]
-        accepted = median_of(run.mean_accepted_length for m in own for run in m.rounds[name])
-        figures: dict[str, float | None] = {
+    def figures(self, entry: Entry, own: Sequence[Record]) -> tuple[dict[str, float | None], dict[str, Any]]:
+        table, name, measured = self._scaled.table, entry.name, list(map(results.measurement, own))
+        pairs = [(self._rate(m, name), self._rate(m, self._baseline)) for m in measured]
+        accepted = median_of(run.mean_accepted_length for m in measured for run in m.rounds[name])
+        found: dict[str, float | None] = {
             "accepted": table.counted(accepted),
             "tokens_per_second": median_of(rate for rate, _ in pairs),
             "speedup": median_of(ratio(*pair) for pair in pairs),
-            **_parts([m.profiles[name]["seconds"] for m in own if name in m.profiles]),
+            **_parts([m.profiles[name]["seconds"] for m in measured if name in m.profiles]),
         }
-        shown = {key: figures.get(key) for key in (*table.figures, "speedup")}
-        (row,) = report.rows([name], own)
-        differs = differing(entry.line, entry.options, self._differs[entry.column.name])
-        return Cell(entry.line, entry.column, t, shown, row, differs)
+        (row,) = report.rows([name], measured)
+        return {key: found.get(key) for key in (*table.figures, "speedup")}, row
 
     def _rate(self, measured: Measured, name: str) -> float | None:
         """New tokens a second as the paper counts seconds, the median of the rounds."""
