@@ -17,7 +17,6 @@ from longdraft.drafters.eagle3 import Eagle3Draft
 from longdraft.drafters.longspec import LongSpecDraft, LongSpecDrafter
 from longdraft.drafts.language_model import SmallLMDraft
 from longdraft.errors import ContextError, PromptError, UnknownMethodError
-from longdraft.views.retrieval import Retrieval
 from tests.drafts import random_draft, random_eagle3
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -133,19 +132,6 @@ def test_the_views_of_a_small_language_model(loaded, text, tmp_path):
     assert rows[4] == rows[5] and rows[3] != rows[4]
 
 
-@pytest.mark.parametrize("name", ["longspec", "eagle3", "retrieval"])
-def test_who_retrieves_is_told_of_every_token(loaded, text, drafts, tmp_path, monkeypatch, name):
-    loaded.model.save_pretrained(tmp_path)
-    told = []
-    monkeypatch.setattr(Retrieval, "observe", lambda self, store, slot, *asked: told.append(store.lengths[slot]))
-    options = {} if name == "retrieval" else {"retrieval": True}
-    one = view(name, {**options, "sink": 8, "recent": 16, "chunk": 8, "chunks": 4})
-    asking, _ = measured(loaded, text, [one], {**drafts, "small-lm": SmallLMDraft.load(tmp_path)})
-    answer, _ = asking.answer(hay(loaded, text))
-    start = len(hay(loaded, text).tokens)
-    assert told == list(range(start, start + len(answer)))  # the prompt, and each token but the last, which has no KV
-
-
 def test_a_target_that_retrieves_everything_foresees_what_the_target_does(loaded, text):
     views = [view(RETRIEVED, {**SIZES, "budget": 512}), view(RETRIEVED, SIZES)]
     _, found = measured(loaded, text, views)
@@ -180,19 +166,14 @@ def test_all_views_share_one_reading_of_the_prompt(loaded, text, drafts, forward
     assert [t.log_prob or 0 for t in alone] == pytest.approx([t.log_prob or 0 for t in beside])
 
 
-def test_contexts(loaded):
-    asking = NeedleDrafts(loaded, [], {})
-    limit = loaded.model.config.max_position_embeddings
-    room = len("the secret code of the yellow door is 100000.") + 2
-    assert asking.contexts([200, limit, limit - 1]) == [200, limit - room]
-    with pytest.raises(ContextError):
-        asking.contexts([200, limit + 1])
-
-
 def test_up_to_the_end_of_the_context(loaded, text):
     asking = NeedleDrafts(loaded, [view(RETRIEVED, SIZES)], {})
-    (longest,) = asking.contexts([512])
+    limit = loaded.model.config.max_position_embeddings
+    short, longest = asking.contexts([200, limit, limit - 1])
+    assert short == 200 and longest == limit - len("the secret code of the yellow door is 100000.") - 2
     assert asking.measure(hay(loaded, text, 0.9, longest))["tokens"][TARGET]
+    with pytest.raises(ContextError):
+        asking.contexts([200, limit + 1])
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -200,7 +199,8 @@ class NeedleDrafts:
             recipe = self._recipes[name] = recipe_for(*resolve(each.method, options), self.runner)
             if "draft" in recipe.options:
                 read[kind] = recipe.options["draft"]  # it is not read twice
-        self._cache = PromptCache()
+        layers = (recipe.drafter().feature_layers(self.runner) for recipe in self._recipes.values())
+        self._cache = PromptCache(next(filter(None, layers), ()))  # with the hidden states that any drafter reads
 
     @property
     def names(self) -> list[str]:
@@ -236,14 +236,21 @@ class NeedleDrafts:
             ContextError: haystack and needle exceed the target's context.
         """
         answer, code = self.answer(haystack)
-        drafters = {name: self._drafter(name) for name in self.names}
-        self._make_room(haystack, len(answer), [drafter for drafter, _ in drafters.values()])
         tokens: dict[str, list[Foreseen]] = {}
-        for name, (drafter, predictions) in drafters.items():
+        for name in self.names:
             tick(name)
-            forced = _Forced(answer)
-            self._decode(haystack, drafter, forced)
-            rows = forced.predictions[1:] if name == TARGET else predictions
+            drafter: Drafter = NoDrafter()
+            tree, forced = _FirstChoice(), _Forced(answer)
+            if name != TARGET:
+                drafter = self._recipes[name].drafter()
+                cast(TreeDrafter, drafter).tree = tree
+            # One more than is emitted, or nothing would be drafted for the last one.
+            prompt, length = list(haystack.tokens), len(answer) + 1
+            engine = Engine(self.runner, drafter, _RootsAlone(), self._cache)
+            engine.add(Text(0, prompt, length, self.runner.device, sampler=forced, rules=[forced.over]))
+            for _ in engine.run():
+                pass
+            rows = forced.predictions[1:] if name == TARGET else tree.predictions
             judged = zip(rows, answer[1:], range(1, len(answer)), strict=True)
             tokens[name] = [_judged(*row, token, at >= code) for row, token, at in judged]
         about = {"context": haystack.context, "context_tokens": len(haystack.tokens), "depth": depth_of(haystack)}
@@ -256,31 +263,6 @@ class NeedleDrafts:
         tokens = encode(self._tokenizer, sentence)
         # A token may hold the code's beginning and the space before it: the tokens that both texts share end before it.
         return tokens, common_prefix(tokens, encode(self._tokenizer, sentence.removesuffix(code)))
-
-    def _drafter(self, name: str) -> tuple[Drafter, list[Prediction]]:
-        """A fresh drafter, and the list that its predictions are added to."""
-        if name == TARGET:
-            return NoDrafter(), []
-        drafter, tree = self._recipes[name].drafter(), _FirstChoice()
-        cast(TreeDrafter, drafter).tree = tree
-        return drafter, tree.predictions
-
-    def _make_room(self, haystack: Prompt, tokens: int, drafters: Sequence[Drafter]) -> None:
-        """Takes memory for the largest run once, with the hidden states that any drafter reads."""
-        kept = [layers for drafter in drafters if (layers := drafter.feature_layers(self.runner))]
-        layers = kept[0] if kept else ()
-        nodes = max(drafter.max_nodes for drafter in drafters)
-        new_store = partial(self.runner.new_store, feature_layers=layers)
-        self._cache.open(new_store, 1, len(haystack.tokens) + tokens + 1 + nodes, layers)
-
-    def _decode(self, haystack: Prompt, drafter: Drafter, forced: _Forced) -> None:
-        # One more than is emitted, or nothing would be drafted for the last one.
-        length = len(forced.answer) + 1
-        sequence = Text(0, list(haystack.tokens), length, self.runner.device, sampler=forced, rules=[forced.over])
-        engine = Engine(self.runner, drafter, _RootsAlone(), self._cache)
-        engine.add(sequence)
-        for _ in engine.run():
-            pass
 
 
 class _Forced(Sampler):

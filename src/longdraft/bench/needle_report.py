@@ -18,6 +18,7 @@ DEFINITIONS = (
     "perplexity: exp of the mean negative log-likelihood the view gives them, but for those that its vocabulary lacks.",
     f"code: the same of the code's tokens alone. {TARGET}: the target on its full KV, which drafts nothing.",
 )
+FIGURES = ("accuracy", "perplexity", "code_accuracy", "code_perplexity")
 
 
 def shown(measured: Sequence[Mapping[str, Any]], names: Sequence[str], complete: bool = True) -> Report:
@@ -72,26 +73,19 @@ def _tables(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, Table]]:
     found = []
     for context in dict.fromkeys(row["context"] for row in rows):
         own = [row for row in rows if row["context"] == context]
+        depths = [each["depth"] for each in own[0]["by_depth"]]
+        heads = [*(key.replace("_", " ") for key in FIGURES), *(f"at {depth:g}" for depth in depths)]
+        made = table(["view"], [*heads, "not in vocabulary"])
+        for row in own:
+            figures = [*(row[key] for key in FIGURES), *(each["accuracy"] for each in row["by_depth"])]
+            made.add_row(Text(row["view"]), *map(_figure, figures), str(row["lacking"]))
         haystacks = count(own[0]["haystacks"], "haystack")
         title = f"{haystacks} of {own[0]['context_tokens']:,} tokens, {own[0]['tokens']} tokens of needles"
-        found.append((title, _table(own)))
+        found.append((title, made))
     return found
-
-
-def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    figures = ["accuracy", "perplexity", "code_accuracy", "code_perplexity"]
-    lacking = any(row["lacking"] for row in rows)
-    depths = [each["depth"] for each in rows[0]["by_depth"]]
-    heads = [*(key.replace("_", " ") for key in figures), *(["not in vocabulary"] * lacking)]
-    made = table(["view"], [*heads, *(f"at {depth:g}" for depth in depths if len(depths) > 1)])
-    for row in rows:
-        at = (each["accuracy"] for each in row["by_depth"] if len(depths) > 1)
-        texts = [*(_figure(row[key]) for key in figures), *([str(row["lacking"])] * lacking), *map(_figure, at)]
-        made.add_row(Text(row["view"]), *texts)
-    return made
 
 
 def _figure(value: float | None) -> str:
     if value is None:
         return "-"
-    return f"{value:.2f}" if value < 1000 else f"{value:,.0f}" if value < 1e6 else f"{value:.0e}"
+    return f"{value:.2f}" if value < 1000 else f"{value:.0e}"

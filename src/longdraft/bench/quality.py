@@ -165,22 +165,25 @@ class Quality:
         assert isinstance(schedule, SpecPV)
         return schedule.view
 
-    def cut(self, lengths: Sequence[int]) -> dict[str, int]:
-        """Counts the texts of these lengths that each variant's partial cache shortens.
+    def uncut(self, lengths: Sequence[int]) -> list[str]:
+        """Notes on variants whose partial cache holds some of the texts of these lengths whole.
 
         Raises:
-            ContextError: a variant cuts none, so that all its rounds would be full.
+            ContextError: it holds all of them, so that all rounds would be full.
         """
-        found = {}
+        notes = []
         for name in self.settings.variants:
             total = self.view(name).budget
-            found[name] = sum(length > total for length in lengths)
-            if not found[name]:
+            whole = sum(length <= total for length in lengths)
+            if whole == len(lengths):
                 raise ContextError(
                     f"{name}: every round would be full. Its partial cache holds {total:,} tokens, and the "
                     f"longest text, new tokens included, has {max(lengths):,}. Lower --budget, or take longer prompts."
                 )
-        return found
+            if whole:
+                of = f"{whole} of {len(lengths)} prompts fit"
+                notes.append(f"{name}: {of} its partial cache whole: full rounds alone.")
+        return notes
 
     def compare(self, prompt: Prompt, tick: Tick = lambda name: None) -> dict[str, Any]:
         """Decodes a prompt with everything.

@@ -51,6 +51,8 @@ def needle(
     from longdraft.bench import needle_report, record_files
     from longdraft.bench.json_lines import fingerprint
     from longdraft.bench.needle import NeedleDrafts, checked, depth_of, haystacks
+    from longdraft.bench.reproduce.scaled import drafts_by_kind
+    from longdraft.drafts.kinds import KINDS
 
     asked = None if needle_context is None else method_options.whole_numbers("--needle-context", needle_context)
     if asked is not None and (not asked or min(asked) < 1):
@@ -60,7 +62,7 @@ def needle(
     depths = method_options.numbers("--needle-depths", needle_depths)
     with options.settings_checked():
         checked(depths, needle_samples)
-        drafts = _drafts(draft or [])
+        drafts = {kind: KINDS[kind].load(folder) for kind, folder in drafts_by_kind(draft or []).items()}
         wanted = default_views(drafts) if views is None else [_view(word) for word in method_options.words(views)]
     if not wanted:
         raise options.SettingError("--views names none.")
@@ -89,21 +91,6 @@ def needle(
     measured = [record["measured"] for record in experiment.found]
     output.show(needle_report.shown(measured, hosted.names, complete))
     measuring.end(experiment, complete, "haystacks")
-
-
-def _drafts(folders: list[Path]) -> dict[str, Draft[Any]]:
-    """Drafts by kind, read before the model is."""
-    from longdraft.bench.needle import SMALL
-    from longdraft.drafts.kinds import KINDS, kind_of
-
-    found: dict[str, Draft[Any]] = {}
-    for folder in folders:
-        # What is no folder may be a model's name on the hub.
-        draft = (kind_of(folder) if folder.is_dir() else KINDS[SMALL["full"][0]]).load(folder)
-        if draft.kind in found:
-            raise ValueError(f"{folder} and {found[draft.kind].folder} are both drafts for {draft.kind}: give one")
-        found[draft.kind] = draft
-    return found
 
 
 def default_views(drafts: dict[str, Draft[Any]]) -> list[View]:

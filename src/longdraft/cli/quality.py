@@ -94,7 +94,8 @@ def quality(
         prompts = {f"{i}. {p.sample.origin}": p for i, p in enumerate(prepare(samples, loaded, prompting), 1)}
         with options.settings_checked():
             hosted = Quality(loaded, settings)
-        _note_uncut(hosted.cut([len(p.tokens) + settings.new_tokens for p in prompts.values()]), len(prompts))
+        for note in hosted.uncut([len(p.tokens) + settings.new_tokens for p in prompts.values()]):
+            console.note(note)
     tokens = [prompt.tokens for prompt in prompts.values()]
     header = record_files.header("longdraft-quality", settings.header(), loaded, loading.model or EMBEDDED_ID, tokens)
     experiment = record_files.experiment(
@@ -106,11 +107,3 @@ def quality(
     complete = measuring.run(experiment, "prompts")
     output.show(quality_report.shown(hosted, [record["measured"] for record in experiment.found], complete))
     measuring.end(experiment, complete, "prompts")
-
-
-def _note_uncut(cut: dict[str, int], prompts: int) -> None:
-    for name, count in cut.items():
-        if count < prompts:
-            console.note(
-                f"{name}: {prompts - count} of {prompts} prompts fit its partial cache whole: full rounds alone."
-            )

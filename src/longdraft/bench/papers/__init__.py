@@ -1,14 +1,23 @@
-"""Papers' tables as data, a file a paper; :mod:`longdraft.bench.reproduce` measures them.
+"""Papers' tables as data; :mod:`longdraft.bench.reproduce` measures them.
 
 May import: nothing but :mod:`longdraft.errors` and each other.
 """
 
-from longdraft.bench.papers import eagle3, longspec, magicdec, specextend, specpv, tokenswift, triforce
+from longdraft.bench.papers import abstracts, longspec, specextend, specpv
 from longdraft.bench.papers.table import Paper, Table
 from longdraft.errors import RequestError
 
 PAPERS: dict[str, Paper] = {
-    module.PAPER.name: module.PAPER for module in (longspec, specextend, specpv, magicdec, triforce, tokenswift, eagle3)
+    paper.name: paper
+    for paper in (
+        longspec.PAPER,
+        specextend.PAPER,
+        specpv.PAPER,
+        abstracts.MAGICDEC,
+        abstracts.TRIFORCE,
+        abstracts.TOKENSWIFT,
+        abstracts.EAGLE3,
+    )
 }
 
 _TRAIN = "train both drafts with `longdraft train longspec` (docs/reproduce.md), and give them to `longspec 1`"

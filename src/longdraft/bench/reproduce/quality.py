@@ -79,7 +79,7 @@ class Likenesses(Measuring):
         options, small = with_draft(METHOD, common, self._drafts), self._scaled.small
         settings = QualitySettings(variants, self._scaled.max_tokens, ignore_eos=small, options=options)
         found = Quality(self._loaded, settings)
-        found.cut([len(prompt.tokens) + settings.max_tokens for _, prompt in self._prompts.values()])
+        found.uncut([len(prompt.tokens) + settings.max_tokens for _, prompt in self._prompts.values()])
         return found
 
     def measure(self, unit: str, tick: Tick) -> Record:

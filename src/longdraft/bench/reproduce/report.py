@@ -61,8 +61,8 @@ def _document(made: Reproduction, cells: Sequence[Cell], complete: bool) -> dict
 def _row(own: Table, cell: Cell) -> dict[str, Any]:
     beside: dict[str, dict[str, Any]] = {}
     for (model, line, column, key), value in own.published.items():
-        # The papers' figures in numbers are greedy.
-        if (line, column, 0.0) == (cell.line.name, cell.column.name, cell.temperature):
+        # The papers' figures in numbers are of the table's first temperature.
+        if (line, column, own.temperatures[0]) == (cell.line.name, cell.column.name, cell.temperature):
             beside.setdefault(model, {"model": model})[key] = value
     return {
         "line": cell.line.name,
@@ -126,7 +126,7 @@ def _table(own: Table, key: str, t: float, columns: Sequence[Column], cells: Seq
         ("ours", cell.line.name, cell.column.name): cell.shown.get(key) for cell in cells if cell.temperature == t
     }
     for (model, line, column, which), value in own.published.items():
-        if which == key and not t:
+        if which == key and t == own.temperatures[0]:
             figures["paper" if model == "-" else f"paper, {model}", line, column] = value
     for name in (line.name for line in own.lines):
         head = name

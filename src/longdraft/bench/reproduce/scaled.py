@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from longdraft.bench.experiment import Tick
-from longdraft.bench.needle import NAMED
+from longdraft.bench.needle import NAMED, SMALL
 from longdraft.bench.papers.table import IN_ROWS, LARGE, Column, Line, Table
 from longdraft.bench.settings import written
 from longdraft.drafts.kinds import KINDS, kind_of
@@ -166,7 +166,8 @@ def drafts_by_kind(folders: Sequence[Path]) -> dict[str, Path]:
     """
     found: dict[str, Path] = {}
     for folder in folders:
-        kind = kind_of(folder).name
+        # What is no folder or file may be a model's name on the hub.
+        kind = kind_of(folder).name if folder.exists() else SMALL["full"][0]
         if kind in found:
             raise ValueError(f"{folder} and {found[kind]} are both drafts for {kind}: give one")
         found[kind] = folder
