@@ -46,7 +46,7 @@ def test_verbs_stand_in_groups(shell, monkeypatch):
         (["gen"], ["generate"]),
         (["bench", "qu"], ["quality"]),
         (["generate", "--method", "specp"], ["specpv", "specpv-exact"]),
-        (["bench", "quality", "--needle-d"], ["--needle-depths"]),
+        (["bench", "needle", "--needle-d"], ["--needle-depths"]),
         (["train", "eag"], ["eagle", "eagle3"]),
         (["generate", "--weights", ""], ["float32", "stored"]),
         (["generate", "--file", "REA"], []),  # the shell's own files

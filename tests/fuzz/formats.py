@@ -15,8 +15,7 @@ from safetensors.torch import load_file, save_file
 import longdraft
 from longdraft import Speculator
 from longdraft.batch.output import Output
-from longdraft.bench import html_report
-from longdraft.bench.results import Results
+from longdraft.bench import results
 from tests import drafts
 from tests.bench import results_files
 from tests.fuzz import damage
@@ -93,8 +92,8 @@ def _model(path: Path) -> None:
 
 def _report(path: Path) -> None:
     """A page, and a run that goes on."""
-    html_report.make([path])
-    Results(path, results_files.header(("ar", "longspec")))
+    results.report_of(path)
+    results.opened(path, results_files.header(("ar", "longspec")))
 
 
 def _results(path: Path) -> None:

@@ -11,18 +11,16 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from longdraft.cli import console, options, processes
-from longdraft.cli.acceptance import acceptance
+from longdraft.cli import console, options, processes, retired
+from longdraft.cli.acceptance import acceptance, bench_length
 from longdraft.cli.batch import batch
-from longdraft.cli.bench import bench
-from longdraft.cli.bench_report import bench_report
+from longdraft.cli.bench import bench, bench_report
 from longdraft.cli.cancel import interruptible
 from longdraft.cli.chat import chat
 from longdraft.cli.completion import completion
 from longdraft.cli.doctor import doctor
 from longdraft.cli.export import export
 from longdraft.cli.generate import generate
-from longdraft.cli.length import bench_length
 from longdraft.cli.methods import methods
 from longdraft.cli.needle import needle
 from longdraft.cli.quality import quality
@@ -38,6 +36,8 @@ class Verbs(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         two = " ".join(args[:2])
+        retired.refuse(args[0], args[1:])
+        retired.refuse(two, args[2:])
         if len(args) > 1 and two in self.commands:
             return two, self.commands[two], args[2:]
         return super().resolve_command(ctx, args)

@@ -28,6 +28,7 @@ from longdraft.engine.stats import Stats, Step, step_of
 from longdraft.errors import CapabilityError, ContextError, MemoryBudgetError, PromptError, memory_checked
 from longdraft.memory.prompt_cache import PromptCache
 from longdraft.model import support
+from longdraft.model.clock import around
 from longdraft.model.fingerprints import hooked
 from longdraft.model.outputs import NO_TAPS, Taps
 from longdraft.model.runner import TargetRunner
@@ -107,17 +108,22 @@ class Engine:
 
     def _round(self, batch: list[Sequence]) -> list[Event]:
         """Drafts, verifies and commits once for every sequence of a batch."""
-        trees = self._propose([self.schedule.drafter_sequence(s) for s in batch])
+        clock = self.runner.clock
+        with around(clock, "draft"):
+            trees = self._propose([self.schedule.drafter_sequence(s) for s in batch])
         trees = self._plan.prune(trees)
         self._drafting_ended = time.perf_counter()
         self.schedule.query_layers = self._query_layers if self.drafter.reads_queries(batch) else ()
-        verified = self.schedule.verify(batch, trees)  # one target forward
+        with around(clock, "forward"):
+            verified = self.schedule.verify(batch, trees)  # one target forward
         decided = decide([(v.tree, v.logits, v.receiver.sampler) for v in verified], self.runner.model)
         events = []
         for v, tokens in zip(verified, decided, strict=True):
             accepted = accept(v.tree, v.logits, v.receiver.sampler, v.receiver.ids, v.receiver.emit, tokens)
-            event = self.schedule.commit(v, accepted)
-            self.drafter.observe(event)
+            with around(clock, "commit"):
+                event = self.schedule.commit(v, accepted)
+            with around(clock, "draft"):
+                self.drafter.observe(event)
             events.append(event)
         return events
 

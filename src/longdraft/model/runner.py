@@ -20,6 +20,7 @@ from longdraft.memory.rooms import Rooms
 from longdraft.memory.store import KVStore
 from longdraft.model import deterministic as one_bucket
 from longdraft.model import fingerprints, hosting, stored, support
+from longdraft.model.clock import Clock
 from longdraft.model.ends import stated_ends
 from longdraft.model.graphs import Computed, Graphs
 from longdraft.model.lock import FairLock
@@ -51,7 +52,7 @@ class TargetRunner:
         forks_cost: a branch of a tree costs more than its rows: a state of its own, or a forward of its own.
         own_kv_dtype: dtype of keys and values in that arithmetic.
         prefix_attend: attention of a drafter's queries to committed KV, on the same path.
-        whole_layers: compute layers in one piece if possible. Set it to False to watch the parts of a layer.
+        clock: takes the time of a round's parts; layers are then computed part by part. None: no profile is made.
 
     Raises:
         UnsupportedModelError: the model cannot be hosted exactly; the message says why.
@@ -78,7 +79,7 @@ class TargetRunner:
         self.context_length = hosting.context_length(model)
         self.depth = len(hosting.decoder_layers(model))
         self.device: torch.device = model.device
-        self.whole_layers = True
+        self.clock: Clock | None = None
         self.attention_path, self.attend = dispatch.resolve(self.device, self.kv_shape.dtype, self.kv_shape.head_dim)
         attend = prefix.PATHS[self.attention_path]
         if self.device.type == "cuda":
@@ -380,14 +381,15 @@ class TargetRunner:
         fixed: bool = False,
     ) -> Computed:
         """Logits in the model's dtype, hidden states and queries of a block."""
+        attend = fixed_order.attend if fixed else self.attend
         hosted = hosting.Hosted(
             store,
             replace(block),  # a copy: a recording must contain what attention derives from the block
-            fixed_order.attend if fixed else self.attend,
+            attend if self.clock is None else self.clock.attending(attend),
             self.twin.layout,
             frozenset(taps.queries),
             frozenset(taps.hidden),
-            self.whole_layers and self.twin.fused.take(store, block),
+            self.clock is None and self.twin.fused.take(store, block),
         )
         if hosted.fused and self.twin.fused.stack is not None:
             return self.twin.fused.run(hosted, logits), hosted.hidden, hosted.queries

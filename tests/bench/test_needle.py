@@ -10,15 +10,13 @@ import torch
 
 from longdraft import LoadedModel
 from longdraft.bench import needle_report
-from longdraft.bench.needle import Search, haystacks
-from longdraft.bench.needle_drafts import RETRIEVED, TARGET, NeedleDrafts, view
+from longdraft.bench.needle import RETRIEVED, TARGET, NeedleDrafts, haystacks, view
 from longdraft.cli import needle, options
 from longdraft.cli.main import main
 from longdraft.drafters.eagle3 import Eagle3Draft
 from longdraft.drafters.longspec import LongSpecDraft, LongSpecDrafter
 from longdraft.drafts.language_model import SmallLMDraft
-from longdraft.errors import ContextError, UnknownMethodError
-from longdraft.views.retrieval import Retrieval
+from longdraft.errors import ContextError, PromptError, UnknownMethodError
 from tests.drafts import random_draft, random_eagle3
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -46,27 +44,46 @@ def drafts(loaded, tmp_path_factory):
 
 
 def hay(loaded, text, depth=0.4, context=300):
-    (found,) = haystacks(Search(text, (depth,), context, 1), loaded.tokenizer)
+    (found,) = haystacks(text, context, loaded.tokenizer, (depth,), 1)
     return found
 
 
 def measured(loaded, text, views, drafts=None, **where):
     found = NeedleDrafts(loaded, views, drafts or {})
-    return found, found.measure(hay(loaded, text, **where), 300)
+    return found, found.measure(hay(loaded, text, **where))["tokens"]
+
+
+def test_haystacks(loaded, text):
+    tokenizer = loaded.tokenizer
+    found = haystacks(text, 300, tokenizer, (0.1, 0.8), 2)
+    assert [each.sample.needles[0][0] for each in found] == [0.8, 0.1, 0.8, 0.1]  # its beginning serves the next
+    assert len({each.sample.answers for each in found}) == 4
+    for each in found:
+        (depth, _), (code,) = each.sample.needles[0], each.sample.answers
+        shown = tokenizer.decode(each.tokens)
+        # Its share of the document: the question and the marks of the chat come behind.
+        assert 270 <= len(each.tokens) <= 300 and abs(shown.index(code) / shown.index("what is") - depth) < 0.2
+        assert shown.rstrip().endswith("door?<eos><assistant>")
+    (told,) = haystacks(text, 300, tokenizer, (0.5,), 1, system="the dog is red.")
+    assert len(told.tokens) <= 300 and tokenizer.decode(told.tokens).count("the dog is red.") == 1
+    for path, context, error in ((text, 5000, PromptError), (text, 20, ContextError), (text / "no", 300, PromptError)):
+        with pytest.raises(error):
+            haystacks(path, context, tokenizer)
 
 
 def test_the_target_is_asked_for_each_token_but_the_first(loaded, text):
     """Against transformers' own forward over prompt and needle."""
     asking, found = measured(loaded, text, [])
-    answer, code = asking.answer(found.haystack)
-    assert loaded.tokenizer.decode(answer) + "." == found.haystack.needle.sentence.lower()
-    assert loaded.tokenizer.decode(answer[code:]) == found.haystack.needle.code
-    ids = [*found.haystack.tokens, *answer]
+    one = hay(loaded, text)
+    answer, code = asking.answer(one)
+    assert loaded.tokenizer.decode(answer) + "." == one.sample.needles[0][1].lower()
+    assert (loaded.tokenizer.decode(answer[code:]),) == one.sample.answers
+    ids = [*one.tokens, *answer]
     with torch.inference_mode():
         logits = loaded.model(torch.tensor([ids])).logits[0].float()
-    start = len(found.haystack.tokens)
+    start = len(one.tokens)
     expected = [torch.log_softmax(logits[i - 1], -1) for i in range(start + 1, len(ids))]
-    got = found.tokens[TARGET]
+    got = found[TARGET]
     assert [t.log_prob for t in got] == pytest.approx([x[t].item() for x, t in zip(expected, answer[1:], strict=True)])
     assert [t.right for t in got] == [int(x.argmax()) == t for x, t in zip(expected, answer[1:], strict=True)]
     assert [t.code for t in got] == [False] * (code - 1) + [True] * 5
@@ -82,13 +99,13 @@ def test_a_draft_is_judged_by_what_it_proposes(loaded, text, drafts, monkeypatch
 
     monkeypatch.setattr(LongSpecDrafter, "propose", noted)
     asking, found = measured(loaded, text, [view("longspec", {})], drafts)
-    answer, _ = asking.answer(found.haystack)
-    got = found.tokens["longspec"]
+    answer, _ = asking.answer(hay(loaded, text))
+    got = found["longspec"]
     assert len(trees) == len(got) == len(answer) - 1
     for tree, token, true, root in zip(trees, got, answer[1:], answer, strict=False):
         assert tree.tokens[0] == root and tree.drafted == 1
         assert token.right == (tree.tokens[1] == true)
-        assert token.log_prob is not None and token.log_prob <= tree.log_probs[1] + 1e-6
+        assert token.log_prob is not None and token.log_prob <= tree.log_probs[1] + 1e-5
         assert not token.right or token.log_prob == pytest.approx(tree.log_probs[1], abs=1e-5)
 
 
@@ -107,7 +124,7 @@ def test_the_views_of_a_small_language_model(loaded, text, tmp_path):
         view("specextend", {**sizes, "chunks": 4, "every": 1}),
     ]
     _, found = measured(loaded, text, views, drafts)
-    target, *rows = ([t.log_prob for t in own] for own in found.tokens.values())
+    target, *rows = ([t.log_prob for t in own] for own in found.values())
     for own in rows[:3]:
         assert own == pytest.approx(target, abs=1e-5)
     for own in rows[3:]:
@@ -115,23 +132,10 @@ def test_the_views_of_a_small_language_model(loaded, text, tmp_path):
     assert rows[4] == rows[5] and rows[3] != rows[4]
 
 
-@pytest.mark.parametrize("name", ["longspec", "eagle3", "retrieval"])
-def test_who_retrieves_is_told_of_every_token(loaded, text, drafts, tmp_path, monkeypatch, name):
-    loaded.model.save_pretrained(tmp_path)
-    told = []
-    monkeypatch.setattr(Retrieval, "observe", lambda self, store, slot, *asked: told.append(store.lengths[slot]))
-    options = {} if name == "retrieval" else {"retrieval": True}
-    one = view(name, {**options, "sink": 8, "recent": 16, "chunk": 8, "chunks": 4})
-    asking, found = measured(loaded, text, [one], {**drafts, "small-lm": SmallLMDraft.load(tmp_path)})
-    answer, _ = asking.answer(found.haystack)
-    start = len(found.haystack.tokens)
-    assert told == list(range(start, start + len(answer)))  # the prompt, and each token but the last, which has no KV
-
-
 def test_a_target_that_retrieves_everything_foresees_what_the_target_does(loaded, text):
     views = [view(RETRIEVED, {**SIZES, "budget": 512}), view(RETRIEVED, SIZES)]
     _, found = measured(loaded, text, views)
-    target, whole, part = found.tokens.values()
+    target, whole, part = found.values()
     assert [t.log_prob for t in whole] == pytest.approx([t.log_prob for t in target])
     assert [t.log_prob for t in part] != pytest.approx([t.log_prob for t in target])
 
@@ -139,14 +143,14 @@ def test_a_target_that_retrieves_everything_foresees_what_the_target_does(loaded
 def test_tokens_that_a_draft_does_not_know(loaded, text, drafts):
     """The tiny EAGLE draft's vocabulary ends before some of the digits."""
     asking, found = measured(loaded, text, [view("eagle3", {})], drafts)
-    answer, _ = asking.answer(found.haystack)
+    answer, _ = asking.answer(hay(loaded, text))
     known = set(range(5, 50))
-    assert [t.log_prob is None for t in found.tokens["eagle3"]] == [t not in known for t in answer[1:]]
-    row = needle_report.document([found], asking.names)["rows"][1]
+    assert [t.log_prob is None for t in found["eagle3"]] == [t not in known for t in answer[1:]]
+    row = needle_report.shown([asking.measure(hay(loaded, text))], asking.names).document["rows"][1]
     lacking = sum(t not in known for t in answer[1:])
     assert row["lacking"] == lacking and row["view"] == "eagle3"
     assert row["perplexity"] == pytest.approx(
-        math.exp(-sum(t.log_prob or 0.0 for t in found.tokens["eagle3"]) / (row["tokens"] - lacking))
+        math.exp(-sum(t.log_prob or 0.0 for t in found["eagle3"]) / (row["tokens"] - lacking))
     )
 
 
@@ -155,63 +159,38 @@ def test_all_views_share_one_reading_of_the_prompt(loaded, text, drafts, forward
     _, found = measured(loaded, text, views, drafts)
     sizes = [f.rows for f in forwards]
     assert sum(size > 100 for size in sizes) == 1 and all(size == 1 for size in sizes[1:])
-    # Alone, each says the same.
-    for each in views:
-        _, own = measured(loaded, text, [each], drafts)
-        alone, beside = own.tokens[each.name], found.tokens[each.name]
-        assert [t.right for t in alone] == [t.right for t in beside]
-        assert [t.log_prob or 0 for t in alone] == pytest.approx([t.log_prob or 0 for t in beside])
-
-
-def test_contexts(loaded):
-    asking = NeedleDrafts(loaded, [], {})
-    limit = loaded.model.config.max_position_embeddings
-    room = len("the secret code of the yellow door is 100000.") + 2
-    assert asking.contexts([200, limit, limit - 1]) == [200, limit - room]
-    with pytest.raises(ContextError):
-        asking.contexts([200, limit + 1])
+    # Alone, one says the same.
+    _, own = measured(loaded, text, views[1:2], drafts)
+    alone, beside = own["eagle3"], found["eagle3"]
+    assert [t.right for t in alone] == [t.right for t in beside]
+    assert [t.log_prob or 0 for t in alone] == pytest.approx([t.log_prob or 0 for t in beside])
 
 
 def test_up_to_the_end_of_the_context(loaded, text):
     asking = NeedleDrafts(loaded, [view(RETRIEVED, SIZES)], {})
-    (longest,) = asking.contexts([512])
-    (one,) = haystacks(Search(text, (0.9,), longest, 1), loaded.tokenizer)
-    assert asking.measure(one, longest).tokens[TARGET]
+    limit = loaded.model.config.max_position_embeddings
+    short, longest = asking.contexts([200, limit, limit - 1])
+    assert short == 200 and longest == limit - len("the secret code of the yellow door is 100000.") - 2
+    assert asking.measure(hay(loaded, text, 0.9, longest))["tokens"][TARGET]
+    with pytest.raises(ContextError):
+        asking.contexts([200, limit + 1])
 
 
 @pytest.mark.parametrize(
-    ("name", "given", "kind", "says"),
+    ("name", "given", "kind"),
     [
-        ("everything", {}, UnknownMethodError, "no method 'everything'"),
-        ("prompt-lookup", {}, ValueError, "is no view: name full, streaming, retrieval, target-retrieval"),
-        ("specpv", {}, ValueError, "is no view"),
-        ("longspec", {"colour": 1}, ValueError, "no option colour"),
-        ("retrieval", {"depth": 2}, ValueError, "depth: only a draft"),
-        (RETRIEVED, {"colour": 1}, ValueError, "no option colour"),
+        ("everything", {}, UnknownMethodError),
+        ("prompt-lookup", {}, ValueError),
+        ("specpv", {}, ValueError),
+        ("longspec", {"colour": 1}, ValueError),
+        ("retrieval", {"depth": 2}, ValueError),
+        (RETRIEVED, {"colour": 1}, ValueError),
     ],
     ids=str,
 )
-def test_views_that_are_none(name, given, kind, says):
-    with pytest.raises(kind, match=says):
+def test_views_that_are_none(name, given, kind):
+    with pytest.raises(kind, match=next(iter(given), name)):
         view(name, given)
-
-
-@pytest.mark.slow
-def test_a_report_of_several_lengths(loaded, text, drafts):
-    asking = NeedleDrafts(loaded, [view("longspec", {})], drafts)
-    found = [
-        asking.measure(hay(loaded, text, depth, context), context) for context in (250, 400) for depth in (0.8, 0.2)
-    ]
-    report = needle_report.document(found, asking.names)
-    assert [(r["context"], r["view"], r["haystacks"]) for r in report["rows"]] == [
-        (250, TARGET, 2), (250, "longspec", 2), (400, TARGET, 2), (400, "longspec", 2),
-    ]  # fmt: skip
-    for row in report["rows"]:
-        assert [each["depth"] for each in row["by_depth"]] == [0.2, 0.8]
-        assert row["code_tokens"] == 10 and row["accuracy"] is not None and row["perplexity"] > 1
-    assert [title.split(" tokens")[0] for title, _ in needle_report.tables(report)] == [
-        f"2 haystacks of {report['rows'][i]['context_tokens']}" for i in (0, 2)
-    ]
 
 
 # --- the command ---
@@ -249,11 +228,15 @@ def test_the_command(command, folder):
     assert code == 0
     report = json.loads(out.splitlines()[-1])
     assert [row["view"] for row in report["rows"]] == [TARGET, "longspec", "eagle3:window=9", own] * 2
-    assert list(report) == ["rows", "hardware", "versions"]
+    assert list(report) == ["rows", "hardware", "versions", "complete"]
     assert list(report["rows"][0]) == [
         "view", "context", "context_tokens", "haystacks", "tokens", "accuracy", "perplexity", "code_tokens",
         "code_accuracy", "code_perplexity", "lacking", "by_depth",
     ]  # fmt: skip
+    for row in report["rows"]:
+        assert [each["depth"] for each in row["by_depth"]] == [0.2, 0.8] and row["haystacks"] == 2
+        assert row["accuracy"] is not None and row["code_tokens"] == 10
+    assert [row["context"] for row in report["rows"]] == [200] * 4 + [400] * 4
     assert "code accuracy" in out and "at 0.8" in out and "Run 1 of 16" in err
 
 
@@ -279,17 +262,17 @@ def test_what_is_measured_where_nobody_names_views(drafts):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--views", "blurred"], "no method 'blurred'"),
-        (["--views", ","], "--views names none"),
-        (["--views", "longspec:nodes"], "--option takes name=value"),
-        (["--needle-context", "long"], "--needle-context takes whole numbers"),
-        (["--needle-context", "0"], "takes numbers of tokens"),
-        (["--needle-depths", "2"], "between 0 and 1"),
-        (["--needle-samples", "0"], "needle-samples must be at least 1"),
-        (["--draft", "FOLDER", "--draft", "FOLDER"], "are both drafts for longspec: give one"),
-        (["--views", "longspec", "--draft", "FOLDER", "--needle-context", "9000"], "longer than the model's context"),
-        (["--views", "longspec", "--draft", "FOLDER", "--needle-context", "60"], "raise --needle-context"),
-        (["--views", "longspec"], "needs a draft"),
+        (["--views", "blurred"], "blurred"),
+        (["--views", ","], "--views"),
+        (["--views", "longspec:nodes"], "name=value"),
+        (["--needle-context", "long"], "--needle-context"),
+        (["--needle-context", "0"], "--needle-context"),
+        (["--needle-depths", "2"], "needle-depths"),
+        (["--needle-samples", "0"], "needle-samples"),
+        (["--draft", "FOLDER", "--draft", "FOLDER"], "longspec"),
+        (["--views", "longspec", "--draft", "FOLDER", "--needle-context", "9000"], "--needle-context"),
+        (["--views", "longspec", "--draft", "FOLDER", "--needle-context", "20"], "20 tokens"),
+        (["--views", "longspec"], "draft"),
     ],
     ids=str,
 )
