@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, TypeVar
@@ -170,17 +171,17 @@ class Endpoints:
         """The events of a response; ``request``: as :meth:`_deltas` takes it."""
         for begun in answer.begin():
             yield begun
+        cut = False
         async for _, delta in self._deltas(asked.choices, request):
             if delta is _SILENCE:
                 yield _comment(asked.choices)
                 continue
+            cut = delta.finish == "length"
             for chunk in asked.answers[0].chunks(delta):
                 for told in answer.push(chunk["delta"]):
                     yield told
         usage = await self._aside(lambda: self._usage(asked.choices, asked.answers))
-        result = asked.choices[0].result
-        assert result is not None
-        for told in answer.finish(result.finish_reason == "length", usage):
+        for told in answer.finish(cut, usage):
             yield told
 
     def _streamed(self, chunks: AsyncIterator[str]) -> StreamingResponse:
@@ -197,20 +198,21 @@ class Endpoints:
 
     async def _deltas(self, choices: list[Choice], request: Request | None = None) -> AsyncIterator[tuple[int, Delta]]:
         """Yields the deltas of all choices as they come, each with the index of its choice; _SILENCE after a while
-        without any.
+        without any. Answers end where they are once the request has taken as long as it may.
 
         Args:
             request: end when its client disconnects; None where the response itself listens for that.
 
         Raises:
-            ApiError: the client has disconnected. What the engine failed with.
+            ApiError: the client has disconnected. TimeoutError: no token came in time. What the engine failed with.
         """
-        deadline = time.monotonic() + self._service.settings.timeout
+        settings = self._service.settings
+        until = time.monotonic() + settings.timeout
         queue: asyncio.Queue[tuple[int, Delta | Exception]] = asyncio.Queue()
 
         async def listen(i: int) -> None:
             try:
-                async for delta in choices[i].deltas(self._service.worker, deadline):
+                async for delta in choices[i].deltas(self._service.worker):
                     queue.put_nowait((i, delta))
             except Exception as error:
                 queue.put_nowait((i, error))
@@ -226,8 +228,14 @@ class Endpoints:
             tasks.append(asyncio.create_task(watch(request)))
         try:
             while running:
+                left = until - time.monotonic()
+                if left <= 0:
+                    if not any(choice.tokens for choice in choices):
+                        raise TimeoutError
+                    self._service.cancel(choices)  # each still tells its end
+                    until = left = math.inf
                 try:
-                    i, delta = await asyncio.wait_for(queue.get(), self._service.settings.keep_alive)
+                    i, delta = await asyncio.wait_for(queue.get(), min(left, settings.keep_alive))
                 except asyncio.TimeoutError:
                     i, delta = 0, _SILENCE
                 if isinstance(delta, Exception):

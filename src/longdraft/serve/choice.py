@@ -17,8 +17,8 @@ from longdraft.serve.ticket import Restarted, Ticket, Update
 from longdraft.serve.worker import Worker
 from longdraft.trees.tree import TokenTree
 
-# longdraft's finish reason -> OpenAI's.
-REASONS = {"eos": "stop", "stop": "stop", "length": "length", "cancelled": "abort"}
+# longdraft's finish reason -> OpenAI's. Who hears of a cancelled answer had it cut by the server's limit of time.
+REASONS = {"eos": "stop", "stop": "stop", "length": "length", "cancelled": "length"}
 
 
 @dataclass
@@ -146,22 +146,15 @@ class Choice:
         assert self.loop is not None
         self.loop.call_soon_threadsafe(self._updates.put_nowait, update)
 
-    async def deltas(self, worker: Worker, deadline: float) -> AsyncIterator[Delta]:
+    async def deltas(self, worker: Worker) -> AsyncIterator[Delta]:
         """Yields the answer as it comes. The request is cancelled when the iteration stops early.
 
-        Args:
-            deadline: ``time.monotonic()`` by which the answer must end.
-
         Raises:
-            TimeoutError: the deadline has passed. LongdraftError and others: what the engine failed with.
+            LongdraftError and others: what the engine failed with.
         """
         try:
             while self.result is None:
-                try:
-                    update = await asyncio.wait_for(self._updates.get(), max(0.0, deadline - time.monotonic()))
-                except asyncio.TimeoutError:
-                    raise TimeoutError from None
-                for delta in self.take(update):
+                for delta in self.take(await self._updates.get()):
                     yield delta
         finally:
             worker.cancel(self.ticket)

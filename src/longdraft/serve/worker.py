@@ -23,6 +23,9 @@ from longdraft.serve.ticket import Change, Kind, Restarted, Ticket, Update
 
 logger = logging.getLogger("longdraft")
 
+# The result of a request that was cancelled while it waited.
+_NOTHING = Result("", [], 0, "", True, "cancelled", 0.0, 0.0, 0)
+
 
 class QueueFull(LongdraftError):
     """The queue has no room. ``seconds``: when another attempt is worthwhile."""
@@ -208,7 +211,7 @@ class Worker:
                 continue
             self._waiting.remove(ticket)
             if ticket.cancelled:
-                self._end(ticket, LongdraftError("cancelled"))
+                self._end(ticket, _NOTHING)
             else:
                 free[ticket.method] -= 1
                 yield ticket
