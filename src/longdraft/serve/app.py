@@ -17,7 +17,7 @@ from longdraft.serve import asked, schema
 from longdraft.serve.aside import Aside
 from longdraft.serve.asked import Asked
 from longdraft.serve.body import read
-from longdraft.serve.choice import Choice, Delta
+from longdraft.serve.choice import REASONS, Choice, Delta
 from longdraft.serve.errors import ApiError, api_error
 from longdraft.serve.guards import Guards
 from longdraft.serve.openai import DONE, Answer, ChatAnswer, Head, event
@@ -176,7 +176,7 @@ class Endpoints:
             if delta is _SILENCE:
                 yield _comment(asked.choices)
                 continue
-            cut = delta.finish == "length"
+            cut = REASONS.get(delta.finish) == "length"
             for chunk in asked.answers[0].chunks(delta):
                 for told in answer.push(chunk["delta"]):
                     yield told
@@ -242,7 +242,7 @@ class Endpoints:
                     raise delta
                 if delta.finish is not None:
                     running -= 1
-                    self._service.metrics.ended(choices[i], delta.finish)
+                    self._service.metrics.ended(choices[i], REASONS[delta.finish])
                 yield i, delta
         except (GeneratorExit, asyncio.CancelledError):  # of a stream
             self._service.metrics.failed(499)

@@ -57,13 +57,16 @@ def chat(service: Service, body: schema.Chat, tenant: str | None = None) -> Aske
     elif grammar is not None:
         constraint = structured.Constraint(tokenizer, grammar, len(prompt))
     bound = None if constraint is None else Copies(constraint)
+    if body.top_logprobs and not body.logprobs:
+        raise ApiError(400, "top_logprobs goes with logprobs: true.", param="top_logprobs")
     log_probs = body.top_logprobs if body.logprobs else None
     limit = body.max_completion_tokens or body.max_tokens
     choices = service.choices(prompt, body, limit, tenant, log_probs, bound)
     names = [tool["function"]["name"] for tool in offered]
     return Asked(choices, [
         ChatAnswer(
-            i, service.piece, body.logprobs, body.return_token_ids, tools.ToolParser(names) if offered else None,
+            i, service.piece, body.logprobs, body.return_token_ids,
+            tools.ToolParser(names, only=choice != "auto") if offered else None,
             Thinking(thinking) if body.reasoning_format != "none" else None, body.include_reasoning,
         )
         for i in range(body.n)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from longdraft.engine.request import Request
+from longdraft.engine.sequence import FinishReason
 from longdraft.engine.stats import Result, Step
 from longdraft.engine.streaming import Detokenizer
 from longdraft.serve.processors import LogProbs, Makers, Processed, PromptLogProbs
@@ -18,7 +19,7 @@ from longdraft.serve.worker import Worker
 from longdraft.trees.tree import TokenTree
 
 # longdraft's finish reason -> OpenAI's. Who hears of a cancelled answer had it cut by the server's limit of time.
-REASONS = {"eos": "stop", "stop": "stop", "length": "length", "cancelled": "length"}
+REASONS: dict[str | None, str] = {"eos": "stop", "stop": "stop", "length": "length", "cancelled": "length"}
 
 
 @dataclass
@@ -89,13 +90,13 @@ class Delta:
 
     Attributes:
         token_ids: the new tokens; their text may come later. scored: the same, if log-probabilities were asked for.
-        finish: OpenAI's finish reason, set on the last delta.
+        finish: longdraft's finish reason, set on the last delta.
     """
 
     text: str = ""
     scored: tuple[ScoredToken, ...] = ()
     trace: dict[str, Any] | None = None
-    finish: str | None = None
+    finish: FinishReason | None = None
     token_ids: tuple[int, ...] = ()
 
 
@@ -168,7 +169,7 @@ class Choice:
             return
         if isinstance(update, Result):
             self.result = update
-            yield Delta(finish=REASONS[update.finish_reason])
+            yield Delta(finish=update.finish_reason)
             return
         if update.mode == "prefill":
             self.read = update.prefilled

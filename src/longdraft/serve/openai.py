@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
-from longdraft.serve.choice import Delta, ScoredToken
+from longdraft.serve.choice import REASONS, Delta, ScoredToken
 from longdraft.serve.thinking import Thinking
 from longdraft.serve.tools import ToolParser
 
@@ -74,7 +74,7 @@ class ChatAnswer:
     def chunks(self, delta: Delta) -> list[dict[str, Any]]:
         """The choices of the chunks for what a step adds."""
         parts: list[dict[str, Any]] = []
-        text, finish = delta.text, delta.finish
+        text, finish = delta.text, REASONS.get(delta.finish)
         if self._thinking is not None and (text or finish):
             thought, text = self._thinking.push(text, last=finish is not None)
             self.thought_tokens += len(delta.token_ids) * bool(self._thinking.inside or thought)
@@ -82,7 +82,7 @@ class ChatAnswer:
         if text:
             parts += [{"content": text}] if self._parser is None else self._parser.push(text)
         if finish is not None and self._parser is not None:
-            rest, reason = self._parser.finish(cut=finish == "length")
+            rest, reason = self._parser.finish(cut=delta.finish != "eos")
             parts += rest
             finish = reason or finish
         ids = _added(self._ids, delta)
@@ -163,7 +163,7 @@ class TextAnswer:
         offset = len(self._text)
         self._text += delta.text
         self._scored += delta.scored
-        self._finish = delta.finish
+        self._finish = REASONS.get(delta.finish)
         ids = _added(self._ids, delta)
         if not (delta.text or delta.scored or ids or delta.finish):
             return []

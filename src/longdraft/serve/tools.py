@@ -23,8 +23,7 @@ from longdraft.serve.structured import LENIENT, Constraint, checked, in_grammar,
 from longdraft.serve.thinking import THINK, UNTHINK
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
-# White space within a call: as a regular expression in JSON, and between its parts.
-_SPACE, _SPACES = r"[ \n\t]{0,40}", r"/\s{0,40}/"
+_SPACE, _SPACES = r"[ \n\t]{0,40}", r"/\s{0,40}/"  # white space within a call: in its JSON, and between its parts
 _INSTRUCTIONS = f"""You may call these functions:
 {{functions}}
 To call one, answer with {OPEN}{{{{"name": NAME, "arguments": {{{{...}}}}}}}}{CLOSE} and nothing else."""
@@ -39,9 +38,9 @@ def checked_choice(tools: Sequence[Mapping[str, Any]], choice: str | Mapping[str
     names = []
     for tool in tools:
         function = tool.get("function")
-        found = function if tool.get("type") == "function" and isinstance(function, Mapping) else {}
+        found = function if tool.get("type", "function") == "function" and isinstance(function, Mapping) else {}
         name = found.get("name")
-        if not (isinstance(name, str) and name and isinstance(found.get("parameters") or {}, Mapping)):
+        if not (isinstance(name, str) and name and isinstance(found.get("parameters") or {}, Mapping | bool)):
             raise RequestError(
                 "tools are functions: {'type': 'function', 'function': {'name': ..., 'parameters': ...}}"
             )
@@ -96,9 +95,10 @@ def _call_schema(tools: Sequence[Mapping[str, Any]], **options: Any) -> str:
     """
     calls, parameters = [], {}
     for number, function in enumerate(tool["function"] for tool in tools):
-        schema, place = function.get("parameters") or {}, f"f{number}"
+        schema, place = function.get("parameters"), f"f{number}"
+        schema = schema if isinstance(schema, Mapping) else {}
         if "$ref" not in schema:
-            schema = {"type": "object", **schema}
+            schema = {**schema, "type": "object"}
         parameters[place] = loosened(schema, place, function["name"])
         calls.append({
             "type": "object", "required": ["name", "arguments"], "additionalProperties": False,
@@ -258,11 +258,11 @@ class ToolParser:
     """Separates calls from text while it streams.
 
     Args:
-        names: functions of which a call may come without tags.
+        names: functions of which a call may come without tags. only: all of the text is calls.
     """
 
-    def __init__(self, names: Iterable[str] = ()) -> None:
-        names = list(names)
+    def __init__(self, names: Iterable[str] = (), only: bool = False) -> None:
+        names, self._only = list(names), only
         self._starts, self._named = _starts(names, _ARGUMENTS), _starts(names)
         self._pending = ""  # text that has not been reported
         self._before = "\n"  # the character before it
@@ -287,10 +287,10 @@ class ToolParser:
         """The deltas of what is left, and the finish reason if there were calls.
 
         Args:
-            cut: the text ends at its limit, where a call that has begun is no text.
+            cut: the text was ended at a limit or a stop, where a call that has begun is no text.
         """
         rest, self._pending = (OPEN if self._state == "tag" else "") + self._pending, ""
-        begun = self._state == "tag" or self._named.search(self._before + rest, 1) is not None
+        begun = (self._only and rest) or rest.startswith(OPEN[:5]) or self._named.search(self._before + rest, 1)
         whole = self._state in ("text", "tag") and not (cut and begun)
         deltas = self._content(rest) if whole else []
         if self._blank and not self._calls:
@@ -348,7 +348,8 @@ class ToolParser:
     def _in_end(self) -> list[dict[str, Any]]:
         """Leaves out what ends a call: its tag, or brackets and a fence."""
         if self._tagged:
-            _, ended, after = self._pending.partition(CLOSE)
+            before, _, after = self._pending.partition(CLOSE)
+            ended = before != self._pending
         else:
             found = _BEHIND.match(self._pending, partial=True)
             ended = found is None or not found.partial

@@ -289,6 +289,7 @@ DEEP = json.loads("[" * 300 + "]" * 300)
         (CHAT, {"chat_template_kwargs": {"enable_thinking": DEEP}}),
         (CHAT, {"tools": [{"type": "function", "function": {"name": "a", "parameters": {"enum": DEEP}}}]}),
         (CHAT, {"temperature": float("nan")}),
+        (CHAT, {"top_logprobs": 2}),
         (RESPONSES, {"input": []}),
         (RESPONSES, {"input": [{"type": "reasoning"}, {"type": "message"}]}),
         (RESPONSES, {"input": [{"type": "function_call"}]}),
@@ -323,9 +324,28 @@ def test_a_body_that_is_no_object_is_a_400(server, body):
     assert server.http(CHAT, body)[0] == 400
 
 
+@pytest.mark.parametrize(
+    ("path", "fields", "kind", "param"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "image_url",
+         "messages.0.content.0.type"),
+        (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input_image",
+         "input.0.content.0.type"),
+        (RESPONSES, {"input": [{"type": "function_call_output", "call_id": "1", "output": [{"type": "input_file"}]}]},
+         "input_file", "input.0.output.0.type"),
+        (RESPONSES, {"input": [{"type": "item_reference", "id": "a"}]}, "item_reference", "input.0.type"),
+    ],
+)  # fmt: skip
+def test_what_is_no_text_is_refused_by_its_name(server, path, fields, kind, param):
+    status, refused = ask(server, path, **fields)
+    assert status == 400 and refused["error"]["param"] == param and repr(kind) in refused["error"]["message"]
+
+
 def test_empty_or_odd_forms_that_mean_nothing_are_served(server):
     assert ask(server, RESPONSES, input="?", text={"format": None}, user="yes")[0] == 200
     assert ask(server, tools=[], tool_choice="none", user="yes")[0] == 200
+    kept = [{"type": "text", "text": "?", "cache_control": {"type": "ephemeral"}}]
+    assert ask(server, messages=[{"role": "user", "content": kept}], user="yes")[0] == 200
     assert ask(server, tools=None, response_format=None, stop=None, user="yes")[0] == 200
 
 

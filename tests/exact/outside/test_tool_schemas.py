@@ -53,6 +53,11 @@ def test_a_definition_may_refer_to_itself_and_to_a_property(server):
     assert called(server, tree)["n"] in range(10)
 
 
+@pytest.mark.parametrize("parameters", [None, True, {"type": "string"}, {"type": ["object", "null"]}])
+def test_arguments_are_an_object_whatever_the_schema_says(server, parameters):
+    assert isinstance(called(server, parameters), dict)
+
+
 @pytest.mark.parametrize(
     "odd",
     [

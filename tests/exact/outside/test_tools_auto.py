@@ -148,6 +148,23 @@ def test_tags_that_are_tokens_of_the_model_begin_and_end_a_call():
         assert json.loads(calls[0][1])["place"] in ("Rome", "Oslo")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_a_limit_or_a_stop_cuts_is_no_content(server, stream):
+    tight_rome = ("weather", '{"place":"Rome"}')
+    tight = f'<tool_call>{{"name":"weather","arguments":{tight_rome[1]}}}</tool_call>'
+    for text, fields, content, calls, reason in (
+        ("Hi " + TAGGED, {"max_tokens": 9}, "Hi ", [], "length"),
+        ("Hi <ta", {"max_tokens": 6}, "Hi <ta", [], "length"),  # may be any tag
+        (TAGGED * 2, {"max_tokens": len(TAGGED) + 6}, "", [ROME], "length"),
+        (tight * 2, {"max_tokens": len(tight) + 2, "tool_choice": "required"}, "", [tight_rome], "length"),
+        (TAGGED, {"max_tokens": 3, "tool_choice": "required"}, "", [], "length"),
+        (TAGGED, {"stop": "\n"}, "", [], "stop"),
+        ("Hi " + TAGGED, {"stop": ["<tool_call>"]}, "Hi ", [], "stop"),
+        ("Hi " + TAGGED, {"stop": "</tool"}, "Hi ", [ROME], "tool_calls"),
+    ):
+        assert said(server, text, stream, **fields) == (content, calls, reason), (text, fields)
+
+
 def test_one_call_is_the_last_thing_where_only_one_may_come(server):
     content, calls, _ = said(server, TAGGED + TAGGED + "more", parallel_tool_calls=False)
     assert (content, calls) == ("", [ROME])
