@@ -13,7 +13,7 @@ from longdraft.engine.request import Request
 from longdraft.engine.sequence import FinishReason
 from longdraft.engine.stats import Result, Step
 from longdraft.engine.streaming import Detokenizer
-from longdraft.serve.processors import LogProbs, Makers, Processed, PromptLogProbs
+from longdraft.serve.processors import LogProbs, Makers, PromptLogProbs
 from longdraft.serve.ticket import Restarted, Ticket, Update
 from longdraft.serve.worker import Worker
 from longdraft.trees.tree import TokenTree
@@ -100,13 +100,10 @@ class Delta:
     token_ids: tuple[int, ...] = ()
 
 
-class Choice:
+class Choice(Ticket):
     """One answer to a request.
 
     Args:
-        request: the engine's request, without its processors.
-        method: the method that decodes it.
-        processors: make new processors each time the request begins.
         log_probs: how many of the most probable tokens to report at each position; None: no log-probabilities.
         traced: report what each round drafted.
         echo: the prompt as text, which the answer begins with; None: it does not.
@@ -117,17 +114,16 @@ class Choice:
         request: Request,
         method: str,
         decode: Callable[[list[int]], str],
-        processors: Makers = (),
+        makers: Makers = (),
         log_probs: int | None = None,
         traced: bool = False,
         echo: str | None = None,
     ) -> None:
-        self.request, self._decode = request, decode
+        super().__init__(request, method, self._receive, makers if log_probs is None else [self._record, *makers])
+        self._decode = decode
         self._log_probs, self._traced, self._echo = log_probs, traced, echo
         self._updates: asyncio.Queue[Update] = asyncio.Queue()
         self.loop: asyncio.AbstractEventLoop | None = None  # that of the one who listens
-        makers: Makers = processors if log_probs is None else [self._record, *processors]
-        self.ticket = Ticket(Processed(request, makers), method, self._receive)
         self.text, self.tokens, self.read = "", 0, 0  # read: how much of the prompt is
         self._begin()
         self.result: Result | None = None
@@ -158,7 +154,7 @@ class Choice:
                 for delta in self.take(await self._updates.get()):
                     yield delta
         finally:
-            worker.cancel(self.ticket)
+            worker.cancel(self)
 
     def take(self, update: Update) -> Iterator[Delta]:
         """Yields the deltas that an update adds to the answer; raises the update if it is an error."""

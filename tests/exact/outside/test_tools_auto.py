@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-from dataclasses import replace
 
 import pytest
 
@@ -44,9 +43,8 @@ class LedService(Service):
     def choices(self, prompt, body, *arguments, **options):
         choices = super().choices(prompt, body, *arguments, **options)
         for choice in choices if body.user else ():
-            made = choice.ticket.request
             lead = lambda: Leading(self.tokenizer, len(prompt), body.user)  # noqa: E731
-            choice.ticket.request = replace(made, makers=[lead, *made.makers])
+            choice.makers = [lead, *choice.makers]
         return choices
 
 
