@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-from dataclasses import replace
 
 import pytest
 
@@ -44,9 +43,8 @@ class LedService(Service):
     def choices(self, prompt, body, *arguments, **options):
         choices = super().choices(prompt, body, *arguments, **options)
         for choice in choices if body.user else ():
-            made = choice.ticket.request
             lead = lambda: Leading(self.tokenizer, len(prompt), body.user)  # noqa: E731
-            choice.ticket.request = replace(made, makers=[lead, *made.makers])
+            choice.makers = [lead, *choice.makers]
         return choices
 
 
@@ -148,6 +146,23 @@ def test_tags_that_are_tokens_of_the_model_begin_and_end_a_call():
         assert json.loads(calls[0][1])["place"] in ("Rome", "Oslo")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_a_limit_or_a_stop_cuts_is_no_content(server, stream):
+    tight_rome = ("weather", '{"place":"Rome"}')
+    tight = f'<tool_call>{{"name":"weather","arguments":{tight_rome[1]}}}</tool_call>'
+    for text, fields, content, calls, reason in (
+        ("Hi " + TAGGED, {"max_tokens": 9}, "Hi ", [], "length"),
+        ("Hi <ta", {"max_tokens": 6}, "Hi <ta", [], "length"),  # may be any tag
+        (TAGGED * 2, {"max_tokens": len(TAGGED) + 6}, "", [ROME], "length"),
+        (tight * 2, {"max_tokens": len(tight) + 2, "tool_choice": "required"}, "", [tight_rome], "length"),
+        (TAGGED, {"max_tokens": 3, "tool_choice": "required"}, "", [], "length"),
+        (TAGGED, {"stop": "\n"}, "", [], "stop"),
+        ("Hi " + TAGGED, {"stop": ["<tool_call>"]}, "Hi ", [], "stop"),
+        ("Hi " + TAGGED, {"stop": "</tool"}, "Hi ", [ROME], "tool_calls"),
+    ):
+        assert said(server, text, stream, **fields) == (content, calls, reason), (text, fields)
+
+
 def test_one_call_is_the_last_thing_where_only_one_may_come(server):
     content, calls, _ = said(server, TAGGED + TAGGED + "more", parallel_tool_calls=False)
     assert (content, calls) == ("", [ROME])
@@ -201,6 +216,11 @@ def test_a_definition_may_refer_to_itself_and_to_a_property(server):
         "definitions": {"Limb": limb}, "required": ["n"],
     }  # fmt: skip
     assert called(server, tree)["n"] in range(10)
+
+
+@pytest.mark.parametrize("parameters", [None, True, {"type": "string"}, {"type": ["object", "null"]}])
+def test_arguments_are_an_object_whatever_the_schema_says(server, parameters):
+    assert isinstance(called(server, parameters), dict)
 
 
 @pytest.mark.parametrize(
