@@ -213,9 +213,10 @@ def read_tensors(config: Mapping[str, Any], folder: Path | str) -> dict[str, tor
     """A folder's tensors by name, on the CPU; packed matrices of our layout as float32.
 
     Raises:
-        CheckpointError: missing, truncated or damaged.
+        CheckpointError: missing, truncated or damaged; a number of the configuration is outside of its range.
     """
     tensors = tensor_files.read(folder)
+    check_numbers(config, Path(folder) / CONFIG)
     return packed.unpacked(tensors, folder) if "longdraft_format" in config else tensors
 
 
@@ -225,15 +226,8 @@ def check_kind(found: str, kind: str, folder: Path | str) -> None:
         raise CheckpointError(f"{folder} holds a draft for {found or 'another method'}, not for {kind}.")
 
 
-def check_numbers_of(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any], folder: Path | str) -> None:
-    """Checks the numbers of a configuration against the tensors, and the kinds of these.
-
-    Raises:
-        CheckpointError: a number is outside of its range; the vocabulary's table holds no ids, or others no weights.
-    """
-    check_numbers(
-        config, Path(folder) / CONFIG, len(tensors), max((n for t in tensors.values() for n in t.shape), default=0)
-    )
+def check_dtypes(tensors: Mapping[str, torch.Tensor], folder: Path | str) -> None:
+    """Raises CheckpointError if the vocabulary's table holds no ids, or another tensor no weights."""
     for name, tensor in tensors.items():
         if not (tensor.dtype in _IDS if name == OFFSETS else tensor.is_floating_point()):
             raise CheckpointError(f"{name} of {folder} holds numbers of the type {tensor.dtype}: copy the draft again.")

@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 
 from longdraft.errors import CheckpointError
-from longdraft.files import TEXT, naming, read_json, reads, regular
+from longdraft.files import naming, read_index, reads, regular
 
 WEIGHTS, PICKLED = "model.safetensors", "pytorch_model.bin"
 _bounded = reads("The weights in", "They are truncated or damaged: copy the draft again.")
@@ -44,12 +44,10 @@ def read_some(folder: Path | str, names: Iterable[str]) -> dict[str, torch.Tenso
     """
     safe = Path(folder) / WEIGHTS
     index = safe.with_name(f"{WEIGHTS}.index.json")
-    files = read_json(index, TEXT)["weight_map"] if index.is_file() else {}
+    files = read_index(index) if index.is_file() else {}
     found: dict[str, torch.Tensor] = {}
-    for path in sorted({safe.with_name(files.get(name, WEIGHTS)) for name in names}):
-        own = [name for name in names if safe.with_name(files.get(name, WEIGHTS)) == path]
-        if not path.exists():
-            raise CheckpointError(f"{path} is missing: fetch that file again.")
+    for path in sorted({files.get(name, safe) for name in names}):
+        own = [name for name in names if files.get(name, safe) == path]
         with _opened(path) as file:
             found |= {name: file.get_tensor(name) for name in own}
     return found
@@ -76,7 +74,7 @@ def names(folder: Path | str) -> Iterable[str]:
         raise _missing(folder)
     path = indices[0] if indices else safe
     if indices:
-        return list(dict(read_json(path, TEXT)["weight_map"]))
+        return list(read_index(path))
     with _opened(path) as opened:
         return list(opened.keys())
 

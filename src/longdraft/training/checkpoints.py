@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longdraft.errors import CheckpointError
+from longdraft.files import read_json, reads
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 STATE = "state.json"
+_readable = reads("The checkpoint", "Delete it: the run then continues from the one before.")
 
 
 def save(accelerator: Accelerator, folder: Path, step: int, state: dict[str, Any], keep: int) -> None:
@@ -55,21 +57,18 @@ def newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
     if not saved:
         return None
     path = folder / f"step-{saved[-1]:08d}"
-    try:
-        return path, json.loads((path / STATE).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise _damaged(path, error) from error
+    return path, _state(path)
 
 
-def restore(accelerator: Accelerator, path: Path) -> None:
+@_readable
+def _state(path: Path) -> dict[str, Any]:
+    state = read_json(path / STATE)
+    if not {"step", "best"} <= state.keys() or not isinstance(state.get("config", {}), dict):
+        raise ValueError(f"its {STATE} lacks what a run goes on from")
+    return dict(state)
+
+
+@_readable
+def restore(path: Path, accelerator: Accelerator) -> None:
     """Reads a checkpoint into the accelerator's modules and optimizers. Called by every process."""
-    try:
-        accelerator.load_state(str(path))
-    except Exception as error:  # safetensors and pickle have errors of their own
-        raise _damaged(path, error) from error
-
-
-def _damaged(path: Path, error: Exception) -> CheckpointError:
-    return CheckpointError(
-        f"The checkpoint {path} cannot be read: {error}. Delete it: the run then continues from the one before."
-    )
+    accelerator.load_state(str(path))

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from longdraft.errors import CheckpointError
-from longdraft.files import naming, regular
+from longdraft.files import TEXT, naming, read_json, regular
 from longdraft.training.branches import TokenFeatures
 from longdraft.training.features import Features
 
@@ -28,11 +28,9 @@ def as_json(index: dict[str, Any]) -> Any:
 def check_index(folder: Path, index: dict[str, Any], other: str) -> None:
     """Makes the folder. Raises CheckpointError if it has another index, as a folder of ``other`` would."""
     path = folder / INDEX
-    try:
+    with readable(path, "Delete the folder, or name another."):
         folder.mkdir(parents=True, exist_ok=True)
-        same = not path.exists() or json.loads(path.read_text(encoding="utf-8")) == as_json(index)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be used: {error}. Delete the folder, or name another.") from error
+        same = not path.exists() or read_json(path, TEXT) == as_json(index)
     if not same:
         raise refused(folder, other)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import reprlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
 import yaml
 
 from longdraft.errors import ConfigError
-from longdraft.files import regular
+from longdraft.files import named, regular
 
 Config = TypeVar("Config")
 
@@ -115,15 +116,16 @@ def read_config(path: Path | str | None, overrides: Sequence[str], config: type[
             values[key.strip()] = yaml.safe_load(text) if text.strip() else None
         except yaml.YAMLError:
             values[key.strip()] = text.strip()  # a path with a colon or the like
-    known = {f.name for f in _settings(config)}
-    if unknown := sorted(map(str, set(values) - known)):
-        close = get_close_matches(unknown[0], known, n=1)
-        advice = f"Did you mean {close[0]}? " if close else GONE.get(unknown[0], "")
-        raise ConfigError(f"No setting {', '.join(unknown)}. {advice}Settings: {', '.join(sorted(known))}.")
-    hints = get_type_hints(config)
-    converted = {name: _converted(name, value, hints[name]) for name, value in values.items()}
-    make: Any = config
-    made: Config = make(**converted, fields_set=tuple(values))
+    with named(path or ""):
+        known = {f.name for f in _settings(config)}
+        if unknown := sorted(map(str, set(values) - known)):
+            close = get_close_matches(unknown[0], known, n=1)
+            advice = f"Did you mean {close[0]}? " if close else GONE.get(unknown[0], "")
+            raise ConfigError(f"No setting {', '.join(unknown)}. {advice}Settings: {', '.join(sorted(known))}.")
+        hints = get_type_hints(config)
+        converted = {name: _converted(name, value, hints[name]) for name, value in values.items()}
+        make: Any = config
+        made: Config = make(**converted, fields_set=tuple(values))
     return made
 
 
@@ -132,7 +134,7 @@ def _read_yaml(path: Path | str) -> dict[str, Any]:
         values = yaml.safe_load(regular(Path(path)).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"There is no configuration {path}: check the path.") from None
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read as YAML: {error}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds no settings: it takes lines of the form `key: value`.")
@@ -166,4 +168,4 @@ def _converted(name: str, value: Any, hint: Any) -> Any:
             raise ValueError(value)
         return int(number) if kind is int else kind(value)
     except (TypeError, ValueError, OverflowError):
-        raise ConfigError(f"{name} takes {_KINDS.get(kind, 'a list of values')}, got {value!r}.") from None
+        raise ConfigError(f"{name} takes {_KINDS.get(kind, 'a list of values')}, got {reprlib.repr(value)}.") from None

@@ -251,7 +251,7 @@ class Trainer:
                 f"{self.out} holds a run with other settings or data ({'; '.join(different)}). Give another `out`, or "
                 "delete its checkpoints."
             )
-        checkpoints.restore(self.accelerator, path)
+        checkpoints.restore(path, self.accelerator)
         self.step, self.best, self.worse = state["step"], state["best"], state.get("worse", 0)
 
 
