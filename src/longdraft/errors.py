@@ -6,6 +6,7 @@ import errno
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pickle import UnpicklingError
 
 
 class LongdraftError(Exception):
@@ -60,6 +61,8 @@ def reason_of(error: BaseException) -> str:
     """The first line of another library's error without its full stop, or the error's type if it has no text."""
     if isinstance(error, KeyError):
         return f"it lacks {error}"
+    if isinstance(error, UnpicklingError):  # whose own text advises to unpickle the file anyway
+        return "its .bin file is damaged or holds more than weights, and only weights are unpickled"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".: ")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
 import math
@@ -59,21 +60,20 @@ def regular(path: Path, most: int | None = None) -> Path:
     return path
 
 
-def read_json(path: Path, most: int = CONFIGURATION) -> Any:
-    """Reads a JSON file.
+def read_json(path: Path, most: int = CONFIGURATION) -> dict[str, Any]:
+    """Reads the JSON object that a file holds.
 
     Raises:
-        CheckpointError: it is no JSON in UTF-8, no regular file, or has more than ``most`` bytes.
+        CheckpointError: it holds none in UTF-8, is no regular file, or has more than ``most`` bytes.
         FileNotFoundError: there is none.
     """
-    try:
-        text = regular(path, most).read_bytes()
-    except (LongdraftError, FileNotFoundError):
-        raise
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}.") from error
+    if not path.exists():
+        raise FileNotFoundError(errno.ENOENT, "There is no such file", str(path))
     with naming(path, f"{path} is not a valid JSON file", "Fetch it again."):
-        return json.loads(text.decode("utf-8"))
+        found = json.loads(regular(path, most).read_bytes().decode("utf-8"))
+        if not isinstance(found, dict):
+            raise ValueError("it holds no JSON object")
+        return found
 
 
 def read_index(path: Path) -> dict[str, Path]:
@@ -167,3 +167,12 @@ def reads(what: str, remedy: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         return reading
 
     return bounded
+
+
+@contextmanager
+def opened(path: Path, remedy: str) -> Iterator[Any]:
+    """An open safetensors file, and the boundary of what is read from it: :func:`naming`."""
+    from safetensors import safe_open
+
+    with naming(path, f"{path} cannot be read", remedy), safe_open(regular(path), framework="pt") as file:
+        yield file

@@ -159,7 +159,7 @@ FORMATS: dict[str, Format] = {
     "model": Format(
         _model,
         _FOLDER
-        | {name: _CONFIG for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json")}
+        | dict.fromkeys(("tokenizer.json", "tokenizer_config.json", "generation_config.json"), _CONFIG)
         | {"chat_template.jinja": (_BYTES, damage.replaced)},
         _as_target,
     ),

@@ -26,7 +26,6 @@ from longdraft.drafts.eagle_formats import (
     whole_layer,
 )
 from longdraft.errors import CheckpointError
-from longdraft.files import reads
 
 KIND = "dflash"
 # Base of RoPE where a folder of the authors states none.
@@ -99,7 +98,6 @@ class DFlashShape:
         return asdict(self)
 
 
-@reads("The draft in", "It has a value that cannot be right: correct it, or copy the draft again.")
 def read(
     folder: Path | str, rope_theta: float | None = None, head_dim: int | None = None, rope_factor: float | None = None
 ) -> tuple[DraftFolder, dict[str, Any]]:

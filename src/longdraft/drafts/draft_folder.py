@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from longdraft.drafts import packed, tensor_files
 from longdraft.drafts.tensor_files import WEIGHTS
 from longdraft.errors import CheckpointError
-from longdraft.files import check_numbers, read_json, reads
+from longdraft.files import check_numbers, read_json
 from longdraft.folders import is_gguf
 
 FORMAT = 1
@@ -119,7 +119,6 @@ def is_draft_folder(path: Path | str) -> bool:
     return (Path(path) / CONFIG).is_file()
 
 
-@reads("The draft in", "Copy it again.")
 def kind(folder: Path | str) -> str:
     """The kind of a draft folder; empty if neither config.json nor the tensors tell, as for language models.
 
@@ -174,12 +173,9 @@ def read_config(folder: Path | str) -> dict[str, Any]:
     if not folder.is_dir():
         raise CheckpointError(f"There is no draft folder {folder}.")
     try:
-        config = read_json(folder / CONFIG)
+        return read_json(folder / CONFIG)
     except FileNotFoundError:
         raise CheckpointError(f"{folder} has no {CONFIG}: {_of_a_run(folder) or 'is it a draft folder?'}") from None
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{folder / CONFIG} holds no JSON object: is it a draft folder?")
-    return config
 
 
 def _of_a_run(folder: Path) -> str:
@@ -248,8 +244,7 @@ def shape_of(
     given = {f: (names or {}).get(f.name, f.name) for f in fields(kind)}  # type: ignore[arg-type]
     known = {f: config[name] for f, name in given.items() if config.get(name) is not None}
     if missing := [name for f, name in given.items() if f not in known and f.default is MISSING]:
-        article = "an" if label[0] in "AEIaei" else "a"
-        raise CheckpointError(f"{CONFIG} of {folder} lacks {', '.join(missing)}: is it {article} {label} draft?")
+        raise CheckpointError(f"{CONFIG} of {folder} lacks {', '.join(missing)}: is it a draft of the kind {label}?")
     flags = {f: bool(x) for f, x in known.items() if f.type in ("bool", bool)}
     wrong = [
         given[f]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import pickle
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,7 +18,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import transformers
-from safetensors import safe_open
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -33,8 +31,8 @@ from transformers.distributed import DistributedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from longdraft.errors import CapabilityError, CheckpointError
-from longdraft.files import TEXT, check_numbers, naming, read_index, read_json, regular
-from longdraft.model.ends import ends_of
+from longdraft.files import TEXT, check_numbers, naming, opened, read_index, read_json, regular
+from longdraft.model.ends import ends_of, stated_ends
 from longdraft.model.quantised import stays_quantised
 
 Progress = Callable[[str], None]
@@ -119,6 +117,7 @@ def read_checkpoint(
             **({"distributed_config": DistributedConfig(tp_plan="auto")} if shared else {}),
             **source,
         )
+        stated_ends(model.generation_config)
     # transformers fills missing weights with random numbers; tied weights are not in its list.
     gaps = [f"{key} (not there)" for key in sorted(info["missing_keys"])]
     gaps += [f"{key} ({tuple(has)}, not {tuple(need)})" for key, has, need in sorted(info["mismatched_keys"])]
@@ -139,11 +138,7 @@ def _kind_of(config: Any) -> Any:
 def reading(file: Path | str, failure: str, remedy: str = "") -> Iterator[None]:
     """Turns any error that a bad file sets off in another library into an error that names it: see :func:`naming`."""
     with naming(file, failure, remedy), torch.device("cpu"):  # whatever the user's default device is
-        try:
-            yield
-        except pickle.UnpicklingError as error:  # whose own text advises to unpickle the file anyway
-            reason = "its .bin file is damaged or holds more than weights, and only weights are unpickled"
-            raise CheckpointError(f"{failure}: {reason}. {remedy}".rstrip()) from error
+        yield
 
 
 def check_folder(folder: Path) -> bool:
@@ -164,8 +159,6 @@ def check_folder(folder: Path) -> bool:
         regular(file, TEXT if file.suffix in _TEXTS else None)
     read = {name: read_json(folder / name) for name in _CONFIGURATIONS if (folder / name).is_file()}
     for name, values in read.items():
-        if not isinstance(values, dict):
-            raise CheckpointError(f"{folder / name} holds no JSON object: fetch it again.")
         check_numbers(values, folder / name)
     config = read["config.json"]
     if "longdraft_format" in config:
@@ -185,9 +178,8 @@ def check_folder(folder: Path) -> bool:
     largest = 0
     for shard in shards:
         # Opening compares the header with the file's length, so it notices truncation.
-        with naming(shard, f"{shard} cannot be read", "Fetch that file again."):
-            with safe_open(regular(shard), framework="pt") as opened:
-                sizes = [opened.get_slice(name).get_shape() for name in opened.keys()]  # noqa: SIM118
+        with opened(shard, "It is truncated or corrupt: fetch that file again.") as file:
+            sizes = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118
             largest = max([largest, *(size for each in sizes for size in each)])
     check_numbers(config, folder / "config.json", largest)
     return True
@@ -195,13 +187,11 @@ def check_folder(folder: Path) -> bool:
 
 def check_gguf(file: Path) -> None:
     """Raises CheckpointError if ``file`` cannot be opened or does not begin as a GGUF file does."""
-    try:
-        with regular(file).open("rb") as start:
-            magic = start.read(4)
-    except OSError as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"{file} cannot be opened: {error.strerror}. Check its permissions.") from error
+    with (
+        naming(file, f"{file} cannot be opened", "Check the path and its permissions."),
+        regular(file).open("rb") as start,
+    ):
+        magic = start.read(4)
     if magic != b"GGUF":
         raise CheckpointError(
             f"{file} is not a GGUF file (it begins with {magic!r}). Give a .gguf file, or the model's folder."

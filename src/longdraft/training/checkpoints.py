@@ -65,7 +65,7 @@ def _state(path: Path) -> dict[str, Any]:
     state = read_json(path / STATE)
     if not {"step", "best"} <= state.keys() or not isinstance(state.get("config", {}), dict):
         raise ValueError(f"its {STATE} lacks what a run goes on from")
-    return dict(state)
+    return state
 
 
 @_readable

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from longdraft.errors import CheckpointError
 from longdraft.files import TEXT, naming, read_json, regular
+from longdraft.files import opened as opened
 from longdraft.training.branches import TokenFeatures
 from longdraft.training.features import Features
 
@@ -68,13 +69,6 @@ def joined(texts: Sequence[TokenFeatures] | Sequence[Features]) -> dict[str, tor
         "ids": torch.cat([text.likeliest for text in texts]).int(),
     }
     return tensors | {name: torch.cat([text.rows[name] for text in texts]) for name in texts[0].rows}
-
-
-@contextmanager
-def opened(path: Path, advice: str) -> Iterator[Any]:
-    """An open safetensors file. Raises CheckpointError if it is missing or damaged, or lacks what is read."""
-    with readable(path, advice), safe_open(path, framework="pt") as file:
-        yield file
 
 
 @contextmanager
