@@ -417,6 +417,7 @@ class Speculator:
         chosen, engine = self._engine(batch, cache, None, context, piece)
         return Session(engine, self.texts, chosen.method.name, chosen.method.exact)
 
+    @memory_checked()
     def _engine(
         self,
         batch: int | None,

@@ -154,9 +154,9 @@ def truncate(folder: Path) -> None:
 SHARD = b'{"weight_map": {"lm_head.weight": "model-00001-of-00001.safetensors"}}'
 REMOTE = {"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}}
 HARMS: dict[str, tuple[list[Harm], str]] = {
-    "truncated": ([truncate], r"model\.safetensors is truncated.*fetch that file again"),
-    "corrupt": ([write(WEIGHTS, b"\xff" * 4096)], r"model\.safetensors is truncated or corrupt.*fetch that file again"),
-    "empty weights": ([write(WEIGHTS, b"")], r"model\.safetensors is truncated or corrupt.*fetch that file again"),
+    "truncated": ([truncate], r"model\.safetensors cannot be read.*fetch that file again"),
+    "corrupt": ([write(WEIGHTS, b"\xff" * 4096)], r"model\.safetensors cannot be read.*fetch that file again"),
+    "empty weights": ([write(WEIGHTS, b"")], r"model\.safetensors cannot be read.*fetch that file again"),
     "no weights": ([remove(WEIGHTS)], r"model\.safetensors is missing. Fetch it again"),
     "no config": ([remove("config.json")], r"has no config\.json.*save_pretrained"),
     "only a GGUF file": (
@@ -178,9 +178,12 @@ HARMS: dict[str, tuple[list[Harm], str]] = {
     "a weight of another size": ([configured(vocab_size=70)], r"lm_head\.weight \(\(61, 48\), not \(70, 48\)\)"),
     "a lost shard": (
         [remove(WEIGHTS), write(f"{WEIGHTS}.index.json", SHARD)],
-        r"model-00001-of-00001\.safetensors is missing: fetch that file",
+        r"model-00001-of-00001\.safetensors cannot be read.*fetch that file",
     ),
-    "a broken index": ([remove(WEIGHTS), write(f"{WEIGHTS}.index.json", b"[]")], r"index\.json is not a weight index"),
+    "a broken index": (
+        [remove(WEIGHTS), write(f"{WEIGHTS}.index.json", b"[]")],
+        r"index\.json is not a valid",
+    ),
 }
 
 

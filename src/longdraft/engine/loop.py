@@ -30,7 +30,7 @@ from longdraft.memory.prompt_cache import PromptCache
 from longdraft.model import support
 from longdraft.model.clock import around
 from longdraft.model.fingerprints import hooked
-from longdraft.model.outputs import NO_TAPS, Taps
+from longdraft.model.outputs import NO_TAPS, Taps, name_of
 from longdraft.model.runner import TargetRunner
 from longdraft.trees.tree import TokenTree
 
@@ -177,8 +177,8 @@ class Engine:
         if s.longest > limit:
             raise ContextError(
                 f"The prompt has {len(s.prompt)} tokens; with {s.max_new_tokens} new ones that is {s.longest}, and the "
-                f"model's context holds {limit}. Shorten the prompt, ask for fewer new tokens, or load the model with "
-                f"a rope_factor (YaRN), which stretches its context."
+                f"model's context holds {limit} ({name_of(self.runner.model)}). Shorten the prompt, ask for fewer new "
+                "tokens, or load the model with a rope_factor (YaRN), which stretches its context."
             )
         switch = self.runner.rope_switch
         # The last token of a text is never fed.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from longdraft.errors import RequestError
+from longdraft.errors import MemoryBudgetError, RequestError
 from longdraft.memory import sizes, snapshot
 from longdraft.memory.prefix_tree import PrefixTree
 from longdraft.memory.store import KVStore
@@ -107,9 +107,9 @@ class PromptCache:
             try:
                 self.tokens[0] = packed(snapshot.load(self.store, 0, target or self._fingerprint, self._pending))
                 self.kinds[0] = found.kind if found else ""
-            except snapshot.DamagedError as error:
+            except (snapshot.DamagedError, MemoryBudgetError) as error:
                 logger.warning("%s The prompt is read anew.", error)
-                self.damaged = True
+                self.damaged = isinstance(error, snapshot.DamagedError)
                 self.store.truncate(0, 0)
             self._pending = None
         self.opened += 1

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from longdraft.errors import CheckpointError, LongdraftError, memory_checked, reason_of
+from longdraft.errors import CheckpointError, LongdraftError, MemoryBudgetError, memory_checked, reason_of
 from longdraft.memory import sizes
 from longdraft.memory.store import KVStore
 
@@ -231,7 +231,7 @@ def known(path: Path | str) -> Head | None:
     """A snapshot's :class:`Head`; None if the file cannot be read as one."""
     try:
         return head(path)
-    except OSError:
+    except (OSError, MemoryBudgetError):
         return None
 
 

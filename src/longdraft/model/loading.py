@@ -12,6 +12,7 @@ import torch
 
 from longdraft import native
 from longdraft.errors import CapabilityError, CheckpointError, ContextError, memory_checked
+from longdraft.memory import sizes
 from longdraft.model import side_by_side, stored
 from longdraft.model.checkpoints import DType, LoadedModel, Progress, check_folder, check_gguf, read_checkpoint
 from longdraft.model.collector import paused
@@ -61,6 +62,7 @@ def load(
     number = isinstance(rope_factor, int | float) and math.isfinite(rope_factor)
     if rope_factor is not None and not (number and rope_factor > 1):
         raise ContextError(f"rope_factor is {rope_factor}: give a finite number above 1, or leave it out.")
+    sizes.require(32 << 20, torch.device("cpu"), "A model")
     place = _device(device)
     wanted = dtype_on(dtype, place)
     say = progress or (lambda message: None)

@@ -13,7 +13,9 @@ from transformers import PreTrainedModel
 from longdraft.attention import dispatch, fixed_order, prefix, scaled
 from longdraft.attention.block import Block
 from longdraft.errors import CapabilityError, UnsupportedModelError
+from longdraft.files import named
 from longdraft.memory import offload as offloading
+from longdraft.memory import sizes
 from longdraft.memory.offload import Offload
 from longdraft.memory.packed_store import PackedStore
 from longdraft.memory.rooms import Rooms
@@ -66,18 +68,20 @@ class TargetRunner:
         kv_dtype: torch.dtype | None = None,
         deterministic: bool = False,
     ) -> None:
-        support.check_supported(model)
-        support.check_functions(model)
-        support.check_autocast(model.device)
-        offloading.check(offload, model.device)
         self.offload = offload
         self.model = model
         self.share = share_of(model)
-        self._host = host(model)
-        shape = hosting.kv_shape(model)
+        with named(getattr(model, "name_or_path", "")):
+            sizes.require(32 << 20, torch.device("cpu"), "A model")
+            support.check_supported(model)
+            support.check_functions(model)
+            support.check_autocast(model.device)
+            offloading.check(offload, model.device)
+            self._host = host(model)
+            shape = hosting.kv_shape(model)
+            self.depth = len(hosting.decoder_layers(model))
         self.kv_shape = shape if self.share is None else self.share.of_heads(shape)
         self.context_length = hosting.context_length(model)
-        self.depth = len(hosting.decoder_layers(model))
         self.device: torch.device = model.device
         self.clock: Clock | None = None
         self.attention_path, self.attend = dispatch.resolve(self.device, self.kv_shape.dtype, self.kv_shape.head_dim)

@@ -198,14 +198,15 @@ class DiskPrefixes(PromptCache):
         return paths
 
     def _load(self, path: Path, slot: int, count: int, kind: str) -> None:
-        """Reads the first ``count`` rows of a file into a slot. A file that cannot be read is deleted."""
+        """Reads the first ``count`` rows of a file into a slot. A damaged file is deleted."""
         assert self.store is not None
         try:
             tokens = snapshot.load(self.store, slot, self._target, path, count)
-        except CheckpointError as error:
+        except (CheckpointError, MemoryBudgetError) as error:
             self._warn(str(path), str(error))
-            self._drop(path)
             tokens = []
+            if isinstance(error, CheckpointError):
+                self._drop(path)
         # If reading failed, part of the slot's text may have been overwritten.
         self.store.truncate(slot, len(tokens))
         self.tokens[slot], self.kinds[slot] = packed(tokens), kind
@@ -223,7 +224,7 @@ class DiskPrefixes(PromptCache):
             except CheckpointError as error:
                 logger.warning("%s It is deleted.", error)
                 self._drop(path)
-            except OSError as error:
+            except (OSError, MemoryBudgetError) as error:
                 logger.warning("%s cannot be read, and is left as it is: %s", path, error)
             else:
                 found |= {} if head is None else {path: head}

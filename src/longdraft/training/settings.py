@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import yaml
 
 from longdraft.errors import ConfigError, values_checked
-from longdraft.files import regular
+from longdraft.files import named, regular
 from longdraft.options import Option, declared, number, option
 
 Config = TypeVar("Config")
@@ -74,14 +74,15 @@ def read_config(path: Path | str | None, overrides: Sequence[str], config: type[
             values[key.strip()] = yaml.safe_load(text) if text.strip() else None
         except yaml.YAMLError:
             values[key.strip()] = text.strip()  # a path with a colon or the like
-    known = declared(config)
-    if unknown := sorted(map(str, set(values) - {*known})):
-        close = get_close_matches(unknown[0], known, n=1)
-        advice = f"Did you mean {close[0]}? " if close else GONE.get(unknown[0], "")
-        raise ConfigError(f"No setting {', '.join(unknown)}. {advice}Settings: {', '.join(sorted(known))}.")
-    made: Any = config
-    found: Config = made(**{n: _converted(known[n], v) for n, v in values.items()}, fields_set=tuple(values))
-    return found
+    with named(path or ""):
+        known = declared(config)
+        if unknown := sorted(map(str, set(values) - {*known})):
+            close = get_close_matches(unknown[0], known, n=1)
+            advice = f"Did you mean {close[0]}? " if close else GONE.get(unknown[0], "")
+            raise ConfigError(f"No setting {', '.join(unknown)}. {advice}Settings: {', '.join(sorted(known))}.")
+        made: Any = config
+        found: Config = made(**{n: _converted(known[n], v) for n, v in values.items()}, fields_set=tuple(values))
+        return found
 
 
 def _read_yaml(path: Path | str) -> dict[str, Any]:
@@ -89,7 +90,7 @@ def _read_yaml(path: Path | str) -> dict[str, Any]:
         values = yaml.safe_load(regular(Path(path)).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"There is no configuration {path}: check the path.") from None
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read as YAML: {error}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds no settings: it takes lines of the form `key: value`.")

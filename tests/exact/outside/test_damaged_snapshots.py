@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import random
+import resource
 import struct
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from safetensors import safe_open
@@ -203,6 +205,27 @@ def test_a_file_that_changes_after_the_start_is_a_miss(tmp_path):
         change(cache / "a.kv.safetensors")
         assert reused(running) in (0, 99)
         assert reused(running) in (0, 99)
+
+
+def test_a_file_that_memory_has_no_room_for_is_a_miss_and_stays(tmp_path, caplog):
+    shape = KVShape(2, 1, 8192, torch.float32)
+
+    def made() -> KVStore:
+        return KVStore(shape, 1, 200)
+
+    whole, path = made(), tmp_path / "a.kv.safetensors"
+    whole.lengths[0] = 100
+    snapshot.save(whole, 0, TEXT, "target", path)
+    cache = DiskPrefixes(tmp_path, "target", 1 << 30, 4)
+    cache.open(lambda slots, rows: made(), 1, 200)
+    _, hard = limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + (4 << 20), hard))
+    try:
+        found, started = cache.begin(0, TEXT), DiskPrefixes(tmp_path, "target", 1 << 30, 4)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+    assert found == 0 and not started._files and path.is_file() and path.name in caplog.text
+    assert cache.begin(0, TEXT) == 99
 
 
 def test_a_folder_that_cannot_be_written_ends_the_start(tmp_path, monkeypatch):
