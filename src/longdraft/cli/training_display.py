@@ -11,7 +11,7 @@ from longdraft.cli.progress import Bar, left
 
 if TYPE_CHECKING:
     from longdraft.training.answers import AnswerFile
-    from longdraft.training.run_log import Report
+    from longdraft.training.loop import Report
 
 
 class TrainingDisplay(Bar):
