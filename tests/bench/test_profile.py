@@ -64,24 +64,13 @@ def test_every_method(loaded, drafts, name, options):
     assert set(found.seconds) == set(PARTS)
     assert all(seconds >= 0 for seconds in found.seconds.values())
     assert found.seconds["attention"] > 0 and found.seconds["forward"] > 0
-    assert (found.seconds["draft"] > 0.0) and 0 < found.prefix_share < 1 and 0 < found.prefill_attention < 1
+    assert (found.seconds["draft"] > 0.0) and 0 < found.prefix_share < 1
     parameters = {p.data_ptr(): p.numel() * 4 for p in loaded.model.parameters()}
     assert found.memory["weights"] >= sum(parameters.values())
     assert found.memory["kv"] > 0
     assert (found.memory["draft"] > 0) == (name in drafts)
-    # The target and the method are as they were.
-    assert not hasattr(spec.runner()._attend, "__closure__") or spec.runner()._attend.__module__.startswith(
-        "longdraft.attention"
-    )
+    assert spec.runner().clock is None  # the target is as it was
     assert spec.generate(list(PROMPT), max_new_tokens=24, eos_token_ids=[])[0].token_ids == before
-
-
-def test_the_tree_is_the_drafted_one(loaded, drafts):
-    found = profile(spec_of(loaded, drafts, "longspec", widths=(3, 2)), job())
-    tree = found.tree
-    assert tree["parents"] == [-1, 0, 0, 0, *tree["parents"][4:]] and len(tree["tokens"]) == 6
-    assert tree["path"][0] == 0 and len(tree["log_probs"]) == 6 and tree["mode"] == "full"
-    assert profile(spec_of(loaded, drafts, "ar"), job()).tree is None
 
 
 def test_parts_add_up_to_the_round(loaded, drafts, monkeypatch):
@@ -144,6 +133,6 @@ def test_the_bench_takes_profiles_of_ours_alone(loaded):
     prompts = prepare([Sample("one two one two " * 4, "", "a", "a:1")], loaded, wanted)
     measured = Bench(loaded, wanted).measure(batches(prompts, 1)[0][0])
     assert set(measured.profiles) == {"ar", "prompt-lookup"}
-    assert line(measured)["profiles"]["ar"]["tree"] is None
+    assert set(line(measured)["profiles"]["ar"]) == {"rounds", "seconds", "prefix_share", "memory"}
     without = Bench(loaded, Settings(methods=("ar",), max_tokens=8, repeats=1)).measure(batches(prompts, 1)[0][0])
     assert without.profiles == {}

@@ -11,8 +11,9 @@ import pytest
 from longdraft import LoadedModel
 from longdraft.bench import report
 from longdraft.bench.data import Sample
+from longdraft.bench.experiment import Experiment
 from longdraft.bench.prompts import grid, prepare
-from longdraft.bench.results import Results, header, read
+from longdraft.bench.results import header, opened, read
 from longdraft.bench.run import Bench, Disagreement
 from longdraft.bench.settings import Settings
 from longdraft.bench.ties import Difference
@@ -35,7 +36,7 @@ class Session:
         self.header = header(self.bench, self.prompts, "tiny", list(data), None)
 
     def open(self, path):
-        return Results(path, self.header)
+        return opened(path, self.header)
 
 
 @pytest.fixture
@@ -48,10 +49,10 @@ def test_what_was_written_comes_back(session, tmp_path):
     file = session.open(path)
     measured = [session.bench.measure(group) for group in session.groups[:3]]
     for one in measured:
-        file.add(one)
+        file.append(one)
     found, again = read(path)
     assert found == session.header
-    assert again == measured == file.measured
+    assert again == measured == file.records
     assert report.rows(session.bench.names, again) == report.rows(session.bench.names, measured)
     lines = path.read_text().splitlines()
     assert len(lines) == 4
@@ -69,25 +70,22 @@ def test_differences_come_back(session, tmp_path):
     found = [Difference(3, 5, 6, 0.25, True), Difference(1, None, 6, math.inf)]
     differences = [Disagreement("prompt-lookup", "a", "a:0", one) for one in found]
     measured = replace(session.bench.measure(session.groups[0]), disagreements=differences)
-    file.add(measured)
+    file.append(measured)
     assert read(tmp_path / "r.jsonl")[1] == [measured]
 
 
 def test_a_run_goes_on_where_it_ended(session, tmp_path):
     path = tmp_path / "r.jsonl"
     file = session.open(path)
-    assert not any(file.has(group) for group in session.groups)
-    file.add(session.bench.measure(session.groups[0]))
-    file.add(session.bench.measure(session.groups[-1]))
-    with path.open("ab") as opened:
-        opened.write(b'{"dataset": "a", "conte')  # as a power cut leaves it
+    for group in (session.groups[0], session.groups[-1]):
+        file.append(session.bench.measure(group))
+    with path.open("ab") as torn:
+        torn.write(b'{"dataset": "a", "conte')  # as a power cut leaves it
     assert len(read(path)[1]) == 2
-    again = session.open(path)
-    assert [again.has(group) for group in session.groups] == [
-        True, *([False] * (len(session.groups) - 2)), True,
-    ]  # fmt: skip
-    again.add(session.bench.measure(session.groups[1]))
-    assert len(read(path)[1]) == 3
+    again = Experiment(session.bench.steps(session.groups), lambda measured: measured.key, session.open(path))
+    assert again.keys[0] == again.found[0].key and again.keys[-1] == again.found[1].key and len(again.found) == 2
+    made = [record.key for record in again.run(lambda what: lambda name: None)]
+    assert made == again.keys[1:-1] and len(read(path)[1]) == len(session.groups)
 
 
 @pytest.mark.parametrize(
@@ -118,10 +116,10 @@ def test_another_model_draft_machine_or_switch_is_refused(session, loaded, tmp_p
         Session(other).open(path)
     for change in ({"hardware": {"cores": 4096}}, {"versions": {"torch": "0.1"}}):
         with pytest.raises(ConfigError, match=r"4096 here|0\.1"):
-            Results(path, {**session.header, **{k: {**session.header[k], **v} for k, v in change.items()}})
+            opened(path, {**session.header, **{k: {**session.header[k], **v} for k, v in change.items()}})
     free = {**session.header["hardware"], "memory_available_bytes": 1}
-    Results(path, {**session.header, "hardware": free})  # free memory changes by itself
-    monkeypatch.setenv("LONGDRAFT_PACK", "0")
+    opened(path, {**session.header, "hardware": free})  # free memory changes by itself
+    monkeypatch.setenv("LONGDRAFT_NATIVE", "0")
     with pytest.raises(ConfigError):
         Session(loaded).open(path)
 
@@ -156,4 +154,4 @@ def test_files_that_are_none(session, tmp_path):
     with pytest.raises(CheckpointError):
         read(tmp_path / "none.jsonl")
     (tmp_path / "empty.jsonl").touch()
-    assert session.open(tmp_path / "empty.jsonl").measured == []
+    assert session.open(tmp_path / "empty.jsonl").records == []

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from longdraft import LoadedModel, Sampling, Speculator
-from longdraft.bench import contenders, report
+from longdraft.bench import report
 from longdraft.bench.contenders import Kept, Ours, Run
 from longdraft.bench.data import Sample
 from longdraft.bench.prompts import batches, grid, prepare
@@ -108,7 +108,7 @@ def test_every_context_and_batch_is_a_row_of_its_own(loaded):
         ("a", 30, 1, 2), ("a", 30, 2, 2), ("a", 18, 1, 2), ("a", 18, 2, 2), ("b", 30, 1, 1), ("b", 18, 1, 1),
     ]  # fmt: skip
     assert all(r["mismatches"] == 0 and r["context_tokens"] <= r["context"] for r in found)
-    titles = [title for title, _ in report.tables({"rows": found})]
+    titles = [title for title, _ in report.shown({"rows": found, "differences": [], "notes": {}}).tables]
     assert len(titles) == 6
     assert titles[0].startswith("a: 2 samples, ") and titles[1].startswith("a: 2 samples, 2 at a time, ")
 
@@ -152,8 +152,8 @@ def test_mismatches_are_reported(loaded):
     assert (first["method"], first["sample"], first["position"]) == ("altered", "a.jsonl:1", 5)
     assert first["token"] == first["reference"] ^ 8
     assert first["gap"] > 1e-3
-    (line, *_) = report.listing(report_, loaded.tokenizer.decode)
-    assert line.startswith("MISMATCH: altered on a.jsonl:1, new token 6")
+    (line, *_) = report.shown(report_, loaded.tokenizer.decode).remarks
+    assert line.plain.startswith("MISMATCH: altered on a.jsonl:1, new token 6")
     assert all(r["mismatches"] == 0 for r in report_["rows"] if r["method"] == "ar")
 
 
@@ -164,7 +164,7 @@ def test_near_ties_are_counted_apart():
         head[1::2] = head[::2]
     report_, row = altered_report(LoadedModel(model, tiny_tokenizer(chat=True)), {2: 1})
     assert (row["mismatches"], row["near_ties"]) == (0, 3)
-    assert report.listing(report_, lambda ids: str(ids))[0].startswith("near tie: altered")
+    assert report.shown(report_).remarks[0].plain.startswith("near tie: altered")
 
 
 def test_the_order_turns_round_and_the_prompt_is_read_once_each(loaded, forwards):
@@ -174,7 +174,7 @@ def test_the_order_turns_round_and_the_prompt_is_read_once_each(loaded, forwards
     bench.measure(prompts, order.append)
     names = ["ar", "prompt-lookup", "hf"]
     assert order == names + names + names[::-1] + names
-    assert len(order) == bench.runs(1)
+    assert len(order) == bench.steps([prompts])[0].ticks
     read = [f.rows for f in forwards if f.logits != "all"]
     assert read == [len(prompts[0].tokens)] * 2 + [1] * 6
 
@@ -301,7 +301,7 @@ def test_one_prefill_serves_all_of_ours(loaded, tmp_path):
     groups, _ = batches(prepare(SAMPLES[:2], loaded, wanted), 1)
     ticks = []
     measured = [bench.measure(group, ticks.append) for group in groups]
-    assert len(ticks) == bench.runs(len(groups)) == 2 * (2 + 4 * wanted.repeats)
+    assert len(ticks) == sum(step.ticks for step in bench.steps(groups)) == 2 * (2 + 4 * wanted.repeats)
     for row in report.document(bench.names, measured)["rows"]:
         assert row["mismatches"] == 0
         assert (row["ttft_seconds"] is None) == (row["method"] in ("prompt-lookup", "eagle3"))
@@ -328,7 +328,7 @@ def test_rows_say_how_much_a_draft_sees(loaded):
     assert [row["view"] for row in found] == [
         None, own_view, "64 = 16 + 2 x 8 + 32", f"{own_view}; {partial}", partial, None
     ]  # fmt: skip
-    (_, shown), *_ = report.tables({"rows": found})
+    (_, shown), *_ = report.shown({"rows": found, "differences": [], "notes": {}}).tables
     assert "view" in [column.header for column in shown.columns]
 
 
@@ -355,24 +355,3 @@ def test_a_contender_may_round_its_kv_and_shares_it_with_those_that_round_alike(
     assert [row["mismatches"] for row in found] == [0, 0, None, None]
     with pytest.raises(ValueError, match="kv_dtype"):
         settings(own_options={"ar": {"kv_dtype": "int4"}}, methods=("ar",))
-
-
-def test_prompts_are_read_from_snapshots_once_they_were_kept(loaded, tmp_path, monkeypatch):
-    monkeypatch.setattr(contenders, "KEPT_FROM", 1)
-    draft = random_eagle3(
-        tmp_path / "draft", loaded.model, layers=(0, 1), feature_size=2 * loaded.model.config.hidden_size
-    )
-    names = ("eagle3", "ar:kv_dtype=int8")
-    wanted = settings(
-        methods=names, own_options={names[1]: {"kv_dtype": "int8"}}, cold=False, draft_options={"draft": draft},
-        snapshots=tmp_path / "kept",
-    )  # fmt: skip
-    _, (first,) = measured(loaded, wanted, SAMPLES[:1])
-    assert len(list((tmp_path / "kept").iterdir())) == 2  # one of each kind of KV
-    _, (again,) = measured(loaded, wanted, SAMPLES[:1])
-    assert first.cold["ar"].first_token_seconds and again.cold["ar"].first_token_seconds is None
-    for name in ("ar", *names):
-        assert [r.tokens for r in again.rounds[name]] == [r.tokens for r in first.rounds[name]]
-    assert not again.disagreements and not first.disagreements
-    with pytest.raises(ValueError, match="--one-prefill"):
-        settings(snapshots=tmp_path)

@@ -51,7 +51,6 @@ def test_a_table_and_json(acceptance):
         "1 of 2 texts",
     ):
         assert line in ended.out
-    assert "the model stretched 2 times" in ended.err
 
 
 def test_a_results_file_is_gone_on_with_and_added_to(acceptance, tmp_path):

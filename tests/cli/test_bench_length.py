@@ -9,9 +9,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from longdraft.bench import tasks
+from longdraft.bench.acceptance import Accepted
+from longdraft.bench.experiment import Experiment
 from longdraft.bench.length import doubled
-from longdraft.bench.server_length import Servers
-from longdraft.bench.servers import Answer, Server
+from longdraft.bench.servers import Server, Servers
 from longdraft.errors import CapabilityError
 
 
@@ -104,37 +105,38 @@ def stub(request):
     server.server_close()
 
 
-def test_servers(shell, stub, data_file):
+def test_servers(shell, stub, data_file, tmp_path):
     says, url = stub
-    answer = Server(url).answer("who?", 6)
-    assert (answer.prompt_tokens, answer.new_tokens) == (4, 6)
-    assert answer.forwards == (None if says == "nothing" else 2)
     ended = shell("bench", "length", "--url", f"ar={url}", "--url", f"drafts={url}", "--data", data_file, "--lengths",
-                  "64", "--limit", 1, "--json")  # fmt: skip
+                  "64", "--limit", 1, "--results", tmp_path / "r.jsonl", "--json")  # fmt: skip
+    assert ended.code == 0, ended.err
     plain, drafts = last(ended)["rows"]
-    assert ended.code == 0 and plain["mean_accepted_length"] == 1.0
+    assert plain["mean_accepted_length"] == 1.0
     assert drafts["mean_accepted_length"] == (None if says == "nothing" else 2.5)
     if says != "nothing":
         assert drafts["break_even"] == pytest.approx(2.5 / drafts["speedup_vs_ar"])
+    assert drafts["context_tokens"] > 64 and drafts["ttft_seconds"] > 0 and drafts["tokens_per_second"] > 0
+    assert len((tmp_path / "r.jsonl").read_text().splitlines()) == 1 + 2
 
 
 def test_needles_stay_in_a_text_that_is_cut_for_servers():
     asked: list[str] = []
 
     class Recording:
-        model = url = "stub"
+        name, model, url = "ar", "stub", "http://stub"
 
-        def answer(self, prompt, *more):
+        def answer(self, asked_for, prompt, *more):
             asked.append(prompt)
-            return Answer(len(prompt), 2, 0.1, 0.1, 1)
+            return Accepted(asked_for, len(prompt), 2, 2, (), 0.1, 0.1)
 
     samples = tasks.read(["niah_single"], 1)
-    assert list(Servers({"ar": Recording()}, samples, [200], 4).measure()) and len(asked[0]) < 1000
+    experiment = Experiment(Servers([Recording()], [200], 4).steps(samples), lambda run: run.asked)
+    assert len(list(experiment.run(lambda what: lambda name: None))) == 1 and len(asked[0]) < 1000
     assert samples[0].needles[0][1] in asked[0]
 
 
 def test_a_server_that_is_not_there(shell, data_file):
     with pytest.raises(CapabilityError, match="cannot be reached"):
-        Server("http://127.0.0.1:9")
+        Server("x", "http://127.0.0.1:9")
     ended = shell("bench", "length", "--url", "http://127.0.0.1:9", "--data", data_file)
     assert ended.code == 2 and "cannot be reached" in ended.err

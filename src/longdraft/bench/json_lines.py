@@ -1,4 +1,4 @@
-"""Files of measurements: a header, then a line for each measurement, written at once.
+"""Files of records: a header, then a line for each record, written at once.
 
 The header holds everything that figures depend on. A run with another header may not continue the file.
 """
@@ -31,25 +31,32 @@ _REMARKS = ("created", "command")
 
 
 class JsonLines(Generic[T]):
-    """A file that measurements are added to.
+    """A file that records are added to.
 
     Args:
         header: this run's, from :func:`signed`.
-        parsed: makes a measurement from a line's object.
+        parsed: makes a record from a line's object.
+        written: makes a line's object from a record; None: its fields.
 
     Attributes:
-        measured: all measurements, those that were in the file first.
+        records: all of them, those that were in the file first.
 
     Raises:
         ConfigError: the file holds a run with another header; the message names the differences.
         CheckpointError: it cannot be read or written, or is no such file.
     """
 
-    def __init__(self, path: Path, header: Mapping[str, Any], parsed: Callable[[dict[str, Any]], T]) -> None:
-        self.path = path
-        self.measured: list[T] = []
+    def __init__(
+        self,
+        path: Path,
+        header: Mapping[str, Any],
+        parsed: Callable[[dict[str, Any]], T],
+        written: Callable[[T], Mapping[str, Any]] | None = None,
+    ) -> None:
+        self.path, self._written = path, written or _fields
+        self.records: list[T] = []
         if path.exists() and path.stat().st_size:
-            kept, there, self.measured = contents(path, header["format"], header["version"], parsed)
+            kept, there, self.records = contents(path, header["format"], header["version"], parsed)
             if differing := list(_differences(decisive(there), decisive(header))):
                 shown = "; ".join(differing[:5]) + (f"; and {len(differing) - 5} more" if len(differing) > 5 else "")
                 raise ConfigError(
@@ -60,16 +67,22 @@ class JsonLines(Generic[T]):
         else:
             self._append(header)
 
-    def append(self, measured: T, line: Mapping[str, Any]) -> None:
-        """Adds a measurement, whose line is on the disk when this returns."""
-        self._append(line)
-        self.measured.append(measured)
+    def append(self, record: T) -> None:
+        """Adds a record, whose line is on the disk when this returns."""
+        self._append(self._written(record))
+        self.records.append(record)
 
     def _append(self, content: Mapping[str, Any]) -> None:
         with _failures(self.path, "written"), self.path.open("ab") as file:
             file.write(json.dumps(content).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
+
+
+def _fields(record: Any) -> Mapping[str, Any]:
+    """A record's fields by name, those of a dataclass or of a mapping."""
+    found: Mapping[str, Any] = dataclasses.asdict(record) if dataclasses.is_dataclass(record) else record  # type: ignore[arg-type]
+    return found
 
 
 def signed(form: str, version: int, content: Mapping[str, Any]) -> dict[str, Any]:
@@ -82,7 +95,7 @@ def signed(form: str, version: int, content: Mapping[str, Any]) -> dict[str, Any
 def contents(
     path: Path, form: str, version: int, parsed: Callable[[dict[str, Any]], T]
 ) -> tuple[int, dict[str, Any], list[T]]:
-    """Size in bytes, header and measurements of a file, without a torn last line.
+    """Size in bytes, header and records of a file, without a torn last line.
 
     Raises:
         CheckpointError: it cannot be read, or is no file of this format and version.

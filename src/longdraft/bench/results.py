@@ -7,17 +7,22 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from rich.text import Text
+
 from longdraft.bench import machine, report
 from longdraft.bench.contenders import Run
-from longdraft.bench.json_lines import JsonLines, contents, fingerprint, plain, signed
+from longdraft.bench.json_lines import JsonLines, contents, fingerprint, mapping, plain, signed
 from longdraft.bench.peers import PEERS
-from longdraft.bench.prompts import Group, Prompt
+from longdraft.bench.prompts import Prompt
 from longdraft.bench.run import Bench, Disagreement, Measured
+from longdraft.bench.tables import Report
 from longdraft.bench.ties import Difference
+from longdraft.errors import CheckpointError
+from longdraft.files import naming
 from longdraft.model.runner import TargetRunner
 
 FORMAT, VERSION = "longdraft-bench", 1
@@ -79,7 +84,7 @@ def model_of(target: TargetRunner, name: str) -> dict[str, Any]:
     }
 
 
-class Results(JsonLines[Measured]):
+def opened(path: Path, header: Mapping[str, Any]) -> JsonLines[Measured]:
     """A file that measurements are added to.
 
     Args:
@@ -89,19 +94,7 @@ class Results(JsonLines[Measured]):
         ConfigError: the file holds a run with another header; says what differs.
         CheckpointError: it cannot be read or written, or is no results file.
     """
-
-    def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
-        super().__init__(path, header, measurement)
-
-    def has(self, group: Group) -> bool:
-        """True if a batch was measured already."""
-        first, origins = group[0], tuple(prompt.sample.origin for prompt in group)
-        key = first.sample.dataset, first.context, origins
-        return any((m.dataset, m.context, m.samples) == key for m in self.measured)
-
-    def add(self, measured: Measured) -> None:
-        """Appends a line, on the disk when this returns."""
-        self.append(measured, line(measured))
+    return JsonLines(path, header, measurement, line)
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[Measured]]:
@@ -112,6 +105,25 @@ def read(path: Path) -> tuple[dict[str, Any], list[Measured]]:
     """
     _, found, measured = contents(path, FORMAT, VERSION, measurement)
     return found, measured
+
+
+def report_of(path: Path) -> Report:
+    """What is shown of a file, as :func:`read` reads it.
+
+    Raises:
+        CheckpointError: it has no measurement, or one that no bench wrote.
+    """
+    found, measured = read(path)
+    if not measured:
+        raise CheckpointError(f"{path} has no measurement yet: let `longdraft bench --results {path}` go on.")
+    with naming(str(path), f"No page can be made of {path}", "It holds values that no bench writes."):
+        asked = mapping(found.get("settings")).get("contenders") or list(measured[0].rounds)
+        names = [name for name in asked if all(name in m.rounds for m in measured)]
+        document = report.document(names, measured, mapping(found.get("notes")))
+        document |= {name: mapping(found.get(name)) for name in ("hardware", "versions")}
+        shown = report.shown(document)
+    made = f"{mapping(found.get('model')).get('name')}: {path.name}, begun {found.get('created')}"
+    return replace(shown, name=f"longdraft bench, {made}", remarks=[*shown.remarks, Text(str(found.get("command")))])
 
 
 def line(measured: Measured) -> dict[str, Any]:

@@ -1,35 +1,39 @@
-"""The measuring loop.
+"""How the bench measures a batch of prompts.
 
 For each batch of prompts every contender decodes once from nothing, which warms it up and gives its time to first
-token. Then come the rounds that are timed: all contenders in turn, each from the prompts' KV, the order turned round
-from one round to the next, so that a machine that slows down slows all of them. Memory is looked at between the runs.
+token. Then come the rounds that are timed: all contenders in turn, each from the prompts' KV. Memory is looked at
+between the runs.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from statistics import median
 from typing import Any
 
 from longdraft.bench import machine, scores
 from longdraft.bench.contenders import Contender, Job, Kept, Ours, Run, ends_of
+from longdraft.bench.experiment import Step, Tick, in_turn
 from longdraft.bench.hf import Generate
 from longdraft.bench.peers import PEERS
 from longdraft.bench.profile import profile
-from longdraft.bench.prompts import Prompt
-from longdraft.bench.settings import REFERENCE, Settings, method_name
+from longdraft.bench.prompts import Group, Prompt
+from longdraft.bench.settings import REFERENCE, Settings, speculator
 from longdraft.bench.ties import Difference, compare
 from longdraft.engine.texts import Texts
 from longdraft.memory.prompt_cache import PromptCache
 from longdraft.model.checkpoints import LoadedModel, Progress
 from longdraft.model.runner import TargetRunner
-from longdraft.speculator import Speculator
 
 # Tokens of the warm-up.
 WAKE_PROMPT, WAKE_TOKENS = 64, 4
+
+
+BatchKey = tuple[str, int | None, tuple[str, ...]]
+"""A batch's data set, context, and origins of its samples."""
 
 
 @dataclass(frozen=True)
@@ -75,10 +79,19 @@ class Measured:
     def batch(self) -> int:
         return len(self.samples)
 
+    @property
+    def key(self) -> BatchKey:
+        return self.dataset, self.context, self.samples
+
     def tokens_per_second(self, name: str) -> float | None:
         """Median over the rounds."""
         found = [r.tokens_per_second for r in self.rounds[name]]
         return median(x for x in found if x is not None) if any(found) else None
+
+
+def key_of_group(group: Group) -> BatchKey:
+    """The key of a batch that is not measured yet."""
+    return group[0].sample.dataset, group[0].context, tuple(prompt.sample.origin for prompt in group)
 
 
 class Bench:
@@ -105,7 +118,7 @@ class Bench:
         self.settings = settings
         # Contenders share the prompts' KV if they round it to the same dtype.
         self._kept: dict[str | None, Kept] = {}
-        self._unpacked = unpacked
+        self._unpacked, self._awake = unpacked, False
         self.contenders: dict[str, Contender] = {}
         for name in settings.contenders:
             self.contenders[name] = self._peer(name) if name in PEERS else self._ours(name, loaded, progress)
@@ -114,18 +127,8 @@ class Bench:
         self._eos = ends_of(self.target, loaded.tokenizer, settings.ignore_eos)
 
     def _ours(self, name: str, loaded: LoadedModel, progress: Progress | None) -> Ours:
-        s, kv_dtype = self.settings, self.settings.kv_dtype_of(name)
-        spec = Speculator(
-            method_name(name),
-            target=loaded.model,
-            tokenizer=loaded.tokenizer,
-            offload=s.offload,
-            plan=s.plan_of(name),
-            kv_dtype=kv_dtype,
-            **s.options(name),
-        )
-        spec.planner(progress)
-        return Ours(name, spec, self._kept.setdefault(kv_dtype, Kept(PromptCache(), snapshots=s.snapshots)))
+        kept = self._kept.setdefault(self.settings.kv_dtype_of(name), Kept(PromptCache()))
+        return Ours(name, speculator(self.settings, name, loaded, progress), kept)
 
     def _peer(self, name: str) -> Contender:
         """A peer on the target, or on the unpacked model if it needs one."""
@@ -162,8 +165,9 @@ class Bench:
         for contender in self.contenders.values():
             contender.cold(self.job([prompt.tokens[:WAKE_PROMPT]], min(WAKE_TOKENS, self.settings.max_tokens)))
             contender.release()
+        self._awake = True
 
-    def measure(self, prompts: Sequence[Prompt], tick: Callable[[str], None] = lambda what: None) -> Measured:
+    def measure(self, prompts: Sequence[Prompt], tick: Tick = lambda what: None) -> Measured:
         """Measures one batch.
 
         Args:
@@ -178,14 +182,13 @@ class Bench:
         rounds: dict[str, list[Run]] = {name: [] for name in self.contenders}
         peaks: dict[str, list[int]] = {name: [] for name in self.contenders}
         device = self.target.device
-        for i in range(self.settings.repeats):
-            for name in self.names if i % 2 == 0 else reversed(self.names):
-                tick(name)
-                gc.collect()  # or a collection falls due inside somebody's turn
-                watched = machine.forget_peak(device)
-                rounds[name].append(self.contenders[name].warm(job))
-                if watched and (peak := machine.peak_bytes(device)) is not None:
-                    peaks[name].append(peak)
+        for _, name in in_turn(self.names, self.settings.repeats):
+            tick(name)
+            gc.collect()  # or a collection falls due inside somebody's turn
+            watched = machine.forget_peak(device)
+            rounds[name].append(self.contenders[name].warm(job))
+            if watched and (peak := machine.peak_bytes(device)) is not None:
+                peaks[name].append(peak)
         profiles = self._profiles(job) if self.settings.profile else {}
         greedy = self.settings.sampling.greedy
         comparable = [name for name, c in self.contenders.items() if c.comparable(greedy, len(prompts))]
@@ -219,10 +222,24 @@ class Bench:
         found = {name: profile(spec, job, cache) for name, spec in ours.items()}
         return {name: seen.as_dict() for name, seen in found.items() if seen is not None}
 
-    def runs(self, batch_count: int) -> int:
-        """Count of calls of ``tick`` for a number of batches."""
-        reading = sum(map(self._reads, self.contenders))
-        return batch_count * (reading + len(self.contenders) * self.settings.repeats)
+    def steps(self, groups: Sequence[Group]) -> list[Step[BatchKey, Measured]]:
+        """A step for each batch. The first one that is measured wakes the contenders."""
+        runs = sum(map(self._reads, self.contenders)) + len(self.contenders) * self.settings.repeats
+
+        def measure(group: Group, missing: Collection[BatchKey], tick: Tick) -> Iterator[Measured]:
+            if not self._awake:
+                self.wake(group[0])
+            yield self.measure(group, tick)
+
+        return [
+            Step(
+                f"sample {number}/{len(groups)}, {group[0].sample.origin}",
+                (key_of_group(group),),
+                partial(measure, group),
+                runs,
+            )
+            for number, group in enumerate(groups, 1)
+        ]
 
     def _reads(self, name: str) -> bool:
         """True if a contender has a cold run."""

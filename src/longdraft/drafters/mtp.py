@@ -205,11 +205,6 @@ class MtpDrafter(Eagle3Drafter):
         keys, _ = bound.block.keys_values(row, row, cos, sin)
         return replace(runner.kv_shape, layers=1, kv_heads=keys.shape[0], head_dim=keys.shape[2], padded=False)
 
-    def feature_rows(self, runner: TargetRunner) -> int | None:
-        length = own_layer.unstretched(runner.model)
-        windowed = self.window is None and length is not None and length > self.tree.depth
-        return length if windowed else super().feature_rows(runner)
-
     def bind(self, runner: TargetRunner, store: KVStore) -> None:
         length = own_layer.unstretched(runner.model)
         if self.window is None and length is not None and store.capacity > length > self.tree.depth:

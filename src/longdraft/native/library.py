@@ -323,15 +323,15 @@ def kernels_for(level: str) -> Kernels:
 
 
 # The kernels of this process, or the reason why there are none.
-_known: list[tuple[Kernels | None, str | None]] = []
+known: list[tuple[Kernels | None, str | None]] = []
 _lock = threading.Lock()
 
 
 def _once(progress: Callable[[str], None] | None) -> tuple[Kernels | None, str | None]:
     with _lock:
-        if not _known:
-            _known.append(_load(progress))
-        return _known[0]
+        if not known:
+            known.append(_load(progress))
+        return known[0]
 
 
 def _load(progress: Callable[[str], None] | None) -> tuple[Kernels | None, str | None]:

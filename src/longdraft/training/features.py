@@ -157,7 +157,7 @@ class FeatureReader:
         """Copies, because the next document overwrites the store."""
         rows: dict[str, torch.Tensor] = {}
         if store.features is not None:
-            states = store.features.read(0, 0, length).to(self.dtype, copy=True)
+            states = store.features[0, :length].to(self.dtype, copy=True)
             width = len(self.layers) * self.runner.parts.hidden_size
             parts = {"hidden": states[:, :width], "last": states[:, width:]}
             rows |= {name: part for name, part in parts.items() if name in self.names}

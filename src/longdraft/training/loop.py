@@ -23,7 +23,7 @@ import torch
 from accelerate import Accelerator
 
 from longdraft.errors import CheckpointError, NumericalError, PromptError
-from longdraft.files import naming
+from longdraft.files import naming, read_json
 from longdraft.training.batches import Batch, Schedule
 from longdraft.training.config import RunConfig
 from longdraft.training.corpus import Documents
@@ -327,7 +327,10 @@ class Checkpoints:
         """The newest checkpoint and the state that :meth:`save` was given; None if there is none."""
         for path in self._whole()[-1:]:
             with naming(path, f"The checkpoint {path} cannot be read", DAMAGED):
-                return path, json.loads((path / STATE).read_text(encoding="utf-8"))
+                state = read_json(path / STATE)
+                if not {"step", "best"} <= state.keys() or not isinstance(state.get("config", {}), dict):
+                    raise ValueError(f"its {STATE} lacks what a run goes on from")
+                return path, state
         return None
 
 
