@@ -19,20 +19,12 @@ calls: list[tuple[int, int, int, int, bool]] = []
 counted: Counter[str] = Counter()
 
 
-def _scores(q, k, scale, causal, left=None):
-    """(H, Tq, n) of q (Tq, H, d) and k (n, H, d); a row sees ``left`` keys before its own."""
+def _part(q, k, v, scale, causal):
+    """q (Tq, H, d) on k, v (n, H, d): output (Tq, H, d) and lse (H, Tq); weights in q's dtype, sums in float32."""
     scores = torch.einsum("qhd,khd->hqk", q.float(), k.float()) * scale
     if causal:
         seen = torch.ones(scores.shape[1:], dtype=torch.bool).tril(k.shape[0] - q.shape[0])
-        if left is not None:
-            seen = seen.triu(k.shape[0] - q.shape[0] - left)
         scores = scores.masked_fill(~seen, -math.inf)
-    return scores
-
-
-def _part(q, k, v, scale, causal, left=None):
-    """q (Tq, H, d) on k, v (n, H, d): output (Tq, H, d) and lse (H, Tq); weights in q's dtype, sums in float32."""
-    scores = _scores(q, k, scale, causal, left)
     top = scores.amax(-1, keepdim=True)
     weights = torch.exp(scores - top)
     total = weights.sum(-1)
@@ -54,9 +46,7 @@ def _flash(
     batch, heads, kv_heads = len(cum_q) - 1, q.shape[1], k.shape[1]
     assert q.element_size() == 2 and q.shape[2] % 8 == 0 and q.shape[2] <= 256 and heads % kv_heads == 0
     assert dropout == 0 and not debug and scale is not None and batch > 0
-    assert window_size_left is None or (causal and window_size_right == 0)
-    if seqused_k is None:
-        seqused_k = cum_k.diff()
+    assert window_size_left is window_size_right is None
     _check(q, k, v, (cum_q, batch + 1), (cum_k, batch + 1), (seqused_k, batch))
     calls.append((len(q), kv_heads, max_q, max_k, causal))
     o, lse = torch.zeros_like(q), torch.full((heads, len(q)), math.inf)
@@ -64,29 +54,8 @@ def _flash(
         assert b - a <= max_q and n <= max_k and start >= 0 and start + n <= len(k)
         if n:
             own = (x[start : start + n].repeat_interleave(heads // kv_heads, dim=1) for x in (k, v))
-            o[a:b], lse[:, a:b] = _part(q[a:b], *own, scale, causal and max_q > 1, window_size_left)
+            o[a:b], lse[:, a:b] = _part(q[a:b], *own, scale, causal and max_q > 1)
     return o, lse, torch.empty(2), torch.empty(0), torch.empty(0)
-
-
-def _flash_backward(
-    gradient, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, dropout, causal, rng_state, unused, *,
-    scale=None, window_size_left=None, window_size_right=None,
-):  # fmt: skip
-    """One sequence. Weights and the row sums come from the given output and log-sum-exp, as in the real kernel."""
-    assert q.element_size() == 2 and dropout == 0 and causal and len(rng_state) == 2 and unused.numel() == 0
-    assert cum_q.tolist() == [0, len(q)] == [0, max_q] and cum_k.tolist() == [0, len(k)] == [0, max_k]
-    assert lse.dtype == torch.float32 and lse.is_contiguous() and lse.shape == (q.shape[1], len(q))
-    counted["flash backward"] += 1
-    keys, values = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1).float() for x in (k, v))
-    p = (_scores(q, keys, scale, causal, window_size_left) - lse[..., None]).exp()
-    up = gradient.float()
-    less = (up * out.float()).sum(-1).t()[..., None]
-    ds = p * (torch.einsum("qhd,khd->hqk", up, values) - less) * scale
-    dq = torch.einsum("hqk,khd->qhd", ds, keys)
-    dk, dv = (
-        torch.einsum("hqk,qhd->khd", x, y).unflatten(1, (k.shape[1], -1)).sum(2) for x, y in ((ds, q.float()), (p, up))
-    )
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
 def _efficient(
@@ -113,7 +82,6 @@ def registered() -> Iterator[None]:
     library = torch.library.Library("aten", "IMPL")
     try:
         library.impl("_flash_attention_forward", _flash, "CPU")
-        library.impl("_flash_attention_backward", _flash_backward, "CPU")
         library.impl("_efficient_attention_forward", _efficient, "CPU")
         calls.clear()
         counted.clear()
