@@ -158,7 +158,7 @@ def test_published_folders_that_cannot_be_trained_further(eagle3, theirs, tmp_pa
     short = theirs("short")
     path = short / "pytorch_model.bin"
     path.write_bytes(path.read_bytes()[:-5000])
-    refused(short, "truncated or damaged", target=str(tmp_path / "not read"))
+    refused(short, "pytorch_model.bin", target=str(tmp_path / "not read"))
     refused(theirs("wrong", intermediate_size=97), r"\(96, 48\) where config.json asks for \(97, 48\)")
     refused(theirs("other", vocab_size=62), r"vocab_size 62 \(this target: 61\)")
     refused(theirs("deep", eagle_config=None), "must be there and increase")
