@@ -72,7 +72,7 @@ class TargetRunner:
         self.model = model
         self.share = share_of(model)
         with named(getattr(model, "name_or_path", "")):
-            sizes.require(32 << 20, torch.device("cpu"), "A model")
+            sizes.check_limits()
             support.check_supported(model)
             support.check_functions(model)
             support.check_autocast(model.device)
