@@ -143,7 +143,7 @@ def test_a_closed_run_and_two_runs_at_once(workshop, name):
 # With what a request could leave behind: windows, views, working caches.
 USED = [name for name in METHODS if name != "ar"] + [
     "longspec retrieval opt", "specextend-eagle3 opt", "small-lm streaming", "self streaming", "self chunks",
-    "self tokens", "magicdec small-lm streaming", "tokenswift no view", "nested specextend",
+    "self tokens", "tokenswift no view", "nested specextend",
 ]  # fmt: skip
 
 

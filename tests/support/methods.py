@@ -81,7 +81,7 @@ METHODS = {
     "specextend": Case("specextend", "small-lm", SMALL_RETRIEVAL | {"threshold": 0.2}),
     "self": Case("self", None, SNAPKV),
     "magicdec": Case("magicdec", None, STREAMING),
-    "magicdec small-lm": Case("magicdec", "small-lm", {"drafter": "small-lm", "depth": 3, **SNAPKV}),
+    "magicdec small-lm": Case("magicdec", "small-lm", {"drafter": "small-lm", "depth": 3, **STREAMING}),
     "triforce": Case("triforce", "small-lm", TRIFORCE),
     "nested": Case("nested", None, {"drafter": "prompt-lookup", "min_n": 1, **LEVEL}),
     "heads": Case("heads", "heads"),
@@ -146,7 +146,6 @@ VARIANTS = {
     "quantspec": Case("quantspec"),
     "quantspec lookup": Case("quantspec", None, {"lookup": True, "view_dtype": "bfloat16", "widths": (3, 2)}),
     "quantspec under lookups": Case("nested", None, {"drafter": "prompt-lookup", "level_view": "all"}),
-    "magicdec small-lm streaming": Case("magicdec", "small-lm", {"drafter": "small-lm", "depth": 3, **STREAMING}),
     "triforce int8": Case("triforce", "small-lm", TRIFORCE | {"view_dtype": "int8"}),
     "nested ar": Case("nested", None, {"drafter": "ar", **LEVEL}),
     "nested longspec": Case(
