@@ -9,6 +9,7 @@ import torch
 from longdraft.engine.event import Event
 from longdraft.engine.loop import Engine
 from longdraft.engine.sequence import Sequence
+from longdraft.engine.session import Session
 from longdraft.engine.stats import Step
 from longdraft.trees.tree import TokenTree
 
@@ -40,6 +41,12 @@ def replaced(s: Sequence, start: int) -> Event:
 def taken_back(s: Sequence, count: int = 1) -> Event:
     """A round that refuted tokens of earlier ones."""
     return Event(s, _root(s), taken_back=count)
+
+
+def forgotten(session: Session) -> bool:
+    """Whether nothing is kept of requests that have ended."""
+    engine = session._engine
+    return not session._entries and not engine.stats and sorted(engine._free) == [*range(engine.slots)]
 
 
 def decoded(engine: Engine, sequences: list[Sequence]) -> list[Step]:

@@ -21,11 +21,11 @@ from longdraft.drafters.onepass import CANDIDATES
 from longdraft.model.rotary import Rotary
 from longdraft.native import kernels
 from tests.drafts import random_draft, random_eagle3, random_heads, random_onepass, small_lm
-from tests.mtp_models import SPARSE, definition, with_further
 from tests.recurrent_models import some_prompt
 from tests.support import definitions as said
 from tests.support import published
 from tests.support.definitions import MASK, assert_defined, drafted, weights_of
+from tests.support.mtp_models import SPARSE, definition, with_further
 from tests.support.published import LAYER
 from tests.tiny import tiny_model
 

@@ -36,8 +36,8 @@ from tests.drafts import (
     random_onepass,
     saved,
 )
-from tests.mtp_models import with_further
 from tests.support import published
+from tests.support.mtp_models import with_further
 from tests.support.published import KEPT, LAYER, LAYOUTS
 from tests.tiny import tiny_model
 

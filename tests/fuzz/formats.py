@@ -97,7 +97,7 @@ def _model(path: Path) -> None:
 
 
 def _sharded(path: Path) -> None:
-    tiny_model(layers=2).save_pretrained(path, max_shard_size="60KB")
+    tiny_model(layers=2).save_pretrained(path, max_shard_size="120KB")
     tiny_tokenizer().save_pretrained(path)
 
 

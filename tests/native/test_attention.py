@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from longdraft.training.branches import continued
 
 from longdraft import native
 from longdraft.attention import cpu, prefix, reference
@@ -70,39 +69,6 @@ def test_a_tree_and_a_piece_of_a_prompt(
             first = None if begins is None else begins[node : node + 1]
             alone = kernels.attend(*own, None, 0.2, begins=first, **more)
             assert torch.equal(found[:, node], alone.view(-1, d))
-
-
-@settings(max_examples=15)
-@given(
-    ends=st.lists(st.one_of(st.integers(1, 40), st.integers(100, 300)), min_size=1, max_size=9),
-    heads=st.integers(1, 3),
-    group=st.integers(1, 4),
-    d=st.sampled_from([16, 48, 64]),
-    dtype=st.sampled_from(DTYPES[:2]),
-    before=st.integers(1, 50),
-    threads=st.integers(1, 3),
-    seed=st.integers(0, 99),
-)
-def test_attention_that_goes_on_from_other_keys(kernels, ends, heads, group, d, dtype, before, threads, seed):
-    """Against the same in torch, and against attention to all keys at once."""
-    torch.set_num_threads(threads)
-    g = generator(seed)
-    q = 3 * torch.randn(len(ends), heads, group, d, generator=g)
-    others, mixed = (torch.randn(heads, before, d, generator=g) for _ in range(2))
-    slots, ends_t = torch.randperm(len(ends) + 2, generator=g)[: len(ends)], torch.tensor(ends)
-    k, v = keys_and_values(dtype, len(ends) + 2, heads, max(ends) + 3, d, seed=seed)
-    scores = q @ others.transpose(1, 2) * 0.2
-    high = scores.amax(-1)
-    weights = (scores - high[..., None]).exp()
-    part = weights @ mixed, high, weights.sum(-1)
-    wanted = continued(q, k, v, slots, ends_t, 0.2, part, max(ends))
-    for row, (slot, end) in enumerate(zip(slots.tolist(), ends, strict=True)):
-        rows = torch.cat([others, k[slot, :, :end].float()], 1), torch.cat([mixed, v[slot, :, :end].float()], 1)
-        seen = torch.ones(group, rows[0].shape[1], dtype=torch.bool)
-        own = attention(q[row].reshape(heads * group, 1, d), *rows, seen[:1], 0.2)
-        torch.testing.assert_close(wanted[row].reshape(own.shape), own, **CLOSE)
-    found = kernels.attend_on(q, k, v, slots, ends_t, 0.2, tuple(x.clone() for x in part))
-    torch.testing.assert_close(found, wanted, **CLOSE)
 
 
 # --- numbers and keys at the edges ---

@@ -45,11 +45,6 @@ def test_steps_are_whole_groups_wherever_one_begins(rows, processes, accumulate,
         assert len(fresh) == batches // width
 
 
-def test_epochs_differ():
-    rows = [10] * 50
-    assert list(Epoch(rows, 30, 4, 0, 0)) != list(Epoch(rows, 30, 4, 0, 1))
-
-
 def test_the_learning_rate_rises_and_falls():
     config = TrainConfig(lr=1.0, warmup=0.1, min_lr=0.2)
     rates = [learning_rate(step, 100, config) for step in range(100)]

@@ -13,7 +13,7 @@ import pytest
 from longdraft.errors import PromptError
 from longdraft.memory.token_ids import common_prefix
 from longdraft.training import corpus
-from longdraft.training.documents import Document, Skipped, documents, write
+from longdraft.training.documents import Document, Skipped, documents
 from longdraft.training.prompts import CODE, MEETING, QUESTIONS, SUMMARIES, asks
 from longdraft.training.tokens import Tokens
 from longdraft.training.vocabulary import most_frequent, to_draft
@@ -34,8 +34,6 @@ def test_texts_end_with_eos_and_chats_learn_the_answer(tmp_path):
     assert tokenizer.decode(answered.tokens[: answered.start]) == "<user>hi<eos><assistant>"
     assert tokenizer.decode(answered.tokens[answered.start :]) == "yes<eos>"
     assert ids == Document([7, 8, 9], 2)
-    write(read(path, tokenizer), tmp_path / "tokens.jsonl")
-    assert read(tmp_path / "tokens.jsonl") == [text, answered, ids]
 
 
 @pytest.mark.parametrize(("name", "opener"), [("a.jsonl.gz", gzip.open), ("a.jsonl.xz", lzma.open)])

@@ -158,16 +158,6 @@ def test_other_documents_or_another_target_are_refused(cache, texts):
         cache()
 
 
-def test_a_cache_of_an_earlier_version_is_refused(cache, tmp_path):
-    """It has likely tokens with their probabilities, and no states."""
-    made, _ = cache()
-    index = json.loads((made.folder / "index.json").read_text())
-    del index["names"]
-    (made.folder / "index.json").write_text(json.dumps(index | {"top": 8}))
-    with pytest.raises(CheckpointError, match=r"cache.*Delete"):
-        cache()
-
-
 def test_damaged_files(cache, tmp_path):
     made, _ = cache()
     made.path(1).write_bytes(made.path(1).read_bytes()[:-40])

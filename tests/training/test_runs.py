@@ -338,12 +338,6 @@ def test_a_loss_that_is_no_number(config, tmp_path):
     assert (tmp_path / "run" / "checkpoints").is_dir()
 
 
-def test_weights_are_updated_in_one_kernel(config, tmp_path):
-    last = steps(config("heads", epochs=0.5))[-1].step
-    saved = torch.load(tmp_path / "run" / "checkpoints" / f"step-{last:08d}" / "optimizer.bin", weights_only=True)
-    assert all(group["fused"] for group in saved["param_groups"])
-
-
 def test_trackers(config, tmp_path):
     """accelerate's; log.jsonl is written in any case."""
     with pytest.raises(CapabilityError, match="voodoo"):

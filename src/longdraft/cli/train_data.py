@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from enum import Enum
 from itertools import islice
 from pathlib import Path
@@ -45,9 +44,7 @@ def data(
         list[Path],
         typer.Argument(help="JSONL, parquet: rows with `text`, for tokens also chats; or a corpus: pg19:FOLDER."),
     ],
-    out: Annotated[
-        Path, typer.Option("--out", "-o", help="JSONL file to write, or to continue; for tokens also a folder.")
-    ],
+    out: Annotated[Path, typer.Option("--out", "-o", help="JSONL file to write, or to continue; for tokens a folder.")],
     kind: Annotated[
         Kind,
         typer.Option(
@@ -112,19 +109,25 @@ def data(
     for name, given in {"--method": method, "--features": features, "--layers": layers}.items():
         if given:
             raise options.SettingError(f"{name}: {_GONE[name]}")
-    shards = kind is Kind.tokens and not out.name.endswith(".jsonl")
-    if (out.is_dir() and not shards) or not out.absolute().parent.is_dir():
+    folder = kind is Kind.tokens
+    if folder and (out.is_file() or out.name.endswith(".jsonl")):
+        raise options.SettingError(f"--out {out}: tokens are written to a folder; name one, as in text.tokens.")
+    if (out.is_dir() and not folder) or not out.absolute().parent.is_dir():
         raise CheckpointError(f"--out {out}: its folder does not exist, or it is a folder itself.")
 
-    from longdraft.training import answers, documents, prompts, repeats
+    from longdraft.model.stored import weight_shape
+    from longdraft.training import answers, documents, prompts, repeats, tokens
 
     skipped = documents.Skipped()
     if kind is Kind.tokens:
         loaded = _loaded(target, dtype, device, threads)
-        with Cancel(terminate=True) as cancel:
-            have = _encode(files, loaded, out, rows, shards, skipped, cancel)
+        vocabulary, done = weight_shape(loaded.model.get_output_embeddings())[0], tokens.rows_done(out)
+        with Cancel(terminate=True) as cancel, RowCounter("Encoding") as counter:
+            encoded = documents.encoded(files, loaded.tokenizer, skipped, vocabulary, done)
+            left = islice(encoded, None if rows is None else max(0, rows - done))
+            have = tokens.write(out, left, loaded.tokenizer, counter.update, cancel)
         if cancel():
-            _stopped(cancel, skipped, "The same command continues from there." if shards else "Nothing written.")
+            _stopped(cancel, skipped)
         _written(out, have, skipped, {}, output)
         return
     total = ROWS if rows is None else rows
@@ -162,30 +165,6 @@ def _loaded(target: str | None, dtype: str, device: str | None, threads: int | N
         return load(target, dtype=dtype, device=device, progress=status)
 
 
-def _encode(
-    files: list[Path],
-    loaded: longdraft.LoadedModel,
-    out: Path,
-    rows: int | None,
-    shards: bool,
-    skipped: Skipped,
-    stop: Callable[[], bool],
-) -> int:
-    """Writes files as tokens: into a folder of shards, or as JSONL; returns the rows."""
-    from longdraft.model.stored import weight_shape
-    from longdraft.training import documents, tokens
-
-    vocabulary = weight_shape(loaded.model.get_output_embeddings())[0]
-    with RowCounter("Encoding") as counter:
-        if not shards:
-            found = documents.documents(files, loaded.tokenizer, skipped, vocabulary)
-            return documents.write(islice(found, rows), out, counter.update, stop)
-        done = tokens.rows_done(out)
-        encoded = documents.encoded(files, loaded.tokenizer, skipped, vocabulary, done)
-        left = None if rows is None else max(0, rows - done)
-        return tokens.write(out, islice(encoded, left), loaded.tokenizer, counter.update, stop)
-
-
 def _texts(files: list[Path], skipped: Skipped) -> tuple[list[str], list[str]]:
     """The texts of files or corpora, and which of these each is from."""
     from longdraft.training import documents
@@ -201,10 +180,10 @@ def _texts(files: list[Path], skipped: Skipped) -> tuple[list[str], list[str]]:
     return texts, sources
 
 
-def _stopped(cancel: Cancel, skipped: Skipped, rest: str) -> None:
+def _stopped(cancel: Cancel, skipped: Skipped) -> None:
     if skipped.total:
         console.note(f"Left out: {skipped}.")
-    console.note(f"Stopped. {rest}")
+    console.note("Stopped. The same command continues from there.")
     raise typer.Exit(cancel.exit_code)
 
 
@@ -241,7 +220,7 @@ def _answered(
             cost = f": {figures['cost']:,.2f} at these prices"
         console.note(f"The server reports {file.usage[0]:,} tokens read and {file.usage[1]:,} written{cost}.")
     if cancel():
-        _stopped(cancel, skipped, "The same command continues from there.")
+        _stopped(cancel, skipped)
     _written(file.path, file.rows, skipped, figures, output)
 
 

@@ -19,7 +19,7 @@ from longdraft.model.runner import TargetRunner
 from longdraft.model.sharded import whole
 from longdraft.native.stored import Stored
 
-REMEDY = "Copy the draft again."
+REMEDY = "A value that cannot be right can be corrected in its config.json; otherwise copy the draft again."
 Bound = TypeVar("Bound")
 Own = TypeVar("Own", bound="TrainedDraft[Any]")
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from longdraft.errors import CheckpointError, LongdraftError, PromptError
+from longdraft.errors import CheckpointError
 from longdraft.model.chat import applied, encode
 from longdraft.training import corpora
 
@@ -141,44 +141,20 @@ def _chat(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, cu
     return Document(list(tokens), len(prompt))
 
 
-def write(
-    texts: Iterable[Document | str],
-    out: Path,
-    progress: Callable[[int, int], None] = lambda rows, tokens: None,
-    stop: Callable[[], bool] = lambda: False,
-) -> int:
-    """Writes documents as rows of ``tokens`` and ``start``, strings as rows of ``text``; returns the number of rows.
-
-    The file appears whole or not at all.
-
-    Args:
-        progress: called now and then with the rows and tokens so far.
-        stop: called as often; True ends the work, and nothing is written.
+def write(texts: Iterable[str], out: Path) -> int:
+    """Writes rows of ``text``; returns how many. The file appears whole or not at all.
 
     Raises:
         CheckpointError: the file cannot be written.
-        PromptError: there are no documents.
+        PromptError: there are no texts to make rows of.
     """
+    lines = [json.dumps({"text": text}) + "\n" for text in texts]
     part = out.with_name(f".{out.name}.part")
-    rows, tokens = 0, 0
     try:
-        with part.open("w", encoding="utf-8") as file:
-            for rows, text in enumerate(texts, 1):
-                tokens += 0 if isinstance(text, str) else len(text.tokens)
-                row = {"text": text} if isinstance(text, str) else {"tokens": text.tokens, "start": text.start}
-                file.write(json.dumps(row) + "\n")
-                if rows % 100 == 0:
-                    progress(rows, tokens)
-                    if stop():
-                        return rows
-        if not rows:
-            raise PromptError("There is nothing to write: rows need `text`, `messages` or `tokens`.")
+        part.write_text("".join(lines), encoding="utf-8")
         part.replace(out)
-    except LongdraftError:
-        raise
     except OSError as error:
         raise CheckpointError(f"{out} cannot be written: {error}.") from error
     finally:
         part.unlink(missing_ok=True)
-    progress(rows, tokens)
-    return rows
+    return len(lines)

@@ -19,7 +19,7 @@ import longdraft
 from longdraft.errors import CheckpointError
 from longdraft.memory import snapshot
 from longdraft.memory.store import KVShape, KVStore
-from longdraft.serve.prefixes import DiskPrefixes, own_folder
+from longdraft.serve.prefixes import DiskPrefixes
 from tests.recurrent_models import recurrent_model
 from tests.tiny import tiny_model
 
@@ -236,4 +236,4 @@ def test_a_folder_that_cannot_be_written_ends_the_start(tmp_path, monkeypatch):
 
     monkeypatch.setattr(tempfile, "TemporaryFile", full)
     with pytest.raises(CheckpointError, match=str(tmp_path)):
-        own_folder(tmp_path)
+        DiskPrefixes(tmp_path, "target", 1 << 30)
