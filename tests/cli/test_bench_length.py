@@ -7,7 +7,6 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from longdraft.bench.server_length import Servers
 
 from longdraft.bench import tasks
 from longdraft.bench.acceptance import Accepted
