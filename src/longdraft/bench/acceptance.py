@@ -108,12 +108,6 @@ class Accepted:
     seconds: float | None = field(default=None, compare=False)
     first_token_seconds: float | None = field(default=None, compare=False)
 
-    @classmethod
-    def parsed(cls, line: Mapping[str, Any]) -> Accepted:
-        """A run from a line of a file."""
-        rounds = tuple((accepted, room) for accepted, room in line["accepted"])
-        return cls(**{**line, "asked": Asked(**line["asked"]), "accepted": rounds})
-
 
 def opened(path: Path, settings: Settings, model: Mapping[str, Any]) -> JsonLines[Accepted]:
     """A file of runs, to which other methods, lengths, temperatures and prompts may be added later.
@@ -129,7 +123,7 @@ def opened(path: Path, settings: Settings, model: Mapping[str, Any]) -> JsonLine
     if not settings.sampling.foresee:
         fixed["foresee"] = False
     content = {"settings": fixed, "model": model, "versions": machine.versions()}
-    return JsonLines(path, signed(FORMAT, VERSION, content), Accepted.parsed)
+    return JsonLines(path, signed(FORMAT, VERSION, content), Accepted)
 
 
 def by_default(target: TargetRunner) -> tuple[str, ...]:

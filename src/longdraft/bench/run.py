@@ -8,6 +8,7 @@ between the runs.
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -38,12 +39,26 @@ BatchKey = tuple[str, int | None, tuple[str, ...]]
 
 @dataclass(frozen=True)
 class Disagreement:
-    """A sample where a method's tokens are not those of ``ar``. ``sample``: its origin."""
+    """A sample where a method's tokens are not those of ``ar``: its first such token, as a :class:`Difference` has it.
+
+    Attributes:
+        sample: its origin. gap: None where one output has ended.
+    """
 
     method: str
     dataset: str
     sample: str
-    difference: Difference
+    position: int
+    token: int | None
+    reference: int | None
+    gap: float | None
+    near_tie: bool
+
+    @classmethod
+    def of(cls, method: str, prompt: Prompt, d: Difference) -> Disagreement:
+        gap = d.gap if math.isfinite(d.gap) else None
+        sample = prompt.sample
+        return cls(method, sample.dataset, sample.origin, d.position, d.token, d.reference, gap, d.near_tie)
 
 
 @dataclass(frozen=True)
@@ -64,20 +79,17 @@ class Measured:
 
     dataset: str
     context: int | None
+    batch: int
     samples: tuple[str, ...]
     prompt_tokens: tuple[int, ...]
     cold: dict[str, Run]
     rounds: dict[str, list[Run]]
-    disagreements: list[Disagreement]
-    comparable: frozenset[str]
+    differences: list[Disagreement]
+    comparable: tuple[str, ...]
     peak_memory_bytes: dict[str, int | None] = field(default_factory=dict)
     profiles: dict[str, dict[str, Any]] = field(default_factory=dict)
     scored: str = ""
     scores: dict[str, list[float | None]] = field(default_factory=dict)
-
-    @property
-    def batch(self) -> int:
-        return len(self.samples)
 
     @property
     def key(self) -> BatchKey:
@@ -192,18 +204,19 @@ class Bench:
         profiles = self._profiles(job) if self.settings.profile else {}
         greedy = self.settings.sampling.greedy
         comparable = [name for name, c in self.contenders.items() if c.comparable(greedy, len(prompts))]
-        disagreements = [d for name in comparable for d in self._disagreements(prompts, name, cold, rounds)]
+        differences = [d for name in comparable for d in self._disagreements(prompts, name, cold, rounds)]
         for contender in self.contenders.values():
             contender.release()
         return Measured(
             prompts[0].sample.dataset,
             prompts[0].context,
+            len(prompts),
             tuple(p.sample.origin for p in prompts),
             tuple(len(p.tokens) for p in prompts),
             cold,
             rounds,
-            disagreements,
-            frozenset(comparable),
+            differences,
+            tuple(comparable),
             {name: max(found, default=None) for name, found in peaks.items()},
             profiles,
             prompts[0].sample.score,
@@ -265,5 +278,5 @@ class Bench:
             differences = [d for d in judged if d is not None]
             if differences:
                 worst = max(differences, key=lambda d: (d.gap, -d.position))
-                found.append(Disagreement(name, prompt.sample.dataset, prompt.sample.origin, worst))
+                found.append(Disagreement.of(name, prompt, worst))
         return found
