@@ -251,7 +251,7 @@ def test_a_contender_may_round_its_kv_and_shares_it_with_those_that_round_alike(
     names = ("prompt-lookup", "ar:kv_dtype=int8", "prompt-lookup:kv_dtype=int8")
     wanted = settings(methods=names, own_options={name: {"kv_dtype": "int8"} for name in names[1:]}, cold=False)
     bench = Bench(loaded, wanted)
-    kept = [c._kept for c in bench.contenders.values()]
+    kept = [c.kept for c in bench.contenders.values()]
     assert kept[0] is kept[1] and kept[2] is kept[3] and kept[0] is not kept[2]
     found = rows(loaded, wanted, samples=SAMPLES[:1])
     assert [row["mismatches"] for row in found] == [0, 0, None, None]
