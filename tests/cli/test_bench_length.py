@@ -13,7 +13,7 @@ from longdraft.bench import tasks
 from longdraft.bench.acceptance import Accepted
 from longdraft.bench.experiment import Experiment
 from longdraft.bench.length import doubled
-from longdraft.bench.servers import Server, Servers
+from longdraft.bench.servers import Server, steps
 from longdraft.errors import CapabilityError
 
 
@@ -219,7 +219,7 @@ def test_needles_stay_in_a_text_that_is_cut_for_servers():
             return Accepted(asked_for, len(prompt), 2, 2, (), 0.1, 0.1)
 
     samples = tasks.read(["niah_single"], 1)
-    experiment = Experiment(Servers([Recording()], [200], 4).steps(samples), lambda run: run.asked)
+    experiment = Experiment(steps([Recording()], samples, [200], 4), lambda run: run.asked)
     assert len(list(experiment.run(lambda what: lambda name: None))) == 1 and len(asked[0]) < 1000
     assert samples[0].needles[0][1] in asked[0]
 

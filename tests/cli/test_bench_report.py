@@ -70,7 +70,7 @@ def test_a_page_of_results_files_of_earlier_versions(shell, tmp_path):
     assert ended.code == 0, ended.err
     page = page_of(tmp_path / "run.html")
     assert json.loads(ended.out) == {"page": str(tmp_path / "run.html")}
-    assert page.tags.count("svg") == 2 and page.tags.count("table") == 2 + 2 + 1
+    assert "b" not in page.tags and page.tags.count("svg") == 2 and page.tags.count("table") == 2 + 2 + 1
     for said in (
         name, "2.00x", "10.00 ms", "97%", "512.0 MiB", "news: 1 sample, 777 prompt tokens", "A Processor",
         "longdraft bench --data file.jsonl", "2026-01-02", "tokens/s: new tokens / decode seconds",
