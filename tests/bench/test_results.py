@@ -15,6 +15,7 @@ from longdraft.bench.results import header, opened, read
 from longdraft.bench.run import Bench, Disagreement
 from longdraft.bench.settings import Settings
 from longdraft.errors import CheckpointError, ConfigError
+from tests.bench.results_files import line, write
 from tests.drafts import small_lm
 from tests.tiny import tiny_model
 
@@ -111,8 +112,16 @@ def test_files_that_are_none(session, tmp_path):
     path.write_text(json.dumps({**session.header, "version": 99}) + "\n")
     with pytest.raises(CheckpointError):
         read(path)
-    path.write_text(json.dumps(session.header) + '\n{"dataset": "a"}\n')
-    with pytest.raises(CheckpointError, match=r"r\.jsonl:2"):
-        read(path)
+    wrong = (
+        {"context": "x"},
+        {"batch": True},
+        {"scores": {"ar": [float("nan")]}},
+        {"samples": None},
+        {"cold": {"ar": 1}},
+    )
+    for damaged in ({"dataset": "a"}, *(line({"ar": 4.0}, **each) for each in wrong)):
+        with pytest.raises(CheckpointError, match=r"r\.jsonl:2"):
+            read(write(path, session.header, damaged))
+    assert read(write(path, session.header, line({"ar": 4.0})))[1][0].batch == 1
     (tmp_path / "empty.jsonl").touch()
     assert session.open(tmp_path / "empty.jsonl").records == []
