@@ -89,7 +89,7 @@ def test_another_model_draft_machine_or_switch_is_refused(session, loaded, tmp_p
             opened(path, {**session.header, **{k: {**session.header[k], **v} for k, v in change.items()}})
     free = {**session.header["hardware"], "memory_available_bytes": 1}
     opened(path, {**session.header, "hardware": free})  # free memory changes by itself
-    monkeypatch.setenv("LONGDRAFT_PACK", "0")
+    monkeypatch.setenv("LONGDRAFT_NATIVE", "0")
     with pytest.raises(ConfigError):
         Session(loaded).open(path)
     folder, other = small_lm(tmp_path / "lm", vocab=61), tmp_path / "draft.jsonl"

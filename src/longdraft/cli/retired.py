@@ -6,8 +6,16 @@ from collections.abc import Iterable
 
 from longdraft.cli.options import SettingError
 
+_NEEDLES = "RULER's needles are data: --data niah_single, niah_multikey or vt, or niah_single=FILE in a text of yours"
 _OPTIONS = {
     "bench": {"--snapshots": "--one-prefill reads each prompt once for all methods"},
+    "bench quality": {
+        "--drift": "ROUGE-L and the target's nats say what partial verification costs",
+        "--no-drift": "hidden states are not compared any more: leave it out",
+        **dict.fromkeys(
+            ("--needle", "--needle-depths", "--needle-context", "--needle-samples", "--needle-kinds"), _NEEDLES
+        ),
+    },
 }
 
 
