@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from longdraft import LoadedModel, Sampling, Speculator
-from longdraft.bench import profile as profiling
 from longdraft.bench.contenders import Job
 from longdraft.bench.data import Sample
 from longdraft.bench.profile import PARTS, held_bytes, profile
@@ -14,7 +13,6 @@ from longdraft.bench.prompts import batches, prepare
 from longdraft.bench.results import line
 from longdraft.bench.run import Bench
 from longdraft.bench.settings import Settings
-from longdraft.memory.prompt_cache import PromptCache
 from tests.drafts import random_draft, random_eagle3
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -112,13 +110,6 @@ def test_a_batch_and_a_draw(loaded, drafts):
 
 def test_nothing_after_the_first_token(loaded, drafts):
     assert profile(spec_of(loaded, drafts, "ar"), job(max_tokens=1)) is None
-
-
-def test_it_starts_from_kept_kv(loaded, drafts):
-    cache = PromptCache()
-    spec = spec_of(loaded, drafts, "ar")
-    spec.generate(list(PROMPT), max_new_tokens=4, eos_token_ids=[], cache=cache)
-    assert profile(spec, job(), cache).rounds == profiling.ROUNDS
 
 
 def test_held_bytes_counts_a_storage_once():

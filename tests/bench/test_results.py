@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import replace
 
 import pytest
@@ -16,7 +15,6 @@ from longdraft.bench.prompts import grid, prepare
 from longdraft.bench.results import header, opened, read
 from longdraft.bench.run import Bench, Disagreement
 from longdraft.bench.settings import Settings
-from longdraft.bench.ties import Difference
 from longdraft.errors import CheckpointError, ConfigError
 from tests.drafts import small_lm
 from tests.tiny import tiny_model
@@ -67,9 +65,11 @@ def test_what_was_written_comes_back(session, tmp_path):
 
 def test_differences_come_back(session, tmp_path):
     file = session.open(tmp_path / "r.jsonl")
-    found = [Difference(3, 5, 6, 0.25, True), Difference(1, None, 6, math.inf)]
-    differences = [Disagreement("prompt-lookup", "a", "a:0", one) for one in found]
-    measured = replace(session.bench.measure(session.groups[0]), disagreements=differences)
+    differences = [
+        Disagreement("prompt-lookup", "a", "a:0", 3, 5, 6, 0.25, True),
+        Disagreement("prompt-lookup", "a", "a:0", 1, None, 6, None, False),
+    ]
+    measured = replace(session.bench.measure(session.groups[0]), differences=differences)
     file.append(measured)
     assert read(tmp_path / "r.jsonl")[1] == [measured]
 

@@ -62,7 +62,7 @@ def test_a_table_of_speed(reproduce, drafts, tmp_path):
     assert any("paper: 32,768" in text for text in found["differs"])
     assert "paper, QwQ-32B" in ended.out and "18.92" in ended.out
     again = reproduce(*given)
-    assert "already; 0 are left" in again.err
+    assert "1 measurements are in" in again.err and "0 are left" in again.err
     assert last(again)["rows"] == found["rows"]
     other = reproduce("longspec", "fig7", "--draft", drafts["longspec"], "--results", path)
     assert other.code == 2 and "table" in other.err

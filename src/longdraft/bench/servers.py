@@ -44,7 +44,7 @@ class Server:
         try:
             from openai import OpenAI, OpenAIError
         except ImportError:
-            raise CapabilityError('--url needs the package openai: pip install "longdraft[train]".') from None
+            raise CapabilityError('--url needs the package openai: pip install "longdraft[bench]".') from None
         self.name, self.url = name, url.rstrip("/").removesuffix("/v1")
         self._key, self._failure = key, OpenAIError
         self._client = OpenAI(base_url=f"{self.url}/v1", api_key=key or "none", timeout=_SECONDS, max_retries=0)
