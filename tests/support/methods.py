@@ -244,6 +244,7 @@ class Workshop:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._drafts: dict[tuple[str, int], Path] = {}
+        self._known: list[PreTrainedModel] = []  # kept, so that no other one gets its id
         self._written: dict[tuple[Any, ...], list[list[int]]] = {}
 
     def draft(self, kind: str, model: PreTrainedModel) -> Path:
@@ -251,6 +252,7 @@ class Workshop:
         known = (kind, id(model))
         if known not in self._drafts:
             self._drafts[known] = DRAFTS[kind](self._folder / f"{len(self._drafts)}", model)
+            self._known.append(model)
         return self._drafts[known]
 
     def given(self, case: Case, model: PreTrainedModel | None = None) -> dict[str, Any]:
@@ -281,6 +283,7 @@ class Workshop:
         if known not in self._written:
             results = generate(Speculator("ar", target=model), prompts, n, sampling, seed)
             self._written[known] = tokens(results)
+            self._known.append(model)
         return self._written[known]
 
 
