@@ -194,7 +194,7 @@ def test_a_server_that_breaks_off(stub, tmp_path, fault, said):
     with pytest.raises(CapabilityError, match=said) as caught:
         run(stub, tmp_path / "a.jsonl")
     have = len(rows_of(tmp_path / "a.jsonl"))
-    assert 3 <= have <= 5 and "continues from there" in str(caught.value)
+    assert 1 <= have <= 5 and "continues from there" in str(caught.value)
 
 
 def test_prompts_that_a_server_refuses(stub, tmp_path, monkeypatch):
