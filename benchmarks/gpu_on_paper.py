@@ -191,29 +191,22 @@ def longspec(m: Model, b: int, n: int, a: float, view: int | None = None, vocabu
     return [(1, draft + forward(m, b, sum(WIDTHS) + 1, n)), *update]
 
 
-def eagle3_draft(m: Model, b: int, a: float, seen: int, depth: int = DEPTH) -> Cost:
+def eagle3_draft(m: Model, b: int, a: float, seen: int) -> Cost:
     """The root after the new tokens, then the best nodes of each level."""
-    levels = [eagle3_level(m, b, TOP_K, TOP_K, seen + i * TOP_K, root=False) for i in range(1, depth)]
+    levels = [eagle3_level(m, b, TOP_K, TOP_K, seen + i * TOP_K, root=False) for i in range(1, DEPTH)]
     return sum(levels, eagle3_level(m, b, round(a), 1, seen, root=True))
 
 
-def opt_levels(a: float) -> int:
-    """Levels of an OPT-Tree at most: each but the first must follow one that promised the threshold."""
-    return 1 + int((a - 1) / THRESHOLD)
-
-
-def eagle3(m: Model, b: int, n: int, a: float, retrieval: bool = False) -> Round:
-    """Its own tree on all of its KV; with retrieval, SpecExtend's on the rows that are retrieved."""
-    if not retrieval:
-        return [(1, eagle3_draft(m, b, a, n) + forward(m, b, NODES, n))]
-    one = eagle3_draft(m, b, a, RETRIEVED, opt_levels(a)) + forward(m, b, OPT_NODES, n)
-    return [(1, one), (1 / EVERY, retrieval_update(m, b, n, RETRIEVED))]
+def eagle3(m: Model, b: int, n: int, a: float) -> Round:
+    """Its own tree on all of its KV."""
+    return [(1, eagle3_draft(m, b, a, n) + forward(m, b, NODES, n))]
 
 
 def specextend(m: Model, b: int, n: int, a: float) -> Round:
-    """The 68M draft of the paper's tables, with the target's vocabulary."""
+    """The 68M draft of the paper's tables, with the target's vocabulary. Each level of its OPT-Tree but the first must
+    follow one that promised the threshold."""
     small = Model(768, 3072, 2, 12, 12, 64, m.vocabulary, size=m.size)
-    rows = [round(a), *[TOP_K] * (opt_levels(a) - 1)]
+    rows = [round(a), *[TOP_K] * int((a - 1) / THRESHOLD)]
     draft = [part for i, width in enumerate(rows) for part in forward(small, b, width, SMALL_RETRIEVED + i * TOP_K)]
     update = retrieval_update(m, b, n, SMALL_RETRIEVED, small)
     return [(1, draft + forward(m, b, OPT_NODES, n)), (1 / SMALL_EVERY, update)]
@@ -238,7 +231,6 @@ METHODS: dict[str, tuple[Callable[..., Round], dict[str, tuple[float, float, flo
     "LongSpec, retrieval": (partial(longspec, view=RETRIEVED), LONGSPEC),
     "LongSpec, vocabulary of 32,000": (partial(longspec, vocabulary=32_000), LONGSPEC),
     "EAGLE-3 with YaRN": (eagle3, {"": (4.38, 4.38, 4.48), "Qwen3-8B": (4.23, 4.35, 4.22)}),
-    "EAGLE-3, retrieval": (partial(eagle3, retrieval=True), {"": (3.82, 3.51, 3.51)}),
     "SpecExtend, 68M draft": (specextend, {"": (3.06, 3.07, 3.07)}),
     "SpecPV-4K on EAGLE-3": (specpv, {"": (4.29, 4.43, 4.56), "Qwen3-8B": (3.98, 4.02, 4.06)}),
 }
@@ -249,7 +241,6 @@ STEPS: dict[str, Callable[[Model, int, int], Cost]] = {
     "EAGLE-3 level, 10 nodes": lambda m, b, n: eagle3_level(m, b, 10, 10, n + 60, root=False),
     "SpecPV-4K: partial round, 64 nodes": lambda m, b, n: forward(m, b, 64, PARTIAL + MARGIN // 2),
     "SpecPV-4K: refresh, 64 nodes": lambda m, b, n: refresh(m, b, 64, MARGIN, n),
-    "retrieval update": lambda m, b, n: retrieval_update(m, b, n, RETRIEVED),
 }
 
 

@@ -1,30 +1,12 @@
 """Measures longdraft and llama.cpp on the same GGUF files, in turns, and prints where we stand.
 
     python benchmarks/real_models.py --model NAME=PATH.gguf [--model ...] --llama-bench PATH/llama-bench
-        --prompts FOLDER_OR_JSONL... [--rows plain prompt verify default transformers] [--lengths 512 4096 16384]
-        [--repeats 3] [--transformers] [--json OUT] [--fresh]
+        --prompts FOLDER_OR_JSONL... [--rows plain prompt verify default] [--lengths 512 4096 16384]
+        [--repeats 3] [--json OUT] [--fresh]
 
 With --json, a cell that is finished is in OUT at once, and is not measured again by a later run with the same settings
 unless --fresh is given: a run that was interrupted goes on where it was. Rows of the table:
-"""
 
-from __future__ import annotations
-
-import argparse
-import json
-import sys
-from pathlib import Path
-from typing import Any
-
-import torch
-from real_models_rows import ROWS, Cell, Model
-from rich.console import Console
-from rich.table import Table
-
-from longdraft.bench import machine
-from longdraft.planning.load import SLACK
-
-DEFINITIONS = """\
 plain         tokens/s of decoding one token after the other at a context of so many tokens: ours a greedy forward of
               one row a token, behind a KV store that is filled with random numbers (--real-kv: by reading a text);
               llama.cpp by llama-bench -p 0 -n STEPS -d CONTEXT -fa 1. Medians of turns.
@@ -36,43 +18,231 @@ default       decode tokens/s (new tokens / decode seconds, prefill excluded) of
               after them. A prompt's rate is the median of its repeats; a file's the geometric mean of its prompts.
               mean accepted length: new tokens / target verification forwards, bonus included, prefill's token not
               counted; `ar` is 1.0. different: prompts whose text was not that of `ar`.
-transformers  decode tokens/s of transformers' generate with the weights in float32, on the prompts of `default`.
-              Only with --transformers.
-busy: other processes took so many cores while ours was measured."""
+other_cores   cores that other processes took while ours was measured.
 
-console = Console(width=None if sys.stdout.isatty() else 160)  # tables in a file are as wide as they are
+`longdraft bench --methods hf,llama-cpp` measures transformers' generate and llama.cpp on prompts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, partial
+from pathlib import Path
+from statistics import geometric_mean, median
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import longdraft
+from longdraft import LoadedModel, PromptCache, Speculator
+from longdraft.bench import machine
+from longdraft.bench.data import read
+from longdraft.engine.schedule import verify_trees
+from longdraft.memory.store import KVStore
+from longdraft.model.runner import TargetRunner
+from longdraft.planning.load import OtherProcesses
+from longdraft.trees.builders import chain
+
+Cell = dict[str, Any]
+Cells = Iterator[tuple[str, str, Callable[[], Cell]]]
+
+FILLED, WARM_UP = 1024, 3  # rows of a KV store that are filled at a time; tokens of a warm-up
+# Settings that a cell depends on, besides its file.
+SETTINGS = (
+    "threads", "arithmetic", "repeats", "steps", "new_tokens", "real_kv", "verify_rows", "verify_turns", "data_rows",
+    "prompt_tokens",
+)  # fmt: skip
+console = Console(width=None if sys.stdout.isatty() else 200)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    args = parsed(arguments)
-    torch.set_num_threads(args.threads)
-    found = {} if args.fresh or args.json is None or not args.json.exists() else json.loads(args.json.read_text())
-    cells: dict[str, Cell] = found.get("cells", {})
-    about = {"hardware": machine.hardware() | {"instruction_sets": instruction_sets()}, "versions": machine.versions()}
-    build: dict[str, Any] = found.get("llama_cpp", {})
-    wanted: list[str] = []
-    for name, path in args.models:
-        model, settings = Model(name, path, args, console.print), settings_of(path, args)
-        for row in args.rows:
-            for cell, measure in ROWS[row](model):
-                key = f"{name}/{row}/{cell}"
-                wanted.append(key)
-                if cells.get(key, {}).get("settings") == settings:
-                    console.print(f"{key}: kept from an earlier run")
-                    continue
-                console.print(f"{key} ...")
-                cells[key] = measure() | {"settings": settings}
-                build = model.build or build
-                if args.json:
-                    _write(args.json, about | {"llama_cpp": build, "cells": cells})
-    shown = {key: cells[key] for key in wanted}
-    report(shown, about, build, args)
+class Model:
+    """A GGUF file, and how it is measured.
+
+    Attributes:
+        build: what llama-bench says of itself; empty before its first run.
+    """
+
+    def __init__(self, path: Path, args: Any) -> None:
+        self.path, self.args, self.build = path, args, dict[str, Any]()
+
+    @cached_property
+    def loaded(self) -> LoadedModel:
+        return longdraft.load(self.path, device="cpu", arithmetic=self.args.arithmetic, progress=console.print)
+
+    @cached_property
+    def runner(self) -> TargetRunner:
+        return TargetRunner(self.loaded.model)
+
+    def llama(self, *, prompt: int = 0, new: int = 0, depth: int = 0) -> float:
+        """Tokens a second of one llama-bench run: ``prompt`` tokens read, or ``new`` ones decoded behind ``depth``."""
+        command = [self.args.llama_bench, "-m", self.path, "-t", self.args.threads, "-fa", 1]
+        words = [str(word) for word in (*command, "-p", prompt, "-n", new, "-d", depth, "-r", 1, "-o", "json")]
+        done = subprocess.run(words, capture_output=True, text=True, errors="replace", check=False)
+        if done.returncode:
+            raise SystemExit(f"{' '.join(words)} failed:\n{done.stderr[-2000:]}")
+        (found,) = json.loads(done.stdout)
+        self.build = {name: found.get(name) for name in ("build_commit", "build_number", "model_type")}
+        return float(found["avg_ts"])
+
+    def text(self, tokens: int) -> list[int]:
+        """Token ids of a made-up text, always the same."""
+        made = torch.Generator().manual_seed(tokens)
+        return torch.randint(self.runner.vocab_size, (tokens,), generator=made).tolist()
+
+    def prompts(self, file: Path) -> list[list[int]]:
+        """Prompts of a file that have a length that was asked for and fit the context."""
+        shortest, longest = self.args.prompt_tokens
+        longest, samples = min(longest, self.runner.context_length - self.args.new_tokens), read([file])
+        rows = [samples[i] for i in self.args.data_rows if i < len(samples)]
+        found = [list(sample.encode(self.loaded.tokenizer)) for sample in rows]
+        return [tokens for tokens in found if shortest <= len(tokens) <= longest]
+
+    def filled(self, length: int) -> KVStore:
+        """A store of a made-up text of so many tokens: random keys and values, or with --real-kv those of the text."""
+        store = self.runner.new_store(1, length + self.args.steps + max(self.args.verify_rows))
+        tokens, shape = self.text(length), store.shape
+        for start in range(0, length, FILLED):
+            rows = tokens[start : start + FILLED]
+            if self.args.real_kv:
+                self.runner.forward(store.block([0], [rows], prompt=True), store, logits="none")
+            else:
+                kv = torch.randn(2, shape.layers, shape.kv_heads, len(rows), shape.head_dim).to(shape.dtype)
+                store.put_rows(0, start, *kv)
+            store.commit(0, range(len(rows)))
+        return store
+
+
+def in_turns(model: Model, theirs: Callable[[], float], ours: Callable[[], float]) -> Cell:
+    """Tokens a second of llama.cpp and of ours, one after the other: medians and their ratio."""
+    rates: dict[str, list[float]] = {"ours": [], "llama": []}
+    busy = []
+    for turn in range(model.args.repeats):
+        console.print(f"  turn {turn + 1} of {model.args.repeats}: llama-bench, then ours")
+        rates["llama"].append(theirs())
+        others = OtherProcesses()
+        rates["ours"].append(ours())
+        busy.append(others.cores)
+    own, llama = median(rates["ours"]), median(rates["llama"])
+    return {"ours": own, "llama": llama, "ratio": own / llama, "turns": rates, "other_cores": max(busy)}
+
+
+def plain(model: Model, length: int) -> Cell:
+    steps, store = model.args.steps, model.filled(length)
+    decoding(model, store, WARM_UP)
+    theirs = partial(model.llama, new=steps, depth=length)
+    return in_turns(model, theirs, lambda: steps / decoding(model, store, steps))
+
+
+def decoding(model: Model, store: KVStore, steps: int) -> float:
+    """Seconds of greedy decoding behind a store's text, which is left as it was."""
+    length, token = store.lengths[0], 1
+    start = time.perf_counter()
+    for _ in range(steps):
+        logits = verify_trees(model.runner, store, [0], [chain(token, ())]).logits
+        assert logits is not None
+        token = int(logits[0, 0].argmax())
+        store.commit(0, [0])
+    seconds = time.perf_counter() - start
+    store.truncate(0, length)
+    return seconds
+
+
+def prompt(model: Model, length: int) -> Cell:
+    spec = Speculator("ar", model.loaded.model, model.loaded.tokenizer)
+
+    def ours() -> float:
+        (result,) = spec.generate([model.text(length)], max_new_tokens=1, eos_token_ids=[])
+        return length / result.prefill_seconds
+
+    spec.generate([model.text(64)], max_new_tokens=2, eos_token_ids=[])
+    return in_turns(model, partial(model.llama, prompt=length), ours)
+
+
+def verify(model: Model, length: int) -> Cell:
+    store, others = model.filled(length), OtherProcesses()
+    seconds: dict[int, list[float]] = {rows: [] for rows in (1, *model.args.verify_rows)}
+    for turn in range(-1, model.args.verify_turns):
+        for rows, own in seconds.items():
+            start = time.perf_counter()
+            verify_trees(model.runner, store, [0], [chain(1, range(1, rows))])
+            if turn >= 0:  # the first turn warms up
+                own.append(time.perf_counter() - start)
+    step = median(seconds[1])
+    over = {str(rows): median(own) / step for rows, own in seconds.items() if rows > 1}
+    return {"step_seconds": step, "over_step": over, "other_cores": others.cores}
+
+
+def default(model: Model, file: Path) -> Cell:
+    if not (prompts := model.prompts(file)):
+        return {"skipped": "no prompt of these lengths"}
+    _, spec = specs = [Speculator(name, model.loaded.model, model.loaded.tokenizer) for name in ("ar", None)]
+    spec.planner(console.print)
+    for each in specs:  # what only a first run does
+        each.generate([model.text(64)], max_new_tokens=8, eos_token_ids=[])
+    new, depth = model.args.new_tokens, int(median(map(len, prompts)))
+    theirs, others, found = [model.llama(new=new, depth=depth)], OtherProcesses(), []
+    for i, tokens in enumerate(prompts, 1):
+        console.print(f"  prompt {i} of {len(prompts)}: {len(tokens):,} tokens")
+        cache = PromptCache()
+        runs: dict[str, list[longdraft.Result]] = {"ar": [], "default": []}
+        for _ in range(model.args.repeats):
+            for own, each in zip(runs.values(), specs, strict=True):
+                own += each.generate([tokens], max_new_tokens=new, eos_token_ids=[], cache=cache)
+        texts = {tuple(run.token_ids) for own in runs.values() for run in own}
+        figures = {name: _figures(own) for name, own in runs.items()}
+        found.append({**figures, "prompt_tokens": len(tokens), "same_tokens": len(texts) == 1})
+    busy = others.cores
+    theirs.append(model.llama(new=new, depth=depth))
+    plain_rate, own = (geometric_mean(each[name]["tokens_per_second"] for each in found) for name in ("ar", "default"))
+    rounds, tokens = (sum(each["default"][name] for each in found) for name in ("rounds", "new_tokens"))
+    return {
+        "prompt_tokens": depth,
+        "method": spec.method.name,
+        "default": own,
+        "mean_accepted_length": (tokens - len(found)) / rounds,
+        "ar": plain_rate,
+        "llama": median(theirs),
+        "over_ar": own / plain_rate,
+        "over_llama": own / median(theirs),
+        "prompts": found,
+        "different": sum(not each["same_tokens"] for each in found),
+        "other_cores": busy,
+    }
+
+
+def _figures(runs: Sequence[longdraft.Result]) -> Cell:
+    names = "new_tokens", "rounds", "mean_accepted_length"
+    rate = median(run.tokens_per_second for run in runs)
+    return {"tokens_per_second": rate, **{name: getattr(runs[0], name) for name in names}}
+
+
+ROWS: dict[str, Callable[[Model, Any], Cell]] = {
+    "plain": plain, "prompt": prompt, "verify": verify, "default": default,
+}  # fmt: skip
+
+
+def cells_of(model: Model, row: str) -> Cells:
+    """The row and names of its cells, and what measures each."""
+    if row == "default":
+        for file in model.args.prompt_files:
+            yield row, file.stem, partial(ROWS[row], model, file)
+        return
+    args, limit = model.args, model.runner.context_length
+    more = {"plain": args.steps, "prompt": 1, "verify": max(args.verify_rows)}[row]
+    for length in {"plain": args.lengths, "prompt": args.prompt_lengths, "verify": args.verify_lengths}[row]:
+        skipped = {"skipped": f"the model's context is {limit:,}"}
+        yield row, str(length), partial(ROWS[row], model, length) if length + more <= limit else skipped.copy
 
 
 def parsed(arguments: list[str] | None) -> Any:
-    parser = argparse.ArgumentParser(
-        description=f"{__doc__}\n{DEFINITIONS}", formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", action="append", required=True, metavar="NAME=PATH", dest="models", type=_model)
     parser.add_argument("--llama-bench", type=Path, required=True)
     parser.add_argument("--prompts", type=Path, nargs="+", default=[], help="JSONL files, or folders of them")
@@ -90,16 +260,11 @@ def parsed(arguments: list[str] | None) -> Any:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--arithmetic", choices=["int8", "float32"], help="left out: the file's default")
     parser.add_argument("--real-kv", action="store_true", help="fill KV stores by reading a text")
-    parser.add_argument("--transformers", action="store_true", help="measure transformers too: 4 bytes a weight")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--fresh", action="store_true", help="measure everything again")
     args = parser.parse_args(arguments)
     folders = [sorted(each.glob("*.jsonl")) if each.is_dir() else [each] for each in args.prompts]
     args.prompt_files = [file for files in folders for file in files]
-    if "default" in args.rows and not args.prompt_files:
-        if args.rows != list(ROWS):
-            parser.error("the row `default` needs --prompts")
-        console.print("Without --prompts the row `default` is left out.")
     return args
 
 
@@ -110,114 +275,57 @@ def _model(words: str) -> tuple[str, Path]:
     return name, Path(path)
 
 
-def settings_of(path: Path, args: Any) -> dict[str, Any]:
-    """The settings that a cell depends on, besides its name."""
-    names = ("threads", "arithmetic", "repeats", "steps", "new_tokens", "real_kv", "verify_rows", "verify_turns")
-    more = ("data_rows", "prompt_tokens")
-    return {"file": path.name, "bytes": path.stat().st_size} | {name: getattr(args, name) for name in (*names, *more)}
-
-
-def instruction_sets() -> list[str]:
-    """Vector instructions that the processor says it has; empty where the system does not tell."""
-    wanted = ("sse4", "avx", "amx", "fma", "f16c", "asimd", "sve", "sme", "i8mm", "bf16")
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
-    flags = next((line.split(":", 1)[1].split() for line in lines if line.startswith(("flags", "Features"))), [])
-    return sorted(flag for flag in flags if flag.startswith(wanted))
-
-
-def _write(file: Path, found: dict[str, Any]) -> None:
-    """Writes the whole object or nothing, so that an interrupted run loses no finished cell."""
-    part = file.with_name(f".{file.name}.part")
-    part.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    part.replace(file)
-
-
-def report(cells: dict[str, Cell], about: dict[str, Any], build: dict[str, Any], args: Any) -> None:
-    """Prints the machine, the definitions and a table a row."""
-    hardware = about["hardware"]
-    sets = ", ".join(hardware["instruction_sets"]) or "unknown"
-    console.print()
-    console.print(f"{hardware['cpu']}, {args.threads} threads of {hardware['cores']} cores; instruction sets: {sets}")
+def main(arguments: list[str] | None = None) -> None:
+    args = parsed(arguments)
+    torch.set_num_threads(args.threads)
+    about = {"hardware": machine.hardware(), "versions": machine.versions()}
+    found: dict[str, Any] = {"llama_cpp": {}, "cells": {}}
+    if args.json and args.json.exists() and not args.fresh:
+        found = json.loads(args.json.read_text())
+    found |= about
+    tables: dict[str, dict[tuple[str, str], Cell]] = {}
+    for name, path in args.models:
+        model = Model(path, args)
+        settings = {"file": path.name, "bytes": path.stat().st_size} | {each: getattr(args, each) for each in SETTINGS}
+        for row, cell, measure in (each for kind in args.rows for each in cells_of(model, kind)):
+            key = f"{name}/{row}/{cell}"
+            kept = found["cells"].get(key, {}).get("settings", {})
+            if all(kept.get(each) == value for each, value in settings.items()):
+                console.print(f"{key}: kept from an earlier run")
+            else:
+                console.print(f"{key} ...")
+                found["cells"][key] = measure() | {"settings": settings}
+                found["llama_cpp"] = model.build or found["llama_cpp"]
+                if args.json:  # whole or not at all, so that an interrupted run loses no finished cell
+                    part = args.json.with_name(f".{args.json.name}.part")
+                    part.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+                    part.replace(args.json)
+            tables.setdefault(row, {})[name, cell] = found["cells"][key]
+    hardware, versions, build = (found[each] for each in ("hardware", "versions", "llama_cpp"))
     console.print(
-        f"longdraft {about['versions']['longdraft']} ({args.arithmetic or 'default'} arithmetic), "
-        f"torch {about['versions']['torch']}, llama.cpp {build.get('build_number')} ({build.get('build_commit')})"
+        f"\n{hardware['cpu']}, {args.threads} threads of {hardware['cores']} cores; "
+        f"longdraft {versions['longdraft']} ({args.arithmetic or 'default'} arithmetic), torch {versions['torch']}, "
+        f"llama.cpp {build.get('build_number')} ({build.get('build_commit')})"
     )
-    console.print(DEFINITIONS, highlight=False, markup=False)
-    for row in ROWS:
-        own = {tuple(key.split("/", 2)[::2]): cell for key, cell in cells.items() if key.split("/")[1] == row}
-        if own:
-            console.rule(row)
-            console.print(TABLES[row](own, args))
+    console.print(__doc__.partition("Rows of the table:\n\n")[2], highlight=False, markup=False)
+    for row, own in tables.items():
+        console.rule(row)
+        console.print(table(own))
 
 
-def table(own: dict[Any, Cell], columns: dict[str, Any]) -> Table:
-    """A table with a line a cell.
-
-    Args:
-        columns: heading -> what stands there for a cell.
-    """
-    made = Table("model", "", *columns, box=None)
-    for column in made.columns[1:]:
-        column.justify = "right"
-    for (model, name), cell in own.items():
-        if "skipped" in cell:
-            made.add_row(model, name, cell["skipped"])
-        else:
-            made.add_row(model, name, *(str(value(cell)) for value in columns.values()))
+def table(cells: dict[tuple[str, str], Cell]) -> Table:
+    """A row's cells, a line each: a list as its length, figures as they are."""
+    names = dict.fromkeys(name for cell in cells.values() for name in cell if name not in ("settings", "turns"))
+    made = Table("model", "", *names, box=None)
+    for (model, name), cell in cells.items():
+        made.add_row(model, name, *(_shown(cell.get(each, "")) for each in names))
     return made
 
 
-def rates(own: dict[Any, Cell], args: Any) -> Table:
-    columns = {
-        "ours, tokens/s": lambda cell: f"{cell['ours']:.2f}",
-        "llama.cpp, tokens/s": lambda cell: f"{cell['llama']:.2f}",
-        "ours / llama.cpp": lambda cell: f"{cell['ratio']:.2f}",
-        "busy": busy,
-    }
-    return table(own, columns)
-
-
-def verifications(own: dict[Any, Cell], args: Any) -> Table:
-    columns: dict[str, Any] = {"plain step, ms": lambda cell: f"{1e3 * cell['step_seconds']:.1f}"}
-    for rows in map(str, args.verify_rows):
-        columns[f"{rows} rows"] = lambda cell, rows=rows: f"{cell['over_step'][rows]:.2f}"
-    return table(own, columns | {"busy": busy})
-
-
-def texts(own: dict[Any, Cell], args: Any) -> Table:
-    columns = {
-        "tokens": lambda cell: f"{cell['prompt_tokens']:,}",
-        "method": lambda cell: cell["method"],
-        "tokens/s": lambda cell: f"{cell['default']:.2f}",
-        "accepted": lambda cell: f"{cell['mean_accepted_length']:.2f}",
-        "ar": lambda cell: f"{cell['ar']:.2f}",
-        "llama.cpp": lambda cell: f"{cell['llama']:.2f}",
-        "/ ar": lambda cell: f"{cell['over_ar']:.2f}",
-        "/ llama.cpp": lambda cell: f"{cell['over_llama']:.2f}",
-        "prompts": lambda cell: len(cell["prompts"]),
-        "different": lambda cell: cell["different"],
-        "busy": busy,
-    }
-    return table(own, columns)
-
-
-def peers(own: dict[Any, Cell], args: Any) -> Table:
-    columns = {
-        "tokens": lambda cell: f"{cell['prompt_tokens']:,}",
-        "tokens/s": lambda cell: f"{cell['tokens_per_second']:.2f}",
-        "prompts": lambda cell: len(cell["prompts"]),
-    }
-    return table(own, columns)
-
-
-def busy(cell: Cell) -> str:
-    return f"{cell['other_cores']:.1f}" if cell["other_cores"] > SLACK else ""
-
-
-TABLES = {"plain": rates, "prompt": rates, "verify": verifications, "default": texts, "transformers": peers}
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name}: {_shown(each)}" for name, each in value.items())
+    return f"{value:.2f}" if isinstance(value, float) else str(len(value) if isinstance(value, list) else value)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@ recorded instead of made, and Triton compiles exactly what it would at that laun
 Every tile that the tuner may try is among them, unless --defaults. It ends with code 1 where a kernel spills, does not
 fit a processor, or does not compile.
 
-A cell says registers a thread, shared memory a program in KiB, and how many programs a processor holds at once. A tile
-is query rows x keys, and for the merge output rows x parts.
+shared: bytes of a program; programs: how many a processor holds at once; spills: bytes a thread. A tile is query rows x
+keys, and for the merge output rows x parts.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,6 @@ from longdraft.attention.triton_tuning import Kind
 from longdraft.native.scaled import Scaled
 
 KIB = 1024
-KERNELS = ("prefix", "block", "merge")
 REGISTERS, THREADS, TENSOR_COLUMNS = 65536, 2048, 512  # of a processor
 QUERY_HEADS, KV_HEADS = 32, 8
 # So many rows that a slot's offset does not fit 32 bits any more: the larger of two kinds of offset is compiled.
@@ -51,12 +51,12 @@ SPLITS = (1, 3, 7, 15, 31, 63)
 # What a kernel computes besides, and the flag that says so.
 MORE = {"int8": "SCALED", "windows": "WINDOWED", "caps": "CAPPED", "sinks": "WITH_SINKS"}
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-
-
 # Bytes a thread that the kernels below may spill: two registers.
 SPILLED = 8
 # Bytes of shared memory that one program may have; a processor has a KiB more.
 SHARED = {80: 163 * KIB, 90: 227 * KIB, 100: 227 * KIB}
+
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -81,51 +81,6 @@ def _kind(value: int | float) -> str:
     return "1" if value == 1 else f"{'long' if value >= 2**31 else 'int'}{' of 16' if value % 16 == 0 else ''}"
 
 
-@dataclass(frozen=True)
-class Compiled:
-    """One kernel for one target; bytes a program, ``spills`` in bytes a thread."""
-
-    kernel: str
-    target: int
-    dtype: str
-    head_dim: int
-    tile: str
-    mask: str
-    more: str
-    warps: int
-    stages: int
-    registers: int
-    spills: int
-    shared: int
-    tensor_columns: int
-    product: str
-
-    @property
-    def programs(self) -> int:
-        """Programs that a processor holds at once."""
-        threads = 32 * self.warps
-        # Registers are given out to warps by 256, and each program's shared memory has a KiB more for the system's use.
-        of_a_program = (self.registers * 32 + 255) // 256 * 256 * self.warps
-        most = [THREADS // threads, REGISTERS // of_a_program]
-        most.append((SHARED[self.target] + KIB) // (self.shared + KIB))
-        if self.tensor_columns:
-            most.append(TENSOR_COLUMNS // self.tensor_columns)
-        return min(most)
-
-    @property
-    def wrong(self) -> str:
-        """Problems that keep the kernel from running, or from running well."""
-        # float32 is there to check by, and one merge of head size 256 spills; for sm_100 two kernels that read eight
-        # bits and cap scores do.
-        may = self.dtype == "float32" or (self.target, self.more) == (100, "int8 caps")
-        found = [f"spills {self.spills} bytes a thread"] if self.spills > SPILLED * may else []
-        if self.shared > SHARED[self.target]:
-            found.append(f"{self.shared} bytes of shared memory")
-        elif not self.programs:
-            found.append(f"{self.registers} registers for {32 * self.warps} threads")
-        return ", ".join(found)
-
-
 class Recorder:
     """In a kernel's place: keeps what would be launched."""
 
@@ -140,21 +95,20 @@ class Offline:
     """In the driver's place: a GPU to compile for that is not there."""
 
     def __init__(self, target: int) -> None:
-        self._target = target
-
-    def get_current_device(self) -> int:
-        return self._target
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self._target, 32)
+        self.get_current_target = lambda: GPUTarget("cuda", target, 32)
+        self.get_current_device = lambda: target
+        self.get_current_stream = lambda device: 0
 
 
-recorded: list[Launch] = []
-for _name in (f"{kernel}_kernel" for kernel in KERNELS):
-    setattr(triton_backend, _name, Recorder(getattr(triton_backend, _name), recorded))
+def record(module: Any, *names: str) -> list[Launch]:
+    """Puts recorders in the place of a module's kernels; returns the list that they fill."""
+    into: list[Launch] = []
+    for name in names:
+        setattr(module, f"{name}_kernel", Recorder(getattr(module, f"{name}_kernel"), into))
+    return into
+
+
+recorded = record(triton_backend, "prefix", "block", "merge")
 triton_backend._processors = lambda device: 132
 
 
@@ -179,11 +133,11 @@ def in_int8(rows: torch.Tensor) -> Scaled:
     return Scaled(rows.to(torch.int8), torch.empty(rows.shape[:-1], device="meta"))
 
 
-def launches(dtype: torch.dtype, head_dim: int, sizes: list[int], defaults: bool) -> list[Launch]:
+def launches(dtype: torch.dtype, head_dim: int, sizes: list[int], defaults: bool) -> Iterable[Launch]:
     """Every launch that the backend may make for a dtype and a head size, each once."""
     recorded.clear()
-    # In float32, which is there to check by, heads of 256 spill with eight bits: slow, and not wrong.
-    with_int8 = dtype != torch.float32 or head_dim <= 128
+    scoring = Scoring(30.0, torch.empty(QUERY_HEADS, device="meta"))
+    attend = triton_backend.attend
     for size in sizes:
         q, keys, values, block = inputs(dtype, head_dim, size, tree=size > 1)
         launched = triton_backend.Inputs(q, keys, values, block.slots_t, block.lengths_t, 1.0)
@@ -193,30 +147,25 @@ def launches(dtype: torch.dtype, head_dim: int, sizes: list[int], defaults: bool
         tuned = [default] if defaults or q.element_size() != 2 else triton_tuning.candidates(kind, default)
         for choice in tuned:
             with replaced("_choice", lambda inputs, choice=choice: choice):
-                triton_backend.attend(q, keys, values, block, 1.0)
-        if with_int8:
-            triton_backend.attend(q, in_int8(keys), in_int8(values), block, 1.0)
-        q, keys, values, block = inputs(dtype, head_dim, size, tree=False)
-        triton_backend.attend(q, keys, values, block, 1.0)
-        if with_int8:
-            triton_backend.attend(q, in_int8(keys), in_int8(values), block, 1.0)
-        scoring = Scoring(30.0, torch.empty(QUERY_HEADS, device="meta"))
+                attend(q, keys, values, block, 1.0)
         for tree in {False, size > 1}:
             q, keys, values, block = inputs(dtype, head_dim, size, tree)
-            windows = torch.zeros(1, size, dtype=torch.int32, device="meta")
-            triton_backend.attend(q, keys, values, replace(block, begins=windows), 1.0, scoring)
-            if with_int8:
-                triton_backend.attend(q, in_int8(keys), in_int8(values), block, 1.0, scoring)
+            windowed = replace(block, begins=torch.zeros(1, size, dtype=torch.int32, device="meta"))
+            # In float32, which is there to check by, heads of 256 spill with eight bits: slow, and not wrong.
+            in_bits = [(in_int8(keys), in_int8(values))] if dtype != torch.float32 or head_dim <= 128 else []
+            for k, v in [(keys, values), *in_bits]:
+                attend(q, k, v, block, 1.0)
+                attend(q, k, v, windowed if k is keys else block, 1.0, scoring)
     if 1 in sizes:  # Triton makes constants of numbers that are 1: all at once
         q, keys, values, block = inputs(dtype, head_dim, 1, tree=False, heads=(1, 1))
         with replaced("_choose_splits", lambda *args: 1):
-            triton_backend.attend(q, keys, values, replace(block, offset=1), 1.0)
+            attend(q, keys, values, replace(block, offset=1), 1.0)
     q, keys, values, block = inputs(dtype, head_dim, sizes[-1], tree=True)
     for splits in () if defaults else SPLITS:
         with replaced("_choose_splits", lambda *args, splits=splits: splits):
-            triton_backend.attend(q, keys, values, block, 1.0)
+            attend(q, keys, values, block, 1.0)
         triton_backend.prefix_attention(q, keys, values, block.slots_t, block.lengths_t, 1.0, PREFIX, splits)
-    return list({launch.key: launch for launch in recorded}.values())
+    return {launch.key: launch for launch in recorded}.values()
 
 
 @contextmanager
@@ -230,29 +179,41 @@ def replaced(name: str, by: Callable[..., Any]) -> Iterator[None]:
         setattr(triton_backend, name, own)
 
 
-def compile_for(launch: Launch, target: int) -> Compiled:
+def compiled(launch: Launch, target: int) -> Row:
     """Compiles for one target, as the launch on such a GPU would."""
     driver.set_active(Offline(target))
     made = launch.kernel.warmup(*launch.args, grid=launch.grid, **launch.options)
-    o, ptx = launch.options, made.asm["ptx"]
+    o, ptx, warps, shared = launch.options, made.asm["ptx"], made.metadata.num_warps, made.metadata.shared
     registers, spills = usage(made.asm["cubin"])
     merge = "BLOCK_P" in o
-    return Compiled(
-        kernel=launch.kernel.__name__.removesuffix("_kernel"),
-        target=target,
-        dtype=str(launch.args[2 if merge else 0].dtype).removeprefix("torch."),
-        head_dim=o["HEAD_DIM"],
-        tile=f"{o['BLOCK_R']} x {o['BLOCK_P']}" if merge else f"{o['BLOCK_M']} x {o['BLOCK_N']}",
-        mask={None: "", True: "causal", False: "tree"}[o.get("CAUSAL")],
-        more=" ".join(name for name, flag in MORE.items() if o.get(flag)),
-        warps=made.metadata.num_warps,
-        stages=o.get("num_stages", 0),
-        registers=registers,
-        spills=spills,
-        shared=made.metadata.shared,
-        tensor_columns=getattr(made.metadata, "tmem_size", 0) or 0,
-        product=next((name for name in ("tcgen05.mma", "wgmma", "mma.sync") if name in ptx), ""),
-    )
+    dtype = str(launch.args[2 if merge else 0].dtype).removeprefix("torch.")
+    # Registers are given out to warps by 256, and each program's shared memory has a KiB more for the system's use.
+    of_a_program = (registers * 32 + 255) // 256 * 256 * warps
+    most = [THREADS // (32 * warps), REGISTERS // of_a_program, (SHARED[target] + KIB) // (shared + KIB)]
+    if columns := getattr(made.metadata, "tmem_size", 0):
+        most.append(TENSOR_COLUMNS // columns)
+    more = " ".join(name for name, flag in MORE.items() if o.get(flag))
+    # float32 is there to check by, and one merge of head size 256 spills; for sm_100 two kernels that read eight bits
+    # and cap scores do.
+    may = SPILLED * (dtype == "float32" or (target, more) == (100, "int8 caps"))
+    return {
+        "kernel": launch.kernel.__name__.removesuffix("_kernel"),
+        "dtype": dtype,
+        "head_dim": o.get("HEAD_DIM", ""),
+        "tile": f"{o.get('BLOCK_R', o.get('BLOCK_M', ''))} x {o.get('BLOCK_P', o.get('BLOCK_N', ''))}".strip(" x"),
+        "mask": {None: "", True: "causal", False: "tree"}[o.get("CAUSAL")],
+        "more": more,
+        "target": target,
+        "warps": warps,
+        "stages": o.get("num_stages", ""),
+        "registers": registers,
+        "spills": spills,
+        "shared": shared,
+        "programs": min(most),
+        "product": next((name for name in ("tcgen05.mma", "wgmma", "mma.sync") if name in ptx), ""),
+        "fma": len(re.findall(r"fma\.rn\.(?:bf16|f16)", ptx)),  # these do not round the product
+        "wrong": spills > may or shared > SHARED[target] or not min(most),
+    }
 
 
 def usage(cubin: bytes) -> tuple[int, int]:
@@ -266,59 +227,48 @@ def usage(cubin: bytes) -> tuple[int, int]:
     return int(found["REG"]), int(found["STACK"]) + int(found["LOCAL"])
 
 
-def table(rows: list[Compiled]) -> Iterator[str]:
-    """Markdown: kernels and tiles down, targets across. Of variants with the same tile (one row, several) the worst."""
-    targets = sorted({row.target for row in rows})
-    cells: dict[tuple[Any, ...], dict[int, Compiled]] = {}
-    for row in sorted(rows, key=lambda row: (KERNELS.index(row.kernel), bool(row.wrong), row.registers)):
-        own = (row.kernel, row.dtype, row.head_dim, row.tile, row.mask, row.more, row.warps, row.stages or "")
-        cells.setdefault(own, {})[row.target] = row
-    columns = [
-        "kernel",
-        "dtype",
-        "head size",
-        "tile",
-        "mask",
-        "besides",
-        "warps",
-        "stages",
-        *(f"sm_{t}" for t in targets),
-    ]
-    yield f"| {' | '.join(columns)} |"
-    yield "|---" * len(columns) + "|"
-    for own in sorted(cells, key=lambda own: (KERNELS.index(own[0]), *own[1:3], [int(x) for x in own[3].split(" x ")])):
-        found = [cells[own].get(target) for target in targets]
-        yield "| " + " | ".join([*(str(x) for x in own), *("" if row is None else _cell(row) for row in found)]) + " |"
+def parser(description: str | None) -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--targets", type=int, nargs="+", default=list(SHARED), choices=list(SHARED))
+    made.add_argument("--dtypes", nargs="+", default=["bfloat16", "float16", "float32"])
+    made.add_argument("--json", type=Path)
+    return made
 
 
-def _cell(row: Compiled) -> str:
-    return f"{row.registers}, {row.shared / KIB:.0f} KiB, {row.programs}" + (f" **{row.wrong}**" if row.wrong else "")
+def compile_all(found: Iterable[tuple[str, Launch]], args: argparse.Namespace) -> int:
+    """Compiles named launches for all targets, and prints a row each; returns the script's exit code."""
+    rows: list[Row] = []
+    failed: list[str] = []
+    for name, launch in found:
+        for target in args.targets:
+            try:
+                row = compiled(launch, target) | {"model": name}
+            except Exception as error:  # whatever a compiler may say
+                failed.append(f"sm_{target} {launch.key}: {error}")
+                print(failed[-1], file=sys.stderr)
+                continue
+            if not rows:
+                print("| " + " | ".join(row) + " |\n" + "|---" * len(row) + "|")
+            rows.append(row)
+            print("| " + " | ".join(map(str, row.values())) + " |", flush=True)
+    if args.json:
+        args.json.write_text(json.dumps({"triton": triton.__version__, "rows": rows, "failed": failed}, indent=1))
+    return int(bool(failed) or any(row["wrong"] for row in rows))
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--targets", type=int, nargs="+", default=list(SHARED), choices=list(SHARED))
-    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float16", "float32"])
-    parser.add_argument("--heads", type=int, nargs="+", default=[64, 128])
-    parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES))
-    parser.add_argument("--defaults", action="store_true", help="only what is launched where nothing was tuned")
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    rows, failed = [], []
-    for dtype in args.dtypes:
-        for head_dim in args.heads:
-            for launch in launches(getattr(torch, dtype), head_dim, args.sizes, args.defaults):
-                for target in args.targets:
-                    try:
-                        rows.append(compile_for(launch, target))
-                    except Exception as error:  # whatever a compiler may say
-                        failed.append(f"sm_{target} {launch.key}: {error}")
-                        print(failed[-1], file=sys.stderr)
-    print("\n".join(table(rows)))
-    if args.json:
-        content = [asdict(row) | {"programs": row.programs, "wrong": row.wrong} for row in rows]
-        args.json.write_text(json.dumps({"triton": triton.__version__, "rows": content, "failed": failed}, indent=1))
-    return int(bool(failed) or any(row.wrong for row in rows))
+    options = parser(__doc__)
+    options.add_argument("--heads", type=int, nargs="+", default=[64, 128])
+    options.add_argument("--sizes", type=int, nargs="+", default=list(SIZES))
+    options.add_argument("--defaults", action="store_true", help="only what is launched where nothing was tuned")
+    args = options.parse_args()
+    found = (
+        ("", launch)
+        for dtype in args.dtypes
+        for head_dim in args.heads
+        for launch in launches(getattr(torch, dtype), head_dim, args.sizes, args.defaults)
+    )
+    return compile_all(found, args)
 
 
 if __name__ == "__main__":

@@ -8,28 +8,12 @@ where a kernel spills, does not fit a processor, or does not compile.
 
 from __future__ import annotations
 
-import argparse
-import json
-import re
 import sys
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
-from triton_compiled import (
-    CAPACITY,
-    REGISTERS,
-    SHARED,
-    SPILLED,
-    Launch,
-    Offline,
-    Recorder,
-    usage,
-)  # before triton is imported
+from triton_compiled import CAPACITY, Launch, compile_all, parser, record  # before triton is imported
 
 import torch  # isort: skip
-from triton.runtime import driver
-
 from longdraft.attention import fixed_order_kernel, tree_kernel
 from longdraft.model import gpu_kernels
 
@@ -42,25 +26,20 @@ MODELS = {
 }
 ROWS = (1, 64)
 
-recorded: list[Launch] = []
-FIXED_ORDER = "prefix_sums", "path_sums", "join"
-for _module, _names in (
-    (gpu_kernels, ("norm", "rope", "silu")),
-    (tree_kernel, ("tree",)),
-    (fixed_order_kernel, FIXED_ORDER),
-):
-    for _name in _names:
-        setattr(_module, f"{_name}_kernel", Recorder(getattr(_module, f"{_name}_kernel"), recorded))
+recorded = (
+    record(gpu_kernels, "norm", "rope", "silu"),
+    record(tree_kernel, "tree"),
+    record(fixed_order_kernel, "prefix_sums", "path_sums", "join"),
+)
 
 
 def launches(dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
     """Each different launch of a layer, with the first model that makes it."""
     seen = set()
     for name, sizes in MODELS.items():
-        recorded.clear()
         for rows in ROWS:
             _layer(dtype, rows, *sizes)
-        for launch in recorded:
+        for launch in (launch for own in recorded for launch in own):
             if launch.key not in seen:
                 seen.add(launch.key)
                 yield name, launch
@@ -92,43 +71,6 @@ def _layer(
     fixed_order_kernel.fixed_order_attention(q, keys, keys, numbers, numbers, paths, counts, 65536, d**-0.5)
 
 
-def compiled(launch: Launch, target: int) -> dict[str, Any]:
-    """Compiles for one target, as the launch on such a GPU would."""
-    driver.set_active(Offline(target))
-    made = launch.kernel.warmup(*launch.args, grid=launch.grid, **launch.options)
-    registers, spills = usage(made.asm["cubin"])
-    warps, shared = made.metadata.num_warps, made.metadata.shared
-    fits = registers * 32 * warps <= REGISTERS and shared <= SHARED[target]
-    dtype = str(launch.args[0].dtype).removeprefix("torch.")
-    row = {"kernel": launch.kernel.__name__, "dtype": dtype, "target": target, "warps": warps, "registers": registers}
-    row["fma"] = len(re.findall(r"fma\.rn\.(?:bf16|f16)", made.asm["ptx"]))  # these do not round the product
-    return row | {"spills": spills, "shared": shared, "wrong": spills > SPILLED or not fits}
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--targets", type=int, nargs="+", default=list(SHARED), choices=list(SHARED))
-    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float16", "float32"])
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    rows, failed = [], []
-    print("| kernel | dtype | model | target | warps | registers | spills | shared |\n" + "|---" * 8 + "|")
-    for dtype in args.dtypes:
-        for model, launch in launches(getattr(torch, dtype)):
-            for target in args.targets:
-                try:
-                    row = compiled(launch, target) | {"model": model}
-                except Exception as error:  # whatever a compiler may say
-                    failed.append(f"sm_{target} {launch.key}: {error}")
-                    print(failed[-1], file=sys.stderr)
-                    continue
-                rows.append(row)
-                cells = ("kernel", "dtype", "model", "target", "warps", "registers", "spills", "shared")
-                print("| " + " | ".join(str(row[cell]) for cell in cells) + " |")
-    if args.json:
-        args.json.write_text(json.dumps({"rows": rows, "failed": failed}, indent=1))
-    return int(bool(failed) or any(row["wrong"] for row in rows))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    args = parser(__doc__).parse_args()
+    sys.exit(compile_all((each for dtype in args.dtypes for each in launches(getattr(torch, dtype))), args))

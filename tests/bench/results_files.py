@@ -6,29 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-MACHINE = {
-    "cpu": "A Processor",
-    "cores": 2,
-    "threads": 2,
-    "memory_bytes": 2**34,
-    "memory_available_bytes": 2**33,
-    "gpus": [],
-}
-TREE = {
-    "tokens": [" the", " cat", " <b>dog</b>", "\n"],
-    "parents": [-1, 0, 0, 1],
-    "log_probs": [0.0, -0.5, -1.0, -0.1],
-    "path": [0, 1],
-    "bonus": " sat",
-    "mode": "full",
-}
-PROFILE = {
-    "rounds": 8,
-    "seconds": {"draft": 0.01, "attention": 0.02, "forward": 0.05, "rest": 0.001},
-    "prefix_share": 0.97,
-    "memory": {"weights": 2**29, "packed": 0, "kv": 2**25, "draft": 2**26},
-    "tree": TREE,
-}
+MACHINE = {"cpu": "A Processor", "cores": 2, "threads": 2, "memory_bytes": 2**34, "gpus": []}
 
 
 def header(names: tuple[str, ...] = ("ar", "longspec", "hf"), **over: Any) -> dict[str, Any]:

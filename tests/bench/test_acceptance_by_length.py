@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longdraft import LoadedModel, Sampling, Speculator
-from longdraft.bench import acceptance_report, charts
+from longdraft.bench import charts
+from longdraft.bench import length as reports
 from longdraft.bench.acceptance import Acceptance, Accepted, Asked, Short, by_default, stretches, texts
 from longdraft.bench.data import Sample
 from longdraft.bench.settings import Settings
-from longdraft.errors import ContextError, PromptError
 from longdraft.model.checkpoints import stretch_rope
 from longdraft.model.runner import TargetRunner
 from tests.drafts import random_draft, random_eagle3, small_lm
@@ -59,42 +59,24 @@ def measuring(load, drafts, temperatures=(0.0, 1.0), factor=None):
 def test_every_run_is_what_the_method_does_alone(load, drafts):
     """With nothing read before, and on the stretched target where the length asks for it."""
     bench = measuring(load, drafts)
-    work, _ = bench.work(SAMPLES[1:2], (64, 200, 300), Short.leave)
-    assert {factor: [[t.length for t in own] for own in rows.values()] for factor, rows in work.items()} == {
-        None: [[64, 200]],
-        2.0: [[300]],
-    }
-    for factor, rows in work.items():
-        bench.stretch(factor)
-        loaded = load(factor)
-        for own in rows.values():
-            found = list(bench.measure(own))
-            assert {run.asked for run in found} == set(bench.asked(own, factor))
-            prompts = {text.digest: text for text in own}
-            for run in found:
-                options = bench.settings.options(run.asked.method)
-                spec = Speculator(run.asked.method, loaded.model, plan="fixed", **options)
-                sampling = Sampling(temperature=run.asked.temperature)
-                (alone,) = spec.generate(
-                    [list(prompts[run.asked.prompt].tokens)], max_new_tokens=TOKENS, sampling=sampling,
-                    seed=prompts[run.asked.prompt].seed, eos_token_ids=[],
-                )  # fmt: skip
-                assert run.prompt_tokens == run.asked.length
-                assert (run.new_tokens, run.verifications) == (TOKENS - 1, alone.rounds)
-                assert len(run.accepted) == alone.rounds
-
-
-def test_runs_that_are_there_are_not_made_again(load, drafts):
-    bench = measuring(load, drafts, (0.0,))
-    work, _ = bench.work(SAMPLES[:1], (64, 100), Short.leave)
-    (own,) = work[None].values()
-    ticked = []
-    found = list(bench.measure(own, tick=ticked.append))
-    assert [run.asked for run in found] == ticked
-    assert [a.length for a in ticked if a.method == "longspec"] == [100, 64]  # the text is read once
-    (again,) = bench.measure(own, set(ticked[1:]))
-    assert again == found[0]
-    assert Accepted.parsed(json.loads(json.dumps(found[0], default=vars))) == found[0]
+    steps = bench.steps(SAMPLES[1:2], (64, 200, 300), Short.leave)
+    assert [{(key.rope_factor, key.length) for key in step.keys} for step in steps] == [
+        {(None, 64), (None, 200)}, {(2.0, 300)},
+    ]  # fmt: skip
+    for step, factor in zip(steps, (None, 2.0), strict=True):
+        loaded, found = load(factor), list(step.measure(step.keys, print))
+        assert {run.asked for run in found} == set(step.keys)
+        for run in found:
+            (text,), _ = texts(SAMPLES[1:2], run.asked.length, 10_000, loaded.tokenizer, Short.leave)
+            options = bench.settings.options(run.asked.method)
+            spec = Speculator(run.asked.method, loaded.model, plan="fixed", **options)
+            (alone,) = spec.generate(
+                [list(text.tokens)], max_new_tokens=TOKENS, sampling=Sampling(temperature=run.asked.temperature),
+                seed=text.seed, eos_token_ids=[],
+            )  # fmt: skip
+            assert run.prompt_tokens == run.asked.length
+            assert (run.new_tokens, run.verifications) == (TOKENS - 1, alone.rounds)
+            assert len(run.accepted) == alone.rounds
 
 
 @given(st.lists(st.integers(1, 100_000), min_size=1), st.integers(1, 10_000))
@@ -130,19 +112,6 @@ def test_texts_that_are_too_short():
     assert [len(t.tokens) for t in cut(200, Short.leave, room=150)[0]] == [150, 150]
 
 
-def test_texts_have_the_system_prompt_within_their_length():
-    (text,), _ = texts(SAMPLES[:1], 200, 10_000, tiny_tokenizer(chat=True), Short.leave, system="be brief")
-    assert len(text.tokens) == 200 and "be brief" in tiny_tokenizer(chat=True).decode(text.tokens)
-
-
-def test_what_cannot_be(load, drafts):
-    bench = measuring(load, drafts)
-    with pytest.raises(PromptError):
-        bench.work(SAMPLES, (2000,), Short.leave)
-    with pytest.raises(ContextError):
-        measuring(load, drafts, factor=2.0).work(SAMPLES, (600,), Short.leave)
-
-
 def test_the_drafts_that_come_along(load, drafts, shipped_in):
     target = TargetRunner(load(None).model)
     assert by_default(target) == ()
@@ -164,7 +133,7 @@ def run_of(new_tokens, verifications, sample="a:0", **over):
 @given(st.lists(st.integers(10, 40), min_size=2, max_size=9))
 def test_the_spread_of_prompts_that_weigh_alike_is_that_of_their_mean(tokens):
     runs = [run_of(n, 10, f"a:{i}") for i, n in enumerate(tokens)]
-    (row,) = acceptance_report.document(runs, ("m",), (), True)["rows"]
+    (row,) = reports.acceptance(runs, ("m",), (), True)["rows"]
     each = [n / 10 for n in tokens]
     assert row["mean_accepted_length"] == pytest.approx(mean(each))
     assert row["standard_error"] == pytest.approx(stdev(each) / len(each) ** 0.5, abs=1e-9)
@@ -176,7 +145,7 @@ def test_rows_and_tables():
         run_of(20, 10), run_of(10, 2, "b:0", dataset="b"), run_of(8, 4, length=128, rope_factor=2.0),
         run_of(6, 6, "b:1", dataset="b", method="n", temperature=1.0), run_of(0, 0, "a:9"),
     ]  # fmt: skip
-    found = acceptance_report.document(runs, ("m", "n"), ["said"], False)
+    found = reports.acceptance(runs, ("m", "n"), ["said"], False)
     rows = {(r["method"], r["temperature"], r["dataset"], r["length"]): r for r in found["rows"]}
     # Tokens over verifications of all prompts, not the mean of their ratios; an answer of one token has none.
     whole = rows["m", 0.0, None, 64]
@@ -185,10 +154,10 @@ def test_rows_and_tables():
     assert rows["m", 0.0, "b", 64]["standard_error"] is None
     assert rows["n", 1.0, "b", 64]["mean_accepted_length"] == 1.0
     assert found["notes"] == ["said"] and not found["complete"]
-    titles = [title for title, _ in acceptance_report.tables(found, 2)]
+    shown = reports.acceptance_report(found, 2)
+    titles = [title for title, _ in shown.tables]
     assert titles[0] == "Mean accepted length: all data sets, greedy"
     assert "Accepted by depth: b, T = 1" in titles
     pytest.importorskip("matplotlib")
-    figures = acceptance_report.figures(found)
-    assert list(figures) == [0.0, 1.0]
-    assert all(charts.image(figure, "svg").startswith(b"<?xml") for figure in figures.values())
+    assert list(shown.figures) == ["t0", "t1"]
+    assert all(charts.image(make()).startswith(b"<?xml") for make in shown.figures.values())

@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 
 from longdraft.bench import tasks
-from longdraft.bench.needle_drafts import NAMED
+from longdraft.bench.needle import NAMED
 from longdraft.bench.papers import PAPERS, paper_named, table_of
 from longdraft.bench.papers.table import FIGURES, Kind
 from longdraft.bench.peers import PEERS
 from longdraft.bench.quality import FULL
 from longdraft.bench.reproduce.scaled import Scaled
-from longdraft.bench.reproduce.texts import Sources, stand_ins
 from longdraft.errors import RequestError
 from longdraft.methods import METHODS
 
@@ -27,8 +26,8 @@ def test_a_table_names_what_exists(paper, table):
     lines, columns = [line.name for line in table.lines], [column.name for column in table.columns]
     assert len({*lines}) == len(lines) and len({*columns}) == len(columns)
     assert table.baseline in known | {*lines}
-    for published in table.published:
-        assert published.line in lines and published.column in columns
+    for _, line, column, _ in table.published:
+        assert line in lines and column in columns
     for line, column in table.cells():
         if table.kind in (Kind.speed, Kind.quality) and line.method in METHODS:
             known, options = METHODS[line.method], Scaled(table, small=True).options(line, column)
@@ -38,10 +37,7 @@ def test_a_table_names_what_exists(paper, table):
 
 def test_figures_are_the_papers():
     def value(paper, table, *key):
-        (found,) = (
-            p.value for p in table_of(PAPERS[paper], table).published if (p.model, p.line, p.column, p.figure) == key
-        )
-        return found
+        return table_of(PAPERS[paper], table).published[key]
 
     assert value("longspec", "1", "LC-13B", "LongSpec", "RepoBench-P", "tokens_per_second") == 96.96
     assert value("longspec", "4", "LC-7B", "LongSpec", "25k-32k", "rest_ms") == 6.28
@@ -53,32 +49,39 @@ def test_figures_are_the_papers():
 
 def test_the_papers_own_ratios_hold():
     """Figures that were copied wrongly would break the speed-ups that the papers' texts give."""
-    longspec = {(p.model, p.line, p.column): p.value for p in table_of(PAPERS["longspec"], "1").published
-                if p.figure == "tokens_per_second"}  # fmt: skip
-    speedups = {key: rate / longspec[key[0], "Vanilla FA", key[2]] for key, rate in longspec.items()}
-    assert speedups["LC-13B", "LongSpec", "RepoBench-P"] == pytest.approx(3.26, abs=0.005)
-    assert speedups["V-7B", "MagicDec", "GovReport"] == pytest.approx(0.91, abs=0.005)
+    published = table_of(PAPERS["longspec"], "1").published
+    assert published["LC-13B", "LongSpec", "RepoBench-P", "speedup"] == pytest.approx(3.26, abs=0.005)
+    assert published["V-7B", "MagicDec", "GovReport", "speedup"] == pytest.approx(0.91, abs=0.005)
 
 
 def test_small_scale_shrinks_lengths_and_budgets():
-    scaled = Scaled(table_of(PAPERS["specpv"], "fig 6"), small=True)
+    scaled = Scaled(table_of(PAPERS["specpv"], "table 4"), small=True)
     line, column = scaled.table.lines[0], scaled.table.columns[0]
-    assert scaled.options(line, column) == {"drafter": "eagle3", "budget": 256, "margin": 5}
+    assert scaled.options(line, column) == {"drafter": "eagle3", "budget": 256, "reduction": "mean"}
     assert scaled.tokens(column) == 2048 and Scaled(scaled.table, small=False).tokens(column) is None
     assert any("are an eighth of the paper's" in text for text in scaled.differs())
 
 
-def test_questions_stand_in_for_questions():
-    (sample,) = stand_ins("hotpotqa")[:1]
-    assert (sample.dataset, sample.score) == ("hotpotqa", "found") and sample.answers
-    assert "niah_multikey in the place of hotpotqa" in Sources().instead("hotpotqa")
-    assert not stand_ins("qmsum")[0].answers
-
-
 def test_names_are_forgiving():
-    assert table_of(paper_named("LongSpec"), "Figure 4").name == "fig4"
+    assert table_of(paper_named("LongSpec"), "Figure 5").name == "fig5"
     assert table_of(paper_named("specpv"), "table 2").name == "2"
-    with pytest.raises(RequestError, match="Its tables: fig1, 1, 2, 3, fig4, fig5, 4, fig6"):
+    with pytest.raises(RequestError, match="Its tables: 1, 2, 3, 4"):
         table_of(paper_named("specpv"), "9")
     with pytest.raises(RequestError, match="Papers: longspec"):
         paper_named("medusa")
+
+
+@pytest.mark.parametrize(
+    ("paper", "table", "instead"),
+    [
+        ("longspec", "2", "train longspec"),
+        ("longspec", "figure 4", "train longspec"),
+        ("specextend", "fig3", "bench acceptance"),
+        ("specpv", "fig1", "bench --profile"),
+        ("specpv", "fig5", "--answer-tokens"),
+        ("specpv", "fig6", "bench quality --margin"),
+    ],
+)
+def test_what_there_was_is_refused_with_what_to_use(paper, table, instead):
+    with pytest.raises(RequestError, match=instead):
+        table_of(paper_named(paper), table)

@@ -7,7 +7,6 @@ import torch
 
 from longdraft import LoadedModel, Sampling
 from longdraft.bench import report
-from longdraft.bench.assistant import WideHead, assistant
 from longdraft.bench.contenders import Job
 from longdraft.bench.data import Sample
 from longdraft.bench.hf import AssistantModel, PromptLookup
@@ -15,7 +14,6 @@ from longdraft.bench.peers import PEERS, Sources
 from longdraft.bench.run import Bench
 from longdraft.bench.settings import Settings
 from longdraft.errors import CapabilityError
-from longdraft.model.runner import TargetRunner
 from tests.bench import measuring
 from tests.bench.measuring import settings
 from tests.drafters.test_small_lm_draft import KEPT
@@ -111,27 +109,14 @@ def test_what_comes_with_the_first_token_was_not_timed(loaded):
     assert run.mean_accepted_length == pytest.approx((16 - run.early) / run.rounds[0])
 
 
-@pytest.mark.parametrize("kept", [None, KEPT])
-def test_a_draft_of_ours_assists_with_the_whole_vocabulary(loaded, tmp_path, kept):
-    model = loaded.model
-    folder = random_lm(tmp_path / "draft", model, kept=kept)
-    found, where = assistant(TargetRunner(model), folder)
-    assert where == folder
-    assert found.config.vocab_size == model.config.vocab_size
-    logits = found(torch.tensor([[3, 4, 5]])).logits
-    assert logits.shape == (1, 3, 61)
-    possible = torch.isfinite(logits).all(dim=(0, 1)).nonzero()[:, 0].tolist()
-    assert possible == (kept if kept is not None else list(range(61)))
+def test_a_draft_of_ours_assists_if_it_has_the_whole_vocabulary(loaded, tmp_path):
+    folder = random_lm(tmp_path / "draft", loaded.model)
     bench, rounds = measured(loaded, methods=("hf-assisted",), sources=Sources(folder), max_tokens=12)
     assert [row["mismatches"] for row in report.rows(bench.names, rounds)] == [0, 0]
-
-
-def test_a_wide_head_puts_logits_where_they_belong():
-    head = torch.nn.Linear(4, 3, bias=False)
-    wide = WideHead(head, torch.tensor([1, 4, 6]), 8)
-    x = torch.randn(2, 5, 4)
-    assert torch.equal(wide(x)[..., [1, 4, 6]], head(x))
-    assert torch.isinf(wide(x)[..., [0, 2, 3, 5, 7]]).all()
+    with pytest.raises(CapabilityError, match="--assistant"):
+        measured(
+            loaded, methods=("hf-assisted",), sources=Sources(random_lm(tmp_path / "cut", loaded.model, kept=KEPT))
+        )
 
 
 def test_no_assistant_for_this_model(loaded):

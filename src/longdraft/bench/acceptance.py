@@ -12,26 +12,26 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longdraft.bench import machine
-from longdraft.bench.contenders import Job, Kept, Ours, ends_of
+from longdraft.bench.contenders import Kept, Run
 from longdraft.bench.data import Sample, Short, fitted
+from longdraft.bench.experiment import Step, Tick, in_turn
 from longdraft.bench.json_lines import JsonLines, fingerprint, plain, signed
 from longdraft.bench.results import model_of
-from longdraft.bench.settings import Settings, method_name
+from longdraft.bench.run import Bench
+from longdraft.bench.settings import Settings
 from longdraft.drafts import shipped
 from longdraft.drafts.kinds import KINDS
 from longdraft.engine.method import Method
-from longdraft.errors import ContextError, PromptError, UnsupportedModelError
-from longdraft.memory.prompt_cache import PromptCache
+from longdraft.errors import CapabilityError, ContextError, PromptError, UnsupportedModelError
 from longdraft.methods import METHODS
 from longdraft.model.checkpoints import LoadedModel, Progress
 from longdraft.model.runner import TargetRunner
-from longdraft.speculator import Speculator
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -66,16 +66,13 @@ class Text:
         return int(self.digest[:8], 16)
 
 
-Work = dict[float | None, dict[Sample, list[Text]]]
-"""The prompts of each row, by YaRN factor of the target."""
-
-
 @dataclass(frozen=True)
 class Asked:
     """Settings of one run that differ within a file.
 
     Attributes:
-        options: the method's, as JSON. draft: fingerprint of its draft; empty if it has none.
+        options: the method's, as JSON; a server's address.
+        draft: fingerprint of its draft, empty if it has none; a server's model.
         rope_factor: YaRN factor of the target; None: as it is.
         sample, prompt: origin of the text, and a fingerprint of its tokens.
     """
@@ -96,43 +93,37 @@ class Accepted:
     """One prompt, decoded once.
 
     Attributes:
-        new_tokens: without the prefill's token. verifications: target forwards that gave them.
+        new_tokens: without the prefill's token.
+        verifications: target forwards that gave them; None where a server does not say.
         accepted: for each verification, accepted drafted tokens, and how many the token budget had room for.
         seconds: decode seconds, of the fastest run; None in files of earlier versions.
+        first_token_seconds: of a server, from the request to the first text.
     """
 
     asked: Asked
     prompt_tokens: int
     new_tokens: int
-    verifications: int
+    verifications: int | None
     accepted: tuple[tuple[int, int], ...]
     seconds: float | None = field(default=None, compare=False)
-
-    @classmethod
-    def parsed(cls, line: Mapping[str, Any]) -> Accepted:
-        """A run from a line of a file."""
-        rounds = tuple((accepted, room) for accepted, room in line["accepted"])
-        return cls(**{**line, "asked": Asked(**line["asked"]), "accepted": rounds})
+    first_token_seconds: float | None = field(default=None, compare=False)
 
 
-class Results(JsonLines[Accepted]):
+def opened(path: Path, settings: Settings, model: Mapping[str, Any]) -> JsonLines[Accepted]:
     """A file of runs, to which other methods, lengths, temperatures and prompts may be added later.
+
+    Args:
+        model: the header's entry for it.
 
     Raises:
         ConfigError: the file's runs were made with another model, other versions or other settings.
         CheckpointError: it cannot be read or written, or is no such file.
     """
-
-    def __init__(self, path: Path, measuring: Acceptance) -> None:
-        fixed = {name: getattr(measuring.settings, name) for name in ("max_tokens", "seed", "ignore_eos", "raw")}
-        if not measuring.settings.sampling.foresee:
-            fixed["foresee"] = False
-        content = {"settings": fixed, "model": measuring.model, "versions": machine.versions()}
-        super().__init__(path, signed(FORMAT, VERSION, content), Accepted.parsed)
-
-    def add(self, run: Accepted) -> None:
-        """Appends a line, on the disk when this returns."""
-        self.append(run, asdict(run))
+    fixed = {name: getattr(settings, name) for name in ("max_tokens", "seed", "ignore_eos", "raw")}
+    if not settings.sampling.foresee:
+        fixed["foresee"] = False
+    content = {"settings": fixed, "model": model, "versions": machine.versions()}
+    return JsonLines(path, signed(FORMAT, VERSION, content), Accepted)
 
 
 def by_default(target: TargetRunner) -> tuple[str, ...]:
@@ -231,6 +222,7 @@ class Acceptance:
     Attributes:
         context: tokens that the target holds as it was first loaded.
         model: the target's entry in a file's header.
+        notes: remarks on texts and lengths that differ from what was asked for.
 
     Raises:
         CapabilityError: a method's draft is missing.
@@ -248,50 +240,33 @@ class Acceptance:
         repeats: int = 1,
     ) -> None:
         self._load, self._temperatures, self._given, self._repeats = load, temperatures, factor, repeats
-        loaded = load(factor)
+        self.notes: list[str] = []
+        loaded, self._factor = load(factor), factor
         target = TargetRunner(loaded.model)
         self.settings, self.tokenizer = settings(target), loaded.tokenizer
         self.context, self.model = target.context_length, model_of(target, name)
-        self._ends = ends_of(target, self.tokenizer, self.settings.ignore_eos)
-        self._host(loaded, factor, progress)
-        self._drafts = {n: fingerprint(c.draft) if c.draft is not None else "" for n, c in self._contenders.items()}
+        self._bench: Bench | None = Bench(loaded, self.settings, progress=progress)
+        drafts = {name: c.draft for name, c in self._bench.contenders.items()}
+        self._drafts = {name: "" if draft is None else fingerprint(draft) for name, draft in drafts.items()}
 
     @property
-    def target(self) -> TargetRunner:
-        """The hosted model, as it is stretched now."""
-        return next(iter(self._contenders.values())).spec.runner()
+    def target(self) -> TargetRunner | None:
+        """The hosted model, as it is stretched now; None if it could not be."""
+        return None if self._bench is None else self._bench.target
 
     def stretch(self, factor: float | None) -> None:
-        """Replaces the target with the one of this YaRN factor.
+        """Replaces the target with the one of this YaRN factor; where it cannot be stretched, a note says so."""
+        if factor == self._factor:
+            return
+        self._factor, self._bench = factor, None
+        gc.collect()
+        try:
+            self._bench = Bench(self._load(factor), self.settings)
+        except CapabilityError as error:
+            self.notes.append(f"Lengths that need a factor of {factor or 1:g} are left out: {error}")
 
-        Raises:
-            CapabilityError: its rotary embedding cannot be stretched. There is no target then.
-        """
-        if factor != self._factor:
-            self._sharing.clear()
-            self._contenders.clear()
-            gc.collect()
-            self._host(self._load(factor), factor, None)
-
-    def _host(self, loaded: LoadedModel, factor: float | None, progress: Progress | None) -> None:
-        s, self._factor = self.settings, factor
-        specs: dict[str, Speculator] = {}
-        for name in s.methods:
-            specs[name] = Speculator(
-                method_name(name), loaded.model, loaded.tokenizer, plan=s.plan_of(name), **s.options(name)
-            )
-            specs[name].planner(progress)
-        # Methods share the KV of a text. Where their drafts read other hidden states of it, it is read once for each.
-        layers = {name: spec.feature_layers() for name, spec in specs.items()}
-        first = next(filter(None, layers.values()), ())
-        together: dict[tuple[int, ...], list[str]] = {}
-        for name, own in layers.items():
-            together.setdefault(own or first, []).append(name)
-        self._sharing = [(Kept(PromptCache(own), own), names) for own, names in together.items()]
-        self._contenders = {name: Ours(name, specs[name], kept) for kept, names in self._sharing for name in names}
-
-    def work(self, samples: Sequence[Sample], lengths: Sequence[int], short: Short) -> tuple[Work, list[str]]:
-        """The runs to measure, and notes on texts that differ from what was asked for.
+    def steps(self, samples: Sequence[Sample], lengths: Sequence[int], short: Short) -> list[Step[Asked, Accepted]]:
+        """A step for each text and YaRN factor.
 
         Raises:
             ContextError: a length exceeds the target, whose factor was given; or it has no room for new tokens.
@@ -306,24 +281,34 @@ class Acceptance:
                 f"With a factor of {self._given:g} the model's context is {self.context:,} tokens, and "
                 f"{max(lengths):,} are asked for: raise the factor, or leave it out, and each length gets its own."
             )
-        work: Work = {}
-        notes: list[str] = []
+        steps: list[Step[Asked, Accepted]] = []
         for factor, some in factors.items():
             whole = self.context if factor == self._given else int(self.context * (factor or 1.0))
+            room = whole - self.settings.max_tokens
+            if room < 1:
+                raise ContextError(
+                    f"A context of {whole:,} tokens has no room for {self.settings.max_tokens:,} new ones."
+                )
+            work: dict[Sample, list[Text]] = {}
             for length in some:
-                room = whole - self.settings.max_tokens
-                if room < 1:
-                    raise ContextError(
-                        f"A context of {whole:,} tokens has no room for {self.settings.max_tokens:,} new ones."
-                    )
                 its = self.settings
                 found, said = texts(samples, length, room, self.tokenizer, short, its.raw, **its.asked)
-                notes += said
+                self.notes += said
                 for text in found:
-                    work.setdefault(factor, {}).setdefault(text.sample, []).append(text)
-        if not work:
-            raise PromptError(" ".join(notes))
-        return work, notes
+                    work.setdefault(text.sample, []).append(text)
+            stretched = "" if factor is None else f", the model stretched {factor:g} times"
+            steps += [
+                Step(
+                    f"{Path(sample.origin).name}{stretched}",
+                    self.asked(own, factor),
+                    partial(self._measure, own, factor),
+                    self._repeats,
+                )
+                for sample, own in work.items()
+            ]
+        if not steps:
+            raise PromptError(" ".join(self.notes))
+        return steps
 
     def asked(self, own: Sequence[Text], factor: float | None) -> list[Asked]:
         """The runs of a row's prompts, on the target with that YaRN factor: the longest first."""
@@ -338,32 +323,35 @@ class Acceptance:
             for temperature in self._temperatures
         ]  # fmt: skip
 
-    def measure(
-        self, own: Sequence[Text], done: Collection[Asked] = (), tick: Callable[[Asked], None] = lambda asked: None
+    def _measure(
+        self, own: Sequence[Text], factor: float | None, missing: Collection[Asked], tick: Tick
     ) -> Iterator[Accepted]:
-        """Runs every method on a row's prompts, on the target as it is now.
-
-        Args:
-            done: runs that need not be made again.
-            tick: called before each run.
-        """
-        texts = {text.length: text for text in own}
-        missing = [each for each in self.asked(own, self._factor) if each not in done]
-        for kept, names in self._sharing:
-            for each in missing:
-                if each.method in names:
-                    tick(each)
-                    yield self._run(each, texts[each.length], kept)
+        """The missing runs of a row's prompts; none if the target cannot be stretched by the factor."""
+        self.stretch(factor)
+        if (bench := self._bench) is None:
+            return
+        for kept, names in bench.sharing(self.settings.methods):
+            for text in sorted(own, key=lambda text: -text.length):
+                asked = [each for each in missing if each.method in names and each.length == text.length]
+                runs: dict[Asked, list[Run]] = {each: [] for each in asked}
+                for _, each in in_turn(asked, self._repeats):
+                    tick(f"{each.length:,} tokens, {each.method}, {called(each.temperature)}")
+                    runs[each].append(self._run(bench, each, text, kept))
+                    if len(runs[each]) == self._repeats:
+                        run = min(runs[each], key=lambda run: run.decode_seconds)
+                        new, verifications = run.new_tokens - 1, sum(run.rounds)
+                        yield Accepted(each, len(text.tokens), new, verifications, run.accepted, run.decode_seconds)
             kept.clear()
             gc.collect()
 
-    def _run(self, asked: Asked, text: Text, kept: Kept) -> Accepted:
+    def _run(self, bench: Bench, asked: Asked, text: Text, kept: Kept) -> Run:
         sampling = replace(self.settings.sampling, temperature=asked.temperature)
-        job = Job((text.tokens,), self.settings.max_tokens, sampling, self.settings.seed + text.seed, self._ends)
-        runs = []
-        for _ in range(self._repeats):
-            if kept.cache.tokens:
-                kept.cache.tokens[0] = kept.cache.tokens[0][: max(0, len(text.tokens) - READ_ANEW)]
-            runs.append(self._contenders[asked.method].warm(job))
-        run = min(runs, key=lambda run: run.decode_seconds)
-        return Accepted(asked, len(text.tokens), run.new_tokens - 1, sum(run.rounds), run.accepted, run.decode_seconds)
+        job = bench.job([text.tokens], self.settings.max_tokens)
+        if kept.cache.tokens:
+            kept.cache.tokens[0] = kept.cache.tokens[0][: max(0, len(text.tokens) - READ_ANEW)]
+        return bench.contenders[asked.method].warm(replace(job, sampling=sampling, seed=job.seed + text.seed))
+
+
+def called(temperature: float) -> str:
+    """A temperature in words."""
+    return f"T = {temperature:g}" if temperature else "greedy"

@@ -1,12 +1,13 @@
-"""A draft's break-even on this machine, from a few seconds of measuring: for ``longdraft doctor``.
+"""The break-even of drafts that cost nothing, calculated, and of a draft on this machine, for ``longdraft doctor``.
 
-Calculated: what a verification costs behind texts of several lengths is measured behind made-up texts
-(:mod:`longdraft.planning.costs`), and what drafting costs in a few rounds behind a short one.
+What a verification costs behind texts of several lengths is measured behind made-up texts
+(:mod:`longdraft.planning.costs`); what drafting costs, in a few rounds behind a short one.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,33 @@ from longdraft.bench.profile import profile
 from longdraft.engine.sampler import Sampling
 from longdraft.methods import method_of
 from longdraft.model.checkpoints import LoadedModel, Progress
+from longdraft.model.runner import TargetRunner
+from longdraft.planning import costs
 from longdraft.planning.costs import table_for
 from longdraft.speculator import Speculator
 
+# Rows of the verifications behind made-up texts.
+VERIFIED = (1, 4, 8, 16)
 # Rows of a round, root included; tokens of the short text; rounds that are looked at.
 ROWS, PROMPT, ROUNDS = 8, 128, 6
+
+
+@dataclass(frozen=True)
+class Free:
+    """A verification of so many rows behind so many tokens, in plain steps there."""
+
+    tokens: int
+    rows: int
+    steps: float
+
+
+def free(runner: TargetRunner, lengths: Sequence[int]) -> list[Free]:
+    """Times verifications behind made-up texts; lengths that do not fit context, memory or time are left out."""
+    fitting = [n for n in sorted(lengths) if n + VERIFIED[-1] <= runner.context_length]
+    measured = costs.measure(runner, fitting, VERIFIED) if fitting else None
+    if measured is None:
+        return []
+    return [Free(n, r, measured.at(r, n) / measured.at(1, n)) for n in measured.lengths for r in measured.rows[1:]]
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -13,16 +12,12 @@ from longdraft.bench import precision
 from longdraft.engine.sampler import Sampling
 from longdraft.engine.session import Generation
 from longdraft.engine.texts import Texts
-from longdraft.memory import snapshot
 from longdraft.memory.prompt_cache import PromptCache
 from longdraft.model.runner import TargetRunner
 from longdraft.speculator import Speculator
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-# Tokens of the shortest prompt whose KV is worth a file.
-KEPT_FROM = 512
 
 
 @dataclass(frozen=True)
@@ -59,7 +54,8 @@ class Run:
 
     Attributes:
         tokens: new tokens of each prompt, EOS included.
-        first_token_seconds: from the call to the first token of the last prompt; None if a snapshot was read.
+        first_token_seconds: from the call to the first token of the last prompt; None in files of earlier versions,
+            where the prompt's KV came from a snapshot.
         decode_seconds: from there to the end.
         rounds: target forwards of each prompt after its first token.
         early: tokens that came with the first one, out of the prompt's forward; ``decode_seconds`` has no time of them.
@@ -150,33 +146,13 @@ class Kept:
 
     Attributes:
         feature_layers: layers whose hidden states some contender reads.
-        snapshots: a folder that keeps the KV of single prompts for later benchmarks; None: none.
     """
 
     cache: PromptCache
     feature_layers: tuple[int, ...] = ()
-    snapshots: Path | None = None
 
     def clear(self) -> None:
         self.cache = PromptCache(self.feature_layers)
-
-    def file(self, prompt: Sequence[int], target: str) -> Path | None:
-        """The file that keeps a prompt's KV; None for short prompts, which are read again.
-
-        Args:
-            target: its fingerprint.
-        """
-        if self.snapshots is None or len(prompt) < KEPT_FROM:
-            return None
-        name = hashlib.sha256(repr((target, tuple(prompt))).encode()).hexdigest()
-        return self.snapshots / f"{name[:24]}.safetensors"
-
-    def keep(self, prompt: Sequence[int], target: str, path: Path) -> None:
-        """Writes a prompt's KV, without what was decoded behind it."""
-        assert self.cache.store is not None
-        self.cache.store.truncate(0, len(prompt))
-        self.cache.remember(0, prompt)
-        self.cache.save(path, target)
 
 
 class Ours:
@@ -187,7 +163,7 @@ class Ours:
         self.name, self.note = name, f"{precision.of_model(runner.model)} weights"
         if runner.arithmetic == "int8":
             self.note += ", int8 arithmetic"
-        self.spec, self._kept = spec, kept
+        self.spec, self.kept = spec, kept
         kept.feature_layers = kept.feature_layers or spec.feature_layers()
 
     @property
@@ -199,24 +175,11 @@ class Ours:
         return self.spec.exact
 
     def cold(self, job: Job) -> Run:
-        self._kept.clear()
+        self.kept.clear()
         return self.warm(job)
 
     def warm(self, job: Job) -> Run:
-        kept, prompt, target = self._kept, job.prompts[0], self.spec.runner().fingerprint
-        file = None if kept.cache.opened else kept.file(prompt, target)
-        known = None if file is None else snapshot.known(file)
-        restored = known is not None and kept.feature_layers in ((), known.feature_layers)
-        if file is not None and restored:
-            kept.cache = PromptCache.restored(file, target, kept.feature_layers)
-        found = self._decoded(job)
-        restored = restored and not kept.cache.damaged
-        if file is not None and not restored:
-            kept.keep(prompt, target, file)
-        return replace(found, first_token_seconds=None) if restored else found
-
-    def _decoded(self, job: Job) -> Run:
-        run = job.started(self.spec, self._kept.cache)
+        run = job.started(self.spec, self.kept.cache)
         emitted = [0] * len(job.prompts)
         rounds: list[tuple[int, int]] = []
         for step in run:
@@ -237,7 +200,7 @@ class Ours:
         )
 
     def release(self) -> None:
-        self._kept.clear()
+        self.kept.clear()
 
 
 def trimmed(tokens: Sequence[int], eos: frozenset[int]) -> tuple[int, ...]:

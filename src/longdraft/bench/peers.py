@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from longdraft.bench import llama_peer
-from longdraft.bench.assistant import assistant
 from longdraft.bench.contenders import Contender
 from longdraft.bench.hf import AssistantModel, Eager, Generate, PromptLookup
 from longdraft.bench.llama_peer import LlamaCpp
+from longdraft.drafts.language_model import SmallLMDraft
+from longdraft.errors import CapabilityError
 from longdraft.model.runner import TargetRunner
 
 
@@ -19,7 +20,7 @@ class Sources:
     """Sources of the peers' own weights.
 
     Attributes:
-        assistant: draft folder, or folder or hub id of a model of transformers; None: the shipped draft.
+        assistant: folder or hub id of a model of transformers, or a draft folder.
         gguf: GGUF file; None: that of the embedded model.
     """
 
@@ -46,6 +47,23 @@ class Peer:
     check: Callable[[Sources], None] = lambda sources: None
 
 
+def _assisted(target: TargetRunner, sources: Sources) -> AssistantModel:
+    """``generate`` with the assistant, which must have the target's vocabulary.
+
+    Raises:
+        CapabilityError: none is named, or its head has a part of the vocabulary.
+        CheckpointError: it cannot be read, or has another vocabulary.
+    """
+    draft = None if sources.assistant is None else SmallLMDraft.load(sources.assistant)
+    bound = None if draft is None else draft.bound(target)
+    if draft is None or bound is None or bound.ids is not None:
+        raise CapabilityError(
+            "hf-assisted needs a small language model whose head has all of the target's tokens: name one with "
+            "--assistant DIR, or leave hf-assisted out."
+        )
+    return AssistantModel(target.model, bound.runner.model, draft.folder)
+
+
 def _hf(make: Callable[[TargetRunner, Sources], Contender], batched: bool = False, takes: str = "") -> Peer:
     return Peer(make, unpacked=True, batched=batched, takes=takes)
 
@@ -54,9 +72,7 @@ PEERS = {
     Generate.name: _hf(lambda target, _: Generate(target.model), batched=True),
     Eager.name: _hf(lambda target, _: Eager(target.model), batched=True),
     PromptLookup.name: _hf(lambda target, _: PromptLookup(target.model)),
-    AssistantModel.name: _hf(
-        lambda target, sources: AssistantModel(target.model, *assistant(target, sources.assistant)), takes="assistant"
-    ),
+    AssistantModel.name: _hf(_assisted, takes="assistant"),
     LlamaCpp.name: Peer(
         lambda target, sources: LlamaCpp(sources.gguf, target.vocab_size, target.device),
         takes="gguf",

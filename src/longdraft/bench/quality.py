@@ -8,91 +8,82 @@ are exact, and only rounding makes them differ.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from longdraft.bench.contenders import ends_of
-from longdraft.bench.drift import Drift, Listener, RecordedSpecPV, drift, exact
-from longdraft.bench.needle import ANSWER_TOKENS, Haystack
+from longdraft.bench import exact_forwards
+from longdraft.bench.contenders import Job, Kept, Ours, Run, ends_of
+from longdraft.bench.experiment import Tick
+from longdraft.bench.json_lines import fingerprint, plain
 from longdraft.bench.prompts import Prompt
 from longdraft.bench.run import WAKE_PROMPT, WAKE_TOKENS
 from longdraft.bench.scores import rouge_l, score
 from longdraft.bench.settings import contender
+from longdraft.bench.tables import mean_of, median_of
 from longdraft.bench.thinking import TURN, turn
 from longdraft.bench.ties import first_difference
-from longdraft.engine.draws import OwnDraws
-from longdraft.engine.loop import Engine
 from longdraft.engine.partial import SpecPV
-from longdraft.engine.sampler import Sampler, Sampling
-from longdraft.engine.sequence import Sequence as Text
-from longdraft.engine.sequence import StopRule
-from longdraft.engine.stopping import eos_rule
+from longdraft.engine.sampler import Sampling
 from longdraft.errors import ContextError
 from longdraft.memory.prompt_cache import PromptCache
 from longdraft.methods import method_named
 from longdraft.model.checkpoints import LoadedModel
-from longdraft.model.runner import TargetRunner
-from longdraft.recipes import Recipe, recipe_for, resolve
+from longdraft.recipes import resolve
+from longdraft.speculator import Speculator
 from longdraft.views.scorers import SCORERS
 from longdraft.views.view import View, dtype_of
 
 METHOD, FULL, REFERENCE = "specpv", "full", "ar"
+VARIED = {"selector": "minmax", "budget": 1024, "margin": 20}
+"""Options that variants of specpv differ in."""
+Variants = dict[str, dict[str, Any]]
+"""Options of variants by name, as the bench writes contenders."""
 
 
-@dataclass(frozen=True)
-class Variant:
-    """A setting of ``specpv``.
+def variants(budgets: Sequence[int], margins: Sequence[int], selectors: Sequence[str]) -> Variants:
+    """Every combination; a selector that retrieves nothing has no budget.
 
-    Attributes:
-        budget: retrieved tokens; None for a selector that retrieves nothing.
+    Raises:
+        ValueError: one of them is empty.
     """
-
-    selector: str
-    budget: int | None
-    margin: int
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The variant as options of the method."""
-        given = {"selector": self.selector, "budget": self.budget, "margin": self.margin}
-        return {name: value for name, value in given.items() if value is not None}
-
-    @property
-    def name(self) -> str:
-        """The variant as the bench writes contenders."""
-        return contender(METHOD, self.options)
+    for name, values in (("budgets", budgets), ("margins", margins), ("selectors", selectors)):
+        if not values:
+            raise ValueError(f"{name} must name one at least")
+    found = {}
+    for selector, budget, margin in product(selectors, budgets, margins):
+        # An unknown selector is a variant too: the method refuses it, with the names there are.
+        retrieved = {"budget": budget} if SCORERS.get(selector, selector) else {}
+        options = {"selector": selector, **retrieved, "margin": margin}
+        found[contender(METHOD, options)] = options
+    return found
 
 
 @dataclass(frozen=True)
-class Settings:
+class QualitySettings:
     """Settings of a comparison.
 
     Attributes:
-        budgets, margins, selectors: every combination is a variant.
         max_tokens: new tokens at most, a prompt.
-        answer_tokens: above 0 a text is a chain of thought, behind which an answer of so many tokens at most is asked
-            for, and scored in its place.
         ignore_eos: decode on to ``max_tokens``.
-        drift: compare hidden states too.
-        temperature: above 0 all are sampled with the same random numbers.
         kv_dtypes: plain decoding on a KV cache rounded to each of them is compared too.
         options: further options of specpv and its drafter, the same for all variants.
+        temperature: above 0 all are sampled with the same random numbers.
+        answer_tokens: above 0 a text is a chain of thought, behind which an answer of so many tokens at most is asked
+            for, and scored in its place.
 
     Raises:
         ValueError: for a combination that makes no partial cache.
         LongdraftError: for an option that the method does not have, or a draft that cannot be read.
     """
 
-    budgets: tuple[int, ...] = (512, 1024)
-    margins: tuple[int, ...] = (20,)
-    selectors: tuple[str, ...] = ("minmax",)
+    variants: Variants
     max_tokens: int = 128
     ignore_eos: bool = False
-    drift: bool = True
     kv_dtypes: tuple[str, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
     temperature: float = 0.0
@@ -104,17 +95,14 @@ class Settings:
             raise ValueError(f"max-tokens must be at least 2, got {self.max_tokens}")
         if self.answer_tokens < 0:
             raise ValueError(f"answer-tokens must be at least 0, got {self.answer_tokens}")
-        for name in ("budgets", "margins", "selectors"):
-            if not getattr(self, name):
-                raise ValueError(f"{name} must name one at least")
-        if twice := sorted({"budget", "margin", "selector"} & set(self.options)):
+        if twice := sorted(VARIED.keys() & self.options):
             raise ValueError(f"{', '.join(twice)}: give it as --{twice[0]}, which takes several")
         for name in self.kv_dtypes:
             dtype_of(name, "kv-dtype")
         resolve(METHOD, self.options)
         known = method_named(METHOD)
-        for variant in self.variants:
-            given = {**self.options, **variant.options}
+        for options in self.variants.values():
+            given = {**self.options, **options}
             known.schedule(**{name: given[name] for name in known.schedule_options if name in given})
 
     @property
@@ -122,74 +110,11 @@ class Settings:
         """Tokens behind a prompt, at most."""
         return self.max_tokens + (self.answer_tokens and TURN + self.answer_tokens)
 
-    @property
-    def variants(self) -> list[Variant]:
-        """All that is compared, each once."""
-        # An unknown selector is a variant too: the method refuses it, with the names there are.
-        budgets = {s: self.budgets if SCORERS.get(s, s) else (None,) for s in self.selectors}
-        return list(dict.fromkeys(Variant(s, b, m) for s in self.selectors for b in budgets[s] for m in self.margins))
-
-
-@dataclass(frozen=True)
-class Decoded:
-    """One run.
-
-    Attributes:
-        seconds: decode seconds, without the prefill.
-        surprise: mean -log p of its tokens by the exact target, in nats; None if it was not computed.
-    """
-
-    tokens: tuple[int, ...]
-    seconds: float
-    rounds: int
-    partial_rounds: int
-    surprise: float | None = None
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        return len(self.tokens) / self.seconds if self.rounds and self.seconds > 0 else None
-
-
-@dataclass(frozen=True)
-class Likeness:
-    """Similarity of a text and its reference.
-
-    Attributes:
-        rouge_l: F1. same: tokens before the first difference. share: these / the longer text's tokens; 1.0 if equal.
-    """
-
-    rouge_l: float
-    same: int
-    share: float
-
-
-@dataclass(frozen=True)
-class Compared:
-    """One prompt.
-
-    Attributes:
-        runs: by name: ``ar``, ``full`` and the variants'.
-        likeness: by name; ``full`` and rounded KV are compared with ``ar``, every variant with ``full``.
-        drifts: by variant; empty without drift.
-        scores: of the answers by name, where the sample has references.
-        answers: what was scored, by name: the run's text, or the answer behind it.
-    """
-
-    prompt: Prompt
-    runs: dict[str, Decoded]
-    likeness: dict[str, Likeness]
-    drifts: dict[str, list[Drift]]
-    scores: dict[str, float]
-    answers: dict[str, str]
-
-
-@dataclass(frozen=True)
-class Answered:
-    """One haystack. By contender: the share of the answer that was found, and the run."""
-
-    haystack: Haystack
-    right: dict[str, float]
-    runs: dict[str, Decoded]
+    def header(self) -> dict[str, Any]:
+        """The settings as a file of records holds them."""
+        draft = self.options.get("draft")
+        drafts = {} if draft is None else {"draft": fingerprint(Path(draft))}
+        return {"settings": {**vars(self), "options": plain({**self.options, **drafts})}}
 
 
 class Quality:
@@ -203,195 +128,162 @@ class Quality:
             answers are asked for, the model's chat template has no second turn.
     """
 
-    def __init__(self, loaded: LoadedModel, settings: Settings) -> None:
-        self.settings = settings
-        self._tokenizer = loaded.tokenizer
-        # One runner for all: packed weights and drafts are held once.
-        self.runner = Listener(TargetRunner(loaded.model))
-        self.variants = {v.name: v for v in settings.variants}
-        first = self._recipe(settings.variants[0], settings.options)
+    def __init__(self, loaded: LoadedModel, settings: QualitySettings) -> None:
+        self.settings, self._loaded = settings, loaded
+        options = settings.options
+        first = self._method(METHOD, {**options, **next(iter(settings.variants.values()))}).recipe()
         self.drafter = first.drafting.name
-        own = {n: first.options[n] for n in first.drafting.drafter_options if n in first.options}
         # A draft that has been read is not read again.
-        loaded_once = {**settings.options, **own, "drafter": self.drafter}
-        self._recipes = {
-            FULL: recipe_for(first.drafting, own, self.runner),
-            REFERENCE: recipe_for(method_named(REFERENCE), {}, self.runner),
-            **{name: self._recipe(v, loaded_once) for name, v in self.variants.items()},
-        }
-        # Rounded KV is another model's, with a cache of its own.
-        self._rounded: dict[str, tuple[TargetRunner, PromptCache]] = {}
-        for dtype in settings.kv_dtypes:
-            name, runner = f"{REFERENCE}:kv_dtype={dtype}", TargetRunner(loaded.model, kv_dtype=dtype_of(dtype))
-            self._rounded[name] = runner, PromptCache()
-            self._recipes[name] = recipe_for(method_named(REFERENCE), {}, runner)
-        self._cache = PromptCache()
-        self._rule = eos_rule(ends_of(self.runner, loaded.tokenizer, settings.ignore_eos))
-        self._ends = ends_of(self.runner, loaded.tokenizer, ignore_eos=False)
+        own = {name: first.options[name] for name in first.drafting.drafter_options if name in first.options}
+        shared = {**options, **own, "drafter": self.drafter}
+        specs = {REFERENCE: self._method(REFERENCE, {}), FULL: self._method(self.drafter, own)}
+        specs |= {name: self._method(METHOD, {**shared, **each}) for name, each in settings.variants.items()}
+        layers = specs[FULL].feature_layers()
+        self._kept = Kept(PromptCache(layers), layers)
+        self._contenders = {name: Ours(name, spec, self._kept) for name, spec in specs.items()}
+        for dtype in settings.kv_dtypes:  # its prompt's KV is rounded too
+            name, spec = f"{REFERENCE}:kv_dtype={dtype}", self._method(REFERENCE, {"kv_dtype": dtype})
+            self._contenders[name] = Ours(name, spec, Kept(PromptCache()))
+        self._runner = specs[REFERENCE].runner()
+        self._ends = ends_of(self._runner, loaded.tokenizer, ignore_eos=False)
         self._turn = turn(loaded.tokenizer) if settings.answer_tokens else []
+        self._awake = False
+
+    def _method(self, name: str, options: Mapping[str, Any]) -> Speculator:
+        return Speculator(name, self._loaded.model, self._loaded.tokenizer, plan="fixed", **options)
 
     @property
-    def names(self) -> list[str]:
+    def names(self) -> tuple[str, ...]:
         """Contenders, in the order in which they decode a prompt."""
-        return list(self._recipes)
-
-    @property
-    def approximate(self) -> list[str]:
-        """Contenders whose output may differ from the target's."""
-        return [*self.variants, *self._rounded]
+        return tuple(self._contenders)
 
     def reference(self, name: str) -> str | None:
         """The contender whose text is the reference of another's."""
-        return None if name == REFERENCE else FULL if name in self.variants else REFERENCE
+        return None if name == REFERENCE else FULL if name in self.settings.variants else REFERENCE
 
     def view(self, name: str) -> View:
         """The view of a variant's partial verification."""
-        schedule = self._recipes[name].schedule()
+        schedule = self._contenders[name].spec.recipe().schedule()
         assert isinstance(schedule, SpecPV)
         return schedule.view
 
-    def seen(self, name: str) -> str | None:
-        """The rows of a variant's partial cache, as text; None for what sees all."""
-        return f"{self.view(name).budget:,} = {self.view(name)}" if name in self.variants else None
-
-    def cut(self, lengths: Sequence[int]) -> dict[str, int]:
-        """Counts the texts of these lengths that each variant's partial cache shortens.
+    def uncut(self, lengths: Sequence[int]) -> list[str]:
+        """Notes on variants whose partial cache holds some of the texts of these lengths whole.
 
         Raises:
-            ContextError: a variant cuts none, so that all its rounds would be full.
+            ContextError: it holds all of them, so that all rounds would be full.
         """
-        found = {}
-        for name in self.variants:
+        notes = []
+        for name in self.settings.variants:
             total = self.view(name).budget
-            found[name] = sum(length > total for length in lengths)
-            if not found[name]:
+            whole = sum(length <= total for length in lengths)
+            if whole == len(lengths):
                 raise ContextError(
                     f"{name}: every round would be full. Its partial cache holds {total:,} tokens, and the "
                     f"longest text, new tokens included, has {max(lengths):,}. Lower --budget, or take longer prompts."
                 )
-        return found
+            if whole:
+                of = f"{whole} of {len(lengths)} prompts fit"
+                notes.append(f"{name}: {of} its partial cache whole: full rounds alone.")
+        return notes
 
-    def searched(self, haystacks: Sequence[Haystack]) -> list[str]:
-        """Contenders of the needle test: ``ar``, ``full``, the variants of the first margin that cut haystacks, and
-        rounded KV.
-
-        Raises:
-            ContextError: no variant cuts one.
-        """
-        shortest = min(len(h.tokens) for h in haystacks)
-        able = [
-            name
-            for name, v in self.variants.items()
-            if v.margin == self.settings.margins[0] and self.view(name).budget < shortest
-        ]
-        if not able:
-            raise ContextError(
-                f"No partial cache is smaller than the haystacks, which have {shortest:,} tokens: lower --budget, or "
-                "raise --needle-context."
-            )
-        return [REFERENCE, FULL, *able, *self._rounded]
-
-    def wake(self, prompt: Sequence[int]) -> None:
-        """Warm-up: decodes a few tokens, so that the first run does not pay for work that is done once."""
-        for name in (FULL, REFERENCE):
-            self._decode(name, prompt[:WAKE_PROMPT], WAKE_TOKENS)
-
-    def compare(self, prompt: Prompt, tick: Callable[[str], None] = lambda name: None) -> Compared:
+    def compare(self, prompt: Prompt, tick: Tick = lambda name: None) -> dict[str, Any]:
         """Decodes a prompt with everything.
 
         Args:
             tick: called before each run with the contender's name.
+
+        Returns:
+            An object for JSON: the prompt's data set, origin and length, and ``runs`` by contender, with each run's
+            text, likeness to its reference, figures and score.
         """
-        runs: dict[str, Decoded] = {}
-        drifts: dict[str, list[Drift]] = {}
-        answers: dict[str, str] = {}
-        self._make_room(prompt.tokens, self.settings.new_tokens)
-        for name in self._recipes:
+        if not self._awake:  # the first run does not pay for work that is done once
+            self._awake = True
+            for name in (REFERENCE, FULL):
+                self._run(name, prompt.tokens[:WAKE_PROMPT], WAKE_TOKENS)
+        self._kept.clear()
+        tokens: dict[str, tuple[int, ...]] = {}
+        runs: dict[str, dict[str, Any]] = {}
+        for name in self.names:
             tick(name)
-            recorded = None
-            if self.settings.drift and name in self.variants:
-                recorded = RecordedSpecPV(self.view(name), self.runner)
-            run = self._decode(name, prompt.tokens, self.settings.max_tokens, recorded)
-            seen = exact(self.runner, self._cache, prompt.tokens, run.tokens)
-            runs[name] = replace(run, surprise=seen.surprise)
-            if recorded is not None:
-                drifts[name] = drift(seen, len(prompt.tokens), recorded.computed)
-            answers[name] = self._answer(name, prompt.tokens, run.tokens)
-        likeness = {
-            name: self._likeness(runs[of], runs[name]) for name in runs if (of := self.reference(name)) is not None
-        }
-        given = {name: score(prompt.sample, text) for name, text in answers.items()}
-        known = {name: x for name, x in given.items() if x is not None}
-        return Compared(prompt, runs, likeness, drifts, known, answers)
+            run = self._run(name, prompt.tokens, self.settings.max_tokens)
+            (tokens[name],) = run.tokens
+            answer = self._answer(name, prompt.tokens, tokens[name])
+            runs[name] = {
+                "text": self._text(tokens[name]),
+                "tokens": run.new_tokens,
+                "rounds": sum(run.rounds),
+                "partial_rounds": run.partial_rounds,
+                "tokens_per_second": run.tokens_per_second,
+                "surprise": self._surprise(prompt.tokens, tokens[name]),
+                "answer": answer,
+                "score": score(prompt.sample, answer),
+                "view": f"{self.view(name).budget:,} = {self.view(name)}" if name in self.settings.variants else None,
+            }
+            runs[name] |= self._likeness(self.reference(name), name, tokens, runs)
+        sample = prompt.sample
+        about = {"dataset": sample.dataset, "origin": sample.origin, "scored": sample.score or None}
+        return {**about, "context_tokens": len(prompt.tokens), "runs": runs}
 
-    def search(
-        self, haystack: Haystack, names: Sequence[str], tick: Callable[[str], None] = lambda n: None
-    ) -> Answered:
-        """Asks contenders for a haystack's code."""
-        runs = {}
-        self._make_room(haystack.tokens, ANSWER_TOKENS)
-        # The one that wants hidden states beside the KV comes first.
-        for name in sorted(names, key=self.names.index):
-            tick(name)
-            runs[name] = self._decode(name, haystack.tokens, ANSWER_TOKENS)
-        right = {name: haystack.score(self.text(run.tokens)) for name, run in runs.items()}
-        return Answered(haystack, right, runs)
-
-    def text(self, tokens: Sequence[int]) -> str:
-        """The text of a run's tokens."""
-        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+    def _run(self, name: str, prompt: Sequence[int], max_tokens: int, eos: frozenset[int] | None = None) -> Run:
+        if eos is None:
+            eos = frozenset() if self.settings.ignore_eos else self._ends
+        gc.collect()  # or a collection falls due inside somebody's turn
+        return self._contenders[name].warm(
+            Job((tuple(prompt),), max_tokens, Sampling(self.settings.temperature), 0, eos)
+        )
 
     def _answer(self, name: str, prompt: Sequence[int], tokens: Sequence[int]) -> str:
         """The text that is scored: that of a run, or the answer that is asked for behind its chain of thought."""
         if not self._turn:
-            return self.text(tokens)
+            return self._text(tokens)
         thought = tokens[:-1] if tokens and tokens[-1] in self._ends else tokens
-        asked = [*prompt, *thought, *self._turn]
-        return self.text(self._decode(name, asked, self.settings.answer_tokens, rule=eos_rule(self._ends)).tokens)
+        run = self._run(name, (*prompt, *thought, *self._turn), self.settings.answer_tokens, self._ends)
+        return self._text(run.tokens[0])
 
-    def _recipe(self, variant: Variant, options: Mapping[str, Any]) -> Recipe:
-        return recipe_for(*resolve(METHOD, {**options, **variant.options}), self.runner)
-
-    def _make_room(self, prompt: Sequence[int], max_tokens: int) -> None:
-        """Takes memory for the largest run once: the store need not grow, which would hold it twice."""
-        drafter = self._recipes[FULL].drafter()
-        nodes, layers = drafter.max_nodes, drafter.feature_layers(self.runner)
-        extra = max(r.schedule().extra_rows(nodes) for r in self._recipes.values())
-        new_store = partial(self.runner.new_store, feature_layers=layers)
-        self._cache.open(new_store, 1, len(prompt) + max_tokens + nodes + extra, layers)
-
-    def _decode(
-        self,
-        name: str,
-        prompt: Sequence[int],
-        max_tokens: int,
-        schedule: RecordedSpecPV | None = None,
-        rule: StopRule | None = None,
-    ) -> Decoded:
-        sampling, device = Sampling(self.settings.temperature), self.runner.device
-        draws = OwnDraws(torch.Generator(device).manual_seed(0))
-        sampler = Sampler(sampling.greedy, sampling.processors(), draws)
-        sequence = Text(
-            0,
-            list(prompt),
-            max_tokens,
-            device,
-            greedy=sampling.greedy,
-            sampler=sampler,
-            rules=(rule or self._rule,),
-        )
-        chosen = self._recipes[name]
-        runner, cache = self._rounded.get(name, (self.runner, self._cache))
-        engine = Engine(runner, chosen.drafter(), schedule or chosen.schedule(), cache)
-        engine.add(sequence)
-        gc.collect()  # or a collection falls due inside somebody's turn
-        seconds = sum(step.seconds for step in engine.run() if step.mode != "prefill")
-        stats = engine.stats[0]
-        return Decoded(tuple(sequence.output), seconds, stats.rounds, stats.rounds_by_mode["partial"])
-
-    def _likeness(self, reference: Decoded, run: Decoded) -> Likeness:
-        longer = max(len(reference.tokens), len(run.tokens))
-        same = first_difference(reference.tokens, run.tokens)
+    def _likeness(
+        self, of: str | None, name: str, tokens: Mapping[str, Sequence[int]], runs: Mapping[str, Mapping[str, Any]]
+    ) -> dict[str, float | None]:
+        """ROUGE-L of a text and its reference, tokens before the first difference, and their share of the longer."""
+        if of is None:
+            return {"rouge_l": None, "same_tokens": None, "same_share": None}
+        longer, same = max(len(tokens[of]), len(tokens[name])), first_difference(tokens[of], tokens[name])
         same = longer if same is None else same
-        rouge = rouge_l()(self.text(reference.tokens), self.text(run.tokens))
-        return Likeness(rouge, same, same / longer)
+        like = rouge_l()(runs[of]["text"], runs[name]["text"])
+        return {"rouge_l": like, "same_tokens": same, "same_share": same / longer}
+
+    @torch.inference_mode()
+    def _surprise(self, prompt: Sequence[int], output: Sequence[int]) -> float:
+        """Mean -log p of an output's tokens by the target with all of the KV, in nats."""
+        first, total = len(prompt) - 1, 0.0
+        text = [*prompt, *output[:-1]]
+        for start, piece, out in exact_forwards.read(self._runner, self._kept.cache, text, prompt, first):
+            if start >= first:
+                assert out.logits is not None
+                tokens = torch.tensor(output[start - first : start - first + len(piece)], device=out.logits.device)
+                total -= float(out.logits[0].float().log_softmax(-1).gather(1, tokens[:, None]).sum())
+        return total / len(output)
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        return str(self._loaded.tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+
+def figures(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Figures of one contender over its runs, with the keys that docs/figures.md defines."""
+    rounds = sum(run["rounds"] for run in runs)
+    likeness = [run["rouge_l"] for run in runs if run["rouge_l"] is not None]
+    shares = [run["same_share"] for run in runs if run.get("same_share") is not None]
+    return {
+        "samples": len(runs),
+        "rouge_l_mean": mean_of(likeness),
+        "rouge_l_min": min(likeness, default=None),
+        "same_tokens": mean_of(run.get("same_tokens") for run in runs),
+        "same_share": mean_of(shares),
+        "identical": shares.count(1.0) if shares else None,
+        "surprise": mean_of(run["surprise"] for run in runs),
+        "tokens_per_second": median_of(run["tokens_per_second"] for run in runs),
+        "mean_accepted_length": sum(run["tokens"] - 1 for run in runs) / rounds if rounds else None,
+        "partial_share": sum(run["partial_rounds"] for run in runs) / rounds if rounds else None,
+        "score": mean_of(run.get("score") for run in runs),
+        "view": runs[0].get("view"),
+    }

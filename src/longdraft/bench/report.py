@@ -1,21 +1,24 @@
-"""The report of a bench: JSON rows, tables and remarks."""
+"""The report of a bench: its JSON object, and what is shown of it."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
 from statistics import median
 from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
+from longdraft.bench import charts
 from longdraft.bench.contenders import Run
-from longdraft.bench.peers import HF
-from longdraft.bench.run import Disagreement, Measured
+from longdraft.bench.peers import HF, PEERS
+from longdraft.bench.run import Measured
 from longdraft.bench.settings import REFERENCE
 from longdraft.bench.tables import (
     Column,
+    Report,
     circumstances,
     count,
     depth_accepted,
@@ -26,6 +29,7 @@ from longdraft.bench.tables import (
     ratio,
     table,
 )
+from longdraft.memory.sizes import human
 
 DEFINITIONS = (
     "tokens/s: new tokens / decode seconds, prefill excluded; the median of the rounds, then of the samples.",
@@ -39,6 +43,15 @@ DEFINITIONS = (
     "differ: samples whose tokens are not those of ar. A near tie is no mismatch: there the two tokens' logits are at "
     "most 64 (float32) or 4 (bfloat16, float16) spacings of the dtype apart, which is what rounding may turn round.",
 )
+
+PROFILED = (
+    "a round: draft is the drafter's time. Verifying is the model's forward over the drafted tokens: its attention to "
+    "the context and to each other, and the rest, which does not depend on the context's length. Overhead is all else: "
+    "sampling, keeping the accepted tokens. prefix: share of the keys that attention read that was the context's.",
+    "memory: weights are the model's; the packed copy makes products of a few rows fast on a CPU; kv is the cache, "
+    "with what a method keeps beside it; draft is all that the drafter holds.",
+)
+PARTS = {"attention": "verify: attention", "forward": "verify: the rest", "rest": "overhead"}
 
 VIEW = ("view", "view", "{}")
 COLUMNS = (
@@ -77,7 +90,7 @@ def rows(names: Sequence[str], measured: Sequence[Measured]) -> list[dict[str, A
 
 
 def _row(name: str, measured: Sequence[Measured], names: Sequence[str]) -> dict[str, Any]:
-    differences = [d.difference for m in measured for d in m.disagreements if d.method == name]
+    differences = [d for m in measured for d in m.differences if d.method == name]
     comparable = all(name in m.comparable for m in measured)
     near_ties = sum(d.near_tie for d in differences)
     runs = [run for m in measured for run in m.rounds[name]]
@@ -113,7 +126,18 @@ def _row(name: str, measured: Sequence[Measured], names: Sequence[str]) -> dict[
     }
     if partial_tokens := sum(run.partial_tokens for run in runs):
         row["rolled_back"] = sum(run.rolled_back for run in runs) / partial_tokens
+    if profiles := [m.profiles[name] for m in measured if name in m.profiles]:
+        row["profile"] = _profile(profiles)
     return row
+
+
+def _profile(profiles: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A round's seconds by part, and the share of its keys that was the prefix, means; bytes held at most."""
+    return {
+        "seconds": {part: mean_of(p["seconds"].get(part) for p in profiles) for part in profiles[0]["seconds"]},
+        "prefix_share": mean_of(p["prefix_share"] for p in profiles),
+        "memory": {kind: max(p["memory"].get(kind, 0) for p in profiles) for kind in profiles[0]["memory"]},
+    }
 
 
 def _spread(
@@ -155,52 +179,56 @@ def document(
     return {
         "rows": rows(names, measured),
         **circumstances(),
-        "differences": [difference(d) | {"context": m.context} for m in measured for d in m.disagreements],
+        "differences": [asdict(d) | {"context": m.context} for m in measured for d in m.differences],
         "notes": dict(notes or {}),
         "complete": complete,
     }
 
 
-def difference(found: Disagreement) -> dict[str, Any]:
-    """A difference as a JSON object."""
-    d = found.difference
-    return {
-        "method": found.method,
-        "dataset": found.dataset,
-        "sample": found.sample,
-        "position": d.position,
-        "token": d.token,
-        "reference": d.reference,
-        "gap": d.gap if math.isfinite(d.gap) else None,
-        "near_tie": d.near_tie,
-    }
+def shown(document: dict[str, Any], decode: Callable[[list[int]], str] = str) -> Report:
+    """What is shown of :func:`document`: a table for each data set, context and batch, and what the parts of a round
+    took where they were looked at; a figure of tokens/s over contexts for each data set and batch.
+
+    Args:
+        decode: makes text of token ids.
+    """
+    rows = document["rows"]
+    known = columns(rows)
+    figures = [column for column in known if column != VIEW]
+    tables: list[tuple[str, Table]] = []
+    for cell in dict.fromkeys(map(_cell, rows)):
+        own = [row for row in rows if _cell(row) == cell]
+        made = table(["method"], [head for head, *_ in figures])
+        made.add_column("differ")
+        if VIEW in known:  # text, which may be wrapped
+            made.add_column(VIEW[0])
+        for row in own:
+            shown = (figure(row.get(key), form) for _, key, form in figures)
+            views = [figure(row["view"], "{}")] if VIEW in known else []
+            made.add_row(Text(row["method"]), *shown, _agreement(row), *views)
+        tables.append((_title(own[0]), made))
+        if any("profile" in row for row in own):
+            tables.append((f"{_title(own[0])}: a round, and memory", _parts(own)))
+    remarks = _differences(document, decode)
+    for note in dict.fromkeys(document["notes"].values()):
+        remarks.append(Text(f"{', '.join(n for n, own in document['notes'].items() if own == note)}: {note}."))
+    definitions = (*DEFINITIONS, *(PROFILED if any("profile" in row for row in rows) else ()))
+    drawn = {(row["dataset"], row["batch"]) for row in rows if row["tokens_per_second"] is not None}
+    drawings = {f"{name}-{batch}": partial(_chart, rows, name, batch) for name, batch in sorted(drawn)}
+    return Report(document, tables, remarks, definitions, drawings)
 
 
-def tables(report: dict[str, Any]) -> list[tuple[str, Table]]:
-    """A title and a table for each data set, context and batch."""
-    found: dict[tuple[str, int | None, int], tuple[str, Table]] = {}
-    known = columns(report["rows"])
-    shown = [column for column in known if column != VIEW]
-    for row in report["rows"]:
-        cell = row["dataset"], row["context"], row["batch"]
-        if cell not in found:
-            found[cell] = (_title(row), table(["method"], [head for head, *_ in shown]))
-            found[cell][1].add_column("differ")
-            if VIEW in known:  # text, which may be wrapped
-                found[cell][1].add_column(VIEW[0])
-        figures = (figure(row.get(key), form) for _, key, form in shown)
-        views = [figure(row["view"], "{}")] if VIEW in known else []
-        found[cell][1].add_row(Text(row["method"]), *figures, _agreement(row), *views)
-    return list(found.values())
+def _cell(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return row["dataset"], row["context"], row["batch"]
 
 
-def _title(row: dict[str, Any]) -> str:
+def _title(row: Mapping[str, Any]) -> str:
     samples = count(row["samples"], "sample")
     batch = f", {row['batch']} at a time" if row["batch"] > 1 else ""
     return f"{row['dataset']}: {samples}{batch}, {row['context_tokens']:,} prompt tokens"
 
 
-def _agreement(row: dict[str, Any]) -> Text:
+def _agreement(row: Mapping[str, Any]) -> Text:
     if row["mismatches"] is None:
         return Text("not comparable")
     ties = count(row["near_ties"], "near tie")
@@ -210,12 +238,32 @@ def _agreement(row: dict[str, Any]) -> Text:
     return Text(ties if row["near_ties"] else "none")
 
 
-def listing(report: dict[str, Any], decode: Any) -> list[str]:
-    """A line for each sample whose tokens are not those of ``ar``.
+def _parts(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Milliseconds of a round's parts, and bytes of what is held, of the methods that were profiled."""
+    profiles = {row["method"]: row["profile"] for row in rows if "profile" in row}
+    parts, kinds = ({each: 0 for p in profiles.values() for each in p[key]} for key in ("seconds", "memory"))
+    made = table(["method"], [*(PARTS.get(part, part) for part in parts), "prefix", *kinds])
+    for name, profile in profiles.items():
+        seconds = (f"{1000 * (profile['seconds'].get(part) or 0):.2f} ms" for part in parts)
+        held = (human(profile["memory"].get(kind, 0)) for kind in kinds)
+        made.add_row(Text(name), *seconds, figure(profile["prefix_share"], "{:.0%}"), *held)
+    return made
 
-    Args:
-        decode: makes text of token ids.
-    """
+
+def _chart(rows: Sequence[Mapping[str, Any]], dataset: str, batch: int) -> Any:
+    """Tokens/s of every method over the prompts' length."""
+    series: dict[str, list[charts.Point]] = {}
+    for row in rows:
+        if (row["dataset"], row["batch"]) == (dataset, batch) and row["tokens_per_second"] is not None:
+            spread = row["tokens_per_second_spread"] or (None, None)
+            point = charts.Point(row["context_tokens"], row["tokens_per_second"], *spread)
+            series.setdefault(row["method"], []).append(point)
+    title = dataset + (f", {batch} at a time" if batch > 1 else "")
+    return charts.lines(title, series, "prompt tokens", "tokens/s", None, (REFERENCE, *PEERS))
+
+
+def _differences(report: dict[str, Any], decode: Callable[[list[int]], str]) -> list[Text]:
+    """A line for each sample whose tokens are not those of ``ar``."""
     lines = []
     for d in report["differences"]:
         kind = "near tie" if d["near_tie"] else "MISMATCH"
@@ -223,7 +271,6 @@ def listing(report: dict[str, Any], decode: Any) -> list[str]:
             "the end" if d[key] is None else f"{decode([d[key]])!r} ({d[key]})" for key in ("token", "reference")
         )
         gap = "" if d["gap"] is None else f", logits {d['gap']:.2g} apart"
-        lines.append(
-            f"{kind}: {d['method']} on {d['sample']}, new token {d['position'] + 1}: {own}, ar has {reference}{gap}"
-        )
+        text = f"{kind}: {d['method']} on {d['sample']}, new token {d['position'] + 1}: {own}, ar has {reference}{gap}"
+        lines.append(Text(text, style="" if d["near_tie"] else "red"))
     return lines

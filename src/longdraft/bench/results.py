@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from rich.text import Text
+
 from longdraft.bench import machine, report
-from longdraft.bench.contenders import Run
-from longdraft.bench.json_lines import JsonLines, contents, fingerprint, plain, signed
+from longdraft.bench.json_lines import JsonLines, contents, fingerprint, mapping, plain, restored, signed
 from longdraft.bench.peers import PEERS
-from longdraft.bench.prompts import Group, Prompt
-from longdraft.bench.run import Bench, Disagreement, Measured
-from longdraft.bench.ties import Difference
+from longdraft.bench.prompts import Prompt
+from longdraft.bench.run import Bench, Measured
+from longdraft.bench.tables import Report
+from longdraft.errors import CheckpointError
+from longdraft.files import naming
 from longdraft.model.runner import TargetRunner
 
 FORMAT, VERSION = "longdraft-bench", 1
@@ -79,7 +81,7 @@ def model_of(target: TargetRunner, name: str) -> dict[str, Any]:
     }
 
 
-class Results(JsonLines[Measured]):
+def opened(path: Path, header: Mapping[str, Any]) -> JsonLines[Measured]:
     """A file that measurements are added to.
 
     Args:
@@ -89,19 +91,7 @@ class Results(JsonLines[Measured]):
         ConfigError: the file holds a run with another header; says what differs.
         CheckpointError: it cannot be read or written, or is no results file.
     """
-
-    def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
-        super().__init__(path, header, measurement)
-
-    def has(self, group: Group) -> bool:
-        """True if a batch was measured already."""
-        first, origins = group[0], tuple(prompt.sample.origin for prompt in group)
-        key = first.sample.dataset, first.context, origins
-        return any((m.dataset, m.context, m.samples) == key for m in self.measured)
-
-    def add(self, measured: Measured) -> None:
-        """Appends a line, on the disk when this returns."""
-        self.append(measured, line(measured))
+    return JsonLines(path, header, Measured)
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[Measured]]:
@@ -110,47 +100,35 @@ def read(path: Path) -> tuple[dict[str, Any], list[Measured]]:
     Raises:
         CheckpointError: it cannot be read, or is no results file.
     """
-    _, found, measured = contents(path, FORMAT, VERSION, measurement)
+    _, found, measured = contents(path, FORMAT, VERSION, Measured)
     return found, measured
+
+
+def report_of(path: Path) -> Report:
+    """What is shown of a file, as :func:`read` reads it.
+
+    Raises:
+        CheckpointError: it has no measurement, or one that no bench wrote.
+    """
+    found, measured = read(path)
+    if not measured:
+        raise CheckpointError(f"{path} has no measurement yet: let `longdraft bench --results {path}` go on.")
+    with naming(str(path), f"No page can be made of {path}", "It holds values that no bench writes."):
+        asked = mapping(found.get("settings")).get("contenders") or list(measured[0].rounds)
+        names = [name for name in asked if all(name in m.rounds for m in measured)]
+        document = report.document(names, measured, mapping(found.get("notes")))
+        document |= {name: mapping(found.get(name)) for name in ("hardware", "versions")}
+        shown = report.shown(document)
+    made = f"{mapping(found.get('model')).get('name')}: {path.name}, begun {found.get('created')}"
+    return replace(shown, name=f"longdraft bench, {made}", remarks=[*shown.remarks, Text(str(found.get("command")))])
 
 
 def line(measured: Measured) -> dict[str, Any]:
     """A measurement as JSON has it."""
-    found = asdict(measured) | {"batch": measured.batch, "comparable": sorted(measured.comparable)}
-    del found["disagreements"]
-    return found | {"differences": [report.difference(d) for d in measured.disagreements]}
+    return asdict(measured)
 
 
 def measurement(found: Mapping[str, Any]) -> Measured:
     """A measurement from a line of a file."""
-    return Measured(
-        dataset=found["dataset"],
-        context=found["context"],
-        samples=tuple(found["samples"]),
-        prompt_tokens=tuple(found["prompt_tokens"]),
-        cold={name: _run(run) for name, run in found["cold"].items()},
-        rounds={name: [_run(run) for run in runs] for name, runs in found["rounds"].items()},
-        disagreements=[_disagreement(d) for d in found["differences"]],
-        comparable=frozenset(found["comparable"]),
-        peak_memory_bytes=dict(found["peak_memory_bytes"]),
-        profiles=dict(found.get("profiles") or {}),
-        scored=str(found.get("scored", "")),
-        scores=dict(found.get("scores") or {}),
-    )
-
-
-def _run(found: Mapping[str, Any]) -> Run:
-    return Run(
-        **{
-            **found,
-            "tokens": tuple(tuple(tokens) for tokens in found["tokens"]),
-            "rounds": tuple(found["rounds"]),
-            "accepted": tuple((accepted, room) for accepted, room in found["accepted"]),
-        }
-    )
-
-
-def _disagreement(d: Mapping[str, Any]) -> Disagreement:
-    gap = math.inf if d["gap"] is None else d["gap"]
-    difference = Difference(d["position"], d["token"], d["reference"], gap, d["near_tie"])
-    return Disagreement(d["method"], d["dataset"], d["sample"], difference)
+    made: Measured = restored(Measured, found)
+    return made

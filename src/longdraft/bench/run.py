@@ -1,45 +1,64 @@
-"""The measuring loop.
+"""How the bench measures a batch of prompts.
 
 For each batch of prompts every contender decodes once from nothing, which warms it up and gives its time to first
-token. Then come the rounds that are timed: all contenders in turn, each from the prompts' KV, the order turned round
-from one round to the next, so that a machine that slows down slows all of them. Memory is looked at between the runs.
+token. Then come the rounds that are timed: all contenders in turn, each from the prompts' KV. Memory is looked at
+between the runs.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from statistics import median
 from typing import Any
 
 from longdraft.bench import machine, scores
 from longdraft.bench.contenders import Contender, Job, Kept, Ours, Run, ends_of
+from longdraft.bench.experiment import Step, Tick, in_turn
 from longdraft.bench.hf import Generate
 from longdraft.bench.peers import PEERS
 from longdraft.bench.profile import profile
-from longdraft.bench.prompts import Prompt
-from longdraft.bench.settings import REFERENCE, Settings, method_name
+from longdraft.bench.prompts import Group, Prompt
+from longdraft.bench.settings import REFERENCE, Settings, speculator
 from longdraft.bench.ties import Difference, compare
 from longdraft.engine.texts import Texts
 from longdraft.memory.prompt_cache import PromptCache
 from longdraft.model.checkpoints import LoadedModel, Progress
 from longdraft.model.runner import TargetRunner
-from longdraft.speculator import Speculator
 
 # Tokens of the warm-up.
 WAKE_PROMPT, WAKE_TOKENS = 64, 4
 
 
+BatchKey = tuple[str, int | None, tuple[str, ...]]
+"""A batch's data set, context, and origins of its samples."""
+
+
 @dataclass(frozen=True)
 class Disagreement:
-    """A sample where a method's tokens are not those of ``ar``. ``sample``: its origin."""
+    """A sample where a method's tokens are not those of ``ar``: its first such token, as a :class:`Difference` has it.
+
+    Attributes:
+        sample: its origin. gap: None where one output has ended.
+    """
 
     method: str
     dataset: str
     sample: str
-    difference: Difference
+    position: int
+    token: int | None
+    reference: int | None
+    gap: float | None
+    near_tie: bool
+
+    @classmethod
+    def of(cls, method: str, prompt: Prompt, d: Difference) -> Disagreement:
+        gap = d.gap if math.isfinite(d.gap) else None
+        sample = prompt.sample
+        return cls(method, sample.dataset, sample.origin, d.position, d.token, d.reference, gap, d.near_tie)
 
 
 @dataclass(frozen=True)
@@ -60,25 +79,31 @@ class Measured:
 
     dataset: str
     context: int | None
+    batch: int
     samples: tuple[str, ...]
     prompt_tokens: tuple[int, ...]
     cold: dict[str, Run]
     rounds: dict[str, list[Run]]
-    disagreements: list[Disagreement]
-    comparable: frozenset[str]
+    differences: list[Disagreement]
+    comparable: tuple[str, ...]
     peak_memory_bytes: dict[str, int | None] = field(default_factory=dict)
     profiles: dict[str, dict[str, Any]] = field(default_factory=dict)
     scored: str = ""
     scores: dict[str, list[float | None]] = field(default_factory=dict)
 
     @property
-    def batch(self) -> int:
-        return len(self.samples)
+    def key(self) -> BatchKey:
+        return self.dataset, self.context, self.samples
 
     def tokens_per_second(self, name: str) -> float | None:
         """Median over the rounds."""
         found = [r.tokens_per_second for r in self.rounds[name]]
         return median(x for x in found if x is not None) if any(found) else None
+
+
+def key_of_group(group: Group) -> BatchKey:
+    """The key of a batch that is not measured yet."""
+    return group[0].sample.dataset, group[0].context, tuple(prompt.sample.origin for prompt in group)
 
 
 class Bench:
@@ -103,29 +128,28 @@ class Bench:
         unpacked: Callable[[], LoadedModel] | None = None,
     ) -> None:
         self.settings = settings
-        # Contenders share the prompts' KV if they round it to the same dtype.
-        self._kept: dict[str | None, Kept] = {}
-        self._unpacked = unpacked
+        self._unpacked, self._awake = unpacked, False
+        ours = {name: speculator(settings, name, loaded, progress) for name in settings.contenders if name not in PEERS}
+        layers = {name: spec.feature_layers() for name, spec in ours.items()}
+        read = next(filter(None, layers.values()), ())
+        # Contenders share the prompts' KV if they round it to the same dtype, and read no other hidden states of it.
+        self._kept: dict[tuple[str | None, tuple[int, ...]], Kept] = {}
         self.contenders: dict[str, Contender] = {}
         for name in settings.contenders:
-            self.contenders[name] = self._peer(name) if name in PEERS else self._ours(name, loaded, progress)
+            if name in PEERS:
+                self.contenders[name] = self._peer(name)
+                continue
+            place = settings.kv_dtype_of(name), layers[name] or read
+            kept = self._kept.setdefault(place, Kept(PromptCache(place[1]), place[1]))
+            self.contenders[name] = Ours(name, ours[name], kept)
         self.contenders |= {c.name: c for c in extra}
         self._texts = Texts(loaded.tokenizer)
         self._eos = ends_of(self.target, loaded.tokenizer, settings.ignore_eos)
 
-    def _ours(self, name: str, loaded: LoadedModel, progress: Progress | None) -> Ours:
-        s, kv_dtype = self.settings, self.settings.kv_dtype_of(name)
-        spec = Speculator(
-            method_name(name),
-            target=loaded.model,
-            tokenizer=loaded.tokenizer,
-            offload=s.offload,
-            plan=s.plan_of(name),
-            kv_dtype=kv_dtype,
-            **s.options(name),
-        )
-        spec.planner(progress)
-        return Ours(name, spec, self._kept.setdefault(kv_dtype, Kept(PromptCache(), snapshots=s.snapshots)))
+    def sharing(self, names: Sequence[str]) -> list[tuple[Kept, list[str]]]:
+        """Names of ours by the KV that they share."""
+        ours = {name: c.kept for name, c in self.contenders.items() if name in names and isinstance(c, Ours)}
+        return [(kept, [name for name in ours if ours[name] is kept]) for kept in self._kept.values()]
 
     def _peer(self, name: str) -> Contender:
         """A peer on the target, or on the unpacked model if it needs one."""
@@ -146,11 +170,15 @@ class Bench:
         return tuple(self.contenders)
 
     @property
-    def target(self) -> TargetRunner:
-        """The hosted model."""
+    def _ar(self) -> Ours:
         ar = self.contenders[REFERENCE]
         assert isinstance(ar, Ours)
-        return ar.spec.runner()
+        return ar
+
+    @property
+    def target(self) -> TargetRunner:
+        """The hosted model."""
+        return self._ar.spec.runner()
 
     @property
     def notes(self) -> dict[str, str]:
@@ -162,8 +190,9 @@ class Bench:
         for contender in self.contenders.values():
             contender.cold(self.job([prompt.tokens[:WAKE_PROMPT]], min(WAKE_TOKENS, self.settings.max_tokens)))
             contender.release()
+        self._awake = True
 
-    def measure(self, prompts: Sequence[Prompt], tick: Callable[[str], None] = lambda what: None) -> Measured:
+    def measure(self, prompts: Sequence[Prompt], tick: Tick = lambda what: None) -> Measured:
         """Measures one batch.
 
         Args:
@@ -178,29 +207,29 @@ class Bench:
         rounds: dict[str, list[Run]] = {name: [] for name in self.contenders}
         peaks: dict[str, list[int]] = {name: [] for name in self.contenders}
         device = self.target.device
-        for i in range(self.settings.repeats):
-            for name in self.names if i % 2 == 0 else reversed(self.names):
-                tick(name)
-                gc.collect()  # or a collection falls due inside somebody's turn
-                watched = machine.forget_peak(device)
-                rounds[name].append(self.contenders[name].warm(job))
-                if watched and (peak := machine.peak_bytes(device)) is not None:
-                    peaks[name].append(peak)
+        for _, name in in_turn(self.names, self.settings.repeats):
+            tick(name)
+            gc.collect()  # or a collection falls due inside somebody's turn
+            watched = machine.forget_peak(device)
+            rounds[name].append(self.contenders[name].warm(job))
+            if watched and (peak := machine.peak_bytes(device)) is not None:
+                peaks[name].append(peak)
         profiles = self._profiles(job) if self.settings.profile else {}
         greedy = self.settings.sampling.greedy
         comparable = [name for name, c in self.contenders.items() if c.comparable(greedy, len(prompts))]
-        disagreements = [d for name in comparable for d in self._disagreements(prompts, name, cold, rounds)]
+        differences = [d for name in comparable for d in self._disagreements(prompts, name, cold, rounds)]
         for contender in self.contenders.values():
             contender.release()
         return Measured(
             prompts[0].sample.dataset,
             prompts[0].context,
+            len(prompts),
             tuple(p.sample.origin for p in prompts),
             tuple(len(p.tokens) for p in prompts),
             cold,
             rounds,
-            disagreements,
-            frozenset(comparable),
+            differences,
+            tuple(comparable),
             {name: max(found, default=None) for name, found in peaks.items()},
             profiles,
             prompts[0].sample.score,
@@ -214,15 +243,28 @@ class Bench:
 
     def _profiles(self, job: Job) -> dict[str, dict[str, Any]]:
         """Profiles of our methods by name, on the prompts' KV that is still there; with ``cold`` each reads them."""
-        ours = {name: c.spec for name, c in self.contenders.items() if isinstance(c, Ours)}
-        cache = None if self.settings.cold else self._kept[None].cache
-        found = {name: profile(spec, job, cache) for name, spec in ours.items()}
+        ours = {name: c for name, c in self.contenders.items() if isinstance(c, Ours)}
+        found = {name: profile(c.spec, job, None if self.settings.cold else c.kept.cache) for name, c in ours.items()}
         return {name: seen.as_dict() for name, seen in found.items() if seen is not None}
 
-    def runs(self, batch_count: int) -> int:
-        """Count of calls of ``tick`` for a number of batches."""
-        reading = sum(map(self._reads, self.contenders))
-        return batch_count * (reading + len(self.contenders) * self.settings.repeats)
+    def steps(self, groups: Sequence[Group]) -> list[Step[BatchKey, Measured]]:
+        """A step for each batch. The first one that is measured wakes the contenders."""
+        runs = sum(map(self._reads, self.contenders)) + len(self.contenders) * self.settings.repeats
+
+        def measure(group: Group, missing: Collection[BatchKey], tick: Tick) -> Iterator[Measured]:
+            if not self._awake:
+                self.wake(group[0])
+            yield self.measure(group, tick)
+
+        return [
+            Step(
+                f"sample {number}/{len(groups)}",
+                (key_of_group(group),),
+                partial(measure, group),
+                runs,
+            )
+            for number, group in enumerate(groups, 1)
+        ]
 
     def _reads(self, name: str) -> bool:
         """True if a contender has a cold run."""
@@ -242,11 +284,11 @@ class Bench:
             outputs = {run.tokens[i] for run in runs} - {reference}
             # A batch's first slot is free for the judge now: the rounds are over.
             judged = [
-                compare(self.target, prompt.tokens, tokens, reference, self.settings.sampling, self._kept[None].cache)
+                compare(self.target, prompt.tokens, tokens, reference, self.settings.sampling, self._ar.kept.cache)
                 for tokens in outputs
             ]
             differences = [d for d in judged if d is not None]
             if differences:
                 worst = max(differences, key=lambda d: (d.gap, -d.position))
-                found.append(Disagreement(name, prompt.sample.dataset, prompt.sample.origin, worst))
+                found.append(Disagreement.of(name, prompt, worst))
         return found

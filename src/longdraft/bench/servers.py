@@ -7,17 +7,17 @@ else.
 
 from __future__ import annotations
 
-import http.client
-import json
 import re
 import time
-import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+from longdraft.bench.acceptance import Accepted, Asked
+from longdraft.bench.data import Sample
+from longdraft.bench.experiment import Step, Tick, in_turn
+from longdraft.bench.settings import REFERENCE
 from longdraft.errors import CapabilityError, reason_of
 
 # Drafted tokens that were accepted, as answers name them: vLLM, longdraft, llama.cpp.
@@ -25,122 +25,138 @@ _ACCEPTED = ("num_accepted_draft_tokens", "num_accepted_tokens", "draft_n_accept
 # The same as counters (vLLM, longdraft, llama.cpp), and verifications (SGLang).
 _COUNTER = re.compile(r"^\w+:(spec_decode_num_accepted_tokens|spec_verify_calls)(?:_total)?(?:\{[^}]*\})? (\S+)", re.M)
 _SECONDS = 600.0
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A streamed answer.
-
-    Attributes:
-        prompt_tokens, new_tokens: as the server counts them.
-        first_token_seconds: from the request to the first text. decode_seconds: from there to the last.
-        forwards: verifications after the prefill; None where the server does not say.
-    """
-
-    prompt_tokens: int
-    new_tokens: int
-    first_token_seconds: float
-    decode_seconds: float
-    forwards: int | None
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        return (self.new_tokens - 1) / self.decode_seconds if self.decode_seconds > 0 and self.new_tokens > 1 else None
-
-    @property
-    def mean_accepted_length(self) -> float | None:
-        return (self.new_tokens - 1) / self.forwards if self.forwards else None
+# Characters of a token, until a server has counted a prompt's.
+CHARACTERS = 3.5
 
 
 class Server:
     """A server.
 
     Args:
+        name: of the contender; ``ar`` is the server that decodes plainly.
         url: its address, with or without ``/v1``. key: sent as the bearer's token, where it asks for one.
 
     Raises:
-        CapabilityError: it cannot be reached, or serves no model.
+        CapabilityError: it cannot be reached, or serves no model; the package openai is missing.
     """
 
-    def __init__(self, url: str, key: str = "") -> None:
-        self.url = url.rstrip("/").removesuffix("/v1")
-        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+    def __init__(self, name: str, url: str, key: str = "") -> None:
         try:
-            models = json.loads(self._read("/v1/models"))["data"]
-        except (ValueError, LookupError, TypeError):
-            raise CapabilityError(
-                f"{self.url}/v1/models lists no models: name the address of an OpenAI-compatible server."
-            ) from None
-        if not models:
-            raise CapabilityError(f"{self.url} serves no model: start one, then ask again.")
-        self.model = str(models[0]["id"])
+            from openai import OpenAI, OpenAIError
+        except ImportError:
+            raise CapabilityError('--url needs the package openai: pip install "longdraft[bench]".') from None
+        self.name, self.url = name, url.rstrip("/").removesuffix("/v1")
+        self._key, self._failure = key, OpenAIError
+        self._client = OpenAI(base_url=f"{self.url}/v1", api_key=key or "none", timeout=_SECONDS, max_retries=0)
+        try:
+            self.model = str(next(iter(self._client.models.list())).id)
+        except (self._failure, StopIteration, AttributeError, TypeError, ValueError) as error:
+            raise self._unreachable(error) from error
 
-    def answer(self, prompt: str, max_tokens: int, ignore_eos: bool = False) -> Answer:
-        """Asks for a greedy answer to one user's turn.
+    def _unreachable(self, error: Exception) -> CapabilityError:
+        return CapabilityError(
+            f"{self.url} cannot be reached, or serves no model ({reason_of(error)}): name the address of an "
+            "OpenAI-compatible server."
+        )
+
+    def answer(self, asked: Asked, prompt: str, max_tokens: int, ignore_eos: bool = False) -> Accepted:
+        """A greedy answer to one user's turn.
 
         Args:
             ignore_eos: ask for ``max_tokens`` whatever the model ends; not every server takes it.
+
+        Raises:
+            CapabilityError: it breaks off, or answers without text.
         """
-        body = {
-            "model": self.model,
-            "messages": [{"role": "user", "content": prompt}],
-            "max_tokens": max_tokens,
-            "temperature": 0,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
         before, start = self._counters(), time.perf_counter()
-        times, accepted, usage = [], None, {"prompt_tokens": 0, "completion_tokens": 0}
-        for chunk in self._chunks(body | ({"ignore_eos": True} if ignore_eos else {})):
-            if any(choice.get("delta", {}).get("content") for choice in chunk.get("choices") or ()):
-                times.append(time.perf_counter())
-            usage = chunk.get("usage") or usage
-            found = next((n for name in _ACCEPTED if (n := _found(chunk, name)) is not None), None)
-            accepted = accepted if found is None else int(found)
+        times: list[float] = []
+        accepted, usage = None, {"prompt_tokens": 0, "completion_tokens": 0}
+        try:
+            stream: Any = self._client.chat.completions.create(
+                model=self.model, messages=[{"role": "user", "content": prompt}], max_tokens=max_tokens, temperature=0,
+                stream=True, stream_options={"include_usage": True},
+                extra_body={"ignore_eos": True} if ignore_eos else None,
+            )  # fmt: skip
+            for event in stream:
+                chunk: dict[str, Any] = event.to_dict()
+                if any((choice.get("delta") or {}).get("content") for choice in chunk.get("choices") or ()):
+                    times.append(time.perf_counter())
+                usage = chunk.get("usage") or usage
+                found = next((n for name in _ACCEPTED if (n := _found(chunk, name)) is not None), None)
+                accepted = accepted if found is None else int(found)
+        except (self._failure, OSError, ValueError) as error:
+            raise self._unreachable(error) from error
         if not times:
             raise CapabilityError(f"{self.url} answered without text: ask for more tokens, or look at its log.")
-        new = int(usage["completion_tokens"]) or len(times)
-        forwards = None if accepted is None else new - 1 - accepted
-        if forwards is None:
-            forwards = _forwards(before, self._counters(), new)
-        return Answer(int(usage["prompt_tokens"]), new, times[0] - start, times[-1] - times[0], forwards)
-
-    def _chunks(self, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        request = urllib.request.Request(
-            f"{self.url}/v1/chat/completions", json.dumps(body).encode(), self._headers, method="POST"
-        )
-        with self._opened(request) as response:
-            for line in response:
-                text = line.decode(errors="replace").strip()
-                if text.startswith("data:") and (content := text[5:].strip()) not in ("", "[DONE]"):
-                    yield json.loads(content)
+        new = (int(usage["completion_tokens"]) or len(times)) - 1
+        forwards = _forwards(before, self._counters(), new) if accepted is None else new - accepted
+        forwards = new if self.name == REFERENCE else forwards
+        first, last = times[0], times[-1]
+        return Accepted(asked, int(usage["prompt_tokens"]), new, forwards, (), last - first, first - start)
 
     def _counters(self) -> dict[str, float]:
         """Sums of the counters that count speculation; empty where the server has none."""
+        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         found: dict[str, float] = {}
         try:
-            page = self._read("/metrics")
-        except CapabilityError:
+            with urllib.request.urlopen(urllib.request.Request(f"{self.url}/metrics", headers=headers)) as response:
+                page = response.read().decode()
+        except (OSError, ValueError):
             return found
         for name, value in _COUNTER.findall(page):
             found[name] = found.get(name, 0.0) + float(value)
         return found
 
-    def _read(self, path: str) -> str:
-        with self._opened(urllib.request.Request(self.url + path, headers=self._headers)) as response:
-            return str(response.read().decode())
 
-    @contextmanager
-    def _opened(self, request: urllib.request.Request) -> Iterator[Any]:
-        """An open answer. What goes wrong until it is read to its end is told with the address."""
-        try:
-            with urllib.request.urlopen(request, timeout=_SECONDS) as response:
-                yield response
-        except urllib.error.HTTPError as error:
-            said = error.read().decode(errors="replace")[:300]
-            raise CapabilityError(f"{request.full_url} answered {error.code}: {said or error.reason}.") from error
-        except (OSError, ValueError, http.client.HTTPException) as error:
-            raise CapabilityError(f"{request.full_url} cannot be reached or read: {reason_of(error)}.") from error
+def steps(
+    servers: Sequence[Server],
+    samples: Sequence[Sample],
+    lengths: Sequence[int],
+    max_tokens: int,
+    repeats: int = 1,
+    ignore_eos: bool = False,
+) -> list[Step[Asked, Accepted]]:
+    """Servers against the length of the text: the same texts, cut to each length, answered by every server in turn.
+
+    Args:
+        lengths: tokens of the prompts, as nearly as characters tell; the servers' own counts are reported.
+        repeats: answers to each prompt, of which the fastest counts.
+    """
+    by_name = {server.name: server for server in servers}
+    densities = [CHARACTERS]  # characters of a token, the latest last
+
+    def measure(sample: Sample, length: int, missing: Collection[Asked], tick: Tick) -> Iterator[Accepted]:
+        prompt = cut(sample, length, densities[-1])
+        runs: dict[Asked, list[Accepted]] = {}
+        for _, asked in in_turn(list(missing), repeats):
+            tick(asked.method)
+            run = by_name[asked.method].answer(asked, prompt, max_tokens, ignore_eos)
+            runs.setdefault(asked, []).append(run)
+            if run.prompt_tokens:
+                densities.append(len(prompt) / run.prompt_tokens)
+            if len(runs[asked]) == repeats:
+                yield min(runs[asked], key=lambda run: (run.seconds or 0.0) / max(1, run.new_tokens))
+
+    def asked(server: Server, sample: Sample, length: int) -> Asked:
+        return Asked(server.name, server.url, server.model, 0.0, length, None, sample.dataset, sample.origin, "")
+
+    return [
+        Step(
+            f"{sample.origin}, {length:,} tokens",
+            [asked(server, sample, length) for server in servers],
+            partial(measure, sample, length),
+            repeats,
+        )
+        for length in sorted(lengths)
+        for sample in samples
+    ]
+
+
+def cut(sample: Sample, length: int, characters: float) -> str:
+    """A prompt of about so many tokens."""
+    rest = [part for part in (sample.preface, sample.instruction) if part]
+    room = max(1, round(length * characters) - sum(map(len, rest)))
+    return sample.cut(room).text
 
 
 def _found(content: Any, name: str) -> Any:
@@ -160,4 +176,4 @@ def _forwards(before: Mapping[str, float], after: Mapping[str, float], new: int)
     if calls > 0:
         return int(calls)
     name = "spec_decode_num_accepted_tokens"
-    return new - 1 - int(after[name] - before.get(name, 0.0)) if name in after else None
+    return new - int(after[name] - before.get(name, 0.0)) if name in after else None

@@ -15,8 +15,10 @@ from longdraft.errors import UnknownMethodError
 from longdraft.folders import is_gguf
 from longdraft.memory import offload as offloading
 from longdraft.methods import METHODS, method_of
+from longdraft.model.checkpoints import LoadedModel, Progress
 from longdraft.planning import plans
 from longdraft.recipes import resolve
+from longdraft.speculator import Speculator
 from longdraft.views.view import dtype_of
 
 REFERENCE = "ar"
@@ -43,7 +45,6 @@ class Settings:
         plan, offload: of our methods; see :class:`~longdraft.speculator.Speculator`.
         sources: the weights of peers.
         profile: profile some rounds of our methods after the timed ones.
-        snapshots: a folder where our methods keep the KV of prompts for later benchmarks.
     """
 
     methods: tuple[str, ...] = (REFERENCE, "prompt-lookup")
@@ -62,7 +63,6 @@ class Settings:
     offload: str | Path | None = None
     sources: Sources = field(default_factory=Sources)
     profile: bool = False
-    snapshots: Path | None = None
     asked: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -86,8 +86,6 @@ class Settings:
             plans.checked(self.plan_of(name))
             dtype_of(self.kv_dtype_of(name), "kv_dtype")
         offloading.parse(self.offload)
-        if self.snapshots is not None and (self.cold or max(self.batches) > 1):
-            raise ValueError("--snapshots is for single prompts that are read once: add --one-prefill, with --batch 1")
         peers.check(self.methods, self.sources, max(self.batches))
         if self.draft_options and not any(self.takes_draft(name) for name in self.methods):
             needing = ", ".join(m.name for m in METHODS.values() if m.takes_draft)
@@ -132,6 +130,21 @@ class Settings:
     def contenders(self) -> tuple[str, ...]:
         """The names once each, ``ar`` first: everything is measured against it."""
         return tuple(dict.fromkeys((REFERENCE, *self.methods)))
+
+
+def speculator(settings: Settings, name: str, loaded: LoadedModel, progress: Progress | None = None) -> Speculator:
+    """The method of one of our contenders on a model, with what its planner has to know."""
+    made = Speculator(
+        method_name(name),
+        target=loaded.model,
+        tokenizer=loaded.tokenizer,
+        offload=settings.offload,
+        plan=settings.plan_of(name),
+        kv_dtype=settings.kv_dtype_of(name),
+        **settings.options(name),
+    )
+    made.planner(progress)
+    return made
 
 
 def contender(method: str, options: Mapping[str, Any]) -> str:

@@ -1,15 +1,109 @@
-"""Shared parts of the bench's reports: sums over samples, figures as text, tables for a terminal."""
+"""Tables of measurements, and what a measurement shows: one report, for a terminal, as Markdown, SVG or a page."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import resources
 from statistics import mean, median
-from typing import Any
+from typing import Any, Literal
 
 from rich.table import Table
+from rich.text import Text
+
+from longdraft.bench import charts
 
 Column = tuple[str, str, str]
 """A column of a table: its heading, the row's key, and a format."""
+
+
+@dataclass
+class Report:
+    """What a measurement shows.
+
+    Attributes:
+        document: the JSON object.
+        tables: each with its title.
+        remarks: lines below the tables. definitions: what the figures mean.
+        figures: makers of matplotlib's figures, by a word for a file's name.
+        name: of the measurement, for a page's title.
+    """
+
+    document: dict[str, Any]
+    tables: Sequence[tuple[str, Table]]
+    remarks: Sequence[Text] = ()
+    definitions: Sequence[str] = ()
+    figures: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
+    name: str = "longdraft bench"
+
+
+def render(reports: Sequence[Report], to: Literal["markdown", "html"]) -> str:
+    """Reports one behind the other, as a text of their tables, remarks and definitions; a page has figures too.
+
+    Raises:
+        CapabilityError: a page, and matplotlib is not installed.
+    """
+    if to == "markdown":
+        return "\n".join(_markdown(report) for report in reports)
+    import jinja2
+
+    text = resources.files("longdraft.bench").joinpath("page.html.jinja").read_text(encoding="utf-8")
+    # Everything from a file is escaped; what is not a variable of the template is an error.
+    template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(text)
+    parts = [
+        {
+            "name": report.name,
+            "tables": [(title, cells(table)) for title, table in report.tables],
+            "figures": [charts.inline(make()) for make in report.figures.values()],
+            "remarks": [remark.plain for remark in report.remarks],
+            "facts": {name: report.document.get(name) for name in ("hardware", "versions")},
+        }
+        for report in reports
+    ]
+    definitions = dict.fromkeys(line for report in reports for line in report.definitions)
+    return template.render(parts=parts, definitions=list(definitions))
+
+
+def _markdown(report: Report) -> str:
+    lines = []
+    for title, table in report.tables:
+        head, *rows = [[cell.replace("|", "\\|") for cell in row] for row in cells(table)]
+        rule = ["---:" if column.justify == "right" else "---" for column in table.columns]
+        lines += [f"**{title}**", "", *(f"| {' | '.join(row)} |" for row in (head, rule, *rows)), ""]
+    said = [*(remark.plain for remark in report.remarks), *report.definitions]
+    return "\n".join([*lines, *(f"- {line}" for line in said), ""])
+
+
+def cells(made: Table) -> list[list[str]]:
+    """The texts of a table: its headings, then its rows."""
+    columns = [[column.header, *column.cells] for column in made.columns]
+    return [[cell.plain if isinstance(cell, Text) else str(cell) for cell in row] for row in zip(*columns, strict=True)]
+
+
+def table(names: Sequence[str], figures: Sequence[str] = ()) -> Table:
+    """An empty table: columns of names, and right-aligned columns of figures."""
+    made = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for head in names:
+        made.add_column(head, no_wrap=True)
+    for head in figures:
+        made.add_column(head, justify="right", no_wrap=True)
+    return made
+
+
+def pivot(
+    head: str, rows: Sequence[Mapping[str, Any]], column: Callable[[Mapping[str, Any]], str], cell: Callable[..., Any]
+) -> Table:
+    """A table with a line for each method and a column for each length.
+
+    Args:
+        column: the heading of a row's column. cell: the text of a row.
+    """
+    heads = list(dict.fromkeys(column(row) for row in rows))
+    made = table([head], heads)
+    for name in dict.fromkeys(row["method"] for row in rows):
+        own = {column(row): cell(row) for row in rows if row["method"] == name}
+        made.add_row(Text(name), *(own.get(each, "-") for each in heads))
+    return made
 
 
 def median_of(values: Iterable[float | None]) -> float | None:
@@ -52,16 +146,6 @@ def depth_accepted(rounds: Sequence[tuple[int, int]]) -> list[float]:
     """
     levels = range(1, max((accepted for accepted, _ in rounds), default=0) + 1)
     return [sum(accepted >= d for accepted, _ in rounds) / len(rounds) for d in levels]
-
-
-def table(names: Sequence[str], figures: Sequence[str] = ()) -> Table:
-    """An empty table: columns of names, and right-aligned columns of figures."""
-    made = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for head in names:
-        made.add_column(head, no_wrap=True)
-    for head in figures:
-        made.add_column(head, justify="right", no_wrap=True)
-    return made
 
 
 def circumstances() -> dict[str, Any]:

@@ -1,31 +1,27 @@
-"""``longdraft bench acceptance``: mean accepted length of every draft against context length."""
+"""``longdraft bench acceptance`` and ``bench length``: every draft, or every server, against the length of the text."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.text import Text as Line
 
 import longdraft
-from longdraft.bench import acceptance_report, charts, tasks
+from longdraft.bench import tasks
 from longdraft.bench.data import Short
-from longdraft.cli import bench_options, console, method_options, options
-from longdraft.cli.cancel import EXIT_CODE
-from longdraft.cli.progress import Runs
+from longdraft.cli import bench_options, console, measuring, method_options, options
 from longdraft.errors import CapabilityError
 from longdraft.model.embedded import EMBEDDED_ID
 
 if TYPE_CHECKING:
-    from longdraft.bench.acceptance import Acceptance, Accepted, Asked, Results, Work
+    from longdraft.bench.acceptance import Acceptance
     from longdraft.bench.settings import Settings
-    from longdraft.model.checkpoints import Progress
     from longdraft.model.runner import TargetRunner
 
 LENGTHS = "512,1024,2048,4096,8192,16384,32768"
+FIRST, FARTHEST = 1024, 131072
 
 
 def acceptance(
@@ -56,44 +52,127 @@ def acceptance(
     levels: Annotated[int, typer.Option(min=0, help="Show too how often so many drafted tokens were accepted.")] = 0,
     loading: options.ModelOptions,
     results: bench_options.Results = None,
-    svg: Annotated[
-        Path | None, typer.Option(help="Draw the figure; of several temperatures, one each: NAME-t0.svg, NAME-t1.svg.")
-    ] = None,
-    output: options.Output,
+    output: measuring.Rendered,
     composed: options.Load = None,
 ) -> None:
     """Measure mean accepted length against context length: every draft, greedy and sampled, with the papers' trees.
 
     Ctrl-C ends it with the figures so far.
     """
+    from longdraft.bench import length
+    from longdraft.bench.acceptance import opened
+    from longdraft.bench.experiment import Experiment
+
     cut_to = method_options.whole_numbers("--lengths", lengths)
     temperatures = tuple(dict.fromkeys(method_options.numbers("--temperature", temperature)))
     if not temperatures or not cut_to:
         raise options.SettingError("--lengths and --temperature must name one value at least.")
     for t in temperatures:
         longdraft.Sampling(temperature=t)
-    settings = settings_of(
+    settings = _settings(
         methods, drafting, _default,
         max_tokens=max_tokens, contexts=cut_to, seed=seed, raw=raw, ignore_eos=ignore_eos, plan="fixed",
         asked=wording.asked, sampling=longdraft.Sampling(foresee=foresee),
     )  # fmt: skip
-    bench_options.check_writable({"--svg": svg, "--results": results})
-    if svg is not None:
-        charts.available()
+    output.check(results=results)
     samples = tasks.read(data or [tasks.BUILT_IN], limit)
-    with console.status() as status:
-        measuring = measuring_of(loading, settings, temperatures, status)
-        status(f"Cutting {len(samples)} texts to {len(set(cut_to))} lengths")
-        work, notes = measuring.work(samples, cut_to, short)
-    for note in notes:
-        console.note(note)
-    done, asked, complete = measure(measuring, work, results, notes)
-    found = acceptance_report.document(done, measuring.settings.methods, notes, complete)
-    _show(found, levels, svg)
-    output.json(found)
-    if not complete:
-        console.note(f"Stopped after {len(done)} of {asked} runs." + ("" if results else " Nothing is kept."))
-        raise typer.Exit(EXIT_CODE)
+    hosted = _hosted(loading, settings, temperatures)
+    steps = _steps(hosted, samples, cut_to, short)
+    file = None if results is None else opened(results, hosted.settings, hosted.model)
+    experiment = Experiment(steps, lambda run: run.asked, file)
+    complete = measuring.run(experiment)
+    found = length.acceptance(experiment.found, hosted.settings.methods, hosted.notes, complete)
+    output.show(length.acceptance_report(found, levels))
+    measuring.end(experiment, complete)
+
+
+def bench_length(
+    *,
+    data: bench_options.Data = None,
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            help="Tokens that prompts are cut to; YaRN stretches the model for those beyond its context.",
+            show_default="1024, 2048, ... as far as the model goes",
+        ),
+    ] = None,
+    short: bench_options.ShortTexts = Short.join,
+    methods: Annotated[
+        str | None,
+        typer.Option(
+            help="Methods, with commas between; options of one behind colons. ar comes by itself.",
+            show_default="every draft that comes along for the model, else self",
+        ),
+    ] = None,
+    drafting: method_options.DraftOptions,
+    plan: bench_options.Plan = "fixed",
+    url: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Measure servers instead: NAME=http://host:port of an OpenAI-compatible one; repeatable. Break-even "
+            "needs one that decodes plainly, by the name ar.",
+            show_default="none",
+        ),
+    ] = None,
+    api_key: Annotated[str, typer.Option("--api-key", help="For servers that ask for one.")] = "",
+    limit: Annotated[int, typer.Option(min=1, help="Rows of each file.")] = 2,
+    max_tokens: bench_options.MaxTokens = 64,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each; the fastest counts.")] = 2,
+    seed: bench_options.Seed = 0,
+    ignore_eos: bench_options.IgnoreEos = False,
+    raw: bench_options.Raw = False,
+    wording: options.TemplateOptions,
+    loading: options.ModelOptions,
+    results: bench_options.Results = None,
+    output: measuring.Rendered,
+    composed: options.Load = None,
+) -> None:
+    """Measure what must be accepted at each length for speculation to pay, and what is: for methods here and servers.
+
+    Greedy. Ctrl-C ends it with the figures so far.
+    """
+    from longdraft.bench import length
+    from longdraft.bench import servers as serving
+    from longdraft.bench.acceptance import by_default, opened
+    from longdraft.bench.break_even import free
+    from longdraft.bench.experiment import Experiment
+    from longdraft.bench.settings import REFERENCE, Settings
+
+    output.check(results=results)
+    asked_for = None if lengths is None else method_options.whole_numbers("--lengths", lengths)
+    samples = tasks.read(data or [tasks.BUILT_IN], limit)
+    given: dict[str, Any] = {"max_tokens": max_tokens, "seed": seed, "raw": raw, "ignore_eos": ignore_eos}
+    hosted = None
+    if url:
+        if methods is not None or wording.asked:
+            raise options.SettingError("--methods, --system and --no-think are for methods here: leave them out.")
+        named = {name: address or name for name, _, address in (each.partition("=") for each in url)}
+        servers = [serving.Server(name, address, api_key) for name, address in named.items()]
+        cut_to = asked_for or length.doubled(FIRST, 4 * FIRST)
+        steps = serving.steps(servers, samples, cut_to, max_tokens, repeats, ignore_eos)
+        own, model = Settings((REFERENCE,), **given), {"name": "servers"}
+        names, notes = tuple(named), [f"{each.name}: {each.model} at {each.url}" for each in servers]
+    else:
+        settings = _settings(
+            methods, drafting, lambda target: by_default(target) or ("self",), (REFERENCE,),
+            contexts=asked_for or (None,), plan=plan, asked=wording.asked, **given,
+        )  # fmt: skip
+        hosted = _hosted(loading, settings, (0.0,), repeats)
+        cut_to = asked_for or length.doubled(FIRST, min(hosted.context, FARTHEST))
+        steps = _steps(hosted, samples, cut_to, short)
+        own, model, names, notes = hosted.settings, hosted.model, hosted.settings.methods, hosted.notes
+    file = None if results is None else opened(results, own, model)
+    # Runs without seconds, as files of earlier versions have them, are made again.
+    experiment = Experiment(steps, lambda run: run.asked, file, usable=lambda run: run.seconds is not None)
+    complete = measuring.run(experiment)
+    calculated = []
+    if complete and hosted is not None and hosted.target is not None:
+        with console.status() as status:
+            status("Timing verifications behind made-up texts")
+            calculated = free(hosted.target, cut_to)
+    found = length.break_even(experiment.found, names, calculated, notes, complete)
+    output.show(length.break_even_report(found))
+    measuring.end(experiment, complete)
 
 
 def _default(target: TargetRunner) -> tuple[str, ...]:
@@ -105,7 +184,7 @@ def _default(target: TargetRunner) -> tuple[str, ...]:
     return found
 
 
-def settings_of(
+def _settings(
     methods: str | None,
     drafting: method_options.DraftOptions,
     by_default: Callable[[TargetRunner], Sequence[str]],
@@ -142,87 +221,30 @@ def settings_of(
     return lambda target: chosen or made(by_default(target))
 
 
-def measuring_of(
+def _hosted(
     loading: options.ModelOptions,
     settings: Callable[[TargetRunner], Settings],
     temperatures: tuple[float, ...],
-    status: Progress,
     repeats: int = 1,
 ) -> Acceptance:
-    """A measurement whose model is loaded anew for each YaRN factor; only the first time it says how far it is."""
+    """The methods on a model that is loaded anew for each YaRN factor; only the first time it says how far it is."""
     from longdraft.bench.acceptance import Acceptance
 
-    def load(factor: float | None) -> longdraft.LoadedModel:
-        again = factor != loading.rope_factor  # then the runs' progress is on the screen
-        return replace(loading, rope_factor=factor).load((lambda message: None) if again else status)
+    with console.status() as status, options.settings_checked():
 
-    with options.settings_checked():
-        return Acceptance(
-            load, settings, temperatures, loading.model or EMBEDDED_ID, loading.rope_factor, status, repeats
-        )
+        def load(factor: float | None) -> longdraft.LoadedModel:
+            again = factor != loading.rope_factor  # then the runs' progress is on the screen
+            return replace(loading, rope_factor=factor).load((lambda message: None) if again else status)
 
-
-def measure(
-    measuring: Acceptance, work: Work, results: Path | None, notes: list[str], timed: bool = False
-) -> tuple[list[Accepted], int, bool]:
-    """The runs of a file, and those that are missing in it; how many there should be; and False if Ctrl-C ended it.
-
-    Args:
-        notes: gets remarks on lengths that are left out.
-        timed: runs without seconds, as files of earlier versions have them, are made again.
-    """
-    from longdraft.bench.acceptance import Results
-
-    asked = [each for factor, rows in work.items() for own in rows.values() for each in measuring.asked(own, factor)]
-    file = None if results is None else Results(results, measuring)
-    runs = {} if file is None else {r.asked: r for r in file.measured if r.seconds is not None or not timed}
-    if there := sum(each in runs for each in asked):
-        console.note(f"{there} runs are in {results} already; {len(asked) - there} are left.")
-    complete = _measure(measuring, work, runs, file, notes)
-    return [runs[each] for each in asked if each in runs], len(asked), complete
+        name = loading.model or EMBEDDED_ID
+        return Acceptance(load, settings, temperatures, name, loading.rope_factor, status, repeats)
 
 
-def _measure(
-    measuring: Acceptance, work: Work, runs: dict[Asked, Accepted], file: Results | None, notes: list[str]
-) -> bool:
-    """Adds the runs that are missing; False if Ctrl-C ended it."""
-    asked = {
-        factor: {a for own in rows.values() for a in measuring.asked(own, factor)} for factor, rows in work.items()
-    }
-    missing = sum(each not in runs for own in asked.values() for each in own)
-    with console.warnings_once(), Runs(missing) as shown:
-        try:
-            for factor, rows in work.items():
-                if asked[factor] <= runs.keys():
-                    continue
-                lengths = ", ".join(f"{n:,}" for n in sorted({each.length for each in asked[factor]}))
-                shown.say(f"Lengths {lengths}" + ("" if factor is None else f", the model stretched {factor:g} times"))
-                try:
-                    measuring.stretch(factor)
-                except CapabilityError as error:
-                    notes.append(f"Lengths {lengths} are left out: {error}")
-                    continue
-                for own in rows.values():
-                    for run in measuring.measure(own, runs, lambda a: shown.told(_named(a))(a.method)):
-                        runs[run.asked] = run
-                        if file is not None:
-                            file.add(run)
-        except KeyboardInterrupt:
-            return False
-    return True
-
-
-def _named(asked: Asked) -> str:
-    return f"{Path(asked.sample).name}, {asked.length:,} tokens, {acceptance_report.called(asked.temperature)}"
-
-
-def _show(found: dict[str, Any], levels: int, svg: Path | None) -> None:
-    if not found["rows"]:
-        return
-    definitions = [*acceptance_report.DEFINITIONS, *([acceptance_report.DEPTHS] if levels else [])]
-    console.report(acceptance_report.tables(found, levels), map(Line, found["notes"]), definitions)
-    drawn = {} if svg is None else acceptance_report.figures(found)
-    for temperature, chart in drawn.items():
-        assert svg is not None
-        path = svg if len(drawn) == 1 else svg.with_name(f"{svg.stem}-t{temperature:g}{svg.suffix}")
-        bench_options.draw(chart, path)
+def _steps(hosted: Acceptance, samples: Sequence[Any], cut_to: Sequence[int], short: Short) -> Any:
+    """The steps for each text, cut to each length; remarks on texts are said."""
+    with console.status() as status:
+        status(f"Cutting {len(samples)} texts to {len(set(cut_to))} lengths")
+        steps = hosted.steps(samples, cut_to, short)
+    for note in hosted.notes:
+        console.note(note)
+    return steps

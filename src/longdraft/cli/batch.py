@@ -88,6 +88,8 @@ def batch(
     composed: options.Load = None,
 ) -> None:
     """Answer a file of prompts. A run that was ended continues where it was; rows without an answer say why."""
+    method_arguments = method_options.method_options(method, option or [], drafting.options())
+
     from longdraft.engine.request import stops_of
 
     try:
@@ -106,7 +108,6 @@ def batch(
             "kv_dtype": kv_dtype,
             "deterministic": deterministic,
         }
-        method_arguments = method_options.method_options(method, option or []) | drafting.options()
         arguments |= longdraft.Speculator(method, **arguments, **method_arguments).options
         name = Path(loading.model or "SmolLM2-135M-Instruct").name
         defaults = Defaults(max_tokens, sampling, seed, stops_of(stop or ()), raw, name)

@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.text import Text
 
 from longdraft.bench import scores, tasks
-from longdraft.cli import bench_options, console, method_options, options, processes
-from longdraft.cli.cancel import EXIT_CODE
-from longdraft.cli.progress import Runs
-from longdraft.errors import CheckpointError
+from longdraft.cli import bench_options, console, measuring, method_options, options, processes
 from longdraft.model.embedded import EMBEDDED_ID
 from longdraft.planning.load import OtherProcesses
-
-if TYPE_CHECKING:
-    from longdraft.bench.prompts import Group
-    from longdraft.bench.results import Results
-    from longdraft.bench.run import Bench, Measured
 
 DRAFTED = "self:lookup=true"  # the default method on a CPU
 METHODS_BY_DEFAULT = ("ar", "prompt-lookup", DRAFTED, "hf")
@@ -90,7 +80,7 @@ def bench(
     wording: options.TemplateOptions,
     assistant: Annotated[
         str | None,
-        typer.Option(help="For hf-assisted: a small model's folder, or a draft of ours.", show_default="shipped draft"),
+        typer.Option(help="For hf-assisted: a small model's folder, or its name on the hub.", show_default="none"),
     ] = None,
     gguf: Annotated[
         Path | None,
@@ -107,19 +97,13 @@ def bench(
         Path | None,
         typer.Option(help="Append each measurement to this file (JSONL); with the same settings, go on where it ends."),
     ] = None,
-    snapshots: Annotated[
-        Path | None,
-        typer.Option(
-            help="Keep the KV of prompts in this folder: another run does not read them again. With --one-prefill."
-        ),
-    ] = None,
     profile: Annotated[
         bool,
         typer.Option(
-            "--profile", help="Look into some rounds after the timed ones: where their time goes, memory, a tree."
+            "--profile", help="Look into some rounds after the timed ones: where their time goes, and memory."
         ),
     ] = False,
-    output: options.Output,
+    output: measuring.Rendered,
     out: Annotated[Path | None, typer.Option(help="Write the JSON object to this file too.")] = None,
     composed: options.Load = None,
 ) -> None:
@@ -130,9 +114,10 @@ def bench(
     """
 
     from longdraft.bench import report
+    from longdraft.bench.experiment import Experiment
     from longdraft.bench.peers import Sources
     from longdraft.bench.prompts import grid, prepare
-    from longdraft.bench.results import Results, header
+    from longdraft.bench.results import header, opened
     from longdraft.bench.run import Bench
     from longdraft.bench.settings import Settings
     from longdraft.model.stored import is_stored
@@ -156,11 +141,10 @@ def bench(
             own_options=method_options.contender_options(names),
             sources=Sources(assistant, gguf),
             profile=profile,
-            snapshots=snapshots,
             asked=wording.asked,
         )  # fmt: skip
-    processes.check_options({"--results": results, "--snapshots": snapshots, "--profile": profile})
-    bench_options.check_writable({"--out": out, "--results": results})
+    processes.check_options({"--results": results, "--profile": profile})
+    output.check(out=out, results=results)
     read = data or [tasks.BUILT_IN]
     samples = tasks.read(read, limit)
     if lacking := scores.lacking(samples):
@@ -173,27 +157,24 @@ def bench(
         plain = replace(loading, weights=options.WeightsKind.float32, arithmetic=None)
         unpacked = (lambda: plain.load(status)) if is_stored(loaded.model) else None
         with options.settings_checked():
-            measuring = Bench(loaded, settings, progress=status, unpacked=unpacked)
+            hosted = Bench(loaded, settings, progress=status, unpacked=unpacked)
     file = None
     if results is not None:
-        file = Results(results, header(measuring, prompts, loading.model or EMBEDDED_ID, read, limit))
+        file = opened(results, header(hosted, prompts, loading.model or EMBEDDED_ID, read, limit))
     for size, left in left_over.items():
         if left:
             console.note(f"{left} sample{'s are' if left > 1 else ' is'} left out of batches of {size}.")
     others = OtherProcesses()
-    measured, complete = _measure(measuring, groups, file)
-    found = report.document(measuring.names, measured, measuring.notes, complete)
+    experiment = Experiment(hosted.steps(groups), lambda measured: measured.key, file)
+    complete = measuring.run(experiment, "batches")
+    found = report.document(hosted.names, experiment.found, hosted.notes, complete)
     found["hardware"]["busy_cores"] = round(others.cores, 1)
-    if measured and others.advice is not None:
+    if found["rows"] and others.advice is not None:
         console.note(f"Figures of a busy machine. {others.advice}")
-    if measured:
-        _show(found, lambda ids: str(loaded.tokenizer.decode(ids)))
     if out is not None and processes.is_first():
-        _write(out, found)
-    output.json(found)
-    if not complete:
-        console.note(f"Stopped after {len(measured)} of {len(groups)} batches." + ("" if file else " Nothing is kept."))
-        raise typer.Exit(EXIT_CODE)
+        measuring.write(out, json.dumps(found, indent=2) + "\n")
+    output.show(report.shown(found, lambda ids: str(loaded.tokenizer.decode(ids))))
+    measuring.end(experiment, complete, "batches")
 
 
 def _by_default(draft: Path | None) -> tuple[str, ...]:
@@ -205,42 +186,23 @@ def _by_default(draft: Path | None) -> tuple[str, ...]:
     return tuple(method_of(draft).name if name == DRAFTED else name for name in METHODS_BY_DEFAULT)
 
 
-def _measure(measuring: Bench, groups: Sequence[Group], file: Results | None) -> tuple[list[Measured], bool]:
-    """All measurements, those of the file first; and True if none is missing."""
-    measured = [] if file is None else list(file.measured)
-    groups = [group for group in groups if file is None or not file.has(group)]
-    if file is not None and measured:
-        console.note(f"{len(measured)} batches are in {file.path} already; {len(groups)} are left.")
-    if not groups:
-        return measured, True
-    with Runs(measuring.runs(len(groups))) as runs:
-        try:
-            runs.draw("warming up", 0)
-            measuring.wake(groups[0][0])
-            for number, group in enumerate(groups, 1):
-                if not runs.shown:
-                    runs.say(f"Measuring {number} of {len(groups)}: {group[0].sample.origin} ...")
-                one = measuring.measure(group, runs.told(f"sample {number}/{len(groups)}", lines=False))
-                measured.append(one)
-                if file is not None:
-                    file.add(one)
-        except KeyboardInterrupt:
-            return measured, False
-    return measured, True
+def bench_report(
+    *,
+    files: Annotated[
+        list[Path], typer.Argument(metavar="RESULTS...", help="Files that `longdraft bench --results` wrote.")
+    ],
+    out: Annotated[
+        Path | None, typer.Option(help="The page.", show_default="RESULTS.html, beside the first file")
+    ] = None,
+    output: options.Output,
+) -> None:
+    """Make an HTML page of bench results: tables and figures, file by file."""
+    from longdraft.bench import results
+    from longdraft.bench.tables import render
 
-
-def _show(found: dict[str, Any], decode: Any) -> None:
-    from longdraft.bench import report
-
-    differing = report.listing(found, decode)
-    remarks = [Text(line, style="red" if line.startswith("MISMATCH") else "") for line in differing]
-    for note in dict.fromkeys(found["notes"].values()):
-        remarks.append(Text(f"{', '.join(n for n, own in found['notes'].items() if own == note)}: {note}."))
-    console.report(report.tables(found), remarks, report.DEFINITIONS)
-
-
-def _write(path: Path, found: dict[str, Any]) -> None:
-    try:
-        path.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be written: {error.strerror}.") from error
+    page = out or files[0].with_suffix(".html")
+    measuring.Rendered().check(out=page)
+    measuring.write(page, render([results.report_of(file) for file in files], "html"))
+    if not output.as_json:
+        console.line(str(page))
+    output.json({"page": str(page)})

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from longdraft.bench import charts
 from longdraft.bench.data import Short
-from longdraft.cli import console, options
-from longdraft.errors import CheckpointError
+from longdraft.cli import options
 from longdraft.planning import plans
 
 
 def _plan(given: str | None) -> str | None:
     with options.settings_checked():
-        return plans.checked(given)
+        plans.checked(given)
+    return given
 
 
 Data = Annotated[
@@ -49,27 +48,3 @@ Results = Annotated[
 ]
 NeedleDepths = Annotated[str, typer.Option(help="Where needles lie; 0: beginning, 1: end.")]
 DEPTHS = "0.1,0.3,0.5,0.7,0.9"
-
-
-def check_writable(paths: dict[str, Path | None]) -> None:
-    """Refuses files that cannot be written, by option.
-
-    Raises:
-        CheckpointError: a folder that does not exist, or a file's name that is a folder.
-    """
-    for option, path in paths.items():
-        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-            raise CheckpointError(f"{option} {path}: its folder does not exist, or it is a folder itself.")
-
-
-def draw(figure: Any, path: Path) -> None:
-    """Writes a chart as SVG, and says so.
-
-    Raises:
-        CheckpointError: it cannot be written.
-    """
-    try:
-        path.write_bytes(charts.image(figure, "svg"))
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be written: {error.strerror}.") from error
-    console.note(f"The figure is in {path}.")

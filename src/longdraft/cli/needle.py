@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from longdraft.bench import needle as needles
-from longdraft.cli import bench_options, console, method_options, options
-from longdraft.cli.progress import Runs
+from longdraft.cli import bench_options, console, measuring, method_options, options
+from longdraft.model.embedded import EMBEDDED_ID
 
 if TYPE_CHECKING:
-    from longdraft.bench.needle_drafts import View
+    from longdraft.bench.needle import View
     from longdraft.drafts.draft import Draft
 
 # What fits a context of 8K; one that is shorter takes those that fit it.
@@ -46,11 +44,15 @@ def needle(
     needle_samples: Annotated[int, typer.Option(help="Haystacks of each depth.")] = 2,
     wording: options.TemplateOptions,
     loading: options.ModelOptions,
-    output: options.Output,
+    results: bench_options.Results = None,
+    output: measuring.Rendered,
 ) -> None:
     """Measure how well drafters foresee a needle in a long text: full, streaming and retrieved caches (SpecExtend)."""
-    from longdraft.bench import needle_report
-    from longdraft.bench.needle_drafts import NeedleDrafts
+    from longdraft.bench import needle_report, record_files
+    from longdraft.bench.json_lines import fingerprint
+    from longdraft.bench.needle import NeedleDrafts, checked, depth_of, haystacks
+    from longdraft.bench.reproduce.scaled import drafts_by_kind
+    from longdraft.drafts.kinds import KINDS
 
     asked = None if needle_context is None else method_options.whole_numbers("--needle-context", needle_context)
     if asked is not None and (not asked or min(asked) < 1):
@@ -59,8 +61,8 @@ def needle(
         raise options.SettingError(f"--haystack {haystack}: there is no such file.")
     depths = method_options.numbers("--needle-depths", needle_depths)
     with options.settings_checked():
-        needles.Search(haystack, depths, samples=needle_samples)  # a wrong value is refused before anything is loaded
-        drafts = _drafts(draft or [])
+        checked(depths, needle_samples)
+        drafts = {kind: KINDS[kind].load(folder) for kind, folder in drafts_by_kind(draft or []).items()}
         wanted = default_views(drafts) if views is None else [_view(word) for word in method_options.words(views)]
     if not wanted:
         raise options.SettingError("--views names none.")
@@ -68,41 +70,32 @@ def needle(
         loaded = loading.load(status)
         status("Reading drafts")
         with options.settings_checked():
-            measuring = NeedleDrafts(loaded, wanted, drafts)
+            hosted = NeedleDrafts(loaded, wanted, drafts)
         status("Encoding")
-        limit = measuring.runner.context_length
-        lengths = measuring.contexts(asked or [c for c in CONTEXTS if c <= limit] or [limit])
-        search = partial(needles.Search, haystack, depths, samples=needle_samples, asked=wording.asked)
-        found = {length: needles.haystacks(search(length), loaded.tokenizer) for length in lengths}
-    with console.warnings_once(), Runs(sum(map(len, found.values())) * len(measuring.names)) as runs:
-        measured = [
-            measuring.measure(hay, length, runs.told(f"{length:,} tokens, needle at {hay.depth:g}"))
-            for length, own in found.items()
-            for hay in own
-        ]
-    report = needle_report.document(measured, measuring.names)
-    console.report(needle_report.tables(report), definitions=needle_report.DEFINITIONS)
-    output.json(report)
-
-
-def _drafts(folders: list[Path]) -> dict[str, Draft[Any]]:
-    """Drafts by kind, read before the model is."""
-    from longdraft.bench.needle_drafts import SMALL
-    from longdraft.drafts.kinds import KINDS, kind_of
-
-    found: dict[str, Draft[Any]] = {}
-    for folder in folders:
-        # What is no folder may be a model's name on the hub.
-        draft = (kind_of(folder) if folder.is_dir() else KINDS[SMALL["full"][0]]).load(folder)
-        if draft.kind in found:
-            raise ValueError(f"{folder} and {found[draft.kind].folder} are both drafts for {draft.kind}: give one")
-        found[draft.kind] = draft
-    return found
+        limit = hosted.runner.context_length
+        lengths = hosted.contexts(asked or [c for c in CONTEXTS if c <= limit] or [limit])
+        found = {
+            f"{length:,} tokens, text {i}, needle at {depth_of(each):g}": each
+            for length in lengths
+            for i, each in enumerate(
+                haystacks(haystack, length, loaded.tokenizer, depths, needle_samples, **wording.asked), 1
+            )
+        }
+    content = {"views": hosted.names, "drafts": {kind: fingerprint(own.folder) for kind, own in drafts.items()}}
+    tokens = [prompt.tokens for prompt in found.values()]
+    header = record_files.header("longdraft-needle", content, loaded, loading.model or EMBEDDED_ID, tokens)
+    experiment = record_files.experiment(
+        dict.fromkeys(found, len(hosted.names)), lambda unit, tick: hosted.measure(found[unit], tick), results, header
+    )
+    complete = measuring.run(experiment, "haystacks")
+    measured = [record["measured"] for record in experiment.found]
+    output.show(needle_report.shown(measured, hosted.names, complete))
+    measuring.end(experiment, complete, "haystacks")
 
 
 def default_views(drafts: dict[str, Draft[Any]]) -> list[View]:
     """Every view of the drafts that are given, of a small language model where none is."""
-    from longdraft.bench.needle_drafts import RETRIEVED, SMALL, view
+    from longdraft.bench.needle import RETRIEVED, SMALL, view
     from longdraft.methods import METHODS
 
     views = []
@@ -117,7 +110,7 @@ def default_views(drafts: dict[str, Draft[Any]]) -> list[View]:
 
 def _view(word: str) -> View:
     """``longspec:retrieval=true`` -> a view."""
-    from longdraft.bench.needle_drafts import NAMED, view
+    from longdraft.bench.needle import NAMED, view
     from longdraft.methods import METHODS
 
     name, *pairs = word.split(":")

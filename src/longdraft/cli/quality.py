@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from longdraft.bench import needle, tasks
+from longdraft.bench import tasks
 from longdraft.bench.scores import rouge_l
 from longdraft.bench.thinking import thoughtful
-from longdraft.cli import bench_options, console, method_options, options
-from longdraft.cli.progress import Runs
+from longdraft.cli import bench_options, console, measuring, method_options, options
+from longdraft.model.embedded import EMBEDDED_ID
 
 
 def quality(
     *,
     data_files: Annotated[
-        list[str] | None,
-        typer.Option("--data", help="JSONL, or a data set by name, as for bench; repeatable."),
-    ] = None,
+        list[str], typer.Option("--data", help="JSONL, or a data set by name, as for bench; repeatable.")
+    ],
     budget: Annotated[str, typer.Option(help="Retrieved tokens, one or several with commas between.")] = "512,1024",
     margin: Annotated[
         str, typer.Option(help="Tokens that may wait for a full pass, one or several with commas between.")
@@ -58,73 +56,54 @@ def quality(
     ] = 0.0,
     raw: bench_options.Raw = False,
     wording: options.TemplateOptions,
-    drift: Annotated[bool, typer.Option(help="Compare hidden states too.")] = True,
-    needle_file: Annotated[
-        Path | None,
-        typer.Option("--needle", help="Run the needle test too, in the text of this file (JSONL or plain text)."),
-    ] = None,
-    needle_depths: bench_options.NeedleDepths = bench_options.DEPTHS,
-    needle_context: Annotated[int, typer.Option(help="Tokens of a haystack.")] = 1500,
-    needle_samples: Annotated[int, typer.Option(help="Texts of each kind.")] = 2,
-    needle_kinds: Annotated[
-        str,
-        typer.Option(help=f"What is looked for, one or several: {', '.join(needle.KINDS)} (after RULER)."),
-    ] = "single",
     loading: options.ModelOptions,
-    output: options.Output,
+    results: bench_options.Results = None,
+    output: measuring.Rendered,
 ) -> None:
-    """Measure the quality of specpv and of a rounded KV: texts (ROUGE-L), drift of hidden states, needles found."""
-    from longdraft.bench import quality_report
+    """Measure the quality of specpv and of a rounded KV: likeness of texts (ROUGE-L), the target's nats, scores."""
+    from longdraft.bench import quality_report, record_files
     from longdraft.bench.prompts import prepare
-    from longdraft.bench.quality import METHOD, Quality, Settings
+    from longdraft.bench.quality import METHOD, Quality, QualitySettings, variants
     from longdraft.bench.settings import Settings as Prompts
 
-    if not data_files and needle_file is None:
-        raise options.SettingError("Nothing to do: name prompts with --data FILE, or a text with --needle FILE.")
     given = method_options.method_options(METHOD, option or []) | drafting.options()
     given |= {} if drafter is None else {"drafter": drafter}
+    budgets, margins = (
+        method_options.whole_numbers("--budget", budget),
+        method_options.whole_numbers("--margin", margin),
+    )
     with options.settings_checked():
-        settings = Settings(
-            method_options.whole_numbers("--budget", budget), method_options.whole_numbers("--margin", margin),
-            tuple(method_options.words(selector)), max_tokens, ignore_eos, drift,
-            tuple(method_options.words(kv_dtype or "")), given, temperature,
+        settings = QualitySettings(
+            variants(budgets, margins, method_options.words(selector)),
+            max_tokens,
+            ignore_eos,
+            tuple(method_options.words(kv_dtype or "")),
+            given,
+            temperature,
             answer_tokens,
-        )  # fmt: skip
+        )
         prompting = Prompts(max_tokens=settings.new_tokens, contexts=(context,), raw=raw, asked=wording.asked)
-        search = None
-        if needle_file is not None:
-            depths = method_options.numbers("--needle-depths", needle_depths)
-            kinds = tuple(method_options.words(needle_kinds))
-            search = needle.Search(needle_file, depths, needle_context, needle_samples, kinds, wording.asked)
-    samples = tasks.read(data_files or [], limit)
+    output.check(results=results)
+    samples = tasks.read(data_files, limit)
     if answer_tokens:
         samples = [thoughtful(sample) for sample in samples]
-    if samples:
-        rouge_l()  # missing, it is missed before anything is loaded
+    rouge_l()  # missing, it is missed before anything is loaded
     with console.status() as status:
         loaded = loading.load(status)
         status("Encoding")
-        prompts = prepare(samples, loaded, prompting)
-        haystacks = [] if search is None else needle.haystacks(search, loaded.tokenizer)
+        prompts = {f"{i}. {p.sample.origin}": p for i, p in enumerate(prepare(samples, loaded, prompting), 1)}
         with options.settings_checked():
-            measuring = Quality(loaded, settings)
-        if prompts:
-            _note_uncut(measuring.cut([len(p.tokens) + settings.new_tokens for p in prompts]), len(prompts))
-        asked = measuring.searched(haystacks) if haystacks else []
-        status("Warm-up")
-        measuring.wake((*(p.tokens for p in prompts), *(h.tokens for h in haystacks))[0])
-    total = len(prompts) * len(measuring.names) + len(haystacks) * len(asked)
-    with Runs(total) as runs:
-        compared = [measuring.compare(p, runs.told(p.sample.origin)) for p in prompts]
-        answered = [measuring.search(h, asked, runs.told(f"{h.kind} needle at {h.depth:g}")) for h in haystacks]
-    found = quality_report.document(measuring, compared, asked, answered)
-    console.report(quality_report.tables(found), definitions=quality_report.definitions(found))
-    output.json(found)
-
-
-def _note_uncut(cut: dict[str, int], prompts: int) -> None:
-    for name, count in cut.items():
-        if count < prompts:
-            console.note(
-                f"{name}: {prompts - count} of {prompts} prompts fit its partial cache whole: full rounds alone."
-            )
+            hosted = Quality(loaded, settings)
+        for note in hosted.uncut([len(p.tokens) + settings.new_tokens for p in prompts.values()]):
+            console.note(note)
+    tokens = [prompt.tokens for prompt in prompts.values()]
+    header = record_files.header("longdraft-quality", settings.header(), loaded, loading.model or EMBEDDED_ID, tokens)
+    experiment = record_files.experiment(
+        dict.fromkeys(prompts, len(hosted.names)),
+        lambda unit, tick: hosted.compare(prompts[unit], tick),
+        results,
+        header,
+    )
+    complete = measuring.run(experiment, "prompts")
+    output.show(quality_report.shown(hosted, [record["measured"] for record in experiment.found], complete))
+    measuring.end(experiment, complete, "prompts")

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.text import Text
 
-from longdraft.bench import charts
-from longdraft.bench.json_lines import JsonLines
 from longdraft.bench.papers import PAPERS, paper_named, table_of
 from longdraft.bench.papers.table import Paper
 from longdraft.bench.tables import table as empty
-from longdraft.cli import bench_options, console, options
-from longdraft.cli.cancel import EXIT_CODE
-from longdraft.cli.progress import Runs
-
-if TYPE_CHECKING:
-    from longdraft.bench.reproduce.run import Reproduction
+from longdraft.cli import bench_options, console, measuring, options
 
 
 class Scale(str, Enum):
@@ -60,12 +51,8 @@ def reproduce(
     plan: bench_options.Plan = "fixed",
     wording: options.TemplateOptions,
     loading: options.ModelOptions,
-    results: Annotated[
-        Path | None,
-        typer.Option(help="Append each measurement to this file (JSONL); with the same settings, go on where it ends."),
-    ] = None,
-    svg: Annotated[Path | None, typer.Option(help="Draw the table's first figure, the paper's as marks.")] = None,
-    output: options.Output,
+    results: bench_options.Results = None,
+    output: measuring.Rendered,
     composed: options.Load = None,
 ) -> None:
     """Make a paper's table with this model, the paper's rows beside ours, and what differs.
@@ -84,55 +71,20 @@ def reproduce(
         return
     chosen = paper_named(paper)
     scaled = Scaled(table_of(chosen, table), scale is Scale.small, max_tokens, limit, plan, wording.asked)
-    bench_options.check_writable({"--svg": svg, "--results": results})
-    if svg is not None:
-        charts.available()
+    output.check(results=results)
     sources = Sources.parsed(data or [], scaled.small)
-    with ExitStack() as stack:
-        if results is not None:
-            folder = results.with_name(f"{results.stem}-drafts")
-        else:
-            folder = Path(stack.enter_context(TemporaryDirectory()))
-        with console.status() as status:
-            loaded = loading.load(status)
-            plain = replace(loading, weights=options.WeightsKind.float32, arithmetic=None)
-            unpacked = (lambda: plain.load(lambda message: None)) if is_stored(loaded.model) else None
-            with options.settings_checked():
-                made = prepare(chosen, scaled, loaded, loading.model, sources, folder, draft or [], unpacked, status)
-        for note in made.measuring.notes:
-            console.note(note)
-        file = None if results is None else made.results(results)
-        done, complete = _measure(made, file)
-    cells = made.measuring.cells(done)
-    found = report.document(made, cells, complete)
-    if cells:
-        lines = (Text(line) for line in report.remarks(made, cells))
-        console.report(report.tables(made, cells), lines, report.definitions(scaled.table))
-        if svg is not None:
-            bench_options.draw(report.chart(made, cells), svg)
-    output.json(found)
-    if not complete:
-        kept = "" if file else " Nothing is kept."
-        console.note(f"Stopped after {len(done)} of {len(made.measuring.units)} measurements.{kept}")
-        raise typer.Exit(EXIT_CODE)
-
-
-def _measure(made: Reproduction, file: JsonLines[dict[str, Any]] | None) -> tuple[dict[str, Any], bool]:
-    """All units by name, those of the file first; and True if none is missing."""
-    done = {} if file is None else {each["unit"]: each["measured"] for each in file.measured}
-    left = [unit for unit in made.measuring.units if unit not in done]
-    if done:
-        console.note(f"{len(done)} measurements are there already; {len(left)} are left.")
-    with console.warnings_once(), Runs(sum(map(made.measuring.ticks, left))) as runs:
-        try:
-            for unit in left:
-                done[unit] = made.measuring.measure(unit, runs.told(unit))
-                if file is not None:
-                    line = {"unit": unit, "measured": done[unit]}
-                    file.append(line, line)
-        except KeyboardInterrupt:
-            return done, False
-    return done, True
+    with console.status() as status:
+        loaded = loading.load(status)
+        plain = replace(loading, weights=options.WeightsKind.float32, arithmetic=None)
+        unpacked = (lambda: plain.load(lambda message: None)) if is_stored(loaded.model) else None
+        with options.settings_checked():
+            made = prepare(chosen, scaled, loaded, loading.model, sources, draft or [], unpacked, status)
+    for note in made.measuring.notes:
+        console.note(note)
+    experiment = made.experiment(results)
+    complete = measuring.run(experiment, "measurements")
+    output.show(report.shown(made, made.cells(experiment.found), complete))
+    measuring.end(experiment, complete, "measurements")
 
 
 def _list(paper: Paper | None, output: options.Output) -> None:
@@ -140,18 +92,23 @@ def _list(paper: Paper | None, output: options.Output) -> None:
     from longdraft.bench.reproduce.scaled import needs
 
     papers = list(PAPERS.values()) if paper is None else [paper]
+    rows = [
+        {
+            "paper": own.name,
+            "title": own.title,
+            "reference": own.reference,
+            "table": each.name,
+            "shows": each.title,
+            "needs": needs(each),
+        }
+        for own in papers
+        for each in own.tables
+    ]
     shown = empty(["paper", "table"])
     for heading in ("what it shows", "what it needs"):
         shown.add_column(heading)
-    for each in papers:
-        for own in each.tables:
-            shown.add_row(Text(each.name), Text(own.name), Text(own.title), Text(needs(own)))
-    titles = [Text(f"{each.name}: {each.title}. {each.reference}") for each in papers]
+    for row in rows:
+        shown.add_row(*(Text(row[key]) for key in ("paper", "table", "shows", "needs")))
+    titles = [Text(f"{own.name}: {own.title}. {own.reference}") for own in papers]
     console.report([("longdraft reproduce PAPER TABLE", shown)], titles)
-    output.json(
-        [
-            {"paper": p.name, "title": p.title, "reference": p.reference, "table": t.name, "shows": t.title,
-             "needs": needs(t)}
-            for p in papers for t in p.tables
-        ]
-    )  # fmt: skip
+    output.json(rows)

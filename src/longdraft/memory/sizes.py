@@ -24,6 +24,8 @@ class Spare(Protocol):
         """Frees it, and returns whether there was any."""
 
 
+# Bytes of a thread's stack and what is beside it, as systems have it by default, and of what nothing begins without.
+_STACK, _LEAST = 9 << 20, 32 << 20
 # They free their memory before a request is refused.
 spare: WeakSet[Spare] = WeakSet()
 
@@ -42,7 +44,8 @@ def available_bytes(device: torch.device) -> int | None:
 
 
 def _process_available() -> Iterator[int]:
-    """Bytes that the limits of this process leave (``ulimit -v`` and ``-d``)."""
+    """Bytes that the limits of this process leave (``ulimit -v`` and ``-d``) beside the stacks of torch's threads:
+    OpenMP, which starts them at their first work, ends a process that has no room for them."""
     try:
         import resource
     except ImportError:  # Windows
@@ -51,7 +54,9 @@ def _process_available() -> Iterator[int]:
     for limit, size in ((resource.RLIMIT_AS, used.vms), (resource.RLIMIT_DATA, getattr(used, "data", 0))):
         most = resource.getrlimit(limit)[0]
         if most != resource.RLIM_INFINITY:
-            yield max(0, most - size)
+            import torch
+
+            yield max(0, most - size - (torch.get_num_threads() - 1) * _STACK)
 
 
 def _cgroup_available(own: Path = Path("/proc/self/cgroup"), mounted: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
@@ -95,6 +100,12 @@ def require(needed: int, device: torch.device, what: str) -> None:
             f"({available} bytes) are available. Shorten the prompt, lower the token budget or the batch, "
             f"or load the model with dtype='bfloat16', which halves the cache."
         )
+
+
+def check_limits() -> None:
+    """Raises MemoryBudgetError if the limits of this process leave no room to begin."""
+    if (left := min(_process_available(), default=_LEAST)) < _LEAST:
+        raise MemoryBudgetError(f"The limits of this process leave {human(left)} of memory: raise them (ulimit -v).")
 
 
 def peak_bytes(device: torch.device) -> int:

@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import logging
 import shutil
+import tempfile
 import time
 from array import array
 from collections import OrderedDict
@@ -84,6 +85,8 @@ class DiskPrefixes(PromptCache):
         self._next_attempt = 0.0  # time.monotonic() from which writing is tried again
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass  # what cannot be written is said now
             self._find()
         except OSError as error:
             raise CheckpointError(f"Prompts cannot be kept in {folder}: {error}.") from error
@@ -146,7 +149,7 @@ class DiskPrefixes(PromptCache):
             parent, start = None, 0
         size = (len(text) - start) * store.shape.bytes_per_token + len(text) * text.itemsize + _HEADER
         if store.features is not None:
-            size += (len(text) - max(start, store.features.first(slot))) * store.features.row(slot, 0).nbytes
+            size += (len(text) - start) * store.features[slot, 0].nbytes
         deleted = self._deleted_for(size, parent)
         if deleted is None:
             problem = f"A text of {len(text)} tokens takes {size} bytes, more than --snapshot-gib leaves: raise it."
@@ -198,14 +201,15 @@ class DiskPrefixes(PromptCache):
         return paths
 
     def _load(self, path: Path, slot: int, count: int, kind: str) -> None:
-        """Reads the first ``count`` rows of a file into a slot. A file that cannot be read is deleted."""
+        """Reads the first ``count`` rows of a file into a slot. A damaged file is deleted."""
         assert self.store is not None
         try:
             tokens = snapshot.load(self.store, slot, self._target, path, count)
-        except CheckpointError as error:
+        except (CheckpointError, MemoryBudgetError) as error:
             self._warn(str(path), str(error))
-            self._drop(path)
             tokens = []
+            if isinstance(error, CheckpointError):
+                self._drop(path)
         # If reading failed, part of the slot's text may have been overwritten.
         self.store.truncate(slot, len(tokens))
         self.tokens[slot], self.kinds[slot] = packed(tokens), kind
@@ -223,7 +227,7 @@ class DiskPrefixes(PromptCache):
             except CheckpointError as error:
                 logger.warning("%s It is deleted.", error)
                 self._drop(path)
-            except OSError as error:
+            except (OSError, MemoryBudgetError) as error:
                 logger.warning("%s cannot be read, and is left as it is: %s", path, error)
             else:
                 found |= {} if head is None else {path: head}

@@ -17,7 +17,7 @@ pytest.importorskip("openai")
 
 from longdraft import Speculator
 from longdraft.serve.service import Service
-from tests.exact.outside.test_tools_auto import IN_ROME, TAGGED, TOOLS, LedService
+from tests.exact.outside.test_tools import IN_ROME, TAGGED, TOOLS, LedService
 from tests.serve.bytes import byte_model, byte_tokenizer
 from tests.serve.conftest import Running, make_service
 from tests.serve.over_http import wait_until

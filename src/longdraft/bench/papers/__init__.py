@@ -1,14 +1,36 @@
-"""Papers' tables as data, a file a paper; :mod:`longdraft.bench.reproduce` measures them.
+"""Papers' tables as data; :mod:`longdraft.bench.reproduce` measures them.
 
 May import: nothing but :mod:`longdraft.errors` and each other.
 """
 
-from longdraft.bench.papers import eagle3, longspec, magicdec, specextend, specpv, tokenswift, triforce
+from longdraft.bench.papers import abstracts, longspec, specextend, specpv
 from longdraft.bench.papers.table import Paper, Table
 from longdraft.errors import RequestError
 
 PAPERS: dict[str, Paper] = {
-    module.PAPER.name: module.PAPER for module in (longspec, specextend, specpv, magicdec, triforce, tokenswift, eagle3)
+    paper.name: paper
+    for paper in (
+        longspec.PAPER,
+        specextend.PAPER,
+        specpv.PAPER,
+        abstracts.MAGICDEC,
+        abstracts.TRIFORCE,
+        abstracts.TOKENSWIFT,
+        abstracts.EAGLE3,
+    )
+}
+
+_TRAIN = "train both drafts with `longdraft train longspec` (docs/reproduce.md), and give them to `longspec 1`"
+# Tables that there were. All but LongSpec's table 2 are plots in their papers.
+_GONE = {
+    "longspec 2": _TRAIN,
+    "longspec fig4": _TRAIN,
+    "specextend fig2": "`longdraft bench --profile` shows where a round's time goes",
+    "specextend fig3": "`longdraft bench acceptance --lengths` has accepted lengths by length",
+    "specpv fig1": "`longdraft bench --profile` shows where a round's time goes",
+    "specpv fig4": "`longdraft bench --offload disk` (on a GPU: host) keeps the KV elsewhere",
+    "specpv fig5": "`longdraft bench quality --answer-tokens 128 --budget 4096,2048` lets the model think first",
+    "specpv fig6": "`longdraft bench quality --margin 5,10,20,40,80` compares margins",
 }
 
 
@@ -30,6 +52,8 @@ def table_of(paper: Paper, name: str) -> Table:
     for table in paper.tables:
         if table.name == wanted:
             return table
+    if advice := _GONE.get(f"{paper.name} {wanted}"):
+        raise RequestError(f"{paper.name} {wanted} is no table here any more: {advice}.")
     raise RequestError(
         f"{paper.name} has no table {name!r} here. Its tables: {', '.join(t.name for t in paper.tables)}."
     )

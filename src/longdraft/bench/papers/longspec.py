@@ -61,28 +61,6 @@ TABLE_1 = Table(
     ),
 )
 
-# Section 4.3: the same training with and without anchor-offset indices.
-TABLE_2 = Table(
-    "2",
-    "anchor-offset indices in training: accepted length and speed with and without",
-    Kind.training,
-    A100,
-    "Llama-3.1-8B (L)",
-    (
-        Line("w/o Anchor-Offset", "longspec", {"anchor_offset": 0}),
-        Line("w/ Anchor-Offset", "longspec", {"anchor_offset": 30000}),
-    ),
-    (FIVE[2], FIVE[4]),
-    ("accepted", "tokens_per_second"),
-    """
-         |                   | Multi-News | RepoBench-P
-    L-8B | w/o Anchor-Offset | 3.20 85.98 | 3.26 85.21
-    L-8B | w/ Anchor-Offset  | 3.36 91.11 | 3.39 91.28
-    """,
-    max_tokens=1024,
-    small=Small(context=4096),
-)
-
 # Appendix F. All rows but EAGLE's are Table 1's.
 _IN_TABLE_1 = "\n".join(
     row for row in TABLE_1.numbers.strip("\n ").splitlines() if "13B" not in row and "MagicDec" not in row
@@ -142,19 +120,6 @@ TABLE_4 = Table(
     max_tokens=1024,
     small=Small(shrink=8, prompts=1),
     remarks=("The paper sorts rows of GovReport by their length; here they are cut to the upper end of each range.",),
-)
-
-FIGURE_4 = Table(
-    "fig4",
-    "loss on long texts, of drafts trained with and without anchor-offset indices",
-    Kind.training,
-    A100,
-    "not said",
-    TABLE_2.lines,
-    (Column("long texts", "pg19"),),
-    ("loss",),
-    small=Small(context=4096),
-    remarks=("The paper has the curves only, and says that the same loss is reached 3.93 times faster with offsets.",),
 )
 
 FIGURE_5 = Table(
@@ -223,5 +188,5 @@ PAPER = Paper(
     "longspec",
     "LongSpec: Long-Context Lossless Speculative Decoding with Efficient Drafting and Verification",
     "Yang et al. 2025, arXiv:2502.17421",
-    (TABLE_1, TABLE_2, TABLE_3, TABLE_4, FIGURE_4, FIGURE_5, FIGURE_6, FIGURE_7),
+    (TABLE_1, TABLE_3, TABLE_4, FIGURE_5, FIGURE_6, FIGURE_7),
 )

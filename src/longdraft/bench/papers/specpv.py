@@ -24,20 +24,6 @@ OURS = (
     specpv("SpecPV-2K", 2048),
 )
 
-FIGURE_1 = Table(
-    "fig1",
-    "what a round of EAGLE-3 takes: drafting beside verifying, by length",
-    Kind.speed,
-    A100,
-    "Llama-3.1-8B (L)",
-    OURS[:1],
-    LENGTHS,
-    ("draft_ms", "verify_ms", "rest_ms"),
-    max_tokens=1024,
-    small=Small(shrink=8, prompts=1),
-    remarks=("The paper has a plot only: verifying grows from around 60 to nearly 80 % of the time.",),
-)
-
 TABLE_1 = Table(
     "1",
     "continuing stories at 10K to 60K tokens: TriForce, TokenSwift, EAGLE-3 and SpecPV",
@@ -151,65 +137,9 @@ TABLE_4 = Table(
     small=Small(shrink=8, context=2048, max_tokens=128),
 )
 
-FIGURE_4 = Table(
-    "fig4",
-    "decoding with the KV in host memory: EAGLE-3 and SpecPV, whose partial cache stays on the device",
-    Kind.speed,
-    "one RTX 4090 24GB",
-    "Llama-3.1-8B (L)",
-    (Line("Naive", "ar"), *OURS),
-    LENGTHS,
-    ("tokens_per_second", "accepted"),
-    max_tokens=1024,
-    bonus=False,
-    small=Small(shrink=8, prompts=1),
-    offload=True,
-    remarks=("The paper has a plot only. On a CPU the KV lies in a file, which memory may hold all the same.",),
-)
-
-# Section 4.3: a chain of thought, then a standardised answer; exact match after normalisation.
-FIGURE_5 = Table(
-    "fig5",
-    "accuracy of answers behind a chain of thought, by budget",
-    Kind.quality,
-    A100,
-    "Llama-3.1-8B (L), Qwen3-8B (Q) in think mode",
-    (Line("full verification", "full"), *(specpv(str(n), n) for n in (4096, 2048, 1024, 512))),
-    (
-        Column("HotpotQA", "hotpotqa", score="exact_match"),
-        Column("MuSiQue", "musique", score="exact_match"),
-        Column("LongBench v2", "longbench-v2"),
-    ),
-    ("score", "rouge_l", "accepted"),
-    max_tokens=1024,
-    answer_tokens=128,
-    bonus=False,
-    small=Small(shrink=2, context=2560, max_tokens=64),
-    remarks=(
-        "The paper has a plot only, and names 4,096 alone of its budgets; with it most data sets score as with full "
-        "verification. The words that ask for thought and answer are ours.",
-        "The paper leaves out what is longer than 64K tokens; here the middle is cut to the model's context.",
-    ),
-)
-
-FIGURE_6 = Table(
-    "fig6",
-    "rows that may wait for a full pass: likeness and speed by margin",
-    Kind.quality,
-    A100,
-    "not said",
-    tuple(Line(f"margin {n}", "specpv", {**EAGLE3, "budget": 2048, "margin": n}) for n in (5, 10, 20, 40, 80)),
-    (Column("QMSum", "qmsum"),),
-    ("rouge_l", "tokens_per_second", "accepted"),
-    max_tokens=512,
-    bonus=False,
-    small=Small(shrink=8, context=2048, max_tokens=128),
-    remarks=("The paper has a plot only, and does not say its margins or budget: these are ours.",),
-)
-
 PAPER = Paper(
     "specpv",
     "SpecPV: Improving Self-Speculative Decoding for Long-Context Generation via Partial Verification",
     "Tan et al. 2025, arXiv:2512.02337",
-    (FIGURE_1, TABLE_1, TABLE_2, TABLE_3, FIGURE_4, FIGURE_5, TABLE_4, FIGURE_6),
+    (TABLE_1, TABLE_2, TABLE_3, TABLE_4),
 )

@@ -15,7 +15,6 @@ class Kind(Enum):
     speed = "bench"
     needle = "bench needle"
     quality = "bench quality"
-    training = "train"
 
 
 FIGURES = {
@@ -23,19 +22,14 @@ FIGURES = {
     "tokens_per_second": ("tokens/s", "{:.2f}"),
     "speedup": ("speed-up", "{:.2f}x"),
     "rouge_l": ("ROUGE-L against full verification, in per cent", "{:.1f}"),
-    "score": ("score of the answers, in per cent", "{:.1f}"),
     "bleurt": ("BLEURT, in per cent", "{:.1f}"),
     "accuracy": ("accuracy", "{:.3f}"),
     "perplexity": ("perplexity", "{:.3f}"),
-    "prefill_ms": ("reading the prompt, ms", "{:.0f}"),
     "draft_ms": ("drafting, ms a round", "{:.2f}"),
     "attention_ms": ("the target's attention, ms a round", "{:.2f}"),
     "forward_ms": ("the rest of the target's forward, ms a round", "{:.2f}"),
     "verify_ms": ("the target's forward, ms a round", "{:.2f}"),
     "rest_ms": ("all else, ms a round", "{:.2f}"),
-    "prefill_attention_share": ("the target's attention, share of the prompt's reading", "{:.0%}"),
-    "attention_share": ("the target's attention, share of a round", "{:.0%}"),
-    "loss": ("loss at the end of training", "{:.3f}"),
 }
 """By key: a figure's name and its format."""
 
@@ -76,7 +70,6 @@ class Column:
         batch: prompts decoded together.
         options: further options of every method that has them; a sweep varies them from column to column.
         only: names of the lines that the column is for; empty: all.
-        score: how answers are scored; empty: as the data set's are.
     """
 
     name: str
@@ -85,7 +78,6 @@ class Column:
     batch: int = 1
     options: Mapping[str, Any] = field(default_factory=dict)
     only: tuple[str, ...] = ()
-    score: str = ""
 
 
 @dataclass(frozen=True)
@@ -104,15 +96,8 @@ class Small:
     max_tokens: int = 48
 
 
-@dataclass(frozen=True)
-class Published:
-    """One figure of the paper."""
-
-    model: str
-    line: str
-    column: str
-    figure: str
-    value: float
+Key = tuple[str, str, str, str]
+"""Model, line, column and figure of a published number."""
 
 
 @dataclass(frozen=True)
@@ -129,8 +114,6 @@ class Table:
         bonus: the paper counts the bonus token in accepted lengths.
         prefill: the paper's tokens/s and speed-ups include reading the prompt.
         prompts: of each column; None: all rows.
-        answer_tokens: of the answers that are asked for behind a chain of thought, at most; 0: texts are the answers.
-        offload: the KV lies in host memory, or in a file if the model computes on a CPU.
         remarks: on the paper's figures.
     """
 
@@ -150,8 +133,6 @@ class Table:
     bonus: bool = True
     prefill: bool = False
     small: Small = Small()
-    answer_tokens: int = 0
-    offload: bool = False
     remarks: tuple[str, ...] = ()
 
     @property
@@ -167,12 +148,24 @@ class Table:
     @property
     def profiled(self) -> bool:
         """True if a figure is a part of a round's time."""
-        return any(key.endswith(("_ms", "attention_share")) for key in self.figures)
+        return any(key.endswith("_ms") for key in self.figures)
 
     @cached_property
-    def published(self) -> tuple[Published, ...]:
-        """The paper's figures."""
-        return tuple(_published(self.numbers, self.figures))
+    def published(self) -> dict[Key, float]:
+        """The paper's figures, with speed-ups from its tokens/s where it does not print them."""
+        found = _published(self.numbers, self.figures)
+        if self.kind is Kind.speed and not any(figure == "speedup" for *_, figure in found):
+            for model, line, column, figure in list(found):
+                base = found.get((model, self.baseline, column, "tokens_per_second"))
+                if figure == "tokens_per_second" and base is not None:
+                    found[model, line, column, "speedup"] = found[model, line, column, figure] / base
+        return found
+
+    @property
+    def shown(self) -> tuple[str, ...]:
+        """Keys of the figures that are shown: the paper's, and the speed-up where it follows from them."""
+        speed = self.kind is Kind.speed and not self.profiled and self.figures != ("tokens_per_second",)
+        return tuple(dict.fromkeys((*self.figures, *(["speedup"] if speed else []))))
 
     def counted(self, accepted: float | None) -> float | None:
         """An accepted length, bonus tokens counted, as the paper counts it."""
@@ -193,8 +186,8 @@ class Paper:
     tables: tuple[Table, ...]
 
 
-def _published(text: str, figures: Sequence[str]) -> list[Published]:
-    found = []
+def _published(text: str, figures: Sequence[str]) -> dict[Key, float]:
+    found = {}
     for block in text.strip().split("\n\n"):
         rows = [[part.strip() for part in row.split("|")] for row in block.splitlines()]
         (_, _, *columns), *rest = rows if len(rows) > 1 else [["", ""]]
@@ -202,5 +195,5 @@ def _published(text: str, figures: Sequence[str]) -> list[Published]:
             for column, cell in zip(columns, cells, strict=True):
                 for figure, value in zip(figures, cell.split(), strict=False):
                     if value != "-":
-                        found.append(Published(model, line, column, figure, float(value)))
+                        found[model, line, column, figure] = float(value)
     return found

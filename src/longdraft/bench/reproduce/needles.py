@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from longdraft.bench import tasks
-from longdraft.bench.needle import Haystack, Search, haystacks
-from longdraft.bench.needle_drafts import Foreseen, NeedleDrafts, View, view
+from longdraft.bench.experiment import Tick
+from longdraft.bench.needle import Foreseen, NeedleDrafts, depth_of, haystacks, view
 from longdraft.bench.needle_report import accuracy, perplexity
-from longdraft.bench.reproduce.scaled import Cell, Scaled, Tick, differing
+from longdraft.bench.reproduce.scaled import Entry, Measuring, Record, Scaled
 from longdraft.bench.reproduce.texts import MODULES, Sources
 from longdraft.drafts.kinds import KINDS
 from longdraft.errors import ContextError, PromptError
 from longdraft.model.checkpoints import LoadedModel
 
 
-class Needles:
+class Needles(Measuring):
     """A table that ``bench needle`` fills. A line's method is one of its views.
 
     Args:
@@ -29,58 +30,40 @@ class Needles:
     """
 
     def __init__(self, scaled: Scaled, loaded: LoadedModel, sources: Sources, drafts: Mapping[str, Path]) -> None:
-        self._scaled, (self._column,) = scaled, scaled.table.columns
-        self._views: dict[str, View] = {
-            line.name: view(line.method, scaled.options(line, self._column)) for line in scaled.table.lines
-        }
+        (column,) = scaled.table.columns
+        options = {line.name: scaled.options(line, column) for line in scaled.table.lines}
+        self._views = {line.name: view(line.method, options[line.name]) for line in scaled.table.lines}
         read = {kind: KINDS[kind].load(folder) for kind, folder in drafts.items()}
-        self._measuring = NeedleDrafts(loaded, list(self._views.values()), read)
-        asked = scaled.tokens(self._column) or 0
-        limit = self._measuring.runner.context_length
-        if asked > limit and not scaled.small:
+        self._asked = NeedleDrafts(loaded, list(self._views.values()), read)
+        tokens, limit = scaled.tokens(column) or 0, self._asked.runner.context_length
+        if tokens > limit and not scaled.small:
             raise ContextError(
-                f"Haystacks have {asked:,} tokens, and the model's context is {limit:,}: take --scale small."
+                f"Haystacks have {tokens:,} tokens, and the model's context is {limit:,}: take --scale small."
             )
-        (self._length,) = self._measuring.contexts([min(asked, limit)])
-        file, self._text = _haystack(sources, self._column.data)
-        search = Search(file, context=self._length, samples=scaled.prompts or 1, asked=scaled.asked)
-        self._haystacks: dict[str, Haystack] = {
-            f"haystack {i}, needle at {h.depth:g}": h for i, h in enumerate(haystacks(search, loaded.tokenizer), 1)
+        (length,) = self._asked.contexts([min(tokens, limit)])
+        file, text = _haystack(sources, column.data)
+        found = haystacks(file, length, loaded.tokenizer, samples=scaled.prompts or 1, **scaled.asked)
+        self._haystacks = {f"haystack {i}, needle at {depth_of(each):g}": each for i, each in enumerate(found, 1)}
+        self.units = dict.fromkeys(self._haystacks, len(self._asked.names))
+        self.differs = {column.name: (f"haystacks of {length:,} tokens", text)}
+        units = list(self.units)
+        self.entries = [Entry(line, column, line.name, options[line.name], units) for line in scaled.table.lines]
+
+    def measure(self, unit: str, tick: Tick) -> Record:
+        found = self._asked.measure(self._haystacks[unit], tick)
+        tokens = {name: found["tokens"][own.name] for name, own in self._views.items()}
+        return {"tokens": tokens, "context_tokens": found["context_tokens"]}
+
+    def figures(self, entry: Entry, own: Sequence[Record]) -> tuple[dict[str, float | None], dict[str, Any]]:
+        tokens = [Foreseen(*each) for unit in own for each in unit["tokens"][entry.name]]
+        shown = {"accuracy": accuracy(tokens), "perplexity": perplexity(tokens)}
+        return shown, {
+            "view": self._views[entry.name].name,
+            "context_tokens": round(mean(unit["context_tokens"] for unit in own)),
+            "haystacks": len(own),
+            "tokens": len(tokens),
+            **shown,
         }
-        self.units, self.notes = list(self._haystacks), list[str]()
-
-    def ticks(self, unit: str) -> int:
-        return len(self._measuring.names)
-
-    def measure(self, unit: str, tick: Tick) -> dict[str, Any]:
-        found = self._measuring.measure(self._haystacks[unit], self._length, tick)
-        return {
-            "tokens": {
-                name: [[t.right, t.log_prob, t.code] for t in found.tokens[own.name]]
-                for name, own in self._views.items()
-            },
-            "context_tokens": len(found.haystack.tokens),
-        }
-
-    def cells(self, done: Mapping[str, Mapping[str, Any]]) -> list[Cell]:
-        if not done:
-            return []
-        found = []
-        for line in self._scaled.table.lines:
-            tokens = [Foreseen(*each) for unit in done.values() for each in unit["tokens"][line.name]]
-            shown = {"accuracy": accuracy(tokens), "perplexity": perplexity(tokens)}
-            row = {
-                "view": self._views[line.name].name,
-                "context_tokens": round(sum(unit["context_tokens"] for unit in done.values()) / len(done)),
-                "haystacks": len(done),
-                "tokens": len(tokens),
-                **shown,
-            }
-            differs = differing(
-                line, self._scaled.options(line, self._column), (f"haystacks of {self._length:,} tokens", self._text)
-            )
-            found.append(Cell(line, self._column, 0.0, shown, row, differs))
-        return found
 
 
 def _haystack(sources: Sources, dataset: str) -> tuple[Path, str]:

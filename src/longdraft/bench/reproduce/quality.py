@@ -5,23 +5,23 @@ from __future__ import annotations
 import gc
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import mean
+from statistics import median
 from typing import Any
 
-from longdraft.bench.papers.table import Column, Line
+from longdraft.bench.experiment import Tick
 from longdraft.bench.prompts import Prompt
-from longdraft.bench.quality import FULL, Quality, Settings, Variant
-from longdraft.bench.reproduce.scaled import Cell, Scaled, Tick, differing, with_draft
+from longdraft.bench.quality import FULL, METHOD, VARIED, Quality, QualitySettings, Variants, figures
+from longdraft.bench.reproduce.scaled import Entry, Measuring, Record, Scaled, with_draft
 from longdraft.bench.scores import rouge_l
-from longdraft.bench.tables import mean_of, median_of
+from longdraft.bench.settings import contender
 from longdraft.model.checkpoints import LoadedModel
 
-# Options that variants of one comparison differ in; lines with other options beside them are compared apart.
-_VARIED = {"budget": 1024, "margin": 20, "selector": "minmax"}
+# Figures of a row, of those that ``bench quality`` has.
+_KEYS = ("rouge_l_mean", "score", "view", "surprise", "mean_accepted_length", "tokens_per_second", "partial_share")
 
 
-class Likenesses:
-    """A table that ``bench quality`` fills.
+class Likenesses(Measuring):
+    """A table that ``bench quality`` fills. Lines whose options differ in more than a variant's are compared apart.
 
     Args:
         prompts: of each column, by its name. differs: what differs in them.
@@ -41,122 +41,66 @@ class Likenesses:
         drafts: Mapping[str, Path],
     ) -> None:
         rouge_l()  # missing, it is missed before anything is measured
-        self._scaled, self._loaded, self._differs, self._drafts = scaled, loaded, differs, drafts
-        self._comparisons: list[dict[str, Any]] = []  # common options
-        self._lines: dict[str, tuple[int, str]] = {}  # line -> comparison, contender
-        first = scaled.table.columns[0]
-        for line in sorted(scaled.table.lines, key=lambda line: line.method == FULL):
+        self._scaled, self._loaded, self._drafts, self.differs = scaled, loaded, drafts, differs
+        self._comparisons: list[tuple[dict[str, Any], Variants]] = []  # common options, and the variants'
+        lines: dict[str, tuple[int, str, dict[str, Any]]] = {}  # line -> comparison, contender, options
+        for line in scaled.table.lines:
+            options = scaled.options(line, scaled.table.columns[0])
             if line.method == FULL:
-                self._lines[line.name] = 0, FULL
+                lines[line.name] = 0, FULL, options
                 continue
-            options = scaled.options(line, first)
-            common = {name: x for name, x in options.items() if name not in _VARIED}
-            if common not in self._comparisons:
-                self._comparisons.append(common)
-            self._lines[line.name] = self._comparisons.index(common), _variant(options).name
-        self._prompts = {
-            f"{column.name}, prompt {i}, comparison {c + 1}": (column, prompt, c)
-            for c in range(len(self._comparisons))
-            for column in scaled.table.columns
-            for i, prompt in enumerate(prompts[column.name], 1)
-        }
-        self.units, self.notes = list(self._prompts), list[str]()
-        self._quality: tuple[int, Quality] = 0, self._compared(0)
+            common = {name: x for name, x in options.items() if name not in VARIED}
+            index = next((i for i, (each, _) in enumerate(self._comparisons) if each == common), len(self._comparisons))
+            if index == len(self._comparisons):
+                self._comparisons.append((common, {}))
+            varied = {name: options.get(name, usual) for name, usual in VARIED.items()}
+            name = contender(METHOD, varied)
+            lines[line.name] = index, name, options
+            self._comparisons[index][1][name] = varied
+        self._prompts: dict[str, tuple[int, Prompt]] = {}
+        units: dict[tuple[int, str], list[str]] = {}  # by comparison and column
+        for index in range(len(self._comparisons)):
+            for column in scaled.table.columns:
+                for i, prompt in enumerate(prompts[column.name], 1):
+                    unit = f"{column.name}, prompt {i}, comparison {index + 1}"
+                    self._prompts[unit] = index, prompt
+                    units.setdefault((index, column.name), []).append(unit)
+        self.units = {unit: 2 + len(self._comparisons[index][1]) for unit, (index, _) in self._prompts.items()}
+        self.entries = [
+            Entry(line, column, name, options, units[index, column.name])
+            for line, column in scaled.table.cells()
+            for index, name, options in [lines[line.name]]
+        ]
+        self._quality = 0, self._compared(0)
 
     def _compared(self, index: int) -> Quality:
         """The comparison of all lines that have its common options."""
-        scaled, first = self._scaled, self._scaled.table.columns[0]
-        names = {line for line, (at, _) in self._lines.items() if at == index}
-        own = [
-            _variant(scaled.options(line, first))
-            for line in scaled.table.lines
-            if line.name in names and line.method != FULL
-        ]
-        options = with_draft("specpv", self._comparisons[index], self._drafts)
-        settings = Settings(
-            tuple(dict.fromkeys(v.budget or 0 for v in own)),
-            tuple(dict.fromkeys(v.margin for v in own)),
-            tuple(dict.fromkeys(v.selector for v in own)),
-            scaled.max_tokens,
-            ignore_eos=scaled.small,
-            drift=False,
-            options=options,
-            answer_tokens=scaled.table.answer_tokens,
-        )
+        common, variants = self._comparisons[index]
+        options, small = with_draft(METHOD, common, self._drafts), self._scaled.small
+        settings = QualitySettings(variants, self._scaled.max_tokens, ignore_eos=small, options=options)
         found = Quality(self._loaded, settings)
-        found.cut([len(prompt.tokens) + settings.new_tokens for _, prompt, _ in self._prompts.values()])
+        found.uncut([len(prompt.tokens) + settings.max_tokens for _, prompt in self._prompts.values()])
         return found
 
-    def ticks(self, unit: str) -> int:
-        at = self._prompts[unit][2]
-        return 2 + sum(each == at and name != FULL for each, name in self._lines.values())
-
-    def measure(self, unit: str, tick: Tick) -> dict[str, Any]:
-        _, prompt, at = self._prompts[unit]
-        if self._quality[0] != at:
-            self._quality = at, self._compared(at)
+    def measure(self, unit: str, tick: Tick) -> Record:
+        index, prompt = self._prompts[unit]
+        if self._quality[0] != index:
+            self._quality = index, self._compared(index)
             gc.collect()
-        compared = self._quality[1].compare(prompt, tick)
-        return {
-            "context_tokens": len(prompt.tokens),
-            "runs": {
-                name: {
-                    "text": self._quality[1].text(run.tokens),
-                    "tokens": len(run.tokens),
-                    "rounds": run.rounds,
-                    "partial_rounds": run.partial_rounds,
-                    "tokens_per_second": run.tokens_per_second,
-                    "surprise": run.surprise,
-                    "rouge_l": compared.likeness[name].rouge_l if name in compared.likeness else None,
-                    "answer": compared.answers[name],
-                    "score": compared.scores.get(name),
-                    "view": self._quality[1].seen(name),
-                }
-                for name, run in compared.runs.items()
-            },
-        }
+        return self._quality[1].compare(prompt, tick)
 
-    def cells(self, done: Mapping[str, Mapping[str, Any]]) -> list[Cell]:
-        found = []
-        for line, column in self._scaled.table.cells():
-            at, name = self._lines[line.name]
-            own = [
-                done[unit]["runs"][name] | {"context_tokens": done[unit]["context_tokens"]}
-                for unit, (its, _, comparison) in self._prompts.items()
-                if unit in done and its == column and comparison == at
-            ]
-            if own:
-                found.append(self._cell(line, column, name, own))
-        return found
-
-    def _cell(self, line: Line, column: Column, name: str, own: Sequence[Mapping[str, Any]]) -> Cell:
-        rounds = sum(run["rounds"] for run in own)
-        accepted = sum(run["tokens"] - 1 for run in own) / rounds if rounds else None
-        rate = median_of(run["tokens_per_second"] for run in own)
-        likeness, score = mean(run["rouge_l"] for run in own), mean_of(run.get("score") for run in own)
-        row = {
-            "method": name,
-            "dataset": column.data,
-            "context_tokens": round(mean(run["context_tokens"] for run in own)),
-            "samples": len(own),
-            "rouge_l_mean": likeness,
-            "score": score,
-            "view": own[0].get("view"),
-            "surprise": mean(run["surprise"] for run in own),
-            "mean_accepted_length": accepted,
-            "tokens_per_second": rate,
-            "partial_share": sum(run["partial_rounds"] for run in own) / rounds if rounds else None,
-        }
+    def figures(self, entry: Entry, own: Sequence[Record]) -> tuple[dict[str, float | None], dict[str, Any]]:
+        found = figures([unit["runs"][entry.name] for unit in own])
         shown = {
-            "rouge_l": 100 * likeness,
-            "score": None if score is None else 100 * score,
-            "accepted": self._scaled.table.counted(accepted),
-            "tokens_per_second": rate,
+            "rouge_l": 100 * found["rouge_l_mean"],
+            "score": None if found["score"] is None else 100 * found["score"],
+            "accepted": self._scaled.table.counted(found["mean_accepted_length"]),
+            "tokens_per_second": found["tokens_per_second"],
         }
-        differs = differing(line, self._scaled.options(line, column), self._differs[column.name])
-        return Cell(line, column, 0.0, shown, row, differs)
-
-
-def _variant(options: Mapping[str, Any]) -> Variant:
-    given = {**_VARIED, **options}
-    return Variant(given["selector"], given["budget"], given["margin"])
+        return shown, {
+            "method": entry.name,
+            "dataset": entry.column.data,
+            "context_tokens": round(median(unit["context_tokens"] for unit in own)),
+            "samples": len(own),
+            **{key: found[key] for key in _KEYS},
+        }

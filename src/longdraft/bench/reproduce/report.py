@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -10,24 +11,36 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from longdraft.bench import charts
-from longdraft.bench.acceptance_report import called
-from longdraft.bench.papers.table import FIGURES, Column, Kind, Published, Table
+from longdraft.bench.acceptance import called
+from longdraft.bench.papers.table import FIGURES, Column, Kind, Table
 from longdraft.bench.reproduce.run import Reproduction
 from longdraft.bench.reproduce.scaled import Cell
-from longdraft.bench.tables import circumstances, figure, table
+from longdraft.bench.tables import Report, circumstances, figure, table
 
-OURS = "ours"
 # Columns of figures beside each other.
 WIDE = 8
 
 
-def document(made: Reproduction, cells: Sequence[Cell], complete: bool) -> dict[str, Any]:
-    """The table as one JSON object, with the keys that docs/figures.md defines.
+def shown(made: Reproduction, cells: Sequence[Cell], complete: bool) -> Report:
+    """What is shown of a table.
 
     Args:
         complete: no unit is missing.
     """
-    own, published = made.scaled.table, _all_published(made.scaled.table)
+    own = made.scaled.table
+    return Report(
+        _document(made, cells, complete),
+        _tables(made, cells),
+        [Text(line) for line in _remarks(made, cells)],
+        _definitions(own),
+        {"figure": partial(_chart, made, cells)} if cells else {},
+        f"{own.heading} of {made.paper.name}",
+    )
+
+
+def _document(made: Reproduction, cells: Sequence[Cell], complete: bool) -> dict[str, Any]:
+    """The table as one JSON object, with the keys that docs/figures.md defines."""
+    own = made.scaled.table
     return {
         "paper": made.paper.name,
         "reference": made.paper.reference,
@@ -35,8 +48,8 @@ def document(made: Reproduction, cells: Sequence[Cell], complete: bool) -> dict[
         "title": own.title,
         "scale": made.header["scale"],
         "model": made.header["model"]["name"],
-        "figures": list(_figures(own)),
-        "rows": [_row(cell, published) for cell in cells],
+        "figures": list(own.shown),
+        "rows": [_row(own, cell) for cell in cells],
         "differs": _differs(made),
         "remarks": list(own.remarks),
         "notes": list(made.measuring.notes),
@@ -45,12 +58,12 @@ def document(made: Reproduction, cells: Sequence[Cell], complete: bool) -> dict[
     }
 
 
-def _row(cell: Cell, published: Sequence[Published]) -> dict[str, Any]:
+def _row(own: Table, cell: Cell) -> dict[str, Any]:
     beside: dict[str, dict[str, Any]] = {}
-    for p in published:
-        # The papers' figures in numbers are greedy.
-        if (p.line, p.column) == (cell.line.name, cell.column.name) and not cell.temperature:
-            beside.setdefault(p.model, {"model": p.model})[p.figure] = p.value
+    for (model, line, column, key), value in own.published.items():
+        # The papers' figures in numbers are of the table's first temperature.
+        if (line, column, own.temperatures[0]) == (cell.line.name, cell.column.name, cell.temperature):
+            beside.setdefault(model, {"model": model})[key] = value
     return {
         "line": cell.line.name,
         "column": cell.column.name,
@@ -62,39 +75,18 @@ def _row(cell: Cell, published: Sequence[Published]) -> dict[str, Any]:
     }
 
 
-def _figures(own: Table) -> tuple[str, ...]:
-    """Keys of the figures that a table shows."""
-    speed = own.kind is Kind.speed and not own.profiled and own.figures != ("tokens_per_second",)
-    return tuple(dict.fromkeys((*own.figures, *(["speedup"] if speed else []))))
-
-
-def _all_published(own: Table) -> list[Published]:
-    """The paper's figures, with speed-ups from its tokens/s where it does not print them."""
-    found = list(own.published)
-    if any(p.figure == "speedup" for p in found) or own.kind is not Kind.speed:
-        return found
-    rates = {(p.model, p.line, p.column): p.value for p in found if p.figure == "tokens_per_second"}
-    for (model, line, column), rate in rates.items():
-        if (base := rates.get((model, own.baseline, column))) is not None:
-            found.append(Published(model, line, column, "speedup", rate / base))
-    return found
-
-
 def _differs(made: Reproduction) -> list[str]:
     """Differences from the paper in all rows."""
-    own, hardware = made.scaled.table, made.header["hardware"]
-    gpus = ", ".join(gpu["name"] for gpu in hardware["gpus"])
-    ours = (
-        gpus if made.header["model"]["device"] == "cuda" and gpus else f"{hardware['cores']} cores of {hardware['cpu']}"
-    )
+    own, model, hardware = made.scaled.table, made.header["model"], made.header["hardware"]
+    gpus = ", ".join(gpu["name"] for gpu in hardware["gpus"]) if model["device"] == "cuda" else ""
     return [
-        f"model: {made.header['model']['name']} (paper: {own.models})",
-        f"hardware: {ours} (paper: {own.hardware})",
+        f"model: {model['name']} (paper: {own.models})",
+        f"hardware: {gpus or '{cores} cores of {cpu}'.format(**hardware)} (paper: {own.hardware})",
         *made.scaled.differs(),
     ]
 
 
-def definitions(own: Table) -> list[str]:
+def _definitions(own: Table) -> list[str]:
     """Definitions of the figures, where the paper's are not this package's."""
     found = ["Definitions are the paper's; --json has this package's too (docs/figures.md)."]
     if "accepted" in own.figures:
@@ -107,20 +99,18 @@ def definitions(own: Table) -> list[str]:
     return found
 
 
-def tables(made: Reproduction, cells: Sequence[Cell]) -> list[tuple[str, RichTable]]:
+def _tables(made: Reproduction, cells: Sequence[Cell]) -> list[tuple[str, RichTable]]:
     """A title and a table for each temperature, figure and group of columns."""
-    own, published = made.scaled.table, _all_published(made.scaled.table)
-    found = []
+    own, found = made.scaled.table, []
     for t in dict.fromkeys(cell.temperature for cell in cells):
-        for key in _figures(own):
-            for columns in _grouped(own.columns):
-                shown = _table(own, key, t, columns, cells, published)
-                if shown.row_count:
-                    found.append((f"{own.heading} of {made.paper.name}: {FIGURES[key][0]}, {called(t)}", shown))
+        for key in own.shown:
+            title = f"{own.heading} of {made.paper.name}: {FIGURES[key][0]}, {called(t)}"
+            shown = (_table(own, key, t, columns, cells) for columns in _grouped(own.columns))
+            found += [(title, each) for each in shown if each.row_count]
     return found
 
 
-def _grouped(columns: Sequence[Column]) -> Iterator[list[Column]]:
+def _grouped(columns: Sequence[Column]) -> Iterator[Sequence[Column]]:
     """Columns of one data set together where there are many."""
     groups = [list(columns)]
     if len(columns) > WIDE:
@@ -129,65 +119,58 @@ def _grouped(columns: Sequence[Column]) -> Iterator[list[Column]]:
         yield from (own[i : i + WIDE] for i in range(0, len(own), WIDE))
 
 
-def _table(
-    own: Table, key: str, t: float, columns: Sequence[Column], cells: Sequence[Cell], published: Sequence[Published]
-) -> RichTable:
-    form, made = FIGURES[key][1], table(["method", "whose"], [column.name for column in columns])
-    mine = {(cell.line.name, cell.column.name): cell.shown.get(key) for cell in cells if cell.temperature == t}
-    theirs = {(p.model, p.line, p.column): p.value for p in published if p.figure == key and not t}
-    for line in own.lines:
-        values = [mine.get((line.name, column.name)) for column in columns]
-        rows = [(OURS, values)]
-        for model in dict.fromkeys(model for model, *_ in theirs):
-            values = [theirs.get((model, line.name, column.name)) for column in columns]
-            rows.append(("paper" if model == "-" else f"paper, {model}", values))
-        known = [(whose, values) for whose, values in rows if any(x is not None for x in values)]
-        for i, (whose, values) in enumerate(known):
-            style = "" if whose == OURS else "dim"
-            texts = (Text(figure(x, form), style=style) for x in values)
-            made.add_row(Text("" if i else line.name), Text(whose, style=style), *texts)
+def _table(own: Table, key: str, t: float, columns: Sequence[Column], cells: Sequence[Cell]) -> RichTable:
+    """Ours, and below it the paper's by model; what has no figure is left out."""
+    made = table(["method", "whose"], [column.name for column in columns])
+    figures: dict[tuple[str, str, str], float | None] = {
+        ("ours", cell.line.name, cell.column.name): cell.shown.get(key) for cell in cells if cell.temperature == t
+    }
+    for (model, line, column, which), value in own.published.items():
+        if which == key and t == own.temperatures[0]:
+            figures["paper" if model == "-" else f"paper, {model}", line, column] = value
+    for name in (line.name for line in own.lines):
+        head = name
+        for whose in dict.fromkeys(whose for whose, *_ in figures):
+            values = [figures.get((whose, name, column.name)) for column in columns]
+            if any(value is not None for value in values):
+                style = "" if whose == "ours" else "dim"
+                texts = [Text(figure(value, FIGURES[key][1]), style=style) for value in values]
+                made.add_row(Text(head), Text(whose, style=style), *texts)
+                head = ""
     return made
 
 
-def remarks(made: Reproduction, cells: Sequence[Cell]) -> list[str]:
+def _remarks(made: Reproduction, cells: Sequence[Cell]) -> list[str]:
     """Differences from the paper, in all rows and in single lines or columns."""
     found = [f"All rows: {'; '.join(_differs(made))}."]
-    by_text: dict[str, list[Cell]] = {}
-    for cell in cells:
-        for text in cell.differs:
-            by_text.setdefault(text, []).append(cell)
-    for text, those in by_text.items():
+    every = {cell.line.name for cell in cells}
+    for text in dict.fromkeys(text for cell in cells for text in cell.differs):
+        own = [cell for cell in cells if text in cell.differs]
         lines, columns = (
-            dict.fromkeys(keys) for keys in ((c.line.name for c in those), (c.column.name for c in those))
+            list(dict.fromkeys(names)) for names in zip(*((c.line.name, c.column.name) for c in own), strict=True)
         )
-        every = len(lines) == len({cell.line.name for cell in cells})
-        where = ", ".join(columns if every and len(columns) < 4 else lines if not every else ["all columns"])
-        found.append(f"{where}: {text}.")
-    views: dict[str, list[str]] = {}
+        where = lines if set(lines) != every else columns if len(columns) < 4 else ["all columns"]
+        found.append(f"{', '.join(where)}: {text}.")
+    views: dict[str, dict[str, None]] = {}
     for cell in cells:
-        if (view := cell.row.get("view")) and view not in (own := views.setdefault(cell.line.name, [])):
-            own.append(view)
+        if view := cell.row.get("view"):
+            views.setdefault(cell.line.name, {})[view] = None
     if views:
         seen = (f"{line}: {', '.join(own) if len(own) < 4 else 'see --json'}" for line, own in views.items())
         found.append(f"Rows that are seen of a longer text (docs/figures.md): {'; '.join(seen)}.")
     return [*found, *made.scaled.table.remarks, *made.measuring.notes]
 
 
-def chart(made: Reproduction, cells: Sequence[Cell]) -> Any:
+def _chart(made: Reproduction, cells: Sequence[Cell]) -> Any:
     """The table's first figure as bars, at its first temperature; marks are the paper's, of all its models."""
-    own, published = made.scaled.table, _all_published(made.scaled.table)
-    key, t = own.figures[0], cells[0].temperature
-    columns = list(dict.fromkeys(cell.column.name for cell in cells))
-    mine: dict[str, list[float | None]] = {}
-    shown = {(cell.line.name, cell.column.name): cell.shown.get(key) for cell in cells if cell.temperature == t}
-    for line in own.lines:
-        values = [shown.get((line.name, column)) for column in columns]
-        if any(x is not None for x in values):
-            mine[line.name] = values
-    beside: dict[tuple[str, str], list[float]] = {}
-    for p in published:
-        if p.figure == key:
-            beside.setdefault((p.line, p.column), []).append(p.value)
-    marks = {name: [beside.get((name, column), []) for column in columns] for name in mine}
+    own, t = made.scaled.table, cells[0].temperature
+    key, columns = own.figures[0], list(dict.fromkeys(cell.column.name for cell in cells))
+    shown = {(c.line.name, c.column.name): c.shown.get(key) for c in cells if c.temperature == t}
+    lines = dict.fromkeys(line for (line, _), value in shown.items() if value is not None)
+    mine = {line: [shown.get((line, column)) for column in columns] for line in lines}
+    marks: dict[str, list[list[float]]] = {line: [[] for _ in columns] for line in lines}
+    for (_, line, column, which), value in own.published.items():
+        if which == key and line in marks and column in columns:
+            marks[line][columns.index(column)].append(value)
     title = f"{own.heading} of {made.paper.name}: ours (bars) and the paper's (marks), {called(t)}"
-    return charts.grouped(title, columns, mine, marks, charts.styles(list(mine)), FIGURES[key][0])
+    return charts.grouped(title, columns, mine, marks, FIGURES[key][0])

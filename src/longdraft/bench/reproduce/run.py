@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from longdraft.bench import machine
-from longdraft.bench.json_lines import JsonLines, fingerprint, signed
+from longdraft.bench import record_files
+from longdraft.bench.experiment import Experiment
+from longdraft.bench.json_lines import fingerprint
 from longdraft.bench.papers.table import Kind, Paper
 from longdraft.bench.prompts import Prompt
+from longdraft.bench.record_files import Record
 from longdraft.bench.reproduce.needles import Needles
 from longdraft.bench.reproduce.quality import Likenesses
-from longdraft.bench.reproduce.scaled import Measuring, Scaled, drafts_by_kind
+from longdraft.bench.reproduce.scaled import Cell, Measuring, Scaled, drafts_by_kind
 from longdraft.bench.reproduce.speed import Speed
 from longdraft.bench.reproduce.texts import Sources, prompts_of
-from longdraft.bench.reproduce.trainings import Trainings
-from longdraft.bench.results import model_of
 from longdraft.model.checkpoints import LoadedModel, Progress
 from longdraft.model.embedded import EMBEDDED_ID
-from longdraft.model.runner import TargetRunner
 
-FORMAT, VERSION = "longdraft-reproduce", 1
+FORMAT = "longdraft-reproduce"
 
 
 @dataclass(frozen=True)
@@ -40,13 +37,17 @@ class Reproduction:
     measuring: Measuring
     header: Mapping[str, Any]
 
-    def results(self, path: Path) -> JsonLines[dict[str, Any]]:
-        """A file of measured units, which an earlier run may have begun.
+    def experiment(self, results: Path | None) -> Experiment[str, Record]:
+        """The measurement, unit by unit, with what a file of results has already.
 
         Raises:
             ConfigError: it holds a run with other settings. CheckpointError: it cannot be used.
         """
-        return JsonLines(path, self.header, dict)
+        return record_files.experiment(self.measuring.units, self.measuring.measure, results, self.header)
+
+    def cells(self, found: Sequence[Record]) -> list[Cell]:
+        """Our figures, from what has been measured."""
+        return self.measuring.cells({record["unit"]: record["measured"] for record in found})
 
 
 def prepare(
@@ -55,7 +56,6 @@ def prepare(
     loaded: LoadedModel,
     model: str | None,
     sources: Sources,
-    folder: Path,
     drafts: Sequence[Path] = (),
     unpacked: Callable[[], LoadedModel] | None = None,
     progress: Progress | None = None,
@@ -64,7 +64,6 @@ def prepare(
 
     Args:
         model: as the user named it; None: the embedded one.
-        folder: where drafts are trained, for tables that compare trainings.
         drafts: draft folders and files, one of a kind; others are those that come with longdraft.
         unpacked: as of :class:`~longdraft.bench.run.Bench`.
     """
@@ -75,7 +74,8 @@ def prepare(
         measuring = Needles(scaled, loaded, sources, by_kind)
     else:
         differs: dict[str, list[str]] = {}
-        rows = {name: sources.rows(name, scaled.prompts and max(scaled.prompts, _batch(scaled))) for name in table.data}
+        count = scaled.prompts and max(scaled.prompts, *(column.batch for column in table.columns))
+        rows = {name: sources.rows(name, count) for name in table.data}
         seen: dict[tuple[Any, ...], tuple[list[Prompt], list[str]]] = {}
         for column in table.columns:
             key = column.data, scaled.tokens(column), column.batch
@@ -86,39 +86,21 @@ def prepare(
             prompts[column.name], differs[column.name] = seen[key]
         if table.kind is Kind.quality:
             measuring = Likenesses(scaled, loaded, prompts, differs, by_kind)
-        elif table.kind is Kind.training:
-            measuring = Trainings(scaled, loaded, model, prompts, differs, folder, unpacked)
         else:
             measuring = Speed(scaled, loaded, prompts, differs, by_kind, unpacked, progress)
-    name = model or EMBEDDED_ID
-    return Reproduction(paper, scaled, measuring, _header(paper, scaled, loaded, name, by_kind, prompts, measuring))
-
-
-def _batch(scaled: Scaled) -> int:
-    return max(column.batch for column in scaled.table.columns)
-
-
-def _header(
-    paper: Paper,
-    scaled: Scaled,
-    loaded: LoadedModel,
-    name: str,
-    drafts: Mapping[str, Path],
-    prompts: Mapping[str, Sequence[Prompt]],
-    measuring: Measuring,
-) -> dict[str, Any]:
-    tokens = hashlib.sha256(json.dumps({c: [p.tokens for p in own] for c, own in prompts.items()}).encode())
-    sampled = {"foresee": False} if any(scaled.table.temperatures) else {}
     content = {
         "paper": paper.name,
-        "table": scaled.table.name,
+        "table": table.name,
         "scale": "small" if scaled.small else "paper",
-        "settings": {"max_tokens": scaled.max_tokens, "prompts": scaled.prompts, "plan": scaled.plan, **sampled},
+        "settings": {
+            "max_tokens": scaled.max_tokens,
+            "prompts": scaled.prompts,
+            "plan": scaled.plan,
+            **({"foresee": False} if any(table.temperatures) else {}),
+        },
         "units": list(measuring.units),
-        "model": model_of(TargetRunner(loaded.model), name),
-        "drafts": {kind: fingerprint(folder) for kind, folder in drafts.items()},
-        "prompts": tokens.hexdigest()[:16],
-        "hardware": machine.hardware(),
-        "versions": machine.versions(),
+        "drafts": {kind: fingerprint(folder) for kind, folder in by_kind.items()},
     }
-    return signed(FORMAT, VERSION, content)
+    tokens = {name: [prompt.tokens for prompt in own] for name, own in prompts.items()}
+    header = record_files.header(FORMAT, content, loaded, model or EMBEDDED_ID, tokens)
+    return Reproduction(paper, scaled, measuring, header)

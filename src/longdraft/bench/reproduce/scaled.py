@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from longdraft.bench.needle_drafts import NAMED
+from longdraft.bench.experiment import Tick
+from longdraft.bench.needle import NAMED, SMALL
 from longdraft.bench.papers.table import IN_ROWS, LARGE, Column, Line, Table
 from longdraft.bench.settings import written
-from longdraft.bench.thinking import TURN
 from longdraft.drafts.kinds import KINDS, kind_of
 from longdraft.errors import LongdraftError
 from longdraft.methods import METHODS
 from longdraft.model.runner import TargetRunner
 from longdraft.recipes import recipe_for, resolve
 
-Tick = Callable[[str], None]
+Record = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -46,11 +47,6 @@ class Scaled:
     def max_tokens(self) -> int:
         """New tokens of a prompt, at most."""
         return self.max_tokens_given or (self.table.small.max_tokens if self.small else self.table.max_tokens)
-
-    @property
-    def room(self) -> int:
-        """Tokens behind a prompt: the new ones, and an answer with the turn that asks for it."""
-        return self.max_tokens + (self.table.answer_tokens and TURN + self.table.answer_tokens)
 
     @property
     def prompts(self) -> int | None:
@@ -90,6 +86,23 @@ class Scaled:
 
 
 @dataclass(frozen=True)
+class Entry:
+    """A line in a column.
+
+    Attributes:
+        name: of the contender or view that it is. options: its method's, without the draft.
+        units: what is measured for it.
+    """
+
+    line: Line
+    column: Column
+    name: str
+    options: Mapping[str, Any]
+    units: Sequence[str]
+    temperature: float = 0.0
+
+
+@dataclass(frozen=True)
 class Cell:
     """Our figures of one line in one column.
 
@@ -103,8 +116,39 @@ class Cell:
     column: Column
     temperature: float
     shown: Mapping[str, float | None]
-    row: Mapping[str, Any] = field(default_factory=dict)
-    differs: tuple[str, ...] = ()
+    row: Mapping[str, Any]
+    differs: Sequence[str]
+
+
+class Measuring(ABC):
+    """A table's measurement, in units that are measured one by one and kept.
+
+    Attributes:
+        units: by name, how often each calls its ``tick``. entries: lines in columns, and their units.
+        differs: differences from the paper by column. notes: remarks on texts and methods.
+    """
+
+    units: dict[str, int]
+    entries: list[Entry]
+    differs: Mapping[str, Sequence[str]]
+    notes: Sequence[str] = ()
+
+    @abstractmethod
+    def measure(self, unit: str, tick: Tick) -> Record:
+        """Measures a unit; returns an object for JSON."""
+
+    @abstractmethod
+    def figures(self, entry: Entry, own: Sequence[Record]) -> tuple[dict[str, float | None], dict[str, Any]]:
+        """An entry's figures of its units: as the paper defines them, and a row for programs."""
+
+    def cells(self, done: Mapping[str, Record]) -> list[Cell]:
+        """Our figures, from the units that are done."""
+        found = []
+        for each in self.entries:
+            if own := [done[unit] for unit in each.units if unit in done]:
+                differs = differing(each.line, each.options, self.differs[each.column.name])
+                found.append(Cell(each.line, each.column, each.temperature, *self.figures(each, own), differs))
+        return found
 
 
 def differing(line: Line, options: Mapping[str, Any], more: Sequence[str]) -> tuple[str, ...]:
@@ -112,26 +156,6 @@ def differing(line: Line, options: Mapping[str, Any], more: Sequence[str]) -> tu
     changed = [f"{name} {written(x)}" for name, x in options.items() if x != line.options.get(name)]
     changed += [f"{name} off" for name in LARGE if name in line.options and name not in options]
     return tuple(filter(None, (line.note, *more, f"with {', '.join(changed)}" if changed else "")))
-
-
-class Measuring(Protocol):
-    """A table's measurement, in units that are measured one by one and kept.
-
-    Attributes:
-        units: their names, in order. notes: remarks on texts and methods.
-    """
-
-    units: list[str]
-    notes: list[str]
-
-    def ticks(self, unit: str) -> int:
-        """Counts the calls of ``tick`` in a unit."""
-
-    def measure(self, unit: str, tick: Tick) -> dict[str, Any]:
-        """Measures a unit; returns an object for JSON."""
-
-    def cells(self, done: Mapping[str, Mapping[str, Any]]) -> list[Cell]:
-        """Our figures, from the units that are done."""
 
 
 def drafts_by_kind(folders: Sequence[Path]) -> dict[str, Path]:
@@ -142,7 +166,8 @@ def drafts_by_kind(folders: Sequence[Path]) -> dict[str, Path]:
     """
     found: dict[str, Path] = {}
     for folder in folders:
-        kind = kind_of(folder).name
+        # What is no folder or file may be a model's name on the hub.
+        kind = kind_of(folder).name if folder.exists() else SMALL["full"][0]
         if kind in found:
             raise ValueError(f"{folder} and {found[kind]} are both drafts for {kind}: give one")
         found[kind] = folder

@@ -6,16 +6,18 @@ import gc
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import product
 from statistics import mean, median
 from typing import Any
 
 from longdraft.attention import dispatch
 from longdraft.bench import report, results
-from longdraft.bench.contenders import Run
+from longdraft.bench.experiment import Tick
 from longdraft.bench.papers.table import Column, Line
 from longdraft.bench.peers import PEERS
 from longdraft.bench.prompts import Group, Prompt
-from longdraft.bench.reproduce.scaled import Cell, Scaled, Tick, differing, lacking, with_draft
+from longdraft.bench.reproduce.scaled import Entry, Measuring, Record, Scaled, lacking, with_draft
 from longdraft.bench.run import Bench, Measured
 from longdraft.bench.settings import REFERENCE, Settings, contender
 from longdraft.bench.tables import median_of, ratio
@@ -24,11 +26,27 @@ from longdraft.errors import CapabilityError
 from longdraft.model.checkpoints import LoadedModel, Progress
 from longdraft.model.runner import TargetRunner
 
-Place = tuple[str, int | None, int]
-"""Data set, length and batch of a column: columns that differ in options alone share their runs."""
+
+@dataclass(frozen=True)
+class Unit:
+    """What is measured together: a batch of prompts, by all contenders of an attention path."""
+
+    path: str
+    temperature: float
+    group: Group
+
+    @property
+    def place(self) -> tuple[str, float, str, int | None, int]:
+        first = self.group[0]
+        return self.path, self.temperature, first.sample.dataset, first.context, len(self.group)
+
+    def called(self, index: int) -> str:
+        """Its name: the index-th of its data set, length and batch."""
+        path, t, data, tokens, batch = self.place
+        return f"{data}, {tokens or 'whole'} tokens, batch {batch}, T = {t:g}{path and ', ' + path}, {index + 1}"
 
 
-class Speed:
+class Speed(Measuring):
     """A table that the bench fills.
 
     Args:
@@ -47,156 +65,125 @@ class Speed:
         unpacked: Callable[[], LoadedModel] | None = None,
         progress: Progress | None = None,
     ) -> None:
-        self._scaled, self._loaded, self._differs = scaled, loaded, differs
+        self._scaled, self._loaded, self._drafts, self.differs = scaled, loaded, drafts, differs
         self._unpacked, self._progress = unpacked, progress
-        self.notes: list[str] = []
-        self._names: dict[tuple[str, str], str] = {}  # (line, column) -> contender
-        self._options: dict[str, dict[str, Any]] = {}
-        self._given: dict[tuple[str, str], Mapping[str, Any]] = {}  # (line, column) -> options, without its draft
         self._reasons: dict[tuple[str, str], str | None] = {}
-        self._parts: dict[str, list[str]] = {}  # attention path -> contenders
-        self._offload = "host" if TargetRunner(loaded.model).device.type == "cuda" else "disk"
-        self._choose(drafts)
-        self._places: dict[str, Place] = {}
-        groups: dict[Place, list[Group]] = {}
-        for column in scaled.table.columns:
-            own = prompts[column.name]
-            self._places[column.name] = place = (column.data, own[0].context, column.batch)
-            n = column.batch
-            groups.setdefault(place, [tuple(own[i : i + n]) for i in range(0, len(own) - n + 1, n)])
-        self._groups: dict[str, tuple[str, float, Group]] = {}
-        for t in scaled.table.temperatures:
-            for path in self._parts:
-                for place, some in groups.items():
-                    for i, group in enumerate(some):
-                        self._groups[_unit(path, t, place, i)] = (path, t, group)
-        self.units = list(self._groups)
+        table, fitting = scaled.table, self._fitting_cells()
+        named = {line.name: contender(line.method, options) for line, _, options in fitting}
+        self._baseline = named.get(table.baseline, table.baseline)
+        self._options: dict[str, dict[str, dict[str, Any]]] = {}  # attention path -> contender -> options
+        for line, _, options in fitting:
+            given = with_draft(line.method, options, drafts)
+            self._options.setdefault(line.attention, {})[contender(line.method, options)] = given
+        for own in self._options.values():
+            if self._baseline in PEERS:
+                own.setdefault(self._baseline, {})
+        self._units: dict[str, Unit] = {}
+        for t, path in product(table.temperatures, self._options):
+            for column in table.columns:
+                texts, n = prompts[column.name], column.batch
+                for i in range(len(texts) // n):
+                    unit = Unit(path, t, tuple(texts[i * n : (i + 1) * n]))
+                    self._units[unit.called(i)] = unit
+        self.units = {name: self._ticks(unit) for name, unit in self._units.items()}
+        self.entries = []
+        for t, (line, column, options) in product(table.temperatures, fitting):
+            # Columns that differ in options alone share their units.
+            place = line.attention, t, column.data, prompts[column.name][0].context, column.batch
+            units = [name for name, unit in self._units.items() if unit.place == place]
+            self.entries.append(Entry(line, column, contender(line.method, options), options, units, t))
         self._bench: tuple[str, float, Bench] | None = None
 
-    def _choose(self, drafts: Mapping[str, Any]) -> None:
-        """Settles the contenders; a line whose draft is missing is left out, with a note."""
-        table, runner = self._scaled.table, TargetRunner(self._loaded.model)
+    def _fitting_cells(self) -> list[tuple[Line, Column, dict[str, Any]]]:
+        """Lines, columns and options; a line whose draft is missing is left out, with a note."""
+        table, found = self._scaled.table, []
         refused: dict[tuple[str, str], list[str]] = {}  # (line, reason) -> columns
         for line, column in table.cells():
-            options, reason = self._fitting(line, column, drafts, runner)
-            if reason is not None:
+            options, reason = self._fitting(line, column)
+            if reason is None:
+                found.append((line, column, options))
+            else:
                 refused.setdefault((line.name, reason), []).append(column.name)
-                continue
-            name = contender(line.method, options)
-            self._names[line.name, column.name] = name
-            self._options[name] = with_draft(line.method, options, drafts)
-            self._given[line.name, column.name] = options
-            part = self._parts.setdefault(line.attention, [])
-            if name not in part:
-                part.append(name)
+        self.notes = []
         for (name, reason), columns in refused.items():
             everywhere = len(columns) == sum(line.name == name for line, _ in table.cells())
             where = "" if everywhere else f" in {', '.join(columns)}"
             self.notes.append(f"{name} is left out{where}: {reason.rstrip('.')}.")
-        if not self._names:
+        if not found:
             raise CapabilityError(f"Nothing of {table.heading} can run: {' '.join(self.notes)}")
-        baseline = self._baseline
-        for part in self._parts.values():
-            if baseline in PEERS and baseline not in part:
-                part.append(baseline)
+        return found
 
-    def _fitting(
-        self, line: Line, column: Column, drafts: Mapping[str, Any], runner: TargetRunner
-    ) -> tuple[dict[str, Any], str | None]:
+    def _fitting(self, line: Line, column: Column) -> tuple[dict[str, Any], str | None]:
         """The options of a line in a column, and why it cannot run; None if it can.
 
         At the small scale there are fewer chunks where the draft was trained for fewer, unless the column sweeps them.
         """
-        options = self._scaled.options(line, column)
+        options, runner = self._scaled.options(line, column), TargetRunner(self._loaded.model)
         while True:
             key = line.attention, contender(line.method, options)
             if key not in self._reasons:
-                given = with_draft(line.method, options, drafts)
+                given = with_draft(line.method, options, self._drafts)
                 self._reasons[key] = lacking(line.method, given, runner) or _path_missing(line.attention, runner)
             reason, fixed = self._reasons[key], not self._scaled.small or "chunks" in column.options
             if reason is None or fixed or options.get("chunks", 1) < 2:
                 return options, reason
             options = {**options, "chunks": options["chunks"] // 2}
 
-    @property
-    def _baseline(self) -> str:
-        """The contender that speed-ups are over: a line's, or a method."""
-        name = self._scaled.table.baseline
-        return next((own for (line, _), own in self._names.items() if line == name), name)
+    def _ticks(self, unit: Unit) -> int:
+        settings = self._settings(unit)
+        cold = sum(settings.cold or n == REFERENCE or n in PEERS for n in settings.contenders)
+        return cold + len(settings.contenders) * settings.repeats
 
-    def ticks(self, unit: str) -> int:
-        path, _, _ = self._groups[unit]
-        names = {REFERENCE, *self._parts[path]}
-        cold = sum(self._settings(path, 0.0).cold or n == REFERENCE or n in PEERS for n in names)
-        return cold + len(names) * self._settings(path, 0.0).repeats
-
-    def measure(self, unit: str, tick: Tick) -> dict[str, Any]:
-        path, t, group = self._groups[unit]
-        with _forced(path):
-            if self._bench is None or self._bench[:2] != (path, t):
+    def measure(self, unit: str, tick: Tick) -> Record:
+        own = self._units[unit]
+        with _forced(own.path):
+            if self._bench is None or self._bench[:2] != (own.path, own.temperature):
                 self._bench = None
                 gc.collect()
-                bench = Bench(self._loaded, self._settings(path, t), (), self._progress, self._unpacked)
-                bench.wake(group[0])
-                self._bench = path, t, bench
-            return results.line(self._bench[2].measure(group, tick))
+                bench = Bench(self._loaded, self._settings(own), (), self._progress, self._unpacked)
+                bench.wake(own.group[0])
+                self._bench = own.path, own.temperature, bench
+            return results.line(self._bench[2].measure(own.group, tick))
 
-    def _settings(self, path: str, temperature: float) -> Settings:
-        names, scaled = self._parts[path], self._scaled
+    def _settings(self, unit: Unit) -> Settings:
+        scaled, options = self._scaled, self._options[unit.path]
         return Settings(
-            tuple(names),
+            tuple(options),
             scaled.max_tokens,
             repeats=1 if scaled.small else 3,
-            sampling=Sampling(temperature=temperature, foresee=False),  # the papers' drafts know no random numbers
+            sampling=Sampling(unit.temperature, foresee=False),  # the papers' drafts know no random numbers
             ignore_eos=scaled.small,
             cold=scaled.table.prefill,
-            own_options={name: self._options[name] for name in names if name in self._options},
+            own_options={name: own for name, own in options.items() if own},
             plan=scaled.plan,
             profile=scaled.table.profiled,
-            offload=self._offload if scaled.table.offload else None,
         )
 
-    def cells(self, done: Mapping[str, Mapping[str, Any]]) -> list[Cell]:
-        measured = {unit: results.measurement(found) for unit, found in done.items()}
-        found = []
-        for t in self._scaled.table.temperatures:
-            for line, column in self._scaled.table.cells():
-                name = self._names.get((line.name, column.name))
-                place = self._places[column.name]
-                own = [
-                    measured[unit]
-                    for unit, (path, temperature, _) in self._groups.items()
-                    if unit in measured and (path, temperature) == (line.attention, t) and _at(measured[unit], place)
-                ]
-                if name is not None and own:
-                    found.append(self._cell(line, column, t, name, own))
-        return found
-
-    def _cell(self, line: Line, column: Column, t: float, name: str, own: Sequence[Measured]) -> Cell:
-        table = self._scaled.table
-        seconds = _with_prefill if table.prefill else _decoding
-        pairs = [(_rate(m, name, seconds), _rate(m, self._baseline, seconds)) for m in own]
-        accepted = median_of(run.mean_accepted_length for m in own for run in m.rounds[name])
-        figures: dict[str, float | None] = {
+    def figures(self, entry: Entry, own: Sequence[Record]) -> tuple[dict[str, float | None], dict[str, Any]]:
+        table, name, measured = self._scaled.table, entry.name, list(map(results.measurement, own))
+        pairs = [(self._rate(m, name), self._rate(m, self._baseline)) for m in measured]
+        accepted = median_of(run.mean_accepted_length for m in measured for run in m.rounds[name])
+        found: dict[str, float | None] = {
             "accepted": table.counted(accepted),
             "tokens_per_second": median_of(rate for rate, _ in pairs),
             "speedup": median_of(ratio(*pair) for pair in pairs),
-            "prefill_ms": median_of(1000 * _prefill(m, name) for m in own),
-            **_profiled(m.profiles[name] for m in own if name in m.profiles),
+            **_parts([m.profiles[name]["seconds"] for m in measured if name in m.profiles]),
         }
-        shown = {key: figures.get(key) for key in (*table.figures, "speedup")}
-        (row,) = report.rows([name], own)
-        differs = differing(line, self._given[line.name, column.name], self._differs[column.name])
-        return Cell(line, column, t, shown, row, differs)
+        (row,) = report.rows([name], measured)
+        return {key: found.get(key) for key in (*table.figures, "speedup")}, row
 
-
-def _unit(path: str, t: float, place: Place, index: int) -> str:
-    data, tokens, batch = place
-    return f"{data}, {tokens or 'whole'} tokens, batch {batch}, T = {t:g}{path and ', ' + path}, {index + 1}"
-
-
-def _at(measured: Measured, place: Place) -> bool:
-    return (measured.dataset, measured.context, measured.batch) == place
+    def _rate(self, measured: Measured, name: str) -> float | None:
+        """New tokens a second as the paper counts seconds, the median of the rounds."""
+        # Seconds of the prompts' reading are the method's own, or those of plain decoding.
+        read = (
+            measured.cold.get(name, measured.cold[REFERENCE]).first_token_seconds if self._scaled.table.prefill else 0
+        )
+        rates = [
+            (run.new_tokens - run.early) / seconds
+            for run in measured.rounds.get(name, ())
+            if any(run.rounds) and (seconds := run.decode_seconds + (read or 0.0))
+        ]
+        return median(rates) if rates else None
 
 
 def _path_missing(path: str, runner: TargetRunner) -> str | None:
@@ -219,41 +206,9 @@ def _forced(path: str) -> Iterator[None]:
             os.environ[dispatch.ENVIRONMENT] = before
 
 
-def _decoding(measured: Measured, name: str, run: Run) -> float:
-    return run.decode_seconds
-
-
-def _with_prefill(measured: Measured, name: str, run: Run) -> float:
-    return run.decode_seconds + _prefill(measured, name)
-
-
-def _prefill(measured: Measured, name: str) -> float:
-    """Seconds of the prompts' reading: the method's own, or that of plain decoding."""
-    return measured.cold.get(name, measured.cold[REFERENCE]).first_token_seconds or 0.0
-
-
-def _rate(measured: Measured, name: str, seconds: Callable[[Measured, str, Run], float]) -> float | None:
-    """New tokens a second, the median of the rounds."""
-    runs = measured.rounds.get(name, ())
-    rates = [
-        (run.new_tokens - run.early) / taken
-        for run in runs
-        if any(run.rounds) and (taken := seconds(measured, name, run))
-    ]
-    return median(rates) if rates else None
-
-
-def _profiled(profiles: Iterator[Mapping[str, Any]]) -> dict[str, float]:
-    """Parts of a round in milliseconds, and shares of the target's attention; means of the prompts."""
-    own = list(profiles)
-    if not own:
+def _parts(seconds: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Parts of a round in milliseconds, means of the prompts."""
+    if not seconds:
         return {}
-    seconds = [profile["seconds"] for profile in own]
-    reading = [profile["prefill_attention"] for profile in own if profile.get("prefill_attention") is not None]
-    parts = {part: 1000 * mean(each[part] for each in seconds) for part in seconds[0]}
-    return {
-        **{f"{part}_ms": value for part, value in parts.items()},
-        "verify_ms": parts["attention"] + parts["forward"],
-        "attention_share": parts["attention"] / sum(parts.values()),
-        **({"prefill_attention_share": mean(reading)} if reading else {}),
-    }
+    parts = {f"{part}_ms": 1000 * mean(each[part] for each in seconds) for part in seconds[0]}
+    return {**parts, "verify_ms": parts["attention_ms"] + parts["forward_ms"]}

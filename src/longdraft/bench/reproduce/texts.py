@@ -12,7 +12,6 @@ from longdraft.bench.data import Sample, Short, fitted
 from longdraft.bench.papers.table import Column
 from longdraft.bench.prompts import Prompt
 from longdraft.bench.reproduce.scaled import Scaled
-from longdraft.bench.thinking import thoughtful
 from longdraft.errors import ContextError, PromptError
 from longdraft.model.checkpoints import LoadedModel
 from longdraft.model.runner import TargetRunner
@@ -32,8 +31,6 @@ _ASKED = {
     "pg19": "Go on with this text where it stops.",
     "aime24": "Think step by step: which part of this is the most likely to go wrong, and how would you test it?",
 }
-# Questions stand in for questions: RULER's, in RULER's noise.
-_QUESTIONS = {"hotpotqa": "niah_multikey", "musique": "vt", "longbench-v2": "niah_single"}
 # Rows of a data set that are read for each prompt that is wanted: some are too short.
 _SPARE = 8
 
@@ -78,8 +75,7 @@ class Sources:
         """Names the text that stands in for a data set; empty: none does."""
         if file := self.file(dataset):
             return "" if dataset in self.named else f"the text is {Path(file).name}, not {dataset}"
-        what = f"RULER's {_QUESTIONS[dataset]}" if dataset in _QUESTIONS else "modules of Python's library"
-        return f"{what} in the place of {dataset}" if self.stand_ins else ""
+        return f"modules of Python's library in the place of {dataset}" if self.stand_ins else ""
 
     def rows(self, dataset: str, count: int | None) -> list[Sample]:
         """Rows of a data set, more than are wanted, since some may be too short.
@@ -107,9 +103,7 @@ def _read(dataset: str, file: str, limit: int | None) -> list[Sample]:
 
 
 def stand_ins(dataset: str) -> list[Sample]:
-    """Long modules, each with a question like the data set's; of questions that are scored, RULER's."""
-    if dataset in _QUESTIONS:
-        return [replace(sample, dataset=dataset) for sample in tasks.read([_QUESTIONS[dataset]])]
+    """Long modules, each with a question like the data set's."""
     asked = _ASKED.get(dataset, _SUMMARY)
     files = map(tasks.source, MODULES)
     return [Sample(path.read_text(encoding="utf-8"), asked, dataset, path.name) for path in files]
@@ -124,17 +118,13 @@ def prompts_of(
         ContextError: the model's context has no room for them.
         PromptError: no row is long enough.
     """
-    room = TargetRunner(loaded.model).context_length - scaled.room
+    room = TargetRunner(loaded.model).context_length - scaled.max_tokens
     length = scaled.tokens(column)
     if room < 1 or (length is not None and length > room and not scaled.small):
         raise ContextError(
-            f"{column.name} is {length or 'any number of'} tokens and {scaled.room:,} new ones, and the model's "
-            f"context is {room + scaled.room:,}: stretch it with --rope-factor, or take --scale small."
+            f"{column.name} is {length or 'any number of'} tokens and {scaled.max_tokens:,} new ones, and the model's "
+            f"context is {room + scaled.max_tokens:,}: stretch it with --rope-factor, or take --scale small."
         )
-    if column.score and (sources.file(column.data) or not sources.stand_ins):
-        rows = [replace(sample, score=column.score) for sample in rows]
-    if scaled.table.answer_tokens:
-        rows = [thoughtful(sample) for sample in rows]
     wanted = None if scaled.prompts is None else max(scaled.prompts, column.batch)
     differs = [note for note in (sources.instead(column.data),) if note]
     if length is None:

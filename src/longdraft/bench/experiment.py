@@ -1,0 +1,97 @@
+"""The loop that every measurement runs in, and the file that keeps what it has.
+
+A measurement is made of steps, and a step makes records, each of which is known by a key. Steps whose records are in
+the file already are left out, so a run that was stopped goes on where it was; Ctrl-C keeps what there is.
+
+Another measure plugs in with three things, and gets resuming, progress and Ctrl-C:
+
+1. a frozen dataclass for its records, and their file: ``JsonLines(path, signed(FORMAT, VERSION, {...}), parsed)``;
+2. steps: ``Step(what, keys, measure)``, where ``measure(missing, tick)`` yields the records whose keys are missing,
+   each as soon as it is there, and calls ``tick(contender)`` before each run;
+3. ``Experiment(steps, key, file)``, where ``key`` tells a record's key. The command line runs it with
+   ``cli.measuring.run``, and shows a :class:`~longdraft.bench.tables.Report` of ``found`` with ``Rendered.show``.
+
+Contenders whose times are compared run in turn, in the order of :func:`in_turn`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from longdraft.bench.json_lines import JsonLines
+
+R = TypeVar("R")
+K = TypeVar("K")
+Tick = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Step(Generic[K, R]):
+    """A part of a measurement.
+
+    Attributes:
+        what: it in a few words, for progress.
+        keys: of the records that it makes.
+        measure: yields the records whose keys are missing; calls ``tick`` before each run.
+        ticks: calls of ``tick`` for each record.
+    """
+
+    what: str
+    keys: Sequence[K]
+    measure: Callable[[Collection[K], Tick], Iterable[R]]
+    ticks: int = 1
+
+
+class Experiment(Generic[K, R]):
+    """Steps, and the records that they have made.
+
+    Args:
+        key: the key of a record.
+        file: keeps records, and has those of earlier runs; None: none.
+        usable: False for a record of the file that is to be made again.
+    """
+
+    def __init__(
+        self,
+        steps: Sequence[Step[K, R]],
+        key: Callable[[R], K],
+        file: JsonLines[R] | None = None,
+        usable: Callable[[R], bool] = lambda record: True,
+    ) -> None:
+        self._steps, self._key, self.file = steps, key, file
+        self.keys = [each for step in steps for each in step.keys]
+        there = [] if file is None else [record for record in file.records if usable(record)]
+        self._records: dict[K, R] = {key(record): record for record in there}
+
+    @property
+    def found(self) -> list[R]:
+        """The records that there are, in the order of the steps."""
+        return [self._records[key] for key in self.keys if key in self._records]
+
+    @property
+    def ticks(self) -> int:
+        """Calls of ``tick`` that are still to come."""
+        return sum(step.ticks for step in self._steps for key in step.keys if key not in self._records)
+
+    def run(self, ticking: Callable[[str], Tick]) -> Iterator[R]:
+        """Makes the missing records, and yields each when it is kept.
+
+        Args:
+            ticking: called before each step with what it is; returns its ``tick``.
+        """
+        for step in self._steps:
+            if missing := [key for key in step.keys if key not in self._records]:
+                for record in step.measure(missing, ticking(step.what)):
+                    if self.file is not None:
+                        self.file.append(record)
+                    self._records[self._key(record)] = record
+                    yield record
+
+
+def in_turn(names: Sequence[K], repeats: int) -> Iterator[tuple[int, K]]:
+    """Rounds of contenders: all in turn, the order turned round from one round to the next, so that a machine that
+    slows down slows all of them."""
+    for i in range(repeats):
+        yield from ((i, name) for name in (names if i % 2 == 0 else reversed(names)))
