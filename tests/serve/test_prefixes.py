@@ -124,6 +124,14 @@ def test_the_question_not_asked_for_longest_is_deleted_and_not_the_document(tmp_
     assert [Texts(tmp_path).read(question) for question in questions] == [79, 60]
 
 
+def test_a_document_outlives_its_questions(tmp_path):
+    cache = Texts(tmp_path, room_for(3))
+    for text in (TEXT[:60], [*TEXT[:60], 7, *range(19)], family(5), family(6)):
+        cache.read(text)
+        cache.keep()
+    assert sizes(tmp_path) == [60, 60, 60] and Texts(tmp_path).read(TEXT[:60]) == 59
+
+
 def test_a_file_whose_beginning_is_gone_is_deleted(tmp_path, caplog):
     first = kept(tmp_path, TEXT[:60])
     kept(tmp_path, TEXT)

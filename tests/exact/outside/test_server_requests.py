@@ -8,6 +8,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from dataclasses import replace
 
 import pytest
 
@@ -87,6 +88,15 @@ def hurried():
         yield running
 
 
+def in_time(running, path, body):
+    """An answer that has a token at least, however slow this machine is."""
+    status, answer = running.http(path, body)
+    while b'"code":"timeout"' in answer.replace(b" ", b"") and running.service.settings.timeout < 30:
+        running.service.settings = replace(running.service.settings, timeout=2 * running.service.settings.timeout)
+        status, answer = running.http(path, body)
+    return status, answer
+
+
 def pieces(path, answer):
     """What a whole or a streamed answer says, the last object with a finish reason or a status, and the usage."""
     lines = [line[6:] for line in answer.splitlines() if line.startswith("data: {")] or [answer]
@@ -104,25 +114,27 @@ def pieces(path, answer):
     ("path", "body"),
     [
         (CHAT, {"messages": ASKED, "ignore_eos": True, "user": "word " * 3000}),
-        ("/v1/completions", {"prompt": "word " * 50, "ignore_eos": True, "presence_penalty": 0.1}),
+        ("/v1/completions", {"prompt": "?", "ignore_eos": True, "user": "word " * 3000}),
         (RESPONSES, {"input": "?", "user": "word " * 3000}),
     ],
 )
 def test_an_answer_that_takes_too_long_ends_with_what_was_written(hurried, path, body, stream):
     options = {"stream_options": {"include_usage": True}} if path != RESPONSES else {}
-    status, answer = hurried.http(path, body | options | {"temperature": 0, "stream": stream})
+    status, answer = in_time(hurried, path, body | options | {"temperature": 0, "stream": stream})
     text, end, drafts = pieces(path, answer.decode())
     assert status == 200 and end in ("length", "incomplete") and len(text) > 10
-    assert path == "/v1/completions" or ("word " * 3000).startswith(text)
+    assert ("word " * 3000).startswith(text)
     assert drafts["num_draft_tokens"] >= drafts["num_accepted_tokens"] > 0
 
 
 def test_answers_that_wait_while_others_take_too_long_are_empty(hurried):
-    status, answer = ask(hurried, n=3, user="word " * 3000)
+    status, found = in_time(hurried, CHAT, {"messages": ASKED, "temperature": 0, "n": 3, "user": "word " * 3000})
+    answer = json.loads(found)
     first, *others = answer["choices"]
     assert status == 200 and first["message"]["content"].startswith("word word")
     assert [choice["finish_reason"] for choice in answer["choices"]] == ["length"] * 3
     assert all(other["message"]["content"] == "" for other in others)
+    hurried.service.settings = replace(hurried.service.settings, timeout=0.05)
     status, answer = ask(hurried, messages=[{"role": "user", "content": "a" * 19_000}])
     assert status == 504 and answer["error"]["code"] == "timeout"  # it was not even read
     assert hurried.becomes_idle()
