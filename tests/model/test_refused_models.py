@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from longdraft import Speculator
-from longdraft.errors import ContextError, LongdraftError, NumericalError, UnsupportedModelError
+from longdraft.errors import ContextError, NumericalError, UnsupportedModelError
 from longdraft.model.runner import TargetRunner
 from tests.forwards import forward
 from tests.nominal import card, moved
@@ -140,21 +140,6 @@ def test_rotary_frequencies_that_follow_the_length_are_exact_up_to_where_they_ch
         model.generate(ids, max_new_tokens=max(fits, 0) + 1, custom_generate=spec)
     with pytest.raises(ContextError):
         spec.generate([prompt, [1, 2]], max_new_tokens=max(fits, 0) + 1)
-
-
-@pytest.mark.parametrize(
-    ("prompts", "settings", "message"),
-    [
-        ([], {}, "There is no prompt"),
-        ([[]], {}, "The prompt is empty"),
-        ([[1, 2], [3, -4]], {}, "token id -4, but the model's are 0 to 60"),
-        ([3, 61], {}, "token id 61"),
-        ([3, 4], {"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
-    ],
-)
-def test_what_is_no_request_is_refused(prompts, settings, message):
-    with pytest.raises(LongdraftError, match=message):
-        Speculator("prompt-lookup", target=tiny_model()).generate(prompts, **settings)
 
 
 def test_a_flag_that_says_too_little_does_no_harm():

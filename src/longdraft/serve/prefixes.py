@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import logging
 import shutil
+import tempfile
 import time
 from array import array
 from collections import OrderedDict
@@ -84,6 +85,8 @@ class DiskPrefixes(PromptCache):
         self._next_attempt = 0.0  # time.monotonic() from which writing is tried again
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass  # what cannot be written is said now
             self._find()
         except OSError as error:
             raise CheckpointError(f"Prompts cannot be kept in {folder}: {error}.") from error
