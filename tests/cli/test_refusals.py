@@ -28,6 +28,7 @@ BEFORE = [
     ("--seed -1", 2, "--seed"),
     ("--stop ''", 2, "--stop"),
     ("-o branches=0", 2, "branches must be a whole number of at least 1"),
+    *((f"--method prompt-lookup -o branches={value}", 2, "branches") for value in ("many", "1.5", "true", "")),
     ("-o branchs=2", 2, "did you mean branches?"),
     ("-o magic", 2, "name=value"),
     ("-o =1", 2, "name=value"),
@@ -69,7 +70,8 @@ COMMANDS = [
     ("export EAGLE3 EAGLE3 --verifier some/target", 1, "EAGLE3"),
     ("export EAGLE3 OUT --verifier some/target --max-position 0", 2, "max_position"),
     ("export DRAFT DRAFT --to longdraft", 2, "DRAFT"),
-    ("export DRAFT OUT --to gguf", 2, "--verifier"),
+    ("export DRAFT OUT --to custom-generate", 2, "--verifier"),
+    ("export DRAFT OUT --to gguf --verifier x", 2, "--to gguf"),
 ]
 USAGE = [
     ("sing", "sing"),

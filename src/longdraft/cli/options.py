@@ -45,18 +45,9 @@ _PANELS = {
 }  # fmt: skip
 
 
-class WeightsKind(str, Enum):
-    """Values of ``weights`` of ``load``."""
-
-    stored = "stored"
-    float32 = "float32"
-
-
-class ArithmeticKind(str, Enum):
-    """Values of ``arithmetic`` of ``load``."""
-
-    int8 = "int8"
-    float32 = "float32"
+# Values of ``weights`` and ``arithmetic`` of ``load``.
+WeightsKind = Enum("WeightsKind", {"stored": "stored", "float32": "float32"}, type=str)
+ArithmeticKind = Enum("ArithmeticKind", {"int8": "int8", "float32": "float32"}, type=str)
 
 
 class SettingError(LongdraftError, ValueError):
