@@ -132,12 +132,14 @@ def named(file: Path | str) -> Iterator[None]:
 
 
 @contextmanager
-def naming(file: Path | str, failure: str, remedy: str = "") -> Iterator[None]:
+def naming(
+    file: Path | str, failure: str, remedy: str = "", kind: type[LongdraftError] = CheckpointError
+) -> Iterator[None]:
     """The boundary of a reader: any error that a bad file sets off inside becomes an error of longdraft's own.
 
     Args:
         file: what is read, which every error names.
-        failure, remedy: beginning and end of the CheckpointError's message; the reason comes between them.
+        failure, remedy: beginning and end of the message of the ``kind``; the reason comes between them.
     """
     try:
         with named(file):
@@ -151,7 +153,7 @@ def naming(file: Path | str, failure: str, remedy: str = "") -> Iterator[None]:
             raise
         if lacks_memory(error):
             raise MemoryBudgetError(f"{failure}: there is not enough memory.") from error
-        raise CheckpointError(f"{failure}: {reason_of(error)}. {remedy}".rstrip()) from error
+        raise kind(f"{failure}: {reason_of(error)}. {remedy}".rstrip()) from error
 
 
 def reads(what: str, remedy: str) -> Callable[[Callable[P, R]], Callable[P, R]]:

@@ -16,7 +16,6 @@ from longdraft.bench import length as reports
 from longdraft.bench.acceptance import Acceptance, Accepted, Asked, Short, by_default, stretches, texts
 from longdraft.bench.data import Sample
 from longdraft.bench.settings import Settings
-from longdraft.errors import ContextError, PromptError
 from longdraft.model.checkpoints import stretch_rope
 from longdraft.model.runner import TargetRunner
 from tests.drafts import random_draft, random_eagle3, small_lm
@@ -80,18 +79,6 @@ def test_every_run_is_what_the_method_does_alone(load, drafts):
             assert len(run.accepted) == alone.rounds
 
 
-def test_runs_that_are_there_are_not_made_again(load, drafts):
-    bench = measuring(load, drafts, (0.0,))
-    (step,) = bench.steps(SAMPLES[:1], (64, 100), Short.leave)
-    ticked = []
-    found = list(step.measure(step.keys, ticked.append))
-    assert len(found) == len(ticked) == len(step.keys) * step.ticks
-    assert [r.asked.length for r in found if r.asked.method == "longspec"] == [100, 64]  # the text is read once
-    (again,) = step.measure([found[0].asked], ticked.append)
-    assert again == found[0]
-    assert Accepted.parsed(json.loads(json.dumps(found[0], default=vars))) == found[0]
-
-
 @given(st.lists(st.integers(1, 100_000), min_size=1), st.integers(1, 10_000))
 def test_each_length_has_the_least_factor_that_holds_it(lengths, context):
     found = stretches(lengths, context)
@@ -123,19 +110,6 @@ def test_texts_that_are_too_short():
     assert cut(5000, Short.join)[0] == []
     assert "no text is that long" in cut(5000, Short.leave)[1][0]
     assert [len(t.tokens) for t in cut(200, Short.leave, room=150)[0]] == [150, 150]
-
-
-def test_texts_have_the_system_prompt_within_their_length():
-    (text,), _ = texts(SAMPLES[:1], 200, 10_000, tiny_tokenizer(chat=True), Short.leave, system="be brief")
-    assert len(text.tokens) == 200 and "be brief" in tiny_tokenizer(chat=True).decode(text.tokens)
-
-
-def test_what_cannot_be(load, drafts):
-    bench = measuring(load, drafts)
-    with pytest.raises(PromptError):
-        bench.steps(SAMPLES, (2000,), Short.leave)
-    with pytest.raises(ContextError):
-        measuring(load, drafts, factor=2.0).steps(SAMPLES, (600,), Short.leave)
 
 
 def test_the_drafts_that_come_along(load, drafts, shipped_in):

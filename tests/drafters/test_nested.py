@@ -8,7 +8,6 @@ import torch
 from longdraft import PromptCache, Sampling, Speculator
 from longdraft.drafters import self_drafter
 from longdraft.drafters.autoregressive import NoDrafter
-from longdraft.drafters.magicdec import SparseLMDrafter
 from longdraft.drafters.nested import NestedDrafter
 from longdraft.drafters.self_drafter import SelfDrafter
 from longdraft.drafters.small_lm import SmallLMDrafter
@@ -69,36 +68,15 @@ def test_fewer_forwards_of_the_level_where_its_drafter_is_good():
     assert counts == [36, 12]
 
 
-def test_three_levels_and_a_small_model_as_one(tmp_path):
+def test_three_levels():
     model = three_layers()
-    draft = SmallLMDraft.load(small_lm(tmp_path))
-    lookup = NestedDrafter(SuffixDrafter(), SparseLMDrafter(draft, view="snapkv", budget=24, window=4), 3)
-    streaming = NestedDrafter(lookup, SelfDrafter(view="streaming", budget=24), 4)
+    streaming = NestedDrafter(SuffixDrafter(), SelfDrafter(view="streaming", budget=24), 4)
     drafter = NestedDrafter(streaming, SelfDrafter(view="chunks", **VIEW | {"budget": 40}), 6)
     sequences = run(drafter, model, PROMPTS, 14)
     assert [s.output for s in sequences] == tokens(plain(model, n=14)) and sum(s.accepted for s in sequences) > 10
     # The level under the target is what counts.
     alone = run(NestedDrafter(NoDrafter(), SelfDrafter(view="chunks", **VIEW | {"budget": 40}), 6), model, PROMPTS, 14)
     assert [s.accepted for s in alone] == [s.accepted for s in sequences]
-
-
-def test_a_level_that_is_a_small_model_of_fewer_tokens(tmp_path):
-    """What it does not know it never says; drawn and picked."""
-    model = three_layers()
-    draft = SmallLMDraft.load(small_lm(tmp_path))
-    for sampling in (Sampling(), DRAWN_HARD):
-        level = SparseLMDrafter(draft, view="snapkv", budget=24, window=4)
-        bind = level.bind
-
-        def trimmed(runner, store, level=level, bind=bind):
-            bind(runner, store)
-            own = level._bound
-            level._bound = type(own)(own.runner, torch.arange(11), own.trained_length)
-
-        level.bind = trimmed
-        sequences = run(NestedDrafter(SuffixDrafter(), level), model, PROMPTS, 12, sampling=sampling)
-        want = [plain(model, [p], 12, sampling=sampling, seed=i)[0].token_ids for i, p in enumerate(PROMPTS)]
-        assert [s.output for s in sequences] == want
 
 
 def test_nothing_of_a_level_is_left_in_the_full_store(monkeypatch):

@@ -5,8 +5,6 @@ That the output is the target's: tests/exact.
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 import torch
 
@@ -16,9 +14,8 @@ from longdraft.engine.loop import Engine
 from longdraft.engine.partial import SpecPV, partial_view
 from longdraft.engine.sampler import Sampler
 from longdraft.engine.sequence import Sequence
-from longdraft.errors import CapabilityError, MemoryBudgetError
+from longdraft.errors import MemoryBudgetError
 from longdraft.model.runner import TargetRunner
-from tests.drafts import small_lm
 from tests.events import decoded
 from tests.forwards import forward
 from tests.tiny import tiny_model
@@ -125,43 +122,12 @@ def test_specpv_takes_it_for_a_drafter(view):
     assert [s.partial_rounds > 0 for s in texts] == [True, False, True, False]  # of the short ones none
 
 
-@pytest.mark.parametrize("view", ["streaming", "snapkv"])
-def test_magicdec_with_the_targets_weights_as_its_small_model(tmp_path, view):
-    """Then the small model's view is the target's, and it accepts as the target itself does (with snapkv)."""
+def test_magicdec_with_a_small_model(tmp_path):
     model = tiny_model(vocab=11, dtype=torch.float64)
     model.save_pretrained(tmp_path)
-    options = {"view": view, "budget": 24, **({"window": 4} if view == "snapkv" else {})}
-    own = Speculator("magicdec", target=model, **options).generate(PROMPTS, max_new_tokens=20)
-    small = Speculator("magicdec", target=model, draft=tmp_path, **options).generate(PROMPTS, max_new_tokens=20)
-    assert tokens(own) == tokens(small) == tokens(plain(model, n=20))
-    assert own[0].method == small[0].method == "magicdec" and own[0].exact
-    if view == "snapkv":
-        assert [r.accepted for r in small] == [r.accepted for r in own]
-
-
-def test_a_small_model_without_rotary_positions_and_one_that_overflows(tmp_path):
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(0)
-    config = GPT2Config(vocab_size=11, n_positions=64, n_embd=32, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
-    GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
-    model = tiny_model(vocab=11)
-    spec = Speculator("magicdec", target=model, draft=tmp_path / "gpt2", **SNAPKV)
-    assert tokens(spec.generate([PROMPTS[0]], max_new_tokens=12)) == tokens(plain(model, [PROMPTS[0]], 12))
-    with pytest.raises(CapabilityError):
-        spec.generate([PROMPTS[2]], max_new_tokens=12)
-    spec = Speculator("magicdec", target=model, draft=small_lm(tmp_path / "nan"), **SNAPKV)
-    with torch.no_grad():
-        spec.options["draft"].bound(spec.runner()).runner.model.model.layers[1].mlp.down_proj.weight.fill_(float("nan"))
-    assert tokens(spec.generate(PROMPTS, max_new_tokens=12)) == tokens(plain(model, n=12))
-
-
-def test_a_small_model_that_a_text_outgrows_is_named(tmp_path, caplog):
-    model = tiny_model(vocab=11)
-    spec = Speculator("magicdec", target=model, draft=small_lm(tmp_path, context=32), **SNAPKV)
-    with caplog.at_level(logging.WARNING, logger="longdraft"):
-        spec.generate([PROMPTS[0]], max_new_tokens=4)
-    assert "trained for texts of 32 tokens" in caplog.text
+    small = Speculator("magicdec", target=model, draft=tmp_path, budget=24).generate(PROMPTS, max_new_tokens=20)
+    assert tokens(small) == tokens(plain(model, n=20)) and small[0].method == "magicdec" and small[0].exact
+    assert sum(r.drafted for r in small) > sum(r.accepted for r in small) > 0
 
 
 def test_a_view_of_the_targets_own_dtype():

@@ -33,7 +33,7 @@ PLANNED = {
     "self": Case("self", None, {"view": "snapkv", "budget": 24, "window": 4}),
     "magicdec": Case("magicdec", None, {"budget": 24, "window": 4}),
     "magicdec streaming": Case("magicdec", None, {"budget": 24, "view": "streaming"}),
-    "magicdec small-lm": Case("magicdec", "small-lm", {"drafter": "small-lm", "budget": 24, "window": 4}),
+    "magicdec small-lm": Case("magicdec", "small-lm", {"drafter": "small-lm", "budget": 24}),
     "triforce": METHODS["triforce"],
     "nested": METHODS["nested"],
     "heads": METHODS["heads"],

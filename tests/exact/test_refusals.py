@@ -168,7 +168,7 @@ OPTIONS: list[tuple[str, dict[str, Any], str]] = [
     ("magicdec", {"view": "chunks"}, "streaming"), ("magicdec", {"budget": 8}, "budget"),
     ("magicdec", {"drafter": "longspec"}, "small-lm"), ("magicdec", {"draft": "lm", "drafter": "self"}, "small-lm"),
     ("magicdec", {"draft": "lm", "view": "streaming", "budget": 500}, "trained"),
-    ("magicdec", {"draft": "lm", "view": "snapkv", "budget": 20}, "sink"),
+    ("magicdec", {"draft": "lm", "view": "snapkv"}, "streaming"),
     ("magicdec", {"draft": "lm", "view": "streaming", "view_dtype": "int8"}, "view_dtype"),
     ("triforce", {"draft": "lm", "budget": 40}, "sink"), ("triforce", {"draft": "lm", "streamed": 16}, "streamed"),
     ("triforce", {"draft": "lm", "streamed": 510}, "trained"), ("triforce", {"draft": "lm", "view": "chunks"}, "view"),

@@ -73,7 +73,7 @@ def test_a_stop_string_inside_a_draft(workshop, name):
     assert result.text == whole[: whole.index(stop)] and result.finish_reason == "stop"
 
 
-@pytest.mark.parametrize("name", [*METHODS, "longspec lookup", "self chunks", "self tokens"])
+@pytest.mark.parametrize("name", [*METHODS, "eagle3 lookup", "self chunks", "self tokens"])
 def test_a_kept_cache_is_taken_up_again(workshop, name):
     """Also one that plain decoding left, which has no hidden states in it."""
     case, cache = CASES[name], PromptCache()
@@ -104,7 +104,7 @@ def test_a_prompt_that_is_read_in_pieces(workshop, name):
     assert rounds(run.results()) == rounds(whole) and tokens(whole) == workshop.plain()[2:3]
 
 
-@every_method
+@each_kind
 def test_requests_that_join_and_leave(workshop, name):
     """More of them than are decoded at a time, greedy and sampled; one leaves early."""
     case, n = METHODS[name], 14
@@ -141,13 +141,13 @@ def test_a_closed_run_and_two_runs_at_once(workshop, name):
 
 
 # With what a request could leave behind: windows, views, working caches.
-USED = [name for name in METHODS if name != "ar"] + [
-    "longspec retrieval opt", "specextend-eagle3 opt", "small-lm streaming", "self streaming", "self chunks",
-    "self tokens", "magicdec small-lm streaming", "tokenswift no view", "nested specextend",
-]  # fmt: skip
+USED = (
+    "longspec retrieval opt", "eagle3", "small-lm streaming", "self chunks", "self tokens", "triforce",
+    "magicdec", "nested specextend", "tokenswift", "specpv-exact",
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("name", USED[::2])
+@pytest.mark.parametrize("name", USED)
 def test_two_requests_equal_two_fresh_ones(workshop, name):
     spec = workshop.spec(CASES[name])
     for prompts in (PROMPTS[2:], PROMPTS[:2]):

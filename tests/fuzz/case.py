@@ -14,7 +14,7 @@ from longdraft.errors import LongdraftError, MemoryBudgetError
 from tests.fuzz.formats import Format
 
 # Seconds of the processor and of the clock, and bytes beyond those in use.
-SECONDS, WAIT, ROOM = 10, 60, 6 << 30
+SECONDS, WAIT, ROOM = 10, 300, 6 << 30
 
 
 class Endless(BaseException):

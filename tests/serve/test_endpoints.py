@@ -255,35 +255,6 @@ def test_a_follow_up_is_read_from_its_fork_whoever_asked_between(serving):
     assert max(cached[:2]) < len(document) <= min(cached[2:])
 
 
-@pytest.mark.parametrize(
-    ("fields", "status", "param"),
-    [
-        ({"audio": {}}, 400, "audio"),
-        ({"temperature": 3}, 400, "temperature"),
-        ({"n": 99}, 400, "n"),
-        ({"messages": []}, 400, "messages"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-            400,
-            "messages.0.content.0.type",
-        ),
-        ({"max_tokens": 0}, 400, "max_tokens"),
-        ({"messages": [{"role": "user", "content": "a" * 700}]}, 400, "messages"),
-        ({"method": "nonsense"}, 400, "method"),
-        ({"model": "gpt-4"}, 404, "model"),
-        ({"logit_bias": {"999": 1}}, 400, "logit_bias"),
-        (None, 400, ""),
-    ],
-    ids=str,
-)
-def test_what_is_not_served_is_refused_with_openais_error(running, fields, status, param):
-    body = b"{bad" if fields is None else {"model": "tiny", "messages": MESSAGES, "max_tokens": 4} | fields
-    code, answer = running.http(CHAT, body)
-    error = json.loads(answer)["error"]
-    assert code == status and error["message"] and error["type"] == "invalid_request_error"
-    assert (error["param"] or "") == param
-
-
 def test_a_client_that_goes_away_while_it_waits_leaves_its_slot(running):
     with pytest.raises(TimeoutError):
         running.http(CHAT, {"messages": MESSAGES, "max_tokens": 400, "ignore_eos": True}, timeout=0.02)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 
 import pytest
@@ -20,12 +19,11 @@ from longdraft import Request, Speculator
 from longdraft.engine.grammar import fitted
 from longdraft.engine.sampler import Sampler
 from longdraft.engine.sequence import Sequence
-from longdraft.errors import CapabilityError, RequestError
+from longdraft.errors import CapabilityError
 from longdraft.serve import structured, tools
 from longdraft.serve.schema import Message
 from longdraft.trees.builders import union
 from tests.serve.bytes import byte_model, byte_tokenizer
-from tests.serve.conftest import Running, make_service
 from tests.tiny import tiny_tokenizer
 
 # ruff: noqa: E402
@@ -126,20 +124,6 @@ def test_a_tree_is_fitted_to_its_grammar():
     assert fit('o","age":1,', most=11) == ('o","age":1', 'o","age":')
 
 
-@pytest.mark.parametrize(
-    "response_format",
-    [
-        {"type": "xml"},
-        {"type": "json_schema"},
-        {"type": "json_schema", "json_schema": {"schema": 3}},
-        {"type": "json_schema", "json_schema": {"schema": {"type": "nonsense"}}},
-    ],
-)
-def test_formats_without_a_grammar_are_refused(response_format):
-    with pytest.raises(RequestError):
-        structured.grammar_for(response_format)
-
-
 def test_objects_have_the_properties_that_their_schema_lists():
     inner = {"type": "object", "properties": {"properties": {"type": "string"}}}
     schema = {
@@ -194,31 +178,6 @@ def test_calls_are_separated_from_text_however_it_is_cut(cuts):
     assert len({part["id"] for part in parts if "id" in part}) == 2
 
 
-def test_text_that_only_begins_like_a_call_is_text():
-    content, parts, reason = parsed(["a <tool", "_call>{bro", "ken}</tool_call>", " <to"])
-    assert content == "a <tool_call>{broken}</tool_call> <to" and not parts and reason is None
-
-
-@pytest.mark.parametrize(
-    ("text", "call"),
-    [
-        ('{"name": "time", "arguments": {"zone": "CET"}}', '{"zone": "CET"}'),
-        ('{{"name": "time", "arguments": {"zone": {"name": "CET"}}}}', '{"zone": {"name": "CET"}}'),
-        ('```json\n{"name": "time",\n "arguments": {}}\n```', "{}"),
-        ('{"name": "clock", "arguments": {}}', None),
-        ("{}", None),
-    ],
-)
-def test_a_call_without_tags_is_a_call(text, call):
-    content, parts, reason = parsed(text, names=["time"])
-    if call is None:
-        assert content == text and not parts and reason is None
-    else:
-        assert not content and reason == "tool_calls"
-        assert [part["function"]["name"] for part in parts if "id" in part] == ["time"]
-        assert "".join(part["function"]["arguments"] for part in parts) == call
-
-
 def parsed(pieces, names=()):
     """Content, parts of tool calls and the reason to finish."""
     parser = tools.ToolParser(names)
@@ -267,53 +226,6 @@ def test_templates_get_arguments_as_objects_since_they_write_the_json_themselves
 
     assert arguments('{"zone": "CET"}') == {"zone": "CET"} and arguments("") == {}
     assert arguments("{broken") == "{broken"
-
-
-@pytest.mark.parametrize("choice", ["sometimes", {"type": "function", "function": {"name": "nobody"}}])
-def test_unknown_choices_are_refused(choice):
-    with pytest.raises(RequestError):
-        tools.checked_choice([WEATHER], choice)
-
-
-@pytest.fixture(scope="module")
-def server():
-    service = make_service(MODEL, TOKENIZER, slots=2, context=1200, max_tokens=1000)
-    with contextlib.closing(Running(service)) as running:
-        yield running
-
-
-def test_the_official_client_gets_json(server):
-    number = {"type": "integer", "minimum": 0, "maximum": 9}
-    schema = {"type": "object", "properties": {"n": number}, "required": ["n"], "additionalProperties": False}
-
-    def ask(schema):
-        form = {"type": "json_schema", "json_schema": {"name": "number", "schema": schema, "strict": True}}
-        messages = [{"role": "user", "content": "n?"}]
-        return server.chat(messages, max_tokens=200, seed=1, response_format=form).choices[0]
-
-    found = ask(schema)
-    assert 0 <= json.loads(found.message.content)["n"] <= 9 and found.finish_reason == "stop"
-    with pytest.raises(openai.BadRequestError):
-        ask({"type": "no"})
-
-
-def test_the_official_client_gets_calls_whole_and_streamed(server):
-    messages = [{"role": "user", "content": "rain?"}]
-    options = {
-        "tools": [WEATHER, TIME], "max_tokens": 300, "seed": 2,
-        "tool_choice": {"type": "function", "function": {"name": "weather"}}, "parallel_tool_calls": False,
-    }  # fmt: skip
-    found = server.chat(messages, **options).choices[0]
-    (call,) = found.message.tool_calls
-    assert found.finish_reason == "tool_calls" and call.id.startswith("call_") and call.function.name == "weather"
-    assert json.loads(call.function.arguments)["place"] in ("Rome", "Oslo")
-    chunks = list(server.chat(messages, **options, stream=True))
-    streamed = [c for chunk in chunks if chunk.choices for c in chunk.choices[0].delta.tool_calls or []]
-    assert "".join(c.function.arguments for c in streamed) == call.function.arguments
-    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "tool_calls"
-    result = {"role": "tool", "tool_call_id": call.id, "content": "rain"}
-    messages += [found.message.model_dump(exclude_none=True), result]
-    assert server.chat(messages, max_tokens=4).choices[0].message.content is not None
 
 
 @pytest.mark.model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import queue
 import threading
@@ -19,10 +20,11 @@ pytest.importorskip("fastapi")
 from longdraft import PromptCache, Request, Speculator
 from longdraft.engine.stats import Step
 from longdraft.errors import LongdraftError, NumericalError
+from longdraft.serve import asked, schema
 from longdraft.serve.ticket import Restarted, Ticket
 from longdraft.serve.worker import Draining, QueueFull, Worker
 from tests.events import forgotten
-from tests.serve.conftest import MODEL, TOKENIZER
+from tests.serve.conftest import MODEL, TOKENIZER, make_service
 from tests.serve.over_http import wait_until
 
 SPECS = {m: Speculator(m, MODEL, TOKENIZER, plan="fixed") for m in ("prompt-lookup", "ar")}
@@ -101,6 +103,26 @@ def test_requests_that_come_and_go_get_what_they_would_get_alone(asked):
             else:
                 assert tokens == alone(*key) == outcome.token_ids
         assert worker.load == (0, 0)
+
+
+@pytest.mark.parametrize("turns", range(8))
+def test_whoever_asked_may_leave_at_any_moment(turns):
+    """In the turn of the event loop in which a token comes too."""
+    service = make_service()  # its worker does not run
+
+    async def leave() -> bool:
+        found = asked.chat(service, schema.Chat(messages=[{"role": "user", "content": "who?"}]))
+        service.submit(found.choices)
+        answer = asyncio.create_task(found.whole())
+        await asyncio.sleep(0.01)
+        found.choices[0].listener(Step(0, (5,), 0, 0, 0, "full", 0.0))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        answer.cancel()
+        await asyncio.wait((answer,), timeout=5)
+        return answer.cancelled() and found.choices[0].cancelled
+
+    assert asyncio.run(leave())
 
 
 def test_memory_and_slots_do_not_grow_with_requests():

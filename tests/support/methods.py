@@ -81,7 +81,7 @@ METHODS = {
     "specextend": Case("specextend", "small-lm", SMALL_RETRIEVAL | {"threshold": 0.2}),
     "self": Case("self", None, SNAPKV),
     "magicdec": Case("magicdec", None, STREAMING),
-    "magicdec small-lm": Case("magicdec", "small-lm", {"drafter": "small-lm", "depth": 3, **SNAPKV}),
+    "magicdec small-lm": Case("magicdec", "small-lm", {"drafter": "small-lm", "depth": 3, **STREAMING}),
     "triforce": Case("triforce", "small-lm", TRIFORCE),
     "nested": Case("nested", None, {"drafter": "prompt-lookup", "min_n": 1, **LEVEL}),
     "heads": Case("heads", "heads"),
@@ -146,7 +146,6 @@ VARIANTS = {
     "quantspec": Case("quantspec"),
     "quantspec lookup": Case("quantspec", None, {"lookup": True, "view_dtype": "bfloat16", "widths": (3, 2)}),
     "quantspec under lookups": Case("nested", None, {"drafter": "prompt-lookup", "level_view": "all"}),
-    "magicdec small-lm streaming": Case("magicdec", "small-lm", {"drafter": "small-lm", "depth": 3, **STREAMING}),
     "triforce int8": Case("triforce", "small-lm", TRIFORCE | {"view_dtype": "int8"}),
     "nested ar": Case("nested", None, {"drafter": "ar", **LEVEL}),
     "nested longspec": Case(
@@ -245,6 +244,7 @@ class Workshop:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._drafts: dict[tuple[str, int], Path] = {}
+        self._known: list[PreTrainedModel] = []  # kept, so that no other one gets its id
         self._written: dict[tuple[Any, ...], list[list[int]]] = {}
 
     def draft(self, kind: str, model: PreTrainedModel) -> Path:
@@ -252,6 +252,7 @@ class Workshop:
         known = (kind, id(model))
         if known not in self._drafts:
             self._drafts[known] = DRAFTS[kind](self._folder / f"{len(self._drafts)}", model)
+            self._known.append(model)
         return self._drafts[known]
 
     def given(self, case: Case, model: PreTrainedModel | None = None) -> dict[str, Any]:
@@ -282,6 +283,7 @@ class Workshop:
         if known not in self._written:
             results = generate(Speculator("ar", target=model), prompts, n, sampling, seed)
             self._written[known] = tokens(results)
+            self._known.append(model)
         return self._written[known]
 
 

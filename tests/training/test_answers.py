@@ -129,6 +129,13 @@ def test_a_target_here_goes_on_after_a_kill_with_the_same_answers(spec, tmp_path
         own(spec, cut)
 
 
+def test_an_answer_ends_where_it_says_the_same_over_and_over():
+    said, loop = list(range(50)), [7, 8, 9, 7]
+    assert answers.unlooped(said + loop * 40) == said + loop
+    assert answers.unlooped(said + loop * 20) == said + loop * 20
+    assert answers.unlooped([3] * 200) == [3]
+
+
 def test_prompts_that_are_too_long_for_the_target(spec, tmp_path, monkeypatch):
     long = [[Ask("x" * 200, 0.0), Ask("y", 0.0)]] * 4
     file, unusable = own(spec, tmp_path / "a.jsonl", long)

@@ -25,7 +25,7 @@ from longdraft.training.eagle3 import Eagle3Trainee
 from longdraft.training.features import Features
 from longdraft.training.longspec import LongSpecTrainee
 from longdraft.training.settings import read_config
-from tests.quick import few, slow
+from tests.quick import few
 from tests.tiny import tiny_model
 from tests.training.helpers import SMALL, TRAININGS, settings, steps
 
@@ -35,9 +35,10 @@ SIZES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "recompute"),
-    [("longspec", False), slow("longspec", True), slow("eagle3", False), slow("eagle3", True)],
+    [("longspec", False), ("longspec", True), ("eagle3", False), ("eagle3", True)],
 )
 def test_the_formula_is_a_step_under_fake_tensors(tmp_path, kind, recompute):
     """Weights are equal; operations and the memory between forward and backward are so within a fifth."""

@@ -64,6 +64,7 @@ def test_noise_depends_on_the_documents_number_alone(runner):
     assert trainee([document], [5]).loss == trainee([document], [6]).loss
 
 
+@pytest.mark.slow
 def test_a_run_learns_resumes_and_leaves_a_draft(config, target, tmp_path):
     whole = steps(config("eagle", out=tmp_path / "whole", epochs=2.0))
     assert whole[-1].loss < 0.9 * whole[0].loss and whole[-1].simulated.chain > 1

@@ -95,6 +95,7 @@ def loss_of(config: Eagle3Config, draft: Eagle3Draft) -> float:
         return float(trainee(documents).loss) / rows
 
 
+@pytest.mark.slow
 def test_a_published_draft_is_adapted_to_long_text(eagle3, theirs, target, tmp_path):
     """SpecPV's YaRN adaptation, two steps of it: all documents are one batch, so the first loss is the whole text's."""
     init = theirs()

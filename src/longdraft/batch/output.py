@@ -38,15 +38,14 @@ class Output:
     def __init__(self, path: Path, origin: Mapping[str, Any], places: Iterable[int] | None = None) -> None:
         self.path, self._record = path, path.with_name(path.name + ".run")
         self.rows = self.errors = 0
-        self._ends: list[int] = []  # offsets of the ends of the last rows, which may be taken back
         with self._failing("written"):
             self._file = regular(path).open("ab", buffering=0)
         try:
             self._lock()
             self._check_origin({**_FORMAT, **json.loads(json.dumps(origin))})
-            self._ends = [self._count(None if places is None else iter(places))]
+            self._end = self._count(None if places is None else iter(places))
             with self._failing("written"):
-                self._file.truncate(self._ends[-1])
+                self._file.truncate(self._end)
         except BaseException:
             self._file.close()
             raise
@@ -66,21 +65,15 @@ class Output:
             if time.monotonic() - self._synced > _SYNC:
                 self._sync()
         except OSError as error:
-            self._cut(self._ends[-1])
+            with self._failing("written"):
+                self._file.truncate(self._end)
             raise CheckpointError(
                 f"{self.path} cannot be written: {error.strerror}. Its {self.rows} rows are whole: make room, and run "
                 "the same command again to go on."
             ) from error
-        self._ends = [*self._ends[-64:], self._ends[-1] + len(line)]
+        self._end += len(line)
         self.rows += 1
         self.errors += failed
-
-    def take_back(self, rows: int) -> None:
-        """Removes the last rows of this run, at most 64, which must be errors."""
-        self._ends = self._ends[: len(self._ends) - rows]
-        self._cut(self._ends[-1])
-        self.rows -= rows
-        self.errors -= rows
 
     def close(self) -> None:
         try:
@@ -99,10 +92,6 @@ class Output:
     def _sync(self) -> None:
         os.fsync(self._file.fileno())
         self._synced = time.monotonic()
-
-    def _cut(self, size: int) -> None:
-        with self._failing("written"):
-            self._file.truncate(size)
 
     def _lock(self) -> None:
         """Refuses a second run on the file, where the system has locks."""

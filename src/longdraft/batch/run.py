@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, astuple, dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from longdraft.batch.output import Output
 from longdraft.batch.rows import Defaults, Line, Row
@@ -63,28 +63,6 @@ class Answer:
     figures: Figures = Figures(rows=1)
 
 
-class Decoder(Protocol):
-    """Answers rows: the engine of this process, or several in Ray's actors.
-
-    Attributes:
-        ahead: how many rows to ask for before their answers are needed.
-        decisive: what the texts depend on, as JSON values.
-    """
-
-    ahead: int
-
-    @property
-    def decisive(self) -> dict[str, Any]: ...
-
-    def prepare(self, progress: Progress | None = None) -> None:
-        """Measures what verifications cost here, if the planner needs it; called before the first row."""
-
-    async def answer(self, line: Line) -> Answer: ...
-
-    def drive(self, feed: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Decodes while ``feed``, which asks for answers, runs. Returns what that returns."""
-
-
 class _Rows(Service):
     """A service without a prompt cache: a row's text depends on no row before it, not even in its last bit."""
 
@@ -99,6 +77,9 @@ class Engine:
 
     Args:
         slots: rows decoded at a time. context: tokens of text to take memory for at once; 0: as rows need it.
+
+    Attributes:
+        ahead: how many rows to ask for before their answers are needed.
     """
 
     def __init__(self, spec: Speculator, defaults: Defaults, slots: int, context: int = 0) -> None:
@@ -123,6 +104,7 @@ class Engine:
         return decisive
 
     def prepare(self, progress: Progress | None = None) -> None:
+        """Measures what verifications cost here, if the planner needs it."""
         self._spec.planner(progress)
 
     async def answer(self, line: Line) -> Answer:
@@ -142,7 +124,7 @@ class Engine:
         return Answer(row.answered(body, asked), figures=figures)
 
     def drive(self, feed: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Decodes in this thread (the main one is fastest) while ``feed`` runs in another."""
+        """Returns what ``feed`` does, which asks for answers. Decodes in this thread: the main one is fastest."""
 
         def feed_and_close() -> T:
             try:
@@ -218,6 +200,9 @@ class Pool:
             self._ray.shutdown()  # or Ray prints messages at exit
 
 
+Decoder = Engine | Pool
+
+
 async def run(
     source: Iterator[Line],
     output: Output,
@@ -234,23 +219,31 @@ async def run(
         CapabilityError: row after row fails with an unexpected error.
         CheckpointError: the input cannot be read, or the output cannot be written.
     """
-    figures, broken, going = Figures(), 0, deque[asyncio.Task[Answer]]()
+    figures, going = Figures(), deque[asyncio.Task[Answer]]()
+    held: list[Answer] = []  # unexpected errors, until a row behind them is none
+
+    def write() -> None:
+        nonlocal figures
+        for each in held:
+            output.write(each.row, each.failed)
+            figures += each.figures
+            progress(figures)
+        held.clear()
+
     while not cancelled():
         while len(going) < decoder.ahead and (line := next(source, None)) is not None:
             going.append(asyncio.create_task(decoder.answer(line)))
         if not going:
+            write()
             break
         await asyncio.wait([going[0]], timeout=_PATIENCE)
         while going and going[0].done():
-            written = going.popleft().result()
-            output.write(written.row, written.failed)
-            broken = broken + 1 if written.unexpected else 0
-            if broken == _BROKEN:
-                output.take_back(_BROKEN)
+            held.append(going.popleft().result())
+            if not held[-1].unexpected:
+                write()
+            elif len(held) == _BROKEN:
                 raise CapabilityError(
-                    f"{_BROKEN} rows after row {output.rows} failed, each with an error of the engine: {written.row} "
+                    f"{_BROKEN} rows after row {output.rows} failed, each with an error of the engine: {held[-1].row} "
                     f"The {output.rows} rows before are written. Fix the cause, and run the same command to go on."
                 )
-            figures += written.figures
-            progress(figures)
     return figures

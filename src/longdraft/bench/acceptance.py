@@ -18,17 +18,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longdraft.bench import machine
-from longdraft.bench.contenders import Job, Kept, Ours, Run, ends_of
+from longdraft.bench.contenders import Kept, Run
 from longdraft.bench.data import Sample, Short, fitted
 from longdraft.bench.experiment import Step, Tick, in_turn
 from longdraft.bench.json_lines import JsonLines, fingerprint, plain, signed
 from longdraft.bench.results import model_of
-from longdraft.bench.settings import Settings, speculator
+from longdraft.bench.run import Bench
+from longdraft.bench.settings import Settings
 from longdraft.drafts import shipped
 from longdraft.drafts.kinds import KINDS
 from longdraft.engine.method import Method
 from longdraft.errors import CapabilityError, ContextError, PromptError, UnsupportedModelError
-from longdraft.memory.prompt_cache import PromptCache
 from longdraft.methods import METHODS
 from longdraft.model.checkpoints import LoadedModel, Progress
 from longdraft.model.runner import TargetRunner
@@ -108,12 +108,6 @@ class Accepted:
     seconds: float | None = field(default=None, compare=False)
     first_token_seconds: float | None = field(default=None, compare=False)
 
-    @classmethod
-    def parsed(cls, line: Mapping[str, Any]) -> Accepted:
-        """A run from a line of a file."""
-        rounds = tuple((accepted, room) for accepted, room in line["accepted"])
-        return cls(**{**line, "asked": Asked(**line["asked"]), "accepted": rounds})
-
 
 def opened(path: Path, settings: Settings, model: Mapping[str, Any]) -> JsonLines[Accepted]:
     """A file of runs, to which other methods, lengths, temperatures and prompts may be added later.
@@ -129,7 +123,7 @@ def opened(path: Path, settings: Settings, model: Mapping[str, Any]) -> JsonLine
     if not settings.sampling.foresee:
         fixed["foresee"] = False
     content = {"settings": fixed, "model": model, "versions": machine.versions()}
-    return JsonLines(path, signed(FORMAT, VERSION, content), Accepted.parsed)
+    return JsonLines(path, signed(FORMAT, VERSION, content), Accepted)
 
 
 def by_default(target: TargetRunner) -> tuple[str, ...]:
@@ -247,43 +241,29 @@ class Acceptance:
     ) -> None:
         self._load, self._temperatures, self._given, self._repeats = load, temperatures, factor, repeats
         self.notes: list[str] = []
-        loaded = load(factor)
+        loaded, self._factor = load(factor), factor
         target = TargetRunner(loaded.model)
         self.settings, self.tokenizer = settings(target), loaded.tokenizer
         self.context, self.model = target.context_length, model_of(target, name)
-        self._ends = ends_of(target, self.tokenizer, self.settings.ignore_eos)
-        self._factor = factor
-        self._host(loaded, progress)
-        self._drafts = {n: fingerprint(c.draft) if c.draft is not None else "" for n, c in self._contenders.items()}
+        self._bench: Bench | None = Bench(loaded, self.settings, progress=progress)
+        drafts = {name: c.draft for name, c in self._bench.contenders.items()}
+        self._drafts = {name: "" if draft is None else fingerprint(draft) for name, draft in drafts.items()}
 
     @property
     def target(self) -> TargetRunner | None:
         """The hosted model, as it is stretched now; None if it could not be."""
-        return next((contender.spec.runner() for contender in self._contenders.values()), None)
+        return None if self._bench is None else self._bench.target
 
     def stretch(self, factor: float | None) -> None:
         """Replaces the target with the one of this YaRN factor; where it cannot be stretched, a note says so."""
         if factor == self._factor:
             return
-        self._factor = factor
-        self._sharing.clear()
-        self._contenders.clear()
+        self._factor, self._bench = factor, None
         gc.collect()
         try:
-            self._host(self._load(factor), None)
+            self._bench = Bench(self._load(factor), self.settings)
         except CapabilityError as error:
             self.notes.append(f"Lengths that need a factor of {factor or 1:g} are left out: {error}")
-
-    def _host(self, loaded: LoadedModel, progress: Progress | None) -> None:
-        specs = {name: speculator(self.settings, name, loaded, progress) for name in self.settings.methods}
-        # Methods share the KV of a text. Where their drafts read other hidden states of it, it is read once for each.
-        layers = {name: spec.feature_layers() for name, spec in specs.items()}
-        first = next(filter(None, layers.values()), ())
-        together: dict[tuple[int, ...], list[str]] = {}
-        for name, own in layers.items():
-            together.setdefault(own or first, []).append(name)
-        self._sharing = [(Kept(PromptCache(own), own), names) for own, names in together.items()]
-        self._contenders = {name: Ours(name, specs[name], kept) for kept, names in self._sharing for name in names}
 
     def steps(self, samples: Sequence[Sample], lengths: Sequence[int], short: Short) -> list[Step[Asked, Accepted]]:
         """A step for each text and YaRN factor.
@@ -348,13 +328,15 @@ class Acceptance:
     ) -> Iterator[Accepted]:
         """The missing runs of a row's prompts; none if the target cannot be stretched by the factor."""
         self.stretch(factor)
-        for kept, names in self._sharing:
+        if (bench := self._bench) is None:
+            return
+        for kept, names in bench.sharing(self.settings.methods):
             for text in sorted(own, key=lambda text: -text.length):
-                asked = [each for each in missing if each.method in names and each.prompt == text.digest]
+                asked = [each for each in missing if each.method in names and each.length == text.length]
                 runs: dict[Asked, list[Run]] = {each: [] for each in asked}
                 for _, each in in_turn(asked, self._repeats):
                     tick(f"{each.length:,} tokens, {each.method}, {called(each.temperature)}")
-                    runs[each].append(self._run(each, text, kept))
+                    runs[each].append(self._run(bench, each, text, kept))
                     if len(runs[each]) == self._repeats:
                         run = min(runs[each], key=lambda run: run.decode_seconds)
                         new, verifications = run.new_tokens - 1, sum(run.rounds)
@@ -362,12 +344,12 @@ class Acceptance:
             kept.clear()
             gc.collect()
 
-    def _run(self, asked: Asked, text: Text, kept: Kept) -> Run:
+    def _run(self, bench: Bench, asked: Asked, text: Text, kept: Kept) -> Run:
         sampling = replace(self.settings.sampling, temperature=asked.temperature)
-        job = Job((text.tokens,), self.settings.max_tokens, sampling, self.settings.seed + text.seed, self._ends)
+        job = bench.job([text.tokens], self.settings.max_tokens)
         if kept.cache.tokens:
             kept.cache.tokens[0] = kept.cache.tokens[0][: max(0, len(text.tokens) - READ_ANEW)]
-        return self._contenders[asked.method].warm(job)
+        return bench.contenders[asked.method].warm(replace(job, sampling=sampling, seed=job.seed + text.seed))
 
 
 def called(temperature: float) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
@@ -11,7 +10,6 @@ from typing import Any
 
 from longdraft.errors import CapabilityError
 
-INCHES_WIDE = 6.0
 INK = "#1f2933"
 # Colours that read on a light and on a dark page, and that colour-blind readers tell apart (after Okabe and Ito).
 _COLOURS = ("#1d87c9", "#dd6b20", "#12a37c", "#c465a0", "#c4931b", "#7a86dc")
@@ -20,21 +18,12 @@ _GREY = "#89939e"
 _STYLE = {
     "svg.fonttype": "none",
     "svg.hashsalt": "longdraft",
-    "figure.titlesize": 10.5,
-    "figure.titleweight": "bold",
-    "axes.edgecolor": _GREY,
-    "axes.labelcolor": INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "axes.grid": True,
-    "grid.color": _GREY,
-    "grid.alpha": 0.35,
-    "text.color": INK,
     "text.parse_math": False,  # a name with dollars in it is a name
-    "xtick.color": INK,
-    "ytick.color": INK,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.alpha": 0.35,
     "legend.frameon": False,
+    **dict.fromkeys(("text.color", "xtick.color", "ytick.color", "axes.labelcolor"), INK),
 }
 
 Drawing = Callable[..., Any]
@@ -107,7 +96,7 @@ def lines(
     grey: Collection[str] = (),
     dotted: Collection[str] = (),
 ) -> Any:
-    """A figure with a line for each method, x logarithmic; with a bar for each if all points have the same x.
+    """A figure with a line for each method, x logarithmic.
 
     Args:
         series: the points of each method, one at least.
@@ -118,71 +107,27 @@ def lines(
     from matplotlib.ticker import NullLocator
 
     xs = sorted({point.x for points in series.values() for point in points})
-    style = _styles(series, grey, dotted)
-    if len(xs) == 1:
-        return _bars(title, {name: points[0] for name, points in series.items()}, style, y_label, reference)
-    figure, axes = _figure(title, 3.0)
+    figure, axes = _figure(title)
     axes.set_xscale("log")
     axes.set_xticks(xs, [f"{x:,.0f}" for x in xs])
     axes.xaxis.set_minor_locator(NullLocator())
+    style: dict[str, Any] = {}
     for i, (name, points) in enumerate(series.items()):
+        colour = _GREY if name in grey else _COLOURS[i % len(_COLOURS)]
+        own = {"color": colour, "marker": _MARKERS[i % len(_MARKERS)], "linestyle": "-"}
+        style = style | {"marker": "_", "linestyle": ":"} if name in dotted else own
         # Side by side on the axis, so that no spread hides another.
         beside = (xs[-1] / xs[0]) ** (0.01 * (i - (len(series) - 1) / 2))
         spreads = list(zip(*(point.spread for point in points), strict=True))
         axes.errorbar(
-            [beside * point.x for point in points], [point.y for point in points],
-            yerr=spreads if any(map(any, spreads)) else None,
-            label=name, linewidth=1.8, markersize=5.5, elinewidth=1.1, **style[name],
+            [beside * point.x for point in points], [point.y for point in points], yerr=spreads, label=name, **style
         )  # fmt: skip
     if reference is not None:
         axes.axhline(reference, color=INK, linewidth=0.8)
     axes.set_ylim(bottom=0)
-    axes.grid(visible=False, axis="x")
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
-    _legend(figure, axes, 3)
-    return figure
-
-
-def _styles(names: Collection[str], grey: Collection[str], dotted: Collection[str]) -> dict[str, dict[str, str]]:
-    """A colour, a marker and a kind of line for each method."""
-    found: dict[str, dict[str, str]] = {}
-    before: dict[str, str] = {}
-    for name in names:
-        i = len(found)
-        if name in dotted:
-            found[name] = before | {"linestyle": ":", "marker": "_"}
-            continue
-        colour = _GREY if name in grey else _COLOURS[i % len(_COLOURS)]
-        before = {"color": colour, "marker": _MARKERS[i % len(_MARKERS)], "linestyle": "-"}
-        found[name] = before
-    return found
-
-
-def _bars(
-    title: str,
-    points: Mapping[str, Point],
-    style: Mapping[str, Mapping[str, str]],
-    label: str,
-    reference: float | None,
-) -> Any:
-    # A name with many options stands on several lines, which leaves a chart its room.
-    names = [name if len(name) <= 24 else re.sub(r"(.{1,24}:)(?=.)", "\\1\n", name) for name in points]
-    height = 0.3 + 0.15 * max(name.count("\n") for name in names)
-    figure, axes = _figure(title, 1.1 + height * len(names))
-    for row, (name, point) in enumerate(points.items()):
-        spread = [[distance] for distance in point.spread]
-        axes.barh(row, point.y, height=0.62, color=style[name]["color"], xerr=spread, ecolor=INK)
-        # The numbers have a column of their own, where nothing runs through them.
-        axes.text(1.02, row, f"{point.y:.2f}", transform=axes.get_yaxis_transform(), va="center", fontsize=9)
-    if reference is not None:
-        axes.axvline(reference, color=INK, linewidth=0.8)
-    axes.set_yticks(range(len(names)), names)
-    axes.invert_yaxis()  # the first one at the top
-    axes.set_xlim(left=0)
-    axes.grid(visible=False, axis="y")
-    axes.set_xlabel(label)
-    return figure
+    return _with_legend(figure)
 
 
 @_styled
@@ -198,32 +143,30 @@ def grouped(
     Args:
         bars: by method, a value for each column; None: no bar. marks: others' values, drawn as short lines.
     """
-    figure, axes = _figure(title, 3.0)
-    style = _styles(bars, (), ())
+    figure, axes = _figure(title)
     width = 0.8 / max(1, len(bars))
     for i, (name, values) in enumerate(bars.items()):
         places = [x + width * (i - (len(bars) - 1) / 2) for x in range(len(columns))]
-        axes.bar(places, [value or 0.0 for value in values], 0.9 * width, color=style[name]["color"], label=name)
+        axes.bar(places, [value or 0.0 for value in values], 0.9 * width, color=_COLOURS[i % len(_COLOURS)], label=name)
         for place, others in zip(places, marks[name], strict=True):
             axes.hlines(others, place - 0.45 * width, place + 0.45 * width, color=INK, linewidth=1.2)
     axes.set_xticks(range(len(columns)), columns, rotation=30 if len(columns) > 5 else 0)
-    axes.grid(visible=False, axis="x")
     axes.set_ylabel(label)
-    _legend(figure, axes, 3)
-    return figure
+    return _with_legend(figure)
 
 
-def _figure(title: str, height: float) -> tuple[Any, Any]:
+def _figure(title: str) -> tuple[Any, Any]:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(INCHES_WIDE, height), layout="constrained")
-    figure.suptitle(title, x=0.01, ha="left")
+    figure = Figure(figsize=(6.0, 3.0), layout="constrained")
+    figure.suptitle(title, x=0.01, ha="left", fontsize="medium", fontweight="bold")
     return figure, figure.add_subplot()
 
 
-def _legend(figure: Any, axes: Any, columns: int) -> None:
-    """Puts the legend below, in as many columns as the figure is wide enough for, and makes the figure higher."""
-    handles, labels = axes.get_legend_handles_labels()
-    columns = max(1, min(columns, 84 // (8 + max(map(len, labels)))))
+def _with_legend(figure: Any) -> Any:
+    """The figure with a legend below, as high as it needs."""
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    columns = max(1, min(3, 84 // (8 + max(map(len, labels)))))
     figure.set_figheight(figure.get_figheight() + 0.2 * -(-len(labels) // columns))
     figure.legend(handles, labels, loc="outside lower left", ncols=columns)
+    return figure

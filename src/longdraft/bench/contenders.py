@@ -163,7 +163,7 @@ class Ours:
         self.name, self.note = name, f"{precision.of_model(runner.model)} weights"
         if runner.arithmetic == "int8":
             self.note += ", int8 arithmetic"
-        self.spec, self._kept = spec, kept
+        self.spec, self.kept = spec, kept
         kept.feature_layers = kept.feature_layers or spec.feature_layers()
 
     @property
@@ -175,11 +175,11 @@ class Ours:
         return self.spec.exact
 
     def cold(self, job: Job) -> Run:
-        self._kept.clear()
+        self.kept.clear()
         return self.warm(job)
 
     def warm(self, job: Job) -> Run:
-        run = job.started(self.spec, self._kept.cache)
+        run = job.started(self.spec, self.kept.cache)
         emitted = [0] * len(job.prompts)
         rounds: list[tuple[int, int]] = []
         for step in run:
@@ -200,7 +200,7 @@ class Ours:
         )
 
     def release(self) -> None:
-        self._kept.clear()
+        self.kept.clear()
 
 
 def trimmed(tokens: Sequence[int], eos: frozenset[int]) -> tuple[int, ...]:

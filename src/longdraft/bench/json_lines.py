@@ -11,7 +11,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from datetime import datetime, timezone
 from pathlib import Path
@@ -35,8 +35,7 @@ class JsonLines(Generic[T]):
 
     Args:
         header: this run's, from :func:`signed`.
-        parsed: makes a record from a line's object.
-        written: makes a line's object from a record; None: its fields.
+        kind: of the records: a dataclass whose fields are annotated, or ``dict``.
 
     Attributes:
         records: all of them, those that were in the file first.
@@ -46,17 +45,11 @@ class JsonLines(Generic[T]):
         CheckpointError: it cannot be read or written, or is no such file.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        header: Mapping[str, Any],
-        parsed: Callable[[dict[str, Any]], T],
-        written: Callable[[T], Mapping[str, Any]] | None = None,
-    ) -> None:
-        self.path, self._written = path, written or _fields
+    def __init__(self, path: Path, header: Mapping[str, Any], kind: type[T]) -> None:
+        self.path = path
         self.records: list[T] = []
         if path.exists() and path.stat().st_size:
-            kept, there, self.records = contents(path, header["format"], header["version"], parsed)
+            kept, there, self.records = contents(path, header["format"], header["version"], kind)
             if differing := list(_differences(decisive(there), decisive(header))):
                 shown = "; ".join(differing[:5]) + (f"; and {len(differing) - 5} more" if len(differing) > 5 else "")
                 raise ConfigError(
@@ -69,7 +62,7 @@ class JsonLines(Generic[T]):
 
     def append(self, record: T) -> None:
         """Adds a record, whose line is on the disk when this returns."""
-        self._append(self._written(record))
+        self._append(dataclasses.asdict(record) if dataclasses.is_dataclass(record) else record)  # type: ignore[arg-type]
         self.records.append(record)
 
     def _append(self, content: Mapping[str, Any]) -> None:
@@ -79,12 +72,6 @@ class JsonLines(Generic[T]):
             os.fsync(file.fileno())
 
 
-def _fields(record: Any) -> Mapping[str, Any]:
-    """A record's fields by name, those of a dataclass or of a mapping."""
-    found: Mapping[str, Any] = dataclasses.asdict(record) if dataclasses.is_dataclass(record) else record  # type: ignore[arg-type]
-    return found
-
-
 def signed(form: str, version: int, content: Mapping[str, Any]) -> dict[str, Any]:
     """A header as it is read back from a file: format, content, time and command."""
     said = {"created": datetime.now(timezone.utc).isoformat(timespec="seconds"), "command": _command()}
@@ -92,9 +79,7 @@ def signed(form: str, version: int, content: Mapping[str, Any]) -> dict[str, Any
     return found
 
 
-def contents(
-    path: Path, form: str, version: int, parsed: Callable[[dict[str, Any]], T]
-) -> tuple[int, dict[str, Any], list[T]]:
+def contents(path: Path, form: str, version: int, kind: type[T]) -> tuple[int, dict[str, Any], list[T]]:
     """Size in bytes, header and records of a file, without a torn last line.
 
     Raises:
@@ -119,9 +104,7 @@ def contents(
     measured = []
     for number, text in enumerate(rest, 2):
         try:
-            measured.append(made := parsed(json.loads(text)))
-            if not _fits(made, type(made)):
-                raise TypeError("a value of another type than it has there")
+            measured.append(restored(kind, json.loads(text)))
         except Exception as error:  # no list of types would be complete
             raise CheckpointError(
                 f"{path}:{number} is damaged ({error!r}): delete that line, and run again to measure it anew."
@@ -183,21 +166,30 @@ def _failures(path: Path, what: str) -> AbstractContextManager[None]:
     return naming(path, f"{path} cannot be {what}")
 
 
-def _fits(value: Any, kind: Any) -> bool:
-    """True if a value, and all within it, is of the annotated type, and no number is NaN."""
+def restored(kind: Any, value: Any) -> Any:
+    """A value of an annotated type from what JSON has for it: a dataclass from an object, a tuple from a list.
+
+    Keys that are no fields are passed over, and fields without a key have their default.
+
+    Raises:
+        TypeError: it is of another type, or holds NaN.
+    """
     origin, inner = get_origin(kind), get_args(kind)
     if dataclasses.is_dataclass(kind):
         hints = get_type_hints(kind)
-        return isinstance(value, kind) and all(_fits(getattr(value, name), each) for name, each in hints.items())  # type: ignore[arg-type]
+        return kind(**{name: restored(hints[name], value[name]) for name in hints if name in value})  # type: ignore[operator]
     if origin in (Union, UnionType):
-        return any(_fits(value, each) for each in inner)
-    if kind is Any or kind in (int, float) or origin is None:
-        plain = {int: int, float: int | float, Any: object}.get(kind, kind)
-        return isinstance(value, plain) and value == value and isinstance(value, bool) <= (kind in (bool, Any))
-    if not isinstance(value, origin):
-        return False
-    if issubclass(origin, Mapping):
-        return all(_fits(name, inner[0]) and _fits(each, inner[1]) for name, each in value.items())
-    if origin is tuple and inner[-1] is not Ellipsis:
-        return len(value) == len(inner) and all(map(_fits, value, inner))
-    return all(_fits(each, inner[0]) for each in value)
+        return value if value is None and type(None) in inner else restored(inner[0], value)
+    if kind is Any:
+        return value
+    named: Any = origin or kind
+    wanted: Any = {float: (int, float), tuple: (list, tuple)}.get(named, named)
+    # A truth value is an int to Python, and NaN is not even itself.
+    if not isinstance(value, wanted) or value != value or isinstance(value, bool) != (kind is bool):
+        raise TypeError(f"{value!r:.40} in the place of {kind}")
+    if isinstance(value, dict) and inner:
+        return {name: restored(inner[1], each) for name, each in value.items()}
+    if origin is tuple:
+        kinds = [inner[0]] * len(value) if inner[-1] is Ellipsis else inner
+        return tuple(restored(one, each) for one, each in zip(kinds, value, strict=True))
+    return [restored(inner[0], each) for each in value] if inner else value

@@ -130,7 +130,7 @@ class Quality:
 
     def __init__(self, loaded: LoadedModel, settings: QualitySettings) -> None:
         self.settings, self._loaded = settings, loaded
-        self._kept, options = Kept(PromptCache()), settings.options
+        options = settings.options
         first = self._method(METHOD, {**options, **next(iter(settings.variants.values()))}).recipe()
         self.drafter = first.drafting.name
         # A draft that has been read is not read again.
@@ -138,6 +138,8 @@ class Quality:
         shared = {**options, **own, "drafter": self.drafter}
         specs = {REFERENCE: self._method(REFERENCE, {}), FULL: self._method(self.drafter, own)}
         specs |= {name: self._method(METHOD, {**shared, **each}) for name, each in settings.variants.items()}
+        layers = specs[FULL].feature_layers()
+        self._kept = Kept(PromptCache(layers), layers)
         self._contenders = {name: Ours(name, spec, self._kept) for name, spec in specs.items()}
         for dtype in settings.kv_dtypes:  # its prompt's KV is rounded too
             name, spec = f"{REFERENCE}:kv_dtype={dtype}", self._method(REFERENCE, {"kv_dtype": dtype})

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from statistics import median
 from typing import Any
@@ -14,7 +14,7 @@ from rich.text import Text
 from longdraft.bench import charts
 from longdraft.bench.contenders import Run
 from longdraft.bench.peers import HF, PEERS
-from longdraft.bench.run import Disagreement, Measured
+from longdraft.bench.run import Measured
 from longdraft.bench.settings import REFERENCE
 from longdraft.bench.tables import (
     Column,
@@ -90,7 +90,7 @@ def rows(names: Sequence[str], measured: Sequence[Measured]) -> list[dict[str, A
 
 
 def _row(name: str, measured: Sequence[Measured], names: Sequence[str]) -> dict[str, Any]:
-    differences = [d.difference for m in measured for d in m.disagreements if d.method == name]
+    differences = [d for m in measured for d in m.differences if d.method == name]
     comparable = all(name in m.comparable for m in measured)
     near_ties = sum(d.near_tie for d in differences)
     runs = [run for m in measured for run in m.rounds[name]]
@@ -179,24 +179,9 @@ def document(
     return {
         "rows": rows(names, measured),
         **circumstances(),
-        "differences": [difference(d) | {"context": m.context} for m in measured for d in m.disagreements],
+        "differences": [asdict(d) | {"context": m.context} for m in measured for d in m.differences],
         "notes": dict(notes or {}),
         "complete": complete,
-    }
-
-
-def difference(found: Disagreement) -> dict[str, Any]:
-    """A difference as a JSON object."""
-    d = found.difference
-    return {
-        "method": found.method,
-        "dataset": found.dataset,
-        "sample": found.sample,
-        "position": d.position,
-        "token": d.token,
-        "reference": d.reference,
-        "gap": d.gap if math.isfinite(d.gap) else None,
-        "near_tie": d.near_tie,
     }
 
 

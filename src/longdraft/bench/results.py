@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -14,13 +13,11 @@ from typing import Any
 from rich.text import Text
 
 from longdraft.bench import machine, report
-from longdraft.bench.contenders import Run
-from longdraft.bench.json_lines import JsonLines, contents, fingerprint, mapping, plain, signed
+from longdraft.bench.json_lines import JsonLines, contents, fingerprint, mapping, plain, restored, signed
 from longdraft.bench.peers import PEERS
 from longdraft.bench.prompts import Prompt
-from longdraft.bench.run import Bench, Disagreement, Measured
+from longdraft.bench.run import Bench, Measured
 from longdraft.bench.tables import Report
-from longdraft.bench.ties import Difference
 from longdraft.errors import CheckpointError
 from longdraft.files import naming
 from longdraft.model.runner import TargetRunner
@@ -94,7 +91,7 @@ def opened(path: Path, header: Mapping[str, Any]) -> JsonLines[Measured]:
         ConfigError: the file holds a run with another header; says what differs.
         CheckpointError: it cannot be read or written, or is no results file.
     """
-    return JsonLines(path, header, measurement, line)
+    return JsonLines(path, header, Measured)
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[Measured]]:
@@ -103,7 +100,7 @@ def read(path: Path) -> tuple[dict[str, Any], list[Measured]]:
     Raises:
         CheckpointError: it cannot be read, or is no results file.
     """
-    _, found, measured = contents(path, FORMAT, VERSION, measurement)
+    _, found, measured = contents(path, FORMAT, VERSION, Measured)
     return found, measured
 
 
@@ -128,41 +125,10 @@ def report_of(path: Path) -> Report:
 
 def line(measured: Measured) -> dict[str, Any]:
     """A measurement as JSON has it."""
-    found = asdict(measured) | {"batch": measured.batch, "comparable": sorted(measured.comparable)}
-    del found["disagreements"]
-    return found | {"differences": [report.difference(d) for d in measured.disagreements]}
+    return asdict(measured)
 
 
 def measurement(found: Mapping[str, Any]) -> Measured:
     """A measurement from a line of a file."""
-    return Measured(
-        dataset=found["dataset"],
-        context=found["context"],
-        samples=tuple(found["samples"]),
-        prompt_tokens=tuple(found["prompt_tokens"]),
-        cold={name: _run(run) for name, run in found["cold"].items()},
-        rounds={name: [_run(run) for run in runs] for name, runs in found["rounds"].items()},
-        disagreements=[_disagreement(d) for d in found["differences"]],
-        comparable=frozenset(found["comparable"]),
-        peak_memory_bytes=dict(found["peak_memory_bytes"]),
-        profiles=dict(found.get("profiles") or {}),
-        scored=str(found.get("scored", "")),
-        scores=dict(found.get("scores") or {}),
-    )
-
-
-def _run(found: Mapping[str, Any]) -> Run:
-    return Run(
-        **{
-            **found,
-            "tokens": tuple(tuple(tokens) for tokens in found["tokens"]),
-            "rounds": tuple(found["rounds"]),
-            "accepted": tuple((accepted, room) for accepted, room in found["accepted"]),
-        }
-    )
-
-
-def _disagreement(d: Mapping[str, Any]) -> Disagreement:
-    gap = math.inf if d["gap"] is None else d["gap"]
-    difference = Difference(d["position"], d["token"], d["reference"], gap, d["near_tie"])
-    return Disagreement(d["method"], d["dataset"], d["sample"], difference)
+    made: Measured = restored(Measured, found)
+    return made

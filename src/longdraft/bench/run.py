@@ -8,6 +8,7 @@ between the runs.
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -38,12 +39,26 @@ BatchKey = tuple[str, int | None, tuple[str, ...]]
 
 @dataclass(frozen=True)
 class Disagreement:
-    """A sample where a method's tokens are not those of ``ar``. ``sample``: its origin."""
+    """A sample where a method's tokens are not those of ``ar``: its first such token, as a :class:`Difference` has it.
+
+    Attributes:
+        sample: its origin. gap: None where one output has ended.
+    """
 
     method: str
     dataset: str
     sample: str
-    difference: Difference
+    position: int
+    token: int | None
+    reference: int | None
+    gap: float | None
+    near_tie: bool
+
+    @classmethod
+    def of(cls, method: str, prompt: Prompt, d: Difference) -> Disagreement:
+        gap = d.gap if math.isfinite(d.gap) else None
+        sample = prompt.sample
+        return cls(method, sample.dataset, sample.origin, d.position, d.token, d.reference, gap, d.near_tie)
 
 
 @dataclass(frozen=True)
@@ -64,20 +79,17 @@ class Measured:
 
     dataset: str
     context: int | None
+    batch: int
     samples: tuple[str, ...]
     prompt_tokens: tuple[int, ...]
     cold: dict[str, Run]
     rounds: dict[str, list[Run]]
-    disagreements: list[Disagreement]
-    comparable: frozenset[str]
+    differences: list[Disagreement]
+    comparable: tuple[str, ...]
     peak_memory_bytes: dict[str, int | None] = field(default_factory=dict)
     profiles: dict[str, dict[str, Any]] = field(default_factory=dict)
     scored: str = ""
     scores: dict[str, list[float | None]] = field(default_factory=dict)
-
-    @property
-    def batch(self) -> int:
-        return len(self.samples)
 
     @property
     def key(self) -> BatchKey:
@@ -116,19 +128,28 @@ class Bench:
         unpacked: Callable[[], LoadedModel] | None = None,
     ) -> None:
         self.settings = settings
-        # Contenders share the prompts' KV if they round it to the same dtype.
-        self._kept: dict[str | None, Kept] = {}
         self._unpacked, self._awake = unpacked, False
+        ours = {name: speculator(settings, name, loaded, progress) for name in settings.contenders if name not in PEERS}
+        layers = {name: spec.feature_layers() for name, spec in ours.items()}
+        read = next(filter(None, layers.values()), ())
+        # Contenders share the prompts' KV if they round it to the same dtype, and read no other hidden states of it.
+        self._kept: dict[tuple[str | None, tuple[int, ...]], Kept] = {}
         self.contenders: dict[str, Contender] = {}
         for name in settings.contenders:
-            self.contenders[name] = self._peer(name) if name in PEERS else self._ours(name, loaded, progress)
+            if name in PEERS:
+                self.contenders[name] = self._peer(name)
+                continue
+            place = settings.kv_dtype_of(name), layers[name] or read
+            kept = self._kept.setdefault(place, Kept(PromptCache(place[1]), place[1]))
+            self.contenders[name] = Ours(name, ours[name], kept)
         self.contenders |= {c.name: c for c in extra}
         self._texts = Texts(loaded.tokenizer)
         self._eos = ends_of(self.target, loaded.tokenizer, settings.ignore_eos)
 
-    def _ours(self, name: str, loaded: LoadedModel, progress: Progress | None) -> Ours:
-        kept = self._kept.setdefault(self.settings.kv_dtype_of(name), Kept(PromptCache()))
-        return Ours(name, speculator(self.settings, name, loaded, progress), kept)
+    def sharing(self, names: Sequence[str]) -> list[tuple[Kept, list[str]]]:
+        """Names of ours by the KV that they share."""
+        ours = {name: c.kept for name, c in self.contenders.items() if name in names and isinstance(c, Ours)}
+        return [(kept, [name for name in ours if ours[name] is kept]) for kept in self._kept.values()]
 
     def _peer(self, name: str) -> Contender:
         """A peer on the target, or on the unpacked model if it needs one."""
@@ -149,11 +170,15 @@ class Bench:
         return tuple(self.contenders)
 
     @property
-    def target(self) -> TargetRunner:
-        """The hosted model."""
+    def _ar(self) -> Ours:
         ar = self.contenders[REFERENCE]
         assert isinstance(ar, Ours)
-        return ar.spec.runner()
+        return ar
+
+    @property
+    def target(self) -> TargetRunner:
+        """The hosted model."""
+        return self._ar.spec.runner()
 
     @property
     def notes(self) -> dict[str, str]:
@@ -192,18 +217,19 @@ class Bench:
         profiles = self._profiles(job) if self.settings.profile else {}
         greedy = self.settings.sampling.greedy
         comparable = [name for name, c in self.contenders.items() if c.comparable(greedy, len(prompts))]
-        disagreements = [d for name in comparable for d in self._disagreements(prompts, name, cold, rounds)]
+        differences = [d for name in comparable for d in self._disagreements(prompts, name, cold, rounds)]
         for contender in self.contenders.values():
             contender.release()
         return Measured(
             prompts[0].sample.dataset,
             prompts[0].context,
+            len(prompts),
             tuple(p.sample.origin for p in prompts),
             tuple(len(p.tokens) for p in prompts),
             cold,
             rounds,
-            disagreements,
-            frozenset(comparable),
+            differences,
+            tuple(comparable),
             {name: max(found, default=None) for name, found in peaks.items()},
             profiles,
             prompts[0].sample.score,
@@ -217,9 +243,8 @@ class Bench:
 
     def _profiles(self, job: Job) -> dict[str, dict[str, Any]]:
         """Profiles of our methods by name, on the prompts' KV that is still there; with ``cold`` each reads them."""
-        ours = {name: c.spec for name, c in self.contenders.items() if isinstance(c, Ours)}
-        cache = None if self.settings.cold else self._kept[None].cache
-        found = {name: profile(spec, job, cache) for name, spec in ours.items()}
+        ours = {name: c for name, c in self.contenders.items() if isinstance(c, Ours)}
+        found = {name: profile(c.spec, job, None if self.settings.cold else c.kept.cache) for name, c in ours.items()}
         return {name: seen.as_dict() for name, seen in found.items() if seen is not None}
 
     def steps(self, groups: Sequence[Group]) -> list[Step[BatchKey, Measured]]:
@@ -233,7 +258,7 @@ class Bench:
 
         return [
             Step(
-                f"sample {number}/{len(groups)}, {group[0].sample.origin}",
+                f"sample {number}/{len(groups)}",
                 (key_of_group(group),),
                 partial(measure, group),
                 runs,
@@ -259,11 +284,11 @@ class Bench:
             outputs = {run.tokens[i] for run in runs} - {reference}
             # A batch's first slot is free for the judge now: the rounds are over.
             judged = [
-                compare(self.target, prompt.tokens, tokens, reference, self.settings.sampling, self._kept[None].cache)
+                compare(self.target, prompt.tokens, tokens, reference, self.settings.sampling, self._ar.kept.cache)
                 for tokens in outputs
             ]
             differences = [d for d in judged if d is not None]
             if differences:
                 worst = max(differences, key=lambda d: (d.gap, -d.position))
-                found.append(Disagreement(name, prompt.sample.dataset, prompt.sample.origin, worst))
+                found.append(Disagreement.of(name, prompt, worst))
         return found

@@ -88,6 +88,8 @@ def batch(
     composed: options.Load = None,
 ) -> None:
     """Answer a file of prompts. A run that was ended continues where it was; rows without an answer say why."""
+    method_arguments = method_options.method_options(method, option or [], drafting.options())
+
     from longdraft.engine.request import stops_of
 
     try:
@@ -106,7 +108,6 @@ def batch(
             "kv_dtype": kv_dtype,
             "deterministic": deterministic,
         }
-        method_arguments = method_options.method_options(method, option or []) | drafting.options()
         arguments |= longdraft.Speculator(method, **arguments, **method_arguments).options
         name = Path(loading.model or "SmolLM2-135M-Instruct").name
         defaults = Defaults(max_tokens, sampling, seed, stops_of(stop or ()), raw, name)
@@ -126,7 +127,10 @@ def batch(
                 decoder.prepare(status)
             status.close()
             figures, seconds, cancel = _run(source, file, total, decoder)
-    console.note(_summary(file, figures, seconds, total))
+    console.note(
+        f"{answers}: {file.rows:,} of {total:,} rows, {file.errors:,} of them errors; {figures.tokens:,} new tokens in "
+        f"{seconds:,.1f} s, mean accepted length {figures.mean_accepted_length:.2f}."
+    )
     output.json(
         {
             "rows": total, "written": file.rows, "errors": file.errors, "rows_this_run": figures.rows,
@@ -171,13 +175,3 @@ def _run(source: Path, file: Output, total: int, decoder: Decoder) -> tuple[Figu
 
         figures = decoder.drive(lambda: run(lines(source, first), file, decoder, draw, cancel))
     return figures, time.monotonic() - started, cancel
-
-
-def _summary(file: Output, figures: Figures, seconds: float, total: int) -> str:
-    parts = [f"{file.path}: {file.rows:,} of {total:,} rows"]
-    if file.errors:
-        parts.append(f"{file.errors:,} of them errors")
-    if figures.rows:
-        parts.append(f"{figures.tokens:,} new tokens in {seconds:,.1f} s")
-        parts.append(f"mean accepted length {figures.mean_accepted_length:.2f}")
-    return ", ".join(parts) + "."

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from longdraft.cli.options import SettingError
 
 _NEEDLES = "RULER's needles are data: --data niah_single, niah_multikey or vt, or niah_single=FILE in a text of yours"
+_FEATURES = "features are no longer kept with answers; cache=FOLDER keeps them when a draft is trained"
 _OPTIONS = {
     "bench": {"--snapshots": "--one-prefill reads each prompt once for all methods"},
     "bench quality": {
@@ -15,6 +16,10 @@ _OPTIONS = {
         **dict.fromkeys(
             ("--needle", "--needle-depths", "--needle-context", "--needle-samples", "--needle-kinds"), _NEEDLES
         ),
+    },
+    "train data": {
+        "--method": "dozens of answers are decoded together, which needs no draft; leave it out",
+        **dict.fromkeys(("--features", "--layers"), _FEATURES),
     },
 }
 

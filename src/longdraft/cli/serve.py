@@ -121,6 +121,8 @@ def serve(
     debug: options.Debug = False,
 ) -> None:
     """Serve the model over HTTP, as OpenAI's API: chat, completions, responses, and a page to try it."""
+    methods = tuple(word.strip() for word in method.split(",")) if method else ()
+    first = method_options.method_options(methods[0] if methods else None, option or [], drafting.options())
     try:
         from longdraft.serve.run import Server
         from longdraft.serve.settings import LOCAL, Settings, checked_origins, read_keys
@@ -131,8 +133,6 @@ def serve(
 
     with options.settings_checked():
         keys = {} if api_key_file is None else read_keys(api_key_file)
-        methods = tuple(word.strip() for word in method.split(",")) if method else ()
-        first = method_options.method_options(methods[0] if methods else None, option or []) | drafting.options()
         arguments: dict[str, Any] = {
             "offload": offload,
             "plan": plan,

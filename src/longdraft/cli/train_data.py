@@ -22,12 +22,6 @@ if TYPE_CHECKING:
 
 # Default number of answers, or of texts that repeat themselves.
 ROWS = 1000
-# Options of earlier versions, and what to do instead.
-_GONE = {
-    "--method": "dozens of answers are decoded together, which needs no draft; leave it out.",
-    "--features": "features are no longer kept with answers; cache=FOLDER keeps them when a draft is trained.",
-    "--layers": "features are no longer kept with answers; cache=FOLDER keeps them when a draft is trained.",
-}
 
 
 class Kind(str, Enum):
@@ -79,12 +73,9 @@ def data(
     ] = "1/1",
     batch: Annotated[int, typer.Option(min=1, help="Answers decoded, or asked for, at a time.")] = 64,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=1, help="Tokens of an answer, at most.")] = 256,
-    features: Annotated[bool, typer.Option(hidden=True)] = False,
-    layers: Annotated[str | None, typer.Option(hidden=True)] = None,
     passage_tokens: Annotated[str, typer.Option(metavar="MIN,MAX", help="Length of a passage.")] = "200,1500",
     per_passage: Annotated[int, typer.Option(min=1, help="Answers to each passage.")] = 24,
     temperatures: Annotated[str, typer.Option(help="Temperatures of a passage's answers, repeated.")] = "0,0,1",
-    method: Annotated[str | None, typer.Option(hidden=True)] = None,
     seed: Annotated[int, typer.Option(help="Seed of passages, prompts and sampling.")] = 0,
     dtype: options.Dtype = "auto",
     device: options.Device = None,
@@ -106,9 +97,6 @@ def data(
         raise options.SettingError(f"--part takes the number of a process and of all, as in 1/4, not {part!r}.")
     if kind is not Kind.answers and (url is not None or part != "1/1"):
         raise options.SettingError("--url and --part are for --kind answers.")
-    for name, given in {"--method": method, "--features": features, "--layers": layers}.items():
-        if given:
-            raise options.SettingError(f"{name}: {_GONE[name]}")
     folder = kind is Kind.tokens
     if folder and (out.is_file() or out.name.endswith(".jsonl")):
         raise options.SettingError(f"--out {out}: tokens are written to a folder; name one, as in text.tokens.")

@@ -1,10 +1,10 @@
 """Drafting in levels: what one drafter proposes is verified by another before the target sees it (TriForce, section 4).
 
-A level is the target on a part of its KV (or a small language model on a part of its own): cheaper than the target on
-all of it, surer than the drafter under it. A round: the level walks down the drafter's tree as the target will down
-its own, sampling from its own distribution; what it emits goes on in the next tree, until there are enough tokens;
-these are the chain that the target verifies. Each level's tokens follow that level's distribution, and since the target
-decides every token that is emitted, the output is the target's whatever the levels did: a level only has to be right.
+A level is the target on a part of its KV: cheaper than the target on all of it, surer than the drafter under it. A
+round: the level walks down the drafter's tree as the target will down its own, sampling from its own distribution; what
+it emits goes on in the next tree, until there are enough tokens; these are the chain that the target verifies. Each
+level's tokens follow that level's distribution, and since the target decides every token that is emitted, the output is
+the target's whatever the levels did: a level only has to be right.
 
 Where tokens are sampled, a level uses the random numbers that the target's next samples will use (Sampler.rehearsal):
 from two similar distributions, both then mostly choose the same token.
@@ -80,7 +80,7 @@ class NestedDrafter(Drafter):
 
     Args:
         inner: drafts for the level: any drafter, a nested one too.
-        level: verifies: the target, or a small language model, on a sparse view.
+        level: verifies: the target on a sparse view.
         depth: tokens that the level emits before the target verifies them; None: 6, and with a planner as many as pay.
 
     Raises:
@@ -90,8 +90,8 @@ class NestedDrafter(Drafter):
     def __init__(self, inner: Drafter, level: Drafter, depth: int | None = None) -> None:
         if not isinstance(level, SelfDrafter):
             raise ValueError(
-                f"{type(level).__name__} cannot verify what another one drafts: a level is the target, or a small "
-                "language model, on a sparse view (SelfDrafter, SparseLMDrafter)"
+                f"{type(level).__name__} cannot verify what another one drafts: a level is the target on a sparse view "
+                "(SelfDrafter)"
             )
         under = inner.level if isinstance(inner, NestedDrafter) else inner
         if type(under) is type(level) is SelfDrafter and under.view.budget >= level.view.budget:

@@ -261,16 +261,11 @@ class SelfDrafter(TreeDrafter):
             return torch.stack([self.agreement(s).lifted(x) for s, x in texts])
 
         drafted, device = _Round(self, sequences), self.runner.device
-        return self.grow(sequences, drafted.expand, self.ids, device, limit, drafted.likeliest, lift)
+        return self.grow(sequences, drafted.expand, None, device, limit, drafted.likeliest, lift)
 
     def agreement(self, sequence: Sequence) -> Agreement:
         """The estimate of how often it chooses the target's token in this text."""
         return self._agreement.setdefault(sequence.index, Agreement(self.prior_acceptance))
-
-    @property
-    def ids(self) -> torch.Tensor | None:
-        """(draft vocabulary,) the target's id of each id that it proposes; None: they are the same."""
-        return None
 
     @torch.inference_mode()
     def follow(self, sequences: SequenceOf[Sequence]) -> None:

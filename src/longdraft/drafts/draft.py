@@ -20,6 +20,7 @@ from longdraft.model.sharded import whole
 from longdraft.native.stored import Stored
 
 REMEDY = "A value that cannot be right can be corrected in its config.json; otherwise copy the draft again."
+_IDS = (torch.int64, torch.int32)
 Bound = TypeVar("Bound")
 Own = TypeVar("Own", bound="TrainedDraft[Any]")
 
@@ -127,7 +128,9 @@ class TrainedDraft(Draft[Bound]):
         if length is not None and (type(length) is not int or length < 1):
             raise CheckpointError(f"{CONFIG} of {folder} has no number that could be right for trained_length.")
         self.weights = dict(contents.tensors)
-        draft_folder.check_dtypes(self.weights, folder)
+        for name, tensor in self.weights.items():
+            if not (tensor.dtype in _IDS if name == OFFSETS else tensor.is_floating_point()):
+                raise CheckpointError(f"{name} of {folder} holds numbers of the type {tensor.dtype}: copy it again.")
         if (parts := self.config.get(self.counted) or 0) > len(self.weights):
             raise CheckpointError(f"{CONFIG} of {folder} has {self.counted} {parts}, more than tensors.")
         sizes = {name: t.shape for name, t in self._empty().state_dict().items()}

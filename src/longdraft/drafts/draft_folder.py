@@ -23,7 +23,6 @@ FORMAT = 1
 CONFIG = "config.json"
 # The table of a draft's own vocabulary: target id - draft id, for each draft id.
 OFFSETS = "d2t"
-_IDS = (torch.int64, torch.int32)
 # How configurations of transformers name what ours name otherwise.
 PUBLISHED = {"heads": "num_attention_heads", "kv_heads": "num_key_value_heads"}
 # Kind -> whether a published folder is of it, by its tensors' names; most have the configuration of a whole Llama.
@@ -220,13 +219,6 @@ def check_kind(found: str, kind: str, folder: Path | str) -> None:
     """Raises CheckpointError if the kind that a folder was found to hold is not the expected one."""
     if found != kind:
         raise CheckpointError(f"{folder} holds a draft for {found or 'another method'}, not for {kind}.")
-
-
-def check_dtypes(tensors: Mapping[str, torch.Tensor], folder: Path | str) -> None:
-    """Raises CheckpointError if the vocabulary's table holds no ids, or another tensor no weights."""
-    for name, tensor in tensors.items():
-        if not (tensor.dtype in _IDS if name == OFFSETS else tensor.is_floating_point()):
-            raise CheckpointError(f"{name} of {folder} holds numbers of the type {tensor.dtype}: copy the draft again.")
 
 
 def shape_of(

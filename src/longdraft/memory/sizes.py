@@ -24,8 +24,8 @@ class Spare(Protocol):
         """Frees it, and returns whether there was any."""
 
 
-# Bytes of a thread's stack and what is beside it, as systems have it by default.
-_STACK = 9 << 20
+# Bytes of a thread's stack and what is beside it, as systems have it by default, and of what nothing begins without.
+_STACK, _LEAST = 9 << 20, 32 << 20
 # They free their memory before a request is refused.
 spare: WeakSet[Spare] = WeakSet()
 
@@ -100,6 +100,12 @@ def require(needed: int, device: torch.device, what: str) -> None:
             f"({available} bytes) are available. Shorten the prompt, lower the token budget or the batch, "
             f"or load the model with dtype='bfloat16', which halves the cache."
         )
+
+
+def check_limits() -> None:
+    """Raises MemoryBudgetError if the limits of this process leave no room to begin."""
+    if (left := min(_process_available(), default=_LEAST)) < _LEAST:
+        raise MemoryBudgetError(f"The limits of this process leave {human(left)} of memory: raise them (ulimit -v).")
 
 
 def peak_bytes(device: torch.device) -> int:

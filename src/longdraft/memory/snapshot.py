@@ -16,7 +16,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from longdraft.errors import CheckpointError, LongdraftError, MemoryBudgetError, memory_checked, reason_of
+from longdraft.errors import CheckpointError, MemoryBudgetError
+from longdraft.files import naming, regular
 from longdraft.memory import sizes
 from longdraft.memory.store import KVStore
 
@@ -242,22 +243,12 @@ def _opened(path: Path) -> Iterator[tuple[Any, Head | None]]:
     Raises:
         CheckpointError: it cannot be read. DamagedError: it is longdraft's.
     """
-    kind = CheckpointError
-    try:
-        if not path.is_file():
-            raise FileNotFoundError("there is no such file")
-        with path.open("rb") as beginning:
-            if _FAMILY.encode() in beginning.read(1 << 16):
-                kind = DamagedError
-        with memory_checked(), safe_open(path, framework="pt") as file:
-            meta = file.metadata() or {}
-            yield file, _head(file, meta) if str(meta.get("format")).startswith(_FAMILY) else None
-    except LongdraftError:
-        raise
-    except Exception as error:  # whatever a damaged file leads to
-        raise kind(
-            f"Could not read the snapshot {path}: {reason_of(error)}. It is damaged: delete it and run again."
-        ) from error
+    failure, remedy = f"Could not read the snapshot {path}", "It is damaged: delete it and run again."
+    with naming(path, failure, remedy), regular(path).open("rb") as beginning:
+        kind = DamagedError if _FAMILY.encode() in beginning.read(1 << 16) else CheckpointError
+    with naming(path, failure, remedy, kind), safe_open(path, framework="pt") as file:
+        meta = file.metadata() or {}
+        yield file, _head(file, meta) if str(meta.get("format")).startswith(_FAMILY) else None
 
 
 def _head(file: Any, meta: dict[str, str]) -> Head:

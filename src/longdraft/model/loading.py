@@ -62,7 +62,7 @@ def load(
     number = isinstance(rope_factor, int | float) and math.isfinite(rope_factor)
     if rope_factor is not None and not (number and rope_factor > 1):
         raise ContextError(f"rope_factor is {rope_factor}: give a finite number above 1, or leave it out.")
-    sizes.require(32 << 20, torch.device("cpu"), "A model")
+    sizes.check_limits()
     place = _device(device)
     wanted = dtype_on(dtype, place)
     say = progress or (lambda message: None)

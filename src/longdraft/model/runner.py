@@ -72,7 +72,7 @@ class TargetRunner:
         self.model = model
         self.share = share_of(model)
         with named(getattr(model, "name_or_path", "")):
-            sizes.require(32 << 20, torch.device("cpu"), "A model")
+            sizes.check_limits()
             support.check_supported(model)
             support.check_functions(model)
             support.check_autocast(model.device)
@@ -341,6 +341,8 @@ class TargetRunner:
         self, store: KVStore, block: Block, kept: Taps, now: bool = False, fixed: bool = False
     ) -> Computed | None:
         """A recorded forward over a block, recorded now if need be; None if there is none."""
+        if self.clock is not None:
+            return None
 
         def compute(store: KVStore, block: Block) -> Computed:
             return self._compute(store, block, "all", kept, fixed)

@@ -81,6 +81,7 @@ class Asked:
 
         running = len(self.choices)
         tasks = [asyncio.create_task(listen(i)) for i in range(running)]
+        coming = asyncio.ensure_future(queue.get())
         try:
             while running:
                 left = until - time.monotonic()
@@ -90,10 +91,11 @@ class Asked:
                     for choice in self.choices:
                         worker.cancel(choice)  # it still tells its end
                     until = left = math.inf
-                try:
-                    i, delta = await asyncio.wait_for(queue.get(), min(left, settings.keep_alive))
-                except asyncio.TimeoutError:
-                    i, delta = 0, SILENCE
+                # asyncio.wait_for of Python 3.10 and 3.11 may lose a cancellation that comes with a result.
+                await asyncio.wait((coming,), timeout=min(left, settings.keep_alive))
+                i, delta = coming.result() if coming.done() else (0, SILENCE)
+                if coming.done():
+                    coming = asyncio.ensure_future(queue.get())
                 if isinstance(delta, Exception):
                     raise delta
                 if delta.finish is not None:
@@ -101,7 +103,7 @@ class Asked:
                     self.service.metrics.ended(self.choices[i], REASONS[delta.finish])
                 yield i, delta
         finally:
-            for task in tasks:
+            for task in (coming, *tasks):
                 task.cancel()
             for choice in self.choices:
                 worker.cancel(choice)

@@ -6,11 +6,13 @@ which has read its text already. Ray is imported only when a function here needs
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -43,7 +45,7 @@ def connected() -> Any:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         try:
             ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-        except (ConnectionError, RuntimeError, ValueError) as error:
+        except Exception as error:  # Ray's own are of no class
             raise CapabilityError(f"Ray does not start, or its cluster does not answer: {error}.") from error
     return ray
 
@@ -169,7 +171,7 @@ def serve(
     port: int,
     listens: Callable[[int], None],
 ) -> None:
-    """Serves until SIGINT or SIGTERM. Then ongoing requests are answered.
+    """Serves until SIGINT or SIGTERM. Then ongoing requests are answered; a second signal ends all.
 
     Args:
         make: makes the service of a replica. options: Ray's (:func:`deployment`).
@@ -187,21 +189,26 @@ def serve(
     port = port or _free(host)
     logging.getLogger("ray.serve").setLevel(logging.ERROR)  # what it starts is said here
     try:
-        ray_serve.start(http_options={"host": host, "port": port})
         replica = ray_serve.deployment(ray_serve.ingress()(Replica), name="replica", **options)
         try:
+            ray_serve.start(http_options={"host": host, "port": port})
             ray_serve.run(replica.bind(make, settings), name=NAME, route_prefix="/")
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, ValueError, TimeoutError) as error:
             status = ray_serve.status().applications.get(NAME)
             said = [each.message for each in status.deployments.values() if each.message] if status else []
             problem = reason("\n".join(said) or str(error))
             raise CapabilityError(f"The replicas do not start: {problem}") from error
         listens(port)
         ended.wait()
+        ended.clear()
     finally:
-        ray_serve.delete(NAME)  # waits for the last answers
-        if not ray_serve.status().applications:  # nobody else's
-            ray_serve.shutdown()
+        with contextlib.suppress(Exception):  # why it ends is more than why Ray does not
+            ray_serve.delete(NAME, _blocking=False)
+            until = time.monotonic() + options["graceful_shutdown_timeout_s"]
+            while NAME in ray_serve.status().applications and time.monotonic() < until and not ended.wait(0.2):
+                pass  # the last answers are given
+            if not ray_serve.status().applications:  # nobody else's
+                ray_serve.shutdown()
         ray.shutdown()
 
 

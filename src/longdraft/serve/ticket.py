@@ -28,6 +28,7 @@ class Ticket:
         listener: called from the engine thread; must return quickly.
         makers: make its processors anew each time that it begins, because they have a state.
         arrived, began, ended: ``time.monotonic()``; 0 if it has not happened yet.
+        alone: it was in a forward that failed, and is decoded with no other.
     """
 
     request: Request
@@ -38,6 +39,7 @@ class Ticket:
     began: float = 0.0
     ended: float = 0.0
     cancelled: bool = False
+    alone: bool = False
 
     def made(self) -> Request:
         """The request with new processors."""

@@ -2,8 +2,8 @@
 what happens to it.
 
 There is one session for each method, made on first use. A request's processors may raise, which makes a whole forward
-fail. The requests in that forward then begin again, one by one, each in a session of its own, and emit the same tokens
-again (a seed fixes every text). The request that fails again ends with its error.
+fail. The requests in that forward then begin again, one by one, and emit the same tokens again (a seed fixes every
+text). The request that fails again ends with its error.
 """
 
 from __future__ import annotations
@@ -54,7 +54,6 @@ class Worker:
         self._new_session, self._slots, self._queue, self._idle = session, slots, queue, idle
         self._sessions: dict[str, Session] = {}
         self._running: dict[str, dict[int, Ticket]] = {}
-        self._suspects: deque[Ticket] = deque()  # were in a forward that failed: each is decoded alone
         # Any thread changes these.
         self._change = threading.Condition()
         self._waiting: deque[Ticket] = deque()
@@ -131,21 +130,17 @@ class Worker:
     def load(self) -> tuple[int, int]:
         """Counts of requests that are decoded and that wait."""
         with self._change:
-            waiting = len(self._waiting) + len(self._suspects)
+            waiting = len(self._waiting)
         return sum(map(len, list(self._running.values()))), waiting
 
     # --- the engine thread ---
 
     def _run(self) -> None:
         while self._admit():
-            busy = False
             for method, session in list(self._sessions.items()):
                 self._abort_cancelled(session, self._running[method])
                 if session.busy:
-                    busy = True
                     self._step(method, session)
-            if self._suspects and not busy:
-                self._decode_alone(self._suspects.popleft())
         while not self._stopping and self._use_idle():  # the texts decoded last are worth keeping too
             pass
         for session in self._sessions.values():
@@ -159,7 +154,7 @@ class Worker:
                 return False
             for ticket in self._joining():
                 self._join(ticket)
-            if self._suspects or any(self._running.values()):
+            if any(self._running.values()):
                 return True
             if not self._waiting:
                 if self._draining:
@@ -178,15 +173,20 @@ class Worker:
 
     def _joining(self) -> list[Ticket]:
         """Takes from the queue, in order, each request that has a free slot, and those that were cancelled."""
-        free = {method: self._slots - len(running) for method, running in self._running.items()}
-        joining = []
+        running = [ticket for tickets in self._running.values() for ticket in tickets.values()]
+        free = {method: self._slots - len(tickets) for method, tickets in self._running.items()}
+        joining: list[Ticket] = []
         with self._change:
             for ticket in list(self._waiting):
-                if ticket.cancelled or free.setdefault(ticket.method, self._slots) > 0:
-                    self._waiting.remove(ticket)
-                    joining.append(ticket)
-                    if not ticket.cancelled:
-                        free[ticket.method] -= 1
+                if not ticket.cancelled:
+                    beside = [*running, *joining]
+                    if beside and (ticket.alone or any(each.alone for each in beside)):
+                        break  # nobody passes one that waits to be alone
+                    if free.setdefault(ticket.method, self._slots) < 1:
+                        continue
+                    free[ticket.method] -= 1
+                self._waiting.remove(ticket)
+                joining.append(ticket)
         return joining
 
     def _join(self, ticket: Ticket) -> None:
@@ -235,32 +235,17 @@ class Worker:
             return
         for ticket in tickets:
             self._notify(ticket, Restarted())
-            self._suspects.append(ticket)
-
-    def _decode_alone(self, ticket: Ticket) -> None:
-        try:
-            session = self._new_session(ticket.method)
-            try:
-                number = session.add(ticket.made())
-                while not session.ended(number):
-                    ticket.cancelled |= self._stopping
-                    self._abort_cancelled(session, {number: ticket})
-                    for step in session.step():
-                        self._notify(ticket, step)
-                self._end(ticket, session.take(number))
-            finally:
-                session.close()
-        except Exception as error:
-            self._end(ticket, error)
+            ticket.alone = True
+        with self._change:
+            self._waiting.extendleft(reversed(tickets))
 
     def _end_all(self, outcome: Exception) -> None:
         running = [ticket for tickets in self._running.values() for ticket in tickets.values()]
         with self._change:
-            running += [*self._waiting, *self._suspects]
+            running += self._waiting
             self._waiting.clear()
         for ticket in running:
             self._end(ticket, outcome)
-        self._suspects.clear()
         self._running.clear()
 
     def _end(self, ticket: Ticket, outcome: Result | Exception) -> None:

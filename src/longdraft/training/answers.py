@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 # After so many prompts in a row without an answer, nothing more is asked.
 PATIENCE = 32
+# An answer that was cut off ends where its last LOOP tokens begin to repeat a piece of at most PERIOD tokens.
+PERIOD, LOOP = 32, 96
 # Bytes of KV that are kept of passages, so that the next prompt about one does not read it again.
 SHARED = 1 << 30
 # How often a request is sent again, after 0.5, 1, 2, 4, 8, 8, ... seconds, while a server is away or busy.
@@ -222,7 +224,7 @@ def answer(
         session.step()
         for number in filter(session.ended, list(going)):
             result, conversation = session.take(number), going.pop(number)
-            conversation.tokens = conversation.tokens + result.token_ids
+            conversation.tokens = conversation.tokens + unlooped(result.token_ids)
             if result.finish_reason == "eos" and further(conversation):
                 continue
             refused.answered()
@@ -240,6 +242,17 @@ def answer(
             progress()
     session.close()
     return refused.count
+
+
+def unlooped(tokens: list[int]) -> list[int]:
+    """An answer without the end in which it says the same over and over."""
+    for period in range(1, PERIOD + 1):
+        if len(tokens) > LOOP and tokens[-LOOP:][period:] == tokens[-LOOP:-period]:
+            end = len(tokens)
+            while end > period and tokens[end - 1] == tokens[end - 1 - period]:
+                end -= 1
+            return tokens[:end]
+    return tokens
 
 
 # --- a server ---

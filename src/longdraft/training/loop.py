@@ -14,7 +14,7 @@ import shutil
 import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -217,32 +217,25 @@ class Loop:
     def _drop_log_after(self, step: int) -> None:
         """Drops the log's rows of steps that are computed again, and one that a kill cut off."""
         path, lines = self.out / LOG, []
-        if not self.accelerator.is_main_process:
+        if not (self.accelerator.is_main_process and path.exists()):
             return
-        try:
-            self.out.mkdir(parents=True, exist_ok=True)
-            for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-                try:
+        with _writing(path):
+            for line in path.read_text(encoding="utf-8").splitlines():
+                with suppress(ValueError, KeyError, TypeError):
                     if json.loads(line)["step"] <= step:
                         lines.append(line + "\n")
-                except (ValueError, KeyError, TypeError):
-                    continue
-            if lines or path.exists():
-                part = path.with_suffix(".part")
-                part.write_text("".join(lines), encoding="utf-8")
-                part.replace(path)
-        except OSError as error:
-            raise CheckpointError(f"{self.out} cannot be written to: {error}.") from error
+            part = path.with_suffix(".part")
+            part.write_text("".join(lines), encoding="utf-8")
+            part.replace(path)
 
     def _log(self, report: Report) -> None:
         """Appends a row to the log and tells the trackers."""
         row = {name: value for name, value in asdict(report).items() if name != "steps" and value is not None}
         if self.accelerator.is_main_process:
-            try:
+            with _writing(self.out / LOG):
+                self.out.mkdir(parents=True, exist_ok=True)
                 with (self.out / LOG).open("a", encoding="utf-8") as file:
                     file.write(json.dumps(row) + "\n")
-            except OSError as error:
-                raise CheckpointError(f"{self.out / LOG} cannot be written: {error}.") from error
         values = {"loss": report.loss, "lr": report.lr, "tokens_per_second": report.tokens_per_second}
         values |= {f"agreement/{level}": share for level, share in report.agreement.items()}
         if report.simulated is not None:
@@ -339,6 +332,14 @@ class Checkpoints:
                     raise ValueError(f"its {STATE} lacks what a run goes on from")
                 return path, state
         return None
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be written: {error}.") from error
 
 
 def _due(step: int, every: int) -> bool:

@@ -118,7 +118,7 @@ def test_a_template_that_asks_for_too_much_is_refused_by_name(template):
     assert time.process_time() - started < 5
 
 
-@pytest.mark.parametrize("number", [0, 2, *(pytest.param(i, marks=pytest.mark.slow) for i in (1, 3, 4))])
+@pytest.mark.parametrize("number", [2, *(pytest.param(i, marks=pytest.mark.slow) for i in (0, 1, 3, 4))])
 def test_a_template_without_end_is_ended(number, monkeypatch):
     monkeypatch.setattr(rendering, "SECONDS", 0)
     rendering.rendered.close()

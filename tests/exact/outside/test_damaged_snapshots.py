@@ -64,19 +64,19 @@ def test_a_flipped_bit_changes_no_text(decoder, caplog):
     assert decoder.again(decoder.written) == len(PROMPT)  # it is used as it is
     header = 8 + struct.unpack("<Q", decoder.written[:8])[0]
     chosen = random.Random(57)
-    places = [chosen.randrange(header, len(decoder.written)) for _ in range(60)]
+    places = [chosen.randrange(header, len(decoder.written)) for _ in range(10)]
     found = [decoder.again(flipped(decoder.written, place, chosen.randrange(8))) for place in places]
     assert set(found) == {0}  # each is noticed, and the prompt is read anew
     assert len([r for r in caplog.records if str(decoder.file) in r.getMessage()]) == len(places)
     in_header = [
-        decoder.again(flipped(decoder.written, chosen.randrange(header), chosen.randrange(8))) for _ in "x" * 80
+        decoder.again(flipped(decoder.written, chosen.randrange(header), chosen.randrange(8))) for _ in range(12)
     ]
-    assert in_header.count(len(PROMPT)) <= 8  # spaces at its end say nothing
+    assert in_header.count(len(PROMPT)) <= 3  # spaces at its end say nothing
 
 
 def test_a_file_that_is_cut_or_grown_changes_no_text(decoder):
     chosen = random.Random(58)
-    for _ in range(15):
+    for _ in range(5):
         cut = chosen.randrange(len(decoder.written))
         assert decoder.again(decoder.written[:cut]) in (None, 0)
     assert decoder.again(decoder.written + b"more") in (None, 0)

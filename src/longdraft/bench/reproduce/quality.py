@@ -93,6 +93,7 @@ class Likenesses(Measuring):
         found = figures([unit["runs"][entry.name] for unit in own])
         shown = {
             "rouge_l": 100 * found["rouge_l_mean"],
+            "score": None if found["score"] is None else 100 * found["score"],
             "accepted": self._scaled.table.counted(found["mean_accepted_length"]),
             "tokens_per_second": found["tokens_per_second"],
         }
