@@ -63,7 +63,7 @@ def test_a_view_of_all_rows_in_eight_bits_drafts_for_a_target_that_keeps_its_own
     found = spec.generate(PROMPTS, **SETTINGS)
     assert [list(r.token_ids) for r in found] == tokens(Speculator("ar", target=model))
     assert all(r.exact for r in found) and spec.runner().kv_dtype == dtype
-    assert found[0].mean_accepted_length > 3
+    assert found[0].mean_accepted_length > 2
 
 
 @pytest.mark.parametrize("fused", [True, False])
