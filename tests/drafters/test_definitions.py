@@ -316,7 +316,9 @@ def test_a_layer_that_predicts_further_tokens(tmp_path, kind):
     model, layer = with_further(tmp_path / "model", kind)
     spec = Speculator("mtp", target=model, **options)
     prompts = [*PROMPTS[:2], some_prompt(40), PROMPTS[3]]
-    compare(spec, said.further(model, layer, options.get("window")), prompts, near=2e-3)
+    compare(
+        spec, said.further(model, layer, options.get("window")), prompts, near=2e-3, least=0 if "moe" in kind else 1
+    )
 
 
 def test_a_further_layer_in_bfloat16_stays_as_it_is_stored(tmp_path):
