@@ -277,6 +277,13 @@ def own_forward(folder: Path) -> said.Says:
     return says
 
 
+@cache
+def plain(model: Any, prompts: tuple[tuple[int, ...], ...]) -> list[list[int]]:
+    """What plain decoding writes."""
+    results = Speculator("ar", target=model).generate([list(p) for p in prompts], max_new_tokens=12, eos_token_ids=[])
+    return [r.token_ids for r in results]
+
+
 def compare(
     spec: Speculator, says: said.Says, prompts: Any = PROMPTS, ids: Any = None, near: float = 3e-4, least: int = 1
 ) -> Any:
@@ -285,12 +292,11 @@ def compare(
     Args:
         least: drafted tokens that are right, or nothing would say that those are emitted.
     """
-    rounds, results = drafted(spec, prompts)
-    plain = Speculator("ar", target=spec.runner().model).generate(prompts, max_new_tokens=14, eos_token_ids=[])
-    assert [r.token_ids for r in results] == [r.token_ids for r in plain]
+    rounds, results = drafted(spec, prompts, 12)
+    assert [r.token_ids for r in results] == plain(spec.runner().model, tuple(map(tuple, prompts)))
     assert sum(r.drafted for r in results) > sum(r.accepted for r in results) >= (least if ids is None else 0)
-    for text, tree in rounds[:3] + rounds[-5:]:
-        assert_defined(says, text, tree, ids, 12, near)
+    for text, tree in rounds[:3] + rounds[-4:]:
+        assert_defined(says, text, tree, ids, 10, near)
     return rounds
 
 
@@ -310,7 +316,9 @@ def test_a_layer_that_predicts_further_tokens(tmp_path, kind):
     model, layer = with_further(tmp_path / "model", kind)
     spec = Speculator("mtp", target=model, **options)
     prompts = [*PROMPTS[:2], some_prompt(40), PROMPTS[3]]
-    compare(spec, said.further(model, layer, options.get("window")), prompts, near=2e-3)
+    compare(
+        spec, said.further(model, layer, options.get("window")), prompts, near=2e-3, least=0 if "moe" in kind else 1
+    )
 
 
 def test_a_further_layer_in_bfloat16_stays_as_it_is_stored(tmp_path):
