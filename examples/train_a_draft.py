@@ -1,7 +1,7 @@
 """Trains a draft in ten minutes: the model's own answers, a run, and what the draft is worth on texts it has not seen.
 
     python examples/train_a_draft.py report1.txt report2.txt ...           # texts like those you will ask about
-    python examples/train_a_draft.py *.txt --model coder-1.5b.gguf --kind eagle3 --answers 2000
+    python examples/train_a_draft.py *.txt --model coder-1.5b.gguf --kind longspec --answers 2000
 
 Each step is a command that you can give yourself; it prints them. All can be stopped and go on when given again.
 """
@@ -25,7 +25,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("texts", type=Path, nargs="+", help="texts in UTF-8; the last one is kept for the test")
     parser.add_argument("--model", help="a hub id, a folder or a .gguf file; the embedded model if left out")
-    parser.add_argument("--kind", default="mtp", help="mtp, longspec, eagle3, onepass, heads, lm (mtp)")
+    parser.add_argument("--kind", default="eagle3", help="longspec, eagle3, onepass, heads, lm (eagle3)")
     parser.add_argument("--answers", type=int, default=240, help="answers that it learns from (240)")
     parser.add_argument("--epochs", type=float, default=1.0, help="how often it reads them (1)")
     parser.add_argument("--out", type=Path, default=Path("my-draft"), help="folder of all that is made (my-draft)")
@@ -39,9 +39,7 @@ def main() -> None:
         (args.out / f"{name}.jsonl").write_text("".join(rows), encoding="utf-8")
     data, run = args.out / "answers.jsonl", args.out / args.kind
     target = ["--target", args.model] if args.model else []
-    longdraft(
-        "train", "data", args.out / "texts.jsonl", "--out", data, "--rows", args.answers, "--no-features", *target
-    )
+    longdraft("train", "data", args.out / "texts.jsonl", "--out", data, "--rows", args.answers, *target)
     settings = [f"target={args.model}"] if args.model else []
     longdraft("train", args.kind, f"data={data}", f"out={run}", f"epochs={args.epochs:g}", *settings)
     # Always a chain of three, and as much as pays on this machine, which may be nothing.

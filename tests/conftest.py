@@ -47,8 +47,17 @@ settings.register_profile(
 settings.load_profile("longdraft")
 
 
+# What takes long starts first, so that no core waits for another at the end.
+LONG = (
+    "cli/test_terminal", "training/test_runs", "exact/outside/test_damaged", "training/test_tokens", "docs/test_site",
+    "training/test_train_command", "gpu/test_rehearsal", "exact/outside/test_light_imports", "cli/test_serve_command",
+    "exact/test_random", "exact/test_laws", "gpu/test_device_discipline", "plugins/", "exact/test_bits",
+)  # fmt: skip
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips what needs a GPU where none is, or none is to be seen."""
+    """Puts what takes long first. Skips what needs a GPU where none is, or none is to be seen."""
+    items.sort(key=lambda item: next((i for i, name in enumerate(LONG) if f"tests/{name}" in item.nodeid), len(LONG)))
     if not torch.cuda.is_available() and os.environ.get("LONGDRAFT_TEST_GPU") != "rehearse":
         for item in items:
             if item.get_closest_marker("gpu"):
@@ -128,6 +137,22 @@ def free_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         monkeypatch.setattr(sizes, "available_bytes", lambda device: answers.pop(0) if answers[1:] else answers[0])
 
     return put
+
+
+@pytest.fixture(scope="session")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The table of methods on a tiny target, made once a test process."""
+    from tests.support.methods import Workshop
+
+    return Workshop(tmp_path_factory.mktemp("drafts"))
+
+
+@pytest.fixture(scope="session")
+def specs(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """And on one of 61 tokens."""
+    from tests.support.methods import Specs
+
+    return Specs(tmp_path_factory.mktemp("drafts"))
 
 
 @pytest.fixture

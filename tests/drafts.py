@@ -204,6 +204,12 @@ def published_eagle(folder: Path, model: PreTrainedModel) -> Path:
     return folder
 
 
+def saved(folder: Path, model: PreTrainedModel) -> Path:
+    """A model as transformers saves it."""
+    model.save_pretrained(folder)
+    return folder
+
+
 def small_lm(folder: Path, vocab: int = 11, family: Family = "llama", **over: Any) -> Path:
     """A small random language model with a target's vocabulary, as transformers saves it.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
@@ -42,12 +41,6 @@ def replaced(s: Sequence, start: int) -> Event:
 def taken_back(s: Sequence, count: int = 1) -> Event:
     """A round that refuted tokens of earlier ones."""
     return Event(s, _root(s), taken_back=count)
-
-
-def in_pieces(run: Any, size: int) -> Any:
-    """The run or session, with prompts read in pieces of so many tokens."""
-    run._engine.chunk = size
-    return run
 
 
 def forgotten(session: Session) -> bool:

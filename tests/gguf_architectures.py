@@ -153,6 +153,19 @@ ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any], Callable[[Any], dict[st
         | {"hidden_size_per_layer_input": 0},
         _gemma4,
     ),
+    "qwen2moe": ("qwen2moe", "qwen2_moe", _PLAIN | _EXPERTS, _mixture),
+    "qwen3moe": (
+        "qwen3moe", "qwen3_moe", _PLAIN | _EXPERTS | {"norm_topk_prob": True},
+        lambda c: {"expert_count": c.num_experts, "expert_used_count": c.num_experts_per_tok}
+        | {"expert_feed_forward_length": c.moe_intermediate_size},
+    ),
+    "gpt_oss": (
+        "gpt-oss", "gpt_oss",
+        _PLAIN | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16}
+        | {"layer_types": ["sliding_attention", "full_attention"] * 2},
+        lambda c: {"expert_count": c.num_local_experts, "expert_used_count": c.num_experts_per_tok}
+        | {"expert_feed_forward_length": c.intermediate_size, "attention.sliding_window": c.sliding_window},
+    ),
     "smollm3": ("smollm3", "smollm3", _PLAIN, _nothing),
     "olmo2": ("olmo2", "olmo2", _PLAIN, _nothing),
     "exaone4": ("exaone4", "exaone4", _PLAIN | _THREE_TO_ONE, _windows),
@@ -226,7 +239,7 @@ def write(
         for theirs, at in _arranged(architecture, name, places, config, known.get_name):
             flat = weight.data.view(-1)
             values = flat[at]
-            if at.dim() == 1 or "conv" in theirs or "ffn_gate_inp" in theirs:
+            if at.dim() == 1 or "conv" in theirs or "ffn_gate_inp" in theirs or theirs.endswith("bias"):
                 values = values + 1 if architecture in _ONE_MORE and _is_norm(theirs) else values
                 writer.add_tensor(
                     theirs, np.ascontiguousarray((-values.exp() if "ssm_a" in theirs else values).numpy())
@@ -272,18 +285,22 @@ def _arranged(
     """Names of a parameter's tensors in the file, with the places of their numbers in the parameter."""
     path, _, leaf = name.rpartition(".")
     layer = f"blk.{name.split('.')[2]}" if ".layers." in name else ""
-    if ".router." in name and leaf != "weight":
+    if leaf == "sinks":
+        yield f"{layer}.attn_sinks.weight", x
+        return
+    if ".router." in name and leaf.endswith("scale"):
         yield f"{layer}.{'ffn_gate_inp' if leaf == 'scale' else 'ffn_down_exps'}.scale", x
         return
     if architecture in _PAIRED and path.endswith(("q_proj", "k_proj")):
         heads = c.num_attention_heads if path.endswith("q_proj") else c.num_key_value_heads
         x = x.view(heads, 2, -1, *x.shape[1:]).transpose(1, 2).reshape(x.shape)
     if path.endswith(".experts"):
-        if leaf == "down_proj":
-            yield f"{layer}.ffn_down_exps.weight", x
-        else:
-            for part, each in zip(("gate", "up"), x.chunk(2, dim=1), strict=True):
-                yield f"{layer}.ffn_{part}_exps.weight", each
+        own, _, bias = leaf.partition("_proj")
+        gpt_oss = architecture == "gpt-oss"  # whose matrices lie by input, gates and others in turns
+        x = x.transpose(1, 2) if gpt_oss and not bias else x
+        halves = (x[:, ::2], x[:, 1::2]) if gpt_oss else x.chunk(2, dim=1)
+        for part, each in {"down": x}.items() if own == "down" else zip(("gate", "up"), halves, strict=True):
+            yield f"{layer}.ffn_{part}_exps.{'bias' if bias else 'weight'}", each
         return
     if "linear_attn." in name:
         keys, values = c.linear_num_key_heads, c.linear_num_value_heads

@@ -1,14 +1,20 @@
-"""The table of options in docs/methods.md, made from the catalogue: ``python -m tests.options_page`` writes it."""
+"""What is made from the catalogue, and written by ``python -m tests.options_page``: the table of options in
+docs/methods.md, and the file in which the command line looks up methods without loading them.
+"""
 
 from __future__ import annotations
 
 import inspect
+import json
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+from longdraft.cli.method_options import CATALOGUE
+from longdraft.drafts.kinds import KINDS
 from longdraft.engine.method import LookupOptions, Method
-from longdraft.methods import METHODS
-from longdraft.options import Options, declared
+from longdraft.methods import DEFAULTS, METHODS
+from longdraft.options import Option, Options, declared
 
 PAGE = Path(__file__).parent.parent / "docs" / "methods.md"
 BEGIN, END = "<!-- options -->\n", "<!-- /options -->\n"
@@ -47,6 +53,30 @@ def table() -> str:
     return "\n".join([*rows, ""])
 
 
+def catalogue() -> str:
+    """Options as lists of what differs from the usual, and each method's by their places."""
+    options: list[dict[str, object]] = []
+    methods = {}
+    for method in METHODS.values():
+        own = [_kept(each) for each in method.options.values()]
+        options += [each for i, each in enumerate(own) if each not in options and each not in own[:i]]
+        methods[method.name] = [options.index(each) for each in own]
+    trained = [(kind.training.command or kind.name, kind.training.summary) for kind in KINDS.values() if kind.training]
+    rows = ",\n".join(map(json.dumps, options))
+    by_name = ",\n".join(f"{json.dumps(name)}: {json.dumps(own)}" for name, own in methods.items())
+    rest = f'"defaults": {json.dumps(DEFAULTS)},\n"trainings": {json.dumps(dict(trained), indent=0)}'
+    return f'{{"options": [\n{rows}\n],\n"methods": {{\n{by_name}\n}},\n{rest}}}\n'
+
+
+def _kept(each: Option) -> dict[str, object]:
+    own, usual = asdict(each), asdict(Option(""))
+    found = {name: value for name, value in own.items() if value != usual[name]}
+    for name in ("default", "help", "usual"):
+        found.pop(name, None)
+    return json.loads(json.dumps(found, default=lambda kind: kind.__name__))
+
+
 if __name__ == "__main__":
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     PAGE.write_text(before + BEGIN + table() + END + rest.partition(END)[2], encoding="utf-8")
+    CATALOGUE.write_text(catalogue(), encoding="utf-8")

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
 import pytest
 
 from longdraft import Request, Speculator
-from longdraft.batch.local import Local
 from longdraft.batch.output import Output
 from longdraft.batch.rows import Defaults, Line, Row, lines, measured
-from longdraft.batch.run import Answer, run
+from longdraft.batch.run import Answer, Engine, run
 from longdraft.errors import CapabilityError, CheckpointError, ConfigError, LongdraftError
 from longdraft.serve.errors import ApiError
 from longdraft.serve.service import Service
 from longdraft.serve.settings import Settings
-from tests.exact_methods import EXACT, Specs, specs
 from tests.quick import few
+from tests.support.methods import EXACT, Specs
 from tests.tiny import tiny_model, tiny_tokenizer
-
-__all__ = ["specs"]  # a fixture
 
 TOKENIZER = tiny_tokenizer(chat=True)
 MADE = {"input": "a", "seed": 0}
@@ -146,21 +144,19 @@ def test_a_full_disk_leaves_whole_rows(tmp_path):
 
 
 class Backwards:
-    """A decoder that answers the last row first, and some with an unexpected error."""
+    """A decoder that answers later rows sooner, and some with an unexpected error."""
 
     def __init__(self, unexpected: frozenset[int] = frozenset(), ahead: int = 4) -> None:
         self.ahead, self._unexpected = ahead, unexpected
-        self._held: list[Line] = []
-        self.most = 0
+        self.held = self.most = 0
 
-    def submit(self, line: Line) -> None:
-        self._held.append(line)
-        self.most = max(self.most, len(self._held))
-
-    def take(self, timeout: float) -> Answer | None:
-        number = self._held.pop().number
-        bad = number in self._unexpected
-        return Answer(number, {"error" if bad else "row": number}, bad, bad)
+    async def answer(self, line: Line) -> Answer:
+        self.held += 1
+        self.most = max(self.most, self.held)
+        await asyncio.sleep(0.003 * (-line.number % self.ahead))
+        self.held -= 1
+        bad = line.number in self._unexpected
+        return Answer({"error" if bad else "row": line.number}, bad, bad)
 
 
 def numbered(count: int, first: int = 0):
@@ -170,7 +166,7 @@ def numbered(count: int, first: int = 0):
 def test_rows_are_written_in_order_with_a_few_in_hand(tmp_path):
     decoder = Backwards()
     with Output(tmp_path / "out", MADE) as file:
-        assert run(numbered(10), file, decoder).rows == 10
+        assert asyncio.run(run(numbered(10), file, decoder)).rows == 10
     assert [each["row"] for each in found(tmp_path / "out")] == [*range(10)]
     assert decoder.most <= 4
 
@@ -178,10 +174,10 @@ def test_rows_are_written_in_order_with_a_few_in_hand(tmp_path):
 def test_an_engine_that_fails_row_after_row_ends_the_run_and_leaves_no_errors(tmp_path):
     path = tmp_path / "out"
     with Output(path, MADE) as file:
-        assert run(numbered(5), file, Backwards(frozenset([1, 3]))).rows == 5
+        assert asyncio.run(run(numbered(5), file, Backwards(frozenset([1, 3])))).rows == 5
         assert file.errors == 2
         with pytest.raises(CapabilityError):
-            run(numbered(30, 5), file, Backwards(frozenset(range(7, 30))))
+            asyncio.run(run(numbered(30, 5), file, Backwards(frozenset(range(7, 30)))))
         assert (file.rows, file.errors) == (7, 2)
     assert len(found(path)) == 7
 
@@ -191,7 +187,7 @@ def decode(spec: Speculator, prompts: list[str], folder: Path, cancelled=lambda:
     source, path = folder / "in", folder / "out"
     source.write_text("".join(json.dumps({"prompt": p, "max_tokens": 8}) + "\n" for p in prompts))
     with Output(path, MADE) as file:
-        decoder = Local(spec, Defaults(), slots=2)
+        decoder = Engine(spec, Defaults(), slots=2)
         decoder.drive(lambda: run(lines(source, file.rows), file, decoder, cancelled=cancelled))
     return found(path)
 

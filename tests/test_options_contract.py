@@ -1,11 +1,19 @@
-"""The contract of options: each method refuses a value out of an option's range by name, before anything loads."""
+"""The contract of options: each method refuses a value out of an option's range by name, before anything loads; the
+command line knows the same ones.
+"""
 
 from __future__ import annotations
+
+from dataclasses import fields
 
 import pytest
 
 from longdraft import Speculator
+from longdraft.cli.method_options import CATALOGUE, DraftOptions
 from longdraft.methods import METHODS
+from longdraft.options import declared
+from longdraft.trees.options import TreeOptions
+from tests.options_page import catalogue
 
 
 def out_of_range(option):
@@ -29,3 +37,9 @@ def test_a_value_out_of_range_or_an_option_that_there_is_not(method):
                 Speculator(method, **{option.name: value})
     with pytest.raises(ValueError, match="no option colour"):
         Speculator(method, colour=3)
+
+
+def test_the_file_of_the_command_line_is_that_of_the_catalogue_and_trees_have_a_flag_each():
+    assert CATALOGUE.read_text(encoding="utf-8") == catalogue(), "python -m tests.options_page writes it"
+    flags = {each.name.removeprefix("tree_") for each in fields(DraftOptions)}
+    assert flags == {"draft", *declared(TreeOptions)}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pickle import UnpicklingError
 
 
 class LongdraftError(Exception):
@@ -59,6 +61,8 @@ def reason_of(error: BaseException) -> str:
     """The first line of another library's error without its full stop, or the error's type if it has no text."""
     if isinstance(error, KeyError):
         return f"it lacks {error}"
+    if isinstance(error, UnpicklingError):  # whose own text advises to unpickle the file anyway
+        return "its .bin file is damaged or holds more than weights, and only weights are unpickled"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".: ")
@@ -78,29 +82,36 @@ def values_checked(
         raise kind(text if text.endswith("?") else f"{text}.") from error
 
 
+# What torch, oneDNN, C++ and the readers of files say of it.
+_NO_MEMORY = re.compile("allocate memory|out of memory|bad_alloc|could not create a primitive$", re.IGNORECASE)
+
+
 def lacks_memory(error: BaseException) -> bool:
-    """True if Python or the system says that memory did not suffice."""
-    return isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM
+    """True if memory did not suffice, whoever says so, and whatever the error was turned into on its way."""
+    cause: BaseException | None = error
+    seen: list[BaseException] = []  # causes may go round in a circle
+    while cause is not None and cause not in seen:
+        seen.append(cause)
+        if isinstance(cause, MemoryError) or getattr(cause, "errno", None) == errno.ENOMEM:
+            return True
+        if _NO_MEMORY.search(str(cause)):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
 
 
 @contextmanager
 def memory_checked() -> Iterator[None]:
-    """Turns an error inside it into a MemoryBudgetError if memory did not suffice, whoever says so, and whatever it was
-    turned into on its way: a file that cannot be mapped is not damaged."""
+    """Turns an error inside it into a MemoryBudgetError if memory did not suffice: a file that cannot be mapped is not
+    damaged."""
     try:
         yield
     except MemoryBudgetError:
         raise
     except Exception as error:
-        cause: BaseException | None = error
-        seen: list[BaseException] = []  # causes may go round in a circle
-        while cause is not None and cause not in seen:
-            seen.append(cause)
-            told = any(words in str(cause).lower() for words in ("allocate memory", "out of memory"))
-            if told or lacks_memory(cause):
-                raise MemoryBudgetError(
-                    f"Memory does not suffice ({reason_of(error)}). Shorten the prompt, lower the batch, take a "
-                    "smaller model, or raise the limit of this process (ulimit -v) or container."
-                ) from error
-            cause = cause.__cause__ or cause.__context__
-        raise
+        if not lacks_memory(error):
+            raise
+        raise MemoryBudgetError(
+            f"Memory does not suffice ({reason_of(error)}). Shorten the prompt, lower the batch, take a smaller model, "
+            "or raise the limit of this process (ulimit -v) or container."
+        ) from error

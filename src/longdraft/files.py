@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
 import math
@@ -20,21 +21,24 @@ R = TypeVar("R")
 
 # Bytes of a configuration, and of other files of text, such as the words of a tokenizer.
 CONFIGURATION, TEXT = 10 << 20, 200 << 20
-# Layers and parts of layers that are believed without as many tensors.
-_FEW = {"layers": 256, "parts": 4096}
-# Names of numbers, in configurations of transformers, of drafts and in GGUF files -> least and largest value. Instead
-# of the largest value "layers" stands for the file's tensors, and "parts" for these or the rows of the largest.
-_RANGES: tuple[tuple[str, float, float | str], ...] = (
-    (r"((num_)?(hidden|decoder|encoder)_|n_|num_)layers|n_layer|(num_)?blocks|block_count", 0, "layers"),
-    (r".*(heads|head_count|head_count_kv|experts|expert_count|expert_used_count|slots)|n_head", 0, "parts"),
+# Sizes that are believed without a tensor that has them, and items of a list in a configuration.
+_SIZES = _ITEMS = 1 << 16
+# Names of numbers, in configurations of transformers, of drafts and in GGUF files -> least and largest value; None: the
+# largest size of a tensor.
+_RANGES: tuple[tuple[str, float, float | None], ...] = (
+    (r"((num_)?(hidden|decoder|encoder)_|n_|num_)layers|n_layer|(num_)?blocks|block_count", 0, 1024),
+    (r"block_size|slots|(num_)?speculative_tokens", 0, 1024),
+    (r".*(heads|head_count|head_count_kv|experts|expert_count|expert_used_count)|n_head", 0, 4096),
     (r".*(_size|_dim|rank|vocabulary|taps|group|top_k|feed_forward_length|embedding_length|(key|value)_length)", -1,
-     1 << 24),
+     None),
     (r".*(inner_size|state_size|conv_kernel|dimension_count|group_count|time_step_rank|l_cache)", 0, 1 << 24),
     (r".*(_eps|_epsilon)", 0, 1),
     (r".*(theta|freq_base|freq_base_swa)", 1e-6, 1e15),
     (r".*(factor|logit_scale|scaling|softcap|softcapping)", 0, 1e6),
     (r"time_step_limit", -math.inf, math.inf),
-    (r".*(window|max_position_embeddings|_length|context_length|n_positions|n_ctx)", -1, 1 << 31),
+    (r"model_max_length", -1e300, 1e300),
+    (r"max_position_embeddings|context_length|n_positions|n_ctx", 0, 1 << 31),
+    (r".*(window|_length)", -1, 1 << 31),
     (r".*", -1e300, 1e300),
 )  # fmt: skip
 
@@ -56,51 +60,75 @@ def regular(path: Path, most: int | None = None) -> Path:
     return path
 
 
-def read_json(path: Path, most: int = CONFIGURATION) -> Any:
-    """Reads a JSON file.
+def read_json(path: Path, most: int = CONFIGURATION) -> dict[str, Any]:
+    """Reads the JSON object that a file holds.
 
     Raises:
-        CheckpointError: it is no JSON in UTF-8, no regular file, or has more than ``most`` bytes.
+        CheckpointError: it holds none in UTF-8, is no regular file, or has more than ``most`` bytes.
         FileNotFoundError: there is none.
     """
-    try:
-        text = regular(path, most).read_bytes()
-    except (LongdraftError, FileNotFoundError):
-        raise
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}.") from error
+    if not path.exists():
+        raise FileNotFoundError(errno.ENOENT, "There is no such file", str(path))
     with naming(path, f"{path} is not a valid JSON file", "Fetch it again."):
-        return json.loads(text.decode("utf-8"))
+        found = json.loads(regular(path, most).read_bytes().decode("utf-8"))
+        if not isinstance(found, dict):
+            raise ValueError("it holds no JSON object")
+        return found
 
 
-def check_numbers(values: Any, file: Path | str, tensors: int, largest: int) -> None:
+def read_index(path: Path) -> dict[str, Path]:
+    """The file of each tensor, by the tensor's name, of a weight index: they lie in the index's folder.
+
+    Raises:
+        CheckpointError: it is no weight index, or names files elsewhere.
+    """
+    with naming(path, f"{path} is not a weight index", "Fetch it again."):
+        found = {name: path.parent / file for name, file in read_json(path, TEXT)["weight_map"].items()}
+        if outside := [file for file in found.values() if ".." in file.parts or not file.is_relative_to(path.parent)]:
+            raise ValueError(f"it names {outside[0]}, which is not in its folder")
+        return found
+
+
+def check_numbers(values: Any, file: Path | str, largest: int = 1 << 24) -> None:
     """Checks numbers of a configuration, those within lists and mappings too, before anything is built of them.
 
     Args:
-        tensors, largest: how many tensors its weights have, and the largest size of one.
+        largest: the largest size of a tensor of its weights.
 
     Raises:
-        CheckpointError: a number is outside of its range, or not finite.
+        CheckpointError: a number is outside of its range, or not finite; a list is too long.
     """
-    most = {"layers": max(tensors, _FEW["layers"]), "parts": max(tensors, largest, _FEW["parts"])}
     left: list[tuple[str, Any]] = [("", values)]
     while left:
         name, value = left.pop()
         if isinstance(value, Mapping):
             left += [(str(key), each) for key, each in value.items()]
         elif isinstance(value, list | tuple):
+            if len(value) > _ITEMS:
+                raise CheckpointError(f"{file} has {name[:99]} with {len(value):,} items, of at most {_ITEMS:,}.")
             left += [(name, each) for each in value]
         elif isinstance(value, int | float):
             low, high = _range(name.rpartition(".")[2])
-            high = float(most.get(str(high), high))
+            high = max(largest, _SIZES) if high is None else high
             if not low <= value <= high:
                 shown = f"{value:g}" if isinstance(value, float) else str(value)[:40]
                 raise CheckpointError(f"{file} has {name[:99]} {shown}, which is not from {low:g} to {high:g}.")
 
 
 @functools.lru_cache(1024)
-def _range(name: str) -> tuple[float, float | str]:
+def _range(name: str) -> tuple[float, float | None]:
     return next((least, most) for names, least, most in _RANGES if re.fullmatch(names, name, re.DOTALL))
+
+
+@contextmanager
+def named(file: Path | str) -> Iterator[None]:
+    """Has the errors of longdraft that are raised inside name a file."""
+    try:
+        yield
+    except LongdraftError as error:
+        if Path(file).name in str(error):
+            raise
+        raise type(error)(f"{file}: {error}") from error
 
 
 @contextmanager
@@ -112,11 +140,10 @@ def naming(file: Path | str, failure: str, remedy: str = "") -> Iterator[None]:
         failure, remedy: beginning and end of the CheckpointError's message; the reason comes between them.
     """
     try:
-        yield
-    except LongdraftError as error:
-        if Path(file).name in str(error):
-            raise
-        raise type(error)(f"{file}: {error}") from error
+        with named(file):
+            yield
+    except LongdraftError:
+        raise
     except BaseException as error:  # no list of types would be complete, and panics of Rust are no Exceptions
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
@@ -140,3 +167,12 @@ def reads(what: str, remedy: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         return reading
 
     return bounded
+
+
+@contextmanager
+def opened(path: Path, remedy: str) -> Iterator[Any]:
+    """An open safetensors file, and the boundary of what is read from it: :func:`naming`."""
+    from safetensors import safe_open
+
+    with naming(path, f"{path} cannot be read", remedy), safe_open(regular(path), framework="pt") as file:
+        yield file

@@ -16,32 +16,38 @@ import dataclasses
 import functools
 import inspect
 import math
+import operator
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from functools import cache, partial
 from numbers import Integral, Real
 from typing import Any, ParamSpec, TypeVar, get_args, get_type_hints
 
-from longdraft.errors import ArgumentError, RequestError
+from longdraft.errors import ArgumentError, RequestError, UnknownMethodError
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
+T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
-Given = TypeVar("Given", bound="Options")
 
 _DRAFT = "the draft folder, or a small model's .gguf file"
-_KINDS = {int: "a whole number", float: "a number", bool: "True or False"}
+_KINDS = {int: "a whole number", float: "a number", bool: "True or False", str: "text"}
+_LISTS = {int: "whole numbers", float: "numbers", str: "a list"}
+_LIMITS = {
+    "least": ("of at least", operator.ge), "above": ("above", operator.gt),
+    "most": ("up to", operator.le), "below": ("below", operator.lt),
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """One option of a method.
+    """One option of a method, or one setting of a training run.
 
     Attributes:
-        kind: int, float, bool, str, tuple (of whole numbers) or object (anything).
+        kind: int, float, bool, str, tuple or object (anything). items: the kind of a tuple's items.
         default: the value if it is not given. usual: the default in words, if it depends on other things.
-        least: smallest value of a number. choices: the values of a text; none: any text.
+        least, above, most, below: limits of a number, or of each item. choices: the values of a text; none: any text.
+        size: how many items a tuple has; None: any number.
         aliases: other names that are accepted.
     """
 
@@ -53,6 +59,11 @@ class Option:
     least: float | None = None
     choices: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
+    above: float | None = None
+    most: float | None = None
+    below: float | None = None
+    items: type = object
+    size: int | None = None
 
     @property
     def range(self) -> str:
@@ -60,53 +71,67 @@ class Option:
         if self.choices:
             *others, last = self.choices
             return f"{', '.join(others)} or {last}" if others else last
-        if self.kind is tuple:
-            return "whole numbers of at least 1"
-        return _KINDS.get(self.kind, "") + ("" if self.least is None else f" of at least {self.least:g}")
+        many = self.kind is tuple
+        words = (_LISTS if many else _KINDS).get(self.items if many else self.kind, "")
+        limits = " and ".join(f"{words} {limit:g}" for words, _, limit in self._limits)
+        return " ".join(filter(None, ("" if self.size is None else str(self.size), words, limits)))
 
     @property
     def default_in_words(self) -> str:
-        """The default as a table shows it."""
-        if self.usual or self.default is None:
+        """The default as a table shows it; empty if there is none."""
+        if self.usual or self.default in (None, ()):
             return self.usual
+        if isinstance(self.default, tuple):
+            return f"[{', '.join(map(str, self.default))}]"
         return str(self.default).lower() if isinstance(self.default, bool) else str(self.default)
 
     def check(self, value: Any) -> None:
-        """Raises ValueError for a value that the option does not take."""
-        if (value is None and self.default is None) or self._takes(value):
-            return
-        raise ValueError(f"{self.name} must be {self.range}, got {value!r}")
+        """Raises ValueError for a value that the option does not take. It takes its default, whatever that is."""
+        if value is not self.default and not self._takes(value):
+            raise ValueError(f"{self.name} must be {self.range}, got {value!r}")
+
+    @property
+    def _limits(self) -> list[tuple[str, Callable[[Any, Any], bool], float]]:
+        limits = ((*words, getattr(self, name)) for name, words in _LIMITS.items())
+        return [(words, holds, limit) for words, holds, limit in limits if limit is not None]
 
     def _takes(self, value: Any) -> bool:
         if self.choices:
             return value in self.choices
-        if self.kind is tuple:
-            sizes = value if isinstance(value, tuple | list) else ()
-            return bool(sizes) and all(_is_number(size, Integral) and size >= 1 for size in sizes)
-        if self.kind is bool:
-            return isinstance(value, bool)
-        if self.kind not in (int, float):
+        if self.kind is not tuple:
+            return self._takes_one(self.kind, value)
+        items = value if isinstance(value, tuple | list) else ()
+        sized = bool(items) if self.size is None else len(items) == self.size
+        return sized and all(self._takes_one(self.items, item) for item in items)
+
+    def _takes_one(self, kind: type, value: Any) -> bool:
+        if kind not in _KINDS:
             return True
-        fits = _is_number(value, Integral if self.kind is int else Real)
-        return fits and (self.least is None or value >= self.least)
+        if kind in (bool, str) or isinstance(value, bool):
+            return isinstance(value, kind) and kind not in (int, float)
+        if not isinstance(value, Integral if kind is int else Real):
+            return False
+        finite = isinstance(value, Integral) or math.isfinite(value)
+        return finite and all(holds(value, limit) for _, holds, limit in self._limits)
 
 
-def _is_number(value: Any, kind: type) -> bool:
-    return isinstance(value, kind) and not isinstance(value, bool) and math.isfinite(value)  # type: ignore[arg-type]
+def number(text: str) -> int | float | str:
+    """The number that a text says, or the text."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
 
 
-def option(
-    default: Any = None,
-    *,
-    help: str,
-    min: float | None = None,
-    choices: tuple[str, ...] = (),
-    usual: str = "",
-    aliases: tuple[str, ...] = (),
-) -> Any:
-    """A field of an :class:`Options` dataclass; see :class:`Option`."""
-    about = {"help": help, "least": min, "choices": choices, "usual": usual, "aliases": aliases}
-    return dataclasses.field(default=default, metadata=about)
+def option(default: Any = None, *, help: str, min: float | None = None, **more: Any) -> Any:
+    """A field of an :class:`Options` dataclass.
+
+    Args:
+        min: ``least`` of its :class:`Option`. more: its other attributes, as ``choices``, ``usual``, ``aliases``.
+    """
+    return dataclasses.field(default=default, metadata={"help": help, "least": min, **more})
 
 
 class Options:
@@ -126,9 +151,9 @@ class Options:
         return {name: value for name, value in values.items() if value is not None}
 
 
-def declared(group: type[Options]) -> dict[str, Option]:
+def declared(group: type[Any]) -> dict[str, Option]:
     """The options that a dataclass declares, by name."""
-    kind: Any = group  # hashable, though mypy sees the instances' hash
+    kind: Any = group  # hashable, which mypy does not see
     return dict(_declared(kind))
 
 
@@ -136,18 +161,19 @@ def declared(group: type[Options]) -> dict[str, Option]:
 def _declared(group: Any) -> dict[str, Option]:
     hints = get_type_hints(group)
     return {
-        f.name: Option(f.name, _kind(hints[f.name]), f.default, **f.metadata)
+        f.name: Option(f.name, default=f.default, **_kinds(hints[f.name]), **f.metadata)
         for f in dataclasses.fields(group)
         if f.metadata
     }
 
 
-def _kind(hint: Any) -> type:
-    """The type of an option without its ``| None``."""
-    kinds = [kind for kind in get_args(hint) if kind is not type(None)] if type(None) in get_args(hint) else [hint]
-    kind = kinds[0] if len(kinds) == 1 else object
-    kind = getattr(kind, "__origin__", kind)
-    return kind if isinstance(kind, type) else object
+def _kinds(hint: Any) -> dict[str, Any]:
+    """``kind`` and ``items`` of an option, from its annotation without ``| None``."""
+    among = [each for each in get_args(hint) if each is not type(None)] if type(None) in get_args(hint) else [hint]
+    kind = among[0] if len(among) == 1 else object
+    if getattr(kind, "__origin__", None) is tuple:
+        return {"kind": tuple, "items": get_args(kind)[0]}
+    return {"kind": kind if kind in _KINDS else object}
 
 
 def takes(*groups: type[Options]) -> Callable[[F], F]:
@@ -177,39 +203,64 @@ def options_of(factory: Callable[..., Any]) -> dict[str, Option]:
     return found
 
 
-def by_official_name(given: Mapping[str, Any], known: Mapping[str, Option]) -> dict[str, Any]:
-    """Options with aliases replaced by the names that they stand for.
-
-    Raises:
-        ValueError: an option is given by two of its names.
-    """
-    names = {alias: each.name for each in known.values() for alias in each.aliases if alias not in known}
-    for alias, official in names.items():
-        if alias in given and official in given:
-            raise ValueError(f"{alias} is another name of {official}: give one of them")
-    return {names.get(name, name): value for name, value in given.items()}
-
-
 def listed(names: Iterable[str]) -> str:
     """Names with commas between; "none" without any."""
     return ", ".join(names) or "none"
 
 
-def parse(owner: str, given: Mapping[str, Any], *groups: type[Options]) -> tuple[Any, ...]:
-    """An instance of each dataclass, from flat keywords.
+def checked(owner: str, given: Mapping[str, Any], known: Mapping[str, Option]) -> dict[str, Any]:
+    """Options by their official names, in place of aliases.
 
     Args:
         owner: what takes the options, for messages.
 
     Raises:
-        ValueError: an option that no dataclass declares, or a value that it does not take.
+        ValueError: an option that is not known or given by two of its names, or a value that it does not take.
     """
-    known = {name: each for group in groups for name, each in declared(group).items()}
-    given = by_official_name(given, known)
-    for name in given:
+    names = {alias: each.name for each in known.values() for alias in each.aliases if alias not in known}
+    for alias, official in names.items():
+        if alias in given and official in given:
+            raise ValueError(f"{alias} is another name of {official}: give one of them")
+    found = {names.get(name, name): value for name, value in given.items()}
+    for name, value in found.items():
         if name not in known:
             raise ValueError(f"{owner} has no option {name}: {suggestion(name, known) or f'it has {listed(known)}.'}")
-    return tuple(group(**{n: v for n, v in given.items() if n in declared(group)}) for group in groups)
+        known[name].check(value)
+    return found
+
+
+def parse(owner: str, given: Mapping[str, Any], *groups: type[Options]) -> tuple[Any, ...]:
+    """An instance of each dataclass, from flat keywords; for ``owner`` and errors, see :func:`checked`."""
+    found = checked(owner, given, {name: each for group in groups for name, each in declared(group).items()})
+    return tuple(group(**{n: v for n, v in found.items() if n in declared(group)}) for group in groups)
+
+
+def no_option(name: str, known: Iterable[str], methods: Mapping[str, Iterable[str]]) -> ValueError:
+    """The error for an option that no method has which is chosen by itself.
+
+    Args:
+        known: the options of those. methods: the options of every method, by its name.
+    """
+    owners = [method for method, options in methods.items() if name in options]
+    advice = f"it is one of {', '.join(owners)}; name the method." if owners else ""
+    advice = advice or suggestion(name, ["target", "tokenizer", *known]) or "no method has one."
+    return ValueError(f"There is no option {name}: {advice}")
+
+
+def method_in(methods: Mapping[str, T], name: str) -> T:
+    """The entry of a method.
+
+    Raises:
+        UnknownMethodError: listing the names there are.
+    """
+    try:
+        return methods[name]
+    except (KeyError, TypeError):
+        advice = suggestion(name, methods) if isinstance(name, str) else ""
+        raise UnknownMethodError(
+            f"There is no method {name!r}{f': {advice}' if advice else '.'} Methods: {', '.join(methods)}. "
+            "See `longdraft methods`."
+        ) from None
 
 
 # --- arguments of calls ---
@@ -285,9 +336,6 @@ def with_suggestions(call: Callable[P, R]) -> Callable[P, R]:
         return call(*args, **kwargs)
 
     return answered
-
-
-T = TypeVar("T")
 
 
 def class_with_suggestions(kind: type[T]) -> type[T]:

@@ -26,7 +26,7 @@ from longdraft.folders import is_gguf
 from longdraft.methods import DEFAULTS, DRAFTING, METHODS, Method, method_named, method_of
 from longdraft.model.companions import origin_of
 from longdraft.model.runner import TargetRunner
-from longdraft.options import listed, suggestion
+from longdraft.options import listed, no_option
 
 
 @dataclass(frozen=True)
@@ -184,10 +184,7 @@ def _able(options: Mapping[str, Any]) -> list[Method]:
     unknown = next((name for name in options if name not in names), None)
     if unknown is None:
         raise ValueError(f"No method that is chosen by itself has {' and '.join(options)} together: name the method")
-    owners = [m.name for m in METHODS.values() if unknown in m.options]
-    advice = f"it is one of {', '.join(owners)}; name the method." if owners else ""
-    advice = advice or suggestion(unknown, ["target", "tokenizer", *names]) or "no method has one."
-    raise ValueError(f"There is no option {unknown}: {advice}")
+    raise no_option(unknown, names, {m.name: m.options for m in METHODS.values()})
 
 
 def _built(method: Method, drafting: Method, options: Mapping[str, Any]) -> Recipe:

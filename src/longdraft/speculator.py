@@ -31,7 +31,7 @@ from longdraft.model.runner import TargetRunner
 from longdraft.options import whole_number, with_suggestions
 from longdraft.planning.costs import STEPS, Stage
 from longdraft.planning.planner import Planner
-from longdraft.planning.plans import checked, planned, planner_for
+from longdraft.planning.plans import PlanChoice, checked, planned, planner_for
 from longdraft.recipes import Recipe, recipe_for, resolve
 from longdraft.views.view import dtype_of
 
@@ -69,7 +69,8 @@ class Speculator:
         plan: ``"auto"`` sizes trees by what they cost on this machine and by what is accepted, round by round, and
             decodes plainly where that is faster; the first run with a model measures the costs, for 20 s at
             most, and keeps them. ``"fixed"`` grows the method's own trees. Left out: fixed where the options say what
-            tree, else what LONGDRAFT_PLAN says, else auto. The output is the same.
+            tree, else what LONGDRAFT_PLAN says, else auto. The output is the same. A dictionary, rows of a forward to
+            its seconds, plans by these costs and by no clock, for the same trees on every machine.
         deterministic: plain decoding and every exact method agree to the bit on a GPU too, near ties included: each
             forward of decoding has 64 rows, whatever is verified, and attention adds up in a fixed order. Slower where
             few rows are verified, most of all plain decoding. On a CPU with our kernels it is so anyway.
@@ -93,7 +94,7 @@ class Speculator:
         tokenizer: PreTrainedTokenizerBase | None = None,
         *,
         offload: str | Path | None = None,
-        plan: str | None = None,
+        plan: PlanChoice = None,
         kv_dtype: str | None = None,
         deterministic: bool = False,
         **options: Any,
@@ -240,7 +241,7 @@ class Speculator:
                     runner.share.check_plan(self._plan)
                 free = self.offload is None and runner.share is None
                 wanted = planned(self._plan, self.options, chosen.method.exact) and chosen.can_be_planned
-                self._planners[runner] = planner_for(runner, progress) if free and wanted else None
+                self._planners[runner] = planner_for(self._plan, runner, progress) if free and wanted else None
             return self._planners[runner]
 
     def runner(self, target: PreTrainedModel | None = None) -> TargetRunner:
@@ -318,6 +319,7 @@ class Speculator:
         batch: int | None = None,
         cache: PromptCache | None = None,
         cancelled: Callable[[], bool] = lambda: False,
+        piece: int | None = None,
     ) -> list[Result]:
         """Decodes prompts to the end: a result for each.
 
@@ -336,6 +338,7 @@ class Speculator:
                 where the memory does not hold the KV of so many, unless there is a ``cache``.
             cache: KV of earlier runs to start from and to keep.
             cancelled: asked between forwards; True ends the run.
+            piece: prompt tokens read in one forward, as of :meth:`session`.
 
         Raises:
             RequestError: a value that cannot be used, such as ``max_new_tokens`` below 1; as ArgumentError, an argument
@@ -347,7 +350,7 @@ class Speculator:
         return self.stream(
             prompts, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
             repetition_penalty=repetition_penalty, sampling=sampling, seed=seed, eos_token_ids=eos_token_ids,
-            stop=stop, chat=chat, batch=batch, cache=cache, cancelled=cancelled,
+            stop=stop, chat=chat, batch=batch, cache=cache, cancelled=cancelled, piece=piece,
         ).results()  # fmt: skip
 
     @with_suggestions
@@ -369,6 +372,7 @@ class Speculator:
         batch: int | None = None,
         cache: PromptCache | None = None,
         cancelled: Callable[[], bool] = lambda: False,
+        piece: int | None = None,
     ) -> Generation:
         """Starts decoding prompts: as :meth:`generate`, with its arguments and errors, step by step.
 
@@ -383,7 +387,7 @@ class Speculator:
         )  # fmt: skip
         if not callable(cancelled):
             raise RequestError(f"cancelled is a function that is asked between forwards, got {cancelled!r}")
-        chosen, engine = self._engine(batch, cache, len(requests))
+        chosen, engine = self._engine(batch, cache, len(requests), piece=piece)
         named = chosen.method
         return Generation(engine, self.texts, named.name, named.exact, requests, cancelled)
 
@@ -410,10 +414,10 @@ class Speculator:
         Raises:
             RequestError: ``batch`` or ``piece`` below 1.
         """
-        size = None if piece is None else whole_number("piece", piece, 1)
-        chosen, engine = self._engine(batch, cache, None, context, size)
+        chosen, engine = self._engine(batch, cache, None, context, piece)
         return Session(engine, self.texts, chosen.method.name, chosen.method.exact)
 
+    @memory_checked()
     def _engine(
         self,
         batch: int | None,
@@ -435,7 +439,7 @@ class Speculator:
             self._planner(runner),
             slots=slots if most is None else min(slots, most),
             capacity=whole_number("context", context, 0),
-            chunk=piece,
+            chunk=None if piece is None else whole_number("piece", piece, 1),
         )
 
     # --- transformers: model.generate(**inputs, custom_generate=speculator) ---

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.machinery
+import importlib.util
 import logging
-import sys
-import types
 
 import pytest
 import torch
@@ -13,115 +11,79 @@ import torch
 from longdraft.attention import cpu, dispatch, reference, sdpa
 from longdraft.errors import CapabilityError
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+CPU, CUDA, MPS = torch.device("cpu"), torch.device("cuda", 0), torch.device("mps")
 
 
-@pytest.fixture
-def installed(monkeypatch):
+@pytest.fixture(params=[True, False], ids=["triton", "no triton"])
+def triton(request, monkeypatch):
     """Says whether the machine has triton."""
-
-    def set_packages(*names: str) -> None:
-        for name in ("triton",):
-            module = types.ModuleType(name) if name in names else None
-            if module is not None:
-                module.__spec__ = importlib.machinery.ModuleSpec(name, loader=None)
-                monkeypatch.setitem(sys.modules, name, module)
-        find = dispatch.importlib.util.find_spec
-        monkeypatch.setattr(
-            dispatch.importlib.util,
-            "find_spec",
-            lambda name: None if name == "triton" and name not in names else find(name),
-        )
-
-    return set_packages
-
-
-def test_a_cpu_gets_the_cpu_path():
-    name, attend = dispatch.resolve(CPU, torch.float32, 64)
-    assert name == "cpu" and attend is cpu.attend
+    found = importlib.util.find_spec("json") if request.param else None
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: found if name == "triton" else find(name, *rest)
+    )
+    return request.param
 
 
 @pytest.mark.parametrize(
-    ("packages", "dtype", "head_dim", "expected"),
+    ("device", "dtype", "head_dim", "expected"),
     [
-        ([], torch.bfloat16, 64, "hybrid"),
-        ([], torch.float32, 64, "hybrid"),
-        (["triton"], torch.bfloat16, 64, "hybrid"),
-        (["triton"], torch.bfloat16, 36, "sdpa"),
-        (["triton"], torch.float16, 512, "sdpa"),
-        ([], torch.float64, 64, "sdpa"),
+        (CPU, torch.float32, 64, "cpu"),
+        (CUDA, torch.bfloat16, 64, "hybrid"),
+        (CUDA, torch.float32, 64, "hybrid"),
+        (CUDA, torch.bfloat16, 36, "sdpa"),
+        (CUDA, torch.float16, 512, "sdpa"),
+        (CUDA, torch.float64, 64, "sdpa"),
+        (MPS, torch.float16, 64, "sdpa"),
     ],
 )
-def test_a_gpu_gets_hybrid_attention_where_it_serves(installed, caplog, packages, dtype, head_dim, expected):
-    installed(*packages)
-    assert dispatch.choose(CUDA, dtype, head_dim) == expected
-    assert ("Attention runs on torch's masked kernels" in caplog.text) == (expected == "sdpa")
+def test_a_path_is_chosen_by_device_dtype_and_head_size(triton, caplog, device, dtype, head_dim, expected):
+    with caplog.at_level(logging.INFO, logger="longdraft"):
+        name, attend = dispatch.resolve(device, dtype, head_dim)
+    assert name == expected and (name != "cpu" or attend is cpu.attend)
+    warned = expected == "sdpa" and device == CUDA
+    assert ("Attention runs on torch's masked kernels" in caplog.text) == warned
+    assert caplog.text.count(f"attention path: {expected}") == 1
 
 
-def test_other_devices_get_sdpa():
-    assert dispatch.choose(torch.device("mps"), torch.float16, 64) == "sdpa"
+PATHS = [("reference", reference.attend), ("sdpa", sdpa.attend), ("cpu", cpu.attend)]
 
 
-@pytest.mark.parametrize(
-    ("name", "attend"), [("reference", reference.attend), ("sdpa", sdpa.attend), ("cpu", cpu.attend)]
-)
+@pytest.mark.parametrize(("name", "attend"), PATHS)
 def test_a_path_can_be_forced(monkeypatch, name, attend):
     monkeypatch.setenv(dispatch.ENVIRONMENT, name)
     assert dispatch.resolve(CPU, torch.float32, 64) == (name, attend)
 
 
-def test_an_unknown_path_is_refused_with_the_known_ones(monkeypatch):
-    monkeypatch.setenv(dispatch.ENVIRONMENT, "turbo")
-    with pytest.raises(CapabilityError, match="turbo"):
-        dispatch.choose(CPU, torch.float32, 64)
-
-
-def test_a_forced_path_that_cannot_run_is_an_error_not_another_path(monkeypatch, installed):
-    installed()
-    monkeypatch.setenv(dispatch.ENVIRONMENT, "hybrid")
-    with pytest.raises(CapabilityError, match="hybrid"):
+@pytest.mark.parametrize("name", ["turbo", "hybrid"])
+def test_a_forced_path_that_cannot_run_is_an_error_not_another_path(monkeypatch, name):
+    monkeypatch.setenv(dispatch.ENVIRONMENT, name)
+    with pytest.raises(CapabilityError, match=name):
         dispatch.choose(CPU, torch.bfloat16, 64)
 
 
 @pytest.mark.parametrize(
-    ("name", "packages", "device", "dtype", "head_dim", "reason"),
+    ("name", "device", "dtype", "head_dim", "reason"),
     [
-        ("cpu", [], CUDA, torch.float32, 64, "runs on a CPU"),
-        ("hybrid", [], CPU, torch.float32, 64, "try sdpa"),
-        ("hybrid", [], torch.device("mps"), torch.float32, 64, "try sdpa"),
-        ("hybrid", [], CUDA, torch.float64, 64, "float64"),
-        ("hybrid", [], CUDA, torch.bfloat16, 320, "up to 256"),
-        ("hybrid", [], CUDA, torch.bfloat16, 36, "multiples of 8"),
-        ("triton", [], CUDA, torch.bfloat16, 64, "longdraft[gpu]"),
-        ("triton", ["triton"], CPU, torch.float32, 64, "TRITON_INTERPRET=1"),
-        ("triton", ["triton"], CUDA, torch.float32, 320, "up to 256"),
+        ("cpu", CUDA, torch.float32, 64, "runs on a CPU"),
+        ("hybrid", CPU, torch.float32, 64, "try sdpa"),
+        ("hybrid", MPS, torch.float32, 64, "try sdpa"),
+        ("hybrid", CUDA, torch.float64, 64, "float64"),
+        ("hybrid", CUDA, torch.bfloat16, 320, "up to 256"),
+        ("hybrid", CUDA, torch.bfloat16, 36, "multiples of 8"),
+        ("triton", CPU, torch.float32, 64, "TRITON_INTERPRET=1"),
+        ("triton", CUDA, torch.float32, 320, "up to 256"),
+        ("triton", CUDA, torch.bfloat16, 256, None),
+        *((name, device, torch.float64, 1000, None) for name in ("reference", "sdpa") for device in (CPU, CUDA)),
     ],
 )
-def test_a_path_that_cannot_run_says_why(monkeypatch, installed, name, packages, device, dtype, head_dim, reason):
+def test_a_path_that_cannot_run_says_why(monkeypatch, triton, name, device, dtype, head_dim, reason):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    installed(*packages)
-    assert reason in (dispatch.unavailable(name, device, dtype, head_dim) or "")
-
-
-@pytest.mark.parametrize(
-    ("name", "device", "dtype", "head_dim"),
-    [
-        *((name, device, torch.float64, 1000) for name in ("reference", "sdpa") for device in (CPU, CUDA)),
-        *((name, CUDA, torch.bfloat16, 256) for name in ("triton",)),
-        ("triton", CPU, torch.float32, 64),
-    ],
-    ids=str,
-)
-def test_a_path_that_can_run_has_no_reason_against_it(monkeypatch, installed, name, device, dtype, head_dim):
-    installed("triton")
+    reason = "longdraft[gpu]" if name == "triton" and not triton else reason
+    found = dispatch.unavailable(name, device, dtype, head_dim)
+    assert found is None if reason is None else reason in found
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert dispatch.unavailable(name, device, dtype, head_dim) is None
-
-
-def test_the_chosen_path_is_logged_once(caplog):
-    with caplog.at_level(logging.INFO, logger="longdraft"):
-        dispatch.resolve(CPU, torch.float32, 64)
-    assert [r.getMessage() for r in caplog.records] == ["attention path: cpu (cpu, torch.float32, head size 64)"]
+    assert not triton or dispatch.unavailable("triton", CPU, torch.float32, 64) is None
 
 
 def test_keys_are_transposed_for_the_float32_cpu_path_alone():

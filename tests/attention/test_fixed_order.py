@@ -14,10 +14,11 @@ if not CUDA:
     os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are decorated, so before the import
 
 from longdraft.attention import fixed_order  # noqa: E402
-from longdraft.attention.block import Block, Scoring  # noqa: E402
+from longdraft.attention.block import PLAIN, Block, Scoring  # noqa: E402
 from longdraft.errors import CapabilityError  # noqa: E402
+from longdraft.native.scaled import Scaled  # noqa: E402
 from tests.attention.cases import TOLERANCE, assert_like_reference, case, random_tree  # noqa: E402
-from tests.quick import in_turn, slow  # noqa: E402
+from tests.quick import slow  # noqa: E402
 
 
 def by_kernel(monkeypatch):
@@ -37,33 +38,29 @@ def attend(request, monkeypatch):
     compute = fixed_order.fixed_order_attention if request.param == "definition" else by_kernel(monkeypatch)
 
     def path(q, keys, values, block, scale, scoring=None):
-        paths, counts = fixed_order._paths(block, q.device)
         bound = max(block.lengths) + block.width
-        return compute(q, keys, values, block.slots_t, block.lengths_t, paths, counts, bound, scale)
+        rows = block.slots_t, block.lengths_t, *fixed_order.paths_of(block, q.device)
+        return compute(q, keys, values, *rows, bound, scale)
 
     return path
 
 
-@pytest.mark.parametrize(("lengths", "dtype"), in_turn([[5, 0, 70], [63], [130, 64]], list(TOLERANCE)), ids=str)
+@pytest.mark.parametrize(("lengths", "dtype"), zip([[5, 0, 70], [63], [9]], TOLERANCE, strict=True), ids=str)
 def test_it_is_attention(attend, lengths, dtype):
-    arguments = case(lengths, 7, dtype=dtype)
-    assert_like_reference(attend, *arguments, tolerance=max(1e-5, TOLERANCE[dtype]))
-    assert_like_reference(attend, *case([9, 40], 4, dtype=dtype, tree=False), tolerance=max(1e-5, TOLERANCE[dtype]))
-    behind = case([30, 3], 4, dtype=dtype, behind=3)
-    assert_like_reference(attend, *behind, tolerance=max(1e-5, TOLERANCE[dtype]))
+    for arguments in (case(lengths, 4, dtype=dtype), case([9, 20], 2, dtype=dtype, tree=False, behind=3)):
+        assert_like_reference(attend, *arguments, tolerance=max(1e-5, TOLERANCE[dtype]))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, slow(torch.bfloat16)], ids=str)
-@pytest.mark.parametrize("before", [58, *map(slow, (0, 14, 64, 121))])
+@pytest.mark.parametrize(("before", "dtype"), [(58, torch.float32), *(slow(n, torch.bfloat16) for n in (0, 64, 121))])
 def test_a_row_of_a_tree_has_the_bits_of_a_plain_step(attend, before, dtype):
     """Each row's path is laid out behind the prefix, as plain decoding would have left it, and padded as it would be.
     Tiles and splits end between the rows of some paths."""
-    size, generator = 16, torch.Generator().manual_seed(before)
+    size, generator = 8, torch.Generator().manual_seed(before)
     mask = random_tree(size, generator)
-    mask[8:12] = torch.tril(torch.ones(size, size, dtype=torch.bool))[8:12]  # a chain of twelve too
+    mask[4:7] = torch.tril(torch.ones(size, size, dtype=torch.bool))[4:7]  # a chain of seven too
     q, keys, values, block, scale = case([before], size, mask=mask[None], dtype=dtype)
     together = attend(q, keys, values, block, scale)
-    for i in range(0, size, 3):
+    for i in (0, 6, 7):
         path = mask[i].nonzero().flatten()
         own = [x.clone() for x in (keys, values)]
         for x, old in zip(own, (keys, values), strict=True):
@@ -76,25 +73,27 @@ def test_a_row_of_a_tree_has_the_bits_of_a_plain_step(attend, before, dtype):
 
 
 def test_rows_beside_a_row_and_bounds_change_nothing(attend):
-    q, keys, values, block, scale = case([37, 11], 8)
+    q, keys, values, block, scale = case([7, 11], 4)
     expected = attend(q, keys, values, block, scale)
-    larger = torch.cat([q[:, :, :4], 100 * q[:, :, 4:]], dim=2)
-    assert torch.equal(attend(larger, keys, values, block, scale)[:, :, :4], expected[:, :, :4])
-    captured = replace(block, slots=(-1, -1), lengths=(300, 300), captured=True)
+    larger = torch.cat([q[:, :, :2], 100 * q[:, :, 2:]], dim=2)
+    assert torch.equal(attend(larger, keys, values, block, scale)[:, :, :2], expected[:, :, :2])
+    captured = replace(block, slots=(-1, -1), lengths=(40, 40), captured=True)
     assert torch.equal(attend(q, keys, values, captured, scale), expected)
 
 
 def test_the_check_at_the_start_passes_and_finds_another_order(monkeypatch):
-    fixed_order.check.__wrapped__(torch.device("cpu"), torch.float32, 16, 2)
+    fixed_order.check.cache_clear()
+    fixed_order.check(torch.device("cpu"), torch.float32, 16, 2)
     by_rank = fixed_order.attend
-    monkeypatch.setattr(
-        fixed_order, "attend", lambda *inputs: by_rank(*inputs) + 1e-6 * inputs[3].lengths[0]
-    )  # fmt: skip
+    monkeypatch.setattr(fixed_order, "attend", lambda *inputs: by_rank(*inputs) + 1e-6 * inputs[3].lengths[0])
+    fixed_order.check.cache_clear()
     with pytest.raises(CapabilityError, match="deterministic"):
-        fixed_order.check.__wrapped__(torch.device("cpu"), torch.float32, 16, 2)
+        fixed_order.check(torch.device("cpu"), torch.float32, 16, 2)
 
 
-def test_other_layers_are_refused():
+@pytest.mark.parametrize("rounded", [False, True])
+def test_other_layers_and_rows_in_eight_bits_are_refused(rounded):
     q, keys, values, block, scale = case([5], 3)
-    with pytest.raises(CapabilityError, match="deterministic"):
-        fixed_order.attend(q, keys, values, block, scale, Scoring(softcap=5.0))
+    keys, values = (Scaled.of(x) for x in (keys, values)) if rounded else (keys, values)
+    with pytest.raises(CapabilityError, match="deterministic=True"):
+        fixed_order.attend(q, keys, values, block, scale, PLAIN if rounded else Scoring(softcap=5.0))

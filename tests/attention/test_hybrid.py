@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import pytest
@@ -61,22 +60,6 @@ def test_windows_begin_where_they_begin():
         own = (x[slot : slot + 1, :, begin:] for x in (keys, values))
         expected = reference.attend(q[b : b + 1], *own, part, scale)
         torch.testing.assert_close(got[b : b + 1].float(), expected.float(), atol=3e-2, rtol=3e-2)
-
-
-def test_what_is_derived_of_a_block_serves_all_layers_and_one_forward():
-    q, keys, values, block, scale = case([12, 20], 4)
-    hybrid.attend(q, keys, values, block, scale)
-    first = dict(block.derived)
-    hybrid.attend(q, keys, values, block, scale)
-    assert len(first) == 1 and all(block.derived[k] is v for k, v in first.items())
-    assert not dataclasses.replace(block).derived
-
-
-def test_a_recorded_forward_takes_bounds_alone_from_the_host():
-    """Slots that do not exist and lengths that are too great, as a recording has them: the result is the same."""
-    q, keys, values, block, scale = case([12, 0, 20], 4, dtype=torch.bfloat16)
-    recorded = dataclasses.replace(block, slots=(-1,) * 3, lengths=(23,) * 3, captured=True)
-    assert torch.equal(hybrid.attend(q, keys, values, recorded, scale), hybrid.attend(q, keys, values, block, scale))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -49,8 +49,8 @@ def test_the_kernel_and_the_definition_are_attention_to_the_whole(dtype, lengths
         torch.testing.assert_close(found.float(), whole.float(), atol=tolerance, rtol=tolerance)
 
 
-@settings(max_examples=12)
-@given(st.integers(1, 3), st.integers(2, 20), st.sampled_from(DTYPES))
+@settings(max_examples=4)
+@given(st.integers(2, 3), st.integers(2, 12), st.sampled_from(DTYPES))
 def test_a_sequence_does_not_depend_on_the_others(batch, size, dtype):
     given, _ = arguments([10 * b for b in range(batch)], size, dtype=dtype, heads=(4, 2), head_dim=16)
     q, keys, values, o, lse, tree, hidden, scale = given

@@ -9,6 +9,7 @@ import torch
 
 from longdraft.attention import triton_tuning
 from longdraft.attention.triton_tuning import Choice, Kind, Tuning, candidates
+from tests.attention.cases import case
 
 KIND = Kind("GPU of a test", 128, 16, "torch.bfloat16", "3.9")
 DEFAULT = Choice(64)
@@ -59,21 +60,15 @@ def test_what_was_found_is_kept_for_later_processes_and_for_its_kind_alone(tmp_p
         assert Tuning(tmp_path).known(Kind(**{**vars(KIND), **other})) is None
 
 
-@pytest.mark.parametrize("damage", ["", "{}", "[1]", '{"format": 1, "kind": {}, "choice": {}}', "no json"])
-def test_a_damaged_file_is_found_anew(tmp_path, damage):
-    Tuning(tmp_path).find(KIND, DEFAULT, Clock())
-    (file,) = tmp_path.iterdir()
-    file.write_text(damage)
-    assert Tuning(tmp_path).known(KIND) is None
+WRONG = [{"block_n": 48}, {"warps": 3}, {"stages": 0}, {"waves": 1.5}, {"colour": 1}]
 
 
-@pytest.mark.parametrize("wrong", [{"block_n": 48}, {"warps": 3}, {"stages": 0}, {"waves": 1.5}, {"colour": 1}])
-def test_a_choice_that_launches_nothing_is_found_anew(tmp_path, wrong):
+@pytest.mark.parametrize("damage", ["", "[1]", '{"format": 1, "kind": {}, "choice": {}}', "no json", *WRONG], ids=str)
+def test_a_damaged_file_or_a_choice_that_launches_nothing_is_found_anew(tmp_path, damage):
     Tuning(tmp_path).find(KIND, DEFAULT, Clock())
     (file,) = tmp_path.iterdir()
     content = json.loads(file.read_text())
-    content["choice"].update(wrong)
-    file.write_text(json.dumps(content))
+    file.write_text(damage if isinstance(damage, str) else json.dumps(content | {"choice": content["choice"] | damage}))
     assert Tuning(tmp_path).known(KIND) is None
 
 
@@ -92,35 +87,25 @@ def test_a_folder_that_cannot_be_written_costs_nothing_but_the_next_tuning(tmp_p
     assert tuning.find(KIND, DEFAULT, Clock(n32w4s3x2=0.5)) == Choice(32, 4, 3) == tuning.known(KIND)
 
 
-def test_it_is_kept_in_the_cache(tmp_path, monkeypatch):
+def test_it_is_kept_in_the_cache_and_can_be_switched_off(tmp_path, monkeypatch):
     monkeypatch.setenv("LONGDRAFT_CACHE", str(tmp_path))
     Tuning().find(KIND, DEFAULT, Clock())
     assert [f.parent for f in tmp_path.rglob("*.json")] == [tmp_path / "triton"]
-
-
-def test_the_switch(monkeypatch):
     assert triton_tuning.wanted()
     monkeypatch.setenv("LONGDRAFT_TUNE", "0")
     assert not triton_tuning.wanted()
 
 
-def test_the_interpreter_uses_the_defaults_and_any_choice_gives_the_same(monkeypatch):
+def test_the_interpreter_measures_nothing_and_any_choice_gives_the_same(monkeypatch):
     pytest.importorskip("triton")
-    from longdraft.attention import reference, triton_backend
-    from longdraft.attention.block import Block
+    from longdraft.attention import triton_backend
 
     if torch.cuda.is_available():
         pytest.skip("the interpreter is not in use")
     monkeypatch.setattr(triton_backend.tuning, "find", lambda *a: pytest.fail("nothing is measured here"))
-    g = torch.Generator().manual_seed(0)
-    q, keys, values = (torch.randn(1, h, n, 16, generator=g) for h, n in ((4, 5), (2, 700), (2, 700)))
-    block = Block.make([0], [650], 5)
-    expected = reference.attend(q, keys, values, block, 0.25)
-    torch.testing.assert_close(triton_backend.attend(q, keys, values, block, 0.25), expected, atol=1e-5, rtol=1e-5)
-    monkeypatch.setattr(triton_backend, "_processors", lambda device: 4)
-    for choice in (Choice(16, waves=1), Choice(32, 8, 3, 2), Choice(128, waves=4)):
-        monkeypatch.setattr(triton_backend, "_choice", lambda inputs, choice=choice: choice)
-        inputs = triton_backend.Inputs(q, keys, values, block.slots_t, block.lengths_t, 0.25)
-        assert triton_backend._choose_splits(inputs, 650, choice) == min(2, 2 * choice.waves)
-        got = triton_backend.attend(q, keys, values, block, 0.25)
-        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+    q, keys, values, block, scale = case([150], 5)
+    given = q, keys, values, block.slots_t, block.lengths_t, scale, 150
+    expected = triton_backend.prefix_attention(*given)
+    for splits, choice in ((1, Choice(16, waves=1)), (2, Choice(32, 8, 3, 2)), (3, Choice(128, waves=4))):
+        for found, wanted in zip(triton_backend.prefix_attention(*given, splits, choice), expected, strict=True):
+            torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)

@@ -1,4 +1,4 @@
-"""``longdraft bench length``: break-even of methods here, and of servers."""
+"""``longdraft bench acceptance`` and ``bench length``: drafts and servers against the length of the text."""
 
 from __future__ import annotations
 
@@ -8,32 +8,132 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from longdraft import Speculator
 from longdraft.bench import tasks
 from longdraft.bench.acceptance import Accepted
 from longdraft.bench.experiment import Experiment
 from longdraft.bench.length import doubled
-from longdraft.bench.servers import Server, Servers
+from longdraft.bench.servers import Server, steps
 from longdraft.errors import CapabilityError
-
-
-def last(ended):
-    return json.loads(ended.out.splitlines()[-1])
 
 
 @pytest.fixture
 def data_file(tmp_path):
+    rows = [{"context": f"five six {i} " * n, "input": "why?", "dataset": "made-up"} for i, n in enumerate((60, 20))]
     path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(json.dumps({"text": f"five six {i} " * 40, "dataset": "made-up"}) for i in range(2)))
+    path.write_text("\n".join(map(json.dumps, rows)))
     return path
 
 
-def test_break_even_here(shell, model_folder, data_file, tmp_path):
-    pytest.importorskip("matplotlib")
-    given = ("bench", "length", "--model", model_folder, "--data", data_file, "--methods", "prompt-lookup", "-n", 8,
-             "--ignore-eos", "--lengths", "64,128", "--results", tmp_path / "r.jsonl", "--json")  # fmt: skip
-    ended = shell(*given, "--svg", tmp_path / "r.svg")
+@pytest.fixture
+def measured(shell, model_folder, data_file):
+    def run(verb, *arguments):
+        given = ("--model", model_folder, "--data", data_file, "-n", 4, "--methods", "prompt-lookup")
+        return shell("bench", verb, *given, "--lengths", "64,600", "--ignore-eos", "--json", *arguments)
+
+    return run
+
+
+def last(ended):
+    assert ended.code in (0, 130), ended.err
+    return json.loads(ended.out.splitlines()[-1])
+
+
+def test_a_table_and_json(measured):
+    ended = measured("acceptance", "--levels", 2)
     found = last(ended)
-    assert ended.code == 0, ended.err
+    assert [
+        (r["method"], r["temperature"], r["length"], r["rope_factor"], r["prompts"], r["context_tokens"])
+        for r in found["rows"]
+    ] == [
+        ("prompt-lookup", t, length, factor, prompts, length)
+        for t in (0.0, 1.0)
+        for length, factor, prompts in ((64, None, 2), (600, 2.0, 1))
+    ]
+    assert all(r["new_tokens"] == 3 * r["prompts"] and r["mean_accepted_length"] >= 1 for r in found["rows"])
+    assert found["complete"] and "600 tokens: 1 of 2 texts are not that long" in found["notes"][0]
+    for text in (
+        "Mean accepted length: made-up, greedy",
+        "Accepted by depth: made-up, T = 1",
+        "600 x2",
+        "1 of 2 texts",
+    ):
+        assert text in ended.out
+
+
+def test_a_results_file_is_gone_on_with_and_added_to(measured, tmp_path):
+    """Also one of an earlier version, whose runs lack their seconds."""
+    path = tmp_path / "r.jsonl"
+    given = ("--lengths", 64, "--results", path)
+    first = last(measured("acceptance", *given))["rows"]
+    head, *lines = path.read_text().splitlines(keepends=True)
+    assert len(lines) == 4
+    later = {"seconds", "first_token_seconds"}
+    old = [json.dumps({k: x for k, x in json.loads(text).items() if k not in later}) + "\n" for text in lines[:2]]
+    path.write_text(head + "".join(old) + lines[2][:50])
+    second = measured("acceptance", *given)
+    assert last(second)["rows"] == first
+    assert "2 runs are in" in second.err and "2 are left" in second.err
+    more = last(measured("acceptance", *given, "--methods", "prompt-lookup,ar", "-t", 0, "--lengths", "48,64"))["rows"]
+    assert [(r["method"], r["length"]) for r in more] == [
+        ("prompt-lookup", 48), ("ar", 48), ("prompt-lookup", 64), ("ar", 64),
+    ]  # fmt: skip
+    assert more[2] == first[0] and more[3]["mean_accepted_length"] == 1.0
+    assert len(path.read_text().splitlines()) == 1 + 4 + 6
+    for other, said in (("--seed=3", "settings.seed: 0 there, 3 here"), ("--no-foresee", "settings.foresee")):
+        ended = measured("acceptance", *given, other)
+        assert ended.code == 2 and said in ended.err
+    timed = last(measured("length", "--lengths", 64, "--results", path))[
+        "rows"
+    ]  # the same file: what has seconds stays
+    assert [row["break_even"] is not None for row in timed] == [True, True]
+
+
+def test_ctrl_c_keeps_what_is_done(measured, tmp_path, press_ctrl_c):
+    press_ctrl_c(Speculator, "stream", 2)
+    ended = measured("acceptance", "--results", tmp_path / "r.jsonl")
+    assert ended.code == 130 and "Stopped after 1 of 6 runs" in ended.err
+    found = last(ended)
+    assert len(found["rows"]) == 1 and not found["complete"]
+    assert len((tmp_path / "r.jsonl").read_text().splitlines()) == 2
+
+
+def test_figures(measured, tmp_path):
+    pytest.importorskip("matplotlib")
+    assert measured("acceptance", "--lengths", "48,64", "--svg", tmp_path / "f.svg").code == 0
+    assert {path.name for path in tmp_path.glob("*.svg")} == {"f-t0.svg", "f-t1.svg"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--lengths", "64,x"], "--lengths"),
+        (["--lengths", ""], "--lengths"),
+        (["--lengths", "0"], "context"),
+        (["--lengths", "2"], "2 tokens"),
+        (["--lengths", "4096"], "4,096 tokens"),
+        (["--lengths", "2000", "--rope-factor", "2"], "factor"),
+        (["--temperature", "-1"], "temperature"),
+        (["--methods", "nothing"], "'nothing'"),
+        (["--methods", "hf"], "--methods"),
+        (["--methods", ""], "--methods"),
+        (["--short", "cut"], "leave"),
+    ],
+)
+def test_what_cannot_be(measured, arguments, message):
+    ended = measured("acceptance", *arguments)
+    assert ended.code == 2 and message in ended.err
+
+
+def test_a_model_without_a_draft(shell, model_folder, data_file):
+    ended = shell("bench", "acceptance", "--model", model_folder, "--data", data_file, "--lengths", 64)
+    assert ended.code == 2 and "--draft" in ended.err
+
+
+def test_break_even_here(measured, tmp_path):
+    given = ("--lengths", "64,128", "--short", "keep", "-n", 8, "--markdown", tmp_path / "r.md")
+    ended = measured("length", *given)
+    found = last(ended)
     assert [(r["method"], r["length"]) for r in found["rows"]] == [
         (name, n) for n in (64, 128) for name in ("ar", "prompt-lookup")
     ]
@@ -42,13 +142,9 @@ def test_break_even_here(shell, model_folder, data_file, tmp_path):
         assert row["break_even"] > 0 and row["prompts"] == 2
         if row["method"] == "ar":
             assert row["break_even"] == pytest.approx(1.0) and row["mean_accepted_length"] == 1.0
-    assert {row["length"] for row in found["free"]} <= {64, 128} and all(
-        row["break_even"] >= 1 for row in found["free"]
-    )
-    assert "accepted / break-even" in ended.out and "8 rows, free" in ended.out
-    assert (tmp_path / "r.svg").read_bytes().startswith(b"<?xml")
-    again = shell(*given)
-    assert "8 runs are in" in again.err and last(again)["rows"] == found["rows"]
+    assert {row["length"] for row in found["free"]} <= {64, 128}
+    assert all(row["break_even"] >= 1 for row in found["free"])
+    assert "accepted / break-even" in ended.out and "8 rows, free" in (tmp_path / "r.md").read_text()
 
 
 def test_lengths_double():
@@ -94,22 +190,15 @@ class Stub(BaseHTTPRequestHandler):
         self.wfile.write(f"data: {json.dumps(end)}\n\ndata: [DONE]\n\n".encode())
 
 
-@pytest.fixture(params=["llama.cpp", "counters", "nothing"])
-def stub(request):
-    handler = type("Handler", (Stub,), {"says": request.param, "accepted": 0})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield request.param, f"http://127.0.0.1:{server.server_port}/v1"
-    server.shutdown()
-    server.server_close()
-
-
-def test_servers(shell, stub, data_file, tmp_path):
-    says, url = stub
+@pytest.mark.parametrize("says", ["llama.cpp", "counters", "nothing"])
+def test_servers(shell, says, data_file, tmp_path):
+    stub = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (Stub,), {"says": says, "accepted": 0}))
+    threading.Thread(target=stub.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{stub.server_port}/v1"
     ended = shell("bench", "length", "--url", f"ar={url}", "--url", f"drafts={url}", "--data", data_file, "--lengths",
                   "64", "--limit", 1, "--results", tmp_path / "r.jsonl", "--json")  # fmt: skip
-    assert ended.code == 0, ended.err
+    stub.shutdown()
+    stub.server_close()
     plain, drafts = last(ended)["rows"]
     assert plain["mean_accepted_length"] == 1.0
     assert drafts["mean_accepted_length"] == (None if says == "nothing" else 2.5)
@@ -130,7 +219,7 @@ def test_needles_stay_in_a_text_that_is_cut_for_servers():
             return Accepted(asked_for, len(prompt), 2, 2, (), 0.1, 0.1)
 
     samples = tasks.read(["niah_single"], 1)
-    experiment = Experiment(Servers([Recording()], [200], 4).steps(samples), lambda run: run.asked)
+    experiment = Experiment(steps([Recording()], samples, [200], 4), lambda run: run.asked)
     assert len(list(experiment.run(lambda what: lambda name: None))) == 1 and len(asked[0]) < 1000
     assert samples[0].needles[0][1] in asked[0]
 

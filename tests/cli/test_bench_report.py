@@ -70,7 +70,7 @@ def test_a_page_of_results_files_of_earlier_versions(shell, tmp_path):
     assert ended.code == 0, ended.err
     page = page_of(tmp_path / "run.html")
     assert json.loads(ended.out) == {"page": str(tmp_path / "run.html")}
-    assert page.tags.count("svg") == 2 and page.tags.count("table") == 2 + 2 + 1
+    assert "b" not in page.tags and page.tags.count("svg") == 2 and page.tags.count("table") == 2 + 2 + 1
     for said in (
         name, "2.00x", "10.00 ms", "97%", "512.0 MiB", "news: 1 sample, 777 prompt tokens", "A Processor",
         "longdraft bench --data file.jsonl", "2026-01-02", "tokens/s: new tokens / decode seconds",
@@ -78,23 +78,21 @@ def test_a_page_of_results_files_of_earlier_versions(shell, tmp_path):
         assert said in page.text, said
 
 
-@pytest.mark.parametrize("content", [None, "", "{}", json.dumps(header())])
-def test_a_file_that_is_none(shell, tmp_path, content):
-    if content is not None:
-        (tmp_path / "x.jsonl").write_text(content + "\n")
+DAMAGED = line({"ar": 4.0}, profiles={"ar": {"seconds": {"draft": "x"}}})  # values that no bench writes
+
+
+@pytest.mark.parametrize("lines", [None, [{}], [header()], [header(("ar",)), DAMAGED]])
+def test_a_file_that_is_none(shell, tmp_path, lines):
+    if lines is not None:
+        write(tmp_path / "x.jsonl", *lines)
     ended = shell("bench", "report", tmp_path / "x.jsonl")
     assert ended.code == 1 and "x.jsonl" in ended.err and not (tmp_path / "x.html").exists()
 
 
-def test_values_that_no_bench_writes(shell, tmp_path):
-    damaged = line({"ar": 4.0}, profiles={"ar": {"seconds": {"draft": "x"}}})
-    ended = shell("bench", "report", write(tmp_path / "x.jsonl", header(("ar",)), damaged))
-    assert ended.code == 1 and "x.jsonl" in ended.err
-
-
 def test_a_run_in_every_form(shell, model_folder, tmp_path):
     data = tmp_path / "data.jsonl"
-    data.write_text(json.dumps({"text": "one two three one two three one two"}) + "\n")
+    rows = [{"text": "one two three one two three one two", "dataset": name} for name in ("a/b", "c|<i>")]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     forms = {name: tmp_path / f"r.{name}" for name in ("markdown", "html", "svg")}
     given = [word for name, path in forms.items() for word in (f"--{name}", path)]
     ended = shell(
@@ -102,13 +100,16 @@ def test_a_run_in_every_form(shell, model_folder, tmp_path):
         "--profile", "--ignore-eos", "--json", *given,
     )  # fmt: skip
     assert ended.code == 0, ended.err
-    rows = {row["method"]: row for row in json.loads(ended.out.splitlines()[-1])["rows"]}
-    assert set(rows["ar"]["profile"]) == {"seconds", "prefix_share", "memory"} and "profile" not in rows["hf"]
-    shown = f"{rows['prompt-lookup']['mean_accepted_length']:.2f}"
+    found = {row["method"]: row for row in json.loads(ended.out.splitlines()[-1])["rows"]}
+    assert set(found["ar"]["profile"]) == {"seconds", "prefix_share", "memory"} and "profile" not in found["hf"]
+    # Every form shows the same table.
+    shown = f"{found['prompt-lookup']['mean_accepted_length']:.2f}"
     markdown = forms["markdown"].read_text()
     assert "| method | tokens/s | vs ar |" in markdown and "- tokens/s: new tokens" in markdown
     assert shown in markdown and shown in page_of(forms["html"]).text and shown in ended.out
-    assert "verify: attention" in ended.out and forms["svg"].read_bytes().startswith(b"<?xml")
+    assert "c|<i>: 1 sample" in page_of(forms["html"]).text and "verify: attention" in ended.out
+    drawn = [path.read_bytes() for path in tmp_path.glob("r-*.svg")]
+    assert len(drawn) == 2 and all(image.startswith(b"<?xml") for image in drawn)
 
 
 def test_files_that_cannot_be_written_are_refused_first(shell, tmp_path):

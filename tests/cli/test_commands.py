@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 
-from typer.testing import CliRunner
-
 import longdraft
-from longdraft.cli.main import app
 from longdraft.methods import METHODS
 from tests.tiny import tiny_tokenizer
 from tests.zoo import tiny_models as zoo
@@ -17,16 +15,6 @@ from tests.zoo import tiny_models as zoo
 
 def test_version(shell):
     assert shell("--version").out == f"longdraft {longdraft.__version__}\n"
-
-
-def test_help_names_the_verbs():
-    out = CliRunner().invoke(app, ["--help"]).output
-    for verb in ("generate", "bench", "methods", "doctor"):
-        assert verb in out
-
-
-def test_an_unknown_verb(shell):
-    assert shell("sing").code == 2
 
 
 def test_as_a_module():
@@ -53,45 +41,29 @@ def test_doctor(shell, model_folder):
     found = json.loads(ended.out.splitlines()[-1])
     assert ended.code == 0
     assert set(found) == {"hardware", "versions", "attention", "kernels", "model", "drafts"}
-    assert found["hardware"]["cores"] >= 1
-    assert found["versions"]["torch"]
-    assert found["attention"]["path"] == "cpu"
-    assert "hybrid" in found["attention"]["unavailable"]
+    assert found["hardware"]["cores"] >= 1 and found["versions"]["torch"]
+    assert found["attention"]["path"] == "cpu" and "hybrid" in found["attention"]["unavailable"]
     model = found["model"]
     # keys and values, 3 layers, 2 heads of size 16, float32
     assert model["kv_bytes_per_1k_tokens"] == 1024 * 2 * 3 * 2 * 16 * 4
-    assert model["context_tokens"] == 512
-    assert model["hosted"] is True
-    assert model["layers"] == "3 layers: 3 full attention"
-    assert model["layers"] in ended.out
-    assert "512 tokens" in ended.out
-    assert model["parameters"] > 10_000
-    assert f"kernels    {found['kernels']['line']}\n" in ended.out
+    assert (model["context_tokens"], model["hosted"], model["reason"]) == (512, True, None)
+    assert model["parameters"] > 10_000 and model["layers"] == "3 layers: 3 full attention"
+    for said in (model["layers"], "512 tokens", f"kernels    {found['kernels']['line']}\n"):
+        assert said in ended.out
+    assert not re.search(r"hybrid|flash|triton|CUDA|nvidia", ended.out.rpartition("\n{")[0], re.I)  # no GPU is there
 
 
-def test_doctor_says_what_is_wrong_with_a_model(shell, tmp_path):
+def test_doctor_says_why_a_model_cannot_be_used(shell, tmp_path, model_folder, monkeypatch):
     ended = shell("doctor", "--model", tmp_path / "none", "--json")
-    assert ended.code == 1
     found = json.loads(ended.out.splitlines()[-1])
-    assert found["model"]["hosted"] is False
-    assert "none" in found["model"]["reason"]
-    assert found["hardware"]["cpu"] in ended.out
-    assert found["kernels"]["line"] in ended.out
-
-
-def test_doctor_says_why_a_model_cannot_be_hosted(shell, tmp_path):
-    model = zoo.tiny_model("openai-gpt")
-    model.save_pretrained(tmp_path / "model")
+    assert ended.code == 1 and found["model"]["hosted"] is False and "none" in found["model"]["reason"]
+    assert found["hardware"]["cpu"] in ended.out and found["kernels"]["line"] in ended.out
+    zoo.tiny_model("openai-gpt").save_pretrained(tmp_path / "model")
     tiny_tokenizer().save_pretrained(tmp_path / "model")
     ended = shell("doctor", "--model", tmp_path / "model", "--json")
-    assert ended.code == 1
     model = json.loads(ended.out.splitlines()[-1])["model"]
+    assert ended.code == 1 and "attention interface" in model["reason"]
     assert model["class"] == "OpenAIGPTLMHeadModel" and model["layers"].startswith("4 layers")
-    assert "attention interface" in model["reason"]
-
-
-def test_doctor_and_a_forced_path_that_cannot_run(shell, model_folder, monkeypatch):
     monkeypatch.setenv("LONGDRAFT_ATTENTION", "hybrid")
     ended = shell("doctor", "--model", model_folder)
-    assert ended.code == 1
-    assert "LONGDRAFT_ATTENTION=hybrid cannot run" in ended.out
+    assert ended.code == 1 and "LONGDRAFT_ATTENTION=hybrid cannot run" in ended.out

@@ -10,9 +10,8 @@ from longdraft.errors import ContextError
 
 
 def test_values_have_their_kind():
-    # Names that the method does not have are refused later, by the method.
-    found = method_options("ar", ["a=1", "b=0.5", "c=text", "some-name=true", "d=x=y"])
-    assert found == {"a": 1, "b": 0.5, "c": "text", "some_name": True, "d": "x=y"}
+    found = method_options("longspec", ["lookup=true", "threshold=0.5", "draft=x=y", "top-k=3", "widths=4,4"])
+    assert found == {"lookup": True, "threshold": 0.5, "draft": "x=y", "top_k": 3, "widths": (4, 4)}
     assert method_options("prompt-lookup", ["branches=2", "max-n=3"]) == {"branches": 2, "max_n": 3}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -79,21 +80,16 @@ def test_nothing_to_read(prompt):
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (None, "There is no file"),
-        (b"abc\0def", "binary"),
-        (b"caf\xe9", "not in UTF-8"),
-        (b" \n", "is empty"),
-    ],
+    "content", [None, b"abc\0def", b"caf\xe9", b" \n", b"PK\x03\x04\x14\0", b"%PDF-1.4\n\0", "folder"]
 )
-def test_files_that_cannot_be_used(tmp_path, content, message):
+def test_files_that_cannot_be_used(tmp_path, content):
     path = tmp_path / "a.txt"
-    if content is not None:
+    if content == "folder":
+        path.mkdir()
+    elif content is not None:
         path.write_bytes(content)
-    with pytest.raises(PromptError, match=message) as caught:
+    with pytest.raises(PromptError, match=re.escape(str(path))):
         reading.read("why?", [str(path)])
-    assert str(path) in str(caught.value)
 
 
 def pdf(text: str) -> bytes:
@@ -127,21 +123,9 @@ def test_a_pdf_is_read(tmp_path):
     path = tmp_path / "a.pdf"
     path.write_bytes(pdf("one two"))
     assert reading.read("why?", [str(path)]).document.strip() == "one two"
-    for data in (pdf(""), b"%PDF-1.4\n\0"):
-        path.write_bytes(data)
-        with pytest.raises(PromptError):
-            reading.read("why?", [str(path)])
-
-
-def test_an_office_document_is_answered(tmp_path):
-    (tmp_path / "a.docx").write_bytes(b"PK\x03\x04\x14\0")
+    path.write_bytes(pdf(""))  # scanned pages
     with pytest.raises(PromptError):
-        reading.read("why?", [str(tmp_path / "a.docx")])
-
-
-def test_a_folder_is_no_file(tmp_path):
-    with pytest.raises(PromptError):
-        reading.read("why?", [str(tmp_path)])
+        reading.read("why?", [str(path)])
 
 
 def test_binary_standard_input(stdin):

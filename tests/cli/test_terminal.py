@@ -177,9 +177,3 @@ def test_tables_lose_no_names_at_80_columns():
             assert re.search(rf"^{option.name}\b", shown, re.M), option.name
             assert option.help.split()[0] in shown if option.help else True
         assert "…" not in shown
-
-
-def test_doctor_says_nothing_of_gpu_kernels_without_a_gpu(shell, model_folder):
-    ended = shell("doctor", "--model", model_folder)
-    assert ended.code == 0
-    assert not re.search(r"hybrid|flash|triton|CUDA|nvidia", ended.out, re.I)

@@ -1,4 +1,4 @@
-"""Blocks of Python on the pages run as they stand, on tiny models; tests/test_readme.py has README's and batch.md's."""
+"""Blocks of Python on the pages run as they stand, on tiny models; test_readme.py has README's and batch.md's."""
 
 from __future__ import annotations
 

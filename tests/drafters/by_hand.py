@@ -1,4 +1,4 @@
-"""A drafter that reads its target's features, driven by hand as an engine would drive it."""
+"""A drafter that reads its target's rows, driven by hand as an engine would drive it."""
 
 from __future__ import annotations
 
@@ -6,69 +6,70 @@ from collections.abc import Callable
 
 import torch
 
+from longdraft import Speculator
 from longdraft.engine.sequence import Sequence
-from longdraft.model.runner import TargetRunner
 from tests.events import begun, replaced, taken_back
 from tests.forwards import forward
+from tests.support.definitions import Says, assert_defined
 
 
 class Decoding:
-    """A drafter, a store and a sequence.
+    """A speculator's drafter, a store and a sequence.
 
     Args:
         text: the sequence's first tokens, of which the first ``prompt`` are its prompt.
-        defined: asserts that a tree drafted behind a text is the one of the definition.
+        says: the drafter's definition; given the rows that it sees of the text, where it does not see all.
     """
 
-    def __init__(self, model, drafter, text: list[int], prompt: int, defined: Callable[..., None]) -> None:
-        self.drafter, self.defined = drafter, defined
-        self.runner = TargetRunner(model)
-        self.store = self.runner.new_store(1, len(text) + 40, drafter.feature_layers(self.runner))
+    def __init__(self, spec: Speculator, text: list[int], prompt: int, says: Callable[..., Says]) -> None:
+        self.says, self.runner = says, spec.runner()
+        self.drafter = drafter = spec.recipe().drafter()
+        self.store = self.runner.new_store(1, len(text) + 60, drafter.feature_layers(self.runner))
         drafter.bind(self.runner, self.store)
-        self.s = Sequence(0, text[:prompt], 60)
-        self._read(text[:prompt])
+        self.s = Sequence(0, text[:prompt], 80)
+        self.read(text[:prompt])
         self.s.append(text[prompt])
         drafter.observe(begun(self.s))
         self.go_on(*text[prompt + 1 :])
 
-    def _read(self, tokens: list[int]) -> None:
+    def read(self, tokens: list[int]) -> None:
         forward(self.runner, [tokens], self.store, [0], logits="none")
         self.store.commit(0, range(len(tokens)))
 
     def go_on(self, *tokens: int) -> None:
         """Reads the last token and appends the next one, for each of them."""
         for token in tokens:
-            self._read([self.s.tokens[-1]])
+            self.read([self.s.tokens[-1]])
             self.s.append(token)
 
-    def check(self, seen: list[int] | None = None) -> None:
+    def check(self, *seen: list[int]) -> None:
+        """What is proposed now is what the definition says."""
         (tree,) = self.drafter.propose([self.s])
-        more = {} if seen is None else {"seen": seen}
-        self.defined(self.s.tokens, tree, self.drafter.window, **more)
+        assert tree.drafted
+        assert_defined(self.says(*seen), self.s.tokens, tree)
 
-    def check_many_rows_at_once(self) -> None:
-        self.check()
-        self.go_on(1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2)
-        self.check()
-
-    def draft_from_inexact_rows(self, back: int) -> None:
-        """Drafts while the last rows are unverified and wrong."""
+    def draft_from_inexact_rows(self, back: int) -> int:
+        """Drafts while the last rows are unverified and wrong; returns the first of them."""
         store = self.store
-        exact, start = store.features.states.clone(), store.lengths[0] - back
+        kept = [x.clone() for x in (store.keys, store.values)]
+        features = None if store.features is None else store.features.clone()
+        start = store.lengths[0] - back
         store.lengths[0], store.unverified[0] = start, back
         self.drafter.observe(replaced(self.s, start))
-        store.features.states[0, start:] = torch.randn_like(store.features.states[0, start:])
+        for x in (store.keys, store.values):
+            x[:, 0, :, start:] = 7.0
+        if features is not None:
+            store.features[0, start:] = torch.randn_like(store.features[0, start:])
         self.drafter.propose([self.s])
-        store.features.states.copy_(exact)
+        for x, exact in zip((store.keys, store.values), kept, strict=True):
+            x.copy_(exact)
+        if features is not None:
+            store.features.copy_(features)
         store.unverified[0] = 0
+        return start
 
-    def check_rewound_text(self, back: int) -> None:
-        """Takes back tokens of which the drafter has read inexact rows; others stand in their place."""
-        self.check()
-        self.draft_from_inexact_rows(back)
-        del self.s.output[-back:]
-        self.s.output[-1] = (self.s.output[-1] + 5) % 11
+    def take_back(self, count: int) -> None:
+        """Takes tokens back, and the rows of what was read behind what is left."""
+        del self.s.output[-count:]
+        self.store.truncate(0, min(self.store.lengths[0], len(self.s.tokens) - 1))
         self.drafter.observe(taken_back(self.s))
-        self.check()
-        self.go_on(4)
-        self.check()

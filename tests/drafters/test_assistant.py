@@ -11,7 +11,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from longdraft import Speculator
 from longdraft.errors import CheckpointError
 from tests.drafters.watching import run
-from tests.quick import in_turn
 from tests.recurrent_models import some_prompt
 from tests.tiny import tiny_model
 
@@ -76,7 +75,7 @@ def plain_logits(model: Any, own: Any, text: list[int], path: list[int]) -> torc
     return said.logits[0, -1]
 
 
-@pytest.mark.parametrize(("kind", "groups"), in_turn(_KINDS, [True, False]))
+@pytest.mark.parametrize(("kind", "groups"), zip(_KINDS, [True, False], strict=True))
 def test_proposals_are_those_of_transformers(tmp_path, kind, groups):
     model, own = target(kind), assistant(tmp_path, groups)
     spec = Speculator(tmp_path, target=model, tree="dynamic", depth=3, top_k=2, nodes=8)
@@ -92,7 +91,7 @@ def test_proposals_are_those_of_transformers(tmp_path, kind, groups):
             assert tree.log_probs[node] == pytest.approx(float(expected), abs=2e-3)
 
 
-@pytest.mark.parametrize(("kind", "tree"), in_turn(_KINDS, [{}, {"tree": "chain", "depth": 4}]))
+@pytest.mark.parametrize(("kind", "tree"), zip(_KINDS, [{}, {"tree": "chain", "depth": 4}], strict=True))
 def test_greedy_text_is_the_models_own(tmp_path, kind, tree):
     model = target(kind)
     assistant(tmp_path)

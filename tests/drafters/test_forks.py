@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -10,11 +11,8 @@ from transformers import BloomConfig, BloomForCausalLM, PreTrainedModel
 
 from longdraft import Speculator
 from longdraft.errors import UnsupportedModelError
-from tests.drafts import random_draft, random_eagle3, random_heads, small_lm
-from tests.exact_methods import SMALL_VIEW
-from tests.quick import in_turn
 from tests.recurrent_models import recurrent_model
-from tests.tiny import tiny_model
+from tests.support.methods import METHODS, Case, target
 
 # Each token twice, before two others: lookups see two continuations.
 PROMPT = [7 * i % 61 for i in range(61)] + [11 * i % 61 for i in range(61)]
@@ -36,6 +34,7 @@ MODELS = {
 }
 
 
+@cache
 def whole_heads() -> PreTrainedModel:
     """A recurrent model whose rotary embedding LongSpec drafts can share."""
     return recurrent_model("olmo_hybrid", rope_parameters={"rope_type": "default", "rope_theta": 1e4})
@@ -52,25 +51,17 @@ def chains(spec: Speculator) -> list[bool]:
     return found
 
 
-@pytest.mark.parametrize(("model", "plan"), in_turn(MODELS, ["auto", "fixed"]))
+@pytest.mark.parametrize(("model", "plan"), zip(MODELS, [{1: 1e-3, 64: 1.1e-3}, "fixed", "fixed"], strict=True))
 def test_the_default_method_drafts_chains(model, plan):
     spec = Speculator(target=MODELS[model](), plan=plan)
     assert all(chains(spec))
 
 
-def drafted(method: str, model: PreTrainedModel, folder: Any) -> dict[str, Any]:
-    options: dict[str, Any] = {
-        "prompt-lookup": lambda: {"min_n": 1},
-        "longspec": lambda: {"draft": random_draft(folder, model)},
-        "eagle3": lambda: {"draft": random_eagle3(folder, model, layers=(0, 1, 2), head_dim=24), "lookup": True},
-        "small-lm": lambda: {"draft": small_lm(folder, vocab=61), "lookup": True},
-        "heads": lambda: {"draft": random_heads(folder, model)},
-        "tokenswift": lambda: {"draft": random_heads(folder, model), "reuse_n": 2, **SMALL_VIEW},
-    }
-    return options[method]()
-
-
-METHODS = ("prompt-lookup", "longspec", "eagle3", "small-lm", "heads", "tokenswift")
+CHAINS = {
+    "prompt-lookup": Case("prompt-lookup", None, {"min_n": 1}), "longspec": Case("longspec", "longspec"),
+    "eagle3": Case("eagle3", "eagle3", {"lookup": True}), "small-lm": Case("small-lm", "small-lm", {"lookup": True}),
+    "heads": Case("heads", "heads"), "tokenswift": METHODS["tokenswift"],
+}  # fmt: skip
 # Of each method, options that shape its trees.
 SHAPES: dict[str, dict[str, Any]] = {
     "prompt-lookup": {"branches": 4}, "longspec": {"tree": "beam", "widths": (3, 2)}, "eagle3": {"tree": "dynamic"},
@@ -78,23 +69,17 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_a_method_drafts_chains_where_forks_cost_and_trees_where_they_do_not(method, tmp_path):
-    model = whole_heads()
-    options = drafted(method, model, tmp_path / "recurrent")
-    found = chains(Speculator(method, target=model, plan="fixed", **options))
-    assert all(found)
-    found = chains(Speculator(method, target=model, plan="fixed", **options | SHAPES[method]))
-    assert not all(found)
-    model = tiny_model(layers=4)
-    found = chains(Speculator(method, target=model, plan="fixed", **drafted(method, model, tmp_path / "full")))
-    assert not all(found)
+@pytest.mark.parametrize("method", CHAINS)
+def test_a_method_drafts_chains_where_forks_cost_and_trees_where_they_do_not(workshop, method):
+    recurrent, case = whole_heads(), CHAINS[method]
+    assert all(chains(workshop.spec(case, recurrent, plan="fixed")))
+    assert not all(chains(workshop.spec(case, recurrent, plan="fixed", **SHAPES[method])))
+    assert not all(chains(workshop.spec(case, target(vocab=61, layers=4), plan="fixed")))
 
 
 @pytest.mark.parametrize("method", ["heads", "longspec", "eagle3"])
-def test_a_planner_makes_no_chain_longer_than_the_tree_was_deep(method, tmp_path):
-    model = whole_heads()
-    spec = Speculator(method, target=model, **drafted(method, model, tmp_path), plan="auto")
+def test_a_planner_makes_no_chain_longer_than_the_tree_was_deep(workshop, method):
+    spec = workshop.spec(CHAINS[method], whole_heads(), plan={1: 1e-3, 64: 1.1e-3})
     assert all(chains(spec))
     drafter = spec.recipe().drafter()
     drafter = getattr(drafter, "paid", drafter)

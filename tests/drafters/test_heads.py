@@ -17,12 +17,12 @@ from longdraft.drafters.tokenswift import Phrases, ReuseDrafter, ViewStates, tok
 from longdraft.engine.loop import Engine
 from longdraft.engine.sampler import Sampler, Sampling
 from longdraft.engine.sequence import Sequence
-from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.model.runner import TargetRunner
 from longdraft.trees.node_limit import NodeLimit
 from tests.drafters.watching import Watching
-from tests.drafts import edit, random_heads
+from tests.drafts import random_heads
 from tests.events import begun, decoded, taken_back
+from tests.support import definitions
 from tests.tiny import tiny_model
 
 PROMPT = [3, 9, 4, 7, 2, 5, 1]
@@ -46,24 +46,10 @@ def proposals(model, drafter, n=12, limit=None, prompts=(PROMPT,)):
     return watching.rounds
 
 
-def norm(x, weight, eps):
-    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
-
-
 def plain(model, draft, text, heads=3):
     """(heads, vocabulary) log-probabilities of the tokens behind the last one of ``text``, from the definition."""
-    last = []
-    hook = model.model.layers[-1].register_forward_hook(lambda m, i, out: last.append(out))
-    with torch.no_grad():
-        model(torch.tensor([text[:-1]]))
-    hook.remove()
-    h = (last[0][0] if isinstance(last[0], tuple) else last[0]).reshape(-1, model.config.hidden_size)[-1]
-    w = {n: t.double() for n, t in draft.weights.items()}
-    eps, said = draft.shape.rms_norm_eps, []
-    for i in range(heads):
-        h = h + w[f"heads.{i}.proj.weight"] @ norm(h, w[f"heads.{i}.norm.weight"], eps)
-        said.append(norm(h, w["norm.weight"], eps) @ model.lm_head.weight.T)
-    return torch.log_softmax(torch.stack(said), -1).detach()
+    says = definitions.heads(model, draft.weights)
+    return torch.stack([says(text, [0] * i) for i in range(heads)])
 
 
 def test_a_static_tree_holds_the_likeliest_of_every_head(model, draft):
@@ -122,34 +108,6 @@ def test_a_planner_gets_the_best_nodes_of_all_widths(model, draft):
     assert proposals(model, asked, limit=NodeLimit(8, 0.9))[0][1].drafted == 6
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"heads": 4}, "from 1 to 3, which the draft has"),
-        ({"widths": (3, 3, 3, 1)}, "a tree of 4 levels needs as many heads; there are 3"),
-        ({"heads": 1, "widths": (3, 3)}, "there are 1"),
-        ({"depth": 4}, "there are 3"),
-        ({"depth": 2, "tree": "static"}, "a static tree takes widths"),
-    ],
-)
-def test_sizes_that_make_no_tree(draft, options, said):
-    with pytest.raises(ValueError, match=said):
-        HeadsDrafter(draft, **options)
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"budget": 40}, "budget must be at least sink \\+ window"),
-        ({"view": "none", "budget": 64, "refresh": 4}, "budget and refresh shape a view of the KV"),
-        ({"view": "all", "budget": 64}, "view=all sees all rows: leave budget out"),
-    ],
-)
-def test_reuse_that_cannot_be(draft, options, said):
-    with pytest.raises(ValueError, match=said):
-        tokenswift(draft, **options)
-
-
 def test_reuse_is_on_unless_it_is_switched_off(draft):
     assert tokenswift(draft).max_nodes == 40 + 60
     assert tokenswift(draft, view="none").max_nodes == 39 + 60
@@ -180,12 +138,8 @@ class OwnStates(StateSource):
     def states(self, sequences):
         hidden, logits = [], []
         for s in sequences:
-            last = []
-            hook = self.model.model.layers[-1].register_forward_hook(lambda m, i, o, last=last: last.append(o))
             logits.append(self.model(torch.tensor([s.tokens])).logits[0, -1])
-            hook.remove()
-            out = last[0][0] if isinstance(last[0], tuple) else last[0]
-            hidden.append(out.reshape(-1, self.model.config.hidden_size)[-1])
+            hidden.append(definitions.last_state(self.model, [*s.tokens, 0]))
         self.forwards += 1
         return States(torch.stack(hidden), torch.stack(logits))
 
@@ -226,9 +180,6 @@ def test_a_view_that_sees_all_says_what_the_target_says(tmp_path, model):
         assert tree.log_probs == pytest.approx(expected.log_probs, abs=1e-6)
 
 
-# --- folders ---
-
-
 def test_a_folder_comes_back(tmp_path, model):
     folder = random_heads(tmp_path, model, heads=2, kept=[1, 4, 9])
     draft = HeadsDraft.load(folder)
@@ -236,20 +187,6 @@ def test_a_folder_comes_back(tmp_path, model):
     assert draft.ids.tolist() == [1, 4, 9] and draft.parameters == 2 * (48 * 48 + 48) + 48
     assert Speculator(folder, target=model).method.name == "heads"
     assert draft.bound(runner := TargetRunner(model)) is draft.bound(runner)
-
-
-def test_heads_that_nobody_says_the_target_of(tmp_path, model):
-    """The hidden size is checked all the same."""
-    folder = random_heads(tmp_path, model)
-    edit(folder, target={})
-    Speculator("heads", target=model, draft=folder)
-    with pytest.raises(CheckpointError, match="hidden_size"):
-        Speculator("heads", target=tiny_model(vocab=11, hidden=96), draft=folder)
-
-
-def test_tokenswift_needs_its_heads(model):
-    with pytest.raises(CapabilityError):
-        Speculator("tokenswift", target=model)
 
 
 # --- phrases ---

@@ -1,6 +1,6 @@
 """The target as its own drafter, and MagicDec: what its views hold, what is counted, what is refused.
 
-That the output is the target's: tests/exactness.
+That the output is the target's: tests/exact.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from longdraft import PromptCache, Sampling, Speculator
-from longdraft.drafters.self_drafter import SelfDrafter
+from longdraft.drafters.self_drafter import SelfDrafter, self_view
 from longdraft.engine.loop import Engine
 from longdraft.engine.partial import SpecPV, partial_view
 from longdraft.engine.sampler import Sampler
 from longdraft.engine.sequence import Sequence
-from longdraft.errors import CapabilityError, CheckpointError, MemoryBudgetError
+from longdraft.errors import CapabilityError, MemoryBudgetError
 from longdraft.model.runner import TargetRunner
-from tests.drafts import random_draft, small_lm
+from tests.drafts import small_lm
 from tests.events import decoded
 from tests.forwards import forward
 from tests.tiny import tiny_model
@@ -99,9 +99,7 @@ def test_queries_are_read_where_rows_are_chosen(budget, reads):
     assert first.queries and rounds and all(bool(event.queries) == reads for event in rounds)
 
 
-@pytest.mark.parametrize(
-    "view", [{"view": "streaming"}, {"view": "snapkv", "window": 4}, {"view": "chunks", "chunk": 4, "window": 4}]
-)
+@pytest.mark.parametrize("view", [{"view": "streaming"}, {"view": "chunks", "chunk": 4, "window": 4}], ids=str)
 def test_specpv_takes_it_for_a_drafter(view):
     """Its views then hold rows that partial verification computed, until a full one replaces them."""
     model = tiny_model(vocab=11, dtype=torch.float64)
@@ -166,49 +164,7 @@ def test_a_small_model_that_a_text_outgrows_is_named(tmp_path, caplog):
     assert "trained for texts of 32 tokens" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("method", "options", "says"),
-    [
-        ("self", {"budget": 40}, r"budget must be at least sink \+ window \+ chunk \(56 tokens\)"),
-        ("self", {"draft": "x"}, "no option draft"),
-        ("self", {"tree": "chain", "top_k": 2}, "a chain takes depth"),
-        ("magicdec", {"view": "chunks"}, "view must be streaming or snapkv"),
-        ("magicdec", {"budget": 8}, r"at least sink \+ window"),
-        ("magicdec", {"drafter": "longspec"}, "drafter must be one of self, small-lm"),
-    ],
-    ids=str,
-)
-def test_options_that_make_no_sense(method, options, says):
-    with pytest.raises(ValueError, match=says):
-        Speculator(method, target=tiny_model(vocab=11), **options)
-
-
-def test_drafts_and_drafters_that_do_not_go_together(tmp_path):
-    model = tiny_model(vocab=11)
-    folder = small_lm(tmp_path / "small")
-    with pytest.raises(ValueError, match="small-lm"):
-        Speculator("magicdec", target=model, draft=folder, drafter="self")
-    with pytest.raises(CheckpointError):
-        Speculator("magicdec", target=model, draft=random_draft(tmp_path / "longspec", model))
-    with pytest.raises(CheckpointError):
-        Speculator("magicdec", target=model, draft=small_lm(tmp_path / "other", vocab=12))
-    with pytest.raises(CapabilityError):
-        Speculator("magicdec", target=model, drafter="small-lm")
-    for options, says in (
-        ({"view": "streaming", "budget": 500}, "was trained for|were trained|than the 512 tokens"),
-        ({"view": "snapkv", "budget": 20}, r"at least sink \+ window"),
-        ({"view": "streaming", "view_dtype": "int8"}, "view_dtype is of view=snapkv"),
-    ):
-        with pytest.raises(ValueError, match=says):
-            Speculator("magicdec", target=model, draft=folder, **options)
-
-
-@pytest.mark.parametrize("method", ["self", "specpv-exact"])
-def test_a_view_of_a_dtype_that_nothing_reads(method):
-    options = {"drafter": "ar"} if method != "self" else {}
-    spec = Speculator(method, target=tiny_model(vocab=11, dtype=torch.bfloat16), view_dtype="int8", **options)
-    with pytest.raises(CapabilityError, match="view_dtype"):
-        spec.generate([PROMPTS[0]], max_new_tokens=4)
+def test_a_view_of_the_targets_own_dtype():
     model = tiny_model(vocab=11)
     given = Speculator("self", target=model, view_dtype="float32").generate(PROMPTS, max_new_tokens=20)
     assert tokens(given) == tokens(plain(model, n=20))
@@ -221,3 +177,24 @@ def test_views_that_do_not_fit_the_memory(free_memory):
     free_memory(10**9, 10)
     with pytest.raises(MemoryBudgetError):
         list(run)
+
+
+@pytest.mark.parametrize(
+    ("options", "sizes"),
+    [
+        (("streaming", None, None, None, None), (512, 16, 496)),
+        (("streaming", 100, None, None, None), (100, 16, 84)),
+        (("streaming", None, 4, 30, None), (34, 4, 30)),
+        (("streaming", 64, 4, 30, None), (64, 4, 30)),
+        (("snapkv", None, None, None, None), (512, 16, 32)),
+        (("chunks", 256, None, None, 6), (256, 18, 32)),
+        (("tokens", 256, 0, 8, None), (256, 0, 8)),
+        (("quest", 256, None, None, None), (256, 16, 32)),
+        (("minmax", 256, None, None, 6), (256, 18, 32)),
+        (("snapkv", 256, None, None, 6), (256, 18, 32)),
+    ],
+    ids=str,
+)
+def test_sizes_that_were_not_given(options, sizes):
+    view = self_view(*options)
+    assert (view.budget, view.sink, view.window) == sizes

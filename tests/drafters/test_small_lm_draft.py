@@ -15,7 +15,7 @@ from longdraft.model.loading import load
 from longdraft.model.runner import TargetRunner
 from longdraft.native import kernels
 from longdraft.trees.level import Level
-from tests.drafts import edit, random_lm
+from tests.drafts import random_lm
 from tests.forwards import forward
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -161,29 +161,6 @@ def test_heads_that_are_padded_to_other_sizes(tmp_path, size):
     assert logits(bound, [71, 3]).isfinite().all()  # an id that the small model never had
     with pytest.raises(CheckpointError):  # a target whose origin is not known
         draft.check(TargetRunner(model))
-
-
-def test_sizes_that_no_model_has(folder):
-    sizes = json.loads((folder / "config.json").read_text())["model"]
-    with pytest.raises(CheckpointError, match=r"missing: layers\.2"):
-        SmallLMDraft.load(edit(folder, model=sizes | {"num_hidden_layers": 3}))
-    with pytest.raises(CheckpointError):
-        SmallLMDraft.load(edit(folder, model=sizes | {"num_attention_heads": "six"}))
-
-
-def test_models_that_are_none(tmp_path):
-    (tmp_path / "clip").mkdir()
-    (tmp_path / "clip" / "config.json").write_text('{"model_type": "clip"}')
-    for name in ("none", "clip"):
-        with pytest.raises(CheckpointError):
-            SmallLMDraft.load(tmp_path / name)
-
-
-def test_damaged_weights_of_a_published_model(tmp_path):
-    path = published(tmp_path / "small", tiny_model(layers=1)) / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-500])
-    with pytest.raises(CheckpointError):
-        SmallLMDraft.load(tmp_path / "small").bound(TargetRunner(tiny_model()))
 
 
 def test_a_model_that_cannot_be_hosted(tmp_path):

@@ -16,7 +16,6 @@ from longdraft.model import stored
 from longdraft.model.loading import load
 from longdraft.model.runner import TargetRunner
 from longdraft.model.stored import StoredEmbedding, StoredLinear
-from tests.drafts import small_lm
 from tests.forwards import forward
 from tests.gguf_files import write_gguf
 from tests.tiny import tiny_model
@@ -27,9 +26,8 @@ PROMPTS = [[3, 9, 4, 7, 2, 5] * 8, [1, 2, 3], [(i * i) % 11 for i in range(130)]
 # Sizes that fit the tiny models' trained context of 512 tokens.
 SMALL = {"view": "retrieval", "sink": 4, "recent": 8, "chunk": 4, "chunks": 4}
 METHODS_WITH = [
-    ("small-lm", {}), ("small-lm", {"view": "streaming", "sink": 4, "recent": 16}), ("specextend", SMALL),
-    ("magicdec", {"view": "streaming", "budget": 64}), ("magicdec", {"view": "snapkv", "budget": 64}),
-    ("triforce", {"budget": 64}), ("nested", {"drafter": "small-lm"}), ("specpv-exact", {"drafter": "small-lm"}),
+    ("small-lm", {"view": "streaming", "sink": 4, "recent": 16}), ("specextend", SMALL),
+    ("magicdec", {"view": "snapkv", "budget": 64}), ("nested", {"drafter": "small-lm"}),
 ]  # fmt: skip
 
 
@@ -144,16 +142,10 @@ def test_a_draft_in_four_bits(files, tmp_path):
     assert [r.token_ids for r in results] == [r.token_ids for r in expected]
 
 
-def test_a_draft_in_another_arithmetic_has_no_four_bits(tmp_path):
-    with pytest.raises(CapabilityError):
-        Speculator("small-lm", target=tiny_model(vocab=11), draft=small_lm(tmp_path), four_bits=True).generate([[1, 2]])
-
-
 @pytest.mark.parametrize(
     ("size", "tie", "words", "dtype"),
     [
-        (48, True, "F16", "auto"), (80, False, "Q8_0", "auto"), (80, True, "F16", "auto"), (48, False, "Q8_0", "auto"),
-        (80, True, "Q8_0", "bfloat16"), (48, False, "F16", "bfloat16"),
+        (48, True, "F16", "auto"), (80, False, "Q8_0", "auto"), (80, True, "Q8_0", "bfloat16"),
     ],
 )  # fmt: skip
 def test_embeddings_that_are_padded_to_other_sizes(files, tmp_path, size, tie, words, dtype):
@@ -189,13 +181,6 @@ def test_other_tokens_are_refused_with_both_names_and_the_difference(files, tmp_
         Speculator("small-lm", target=model, draft=other).generate([[1, 2]], max_new_tokens=2)
     said = str(error.value)
     assert str(other) in said and f"than that of {files[0]}: 2 of 64 ids, of which 4 is 'b' here and 'a' there" in said
-
-
-def test_a_target_whose_tokens_are_not_known_must_have_as_many(files):
-    draft = SmallLMDraft.load(files[1])
-    draft.check(TargetRunner(tiny_model(vocab=64)))
-    with pytest.raises(CheckpointError):
-        draft.check(TargetRunner(tiny_model(vocab=61)))
 
 
 def test_what_is_no_draft_is_named(files, tmp_path):

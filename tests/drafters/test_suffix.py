@@ -9,11 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longdraft import Speculator
-from longdraft.drafters.autoregressive import NoDrafter
 from longdraft.drafters.shared.suffixes import Earlier
 from longdraft.drafters.suffix import LEAST, SuffixDrafter, Trust, mixed
 from longdraft.engine.sequence import Sequence
-from longdraft.trees.builders import chain
 from longdraft.trees.node_limit import NodeLimit
 from longdraft.trees.tree import TokenTree
 from tests.drafts import random_draft
@@ -107,28 +105,25 @@ def test_trust_is_learned_without_verifying():
 # --- the drafter ---
 
 
-def test_a_repeating_text_is_drafted_from_its_last_token_on():
-    drafter = SuffixDrafter(branches=1)
-    s = started(drafter, [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2], [3])
-    tree = proposal(drafter, s)
-    assert tree.tokens[:5] == (3, 4, 5, 6, 7) and tree.is_chain
-    assert exp(tree.log_probs[1]) == pytest.approx(3 / 4)
+# What it is, options, prompt, output, and the tokens of the tree, as far as they are said.
+EXAMPLES: list[tuple[str, dict[str, int], list[int], list[int], tuple[int, ...]]] = [
+    ("a text that repeats", {"branches": 1}, [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2], [3], (3, 4, 5, 6, 7)),
+    ("a match that runs into the end is read on", {"branches": 1}, [1, 2, 3, 1, 2], [3], (3, 1, 2, 3, 1, 2, 3, 1, 2)),
+    ("one branch is the likeliest", {"max_draft": 3, "branches": 1}, [1, 2, 5, 6, 1, 2, 5, 7, 1], [2], (2, 5, 7, 1)),
+    ("branches share what they share", {"max_draft": 2}, [1, 2, 5, 6, 1, 2, 5, 7, 1], [2], (2, 5, 7, 6)),
+    ("the longest match before a later one", {"max_draft": 1}, [1, 2, 3, 4, 0, 3, 5, 1, 2], [3], (3, 4, 5)),
+    ("the latest of equally long ones", {"max_draft": 1}, [1, 2, 7, 1, 2, 8, 1], [2], (2, 8, 7)),
+]
 
 
-def test_a_match_that_runs_into_the_end_is_read_on_periodically():
-    drafter = SuffixDrafter(branches=1)
-    s = started(drafter, [1, 2, 3, 1, 2], [3])
-    assert proposal(drafter, s).tokens[:9] == (3, 1, 2, 3, 1, 2, 3, 1, 2)
-
-
-def test_nothing_is_drafted_where_nothing_matches():
-    drafter = SuffixDrafter()
-    assert proposal(drafter, started(drafter, [1, 2, 3, 4], [5])) == TokenTree((5,), (-1,), (0.0,))
-
-
-def test_a_match_shorter_than_the_least_is_no_match():
-    drafter = SuffixDrafter(min_n=2)
-    assert proposal(drafter, started(drafter, [1, 2, 3], [1])).drafted == 0
+def test_what_is_proposed_for_a_text():
+    for what, options, prompt, output, tokens in EXAMPLES:
+        tree = proposal(drafter := SuffixDrafter(**options), started(drafter, prompt, output))
+        assert tree.tokens[: len(tokens)] == tokens, what
+        assert list(tree.path_log_probs[1:3]) == sorted(tree.path_log_probs[1:3], reverse=True), what
+    for nothing in (SuffixDrafter(), SuffixDrafter(min_n=2)):
+        assert proposal(nothing, started(nothing, [1, 2, 3, 4], [5])) == TokenTree((5,), (-1,), (0.0,))
+    assert proposal(nothing, started(nothing, [1, 2, 3], [1], index=1)).drafted == 0  # shorter than the least
 
 
 @pytest.mark.parametrize(("room", "drafted"), [(2, 0), (3, 1), (5, 3)])
@@ -176,32 +171,6 @@ def test_tokens_taken_back_are_not_looked_up(prompt, output, count, then):
     drafter.observe(taken_back(s, count))
     now = started(fresh, [0, *prompt], s.output)
     assert proposal(drafter, s) == proposal(fresh, now)
-    assert drafter._texts[0]._own.tokens == s.tokens
-
-
-def test_several_continuations_give_a_tree_that_shares_what_they_share():
-    drafter = SuffixDrafter(max_draft=2)
-    s = started(drafter, [1, 2, 5, 6, 1, 2, 5, 7, 1], [2])
-    tree = proposal(drafter, s)
-    assert paths(tree) >= {(2, 5, 7), (2, 5, 6)} and tree.tokens.count(5) == 1
-
-
-def test_one_branch_is_a_chain_of_the_likeliest():
-    drafter = SuffixDrafter(max_draft=3, branches=1)
-    tree = proposal(drafter, started(drafter, [1, 2, 5, 6, 1, 2, 5, 7, 1], [2]))
-    assert tree.tokens == (2, 5, 7, 1) and tree.parents == chain(2, [5, 7, 1]).parents
-
-
-def test_the_longest_match_comes_before_a_later_shorter_one():
-    #       1 2 3 -> 4          3 -> 5 (later)   the end: 1 2 3
-    drafter = SuffixDrafter(max_draft=1)
-    tree = proposal(drafter, started(drafter, [1, 2, 3, 4, 0, 3, 5, 1, 2], [3]))
-    assert tree.tokens == (3, 4, 5) and tree.log_probs[1] > tree.log_probs[2]
-
-
-def test_the_latest_of_equally_long_matches_comes_first():
-    drafter = SuffixDrafter(max_draft=1)
-    assert proposal(drafter, started(drafter, [1, 2, 7, 1, 2, 8, 1], [2])).tokens == (2, 8, 7)
 
 
 def test_output_is_found_as_well_as_the_prompt():
@@ -222,17 +191,6 @@ def test_sequences_do_not_see_each_others_text():
     drafter.release(one)
     assert proposal(drafter, two).drafted == 0
     assert proposal(drafter, started(drafter, [4, 1], [2], index=2)).drafted == 0
-
-
-def test_options_that_make_no_sense_are_refused():
-    for options in ({"min_n": 4, "max_n": 3}, {"earlier": 1}):
-        with pytest.raises(ValueError, match=next(iter(options))):
-            SuffixDrafter(**options)
-
-
-def test_no_drafter_drafts_nothing():
-    s = sequence([1, 2], [3, 4])
-    assert NoDrafter().propose([s]) == [TokenTree((4,), (-1,))]
 
 
 # --- earlier requests ---
@@ -293,5 +251,3 @@ def test_lookups_beside_a_draft_see_earlier_requests_too(tmp_path):
     assert [r.token_ids for r in results] == [plain.token_ids] * 2
     store = spec.recipe().drafter().unpaid.earlier
     assert len(store.suffixes.tokens) == 2 * (8 + 24 + 1)
-    with pytest.raises(ValueError, match="lookup=true"):
-        Speculator("longspec", target=model, draft=draft, earlier=500)

@@ -1,4 +1,4 @@
-"""Two drafters in one tree. That the output is the target's: tests/exactness."""
+"""Two drafters in one tree. That the output is the target's: tests/exact."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +20,10 @@ VALUES = (
     [None] * 3,
 )  # fmt: skip
 DEEP = "[" * 100_000 + "]" * 100_000
+# In the place of a value, which the package json would not write.
+TEXTS = (DEEP, "9" * 5_000, f"[{'0, ' * 200_000}0]", '1, "name": 2', "1 2", '{"a": ' * 900 + "1" + "}" * 900)
 DTYPES = (torch.float8_e4m3fn, torch.complex64, torch.int64, torch.bool, torch.uint8, torch.int8, torch.float64)
+NAMED = ("F16", "BF16", "F64", "I32", "U8", "BOOL", "F8_E4M3", "F4", "C64", "x")
 
 
 def bytes_of(r: Random, data: bytes) -> bytes:
@@ -46,7 +50,8 @@ def bytes_of(r: Random, data: bytes) -> bytes:
 def json_of(r: Random, data: bytes) -> bytes:
     """Another value somewhere, or none, or another name."""
     if r.random() < 0.1:
-        return r.choice((DEEP, "", "null", "[]", "7", '"x"', "{", "{}", '{"a":' * 50_000)).encode()
+        whole = (DEEP, "", "null", "[]", "7", '"x"', "{", "{}", '{"a":' * 50_000, "\ufeff" + data.decode())
+        return r.choice((*(each.encode() for each in whole), data.decode().encode("utf-16"), b"\xff" + data, data * 2))
     whole = json.loads(data)
     holders: list[tuple[Any, Any]] = []
     left = [whole]
@@ -62,6 +67,9 @@ def json_of(r: Random, data: bytes) -> bytes:
         value = holder.pop(key)
         if r.random() < 0.3:
             holder[key[:-1]] = value
+    elif r.random() < 0.2:
+        holder[key] = "PLACE"
+        return json.dumps(whole).replace('"PLACE"', r.choice(TEXTS)).encode()
     else:
         holder[key] = r.choice(VALUES)
     return json.dumps(whole).encode()
@@ -83,15 +91,19 @@ def lines_of(r: Random, data: bytes) -> bytes:
 
 
 def tensors_of(r: Random, path: Path) -> None:
-    """A tensor of another type, shape or name, or without numbers; or a damaged header."""
+    """A tensor of another type, shape or name, or without numbers; two in each other's place; or a damaged header."""
     data = path.read_bytes()
-    kind = r.randrange(6)
+    kind = r.randrange(7)
     if kind == 0:
         path.write_bytes(bytes_of(r, data))
         return
     if kind == 1:
         (size,) = struct.unpack_from("<Q", data)
-        head = json_of(r, data[8 : 8 + size])
+        head = data[8 : 8 + size]
+        if r.random() < 0.3:
+            head = head.replace(b'"F32"', f'"{r.choice(NAMED)}"'.encode(), r.randrange(1, 3))
+        else:
+            head = json_of(r, head)
         path.write_bytes(struct.pack("<Q", len(head)) + head + data[8 + size :])
         return
     tensors = load_file(path)
@@ -103,6 +115,9 @@ def tensors_of(r: Random, path: Path) -> None:
         tensors[name] = r.choice((tensor[None], tensor[:-1], tensor.flatten(), torch.zeros(0), torch.zeros(())))
         tensors[name] = tensors[name].contiguous().clone()
     elif kind == 4:
+        other = r.choice(sorted(tensors))
+        tensors[name], tensors[other] = tensors[other], tensor
+    elif kind == 5:
         tensors[r.choice((name[:-1], "", name + ".x", "layers.999999999." + name))] = tensors.pop(name)
     elif tensor.is_floating_point():
         tensors[name] = torch.full_like(tensor, r.choice((float("nan"), float("inf"), 1e30, 0.0)))
@@ -178,6 +193,18 @@ def gguf_of(r: Random, data: bytes) -> bytes:
     else:
         struct.pack_into("<Q", found, value + (4 if kind == 9 else 0), r.choice(WHOLE))
     return bytes(found)
+
+
+def replaced(r: Random, path: Path) -> None:
+    """Something else in the file's place: a folder, a pipe, a device, a link to itself or elsewhere, or nothing."""
+    path.unlink()
+    kind = r.randrange(6)
+    if kind == 0:
+        path.mkdir()
+    elif kind == 1:
+        os.mkfifo(path)
+    elif kind < 5:
+        path.symlink_to((path.name, "/dev/zero", "/etc/passwd")[kind - 2])
 
 
 def rewritten(change: Callable[[Random, bytes], bytes]) -> Callable[[Random, Path], None]:

@@ -18,9 +18,9 @@ from longdraft.batch.output import Output
 from longdraft.bench import results
 from tests import drafts
 from tests.bench import results_files
-from tests.drafters.one_forward_folders import small_dflash, small_peagle
 from tests.fuzz import damage
 from tests.gguf_files import write_gguf
+from tests.support.published import small_dflash, small_peagle
 from tests.tiny import tiny_model, tiny_tokenizer
 
 IDS = [[4, 5, 6, 4, 5, 6, 4, 5, 6, 4]]
@@ -53,14 +53,16 @@ def plain() -> list[int]:
     return _text(Speculator("ar", target=target()))
 
 
-def _text(spec: Speculator) -> list[int]:
-    (result,) = spec.generate(IDS, max_new_tokens=8, eos_token_ids=[])
+def _text(spec: Speculator, cache: longdraft.PromptCache | None = None) -> list[int]:
+    (result,) = spec.generate(IDS, max_new_tokens=8, eos_token_ids=[], cache=cache)
     return list(result.token_ids)
 
 
 def _as_target(path: Path) -> None:
     model, tokenizer = longdraft.load(path, device="cpu")
-    _text(Speculator("prompt-lookup", target=model, tokenizer=tokenizer, min_n=1, plan="fixed"))
+    spec = Speculator("prompt-lookup", target=model, tokenizer=tokenizer, min_n=1, plan="fixed")
+    spec.encode("a b")
+    _text(spec)
 
 
 def _as_draft(path: Path, *method: str) -> list[int]:
@@ -69,24 +71,33 @@ def _as_draft(path: Path, *method: str) -> list[int]:
     return _text(Speculator(str(path), target=target(), tokenizer=tiny_tokenizer()))
 
 
-_BYTES = damage.rewritten(damage.bytes_of)
-_FOLDER: dict[str, tuple[Change, ...]] = {
-    "config.json": (damage.rewritten(damage.json_of),) * 3 + (_BYTES,),
-    "model.safetensors": (damage.tensors_of,),
-}
+_JSON, _BYTES = damage.rewritten(damage.json_of), damage.rewritten(damage.bytes_of)
+_CONFIG = (*(_JSON,) * 5, _BYTES, damage.replaced)
+_TENSORS = (*(damage.tensors_of,) * 6, damage.replaced)
+_FOLDER: dict[str, tuple[Change, ...]] = {"config.json": _CONFIG, "model.safetensors": _TENSORS}
 
 
 def _draft(make: Callable[[Path], object], **more: tuple[Change, ...]) -> Format:
     return Format(make, _FOLDER | more, _as_draft, plain)
 
 
+_OF_GGUF = (*(damage.rewritten(damage.gguf_of),) * 5, _BYTES, _BYTES, damage.replaced)
+
+
 def _gguf(family: Any, **over: Any) -> Format:
-    changes = (damage.rewritten(damage.gguf_of), damage.rewritten(damage.gguf_of), _BYTES)
-    return Format(lambda path: write_gguf(path, family, **over), {"": changes}, _as_target)
+    return Format(lambda path: write_gguf(path, family, **over), {"": _OF_GGUF}, _as_target)
+
+
+_SHARD = "model-00001-of-00002.safetensors"
 
 
 def _model(path: Path) -> None:
     tiny_model(layers=2).save_pretrained(path)
+    tiny_tokenizer(chat=True).save_pretrained(path)
+
+
+def _sharded(path: Path) -> None:
+    tiny_model(layers=2).save_pretrained(path, max_shard_size="120KB")
     tiny_tokenizer().save_pretrained(path)
 
 
@@ -129,14 +140,30 @@ def _tokenswift(path: Path) -> Any:
     save_file(load_file(file) | heads, file, metadata={"format": "pt"})
 
 
-_JSON = damage.rewritten(damage.json_of)
+def _kept(path: Path) -> None:
+    spec, cache = Speculator("ar", target=target()), longdraft.PromptCache()
+    spec.generate(IDS, max_new_tokens=1, cache=cache)
+    cache.save(path, spec.runner().fingerprint)
+
+
+def _from_kept(path: Path) -> list[int]:
+    spec = Speculator("ar", target=target())
+    return _text(spec, longdraft.PromptCache.restored(path, spec.runner().fingerprint))
+
+
 FORMATS: dict[str, Format] = {
     "llama.gguf": _gguf("llama"),
     "qwen3.gguf": _gguf("qwen3", kind="Q4_K", hidden=256),
     "gemma3.gguf": _gguf("gemma3"),
     "model": Format(
-        _model, _FOLDER | {"tokenizer.json": (_JSON, _BYTES), "tokenizer_config.json": (_JSON,)}, _as_target
+        _model,
+        _FOLDER
+        | dict.fromkeys(("tokenizer.json", "tokenizer_config.json", "generation_config.json"), _CONFIG)
+        | {"chat_template.jinja": (_BYTES, damage.replaced)},
+        _as_target,
     ),
+    "sharded": Format(_sharded, {"model.safetensors.index.json": _CONFIG, _SHARD: _TENSORS}, _as_target),
+    "snapshot": Format(_kept, {"": _TENSORS}, _from_kept, plain),
     "longspec": _draft(lambda path: drafts.random_draft(path, target(), kept=[1, 4, 5, 6, 9])),
     "eagle3": _draft(lambda path: drafts.random_eagle3(path, target(), kept=[1, 4, 5, 6, 9])),
     "published eagle3": _draft(
@@ -150,7 +177,7 @@ FORMATS: dict[str, Format] = {
     "small-lm": _draft(lambda path: drafts.small_lm(path, vocab=61)),
     "eagle": Format(
         lambda path: drafts.published_eagle(path, target()),
-        {"config.json": _FOLDER["config.json"], "pytorch_model.bin": (_BYTES,)},
+        {"config.json": _CONFIG, "pytorch_model.bin": (_BYTES, _BYTES, damage.replaced)},
         _as_draft,
         plain,
     ),
@@ -159,7 +186,7 @@ FORMATS: dict[str, Format] = {
     "tokenswift": Format(_tokenswift, _FOLDER, lambda path: _as_draft(path, "heads"), plain),
     "small-lm.gguf": Format(
         lambda path: write_gguf(path, vocab=61, tokens=[]),
-        {"": (damage.rewritten(damage.gguf_of), _BYTES)},
+        {"": _OF_GGUF},
         lambda path: _as_draft(path, "small-lm"),
         plain,
     ),

@@ -19,8 +19,6 @@ from longdraft import PromptCache, Speculator
 from longdraft.engine.stats import Result
 from longdraft.methods import METHODS
 from longdraft.model.chat import chat_prompt
-from longdraft.planning.costs import CostTable
-from tests.planned import draft_without_knowing, use_costs
 from tests.quick import few
 
 pytestmark = [
@@ -34,7 +32,7 @@ RETRIEVAL = {"chunks": 8, "chunk": 8, "sink": 8, "recent": 24}
 LEVEL = {f"level_{name}": size for name, size in CHUNKS.items()}
 PARTIAL = {"budget": 64, "sink": 16, "recent": 16, "block": 16, "margin": 8}
 # Eight rows pay, and more do not; what drafting costs does not count.
-TABLE = CostTable((0,), (1, 8, 64), ((1.0, 1.05, 8.0),))
+TABLE = {1: 1.0, 8: 1.05, 64: 8.0}
 
 
 class Golden(NamedTuple):
@@ -115,10 +113,8 @@ def test_fixed_trees(desk, method):
 
 
 @pytest.mark.parametrize("method", PLANNED)
-def test_planned_trees(desk, method, monkeypatch):
-    use_costs(monkeypatch, TABLE)
-    draft_without_knowing(monkeypatch)
-    results = desk.decode(method, 12, plan="auto", **GOLDEN[method].options)
+def test_planned_trees(desk, method):
+    results = desk.decode(method, 12, plan=TABLE, **GOLDEN[method].options)
     assert [r.token_ids for r in results] == [written[:12] for written in desk.plain]
     assert sum(r.drafted for r in results) > 0
 
@@ -126,8 +122,6 @@ def test_planned_trees(desk, method, monkeypatch):
 def test_where_nobody_names_a_method(desk, monkeypatch):
     """LongSpec's shipped draft with lookups beside it, planned, where the model's own drafts do not suit."""
     monkeypatch.setitem(METHODS, "self", replace(METHODS["self"], pays=lambda runner: False))
-    monkeypatch.setenv("LONGDRAFT_PLAN", "auto")
-    use_costs(monkeypatch, TABLE)
-    results = desk.decode(None, 12)
+    results = desk.decode(None, 12, plan=TABLE)
     assert results[0].method == "longspec" and sum(r.accepted for r in results) > 0
     assert [r.token_ids for r in results] == [written[:12] for written in desk.plain]

@@ -24,7 +24,7 @@ from longdraft.training.config import TrainConfig
 from longdraft.training.longspec import train_longspec
 from longdraft.trees.tree import TokenTree
 from tests.attention.cases import case
-from tests.exact_methods import EXACT, Specs
+from tests.support.methods import EXACT, Specs
 from tests.tiny import tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.gpu

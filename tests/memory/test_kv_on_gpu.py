@@ -15,15 +15,15 @@ from longdraft.memory.store import KVShape, KVStore
 from longdraft.model.graphs import Graphs
 from longdraft.model.runner import TargetRunner
 from longdraft.native.scaled import Scaled
-from tests.exact_methods import EXACT, Specs
 from tests.forwards import forward
 from tests.nominal import DEVICE, StandIn, card, moved
-from tests.quick import few
+from tests.quick import few, slow
+from tests.support.methods import EXACT, Specs
 from tests.tiny import tiny_model
 
-PROMPTS = [[3, 9, 4, 7, 2, 5] * 8, [8, 1, 1, 6] * 9]
-SETTINGS = {"max_new_tokens": 14, "eos_token_ids": []}
-QUICK = ("prompt-lookup", "longspec", "quantspec")
+PROMPTS = [[3, 9, 4, 7, 2, 5] * 4, [8, 1, 1, 6] * 5]
+SETTINGS = {"max_new_tokens": 9, "eos_token_ids": []}
+QUICK = ("prompt-lookup", "longspec")
 GPU_PAGE = Path(__file__).parents[2] / "docs" / "gpu.md"
 
 
@@ -54,7 +54,7 @@ def test_every_method_writes_what_plain_decoding_on_that_kv_writes(method, tmp_p
         assert tokens(spec) == expected and recorder.captures == captures  # of the same memory
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [slow(torch.float32), torch.bfloat16])
 def test_a_view_of_all_rows_in_eight_bits_drafts_for_a_target_that_keeps_its_own(dtype, there):
     model = moved(tiny_model(layers=2, dtype=dtype))
     spec = Speculator("quantspec", target=model, plan="fixed")

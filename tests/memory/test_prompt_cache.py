@@ -46,62 +46,32 @@ def held(store: KVStore, slot: int) -> list[int]:
     return [int(x) for x in rows]
 
 
-@given(st.lists(st.integers(0, 2), max_size=6), st.lists(st.integers(0, 2), max_size=6))
-def test_the_common_prefix_is_as_long_as_it_can_be(a, b):
-    n = common_prefix(a, b)
-    assert a[:n] == b[:n]
-    assert n == min(len(a), len(b)) or a[n] != b[n]
+PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=8)
 
 
-@pytest.mark.parametrize(
-    ("earlier", "prompt", "kept"),
-    [
-        ([], [1, 2, 3], []),
-        ([[1, 2, 3, 4, 5]], [1, 2, 3, 9, 9, 9], [1, 2, 3]),
-        ([[1, 2, 3]], [1, 2, 3], [1, 2]),  # the last prompt token is computed again
-        ([[1, 2, 3, 4], [1, 2]], [1, 2, 3, 4], [1, 2]),  # a shorter prompt forgets the rest
-    ],
-)
-def test_a_run_starts_where_its_prompt_first_differs(earlier, prompt, kept):
-    cache = PromptCache()
-    for text in earlier:
-        run(cache, [text])
-    assert held(opened(cache, [prompt], 20), 0) == kept
-
-
-def test_a_run_that_was_opened_and_never_ran_leaves_the_cache_usable():
-    cache = PromptCache()
-    run(cache, [[1, 2, 3, 4]])
-    opened(cache, [[1, 2, 9]], 20)
-    assert held(opened(cache, [[1, 2, 3, 4]], 20), 0) == [1, 2]
-
-
-@given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=8), min_size=1, max_size=5))
-def test_a_slot_always_holds_its_own_prompt(prompts):
-    cache = PromptCache()
+@given(st.lists(PROMPTS, min_size=1, max_size=5), PROMPTS)
+def test_a_run_starts_where_its_prompt_first_differs_from_the_last_one(prompts, other):
+    """And computes its last token again; a run that was opened and never ran leaves the cache usable."""
+    cache, last = PromptCache(), list[int]()
     for prompt in prompts:
+        n = common_prefix(last, prompt)
+        assert last[:n] == prompt[:n] and (n == min(len(last), len(prompt)) or last[n] != prompt[n])
+        assert held(opened(cache, [prompt], 20), 0) == prompt[: min(n, len(prompt) - 1)]
         assert held(run(cache, [prompt]), 0) == prompt
+        last = prompt
+    opened(cache, [other], 20)
+    assert held(run(cache, [last]), 0) == last
 
 
-def test_the_store_is_kept_while_it_is_large_enough():
+def test_the_store_is_kept_while_it_is_large_enough_and_a_larger_one_takes_over_what_all_slots_hold():
     cache = PromptCache()
     first = run(cache, [[1, 2, 3], [4, 5]])
-    assert opened(cache, [[1, 2, 3]], 15) is first
-
-
-def test_a_larger_store_takes_over_what_all_slots_hold():
-    cache = PromptCache()
-    run(cache, [[1, 2, 3], [4, 5]])
+    assert opened(cache, [[1, 2, 3, 6]], 15) is first
     store = opened(cache, [[1, 2, 3, 7], [4, 5, 8], [6]], 40)
     assert (store.slots, store.capacity) == (3, 40)
     assert held(store, 0) == [1, 2, 3] and held(store, 1) == [4, 5] and held(store, 2) == []
-
-
-def test_a_smaller_batch_keeps_the_slots_it_does_not_use():
-    cache = PromptCache()
-    run(cache, [[1, 2], [3, 4]])
-    run(cache, [[1, 2]], capacity=40)
-    assert held(opened(cache, [[1, 2, 0], [3, 4, 0]], 20), 1) == [3, 4]
+    run(cache, [[1, 2]], capacity=60)  # a smaller batch keeps the slots that it does not use
+    assert held(opened(cache, [[1, 2, 0], [4, 5, 0]], 20), 1) == [4, 5]
 
 
 def test_growth_that_does_not_fit_leaves_the_cache_as_it_was(free_memory):
@@ -120,39 +90,19 @@ def test_only_committed_rows_are_remembered():
     assert list(cache.tokens[0]) == [1, 2] and held(store, 0) == [1, 2]
 
 
-@pytest.fixture
-def saved(tmp_path):
-    """Saves a cache of a prompt, and returns the file and a cache that is restored from it."""
-
-    def save(prompt: list[int]):
-        cache = PromptCache()
-        run(cache, [[8], prompt])
-        cache.save(tmp_path / "kv", "target", slot=1)
-        return tmp_path / "kv", PromptCache.restored(tmp_path / "kv", "target")
-
-    return save
-
-
-def test_a_saved_cache_serves_another_process(saved):
-    assert held(opened(saved([1, 2, 3, 4])[1], [[1, 2, 3, 9]], 20), 0) == [1, 2, 3]
-
-
-def test_a_restored_cache_makes_room_for_all_of_the_snapshot(saved):
-    store = opened(saved([1, 2, 3, 4, 5, 6])[1], [[1, 2]], 3)
+def test_a_saved_cache_serves_another_process_and_is_read_once(tmp_path):
+    cache, file = PromptCache(), tmp_path / "kv"
+    run(cache, [[8], [1, 2, 3, 4, 5, 6]])
+    cache.save(file, "target", slot=1)
+    with pytest.raises(CheckpointError):
+        opened(PromptCache.restored(file, "mine"), [[1, 2]], 20)
+    restored = PromptCache.restored(file, "target")
+    store = opened(restored, [[1, 2]], 3)  # it makes room for all of the snapshot
     assert store.capacity == 6 and held(store, 0) == [1]
-
-
-def test_a_restored_cache_is_read_once(saved):
-    file, restored = saved([1, 2, 3])
+    assert held(opened(PromptCache.restored(file, "target"), [[1, 2, 3, 9]], 20), 0) == [1, 2, 3]
     run(restored, [[5, 6, 7]])
     file.unlink()
     assert held(opened(restored, [[5, 6, 7]], 20), 0) == [5, 6]
-
-
-def test_another_targets_cache_is_refused(saved):
-    file, _ = saved([1, 2, 3])
-    with pytest.raises(CheckpointError):
-        opened(PromptCache.restored(file, "mine"), [[1, 2]], 20)
 
 
 def test_what_another_slot_has_is_copied_and_not_read_again():
@@ -170,3 +120,7 @@ def test_a_prompt_is_given_the_slot_that_has_most_of_it():
     run(cache, [[1, 2, 3], [1, 2], [5]])
     assert [cache.choose(free, [1, 2, 3, 4]) for free in ([0, 1, 2], [1, 2], [2])] == [0, 1, 2]
     assert cache.choose([0, 1, 2], [7]) == 2  # none has any: the one that holds the least
+    cache = PromptCache()  # a long text is not given up for a short beginning
+    run(cache, [[1, 2, *range(50)], [1]], capacity=60)
+    assert cache.choose([0, 1], [1, 2, 9, 9]) == 1  # copies a row from the other one
+    assert cache.choose([0, 1], [1, 2, *range(40), 9]) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,12 @@ from longdraft import PromptCache, Request, Speculator
 from longdraft.errors import CheckpointError, UnsupportedModelError
 from longdraft.model.runner import TargetRunner
 from longdraft.model.stored import StoredLinear
-from longdraft.native import kernels
-from tests.quantised_folders import SIZES, plain_folder, quantised_folder
+from tests.native.levels import needs_kernels
+from tests.support.quantised_folders import NEW, PROMPTS, SIZES, own_tokens, plain_folder, quantised_folder
 from tests.tiny import tiny_model
 
 peft = pytest.importorskip("peft")
 
-TEXT = [3, 9, 4, 7, 2, 5, 8, 1, 6, 10]
-PROMPTS = [TEXT[:7] * 2, TEXT * 3, TEXT[:3] * 2]
-NEW = 24
 IDS = torch.tensor([PROMPTS[1]])
 
 
@@ -57,16 +55,6 @@ def two_adapters() -> Any:
     shake(model)
     model.set_adapter("default")
     return model
-
-
-def own_tokens(model: Any) -> list[list[int]]:
-    outputs = []
-    for prompt in PROMPTS:
-        ids = torch.tensor([prompt])
-        mask = torch.ones_like(ids)
-        out = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False)
-        outputs.append(out[0, len(prompt) :].tolist())
-    return outputs
 
 
 def decoded(spec: Speculator, cache: PromptCache | None = None) -> list[list[int]]:
@@ -181,6 +169,8 @@ def test_requests_of_one_session_follow_a_switch_between_them(kept):
 def test_adapters_that_transformers_loads_itself(tmp_path: Path):
     saved = two_adapters()
     saved.save_pretrained(tmp_path)
+    again = peft.PeftModel.from_pretrained(tiny_model(**SIZES), tmp_path).eval()  # as PEFT loads them
+    assert decoded(speculator(again)) == own_tokens(again) == own_tokens(saved)
     model = tiny_model(**SIZES)
     model.load_adapter(tmp_path, adapter_name="one")
     model.load_adapter(tmp_path / "other", adapter_name="two")
@@ -233,19 +223,6 @@ def test_an_adapter_for_each_row_of_a_batch_is_refused():
     assert decoded(spec) == own_tokens(model)
 
 
-def test_adapters_that_were_saved_are_loaded_and_switched_between_requests(tmp_path: Path):
-    """As their users do: one base model, several adapters, one cache of prompts."""
-    saved = two_adapters()
-    saved.save_pretrained(tmp_path)
-    model = peft.PeftModel.from_pretrained(tiny_model(**SIZES), tmp_path).eval()
-    model.load_adapter(tmp_path / "other", adapter_name="other")
-    spec, cache = speculator(model), PromptCache()
-    for name in ("default", "other", "default"):
-        model.set_adapter(name)
-        saved.set_adapter(name)
-        assert decoded(spec, cache) == own_tokens(model) == own_tokens(saved)
-
-
 def mixture() -> PreTrainedModel:
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     ends = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
@@ -272,7 +249,7 @@ def stored(folder: Path) -> PreTrainedModel:
     return longdraft.load(plain_folder(folder, torch.bfloat16), weights="stored").model
 
 
-@pytest.mark.skipif(kernels() is None, reason="weights stay as they are stored with our kernels only")
+@needs_kernels
 def test_adapters_on_weights_that_stay_as_they_are_stored(tmp_path: Path):
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM")
     with pytest.raises(ValueError, match=r"StoredLinear.* is not supported"):  # PEFT's own
@@ -292,7 +269,7 @@ def test_adapters_on_weights_that_stay_as_they_are_stored(tmp_path: Path):
 
 
 @pytest.mark.model
-@pytest.mark.skipif(kernels() is None, reason="int8 arithmetic is our kernels'")
+@needs_kernels
 def test_an_adapter_on_a_model_in_int8_arithmetic(tmp_path: Path):
     """Its own products are in float32. ``generate`` keeps the KV in other bits, so tokens are those without drafts."""
     model = longdraft.load().model
@@ -324,21 +301,24 @@ def by_bitsandbytes(folder: Path) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(plain_folder(folder), dtype=torch.float32, quantization_config=config)
 
 
-def by_gptq(folder: Path) -> PreTrainedModel:
-    pytest.importorskip("gptqmodel")
-    return longdraft.load(quantised_folder(folder, "gptq")).model
+def by_package(package: str, kind: str, folder: Path) -> PreTrainedModel:
+    pytest.importorskip(package)
+    return longdraft.load(quantised_folder(folder, kind)).model
 
 
-def by_compressed_tensors(folder: Path) -> PreTrainedModel:
-    pytest.importorskip("compressed_tensors")
-    return longdraft.load(quantised_folder(folder, "w4a16")).model
+BASES = {
+    "torchao": by_torchao,
+    "bitsandbytes": by_bitsandbytes,
+    "gptq": partial(by_package, "gptqmodel", "gptq"),
+    "compressed-tensors": partial(by_package, "compressed_tensors", "w4a16"),
+}
 
 
-@pytest.mark.parametrize("base", [by_torchao, by_bitsandbytes, by_gptq, by_compressed_tensors])
+@pytest.mark.parametrize("base", BASES)
 def test_an_adapter_on_a_quantised_model(base, tmp_path):
     """As QLoRA trains them."""
-    model = on(base(tmp_path), r=4, target_modules=["q_proj", "up_proj"])
+    model = on(BASES[base](tmp_path), r=4, target_modules=["q_proj", "up_proj"])
     plain = decoded(Speculator("ar", target=model))
     assert decoded(speculator(model)) == plain
     # bitsandbytes computes in bfloat16 where the processor can: a last bit of two attentions can change a token.
-    assert base is by_bitsandbytes or own_tokens(model) == plain
+    assert base == "bitsandbytes" or own_tokens(model) == plain

@@ -10,7 +10,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from longdraft.errors import PromptError
-from longdraft.model.chat import _warned, chat_prompt, encode, follow_up
+from longdraft.model.chat import chat_prompt, encode, follow_up
 from tests.tiny import tiny_tokenizer
 
 
@@ -31,6 +31,7 @@ def with_first_token(chat: bool) -> PreTrainedTokenizerFast:
     [
         ("sum it up.", "a report.", None, "<user>a report.\n\nsum it up.<eos><assistant>"),
         ("hello", None, None, "<user>hello<eos><assistant>"),
+        ("go.", "  in\n\n\nthree \n", None, "<user>  in\n\n\nthree \n\n\ngo.<eos><assistant>"),  # as it is
         ("hello", " \n", " ", "<user>hello<eos><assistant>"),
         ("", "a report.", None, "<user>a report.<eos><assistant>"),
         ("hello", None, "be brief.", "<system>be brief.<eos><user>hello<eos><assistant>"),
@@ -41,12 +42,6 @@ def test_user_turn_is_document_blank_line_instruction(instruction, document, sys
     ids = chat_prompt(tokenizer, instruction, document, system)
     assert isinstance(ids, list) and {type(token) for token in ids} == {int}
     assert tokenizer.decode(ids) == text
-
-
-def test_document_is_not_altered():
-    tokenizer = tiny_tokenizer(chat=True)
-    document = "  indented\n\n\nthree lines down \n"
-    assert document in tokenizer.decode(chat_prompt(tokenizer, "go.", document))
 
 
 def test_special_tokens_are_added_once_with_a_template_and_without():
@@ -63,11 +58,10 @@ def test_without_a_template_the_parts_are_plain_text():
     assert ids == tokenizer("be brief.\n\na report.\n\nsum it up.")["input_ids"]
 
 
-@pytest.mark.parametrize("name", ["lmsys/vicuna-7b-v1.5", "/models/longchat-7b-16k"])
-def test_a_family_without_a_template_gets_its_published_one(name, caplog):
+@pytest.mark.parametrize("name", ["lmsys/vicuna-7b-v1.5", "longchat-7b-16k"])
+def test_a_family_without_a_template_gets_its_published_one(name, caplog, tmp_path):
     tokenizer = with_first_token(chat=False)
-    tokenizer.name_or_path, tokenizer.bos_token, tokenizer.eos_token = name, "<unk>", "<eos>"
-    _warned.clear()
+    tokenizer.name_or_path, tokenizer.bos_token, tokenizer.eos_token = str(tmp_path / name), "<unk>", "<eos>"
     answer = encode(tokenizer, " yes")[1:]
     text = tokenizer.decode([*chat_prompt(tokenizer, "hello"), *answer, *follow_up(tokenizer, "so?")])
     greeting = "polite answers to the user's questions. user: hello assistant: yes"
@@ -113,20 +107,16 @@ def test_encode_is_the_tokenizers_own_reading():
     assert tokenizer.decode(ids) == "<unk> abc "  # no template, nothing stripped
 
 
+BROKEN = b"caf\xe9".decode("utf-8", errors="surrogateescape")
+
+
 @pytest.mark.parametrize("chat", [True, False])
-@pytest.mark.parametrize(("instruction", "document"), [("", None), (" \n\t", ""), ("", "  ")])
-def test_empty_prompt_is_refused(chat, instruction, document):
+@pytest.mark.parametrize(("instruction", "document"), [("", None), (" \n\t", ""), ("", "  "), (BROKEN, None)])
+def test_a_prompt_that_is_empty_or_not_unicode_is_refused(chat, instruction, document):
     with pytest.raises(PromptError):
         chat_prompt(tiny_tokenizer(chat=chat), instruction, document, system="be brief.")
     with pytest.raises(PromptError):
         encode(tiny_tokenizer(), instruction)
-
-
-@pytest.mark.parametrize("chat", [True, False])
-def test_text_that_is_not_unicode_is_refused(chat):
-    broken = b"caf\xe9".decode("utf-8", errors="surrogateescape")
-    with pytest.raises(PromptError):
-        chat_prompt(tiny_tokenizer(chat=chat), broken)
 
 
 def test_text_without_any_token_is_refused():

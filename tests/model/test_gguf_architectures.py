@@ -1,9 +1,15 @@
-"""GGUF files of architectures that transformers does not read: the weights that they stand for, as they store them."""
+"""GGUF files, a row for each architecture: the weights that they stand for, as they store them, and their texts."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
 import pytest
 import torch
+from transformers import PreTrainedModel
+from transformers.integrations import ggml
 
 import longdraft
 from longdraft.errors import CapabilityError, CheckpointError
@@ -11,46 +17,70 @@ from longdraft.model.loading import load
 from longdraft.model.stored import is_stored
 from longdraft.native import kernels
 from tests.gguf_architectures import ARCHITECTURES, write
-from tests.quick import few, in_turn
+from tests.gguf_files import write_gguf
+from tests.quick import in_turn, slow
+from tests.tiny import FAMILIES
 
 pytest.importorskip("gguf")
 PROMPT = (torch.arange(40) * 7 % 61 + 1)[None]
 
 
-@pytest.mark.parametrize(("architecture", "kind"), in_turn(ARCHITECTURES, ["Q8_0", "Q4_K", "F16", "F32"]))
-@torch.no_grad()
-def test_the_weights_are_those_that_the_file_stands_for(architecture, kind, tmp_path):
-    hidden = 256 if kind == "Q4_K" else 64
+def dense(family: str, file: Path, kind: str, hidden: int, tie: bool = True) -> PreTrainedModel:
+    return write_gguf(file, family, kind, hidden=hidden, tie=tie, layers=6 if "gemma" in family else 2)
+
+
+def other(architecture: str, file: Path, kind: str, hidden: int) -> PreTrainedModel:
     heads = {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
-    over = heads if kind == "Q4_K" and "qwen" in architecture else {}
-    written = write(tmp_path / "a.gguf", architecture, kind, hidden, **over)
-    expected, logits = written.state_dict(), written(PROMPT).logits
-    for weights in ("stored", "float32"):
-        model = load(tmp_path / "a.gguf", device="cpu", weights=weights, arithmetic="float32").model
-        assert type(model) is type(written) and is_stored(model) == (weights == "stored")
-        found = model.state_dict()
-        assert found.keys() == expected.keys()
-        for name, weight in expected.items():  # a file has 1 + the weight of a norm, and minus exp of A_log
-            torch.testing.assert_close(found[name], weight, rtol=1e-6, atol=1e-6)
-        own = model(PROMPT).logits
-        torch.testing.assert_close(own, logits, rtol=1e-3, atol=1e-3 * float(logits.abs().max()))
+    return write(file, architecture, kind, hidden, **(heads if hidden == 256 and "qwen3" in architecture else {}))
 
 
-@pytest.mark.parametrize("architecture", few(ARCHITECTURES, list(ARCHITECTURES)[::3]))
-def test_drafts_write_what_plain_decoding_writes(architecture, tmp_path):
-    written = write(tmp_path / "a.gguf", architecture)
-    for arithmetic in ("float32", "int8") if kernels() is not None else ("float32",):
-        model, tokenizer = load(tmp_path / "a.gguf", device="cpu", arithmetic=arithmetic)
-        plain, drafted = (
-            longdraft.Speculator(method, target=model, tokenizer=tokenizer)
-            .generate([PROMPT[0].tolist()], max_new_tokens=12, eos_token_ids=[])[0]
-            .token_ids
-            for method in ("ar", "prompt-lookup")
-        )
-        assert plain == drafted
-        if arithmetic == "float32":
-            own = written.generate(PROMPT, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
-            assert plain == own[0, PROMPT.shape[1] :].tolist()
+FILES: dict[str, Callable[[Path, str, int], PreTrainedModel]] = {
+    **{family: partial(dense, family) for family in (*FAMILIES, "gemma2", "gemma3")},
+    "llama with a head of its own": partial(dense, "llama", tie=False),
+    **{architecture: partial(other, architecture) for architecture in ARCHITECTURES},
+}
+CASES = [*in_turn(FILES, ["Q8_0", "Q4_1", "F16", "F32"]), ("gpt_oss", "MXFP4"), slow("qwen3moe", "Q6_K")]
+CASES += [slow(name, "Q4_K") for name in FILES]
+# Older versions of transformers (5.17) read no tokenizer of gpt-oss from a GGUF file.
+CONVERTERS = getattr(ggml, "GGUF_TO_FAST_CONVERTERS", ["gpt_oss"])
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_the_file_is_its_model_and_drafts_write_what_plain_decoding_writes(name, kind, tmp_path):
+    """Stored and unpacked; in float32 the text is that of the model's own ``generate``, and int8 is the default of
+    files in 8 bits or fewer."""
+    if name == "gpt_oss" and "gpt_oss" not in CONVERTERS:
+        pytest.skip("needs a newer transformers")
+    file = tmp_path / "a.gguf"
+    written = FILES[name](file, kind, 256 if kind.endswith("_K") else 64)
+    with torch.no_grad():
+        expected, logits, models = written.state_dict(), written(PROMPT).logits, {}
+        for weights in ("stored", "float32"):
+            models[weights] = model = load(file, device="cpu", weights=weights, arithmetic="float32").model
+            assert type(model) is type(written) and is_stored(model) == (weights == "stored")
+            found = model.state_dict()
+            assert found.keys() == expected.keys()
+            for key, weight in expected.items():  # a file has 1 + the weight of a norm, and minus exp of A_log
+                torch.testing.assert_close(found[key], weight, rtol=1e-6, atol=1e-6)
+            close = 1e-3 * float(logits.abs().max())
+            torch.testing.assert_close(model(PROMPT).logits, logits, rtol=1e-3, atol=close)
+    own = written.generate(PROMPT, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert decoded(models["stored"]) == ("float32", own[0, PROMPT.shape[1] :].tolist())
+    if kind not in ("F16", "F32") and kernels() is not None:
+        model, tokenizer = load(file, device="cpu")
+        assert tokenizer("the head")["input_ids"] and decoded(model)[0] == "int8"
+
+
+def decoded(model: PreTrainedModel) -> tuple[str, list[int]]:
+    """The arithmetic, and the tokens that plain decoding and drafts agree on."""
+    plain, drafted = (
+        longdraft.Speculator(method, target=model).generate([PROMPT[0].tolist()], max_new_tokens=12, eos_token_ids=[])[
+            0
+        ]
+        for method in ("ar", "prompt-lookup")
+    )
+    assert plain.token_ids == drafted.token_ids
+    return plain.arithmetic, plain.token_ids
 
 
 def test_rows_that_two_tensors_of_other_types_hold_stay_as_they_are_stored(tmp_path):
@@ -95,6 +125,18 @@ def test_what_is_not_read_is_refused(tmp_path):
     write(tmp_path / "d.gguf", "olmo2", fields={"attention.sliding_window": 8})
     with pytest.raises(CapabilityError, match="OLMo 3"):
         load(tmp_path / "d.gguf", device="cpu")
+    write(tmp_path / "f.gguf", "qwen3moe", fields={"expert_feed_forward_length": 32})
+    with pytest.raises(CheckpointError, match=r"mlp\.experts\.gate"):  # of another size
+        load(tmp_path / "f.gguf", device="cpu")
     write(tmp_path / "e.gguf", "qwen35", split="an unknown one")
     with pytest.raises(CapabilityError, match="an unknown one"):
         load(tmp_path / "e.gguf", device="cpu")
+
+
+@torch.no_grad()
+def test_without_kernels_stored_experts_are_unpacked_one_by_one(tmp_path, monkeypatch):
+    monkeypatch.setenv("LONGDRAFT_NATIVE", "0")
+    written = write(tmp_path / "a.gguf", "qwen3moe", "MXFP4")
+    model = load(tmp_path / "a.gguf", device="cpu", weights="stored").model
+    assert is_stored(model)
+    torch.testing.assert_close(model(PROMPT).logits, written(PROMPT).logits, rtol=1e-3, atol=1e-2)

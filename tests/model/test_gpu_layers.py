@@ -11,18 +11,16 @@ import torch
 
 from longdraft.model import side_by_side
 from longdraft.model.graphs import Graphs
-from longdraft.model.outputs import Taps
 from longdraft.model.runner import TargetRunner
 from tests.forwards import forward
-from tests.launches import Launches, watch
 from tests.nominal import StandIn, card, moved
 from tests.quick import in_turn
+from tests.support.forward_outputs import outputs
+from tests.support.launches import Launches, watch
 from tests.tiny import FAMILIES, tiny_model
 
 pytest.importorskip("triton")
 
-TREE = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]], dtype=torch.bool)
-DEPTHS = [0, 1, 1, 2]
 DTYPES = torch.float32, torch.bfloat16
 GPU_PAGE = Path(__file__).parents[2] / "docs" / "gpu.md"
 MOST_LAUNCHES = 20
@@ -32,23 +30,6 @@ MOST_LAUNCHES = 20
 def there(monkeypatch):
     with card(monkeypatch) as found:
         yield found
-
-
-def outputs(model, fused: bool, monkeypatch):
-    """Logits, taps and the store after prefill, a tree and a commit, for two ragged sequences."""
-    monkeypatch.setenv("LONGDRAFT_FUSED", "1" if fused else "0")
-    runner = TargetRunner(model)
-    store = runner.new_store(3, 40)
-    for slot, n in ((2, 9), (0, 4)):
-        forward(runner, [list(range(1, n + 1))], store, [slot], logits="none")
-        store.commit(slot, range(n))
-    taps = Taps(hidden=(0, 2), queries=(1, 2))
-    mask, depths = TREE.expand(2, -1, -1), [DEPTHS, DEPTHS]
-    tree = forward(runner, [[5, 6, 7, 8], [9, 10, 11, 12]], store, [2, 0], mask=mask, depths=depths, taps=taps)
-    store.commit(2, [0, 1, 3])
-    after = forward(runner, [[20]], store, [2])
-    found = [tree.logits, *tree.hidden.values(), *tree.queries.values(), after.logits, store.keys[:, 2, :, :12]]
-    return runner, [x.cpu().float() for x in found]
 
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
@@ -69,13 +50,16 @@ def test_the_same_as_the_models_own_code(case, dtype_joined, there, monkeypatch)
     if joined:
         side_by_side.join(model)
     moved(model)
-    runner, found = outputs(model, True, monkeypatch)
+    found = []
+    for switch in ("0", "1"):
+        monkeypatch.setenv("LONGDRAFT_FUSED", switch)
+        runner = TargetRunner(model)
+        assert switch == "1" or not runner.twin.fused.layers
+        found.append([x.cpu().float() for x in outputs(runner, {2: 9, 0: 4}, 1)])
     layers = runner.twin.fused.layers
     assert bool(layers) is fused and runner.twin.fused.stack is None
     assert all(products.joined is joined for layer in layers for products in (layer.qkv, layer.gate_up))
-    runner, wanted = outputs(model, False, monkeypatch)
-    assert not runner.twin.fused.layers
-    for a, b in zip(found, wanted, strict=True):
+    for b, a in zip(*found, strict=True):
         # A bfloat16 number is rounded the other way now and then, and the model's later layers see it.
         near = 5e-4 if dtype == torch.float32 else 0.1
         assert (a - b).abs().max() <= near * b.abs().max()

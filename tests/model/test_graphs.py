@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import weakref
 from contextlib import nullcontext
 
 import pytest
@@ -17,7 +18,6 @@ from longdraft.attention.block import Block
 from longdraft.attention.reference import partial_attention
 from longdraft.engine.request import Request
 from longdraft.errors import MemoryBudgetError, NumericalError
-from longdraft.memory import sizes as free_memory
 from longdraft.memory.host_store import HostStore
 from longdraft.memory.store import KVStore
 from longdraft.model import graphs
@@ -27,11 +27,10 @@ from longdraft.model.runner import TargetRunner
 from longdraft.trees.masks import padded_mask
 from longdraft.trees.tree import TokenTree
 from tests import torch_kernels
-from tests.drafts import random_draft
-from tests.exact_methods import Specs
 from tests.forwards import forward
 from tests.nominal import StandIn, card, moved
 from tests.quick import slow
+from tests.support.methods import Specs
 from tests.tiny import tiny_model
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -42,11 +41,6 @@ CLOSE = {"atol": 1e-4, "rtol": 1e-4}
 def there(monkeypatch):
     with card(monkeypatch) as found:
         yield found
-
-
-def recorded(target):
-    """The graphs of the memory of each store."""
-    return target.runner.graphs._known
 
 
 def static_attend(q, keys, values, block: Block, scale, scoring=None):
@@ -84,8 +78,7 @@ class Target:
         self.runner = TargetRunner(tiny_model(layers=layers))
         self.recorder = recorder()
         if attend is not None:
-            self.runner._attend = attend
-            self.runner.graphs = Graphs(self.recorder, uses, most)
+            self.runner.attend, self.runner.graphs = attend, Graphs(self.recorder, uses, most)
         self.plain = TargetRunner(self.runner.model)
         self.stores = [r.new_store(slots, capacity, features) for r in (self.runner, self.plain)]
 
@@ -123,7 +116,7 @@ class Target:
             for tensors in zip(*((s.keys, s.values) for s in self.stores), strict=True):
                 torch.testing.assert_close(*(x[:, slot, :, :n] for x in tensors), **CLOSE)
             if self.stores[0].features is not None:
-                torch.testing.assert_close(*(s.features.read(slot, 0, n) for s in self.stores), **CLOSE)
+                torch.testing.assert_close(*(s.features[slot, :n] for s in self.stores), **CLOSE)
 
 
 @settings(max_examples=15)
@@ -148,7 +141,7 @@ def test_a_replay_is_the_forward_whatever_the_numbers_are(lengths, rounds, chain
     assert target.recorder.replays == len(rounds) and target.recorder.captures == len(kinds)
 
 
-@pytest.mark.parametrize("size", [*BUCKETS, 3, 5, 33, 65, 70])
+@pytest.mark.parametrize("size", [1, 3, 33, 70, BUCKETS[-1]])
 def test_every_size_is_padded_to_a_recorded_one(size):
     target = Target(slots=1)
     target.read(20)
@@ -190,21 +183,6 @@ def test_a_path_that_reads_the_hosts_numbers_would_be_found_out(name):
     assert target.recorder.replays  # it failed by what was replayed, not by falling back
 
 
-def test_padded_rows_do_not_reach_the_result():
-    target = Target(slots=2)
-    target.read(20, 11)
-    trees = trees_of(5, 4, seed=3)
-    first = target.forward([0, 1], trees, Taps((0,), (1,)))[0]
-    (graph,) = recorded(target)[target.stores[0].room or target.stores[0]].values()
-    with torch.inference_mode():
-        graph._tokens[:, 5:] = 17
-        graph._positions[:, 5:] = 90
-    again = target.forward([0, 1], trees, Taps((0,), (1,)))[0]
-    assert first.logits.shape == (2, 5, 61) and first.queries[1].shape[2] == first.hidden[0].shape[1] == 5
-    assert torch.equal(first.logits, again.logits)
-    assert torch.equal(first.hidden[0], again.hidden[0]) and torch.equal(first.queries[1], again.queries[1])
-
-
 def test_a_replay_writes_behind_the_prefix_of_its_slots_alone():
     target = Target(slots=3)
     target.read(20, 11, 30)
@@ -234,42 +212,32 @@ def test_bases_move_positions_as_without():
     target.check([0, 1], trees_of(4, 2, seed=1), bases=[31, 12])
 
 
-@pytest.mark.parametrize("method", ["ar", "prompt-lookup", "longspec", "specpv-exact"])
-def test_whole_texts_come_out_the_same(method, tmp_path):
-    model = tiny_model()
-    prompts = [text(60, 1) * 2, text(40, 2)]
-    options = {"draft": random_draft(tmp_path / "draft", model)} if method == "longspec" else {}
-    if method == "specpv-exact":
-        options = {"budget": 32, "sink": 8, "recent": 16, "margin": 6, "block": 8, "drafter": "prompt-lookup"}
-    spec = Speculator(method, target=model, **options)
-    expected = Speculator("ar", target=model).generate(prompts, max_new_tokens=24, eos_token_ids=[])
-    runner = spec.runner()
-    recorder = StandIn()
-    runner._attend, runner.graphs = static_attend, Graphs(recorder)
-    got = spec.generate(prompts, max_new_tokens=24, eos_token_ids=[])
-    assert [r.token_ids for r in got] == [r.token_ids for r in expected]
-    assert recorder.replays > 2
+ALL, HIDDEN = Taps(), Taps((0,))
+# What a target is given, forwards (slots, size of the tree, taps), and the number of recordings after each.
+CAPTURES = {
+    "a size is recorded once it has come up often enough": (
+        {"uses": graphs.USES}, [([0], 4, ALL)] * 5, [0, 0, 1, 1, 1],
+    ),
+    "another batch, other taps or other rows are another recording": (
+        {},
+        [([0], 4, ALL), ([0, 1], 4, ALL), ([0], 4, HIDDEN), ([0], 4, Taps((), (0,))), ([1], 4, ALL), ([0], 5, ALL)],
+        [1, 2, 3, 4, 4, 5],
+    ),
+    "those of a store are bounded: the one not used for longest goes": (
+        {"most": 2}, [([0], size, ALL) for size in (1, 2, 1, 4, 1, 2)], [1, 2, 2, 3, 3, 4],
+    ),
+}  # fmt: skip
 
 
-def test_a_size_is_recorded_once_it_has_come_up_often_enough():
-    target = Target(uses=graphs.USES)
-    target.read(20)
-    seen = []
-    for seed in range(5):
-        target.check([0], [tree_of(4, seed)])
-        seen.append((target.recorder.captures, target.recorder.replays))
-    assert seen == [(0, 0), (0, 0), (1, 1), (1, 2), (1, 3)]
-
-
-def test_another_batch_other_rows_or_other_taps_are_another_recording():
-    target = Target()
+@pytest.mark.parametrize("name", CAPTURES)
+def test_what_is_recorded(name):
+    options, forwards, expected = CAPTURES[name]
+    target, found = Target(**options), []
     target.read(10, 12)
-    tree = tree_of(4, 1)
-    for slots, taps in (([0], Taps()), ([0, 1], Taps()), ([0], Taps((0,))), ([0], Taps((), (0,))), ([1], Taps())):
-        target.forward(slots, [tree] * len(slots), taps)
-    assert target.recorder.captures == 4
-    target.forward([0], [tree_of(5, 1)])
-    assert target.recorder.captures == 5
+    for seed, (slots, size, taps) in enumerate(forwards):
+        target.check(slots, trees_of(*[size] * len(slots), seed=seed), taps)
+        found.append(target.recorder.captures)
+    assert found == expected and target.recorder.replays == sum(n >= options.get("uses", 0) for n in range(len(found)))
 
 
 def test_stores_in_use_have_recordings_of_their_own_and_a_later_one_takes_those_of_a_freed_one():
@@ -284,45 +252,45 @@ def test_stores_in_use_have_recordings_of_their_own_and_a_later_one_takes_those_
     target.stores[0] = later
     target.check([0], [tree_of(2, 1, chain=True)])
     assert (target.recorder.captures, target.recorder.replays) == (2, 4)
-
-
-def test_a_store_with_more_slots_rows_or_features_takes_new_memory():
-    target = Target()
+    target = Target()  # more slots, rows or features take new memory
     for slots, capacity, features in ((2, 100, ()), (3, 100, ()), (3, 300, ()), (3, 300, (0,))):
         forward(target.runner, [[1, 2]], target.runner.new_store(slots, capacity, features), [0])
     assert target.recorder.captures == 4
 
 
-def test_memory_that_is_kept_for_later_is_freed_when_it_is_needed(monkeypatch):
+def test_memory_that_is_kept_for_later_is_freed_when_it_is_needed(free_memory):
     target = Target()
-    forward(target.runner, [[1, 2]], target.runner.new_store(1, 100), [0])
-    assert len(recorded(target)) == 1
-    monkeypatch.setattr(free_memory, "available_bytes", lambda device: 0)
+    store = target.runner.new_store(1, 100)
+    forward(target.runner, [[1, 2]], store, [0])
+    kept = weakref.ref(store.keys)
+    del store
+    gc.collect()
+    assert kept() is not None
+    free_memory(0)
     with pytest.raises(MemoryBudgetError):
         target.runner.new_store(1, 1000)
     gc.collect()
-    assert not recorded(target)
+    assert kept() is None
 
 
-def test_without_room_for_a_rounded_capacity_the_exact_one_is_taken(monkeypatch):
+def test_without_room_for_a_rounded_capacity_the_exact_one_is_taken(free_memory):
     target = Target(slots=1)
-    exact = KVStore.bytes_for(target.runner.kv_shape, 1, 1001 + target.runner.graphs.padding(1))
-    monkeypatch.setattr(free_memory, "available_bytes", lambda device: exact)
+    free_memory(KVStore.bytes_for(target.runner.kv_shape, 1, 1001 + target.runner.graphs.padding(1)))
     assert target.runner.new_store(1, 1001).capacity == 1001 + target.runner.graphs.padding(1)
 
 
-@pytest.mark.parametrize("method", ["eagle3", slow("self"), slow("longspec")])
+@pytest.mark.parametrize("method", ["prompt-lookup", *map(slow, ("eagle3", "self", "longspec", "specpv-exact"))])
 def test_a_second_request_uses_the_recordings_of_the_first(method, tmp_path, there):
     specs = Specs(tmp_path, torch.float32)
-    options, prompts = specs.options(method), [text(50, 1), text(30, 2)]
-    expected = Speculator("ar", target=specs.model).generate(prompts, max_new_tokens=12, eos_token_ids=[])
+    options, prompts = specs.options(method), [text(24, 1), text(15, 2)]
+    expected = Speculator("ar", target=specs.model).generate(prompts, max_new_tokens=8, eos_token_ids=[])
     moved(specs.model)
     spec = Speculator(method, target=specs.model, plan="fixed", **options)
     recorder = StandIn(there)
     spec.runner().graphs = Graphs(recorder, uses=0)
     captures = []
     for _ in range(2):
-        got = spec.generate(prompts, max_new_tokens=12, eos_token_ids=[])
+        got = spec.generate(prompts, max_new_tokens=8, eos_token_ids=[])
         assert [r.token_ids for r in got] == [r.token_ids for r in expected]
         captures.append(recorder.captures)
     assert captures[0] == captures[1] > 0
@@ -368,7 +336,7 @@ def test_attention_is_split_by_the_text_and_not_by_the_capacity(monkeypatch):
     with torch_kernels.registered():
         runner = TargetRunner(tiny_model(layers=1, dtype=torch.bfloat16))
         recorder = StandIn()
-        runner._attend, runner.graphs = hybrid.attend, Graphs(recorder, 0, shortest=16)
+        runner.attend, runner.graphs = hybrid.attend, Graphs(recorder, 0, shortest=16)
         store = runner.new_store(1, 1000)
         forward(runner, [text(20, 0)], store, [0], logits="none")
         store.commit(0, range(20))
@@ -402,12 +370,12 @@ def test_graphs_are_recorded_before_the_first_request(there, tmp_path):
     spec = Speculator("prompt-lookup", target=specs.model, plan="fixed", min_n=1)
     recorder, lines = StandIn(there), []
     spec.runner().graphs = Graphs(recorder)
-    count = spec.record(4, context=100, progress=lines.append)
+    count = spec.record(2, context=60, progress=lines.append)
     assert recorder.captures == count > 0
     assert len({line.share for line in lines}) > 1 and lines[-1].share == 1.0
-    session = spec.session(4, context=100)
-    for seed in range(3):
-        session.add(Request(text(50, seed) * 2, max_new_tokens=10, eos_token_ids=[]))
+    session = spec.session(2, context=60)
+    for seed in range(2):
+        session.add(Request(text(20, seed) * 2, max_new_tokens=10, eos_token_ids=[]))
     while session.busy:
         session.step()
     assert recorder.captures == count and recorder.replays > count
@@ -429,29 +397,17 @@ def test_tensors_that_lie_elsewhere_are_another_recording():
     assert target.recorder.captures == 3
 
 
-def test_the_recordings_of_a_store_are_bounded():
-    target = Target(most=2)
-    target.read(5)
-    for size in (1, 2, 1, 4, 1, 2):  # 2 has to go for 4
-        target.check([0], [tree_of(size, size)])
-    assert target.recorder.captures == 4
-
-
-def test_a_padded_block_that_has_no_room_is_computed_without():
-    target = Target(capacity=30)
-    for store in target.stores:
-        store.capacity = 30
-    target.read(24)
-    target.check([0], [tree_of(5, 1, chain=True)])
-    assert target.recorder.captures == 0
-
-
-def test_stores_leave_room_for_padding():
+def test_stores_leave_room_for_padding_and_a_block_that_has_none_is_computed_without():
     target = Target(capacity=30)
     gaps = [min(b for b in BUCKETS if b >= n) - n for n in range(1, BUCKETS[-1] + 1)]
     assert target.stores[0].capacity >= 30 + max(gaps) + BUCKETS[-1]  # and for what padded sequences write
     assert target.runner.new_store(1, 500).capacity >= 500 + max(gaps)
     assert target.stores[1].capacity == 30
+    for store in target.stores:
+        store.capacity = 30
+    target.read(24)
+    target.check([0], [tree_of(5, 1, chain=True)])
+    assert target.recorder.captures == 0
 
 
 def test_prefills_and_stores_outside_the_device_are_computed_without():
@@ -490,51 +446,29 @@ class Failing(StandIn):
         return super().capture(compute)
 
 
-def test_a_size_that_cannot_be_recorded_is_said_once_and_does_not_switch_off_the_others(caplog):
+def test_a_size_that_cannot_be_recorded_is_said_once_and_where_none_can_be_no_more_are_tried(caplog):
     target = Target(recorder=Failing)
     target.read(10)
-    with caplog.at_level(logging.WARNING, logger="longdraft"):
-        for seed in range(3):
-            target.check([0], [tree_of(4, seed)])
-            target.check([0], [tree_of(7, seed)])
+    for seed in range(3):
+        target.check([0], [tree_of(4, seed)])
+        target.check([0], [tree_of(7, seed)])
     assert (target.recorder.captures, target.recorder.replays) == (2, 3)
-    (record,) = caplog.records
-    assert "could not be recorded" in record.getMessage() and "and more" not in record.getMessage()
-
-
-def test_where_no_size_can_be_recorded_no_more_are_tried(caplog):
+    assert caplog.text.count("could not be recorded") == 1 and "and more" not in caplog.text
     target = Target(recorder=lambda: Failing(99))
     target.read(10)
     for size in (1, 2, 4, 8, 16):
         target.check([0], [tree_of(size, 1)])
-    assert target.recorder.captures == graphs.FAILURES
-    assert "CUDA graphs are off" in caplog.text
+    assert target.recorder.captures == graphs.FAILURES and "CUDA graphs are off" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("device", "path", "reason"),
-    [
-        (CPU, "cpu", "they need an NVIDIA GPU"),
-        (CPU, "triton", "they need an NVIDIA GPU"),
-        (CUDA, "sdpa", "LONGDRAFT_ATTENTION=hybrid"),
-        (CUDA, "hybrid", None),
-        (CUDA, "triton", None),
-    ],
-)
-def test_where_there_are_graphs(device, path, reason):
-    found = unavailable(device, path)
-    assert found is None if reason is None else reason in found
-
-
-def test_graphs_are_used_unless_the_switch_is_off(monkeypatch, caplog):
+def test_where_there_are_graphs(monkeypatch, caplog):
+    for device, path in ((CPU, "cpu"), (CPU, "triton"), (CUDA, "sdpa")):
+        assert unavailable(device, path) and not Graphs.on(device, path).recording
+    assert "LONGDRAFT_ATTENTION=hybrid" in (unavailable(CUDA, "sdpa") or "")
+    for path in ("hybrid", "triton"):
+        assert unavailable(CUDA, path) is None and Graphs.on(CUDA, path).recording
+    assert Graphs.on(CUDA, "triton").padding(1) == 15 and Graphs.on(CUDA, "triton").padding(4) == 111
+    monkeypatch.setenv("LONGDRAFT_GRAPHS", "0")
     with caplog.at_level(logging.INFO, logger="longdraft"):
-        graphs_on = Graphs.on(CUDA, "triton")
-        monkeypatch.setenv("LONGDRAFT_GRAPHS", "0")
-        graphs_off = Graphs.on(CUDA, "triton")
-        assert not Graphs.on(CPU, "cpu").recording
-    assert graphs_on.recording and not graphs_off.recording
-    assert graphs_on.padding(1) == 15 and graphs_on.padding(4) == 111 and graphs_off.padding(4) == 0
-    assert [r.getMessage() for r in caplog.records] == [
-        "CUDA graphs: verifications are recorded",
-        "CUDA graphs: none, LONGDRAFT_GRAPHS=0 switches them off",
-    ]
+        switched_off = Graphs.on(CUDA, "triton")
+    assert not switched_off.recording and switched_off.padding(4) == 0 and "LONGDRAFT_GRAPHS=0" in caplog.text

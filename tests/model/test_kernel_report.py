@@ -12,9 +12,9 @@ from longdraft.model.kernel_report import kernel_report
 from longdraft.model.runner import TargetRunner
 from longdraft.model.stored import keep_stored, parameters
 from longdraft.native.build import CALLED, LEVELS
+from tests.native.levels import needs_kernels
 from tests.tiny import tiny_model
 
-compiles = pytest.mark.skipif(native.kernels() is None, reason=f"no kernels here: {native.missing()}")
 SIZES = {"hidden": 64, "head_dim": 32, "heads": 2, "kv_heads": 2}
 
 
@@ -22,40 +22,27 @@ def report(model, **options):
     return kernel_report(TargetRunner(model, **options))
 
 
-@compiles
-@pytest.mark.parametrize(
-    ("model", "options", "expected", "line"),
-    [
-        (
-            tiny_model,
-            {},
-            (("float32",), "float32", True),
-            "in one call: weights in float32, float32 arithmetic, keys and values in float32",
-        ),
-        (tiny_model, {"kv_dtype": torch.int8}, (("float32",), "int8", True), "keys and values in int8"),
-        (
-            lambda: keep_stored(tiny_model(dtype=torch.bfloat16, **SIZES)),
-            {},
-            (("bfloat16",), "float32", True),
-            "weights in bfloat16, float32 arithmetic",
-        ),
-        (
-            lambda: tiny_model(dtype=torch.bfloat16, **SIZES),
-            {},
-            (("bfloat16",), None, False),
-            "call by call: weights in bfloat16, bfloat16 arithmetic; torch does the rest",
-        ),
-    ],
-    ids=["float32", "rounded KV", "stored in bfloat16", "in bfloat16"],
-)
-def test_the_kernels_of_a_model(model, options, expected, line):
+HALVES = {"dtype": torch.bfloat16, **SIZES}
+# Name -> model, options; weights, keys and values, in one call; and what the line says.
+REPORTS = {
+    "float32": (tiny_model, {}, (("float32",), "float32", True), "weights in float32, float32 arithmetic"),
+    "rounded KV": (tiny_model, {"kv_dtype": torch.int8}, (("float32",), "int8", True), "keys and values in int8"),
+    "stored": (lambda: keep_stored(tiny_model(**HALVES)), {}, (("bfloat16",), "float32", True), "weights in bfloat16"),
+    "in bfloat16": (lambda: tiny_model(**HALVES), {}, (("bfloat16",), None, False), "torch does the rest"),
+}
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", REPORTS)
+def test_the_kernels_of_a_model(name):
+    model, options, expected, line = REPORTS[name]
     found = report(model(), **options)
     assert found.level == native.kernels().level and found.reason is found.cost is None
     assert (found.weights, found.kv, found.whole) == expected
     assert CALLED[found.level] in found.line and line in found.line
 
 
-@compiles
+@needs_kernels
 def test_a_model_that_they_do_not_serve():
     found = report(tiny_model(dtype=torch.float64))
     assert found.level is None and "none of this model's layers (float64 on a CPU)" in found.line

@@ -49,19 +49,17 @@ def assert_moves(model, tolerance=2e-5):
     assert not torch.allclose(expected[:, :, 0], expected[:, :, 1], atol=0.1)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_keys_of_every_family_move(family):
-    assert_moves(tiny_model(family))
-
-
-@pytest.mark.parametrize("rope", [YARN, LLAMA3], ids=["yarn", "llama3"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_stretched_contexts(rope, dtype):
-    assert_moves(tiny_model(rope_parameters=rope, dtype=dtype))
-
-
-def test_16_bits():
-    assert_moves(tiny_model(dtype=torch.bfloat16), 8e-2)
+@pytest.mark.parametrize(
+    ("family", "over", "tolerance"),
+    [
+        *((family, {}, 2e-5) for family in FAMILIES),
+        ("llama", {"rope_parameters": YARN}, 2e-5),
+        ("llama", {"rope_parameters": LLAMA3, "dtype": torch.float64}, 2e-5),
+        ("llama", {"dtype": torch.bfloat16}, 8e-2),
+    ],
+)
+def test_keys_move(family, over, tolerance):
+    assert_moves(tiny_model(family, **over), tolerance)
 
 
 @pytest.mark.parametrize("config", [GPTNeoXConfig, PhiConfig])

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 import weakref
+from collections.abc import Callable
 
 import pytest
 from torch import nn
@@ -22,6 +23,12 @@ def waiting(lock: FairLock, threads: int) -> None:
         time.sleep(1e-4)
 
 
+def begun(work: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=work)
+    thread.start()
+    return thread
+
+
 def is_free(lock: FairLock) -> bool:
     """As another thread sees it."""
     found: list[bool] = []
@@ -31,9 +38,7 @@ def is_free(lock: FairLock) -> bool:
         if found[0]:
             lock.release()
 
-    thread = threading.Thread(target=look)
-    thread.start()
-    thread.join()
+    begun(look).join()
     return found[0] and not lock.waiting
 
 
@@ -44,37 +49,26 @@ def joining(lock: FairLock, order: list[str], name: str) -> threading.Thread:
         with lock:
             order.append(name)
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    return thread
+    return begun(work)
 
 
-def test_first_come_first_served():
+def test_first_come_first_served_and_who_has_it_takes_it_again():
     lock, order, threads = FairLock(), [], []
     with lock:
         for count, name in enumerate("abcd", 1):
             threads.append(joining(lock, order, name))
             waiting(lock, count)
-    with lock:  # who has just had it stands behind those who wait
-        order.append("again")
-    for thread in threads:
-        thread.join()
-    assert order == [*"abcd", "again"]
-    assert is_free(lock)
-
-
-def test_a_thread_that_has_it_takes_it_again_before_those_who_wait():
-    lock, order = FairLock(), []
-    with lock:
-        thread = joining(lock, order, "other")
-        waiting(lock, 1)
         with lock, lock:
             order.append("inside")
         assert lock.take_if_free()
         lock.release()
         assert not order[1:] and not is_free(lock)
-    thread.join()
-    assert order == ["inside", "other"] and is_free(lock)
+    with lock:  # who has just had it stands behind those who wait
+        order.append("again")
+    for thread in threads:
+        thread.join()
+    assert order == ["inside", *"abcd", "again"]
+    assert is_free(lock)
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, GeneratorExit])
@@ -96,16 +90,14 @@ def alarms():
     def ring(*_: object) -> None:
         raise Alarm
 
+    if not hasattr(signal, "setitimer"):
+        pytest.skip("signals are POSIX")
     before = signal.signal(signal.SIGALRM, ring)
     yield lambda seconds: signal.setitimer(signal.ITIMER_REAL, seconds)
     signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, before)
 
 
-posix = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="signals are POSIX")
-
-
-@posix
 @pytest.mark.parametrize("before", [[], ["before"]], ids=["first in line", "behind another"])
 def test_one_who_gives_up_waiting_leaves_the_line(alarms, before):
     lock, taken, go, order = FairLock(), threading.Event(), threading.Event(), []
@@ -115,8 +107,7 @@ def test_one_who_gives_up_waiting_leaves_the_line(alarms, before):
             taken.set()
             go.wait()
 
-    threads = [threading.Thread(target=hold)]
-    threads[0].start()
+    threads = [begun(hold)]
     taken.wait()
     threads += [joining(lock, order, name) for name in before]
     waiting(lock, len(before))
@@ -129,11 +120,9 @@ def test_one_who_gives_up_waiting_leaves_the_line(alarms, before):
     go.set()
     for thread in threads:
         thread.join()
-    assert order == [*before, "after"]
-    assert is_free(lock)
+    assert order == [*before, "after"] and is_free(lock)
 
 
-@posix
 def test_alarms_at_any_moment_do_not_lose_it(alarms):
     lock, stop, inside = FairLock(), threading.Event(), []
 
@@ -144,11 +133,8 @@ def test_alarms_at_any_moment_do_not_lose_it(alarms):
                 assert len(inside) == 1
                 inside.pop()
 
-    threads = [threading.Thread(target=busy) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    rung = 0
-    for turn in range(300):
+    threads, rung = [begun(busy) for _ in range(2)], 0
+    for turn in range(200):
         try:
             alarms(1e-6 * (20 + 7 * turn % 400))
             while True:
@@ -161,7 +147,7 @@ def test_alarms_at_any_moment_do_not_lose_it(alarms):
     for thread in threads:
         thread.join(10)
         assert not thread.is_alive()
-    assert rung == 300 and is_free(lock)
+    assert rung == 200 and is_free(lock)
 
 
 def test_a_model_has_one_lock_as_long_as_it_lives():

@@ -10,9 +10,9 @@ import torch
 from longdraft import PromptCache, Request, Speculator
 from longdraft.errors import ContextError
 from longdraft.serve.prefixes import DiskPrefixes
-from tests.exact_methods import EXACT, Specs
-from tests.long_rope_models import KINDS, SWITCH, as_a_whole, long_rope_model
 from tests.quick import few, in_turn
+from tests.support.long_rope_models import KINDS, SWITCH, as_a_whole, long_rope_model
+from tests.support.methods import EXACT, Specs
 
 NEW = 14
 # Below the switch to the end, across it (at once, early and late), and beyond it from the start.
@@ -41,21 +41,18 @@ def test_each_text_of_a_batch_is_what_the_whole_text_gives(kind, method):
         for prompt, own in zip(PROMPTS, written(kind), strict=True)
     ]
     assert [result.token_ids for result in spec.generate(requests)] == written(kind)
+    (alone,) = spec.generate(PROMPTS[2], max_new_tokens=NEW)
+    assert alone.token_ids == written(kind)[2]
 
 
-def test_reading_anew_is_a_part_of_decoding_and_no_round():
-    steps = list(Speculator("ar", target=long_rope_model()).stream(prompt_of(SWITCH - 2), max_new_tokens=NEW))
-    anew = [step for step in steps if step.mode != "prefill" and step.tree is None]
+def test_reading_anew_is_a_part_of_decoding_and_no_round_and_the_model_keeps_its_frequencies():
+    model = long_rope_model()
+    before = model.model.rotary_emb.inv_freq.clone()
+    run = Speculator("ar", target=model).stream(prompt_of(SWITCH - 2), max_new_tokens=NEW)
+    anew = [step for step in run if step.mode != "prefill" and step.tree is None]
     assert len(anew) == 1 and not anew[0].token_ids and anew[0].seconds > 0
-    (result,) = Speculator("ar", target=long_rope_model()).generate(prompt_of(SWITCH - 2), max_new_tokens=NEW)
-    assert result.rounds == NEW - 1
-
-
-@pytest.mark.parametrize("length", LENGTHS)
-def test_a_text_has_the_tokens_that_it_has_in_a_batch(length):
-    spec = Speculator("prompt-lookup", target=long_rope_model(), plan="fixed")
-    (result,) = spec.generate(prompt_of(length), max_new_tokens=NEW)
-    assert result.token_ids == written("phi3")[LENGTHS.index(length)]
+    assert run.results()[0].rounds == NEW - 1
+    assert torch.equal(model.model.rotary_emb.inv_freq, before)
 
 
 @pytest.mark.parametrize("length", [LENGTHS[0], LENGTHS[-1]])
@@ -154,13 +151,6 @@ def test_requests_join_end_and_leave_while_another_crosses():
         session.step()
     for number, length in ((first, SWITCH - 3), (last, SWITCH + 2)):
         assert session.result(number).token_ids == as_a_whole(model, prompt_of(length), NEW)
-
-
-def test_the_model_keeps_its_own_frequencies():
-    model = long_rope_model()
-    before = model.model.rotary_emb.inv_freq.clone()
-    Speculator("ar", target=model).generate(prompt_of(SWITCH + 9), max_new_tokens=2)
-    assert torch.equal(model.model.rotary_emb.inv_freq, before)
 
 
 def test_equal_factors_have_no_switch():

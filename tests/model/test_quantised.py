@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib
 import logging
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -18,25 +21,18 @@ from longdraft import PromptCache, Speculator
 from longdraft.errors import UnsupportedModelError
 from longdraft.model.runner import TargetRunner
 from longdraft.native import kernels
-from tests.forwards import forward
-from tests.quantised_folders import SIZES, compressed_folder, plain_folder, quantised_folder
+from tests.native.levels import needs_kernels
+from tests.support import tree_rows
+from tests.support.quantised_folders import (
+    NEW,
+    PROMPTS,
+    SIZES,
+    compressed_folder,
+    own_tokens,
+    plain_folder,
+    quantised_folder,
+)
 from tests.tiny import tiny_model, tiny_tokenizer
-
-needs_kernels = pytest.mark.skipif(kernels() is None, reason="rows have equal bits with our kernels only")
-TEXT = [3, 9, 4, 7, 2, 5, 8, 1, 6, 10]
-# Of several lengths, and each repeats itself: lookups find drafts, of which most are wrong.
-PROMPTS = [TEXT[:7] * 2, TEXT * 3, TEXT[:3] * 2]
-NEW = 24
-
-
-def own_tokens(model: PreTrainedModel) -> list[list[int]]:
-    """What the model's own ``generate`` continues each prompt with."""
-    outputs = []
-    for prompt in PROMPTS:
-        ids = torch.tensor([prompt])
-        out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False)
-        outputs.append(out[0, len(prompt) :].tolist())
-    return outputs
 
 
 def decoded(model: PreTrainedModel, method: str, batch: int, **options: Any) -> list[list[int]]:
@@ -47,25 +43,10 @@ def decoded(model: PreTrainedModel, method: str, batch: int, **options: Any) -> 
     return [r.token_ids for r in results]
 
 
-def logits(runner: TargetRunner, sizes: list[int]) -> torch.Tensor:
-    """Of 20 rows behind a text, computed in pieces of these sizes."""
-    store = runner.new_store(1, 64)
-    forward(runner, [TEXT], store, [0], prompt=True)
-    store.commit(0, range(len(TEXT)))
-    text, done = (TEXT * 2)[::-1], []
-    for size in sizes:
-        start = sum(map(len, done))
-        done.append(forward(runner, [text[start : start + size]], store, [0]).logits[0])
-        store.commit(0, range(size))
-    return torch.cat(done)
-
-
 def check_rows(model: PreTrainedModel) -> None:
     """A row has the same bits alone and beside others."""
     if kernels() is not None:
-        runner = TargetRunner(model)
-        alone = logits(runner, [1] * 20)
-        assert all(torch.equal(logits(runner, sizes), alone) for sizes in ([20], [3, 5, 7, 5], [8, 12]))
+        tree_rows.check_rows(TargetRunner(model))
 
 
 def check_tokens(model: PreTrainedModel, own: bool = True) -> None:
@@ -183,112 +164,66 @@ def test_a_layer_that_rounds_by_the_place_of_a_row_is_hosted_with_a_warning(capl
 
 
 def torchao(kind: str, **settings: Any) -> Any:
-    pytest.importorskip("torchao")
-    quantization = importlib.import_module("torchao.quantization")
-    kinds = {name: getattr(quantization, name)(**more) for name, more in settings.items()}
-    return importlib.import_module("transformers").TorchAoConfig(getattr(quantization, kind)(**kinds))
-
-
-def int8_weights() -> Any:
-    return torchao("Int8WeightOnlyConfig")
-
-
-def int4_weights() -> Any:
     quantization = pytest.importorskip("torchao.quantization")
-    config = quantization.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=quantization.PerGroup(32))
-    return importlib.import_module("transformers").TorchAoConfig(config)
-
-
-def float8_weights() -> Any:
-    return torchao("Float8WeightOnlyConfig")
-
-
-def int8_rows() -> Any:
-    return torchao("Int8DynamicActivationInt8WeightConfig")
-
-
-def int4_weights_int8_rows() -> Any:
-    quantization = pytest.importorskip("torchao.quantization")
-    config = quantization.Int8DynamicActivationIntxWeightConfig(
-        weight_dtype=torch.int4, weight_granularity=quantization.PerGroup(32)
-    )
-    return importlib.import_module("transformers").TorchAoConfig(config)
-
-
-def int8_tensor() -> Any:
-    quantization = pytest.importorskip("torchao.quantization")
-    config = quantization.Int8DynamicActivationInt8WeightConfig(granularity=quantization.PerTensor())
-    return importlib.import_module("transformers").TorchAoConfig(config)
+    if group := settings.pop("group", None):
+        settings[group] = quantization.PerGroup(32)
+    if settings.pop("by_tensor", False):
+        settings["granularity"] = quantization.PerTensor()
+    return transformers.TorchAoConfig(getattr(quantization, kind)(**settings))
 
 
 def bitsandbytes(**settings: Any) -> Any:
     pytest.importorskip("bitsandbytes")
-    return importlib.import_module("transformers").BitsAndBytesConfig(**settings)
-
-
-def int8_without_outliers() -> Any:
-    return bitsandbytes(load_in_8bit=True, llm_int8_threshold=0.0)
-
-
-def int8_with_outliers() -> Any:
-    return bitsandbytes(load_in_8bit=True)
-
-
-def nf4() -> Any:
-    return bitsandbytes(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
-
-
-def fp4() -> Any:
-    return bitsandbytes(load_in_4bit=True)
-
-
-def nf4_with_rounded_scales() -> Any:
-    return bitsandbytes(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    return transformers.BitsAndBytesConfig(**settings)
 
 
 def quanto(bits: str) -> Any:
     pytest.importorskip("optimum.quanto")
-    return importlib.import_module("transformers").QuantoConfig(weights=bits)
+    return transformers.QuantoConfig(weights=bits)
 
 
-def quanto_int8() -> Any:
-    return quanto("int8")
+_4_BITS = {"weight_dtype": torch.int4}
+_IN_4_BITS = {"load_in_4bit": True}
+_NF4 = _IN_4_BITS | {"bnb_4bit_quant_type": "nf4"}
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "int8 weights": lambda: torchao("Int8WeightOnlyConfig"),
+    "int4 weights": lambda: torchao("IntxWeightOnlyConfig", group="granularity", **_4_BITS),
+    "float8 weights": lambda: torchao("Float8WeightOnlyConfig"),
+    "int8 rows": lambda: torchao("Int8DynamicActivationInt8WeightConfig"),
+    "int4 weights, int8 rows": lambda: torchao(
+        "Int8DynamicActivationIntxWeightConfig", group="weight_granularity", **_4_BITS
+    ),
+    "int8 by tensor": lambda: torchao("Int8DynamicActivationInt8WeightConfig", by_tensor=True),
+    "int8 without outliers": lambda: bitsandbytes(load_in_8bit=True, llm_int8_threshold=0.0),
+    "int8 with outliers": lambda: bitsandbytes(load_in_8bit=True),
+    "nf4": lambda: bitsandbytes(**_NF4, bnb_4bit_compute_dtype=torch.float32),
+    "fp4": lambda: bitsandbytes(**_IN_4_BITS),
+    "nf4 with rounded scales": lambda: bitsandbytes(**_NF4, bnb_4bit_use_double_quant=True),
+    **{f"quanto {bits}": partial(quanto, bits) for bits in ("int8", "int4", "int2", "float8")},
+}
+TOGETHER = ("int8 by tensor", "int8 with outliers")
+# Here a last bit that attention rounds otherwise can change a row's eight or sixteen bits: own tokens may differ.
+# bitsandbytes computes four bits in bfloat16 where the processor can.
+ROUND = ("int8 rows", "int4 weights, int8 rows", "int8 without outliers", "nf4", "fp4", "nf4 with rounded scales")
 
 
-def quanto_int4() -> Any:
-    return quanto("int4")
-
-
-def quanto_int2() -> Any:
-    return quanto("int2")
-
-
-def quanto_float8() -> Any:
-    return quanto("float8")
-
-
-def loaded(folder: Path, config: Any, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def loaded(folder: Path, name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    config = CONFIGS[name]()
     return AutoModelForCausalLM.from_pretrained(plain_folder(folder), dtype=dtype, quantization_config=config)
 
 
-WEIGHTS = [int8_weights, int4_weights, float8_weights, quanto_int8, quanto_int4, quanto_int2, quanto_float8]
-# Here a last bit that attention rounds otherwise can change a row's eight or sixteen bits: own tokens may differ.
-# bitsandbytes computes four bits in bfloat16 where the processor can.
-ROUND = [int8_rows, int4_weights_int8_rows, int8_without_outliers, nf4, fp4, nf4_with_rounded_scales]
-
-
-@pytest.mark.parametrize("config", [*WEIGHTS, *ROUND])
+@pytest.mark.parametrize("config", [name for name in CONFIGS if name not in TOGETHER])
 def test_weights_that_transformers_quantises(config, tmp_path):
-    model = loaded(tmp_path, config())
+    model = loaded(tmp_path, config)
     before = TargetRunner(model).fingerprint
     check_rows(model)
     check_tokens(model, own=config not in ROUND)
     assert TargetRunner(model).fingerprint == before
 
 
-@pytest.mark.parametrize("config", [int8_weights, int4_weights, int8_rows, int8_without_outliers, nf4])
+@pytest.mark.parametrize("config", ["int8 weights", "int4 weights", "int8 rows", "int8 without outliers", "nf4"])
 def test_a_quantised_model_that_was_saved_is_loaded(config, tmp_path):
-    model = loaded(tmp_path, config())
+    model = loaded(tmp_path, config)
     model.save_pretrained(tmp_path / "saved")
     tiny_tokenizer().save_pretrained(tmp_path / "saved")
     again = longdraft.load(tmp_path / "saved").model
@@ -306,17 +241,17 @@ def test_a_model_that_hqq_quantises(bits):
     check_tokens(model)
 
 
-@pytest.mark.parametrize("config", [int8_tensor, int8_with_outliers])
+@pytest.mark.parametrize("config", TOGETHER)
 def test_activations_that_are_scaled_or_searched_together_are_refused(config, tmp_path):
-    model = loaded(tmp_path, config())
+    model = loaded(tmp_path, config)
     with pytest.raises(UnsupportedModelError, match=r"layers\.0\.self_attn\.q_proj \(Linear.* of its input together"):
         TargetRunner(model)
 
 
-@pytest.mark.parametrize("config", [int8_weights, nf4])
+@pytest.mark.parametrize("config", ["int8 weights", "nf4"])
 def test_halves(config, tmp_path):
     """In bfloat16 rounding decides between tokens now and then, so only the first are compared."""
-    model = loaded(tmp_path, config(), torch.bfloat16)
+    model = loaded(tmp_path, config, torch.bfloat16)
     results = Speculator("prompt-lookup", target=model, min_n=1).generate(PROMPTS, max_new_tokens=2, eos_token_ids=[])
     assert [r.token_ids[:1] for r in results] == [tokens[:1] for tokens in own_tokens(model)]
 
@@ -343,7 +278,7 @@ CHECKPOINTS = [
 def test_a_quantised_checkpoint_is_loaded_and_hosted(kind, tmp_path):
     if kind != "gemma":
         pytest.importorskip(PACKAGES.get(kind, "compressed_tensors"))
-    elif not hasattr(importlib.import_module("transformers"), "GemmaQuantizationConfig"):
+    elif not hasattr(transformers, "GemmaQuantizationConfig"):
         pytest.skip("needs a newer transformers")
     model = longdraft.load(quantised_folder(tmp_path, kind)).model
     assert model.dtype == torch.float32
@@ -387,8 +322,8 @@ def test_a_checkpoint_whose_rows_are_scaled_together_is_refused(tmp_path):
 def test_quantised_models_have_fingerprints_of_their_own(tmp_path):
     """A cache of one model is not read by another, even if both have the same sizes."""
     names = set()
-    for i, config in enumerate([None, int8_weights(), int4_weights()]):
-        model = tiny_model(**SIZES) if config is None else loaded(tmp_path / str(i), config)
+    for config in ("", "int8 weights", "int4 weights"):
+        model = loaded(tmp_path / config, config) if config else tiny_model(**SIZES)
         spec, cache = Speculator("ar", target=model), PromptCache()
         spec.generate(PROMPTS[1], max_new_tokens=2, cache=cache)
         names.add(spec.runner().fingerprint)

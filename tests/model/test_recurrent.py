@@ -17,19 +17,15 @@ from longdraft.memory import snapshot
 from longdraft.memory.prompt_cache import PromptCache
 from longdraft.memory.store import KVStore
 from longdraft.model.runner import TargetRunner
-from longdraft.native import kernels
 from tests.drafts import random_eagle3, random_heads, random_onepass
-from tests.quick import in_turn
-from tests.recurrent_models import FAMILIES, KINDS, VOCABULARY, generated, recurrent_model, some_prompt
+from tests.forwards import forward
+from tests.native.levels import needs_kernels
+from tests.quick import few, in_turn, slow
+from tests.recurrent_models import FAMILIES, KINDS, generated, recurrent_model, some_prompt
 from tests.tiny import tiny_tokenizer
 
 NEW = 24
-# Without our kernels, torch's products round a row by the number of rows.
-in_bits = pytest.mark.skipif(kernels() is None, reason="rows have the same bits with our kernels only")
-
-# A tree of five: a root with two children, the second of which has two.
-PARENTS, DEPTHS = [-1, 0, 0, 2, 2], [0, 1, 1, 2, 2]
-ROWS = [0, 2, 4]  # of the nodes that hold the right tokens
+in_bits = needs_kernels  # without them torch's products round a row by the number of rows
 
 
 @cache
@@ -37,29 +33,19 @@ def runner(family: str) -> TargetRunner:
     return TargetRunner(recurrent_model(family))
 
 
-def mask() -> torch.Tensor:
-    seen = torch.eye(len(PARENTS), dtype=torch.bool)
-    for node, parent in enumerate(PARENTS):
-        if parent >= 0:
-            seen[node] |= seen[parent]
-    return seen[None]
-
-
 def read(own: TargetRunner, store: KVStore, prompt: list[int], slot: int = 0, piece: int = 16) -> torch.Tensor:
     """Reads a prompt in pieces; returns the logits of its last row."""
     while store.lengths[slot] < len(prompt):
         done = store.lengths[slot]
         tokens = prompt[done : (done // piece + 1) * piece]
-        out = own.forward(store.block([slot], [tokens], prompt=True), store, logits="last")
+        out = forward(own, [tokens], store, [slot], logits="last", prompt=True)
         store.commit(slot, range(len(tokens)))
-    assert out.logits is not None
     return out.logits[0, -1]
 
 
 def step(own: TargetRunner, store: KVStore, token: int, slot: int = 0) -> torch.Tensor:
-    out = own.forward(store.block([slot], [[token]]), store)
+    out = forward(own, [[token]], store, [slot])
     store.commit(slot, [0])
-    assert out.logits is not None
     return out.logits[0, 0]
 
 
@@ -74,88 +60,8 @@ def plainly(own: TargetRunner, prompt: list[int], new: int = NEW) -> tuple[list[
     return tokens, rows
 
 
-def verify_tree(own: TargetRunner, store: KVStore, tokens: list[int], slot: int = 0) -> torch.Tensor:
-    """Logits (5, vocabulary) of a tree whose right nodes hold three tokens."""
-    wrong = (tokens[1] + 1) % VOCABULARY, (tokens[2] + 1) % VOCABULARY
-    nodes = [tokens[0], wrong[0], tokens[1], wrong[1], tokens[2]]
-    out = own.forward(store.block([slot], [nodes], depths=[DEPTHS], mask=mask()), store)
-    assert out.logits is not None
-    return out.logits[0]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_text_is_the_models_own(family):
-    prompt = some_prompt(37)
-    model = recurrent_model(family)
-    assert plainly(TargetRunner(model), prompt)[0] == generated(model, prompt, NEW)
-
-
 @in_bits
-@pytest.mark.parametrize("family", FAMILIES)
-def test_rows_of_trees_and_chains_are_plain_rows_and_rejected_ones_leave_no_trace(family):
-    own, prompt = runner(family), some_prompt(37)
-    tokens, rows = plainly(own, prompt)
-    store = own.new_store(1, len(prompt) + NEW + 8)
-    read(own, store, prompt)
-    done, path = 0, ROWS
-    while done + 5 < NEW:
-        logits = verify_tree(own, store, tokens[done : done + 3])
-        assert all(torch.equal(logits[row], rows[done + i]) for i, row in enumerate(ROWS))
-        path = path[:-1] if len(path) > 1 else ROWS  # accepts three nodes, then two, then one
-        store.commit(0, path)
-        done += len(path)
-        chain = [*tokens[done : done + 2], (tokens[done + 2] + 1) % VOCABULARY]
-        out = own.forward(store.block([0], [chain]), store)
-        assert torch.equal(out.logits[0, 0], rows[done])
-        assert torch.equal(out.logits[0, 1], rows[done + 1])
-        store.commit(0, [0])
-        done += 1
-        assert torch.equal(own.forward(store.block([0], [[tokens[done]]]), store).logits[0, 0], rows[done])
-
-
-@in_bits
-@pytest.mark.parametrize("family", KINDS)
-def test_a_tree_by_levels_is_the_tree_at_once(family):
-    own, prompt = runner(family), some_prompt(21)
-    tokens, rows = plainly(own, prompt, 6)
-    store = own.new_store(1, 40)
-    read(own, store, prompt)
-    seen = mask()
-    nodes = [tokens[0], 7, tokens[1], 9, tokens[2]]
-    parts = []
-    for start, end in ((0, 1), (1, 3), (3, 5)):
-        block = store.block(
-            [0], [nodes[start:end]], depths=[DEPTHS[start:end]], mask=seen[:, start:end, :end], offset=start
-        )
-        parts.append(own.forward(block, store).logits[0])
-    logits = torch.cat(parts)
-    assert all(torch.equal(logits[row], rows[i]) for i, row in enumerate(ROWS))
-    store.commit(0, ROWS)
-    assert torch.equal(step(own, store, tokens[3]), rows[3])
-
-
-@in_bits
-@pytest.mark.parametrize("family", KINDS)
-def test_a_ragged_batch_is_one_by_one(family):
-    own, prompts = runner(family), [some_prompt(n, n) for n in (5, 33, 18)]
-    texts = [plainly(own, prompt, 12) for prompt in prompts]
-    store = own.new_store(3, 60)
-    for slot, prompt in enumerate(prompts):
-        read(own, store, prompt, slot)
-    done = [0, 0, 0]
-    sizes = (3, 1, 2)
-    for _ in range(3):
-        chains = [texts[b][0][done[b] : done[b] + sizes[b]] for b in range(3)]
-        logits = own.forward(store.block([2, 0, 1], [chains[2], chains[0], chains[1]]), store).logits
-        for row, b in enumerate((2, 0, 1)):
-            for i in range(sizes[b]):
-                assert torch.equal(logits[row, i], texts[b][1][done[b] + i])
-            store.commit(b, range(sizes[b]))
-            done[b] += sizes[b]
-
-
-@in_bits
-@pytest.mark.parametrize("family", KINDS)
+@pytest.mark.parametrize("family", few(KINDS, ("qwen3_5_text", "lfm2", "mamba")))
 def test_a_prefix_is_taken_up_where_a_state_was_kept(family):
     own, prompt = runner(family), some_prompt(37)
     tokens, rows = plainly(own, prompt, 8)
@@ -183,7 +89,7 @@ def test_a_prefix_is_taken_up_where_a_state_was_kept(family):
 
 
 @in_bits
-@pytest.mark.parametrize("family", KINDS)
+@pytest.mark.parametrize("family", few(KINDS, ("qwen3_5_text", "lfm2", "mamba")))
 def test_a_snapshot_holds_the_states(family, tmp_path):
     own, prompt = runner(family), some_prompt(37)
     tokens, rows = plainly(own, prompt, 8)
@@ -207,12 +113,10 @@ def test_a_slot_goes_back_only_where_it_can():
     assert [store.restorable(0, n) for n in (40, 37, 36, 17, 15)] == [37, 37, 32, 16, 0]
     with pytest.raises(ValueError, match="cannot go back"):
         store.truncate(0, 20)
-    out = own.forward(store.block([0], [prompt[:4]], prompt=True), store)
-    assert out.logits is not None
-    with pytest.raises(ValueError, match="kept whole"):
-        store.commit(0, [0, 1])
-    with pytest.raises(ValueError, match="was not computed"):
-        store.commit(0, [0, 7])
+    forward(own, [prompt[:4]], store, [0], prompt=True)
+    for path, says in (([0, 1], "kept whole"), ([0, 7], "was not computed")):
+        with pytest.raises(ValueError, match=says):
+            store.commit(0, path)
 
 
 # --- end to end ---
@@ -227,7 +131,7 @@ PROMPTS = [[3, 9, 4, 7, 2, 5] * 8, [1, 2, 3], some_prompt(130), [8]]
 
 
 @in_bits
-@pytest.mark.parametrize(("method", "family"), in_turn(METHODS, ["qwen3_5_text", "lfm2", "falcon_h1"]))
+@pytest.mark.parametrize(("method", "family"), in_turn(METHODS, ["qwen3_5_text", "lfm2"]))
 def test_methods_write_the_plain_text(family, method):
     model = recurrent_model(family)
     results: list[Result] = []
@@ -268,7 +172,7 @@ def as_draft(folder: Path, model: PreTrainedModel) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("family", KINDS)
+@pytest.mark.parametrize("family", few(FAMILIES, ("qwen3_5_text", "lfm2", "mamba")))
 def test_a_whole_run_is_the_models_own_generate(family):
     model = recurrent_model(family)
     spec = Speculator("prompt-lookup", target=model, plan="fixed", branches=2, min_n=1)
@@ -276,7 +180,7 @@ def test_a_whole_run_is_the_models_own_generate(family):
         assert spec.generate([prompt], max_new_tokens=NEW)[0].token_ids == generated(model, prompt, NEW)
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "falcon_h1"])
+@pytest.mark.parametrize("family", ["qwen3_5_text", slow("falcon_h1")])
 def test_a_long_prompt_is_read_piece_by_piece(family):
     model, prompt = recurrent_model(family), some_prompt(2600)
     spec = Speculator("prompt-lookup", target=model, plan="fixed", branches=2, min_n=1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -10,15 +12,13 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from longdraft.memory.store import KVStore
 from longdraft.model.outputs import Taps
 from longdraft.model.runner import TargetRunner
-from longdraft.trees.builders import union
-from longdraft.trees.masks import padded_mask
-from longdraft.trees.tree import TokenTree
 from tests.forwards import forward
-from tests.quick import in_turn
+from tests.quick import slow
+from tests.support.tree_rows import check_rows
+from tests.support.tree_rows import text as tree_text
 from tests.tiny import FAMILIES, tiny_model
 
 CLOSE = {"atol": 1e-4, "rtol": 1e-4}  # float32 through three layers; logits are of the order of 5
-GQA = [(4, 4), (6, 2), (4, 1), (8, 1)]
 every_family = pytest.mark.parametrize("family", FAMILIES)
 
 
@@ -52,44 +52,15 @@ def own_logits(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
     return own(model, tokens).logits[0].float()
 
 
-def random_tree(size: int, seed: int, root: int) -> TokenTree:
-    g = torch.Generator().manual_seed(seed)
-    parents = [-1] + [int(torch.randint(i, (), generator=g)) for i in range(1, size)]
-    return TokenTree((root, *text(size - 1, seed)), tuple(parents))
-
-
-def verify(runner: TargetRunner, store: KVStore, slots: list[int], trees: list[TokenTree]) -> torch.Tensor:
-    """Logits of every node of every tree, in one forward."""
-    size = max(tree.size for tree in trees)
-    tokens = [tree.tokens + (0,) * (size - tree.size) for tree in trees]
-    depths = [tree.depths + (0,) * (size - tree.size) for tree in trees]
-    out = forward(runner, tokens, store, slots, depths=depths, mask=padded_mask(trees, size))
-    assert out.logits is not None
-    return out.logits
-
-
-def assert_nodes_are_right(model: PreTrainedModel, prefix: list[int], tree: TokenTree, logits: torch.Tensor):
-    """Each node's logits are those of the model's own forward over prefix and path."""
-    for node in range(tree.size):
-        path = [tree.tokens[i] for i in tree.path(node)]
-        torch.testing.assert_close(logits[node], own_logits(model, prefix + path)[-1], **CLOSE)
-
-
-def assert_a_tree_is_right(model: PreTrainedModel, prefix: list[int], size: int = 8) -> None:
-    """A hosted forward over a random tree behind a prefix gives the model's own logits."""
-    runner, store = hosted(model, prefix, 16)
-    tree = random_tree(size, seed=len(prefix), root=5)
-    assert_nodes_are_right(model, prefix, tree, verify(runner, store, [0], [tree])[0])
-
-
-@pytest.mark.parametrize(("family", "heads"), in_turn(FAMILIES, GQA, each=2))
-def test_prefill_by_chunks_and_then_blocks_give_the_models_own_logits(family, heads):
-    tie, (heads, kv_heads) = heads[1] == 1, heads
-    model = tiny_model(family, heads=heads, kv_heads=kv_heads, tie=tie)
+@pytest.mark.parametrize(
+    ("family", "heads", "kv_heads"),
+    [("llama", 4, 4), ("qwen2", 6, 2), ("qwen3", 4, 1), ("mistral", 8, 1), slow("qwen3", 4, 4), slow("llama", 8, 1)],
+)
+def test_prefill_by_chunks_and_then_blocks_give_the_models_own_logits(family, heads, kv_heads):
+    model = tiny_model(family, heads=heads, kv_heads=kv_heads, tie=kv_heads == 1)
     runner = TargetRunner(model)
-    tokens = text(100)
+    tokens, rows = text(100), []
     store = runner.new_store(1, 100)
-    rows = []
     for start, end in ((0, 70), (70, 83), (83, 84), (84, 92), (92, 100)):
         out = forward(runner, [tokens[start:end]], store, [0])
         store.commit(0, range(end - start))
@@ -97,7 +68,7 @@ def test_prefill_by_chunks_and_then_blocks_give_the_models_own_logits(family, he
     torch.testing.assert_close(torch.cat(rows), own_logits(model, tokens), **CLOSE)
 
 
-@every_family
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
 def test_float64_agrees_to_nine_digits(family, monkeypatch):
     # Through the path that keeps the model's precision; logits come back in float32, hidden states as they are.
     monkeypatch.setenv("LONGDRAFT_ATTENTION", "sdpa")
@@ -112,32 +83,37 @@ def test_float64_agrees_to_nine_digits(family, monkeypatch):
     torch.testing.assert_close(out.logits[0], expected.logits[0, 50:].float(), atol=1e-6, rtol=1e-6)
 
 
-@pytest.mark.parametrize(("family", "path"), in_turn(FAMILIES, ["cpu", "sdpa", "reference"]))
-def test_every_attention_path_hosts_every_family(family, path, monkeypatch):
-    monkeypatch.setenv("LONGDRAFT_ATTENTION", path)
-    model = tiny_model(family)
-    assert TargetRunner(model).attention_path == path
-    assert_a_tree_is_right(model, text(30), 6)
-
-
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 32}  # fmt: skip
+# Family, options, tokens of two texts, attention path.
+HOSTED = {
+    "biases": ("llama", {"attention_bias": True, "mlp_bias": True}, (40, 5), "cpu"),
+    "qwen3 with biases": ("qwen3", {"attention_bias": True}, (40, 5), "cpu"),
+    "odd head size": ("llama", {"head_dim": 24, "heads": 3, "kv_heads": 3}, (40, 5), "cpu"),
+    "yarn": ("llama", {"rope_parameters": YARN}, (40, 5), "cpu"),
+    "llama3 rope": ("llama", {"rope_parameters": LLAMA3}, (40, 5), "cpu"),
+    "a qwen2 that does not use its window": (
+        "qwen2",
+        {"use_sliding_window": False, "sliding_window": 8},
+        (37, 5),
+        "cpu",
+    ),
+    "no text, and one token": ("mistral", {}, (0, 1), "cpu"),
+    **{f"{family} elsewhere": (family, {}, (30, 3), ("sdpa", "reference")[i % 2]) for i, family in enumerate(FAMILIES)},
+}
 
 
-@pytest.mark.parametrize(
-    ("family", "over"),
-    [
-        ("llama", {"attention_bias": True, "mlp_bias": True}),
-        ("qwen3", {"attention_bias": True}),
-        ("llama", {"head_dim": 24, "heads": 3, "kv_heads": 3}),
-        ("llama", {"rope_parameters": YARN}),
-        ("llama", {"rope_parameters": LLAMA3}),
-    ],
-    ids=["llama with biases", "qwen3 with biases", "odd head size", "yarn", "llama3 rope"],
-)
-def test_options_of_a_family_are_hosted(family, over):
-    assert_a_tree_is_right(tiny_model(family, **over), text(40))
+@pytest.mark.parametrize("name", HOSTED)
+def test_rows_of_trees_are_the_models_own(name, monkeypatch):
+    family, over, lengths, path = HOSTED[name]
+    monkeypatch.setenv("LONGDRAFT_ATTENTION", path)
+    model = tiny_model(family, **over)
+    runner, close = TargetRunner(model), partial(torch.allclose, **CLOSE)
+    assert runner.attention_path == path
+    plain = check_rows(runner, close, lengths)
+    whole = [*tree_text(lengths[0], lengths[0]), *tree_text(7, 3)]
+    assert close(plain, own_logits(model, whole)[lengths[0] :])
 
 
 def test_bfloat16_agrees_within_its_rounding():
@@ -160,57 +136,6 @@ def test_last_gives_the_last_rows_logits_and_none_gives_none(start):
     torch.testing.assert_close(last[:, 0], every[:, -1], **CLOSE)
 
 
-def test_a_block_that_is_not_committed_leaves_no_trace():
-    model, tokens = tiny_model(), text(30)
-    runner, store = hosted(model, tokens[:20])
-    forward(runner, [text(12, seed=9)], store, [0])
-    assert store.lengths == [20]
-    got = forward(runner, [tokens[20:]], store, [0]).logits[0]
-    torch.testing.assert_close(got, own_logits(model, tokens)[20:], **CLOSE)
-
-
-@pytest.mark.parametrize("path", ["reference", "cpu", "sdpa"])
-def test_a_tree_fed_level_by_level_is_the_tree_fed_at_once(path, monkeypatch):
-    monkeypatch.setenv("LONGDRAFT_ATTENTION", path)
-    runner = TargetRunner(tiny_model())
-    texts = [text(30), text(17, seed=1)]
-    # Levels of 1, 3, 4 and 2 nodes; parents as places in the tree.
-    parents = [(-1, 0, 0, 0, 1, 1, 3, 3, 7, 4), (-1, 0, 0, 0, 2, 2, 2, 1, 5, 6)]
-    trees = [TokenTree(tuple(text(10, seed=5 + i)), p) for i, p in enumerate(parents)]
-    stores = [runner.new_store(2, 60, feature_layers=(0, 2)) for _ in "ab"]
-    for store in stores:
-        for slot, tokens in enumerate(texts):
-            read(runner, store, slot, tokens)
-    whole = verify(runner, stores[0], [1, 0], trees)
-    mask, rows, start = padded_mask(trees, 10), [], 0
-    for size in (1, 3, 4, 2):
-        own = slice(start, start + size)
-        tokens = torch.tensor([tree.tokens[own] for tree in trees])
-        depths = [tree.depths[own] for tree in trees]
-        out = forward(runner, tokens, stores[1], [1, 0], depths=depths, mask=mask[:, own, : own.stop], offset=start)
-        rows.append(out.logits)
-        start = own.stop
-    torch.testing.assert_close(torch.cat(rows, dim=1), whole, **CLOSE)
-    for store in stores:  # and any path of it can be committed
-        store.commit(1, trees[0].path(8))
-        store.commit(0, trees[1].path(9))
-    for slot, n in enumerate(stores[0].lengths):
-        for name in ("keys", "values"):
-            a, b = (getattr(store, name)[:, slot, :, :n] for store in stores)
-            torch.testing.assert_close(a, b, **CLOSE)
-        torch.testing.assert_close(*(store.features.read(slot, 0, n) for store in stores), **CLOSE)
-
-
-def test_a_chain_goes_on_behind_rows_that_are_not_committed():
-    model, tokens = tiny_model(), text(30)
-    runner, store = hosted(model, tokens[:20])
-    forward(runner, [tokens[20:24]], store, [0], logits="none")
-    got = forward(runner, [tokens[24:]], store, [0], offset=4).logits[0]
-    torch.testing.assert_close(got, own_logits(model, tokens)[24:], **CLOSE)
-    store.commit(0, range(10))
-    assert store.lengths == [30]
-
-
 @pytest.mark.parametrize(("size", "offset"), [(61, 0), (2, 59)])
 def test_a_block_that_does_not_fit_the_store_is_refused_before_it_is_computed(size, offset):
     runner, store = hosted(tiny_model(), text(6))
@@ -218,81 +143,30 @@ def test_a_block_that_does_not_fit_the_store_is_refused_before_it_is_computed(si
         forward(runner, [[1] * size], store, [0], offset=offset)
 
 
-@pytest.mark.parametrize(("family", "prefix_length"), in_turn(FAMILIES, [37, 0, 1]))
-def test_one_forward_verifies_every_node_of_a_random_tree(family, prefix_length):
-    assert_a_tree_is_right(tiny_model(family), text(prefix_length), 14)
-
-
 @every_family
-def test_after_a_path_is_committed_the_next_trees_are_right_too(family):
-    model, prefix = tiny_model(family), text(20)
-    runner, store = hosted(model, prefix)
-    for seed in range(4):
-        tree = random_tree(10, seed, root=seed)
-        assert_nodes_are_right(model, prefix, tree, verify(runner, store, [0], [tree])[0])
-        path = tree.path(max(range(tree.size), key=lambda node: (tree.depths[node], node)))
-        assert len(path) > 2 and path != list(range(len(path)))
-        store.commit(0, path)
-        prefix = prefix + [tree.tokens[node] for node in path]
-
-
-@every_family
-def test_a_ragged_batch_in_shuffled_slots_equals_one_by_one(family):
-    model = tiny_model(family)
-    runner = TargetRunner(model)
-    prefixes = [text(33), [], text(5, seed=1)]
-    trees = [random_tree(9, 1, root=1), union(2, [[3, 4], [3, 5]]), random_tree(1, 1, root=7)]
-    slots = [3, 0, 2]
-    store = runner.new_store(4, 60)
-    for slot, prefix in zip(slots, prefixes, strict=True):
-        read(runner, store, slot, prefix)
-    logits = verify(runner, store, slots, trees)
-    for b, (prefix, tree) in enumerate(zip(prefixes, trees, strict=True)):
-        alone = verify(*hosted(model, prefix), [0], [tree])[0]
-        torch.testing.assert_close(logits[b, : tree.size], alone, **CLOSE)
-        assert_nodes_are_right(model, prefix, tree, logits[b])
-
-
-@every_family
-def test_hidden_taps_are_the_models_hidden_states(family):
-    model, tokens = tiny_model(family), text(30)
-    runner, store = hosted(model, tokens[:20])
-    out = forward(runner, [tokens[20:]], store, [0], taps=Taps(hidden=(0, 2, 1)))
-    expected = own(model, tokens, output_hidden_states=True)
-    assert sorted(out.hidden) == [0, 1, 2]
-    for layer in (0, 1):
-        torch.testing.assert_close(out.hidden[layer], expected.hidden_states[layer + 1][:, 20:], **CLOSE)
-    # transformers reports the last one after the final norm; the tap is before it.
-    torch.testing.assert_close(model.model.norm(out.hidden[2]), expected.hidden_states[3][:, 20:], **CLOSE)
-    torch.testing.assert_close(model.lm_head(model.model.norm(out.hidden[2])), out.logits, **CLOSE)
-
-
-@every_family
-def test_query_taps_are_the_queries_after_rope(family):
-    model, tokens = tiny_model(family), text(30)
-    runner, store = hosted(model, tokens[:20])
-    out = forward(runner, [tokens[20:]], store, [0], taps=Taps(queries=(2,)))
-    assert sorted(out.queries) == [2] and out.hidden == {}
-    with torch.inference_mode():
-        layer = model.model.layers[2]
-        x = layer.input_layernorm(own(model, tokens, output_hidden_states=True).hidden_states[2][:, 20:])
-        q = layer.self_attn.q_proj(x).view(1, 10, 6, 16)
-        if family == "qwen3":
-            q = layer.self_attn.q_norm(q)
-        q = q.transpose(1, 2)
-        cos, sin = model.model.rotary_emb(x, torch.arange(20, 30)[None])
-        expected, _ = apply_rotary_pos_emb(q, q, cos, sin)
-    torch.testing.assert_close(out.queries[2], expected, **CLOSE)
-
-
-@every_family
-def test_the_store_holds_what_the_models_own_cache_would(family):
+def test_taps_and_rows_are_the_models_own(family):
+    """Hidden states; queries after RoPE; keys and values as in the model's own cache."""
     model, tokens = tiny_model(family), text(30)
     runner = TargetRunner(model)
     store = runner.new_store(2, 40)
-    read(runner, store, 1, tokens, 11)
+    read(runner, store, 1, tokens[:20], 11)
+    out = forward(runner, [tokens[20:]], store, [1], taps=Taps(hidden=(0, 2, 1), queries=(2,)))
+    assert sorted(out.hidden) == [0, 1, 2] and sorted(out.queries) == [2]
+    store.commit(1, range(10))
+    expected = own(model, tokens, output_hidden_states=True).hidden_states
+    for layer in (0, 1):
+        torch.testing.assert_close(out.hidden[layer], expected[layer + 1][:, 20:], **CLOSE)
+    # transformers reports the last one after the final norm; the tap is before it.
+    torch.testing.assert_close(model.model.norm(out.hidden[2]), expected[3][:, 20:], **CLOSE)
+    torch.testing.assert_close(model.lm_head(model.model.norm(out.hidden[2])), out.logits, **CLOSE)
     with torch.inference_mode():
+        layer = model.model.layers[2]
+        x = layer.input_layernorm(expected[2][:, 20:])
+        q = layer.self_attn.q_proj(x).view(1, 10, 6, 16)
+        q = (layer.self_attn.q_norm(q) if family == "qwen3" else q).transpose(1, 2)
+        wanted, _ = apply_rotary_pos_emb(q, q, *model.model.rotary_emb(x, torch.arange(20, 30)[None]))
         cache = model(input_ids=torch.tensor([tokens]), use_cache=True).past_key_values
+    torch.testing.assert_close(out.queries[2], wanted, **CLOSE)
     for layer in range(3):
         torch.testing.assert_close(store.keys[layer, 1, :, :30], cache.layers[layer].keys[0], **CLOSE)
         torch.testing.assert_close(store.values[layer, 1, :, :30], cache.layers[layer].values[0], **CLOSE)
@@ -328,11 +202,3 @@ def test_the_fingerprint_names_the_weights_and_the_configuration():
         tiny_model(rope_parameters={"rope_type": "default", "rope_theta": 5e5}),
     ]
     assert len({known, *(TargetRunner(m).fingerprint for m in others)}) == 5
-
-
-def test_two_targets_do_not_disturb_each_other():
-    one, two = tiny_model(seed=1), tiny_model("qwen3", seed=2)
-    for model in (one, two, one):
-        runner = TargetRunner(model)
-        got = forward(runner, [text(9)], runner.new_store(1, 9), [0]).logits[0]
-        torch.testing.assert_close(got, own_logits(model, text(9)), **CLOSE)

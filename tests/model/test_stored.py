@@ -8,17 +8,17 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from longdraft import native
 from longdraft.errors import CapabilityError
 from longdraft.model.few_rows import FewRowsModule
 from longdraft.model.loading import load
 from longdraft.model.runner import TargetRunner
 from longdraft.model.stored import StoredEmbedding, StoredLinear, in_float32
 from tests.forwards import forward
+from tests.native.levels import needs_kernels
+from tests.quick import in_turn
 from tests.tiny import FAMILIES, tiny_model, tiny_tokenizer
 
 HALVES = (torch.bfloat16, torch.float16)
-compiles = pytest.mark.skipif(native.kernels() is None, reason=f"no kernels here: {native.missing()}")
 IDS = torch.arange(3, 23)[None]
 
 
@@ -28,9 +28,8 @@ def folder(path, family="llama", dtype=torch.bfloat16, **options):
     return path
 
 
-@compiles
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("family", FAMILIES)
+@needs_kernels
+@pytest.mark.parametrize(("family", "dtype"), in_turn(FAMILIES, HALVES))
 @torch.no_grad()
 def test_a_folder_in_halves_stays_in_halves_and_computes_in_float32(family, dtype, tmp_path):
     place = folder(tmp_path, family, dtype, tie=family == "llama")
@@ -70,7 +69,7 @@ def test_stored_weights_are_saved_once_they_are_unpacked(tmp_path):
     assert all(torch.equal(t, again[name]) for name, t in model.state_dict().items())
 
 
-@compiles
+@needs_kernels
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", HALVES)
 @torch.no_grad()
@@ -85,3 +84,25 @@ def test_a_layer_in_halves_is_computed_in_its_own_dtype_and_rounded_once(dtype, 
     torch.testing.assert_close(found.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-3)
     # A row is the same whatever stands beside it.
     assert torch.equal(torch.cat([layer(row[None]) for row in x]), found)
+
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(16, 24), nn.Linear(16, 24, bias=False)
+
+    def forward(self, x, y):
+        return self.gate_proj(x), self.up_proj(y), self.up_proj(x)
+
+
+@needs_kernels
+@pytest.mark.parametrize(("most", "rows", "ours"), [(128, 128, True), (128, 129, False), (None, 129, True)])
+def test_layers_of_the_same_rows_are_one_product_of_as_many_rows_as_are_ours(most, rows, ours):
+    module, (x, y) = Gated(), torch.randn(2, 1, rows, 16)
+    expected = module(x, y)
+    fast = FewRowsModule(module)
+    fast.most = most
+    assert fast.serves(x, torch.float32) == ours and not fast.serves(x[:, :1].double(), torch.float32)
+    with torch.inference_mode():
+        for found, wanted in zip(module(x, y), expected, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)

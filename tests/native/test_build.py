@@ -12,21 +12,16 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
 
 from longdraft import folders, native
-from longdraft.model.few_rows import FewRowsModule
 from longdraft.model.runner import TargetRunner
 from longdraft.native import build, library
 from tests.forwards import forward
+from tests.native.levels import needs_kernels
 from tests.tiny import tiny_model
 
-compiles = pytest.mark.skipif(native.kernels() is None, reason=f"no kernels here: {native.missing()}")
 
-
-@pytest.mark.skipif(os.environ.get(library.SWITCH) == "0", reason="they are switched off")
-@pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="there is no compiler")
+@needs_kernels
 def test_where_there_is_a_compiler_there_are_kernels():
     """So that no test of them is skipped for a fault of theirs."""
     assert native.missing() is None and native.kernels() is not None
@@ -35,62 +30,66 @@ def test_where_there_is_a_compiler_there_are_kernels():
 @pytest.fixture
 def anew():
     """As in a new process."""
-    forget = library._known.clear
-    forget()
+    before = list(library.known)
+    library.known.clear()
     yield
-    forget()
+    library.known[:] = before
 
 
 @pytest.fixture
-def quick(monkeypatch):
-    """Compiling is copying what has been compiled already: seconds a time."""
+def quick(tmp_path, monkeypatch):
+    """A compiler that copies what has been compiled already, and the list of its calls: seconds a time."""
     level = build.levels()[0]
+    script, calls = tmp_path / "bin" / "quick", tmp_path / "calls"
+    script.parent.mkdir()
     made = build.shared_object(level)
-    calls = []
+    script.write_text(
+        '#!/bin/sh\nwhile [ "$1" != -o ]; do\n'
+        f'case "$1" in -shared) echo "$0" >> {calls}; from={made};; esac; shift\n'
+        'done\ncp "${from:-/dev/null}" "$2"\n'
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", str(script))
+    return level, lambda: calls.read_text().splitlines()
 
-    def compiled(compiler: list[str], level: str, sources: Path, place: Path) -> Path:
-        calls.append(compiler)
-        shutil.copy(made, place / "kernels.so")
-        return place / "kernels.so"
 
-    monkeypatch.setattr(build, "_compile", compiled)
-    return level, calls
-
-
-@compiles
+@needs_kernels
 def test_compiled_once_and_kept(tmp_path, quick, caplog):
-    level, calls = quick
+    (level, calls), said, place = quick, list[str](), tmp_path / "kept"
     caplog.set_level(logging.INFO, "longdraft")
-    said: list[str] = []
-    file = build.shared_object(level, tmp_path, said.append)
-    assert file.parent == tmp_path
-    assert "Compiling" in caplog.text and "Compiling" in said[0]
-    assert build.shared_object(level, tmp_path) == file
-    assert len(calls) == 1
-    assert list(tmp_path.iterdir()) == [file]  # nothing of the work is left
+    file = build.shared_object(level, place, said.append)
+    assert file.parent == place and "Compiling" in caplog.text and "Compiling" in said[0]
+    assert build.shared_object(level, place) == file and len(calls()) == 1
+    assert list(place.iterdir()) == [file]  # nothing of the work is left
+    # A file that others may write is not run.
+    file.write_bytes(b"not ours")
+    file.chmod(0o666)
+    assert build.shared_object(level, place).read_bytes()[:4] == b"\x7fELF" and len(calls()) == 2
+    assert not stat.S_IMODE(file.stat().st_mode) & 0o022
 
 
-@compiles
+@needs_kernels
 def test_what_lies_in_the_cache_needs_no_compiler(tmp_path, quick, monkeypatch, anew):
     build.shared_object(quick[0], tmp_path / "native")
     monkeypatch.setenv("LONGDRAFT_CACHE", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
-    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.delenv("CXX")
     found = native.kernels()
     assert found is not None and found.level == quick[0]
 
 
-def test_what_the_package_carries_needs_neither(tmp_path, monkeypatch):
+@needs_kernels
+def test_what_the_package_carries_needs_neither(tmp_path, quick, monkeypatch):
     monkeypatch.setattr(build, "CARRIED", tmp_path / "wheel")
+    names = {level: build.make(level, tmp_path / "made").name for level in ("x86-64-v4", "armv8-a")}
     monkeypatch.setenv("LONGDRAFT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("CXX", "no-such-compiler")
-    for level in ("x86-64-v4", "armv8-a"):
+    (tmp_path / "wheel").mkdir()
+    for level, name in names.items():
         with pytest.raises(OSError, match="no-such-compiler"):
             build.loaded(level)
-        carried = tmp_path / "wheel" / build._name(level)
-        carried.parent.mkdir(exist_ok=True)
-        carried.touch()
-        with pytest.raises(OSError, match=str(carried)):  # which is no library
+        (tmp_path / "wheel" / name).touch()
+        with pytest.raises(OSError, match=str(tmp_path / "wheel" / name)):  # which is no library
             build.loaded(level)
 
 
@@ -100,24 +99,22 @@ def become(monkeypatch, machine: str, system: str = "linux") -> None:
 
 
 def test_each_machine_has_instruction_sets_of_its_own(monkeypatch):
-    monkeypatch.delenv("LONGDRAFT_NATIVE", raising=False)
     become(monkeypatch, "aarch64")
-    assert build.levels() == ["armv8-a"] == [library._level()]
+    assert build.levels() == ["armv8-a"]
     become(monkeypatch, "riscv64")
     with pytest.raises(OSError, match="riscv64"):
         build.levels()
 
 
-@compiles
-@pytest.mark.parametrize("cxx", ["ccache g++", "clang++ -Wall", "g++"])
-def test_a_compiler_may_bring_arguments(cxx, tmp_path, quick, monkeypatch):
-    monkeypatch.setenv("CXX", cxx)
-    monkeypatch.setattr(build.shutil, "which", lambda name: f"/usr/bin/{name}")
-    build.shared_object(quick[0], tmp_path)
-    assert quick[1] == [[f"/usr/bin/{cxx.split()[0]}", *cxx.split()[1:]]]
+@needs_kernels
+def test_a_compiler_may_bring_arguments(tmp_path, quick, monkeypatch):
+    compiler = os.environ["CXX"]
+    monkeypatch.setenv("CXX", f"env LATER=1 {compiler} -Wall")
+    build.shared_object(quick[0], tmp_path / "kept")
+    assert quick[1]() == [compiler]
 
 
-@compiles
+@needs_kernels
 @pytest.mark.parametrize("compiler", ["clang++", "ccache"])
 def test_other_compilers(compiler, tmp_path, monkeypatch):
     if shutil.which(compiler) is None:
@@ -128,38 +125,14 @@ def test_other_compilers(compiler, tmp_path, monkeypatch):
     assert lib.longdraft_lanes() in (4, 8, 16)
 
 
-@compiles
-@pytest.mark.skipif(not hasattr(os, "getuid"), reason="file modes are POSIX")
-def test_a_file_that_others_may_write_is_not_run(tmp_path, quick):
-    file = build.shared_object(quick[0], tmp_path)
-    file.write_bytes(b"not ours")
-    file.chmod(0o666)
-    assert build.shared_object(quick[0], tmp_path).read_bytes()[:4] == b"\x7fELF"
-    assert not stat.S_IMODE(file.stat().st_mode) & 0o022
-
-
-@compiles
+@needs_kernels
 def test_torchs_own_threads_serve():
     native.kernels()
     lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
-    libraries = {line.split()[-1] for line in lines if "libgomp" in line}
-    assert len(libraries) == 1
+    assert len({line.split()[-1] for line in lines if "libgomp" in line}) == 1
 
 
-@compiles
-def test_without_torchs_threads_one_does_the_work(monkeypatch):
-    monkeypatch.setattr(library, "_parallel_entry", lambda: None)
-    alone = library.kernels_for(build.levels()[0])
-    x, w = torch.randn(3, 40), torch.randn(200, 40)
-    try:
-        torch.set_num_threads(2)
-        torch.testing.assert_close(alone.linear(x, [(w, None)])[0], x @ w.T, rtol=1e-5, atol=1e-5)
-    finally:
-        monkeypatch.undo()
-        library.kernels_for(build.levels()[0])  # the entry is the compiled file's, not an object's
-
-
-@compiles
+@needs_kernels
 @pytest.mark.parametrize("name", ["v2", "v3", "v4", "v4-vnni"])
 def test_an_instruction_set_by_name(name, monkeypatch, anew):
     monkeypatch.setenv("LONGDRAFT_NATIVE", name)
@@ -170,27 +143,44 @@ def test_an_instruction_set_by_name(name, monkeypatch, anew):
         assert found is None and "does not execute" in (native.missing() or "")
 
 
+def compiler_that(monkeypatch, tmp_path, script: str) -> None:
+    (tmp_path / "odd").write_text(f"#!/bin/sh\n{script}\n")
+    (tmp_path / "odd").chmod(0o755)
+    monkeypatch.setenv("CXX", str(tmp_path / "odd"))
+
+
 def spoiled_cache(monkeypatch, tmp_path):
     """A cache that cannot be written to, whoever asks: there is a file in its place."""
     (tmp_path / "cache").write_text("")
     monkeypatch.setenv("LONGDRAFT_CACHE", str(tmp_path / "cache"))
 
 
-@pytest.mark.parametrize(
-    ("spoil", "reason", "said"),
-    [
-        (lambda m, _: m.setenv("CXX", "no-such-compiler"), "no-such-compiler", logging.WARNING),
-        (lambda m, _: m.setattr(build, "_FLAGS", ("-no-such-flag",)), "failed", logging.WARNING),
-        (spoiled_cache, "cannot be written to .*: set LONGDRAFT_CACHE to a folder that can", logging.WARNING),
-        (lambda m, _: m.setattr(library, "loaded", lambda *_: ctypes.CDLL("/no/k.so")), "/no/k.so", logging.WARNING),
-        (lambda m, _: become(m, "x86_64", "darwin"), "darwin", logging.INFO),
-        (lambda m, _: m.setattr(library, "levels", lambda: ["x86-64-v2"]), "AVX2", logging.INFO),
-    ],
-    ids=["no compiler", "it fails", "no cache", "it cannot be loaded", "another system", "an old processor"],
-)
-def test_without_kernels_the_log_says_why_and_the_rest_goes_on(
-    spoil, reason, said, monkeypatch, tmp_path, anew, caplog
-):
+def old_processor(monkeypatch, tmp_path):
+    read, flags = Path.read_text, build.LEVELS["x86_64"]["x86-64-v2"]
+    become(monkeypatch, "x86_64")
+    monkeypatch.setattr(
+        Path, "read_text", lambda path, *a, **k: f"flags : {flags}" if path.name == "cpuinfo" else read(path, *a, **k)
+    )
+
+
+WARNING, INFO = logging.WARNING, logging.INFO
+NO_KERNELS = {
+    "no compiler": (lambda m, _: m.setenv("CXX", "no-such-compiler"), "no-such-compiler", WARNING),
+    "it fails": (lambda m, path: compiler_that(m, path, "exit 3"), "failed", WARNING),
+    "no cache": (spoiled_cache, "cannot be written to .*: set LONGDRAFT_CACHE to a folder that can", WARNING),
+    "it cannot be loaded": (
+        lambda m, path: compiler_that(m, path, 'for last; do :; done; echo bad > "$last"'),
+        "file too short|ELF",
+        WARNING,
+    ),
+    "another system": (lambda m, _: become(m, "x86_64", "darwin"), "darwin", INFO),
+    "an old processor": (old_processor, "AVX2", INFO),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", NO_KERNELS)
+def test_without_kernels_the_log_says_why_and_the_rest_goes_on(case, monkeypatch, tmp_path, anew, caplog):
+    spoil, reason, said = NO_KERNELS[case]
     monkeypatch.setenv("LONGDRAFT_CACHE", str(tmp_path))
     caplog.set_level(logging.INFO, "longdraft")
     spoil(monkeypatch, tmp_path)
@@ -211,58 +201,12 @@ def test_without_a_home_temporary_files_do(monkeypatch, tmp_path, caplog):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(Path, "home", homeless)
     monkeypatch.setattr(folders.tempfile, "gettempdir", lambda: str(tmp_path))
-    forget = folders._temporary.cache_clear
-    forget()
-    try:
-        found = folders.cache_folder()
-        assert found.parent == tmp_path and stat.S_IMODE(found.stat().st_mode) == 0o700
-        assert folders.cache_folder() == found
-        assert caplog.text.count("LONGDRAFT_CACHE") == 1
-    finally:
-        forget()
+    found = folders.cache_folder()
+    assert found.parent == tmp_path and stat.S_IMODE(found.stat().st_mode) == 0o700
+    assert folders.cache_folder() == found
+    assert caplog.text.count("LONGDRAFT_CACHE") == 1
 
 
 def test_switched_off(monkeypatch):
     monkeypatch.setenv("LONGDRAFT_NATIVE", "0")
-    assert native.kernels() is None
-    assert native.missing() == "LONGDRAFT_NATIVE=0"
-
-
-@pytest.mark.parametrize("rows", [1, 5, 128, 129])
-@pytest.mark.parametrize("most", [128, None])
-def test_layers_compute_what_torchs_do_with_any_number_of_rows(rows, most):
-    module = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
-    x = torch.randn(rows, 8)
-    expected = module(x)
-    fast = FewRowsModule(module)
-    fast.most = most
-    with torch.inference_mode():
-        torch.testing.assert_close(module(x), expected, rtol=1e-5, atol=1e-5)
-
-
-@compiles
-@pytest.mark.parametrize(("most", "rows", "ours"), [(128, 128, True), (128, 129, False), (None, 129, True)])
-def test_the_kernel_serves_as_many_rows_as_it_is_told(most, rows, ours):
-    fast = FewRowsModule(nn.Linear(8, 8))
-    fast.most = most
-    assert fast.serves(torch.randn(1, rows, 8), torch.float32) == ours
-    assert not fast.serves(torch.randn(1, 1, 8, dtype=torch.float64), torch.float32)
-
-
-@compiles
-def test_layers_of_the_same_rows_are_one_product():
-    class Gated(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.gate_proj, self.up_proj = nn.Linear(16, 24), nn.Linear(16, 24, bias=False)
-
-        def forward(self, x, y):
-            return self.gate_proj(x), self.up_proj(y), self.up_proj(x)
-
-    module = Gated()
-    x, y = torch.randn(4, 16), torch.randn(4, 16)
-    expected = module(x, y)
-    FewRowsModule(module)
-    with torch.inference_mode():
-        for found, wanted in zip(module(x, y), expected, strict=True):
-            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    assert native.kernels() is None and native.missing() == "LONGDRAFT_NATIVE=0"

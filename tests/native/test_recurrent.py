@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from longdraft.native import kernels as own_kernels
 from longdraft.native.recurrent import LinearRecurrence, RecurrentInputs, RecurrentKernels, RecurrentTree
+from tests.native.levels import needs_kernels
+from tests.quick import in_turn
 
-pytestmark = pytest.mark.skipif(own_kernels() is None, reason="no kernels here")
+pytestmark = needs_kernels
 
 # Heads, key heads, keys, values.
 SIZES = [(4, 2, 16, 16), (3, 3, 20, 40), (2, 1, 128, 128), (6, 2, 7, 5)]
@@ -57,13 +58,13 @@ def by_formula(
     return out if r.skip is None else out + v * r.skip[:, None], state
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("sizes", SIZES)
-def test_rows_are_what_the_formula_says(kernels, kind, sizes):
-    r, start = recurrence(kind, sizes), torch.randn(sizes[0], sizes[2], sizes[3], generator=torch.manual_seed(1))
+@pytest.mark.parametrize(("kind", "sizes"), in_turn(KINDS, SIZES, each=2), ids=str)
+def test_rows_are_what_the_formula_says_and_have_their_bits_whatever_is_beside_them(kernels, kind, sizes):
+    kernel, r = RecurrentKernels(kernels).rows, recurrence(kind, sizes)
+    start = torch.randn(sizes[0], sizes[2], sizes[3], generator=torch.manual_seed(1))
     pending, rows = rows_of(kind, sizes, 2, 2), rows_of(kind, sizes, len(PARENTS), 3)
     state = start.clone()
-    out = RecurrentKernels(kernels).rows(r, [RecurrentTree(state, pending, rows, PARENTS, range(len(PARENTS)), 0)])
+    found = kernel(r, [RecurrentTree(state, pending, rows, PARENTS, range(len(PARENTS)), 0)])[0]
     committed = start.double()
     for row in range(2):
         _, committed = by_formula(r, committed, pending, row)
@@ -71,45 +72,35 @@ def test_rows_are_what_the_formula_says(kernels, kind, sizes):
     states = {-1: committed}
     for row, parent in enumerate(PARENTS):
         expected, states[row] = by_formula(r, states[parent], rows, row)
-        torch.testing.assert_close(out[0, row].double(), expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(found[row].double(), expected, rtol=1e-4, atol=1e-4)
 
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("sizes", SIZES)
-def test_a_row_has_its_bits_whatever_is_beside_it(kernels, kind, sizes):
-    kernel, r = RecurrentKernels(kernels).rows, recurrence(kind, sizes)
-    start = torch.randn(sizes[0], sizes[2], sizes[3], generator=torch.manual_seed(1))
-    rows = rows_of(kind, sizes, len(PARENTS), 3)
+    # Beside another tree, level by level, and by plain steps with the rows before them pending.
     other = RecurrentTree(start * 2, rows_of(kind, sizes, 1, 4), rows_of(kind, sizes, 6, 5), PARENTS, range(6), 0)
-    out = kernel(r, [other, RecurrentTree(start.clone(), None, rows, PARENTS, range(len(PARENTS)), 0)])[1]
+    own = RecurrentTree(state.clone(), None, rows, PARENTS, range(len(PARENTS)), 0)
+    assert torch.equal(kernel(r, [other, own])[1], found)
 
     def some(*chosen: int) -> RecurrentInputs:
-        tensors = (None if x is None else x[list(chosen)] for x in rows.tensors)
-        return RecurrentInputs(*tensors)
+        return RecurrentInputs(*(None if x is None else x[list(chosen)] for x in rows.tensors))
 
-    # Level by level, and by plain steps with the rows before them pending.
-    last = replace(other, state=start.clone(), pending=None, rows=rows, order=[0, 3, 4, 5], first=4)
-    assert torch.equal(kernel(r, [last])[0], out[4:])
-    assert torch.equal(kernel(r, [RecurrentTree(start.clone(), some(0, 3), some(4), [-1], [0], 0)])[0, 0], out[4])
-    state = start.clone()
+    last = replace(own, state=state.clone(), order=[0, 3, 4, 5], first=4)
+    assert torch.equal(kernel(r, [last])[0], found[4:])
+    assert torch.equal(kernel(r, [RecurrentTree(state.clone(), some(0, 3), some(4), [-1], [0], 0)])[0, 0], found[4])
+    plain = state.clone()
     for path, row in (((), 0), ((0,), 1), ((1,), 2)):
-        step = RecurrentTree(state, some(*path) if path else None, some(row), [-1], [0], 0)
-        assert torch.equal(kernel(r, [step])[0, 0], out[row])
+        step = RecurrentTree(plain, some(*path) if path else None, some(row), [-1], [0], 0)
+        assert torch.equal(kernel(r, [step])[0, 0], found[row])
 
 
-@pytest.mark.parametrize("channels", [5, 64, 300])
-@pytest.mark.parametrize("size", [2, 4, 10])
-@pytest.mark.parametrize("silu", [False, True])
-def test_rows_are_convolved_with_what_they_see(kernels, channels, size, silu):
+@pytest.mark.parametrize(("channels", "size"), [(5, 4), (64, 2), (300, 10)])
+def test_rows_are_convolved_with_what_they_see(kernels, channels, size):
     g = torch.Generator().manual_seed(0)
     weight, bias = torch.randn(channels, size, generator=g), torch.randn(channels, generator=g)
     window, rows = torch.randn(size - 1, channels, generator=g), torch.randn(4, channels, generator=g)
-    places = torch.randint(0, size + 3, (6, size), generator=g)
-    convolve = RecurrentKernels(kernels).convolve
-    out = convolve(weight, bias, silu, [(window, rows)] * 2, [places, places.flip(0)])
-    expected = torch.einsum("tkc,ck->tc", torch.cat([window, rows])[places], weight) + bias
-    expected = F.silu(expected) if silu else expected
-    torch.testing.assert_close(out[0], expected, rtol=1e-4, atol=1e-5)
-    assert torch.equal(out[1], out[0].flip(0))
-    alone = convolve(weight, bias, silu, [(window, rows)], [places[2:3]])
-    assert torch.equal(alone[0, 0], out[0, 2])
+    places, convolve = torch.randint(0, size + 3, (6, size), generator=g), RecurrentKernels(kernels).convolve
+    for silu in (False, True):
+        out = convolve(weight, bias, silu, [(window, rows)] * 2, [places, places.flip(0)])
+        expected = torch.einsum("tkc,ck->tc", torch.cat([window, rows])[places], weight) + bias
+        torch.testing.assert_close(out[0], F.silu(expected) if silu else expected, rtol=1e-4, atol=1e-5)
+        assert torch.equal(out[1], out[0].flip(0))
+        alone = convolve(weight, bias, silu, [(window, rows)], [places[2:3]])
+        assert torch.equal(alone[0, 0], out[0, 2])

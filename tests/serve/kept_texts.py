@@ -40,7 +40,7 @@ class Texts(DiskPrefixes):
         for tensor in (store.keys, store.values):
             tensor[:, slot, :, kept : len(prompt)] = new
         if store.features is not None:
-            store.features.write(slot, kept, new.expand(-1, store.features.states.shape[2]))
+            store.features[slot, kept : len(prompt)] = new.expand(-1, store.features.shape[2])
         store.commit(slot, range(len(prompt) - kept))
         self.remember(slot, prompt)
         assert self.held(slot) == prompt
@@ -51,7 +51,7 @@ class Texts(DiskPrefixes):
         store = self.store
         assert store is not None
         found = [store.keys[0, slot, 0, :, 0], store.values[-1, slot, 0, :, -1]]
-        found += [] if store.features is None else [store.features.states[slot, :, -1]]
+        found += [] if store.features is None else [store.features[slot, :, -1]]
         first, *others = ([int(x) for x in rows[: store.lengths[slot]]] for rows in found)
         assert all(other == first for other in others)
         return first

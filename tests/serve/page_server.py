@@ -34,8 +34,7 @@ CODE = (
     "onerror=\"console.error('run')\"> and that is all."
 )
 THOUGHT = (
-    "<think>\nFirst *this*, then that.\n</think>\n\n## Steps\n\n1. Read **it**\n2. Write `it`\n\n[more](https://example.org)\n\n"
-    "````\n```\ninner\n```\n````\n\nEnd."
+    "## Steps\n\n1. Read **it**\n2. Write `it`\n\n[more](https://example.org)\n\n````\n```\ninner\n```\n````\n\nEnd."
 )
 
 
@@ -148,6 +147,8 @@ class Answering(BaseHTTPRequestHandler):
         for read in (2048, 4096, 7000):
             self._event(choices=[_choice("")], trace={"phase": "prefill", "read": read, "of": 7000})
             time.sleep(0.3 if kind == "slow" else 0.01)
+        if kind == "think":
+            self._event(choices=[_choice("") | {"delta": {"reasoning_content": "First *this*, then that."}}])
         for i, trace in enumerate(told):
             if kind == "broken" and i == 3:
                 self._event(error={"message": "The engine failed.", "type": "server_error"})

@@ -122,7 +122,8 @@ def test_a_request_takes_no_longer_than_timeout(servers):
     flags, _ = servers
     began = time.monotonic()
     status, answer = flags.ask("a long one?", 7000)
-    assert status == 504 and answer["error"]["code"] == "timeout" and 1.4 < time.monotonic() - began < 15
+    assert status == 200 and answer["choices"][0]["finish_reason"] == "length"
+    assert 0 < answer["usage"]["completion_tokens"] < 7000 and 1.4 < time.monotonic() - began < 15
 
 
 @pytest.mark.slow

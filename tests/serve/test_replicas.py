@@ -1,4 +1,4 @@
-"""Replicas on Ray on this machine: start, kill one, drain; and a batch on two engines, of which one is killed."""
+"""Ray on this machine: replicas that start, are killed and drained; and a batch on two engines, one of them killed."""
 
 from __future__ import annotations
 
@@ -10,26 +10,67 @@ import signal
 import subprocess
 import sys
 import threading
-import urllib.request
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-pytest.importorskip("ray")
 pytest.importorskip("fastapi")
 
 import psutil
 
-from longdraft import Speculator, load
+from longdraft.errors import CapabilityError, RequestError
+from longdraft.serve.ray import connected, deployment, reason, replicas_of, require
+from longdraft.serve.settings import Settings
 from tests.serve.over_http import http, wait_until
 from tests.tiny import tiny_model, tiny_tokenizer
 
-pytestmark = pytest.mark.slow
 ENVIRONMENT = os.environ | {"COLUMNS": "200", "LONGDRAFT_PLAN": "fixed", "RAY_USAGE_STATS_ENABLED": "0"}
+SETTINGS = Settings("m", ("ar",), slots=3, queue=5)
+
+
+def options(replicas="1", config=None):
+    return deployment(SETTINGS, *replicas_of(replicas), cpus=2, gpus=0, config=config, drain=9)
+
+
+def test_the_commands_options_become_rays(tmp_path):
+    assert options("2")["num_replicas"] == 2 and options()["ray_actor_options"] == {"num_cpus": 2, "num_gpus": 0}
+    assert options("0-4")["autoscaling_config"] == {"min_replicas": 0, "max_replicas": 4, "target_ongoing_requests": 3}
+    config = tmp_path / "config.yaml"
+    config.write_text("num_replicas: 5\nhealth_check_period_s: 1\n")
+    found = options("1-4", config)
+    assert found["num_replicas"] == 5 and "autoscaling_config" not in found and found["health_check_period_s"] == 1
+    for wrong in ("0", "4-1", "two", "", "-1", "1-"):
+        with pytest.raises(RequestError, match="--replicas"):
+            replicas_of(wrong)
+    for text in ("- a", "a: [", ""):
+        config.write_text(text)
+        with pytest.raises(RequestError, match="--ray-config"):
+            options(config=config)
+    with pytest.raises(RequestError, match="--ray-config"):
+        options(config=tmp_path / "nowhere")
+
+
+def test_what_ray_lacks_is_said_before_anything_waits_for_it(monkeypatch):
+    class Cluster:
+        @staticmethod
+        def cluster_resources():
+            return {"CPU": 4.0}
+
+    require(Cluster, 2, 2, 0)
+    with pytest.raises(CapabilityError, match="CPU"):
+        require(Cluster, 3, 2, 0)
+    with pytest.raises(CapabilityError, match="GPU"):
+        require(Cluster, 1, 1, 1)
+    monkeypatch.setenv("RAY_ADDRESS", "a cluster, which may grow")
+    require(Cluster, 9, 9, 9)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(CapabilityError, match="pip install"):
+        connected()
+    assert reason("Traceback:\n  x\nValueError: because\n(Actor)") == "ValueError: because"
 
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory):
+    pytest.importorskip("ray")
     folder = tmp_path_factory.mktemp("tiny")
     tiny_model(context=512).save_pretrained(folder)
     tiny_tokenizer(chat=True).save_pretrained(folder)
@@ -57,84 +98,70 @@ def workers(run, name):
     return [process for process in children if process.is_running() and name in " ".join(process.cmdline()[:1])]
 
 
-def ask(url, question, tokens=40):
-    messages = [{"role": "user", "content": question}]
-    body = {"messages": messages, "max_tokens": tokens, "temperature": 0}
-    return http(f"{url}/v1/chat/completions", body, timeout=120)
+def ask(url, question, tokens=40, session="", **more):
+    body = {"messages": [{"role": "user", "content": question}], "max_tokens": tokens, "temperature": 0, **more}
+    status, answer = http(f"{url}/v1/chat/completions", body, timeout=120, **{"x-session-id": session})
+    return status, answer.decode()
 
 
-def test_two_replicas_one_is_killed_and_the_rest_is_drained(model_folder):
-    loaded = load(model_folder)
-    spec = Speculator("ar", loaded.model, loaded.tokenizer)
-    options = "--method", "prompt-lookup,ar", "--port", "0", "--slots", "2", "--ray", "--replicas", "2"
-    with running("serve", "--model", model_folder, *options, "--threads", "1") as run:
+@pytest.mark.slow
+def test_two_replicas_one_is_killed_and_the_rest_is_drained(model_folder, tmp_path):
+    words = "--method", "prompt-lookup,ar", "--port", "0", "--slots", "2", "--ray", "--replicas", "2"
+    with running("serve", "--model", model_folder, *words, "--threads", "1", "--snapshots", tmp_path) as run:
         printed = ""
         while not (address := re.search(r"(http://127\.0\.0\.1:\d+)/v1", printed)) and (line := run.stderr.readline()):
             printed += line
         assert address, printed
         url = address[1]
-        assert len(workers(run, "replica")) == 2
-        prompts = [f"{i} asks who {i * i} is, and why?" for i in range(40)]
-        expected = [spec.generate(prompt, max_new_tokens=40)[0].text for prompt in prompts]
+        assert len(workers(run, "replica")) == 2 and sorted(p.name for p in tmp_path.iterdir()) == ["0", "1"]
 
-        def cached(prompt):
-            return json.loads(ask(url, prompt, 4)[1])["usage"]["prompt_tokens_details"]["cached_tokens"]
+        def cached(question, session):
+            usage = json.loads(ask(url, question, 4, session)[1])["usage"]
+            return usage["prompt_tokens_details"]["cached_tokens"]
 
-        # Requests with one prefix go to one replica, which has the prompt when it is asked again.
-        for prompt in prompts[:4]:
-            assert cached(prompt) < len(prompt)
-            assert all(cached(prompt) >= len(prompt) for _ in range(3))
-        with ThreadPoolExecutor(12) as pool:
-            answers = [pool.submit(ask, url, prompt) for prompt in prompts]
-            wait_until(lambda: any(answer.done() for answer in answers))
-            workers(run, "replica")[0].kill()
-            found = [answer.result() for answer in answers]
-        assert [status for status, _ in found] == [200] * len(prompts)
-        assert [json.loads(body)["choices"][0]["message"]["content"] for _, body in found] == expected
+        for i in range(4):  # a session stays with the replica that has read its text
+            question = f"{i} asks who {i * i} is, and why?"
+            assert cached(question, f"s{i}") < len(question)
+            assert all(cached(question, f"s{i}") >= len(question) for _ in range(3))
+        assert http(f"{url}/ready")[0] == 200 and ask(url, "?", max_token=3)[0] == 400
+        workers(run, "replica")[0].kill()
         wait_until(lambda: len(workers(run, "replica")) == 2, 90)  # Ray has started another one
+        wait_until(lambda: all(ask(url, "who?", 2, f"s{i}")[0] == 200 for i in range(8)), 90)
 
-        streams = [[] for _ in range(4)]
-
-        def stream(lines):
-            body = {"messages": [{"role": "user", "content": "go on"}], "max_tokens": 480, "temperature": 0}
-            data = json.dumps(body | {"stream": True}).encode()
-            request = urllib.request.Request(f"{url}/v1/chat/completions", data, {"content-type": "application/json"})
-            with urllib.request.urlopen(request, timeout=120) as answer:
-                for line in answer:
-                    lines += [line] if line.strip() else []
-
-        threads = [threading.Thread(target=stream, args=(lines,)) for lines in streams]
+        answers = []
+        stream = lambda: answers.append(ask(url, "go on", 480, stream=True))  # noqa: E731
+        threads = [threading.Thread(target=stream) for _ in range(4)]
         for thread in threads:
             thread.start()
-        wait_until(lambda: all(streams))
+        wait_until(lambda: json.loads(http(f"{url}/ready")[1])["running"] > 0)
         run.send_signal(signal.SIGTERM)
-        wait_until(lambda: http(f"{url}/ready")[0] == 503)
-        assert any(thread.is_alive() for thread in threads) and ask(url, "late", 2)[0] == 503
         for thread in threads:
             thread.join()
-        assert all(lines[-1].strip() == b"data: [DONE]" for lines in streams)
+        assert all(status == 200 and text.endswith("data: [DONE]\n\n") for status, text in answers)
         assert run.wait(60) == 0 and "All requests have ended" in run.stderr.read()
 
 
+@pytest.mark.slow
 def test_replicas_that_cannot_start_say_why(model_folder):
-    options = "--port", "0", "--ray", "--context", "100000", "--threads", "1"
-    with running("serve", "--model", model_folder, *options) as run:
+    words = "--port", "0", "--ray", "--context", "100000", "--threads", "1"
+    with running("serve", "--model", model_folder, *words) as run:
         printed = run.communicate(timeout=180)[1]
         assert run.returncode == 2 and "the model's context holds" in printed
 
 
+@pytest.mark.slow
 def test_a_batch_on_two_engines_of_which_one_is_killed(model_folder, tmp_path):
     rows = [{"prompt": f"what is {i} plus {i * 7}?", "max_tokens": 2 + i % 30} for i in range(500)]
     source, out, whole = tmp_path / "in", tmp_path / "out", tmp_path / "whole"
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    options = "--model", model_folder, "--method", "prompt-lookup", "-t", "0.7", "--threads", "1"
-    with running("batch", source, out, *options, "--ray", "2") as run:
+    words = "--model", model_folder, "--method", "prompt-lookup", "-t", "0.7", "--threads", "1"
+    with running("batch", source, out, *words, "--ray", "2") as run:
         wait_until(lambda: run.poll() is not None or (out.exists() and out.read_bytes().count(b"\n") >= 50), 180)
         actors = workers(run, "Actor")
         assert len(actors) == 2 and out.read_bytes().count(b"\n") < 500
         actors[0].kill()
         printed = run.communicate(timeout=180)[1]
         assert run.returncode == 0, printed
-    with running("batch", source, whole, *options) as alone:
+    with running("batch", source, whole, *words) as alone:
         alone.communicate(timeout=180)
         assert alone.returncode == 0 and out.read_bytes() == whole.read_bytes()

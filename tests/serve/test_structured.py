@@ -233,8 +233,7 @@ def test_tags_that_are_tokens_of_their_own_open_and_close_a_call():
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens([tools.OPEN, tools.CLOSE])
     opened, closed = tokenizer.convert_tokens_to_ids([tools.OPEN, tools.CLOSE])
-    grammar = tools.grammar_for_tools(tokenizer, [WEATHER], "required", parallel=False)
-    constraint, ids = structured.Constraint(tokenizer, grammar, 0), []
+    constraint, ids = tools.bound(tokenizer, [WEATHER], "required", parallel=False, prompt=0), []
     scores = torch.rand(len(tokenizer), generator=torch.Generator().manual_seed(1))
     while tokenizer.eos_token_id not in ids:
         ids.append(int(constraint(torch.tensor([ids], dtype=torch.long), scores[None])[0].argmax()))

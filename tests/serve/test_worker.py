@@ -44,7 +44,7 @@ class Submitted:
 
     def __init__(self, worker: Worker, make, method: str = "ar") -> None:
         self._updates: queue.Queue = queue.Queue()
-        self.ticket = Ticket(make, method, self._updates.put)
+        self.ticket = Ticket(make(), method, self._updates.put)
         worker.submit(self.ticket)
 
     def end(self):
@@ -138,32 +138,6 @@ def test_the_queue_is_bounded_and_says_when_to_come_again():
         for _ in range(8):
             Submitted(worker, partial(request, 1, 300))
     assert full.value.seconds >= 1
-
-
-def test_a_request_that_is_being_taken_in_waits_once():
-    """The second comes while the first is moved to the queue, which has room for both."""
-    outcomes: list[Exception | None] = []
-
-    def submit() -> None:
-        try:
-            Submitted(worker, partial(request, 2, 2))
-            outcomes.append(None)
-        except QueueFull as error:
-            outcomes.append(error)
-
-    class Arriving(set):
-        def discard(self, ticket: Ticket) -> None:
-            if not second.ident:
-                second.start()
-                second.join(0.1)
-            super().discard(ticket)
-
-    second = threading.Thread(target=submit)
-    with working(slots=1, size=2) as worker:
-        worker._arriving = Arriving()
-        Submitted(worker, partial(request, 1, 2)).end()
-        second.join()
-    assert outcomes == [None]
 
 
 def test_closing_answers_what_there_is_and_takes_no_more():

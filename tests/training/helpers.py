@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from longdraft.drafts.kinds import KINDS
 from longdraft.training.config import RunConfig
-from longdraft.training.run_log import Report
+from longdraft.training.loop import Report
 from tests import elsewhere
 
 WORDS = ["the", "rain", "in", "spain", "stays", "mainly", "plain", "and", "so", "it", "goes", "on", "old", "man", "sea"]
@@ -30,7 +30,6 @@ SMALL: dict[str, dict[str, Any]] = {
     "onepass": _EAGLE3 | {"rank": 8},
     "lm": {"layers": 2, "intermediate_size": 64},
     "heads": {"lr": 2e-3},
-    "mtp": {"ttt": 3, "vocabulary": 40},
 }
 
 

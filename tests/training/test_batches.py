@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from longdraft.training.batches import Epoch, Schedule
 from longdraft.training.config import TrainConfig
-from longdraft.training.trainer import learning_rate
+from longdraft.training.loop import learning_rate
 
 ROWS = st.lists(st.integers(1, 50), min_size=1, max_size=60)
 
@@ -43,11 +43,6 @@ def test_steps_are_whole_groups_wherever_one_begins(rows, processes, accumulate,
         seen = Counter(i for step in fresh for b in step for i in b.documents)
         assert set(seen.values()) <= {1}
         assert len(fresh) == batches // width
-
-
-def test_epochs_differ():
-    rows = [10] * 50
-    assert list(Epoch(rows, 30, 4, 0, 0)) != list(Epoch(rows, 30, 4, 0, 1))
 
 
 def test_the_learning_rate_rises_and_falls():

@@ -13,7 +13,7 @@ import pytest
 from longdraft.errors import PromptError
 from longdraft.memory.token_ids import common_prefix
 from longdraft.training import corpus
-from longdraft.training.documents import Document, Skipped, documents, features_of, write
+from longdraft.training.documents import Document, Skipped, documents
 from longdraft.training.prompts import CODE, MEETING, QUESTIONS, SUMMARIES, asks
 from longdraft.training.tokens import Tokens
 from longdraft.training.vocabulary import most_frequent, to_draft
@@ -34,8 +34,6 @@ def test_texts_end_with_eos_and_chats_learn_the_answer(tmp_path):
     assert tokenizer.decode(answered.tokens[: answered.start]) == "<user>hi<eos><assistant>"
     assert tokenizer.decode(answered.tokens[answered.start :]) == "yes<eos>"
     assert ids == Document([7, 8, 9], 2)
-    write(read(path, tokenizer), tmp_path / "tokens.jsonl")
-    assert read(tmp_path / "tokens.jsonl") == [text, answered, ids]
 
 
 @pytest.mark.parametrize(("name", "opener"), [("a.jsonl.gz", gzip.open), ("a.jsonl.xz", lzma.open)])
@@ -89,7 +87,7 @@ def test_the_end_of_what_is_too_long():
     cut = [d for d in everything if d.start > 1]
     assert sorted((d.start, d.tokens) for d in cut) == sorted((32 - (10 + 40 - i - 20), p.tokens[-20:])
                                                               for i, p in enumerate(prompts))  # fmt: skip
-    assert Document(list(range(110, 130)), 1, None, 20) in everything
+    assert Document(list(range(110, 130)), 1) in everything
     # One passage, different ends of the prompt: all on one side, as where nothing is cut.
     same = [Document([*range(60), i, *range(30)], 61) for i in range(12)]
     for seed in range(5):
@@ -104,35 +102,6 @@ def test_the_vocabulary():
     assert found.tolist() == [1, 5, 9, 19] or found.tolist() == [2, 5, 9, 19]
     assert to_draft(found, 20)[found].tolist() == [0, 1, 2, 3]
     assert (to_draft(found, 20) >= 0).sum() == 4
-
-
-def test_passages_and_answers_with_kept_features():
-    """They are cut at their end alone, so that their features fit; a passage and its answers are on one side."""
-    found = [
-        Document(list(range(40)), 1, ("x/a.features", 3, -1)),
-        Document(list(range(9, 49)), 12, ("a.features", 3, 0)),
-    ]
-    kept = collect(found, held_out=0.0).learned
-    assert [(d.tokens, d.start, d.kept) for d in kept] == [(d.tokens[:20], d.start, d.kept) for d in found]
-    many = [Document([i, j, *range(18)], 1, (f"{j}/a.features", i, j)) for i in range(40) for j in range(3)]
-    split = collect(many)
-    sides = [{d.tokens[0] for d in side} for side in (split.learned, split.held_out)]
-    assert all(sides) and not sides[0] & sides[1]
-    # With the end kept, features are those behind what was cut off.
-    ends = collect(found, held_out=0.0, keep_end=True).learned
-    assert [(d.tokens, d.start, d.kept, d.cut) for d in ends] == [
-        (d.tokens[20:], 1, d.kept, 20) for d in sorted(found, key=lambda d: d.tokens[20])
-    ]
-
-
-def test_rows_say_where_their_features_lie(tmp_path):
-    path = tmp_path / "a.jsonl.gz"
-    row = {"tokens": [7, 8, 9], "start": 2, "at": [5, 1, 4]}
-    with gzip.open(path, "wt") as file:
-        file.write(json.dumps(row) + "\n")
-    assert read(path) == [Document([7, 8, 9], 2)]
-    features_of(path).mkdir()
-    assert read(path) == [Document([7, 8, 9], 2, (str(tmp_path / "a.features"), 5, 1))]
 
 
 TEXTS = ["the rain in spain stays mainly in the plain. " * 90, "a fish, an old man and the sea. " * 40]

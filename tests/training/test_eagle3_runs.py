@@ -86,7 +86,7 @@ def theirs(target, tmp_path) -> Callable[..., Path]:
 def loss_of(config: Eagle3Config, draft: Eagle3Draft) -> float:
     """A draft's loss on all that a run learns, per learned row, with the positions that it decodes with."""
     session = begin(config, DEPTH, silent, never)
-    source = session.source(draft.feature_layers(session.runner))
+    source = session.features(draft.feature_layers(session.runner))
     documents = [source[i] for i in range(len(session.data.learned))]
     rotary = draft.rotary(torch.float32, "cpu")
     trainee = Eagle3Trainee(draft.trainable(), session.runner.parts, rotary, draft.ids, config.ttt).train()

@@ -85,26 +85,6 @@ def test_live_features_depend_on_nothing_that_was_read_before(forwards):
     assert sum(f.rows for f in forwards) == 3 * 30
 
 
-@pytest.mark.parametrize("layers", [(), LAYERS, None])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_short_documents_are_read_together(family, layers, forwards, monkeypatch):
-    monkeypatch.setattr(features, "CHUNK", 32)
-    monkeypatch.setattr(features, "TOGETHER", 64)
-    texts = [document(n, start, i) for i, (n, start) in enumerate([(30, 22), (9, 1), (40, 5), (21, 20), (12, 3)])]
-    offsets = [0, 5, 7, 50, 0]
-    made = FeatureReader(TargetRunner(tiny_model(family)), torch.float32, layers, last=True)
-    forwards.clear()
-    found = made.read_together(texts, offsets)
-    assert len(forwards) == 5  # 9, 12 and 21 tokens; 30; 40 in three pieces
-    for text, offset, one in zip(texts, offsets, found, strict=True):
-        made.forget()
-        alone = made.read(text, offset)
-        assert one.tokens.tolist() == text.tokens and (one.start, one.offset) == (text.start, offset)
-        assert torch.equal(one.likeliest, alone.likeliest) and one.rows.keys() == alone.rows.keys()
-        for name, rows in one.rows.items():
-            torch.testing.assert_close(rows, alone.rows[name], rtol=1e-3, atol=1e-4)
-
-
 @pytest.fixture
 def texts(monkeypatch):
     monkeypatch.setattr(feature_cache, "SHARD", 4)
@@ -175,16 +155,6 @@ def test_other_documents_or_another_target_are_refused(cache, texts):
             cache(**change)
     texts[5] = Document([(t + 1) % 61 for t in texts[5].tokens], texts[5].start)  # as long, but another
     with pytest.raises(CheckpointError):
-        cache()
-
-
-def test_a_cache_of_an_earlier_version_is_refused(cache, tmp_path):
-    """It has likely tokens with their probabilities, and no states."""
-    made, _ = cache()
-    index = json.loads((made.folder / "index.json").read_text())
-    del index["names"]
-    (made.folder / "index.json").write_text(json.dumps(index | {"top": 8}))
-    with pytest.raises(CheckpointError, match=r"cache.*Delete"):
         cache()
 
 

@@ -63,7 +63,8 @@ def test_shards_that_do_not_serve(text, tmp_path):
         tokens.write(tmp_path / "empty", [None], TOKENIZER)
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
 def test_a_run_on_shards_is_resumed_to_the_bit(config, text, tmp_path, monkeypatch, processes):
     monkeypatch.setattr(tokens, "SHARD", 2000)
     write(tmp_path / "shards", text)
@@ -133,6 +134,7 @@ def _private() -> int:
     return 1024 * int(status.split("RssAnon:")[1].split()[0])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_tokens_on_disk_take_no_memory(tmp_path):
     rng = random.Random(0)

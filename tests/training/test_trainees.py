@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, CohereConfig, GraniteConfig
 
-from longdraft.drafters.heads import HeadsBlock, HeadsShape
 from longdraft.drafts import draft_folder
-from longdraft.errors import CheckpointError, ConfigError, UnsupportedModelError
+from longdraft.errors import UnsupportedModelError
 from longdraft.model import small_models
 from longdraft.model.rotary import yarn
 from longdraft.model.runner import TargetRunner
-from longdraft.model.shared_parts import SharedParts, final_norm
+from longdraft.model.shared_parts import SharedParts
 from longdraft.speculator import Speculator
 from longdraft.training.config import DEPTH, Eagle3Config
 from longdraft.training.documents import Document
@@ -23,6 +20,7 @@ from longdraft.training.eagle3 import Plan
 from longdraft.training.features import FeatureReader, Features
 from longdraft.training.lm import LmTrainee
 from longdraft.training.measure import UNSEEN, by_shift, by_step, by_text, simulate
+from longdraft.training.session import Measured
 from tests.quick import in_turn
 from tests.tiny import FAMILIES, tiny_model
 from tests.training.helpers import same
@@ -171,13 +169,6 @@ def test_layers_computed_again_keep_less_and_learn_the_same(runner, features, ki
     assert kept[1] < 0.6 * kept[0]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_only_the_draft_is_trained_and_saved(runner, kind):
-    trainee = make_trainee(kind, runner)
-    assert set(trainee.state_dict()) == {f"block.{name}" for name in trainee.block.state_dict()}
-    assert not any("embed_tokens" in name for name in trainee.state_dict())
-
-
 @pytest.mark.parametrize(("kind", "shift"), [("longspec", 9), ("eagle3", 1)])
 def test_a_document_without_a_row_to_learn(runner, features, kind, shift):
     short = features(kind)[3]
@@ -220,15 +211,6 @@ def test_simulated_acceptance_is_a_chain_decoded_by_the_engine(kind, window, tmp
     assert found.chain == pytest.approx(decoded) and found.tree >= found.chain > 1.5
 
 
-@pytest.mark.parametrize(
-    ("kind", "slots", "rows"), [("eagle3", STEPS, [10, 9, 8, 7, 6]), ("onepass", 2, [10, 9, 0, 0, 0])]
-)
-def test_ranks_of_every_level(runner, features, kind, slots, rows):
-    trainee = make_trainee(kind, runner, slots=slots).eval()
-    assert [(r < UNSEEN).sum().item() for r in by_step(trainee, features(kind)[1], 5)] == rows
-    assert len(simulate(trainee, counted(features(kind)), 5, by_step).agreement) == 5
-
-
 def test_a_language_model_has_the_same_ranks_at_every_level(runner, features):
     trainee, text = make_trainee("lm", runner), features("lm")[1]
     ranks = by_text(trainee, text, 5)
@@ -243,31 +225,19 @@ def test_agreement_is_measured_head_by_head(runner, features):
     assert simulate(trainee, counted(features("heads")), 3, by_step).agreement == pytest.approx(wanted)
 
 
-def test_nothing_to_measure():
-    found = simulate(lambda documents, shifts: None, [])
-    assert (found.chain, found.tree, found.agreement) == (0.0, 0.0, (0.0,) * DEPTH)
+@pytest.mark.parametrize(("documents", "processes"), [(5, 1), (5, 2), (6, 3), (2, 4)])
+def test_processes_share_what_is_measured(runner, features, documents, processes):
+    """Together they measure what one would, in equally many forwards."""
+    trainee, source, counts = make_trainee("heads", runner).eval(), features("heads")[:documents], []
+    alone = simulate(trainee, Measured(source, documents), 3, by_step)
+    for rank in range(processes):
+        share = Measured(source, documents, rank, processes)
+        assert len([*share]) == -(-documents // processes)
+        simulate(trainee, share, 3, by_step, lambda own: counts.append(own) or own)
+    assert simulate(trainee, [], 3, by_step, lambda none: none + sum(counts)) == alone
 
 
 # --- new drafts ---
-
-
-def test_fresh_heads_repeat_what_the_target_says(runner, features):
-    """Each says, less surely, the token that the target says by the same state: the one before its own."""
-    fresh = HeadsBlock(HeadsShape(48, 2, runner.parts.rms_norm_eps))
-    fresh.initialise(final_norm(runner.model), 7.0)
-    document = features("heads")[0]
-    with torch.no_grad():
-        want = runner.model(document.tokens[None]).logits[0]
-        for states in fresh(document.hidden):
-            torch.testing.assert_close(states @ runner.parts.head.T, 0.3 * want, rtol=1e-3, atol=1e-3)
-
-
-def test_a_target_without_an_rms_norm(runner):
-    model = tiny_model()
-    model.model.norm = torch.nn.LayerNorm(48)
-    with pytest.raises(UnsupportedModelError):
-        final_norm(model)
-    assert torch.allclose(final_norm(runner.model), runner.model.model.norm.weight, atol=1e-5)
 
 
 def decoder(runner, layers: int, intermediate_size: int | None = None, theta: float = 1e4):
@@ -286,31 +256,3 @@ def test_starting_from_the_targets_own_layers(runner, features):
     assert torch.equal(ranks, (logits > logits.gather(1, truth[:, None])).sum(-1))
     small_models.take_layers(copy, runner, (2, 2, 0))
     assert torch.equal(copy.layers[0].mlp.up_proj.weight, runner.model.model.layers[2].mlp.up_proj.weight)
-
-
-def test_layers_that_cannot_be_taken(runner):
-    biased = TargetRunner(tiny_model("qwen2"))
-    for target, draft, layers in (
-        (runner, decoder(runner, 3), (0, 1)),
-        (runner, decoder(runner, 2), (0, 3)),
-        (runner, decoder(runner, 2, 64), (0, 2)),
-        (biased, decoder(biased, 1), (0,)),
-    ):
-        with pytest.raises(ConfigError):
-            small_models.take_layers(draft, target, layers)
-
-
-def test_sizes_that_make_no_model(runner):
-    sizes = small_models.sizes_for(runner, 1, None, 1e4, 64)
-    for wrong in ({"model_type": "gpt2"}, {"hidden_size": "many"}, {"num_hidden_layers": -1.5}):
-        with pytest.raises(CheckpointError):
-            small_models.decoder(sizes | wrong)
-
-
-def test_a_fresh_language_model_is_unsure(runner, features):
-    made = [decoder(runner, 2) for _ in range(2)]
-    for each in made:
-        small_models.initialise(each, 0, runner.parts.head)
-    loss = LmTrainee(made[0], runner.parts)([features("lm")[0]]).loss.item() / 19
-    assert loss < 1.2 * math.log(61)
-    assert all(torch.equal(t, made[0].state_dict()[name]) for name, t in made[1].state_dict().items())

@@ -43,21 +43,22 @@ def shard() -> None:
 
 def main(kind: str, settings: str, manner: str = "", step: str = "0") -> None:
     torch.set_num_threads(1)
-    from longdraft.training import checkpoints
+    from accelerate import Accelerator
+
     from tests.training.helpers import TRAININGS, begun
 
     values = {k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(settings).items()}
     stop = []
     reports = begun(TRAININGS[kind].load_settings()(**values), lambda *what: None, lambda: bool(stop))
     if manner == "checkpoint":
-        whole = checkpoints.save
+        whole = Accelerator.save_state
 
-        def cut(accelerator, folder, at, state, keep):
-            if at == int(step):
-                accelerator.save_state = lambda path, inner=accelerator.save_state: (inner(path), die())
-            whole(accelerator, folder, at, state, keep)
+        def cut(accelerator, path):
+            whole(accelerator, path)
+            if int(step) == int(path.rpartition("step-")[2].removesuffix(".part")):
+                die()
 
-        checkpoints.save = cut
+        Accelerator.save_state = cut
     if manner == "fsdp":
         shard()
     for report in reports:

@@ -36,24 +36,16 @@ paths = st.lists(st.lists(st.integers(0, 2), max_size=6), max_size=6)
 
 
 @given(trees())
-def test_a_path_goes_from_the_root_by_parents_and_increases(tree):
-    for node in range(tree.size):
-        path = tree.path(node)
-        assert path[0] == 0 and path[-1] == node
-        assert all(tree.parents[b] == a and a < b for a, b in pairwise(path))
-
-
-@given(trees())
-def test_the_ancestor_mask_shows_each_node_its_own_path(tree):
+def test_paths_depths_and_the_ancestor_mask_follow_parents(tree):
     mask = ancestor_mask(tree)
     assert mask.shape == (tree.size, tree.size) and mask.dtype == torch.bool
     for node in range(tree.size):
-        assert mask[node].nonzero().flatten().tolist() == tree.path(node)
-
-
-@given(trees())
-def test_a_nodes_depth_counts_the_steps_of_its_path(tree):
-    assert list(tree.depths) == [len(tree.path(node)) - 1 for node in range(tree.size)]
+        path = tree.path(node)
+        assert path[0] == 0 and path[-1] == node and tree.depths[node] == len(path) - 1
+        assert all(tree.parents[b] == a and a < b for a, b in pairwise(path))
+        assert mask[node].nonzero().flatten().tolist() == path
+    causal = torch.ones(tree.size, tree.size, dtype=torch.bool).tril()
+    assert tree.is_chain == torch.equal(mask, causal)
 
 
 @given(trees())
@@ -62,12 +54,6 @@ def test_a_child_is_the_first_node_below_that_carries_the_token(tree):
         for token in range(4):
             below = [i for i in range(tree.size) if tree.parents[i] == node and tree.tokens[i] == token]
             assert tree.child(node, token) == (below[0] if below else None)
-
-
-@given(trees())
-def test_a_tree_is_a_chain_when_its_mask_is_causal(tree):
-    causal = torch.ones(tree.size, tree.size, dtype=torch.bool).tril()
-    assert tree.is_chain == torch.equal(ancestor_mask(tree), causal)
 
 
 @given(trees(), st.integers(0, 6))
@@ -91,27 +77,17 @@ def test_a_padded_mask_holds_each_tree_and_padding_that_sees_itself_alone(batch,
             assert mask[row].nonzero().flatten().tolist() == expected
 
 
-@pytest.mark.parametrize(
-    ("tokens", "parents"),
-    [
-        ((), ()),
-        ((1, 2), (-1,)),
-        ((1,), (0,)),
-        ((1, 2), (-1, -1)),
-        ((1, 2), (-1, 1)),
-        ((1, 2, 3), (-1, 2, 0)),
-        ((1, 2), (-1, -2)),
-    ],
-    ids=["empty", "lengths differ", "no root", "two roots", "own parent", "child before parent", "below -1"],
-)
-def test_parents_that_make_no_tree_are_refused(tokens, parents):
-    with pytest.raises(ValueError, match="parents"):
-        TokenTree(tokens, parents)
+NO_TREES = {
+    "empty": ((), ()), "lengths differ": ((1, 2), (-1,)), "no root": ((1,), (0,)), "two roots": ((1, 2), (-1, -1)),
+    "own parent": ((1, 2), (-1, 1)), "child before parent": ((1, 2, 3), (-1, 2, 0)), "below -1": ((1, 2), (-1, -2)),
+    "one log-probability": ((1, 2), (-1, 0), (0.0,)),
+}  # fmt: skip
 
 
-def test_log_probabilities_that_are_not_one_a_node_are_refused():
-    with pytest.raises(ValueError, match="1 log-probabilities for 2 nodes"):
-        TokenTree((1, 2), (-1, 0), (0.0,))
+@pytest.mark.parametrize("name", NO_TREES)
+def test_what_makes_no_tree_is_refused(name):
+    with pytest.raises(ValueError, match=r"parents|log-probabilities"):
+        TokenTree(*NO_TREES[name])
 
 
 # --- builders ---

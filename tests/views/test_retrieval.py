@@ -72,12 +72,10 @@ def test_every_few_verifications_are_scored():
     first = versions[0][0]
     assert [v for v, _ in versions[:3]] == [first] * 3 and versions[0][1]
     assert [v for v, _ in versions[3:]] == [first + 1] * 3 and versions[3][1]
-
-
-def test_the_same_choice_is_no_new_version():
-    store, retrieval = filled(80), retrieval_of(**SMALL | {"refresh": 1})
-    query = peaked(store, 0, 3, 7, 8)
-    look(retrieval, store, 0, query)
+    # The same choice is no new version.
+    retrieval, query = retrieval_of(**SMALL | {"refresh": 1}), peaked(store, 0, 3, 7, 8)
+    for _ in range(2):
+        look(retrieval, store, 0, query)
     version = retrieval.version(0)
     look(retrieval, store, 0, query)
     assert retrieval.version(0) == version
@@ -108,15 +106,13 @@ def test_slots_do_not_know_of_each_other():
     assert retrieval.chosen(0) is None and retrieval.chosen(1) and retrieval.version(1) == version
 
 
-def test_a_reset_is_a_new_version():
-    """Also when as many choices have been made after it as before."""
-    store, retrieval = filled(80), retrieval_of(**SMALL)
-    seen = set()
+def test_a_reset_is_a_new_version_also_when_as_many_choices_were_made_after_it_as_before():
+    store, retrieval, seen = filled(80), retrieval_of(**SMALL), list[int]()
     for _ in range(3):
         look(retrieval, store, 0, peaked(store, 0, 3))
-        assert retrieval.version(0) not in seen
-        seen.add(retrieval.version(0))
+        seen.append(retrieval.version(0))
         retrieval.reset(0)
+    assert len(set(seen)) == 3
 
 
 def test_what_follows_a_cut_has_not_been_scored():
@@ -214,23 +210,23 @@ def test_a_working_cache_holds_the_rows_it_should(given_sizes, length, events, t
 
 
 @pytest.mark.parametrize(
-    ("given_options", "word"),
+    ("made", "word"),
     [
-        ({"sink": 40}, "sink must be a multiple of chunk"), ({"recent": 100}, "recent must be a multiple of chunk"),
-        ({"chunks": 4}, "at least sink \\+ recent"), 
+        (lambda: retrieval_of(sink=40), "sink must be a multiple of chunk"),
+        (lambda: retrieval_of(recent=100), "recent must be a multiple of chunk"),
+        (lambda: retrieval_of(chunks=4), "at least sink \\+ recent"),
+        (lambda: RetrievalOptions(chunks=3, refresh=2).made(object()), "retrieval=True"),
+        (lambda: retrieval_of(**SMALL, layer=30).layers(30), "30"),
     ],
-    ids=str,
-)  # fmt: skip
-def test_sizes_that_make_no_working_cache_are_refused(given_options, word):
+)
+def test_sizes_that_make_no_retrieval_are_refused(made, word):
     with pytest.raises(ValueError, match=word):
-        retrieval_of(**given_options)
+        made()
 
 
-def test_options_without_retrieval_are_refused_and_sizes_of_schedules_are_not():
-    draft = object()
-    assert RetrievalOptions(sink=4, recent=4).made(draft) is None
-    with pytest.raises(ValueError, match="retrieval=True"):
-        RetrievalOptions(chunks=3, refresh=2).made(draft)
+def test_without_retrieval_there_is_none_and_the_last_layer_ranks():
+    assert RetrievalOptions(sink=4, recent=4).made(object()) is None  # sizes of schedules
+    assert retrieval_of(**SMALL).layers(30) == (29,) and retrieval_of(**SMALL, layer=18).layers(30) == (18,)
 
 
 # --- whose attention ranks ---
@@ -246,12 +242,6 @@ def test_chunks_are_ranked_by_the_layer_that_was_asked_for():
         retrieval = retrieval_of(**SMALL, layer=layer)
         look(retrieval, store, 0, last)
         assert set(chosen) <= set(retrieval.chosen(0))
-
-
-def test_a_layer_that_the_target_does_not_have():
-    assert retrieval_of(**SMALL).layers(30) == (29,) and retrieval_of(**SMALL, layer=18).layers(30) == (18,)
-    with pytest.raises(ValueError, match="30"):
-        retrieval_of(**SMALL, layer=30).layers(30)
 
 
 @pytest.mark.parametrize("method", ["longspec", "eagle3", "specextend"])

@@ -13,7 +13,7 @@ from longdraft.memory.disk_store import DiskStore
 from longdraft.memory.host_store import HostStore
 from longdraft.memory.store import KVShape, KVStore
 from longdraft.views.cache import TrueCache
-from longdraft.views.copied import gather
+from longdraft.views.kernels import view_kernels
 from longdraft.views.scorers import SCORERS
 from longdraft.views.view import View
 
@@ -39,17 +39,6 @@ def positions(cache: TrueCache, slot: int, layer: int, head: int) -> list[int]:
     return rows.tolist()
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("heads", [1, 3])
-def test_a_gather_is_that_of_one_head_after_the_other(heads, transposed):
-    source = torch.randn(3, 4, 50)
-    source = source.transpose(1, 2) if transposed else source.transpose(1, 2).contiguous()
-    rows = torch.stack([torch.randperm(50)[:20].sort().values for _ in range(heads)])
-    own = rows.expand(3, -1)
-    wanted = torch.stack([torch.stack([head[row] for row in which]) for head, which in zip(source, own, strict=True)])
-    assert torch.equal(gather(source, rows), wanted)
-
-
 moves = st.lists(
     st.tuples(st.sampled_from(["grow", "show", "cut", "forget", "follow"]), st.integers(1, 25), st.booleans()),
     min_size=1,
@@ -73,7 +62,7 @@ def test_what_is_there_after_any_moves(scorer, chunk, room, shared, summaries, t
         summaries=summaries,
     )
     queries = [torch.randn(4, 3, d, generator=torch.Generator().manual_seed(i)) for i in range(2)]
-    taken_back = False
+    taken_back, by_kernels = False, view_kernels(full, cache.store) is not None
     for seed, (move, count, flag) in enumerate([("grow", 3, False), *steps, ("follow", 1, False)]):
         length = full.lengths[1]
         if move == "grow":  # a verification: rows shown before are replaced by exact ones
@@ -100,7 +89,7 @@ def test_what_is_there_after_any_moves(scorer, chunk, room, shared, summaries, t
             found = [positions(cache, 1, layer, head) for layer in range(2) for head in range(2)]
             for rows in found:
                 # Our kernels leave chunks where they are.
-                assert len(rows) == len(set(rows)) if cache._held else rows == sorted(set(rows))
+                assert len(rows) == len(set(rows)) and (by_kernels or rows == sorted(rows))
                 assert rows[-1] == n - 1
                 assert rows[: min(4, n)] == list(range(min(4, n)))
                 # The window does not slide back with a text that ends earlier.
@@ -133,21 +122,20 @@ def test_rows_are_chosen_when_there_is_no_room_and_when_it_is_due():
     assert positions(cache, 0, 1, 1)[-4:] == [29, 30, 31, 32]
 
 
-@pytest.mark.parametrize("store", [DiskStore, HostStore])
 @pytest.mark.parametrize("scorer", list(SCORERS))
-def test_an_offloaded_text(tmp_path, scorer, store):
-    view = View(scorer, 8, 4, 4, 2, room=4)
-    there = DiskStore(tmp_path, SHAPE, 1, 100) if store is DiskStore else HostStore(SHAPE, 1, 100, "cpu")
-    queries = [torch.randn(4, 4, 4)] * 2
-    found = []
-    for full in (KVStore(SHAPE, 1, 100), there):
+def test_an_offloaded_text(tmp_path, scorer):
+    """On disk and on a host: what is chosen of a text in memory."""
+    stores = KVStore(SHAPE, 1, 100), DiskStore(tmp_path, SHAPE, 1, 100), HostStore(SHAPE, 1, 100, "cpu")
+    queries, found = [torch.randn(4, 4, 4)] * 2, []
+    for full in stores:
+        view = View(scorer, 8, 4, 4, 2, room=4)
         cache = TrueCache(full, lambda slots, rows: KVStore(SHAPE, slots, rows), view, 3)
         for count in (50, 2, 3):
             fill(full, 0, full.lengths[0], full.lengths[0] + count, count)
             full.commit(0, range(count))
             cache.update(0, queries)
         found.append([positions(cache, 0, layer, head) for layer in range(2) for head in range(2)])
-    assert found[0] == found[1]
+    assert found[0] == found[1] == found[2]
 
 
 def test_what_waits_is_shown_to_drafters_and_forgotten():

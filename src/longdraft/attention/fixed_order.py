@@ -68,7 +68,7 @@ def attend(
             "deterministic=True is for layers that see the whole text, with plain scores; this model has others: "
             "leave it out."
         )
-    paths, counts = _paths(block, q.device)
+    paths, counts = paths_of(block, q.device)
     bound = max(block.lengths, default=0) + block.width
     out: torch.Tensor = torch.ops.longdraft.fixed_order_attention(
         q, keys, values, block.slots_t, block.lengths_t, paths, counts, bound, scale
@@ -76,7 +76,7 @@ def attend(
     return out
 
 
-def _paths(block: Block, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def paths_of(block: Block, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """(B, T, W) and (B, T) int32: the tree's rows on the way to each row, and how many; made by the first layer."""
     key = "fixed order"
     if key not in block.derived:

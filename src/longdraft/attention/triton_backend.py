@@ -128,6 +128,7 @@ def prefix_attention(
     scale: float,
     max_length: int,
     num_splits: int | None = None,
+    choice: Choice | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Every row of the block attends to its sequence's whole prefix.
 
@@ -137,13 +138,14 @@ def prefix_attention(
         slots_t, lengths_t: (B,) int32 on q's device. Sequence b sees rows [0, lengths_t[b]) of slots_t[b].
         max_length: upper bound on the lengths, a host integer. It affects the number of splits, never the result.
         num_splits: pieces into which a prefix is split; None to choose by the size of the GPU.
+        choice: launch parameters, which never affect the result; None for the fastest.
 
     Returns:
         o (B, Hq, T, d) and lse (B, Hq, T), both float32; o = 0 and lse = -inf for a prefix of length 0.
     """
     inputs = Inputs(q, keys, values, slots_t, lengths_t, scale)
     _check(q, keys, values)
-    choice = _choice(inputs)
+    choice = choice or _choice(inputs)
     splits = _choose_splits(inputs, max_length, choice) if num_splits is None else num_splits
     if not 1 <= splits <= MAX_SPLITS:
         raise ValueError(f"num_splits is {splits}, expected 1 to {MAX_SPLITS}")

@@ -19,10 +19,7 @@ from longdraft.serve import asked, schema
 from longdraft.serve.asked import Asked
 from longdraft.serve.body import read, validated
 from longdraft.serve.errors import ApiError
-from longdraft.serve.openai import Head
 from longdraft.serve.service import Service
-
-_TEXT = "/v1/completions"
 
 
 class Line(NamedTuple):
@@ -96,57 +93,47 @@ class _Wrapped(schema.Strict):
 
 
 class Row:
-    """A parsed line.
-
-    Attributes:
-        fault: why the line is no request; None if it is one.
-    """
+    """A line as a request, and the row of the output that answers it."""
 
     def __init__(self, line: Line, defaults: Defaults) -> None:
         self._line, self._defaults, self._openai = line, defaults, False
         self._row: dict[str, Any] = {}
-        self._body: schema.Chat | schema.Completion | None = None
-        self.fault: Exception | None = None
+        self._fault: ApiError | None = None
         try:
             self._row = read(_Anything, line.content.removeprefix(b"\xef\xbb\xbf"), "json").model_dump()
             self._openai = "body" in self._row or "custom_id" in self._row
-            self._body = self._of_openai() if self._openai else self._own()
         except ApiError as error:
-            self.fault = error
+            self._fault = error
 
     def ask(self, service: Service) -> Asked:
         """Returns the answers that the row asks for, ready to be decoded.
 
         Raises:
-            ApiError, LongdraftError: the prompt or a value cannot be used.
+            ApiError, LongdraftError: the line is no request, or a value cannot be used.
         """
-        if self._body is None:
-            assert self.fault is not None
-            raise self.fault
-        if isinstance(self._body, schema.Chat):
-            return asked.chat(service, self._body)
-        return asked.complete(service, self._body)
+        if self._fault is not None:
+            raise self._fault
+        body = self._of_openai() if self._openai else self._own()
+        return asked.chat(service, body) if isinstance(body, schema.Chat) else asked.complete(service, body)
 
-    def answered(self, service: Service, said: Asked) -> dict[str, Any]:
-        """The row of the output, once all choices have ended."""
-        choices = [answer.whole() for answer in said.answers]
+    def answered(self, body: dict[str, Any], said: Asked) -> dict[str, Any]:
+        """The row of the output for the answer's object."""
+        if self._openai:
+            name = f"row_{self._line.number}"
+            response = {"status_code": 200, "request_id": name, "body": body | {"id": name}}
+            return self._identity() | {"response": response, "error": None}
+        texts = [choice.get("message", {}).get("content", choice.get("text")) for choice in body["choices"]]
+        first = body["choices"][0]
+        more = {"tool_calls": first.get("message", {}).get("tool_calls"), "logprobs": first["logprobs"]}
         result = said.choices[0].result
         assert result is not None
-        if self._openai:
-            head = Head(f"row_{self._line.number}", self._defaults.model)
-            body = head.object(said.answers[0].kind, choices, usage=service.usage(said.choices)) | {"id": head.prefix}
-            response = {"status_code": 200, "request_id": head.prefix, "body": body}
-            return self._identity() | {"response": response, "error": None}
-        message = choices[0].get("message", choices[0])
-        more = {"tool_calls": message.get("tool_calls"), "logprobs": choices[0]["logprobs"]}
-        if len(choices) > 1:
-            more["texts"] = [choice.get("message", {}).get("content", choice.get("text")) for choice in choices]
         return self._identity() | {
-            "text": message.get("content", message.get("text")) or "",
+            "text": texts[0] or "",
             **{name: value for name, value in more.items() if value},
+            **({"texts": texts} if len(texts) > 1 else {}),
             "finish_reason": result.finish_reason,
             "prompt_tokens": result.prompt_tokens,
-            "new_tokens": sum(choice.result.new_tokens for choice in said.choices if choice.result),
+            "new_tokens": body["usage"]["completion_tokens"],
         }
 
     def failed(self, error: Exception) -> dict[str, Any]:
@@ -171,23 +158,24 @@ class Row:
             if not prompt.strip():
                 raise ApiError(400, "The prompt is empty: give some text.", param="prompt")
             fields["messages"] = [{"role": "user", "content": fields.pop("prompt")}]
-        return self._with_defaults(fields)
+        # The text of a row has all that the model says.
+        return self._with_defaults(fields, {"reasoning_format": "none"} if "messages" in fields else {})
 
     def _of_openai(self) -> schema.Chat | schema.Completion:
         row = validated(_Wrapped, self._row)
-        return self._with_defaults({k: v for k, v in row.body.items() if k != "model"}, row.url)
+        return self._with_defaults({k: v for k, v in row.body.items() if k != "model"}, {}, row.url)
 
-    def _with_defaults(self, fields: dict[str, Any], url: str | None = None) -> schema.Chat | schema.Completion:
-        defaults = self._defaults
-        known = schema.Sampled.model_fields
+    def _with_defaults(
+        self, fields: dict[str, Any], more: dict[str, Any], url: str | None = None
+    ) -> schema.Chat | schema.Completion:
+        defaults, known = self._defaults, schema.Sampled.model_fields
+        fields = {name: value for name, value in fields.items() if value is not None}
         values = {k: v for k, v in asdict(defaults.sampling).items() if v is not None and k in known}
-        # The text of a row has all that the model says.
-        more = {} if "body" in self._row or "messages" not in fields else {"reasoning_format": "none"}
         values |= {"seed": (defaults.seed + self._line.number) % 2**63, "stop": list(defaults.stop), **more}
-        if not {"max_tokens", "max_completion_tokens"} & {name for name, value in fields.items() if value is not None}:
+        if not {"max_tokens", "max_completion_tokens"} & fields.keys():
             values["max_tokens"] = defaults.max_tokens
-        fields = values | {name: value for name, value in fields.items() if value is not None}
+        fields = values | fields
         if fields.pop("stream", False):
             raise ApiError(400, "stream is not served in a file: leave it out.", param="stream")
-        chat = "messages" in fields and url != _TEXT
+        chat = "messages" in fields and url != "/v1/completions"
         return validated(schema.Chat, fields) if chat else validated(schema.Completion, fields)

@@ -1,20 +1,34 @@
-"""A run: reads rows a little ahead, has them decoded, and writes their answers in order."""
+"""A run: rows are read a little ahead, answered as the server answers requests, and written in their order."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import astuple, dataclass, field
-from typing import Any, Protocol
+import asyncio
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, astuple, dataclass, field
+from typing import Any, Protocol, TypeVar
 
 from longdraft.batch.output import Output
-from longdraft.batch.rows import Line
-from longdraft.errors import CapabilityError
+from longdraft.batch.rows import Defaults, Line, Row
+from longdraft.engine.session import Session
+from longdraft.errors import CapabilityError, LongdraftError
 from longdraft.model.checkpoints import Progress
+from longdraft.serve.errors import ApiError
+from longdraft.serve.ray import connected, reason, require
+from longdraft.serve.service import Service
+from longdraft.serve.settings import Settings
+from longdraft.speculator import Speculator
 
+T = TypeVar("T")
+# Rows to submit for each slot: while a long row holds back the file, the engine decodes those behind it.
+_AHEAD = 8
 # Seconds to wait for an answer before looking whether the run was cancelled.
 _PATIENCE = 0.2
 # After this many unexpected errors in a row, the engine itself is taken to have failed.
 _BROKEN = 8
+# How often a row is decoded again after its actor has died.
+_RETRIES = 3
 
 
 @dataclass(frozen=True)
@@ -43,7 +57,6 @@ class Answer:
         failed: the row holds an error. unexpected: which is not one of longdraft's own.
     """
 
-    number: int
     row: dict[str, Any] = field(repr=False)
     failed: bool = False
     unexpected: bool = False
@@ -51,10 +64,10 @@ class Answer:
 
 
 class Decoder(Protocol):
-    """Decodes the rows: the engine of this process, or Ray's actors.
+    """Answers rows: the engine of this process, or several in Ray's actors.
 
     Attributes:
-        ahead: how many rows to submit before their answers are needed.
+        ahead: how many rows to ask for before their answers are needed.
         decisive: what the texts depend on, as JSON values.
     """
 
@@ -64,18 +77,148 @@ class Decoder(Protocol):
     def decisive(self) -> dict[str, Any]: ...
 
     def prepare(self, progress: Progress | None = None) -> None:
-        """Called once, before the first row."""
+        """Measures what verifications cost here, if the planner needs it; called before the first row."""
 
-    def drive(self, feed: Callable[[], None]) -> None:
-        """Decodes while ``feed``, which calls ``submit`` and ``take``, runs."""
+    async def answer(self, line: Line) -> Answer: ...
 
-    def submit(self, line: Line) -> None: ...
-
-    def take(self, timeout: float) -> Answer | None:
-        """The next answer, of any row; None after ``timeout`` seconds."""
+    def drive(self, feed: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Decodes while ``feed``, which asks for answers, runs. Returns what that returns."""
 
 
-def run(
+class _Rows(Service):
+    """A service without a prompt cache: a row's text depends on no row before it, not even in its last bit."""
+
+    room = 0
+
+    def session(self, method: str) -> Session:
+        return self.speculator(method).session(self.settings.slots, context=self.room)
+
+
+class Engine:
+    """Answers rows in this process.
+
+    Args:
+        slots: rows decoded at a time. context: tokens of text to take memory for at once; 0: as rows need it.
+    """
+
+    def __init__(self, spec: Speculator, defaults: Defaults, slots: int, context: int = 0) -> None:
+        if spec.tokenizer is None:
+            raise CapabilityError("Rows need a tokenizer: Speculator(..., tokenizer=tokenizer).")
+        self.ahead, self._spec, self._defaults = _AHEAD * slots, spec, defaults
+        settings = Settings(
+            defaults.model, (spec.method.name,), slots, spec.runner().context_length, 16 * self.ahead,
+            timeout=float("inf"), keep_alive=float("inf"), foresee=defaults.sampling.foresee,
+        )  # fmt: skip
+        self.service = _Rows(settings, lambda _: spec, spec.tokenizer)
+        self.service.room = context
+
+    @property
+    def decisive(self) -> dict[str, Any]:
+        """The settings the texts depend on. An exact method is not part of it, nor are the slots."""
+        spec = self._spec
+        decisive = asdict(self._defaults) | {"target": spec.runner().fingerprint}
+        if not spec.exact:
+            options = {name: str(value) for name, value in spec.options.items()}
+            decisive["method"] = {"name": spec.method.name, **options}
+        return decisive
+
+    def prepare(self, progress: Progress | None = None) -> None:
+        self._spec.planner(progress)
+
+    async def answer(self, line: Line) -> Answer:
+        row = Row(line, self._defaults)
+        try:
+            asked = row.ask(self.service)
+        except (ApiError, LongdraftError) as error:
+            return Answer(row.failed(error), failed=True)
+        self.service.submit(asked.choices)
+        try:
+            body = await asked.whole()
+        except Exception as error:
+            return Answer(row.failed(error), True, not isinstance(error, LongdraftError))
+        results = [choice.result for choice in asked.choices if choice.result is not None]
+        new, rounds = sum(r.new_tokens for r in results), sum(r.rounds for r in results)
+        figures = Figures(1, new, rounds, sum(r.new_tokens - 1 for r in results if r.rounds))
+        return Answer(row.answered(body, asked), figures=figures)
+
+    def drive(self, feed: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Decodes in this thread (the main one is fastest) while ``feed`` runs in another."""
+
+        def feed_and_close() -> T:
+            try:
+                return asyncio.run(feed())
+            finally:
+                self.service.worker.close(0)
+
+        with ThreadPoolExecutor(1, "longdraft batch") as pool:
+            fed = pool.submit(feed_and_close)
+            self.service.worker.run()
+        return fed.result()
+
+
+class Actor:
+    """An engine in a process of Ray's. ``make`` makes it there."""
+
+    def __init__(self, make: Callable[[], Engine]) -> None:
+        self._engine = make()
+        self._engine.prepare()
+        self._engine.service.worker.start()
+
+    async def about(self) -> tuple[dict[str, Any], int]:
+        return self._engine.decisive, self._engine.ahead
+
+    async def answer(self, line: Line) -> Answer:
+        return await self._engine.answer(line)
+
+
+class Pool:
+    """Several engines in Ray's actors. Ray starts one that has died again, and gives it its rows again.
+
+    Args:
+        make: makes the engine of each. defaults: the same as the engines'. count: actors.
+        cpus, gpus: how many each actor has.
+
+    Raises:
+        CapabilityError: Ray is not installed or has too few processors; an actor does not start; the models differ.
+    """
+
+    def __init__(self, make: Callable[[], Engine], defaults: Defaults, count: int, cpus: int, gpus: int) -> None:
+        self._ray, self._defaults, self._busy = connected(), defaults, [0] * count
+        require(self._ray, count, cpus, gpus)
+        kind = self._ray.remote(Actor).options(num_cpus=cpus, num_gpus=gpus, max_restarts=-1, max_task_retries=_RETRIES)
+        self._actors = [kind.remote(make) for _ in range(count)]
+        try:
+            about = self._ray.get([actor.about.remote() for actor in self._actors])
+            self.decisive, ahead = about[0]
+            if any(decisive != self.decisive for decisive, _ in about):
+                raise CapabilityError("The actors have loaded different models: give all machines the same files.")
+        except self._ray.exceptions.RayError as error:
+            raise CapabilityError(f"An actor does not start: {reason(str(error))}") from error
+        self.ahead = ahead * count
+
+    def prepare(self, progress: Progress | None = None) -> None:
+        """Each actor has prepared itself."""
+
+    async def answer(self, line: Line) -> Answer:
+        one = min(range(len(self._actors)), key=self._busy.__getitem__)
+        self._busy[one] += 1
+        try:
+            answer: Answer = await self._actors[one].answer.remote(line)
+        except self._ray.exceptions.RayError as error:
+            failure = LongdraftError(f"Its actor died {_RETRIES + 1} times: {reason(str(error))}")
+            return Answer(Row(line, self._defaults).failed(failure), failed=True, unexpected=True)
+        finally:
+            self._busy[one] -= 1
+        return answer
+
+    def drive(self, feed: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        try:
+            return asyncio.run(feed())
+        finally:
+            self._ray.shutdown()  # or Ray prints messages at exit
+
+
+async def run(
     source: Iterator[Line],
     output: Output,
     decoder: Decoder,
@@ -91,23 +234,15 @@ def run(
         CapabilityError: row after row fails with an unexpected error.
         CheckpointError: the input cannot be read, or the output cannot be written.
     """
-    figures, ready = Figures(), dict[int, Answer]()
-    read, broken, ended = output.rows, 0, False
+    figures, broken, going = Figures(), 0, deque[asyncio.Task[Answer]]()
     while not cancelled():
-        while not ended and read - output.rows < decoder.ahead:
-            line = next(source, None)
-            if line is None:
-                ended = True
-            else:
-                decoder.submit(line)
-                read += 1
-        if read == output.rows:
+        while len(going) < decoder.ahead and (line := next(source, None)) is not None:
+            going.append(asyncio.create_task(decoder.answer(line)))
+        if not going:
             break
-        answer = decoder.take(_PATIENCE)
-        if answer is None:
-            continue
-        ready[answer.number] = answer
-        while (written := ready.pop(output.rows, None)) is not None:
+        await asyncio.wait([going[0]], timeout=_PATIENCE)
+        while going and going[0].done():
+            written = going.popleft().result()
             output.write(written.row, written.failed)
             broken = broken + 1 if written.unexpected else 0
             if broken == _BROKEN:

@@ -164,6 +164,7 @@ class Ours:
         if runner.arithmetic == "int8":
             self.note += ", int8 arithmetic"
         self.spec, self.kept = spec, kept
+        kept.feature_layers = kept.feature_layers or spec.feature_layers()
 
     @property
     def draft(self) -> Path | None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _CACHE = "cache" if "cache" in CausalLMOutputWithPast.__annotations__ else "past_key_values"
 
 
-class Clock(BaseStreamer):
+class TokenTimes(BaseStreamer):
     """A streamer that notes the time. ``generate`` gives it the prompt first, then each forward's tokens.
 
     Attributes:
@@ -94,8 +94,8 @@ class Generate:
         first, last = clock.times[1], clock.times[-1]
         return Run(tokens, first - clock.start, last - first, rounds)
 
-    def _generate(self, job: Job, arguments: Mapping[str, Any], **settings: Any) -> tuple[Any, int, Clock]:
-        """``generate``'s output, the prompts' padded width, and the clock.
+    def _generate(self, job: Job, arguments: Mapping[str, Any], **settings: Any) -> tuple[Any, int, TokenTimes]:
+        """``generate``'s output, the prompts' padded width, and the times of its tokens.
 
         Args:
             arguments: further ones of ``generate``. settings: further ones of its configuration.
@@ -109,7 +109,7 @@ class Generate:
         with ExitStack() as changed:
             changed.enter_context(quiet())  # transformers warns of what it does with an assistant's settings
             changed.enter_context(_settings(self._model, _config(job, pad, settings), self.attention))
-            clock = Clock()
+            clock = TokenTimes()
             out = self._model.generate(
                 torch.tensor(rows, device=device),
                 attention_mask=torch.tensor(mask, device=device),

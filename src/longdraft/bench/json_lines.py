@@ -183,7 +183,7 @@ def restored(kind: Any, value: Any) -> Any:
     if kind is Any:
         return value
     named: Any = origin or kind
-    wanted: Any = {float: (int, float), tuple: list}.get(named, named)
+    wanted: Any = {float: (int, float), tuple: (list, tuple)}.get(named, named)
     # A truth value is an int to Python, and NaN is not even itself.
     if not isinstance(value, wanted) or value != value or isinstance(value, bool) != (kind is bool):
         raise TypeError(f"{value!r:.40} in the place of {kind}")

@@ -108,54 +108,48 @@ class Server:
         return found
 
 
-class Servers:
+def steps(
+    servers: Sequence[Server],
+    samples: Sequence[Sample],
+    lengths: Sequence[int],
+    max_tokens: int,
+    repeats: int = 1,
+    ignore_eos: bool = False,
+) -> list[Step[Asked, Accepted]]:
     """Servers against the length of the text: the same texts, cut to each length, answered by every server in turn.
 
     Args:
         lengths: tokens of the prompts, as nearly as characters tell; the servers' own counts are reported.
         repeats: answers to each prompt, of which the fastest counts.
     """
+    by_name = {server.name: server for server in servers}
+    densities = [CHARACTERS]  # characters of a token, the latest last
 
-    def __init__(
-        self,
-        servers: Sequence[Server],
-        lengths: Sequence[int],
-        max_tokens: int,
-        repeats: int = 1,
-        ignore_eos: bool = False,
-    ) -> None:
-        self._servers = {server.name: server for server in servers}
-        self._lengths, self._max_tokens, self._repeats = sorted(lengths), max_tokens, repeats
-        self._ignore_eos, self._characters = ignore_eos, CHARACTERS
-
-    def steps(self, samples: Sequence[Sample]) -> list[Step[Asked, Accepted]]:
-        """A step for each length of each text."""
-        return [
-            Step(
-                f"{sample.origin}, {length:,} tokens",
-                [self._asked(server, sample, length) for server in self._servers.values()],
-                partial(self._measure, sample, length),
-                self._repeats,
-            )
-            for length in self._lengths
-            for sample in samples
-        ]
-
-    @staticmethod
-    def _asked(server: Server, sample: Sample, length: int) -> Asked:
-        return Asked(server.name, server.url, server.model, 0.0, length, None, sample.dataset, sample.origin, "")
-
-    def _measure(self, sample: Sample, length: int, missing: Collection[Asked], tick: Tick) -> Iterator[Accepted]:
-        prompt = cut(sample, length, self._characters)
+    def measure(sample: Sample, length: int, missing: Collection[Asked], tick: Tick) -> Iterator[Accepted]:
+        prompt = cut(sample, length, densities[-1])
         runs: dict[Asked, list[Accepted]] = {}
-        for _, asked in in_turn(list(missing), self._repeats):
+        for _, asked in in_turn(list(missing), repeats):
             tick(asked.method)
-            run = self._servers[asked.method].answer(asked, prompt, self._max_tokens, self._ignore_eos)
+            run = by_name[asked.method].answer(asked, prompt, max_tokens, ignore_eos)
             runs.setdefault(asked, []).append(run)
             if run.prompt_tokens:
-                self._characters = len(prompt) / run.prompt_tokens
-            if len(runs[asked]) == self._repeats:
+                densities.append(len(prompt) / run.prompt_tokens)
+            if len(runs[asked]) == repeats:
                 yield min(runs[asked], key=lambda run: (run.seconds or 0.0) / max(1, run.new_tokens))
+
+    def asked(server: Server, sample: Sample, length: int) -> Asked:
+        return Asked(server.name, server.url, server.model, 0.0, length, None, sample.dataset, sample.origin, "")
+
+    return [
+        Step(
+            f"{sample.origin}, {length:,} tokens",
+            [asked(server, sample, length) for server in servers],
+            partial(measure, sample, length),
+            repeats,
+        )
+        for length in sorted(lengths)
+        for sample in samples
+    ]
 
 
 def cut(sample: Sample, length: int, characters: float) -> str:

@@ -132,10 +132,10 @@ def bench_length(
     Greedy. Ctrl-C ends it with the figures so far.
     """
     from longdraft.bench import length
+    from longdraft.bench import servers as serving
     from longdraft.bench.acceptance import by_default, opened
     from longdraft.bench.break_even import free
     from longdraft.bench.experiment import Experiment
-    from longdraft.bench.servers import Server, Servers
     from longdraft.bench.settings import REFERENCE, Settings
 
     output.check(results=results)
@@ -147,9 +147,9 @@ def bench_length(
         if methods is not None or wording.asked:
             raise options.SettingError("--methods, --system and --no-think are for methods here: leave them out.")
         named = {name: address or name for name, _, address in (each.partition("=") for each in url)}
-        servers = [Server(name, address, api_key) for name, address in named.items()]
+        servers = [serving.Server(name, address, api_key) for name, address in named.items()]
         cut_to = asked_for or length.doubled(FIRST, 4 * FIRST)
-        steps = Servers(servers, cut_to, max_tokens, repeats, ignore_eos).steps(samples)
+        steps = serving.steps(servers, samples, cut_to, max_tokens, repeats, ignore_eos)
         own, model = Settings((REFERENCE,), **given), {"name": "servers"}
         names, notes = tuple(named), [f"{each.name}: {each.model} at {each.url}" for each in servers]
     else:

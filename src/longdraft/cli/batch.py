@@ -16,10 +16,9 @@ from longdraft.cli.progress import Bar
 from longdraft.errors import CapabilityError, CheckpointError
 
 if TYPE_CHECKING:
-    from longdraft.batch.local import Local
     from longdraft.batch.output import Output
     from longdraft.batch.rows import Defaults
-    from longdraft.batch.run import Decoder, Figures
+    from longdraft.batch.run import Decoder, Engine, Figures
     from longdraft.model.checkpoints import Progress
 
 _BAD_ROWS = 1
@@ -42,16 +41,16 @@ class EngineOptions:
     slots: int | None
     context: int
 
-    def engine(self, progress: Progress) -> Local:
-        from longdraft.batch.local import Local
+    def engine(self, progress: Progress) -> Engine:
+        from longdraft.batch.run import Engine
         from longdraft.engine.session import batch_for
 
         loaded = self.loading.load(progress)
         with options.settings_checked():
             spec = longdraft.Speculator(self.method, loaded.model, loaded.tokenizer, **self.arguments)
-        return Local(spec, self.defaults, self.slots or batch_for(spec.runner().device.type), self.context)
+        return Engine(spec, self.defaults, self.slots or batch_for(spec.runner().device.type), self.context)
 
-    def engine_in_actor(self) -> Local:
+    def engine_in_actor(self) -> Engine:
         options.load_file(list(self.files))
         return self.engine(lambda _: None)
 
@@ -144,8 +143,8 @@ def batch(
 
 def _pool(made: EngineOptions, count: int, status: console.Status) -> Decoder:
     """Engines in Ray's actors, each with a GPU or with its share of this machine's cores."""
-    from longdraft.batch.actors import Pool
-    from longdraft.serve.cluster import share
+    from longdraft.batch.run import Pool
+    from longdraft.serve.ray import share
 
     status(f"Starting Ray and {count} engines")
     gpu = made.loading.on_gpu
@@ -157,9 +156,9 @@ def _pool(made: EngineOptions, count: int, status: console.Status) -> Decoder:
 def _run(source: Path, file: Output, total: int, decoder: Decoder) -> tuple[Figures, float, Cancel]:
     """Answers the remaining rows, with a progress bar, until Ctrl-C or SIGTERM."""
     from longdraft.batch.rows import lines
-    from longdraft.batch.run import Figures, run
+    from longdraft.batch.run import run
 
-    figures, started, first = Figures(), time.monotonic(), file.rows
+    started, first = time.monotonic(), file.rows
     with Bar("rows", total) as bar, Cancel(terminate=True) as cancel:
 
         def draw(now: Figures) -> None:
@@ -170,11 +169,7 @@ def _run(source: Path, file: Output, total: int, decoder: Decoder) -> tuple[Figu
                 rest = (total - file.rows) * seconds / now.rows
                 bar.say(f"{file.rows:,} of {total:,} rows, {rate}, about {rest:,.0f} s left")
 
-        def feed() -> None:
-            nonlocal figures
-            figures = run(lines(source, first), file, decoder, draw, cancel)
-
-        decoder.drive(feed)
+        figures = decoder.drive(lambda: run(lines(source, first), file, decoder, draw, cancel))
     return figures, time.monotonic() - started, cancel
 
 

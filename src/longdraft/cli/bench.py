@@ -201,7 +201,7 @@ def bench_report(
     from longdraft.bench.tables import render
 
     page = out or files[0].with_suffix(".html")
-    measuring.Rendered(html=page).check()
+    measuring.Rendered().check(out=page)
     measuring.write(page, render([results.report_of(file) for file in files], "html"))
     if not output.as_json:
         console.line(str(page))

@@ -14,7 +14,8 @@ from longdraft.planning import plans
 
 def _plan(given: str | None) -> str | None:
     with options.settings_checked():
-        return plans.checked(given)
+        plans.checked(given)
+    return given
 
 
 Data = Annotated[

@@ -46,9 +46,9 @@ def chat(
     debug: options.Debug = False,
 ) -> None:
     """Talk with the model, about documents if there are any. /help lists what else can be said."""
+    own = method_options.method_options(method, option or [], drafting.options())
     with options.settings_checked():
         settings = Settings(choosing.sampling(), max_tokens, random.randrange(2**32) if seed is None else seed)
-        own = method_options.method_options(method, option or []) | drafting.options()
         shared: dict[str, Any] = {
             "offload": offload,
             "plan": plan,

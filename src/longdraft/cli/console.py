@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -162,9 +163,12 @@ _FLAGS = {
         "tree", "weights", "widths",
     )
 } | {"max_new_tokens": "--max-tokens", "top_k": "--tree-top-k"}  # fmt: skip
+# How errors go on that are about an argument's value.
+_SAID = r"(?=(?: '[^']*')? (?:must|cannot|takes?|is|are|has|says|needs|shapes?)\b)"
+_ARGUMENT = re.compile(rf"(?:{'|'.join(_FLAGS)}){_SAID}")
 
 
 def in_flags(message: str) -> str:
-    """A message that begins with an argument's name, with the flag in its place."""
-    name, blank, rest = message.partition(" ")
-    return f"{_FLAGS.get(name, name)}{blank}{rest}"
+    """A message about the value of an argument, which it names first, with the flag in the name's place."""
+    found = _ARGUMENT.match(message)
+    return message if found is None else _FLAGS[found[0]] + message[found.end() :]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,7 +11,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-import longdraft
 from longdraft.cli import console, options
 from longdraft.drafts import shipped
 from longdraft.errors import LongdraftError
@@ -20,6 +18,8 @@ from longdraft.memory import sizes
 
 if TYPE_CHECKING:
     from longdraft.model.runner import TargetRunner
+
+_FREE = "memory_available_bytes"
 
 
 def doctor(
@@ -36,20 +36,18 @@ def doctor(
 
     with console.status() as status:
         status("Examining")
-        found: dict[str, Any] = {"hardware": machine.hardware(), "versions": machine.versions()}
-        runner: TargetRunner | None = None
-        loaded: longdraft.LoadedModel | None = None
+        found: dict[str, Any] = {"hardware": machine.hardware(), "versions": machine.versions(), "attention": None}
+        runner, loaded = None, None
         try:
             loaded = loading.load(status)
-            found |= _examined(loaded)
-            if found["model"]["hosted"]:
-                runner = TargetRunner(loaded.model)
+            runner = TargetRunner(loaded.model)
+            reason = None
         except LongdraftError as error:
-            found |= {
-                "attention": None,
-                "kernels": _kernels(None),
-                "model": {"name": loading.model, "hosted": False, "reason": str(error)},
-            }
+            reason = str(error)
+        found["kernels"] = _kernels(runner)
+        found["model"] = {"name": loading.model, "hosted": reason is None, "reason": reason}
+        if loaded is not None:
+            _examine(found, loaded.model, runner)
         found["drafts"] = [_draft(folder, runner, True) for folder in shipped.folders()]
         if draft is not None:
             found["drafts"].append(_draft(draft, runner, False))
@@ -65,40 +63,29 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _examined(loaded: longdraft.LoadedModel) -> dict[str, Any]:
+def _examine(found: dict[str, Any], model: Any, runner: TargetRunner | None) -> None:
+    """Adds what a loaded model is, what its KV takes, and which attention runs on it."""
     from longdraft.attention import dispatch
     from longdraft.model import graphs, hosting
     from longdraft.model.kinds import described
-    from longdraft.model.runner import TargetRunner
     from longdraft.model.stored import parameters
 
-    model, runner, shape, reason = loaded.model, None, None, None
-    try:
-        runner = TargetRunner(model)
-    except LongdraftError as error:
-        reason = str(error)
-    with suppress(LongdraftError):
-        shape = hosting.kv_shape(model)
-        shape = shape if runner is None else replace(shape, dtype=runner.kv_dtype)
-    found: dict[str, Any] = {
-        "attention": None,
-        "kernels": _kernels(runner),
-        "model": {
-            "name": model.name_or_path or type(model).__name__,
-            "class": type(model).__name__,
-            "parameters": parameters(model),
-            "dtype": str(model.dtype).removeprefix("torch."),
-            "device": str(model.device),
-            "layers": described(model),
-            "context_tokens": hosting.context_length(model),
-            "kv_bytes_per_1k_tokens": None,
-            "kv_tokens_that_fit": None,
-            "hosted": reason is None,
-            "reason": reason,
-        },
+    found["model"] |= {
+        "name": model.name_or_path or type(model).__name__,
+        "class": type(model).__name__,
+        "parameters": parameters(model),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": str(model.device),
+        "layers": described(model),
+        "context_tokens": hosting.context_length(model),
+        "kv_bytes_per_1k_tokens": None,
+        "kv_tokens_that_fit": None,
     }
-    if shape is None:
-        return found
+    try:
+        shape = hosting.kv_shape(model)
+    except LongdraftError:
+        return
+    shape = shape if runner is None else replace(shape, dtype=runner.kv_dtype)
     free = sizes.available_bytes(model.device)
     found["model"] |= {
         "kv_bytes_per_1k_tokens": 1024 * shape.bytes_per_token,
@@ -111,7 +98,6 @@ def _examined(loaded: longdraft.LoadedModel) -> dict[str, Any]:
         "unavailable": {n: why for n, why in why_not.items() if why is not None},
         "no_graphs": None if path is None else graphs.unavailable(model.device, path),
     }
-    return found
 
 
 def _kernels(runner: TargetRunner | None) -> dict[str, Any]:
@@ -135,27 +121,21 @@ def _draft(folder: Path, runner: TargetRunner | None, shipped: bool) -> dict[str
 
     from longdraft.drafts.kinds import kind_of
 
-    found: dict[str, Any] = {
-        "name": folder.name if shipped else str(folder), "shipped": shipped, "method": None, "parameters": None,
-        "vocabulary": None, "trained_length": None, "fits": None, "reason": None, "remarks": [],
-    }  # fmt: skip
+    found: dict[str, Any] = dict.fromkeys(
+        ("name", "shipped", "method", "parameters", "vocabulary", "trained_length", "fits", "reason", "remarks")
+    )
+    found |= {"name": folder.name if shipped else str(folder), "shipped": shipped, "remarks": []}
+    known = False
     try:
         draft = kind_of(folder).load(folder)
+        known = True
+        found |= {"method": draft.kind} | {n: getattr(draft, n) for n in ("parameters", "vocabulary", "trained_length")}
+        if runner is not None:
+            draft.check(runner)
+            found |= {"fits": True, "remarks": draft.remarks(runner)}
     except LongdraftError as error:
-        return found | {"fits": False, "reason": str(error)}
-    found |= {
-        "method": draft.kind,
-        "parameters": draft.parameters,
-        "vocabulary": draft.vocabulary,
-        "trained_length": draft.trained_length,
-    }
-    if runner is None:
-        return found
-    try:
-        draft.check(runner)
-    except LongdraftError as error:
-        return found | {"fits": False, "reason": None if shipped else str(error)}
-    return found | {"fits": True, "remarks": draft.remarks(runner)}
+        found |= {"fits": False, "reason": None if shipped and known else str(error)}
+    return found
 
 
 def _show(found: dict[str, Any], out: Console) -> None:
@@ -168,19 +148,21 @@ def _show(found: dict[str, Any], out: Console) -> None:
     def row(name: str, value: str, style: str = "") -> None:
         grid.add_row(name, Text(value, style=style))
 
-    hardware = found["hardware"]
+    def free(of: dict[str, Any]) -> str:
+        left, whole = ("unknown" if n is None else sizes.human(n) for n in (of[_FREE], of["memory_bytes"]))
+        return f"{left} free of {whole}"
+
+    hardware, model, attention = found["hardware"], found["model"], found["attention"]
     row("processor", f"{hardware['cpu']}, {hardware['cores']} cores, threads in use: {hardware['threads']}")
-    row("memory", f"{_bytes(hardware['memory_available_bytes'])} free of {_bytes(hardware['memory_bytes'])}")
+    row("memory", free(hardware))
     for gpu in hardware["gpus"]:
-        memory = f"{_bytes(gpu['memory_available_bytes'])} free of {_bytes(gpu['memory_bytes'])}"
-        row("GPU", f"{gpu['name']}, {memory}")
+        row("GPU", f"{gpu['name']}, {free(gpu)}")
     if not hardware["gpus"]:
         row("GPU", "none that torch can use")
     idle = () if hardware["gpus"] else ("hybrid", "triton")  # nothing to do about them here
     versions = [f"{name} {version or 'none'}" for name, version in found["versions"].items() if name not in idle]
     row("versions", ", ".join(versions))
     row("kernels", found["kernels"]["line"], "yellow" if found["kernels"]["cost"] else "")
-    model, attention = found["model"], found["attention"]
     if attention is not None:
         row("attention", f"{attention['path'] or 'none'} is used ({dispatch.ENVIRONMENT}=name forces another)")
         for name, why in attention["unavailable"].items():
@@ -217,7 +199,3 @@ def _show(found: dict[str, Any], out: Console) -> None:
     if not found["drafts"]:
         row("draft", "none comes with longdraft; --draft DIR checks one", "dim")
     console.show(out, grid)
-
-
-def _bytes(count: int | None) -> str:
-    return "unknown" if count is None else sizes.human(count)

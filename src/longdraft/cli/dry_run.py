@@ -13,14 +13,13 @@ from longdraft.errors import ConfigError
 from longdraft.memory.sizes import human
 
 if TYPE_CHECKING:
-    from longdraft.drafts.kinds import Training
     from longdraft.training.config import RunConfig
 
 # Tokens that hours are told for where the data are unknown.
 SOME = 1e9
 
 
-def show(training: Training, config: RunConfig, gpu: str, gpus: int, tokens: float | None) -> dict[str, Any]:
+def show(kind: str, config: RunConfig, gpu: str, gpus: int, tokens: float | None) -> dict[str, Any]:
     """Prints what a run would take; returns its figures.
 
     Raises:
@@ -30,20 +29,18 @@ def show(training: Training, config: RunConfig, gpu: str, gpus: int, tokens: flo
 
     if gpu not in GPUS:
         raise ConfigError(f"--gpu {gpu} is not known. Known are {', '.join(GPUS)}.")
-    with console.status() as status:
-        status("Running one step under fake tensors")
-        found = estimate(training, config, gpus, tokens)
-    chosen, total = GPUS[gpu], found.bytes
+    found = estimate(kind, config, gpus, tokens)
+    (speed, room), total = GPUS[gpu], found.bytes
     table = Table(box=box.SIMPLE, pad_edge=False)
     table.add_column("memory of a GPU")
     table.add_column("", justify="right")
     for part, size in found.memory.items():
         table.add_row(part, human(size))
-    fits = total <= chosen.memory
-    verdict = f"{human(total)} of {human(int(chosen.memory))}: {'fits' if fits else 'does not fit'}"
+    fits = total <= room
+    verdict = f"{human(total)} of {human(int(room))}: {'fits' if fits else 'does not fit'}"
     table.add_row(Text("together", style="bold"), Text(verdict, style="bold"))
     learned = SOME if found.steps is None else found.steps * found.step_tokens
-    hours = found.hours(learned, chosen, gpus)
+    hours = found.hours(learned, gpu, gpus)
     run = (
         f"steps unknown (give --tokens, or data encoded by `longdraft train data`); {hours:,.1f} hours for each "
         f"{SOME / 1e9:.0f}B tokens"
@@ -51,25 +48,16 @@ def show(training: Training, config: RunConfig, gpu: str, gpus: int, tokens: flo
         else f"{found.steps:,} steps, {learned / 1e9:.2f}B tokens, {hours:,.1f} hours"
     )
     definitions = [
-        f"Hours are an estimate: {UTILISATION:.0%} of a {gpu}'s {chosen.operations / 1e12:,.0f} bfloat16 TFLOP/s, on "
-        f"{gpus} GPU{'s' * (gpus > 1)}; a token takes {found.draft / 1e9:.2f} GFLOP of the draft and "
+        f"Hours are an estimate: {UTILISATION:.0%} of a {gpu}'s {speed / 1e12:,.0f} bfloat16 TFLOP/s, on {gpus} "
+        f"GPU{'s' * (gpus > 1)}; a token takes {found.draft / 1e9:.2f} GFLOP of the draft and "
         f"{found.target / 1e9:.2f} of the target, which reads every text {'once' if found.reads < 1 else 'each time'}.",
-        f"Memory is of texts of max_length tokens, all learned. {_target(config, gpus)}{_advice(fits)}",
+        "Memory is of texts of max_length tokens, all learned. Every GPU holds the whole target."
+        + ("" if fits else " Less: recompute=true, smaller rows (with more accumulate), shorter max_length."),
     ]
     title = f"{found.draft_weights / 1e6:,.1f}M weights to train, {found.step_tokens:,} tokens a step: {run}"
     console.report([(title, table)], definitions=definitions)
     return {
-        "memory_bytes": dict(found.memory), "total_bytes": total, "fits": fits, "draft_weights": found.draft_weights,
+        "memory_bytes": found.memory, "total_bytes": total, "fits": fits, "draft_weights": found.draft_weights,
         "step_tokens": found.step_tokens, "steps": found.steps, "tokens": learned, "hours": hours, "gpu": gpu,
         "gpus": gpus, "utilisation": UTILISATION,
     }  # fmt: skip
-
-
-def _target(config: RunConfig, gpus: int) -> str:
-    if config.shard_target:
-        return f"Each of {gpus} GPUs holds its share of the target's layers; the time to gather them is not counted. "
-    return "Every GPU holds the whole target (but see shard_target). "
-
-
-def _advice(fits: bool) -> str:
-    return "" if fits else "Less memory: recompute=true, smaller rows (with more accumulate), shorter max_length."

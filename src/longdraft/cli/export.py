@@ -18,8 +18,8 @@ class Layout(str, Enum):
 
     speculators = "speculators"
     custom_generate = "custom-generate"
-    gguf = "gguf"
     longdraft = "longdraft"
+    gguf = "gguf"  # of earlier versions: refused
 
 
 class Bits(str, Enum):
@@ -33,12 +33,12 @@ def export(
     draft: Annotated[
         Path, typer.Argument(help="Draft folder; for custom-generate also the name of a method that needs none.")
     ],
-    out: Annotated[Path, typer.Argument(help="Folder to write, of gguf a file; what is there already is overwritten.")],
+    out: Annotated[Path, typer.Argument(help="Folder to write; what is there already is overwritten.")],
     verifier: Annotated[
         str | None,
         typer.Option(
             "--verifier",
-            help="The target, as it will be served: a Hugging Face id or a folder; for gguf its own .gguf file.",
+            help="The target, as it will be served: a Hugging Face id or a folder.",
             show_default="needed, but for longdraft",
         ),
     ] = None,
@@ -47,7 +47,8 @@ def export(
         typer.Option(
             "--to",
             help="The layout: speculators, which vLLM serves; custom-generate, a model folder for generate and "
-            "transformers serve; gguf, which llama.cpp drafts with; longdraft, our own, smaller with --bits.",
+            "transformers serve; longdraft, our own, smaller with --bits.",
+            metavar="[speculators|custom-generate|longdraft]",
         ),
     ] = Layout.speculators,
     max_position: Annotated[
@@ -73,6 +74,10 @@ def export(
     debug: options.Debug = False,
 ) -> None:
     """Write a draft for another program to serve."""
+    if to is Layout.gguf:
+        raise ArgumentError(
+            "--to gguf is no longer written: take --to speculators, and llama.cpp's own convert_hf_to_gguf.py."
+        )
     if to is Layout.longdraft:
         remarks = _packed(draft, out, int(bits.value))
     elif verifier is None:
@@ -80,7 +85,7 @@ def export(
     elif to is Layout.custom_generate:
         remarks = _model_folder(draft, out, verifier, method, option or [], plan)
     else:
-        remarks = _draft(draft, out, verifier, to, max_position, speculative_tokens)
+        remarks = _draft(draft, out, verifier, max_position, speculative_tokens)
     for sentence in remarks:
         console.note(sentence)
     console.note(f"{out} is written in the layout of {to.value}.")
@@ -100,21 +105,19 @@ def _packed(draft: Path, out: Path, bits: int) -> list[str]:
     return []
 
 
-def _draft(draft: Path, out: Path, verifier: str, to: Layout, max_position: int, speculative_tokens: int) -> list[str]:
-    """A draft alone, as its kind writes it."""
+def _draft(draft: Path, out: Path, verifier: str, max_position: int, speculative_tokens: int) -> list[str]:
+    """A draft alone, as its kind writes it for vLLM."""
     from longdraft.drafts.kinds import KINDS, kind_of
     from longdraft.model.shared_parts import architecture
 
     kind = kind_of(draft)
-    write = kind.layouts.get(to.value)
+    write = kind.layouts.get(Layout.speculators.value)
     if write is None:
-        able = " and ".join(each.name for each in KINDS.values() if to.value in each.layouts)
+        able = " and ".join(each.name for each in KINDS.values() if each.layouts)
         raise CapabilityError(
             f"{draft} holds a draft for {kind.name}; only {able} drafts have a layout that others read."
         )
     loaded = kind.load(draft)
-    if to is Layout.gguf:
-        return write(loaded, out, verifier)
     model_type = loaded.made_for.get("model_type")
     with options.settings_checked():
         return write(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,46 +17,6 @@ from longdraft.cli.figures import footer, payload
 from longdraft.errors import CheckpointError
 from longdraft.model.chat import chat_prompt, encode
 from longdraft.planning.load import OtherProcesses
-
-
-@dataclass(frozen=True)
-class Run:
-    """Arguments that all runs of one command share."""
-
-    loaded: longdraft.LoadedModel
-    prompt: list[int]
-    max_tokens: int
-    sampling: longdraft.Sampling
-    seed: int | None
-    stops: tuple[str, ...]
-    cache: longdraft.PromptCache
-    cancel: Cancel
-
-    def start(self, spec: longdraft.Speculator) -> longdraft.Generation:
-        """The run by any method: what is compared differs in nothing else."""
-        return spec.stream(
-            self.prompt,
-            max_new_tokens=self.max_tokens,
-            sampling=self.sampling,
-            seed=self.seed,
-            stop=self.stops,
-            cache=self.cache,
-            cancelled=self.cancel,
-        )
-
-    def stream(self, spec: longdraft.Speculator, output: TextOutput) -> longdraft.Result:
-        """Decodes, showing bar and text."""
-        generation = self.start(spec)
-        try:
-            with PrefillBar(len(self.prompt)) as bar:
-                for step in generation:
-                    if step.mode == "prefill":
-                        bar.update(step.prefilled)
-                    output.write(step.pieces)
-        finally:
-            # Also on a second Ctrl-C: the shell's prompt must not follow the text on its line.
-            output.end()
-        return generation.results()[0]
 
 
 def generate(
@@ -94,13 +53,15 @@ def generate(
     composed: options.Load = None,
 ) -> None:
     """Answer a prompt, about documents if there are any. The text goes to stdout, all else to stderr."""
+    own_options = method_options.method_options(method, option or [], drafting.options())
+
+    # Imports of seconds, which wrong options of methods do not wait for.
     from longdraft.engine.request import stops_of
     from longdraft.model.kernel_report import kernel_report
 
     with options.settings_checked():
         sampling = choosing.sampling()
-        own_options = method_options.method_options(method, option or []) | drafting.options()
-        # An unknown method or option, and a draft that cannot be read, are refused before the model is loaded.
+        # A draft that cannot be read is refused before the model is loaded.
         spec = longdraft.Speculator(
             method, offload=offload, plan=plan, kv_dtype=kv_dtype, deterministic=deterministic, **own_options
         )
@@ -122,20 +83,25 @@ def generate(
                 asked = " and ".join(own_options)
                 console.note(f"No --method: decoding with {spec.method.name}, which has the option {asked}.")
             spec.planner(status)
-        tokens = _encode(loaded, request, raw, wording.asked)
+        if raw:
+            tokens = encode(loaded.tokenizer, "\n\n".join(part for part in request if part))
+        else:
+            tokens = chat_prompt(loaded.tokenizer, request.instruction, document=request.document, **wording.asked)
     if not sampling.greedy and seed is None:
         share = spec.runner().share
         seed = random.randrange(2**32) if share is None else share.seed()
         console.note(f"Sampling with --seed {seed}")
-    restored = kv_cache is not None and kv_cache.exists()
-    cache = longdraft.PromptCache()
-    if restored and kv_cache:
-        cache = longdraft.PromptCache.restored(kv_cache, spec.runner().fingerprint)
+    cache, restored = longdraft.PromptCache(), False
+    if kv_cache is not None and kv_cache.exists():
+        cache, restored = longdraft.PromptCache.restored(kv_cache, spec.runner().fingerprint), True
     others = OtherProcesses()
     with Cancel() as cancel:
-        run = Run(loaded, tokens, max_tokens, sampling, seed, stops, cache, cancel)
+        arguments: dict[str, Any] = {
+            "max_new_tokens": max_tokens, "sampling": sampling, "seed": seed, "stop": stops, "cache": cache,
+            "cancelled": cancel,
+        }  # fmt: skip
         text = TextOutput(silent=output.as_json)
-        own = run.stream(spec, text)
+        own = _shown(spec.stream(tokens, **arguments), len(tokens), text)
         restored = restored and not cache.damaged
         if restored:
             console.note(f"{kv_cache}: {own.cached_tokens:,} of {len(tokens):,} prompt tokens were there")
@@ -145,7 +111,7 @@ def generate(
             console.note(others.advice)
         report: dict[str, Any] = payload(own)
         if compare:
-            report["compare"] = None if cancel() else _compared(run, spec, own)
+            report["compare"] = None if cancel() else _compared(spec, own, loaded, tokens, arguments)
     output.json(report)  # before the file: a full disk must not cost the answer
     if kv_cache is not None and not restored and own.token_ids:
         _keep(cache, tokens, kv_cache, spec)
@@ -154,11 +120,18 @@ def generate(
         raise typer.Exit(EXIT_CODE)
 
 
-def _encode(loaded: longdraft.LoadedModel, request: reading.Request, raw: bool, asked: dict[str, Any]) -> list[int]:
-    if raw:
-        text = "\n\n".join(part for part in request if part)
-        return encode(loaded.tokenizer, text)
-    return chat_prompt(loaded.tokenizer, request.instruction, document=request.document, **asked)
+def _shown(generation: longdraft.Generation, prompt_tokens: int, output: TextOutput) -> longdraft.Result:
+    """Decodes, showing bar and text."""
+    try:
+        with PrefillBar(prompt_tokens) as bar:
+            for step in generation:
+                if step.mode == "prefill":
+                    bar.update(step.prefilled)
+                output.write(step.pieces)
+    finally:
+        # Also on a second Ctrl-C: the shell's prompt must not follow the text on its line.
+        output.end()
+    return generation.results()[0]
 
 
 def _keep(cache: longdraft.PromptCache, prompt: list[int], path: Path, spec: longdraft.Speculator) -> None:
@@ -170,19 +143,25 @@ def _keep(cache: longdraft.PromptCache, prompt: list[int], path: Path, spec: lon
     console.note(f"{path}: kept {len(prompt):,} prompt tokens for the next run")
 
 
-def _compared(run: Run, spec: longdraft.Speculator, own: longdraft.Result) -> dict[str, Any] | None:
+def _compared(
+    spec: longdraft.Speculator,
+    own: longdraft.Result,
+    loaded: longdraft.LoadedModel,
+    tokens: list[int],
+    arguments: dict[str, Any],
+) -> dict[str, Any] | None:
     """Decodes with ``ar`` from the prompt's KV, says how the two compare, and returns it for the JSON object."""
     from longdraft.bench.ties import compare
 
     same: dict[str, Any] = {"offload": spec.offload, "deterministic": spec.deterministic}
-    ar_spec = longdraft.Speculator("ar", target=run.loaded.model, tokenizer=run.loaded.tokenizer, **same)
     with console.status(animated=False) as status:
         status("Decoding the same prompt plainly (ar)")
-        ar = run.start(ar_spec).results()[0]
-        if run.cancel():
+        ar = longdraft.Speculator("ar", loaded.model, loaded.tokenizer, **same).stream(tokens, **arguments).results()[0]
+        if arguments["cancelled"]():
             return None
-        tokens = own.token_ids, ar.token_ids
-        found = Comparison(own, ar, compare(spec.runner(), run.prompt, *tokens, run.sampling, run.cache))
+        ids = own.token_ids, ar.token_ids
+        tie = compare(spec.runner(), tokens, *ids, arguments["sampling"], arguments["cache"])
+    found = Comparison(own, ar, tie)
     console.stderr().print()
     console.show(console.stderr(), found.shown(spec.decode))
     return found.payload()

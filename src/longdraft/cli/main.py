@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from longdraft.cli import console, options, processes, retired
 from longdraft.cli.acceptance import acceptance, bench_length
@@ -42,12 +42,24 @@ class Verbs(TyperGroup):
             return two, self.commands[two], args[2:]
         return super().resolve_command(ctx, args)
 
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        return [each for each in super().shell_complete(ctx, incomplete) if " " not in each.value]
+
+
+class FirstWord(TyperCommand):
+    """A verb that others begin with: shells are told their second words."""
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        own = super().shell_complete(ctx, incomplete)
+        kind = type(super().shell_complete(ctx, "--help")[0])
+        others = [name.split()[1] for name in ctx.parent.command.commands if name.startswith(f"{ctx.info_name} ")]
+        return [*own, *(kind(word) for word in others if word.startswith(incomplete))]
+
 
 app = typer.Typer(
     cls=Verbs,
     help="Long-context text generation, faster: speculative decoding on Hugging Face models as they are.",
     no_args_is_help=True,
-    add_completion=False,
     # Our own handler says what is wrong in one line; --debug shows the rest, plainly.
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
@@ -61,7 +73,7 @@ for verb, panel in (
     (methods, LOOK), (doctor, LOOK), (completion, LOOK), (processes.together(bench), MEASURE), (reproduce, MEASURE),
     (export, TRAIN),
 ):  # fmt: skip
-    app.command(rich_help_panel=panel)(interruptible(options.spread(verb)))
+    app.command(rich_help_panel=panel, cls=FirstWord)(interruptible(options.spread(verb)))
 for name, part in (
     ("acceptance", acceptance), ("length", bench_length), ("quality", quality), ("needle", needle),
     ("report", bench_report),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,7 +12,7 @@ import typer
 from longdraft.bench import charts
 from longdraft.bench.experiment import Experiment
 from longdraft.bench.tables import Report, render
-from longdraft.cli import console, options
+from longdraft.cli import console, options, processes
 from longdraft.cli.cancel import EXIT_CODE
 from longdraft.cli.progress import Runs
 from longdraft.errors import CheckpointError
@@ -74,20 +74,21 @@ class Rendered(options.Output):
         """Shows a report on stdout, the JSON object last, and writes its files."""
         if report.document.get("rows", True):
             console.report(report.tables, report.remarks, report.definitions)
-            self._write([report])
+            if processes.is_first():
+                self._write(report)
         self.json(report.document)
 
-    def _write(self, reports: Sequence[Report]) -> None:
+    def _write(self, report: Report) -> None:
         if self.markdown is not None:
-            write(self.markdown, render(reports, "markdown"))
+            write(self.markdown, render([report], "markdown"))
         if self.html is not None:
-            write(self.html, render(reports, "html"))
-        drawn = [pair for report in reports for pair in report.figures.items()] if self.svg is not None else []
-        for name, make in drawn:
-            assert self.svg is not None
-            path = self.svg if len(drawn) == 1 else self.svg.with_name(f"{self.svg.stem}-{name}{self.svg.suffix}")
-            write(path, charts.image(make()))
-            console.note(f"The figure is in {path}.")
+            write(self.html, render([report], "html"))
+        if (svg := self.svg) is not None:
+            for name, make in report.figures.items():
+                which = "" if len(report.figures) == 1 else "-" + re.sub(r"[^\w.-]+", "_", name)
+                path = svg.with_name(f"{svg.stem}{which}{svg.suffix}")
+                write(path, charts.image(make()))
+                console.note(f"The figure is in {path}.")
 
 
 def write(path: Path, content: str | bytes) -> None:

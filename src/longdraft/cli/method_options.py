@@ -1,34 +1,56 @@
 """Options of methods on the command line: ``-o name=value``, ``specpv:budget=512``, and flags for drafts and trees.
 
-Names, kinds and help come from the option dataclasses (:mod:`longdraft.options`).
+Names, kinds and help come from the option dataclasses (:mod:`longdraft.options`). Loading the methods takes seconds, so
+those of the package are looked up in a file, which ``python -m tests.options_page`` writes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from inspect import Parameter, Signature
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from functools import cache
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
 
-from longdraft.cli.options import Group, SettingError
-from longdraft.options import Option, declared
+from longdraft.cli.options import Group, SettingError, settings_checked
+from longdraft.options import Option, checked, declared, method_in, no_option, number
 from longdraft.trees.options import TreeOptions
 
 N = TypeVar("N", int, float)
 
-# ``--top-k`` is of sampling.
-_FLAGS = {"top_k": "tree_top_k"}
-_TREE = declared(TreeOptions)
+CATALOGUE = Path(__file__).with_name("catalogue.json")
+_KINDS = {kind.__name__: kind for kind in (int, float, bool, str, tuple, object)}
 
 
+def _tree(name: str, flag: str = "") -> Any:
+    """The flag of an option of trees."""
+    each = declared(TreeOptions)[name]
+    return typer.Option(flag or f"--{name}", help=f"{each.help[0].upper()}{each.help[1:]}.", show_default=each.usual)
+
+
+@dataclass(frozen=True)
 class DraftOptions(Group):
     """A draft and its tree."""
 
-    def __init__(self, **given: Any) -> None:
-        self._given = given
-        self.draft: Path | None = given.get("draft")
+    draft: Annotated[
+        Path | None,
+        typer.Option(
+            "--draft",
+            help="Draft folder, or a small model's .gguf file, for a method that needs one.",
+            show_default="the one that comes along",
+        ),
+    ] = None
+    tree: Annotated[str | None, _tree("tree")] = None
+    widths: Annotated[str | None, _tree("widths")] = None
+    nodes: Annotated[int | None, _tree("nodes")] = None
+    depth: Annotated[int | None, _tree("depth")] = None
+    tree_top_k: Annotated[int | None, _tree("top_k", "--tree-top-k")] = None  # --top-k is of sampling
+    threshold: Annotated[float | None, _tree("threshold")] = None
 
     def options(self) -> dict[str, Any]:
         """The flags that were given, as options of a method.
@@ -36,42 +58,26 @@ class DraftOptions(Group):
         Raises:
             SettingError: widths that are no numbers.
         """
-        names = {_FLAGS.get(name, name): name for name in ("draft", *_TREE)}
-        found = {names[flag]: value for flag, value in self._given.items() if value is not None}
-        if "widths" in found:
-            found["widths"] = whole_numbers("widths", found["widths"])
-        return found
+        given = {each.name.removeprefix("tree_"): getattr(self, each.name) for each in fields(self)}
+        if self.widths is not None:
+            given["widths"] = whole_numbers("widths", self.widths)
+        return {name: value for name, value in given.items() if value is not None}
 
 
-def _parameter(name: str, kind: Any, help: str, default: str) -> Parameter:
-    flag = typer.Option(f"--{name.replace('_', '-')}", help=f"{help[0].upper()}{help[1:]}.", show_default=default)
-    return Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, flag])
-
-
-def _parameters() -> Iterable[Parameter]:
-    help = "draft folder, or a small model's .gguf file, for a method that needs one"
-    yield _parameter("draft", Path, help, "the one that comes along")
-    for name, each in _TREE.items():
-        yield _parameter(_FLAGS.get(name, name), str if each.kind is tuple else each.kind, each.help, each.usual)
-
-
-setattr(DraftOptions, "__signature__", Signature(list(_parameters())))  # noqa: B010 - what `spread` reads
-
-
-def method_options(method: str | None, pairs: list[str]) -> dict[str, Any]:
+def method_options(method: str | None, pairs: Iterable[str], flags: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """``["branches=2"]`` -> ``{"branches": 2}``: numbers as numbers, true and false as such, the rest as text.
 
     Args:
         method: None if it is chosen for the model.
+        flags: options that were given otherwise.
 
     Raises:
-        SettingError: not ``name=value``, or a value that the option does not take.
+        SettingError: not ``name=value``, an option that there is not, or a value that it does not take.
         UnknownMethodError: no such method.
     """
-    from longdraft.methods import DEFAULTS, METHODS, method_named
-
-    candidates = [METHODS[name] for name in DEFAULTS] if method is None else [method_named(method)]
-    known = {name: each for m in candidates for name, each in m.options.items()}
+    methods, defaults = catalogue()
+    candidates = {name: method_in(methods, name) for name in (defaults if method is None else [method])}
+    known = {name: each for options in candidates.values() for name, each in options.items()}
     known |= {alias: each for each in known.values() for alias in each.aliases if alias not in known}
     found: dict[str, Any] = {}
     for pair in pairs:
@@ -79,8 +85,60 @@ def method_options(method: str | None, pairs: list[str]) -> dict[str, Any]:
         if not equals or not name:
             raise SettingError(f"--option takes name=value, not {pair!r}.")
         name = name.replace("-", "_")
-        found[name] = _value(name, text, known.get(name, Option(name)))
+        each = known.get(name, Option(name))
+        value = whole_numbers(name, text) if each.kind is tuple else _parsed(text)
+        try:
+            each.check(value)
+        except ValueError as error:
+            raise SettingError(f"--option {error}.") from None
+        found[name] = value
+    found |= flags or {}
+    with settings_checked():
+        if method is not None:
+            checked(f"Method {method}", found, candidates[method])
+        for name, value in found.items():
+            if name not in known:
+                raise no_option(name, known, methods)
+            known[name].check(value)
     return found
+
+
+def catalogue() -> tuple[Mapping[str, Mapping[str, Option]], tuple[str, ...]]:
+    """The options of each method by name, and the methods that are chosen by default."""
+    if own_methods():
+        from longdraft.methods import DEFAULTS, METHODS
+
+        return {name: method.options for name, method in METHODS.items()}, DEFAULTS
+    kept = _kept()
+    options = [_option(each) for each in kept["options"]]
+    found = {name: {options[i].name: options[i] for i in own} for name, own in kept["methods"].items()}
+    return found, tuple(kept["defaults"])
+
+
+def own_methods() -> bool:
+    """True if there may be others than the package's: a file of the user or an installed package may make some."""
+    return "longdraft.methods" in sys.modules or bool(entry_points(group="longdraft.drafters"))
+
+
+def trainings() -> dict[str, str]:
+    """The commands of ``longdraft train``, each with its summary."""
+    if own_methods():
+        from longdraft.drafts.kinds import KINDS
+
+        found = {kind.name: kind.training for kind in KINDS.values()}
+        return {each.command or name: each.summary for name, each in found.items() if each is not None}
+    return dict(_kept()["trainings"])
+
+
+@cache
+def _kept() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(CATALOGUE.read_text(encoding="utf-8"))
+    return found
+
+
+def _option(kept: Mapping[str, Any]) -> Option:
+    values: dict[str, Any] = {name: _KINDS[each] if name in ("kind", "items") else each for name, each in kept.items()}
+    return Option(**values)
 
 
 def contender_options(names: Iterable[str]) -> dict[str, dict[str, Any]]:
@@ -89,23 +147,8 @@ def contender_options(names: Iterable[str]) -> dict[str, dict[str, Any]]:
     return {name: method_options(method, pairs) for name, (method, *pairs) in split.items()}
 
 
-def _value(name: str, text: str, option: Option) -> Any:
-    """A value from its text, checked."""
-    value = whole_numbers(name, text) if option.kind is tuple else _parsed(text)
-    try:
-        option.check(value)
-    except ValueError as error:
-        raise SettingError(f"--option {error}.") from None
-    return value
-
-
 def _parsed(text: str) -> Any:
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return {"true": True, "false": False}.get(text.lower(), text)
+    return {"true": True, "false": False}.get(text.lower(), number(text))
 
 
 def words(text: str) -> list[str]:

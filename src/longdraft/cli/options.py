@@ -9,22 +9,40 @@ import logging
 import runpy
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from copy import copy
 from dataclasses import dataclass
 from enum import Enum
 from inspect import Parameter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
 import typer
+from typer.models import OptionInfo
 
 import longdraft
-from longdraft.cli import console, panels, processes
+from longdraft.cli import console, processes
 from longdraft.errors import LongdraftError, values_checked
 
 if TYPE_CHECKING:
     from longdraft.model.checkpoints import Progress
 
-N = TypeVar("N", int, float)
+# Panel of ``--help`` -> the parameters of all verbs that it shows. Others come first.
+_PANELS = {
+    "Sampling": (
+        "top_k", "top_p", "min_p", "repetition_penalty", "repetition_window", "foresee", "stop", "raw",
+        "system", "think",
+    ),
+    "Draft and tree": ("draft", "option", "plan", "tree", "depth", "nodes", "widths", "tree_top_k", "threshold"),
+    "Model and memory": (
+        "dtype", "device", "weights", "arithmetic", "rope_factor", "threads", "offload", "kv_dtype",
+        "deterministic", "kv_cache", "prefix_gib", "snapshots", "snapshot_gib",
+    ),
+    "Limits": ("queue", "timeout", "max_body", "allow_host", "allow_origin"),
+    "Ray": ("ray", "replicas", "ray_config"),
+    "Data": ("short", "limit", "preface", "split", "column"),
+    "Peers": ("assistant", "gguf", "peers"),
+    "Everything else": ("load", "composed", "debug", "profile"),
+}  # fmt: skip
 
 
 class WeightsKind(str, Enum):
@@ -129,10 +147,19 @@ Foresee = Annotated[
         help="At temperatures above 0, let drafts know the random numbers of coming samples; the papers' do not.",
     ),
 ]
+
+
+def _method_names(incomplete: str) -> list[str]:
+    from longdraft.cli.method_options import catalogue
+
+    return [name for name in catalogue()[0] if name.startswith(incomplete)]
+
+
 Method = Annotated[
     str | None,
     typer.Option(
         "--method",
+        autocompletion=_method_names,
         help="How to decode; see `longdraft methods`.",
         show_default="the first of self, longspec and prompt-lookup that suits the model",
     ),
@@ -239,20 +266,13 @@ class ModelOptions(Group):
 
         if self.threads is not None:
             torch.set_num_threads(self.threads)
-        if processes.count() > 1:
-            for name in ("device", "weights", "arithmetic", "rope_factor"):
-                if getattr(self, name) is not None:
-                    raise SettingError(f"{name} cannot be chosen for a model that processes share: leave it out.")
-            return loading.load_shared(self.model, self.dtype, progress)
-        return longdraft.load(
-            self.model,
-            dtype=self.dtype,
-            device=self.device,
-            rope_factor=self.rope_factor,
-            weights=None if self.weights is None else self.weights.value,
-            arithmetic=None if self.arithmetic is None else self.arithmetic.value,
-            progress=progress,
-        )
+        chosen = {name: getattr(each, "value", each) for name, each in vars(self).items()}  # of enums their values
+        place, _ = chosen.pop("model"), chosen.pop("threads")
+        if processes.count() == 1:
+            return longdraft.load(place, **chosen, progress=progress)
+        for name in (name for name, each in chosen.items() if name != "dtype" and each is not None):
+            raise SettingError(f"{name} cannot be chosen for a model that processes share: leave it out.")
+        return loading.load_shared(place, self.dtype, progress)
 
 
 @dataclass(frozen=True)
@@ -302,9 +322,7 @@ def spread(verb: Callable[..., None]) -> Callable[..., None]:
             parameters += inspect.signature(kind, eval_str=True).parameters.values()
         else:
             parameters.append(parameter)
-    parameters = [
-        p.replace(kind=Parameter.KEYWORD_ONLY, annotation=panels.placed(p.name, p.annotation)) for p in parameters
-    ]
+    parameters = [p.replace(kind=Parameter.KEYWORD_ONLY, annotation=_placed(p.name, p.annotation)) for p in parameters]
 
     @functools.wraps(verb)
     def spreading(**given: Any) -> None:
@@ -315,6 +333,18 @@ def spread(verb: Callable[..., None]) -> Callable[..., None]:
     spreading.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     spreading.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return spreading
+
+
+def _placed(name: str, annotation: Any) -> Any:
+    """A parameter's annotation, whose option knows its panel."""
+    panel = next((panel for panel, names in _PANELS.items() if name in names), None)
+    if panel is None or get_origin(annotation) is not Annotated:
+        return annotation
+    parts = [copy(part) if isinstance(part, OptionInfo) else part for part in get_args(annotation)]  # other verbs' too
+    for part in parts:
+        if isinstance(part, OptionInfo):
+            part.rich_help_panel = panel
+    return Annotated[tuple(parts)]
 
 
 def settings_checked() -> AbstractContextManager[None]:

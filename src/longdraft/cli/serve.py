@@ -12,12 +12,10 @@ import typer
 
 import longdraft
 from longdraft.cli import console, method_options, options
-from longdraft.errors import CapabilityError, MemoryBudgetError, RequestError
-from longdraft.memory import sizes
+from longdraft.errors import CapabilityError, RequestError
 
 if TYPE_CHECKING:
     from longdraft.model.checkpoints import Progress
-    from longdraft.model.runner import TargetRunner
     from longdraft.serve.service import Service
     from longdraft.serve.settings import Settings
 
@@ -27,132 +25,26 @@ class ServiceOptions:
     """The command's options that make a service, in this process or in a replica.
 
     Attributes:
-        methods: as the user named them; empty: the one that suits the model, and ar.
-        first_arguments: of the first method's speculator. arguments: of all speculators.
+        first: arguments of the first method's speculator. arguments: of all speculators.
         files: the user's own Python files, which a replica runs first.
-        settings: the server's; their name, methods and context may be missing until the model is loaded.
         sharing: how many services share the memory of this machine, or of the device.
     """
 
     loading: options.ModelOptions
-    methods: tuple[str, ...]
-    first_arguments: dict[str, Any]
+    first: dict[str, Any]
     arguments: dict[str, Any]
     files: tuple[Path, ...]
-    context: int | None
-    settings: Settings
     sharing: int = 1
 
-    def check(self) -> None:
-        """Raises Speculator's errors of wrong options, before a model is loaded."""
-        for i, method in enumerate(self.methods or (None,)):
-            longdraft.Speculator(method, **self.arguments, **({} if i else self.first_arguments))
+    def service(self, settings: Settings, progress: Progress) -> Service:
+        from longdraft.serve.service import service_of
 
-    def as_replica(self, replicas: int, threads: int) -> ServiceOptions:
-        """The options of each replica. They share this machine, unless Ray runs on a cluster."""
-        sharing = 1 if os.environ.get("RAY_ADDRESS") else replicas
-        return replace(self, sharing=sharing, loading=replace(self.loading, threads=self.loading.threads or threads))
+        loaded = self.loading.load(progress)
+        return service_of(loaded, settings, self.arguments, self.first, self.sharing, progress, console.note)
 
-    def service_in_replica(self) -> Service:
-        from longdraft.serve.prefixes import own_folder
-
+    def service_in_replica(self, settings: Settings) -> Service:
         options.load_file(list(self.files))
-        kept = self.settings.snapshots
-        settings = replace(self.settings, snapshots=None if kept is None else own_folder(kept))
-        return replace(self, settings=settings).service(lambda _: None)
-
-    def service(self, progress: Progress) -> Service:
-        """Loads the model.
-
-        Raises:
-            RequestError, MemoryBudgetError: the context is longer than the model's, or than fits the memory.
-        """
-        from longdraft.methods import method_named
-        from longdraft.serve.prefixes import DiskPrefixes
-        from longdraft.serve.service import Service
-
-        loaded, settings = self.loading.load(progress), self.settings
-
-        def speculator(method: str | None) -> longdraft.Speculator:
-            arguments = dict(self.arguments)
-            if method is None or method in self.methods[:1]:
-                arguments |= self.first_arguments
-            if settings.earlier and (method is None or "earlier" in method_named(method).options):
-                arguments |= {"earlier": settings.earlier}
-                if method not in (None, "suffix", "prompt-lookup"):
-                    arguments["lookup"] = True
-            return longdraft.Speculator(method, loaded.model, loaded.tokenizer, **arguments)
-
-        first = speculator(self.methods[0] if self.methods else None)
-        first.planner(progress)
-        methods = self.methods or tuple(dict.fromkeys((first.method.name, "ar")))
-        settings = replace(
-            settings,
-            name=settings.name or Path(self.loading.model or "SmolLM2-135M-Instruct").name,
-            methods=methods,
-            context=self._context(first.runner(), len(methods)),
-        )
-
-        def cache(spec: longdraft.Speculator) -> longdraft.PromptCache:
-            layers = spec.feature_layers()
-            if spec is not first:
-                return longdraft.PromptCache(layers)
-            tree = self.settings.tree_bytes
-            if settings.snapshots is None:
-                return longdraft.PromptCache(layers, tree)
-            return DiskPrefixes(
-                settings.snapshots, spec.runner().fingerprint, settings.snapshot_bytes,
-                feature_layers=layers, tree_bytes=tree,
-            )  # fmt: skip
-
-        service = Service(
-            settings,
-            lambda method: first if method == methods[0] else speculator(method),
-            loaded.tokenizer,
-            cache,
-        )
-        service.speculator(methods[0])
-        first.record(settings.slots, settings.context, progress)
-        return service
-
-    def _context(self, runner: TargetRunner, methods: int) -> int:
-        """Tokens of the longest text: as asked for, or as the model and the memory allow."""
-        context, limit, slots = self.context, runner.context_length, self.settings.slots
-        if context is not None and context > limit:
-            raise RequestError(f"--context {context}: the model's context holds {limit} (--rope-factor stretches it).")
-        room = _room(runner, slots * methods * self.sharing, self.settings.tree_bytes * self.sharing)
-        if context is not None and context > room:
-            raise MemoryBudgetError(
-                f"--context {context}: the free memory holds {room} tokens for each of {slots} slots. Ask for "
-                "less, for fewer --slots or, on a CPU, for a smaller --prefix-gib."
-            )
-        if context is None and limit > room:
-            console.note(
-                f"The memory that is free holds texts of {room:,} of the model's {limit:,} tokens in {slots} slots. "
-                "Fewer --slots or, on a CPU, a smaller --prefix-gib leave room for longer ones."
-            )
-        context = context or min(limit, room)
-        if runner.offload is None:
-            most = _row_bytes(runner) * context * slots * methods
-            console.note(
-                f"{slots} slot{'s' * (slots > 1)} of {context:,} tokens: the KV takes {most / 2**30:.1f} GiB at most, "
-                f"and the beginnings of other texts {self.settings.tree_bytes / 2**30:.1f}."
-            )
-        return context
-
-
-def _row_bytes(runner: TargetRunner) -> int:
-    """Bytes of KV of a token."""
-    return runner.kv_shape.bytes_per_token * runner.kv_dtype.itemsize // runner.kv_shape.dtype.itemsize
-
-
-def _room(runner: TargetRunner, slots: int, kept: int) -> int:
-    """Tokens of context that fit the memory in each slot, beside ``kept`` bytes of the host's; a fifth of the memory
-    stays free."""
-    free = sizes.available_bytes(runner.device)
-    if free is not None and runner.device.type == "cpu":
-        free = max(0, free - kept)
-    return 1 << 40 if free is None or runner.offload is not None else int(0.8 * free / (_row_bytes(runner) * slots))
+        return self.service(settings, lambda _: None)
 
 
 def serve(
@@ -240,52 +132,55 @@ def serve(
     with options.settings_checked():
         keys = {} if api_key_file is None else read_keys(api_key_file)
         methods = tuple(word.strip() for word in method.split(",")) if method else ()
-        first_arguments = method_options.method_options(methods[0] if methods else None, option or [])
+        first = method_options.method_options(methods[0] if methods else None, option or []) | drafting.options()
+        arguments: dict[str, Any] = {
+            "offload": offload,
+            "plan": plan,
+            "kv_dtype": kv_dtype,
+            "deterministic": deterministic,
+        }
+        for i, each in enumerate(methods or (None,)):  # raises before a model is loaded
+            longdraft.Speculator(each, **arguments, **({} if i else first))
         settings = Settings(
-            name or "", methods, slots, context or 0, queue, max_tokens, timeout, keys=keys, think=think,
+            name or Path(loading.model or "SmolLM2-135M-Instruct").name, methods, slots, context or 0, queue,
+            max_tokens, timeout, keys=keys, think=think,
             hosts=(*LOCAL, "0.0.0.0" if host in ("", "::") else host, socket.gethostname(), *(allow_host or ())),
             origins=checked_origins(allow_origin or ()), earlier=earlier, snapshots=snapshots,
             snapshot_bytes=int(snapshot_gib * 2**30), tree_bytes=int(prefix_gib * 2**30),
         )  # fmt: skip
-        service_options = ServiceOptions(
-            loading,
-            methods,
-            first_arguments | drafting.options(),
-            {"offload": offload, "plan": plan, "kv_dtype": kv_dtype, "deterministic": deterministic},
-            tuple(composed or ()),
-            context,
-            settings,
-        )
-        service_options.check()
+    made = ServiceOptions(loading, first, arguments, tuple(composed or ()))
     if ray:
-        _on_ray(service_options, replicas, ray_config, host, port)
+        _on_ray(made, settings, replicas, ray_config, host, port)
         return
     if replicas != "1" or ray_config is not None:
         raise RequestError("--replicas and --ray-config are for --ray: give that too.")
     with console.status() as status:
-        service = service_options.service(status)
+        service = made.service(settings, status)
     server = Server(service, host, port, access_log=debug)
-    what = f"{service.settings.name} with {service.settings.methods[0]}"
-    server.serve_beside(lambda port: _note_address(what, host, port))
+    server.serve_beside(lambda port: _note_address(f"{settings.name} with {service.settings.methods[0]}", host, port))
     console.note("All requests have ended.")
 
 
-def _on_ray(service_options: ServiceOptions, replicas: str, config: Path | None, host: str, port: int) -> None:
-    from longdraft.serve.cluster import connected
-    from longdraft.serve.replicas import fleet, serve
+def _on_ray(made: ServiceOptions, settings: Settings, replicas: str, config: Path | None, host: str, port: int) -> None:
+    from longdraft.serve import ray
 
-    settings, loading = service_options.settings, service_options.loading
-    chosen = fleet(replicas, config, loading.on_gpu, loading.threads)
-    service_options = service_options.as_replica(chosen.most, chosen.cpus)
+    least, most = ray.replicas_of(replicas)
+    threads = made.loading.threads or ray.share(most, made.loading.on_gpu)
+    # Replicas share this machine, unless Ray runs on a cluster.
+    sharing = 1 if os.environ.get("RAY_ADDRESS") else most
+    made = replace(made, sharing=sharing, loading=replace(made.loading, threads=threads))
+    gpus = int(made.loading.on_gpu)
+    deployment = ray.deployment(settings, least, most, threads, gpus, config, drain=300.0)
     with console.status() as status:
         status("Starting Ray and the replicas")
-        connected()
+        if config is None:
+            ray.require(ray.connected(), least, threads, gpus)
 
         def listens(port: int) -> None:
             status.close()
-            _note_address(f"{settings.name or 'The model'}, on Ray", host, port)
+            _note_address(f"{settings.name}, on Ray", host, port)
 
-        serve(service_options.service_in_replica, settings, chosen, host, port, listens)
+        ray.serve(made.service_in_replica, settings, deployment, host, port, listens)
     console.note("All requests have ended.")
 
 

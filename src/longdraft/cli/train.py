@@ -3,59 +3,92 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from rich import box
+from rich.table import Table
+from rich.text import Text
+from typer.core import TyperCommand, TyperGroup
 
 from longdraft.cli import console, options
 from longdraft.cli.cancel import Cancel, interruptible
-from longdraft.cli.settings_help import with_settings
+from longdraft.cli.method_options import trainings
 from longdraft.cli.training_display import TrainingDisplay
 from longdraft.errors import CapabilityError, ConfigError, PromptError
 
 if TYPE_CHECKING:
     from longdraft.drafts.kinds import Training
     from longdraft.training.config import RunConfig
-    from longdraft.training.settings import Described
 
 
-def common_settings() -> list[Described]:
+def _with_settings(title: str, config: Callable[[], type[Any]], base: type[Any] = TyperCommand) -> type[Any]:
+    """A command class whose help ends with a table of settings.
+
+    Args:
+        config: returns the class that has them; called when the help is shown.
+    """
+
+    class Documented(base):
+        def format_help(self, ctx: Any, formatter: Any) -> None:
+            from longdraft.training.settings import described
+
+            super().format_help(ctx, formatter)
+            table = Table(box=box.SIMPLE, pad_edge=False)
+            table.add_column("setting", style="bold cyan", no_wrap=True)
+            table.add_column("default", no_wrap=True)
+            table.add_column("values")
+            table.add_column("meaning", ratio=1)
+            for each in described(config()):
+                table.add_row(*map(Text, each))
+            out = console.stdout()
+            out.print(Text(f" Settings: {title}"))
+            console.show(out, table)
+
+    return Documented
+
+
+def _of_every_run() -> type[RunConfig]:
     from longdraft.training.config import RunConfig
-    from longdraft.training.settings import described
 
-    return described(RunConfig)
+    return RunConfig
 
 
 _TITLE = "those of every run; each kind has more: longdraft train KIND --help"
 
 
-class Trainers(with_settings(common_settings, _TITLE, TyperGroup)):  # type: ignore[misc]
+class Trainers(_with_settings(_TITLE, _of_every_run, TyperGroup)):  # type: ignore[misc]
     """The commands: one for each kind of draft that can be trained, those of ``--load`` included, and ``data``."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return [*_trainings(), *super().list_commands(ctx)]
+        return [*trainings(), *super().list_commands(ctx)]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name == "mtp":
+            raise options.SettingError(
+                "train mtp: drafts around a model's own last layer are no longer trained; take eagle3 or lm."
+            )
         found = super().get_command(ctx, cmd_name)  # first, as it needs no catalogue
-        training = None if found else _trainings().get(cmd_name)
-        return found if training is None else _command(cmd_name, training)
+        summary = None if found else trainings().get(cmd_name)
+        return found if summary is None else _command(cmd_name, summary)
 
 
-def _trainings() -> dict[str, Training]:
-    """The training of each kind of draft, by the name of its command."""
+def _training(command: str) -> Training:
+    """The training that a command runs."""
     from longdraft.drafts.kinds import KINDS
 
-    return {kind.training.command or kind.name: kind.training for kind in KINDS.values() if kind.training is not None}
+    found = {kind.name: kind.training for kind in KINDS.values()}
+    return next(each for name, each in found.items() if each is not None and command == (each.command or name))
 
 
 def loaded_first(composed: options.Load = None) -> None:
     """Train a draft for a model, and prepare what it learns from."""
 
 
-def _command(name: str, training: Training) -> Any:
+def _command(name: str, summary: str) -> Any:
     def train(
         *,
         settings: Annotated[
@@ -76,18 +109,15 @@ def _command(name: str, training: Training) -> Any:
         ] = None,
         output: options.Output,
     ) -> None:
+        training = _training(name)
         if dry_run:
             from longdraft.cli.dry_run import show
 
-            output.json(show(training, _read(config, settings or [], training), gpu, gpus, tokens))
+            output.json(show(name, _read(config, settings or [], training), gpu, gpus, tokens))
         else:
             _train(config, settings or [], training, output)
 
-    def settings_of() -> list[Described]:
-        from longdraft.training.settings import described
-
-        return described(training.load_settings())
-
+    title = "every setting, with its default and the values it takes (key=value, or YAML)"
     alone = typer.Typer(
         add_completion=False,
         pretty_exceptions_enable=False,
@@ -96,13 +126,13 @@ def _command(name: str, training: Training) -> Any:
     )
     alone.command(
         name,
-        cls=with_settings(settings_of, "every setting, with its default and the values it takes (key=value, or YAML)"),
-        help=f"{training.summary}; continues the run in its folder if there is one. Ctrl-C writes a checkpoint first.",
+        cls=_with_settings(title, lambda: _training(name).load_settings()),
+        help=f"{summary}; continues the run in its folder if there is one. Ctrl-C writes a checkpoint first.",
     )(interruptible(options.spread(train)))
     return typer.main.get_command(alone)
 
 
-def _train(path: Path | None, words: list[str], training: Training, output: options.Output) -> None:
+def _train(path: Path | None, words: Sequence[str], training: Training, output: options.Output) -> None:
     """Reads the settings, trains, shows the steps, and prints where the draft is."""
     # Of several processes (torchrun, accelerate launch) only the first prints.
     main = int(os.environ.get("RANK", "0")) == 0
@@ -147,7 +177,7 @@ def _train(path: Path | None, words: list[str], training: Training, output: opti
     output.json(payload)
 
 
-def _read(path: Path | None, words: list[str], training: Training) -> RunConfig:
+def _read(path: Path | None, words: Sequence[str], training: Training) -> RunConfig:
     from longdraft.training.settings import read_config
 
     found: RunConfig = read_config(path, words, training.load_settings())

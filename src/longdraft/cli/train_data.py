@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from enum import Enum
 from itertools import islice
 from pathlib import Path
@@ -18,13 +17,17 @@ from longdraft.cli.training_display import AnswersDisplay, RowCounter, shares
 from longdraft.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from longdraft.model.runner import TargetRunner
-    from longdraft.training.answer_file import AnswerFile
+    from longdraft.training.answers import AnswerFile
     from longdraft.training.documents import Skipped
-    from longdraft.training.kept_features import KeptFeatures
 
 # Default number of answers, or of texts that repeat themselves.
 ROWS = 1000
+# Options of earlier versions, and what to do instead.
+_GONE = {
+    "--method": "dozens of answers are decoded together, which needs no draft; leave it out.",
+    "--features": "features are no longer kept with answers; cache=FOLDER keeps them when a draft is trained.",
+    "--layers": "features are no longer kept with answers; cache=FOLDER keeps them when a draft is trained.",
+}
 
 
 class Kind(str, Enum):
@@ -41,9 +44,7 @@ def data(
         list[Path],
         typer.Argument(help="JSONL, parquet: rows with `text`, for tokens also chats; or a corpus: pg19:FOLDER."),
     ],
-    out: Annotated[
-        Path, typer.Option("--out", "-o", help="JSONL file to write, or to continue; for tokens also a folder.")
-    ],
+    out: Annotated[Path, typer.Option("--out", "-o", help="JSONL file to write, or to continue; for tokens a folder.")],
     kind: Annotated[
         Kind,
         typer.Option(
@@ -76,17 +77,10 @@ def data(
     part: Annotated[
         str, typer.Option(metavar="I/N", help="The I-th of N processes that share the passages, a file each.")
     ] = "1/1",
-    batch: Annotated[int, typer.Option(min=1, help="Answers decoded, or asked for, at a time.")] = 96,
+    batch: Annotated[int, typer.Option(min=1, help="Answers decoded, or asked for, at a time.")] = 64,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=1, help="Tokens of an answer, at most.")] = 256,
-    features: Annotated[
-        bool, typer.Option(help="Keep the features that drafts read beside the file, for training; not with --url.")
-    ] = True,
-    layers: Annotated[
-        str | None,
-        typer.Option(
-            help="Decoder layers whose hidden states are kept.", show_default="those of EAGLE-3, and the last"
-        ),
-    ] = None,
+    features: Annotated[bool, typer.Option(hidden=True)] = False,
+    layers: Annotated[str | None, typer.Option(hidden=True)] = None,
     passage_tokens: Annotated[str, typer.Option(metavar="MIN,MAX", help="Length of a passage.")] = "200,1500",
     per_passage: Annotated[int, typer.Option(min=1, help="Answers to each passage.")] = 24,
     temperatures: Annotated[str, typer.Option(help="Temperatures of a passage's answers, repeated.")] = "0,0,1",
@@ -100,7 +94,6 @@ def data(
     """Prepare training data: a model's own answers, or text and chats turned into tokens once and for all."""
     lengths = method_options.whole_numbers("--passage-tokens", passage_tokens)
     answer_temperatures = method_options.numbers("--temperatures", temperatures)
-    chosen_layers = None if layers is None else method_options.whole_numbers("--layers", layers)
     prices = None if price is None else method_options.numbers("--price", price)
     if len(lengths) != 2 or not 0 < lengths[0] <= lengths[1]:
         raise options.SettingError(f"--passage-tokens takes two numbers, as in 200,1500, not {passage_tokens!r}.")
@@ -113,22 +106,28 @@ def data(
         raise options.SettingError(f"--part takes the number of a process and of all, as in 1/4, not {part!r}.")
     if kind is not Kind.answers and (url is not None or part != "1/1"):
         raise options.SettingError("--url and --part are for --kind answers.")
-    if method is not None:
-        console.note("--method is ignored: dozens of answers are decoded together, which needs no draft.")
-    shards = kind is Kind.tokens and not out.name.endswith(".jsonl")
-    if (out.is_dir() and not shards) or not out.absolute().parent.is_dir():
+    for name, given in {"--method": method, "--features": features, "--layers": layers}.items():
+        if given:
+            raise options.SettingError(f"{name}: {_GONE[name]}")
+    folder = kind is Kind.tokens
+    if folder and (out.is_file() or out.name.endswith(".jsonl")):
+        raise options.SettingError(f"--out {out}: tokens are written to a folder; name one, as in text.tokens.")
+    if (out.is_dir() and not folder) or not out.absolute().parent.is_dir():
         raise CheckpointError(f"--out {out}: its folder does not exist, or it is a folder itself.")
 
-    from longdraft.training import documents, generations, prompts, repeats, served_answers
-    from longdraft.training.answer_file import AnswerFile
+    from longdraft.model.stored import weight_shape
+    from longdraft.training import answers, documents, prompts, repeats, tokens
 
     skipped = documents.Skipped()
     if kind is Kind.tokens:
         loaded = _loaded(target, dtype, device, threads)
-        with Cancel(terminate=True) as cancel:
-            have = _encode(files, loaded, out, rows, shards, skipped, cancel)
+        vocabulary, done = weight_shape(loaded.model.get_output_embeddings())[0], tokens.rows_done(out)
+        with Cancel(terminate=True) as cancel, RowCounter("Encoding") as counter:
+            encoded = documents.encoded(files, loaded.tokenizer, skipped, vocabulary, done)
+            left = islice(encoded, None if rows is None else max(0, rows - done))
+            have = tokens.write(out, left, loaded.tokenizer, counter.update, cancel)
         if cancel():
-            _stopped(cancel, skipped, "The same command continues from there." if shards else "Nothing written.")
+            _stopped(cancel, skipped)
         _written(out, have, skipped, {}, output)
         return
     total = ROWS if rows is None else rows
@@ -139,26 +138,19 @@ def data(
         return
     asked = prompts.asks(texts, (lengths[0], lengths[1]), per_passage, answer_temperatures, seed, sources)
     passages = islice(enumerate(asked), int(share[1]) - 1, None, int(share[2]))
-    file = AnswerFile(out, "tokens" if url is None else "messages")
-    if url is not None:
-        with Cancel(terminate=True) as cancel, AnswersDisplay(file, total) as display:
-            unusable = served_answers.answer(
-                served_answers.Server(url, api_key, target), passages, file, batch=batch, max_new_tokens=max_tokens,
-                total=total, progress=display.update, stop=cancel,
-            )  # fmt: skip
-        if unusable:
-            console.note(f"{unusable:,} prompts were refused by the server, or answered without text.")
-    else:
-        from longdraft.model.runner import TargetRunner
-
+    file = answers.AnswerFile(out, "tokens" if url is None else "messages")
+    how: dict[str, Any] = {"batch": batch, "max_new_tokens": max_tokens, "total": total}
+    if url is None:
         loaded = _loaded(target, dtype, device, threads)
-        runner = TargetRunner(loaded.model)
-        kept = _features(runner, out, chosen_layers) if features else None
-        with Cancel(terminate=True) as cancel, AnswersDisplay(file, total) as display:
-            generations.generate(
-                runner, loaded.tokenizer, passages, file, batch=batch, places=max(2, 2 * batch // per_passage),
-                max_new_tokens=max_tokens, total=total, seed=seed, features=kept, progress=display.update, stop=cancel,
-            )  # fmt: skip
+        spec = longdraft.Speculator("ar", loaded.model, loaded.tokenizer)
+    with Cancel(terminate=True) as cancel, AnswersDisplay(file, total) as display:
+        how |= {"progress": display.update, "stop": cancel}
+        if url is None:
+            unusable = answers.answer(spec, passages, file, seed=seed, **how)
+        else:
+            unusable = answers.answer_by_server(answers.Server(url, api_key, target), passages, file, **how)
+    if unusable:
+        console.note(f"{unusable:,} prompts were refused, or answered without text.")
     _answered(file, display.seconds, prices, cancel, skipped, output)
 
 
@@ -171,30 +163,6 @@ def _loaded(target: str | None, dtype: str, device: str | None, threads: int | N
         torch.set_num_threads(threads)
     with console.status() as status:
         return load(target, dtype=dtype, device=device, progress=status)
-
-
-def _encode(
-    files: list[Path],
-    loaded: longdraft.LoadedModel,
-    out: Path,
-    rows: int | None,
-    shards: bool,
-    skipped: Skipped,
-    stop: Callable[[], bool],
-) -> int:
-    """Writes files as tokens: into a folder of shards, or as JSONL; returns the rows."""
-    from longdraft.model.stored import weight_shape
-    from longdraft.training import documents, tokens
-
-    vocabulary = weight_shape(loaded.model.get_output_embeddings())[0]
-    with RowCounter("Encoding") as counter:
-        if not shards:
-            found = documents.documents(files, loaded.tokenizer, skipped, vocabulary)
-            return documents.write(islice(found, rows), out, counter.update, stop)
-        done = tokens.rows_done(out)
-        encoded = documents.encoded(files, loaded.tokenizer, skipped, vocabulary, done)
-        left = None if rows is None else max(0, rows - done)
-        return tokens.write(out, islice(encoded, left), loaded.tokenizer, counter.update, stop)
 
 
 def _texts(files: list[Path], skipped: Skipped) -> tuple[list[str], list[str]]:
@@ -212,29 +180,10 @@ def _texts(files: list[Path], skipped: Skipped) -> tuple[list[str], list[str]]:
     return texts, sources
 
 
-def _features(runner: TargetRunner, out: Path, layers: tuple[int, ...] | None) -> KeptFeatures:
-    """The folder for the features of a file of answers.
-
-    Args:
-        layers: decoder layers whose hidden states are kept; None: the usual ones.
-    """
-    from longdraft.drafts.eagle_formats import usual_layers
-    from longdraft.training.documents import features_of
-    from longdraft.training.kept_features import KeptFeatures
-
-    count = runner.depth
-    if layers and not {*range(count)}.issuperset(layers):
-        numbers = ",".join(map(str, layers))
-        raise options.SettingError(f"--layers takes layers from 0 to {count - 1}, not {numbers!r}.")
-    # In a shallow target some of the usual layers are negative.
-    usual = [layer for layer in (*usual_layers(count), count - 1) if layer >= 0]
-    return KeptFeatures(features_of(out), runner.parts.description, sorted({*(layers or usual)}))
-
-
-def _stopped(cancel: Cancel, skipped: Skipped, rest: str) -> None:
+def _stopped(cancel: Cancel, skipped: Skipped) -> None:
     if skipped.total:
         console.note(f"Left out: {skipped}.")
-    console.note(f"Stopped. {rest}")
+    console.note("Stopped. The same command continues from there.")
     raise typer.Exit(cancel.exit_code)
 
 
@@ -271,7 +220,7 @@ def _answered(
             cost = f": {figures['cost']:,.2f} at these prices"
         console.note(f"The server reports {file.usage[0]:,} tokens read and {file.usage[1]:,} written{cost}.")
     if cancel():
-        _stopped(cancel, skipped, "The same command continues from there.")
+        _stopped(cancel, skipped)
     _written(file.path, file.rows, skipped, figures, output)
 
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from longdraft.cli.progress import Bar, left
 
 if TYPE_CHECKING:
-    from longdraft.training.answer_file import AnswerFile
-    from longdraft.training.run_log import Report
+    from longdraft.training.answers import AnswerFile
+    from longdraft.training.loop import Report
 
 
 class TrainingDisplay(Bar):

@@ -110,9 +110,6 @@ class AssistantDrafter(TreeDrafter):
         """The last layer."""
         return (runner.depth - 1,)
 
-    def feature_rows(self, runner: TargetRunner) -> int | None:
-        return 0
-
     def bind(self, runner: TargetRunner, store: KVStore) -> None:
         """Loads the assistant.
 
@@ -137,7 +134,7 @@ class AssistantDrafter(TreeDrafter):
             width = level.tokens.shape[1]
             if level.depth == 0:
                 # The root has no hidden state yet: the row before it.
-                rows = [features.row(sequences[row].slot, roots[row] - 1) for row in level.rows]
+                rows = [features[sequences[row].slot, roots[row] - 1] for row in level.rows]
                 hidden = bound.norm(torch.stack(rows))
             else:
                 hidden = torch.cat([states[row][level.parents[i]] for i, row in enumerate(level.rows)])

@@ -111,7 +111,7 @@ class DFlashDrafter(OnePassDrafter):
     def inputs(self, slot: int, tokens: Any, start: int) -> tuple[torch.Tensor, torch.Tensor]:
         """c (T, hidden) of rows [start, start + T), twice: no token is embedded."""
         assert self._bound is not None and self.store.features is not None
-        c = self._bound.block.project(self.store.features.read(slot, start, start + len(tokens)))
+        c = self._bound.block.project(self.store.features[slot, start : start + len(tokens)])
         return c, c
 
     def round_of(self, bound: BoundDraft, sequences: list[Sequence], depth: int) -> DFlashRound:

@@ -36,7 +36,6 @@ from longdraft.drafters.shared.layers import SelfAttend
 from longdraft.drafters.shared.levels import Fed
 from longdraft.drafters.shared.retrieval import RetrievalOptions, RetrievingDrafter
 from longdraft.drafters.shared.whole_level import WholeLevel, products_of, serves
-from longdraft.drafts.eagle3_gguf import to_gguf
 from longdraft.drafts.eagle_draft import EagleDraft
 from longdraft.drafts.kinds import Kind, Training, register
 from longdraft.drafts.speculators import to_speculators
@@ -166,14 +165,6 @@ class Eagle3Drafter(RetrievingDrafter):
         """Tokens back that the draft sees; None: the whole text."""
         return self.window or (self.draft.reach if self.retrieval is None else None)
 
-    def feature_rows(self, runner: TargetRunner) -> int | None:
-        """As many as it sees, in each of its layers. Keys and values of a text that it sees as a whole are computed
-        anew for each prompt, whatever it begins with."""
-        if self.back is None:
-            return None
-        seen = max(self.back, self.tree.depth + 1)
-        return max(self.draft.decoder_layers * seen, seen + CHUNK + 1) if self.deep else seen
-
     def bind(self, runner: TargetRunner, store: KVStore) -> None:
         """Takes the target's embedding, and memory for the draft's own keys and values.
 
@@ -264,7 +255,7 @@ class Eagle3Drafter(RetrievingDrafter):
         assert self._bound is not None and self.store.features is not None
         ids = on_device(tokens, self.runner.device)
         x: torch.Tensor = self._bound.embedding(ids)
-        return x, self._bound.block.project(self.store.features.read(slot, start, start + len(tokens)))
+        return x, self._bound.block.project(self.store.features[slot, start : start + len(tokens)])
 
     def fed(self, sequence: Sequence) -> None:
         """Notes which rows are settled: they and the token after them are committed."""
@@ -324,7 +315,7 @@ register(
         ),
         # EAGLE-3 norms the hidden states that it joins.
         tensors=lambda names: any(".0.hidden_norm." in name or "midlayer.hidden_norm." in name for name in names),
-        layouts={"speculators": to_speculators, "gguf": to_gguf},
+        layouts={"speculators": to_speculators},
     )
 )
 method.register(

@@ -230,7 +230,7 @@ class VerifiedStates(StateSource):
         features = self._store.features
         assert features is not None
         # The root has none yet: the row before it.
-        return States(torch.stack([features.row(s.slot, len(s.prompt) + len(s.output) - 2) for s in sequences]))
+        return States(torch.stack([features[s.slot, len(s.prompt) + len(s.output) - 2] for s in sequences]))
 
 
 @dataclass(frozen=True)
@@ -287,9 +287,6 @@ class HeadsDrafter(TreeDrafter):
     def feature_layers(self, runner: TargetRunner) -> tuple[int, ...]:
         """The last layer, unless the source provides its own states."""
         return self._source.feature_layers(runner)
-
-    def feature_rows(self, runner: TargetRunner) -> int | None:
-        return 0
 
     def query_layers(self, runner: TargetRunner) -> tuple[int, ...]:
         return self._source.query_layers(runner)

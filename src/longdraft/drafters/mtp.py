@@ -8,11 +8,6 @@
 Further on, o stands in for f, so one layer drafts as many tokens as pay. Checkpoints with several such layers use the
 first. It drafts as EAGLE-3 does (:mod:`longdraft.drafters.eagle3`): its own keys and values, chain or tree.
 
-Most models have no such layer. For these ``longdraft train mtp`` trains the projection and the norms alone: the decoder
-layer is the target's own last one, by reference, and the head has the rows of a smaller vocabulary. What that layer
-sees of the text are the target's keys of the same layer, which are copied, so it reads no prompt and is not bound to a
-length; only a drafted token has keys of its own. A row t then stands at the position of its token, t + 1.
-
 RoPE depends on differences of positions alone: with a window, a draft sees what it would see at positions that were
 moved back to 0. Texts longer than the model was trained for before its RoPE was stretched get one by themselves.
 """
@@ -26,14 +21,13 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from longdraft.drafters.eagle3 import CHUNK, Eagle3Draft, Eagle3Drafter, WindowOptions
+from longdraft.drafters.eagle3 import Eagle3Draft, Eagle3Drafter, WindowOptions
 from longdraft.drafters.shared.eagle3_block import Eagle3Block
-from longdraft.drafters.shared.eagle3_round import BoundDraft, Eagle3Round, last_row
+from longdraft.drafters.shared.eagle3_round import BoundDraft, Eagle3Round
 from longdraft.drafters.shared.layers import SelfAttend
 from longdraft.drafts import draft_folder, mtp_formats
 from longdraft.drafts.draft import Draft
-from longdraft.drafts.draft_folder import OFFSETS, DraftFolder
-from longdraft.drafts.kinds import Kind, Training, register
+from longdraft.drafts.kinds import Kind, register
 from longdraft.engine.sequence import Sequence
 from longdraft.errors import CapabilityError, CheckpointError, UnsupportedModelError
 from longdraft.memory.store import KVShape, KVStore
@@ -45,18 +39,9 @@ from longdraft.model.sharded import product
 from longdraft.model.shared_parts import norm_before_head
 from longdraft.native import Stored
 from longdraft.options import Options
-from longdraft.trees.node_limit import NodeLimit
 from longdraft.trees.options import TreeOptions
-from longdraft.trees.tree import TokenTree
 
 KIND = "mtp"
-
-
-class _OfTokens(SharedRotary):
-    """The target's rotary embedding of rows that stand at the positions of their tokens."""
-
-    def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return super().__call__(positions + 1)
 
 
 class MtpBlock(Eagle3Block):
@@ -65,7 +50,6 @@ class MtpBlock(Eagle3Block):
     Args:
         runner: the target.
         sparse: the layer has experts.
-        head: (draft vocabulary, hidden) rows of the target's head; None: all.
 
     Raises:
         UnsupportedModelError: the target's layers cannot be made once more, or it has no norm before its head.
@@ -74,7 +58,7 @@ class MtpBlock(Eagle3Block):
     enorm: nn.Module
     hnorm: nn.Module
 
-    def __init__(self, runner: TargetRunner, sparse: bool, head: torch.Tensor | Stored | None = None) -> None:
+    def __init__(self, runner: TargetRunner, sparse: bool) -> None:
         nn.Module.__init__(self)
         size, eps = runner.parts.hidden_size, runner.parts.rms_norm_eps
         self.layer = own_layer.layer_like(runner.model, sparse)
@@ -88,7 +72,7 @@ class MtpBlock(Eagle3Block):
                 f"{type(runner.model).__name__} has no norm before its head, behind which MTP reads it."
             )
         # Calls, not modules: they are the target's, and no part of the block.
-        self._target_norm, self._head = norm.__call__, product(runner.parts.head if head is None else head)
+        self._target_norm, self._head = norm.__call__, product(runner.parts.head)
 
     def project(self, features: torch.Tensor) -> torch.Tensor:
         """Outputs of the target's last layer (T, hidden) -> f (T, hidden)."""
@@ -138,8 +122,6 @@ class MtpDraft(Eagle3Draft):
     """
 
     kind, label = KIND, "MTP"
-    borrows = False
-    """True if the layer is the target's own, and sees the target's keys."""
 
     def __init__(self, folder: Path | str, tensors: dict[str, torch.Tensor | Stored]) -> None:
         Draft.__init__(self, folder)
@@ -154,13 +136,16 @@ class MtpDraft(Eagle3Draft):
     # RoPE and heads are the target's, so there is nothing to replace.
     @classmethod
     def load(cls, folder: Path | str) -> MtpDraft:  # type: ignore[override]
-        """Reads the layer out of a target's folder or GGUF file, other tensors are not read; or a folder of ours.
+        """Reads the layer out of a target's folder or GGUF file; other tensors are not read.
 
         Raises:
             CheckpointError: unreadable, without such a layer, or a draft for another method.
         """
         if Path(folder).is_dir() and "longdraft_format" in draft_folder.read_config(folder):
-            return TrainedMtp(folder, draft_folder.load(folder))
+            raise CheckpointError(
+                f"{folder} holds a draft around a model's own last layer, which earlier versions trained: it is no "
+                "longer read. Train another kind: longdraft train eagle3, or lm."
+            )
         return cls(folder, mtp_formats.read(folder))
 
     @property
@@ -183,44 +168,19 @@ class MtpDraft(Eagle3Draft):
     def remarks(self, runner: TargetRunner) -> list[str]:
         return []
 
-    def tensors(self, runner: TargetRunner) -> dict[str, torch.Tensor | Stored]:
-        """The block's tensors by name, as they are stored."""
-        return self._tensors
-
     def make(self, runner: TargetRunner) -> BoundDraft:
-        tensors = self.tensors(runner)
-        head, ids = self.head(runner)
-        block = MtpBlock(runner, any(".experts." in name for name in tensors), head)
+        tensors = self._tensors
+        block = MtpBlock(runner, any(".experts." in name for name in tensors))
         sizes = {name: tensor.shape for name, tensor in block.state_dict().items()}
         found = {name: torch.empty(t.shape, dtype=torch.float32, device="meta") for name, t in tensors.items()}
         draft_folder.check_tensors(found, sizes, self.folder, self.label)
         own_layer.put_in(block, tensors, runner.device, runner.kv_shape.dtype, int8=runner.arithmetic == "int8")
-        rotary = (_OfTokens if self.borrows else SharedRotary)(runner.parts.rotary)
-        return BoundDraft(block, runner.parts.embedding, rotary, ids, None, None, FewRowsModule(block))
-
-
-class TrainedMtp(MtpDraft):
-    """A draft of ours around the target's own last layer: its folder has the projection and the norms."""
-
-    borrows = True
-
-    def __init__(self, folder: Path | str, contents: DraftFolder) -> None:
-        draft_folder.check_kind(contents.kind, KIND, folder)
-        self.weights = dict(contents.tensors)
-        offsets = self.weights.pop(OFFSETS, None)
-        # In 16 bits, which kernels read as they are: packed matrices come as float32.
-        super().__init__(folder, {name: t.bfloat16() for name, t in self.weights.items()})
-        self.config, self.layout = contents.config, "longdraft"
-        self.ids = None if offsets is None else offsets.long() + torch.arange(len(offsets), device="cpu")
-        self.trained_length = self.config.get("trained_length")
-        self.made_for |= contents.target
-
-    def tensors(self, runner: TargetRunner) -> dict[str, torch.Tensor | Stored]:
-        return self._tensors | {f"layer.{n}": t for n, t in own_layer.last_layer(runner.model).items()}
+        rotary = SharedRotary(runner.parts.rotary)
+        return BoundDraft(block, runner.parts.embedding, rotary, None, None, None, FewRowsModule(block))
 
 
 class MtpDrafter(Eagle3Drafter):
-    """Drafts with the further layer of a target's own checkpoint, or around the target's last one.
+    """Drafts with the further layer of a target's own checkpoint.
 
     Args:
         draft: the layer.
@@ -245,46 +205,14 @@ class MtpDrafter(Eagle3Drafter):
         keys, _ = bound.block.keys_values(row, row, cos, sin)
         return replace(runner.kv_shape, layers=1, kv_heads=keys.shape[0], head_dim=keys.shape[2], padded=False)
 
-    def feature_rows(self, runner: TargetRunner) -> int | None:
-        length = own_layer.unstretched(runner.model)
-        windowed = self.window is None and length is not None and length > self.tree.depth
-        return length if windowed else super().feature_rows(runner)
-
     def bind(self, runner: TargetRunner, store: KVStore) -> None:
         length = own_layer.unstretched(runner.model)
         if self.window is None and length is not None and store.capacity > length > self.tree.depth:
             self.window = length
         super().bind(runner, store)
-        # For each slot, how many leading rows have the target's keys.
-        self._copied = [0] * store.slots
-
-    @torch.inference_mode()
-    def propose(self, sequences: list[Sequence], limit: NodeLimit | None = None) -> list[TokenTree]:
-        for s in sequences if self.draft.borrows else ():
-            self.cache.forget(s.slot, self._copied[s.slot])
-            self._fill(s)
-        return super().propose(sequences, limit)
 
     def round_of(self, bound: BoundDraft, sequences: list[Sequence], depth: int) -> MtpRound:
         return MtpRound(self, bound, sequences, depth)
-
-    def _fill(self, sequence: Sequence) -> None:
-        """Copies the target's keys and values where the draft borrows its layer: row t has those of position t + 1."""
-        if not self.draft.borrows:
-            super()._fill(sequence)
-            return
-        slot, end = sequence.slot, last_row(sequence)
-        size = self.cache.keys.shape[-1]  # the store may have wider heads, padded
-        keys, values = (x[slot, ..., :size] for x in self.store.layer(-1))
-        start = max(self.cache.end(slot), end - self.cache.window)
-        for a in range(start, end, min(CHUNK, self.cache.window)):
-            b = min(end, a + CHUNK, a + self.cache.window)
-            places = torch.arange(a + 1, b + 1, device=keys.device)
-            if a == 0:  # the first token, which layers attend to whatever it is, in place of the second
-                places[0] = 0
-            self.cache.append(slot, a, keys[:, places], values[:, places])
-        self._copied[slot] = end
-        self.fed(sequence)
 
 
 class MtpRound(Eagle3Round):
@@ -300,11 +228,6 @@ register(
         MtpDrafter,
         "the layer inside the model's own checkpoint that predicts further tokens (Qwen3.5, GLM-4.5, DeepSeek-V3)",
         "DeepSeek-AI 2024, DeepSeek-V3, arXiv:2412.19437",
-        Training(
-            "longdraft.training.config:MtpConfig",
-            "longdraft.training.mtp:train_mtp",
-            "Train an MTP draft around the target's own last layer",
-        ),
         inside=mtp_formats.holds,
     )
 )

@@ -134,9 +134,6 @@ class NestedDrafter(Drafter):
     def feature_layers(self, runner: TargetRunner) -> tuple[int, ...]:
         return self.inner.feature_layers(runner)
 
-    def feature_rows(self, runner: TargetRunner) -> int | None:
-        return self.inner.feature_rows(runner)
-
     def query_layers(self, runner: TargetRunner) -> tuple[int, ...]:
         self._layers = [(each, each.query_layers(runner)) for each in (self.inner, self.level)]
         return tuple(sorted({layer for _, layers in self._layers for layer in layers}))

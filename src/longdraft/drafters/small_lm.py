@@ -25,7 +25,6 @@ from longdraft.drafters.shared.retrieval import ChunkOptions, RetrievingDrafter,
 from longdraft.drafts.draft_folder import is_language_model
 from longdraft.drafts.kinds import Kind, Training, register
 from longdraft.drafts.language_model import BoundLM, SmallLMDraft
-from longdraft.drafts.small_lm_gguf import to_gguf
 from longdraft.engine import method
 from longdraft.engine.event import Event
 from longdraft.engine.method import Method
@@ -312,7 +311,6 @@ register(
             "lm",
         ),
         claims=is_language_model,
-        layouts={"gguf": to_gguf},
     )
 )
 method.register(

@@ -73,7 +73,7 @@ class ViewStates(StateSource):
         store = self.level.cache.store
         assert store.features is not None
         # The root's row lies behind the view; nothing keeps it.
-        hidden = torch.stack([store.features.row(s.slot, store.lengths[s.slot]) for s in sequences])
+        hidden = torch.stack([store.features[s.slot, store.lengths[s.slot]] for s in sequences])
         return States(hidden, torch.stack([rows[0] for rows in logits]))
 
     def observe(self, event: Event) -> None:

@@ -78,9 +78,6 @@ class UnitedDrafter(Drafter):
     def feature_layers(self, runner: TargetRunner) -> tuple[int, ...]:
         return self.paid.feature_layers(runner)
 
-    def feature_rows(self, runner: TargetRunner) -> int | None:
-        return self.paid.feature_rows(runner)
-
     def query_layers(self, runner: TargetRunner) -> tuple[int, ...]:
         return self.paid.query_layers(runner)
 

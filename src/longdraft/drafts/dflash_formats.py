@@ -26,7 +26,6 @@ from longdraft.drafts.eagle_formats import (
     whole_layer,
 )
 from longdraft.errors import CheckpointError
-from longdraft.files import reads
 
 KIND = "dflash"
 # Base of RoPE where a folder of the authors states none.
@@ -99,7 +98,6 @@ class DFlashShape:
         return asdict(self)
 
 
-@reads("The draft in", "It has a value that cannot be right: correct it, or copy the draft again.")
 def read(
     folder: Path | str, rope_theta: float | None = None, head_dim: int | None = None, rope_factor: float | None = None
 ) -> tuple[DraftFolder, dict[str, Any]]:
@@ -113,18 +111,18 @@ def read(
     """
     config = draft_folder.read_config(folder)
     draft_folder.check_kind(draft_folder.kind(folder), KIND, folder)
+    tensors = _tensors(config, folder)
     speculators = "speculators_model_type" in config
     sizes = whole_layer(config, folder) if speculators else dict(config)
     sizes |= {"head_dim": head_dim} if head_dim else {}
-    tensors = _tensors(folder)
     found = _contents(config, draft_folder.filled_in(sizes), tensors, folder)
     rope = foreign_rope(sizes, THETA if speculators else PUBLISHED_THETA)
     return found, stretched(rope, found.config["trained_length"], rope_theta, rope_factor, folder)
 
 
-def _tensors(folder: Path | str) -> dict[str, torch.Tensor]:
+def _tensors(config: Mapping[str, Any], folder: Path | str) -> dict[str, torch.Tensor]:
     found = {}
-    for name, tensor in draft_folder.read_tensors({}, folder).items():
+    for name, tensor in draft_folder.read_tensors(config, folder).items():
         own = name.removeprefix(_PREFIX)
         if not own.startswith((*LEFT, CONFIDENCE)) and not own.endswith("inv_freq"):
             found[own] = tensor

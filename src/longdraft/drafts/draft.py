@@ -19,7 +19,7 @@ from longdraft.model.runner import TargetRunner
 from longdraft.model.sharded import whole
 from longdraft.native.stored import Stored
 
-REMEDY = "Copy the draft again."
+REMEDY = "A value that cannot be right can be corrected in its config.json; otherwise copy the draft again."
 Bound = TypeVar("Bound")
 Own = TypeVar("Own", bound="TrainedDraft[Any]")
 
@@ -127,7 +127,7 @@ class TrainedDraft(Draft[Bound]):
         if length is not None and (type(length) is not int or length < 1):
             raise CheckpointError(f"{CONFIG} of {folder} has no number that could be right for trained_length.")
         self.weights = dict(contents.tensors)
-        draft_folder.check_numbers_of(self.weights, self.config, folder)
+        draft_folder.check_dtypes(self.weights, folder)
         if (parts := self.config.get(self.counted) or 0) > len(self.weights):
             raise CheckpointError(f"{CONFIG} of {folder} has {self.counted} {parts}, more than tensors.")
         sizes = {name: t.shape for name, t in self._empty().state_dict().items()}

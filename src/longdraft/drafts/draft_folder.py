@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from longdraft.drafts import packed, tensor_files
 from longdraft.drafts.tensor_files import WEIGHTS
 from longdraft.errors import CheckpointError
-from longdraft.files import check_numbers, read_json, reads
+from longdraft.files import check_numbers, read_json
 from longdraft.folders import is_gguf
 
 FORMAT = 1
@@ -119,7 +119,6 @@ def is_draft_folder(path: Path | str) -> bool:
     return (Path(path) / CONFIG).is_file()
 
 
-@reads("The draft in", "Copy it again.")
 def kind(folder: Path | str) -> str:
     """The kind of a draft folder; empty if neither config.json nor the tensors tell, as for language models.
 
@@ -174,12 +173,9 @@ def read_config(folder: Path | str) -> dict[str, Any]:
     if not folder.is_dir():
         raise CheckpointError(f"There is no draft folder {folder}.")
     try:
-        config = read_json(folder / CONFIG)
+        return read_json(folder / CONFIG)
     except FileNotFoundError:
         raise CheckpointError(f"{folder} has no {CONFIG}: {_of_a_run(folder) or 'is it a draft folder?'}") from None
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{folder / CONFIG} holds no JSON object: is it a draft folder?")
-    return config
 
 
 def _of_a_run(folder: Path) -> str:
@@ -213,9 +209,10 @@ def read_tensors(config: Mapping[str, Any], folder: Path | str) -> dict[str, tor
     """A folder's tensors by name, on the CPU; packed matrices of our layout as float32.
 
     Raises:
-        CheckpointError: missing, truncated or damaged.
+        CheckpointError: missing, truncated or damaged; a number of the configuration is outside of its range.
     """
     tensors = tensor_files.read(folder)
+    check_numbers(config, Path(folder) / CONFIG)
     return packed.unpacked(tensors, folder) if "longdraft_format" in config else tensors
 
 
@@ -225,15 +222,8 @@ def check_kind(found: str, kind: str, folder: Path | str) -> None:
         raise CheckpointError(f"{folder} holds a draft for {found or 'another method'}, not for {kind}.")
 
 
-def check_numbers_of(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any], folder: Path | str) -> None:
-    """Checks the numbers of a configuration against the tensors, and the kinds of these.
-
-    Raises:
-        CheckpointError: a number is outside of its range; the vocabulary's table holds no ids, or others no weights.
-    """
-    check_numbers(
-        config, Path(folder) / CONFIG, len(tensors), max((n for t in tensors.values() for n in t.shape), default=0)
-    )
+def check_dtypes(tensors: Mapping[str, torch.Tensor], folder: Path | str) -> None:
+    """Raises CheckpointError if the vocabulary's table holds no ids, or another tensor no weights."""
     for name, tensor in tensors.items():
         if not (tensor.dtype in _IDS if name == OFFSETS else tensor.is_floating_point()):
             raise CheckpointError(f"{name} of {folder} holds numbers of the type {tensor.dtype}: copy the draft again.")
@@ -254,8 +244,7 @@ def shape_of(
     given = {f: (names or {}).get(f.name, f.name) for f in fields(kind)}  # type: ignore[arg-type]
     known = {f: config[name] for f, name in given.items() if config.get(name) is not None}
     if missing := [name for f, name in given.items() if f not in known and f.default is MISSING]:
-        article = "an" if label[0] in "AEIaei" else "a"
-        raise CheckpointError(f"{CONFIG} of {folder} lacks {', '.join(missing)}: is it {article} {label} draft?")
+        raise CheckpointError(f"{CONFIG} of {folder} lacks {', '.join(missing)}: is it a draft of the kind {label}?")
     flags = {f: bool(x) for f, x in known.items() if f.type in ("bool", bool)}
     wrong = [
         given[f]

@@ -18,7 +18,6 @@ import torch
 from longdraft.drafts import draft_folder
 from longdraft.drafts.draft_folder import OFFSETS, DraftFolder
 from longdraft.errors import CheckpointError
-from longdraft.files import reads
 from longdraft.model.layer_config import completed
 from longdraft.model.rotary import yarn
 
@@ -99,7 +98,6 @@ def usual_layers(layers: int) -> tuple[int, int, int]:
     return 1, layers // 2 - 1, layers - 4
 
 
-@reads("The draft in", "It has a value that cannot be right: correct it, or copy the draft again.")
 def read(
     folder: Path | str,
     rope_theta: float | None = None,

@@ -88,14 +88,13 @@ class TrainedLM(TrainedDraft[BoundLM], SmallLMDraft):
     trained_length: int
 
     def __init__(self, folder: Path | str, contents: DraftFolder) -> None:
-        self.sizes: dict[str, Any] = contents.config.get("model") or {}
-        named = isinstance(self.sizes, dict) and self.sizes and contents.config.get("trained_length")
-        if contents.kind == KIND and not named:
-            raise CheckpointError(
-                f"{draft_folder.CONFIG} of {folder} lacks model or trained_length, or they are wrong: copy the draft "
-                "again."
-            )
         super().__init__(folder, contents)
+        if self.trained_length is None:
+            raise CheckpointError(f"{draft_folder.CONFIG} of {folder} lacks trained_length: copy the draft again.")
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        return dict(self.config["model"])
 
     def module(self) -> nn.Module:
         return small_models.decoder(self.sizes)

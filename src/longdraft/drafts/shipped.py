@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from longdraft.errors import CheckpointError
+from longdraft.files import read_json, reads
 
 FOLDER = Path(__file__).parent
 # A target of the same architecture with other weights takes the draft too: output is exact all the same.
@@ -39,10 +38,8 @@ def fitting(description: Mapping[str, Any], kind: str | None = None) -> Path | N
     return max(found, key=lambda f: f[0])[1] if found else None
 
 
+@reads("The shipped draft", "Install longdraft again.")
 def _described(folder: Path) -> tuple[str, dict[str, Any]]:
     """A shipped draft's kind and its target's description."""
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        return str(config["drafter"]), dict(config["target"])
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise CheckpointError(f"The shipped draft {folder} is damaged ({error!r}): install longdraft again.") from error
+    config = read_json(folder / "config.json")
+    return str(config["drafter"]), dict(config["target"])

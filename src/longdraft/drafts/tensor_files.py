@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import pickle
 import zipfile
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from longdraft.errors import CheckpointError
-from longdraft.files import TEXT, naming, read_json, reads, regular
+from longdraft.files import opened, read_index, reads, regular
 
 WEIGHTS, PICKLED = "model.safetensors", "pytorch_model.bin"
-_bounded = reads("The weights in", "They are truncated or damaged: copy the draft again.")
+_REMEDY = "It is truncated or damaged: copy the draft again."
 
 
-@_bounded
 def read(folder: Path | str) -> dict[str, torch.Tensor]:
     """A folder's tensors by name, on the CPU.
 
@@ -31,11 +26,10 @@ def read(folder: Path | str) -> dict[str, torch.Tensor]:
         return _unpickled(pickled)
     if not safe.exists():
         raise _missing(folder)
-    with _opened(safe) as file:
+    with opened(safe, _REMEDY) as file:
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
 
-@_bounded
 def read_some(folder: Path | str, names: Iterable[str]) -> dict[str, torch.Tensor]:
     """Some of a folder's tensors, wherever they lie among its safetensors files.
 
@@ -44,13 +38,11 @@ def read_some(folder: Path | str, names: Iterable[str]) -> dict[str, torch.Tenso
     """
     safe = Path(folder) / WEIGHTS
     index = safe.with_name(f"{WEIGHTS}.index.json")
-    files = read_json(index, TEXT)["weight_map"] if index.is_file() else {}
+    files = read_index(index) if index.is_file() else {}
     found: dict[str, torch.Tensor] = {}
-    for path in sorted({safe.with_name(files.get(name, WEIGHTS)) for name in names}):
-        own = [name for name in names if safe.with_name(files.get(name, WEIGHTS)) == path]
-        if not path.exists():
-            raise CheckpointError(f"{path} is missing: fetch that file again.")
-        with _opened(path) as file:
+    for path in sorted({files.get(name, safe) for name in names}):
+        own = [name for name in names if files.get(name, safe) == path]
+        with opened(path, _REMEDY) as file:
             found |= {name: file.get_tensor(name) for name in own}
     return found
 
@@ -61,7 +53,6 @@ def is_safe(folder: Path | str) -> bool:
     return safe.is_file() or safe.with_name(f"{WEIGHTS}.index.json").is_file()
 
 
-@_bounded
 def names(folder: Path | str) -> Iterable[str]:
     """Names of a folder's tensors, over all its files. The tensors are not read.
 
@@ -76,11 +67,12 @@ def names(folder: Path | str) -> Iterable[str]:
         raise _missing(folder)
     path = indices[0] if indices else safe
     if indices:
-        return list(dict(read_json(path, TEXT)["weight_map"]))
-    with _opened(path) as opened:
-        return list(opened.keys())
+        return list(read_index(path))
+    with opened(path, _REMEDY) as file:
+        return list(file.keys())
 
 
+@reads("The weights", "Get the draft as model.safetensors.")
 def _unpickled(path: Path, mapped: bool = False) -> dict[str, torch.Tensor]:
     """Args:
     mapped: leave the numbers in the file, where its format allows that.
@@ -88,23 +80,12 @@ def _unpickled(path: Path, mapped: bool = False) -> dict[str, torch.Tensor]:
     zipped = zipfile.is_zipfile(regular(path))
     if zipped and any(each.compress_type for each in zipfile.ZipFile(path).infolist()):
         raise CheckpointError(f"{path} is compressed, so its size is unknown: get the draft as model.safetensors.")
-    try:
-        # weights_only: a file from anywhere must not run code.
-        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped and zipped)
-    except pickle.UnpicklingError as error:  # whose own text advises to unpickle the file anyway
-        raise CheckpointError(f"{path} is damaged or holds code: get the draft as model.safetensors.") from error
+    # weights_only: a file from anywhere must not run code.
+    tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped and zipped)
     known = isinstance(tensors, dict) and all(isinstance(n, str) and _is_plain(t) for n, t in tensors.items())
     if not known:
         raise CheckpointError(f"{path} holds more than tensors by name: get the draft as model.safetensors.")
     return dict(tensors)
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    """A safetensors file."""
-    advice = "It is truncated or damaged: copy the draft again."
-    with naming(path, f"{path} cannot be read", advice), safe_open(regular(path), framework="pt") as file:
-        yield file
 
 
 def _is_plain(tensor: object) -> bool:

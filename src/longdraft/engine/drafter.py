@@ -63,10 +63,6 @@ class Drafter(ABC):
         """Decoder layers of the target whose output hidden states it reads from the store's ``features``."""
         return ()
 
-    def feature_rows(self, runner: TargetRunner) -> int | None:
-        """Rows before a text's last one whose ``features`` it reads at most; None: all, so the store keeps them all."""
-        return None
-
     def query_layers(self, runner: TargetRunner) -> tuple[int, ...]:
         """Decoder layers of the target whose queries events shall bring."""
         return ()

@@ -26,12 +26,11 @@ from longdraft.engine.schedule import Schedule
 from longdraft.engine.sequence import Sequence
 from longdraft.engine.stats import Stats, Step, step_of
 from longdraft.errors import CapabilityError, ContextError, MemoryBudgetError, PromptError, memory_checked
-from longdraft.memory.features import SPARE, KeptRows
 from longdraft.memory.prompt_cache import PromptCache
 from longdraft.model import support
 from longdraft.model.clock import around
 from longdraft.model.fingerprints import hooked
-from longdraft.model.outputs import NO_TAPS, Taps
+from longdraft.model.outputs import NO_TAPS, Taps, name_of
 from longdraft.model.runner import TargetRunner
 from longdraft.trees.tree import TokenTree
 
@@ -178,8 +177,8 @@ class Engine:
         if s.longest > limit:
             raise ContextError(
                 f"The prompt has {len(s.prompt)} tokens; with {s.max_new_tokens} new ones that is {s.longest}, and the "
-                f"model's context holds {limit}. Shorten the prompt, ask for fewer new tokens, or load the model with "
-                f"a rope_factor (YaRN), which stretches its context."
+                f"model's context holds {limit} ({name_of(self.runner.model)}). Shorten the prompt, ask for fewer new "
+                "tokens, or load the model with a rope_factor (YaRN), which stretches its context."
             )
         switch = self.runner.rope_switch
         # The last token of a text is never fed.
@@ -333,15 +332,12 @@ class Engine:
         larger = min(3 * self._capacity // 2, runner.context_length) if self._opened >= 0 else self._capacity
         capacity = max([larger, *(s.longest for s in self._waiting)])
         beside = nodes + self.schedule.extra_rows(nodes)
-        layers, back = self.drafter.feature_layers(runner), self.drafter.feature_rows(runner)
-        kept = None if back is None or not layers else KeptRows(back, back + beside + SPARE)
-        # A run that reads none takes a store with any.
-        needed, layers = kept if layers else KeptRows(0, 0), layers or self.cache.feature_layers
-        new_store = partial(runner.new_store, feature_layers=layers, kept=kept)
+        layers = self.drafter.feature_layers(runner) or self.cache.feature_layers
+        new_store = partial(runner.new_store, feature_layers=layers)
         rows, slots = capacity + beside, self.slots
         while True:
             try:
-                store = self.cache.open(new_store, slots, rows, layers, runner.kv_dtype, self._target, needed)
+                store = self.cache.open(new_store, slots, rows, layers, runner.kv_dtype, self._target)
                 self._store, self._query_layers = store, self.drafter.query_layers(runner)
                 self.drafter.bind(runner, store)
                 self.schedule.open(runner, store, nodes, self._query_layers)

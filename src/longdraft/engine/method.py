@@ -11,9 +11,8 @@ from typing import Any
 
 from longdraft.engine.drafter import Drafter
 from longdraft.engine.schedule import Schedule
-from longdraft.errors import UnknownMethodError
 from longdraft.model.runner import TargetRunner
-from longdraft.options import Option, Options, by_official_name, declared, listed, option, options_of, suggestion
+from longdraft.options import Option, Options, checked, declared, method_in, option, options_of
 
 
 @dataclass(frozen=True)
@@ -119,14 +118,7 @@ class Method:
         Raises:
             ValueError: an option that the method does not have, or a value that the option does not take.
         """
-        known = self.options
-        found = by_official_name(options, known)
-        for name, value in found.items():
-            if name not in known:
-                advice = suggestion(name, known) or f"its options are {listed(known)}."
-                raise ValueError(f"Method {self.name} has no option {name}: {advice}")
-            known[name].check(value)
-        return found
+        return checked(f"Method {self.name}", options, self.options)
 
 
 # Drafters for methods without one of their own, in order of preference. The first whose weights are available is used.
@@ -149,11 +141,4 @@ def method_named(name: str) -> Method:
     Raises:
         UnknownMethodError: listing the names there are.
     """
-    try:
-        return METHODS[name]
-    except (KeyError, TypeError):
-        advice = suggestion(name, METHODS) if isinstance(name, str) else ""
-        raise UnknownMethodError(
-            f"There is no method {name!r}{f': {advice}' if advice else '.'} Methods: {', '.join(METHODS)}. "
-            "See `longdraft methods`."
-        ) from None
+    return method_in(METHODS, name)

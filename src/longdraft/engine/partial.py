@@ -83,13 +83,15 @@ class SpecPV(Schedule):
     Args:
         view: of :func:`partial_view`; its room is the margin.
         dtype: what the partial cache's keys and values are rounded to; None: they are kept as they are.
+        start: rows of text from which on a part of them is verified; None: those that the view's chunks hold.
     """
 
     exact = False
     rereads = False
 
-    def __init__(self, view: View, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, view: View, dtype: torch.dtype | None = None, start: int | None = None) -> None:
         self.view, self._dtype = view, dtype
+        self._start = view.budget if start is None else start
         self.views = (view,)
         self._trial: Trial | None = None  # with a planner
         self._refreshes = 0  # of any sequence, since the trial's last cycle ended
@@ -130,7 +132,7 @@ class SpecPV(Schedule):
         slot = sequence.slot
         pays = self._trial is None or self._trial.on
         if not self.partial.in_use(slot):
-            return "refresh" if pays and self.store.lengths[slot] > self.view.budget else "full"
+            return "refresh" if pays and self.store.lengths[slot] > self._start else "full"
         return "partial" if pays and self.partial.waiting(slot) <= self._margin(sequence) else "refresh"
 
     def _margin(self, sequence: Sequence) -> int:
@@ -237,7 +239,7 @@ class SpecPV(Schedule):
         slot = sequence.slot
         self.store.commit(slot, path)
         queries = self._queries.pop(slot, None)
-        if queries is None or self.store.lengths[slot] <= self.view.budget:
+        if queries is None or self.store.lengths[slot] <= self._start:
             return
         if self.view.reduction == "last":
             rows = path[-1:]  # the newest verified token

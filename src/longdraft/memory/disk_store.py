@@ -1,8 +1,6 @@
 """A KV store in a memory-mapped file, for contexts that exceed the memory of a machine without a GPU.
 
-The file holds one layer after another, so a layer is one run of pages. While attention reads a layer, the system reads
-the next one ahead, and the pages of the layer before are released. One layer is resident, and the page cache, which
-the system drops when it needs the memory.
+The system keeps as much of the file in memory as it has room for, and drops the rest.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ import torch
 
 from longdraft.errors import CheckpointError, MemoryBudgetError
 from longdraft.memory import sizes
-from longdraft.memory.features import KeptRows
 from longdraft.memory.store import KVShape, KVStore
 
 # File systems that keep files in memory.
@@ -37,10 +34,8 @@ class DiskStore(KVStore):
 
     Raises:
         CheckpointError: no file can be made in the folder.
-        MemoryBudgetError: the disk has no room for the file, or the memory none for two of its layers.
+        MemoryBudgetError: the disk has no room for the file.
     """
-
-    in_place = False
 
     def __init__(
         self,
@@ -51,59 +46,17 @@ class DiskStore(KVStore):
         transposed_keys: bool = False,
         feature_layers: tuple[int, ...] = (),
         feature_size: int = 0,
-        kept: KeptRows | None = None,
     ) -> None:
         self._folder = folder
-        self._in_use: tuple[int, int] | None = None  # the range of layers whose pages are in use
-        super().__init__(shape, slots, capacity, "cpu", transposed_keys, feature_layers, feature_size, kept=kept)
+        super().__init__(shape, slots, capacity, "cpu", transposed_keys, feature_layers, feature_size)
 
     def _allocate(self, transposed_keys: bool, beside: int) -> tuple[torch.Tensor, torch.Tensor]:
-        shape = self.shape
-        half = self.bytes_for(shape, self.slots, self.capacity) // shape.layers // 2
-        # Each layer begins on a page of its own, so that its pages can be released alone.
-        self._layer_bytes = -(-2 * half // mmap.PAGESIZE) * mmap.PAGESIZE
-        total = shape.layers * self._layer_bytes
-        resident = total if in_memory(self._folder) else min(2, shape.layers) * self._layer_bytes
-        sizes.require(resident + beside, self.device, f"{self._name}, offloaded to {self._folder},")
-        self._map = _mapped(self._folder, total, self._name)
-        rows = torch.frombuffer(self._map, dtype=shape.dtype).view(shape.layers, -1)
-        count, size = half // shape.dtype.itemsize, self._size[1:]
-        values = rows[:, count : 2 * count].unflatten(1, size)
-        if not transposed_keys:
-            return rows[:, :count].unflatten(1, size), values
-        return rows[:, :count].unflatten(1, (*size[:2], shape.head_dim, self.capacity)).transpose(-1, -2), values
-
-    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        index %= self.shape.layers
-        self._use(index, index + 1, ahead=True)
-        return super().layer(index)
-
-    def stored(self, slot: int, layers: slice, start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        first, last, _ = layers.indices(self.shape.layers)
-        # Nothing is read ahead: callers may want only a few rows of each layer.
-        self._use(first, last, ahead=False)
-        return super().stored(slot, layers, start)
-
-    @property
-    def portions(self) -> list[slice]:
-        return [slice(i, i + 1) for i in range(self.shape.layers)]
-
-    def _use(self, first: int, last: int, ahead: bool) -> None:
-        """Releases the pages of the layers in use so far, and reads the layer after these ahead."""
-        if self._in_use == (first, last):
-            return
-        if self._in_use is not None:
-            # The mapping is shared: rows that were written stay in the page cache, and then in the file.
-            self._advise("MADV_DONTNEED", *self._in_use)
-        if ahead and last - first < self.shape.layers:
-            following = last % self.shape.layers
-            self._advise("MADV_WILLNEED", following, following + 1)
-        self._in_use = (first, last)
-
-    def _advise(self, advice: str, first: int, last: int) -> None:
-        if hasattr(self._map, "madvise") and hasattr(mmap, advice):  # not on Windows
-            size = self._layer_bytes
-            self._map.madvise(getattr(mmap, advice), first * size, (last - first) * size)
+        total = self.bytes_for(self.shape, self.slots, self.capacity)
+        resident = beside + (total if in_memory(self._folder) else 0)
+        sizes.require(resident, self.device, f"{self._name}, offloaded to {self._folder},")
+        rows = torch.frombuffer(_mapped(self._folder, total, self._name), dtype=self.shape.dtype)
+        keys, values = rows.view(2, *self._size)
+        return keys.view(*self._size[:3], -1, self.capacity).transpose(-1, -2) if transposed_keys else keys, values
 
 
 def default_folder() -> Path:

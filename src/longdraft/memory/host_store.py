@@ -19,7 +19,6 @@ import torch
 
 from longdraft.attention.block import Block
 from longdraft.memory import sizes
-from longdraft.memory.features import KeptRows
 from longdraft.memory.store import KVShape, KVStore
 
 # Share of the device's free memory that layers may take if nobody says how many; the rest is for drafts and views,
@@ -121,10 +120,9 @@ class HostStore(KVStore):
         feature_size: int = 0,
         side: Side | None = None,
         resident: int | None = 0,
-        kept: KeptRows | None = None,
     ) -> None:
         self._wanted = resident
-        super().__init__(shape, slots, capacity, device, False, feature_layers, feature_size, kept=kept)
+        super().__init__(shape, slots, capacity, device, False, feature_layers, feature_size)
         self._side = side or (CudaSide(self.device) if self.device.type == "cuda" else Side())
         staged = self._host[0].shape[1:]
         self._stages = []

@@ -8,7 +8,6 @@ import torch
 
 from longdraft.errors import CapabilityError, CheckpointError, RequestError
 from longdraft.memory.disk_store import DiskStore, default_folder
-from longdraft.memory.features import KeptRows
 from longdraft.memory.host_store import HostStore
 from longdraft.memory.rooms import Rooms
 from longdraft.memory.store import KVShape, KVStore
@@ -61,15 +60,14 @@ def new_store(
     feature_layers: tuple[int, ...] = (),
     feature_size: int = 0,
     rooms: Rooms | None = None,
-    kept: KeptRows | None = None,
 ) -> KVStore:
     """Makes the kind of :class:`KVStore` that ``offload`` asks for; one on the device takes memory of ``rooms``."""
     if offload is None:
-        return KVStore(shape, slots, capacity, device, transposed_keys, feature_layers, feature_size, rooms, kept)
+        return KVStore(shape, slots, capacity, device, transposed_keys, feature_layers, feature_size, rooms)
     if isinstance(offload, str):
         resident = _resident(offload)
-        return HostStore(shape, slots, capacity, device, feature_layers, feature_size, resident=resident, kept=kept)
-    return DiskStore(offload, shape, slots, capacity, transposed_keys, feature_layers, feature_size, kept)
+        return HostStore(shape, slots, capacity, device, feature_layers, feature_size, resident=resident)
+    return DiskStore(offload, shape, slots, capacity, transposed_keys, feature_layers, feature_size)
 
 
 def _resident(option: str) -> int | None:

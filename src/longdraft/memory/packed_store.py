@@ -11,7 +11,6 @@ from typing import cast
 import torch
 
 from longdraft.memory import sizes
-from longdraft.memory.features import KeptRows
 from longdraft.memory.rooms import Rooms
 from longdraft.memory.store import KVShape, KVStore, turned_rows
 from longdraft.native.scaled import Scaled
@@ -40,11 +39,10 @@ class PackedStore(KVStore):
         feature_size: int = 0,
         device: torch.device | str = "cpu",
         rooms: Rooms | None = None,
-        kept: KeptRows | None = None,
     ) -> None:
         self._dtype = dtype
         turned = torch.device(device).type == "cpu"
-        super().__init__(shape, slots, capacity, device, turned, feature_layers, feature_size, rooms, kept)
+        super().__init__(shape, slots, capacity, device, turned, feature_layers, feature_size, rooms)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -68,15 +68,6 @@ class PrefixTree:
                 yield at + first, Rows(rows.keys[:, :, first:last], rows.values[:, :, first:last], features)
             at += shared
 
-    def features_from(self, text: array[int], end: int, kind: str = "") -> int:
-        """The first of a text's rows from which on all up to ``end`` have features."""
-        first = at = 0
-        for node, shared in self._path(text, kind):
-            at += shared
-            if node.rows is not None and node.rows.features is None and at - shared < end:
-                first = min(at, end)
-        return first
-
     def put(self, text: array[int], read: Callable[[int, int], Rows], kind: str = "") -> None:
         """Keeps a text, from its beginning as far as the limit allows.
 

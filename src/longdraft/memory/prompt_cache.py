@@ -10,9 +10,8 @@ from pathlib import Path
 
 import torch
 
-from longdraft.errors import RequestError
+from longdraft.errors import MemoryBudgetError, RequestError
 from longdraft.memory import sizes, snapshot
-from longdraft.memory.features import KeptRows
 from longdraft.memory.prefix_tree import PrefixTree
 from longdraft.memory.store import KVStore
 from longdraft.memory.token_ids import common_prefix, packed
@@ -67,7 +66,6 @@ class PromptCache:
         feature_layers: tuple[int, ...] = (),
         dtype: torch.dtype | None = None,
         target: str | None = None,
-        kept: KeptRows | None = None,
     ) -> KVStore:
         """The store for a run, with the rows that the cache holds.
 
@@ -80,8 +78,6 @@ class PromptCache:
             dtype: dtype that ``new_store`` keeps rows in, or None for any. A cache in another dtype is dropped.
             target: the fingerprint of the target, with its adapters. Rows of another target are dropped, and a snapshot
                 that is still to be read must be this target's. None if it is the same target as before.
-            kept: the rows of a text whose hidden states the run needs; None: all. If the cache's store keeps fewer,
-                it is replaced, and what is lacking is computed when a prompt needs it.
 
         Raises:
             MemoryBudgetError: a store of that size does not fit; the cache stays as it was.
@@ -94,8 +90,7 @@ class PromptCache:
         unusable = old is not None and (
             (bool(feature_layers) and old.feature_layers != feature_layers) or dtype not in (None, old.dtype)
         )
-        too_few = old is not None and old.features is not None and not old.features.keeps(kept)
-        if old is None or old.slots < slots or old.capacity < capacity or unusable or too_few:
+        if old is None or old.slots < slots or old.capacity < capacity or unusable:
             slots = max(slots, old.slots if old else 0)
             store = new_store(slots, max(capacity, len(found.tokens) if found else 0))
             if old is not None and (unusable or old.feature_layers != store.feature_layers):
@@ -112,9 +107,9 @@ class PromptCache:
             try:
                 self.tokens[0] = packed(snapshot.load(self.store, 0, target or self._fingerprint, self._pending))
                 self.kinds[0] = found.kind if found else ""
-            except snapshot.DamagedError as error:
+            except (snapshot.DamagedError, MemoryBudgetError) as error:
                 logger.warning("%s The prompt is read anew.", error)
-                self.damaged = True
+                self.damaged = isinstance(error, snapshot.DamagedError)
                 self.store.truncate(0, 0)
             self._pending = None
         self.opened += 1
@@ -166,16 +161,9 @@ class PromptCache:
         return max(kept, known)
 
     def _in_tree(self, text: array[int], kind: str) -> int:
-        """Leading tokens of a text whose rows the tree has; without the last ones where it lacks the hidden states that
-        a drafter reads of them."""
+        """Leading tokens of a text whose rows the tree has."""
         assert self.store is not None
-        if self.store.states:
-            return 0
-        known, features = self._tree.match(text, kind), self.store.features
-        if features is None:
-            return known
-        read = features.read_from(len(text))
-        return known if self._tree.features_from(text, known, kind) <= read else min(known, read)
+        return 0 if self.store.states else self._tree.match(text, kind)
 
     def _save_from(self, slot: int, held: int) -> None:
         """Keeps a slot's text in the tree, before its rows behind the first ``held`` are lost."""
@@ -190,12 +178,9 @@ class PromptCache:
             self._tree.put(text, partial(store.rows, slot), self.kinds[slot])
 
     def _shared(self, slot: int, text: array[int], piece: int, kind: str) -> int:
-        """Rows of a slot that a text can begin with: a multiple of ``piece`` that the slot's states can go back to.
-        The rows whose hidden states a drafter reads are left out where the slot has lost some of these."""
+        """Rows of a slot that a text can begin with: a multiple of ``piece`` that the slot's states can go back to."""
         assert self.store is not None
         rows = self._common(slot, text, kind)
-        if self.store.features is not None:
-            rows = self.store.features.reusable(slot, rows, len(text))
         while (found := self.store.restorable(slot, rows // piece * piece)) != rows:
             rows = found
         return rows
@@ -234,8 +219,7 @@ def _copy(old: KVStore, new: KVStore) -> None:
             for rows, old_rows in zip(new.stored(slot, layers), old.stored(slot, layers), strict=True):
                 rows[:, :, :n] = old_rows[:, :, :n]
         if new.features is not None and old.features is not None:
-            first = max(old.features.first(slot), n - new.features.size)
-            new.features.put(slot, first, old.features.read(slot, first, n))
+            new.features[slot, :n] = old.features[slot, :n]
         new.lengths[slot] = n
     for states, old_states in zip(new.states, old.states, strict=True):
         states.adopt(old_states)

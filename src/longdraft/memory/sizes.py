@@ -24,6 +24,8 @@ class Spare(Protocol):
         """Frees it, and returns whether there was any."""
 
 
+# Bytes of a thread's stack and what is beside it, as systems have it by default.
+_STACK = 9 << 20
 # They free their memory before a request is refused.
 spare: WeakSet[Spare] = WeakSet()
 
@@ -42,7 +44,8 @@ def available_bytes(device: torch.device) -> int | None:
 
 
 def _process_available() -> Iterator[int]:
-    """Bytes that the limits of this process leave (``ulimit -v`` and ``-d``)."""
+    """Bytes that the limits of this process leave (``ulimit -v`` and ``-d``) beside the stacks of torch's threads:
+    OpenMP, which starts them at their first work, ends a process that has no room for them."""
     try:
         import resource
     except ImportError:  # Windows
@@ -51,7 +54,9 @@ def _process_available() -> Iterator[int]:
     for limit, size in ((resource.RLIMIT_AS, used.vms), (resource.RLIMIT_DATA, getattr(used, "data", 0))):
         most = resource.getrlimit(limit)[0]
         if most != resource.RLIM_INFINITY:
-            yield max(0, most - size)
+            import torch
+
+            yield max(0, most - size - (torch.get_num_threads() - 1) * _STACK)
 
 
 def _cgroup_available(own: Path = Path("/proc/self/cgroup"), mounted: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from longdraft.errors import CheckpointError, LongdraftError, memory_checked, reason_of
+from longdraft.errors import CheckpointError, LongdraftError, MemoryBudgetError, memory_checked, reason_of
 from longdraft.memory import sizes
 from longdraft.memory.store import KVStore
 
@@ -94,9 +94,8 @@ def save(
     if start:
         meta |= {"start": str(start), "parent": parent}
     if store.features is not None:
-        first = max(start, store.features.first(slot))
-        tensors["features"] = store.features.read(slot, first, n).contiguous()
-        meta |= {"feature_layers": ",".join(map(str, store.feature_layers)), _FIRST: str(first)}
+        tensors["features"] = store.features[slot, start:n].contiguous()
+        meta |= {"feature_layers": ",".join(map(str, store.feature_layers)), _FIRST: str(start)}
     for number, states in enumerate(store.states):
         tensors |= {f"{_STATES}{number}.{name}": tensor for name, tensor in states.save(slot).items()}
     tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
@@ -156,8 +155,8 @@ def load(store: KVStore, slot: int, fingerprint: str, path: Path | str, most: in
             if end > store.capacity:
                 raise CheckpointError(f"{place} holds {end} tokens, the slot has room for {store.capacity}.")
             end = _restored(store, slot, file, found, end)
-        if store.features is not None and found.feature_layers != store.feature_layers:
-            return []
+        if store.features is not None and (found.feature_layers != store.feature_layers or found.first > found.start):
+            return []  # hidden states of other layers, or not of all rows
         files.append((place, found, end))
         last = found
     for place, found, end in reversed(files):
@@ -173,11 +172,9 @@ def load(store: KVStore, slot: int, fingerprint: str, path: Path | str, most: in
 def _read_rows(store: KVStore, slot: int, file: Any, head: Head, end: int) -> None:
     """Reads a file's rows, as far as row ``end``. Its whole tensors are checked."""
     start, own = head.start, max(0, end - head.start)
-    if store.features is not None and (own or not start):
-        begin = min(end, max(head.first, end - store.features.size))
-        rows = _tensor(file, "features", head.checksums)[max(0, begin - head.first) : max(0, end - head.first)]
-        goes_on = 0 < start == head.first  # behind those that the other file has
-        (store.features.write if goes_on else store.features.put)(slot, begin, rows.to(store.device))
+    if store.features is not None and own:
+        rows = _tensor(file, "features", head.checksums)[:own]
+        store.features[slot, start:end] = rows.to(store.device)
     sums = {"keys": 0, "values": 0}
     for layers in store.portions if own else ():
         for name, kept in zip(sums, store.stored(slot, layers, start), strict=True):
@@ -234,7 +231,7 @@ def known(path: Path | str) -> Head | None:
     """A snapshot's :class:`Head`; None if the file cannot be read as one."""
     try:
         return head(path)
-    except OSError:
+    except (OSError, MemoryBudgetError):
         return None
 
 

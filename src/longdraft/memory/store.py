@@ -2,7 +2,7 @@
 
 Rows ``[0, length)`` of a slot are committed. A forward writes its block behind them, in scratch space, and
 :meth:`KVStore.commit` keeps the accepted path of it and moves it into place. A store may also keep the hidden states
-of some layers (:mod:`longdraft.memory.features`), one row a token, for drafters of the EAGLE kind.
+of some layers (features), one row a token, for drafters of the EAGLE kind.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import torch
 from longdraft.attention.block import Block
 from longdraft.attention.transfer import on_device
 from longdraft.memory import sizes
-from longdraft.memory.features import Features, KeptRows
 from longdraft.memory.rooms import Room, Rooms
 from longdraft.memory.states import LayerStates
 
@@ -78,12 +77,11 @@ class KVStore:
         transposed_keys: keep the keys of a head as a (head_dim, capacity) matrix in memory; only the strides differ.
             A CPU multiplies a few query rows with it much faster (docs/benchmarks.md).
         rooms: memory to take, with as many slots and rows or more; None allocates memory of the store's own.
-        kept: the rows of a text whose hidden states are kept; None: all.
 
     Attributes:
         room: the memory that was taken; None for the store's own.
         keys, values: (layers, slots, kv_heads, capacity, head_dim).
-        features: rows of (layers kept x feature_size) numbers, the layers side by side; None if none are kept.
+        features: (slots, capacity, layers kept x feature_size), the layers side by side; None if none are kept.
         lengths: committed rows of each slot.
         unverified: rows behind the committed ones that a partial verification wrote. Only drafters read them, and a
             full forward overwrites them.
@@ -106,7 +104,6 @@ class KVStore:
         feature_layers: tuple[int, ...] = (),
         feature_size: int = 0,
         rooms: Rooms | None = None,
-        kept: KeptRows | None = None,
     ) -> None:
         self.shape = shape
         self.slots = slots
@@ -114,29 +111,25 @@ class KVStore:
         self.device = torch.device(device)
         self.feature_layers = feature_layers
         width = len(feature_layers) * feature_size
-        make = partial(self._made, transposed_keys=transposed_keys, width=width, kept=kept)
+        make = partial(self._made, transposed_keys=transposed_keys, width=width)
         self.room: Room | None = None
         if rooms is None:
             tensors = make(slots, capacity)
         else:
-            kind = "store", shape, self.dtype, self.device, transposed_keys, feature_layers, width, kept
+            kind = "store", shape, self.dtype, self.device, transposed_keys, feature_layers, width
             self.room = rooms.take(self, kind, slots, capacity, make)
             self.slots, self.capacity, tensors = self.room.slots, self.room.capacity, self.room.tensors
         self.keys, self.values = tensors[:2]
-        self.features: Features | None = None
-        if feature_layers:
-            self.features = Features(tensors[2], None if kept is None or kept.size >= self.capacity else kept.back)
+        self.features: torch.Tensor | None = tensors[2] if feature_layers else None
         self.lengths = [0] * self.slots
         self.unverified = [0] * self.slots
         self.states: tuple[LayerStates, ...] = ()
         self._own_states: tuple[LayerStates, ...] = ()
 
-    def _made(
-        self, slots: int, capacity: int, transposed_keys: bool, width: int, kept: KeptRows | None
-    ) -> tuple[torch.Tensor, ...]:
+    def _made(self, slots: int, capacity: int, transposed_keys: bool, width: int) -> tuple[torch.Tensor, ...]:
         """Keys, values, and features of ``width`` numbers if any are kept."""
         self.slots, self.capacity = slots, capacity
-        size = slots, capacity if kept is None else min(capacity, kept.size), width
+        size = slots, capacity, width
         made = self._allocate(transposed_keys, prod(size) * self.shape.dtype.itemsize)
         return (*made, torch.empty(size, dtype=self.shape.dtype, device=self.device)) if width else made
 
@@ -290,19 +283,18 @@ class KVStore:
         rows = torch.cat([hidden[layer] for layer in self.feature_layers], dim=-1)
         for b, (slot, n) in enumerate(zip(block.slots, block.lengths, strict=True)):
             # A prompt's piece may have them for its last row alone, where later layers compute no other.
-            self.features.write(slot, n + block.width - rows.shape[1], rows[b])
+            end = n + block.width
+            self.features[slot, end - rows.shape[1] : end] = rows[b]
 
     def rows(self, slot: int, start: int, end: int) -> Rows:
-        """Copies committed rows ``[start, end)`` of a slot to the host's memory; features only if all are there."""
+        """Copies committed rows ``[start, end)`` of a slot to the host's memory."""
         dtype = self.dtype if self.dtype.is_floating_point else self.shape.dtype
         size = (self.shape.layers, self.shape.kv_heads, end - start, self.shape.head_dim)
         keys, values = torch.empty(size, dtype=dtype, device="cpu"), torch.empty(size, dtype=dtype, device="cpu")
         for layers in self.portions:
             for out, own in zip((keys, values), self.stored(slot, layers, end), strict=True):
                 out[layers] = own[:, :, start:end].to(dtype)
-        features = None
-        if self.features is not None and self.features.first(slot) <= start:
-            features = self.features.read(slot, start, end).to("cpu", copy=True)
+        features = None if self.features is None else self.features[slot, start:end].to("cpu", copy=True)
         return Rows(keys, values, features)
 
     def put_rows(
@@ -325,20 +317,12 @@ class KVStore:
             own_keys[:, :, start:end] = keys[layers]
             own_values[:, :, start:end] = values[layers]
         if features is not None and self.features is not None:
-            self.features.write(slot, start, features)
+            self.features[slot, start:end] = features
 
     def put_pieces(self, slot: int, pieces: Iterable[tuple[int, Rows]]) -> None:
         """Writes rows behind a slot's committed ones, in pieces that follow one another, each with its first place."""
-        gap = False  # the last rows have no features
         for at, rows in pieces:
-            self.put_rows(slot, at, rows.keys, rows.values, None if gap else rows.features)
-            if self.features is not None:
-                none = self.features.states[slot, :0]
-                if rows.features is None:
-                    self.features.put(slot, at + rows.keys.shape[2], none)
-                elif gap:
-                    self.features.put(slot, at, rows.features)
-                gap = rows.features is None
+            self.put_rows(slot, at, rows.keys, rows.values, rows.features)
 
     def copy_rows(self, source: int, slot: int, start: int, end: int) -> None:
         """Copies committed rows ``[start, end)`` of the slot ``source`` to the same place in ``slot``, and commits.
@@ -350,7 +334,7 @@ class KVStore:
             own_keys, own_values = self.stored(slot, layers, start)
             own_keys[:, :, start:end], own_values[:, :, start:end] = keys, values
         if self.features is not None:
-            self.features.copy(source, slot, start, end)
+            self.features[slot, start:end] = self.features[source, start:end].clone()
         for states in self._own_states:
             states.copy(source, slot, end)
         self.lengths[slot] = end
@@ -389,7 +373,7 @@ class KVStore:
                 for rows in self.stored(slot, layers, n + still):
                     rows[:, :, n + still : n + len(path)] = rows.index_select(2, source.to(rows.device))
             if self.features is not None:
-                self.features.move(slot, source, n + still)
+                self.features[slot, n + still : n + len(path)] = self.features[slot].index_select(0, source)
         for states in self._own_states:
             states.commit(slot, n, path)
         self.lengths[slot] = n + len(path)
@@ -405,8 +389,6 @@ class KVStore:
             raise ValueError(f"cannot truncate slot {slot} of length {self.lengths[slot]} to {length}")
         for states in self._own_states:
             states.truncate(slot, length)
-        if self.features is not None:
-            self.features.truncate(slot, length)
         self.lengths[slot] = length
         self.unverified[slot] = 0
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import pickle
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,7 +18,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import transformers
-from safetensors import SafetensorError, safe_open
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -33,7 +31,8 @@ from transformers.distributed import DistributedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from longdraft.errors import CapabilityError, CheckpointError
-from longdraft.files import CONFIGURATION, TEXT, check_numbers, naming, read_json, regular
+from longdraft.files import TEXT, check_numbers, naming, opened, read_index, read_json, regular
+from longdraft.model.ends import ends_of, stated_ends
 from longdraft.model.quantised import stays_quantised
 
 Progress = Callable[[str], None]
@@ -41,11 +40,9 @@ DType: TypeAlias = str | torch.dtype
 _REMEDY = "Fetch the folder again, or save it again with `save_pretrained`."
 # Log levels and bars are process-wide: two loads that save and restore them must not overlap.
 _SWITCHES = threading.RLock()
-# Files of a folder whose size is bounded before they are read, by name and by the end of the name.
-_MOST = dict.fromkeys(("config.json", "generation_config.json", "tokenizer_config.json"), CONFIGURATION)
+# Files of a folder that are checked before transformers reads them, and ends of the names of others of a bounded size.
+_CONFIGURATIONS = ("config.json", "generation_config.json", "tokenizer_config.json")
 _TEXTS = (".json", ".txt", ".jinja", ".model")
-# Tensors that pickled weights, which are not looked into beforehand, are believed to have.
-_PICKLED = 1 << 12
 
 
 class LoadedModel(NamedTuple):
@@ -105,6 +102,8 @@ def read_checkpoint(
             stretch_rope(config.get_text_config(), rope_factor)
         if with_tokenizer:
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, **source)
+            ends_of(tokenizer)  # a damaged one may be read, and fail when it is used
+            tokenizer.decode(tokenizer("a b").input_ids)
         model, info = _kind_of(config).from_pretrained(
             name,
             config=config,
@@ -118,6 +117,7 @@ def read_checkpoint(
             **({"distributed_config": DistributedConfig(tp_plan="auto")} if shared else {}),
             **source,
         )
+        stated_ends(model.generation_config)
     # transformers fills missing weights with random numbers; tied weights are not in its list.
     gaps = [f"{key} (not there)" for key in sorted(info["missing_keys"])]
     gaps += [f"{key} ({tuple(has)}, not {tuple(need)})" for key, has, need in sorted(info["mismatched_keys"])]
@@ -138,11 +138,7 @@ def _kind_of(config: Any) -> Any:
 def reading(file: Path | str, failure: str, remedy: str = "") -> Iterator[None]:
     """Turns any error that a bad file sets off in another library into an error that names it: see :func:`naming`."""
     with naming(file, failure, remedy), torch.device("cpu"):  # whatever the user's default device is
-        try:
-            yield
-        except pickle.UnpicklingError as error:  # whose own text advises to unpickle the file anyway
-            reason = "its .bin file is damaged or holds more than weights, and only weights are unpickled"
-            raise CheckpointError(f"{failure}: {reason}. {remedy}".rstrip()) from error
+        yield
 
 
 def check_folder(folder: Path) -> bool:
@@ -160,51 +156,42 @@ def check_folder(folder: Path) -> bool:
         hint = f"Give the file itself: {ggufs[0]}" if ggufs else "Give a folder that `save_pretrained` wrote."
         raise CheckpointError(f"{folder} has no config.json: it is not a Hugging Face model folder. {hint}")
     for file in (*folder.iterdir(), *folder.glob("additional_chat_templates/*")):
-        regular(file, _MOST.get(file.name, TEXT if file.suffix in _TEXTS else None))
-    config = read_json(folder / "config.json")
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{folder / 'config.json'} holds no JSON object: fetch it again.")
+        regular(file, TEXT if file.suffix in _TEXTS else None)
+    read = {name: read_json(folder / name) for name in _CONFIGURATIONS if (folder / name).is_file()}
+    for name, values in read.items():
+        check_numbers(values, folder / name)
+    config = read["config.json"]
     if "longdraft_format" in config:
         raise CheckpointError(f"{folder} holds a draft, which drafts for a model: give it as the draft (draft=).")
     index = folder / SAFE_WEIGHTS_INDEX_NAME
     if (folder / SAFE_WEIGHTS_NAME).is_file():
-        shards = [SAFE_WEIGHTS_NAME]
+        shards = [folder / SAFE_WEIGHTS_NAME]
     elif index.is_file():
-        try:
-            shards = sorted({str(folder / name) for name in read_json(index, TEXT)["weight_map"].values()})
-        except (KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{index} is not a weight index: fetch it again.") from error
-    elif any((folder / name).is_file() for name in (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
-        check_numbers(config, folder / "config.json", _PICKLED, 1 << 24)
+        shards = sorted(set(read_index(index).values()))
+    elif (folder / WEIGHTS_NAME).is_file():
+        return False
+    elif (index := folder / WEIGHTS_INDEX_NAME).is_file():
+        read_index(index)
         return False
     else:
         raise CheckpointError(f"{folder} has no weights: {SAFE_WEIGHTS_NAME} is missing. Fetch it again.")
-    tensors, largest = 0, 0
+    largest = 0
     for shard in shards:
-        try:
-            # Opening compares the header with the file's length, so it notices truncation.
-            with safe_open(regular(folder / shard), framework="pt") as opened:
-                sizes = [opened.get_slice(name).get_shape() for name in opened.keys()]  # noqa: SIM118
-                tensors, largest = tensors + len(sizes), max([largest, *(size for each in sizes for size in each)])
-        except FileNotFoundError as error:
-            raise CheckpointError(f"{folder / shard} is missing: fetch that file again.") from error
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(
-                f"{folder / shard} is truncated or corrupt ({error}): fetch that file again."
-            ) from error
-    check_numbers(config, folder / "config.json", tensors, largest)
+        # Opening compares the header with the file's length, so it notices truncation.
+        with opened(shard, "It is truncated or corrupt: fetch that file again.") as file:
+            sizes = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118
+            largest = max([largest, *(size for each in sizes for size in each)])
+    check_numbers(config, folder / "config.json", largest)
     return True
 
 
 def check_gguf(file: Path) -> None:
     """Raises CheckpointError if ``file`` cannot be opened or does not begin as a GGUF file does."""
-    try:
-        with regular(file).open("rb") as start:
-            magic = start.read(4)
-    except OSError as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"{file} cannot be opened: {error.strerror}. Check its permissions.") from error
+    with (
+        naming(file, f"{file} cannot be opened", "Check the path and its permissions."),
+        regular(file).open("rb") as start,
+    ):
+        magic = start.read(4)
     if magic != b"GGUF":
         raise CheckpointError(
             f"{file} is not a GGUF file (it begins with {magic!r}). Give a .gguf file, or the model's folder."

@@ -10,7 +10,6 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import cached_file
 
-from longdraft.errors import CheckpointError
 from longdraft.folders import is_gguf
 from longdraft.model import hosting, stored
 from longdraft.model.checkpoints import check_folder, check_gguf, load_weights, quiet, reading
@@ -43,8 +42,6 @@ def describe(name: str) -> Described:
     """
     path = Path(name)
     if gguf := is_gguf(path):
-        if not path.exists():
-            raise CheckpointError(f"There is no file {name!r}: check the path.")
         check_gguf(path)
         needs("gguf", path)
     kind = "file" if gguf else "folder or hub id"

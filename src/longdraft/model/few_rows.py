@@ -1,19 +1,17 @@
 """Linear layers for the few rows of a verification, on a CPU in float32.
 
-torch's plain product reads a matrix badly for a few rows. Our own kernel reads it once, where it is stored. Where that
-cannot be compiled, oneDNN's packed product (packing.py) does nearly as well, with a second copy of the weights.
+torch's plain product reads a matrix badly for a few rows. Our own kernel reads it once, where it is stored.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from functools import cache, cached_property
+from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from longdraft.model.packing import PackedLinear, packable, pays, room_for
 from longdraft.native import Kernels, Stored, kernels
 from longdraft.native.rounded import Rounded
 from longdraft.native.structures import Weights
@@ -43,11 +41,7 @@ class FewRowsLinear:
 
     def __init__(self, weight: torch.Tensor | Stored | Rounded, bias: torch.Tensor | None = None) -> None:
         self.weight, self.bias = weight, bias
-        if not isinstance(weight, torch.Tensor):
-            self._kernels, self._packed = kernels(), None
-            return
-        self._kernels = kernels() if _plain(weight) else None
-        self._packed = PackedLinear(weight, bias) if self._kernels is None and packable(weight) else None
+        self._kernels = kernels() if not isinstance(weight, torch.Tensor) or _plain(weight) else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x (..., in) -> (..., out)."""
@@ -55,8 +49,6 @@ class FewRowsLinear:
         if self._kernels is not None and (rows <= MOST or not isinstance(self.weight, torch.Tensor)):
             return self._kernels.linear(x, [(self.weight, self.bias)])[0]
         assert isinstance(self.weight, torch.Tensor)
-        if self._packed is not None and pays(rows):
-            return self._packed(x)
         return F.linear(x, self.weight, self.bias)
 
 
@@ -78,20 +70,12 @@ class FewRowsModule:
         plain_forward = [m for m in module.modules() if m not in left_out and "forward" not in vars(m)]
         layers = [m for m in plain_forward if weights_of(m) is not None]
         own = kernels() if layers else None
-        self._groups: list[_Group] = []
-        self._packed: dict[nn.Module, PackedLinear] = {}
-        if own is not None:
-            self._groups = [_Group(self, own, members) for members in _together(module, layers)]
-        else:
-            plain = [x for x in layers if type(x) is nn.Linear and packable(x.weight)]
-            self._packed = {x: PackedLinear(x.weight, x.bias) for x in plain}
-            for layer in self._packed:
-                vars(layer)["forward"] = self._by_packed(layer)
+        self._groups = [] if own is None else [_Group(self, own, members) for members in _together(module, layers)]
 
     @property
     def layers(self) -> list[nn.Module]:
         """The layers that take part."""
-        return [layer for group in self._groups for layer in group.layers] or list(self._packed)
+        return [layer for group in self._groups for layer in group.layers]
 
     def serves(self, x: torch.Tensor, dtype: torch.dtype) -> bool:
         """True if our kernel multiplies the rows x (..., in) with layers that compute in ``dtype``."""
@@ -106,20 +90,6 @@ class FewRowsModule:
         """Drops products that an interrupted forward has left."""
         for group in self._groups:
             group.forget()
-
-    def _by_packed(self, layer: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-        packed, original = self._packed[layer], layer.forward
-
-        def forward(x: torch.Tensor) -> torch.Tensor:
-            if pays(x.numel() // x.shape[-1]) and x.dtype == torch.float32 and self._has_room:
-                return packed(x)
-            return original(x)
-
-        return forward
-
-    @cached_property
-    def _has_room(self) -> bool:
-        return room_for(self._packed)
 
 
 class _Group:

@@ -97,7 +97,7 @@ class File:
     def _check(self) -> None:
         """Checks the file's numbers against its tensors, before anything is built of them."""
         fields = {name: self._value(name) for name in self._reader.fields if name.startswith(f"{self.architecture}.")}
-        check_numbers(fields, self.path, len(self._tensors), max(int(t.shape.max()) for t in self._tensors))
+        check_numbers(fields, self.path, max(int(t.shape.max()) for t in self._tensors))
         layers = {found[1] for t in self._tensors if (found := _OF_LAYER.match(t.name))}
         if layers and layers != {str(i) for i in range(int(fields[f"{self.architecture}.block_count"]))}:
             raise CheckpointError(
@@ -402,16 +402,17 @@ def read_gguf(
         stored.use_int8(loaded.model)
     if arithmetic == "int8" and stored.arithmetic_of(loaded.model) != "int8":
         raise no_int8(path, why or _why_no_int8(dtype, weights))
-    # Some versions of transformers give the tokenizer BOS for EOS, and let it remove the space before a comma.
-    for role in ("bos_token", "eos_token", "pad_token"):
-        token_id = getattr(loaded.model.config, f"{role}_id")
-        if isinstance(token_id, int):
-            setattr(loaded.tokenizer, role, loaded.tokenizer.convert_ids_to_tokens(token_id))
-    loaded.tokenizer.clean_up_tokenization_spaces = False
-    loaded.tokenizer.name_or_path = str(path)
-    settings = loaded.model.generation_config
-    ends = dict.fromkeys([*stated_ends(settings), *file.ends, *sorted(ends_of(loaded.tokenizer))])
-    settings.eos_token_id = list(ends) or None
+    with reading(path, failure, _REMEDY):
+        # Some versions of transformers give the tokenizer BOS for EOS, and let it remove the space before a comma.
+        for role in ("bos_token", "eos_token", "pad_token"):
+            token_id = getattr(loaded.model.config, f"{role}_id")
+            if isinstance(token_id, int):
+                setattr(loaded.tokenizer, role, loaded.tokenizer.convert_ids_to_tokens(token_id))
+        loaded.tokenizer.clean_up_tokenization_spaces = False
+        loaded.tokenizer.name_or_path = str(path)
+        settings = loaded.model.generation_config
+        ends = dict.fromkeys([*stated_ends(settings), *file.ends, *sorted(ends_of(loaded.tokenizer))])
+        settings.eos_token_id = list(ends) or None
     return loaded
 
 

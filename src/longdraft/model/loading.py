@@ -12,6 +12,7 @@ import torch
 
 from longdraft import native
 from longdraft.errors import CapabilityError, CheckpointError, ContextError, memory_checked
+from longdraft.memory import sizes
 from longdraft.model import side_by_side, stored
 from longdraft.model.checkpoints import DType, LoadedModel, Progress, check_folder, check_gguf, read_checkpoint
 from longdraft.model.collector import paused
@@ -61,8 +62,9 @@ def load(
     number = isinstance(rope_factor, int | float) and math.isfinite(rope_factor)
     if rope_factor is not None and not (number and rope_factor > 1):
         raise ContextError(f"rope_factor is {rope_factor}: give a finite number above 1, or leave it out.")
+    sizes.require(32 << 20, torch.device("cpu"), "A model")
     place = _device(device)
-    wanted = _dtype(dtype, place)
+    wanted = dtype_on(dtype, place)
     say = progress or (lambda message: None)
     if place.type == "cpu" and wanted == torch.float32:
         native.kernels(progress)  # compiled now, where progress can announce it
@@ -97,7 +99,7 @@ def load_shared(
             "Processes share a model of a folder or a Hugging Face id: give one, or start one process."
         )
     place = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    read = _Reader(_dtype(dtype, place), None, "float32", None, progress or (lambda message: None), shared=True)
+    read = _Reader(dtype_on(dtype, place), None, "float32", None, progress or (lambda message: None), shared=True)
     with paused():
         loaded = read.named(name)
     return LoadedModel(loaded.model.eval().requires_grad_(False), loaded.tokenizer)
@@ -173,7 +175,7 @@ def _device(device: str | torch.device | None) -> torch.device:
     return place
 
 
-def _dtype(dtype: DType, device: torch.device) -> DType:
+def dtype_on(dtype: DType, device: torch.device) -> DType:
     """The ``dtype`` argument for transformers."""
     if dtype == "auto":
         return torch.float32 if device.type == "cpu" else "auto"

@@ -19,9 +19,8 @@ from transformers import AttentionInterface, PreTrainedModel
 from longdraft.errors import UnsupportedModelError
 from longdraft.model import hosting
 from longdraft.model.few_rows import in_halves
-from longdraft.model.sharded import whole
 from longdraft.model.small_models import Attend
-from longdraft.model.stored import StoredLinear, StoredWeights, unpacked
+from longdraft.model.stored import StoredLinear, unpacked
 from longdraft.native import Stored, kernels
 
 OWN = "longdraft_own_layer"
@@ -84,17 +83,6 @@ def layer_like(model: PreTrainedModel, sparse: bool) -> nn.Module:
     if not all(hasattr(layer, name) for name in ("self_attn", "input_layernorm", "mlp")):
         raise UnsupportedModelError(f"{kind.__name__} has no attention, norm and MLP as longdraft knows them.")
     return layer
-
-
-def last_layer(model: PreTrainedModel) -> dict[str, torch.Tensor | Stored]:
-    """The weights of a model's last decoder layer by name, as they are stored; copies if processes share them."""
-    found: dict[str, torch.Tensor | Stored] = {}
-    for path, module in hosting.decoder_layers(model)[-1].named_modules():
-        if isinstance(module, StoredWeights):
-            found[f"{path}.weight"] = module.matrix
-        own = {**module._parameters, **({} if isinstance(module, StoredWeights) else module._buffers)}
-        found |= {f"{path}.{name}": whole(t) for name, t in own.items() if t is not None}
-    return found
 
 
 def norm_like(layer: nn.Module, size: int, eps: float) -> nn.Module:

@@ -13,8 +13,9 @@ from transformers import PreTrainedModel
 from longdraft.attention import dispatch, fixed_order, prefix, scaled
 from longdraft.attention.block import Block
 from longdraft.errors import CapabilityError, UnsupportedModelError
+from longdraft.files import named
 from longdraft.memory import offload as offloading
-from longdraft.memory.features import KeptRows
+from longdraft.memory import sizes
 from longdraft.memory.offload import Offload
 from longdraft.memory.packed_store import PackedStore
 from longdraft.memory.rooms import Rooms
@@ -42,7 +43,7 @@ class TargetRunner:
         deterministic: plain steps and verifications agree to the bit on a GPU too (:mod:`.deterministic`).
 
     Attributes:
-        attention_path: name of the attention path on this machine.
+        attention_path: name of the attention path on this machine. attend: its function, which may be replaced.
         graphs: recorded forwards of the target and of the drafts that read it.
         share: this process's share of the target if several processes share it; None for all of it.
         depth: number of decoder layers.
@@ -67,24 +68,26 @@ class TargetRunner:
         kv_dtype: torch.dtype | None = None,
         deterministic: bool = False,
     ) -> None:
-        support.check_supported(model)
-        support.check_functions(model)
-        support.check_autocast(model.device)
-        offloading.check(offload, model.device)
         self.offload = offload
         self.model = model
         self.share = share_of(model)
-        self._host = host(model)
-        shape = hosting.kv_shape(model)
+        with named(getattr(model, "name_or_path", "")):
+            sizes.require(32 << 20, torch.device("cpu"), "A model")
+            support.check_supported(model)
+            support.check_functions(model)
+            support.check_autocast(model.device)
+            offloading.check(offload, model.device)
+            self._host = host(model)
+            shape = hosting.kv_shape(model)
+            self.depth = len(hosting.decoder_layers(model))
         self.kv_shape = shape if self.share is None else self.share.of_heads(shape)
         self.context_length = hosting.context_length(model)
-        self.depth = len(hosting.decoder_layers(model))
         self.device: torch.device = model.device
         self.clock: Clock | None = None
-        self.attention_path, self._attend = dispatch.resolve(self.device, self.kv_shape.dtype, self.kv_shape.head_dim)
+        self.attention_path, self.attend = dispatch.resolve(self.device, self.kv_shape.dtype, self.kv_shape.head_dim)
         attend = prefix.PATHS[self.attention_path]
         if self.device.type == "cuda":
-            self._attend, attend = scaled.or_scaled(self._attend), scaled.prefix_or_scaled(attend)
+            self.attend, attend = scaled.or_scaled(self.attend), scaled.prefix_or_scaled(attend)
         self.prefix_attend: prefix.PrefixAttend = attend if self.share is None else self.share.attending(attend)
         self.arithmetic = stored.arithmetic_of(model)
         # Int8 arithmetic keeps keys and values in 16 bits.
@@ -228,7 +231,6 @@ class TargetRunner:
         resident: bool = False,
         dtype: torch.dtype | None = None,
         states: bool = True,
-        kept: KeptRows | None = None,
     ) -> KVStore:
         """An empty KV store of this target's shape, in the layout of its attention path.
 
@@ -237,7 +239,6 @@ class TargetRunner:
             resident: keep the store on the device even if others are offloaded, for a small one that is read often.
             dtype: dtype of keys and values in a resident store; None takes :attr:`kv_dtype`.
             states: make states of layers that keep no rows of the whole text; a store that shares another's needs none.
-            kept: the rows of a text whose hidden states are kept; None: all.
 
         Raises:
             CapabilityError: no attention path here reads keys and values of that dtype.
@@ -258,7 +259,7 @@ class TargetRunner:
             rooms = self._resident if resident and self.rooms is not None else self.rooms
             store: KVStore
             if dtype != self.kv_shape.dtype:
-                more = self.device, rooms, kept
+                more = self.device, rooms
                 store = PackedStore(self.kv_shape, slots, rows, dtype, feature_layers, size, *more)
                 if self.device.type == "cuda":
                     dispatch.say_scaled(self.attention_path)
@@ -266,7 +267,7 @@ class TargetRunner:
             else:
                 place = None if resident else self.offload
                 store = offloading.new_store(
-                    *(place, self.kv_shape, slots, rows, self.device, transposed, feature_layers, size, rooms, kept)
+                    *(place, self.kv_shape, slots, rows, self.device, transposed, feature_layers, size, rooms)
                 )
             if states and (self.twin.layout.windows or self.recurrent):
                 of_windows = dtype if dtype.is_floating_point else self.kv_shape.dtype
@@ -340,6 +341,8 @@ class TargetRunner:
         self, store: KVStore, block: Block, kept: Taps, now: bool = False, fixed: bool = False
     ) -> Computed | None:
         """A recorded forward over a block, recorded now if need be; None if there is none."""
+        if self.clock is not None:
+            return None
 
         def compute(store: KVStore, block: Block) -> Computed:
             return self._compute(store, block, "all", kept, fixed)
@@ -384,7 +387,7 @@ class TargetRunner:
         fixed: bool = False,
     ) -> Computed:
         """Logits in the model's dtype, hidden states and queries of a block."""
-        attend = fixed_order.attend if fixed else self._attend
+        attend = fixed_order.attend if fixed else self.attend
         hosted = hosting.Hosted(
             store,
             replace(block),  # a copy: a recording must contain what attention derives from the block

@@ -145,9 +145,9 @@ class Share:
             )
 
     @staticmethod
-    def check_plan(plan: str | None) -> None:
+    def check_plan(plan: object) -> None:
         """Raises CapabilityError for a run with a planner, which a sharded model never has."""
-        if plan == "auto":
+        if plan not in (None, "fixed"):
             raise CapabilityError(
                 "Rounds are planned by a clock, and each process of a sharded model has another: leave plan out, or "
                 'give plan="fixed".'
@@ -180,7 +180,7 @@ class Share:
 
 
 def is_spread(model: PreTrainedModel) -> bool:
-    """True if the weights of its layers are spread over processes by FSDP2: :mod:`.layer_shards`."""
+    """True if the weights of its layers are spread over processes by FSDP2."""
     return any(hasattr(module, "unshard") for module in model.modules())
 
 

@@ -24,7 +24,6 @@ from longdraft.model import (
     hosting,
     long_rope,
     own_code,
-    packing,
     positions,
     quantised,
     recurrent,
@@ -152,8 +151,8 @@ class HostedModel:
                 self._signature = now
 
     def _current(self) -> list[Any]:
-        # The environment can switch kernels and packing off.
-        return [kernels(), packing.available(), fusing.available(), *signature(self._model)]
+        # The environment can switch kernels off.
+        return [kernels(), fusing.available(), *signature(self._model)]
 
 
 # Weak references: runners keep what they use, and a user's hook in a twin may refer to the model.

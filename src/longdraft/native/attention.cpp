@@ -163,26 +163,3 @@ Code longdraft_attend_chunk(const float *q, const KeysValues *kv, int64_t slot, 
   });
   return DONE;
 } CATCH_NO_MEMORY
-
-Code longdraft_attend_on(const float *q, const KeysValues *kv, const int64_t *slots, const int64_t *ends, int64_t count,
-                         int64_t heads, int64_t group, int64_t d, float scale, float *out, const float *high,
-                         const float *total, int threads) try {
-  share_out(threads, count * heads, [&](int64_t item) {
-    static thread_local Scratch own;
-    const int64_t row = item / heads, head = item % heads, first = item * group, size = partial_size(group, d);
-    float *s = own.of(BLOCK * (group + d) + Scratch::whole_lines(group * d) + size);
-    float *turned = s + BLOCK * group, *scaled = turned + BLOCK * d, *place = scaled + Scratch::whole_lines(group * d);
-    const Partial part = empty_partial(place, group, d);
-    for (int64_t i = 0; i < group * d; i++) scaled[i] = q[first * d + i] * scale;
-    std::copy_n(out + first * d, group * d, part.out);
-    std::copy_n(high + first, group, part.high);
-    std::copy_n(total + first, group, part.total);
-    const Text text = text_of(*kv, slots[row], head);
-    for (int64_t a = 0; a < ends[row]; a += BLOCK) {
-      attend_block({scaled, group, d, part}, text, a, std::min(BLOCK, ends[row] - a), s, turned,
-                   [](float *, int64_t, int64_t) {});
-    }
-    divide(part, group, d, out + first * d);
-  });
-  return DONE;
-} CATCH_NO_MEMORY

@@ -239,13 +239,6 @@ Code longdraft_attend_chunk(const float *q, const KeysValues *kv, std::int64_t s
                             std::int64_t group, std::int64_t rows, std::int64_t d, std::int64_t n,
                             const std::int32_t *begins, const Scoring *scoring, float *out, int threads);
 
-// Attention that goes on: each of `count` rows (heads, group, d) of q sees the first ends[row] keys of slots[row] besides
-// those whose part in it is given by out, its values mixed but not divided, and by the maxima and sums (count, heads, group)
-// of its weights. out becomes the whole. There are no caps and no sinks here, and the sums hold none.
-Code longdraft_attend_on(const float *q, const KeysValues *kv, const std::int64_t *slots, const std::int64_t *ends,
-                         std::int64_t count, std::int64_t heads, std::int64_t group, std::int64_t d, float scale, float *out,
-                         const float *high, const float *total, int threads);
-
 // x (B, T, hidden) becomes the layers' output; their keys and values are written where the batches say. Each kind of layer has a
 // batch and keys and values of its own; all batches have the same rows. For each layer,
 // queries[i] (B, heads, T, d), after RoPE, and hidden[i] (B, T, hidden), its output, or null. Of each row, or of the last of

@@ -70,9 +70,6 @@ class Kernels:
         self._attend = declared(library, "attend", Pointer, kv, *(Long,) * 5, Pointer, Long, Long, *last)
         # q; keys and values, their slot; heads, group, rows, d, n; begins; scoring; out; threads
         self._chunk = declared(library, "attend_chunk", Pointer, kv, *(Long,) * 6, *last)
-        # q; keys and values; slots, ends, count; heads, group, d; scale; out, maxima, sums; threads
-        rows = (Pointer, Pointer, *(Long,) * 4)
-        self._on = declared(library, "attend_on", Pointer, kv, *rows, ctypes.c_float, *(Pointer,) * 3, threads)
         self._stack = declared(library, "stack", *(Pointer,) * 7, threads, Pointer, Long, Pointer, Pointer, threads)
         self._draft = declared(library, "draft", *(Pointer,) * 4, Long, *(Pointer,) * 4, threads)
 
@@ -178,37 +175,6 @@ class Kernels:
             *(address(q), KeysValues.of(k[None, None], v[None, None]), 0),
             *(heads, heads // k.shape[0], rows, d, k.shape[1], address(begins, torch.int32, rows)),
             *(Scoring(scale, softcap or 0.0, address(sinks)), address(out), torch.get_num_threads()),
-        )
-        return out
-
-    def attend_on(
-        self,
-        q: torch.Tensor,
-        k: KeptRows,
-        v: KeptRows,
-        slots: torch.Tensor,
-        ends: torch.Tensor,
-        scale: float,
-        part: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    ) -> torch.Tensor:
-        """Attention of single rows to their own keys, continued from the attention to other keys.
-
-        Args:
-            q: (B, Hkv, G, d).
-            k, v: (slots, Hkv, n, d), stored as for :meth:`attend`.
-            slots, ends: (B,) int64, the slot of each row's keys and the number of keys that it sees.
-            part: the result for the other keys: the sum of values weighted by exp(score - maximum), shaped like q; the
-                maxima (B, Hkv, G); the sums of the weights (B, Hkv, G). The first tensor becomes the result.
-        """
-        q = q.contiguous()
-        out, high, total = part
-        batch, heads, group, d = q.shape
-        launch(
-            *("attend_on", [q, out], self._on),
-            *(address(q), KeysValues.of(k[None], v[None]), *(address(n, torch.long, batch) for n in (slots, ends))),
-            *(batch, heads, group, d, scale, address(out, size=q.numel())),
-            *(address(each, size=batch * heads * group) for each in (high, total)),
-            torch.get_num_threads(),
         )
         return out
 
@@ -357,15 +323,15 @@ def kernels_for(level: str) -> Kernels:
 
 
 # The kernels of this process, or the reason why there are none.
-_known: list[tuple[Kernels | None, str | None]] = []
+known: list[tuple[Kernels | None, str | None]] = []
 _lock = threading.Lock()
 
 
 def _once(progress: Callable[[str], None] | None) -> tuple[Kernels | None, str | None]:
     with _lock:
-        if not _known:
-            _known.append(_load(progress))
-        return _known[0]
+        if not known:
+            known.append(_load(progress))
+        return known[0]
 
 
 def _load(progress: Callable[[str], None] | None) -> tuple[Kernels | None, str | None]:

@@ -16,7 +16,7 @@ import torch
 from longdraft.errors import MemoryBudgetError
 
 NAMES = (
-    *("linear", "unpack", "attend", "attend_chunk", "attend_on", "stack", "draft"),
+    *("linear", "unpack", "attend", "attend_chunk", "stack", "draft"),
     *("summarise", "choose", "copy_view", "copy_rows", "recur", "convolve", "experts"),
 )
 

@@ -22,7 +22,8 @@ from pathlib import Path
 import torch
 
 from longdraft import native
-from longdraft.errors import MemoryBudgetError
+from longdraft.errors import MemoryBudgetError, reason_of
+from longdraft.files import read_json
 from longdraft.folders import cache_folder
 from longdraft.memory.store import KVStore
 from longdraft.model.checkpoints import Progress
@@ -321,13 +322,16 @@ def _key(runner: TargetRunner) -> dict[str, object]:
 def _read(file: Path, key: dict[str, object]) -> CostTable | None:
     """Reads a kept table; returns None if there is none, or none that can be read."""
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = read_json(file)
         if content["key"] != key:
             return None
         table = content["table"]
         times = tuple(map(tuple, table["seconds"]))
         return CostTable(tuple(table["lengths"]), tuple(table["rows"]), times, bool(table["busy"]))
-    except (OSError, ValueError, KeyError, TypeError, RecursionError, OverflowError):
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
+        logger.warning("The costs in %s cannot be read, and are measured anew: %s.", file, reason_of(error))
         return None
 
 

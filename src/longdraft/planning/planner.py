@@ -48,6 +48,7 @@ class Planner:
 
     Args:
         table: of verification costs.
+        timed: learn from the clock; False: rounds take what the table says, and drafting takes no time.
 
     Attributes:
         chances, gains: for greedy and for sampled text apart, whose tokens are accepted with smaller chances.
@@ -57,8 +58,8 @@ class Planner:
         tried: whether the draft has been used.
     """
 
-    def __init__(self, table: CostTable) -> None:
-        self.costs = Costs(table)
+    def __init__(self, table: CostTable, timed: bool = True) -> None:
+        self.costs, self.timed = Costs(table), timed
         self.chances = {greedy: Chances() for greedy in (True, False)}
         self.prior = PriorGain(2 * FORWARD)
         self.gains = {greedy: Gain(self.prior) for greedy in (True, False)}
@@ -87,7 +88,7 @@ class Plan:
         self._lengths = [len(s.prompt) + len(s.output) for s in sequences] if lengths is None else list(lengths)
         self._known_seconds: dict[int, float] = {}
         self._plain = self._verification(1)
-        if not planner.tried:
+        if planner.timed and not planner.tried:
             self._estimate_draft()
         self._gains = {s.index: self._gains.get(s.index) or Gain(planner.gains[s.greedy]) for s in sequences}
         # For each sequence that the draft is used for: the free proposal, cut to what would pay, and the share of the
@@ -120,6 +121,8 @@ class Plan:
             drafting, verifying: seconds.
         """
         planner = self._planner
+        if not planner.timed:
+            drafting, verifying = 0.0, self._verification(self._rows())
         # A refresh of SpecPV reads and verifies more, whatever was drafted.
         if not any(event.mode == "refresh" for event in events):
             self._costs.observe(self._rows(), self._lengths, verifying)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -13,21 +12,18 @@ from starlette.exceptions import HTTPException
 
 from longdraft.errors import LongdraftError
 from longdraft.serve import asked, schema
-from longdraft.serve.aside import Aside
-from longdraft.serve.asked import Asked
+from longdraft.serve.asked import SILENCE, Asked
 from longdraft.serve.body import read
-from longdraft.serve.choice import Choice, Delta
+from longdraft.serve.choice import REASONS, Choice
 from longdraft.serve.errors import ApiError, api_error
 from longdraft.serve.guards import Guards
-from longdraft.serve.openai import DONE, Answer, ChatAnswer, Head, event
+from longdraft.serve.openai import DONE, Head, event, usage_so_far
 from longdraft.serve.page import page
 from longdraft.serve.responses import ResponseAnswer
 from longdraft.serve.service import Service
 
 T = TypeVar("T")
 Body = TypeVar("Body", bound=schema.Strict)
-# So many tokens with log-probabilities take long enough to write to do it beside the event loop.
-_MANY = 64
 
 
 def make_app(service: Service) -> FastAPI:
@@ -53,9 +49,6 @@ def make_app(service: Service) -> FastAPI:
     return app
 
 
-_SILENCE = Delta()
-
-
 def _comment(choices: Sequence[Choice]) -> str:
     """An SSE comment, which clients pass over: proxies end connections on which nothing comes."""
     read, of = choices[0].read, len(choices[0].request.prompt)
@@ -67,7 +60,6 @@ class Endpoints:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._aside = Aside(service.settings.queue + service.settings.slots, service.settings.preparing)
 
     async def refused(self, request: Request, error: Exception) -> Response:
         """The response to a request that raised an error."""
@@ -94,7 +86,7 @@ class Endpoints:
             body = read(kind, raw, content_type)
             return body, ask(self._service, body, tenant)
 
-        return await self._aside(work, len(raw) + 1)
+        return await self._service.aside(work, len(raw) + 1)
 
     async def chat(self, request: Request) -> Response:
         return await self._answer(*await self._read(request, schema.Chat, asked.chat), request)
@@ -103,51 +95,33 @@ class Endpoints:
         return await self._answer(*await self._read(request, schema.Completion, asked.complete), request)
 
     async def _answer(self, body: schema.Sampled, asked: Asked, request: Request) -> Response:
-        choices, answers = asked.choices, asked.answers
-        self._service.submit(choices)
-        head = Head(answers[0].prefix, self._service.settings.name)
+        self._service.submit(asked.choices)
         if body.stream:
-            return self._streamed(self._chunks(body.stream_options, choices, answers, head))
-        async for i, delta in self._deltas(choices, request):
-            if delta is not _SILENCE:
-                await self._parts(answers[i], delta)
+            return self._streamed(self._chunks(body.stream_options, asked))
+        whole = await _unless_left(request, asked.whole())
+        return await self._service.aside(lambda: JSONResponse(whole))
 
-        def whole() -> Response:
-            said = [answer.whole() for answer in answers]
-            return JSONResponse(head.object(answers[0].kind, said, usage=self._usage(choices, answers)))
-
-        return await self._aside(whole)
-
-    async def _parts(self, answer: Answer, delta: Delta) -> list[dict[str, Any]]:
-        if len(delta.scored) < _MANY:
-            return answer.chunks(delta)
-        return await self._aside(lambda: answer.chunks(delta))
-
-    def _usage(self, choices: Sequence[Choice], answers: Sequence[Answer]) -> dict[str, Any]:
-        return self._service.usage(choices, sum(a.thought_tokens for a in answers if isinstance(a, ChatAnswer)))
-
-    async def _chunks(
-        self, options: schema.StreamOptions, choices: list[Choice], answers: Sequence[Answer], head: Head
-    ) -> AsyncIterator[str]:
+    async def _chunks(self, options: schema.StreamOptions, asked: Asked) -> AsyncIterator[str]:
+        choices, answers, head = asked.choices, asked.answers, asked.head()
         kind = answers[0].chunk_kind
         usage: dict[str, Any] = {"usage": None} if options.include_usage else {}
         if options.include_trace:
             trace = {"phase": "prefill", "read": 0, "of": len(choices[0].request.prompt)}
             yield event(head.object(kind, [answers[0].empty_chunk()], trace=trace, **usage))
-        async for i, delta in self._deltas(choices):
-            if delta is _SILENCE:
+        async for i, delta in asked.deltas():
+            if delta is SILENCE:
                 yield _comment(choices)
                 continue
             if options.include_usage and options.continuous_usage_stats:
-                usage = {"usage": self._service.usage_so_far(choices)}
-            chunks = await self._parts(answers[i], delta)
+                usage = {"usage": usage_so_far(choices)}
+            chunks = await asked.chunks(i, delta)
             if delta.trace is not None:
                 yield event(head.object(kind, chunks or [answers[i].empty_chunk()], trace=delta.trace, **usage))
                 continue
             for chunk in chunks:
                 yield event(head.object(kind, [chunk], **usage))
         if options.include_usage:
-            total = await self._aside(lambda: self._usage(choices, answers))
+            total = await self._service.aside(asked.usage)
             yield event(head.object(kind, [], usage=total))
         yield DONE
 
@@ -158,29 +132,31 @@ class Endpoints:
         body, found = await self._read(request, schema.Responses, ask)
         self._service.submit(found.choices)
         answer = ResponseAnswer(Head("resp", self._service.settings.name), body)
+        events = self._response_events(answer, found)
         if body.stream:
-            return self._streamed(self._response_events(answer, found))
-        async for _ in self._response_events(answer, found, request):
-            pass
-        return JSONResponse(answer.whole)
+            return self._streamed(events)
 
-    async def _response_events(
-        self, answer: ResponseAnswer, asked: Asked, request: Request | None = None
-    ) -> AsyncIterator[str]:
-        """The events of a response; ``request``: as :meth:`_deltas` takes it."""
+        async def whole() -> Response:
+            async for _ in events:
+                pass
+            return JSONResponse(answer.whole)
+
+        return await _unless_left(request, whole())
+
+    async def _response_events(self, answer: ResponseAnswer, asked: Asked) -> AsyncIterator[str]:
         for begun in answer.begin():
             yield begun
-        async for _, delta in self._deltas(asked.choices, request):
-            if delta is _SILENCE:
+        cut = False
+        async for _, delta in asked.deltas():
+            if delta is SILENCE:
                 yield _comment(asked.choices)
                 continue
-            for chunk in asked.answers[0].chunks(delta):
+            cut = REASONS.get(delta.finish) == "length"
+            for chunk in await asked.chunks(0, delta):
                 for told in answer.push(chunk["delta"]):
                     yield told
-        usage = await self._aside(lambda: self._usage(asked.choices, asked.answers))
-        result = asked.choices[0].result
-        assert result is not None
-        for told in answer.finish(result.finish_reason == "length", usage):
+        total = await self._service.aside(asked.usage)
+        for told in answer.finish(cut, total):
             yield told
 
     def _streamed(self, chunks: AsyncIterator[str]) -> StreamingResponse:
@@ -188,61 +164,15 @@ class Endpoints:
             try:
                 async for chunk in chunks:
                     yield chunk
+            except (GeneratorExit, asyncio.CancelledError):
+                self._service.metrics.failed(499)
+                raise
             except Exception as error:  # the status has been sent: the error is an event
                 refusal = api_error(error)
                 self._service.metrics.failed(refusal.status)
                 yield event(refusal.body)
 
         return StreamingResponse(with_errors(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-
-    async def _deltas(self, choices: list[Choice], request: Request | None = None) -> AsyncIterator[tuple[int, Delta]]:
-        """Yields the deltas of all choices as they come, each with the index of its choice; _SILENCE after a while
-        without any.
-
-        Args:
-            request: end when its client disconnects; None where the response itself listens for that.
-
-        Raises:
-            ApiError: the client has disconnected. What the engine failed with.
-        """
-        deadline = time.monotonic() + self._service.settings.timeout
-        queue: asyncio.Queue[tuple[int, Delta | Exception]] = asyncio.Queue()
-
-        async def listen(i: int) -> None:
-            try:
-                async for delta in choices[i].deltas(self._service.worker, deadline):
-                    queue.put_nowait((i, delta))
-            except Exception as error:
-                queue.put_nowait((i, error))
-
-        async def watch(request: Request) -> None:
-            while (await request.receive())["type"] != "http.disconnect":
-                pass
-            queue.put_nowait((0, ApiError(499, "The client went away.")))
-
-        running = len(choices)
-        tasks = [asyncio.create_task(listen(i)) for i in range(running)]
-        if request is not None:
-            tasks.append(asyncio.create_task(watch(request)))
-        try:
-            while running:
-                try:
-                    i, delta = await asyncio.wait_for(queue.get(), self._service.settings.keep_alive)
-                except asyncio.TimeoutError:
-                    i, delta = 0, _SILENCE
-                if isinstance(delta, Exception):
-                    raise delta
-                if delta.finish is not None:
-                    running -= 1
-                    self._service.metrics.ended(choices[i], delta.finish)
-                yield i, delta
-        except (GeneratorExit, asyncio.CancelledError):  # of a stream
-            self._service.metrics.failed(499)
-            raise
-        finally:
-            for task in tasks:
-                task.cancel()
-            self._service.cancel(choices)
 
     # --- about the server ---
 
@@ -281,3 +211,21 @@ class Endpoints:
 
     async def page(self) -> Response:
         return HTMLResponse(page())
+
+
+async def _unless_left(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Returns what the work returns. Ends it, and raises ApiError, if the client goes away."""
+
+    async def left() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task, leaving = asyncio.create_task(work), asyncio.create_task(left())
+    try:
+        await asyncio.wait((task, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ApiError(499, "The client went away.")
+        return await task
+    finally:
+        task.cancel()
+        leaving.cancel()

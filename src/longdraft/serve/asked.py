@@ -1,19 +1,25 @@
-"""Turns a request into the answers that it asks for, ready to be decoded. Takes as long as the request's texts are."""
+"""From a request to the answers that it asks for, and to the end of these.
+
+Making them takes as long as the request's texts are.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import inspect
-from collections.abc import Sequence
+import math
+import time
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from longdraft.model.chat import conversation, encode
 from longdraft.serve import schema, structured, tools
-from longdraft.serve.choice import Choice
+from longdraft.serve.choice import REASONS, Choice, Delta
 from longdraft.serve.errors import ApiError
 from longdraft.serve.filling import filling_ends, filling_prompt
-from longdraft.serve.openai import Answer, ChatAnswer, TextAnswer
+from longdraft.serve.openai import Answer, ChatAnswer, Head, TextAnswer, usage
 from longdraft.serve.service import Service
 from longdraft.serve.thinking import THINK, UNTHINK, Thinking
 
@@ -21,12 +27,84 @@ from longdraft.serve.thinking import THINK, UNTHINK, Thinking
 _TAIL = 24
 
 
+SILENCE = Delta()
+# So many tokens with log-probabilities take long enough to write to do it beside the event loop.
+_MANY = 64
+
+
 @dataclass(frozen=True)
 class Asked:
-    """Choices to be submitted, and the builder of each one's answer."""
+    """The answers to a request: choices to be submitted to the service, and the builder of each one's answer."""
 
+    service: Service
     choices: list[Choice]
     answers: Sequence[Answer]
+
+    async def whole(self) -> dict[str, Any]:
+        """OpenAI's object of the answers once they have ended; raises as :meth:`deltas`."""
+        async for i, delta in self.deltas():
+            await self.chunks(i, delta)
+        head, kind = self.head(), self.answers[0].kind
+        return await self.service.aside(
+            lambda: head.object(kind, [answer.whole() for answer in self.answers], usage=self.usage())
+        )
+
+    def head(self) -> Head:
+        return Head(self.answers[0].prefix, self.service.settings.name)
+
+    def usage(self) -> dict[str, Any]:
+        return usage(self.choices, sum(a.thought_tokens for a in self.answers if isinstance(a, ChatAnswer)))
+
+    async def chunks(self, i: int, delta: Delta) -> list[dict[str, Any]]:
+        """The choices of OpenAI's chunks for what a step adds to an answer."""
+        if len(delta.scored) < _MANY:
+            return self.answers[i].chunks(delta)
+        return await self.service.aside(lambda: self.answers[i].chunks(delta))
+
+    async def deltas(self) -> AsyncIterator[tuple[int, Delta]]:
+        """Yields the deltas of all choices as they come, each with the index of its choice; SILENCE after a while
+        without any. Answers end where they are once the request has taken as long as it may.
+
+        Raises:
+            TimeoutError: no token came in time. What the engine failed with.
+        """
+        settings, worker = self.service.settings, self.service.worker
+        until = time.monotonic() + settings.timeout
+        queue: asyncio.Queue[tuple[int, Delta | Exception]] = asyncio.Queue()
+
+        async def listen(i: int) -> None:
+            try:
+                async for delta in self.choices[i].deltas(worker):
+                    queue.put_nowait((i, delta))
+            except Exception as error:
+                queue.put_nowait((i, error))
+
+        running = len(self.choices)
+        tasks = [asyncio.create_task(listen(i)) for i in range(running)]
+        try:
+            while running:
+                left = until - time.monotonic()
+                if left <= 0:
+                    if not any(choice.tokens for choice in self.choices):
+                        raise TimeoutError
+                    for choice in self.choices:
+                        worker.cancel(choice)  # it still tells its end
+                    until = left = math.inf
+                try:
+                    i, delta = await asyncio.wait_for(queue.get(), min(left, settings.keep_alive))
+                except asyncio.TimeoutError:
+                    i, delta = 0, SILENCE
+                if isinstance(delta, Exception):
+                    raise delta
+                if delta.finish is not None:
+                    running -= 1
+                    self.service.metrics.ended(self.choices[i], REASONS[delta.finish])
+                yield i, delta
+        finally:
+            for task in tasks:
+                task.cancel()
+            for choice in self.choices:
+                worker.cancel(choice)
 
 
 class Copies:
@@ -57,13 +135,16 @@ def chat(service: Service, body: schema.Chat, tenant: str | None = None) -> Aske
     elif grammar is not None:
         constraint = structured.Constraint(tokenizer, grammar, len(prompt))
     bound = None if constraint is None else Copies(constraint)
+    if body.top_logprobs and not body.logprobs:
+        raise ApiError(400, "top_logprobs goes with logprobs: true.", param="top_logprobs")
     log_probs = body.top_logprobs if body.logprobs else None
     limit = body.max_completion_tokens or body.max_tokens
     choices = service.choices(prompt, body, limit, tenant, log_probs, bound)
     names = [tool["function"]["name"] for tool in offered]
-    return Asked(choices, [
+    return Asked(service, choices, [
         ChatAnswer(
-            i, service.piece, body.logprobs, body.return_token_ids, tools.ToolParser(names) if offered else None,
+            i, service.piece, body.logprobs, body.return_token_ids,
+            tools.ToolParser(names, only=choice != "auto") if offered else None,
             Thinking(thinking) if body.reasoning_format != "none" else None, body.include_reasoning,
         )
         for i in range(body.n)
@@ -119,7 +200,9 @@ def complete(service: Service, body: schema.Completion, tenant: str | None = Non
             echo = prompt if isinstance(prompt, str) else str(service.tokenizer.decode(ids))
         choices += service.choices(ids, body, body.max_tokens, tenant, body.logprobs, ends=ends, echo=echo)
     scored = body.logprobs is not None
-    return Asked(choices, [TextAnswer(i, service.piece, scored, body.return_token_ids) for i in range(len(choices))])
+    return Asked(
+        service, choices, [TextAnswer(i, service.piece, scored, body.return_token_ids) for i in range(len(choices))]
+    )
 
 
 def _completed(service: Service, prompt: str | list[int], suffix: str) -> list[int]:

@@ -52,6 +52,8 @@ def validated(kind: type[T], found: Any) -> T:
         first = max(error.errors(), key=lambda each: len(each["loc"]))
         field = ".".join(str(x) for x in first["loc"] if str(x) != "str" and "[" not in str(x))
         problem = "is not served" if first["type"] == "extra_forbidden" else f"cannot be used: {first['msg']}"
+        if first["type"] == "literal_error":
+            problem += f", not {str(first['input'])[:60]!r}"
         raise ApiError(400, f"{field or 'The body'} {problem}.", param=field or None) from None
 
 

@@ -10,15 +10,16 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from longdraft.engine.request import Request
+from longdraft.engine.sequence import FinishReason
 from longdraft.engine.stats import Result, Step
 from longdraft.engine.streaming import Detokenizer
-from longdraft.serve.processors import LogProbs, Makers, Processed, PromptLogProbs
+from longdraft.serve.processors import LogProbs, Makers, PromptLogProbs
 from longdraft.serve.ticket import Restarted, Ticket, Update
 from longdraft.serve.worker import Worker
 from longdraft.trees.tree import TokenTree
 
-# longdraft's finish reason -> OpenAI's.
-REASONS = {"eos": "stop", "stop": "stop", "length": "length", "cancelled": "abort"}
+# longdraft's finish reason -> OpenAI's. Who hears of a cancelled answer had it cut by the server's limit of time.
+REASONS: dict[str | None, str] = {"eos": "stop", "stop": "stop", "length": "length", "cancelled": "length"}
 
 
 @dataclass
@@ -89,23 +90,20 @@ class Delta:
 
     Attributes:
         token_ids: the new tokens; their text may come later. scored: the same, if log-probabilities were asked for.
-        finish: OpenAI's finish reason, set on the last delta.
+        finish: longdraft's finish reason, set on the last delta.
     """
 
     text: str = ""
     scored: tuple[ScoredToken, ...] = ()
     trace: dict[str, Any] | None = None
-    finish: str | None = None
+    finish: FinishReason | None = None
     token_ids: tuple[int, ...] = ()
 
 
-class Choice:
+class Choice(Ticket):
     """One answer to a request.
 
     Args:
-        request: the engine's request, without its processors.
-        method: the method that decodes it.
-        processors: make new processors each time the request begins.
         log_probs: how many of the most probable tokens to report at each position; None: no log-probabilities.
         traced: report what each round drafted.
         echo: the prompt as text, which the answer begins with; None: it does not.
@@ -116,17 +114,16 @@ class Choice:
         request: Request,
         method: str,
         decode: Callable[[list[int]], str],
-        processors: Makers = (),
+        makers: Makers = (),
         log_probs: int | None = None,
         traced: bool = False,
         echo: str | None = None,
     ) -> None:
-        self.request, self._decode = request, decode
+        super().__init__(request, method, self._receive, makers if log_probs is None else [self._record, *makers])
+        self._decode = decode
         self._log_probs, self._traced, self._echo = log_probs, traced, echo
         self._updates: asyncio.Queue[Update] = asyncio.Queue()
         self.loop: asyncio.AbstractEventLoop | None = None  # that of the one who listens
-        makers: Makers = processors if log_probs is None else [self._record, *processors]
-        self.ticket = Ticket(Processed(request, makers), method, self._receive)
         self.text, self.tokens, self.read = "", 0, 0  # read: how much of the prompt is
         self._begin()
         self.result: Result | None = None
@@ -146,25 +143,18 @@ class Choice:
         assert self.loop is not None
         self.loop.call_soon_threadsafe(self._updates.put_nowait, update)
 
-    async def deltas(self, worker: Worker, deadline: float) -> AsyncIterator[Delta]:
+    async def deltas(self, worker: Worker) -> AsyncIterator[Delta]:
         """Yields the answer as it comes. The request is cancelled when the iteration stops early.
 
-        Args:
-            deadline: ``time.monotonic()`` by which the answer must end.
-
         Raises:
-            TimeoutError: the deadline has passed. LongdraftError and others: what the engine failed with.
+            LongdraftError and others: what the engine failed with.
         """
         try:
             while self.result is None:
-                try:
-                    update = await asyncio.wait_for(self._updates.get(), max(0.0, deadline - time.monotonic()))
-                except asyncio.TimeoutError:
-                    raise TimeoutError from None
-                for delta in self.take(update):
+                for delta in self.take(await self._updates.get()):
                     yield delta
         finally:
-            worker.cancel(self.ticket)
+            worker.cancel(self)
 
     def take(self, update: Update) -> Iterator[Delta]:
         """Yields the deltas that an update adds to the answer; raises the update if it is an error."""
@@ -175,7 +165,7 @@ class Choice:
             return
         if isinstance(update, Result):
             self.result = update
-            yield Delta(finish=REASONS[update.finish_reason])
+            yield Delta(finish=update.finish_reason)
             return
         if update.mode == "prefill":
             self.read = update.prefilled

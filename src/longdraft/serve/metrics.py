@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.metrics_core import Metric
-from prometheus_client.parser import text_string_to_metric_families
-from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
 from longdraft.serve.choice import Choice
 
@@ -51,7 +49,7 @@ class Metrics:
 
     def ended(self, choice: Choice, reason: str) -> None:
         """Counts an answer that has ended."""
-        result, ticket, spec = choice.result, choice.ticket, choice.speculation
+        result, spec = choice.result, choice.speculation
         self._requests.labels(self._model, reason).inc()
         if result is None:
             return
@@ -64,11 +62,11 @@ class Metrics:
         for position, count in spec.accepted_at.items():
             self._accepted_at.labels(self._model, position).inc(count)
         if choice.first_token:
-            self._first.labels(self._model).observe(choice.first_token - ticket.arrived)
+            self._first.labels(self._model).observe(choice.first_token - choice.arrived)
             if result.new_tokens > 1:
-                seconds = max(0.0, ticket.ended - choice.first_token)
+                seconds = max(0.0, choice.ended - choice.first_token)
                 self._between.labels(self._model).observe(seconds / (result.new_tokens - 1))
-        self._total.labels(self._model).observe(ticket.ended - ticket.arrived)
+        self._total.labels(self._model).observe(choice.ended - choice.arrived)
 
     def failed(self, status: int) -> None:
         self._failed.labels(self._model, status).inc()
@@ -76,25 +74,7 @@ class Metrics:
     def page(self) -> bytes:
         return generate_latest(self._registry)
 
-
-def merged(pages: Mapping[str, str]) -> str:
-    """One page of several replicas': each figure has the label ``replica``."""
-    families: dict[str, Metric] = {}
-    for replica, page in pages.items():
-        for family in text_string_to_metric_families(page):
-            own = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
-            for sample in family.samples:
-                own.add_sample(sample.name, {**sample.labels, "replica": replica}, sample.value)
-    registry = CollectorRegistry()
-    registry.register(_Collected(list(families.values())))
-    return generate_latest(registry).decode()
-
-
-class _Collected(Collector):
-    """Families of metrics that are there already."""
-
-    def __init__(self, families: list[Metric]) -> None:
-        self._families = families
-
-    def collect(self) -> list[Metric]:
-        return self._families
+    def samples(self) -> Iterator[Sample]:
+        """All figures of the page."""
+        for family in self._registry.collect():
+            yield from family.samples

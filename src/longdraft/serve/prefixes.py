@@ -14,13 +14,10 @@ import shutil
 import tempfile
 import time
 from array import array
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
-
-from filelock import FileLock, Timeout
 
 from longdraft.errors import CheckpointError, MemoryBudgetError
 from longdraft.memory import snapshot
@@ -30,8 +27,6 @@ from longdraft.memory.token_ids import common_prefix, packed
 logger = logging.getLogger("longdraft")
 
 _SUFFIX = ".kv.safetensors"
-# Held as long as this process uses their folders.
-_locks: list[FileLock] = []
 # The most bytes of a file's header.
 _HEADER = 1024
 
@@ -46,29 +41,6 @@ class _File:
     size: int
     kind: str
     parent: str = ""
-
-
-def own_folder(folder: Path) -> Path:
-    """The first of the folders ``folder/0``, ``folder/1``, ... that no other process uses; kept until this one ends.
-
-    Raises:
-        CheckpointError: none can be created.
-    """
-    for number in count():
-        own = folder / str(number)
-        try:
-            own.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=own):
-                pass  # what cannot be written is said now
-            lock = FileLock(own / "lock")
-            lock.acquire(blocking=False)
-        except Timeout:
-            continue
-        except OSError as error:
-            raise CheckpointError(f"Prompts cannot be kept in {own}: {error}.") from error
-        _locks.append(lock)
-        return own
-    raise AssertionError
 
 
 class DiskPrefixes(PromptCache):
@@ -104,7 +76,7 @@ class DiskPrefixes(PromptCache):
         self._pause = pause
         self._folder, self._target = folder, fingerprint
         self._max_bytes, self._min_tokens = max_bytes, max(1, min_tokens)
-        # The least recently used first. Files of other targets have no tokens here.
+        # The least recently used first, none before those that go on from it. Those of other targets have no tokens.
         self._files: OrderedDict[Path, _File] = OrderedDict()
         # Slots whose text was written since a request last used them. It is not written again after it had to go for
         # another slot's text, or two that do not fit the folder together would drive each other out for ever.
@@ -113,6 +85,8 @@ class DiskPrefixes(PromptCache):
         self._next_attempt = 0.0  # time.monotonic() from which writing is tried again
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass  # what cannot be written is said now
             self._find()
         except OSError as error:
             raise CheckpointError(f"Prompts cannot be kept in {folder}: {error}.") from error
@@ -127,10 +101,7 @@ class DiskPrefixes(PromptCache):
         path, shared = self._nearest(text, kind)
         shared = shared // piece * piece
         if path is not None and shared >= self._min_tokens:
-            for each in self._with_parents(path):
-                self._files.move_to_end(each)
-                with contextlib.suppress(OSError):
-                    each.touch()  # the next start orders the files by this
+            self._use(path)
             if shared >= known + self._min_tokens:
                 self._save_from(slot, 0)
                 self._load(path, slot, shared, kind)
@@ -139,8 +110,8 @@ class DiskPrefixes(PromptCache):
     def keep(self) -> bool:
         """Writes the longest text in a slot that is in no file. Call it while nothing is decoded.
 
-        Files of other texts are deleted first to make room, superfluous ones afterwards. If it cannot be
-        written (no space, too large), a warning is logged once, and the text stays in its slot.
+        Files of other texts are deleted first to make room. If it cannot be written (no space, too large), a warning is
+        logged once, and the text stays in its slot.
 
         Returns:
             Whether it wrote one; there may be more to write.
@@ -178,11 +149,8 @@ class DiskPrefixes(PromptCache):
             parent, start = None, 0
         size = (len(text) - start) * store.shape.bytes_per_token + len(text) * text.itemsize + _HEADER
         if store.features is not None:
-            size += (len(text) - max(start, store.features.first(slot))) * store.features.row(slot, 0).nbytes
-        kept = [] if parent is None else self._with_parents(parent)
-        others = [path for path in self._files if path not in kept]
-        superfluous = [path for path in others if self._begins(self._files[path], text, kind)]
-        deleted = self._deleted_for(size, superfluous, kept)
+            size += (len(text) - start) * store.features[slot, 0].nbytes
+        deleted = self._deleted_for(size, parent)
         if deleted is None:
             problem = f"A text of {len(text)} tokens takes {size} bytes, more than --snapshot-gib leaves: raise it."
             self._warn("large", problem)
@@ -199,30 +167,31 @@ class DiskPrefixes(PromptCache):
                 self._drop(old)
             snapshot.save(store, slot, text, self._target, path, kind, start, before)
             self._files[path] = _File(text, store.feature_layers, path.stat().st_size, kind, before)
-            for old in superfluous:
-                self._drop(old)
+            self._use(path)
         except (OSError, MemoryBudgetError, RuntimeError) as error:  # RuntimeError: a GPU has no room to gather rows
             self._next_attempt = time.monotonic() + self._pause
             self._warn("write", str(error))
             return False
         return True
 
-    def _deleted_for(self, size: int, superfluous: Sequence[Path], kept: Sequence[Path]) -> list[Path] | None:
-        """The files to delete before one of ``size`` bytes is written: superfluous ones first, then the least recently
-        used, none of ``kept`` and none that others go on from. None if they do not make room."""
+    def _deleted_for(self, size: int, parent: Path | None) -> list[Path] | None:
+        """The least recently used files, to be deleted before one of ``size`` bytes that goes on from ``parent`` is
+        written. None if they do not make room."""
+        kept = [] if parent is None else self._with_parents(parent)
         total = size + sum(file.size for file in self._files.values())
-        left = {path: path.name for path in [*superfluous, *self._files] if path not in kept}
-        parents = Counter(file.parent for file in self._files.values())
         deleted: list[Path] = []
-        while total > self._max_bytes:
-            path = next((path for path, name in left.items() if not parents[name]), None)
-            if path is None:
-                return None
-            del left[path]
-            parents[self._files[path].parent] -= 1
-            deleted.append(path)
-            total -= self._files[path].size
-        return deleted
+        for path in self._files:
+            if total > self._max_bytes and path not in kept:
+                deleted.append(path)
+                total -= self._files[path].size
+        return deleted if total <= self._max_bytes else None
+
+    def _use(self, path: Path) -> None:
+        """Makes a file and those before it in its text the last to be deleted."""
+        for each in self._with_parents(path):
+            self._files.move_to_end(each)
+            with contextlib.suppress(OSError):
+                each.touch()  # the next start orders the files by this
 
     def _with_parents(self, path: Path) -> list[Path]:
         """A file, and those that have its text's first rows."""
@@ -231,21 +200,16 @@ class DiskPrefixes(PromptCache):
             paths.append(self._folder / parent)
         return paths
 
-    def _begins(self, file: _File, text: array[int], kind: str) -> bool:
-        """True if a file of the text would make this file superfluous."""
-        assert self.store is not None
-        superfluous = not file.feature_layers or file.feature_layers == self.store.feature_layers
-        return superfluous and file.kind == kind and 0 < len(file.tokens) == common_prefix(file.tokens, text)
-
     def _load(self, path: Path, slot: int, count: int, kind: str) -> None:
-        """Reads the first ``count`` rows of a file into a slot. A file that cannot be read is deleted."""
+        """Reads the first ``count`` rows of a file into a slot. A damaged file is deleted."""
         assert self.store is not None
         try:
             tokens = snapshot.load(self.store, slot, self._target, path, count)
-        except CheckpointError as error:
+        except (CheckpointError, MemoryBudgetError) as error:
             self._warn(str(path), str(error))
-            self._drop(path)
             tokens = []
+            if isinstance(error, CheckpointError):
+                self._drop(path)
         # If reading failed, part of the slot's text may have been overwritten.
         self.store.truncate(slot, len(tokens))
         self.tokens[slot], self.kinds[slot] = packed(tokens), kind
@@ -263,7 +227,7 @@ class DiskPrefixes(PromptCache):
             except CheckpointError as error:
                 logger.warning("%s It is deleted.", error)
                 self._drop(path)
-            except OSError as error:
+            except (OSError, MemoryBudgetError) as error:
                 logger.warning("%s cannot be read, and is left as it is: %s", path, error)
             else:
                 found |= {} if head is None else {path: head}
@@ -273,7 +237,8 @@ class DiskPrefixes(PromptCache):
                 logger.warning("%s goes on from a file that is gone or has another text. It is deleted.", path)
                 del found[path]
                 self._drop(path)
-        for path in sorted(found, key=lambda path: path.stat().st_mtime_ns):
+        # Clocks of file systems are coarse: files of one text may have one time.
+        for path in sorted(found, key=lambda path: (path.stat().st_mtime_ns, -found[path].start)):
             head = found[path]
             tokens = head.tokens if head.target == self._target else packed(())
             self._files[path] = _File(tokens, head.feature_layers, path.stat().st_size, head.kind, head.parent)

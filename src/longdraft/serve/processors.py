@@ -7,25 +7,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
-from longdraft.engine.request import Request
-
 Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Makers = Sequence[Callable[[], Processor]]
-
-
-@dataclass(frozen=True)
-class Processed:
-    """Makes a request with new processors, each time that it begins, because they have a state."""
-
-    request: Request
-    makers: Makers
-
-    def __call__(self) -> Request:
-        return replace(self.request, processors=[make() for make in self.makers])
 
 
 @dataclass

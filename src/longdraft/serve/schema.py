@@ -26,6 +26,7 @@ class Part(Strict):
     text: str
     annotations: list[Any] | None = None
     logprobs: list[Any] | None = None
+    cache_control: Any = None  # where a prompt is to be kept; each one is
 
 
 class FunctionCall(Strict):

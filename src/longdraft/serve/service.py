@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,9 +15,15 @@ from longdraft.engine.request import Request
 from longdraft.engine.sampler import Sampling
 from longdraft.engine.session import Session
 from longdraft.engine.streaming import BROKEN
+from longdraft.errors import MemoryBudgetError, RequestError
+from longdraft.memory import sizes
 from longdraft.memory.prompt_cache import PromptCache
+from longdraft.methods import method_named
+from longdraft.model.checkpoints import LoadedModel, Progress
+from longdraft.model.runner import TargetRunner
 from longdraft.serve import schema
-from longdraft.serve.choice import Choice, Speculation
+from longdraft.serve.aside import Aside
+from longdraft.serve.choice import Choice
 from longdraft.serve.errors import ApiError
 from longdraft.serve.metrics import Metrics
 from longdraft.serve.openai import PART
@@ -33,7 +38,9 @@ from longdraft.speculator import Speculator
 class Service:
     """Args:
     speculator: makes the speculator of a method. tokenizer: the model's.
-    cache: makes the prompt cache of a speculator; None: one in memory.
+
+    Attributes:
+        aside: does what takes long beside the event loop.
     """
 
     def __init__(
@@ -41,14 +48,13 @@ class Service:
         settings: Settings,
         speculator: Callable[[str], Speculator],
         tokenizer: PreTrainedTokenizerBase,
-        cache: Callable[[Speculator], PromptCache] | None = None,
     ) -> None:
         self.settings, self.tokenizer = settings, tokenizer
         self._new_speculator = speculator
-        self._new_cache = cache or (lambda spec: PromptCache(spec.feature_layers(), settings.tree_bytes))
         self._speculators: dict[str, Speculator] = {}
-        self._caches: dict[str, PromptCache] = {}
-        self.worker = Worker(self._session, settings.slots, settings.queue, self._keep_a_prompt)
+        self._disk: DiskPrefixes | None = None
+        self.aside = Aside(settings.queue + settings.slots, settings.preparing)
+        self.worker = Worker(self.session, settings.slots, settings.queue, self._keep_a_prompt)
         self.metrics = Metrics(settings.name, lambda: self.worker.load)
         self._random = random.SystemRandom()
 
@@ -59,16 +65,25 @@ class Service:
             self._speculators[method] = self._new_speculator(method)
         return self._speculators[method]
 
-    def _session(self, method: str) -> Session:
+    def session(self, method: str) -> Session:
         """A session with a new prompt cache: after a failure, the rows of the old one may be the cause."""
         spec, settings = self.speculator(method), self.settings
-        self._caches[method] = self._new_cache(spec)
+        layers, tree = spec.feature_layers(), settings.tree_bytes
+        if method != settings.methods[0]:
+            cache = PromptCache(layers)
+        elif settings.snapshots is None:
+            cache = PromptCache(layers, tree)
+        else:
+            cache = self._disk = DiskPrefixes(
+                settings.snapshots, spec.runner().fingerprint, settings.snapshot_bytes,
+                feature_layers=layers, tree_bytes=tree,
+            )  # fmt: skip
         spec.planner()  # measures what verifications cost before anybody waits for an answer
-        return spec.session(settings.slots, context=settings.context, cache=self._caches[method], piece=settings.piece)
+        return spec.session(settings.slots, context=settings.context, cache=cache, piece=settings.piece)
 
     def _keep_a_prompt(self) -> bool:
         """Writes a prompt to disk, if the server keeps them. Returns whether it wrote one."""
-        return any(cache.keep() for cache in self._caches.values() if isinstance(cache, DiskPrefixes))
+        return self._disk is not None and self._disk.keep()
 
     # --- from requests to answers ---
 
@@ -180,34 +195,7 @@ class Service:
         """
         for choice in choices:
             choice.loop = asyncio.get_running_loop()
-        self.worker.submit(*(choice.ticket for choice in choices))
-
-    def cancel(self, choices: Sequence[Choice]) -> None:
-        for choice in choices:
-            self.worker.cancel(choice.ticket)
-
-    def usage(self, choices: Sequence[Choice], thought: int = 0) -> dict[str, Any]:
-        """OpenAI's usage object of answers that have ended, with draft statistics; ``thought`` tokens were thoughts."""
-        results = [choice.result for choice in choices if choice.result is not None]
-        prompt, new = max((r.prompt_tokens for r in results), default=0), sum(r.new_tokens for r in results)
-        details: dict[str, Any] = {"reasoning_tokens": thought}
-        if predicted := choices[0].request.predicted:
-            matched = sum(_matched(predicted, r.token_ids) for r in results)
-            details["accepted_prediction_tokens"] = matched
-            details["rejected_prediction_tokens"] = len(predicted) * len(results) - matched
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": new,
-            "total_tokens": prompt + new,
-            "prompt_tokens_details": {"cached_tokens": max((r.cached_tokens for r in results), default=0)},
-            "completion_tokens_details": details,
-            "speculation": sum((choice.speculation for choice in choices), Speculation()).as_dict(),
-        }
-
-    def usage_so_far(self, choices: Sequence[Choice]) -> dict[str, int]:
-        """The token counts of answers in progress."""
-        prompt, new = max(len(c.request.prompt) for c in choices), sum(c.tokens for c in choices)
-        return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+        self.worker.submit(*choices)
 
     def model_object(self) -> dict[str, Any]:
         """The model as ``/v1/models`` lists it."""
@@ -228,20 +216,75 @@ class Service:
         }
 
 
-def _matched(predicted: Sequence[int], output: Sequence[int]) -> int:
-    """Counts the predicted tokens that are in the output, in order. Takes time in proportion to their number.
+def service_of(
+    loaded: LoadedModel,
+    settings: Settings,
+    arguments: Mapping[str, Any],
+    first: Mapping[str, Any],
+    sharing: int = 1,
+    progress: Progress | None = None,
+    note: Callable[[str], None] = lambda text: None,
+) -> Service:
+    """The service of a model, ready to answer.
 
-    Where the two differ, both go on at the next four tokens of the prediction that the output has further on.
+    Args:
+        settings: without ``methods``, the one that suits the model, and ar; with a ``context`` of 0, the model's, or
+            what the memory holds.
+        arguments: of all speculators. first: further ones of the first method's.
+        sharing: how many services share the memory. note: gets sentences for the one who starts the server.
+
+    Raises:
+        RequestError, MemoryBudgetError: the context is longer than the model's, or than fits the memory.
     """
-    places: dict[tuple[int, ...], list[int]] = {}
-    for i in range(len(output) - 3):
-        places.setdefault(tuple(output[i : i + 4]), []).append(i)
-    matched = at = 0
-    for i, token in enumerate(predicted):
-        if at < len(output) and output[at] == token:
-            matched, at = matched + 1, at + 1
-        elif found := places.get(tuple(predicted[i : i + 4])):
-            next_one = bisect_left(found, at)
-            if next_one < len(found):
-                matched, at = matched + 1, found[next_one] + 1
-    return matched
+
+    def speculator(method: str | None) -> Speculator:
+        given = dict(arguments)
+        if method is None or method in settings.methods[:1]:
+            given |= first
+        if settings.earlier and (method is None or "earlier" in method_named(method).options):
+            given |= {"earlier": settings.earlier}
+            if method not in (None, "suffix", "prompt-lookup"):
+                given["lookup"] = True
+        return Speculator(method, loaded.model, loaded.tokenizer, **given)
+
+    chosen = speculator(settings.methods[0] if settings.methods else None)
+    chosen.planner(progress)
+    methods = settings.methods or tuple(dict.fromkeys((chosen.method.name, "ar")))
+    context = _context(chosen.runner(), settings, len(methods), sharing, note)
+    made = replace(settings, methods=methods, context=context)
+    service = Service(made, lambda method: chosen if method == methods[0] else speculator(method), loaded.tokenizer)
+    service.speculator(methods[0])
+    chosen.record(settings.slots, context, progress)
+    return service
+
+
+def _context(runner: TargetRunner, settings: Settings, methods: int, sharing: int, note: Callable[[str], None]) -> int:
+    """Tokens of the longest text: as asked for, or as the model and four fifths of the free memory allow."""
+    context, limit, slots = settings.context, runner.context_length, settings.slots
+    if context > limit:
+        raise RequestError(f"--context {context}: the model's context holds {limit} (--rope-factor stretches it).")
+    row = runner.kv_shape.bytes_per_token * runner.kv_dtype.itemsize // runner.kv_shape.dtype.itemsize
+    free = sizes.available_bytes(runner.device)
+    if free is None or runner.offload is not None:
+        room = limit
+    else:
+        kept = settings.tree_bytes * sharing if runner.device.type == "cpu" else 0
+        room = int(0.8 * max(0, free - kept) / (row * slots * methods * sharing))
+    if context > room:
+        raise MemoryBudgetError(
+            f"--context {context}: the free memory holds {room} tokens for each of {slots} slots. Ask for less, for "
+            "fewer --slots or, on a CPU, for a smaller --prefix-gib."
+        )
+    if not context and limit > room:
+        note(
+            f"The memory that is free holds texts of {room:,} of the model's {limit:,} tokens in {slots} slots. Fewer "
+            "--slots or, on a CPU, a smaller --prefix-gib leave room for longer ones."
+        )
+    context = context or min(limit, room)
+    if runner.offload is None:
+        most = row * context * slots * methods
+        note(
+            f"{slots} slot{'s' * (slots > 1)} of {context:,} tokens: the KV takes {most / 2**30:.1f} GiB at most, "
+            f"and the beginnings of other texts {settings.tree_bytes / 2**30:.1f}."
+        )
+    return context

@@ -1,14 +1,14 @@
-"""Requests that were submitted, and the other changes that the engine thread takes in between two rounds."""
+"""Requests that were submitted, and what their listeners hear."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
 
 from longdraft.engine.request import Request
 from longdraft.engine.stats import Result, Step
+from longdraft.serve.processors import Makers
 
 
 @dataclass(frozen=True)
@@ -25,31 +25,20 @@ class Ticket:
     """A submitted request.
 
     Attributes:
-        request: makes the request, each time that it begins, because processors have a state.
         listener: called from the engine thread; must return quickly.
+        makers: make its processors anew each time that it begins, because they have a state.
         arrived, began, ended: ``time.monotonic()``; 0 if it has not happened yet.
     """
 
-    request: Callable[[], Request]
+    request: Request
     method: str
     listener: Callable[[Update], None]
+    makers: Makers = ()
     arrived: float = field(default_factory=time.monotonic)
     began: float = 0.0
     ended: float = 0.0
     cancelled: bool = False
 
-
-Kind = Literal["submit", "cancel", "close", "stop"]
-
-
-@dataclass(frozen=True)
-class Change:
-    """A change to what the engine thread decodes, which it takes in between two rounds.
-
-    Attributes:
-        kind: a request was submitted or cancelled; or the worker ends, when all requests have ended ("close") or now.
-        ticket: the request's.
-    """
-
-    kind: Kind
-    ticket: Ticket | None = None
+    def made(self) -> Request:
+        """The request with new processors."""
+        return replace(self.request, processors=[*self.request.processors, *(make() for make in self.makers)])

@@ -23,8 +23,7 @@ from longdraft.serve.structured import LENIENT, Constraint, checked, in_grammar,
 from longdraft.serve.thinking import THINK, UNTHINK
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
-# White space within a call: as a regular expression in JSON, and between its parts.
-_SPACE, _SPACES = r"[ \n\t]{0,40}", r"/\s{0,40}/"
+_SPACE, _SPACES = r"[ \n\t]{0,40}", r"/\s{0,40}/"  # white space within a call: in its JSON, and between its parts
 _INSTRUCTIONS = f"""You may call these functions:
 {{functions}}
 To call one, answer with {OPEN}{{{{"name": NAME, "arguments": {{{{...}}}}}}}}{CLOSE} and nothing else."""
@@ -39,9 +38,9 @@ def checked_choice(tools: Sequence[Mapping[str, Any]], choice: str | Mapping[str
     names = []
     for tool in tools:
         function = tool.get("function")
-        found = function if tool.get("type") == "function" and isinstance(function, Mapping) else {}
+        found = function if tool.get("type", "function") == "function" and isinstance(function, Mapping) else {}
         name = found.get("name")
-        if not (isinstance(name, str) and name and isinstance(found.get("parameters") or {}, Mapping)):
+        if not (isinstance(name, str) and name and isinstance(found.get("parameters") or {}, Mapping | bool)):
             raise RequestError(
                 "tools are functions: {'type': 'function', 'function': {'name': ..., 'parameters': ...}}"
             )
@@ -72,9 +71,13 @@ def bound(
     """The logits processor of a text that may call these functions ("auto"), or has to."""
 
     def made(tools: Sequence[Mapping[str, Any]]) -> Constraint:
-        if choice != "auto":
-            return Constraint(tokenizer, grammar_for_tools(tokenizer, tools, choice, parallel), prompt)
-        return CallConstraint(tokenizer, tools, prompt, parallel, thinking)
+        if choice == "auto":
+            return CallConstraint(tokenizer, tools, prompt, parallel, thinking)
+        chosen = [tool for tool in tools if choice in ("required", tool["function"]["name"])]
+        calls = "call+" if parallel and choice == "required" else "call"
+        tags = (in_grammar(tokenizer, tag) for tag in (OPEN, CLOSE))
+        rules = f"start: {calls}\ncall: {' answer '.join(tags)}\nanswer: %json {_call_schema(chosen)}\n"
+        return Constraint(tokenizer, checked(str(LLMatcher.grammar_from_lark(rules))), prompt)
 
     try:
         return made(tools)
@@ -82,18 +85,6 @@ def bound(
         names = [tool["function"]["name"] for tool in tools]
         say(", ".join(names), "all of it")
         return made([{"function": {"name": name}} for name in names])
-
-
-def grammar_for_tools(
-    tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]], choice: str, parallel: bool = True
-) -> str:
-    """llguidance's grammar of one or several calls and nothing else: "required", or a function's name."""
-    chosen = [tool for tool in tools if choice in ("required", tool["function"]["name"])]
-    calls = "call+" if parallel and choice == "required" else "call"
-    tags = (in_grammar(tokenizer, tag) for tag in (OPEN, CLOSE))
-    return checked(str(LLMatcher.grammar_from_lark(
-        f"start: {calls}\ncall: {' answer '.join(tags)}\nanswer: %json {_call_schema(chosen)}\n"
-    )))  # fmt: skip
 
 
 def _call_schema(tools: Sequence[Mapping[str, Any]], **options: Any) -> str:
@@ -104,9 +95,10 @@ def _call_schema(tools: Sequence[Mapping[str, Any]], **options: Any) -> str:
     """
     calls, parameters = [], {}
     for number, function in enumerate(tool["function"] for tool in tools):
-        schema, place = function.get("parameters") or {}, f"f{number}"
+        schema, place = function.get("parameters"), f"f{number}"
+        schema = schema if isinstance(schema, Mapping) else {}
         if "$ref" not in schema:
-            schema = {"type": "object", **schema}
+            schema = {**schema, "type": "object"}
         parameters[place] = loosened(schema, place, function["name"])
         calls.append({
             "type": "object", "required": ["name", "arguments"], "additionalProperties": False,
@@ -224,11 +216,10 @@ def with_tools(
     messages = [_as_text(message) for message in messages]
     if tools:
         functions = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-        instructions = _INSTRUCTIONS.format(functions=functions)
-        if messages and messages[0]["role"] == "system":
-            messages[0] = messages[0] | {"content": f"{messages[0]['content']}\n\n{instructions}"}
-        else:
-            messages.insert(0, {"role": "system", "content": instructions})
+        if not messages or messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": ""})
+        told = filter(None, [messages[0]["content"], _INSTRUCTIONS.format(functions=functions)])
+        messages[0] = messages[0] | {"content": "\n\n".join(told)}
     return messages, {}
 
 
@@ -267,23 +258,19 @@ class ToolParser:
     """Separates calls from text while it streams.
 
     Args:
-        names: functions of which a call may come without tags.
+        names: functions of which a call may come without tags. only: all of the text is calls.
     """
 
-    def __init__(self, names: Iterable[str] = ()) -> None:
-        names = list(names)
+    def __init__(self, names: Iterable[str] = (), only: bool = False) -> None:
+        names, self._only = list(names), only
         self._starts, self._named = _starts(names, _ARGUMENTS), _starts(names)
         self._pending = ""  # text that has not been reported
         self._before = "\n"  # the character before it
         self._blank, self._said = "", False  # white space that is not reported before a call; whether text was
-        self._state: Literal["text", "tag", "arguments", "close", "behind"] = "text"
+        self._state: Literal["text", "tag", "arguments", "end"] = "text"
         self._tagged = True
         self._end = _ObjectEnd()
         self._calls = 0
-        self._steps = {
-            "text": self._in_text, "tag": self._in_tag, "arguments": self._in_arguments, "close": self._closing,
-            "behind": self._behind,
-        }  # fmt: skip
 
     def push(self, text: str) -> list[dict[str, Any]]:
         """OpenAI's deltas for the next piece of text."""
@@ -291,7 +278,7 @@ class ToolParser:
         deltas: list[dict[str, Any]] = []
         while self._pending:
             before = self._state, len(self._pending)
-            deltas += self._steps[self._state]()
+            deltas += getattr(self, f"_in_{self._state}")()
             if (self._state, len(self._pending)) == before:
                 break
         return deltas
@@ -300,15 +287,15 @@ class ToolParser:
         """The deltas of what is left, and the finish reason if there were calls.
 
         Args:
-            cut: the text ends at its limit, where a call that has begun is no text.
+            cut: the text was ended at a limit or a stop, where a call that has begun is no text.
         """
         rest, self._pending = (OPEN if self._state == "tag" else "") + self._pending, ""
-        begun = self._state == "tag" or self._named.search(self._before + rest, 1) is not None
+        begun = (self._only and rest) or rest.startswith(OPEN[:5]) or self._named.search(self._before + rest, 1)
         whole = self._state in ("text", "tag") and not (cut and begun)
         deltas = self._content(rest) if whole else []
         if self._blank and not self._calls:
             deltas = [{"content": self._blank}]
-        return deltas, "tool_calls" if self._calls and (whole or self._state in ("close", "behind")) else None
+        return deltas, "tool_calls" if self._calls and (whole or self._state == "end") else None
 
     def _content(self, text: str) -> list[dict[str, Any]]:
         self._before = text[-1:] or self._before
@@ -354,21 +341,21 @@ class ToolParser:
         end = self._end.find(self._pending)
         text, self._pending = self._pending[:end], self._pending[end:]
         if self._end.depth == 0:
-            self._state, self._before = "close" if self._tagged else "behind", "\n"
+            self._state, self._before = "end", "\n"
             self._calls += 1
         return [_call(self._calls - (self._end.depth == 0), None, text)]
 
-    def _closing(self) -> list[dict[str, Any]]:
-        _, closed, after = self._pending.partition(CLOSE)
-        if closed:
+    def _in_end(self) -> list[dict[str, Any]]:
+        """Leaves out what ends a call: its tag, or brackets and a fence."""
+        if self._tagged:
+            before, _, after = self._pending.partition(CLOSE)
+            ended = before != self._pending
+        else:
+            found = _BEHIND.match(self._pending, partial=True)
+            ended = found is None or not found.partial
+            after = self._pending[found.end() if found else 0 :]
+        if ended:
             self._pending, self._state = after, "text"
-        return []
-
-    def _behind(self) -> list[dict[str, Any]]:
-        """Leaves out what ends calls without tags."""
-        found = _BEHIND.match(self._pending, partial=True)
-        if found is None or not found.partial:
-            self._pending, self._state = self._pending[found.end() if found else 0 :], "text"
         return []
 
 

@@ -4,8 +4,6 @@ what happens to it.
 There is one session for each method, made on first use. A request's processors may raise, which makes a whole forward
 fail. The requests in that forward then begin again, one by one, each in a session of its own, and emit the same tokens
 again (a seed fixes every text). The request that fails again ends with its error.
-
-What other threads ask for is taken in between two rounds.
 """
 
 from __future__ import annotations
@@ -14,14 +12,17 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from longdraft.engine.session import Session
 from longdraft.engine.stats import Result
 from longdraft.errors import LongdraftError, RequestError
-from longdraft.serve.ticket import Change, Kind, Restarted, Ticket, Update
+from longdraft.serve.ticket import Restarted, Ticket, Update
 
 logger = logging.getLogger("longdraft")
+
+# The result of a request that was cancelled while it waited.
+_NOTHING = Result("", [], 0, "", True, "cancelled", 0.0, 0.0, 0)
 
 
 class QueueFull(LongdraftError):
@@ -53,14 +54,11 @@ class Worker:
         self._new_session, self._slots, self._queue, self._idle = session, slots, queue, idle
         self._sessions: dict[str, Session] = {}
         self._running: dict[str, dict[int, Ticket]] = {}
-        self._waiting: deque[Ticket] = deque()
         self._suspects: deque[Ticket] = deque()  # were in a forward that failed: each is decoded alone
-        self._closing = self._stopping = False
-        # Any thread changes these: what was asked for and is not taken in yet, and requests among it or on their way.
+        # Any thread changes these.
         self._change = threading.Condition()
-        self._asked: list[Change] = []
-        self._arriving: set[Ticket] = set()
-        self._draining = False
+        self._waiting: deque[Ticket] = deque()
+        self._draining = self._stopping = False
         self._durations: deque[float] = deque([1.0], maxlen=32)  # seconds of the last requests
         self._began, self._ended = threading.Event(), threading.Event()
 
@@ -96,35 +94,30 @@ class Worker:
         with self._change:
             if self._draining:
                 raise Draining("The server is shutting down.")
-            waiting = len(self._waiting) + len(self._arriving)
+            waiting = len(self._waiting)
             running = len(self._running.get(tickets[0].method, ()))
             if waiting + running + len(tickets) > most:
                 seconds = (waiting + 1) / self._slots * sum(self._durations) / len(self._durations)
                 raise QueueFull(waiting, max(1.0, seconds))
-            for ticket in tickets:
-                self._arriving.add(ticket)
-                self._ask("submit", ticket)
+            self._waiting.extend(tickets)
+            self._change.notify()
 
     def cancel(self, ticket: Ticket) -> None:
         """Ends a request within a round. Does nothing if it has ended."""
-        if not ticket.ended:
-            self._ask("cancel", ticket)
+        ticket.cancelled = True
 
     def close(self, timeout: float | None = None) -> None:
         """Takes no more requests, and waits until all have ended; after ``timeout`` seconds ends them."""
         with self._change:
             self._draining = True
-            self._ask("close")
+            self._change.notify()
         if not self._began.is_set():
             return
         self._ended.wait(timeout)
-        self._ask("stop")
-        self._ended.wait()
-
-    def _ask(self, kind: Kind, ticket: Ticket | None = None) -> None:
         with self._change:
-            self._asked.append(Change(kind, ticket))
+            self._stopping = True
             self._change.notify()
+        self._ended.wait()
 
     @property
     def alive(self) -> bool:
@@ -138,7 +131,7 @@ class Worker:
     def load(self) -> tuple[int, int]:
         """Counts of requests that are decoded and that wait."""
         with self._change:
-            waiting = len(self._waiting) + len(self._arriving) + len(self._suspects)
+            waiting = len(self._waiting) + len(self._suspects)
         return sum(map(len, list(self._running.values()))), waiting
 
     # --- the engine thread ---
@@ -154,15 +147,13 @@ class Worker:
             if self._suspects and not busy:
                 self._decode_alone(self._suspects.popleft())
         while not self._stopping and self._use_idle():  # the texts decoded last are worth keeping too
-            self._take_in(idle=False)
+            pass
         for session in self._sessions.values():
             session.close()
 
     def _admit(self) -> bool:
         """Starts waiting requests; blocks while there is nothing to do. Returns False when the worker should end."""
-        idle = False
         while True:
-            self._take_in(idle)
             if self._stopping:
                 self._end_all(Draining("The server has shut down before this request ended."))
                 return False
@@ -170,27 +161,12 @@ class Worker:
                 self._join(ticket)
             if self._suspects or any(self._running.values()):
                 return True
-            if self._closing and not self._waiting:
-                return False
-            idle = not (self._waiting or self._use_idle())
-
-    def _take_in(self, idle: bool) -> None:
-        """Takes in what was asked for; idle: waits for it."""
-        with self._change:  # nobody counts a request twice
-            if idle:
-                self._change.wait_for(lambda: self._asked)
-            asked, self._asked = self._asked, []
-            for change in asked:
-                match change:
-                    case Change("submit", Ticket() as ticket):
-                        self._waiting.append(ticket)
-                        self._arriving.discard(ticket)
-                    case Change("cancel", Ticket() as ticket):
-                        ticket.cancelled = True
-                    case Change("close"):
-                        self._closing = True
-                    case Change("stop"):
-                        self._stopping = True
+            if not self._waiting:
+                if self._draining:
+                    return False
+                if not self._use_idle():
+                    with self._change:
+                        self._change.wait_for(lambda: self._waiting or self._draining)
 
     def _use_idle(self) -> bool:
         """Calls ``idle``. Its errors are logged and concern no request."""
@@ -200,26 +176,29 @@ class Worker:
             logger.exception("what is done between requests failed")
             return False
 
-    def _joining(self) -> Iterator[Ticket]:
-        """Takes from the queue, in order, each request that has a free slot; ends those that were cancelled."""
+    def _joining(self) -> list[Ticket]:
+        """Takes from the queue, in order, each request that has a free slot, and those that were cancelled."""
         free = {method: self._slots - len(running) for method, running in self._running.items()}
-        for ticket in list(self._waiting):
-            if not ticket.cancelled and free.setdefault(ticket.method, self._slots) < 1:
-                continue
-            self._waiting.remove(ticket)
-            if ticket.cancelled:
-                self._end(ticket, LongdraftError("cancelled"))
-            else:
-                free[ticket.method] -= 1
-                yield ticket
+        joining = []
+        with self._change:
+            for ticket in list(self._waiting):
+                if ticket.cancelled or free.setdefault(ticket.method, self._slots) > 0:
+                    self._waiting.remove(ticket)
+                    joining.append(ticket)
+                    if not ticket.cancelled:
+                        free[ticket.method] -= 1
+        return joining
 
     def _join(self, ticket: Ticket) -> None:
+        if ticket.cancelled:
+            self._end(ticket, _NOTHING)
+            return
         try:
             if ticket.method not in self._sessions:
                 self._sessions[ticket.method] = self._new_session(ticket.method)
                 self._running[ticket.method] = {}
             session = self._sessions[ticket.method]
-            number = session.add(ticket.request())
+            number = session.add(ticket.made())
         except Exception as error:
             self._end(ticket, error)
             return
@@ -262,9 +241,8 @@ class Worker:
         try:
             session = self._new_session(ticket.method)
             try:
-                number = session.add(ticket.request())
+                number = session.add(ticket.made())
                 while not session.ended(number):
-                    self._take_in(idle=False)
                     ticket.cancelled |= self._stopping
                     self._abort_cancelled(session, {number: ticket})
                     for step in session.step():
@@ -277,11 +255,12 @@ class Worker:
 
     def _end_all(self, outcome: Exception) -> None:
         running = [ticket for tickets in self._running.values() for ticket in tickets.values()]
-        for ticket in (*self._waiting, *self._suspects, *self._arriving, *running):
+        with self._change:
+            running += [*self._waiting, *self._suspects]
+            self._waiting.clear()
+        for ticket in running:
             self._end(ticket, outcome)
-        self._waiting.clear()
         self._suspects.clear()
-        self._arriving.clear()
         self._running.clear()
 
     def _end(self, ticket: Ticket, outcome: Result | Exception) -> None:

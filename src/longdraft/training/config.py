@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +10,7 @@ from longdraft.errors import ConfigError
 from longdraft.training.settings import (
     BESIDE,
     BETAS,
+    GONE,
     ONE_OR_MORE,
     POSITIVE,
     POSITIVE_SHARE,
@@ -21,6 +21,15 @@ from longdraft.training.settings import (
     setting,
 )
 
+# Settings of earlier versions, and what to do instead.
+GONE.update(
+    passages="Name the texts in data, beside the answers. ",
+    patience="log.jsonl has every measurement, out/best is the best draft, and Ctrl-C ends a run. ",
+    read_ahead="Features are read when they are learned from: leave it out. ",
+    shard_target="Each process holds the whole target: give one in fewer bytes, or leave it out. ",
+    tensorboard="Set track=tensorboard. ",
+    curves="Set track=tensorboard, or draw log.jsonl. ",
+)
 # Levels that simulated acceptance drafts, whatever number a draft was trained for.
 DEPTH = 5
 
@@ -43,7 +52,6 @@ class RunConfig:
     held_out: float = setting(0.02, "share of the documents kept for measuring, chosen by how they begin", SHARE)
     max_length: int = setting(1024, "tokens: longer texts are cut into pieces, chats at their end", ONE_OR_MORE)
     min_length: int = setting(32, "tokens: shorter documents are left out", ONE_OR_MORE)
-    passages: bool = setting(False, "also learn the passages that answers are about, if their features were kept")
     anchor_offset: int = setting(0, "largest random offset of anchor-offset indices; 0: plain indices", ZERO_OR_MORE)
     intermediate_size: int | None = setting(
         None, "size of the draft's MLP; none: the target's, or that of the draft in init", ONE_OR_MORE
@@ -57,9 +65,6 @@ class RunConfig:
     )
     cache: str | None = setting(None, "folder for the target's features; none: the target runs in every epoch")
     target_dtype: str = setting("auto", "dtype of the target", one_of("auto", "float32", "bfloat16", "float16"))
-    shard_target: bool = setting(
-        False, "spread the target's layers over all processes, each of which gathers a layer to compute it (FSDP2)"
-    )
     target_rope_factor: float | None = setting(
         None, "YaRN's factor for the target, for texts longer than its context; none: the target as it is", ONE_OR_MORE
     )
@@ -80,28 +85,17 @@ class RunConfig:
     seed: int = setting(0, "seed of initial weights, batches and offsets")
     save_every: int = setting(200, "steps between checkpoints; 0: only at the end", ZERO_OR_MORE)
     measure_every: int = setting(200, "steps between measurements; 0: only at the end", ZERO_OR_MORE)
-    patience: int = setting(
-        0, "measurements without a better simulated acceptance after which the run ends; 0: none", ZERO_OR_MORE
-    )
     keep: int = setting(2, "checkpoints to keep", ONE_OR_MORE)
     recompute: bool = setting(
         False, "compute the draft's layers again in the backward pass: less memory, about a third more work"
     )
-    read_ahead: int | None = setting(
-        None, "batches whose features are read meanwhile; none: 1, or 0 where one CPU computes both", ZERO_OR_MORE
-    )
-    tensorboard: bool = setting(False, "also log to out/tensorboard")
-    curves: bool = setting(False, "also draw out/curves.png at every measurement (matplotlib)")
+    track: tuple[str, ...] = setting((), "trackers of accelerate that get the figures too: tensorboard, wandb, ...")
     threads: int | None = setting(None, "CPU threads; none: torch's choice", ONE_OR_MORE)
     device: str | None = setting(None, "cpu, cuda, cuda:N, mps; none: the best there is, a GPU for each process")
     fields_set: tuple[str, ...] = field(default=(), repr=False, compare=False)
-    opener: Callable[[RunConfig], Any] | None = field(default=None, repr=False, compare=False)
-    """Opens the session of the run; none: :func:`longdraft.training.session.begin`."""
 
     def __post_init__(self) -> None:
         check(self)
-        if self.shard_target and self.read_ahead:
-            raise ConfigError("read_ahead must be 0 with shard_target, whose processes read in step: leave it out.")
 
     def as_dict(self) -> dict[str, Any]:
         values = dataclasses.asdict(self)
@@ -183,23 +177,6 @@ class OnePassConfig(Eagle3Config):
 
     ttt: int = setting(6, "tokens that one forward proposes; a one-pass draft in init keeps its own", ONE_OR_MORE)
     rank: int = setting(128, "rank of the bigram; a one-pass draft in init keeps its own", ONE_OR_MORE)
-
-
-@dataclass(frozen=True)
-class MtpConfig(RunConfig):
-    """A run that trains a projection and norms around the target's own last layer."""
-
-    ttt: int = setting(3, "steps of the training-time test: how deep the draft drafts on its own outputs", ONE_OR_MORE)
-    decay: float = setting(0.8, "weight of a step relative to the step before it", POSITIVE_SHARE)
-    distill: float = setting(1.0, "share of the loss that follows the target's distribution", SHARE)
-    fit_tokens: int = setting(32768, "tokens that a new draft's projection is fitted to by least squares", ONE_OR_MORE)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.anchor_offset:
-            raise ConfigError("anchor_offset is for drafts that know positions of training alone: leave it out.")
-        if self.intermediate_size is not None:
-            raise ConfigError("intermediate_size: the draft's layer is the target's own; leave it out.")
 
 
 @dataclass(frozen=True)

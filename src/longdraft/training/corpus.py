@@ -18,7 +18,7 @@ SAME_PASSAGE = 48
 
 
 class Documents(Lazy[Document]):
-    """Some pieces of documents, in a fixed order. Their tokens stay where they are: a piece takes 22 bytes here.
+    """Some pieces of documents, in a fixed order. Their tokens stay where they are: a piece takes 18 bytes here.
 
     Attributes:
         lengths, starts: tokens of each piece, and its first learned token.
@@ -27,15 +27,12 @@ class Documents(Lazy[Document]):
     def __init__(self, sources: Sequence[Tokens]) -> None:
         self.sources = sources
         self.lengths, self.starts = array("i"), array("i")
-        self._source, self._row, self._begins = array("H"), array("i"), array("q")
-        self._cuts: dict[int, int] = {}  # piece -> tokens cut off at its beginning
+        self._source, self._begins = array("H"), array("q")
 
-    def add(self, source: int, row: int, begin: int, length: int, start: int, cut: int = 0) -> None:
-        """Adds a piece: of which source, which of its documents, and which of its tokens from ``begin`` on."""
-        if cut:
-            self._cuts[len(self)] = cut
-        values = self._source, self._row, self._begins, self.lengths, self.starts
-        for column, value in zip(values, (source, row, begin, length, start), strict=True):
+    def add(self, source: int, begin: int, length: int, start: int) -> None:
+        """Adds a piece: of which source, and which of its tokens from ``begin`` on."""
+        values = self._source, self._begins, self.lengths, self.starts
+        for column, value in zip(values, (source, begin, length, start), strict=True):
             column.append(value)
 
     def __len__(self) -> int:
@@ -43,22 +40,12 @@ class Documents(Lazy[Document]):
 
     def item(self, i: int) -> Document:
         source, begin = self.sources[self._source[i]], self._begins[i]
-        kept = source.kept[self._row[i]] if source.kept else None
-        tokens = source.slice(begin, begin + self.lengths[i])
-        return Document(tokens, self.starts[i], kept, self._cuts.get(i, 0))
+        return Document(source.slice(begin, begin + self.lengths[i]), self.starts[i])
 
     @property
     def tokens(self) -> int:
         """Tokens of all pieces."""
         return sum(self.lengths)
-
-    @property
-    def with_features(self) -> int:
-        """The number of pieces that have kept features."""
-        if not any(source.kept for source in self.sources):
-            return 0
-        each = zip(self._source, self._row, strict=True)
-        return sum(bool(self.sources[i].kept and self.sources[i].kept[row]) for i, row in each)
 
     def ordered(self) -> Documents:
         """The same pieces in order of their tokens, so that those that begin alike are neighbours.
@@ -83,8 +70,7 @@ class Documents(Lazy[Document]):
     def _picked(self, order: Iterable[int]) -> Documents:
         found = Documents(self.sources)
         for i in order:
-            place = self._source[i], self._row[i], self._begins[i]
-            found.add(*place, self.lengths[i], self.starts[i], self._cuts.get(i, 0))
+            found.add(self._source[i], self._begins[i], self.lengths[i], self.starts[i])
         return found
 
     def digest(self) -> str:
@@ -121,8 +107,8 @@ def collect(
 ) -> Corpus:
     """Cuts, filters and splits documents.
 
-    Plain text is cut into pieces of ``max_length`` tokens. A document with a prompt or with kept features is cut at its
-    end, and left out if nothing learned would remain; with ``keep_end`` it is cut at its beginning.
+    Plain text is cut into pieces of ``max_length`` tokens. A document with a prompt is cut at its end, and left out if
+    nothing learned would remain; with ``keep_end`` it is cut at its beginning.
 
     Args:
         skipped: counts the documents that are left out.
@@ -137,34 +123,31 @@ def collect(
     learned, measured = Documents(sources), Documents(sources)
     for at, source in enumerate(sources):
         end = 0
-        for row, (start, at_end) in enumerate(zip(source.starts.tolist(), source.ends.tolist(), strict=True)):
+        for start, at_end in zip(source.starts.tolist(), source.ends.tolist(), strict=True):
             first, end = end, at_end
-            kept = source.kept[row] if source.kept else None
-            # Where each piece begins among the source's tokens, how long it is, its start, what was cut off before.
-            pieces = [(first, end - first, start, 0)]
-            text = start == 1 and not kept
-            if text:
+            # Where each piece begins among the source's tokens, how long it is, and its start.
+            pieces = [(first, end - first, start)]
+            if start == 1:
                 cuts = range(first, end, max_length)
-                pieces = [(cut, n, 1, 0) for cut in cuts if (n := min(max_length, end - cut)) > 1]
+                pieces = [(cut, n, 1) for cut in cuts if (n := min(max_length, end - cut)) > 1]
             elif end - first > max_length and keep_end:
                 cut = end - first - max_length
-                pieces = [(first + cut, max_length, max(1, start - cut), cut)]
+                pieces = [(first + cut, max_length, max(1, start - cut))]
             elif end - first > max_length:
-                pieces = [(first, max_length, start, 0)] if start < max_length else []
+                pieces = [(first, max_length, start)] if start < max_length else []
                 if not pieces:
                     skipped.add("with a prompt longer than max_length")
-            # A document is assigned by how it begins, with all its pieces. Of kept features the number without the
-            # folder, which may be moved or split.
-            passage = kept[1] if kept else source.slice(first, min(end, first + SAME_PASSAGE))
+            # A document is assigned by how it begins, with all its pieces.
+            passage = source.slice(first, min(end, first + SAME_PASSAGE))
             side = measured if _share(passage, "held out") < held_out else learned
-            for begin, length, learned_from, cut in pieces:
-                sampled = source.slice(begin, min(begin + length, begin + SAME_PASSAGE)) if text else passage
+            for begin, length, learned_from in pieces:
+                sampled = source.slice(begin, min(begin + length, begin + SAME_PASSAGE)) if start == 1 else passage
                 if sample < 1 and _share(sampled, "sample") >= sample:
                     continue
                 if length < min_length or length - learned_from <= shortest_learned:
                     skipped.add("too short")
                 else:
-                    side.add(at, row, begin, length, learned_from, cut)
+                    side.add(at, begin, length, learned_from)
     if not len(learned):
         raise PromptError(
             f"Nothing to train on: no usable document in the data (left out: {skipped}; held out: {len(measured)}). "
@@ -173,8 +156,8 @@ def collect(
     return Corpus(learned.ordered(), measured.ordered())
 
 
-def _share(passage: int | list[int], purpose: str) -> float:
-    """A number in [0, 1) that depends on how a document begins, or on its passage's number if that is known."""
+def _share(passage: list[int], purpose: str) -> float:
+    """A number in [0, 1) that depends on how a document begins."""
     hashed = hashlib.sha256(f"{purpose}{passage}".encode()).digest()
     return int.from_bytes(hashed[:6], "big") / 2**48
 

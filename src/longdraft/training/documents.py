@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from longdraft.errors import CheckpointError, LongdraftError, PromptError
+from longdraft.errors import CheckpointError
 from longdraft.model.chat import applied, encode
 from longdraft.training import corpora
 
@@ -24,15 +24,10 @@ class Document:
     Attributes:
         tokens: the whole text, with its end-of-sequence token if it has one.
         start: the first token that is learned; those before it (a chat's prompt) are only context.
-        kept: place of its features if ``longdraft train data`` has kept them: folder, passage, answer (-1: the passage
-            itself).
-        cut: tokens that were cut off at its beginning. The target saw them when it computed kept features.
     """
 
     tokens: list[int]
     start: int = 1
-    kept: tuple[str, int, int] | None = None
-    cut: int = 0
 
     def __post_init__(self) -> None:
         if not 1 <= self.start < len(self.tokens):
@@ -61,22 +56,20 @@ def rows(paths: Iterable[Path | str], skipped: Skipped) -> Iterator[dict[str, An
 
     Raises PromptError if a file is missing or cannot be read.
     """
-    for row, _ in _located(paths, skipped):
-        if row is not None:
-            yield row
+    return (row for row in _all_rows(paths, skipped) if row is not None)
 
 
-def _located(sources: Iterable[Path | str], skipped: Skipped) -> Iterator[tuple[dict[str, Any] | None, Path]]:
-    """Each row with its file; None for a broken one."""
+def _all_rows(sources: Iterable[Path | str], skipped: Skipped) -> Iterator[dict[str, Any] | None]:
+    """Each row; None for a broken one."""
     for source in sources:
         corpus = corpora.named(source)
         for path in corpus.files:
             for row in corpora.rows(path):
                 if isinstance(row, dict):
-                    yield corpus.convert(row), path
+                    yield corpus.convert(row)
                 else:
                     skipped.add("not JSON" if row is None else "not an object")
-                    yield None, path
+                    yield None
 
 
 def documents(
@@ -99,12 +92,12 @@ def encoded(
     done: int = 0,
 ) -> Iterator[Document | None]:
     """The document of each row after the first ``done``; None for one that is left out. See :func:`documents`."""
-    for row, path in islice(_located(paths, skipped), done, None):
+    for row in islice(_all_rows(paths, skipped), done, None):
         if row is None:
             yield None
             continue
         try:
-            document = _document(row, tokenizer, features_of(path))
+            document = _document(row, tokenizer)
         except (KeyError, TypeError, ValueError, AttributeError):
             skipped.add("without usable text, messages or tokens")
             yield None
@@ -115,15 +108,9 @@ def encoded(
         yield document if usable else None
 
 
-def features_of(answers: Path) -> Path:
-    """The folder beside a file of answers for their features."""
-    return answers.with_name(f"{answers.name.partition('.')[0]}.features")
-
-
-def _document(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, features: Path) -> Document:
+def _document(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Document:
     if "tokens" in row:
-        kept = (str(features), int(row["at"][0]), int(row["at"][1])) if "at" in row and features.is_dir() else None
-        return Document([int(t) for t in row["tokens"]], int(row.get("start", 1)), kept)
+        return Document([int(t) for t in row["tokens"]], int(row.get("start", 1)))
     if "messages" in row:
         return _chat(row["messages"], tokenizer, bool(row.get("cut")))
     tokens = encode(tokenizer, row["text"])
@@ -154,44 +141,20 @@ def _chat(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, cu
     return Document(list(tokens), len(prompt))
 
 
-def write(
-    texts: Iterable[Document | str],
-    out: Path,
-    progress: Callable[[int, int], None] = lambda rows, tokens: None,
-    stop: Callable[[], bool] = lambda: False,
-) -> int:
-    """Writes documents as rows of ``tokens`` and ``start``, strings as rows of ``text``; returns the number of rows.
-
-    The file appears whole or not at all.
-
-    Args:
-        progress: called now and then with the rows and tokens so far.
-        stop: called as often; True ends the work, and nothing is written.
+def write(texts: Iterable[str], out: Path) -> int:
+    """Writes rows of ``text``; returns how many. The file appears whole or not at all.
 
     Raises:
         CheckpointError: the file cannot be written.
-        PromptError: there are no documents.
+        PromptError: there are no texts to make rows of.
     """
+    lines = [json.dumps({"text": text}) + "\n" for text in texts]
     part = out.with_name(f".{out.name}.part")
-    rows, tokens = 0, 0
     try:
-        with part.open("w", encoding="utf-8") as file:
-            for rows, text in enumerate(texts, 1):
-                tokens += 0 if isinstance(text, str) else len(text.tokens)
-                row = {"text": text} if isinstance(text, str) else {"tokens": text.tokens, "start": text.start}
-                file.write(json.dumps(row) + "\n")
-                if rows % 100 == 0:
-                    progress(rows, tokens)
-                    if stop():
-                        return rows
-        if not rows:
-            raise PromptError("There is nothing to write: rows need `text`, `messages` or `tokens`.")
+        part.write_text("".join(lines), encoding="utf-8")
         part.replace(out)
-    except LongdraftError:
-        raise
     except OSError as error:
         raise CheckpointError(f"{out} cannot be written: {error}.") from error
     finally:
         part.unlink(missing_ok=True)
-    progress(rows, tokens)
-    return rows
+    return len(lines)

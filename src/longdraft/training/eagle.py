@@ -22,7 +22,7 @@ from longdraft.model.rotary import Rotary, yarn
 from longdraft.model.shared_parts import SharedParts, norm_before_head
 from longdraft.training.config import DEPTH, EagleConfig
 from longdraft.training.eagle3 import Eagle3Trainee
-from longdraft.training.run_log import Report
+from longdraft.training.loop import Report
 from longdraft.training.session import Progress, Session, begin, never, silent
 from longdraft.training.trainee import Pack, StepOutput
 

@@ -7,7 +7,7 @@ t + 1 and predicts token t + 2; its rotary position is t in every step. With f t
     o(i, t) = f(token t + 1, o(i - 1, t - 1))        for steps i > 0, as when the draft reads its own output
     loss    = sum over i and t of decay^i * cross-entropy(head(norm(o(i, t))), target's distribution of token t + 2)
 
-Every row sees the keys it will see when drafting (:mod:`longdraft.training.drafted_attention`).
+Every row sees the keys it will see when drafting (:mod:`longdraft.training.attention`).
 
 The same run adapts a draft to long text (SpecPV, appendix A): ``init`` names a draft of short texts in any layout that
 longdraft decodes, and ``rope_factor`` stretches its positions with YaRN.
@@ -29,10 +29,10 @@ from longdraft.drafts.kinds import kind_of
 from longdraft.errors import CheckpointError, ConfigError
 from longdraft.model.rotary import Rotary, yarn
 from longdraft.model.shared_parts import SharedParts
+from longdraft.training.attention import attend
 from longdraft.training.config import DEPTH, Eagle3Config
-from longdraft.training.drafted_attention import drafted
 from longdraft.training.features import Features
-from longdraft.training.run_log import Report
+from longdraft.training.loop import Report
 from longdraft.training.session import Progress, Session, begin, never, silent
 from longdraft.training.trainee import Attention, Pack, StepOutput, Trainee
 from longdraft.training.vocabulary import rows_of
@@ -182,7 +182,7 @@ class _Steps:
         """This step's attention. It may be called again in the backward pass, when later steps have been."""
         counts, before = self.counts, list(self._steps)
 
-        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             # Split, never sliced: the gradient of a slice is as large as the tensor it was cut from.
             own = counts if before else self.lengths
             pairs = list(zip(k.split(own, 1), v.split(own, 1), strict=True))
@@ -194,7 +194,7 @@ class _Steps:
             each = zip(q.split(counts, 1), zip(*before, pairs, strict=True), strict=True)
             return torch.cat([self._drafted(queries, *steps) for queries, steps in each], 1)
 
-        return attend
+        return attention
 
     def _drafted(
         self,
@@ -210,7 +210,7 @@ class _Steps:
         later = [torch.stack([pair[i][:, :n] for pair in steps], 2) for i in (0, 1) if steps]
         if window is not None and not self.slides:
             window += len(steps)
-        return drafted(q, *first, (later[0], later[1]) if later else None, window)
+        return attend(q, *first, len(steps), window, (later[0], later[1]) if later else None)
 
 
 @dataclass(frozen=True)

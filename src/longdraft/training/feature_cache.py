@@ -42,8 +42,6 @@ class FeatureCache:
         reader: computes them.
     """
 
-    from_disk = True
-
     def __init__(
         self,
         folder: Path,
@@ -69,9 +67,6 @@ class FeatureCache:
 
     def path(self, shard: int) -> Path:
         return self.folder / f"shard-{shard:05d}.safetensors"
-
-    def batch(self, documents: Sequence[int]) -> list[Features]:
-        return [self[i] for i in documents]
 
     def __getitem__(self, i: int) -> Features:
         """Raises CheckpointError if a shard is missing or damaged."""
@@ -125,11 +120,6 @@ class FeatureCache:
             share: (i, n): fill every n-th shard from the i-th on.
             stop: called after each document; True ends the work, and whole shards are kept.
         """
-        complete = self._fill(progress, share, stop)
-        self.reader.finish()
-        return complete
-
-    def _fill(self, progress: Callable[[int, int], None], share: tuple[int, int], stop: Callable[[], bool]) -> bool:
         shards = self.shards[share[0] :: share[1]]
         total = sum(len(d.tokens) for shard in shards for d in self._documents_of(shard))
         done = 0

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from longdraft.errors import CheckpointError
-from longdraft.files import naming, regular
-from longdraft.training.branches import TokenFeatures
+from longdraft.files import TEXT, naming, read_json, regular
+from longdraft.files import opened as opened
 from longdraft.training.features import Features
 
 INDEX = "index.json"
@@ -28,11 +28,9 @@ def as_json(index: dict[str, Any]) -> Any:
 def check_index(folder: Path, index: dict[str, Any], other: str) -> None:
     """Makes the folder. Raises CheckpointError if it has another index, as a folder of ``other`` would."""
     path = folder / INDEX
-    try:
+    with readable(path, "Delete the folder, or name another."):
         folder.mkdir(parents=True, exist_ok=True)
-        same = not path.exists() or json.loads(path.read_text(encoding="utf-8")) == as_json(index)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be used: {error}. Delete the folder, or name another.") from error
+        same = not path.exists() or read_json(path, TEXT) == as_json(index)
     if not same:
         raise refused(folder, other)
 
@@ -63,20 +61,13 @@ def _write_whole(path: Path, write: Callable[[Path], Any]) -> None:
         part.unlink(missing_ok=True)
 
 
-def joined(texts: Sequence[TokenFeatures] | Sequence[Features]) -> dict[str, torch.Tensor]:
+def joined(texts: Sequence[Features]) -> dict[str, torch.Tensor]:
     """The tensors of texts laid end to end: ``tokens``, likeliest tokens (``ids``), and ``rows`` by name."""
     tensors = {
         "tokens": torch.cat([text.tokens for text in texts]).int(),
         "ids": torch.cat([text.likeliest for text in texts]).int(),
     }
     return tensors | {name: torch.cat([text.rows[name] for text in texts]) for name in texts[0].rows}
-
-
-@contextmanager
-def opened(path: Path, advice: str) -> Iterator[Any]:
-    """An open safetensors file. Raises CheckpointError if it is missing or damaged, or lacks what is read."""
-    with readable(path, advice), safe_open(path, framework="pt") as file:
-        yield file
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from longdraft.model.runner import TargetRunner
 from longdraft.model.shared_parts import SharedParts, final_norm
 from longdraft.training.config import HeadsConfig
 from longdraft.training.features import Features
-from longdraft.training.run_log import Report
+from longdraft.training.loop import Report
 from longdraft.training.session import Progress, begin, never, silent
 from longdraft.training.trainee import StepOutput, Trainee
 

@@ -15,11 +15,11 @@ from torch import nn
 
 from longdraft.drafts.language_model import KIND, TrainedLM
 from longdraft.model import small_models
+from longdraft.training.attention import attend
 from longdraft.training.config import LmConfig
 from longdraft.training.features import Features
+from longdraft.training.loop import Report
 from longdraft.training.measure import by_text
-from longdraft.training.noisy_attention import causal
-from longdraft.training.run_log import Report
 from longdraft.training.session import Progress, Session, begin, never, silent
 from longdraft.training.trainee import StepOutput, Trainee
 from longdraft.training.vocabulary import rows_of
@@ -34,10 +34,11 @@ class LmTrainee(Trainee):
         x = self.embed(pack.rows([d.tokens for d in documents]))
         positions = pack.rows([d.positions for d in documents]).to(self.device)
 
-        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            return pack.attend(causal, q, k, v)
+        def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return pack.attend(attend, q, k, v)
 
-        hidden = self.layer(small_models.hidden_states, self.block, x, positions, attend)[pack.learned.to(self.device)]
+        hidden = self.layer(small_models.hidden_states, self.block, x, positions, attention)
+        hidden = hidden[pack.learned.to(self.device)]
         labels = self.labels(pack)
         return self.output(hidden, self.target_head, labels, torch.ones_like(labels.text))
 

@@ -14,11 +14,11 @@ import torch
 
 from longdraft.drafters.longspec import KIND, LongSpecDraft, check_rotary
 from longdraft.drafters.shared.longspec_block import LongSpecBlock, LongSpecShape
+from longdraft.training.attention import attend
 from longdraft.training.config import TrainConfig
 from longdraft.training.features import Features
+from longdraft.training.loop import Report
 from longdraft.training.measure import by_shift
-from longdraft.training.noisy_attention import noisy, windowed
-from longdraft.training.run_log import Report
 from longdraft.training.session import Progress, Session, begin, never, silent
 from longdraft.training.trainee import StepOutput, Trainee
 
@@ -40,12 +40,12 @@ class LongSpecTrainee(Trainee):
         cos, sin = self.parts.rotary(pack.rows([d.positions for d in documents]).to(self.device))
 
         def self_attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            return pack.attend(lambda q, k, v: windowed(q, k, v, window), q, k, v)
+            return pack.attend(lambda q, k, v: attend(q, k, v, window=window), q, k, v)
 
         def cross_attend(q: torch.Tensor) -> torch.Tensor:
             # The row after the last learned one has KV too, which no learned row may see.
             each = zip(q.split(pack.counts, 1), documents, shifts, strict=True)
-            out = [noisy(q, d.keys[:, :-1].to(q.device), d.values[:, :-1].to(q.device), j) for q, d, j in each]
+            out = [attend(q, d.keys[:, :-1].to(q.device), d.values[:, :-1].to(q.device), j) for q, d, j in each]
             return torch.cat(out, 1)
 
         hidden = self.layer(self.block, x, cos, sin, self_attend, cross_attend, pack.learned.to(self.device))

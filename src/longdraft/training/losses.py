@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 CHUNK = 512
 
@@ -61,7 +60,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
         wide, other = (torch.empty(size, device=head.device) for _ in range(2))
         of_head = torch.empty_like(head) if trained is not None else None
         # A CPU would convert all of it first, in memory of its own.
-        piece = CHUNK if head.device.type == "cpu" and not isinstance(head, FakeTensor) else len(head)
+        piece = CHUNK if head.device.type == "cpu" else len(head)
         for start in range(0, hidden.shape[0], chunk):
             rows = slice(start, start + chunk)
             h = hidden[rows].to(head.dtype)

@@ -1,7 +1,7 @@
 """Training of one-pass drafts: EAGLE-3's training with other later steps.
 
 Row t of step k stands k tokens after its anchor, row t - k. Its inputs are the anchor's embedding and features and two
-learned vectors of step k. As in EAGLE-3's training-time test (:mod:`longdraft.training.drafted_attention`), it sees the
+learned vectors of step k. As in EAGLE-3's training-time test (:mod:`longdraft.training.attention`), it sees the
 rows that the anchor sees and the rows of steps 1 .. k on its own path. The bigram reads the text's token.
 """
 
@@ -20,7 +20,7 @@ from longdraft.training import eagle3
 from longdraft.training.config import OnePassConfig
 from longdraft.training.eagle3 import Eagle3Trainee
 from longdraft.training.features import Features
-from longdraft.training.run_log import Report
+from longdraft.training.loop import Report
 from longdraft.training.session import Progress, never, silent
 from longdraft.training.trainee import StepOutput
 

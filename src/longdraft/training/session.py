@@ -1,7 +1,8 @@
 """The frame of every training run.
 
 :func:`begin` starts processes, loads the target and reads the documents. :class:`Session` finds the vocabulary and the
-target's features, and trains. What lies between is the kind of draft: its module, new or read from a folder.
+target's features, and trains. What lies between is the kind of draft: its module, new or read from a folder, and how
+it is described.
 
 Every ``train_...`` function takes settings, a ``progress`` (called with what is being prepared, how much is done, and
 of how much, 0 if unknown), and a ``stop`` (called after each step and while the target reads; True writes a checkpoint
@@ -13,7 +14,7 @@ not fit, or a target that takes no drafts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import chain
@@ -22,40 +23,33 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.tracking import get_available_trackers
 from accelerate.utils import InitProcessGroupKwargs
 
 from longdraft.drafts import draft_folder
-from longdraft.errors import CapabilityError, PromptError
-from longdraft.model.layer_shards import shard_layers
+from longdraft.errors import CapabilityError
 from longdraft.model.loading import load
 from longdraft.model.runner import TargetRunner
 from longdraft.training import corpus, tokens
-from longdraft.training.ahead import Ahead, FeatureSource
 from longdraft.training.config import DEPTH, RunConfig
 from longdraft.training.documents import Document, Skipped
 from longdraft.training.feature_cache import FeatureCache
-from longdraft.training.features import FeatureReader, Features, LiveFeatures
-from longdraft.training.held_out import ROOM, HeldOut
-from longdraft.training.in_step import InStepRunner
-from longdraft.training.kept_features import KeptSource, passages
+from longdraft.training.features import FeatureReader, Features, FeatureSource, LiveFeatures
+from longdraft.training.loop import Loop, Report
 from longdraft.training.measure import Ranks, Simulated, by_step, simulate
-from longdraft.training.run_log import Report
 from longdraft.training.trainee import StepOutput, Trainee
-from longdraft.training.trainer import Trainer
 from longdraft.training.vocabulary import most_frequent
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # Held-out documents of a measurement: enough to compare, few enough to be quick.
 MEASURED = 48
 # The other processes wait while one downloads a model or reads a shard. Ending a hung one is left to the launcher.
 PATIENCE = timedelta(days=7)
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 # what is being prepared, how much is done, of how much (0: unknown)
 Progress = Callable[[str, int, int], None]
-
-
 # Fits a new draft to the documents' features.
 Fit = Callable[[Iterator[Features]], None]
 
@@ -114,46 +108,27 @@ class Session:
             )
         return most_frequent(counted, runner.vocab_size, config.vocabulary, runner.eos_token_ids)
 
-    def source(
-        self, layers: tuple[int, ...] | None, fit: Fit | None = None, keys: bool = False
-    ) -> FeatureSource | None:
+    def features(self, layers: tuple[int, ...] | None, fit: Fit | None = None) -> FeatureSource | None:
         """The features of the learned documents; None if ``stop`` ended the filling of the cache.
 
         Args:
             layers: decoder layers whose hidden states the draft reads; (): the last layer's KV; None: the text alone.
             fit: called with the documents' features, one after the other, before a cache is filled.
-            keys: beside hidden states, it reads the last layer's KV.
         """
-        config, runner, learned = self.config, self.runner, self.data.learned
-        dtype = torch.bfloat16 if config.precision == "bf16" else runner.kv_shape.dtype
-        reader = FeatureReader(runner, dtype, layers, keys, config.distill > 0)
-        if not config.anchor_offset and self._kept(learned):
-            kept = KeptSource(learned, runner.parts.description, reader)
-            if fit is not None:
-                fit(map(kept.__getitem__, range(len(learned))))
-            return kept
-        if learned.with_features:
-            line = (
-                "features kept beside answers are not used: all data must have them, with plain positions "
-                "(anchor_offset: 0) and a target that is not stretched"
-            )
-            self.progress(line, 0, 0)
+        config, runner, learned, accelerator = self.config, self.runner, self.data.learned, self.accelerator
+        reader = self._reader(layers)
         offsets = corpus.offsets(learned.lengths, config.anchor_offset, runner.context_length, config.seed)
         live = LiveFeatures(reader, learned, offsets)
         if fit is not None:
             fit(map(live.__getitem__, range(len(learned))))
         if config.cache is None:
             return live
-        return self._cached(Path(config.cache), reader, offsets)
-
-    def _cached(self, folder: Path, reader: FeatureReader, offsets: Sequence[int]) -> FeatureSource | None:
-        runner, accelerator = self.runner, self.accelerator
         identity: dict[str, Any] = {"target": runner.parts.description, "dtype": str(runner.kv_shape.dtype)}
-        if self.config.target_rope_factor is not None:
-            identity["rope_factor"] = self.config.target_rope_factor  # not in the description: drafts fit either way
+        if config.target_rope_factor is not None:
+            identity["rope_factor"] = config.target_rope_factor  # not in the description: drafts fit either way
         if reader.layers:
             identity["layers"] = list(reader.layers)
-        cache = FeatureCache(folder, self.data.learned, offsets, identity, reader)
+        cache = FeatureCache(Path(config.cache), learned, offsets, identity, reader)
         if accelerator.is_main_process:
             cache.prepare()
         accelerator.wait_for_everyone()
@@ -162,15 +137,15 @@ class Session:
             (accelerator.process_index, accelerator.num_processes),
             self.stop,
         )
-        unfinished = accelerator.reduce(torch.tensor(float(not complete), device=accelerator.device), "sum")
-        return None if unfinished > 0 else cache
+        return None if self._summed(torch.tensor(int(not complete))) else cache
 
-    def _kept(self, documents: corpus.Documents) -> bool:
-        """True if features of all documents were kept, and the target is the one that computed them."""
-        return self.config.target_rope_factor is None and documents.with_features == len(documents)
+    def _reader(self, layers: tuple[int, ...] | None) -> FeatureReader:
+        config = self.config
+        dtype = torch.bfloat16 if config.precision == "bf16" else self.runner.kv_shape.dtype
+        return FeatureReader(self.runner, dtype, layers, config.distill > 0)
 
-    def held_out(self, reader: FeatureReader, ahead: Ahead, levels: int) -> HeldOut:
-        """This process's share of the documents to measure on. Positions are plain, as in decoding.
+    def held_out(self, reader: FeatureReader, levels: int) -> Measured | None:
+        """This process's share of the documents to measure on; None if there are none. Positions are plain.
 
         Args:
             levels: documents have more learned tokens than this.
@@ -179,11 +154,9 @@ class Session:
         spans = zip(held_out.lengths, held_out.starts, strict=True)
         long = [i for i, (length, start) in enumerate(spans) if length - start > levels]
         chosen = [held_out[i] for i in long[:: max(1, len(long) // MEASURED)][:MEASURED]]
-        source: FeatureSource = LiveFeatures(reader, chosen, [0] * len(chosen))
-        if chosen and self.config.target_rope_factor is None and all(document.kept for document in chosen):
-            source = KeptSource(chosen, self.runner.parts.description, reader)
+        source = LiveFeatures(reader, chosen, [0] * len(chosen))
         share = self.accelerator.process_index, self.accelerator.num_processes
-        return HeldOut(source, len(chosen), ahead, share, 0 if self.config.shard_target else ROOM)
+        return Measured(source, len(chosen), *share) if chosen else None
 
     def _summed(self, counts: torch.Tensor) -> torch.Tensor:
         """Whole numbers added up over the processes."""
@@ -199,7 +172,6 @@ class Session:
         *,
         levels: int,
         fit: Fit | None = None,
-        keys: bool = False,
         measured: int = DEPTH,
         ranks_of: Ranks = by_step,
         shifts: int = 1,
@@ -207,44 +179,58 @@ class Session:
         """Trains a module; yields a report for each step.
 
         Args:
-            layers: decoder layers whose hidden states the draft reads; (): the last layer's KV; None: the text alone.
+            layers, fit: of :meth:`features`.
             kind, config: the draft's kind, and what its config.json adds to the common entries.
             levels: the largest depth that the trainee reports. measured: levels that simulated acceptance drafts.
-            fit, keys: of :meth:`source`; a new draft is fitted to what the target computes.
             ranks_of: computes ranks for simulated acceptance. shifts: the largest shift that a document is given.
         """
-        run, device = self.config, self.runner.device
-        if (source := self.source(layers, fit, keys)) is None:
+        run = self.config
+        if (features := self.features(layers, fit)) is None:
             return
         trainee.recompute = run.recompute
         if run.distill:
             trainee.measure_scale(self.runner)
-        # Where one CPU computes both, reading ahead would only make them take turns.
-        usual = int((source.from_disk or device.type != "cpu") and not run.shard_target)
+        held_out = self.held_out(features.reader, measured)
 
         def save_draft(weights: Mapping[str, torch.Tensor], name: str) -> None:
             own = {name.removeprefix("block."): t for name, t in weights.items()}
             draft = draft_folder.trained(kind, config, own, trainee.kept, self.runner.parts.description)
             draft_folder.save(Path(run.out) / name, draft)
 
-        with Ahead(device, usual if run.read_ahead is None else run.read_ahead) as ahead:
-            held_out = self.held_out(source.reader, ahead, measured)
+        def measure(module: Callable[..., StepOutput]) -> Simulated:
+            return simulate(module, held_out or (), measured, ranks_of, self._summed)
 
-            def measure(module: Callable[..., StepOutput]) -> Simulated:
-                return simulate(module, held_out, measured, ranks_of, self._summed)
+        loop = Loop(
+            run,
+            self.accelerator,
+            trainee.to(self.runner.device),
+            self.data.learned,
+            features,
+            measure if held_out else None,
+            save_draft,
+            shifts,
+            levels,
+        )
+        yield from loop.run(self.stop, lambda line: self.progress(line, 0, 0))
 
-            yield from Trainer(
-                run,
-                self.accelerator,
-                trainee.to(device),
-                self.data.learned,
-                source,
-                measure if len(held_out) else None,
-                save_draft,
-                shifts,
-                levels,
-                ahead,
-            ).run(self.stop, lambda line: self.progress(line, 0, 0))
+
+@dataclass(frozen=True)
+class Measured:
+    """One process's share of some documents: every n-th of them. They are read anew for every measurement.
+
+    All processes get equally many, because a sharded module computes in all of them or in none. So that it works out,
+    the last ones may get a document that another process counts.
+    """
+
+    source: FeatureSource
+    count: int
+    process: int = 0
+    processes: int = 1
+
+    def __iter__(self) -> Iterator[tuple[Features, bool]]:
+        """The features of each document of the share, and whether this process counts it."""
+        for i in range(self.process, -(-self.count // self.processes) * self.processes, self.processes):
+            yield self.source[i % self.count], i < self.count
 
 
 def begin(
@@ -255,28 +241,39 @@ def begin(
     Args:
         shortest_learned: a document must have more learned tokens than this.
         keep_end: of a prompt and answer that are too long together, keep the end instead of the beginning.
+
+    Raises:
+        CapabilityError: a tracker is asked for that is not installed, or that accelerate does not know.
     """
-    if config.opener is not None:
-        opened: Session = config.opener(config)
-        return opened
     if config.threads:
         torch.set_num_threads(config.threads)
     device_name = config.device or ""
     if device_name.startswith("cuda:") and torch.cuda.is_available():
         torch.cuda.set_device(device_name)  # accelerate takes the current one
+    available = [str(each) for each in get_available_trackers()]
+    if lacking := sorted(set(config.track) - {*available}):
+        raise CapabilityError(
+            f"track: {', '.join(lacking)} is not there: install its package, or leave it out (every step is in "
+            f"{config.out}/log.jsonl anyway). Installed are {', '.join(available) or 'none'}."
+        )
     accelerator = Accelerator(
         cpu=device_name == "cpu",
         mixed_precision=config.precision,
+        log_with=list(config.track) or None,
+        project_dir=config.out,
         kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
     )
-    runner, tokenizer = _target(config, accelerator, progress)
-    skipped = Skipped()
+    place = accelerator.device if accelerator.num_processes > 1 or not config.device else config.device
+    with accelerator.main_process_first():  # the first process downloads, and compiles kernels
+        model, tokenizer = load(
+            config.target,
+            dtype=config.target_dtype,
+            device=place,
+            rope_factor=config.target_rope_factor,
+            progress=lambda line: progress(line, 0, 0),
+        )
+    runner, skipped = TargetRunner(model), Skipped()
     sources = tokens.sources(config.data, tokenizer, skipped, runner.vocab_size)
-    if config.passages:
-        about = passages(document for source in sources if source.kept for document in source)
-        if not about:
-            raise PromptError("passages: the data have no answers whose features were kept; leave it out.")
-        sources.append(tokens.Tokens.of(about))
     data = corpus.collect(
         sources,
         skipped,
@@ -289,37 +286,3 @@ def begin(
     )
     progress(f"{len(data.learned):,} documents, {len(data.held_out):,} held out; left out: {skipped}", 0, 0)
     return Session(config, accelerator, runner, tokenizer, data, progress, stop)
-
-
-def _target(
-    config: RunConfig, accelerator: Accelerator, progress: Progress
-) -> tuple[TargetRunner, PreTrainedTokenizerBase]:
-    """Loads the target, whole or spread over the processes, and its tokenizer.
-
-    Raises:
-        CapabilityError: it is to be spread, and there is one process, or a target that cannot be spread.
-    """
-    several, device, dtype = accelerator.num_processes > 1, accelerator.device, config.target_dtype
-    spread = config.shard_target
-    if spread and not several:
-        raise CapabilityError(
-            "shard_target spreads the target over several processes, and there is one: start the run with torchrun, or "
-            "leave shard_target out."
-        )
-    if spread and dtype == "auto" and device.type != "cpu":
-        dtype = "bfloat16"
-    place = "cpu" if spread else device if several or not config.device else config.device
-    with accelerator.main_process_first():  # the first process downloads, and compiles kernels
-        model, tokenizer = load(
-            config.target,
-            dtype=dtype,
-            device=place,
-            rope_factor=config.target_rope_factor,
-            weights="float32" if spread else None,
-            progress=lambda line: progress(line, 0, 0),
-        )
-    if not spread:
-        return TargetRunner(model), tokenizer
-    progress(f"Spreading the target's layers over {accelerator.num_processes} processes", 0, 0)
-    shard_layers(model, device, accelerator.num_processes)
-    return InStepRunner(model), tokenizer

@@ -1,19 +1,19 @@
-"""Settings of training runs: each has its meaning and range in one place, which is checked and shown by ``--help``."""
+"""Settings of training runs: options (:mod:`longdraft.options`) that are read from YAML and ``key=value``."""
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
+from typing import Any, TypeVar
 
 import yaml
 
-from longdraft.errors import ConfigError
-from longdraft.files import regular
+from longdraft.errors import ConfigError, values_checked
+from longdraft.files import named, regular
+from longdraft.options import Option, declared, number, option
 
 Config = TypeVar("Config")
 
@@ -23,81 +23,40 @@ GONE = {"top": "The loss follows the target's whole distribution (distill): leav
 # Fields of a configuration that are no settings.
 BESIDE = ("fields_set", "opener")
 
-
-@dataclass(frozen=True)
-class Range:
-    """The values that a setting takes, in words for the help and for errors, and as a test."""
-
-    text: str
-    holds: Callable[[Any], bool]
-
-
-POSITIVE = Range("above 0", lambda x: x > 0)
-ONE_OR_MORE = Range("1 or more", lambda x: x >= 1)
-ZERO_OR_MORE = Range("0 or more", lambda x: x >= 0)
-SHARE = Range("0 to 1", lambda x: 0 <= x <= 1)
-POSITIVE_SHARE = Range("above 0, up to 1", lambda x: 0 < x <= 1)
-BETAS = Range("two numbers, 0 to below 1", lambda x: len(x) == 2 and all(0 <= beta < 1 for beta in x))
+# The values that a setting takes, as attributes of its option.
+POSITIVE = {"above": 0}
+ONE_OR_MORE = {"least": 1}
+ZERO_OR_MORE = {"least": 0}
+SHARE = {"least": 0, "most": 1}
+POSITIVE_SHARE = {"above": 0, "most": 1}
+BETAS = {"least": 0, "below": 1, "size": 2}
 
 
-def one_of(*words: str) -> Range:
-    return Range(" or ".join((", ".join(words[:-1]), words[-1])), lambda x: x in words)
+def one_of(*words: str) -> dict[str, Any]:
+    return {"choices": words}
 
 
-def setting(default: Any, meaning: str, values: Range | None = None) -> Any:
+def setting(default: Any, meaning: str, values: Mapping[str, Any] | None = None) -> Any:
     """A field of a configuration class.
 
     Args:
         meaning: for the help. values: None if every value of its type will do.
     """
-    return field(default=default, metadata={"meaning": meaning, "values": values})
+    return option(default, help=meaning, **values or {})
 
 
-class Described(NamedTuple):
-    """A setting as the help shows it."""
-
-    name: str
-    default: str
-    values: str
-    meaning: str
-
-
-_KINDS: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-_LISTS: dict[Any, str] = {int: "whole numbers", float: "numbers", str: "a list"}
-
-
-def described(config: type[Any]) -> list[Described]:
-    """The settings of a configuration class: those it adds or redefines, then those of its base class."""
-    hints = get_type_hints(config)
+def described(config: type[Any]) -> list[tuple[str, str, str, str]]:
+    """Name, default, values and meaning of a configuration's settings: those that its class adds or redefines first."""
     added = inspect.get_annotations(config)
-    return [_describe(f, _kind(hints[f.name])) for f in sorted(_settings(config), key=lambda f: f.name not in added)]
-
-
-def _describe(f: dataclasses.Field[Any], kind: Any) -> Described:
-    allowed = f.metadata.get("values")
-    if allowed is not None:
-        values = f"whole, {allowed.text}" if kind is int else allowed.text
-    else:
-        values = _LISTS.get(get_args(kind)[0], "a list") if get_args(kind) else _KINDS.get(kind, "")
-    if f.default in (None, ()):
-        default = "none"
-    elif isinstance(f.default, tuple):
-        default = f"[{', '.join(map(str, f.default))}]"
-    else:
-        default = str(f.default).lower() if kind is bool else str(f.default)
-    return Described(f.name, default, values, str(f.metadata.get("meaning", "")))
+    known = sorted(declared(config).values(), key=lambda each: each.name not in added)
+    return [(each.name, each.default_in_words or "none", each.range, each.help) for each in known]
 
 
 def check(config: Any) -> None:
     """Raises ConfigError for a value outside its setting's range."""
-    for f in _settings(type(config)):
-        allowed, value = f.metadata.get("values"), getattr(config, f.name)
-        if allowed is not None and value is not None and not allowed.holds(value):
-            raise ConfigError(f"{f.name} must be {allowed.text}, got {value}")
-
-
-def _settings(config: type[Any]) -> list[dataclasses.Field[Any]]:
-    return [f for f in dataclasses.fields(config) if f.name not in BESIDE]
+    with values_checked(ConfigError):
+        for name, each in declared(type(config)).items():
+            each.check(getattr(config, name))
 
 
 def read_config(path: Path | str | None, overrides: Sequence[str], config: type[Config]) -> Config:
@@ -115,16 +74,15 @@ def read_config(path: Path | str | None, overrides: Sequence[str], config: type[
             values[key.strip()] = yaml.safe_load(text) if text.strip() else None
         except yaml.YAMLError:
             values[key.strip()] = text.strip()  # a path with a colon or the like
-    known = {f.name for f in _settings(config)}
-    if unknown := sorted(map(str, set(values) - known)):
-        close = get_close_matches(unknown[0], known, n=1)
-        advice = f"Did you mean {close[0]}? " if close else GONE.get(unknown[0], "")
-        raise ConfigError(f"No setting {', '.join(unknown)}. {advice}Settings: {', '.join(sorted(known))}.")
-    hints = get_type_hints(config)
-    converted = {name: _converted(name, value, hints[name]) for name, value in values.items()}
-    make: Any = config
-    made: Config = make(**converted, fields_set=tuple(values))
-    return made
+    with named(path or ""):
+        known = declared(config)
+        if unknown := sorted(map(str, set(values) - {*known})):
+            close = get_close_matches(unknown[0], known, n=1)
+            advice = f"Did you mean {close[0]}? " if close else GONE.get(unknown[0], "")
+            raise ConfigError(f"No setting {', '.join(unknown)}. {advice}Settings: {', '.join(sorted(known))}.")
+        made: Any = config
+        found: Config = made(**{n: _converted(known[n], v) for n, v in values.items()}, fields_set=tuple(values))
+        return found
 
 
 def _read_yaml(path: Path | str) -> dict[str, Any]:
@@ -132,38 +90,23 @@ def _read_yaml(path: Path | str) -> dict[str, Any]:
         values = yaml.safe_load(regular(Path(path)).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"There is no configuration {path}: check the path.") from None
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read as YAML: {error}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds no settings: it takes lines of the form `key: value`.")
     return values
 
 
-def _kind(hint: Any) -> Any:
-    """A setting's type, without None."""
-    return next(k for k in get_args(hint) if k is not type(None)) if type(None) in get_args(hint) else hint
-
-
-def _converted(name: str, value: Any, hint: Any) -> Any:
-    """YAML's value as the setting's type: YAML reads numbers like 5e-4 as text."""
-    if value is None:
-        if type(None) in get_args(hint):
-            return None
-        raise ConfigError(f"{name} needs a value.")
-    kind = _kind(hint)
-    if name == "precision" and value is False:
-        value = "no"  # YAML reads a bare no as false
-    try:
-        if get_args(kind):  # tuple[str, ...], tuple[float, ...]
-            items = value if isinstance(value, list) else [value]
-            if any(isinstance(item, dict | list | bool) or item is None for item in items):
-                raise ValueError(value)
-            return tuple(get_args(kind)[0](item) for item in items)
-        if isinstance(value, bool) != (kind is bool) or isinstance(value, dict | list):
-            raise ValueError(value)
-        number = float(value) if kind in (int, float) else 0.0
-        if number != number or (kind is int and number != int(number)):
-            raise ValueError(value)
-        return int(number) if kind is int else kind(value)
-    except (TypeError, ValueError, OverflowError):
-        raise ConfigError(f"{name} takes {_KINDS.get(kind, 'a list of values')}, got {value!r}.") from None
+def _converted(each: Option, value: Any) -> Any:
+    """YAML's value as the setting's kind, where it can be: YAML reads 5e-4 as text, 1e3 as a float, no as false."""
+    if each.kind is tuple and value is not None:
+        item = replace(each, kind=each.items)
+        return tuple(_converted(item, one) for one in (value if isinstance(value, list) else [value]))
+    if isinstance(value, bool):
+        return "no" if "no" in each.choices and not value else value
+    if each.kind is str:
+        return value if value is None or isinstance(value, dict | list) else str(value)
+    value = number(value) if isinstance(value, str) and each.kind in (int, float) else value
+    if each.kind is int and isinstance(value, float) and value.is_integer():
+        return int(value)
+    return float(value) if each.kind is float and isinstance(value, int) and abs(value) < 2**53 else value

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,40 +40,36 @@ class Tokens(Lazy[Document]):
     Attributes:
         ids: (N,) int32, all documents end to end.
         ends: (D,) int64, where each document ends among them. starts: (D,) int32, its first learned token.
-        kept: of each document the place of its kept features, or None; empty if no document has any.
         digest: names the content of a shard; empty in memory.
     """
 
     ids: torch.Tensor
     ends: torch.Tensor
     starts: torch.Tensor
-    kept: Sequence[tuple[str, int, int] | None] = ()
     digest: str = ""
 
     @classmethod
     def of(cls, documents: Iterable[Document]) -> Tokens:
         """Documents in memory."""
         ids, ends, starts = array("i"), array("q"), array("i")
-        kept = []
         for document in documents:
             ids.extend(document.tokens)
             ends.append(len(ids))
             starts.append(document.start)
-            kept.append(document.kept)
-        return cls(torch.tensor(ids), torch.tensor(ends), torch.tensor(starts), kept if any(kept) else ())
+        return cls(torch.tensor(ids), torch.tensor(ends), torch.tensor(starts))
 
     @classmethod
     def mapped(cls, path: Path) -> Tokens:
         """A shard on disk. Raises CheckpointError if it is missing or damaged."""
         with feature_files.opened(path, ADVICE) as file:
             ids, ends, starts = (file.get_tensor(name) for name in ("ids", "ends", "starts"))
-            return cls(ids, ends, starts, (), file.metadata()["digest"])
+            return cls(ids, ends, starts, file.metadata()["digest"])
 
     def __len__(self) -> int:
         return len(self.ends)
 
     def item(self, i: int) -> Document:
-        return Document(self.slice(*self.span(i)), int(self.starts[i]), self.kept[i] if self.kept else None)
+        return Document(self.slice(*self.span(i)), int(self.starts[i]))
 
     def span(self, i: int) -> tuple[int, int]:
         """Where a document begins and ends among the tokens."""

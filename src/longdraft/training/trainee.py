@@ -156,7 +156,7 @@ class Trainee(nn.Module):
         store = runner.new_store(1, len(tokens), (runner.depth - 1,))
         out = runner.forward(store.block([0], [tokens], prompt=True, text=len(tokens)), store)
         assert out.logits is not None and store.features is not None
-        states = self.parts.normed(store.features.read(0, 0, len(tokens)))
+        states = self.parts.normed(store.features[0, : len(tokens)])
         products = (states.to(self.product_dtype) @ self.target_head.T).float()
         logits = out.logits[0] if self.kept is None else out.logits[0][:, self.kept.to(self.device)]
         clear = logits.abs() < (cap / 2 if cap else math.inf)  # a cap there does little, and so does rounding

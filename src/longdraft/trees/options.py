@@ -25,6 +25,7 @@ class TreeOptions(Options):
         usual="beam (longspec), static (heads), chain (self), opt (with retrieval), else dynamic",
     )
     widths: tuple[int, ...] | None = option(
+        min=1,
         help="a beam tree: drafted nodes of each level; a static tree: children of each node, level by level",
         usual="4,16,16,16,16 (longspec)",
     )

@@ -215,7 +215,7 @@ class TrueCache:
         for states in self.full.states:
             states.commit(slot, self.full.readable(slot), path)
         rows = slice(start, start + len(path))
-        features = None if self.store.features is None else self.store.features.read(slot, rows.start, rows.stop)
+        features = None if self.store.features is None else self.store.features[slot, rows]
         keys, values = (x[:, slot, :, rows].to(self.full.shape.dtype) for x in (self.store.keys, self.store.values))
         self.full.put_rows(slot, self.full.readable(slot), keys, values, features)
         self.full.unverified[slot] += len(path)

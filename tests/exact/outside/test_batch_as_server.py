@@ -11,10 +11,9 @@ pytest.importorskip("fastapi")
 pytest.importorskip("llguidance")
 
 from longdraft import Speculator
-from longdraft.batch.local import Local
 from longdraft.batch.output import Output
 from longdraft.batch.rows import Defaults, lines
-from longdraft.batch.run import run
+from longdraft.batch.run import Engine, run
 from tests.serve.bytes import byte_model, byte_tokenizer
 from tests.serve.conftest import Running, make_service
 
@@ -38,10 +37,9 @@ def answered(rows, folder):
     (folder / "in").write_text("".join(json.dumps(row) + "\n" for row in rows))
     spec = Speculator("prompt-lookup", MODEL, TOKENIZER, plan="fixed")
     with Output(folder / "out", {"input": "a"}) as file:
-        decoder = Local(spec, Defaults(model="tiny"), slots=2)
-        figures = []
-        decoder.drive(lambda: figures.append(run(lines(folder / "in", file.rows), file, decoder)))
-    return [json.loads(line) for line in (folder / "out").read_text().splitlines()], figures[0]
+        decoder = Engine(spec, Defaults(model="tiny"), slots=2)
+        figures = decoder.drive(lambda: run(lines(folder / "in", file.rows), file, decoder))
+    return [json.loads(line) for line in (folder / "out").read_text().splitlines()], figures
 
 
 def choices(body):

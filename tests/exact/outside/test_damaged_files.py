@@ -6,13 +6,16 @@ hold too: ``python -m tests.fuzz FIRST LAST [FORMAT...]``.
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 import longdraft
@@ -27,7 +30,7 @@ from tests.gguf_files import write_gguf
 from tests.tiny import tiny_model, tiny_tokenizer
 
 # Cases of a format in the fast suite: fewer of those whose work takes long.
-CASES = dict.fromkeys(FORMATS, 16) | {"batch": 30, "bench.jsonl": 4, "small-lm": 10, "lm": 10, "llama.gguf": 30}
+CASES = dict.fromkeys(FORMATS, 8) | {"batch": 30, "bench.jsonl": 2, "small-lm": 5, "lm": 5, "llama.gguf": 16}
 
 
 def cases(name: str, seeds: range, folder: Path) -> list[str]:
@@ -81,6 +84,65 @@ def test_a_configuration_of_many_bytes_is_not_read(tmp_path):
     draft = random_draft(tmp_path / "draft", target())
     os.truncate(draft / "config.json", 1 << 40)
     refused("config.json", lambda: Speculator(str(draft), target=target()))
+
+
+def changed(file: Path, **values) -> Path:
+    """A folder, with other values in one of its configurations."""
+    found = json.loads(file.read_text()) if file.is_file() else {}
+    file.write_text(json.dumps(found | values))
+    return file.parent
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("one") / "a-model"
+    tiny_model(layers=1).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("file", "values"),
+    [
+        ("config.json", {"head_dim": 10**6}),
+        ("config.json", {"intermediate_size": 1 << 24}),
+        ("config.json", {"num_hidden_layers": 10**6}),
+        ("config.json", {"num_hidden_layers": 0}),
+        ("config.json", {"max_position_embeddings": 1}),
+        ("config.json", {"max_position_embeddings": -1}),
+        ("config.json", {"eos_token_id": list(range(300_000))}),
+        ("generation_config.json", {"eos_token_id": "x"}),
+        ("tokenizer_config.json", {"extra_special_tokens": list(range(300_000))}),
+        ("tokenizer_config.json", {"unk_token": ""}),
+    ],
+    ids=str,
+)
+def test_values_that_no_model_has(file, values, model, tmp_path):
+    def used(path: Path) -> None:
+        loaded = load(path)
+        longdraft.Speculator("ar", loaded.model, loaded.tokenizer).generate(IDS, max_new_tokens=8)
+
+    folder = changed(Path(shutil.copytree(model, tmp_path / "a-model")) / file, **values)
+    refused(folder.name, used, folder)
+
+
+@pytest.mark.parametrize("values", [{"block_size": 10**5}, {"transformer_layer_config": {"num_hidden_layers": 10**9}}])
+def test_counts_of_a_published_draft(values, tmp_path):
+    FORMATS["dflash"].make(tmp_path / "draft")
+    folder = changed(tmp_path / "draft" / "config.json", **values)
+    refused(folder.name, lambda: Speculator(str(folder), target=target()).generate(IDS, max_new_tokens=8))
+
+
+@pytest.mark.parametrize("place", ["../other/model.safetensors", "/dev/zero", "gone.safetensors", ".", "", 5, None, {}])
+def test_an_index_names_files_of_its_folder(place, model, tmp_path):
+    shutil.copytree(model, tmp_path / "other")
+    folder = Path(shutil.copytree(model, tmp_path / "a-model"))
+    names = dict.fromkeys(safe_open(folder / "model.safetensors", "pt").keys(), place)
+    (folder / "model.safetensors").unlink()
+    changed(folder / "model.safetensors.index.json", weight_map=names)
+    refused(folder.name, load, folder)
+    for method in ("heads", "mtp"):
+        refused(folder.name, lambda name: Speculator(name, target=target(), draft=str(folder)), method)
 
 
 @pytest.mark.parametrize("number", [1, 3, 100_000, 2**31])
@@ -173,12 +235,17 @@ def test_the_kernels_read_damaged_files_within_bounds(tmp_path):
     runtime = subprocess.run(["gcc", "-print-file-name=libasan.so"], capture_output=True, text=True, check=False)
     if runtime.returncode or not Path(runtime.stdout.strip()).is_absolute():
         pytest.skip("no sanitizers here")
+    compiler = tmp_path / "compiler"  # which is quick without optimisation alone, and needs no sanitizer itself
+    flags = "-O0 -fsanitize=address,undefined -fno-sanitize-recover=all"
+    compiler.write_text(f'#!/bin/sh\nunset LD_PRELOAD\nexec g++ "$@" {flags}\n')
+    compiler.chmod(0o755)
     environment = os.environ | {
         "LD_PRELOAD": runtime.stdout.strip(),
         "ASAN_OPTIONS": "detect_leaks=0:halt_on_error=1:verify_asan_link_order=0",
-        "CXX": "g++ -fsanitize=address,undefined -fno-sanitize-recover=all",
+        "CXX": str(compiler),
         "LONGDRAFT_CACHE": str(tmp_path),
     }
-    command = [sys.executable, "-m", "tests.fuzz", "0", "40", "llama.gguf", "qwen3.gguf"]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "tests.fuzz", "0", "20", "llama.gguf", "qwen3.gguf"]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=1200)
+    assert list(tmp_path.glob("native/kernels-*.so"))
     assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import random
+import resource
 import struct
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from safetensors import safe_open
@@ -17,7 +19,7 @@ import longdraft
 from longdraft.errors import CheckpointError
 from longdraft.memory import snapshot
 from longdraft.memory.store import KVShape, KVStore
-from longdraft.serve.prefixes import DiskPrefixes, own_folder
+from longdraft.serve.prefixes import DiskPrefixes
 from tests.recurrent_models import recurrent_model
 from tests.tiny import tiny_model
 
@@ -205,6 +207,27 @@ def test_a_file_that_changes_after_the_start_is_a_miss(tmp_path):
         assert reused(running) in (0, 99)
 
 
+def test_a_file_that_memory_has_no_room_for_is_a_miss_and_stays(tmp_path, caplog):
+    shape = KVShape(2, 1, 8192, torch.float32)
+
+    def made() -> KVStore:
+        return KVStore(shape, 1, 200)
+
+    whole, path = made(), tmp_path / "a.kv.safetensors"
+    whole.lengths[0] = 100
+    snapshot.save(whole, 0, TEXT, "target", path)
+    cache = DiskPrefixes(tmp_path, "target", 1 << 30, 4)
+    cache.open(lambda slots, rows: made(), 1, 200)
+    _, hard = limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + (4 << 20), hard))
+    try:
+        found, started = cache.begin(0, TEXT), DiskPrefixes(tmp_path, "target", 1 << 30, 4)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+    assert found == 0 and not started._files and path.is_file() and path.name in caplog.text
+    assert cache.begin(0, TEXT) == 99
+
+
 def test_a_folder_that_cannot_be_written_ends_the_start(tmp_path, monkeypatch):
     import tempfile
 
@@ -213,4 +236,4 @@ def test_a_folder_that_cannot_be_written_ends_the_start(tmp_path, monkeypatch):
 
     monkeypatch.setattr(tempfile, "TemporaryFile", full)
     with pytest.raises(CheckpointError, match=str(tmp_path)):
-        own_folder(tmp_path)
+        DiskPrefixes(tmp_path, "target", 1 << 30)

@@ -6,7 +6,7 @@ import ast
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,8 @@ from longdraft import Speculator
 from longdraft.native import kernels
 from longdraft.native.boundary import address
 from longdraft.native.stored import Stored
-from tests.exact_methods import EXACT, Specs
-from tests.quick import in_turn
 from tests.recurrent_models import recurrent_model
+from tests.support.methods import ALWAYS_RIGHT, EXACT, Specs
 from tests.tiny import tiny_model
 
 SOURCES = Path(longdraft.__file__).parent
@@ -31,8 +30,6 @@ FACTORIES = {"empty", "zeros", "ones", "tensor", "full", "rand", "randn", "eye",
 WHOLE = {"arange", "randint", "randperm"}
 PROMPT = [3, 9, 14, 7, 22, 5] * 6
 NEW = 24
-# Their draft is the target itself, or every guess of the last level is verified before.
-ALWAYS_RIGHT = ("small-lm", "triforce", "nested")
 
 
 @contextmanager
@@ -83,22 +80,15 @@ def test_every_address_for_a_kernel_is_checked() -> None:
             assert "data_ptr" not in path.read_text(encoding="utf-8"), path.name
 
 
-@cache
-def drafts(methods: Specs, method: str) -> dict[str, Any]:
-    return methods.options(method)
-
-
 @pytest.fixture(scope="module")
 def methods(tmp_path_factory: pytest.TempPathFactory) -> Specs:
     return Specs(tmp_path_factory.mktemp("drafts"), torch.float32)
 
 
-@pytest.mark.parametrize(
-    ("method", "kind"), in_turn(EXACT, [torch.float64, torch.bfloat16, "meta"], both=["ar", "prompt-lookup"])
-)
+@pytest.mark.parametrize(("method", "kind"), zip(EXACT, cycle([torch.float64, torch.bfloat16, "meta"]), strict=False))
 def test_methods_under_other_defaults(methods: Specs, method: str, kind: torch.dtype | str) -> None:
     """Speculators are made under these defaults, and read their drafts."""
-    options = drafts(methods, method)
+    options = methods.options(method)
     expected = decoded(method, methods.model, **options)
     assert method == "ar" or expected[1] > expected[2] or method in ALWAYS_RIGHT
     with default(kind):
@@ -138,7 +128,7 @@ def test_while_another_thread_loads_a_model_in_16_bits(tmp_path: Path) -> None:
     thread = threading.Thread(target=load)
     thread.start()
     try:
-        for _ in range(30):
+        for _ in range(12):
             assert decoded("prompt-lookup", model, min_n=1) == expected
     finally:
         done.set()

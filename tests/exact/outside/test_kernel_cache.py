@@ -105,6 +105,28 @@ def test_a_kernel_without_memory_raises_and_works_again_with_it(threads):
     assert "MemoryBudgetError" in done.stdout
 
 
+LIMITED = """
+import resource, sys, psutil, torch
+import longdraft
+from tests.tiny import tiny_model
+model = tiny_model(hidden=256, heads=4, kv_heads=2, vocab=4000)
+torch.set_num_threads(2)  # the second one starts at the first work
+limit = resource.getrlimit(resource.RLIMIT_AS)
+resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + (int(sys.argv[1]) << 20), limit[1]))
+try:
+    longdraft.Speculator("ar", target=model).generate([[1, 2, 3] * 100], max_new_tokens=4)
+except longdraft.errors.MemoryBudgetError:
+    print("refused")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("room", [2, 10, 12, 30])
+def test_no_room_for_threads_is_said_before_openmp_ends_the_process(room):
+    done = subprocess.run([sys.executable, "-c", LIMITED, str(room)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "refused" in done.stdout, done.stderr[-2000:]
+
+
 def test_what_is_available_looks_at_the_limits_of_the_process():
     before, limit = sizes.available_bytes(torch.device("cpu")), resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + (64 << 20), limit[1]))

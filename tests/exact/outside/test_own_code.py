@@ -181,8 +181,12 @@ def own_class(model: Any, hook: Callable[..., Any]) -> Any:
 PUT = (hook_layer, hook_part, pre_hook, replaced, own_class)
 
 
-@pytest.mark.parametrize("hook", [only_alone, few, last], ids=lambda hook: hook.__name__)
-@pytest.mark.parametrize("put", PUT, ids=lambda put: put.__name__)
+@pytest.mark.parametrize(
+    ("put", "hook"),
+    [(hook_layer, only_alone), (hook_part, few), (pre_hook, last), (replaced, few), (own_class, only_alone),
+     (replaced, last), (own_class, last)],
+    ids=lambda each: each.__name__,
+)  # fmt: skip
 def test_hooks_that_count_rows_rule_drafts_out(put: Callable[..., Any], hook: Callable[..., Any]) -> None:
     model = tiny_model(layers=4)
     before = Speculator("prompt-lookup", target=model, min_n=1)

@@ -9,7 +9,6 @@ from longdraft.training.corpus import collect
 from longdraft.training.documents import Document, Skipped
 from longdraft.training.tokens import Tokens
 from tests.drafts import published_eagle, published_eagle3
-from tests.planned import use_costs
 from tests.tiny import tiny_model
 
 SPECPV = {"budget": 8, "sink": 4, "recent": 4, "block": 4, "margin": 6, "drafter": "prompt-lookup", "min_n": 1}
@@ -32,7 +31,6 @@ def test_trees_are_as_deep_as_their_papers(made, method, levels, tmp_path):
 def test_specpv_writes_the_same_whatever_the_clock_and_its_neighbours(monkeypatch):
     model = tiny_model(vocab=11)
     monkeypatch.delenv("LONGDRAFT_PLAN", raising=False)
-    use_costs(monkeypatch, None)
     spec = Speculator("specpv", target=model, **SPECPV)
     assert spec.planner() is None and "plan=fixed" in repr(spec)
     alone = [spec.generate([prompt], max_new_tokens=60)[0] for prompt in PROMPTS]

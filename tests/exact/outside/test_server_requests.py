@@ -16,9 +16,11 @@ pytest.importorskip("openai")
 
 from longdraft import Speculator
 from longdraft.serve.service import Service
-from tests.exact.outside.test_tools_auto import IN_ROME, TAGGED, TOOLS, LedService
+from tests.exact.outside.test_tools import IN_ROME, TAGGED, TOOLS, LedService
 from tests.serve.bytes import byte_model, byte_tokenizer
 from tests.serve.conftest import Running, make_service
+from tests.serve.over_http import wait_until
+from tests.tiny import tiny_model
 
 THINKS = (
     "{% for m in messages %}<{{ m['role'] }}>{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>"
@@ -31,9 +33,9 @@ ASKED = [{"role": "user", "content": "?"}]
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 
 
-def led(**settings) -> Service:
+def led(of=MODEL, **settings) -> Service:
     """A service whose model says what a request's ``user`` field says."""
-    service = make_service(MODEL, TOKENIZER, **{"slots": 2, "context": 1200} | settings)
+    service = make_service(of, TOKENIZER, **{"slots": 2, "context": 1200} | settings)
     service.__class__ = LedService
     return service
 
@@ -74,6 +76,56 @@ def test_a_servers_own_limit_is_a_bound_and_no_refusal():
             assert ask(server, ignore_eos=True, **limit)[1]["usage"]["completion_tokens"] == expected
             found = ask(server, RESPONSES, input="?", max_output_tokens=limit.get("max_tokens"), user="a" * 60)[1]
             assert found["usage"]["output_tokens"] == expected and found["status"] == "incomplete"
+
+
+@pytest.fixture(scope="module")
+def hurried():
+    """A server whose requests have half a second; one answer at a time."""
+    service = led(timeout=0.5, context=20_000, slots=1, of=tiny_model(vocab=264, context=20_000))
+    with contextlib.closing(Running(service)) as running:
+        wait_until(lambda: ask(running, max_tokens=1)[0] == 200)  # the first one makes the session
+        yield running
+
+
+def pieces(path, answer):
+    """What a whole or a streamed answer says, the last object with a finish reason or a status, and the usage."""
+    lines = [line[6:] for line in answer.splitlines() if line.startswith("data: {")] or [answer]
+    found = [json.loads(line) for line in lines]
+    if path == RESPONSES:
+        last = found[-1].get("response", found[-1])
+        return last["output"][0]["content"][0]["text"], last["status"], last["usage"]["speculation"]
+    choices = [choice for each in found for choice in each["choices"]]
+    texts = [c["text"] if "text" in c else c.get("delta", c.get("message")).get("content", "") for c in choices]
+    return "".join(texts), choices[-1]["finish_reason"], found[-1]["usage"]["speculation"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"messages": ASKED, "ignore_eos": True, "user": "word " * 3000}),
+        ("/v1/completions", {"prompt": "word " * 50, "ignore_eos": True, "presence_penalty": 0.1}),
+        (RESPONSES, {"input": "?", "user": "word " * 3000}),
+    ],
+)
+def test_an_answer_that_takes_too_long_ends_with_what_was_written(hurried, path, body, stream):
+    options = {"stream_options": {"include_usage": True}} if path != RESPONSES else {}
+    status, answer = hurried.http(path, body | options | {"temperature": 0, "stream": stream})
+    text, end, drafts = pieces(path, answer.decode())
+    assert status == 200 and end in ("length", "incomplete") and len(text) > 10
+    assert path == "/v1/completions" or ("word " * 3000).startswith(text)
+    assert drafts["num_draft_tokens"] >= drafts["num_accepted_tokens"] > 0
+
+
+def test_answers_that_wait_while_others_take_too_long_are_empty(hurried):
+    status, answer = ask(hurried, n=3, user="word " * 3000)
+    first, *others = answer["choices"]
+    assert status == 200 and first["message"]["content"].startswith("word word")
+    assert [choice["finish_reason"] for choice in answer["choices"]] == ["length"] * 3
+    assert all(other["message"]["content"] == "" for other in others)
+    status, answer = ask(hurried, messages=[{"role": "user", "content": "a" * 19_000}])
+    assert status == 504 and answer["error"]["code"] == "timeout"  # it was not even read
+    assert hurried.becomes_idle()
 
 
 # --- responses ---
@@ -237,6 +289,7 @@ DEEP = json.loads("[" * 300 + "]" * 300)
         (CHAT, {"chat_template_kwargs": {"enable_thinking": DEEP}}),
         (CHAT, {"tools": [{"type": "function", "function": {"name": "a", "parameters": {"enum": DEEP}}}]}),
         (CHAT, {"temperature": float("nan")}),
+        (CHAT, {"top_logprobs": 2}),
         (RESPONSES, {"input": []}),
         (RESPONSES, {"input": [{"type": "reasoning"}, {"type": "message"}]}),
         (RESPONSES, {"input": [{"type": "function_call"}]}),
@@ -271,9 +324,28 @@ def test_a_body_that_is_no_object_is_a_400(server, body):
     assert server.http(CHAT, body)[0] == 400
 
 
+@pytest.mark.parametrize(
+    ("path", "fields", "kind", "param"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "image_url",
+         "messages.0.content.0.type"),
+        (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input_image",
+         "input.0.content.0.type"),
+        (RESPONSES, {"input": [{"type": "function_call_output", "call_id": "1", "output": [{"type": "input_file"}]}]},
+         "input_file", "input.0.output.0.type"),
+        (RESPONSES, {"input": [{"type": "item_reference", "id": "a"}]}, "item_reference", "input.0.type"),
+    ],
+)  # fmt: skip
+def test_what_is_no_text_is_refused_by_its_name(server, path, fields, kind, param):
+    status, refused = ask(server, path, **fields)
+    assert status == 400 and refused["error"]["param"] == param and repr(kind) in refused["error"]["message"]
+
+
 def test_empty_or_odd_forms_that_mean_nothing_are_served(server):
     assert ask(server, RESPONSES, input="?", text={"format": None}, user="yes")[0] == 200
     assert ask(server, tools=[], tool_choice="none", user="yes")[0] == 200
+    kept = [{"type": "text", "text": "?", "cache_control": {"type": "ephemeral"}}]
+    assert ask(server, messages=[{"role": "user", "content": kept}], user="yes")[0] == 200
     assert ask(server, tools=None, response_format=None, stop=None, user="yes")[0] == 200
 
 

@@ -174,11 +174,11 @@ class Eagle3Round(DraftRound):
         assert features is not None
         numbers: list[int] = []
         for slot, start, following in zip(self._slots(level), starts, followings, strict=True):
-            rows = filled([features.place(row) for row in range(start, start + len(following))], most)
+            rows = filled(list(range(start, start + len(following))), most)
             numbers += [n for token, row in zip(filled(following, most), rows, strict=True) for n in (token, slot, row)]
         fed, cos, sin, lasts = self._enters(level, starts, followings, most)
         tokens, slots, at = on_device(numbers, self._drafter.runner.device).view(-1, 3).unbind(1)
-        inputs = tokens, features.states[slots, at], cos, sin
+        inputs = tokens, features[slots, at], cos, sin
         kind, forward = ("eagle3 roots", self._bound.block, best), partial(_of_roots, self._bound, best)
         out, *said = self.recorded(graphs, kind, fed, self._cache, inputs, forward, (lasts,))
         return [self._bound.block.following(out).view(len(starts), 1, -1), *said]

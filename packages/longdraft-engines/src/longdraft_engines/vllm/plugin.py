@@ -1,0 +1,29 @@
+"""vLLM runs this at the start of each of its processes (entry point ``vllm.general_plugins``)."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from longdraft_engines.vllm.proposer import Proposer
+from longdraft_engines.vllm.sampling import mend_sampling
+
+
+def register() -> None:
+    """Gives each of our proposers the model runner that made it. Calling it again changes nothing."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner  # the base of the CPU's
+
+    original = GPUModelRunner.__init__
+    if hasattr(original, "longdraft"):
+        return
+
+    @functools.wraps(original)
+    def init(runner: Any, *arguments: Any, **settings: Any) -> None:
+        original(runner, *arguments, **settings)
+        proposer = getattr(runner, "drafter", None)
+        if isinstance(proposer, Proposer):
+            proposer.runner = runner
+            mend_sampling()
+
+    init.longdraft = True  # type: ignore[attr-defined]
+    GPUModelRunner.__init__ = init

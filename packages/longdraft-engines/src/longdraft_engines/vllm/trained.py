@@ -1,0 +1,110 @@
+"""vLLM's proposers with a trained draft that reads one layer of the target in vLLM's own KV cache."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from longdraft.drafters.longspec import LongSpecDraft, LongSpecDrafter
+from longdraft.drafters.small_lm import SmallLMDrafter
+from longdraft.drafts.draft import Draft
+from longdraft.drafts.language_model import SmallLMDraft
+from longdraft.engine.drafter import Drafter
+from longdraft.errors import CapabilityError, RequestError
+from longdraft_engines.requests import Tracked
+from longdraft_engines.target import CopiedLayer, EngineTarget
+from longdraft_engines.vllm.layer import Layer, Pages, StepQueries
+from longdraft_engines.vllm.proposer import Proposer
+
+_SIZES = ("chunk", "chunks", "every", "layer", "recent")
+
+
+class TrainedProposer(Proposer):
+    """Copies the rows of one layer as they come, for some requests at a time.
+
+    Options: ``draft``, the draft's folder; ``slots``, how many requests are drafted for at a time (others are decoded
+    without drafts).
+    """
+
+    @staticmethod
+    def defaults() -> dict[str, Any]:
+        return {"draft": None, "slots": 8}
+
+    @property
+    def slots(self) -> int:
+        return min(int(self.options["slots"]), super().slots)
+
+    @abstractmethod
+    def load(self, folder: Path) -> tuple[Draft[Any], Drafter]:
+        """The draft in a folder, and its drafter."""
+
+    def layer_of(self, layers: int) -> int:
+        """The index of the layer to read."""
+        return layers - 1
+
+    def load_model(self, model: Any) -> None:
+        """Raises CheckpointError if the draft was made for another target, RequestError if there is no draft."""
+        folder = self.options["draft"]
+        if folder is None:
+            raise RequestError(
+                f'{type(self).__name__} needs a draft: additional_config={{"longdraft": {{"draft": "FOLDER"}}}}.'
+            )
+        parallel, described = self.config.parallel_config, self.config.model_config
+        if parallel.tensor_parallel_size > 1 or parallel.pipeline_parallel_size > 1:
+            raise CapabilityError(
+                f"{type(self).__name__} drafts for a model on one device: use longdraft_engines.vllm.Lookup."
+            )
+        draft, self.drafter = self.load(Path(folder))
+        sizes = int(described.get_head_size()), int(described.get_total_num_kv_heads())
+        self.target = target = EngineTarget(described.hf_text_config, model, *sizes, draft.made_for.get("weights"))
+        self.layer = Layer(self.config, self.layer_of(target.last + 1))
+        self._pages = Pages(self.layer)
+        self._copied = CopiedLayer(target, self.drafter, self.slots, self.longest)
+
+    def prepare(self, tracked: list[Tracked]) -> None:
+        for request in tracked:
+            self._copied.copy(request, partial(self._pages.read, self.runner, request.row))
+
+
+class LongSpec(TrainedProposer):
+    """Drafts chains with a trained LongSpec block, whose cross-attention reads the target's last layer."""
+
+    def load(self, folder: Path) -> tuple[LongSpecDraft, LongSpecDrafter]:
+        draft = LongSpecDraft.load(folder)
+        return draft, LongSpecDrafter(draft, tree="chain", depth=self.tokens)
+
+
+class SpecExtend(TrainedProposer):
+    """Drafts chains with a small language model, which has its own KV and sees the chunks of a text that a layer of the
+    target attends to (SpecExtend, section 2.2).
+
+    Further options: ``chunk``, ``chunks``, ``every``, ``layer``, ``sink``, ``recent``, as of method ``specextend``.
+    """
+
+    drafter: SmallLMDrafter
+
+    @staticmethod
+    def defaults() -> dict[str, Any]:
+        return TrainedProposer.defaults() | dict.fromkeys(_SIZES) | {"sink": 32}
+
+    def load(self, folder: Path) -> tuple[SmallLMDraft, SmallLMDrafter]:
+        draft = SmallLMDraft.load(folder)
+        sizes = {name: self.options[name] for name in (*_SIZES, "sink")}
+        return draft, SmallLMDrafter(draft, tree="chain", depth=self.tokens, view="retrieval", **sizes)
+
+    def layer_of(self, layers: int) -> int:
+        assert self.drafter.retrieval is not None
+        (layer,) = self.drafter.retrieval.layers(layers)
+        return layer
+
+    def load_model(self, model: Any) -> None:
+        super().load_model(model)
+        self._queries = StepQueries(self.layer, self.target.device)
+
+    def prepare(self, tracked: list[Tracked]) -> None:
+        super().prepare(tracked)
+        for request in tracked:
+            queries = self._queries.read(self.runner, request.row, request.known, self.drafter.query_window)
+            request.queries = {} if queries is None else {0: queries}  # the copy has one layer

@@ -1,0 +1,126 @@
+"""Our drafters in vLLM itself, with the embedded model: `make test-engines` runs this in an environment with vLLM.
+
+Greedy text equals that of vLLM without drafts, whatever is preempted or cached; acceptance is our own engine's.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from importlib.resources import files
+
+os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+
+import pytest
+import torch
+from vllm import LLM, SamplingParams
+
+from embedded import assert_accepted_as_here, folder, loaded, prompts
+from longdraft.drafters.eagle3 import Eagle3Draft
+from longdraft.drafts.speculators import to_speculators
+
+__all__ = ["folder", "loaded", "prompts"]  # fixtures
+
+NEW = 48
+# How many texts are sampled.
+N = 400
+DRAFTS = files("longdraft") / "drafts"
+LOOKUP = {"method": "custom_class", "model": "longdraft_engines.vllm.Lookup", "num_speculative_tokens": 7}
+LONGSPEC = {"method": "custom_class", "model": "longdraft_engines.vllm.LongSpec", "num_speculative_tokens": 3}
+SPECEXTEND = LONGSPEC | {"model": "longdraft_engines.vllm.SpecExtend"}
+LONGSPEC_OPTIONS = {"longdraft": {"draft": f"{DRAFTS}/smollm2-135m-instruct-longspec"}}
+
+# Small, so that most of the prompts are longer than what the draft sees.
+CHUNKS = {"draft": f"{DRAFTS}/smollm2-135m-instruct-lm", "chunk": 8, "chunks": 8, "sink": 16, "recent": 32}
+
+
+@pytest.fixture(scope="session")
+def plain(folder, prompts):
+    return generated(folder, prompts)[0]
+
+
+def generated(folder, prompts, times=1, sampling=None, **settings):
+    """Tokens of each prompt, and vLLM's counters."""
+    usual = {"max_model_len": 1024, "max_num_seqs": 8, "enforce_eager": True, "disable_log_stats": False}
+    llm = LLM(folder, dtype="float32", **usual | settings)
+    sampling = SamplingParams(**sampling or {"temperature": 0, "max_tokens": NEW}, ignore_eos=True)
+    for _ in range(times):
+        found = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+    counts = {m.name.removeprefix("vllm:"): m.value for m in llm.get_metrics() if hasattr(m, "value")}
+    return [list(one.outputs[0].token_ids) for one in found], counts
+
+
+def accepted(counts):
+    """Mean accepted length of rounds with drafts, with the bonus token."""
+    return 1 + counts["spec_decode_num_accepted_tokens"] / counts["spec_decode_num_drafts"]
+
+
+def test_lookups(folder, prompts, plain):
+    tokens, counts = generated(folder, prompts, speculative_config=LOOKUP)
+    assert tokens == plain and accepted(counts) > 1.5
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_longspec_with_and_without_prefix_caching(loaded, folder, prompts, plain, caching):
+    tokens, counts = generated(
+        folder, prompts, 2, speculative_config=LONGSPEC, additional_config=LONGSPEC_OPTIONS,
+        enable_prefix_caching=caching,
+    )  # fmt: skip
+    assert tokens == plain and bool(counts["prefix_cache_hits"]) == caching
+    draft = LONGSPEC_OPTIONS["longdraft"]["draft"]
+    assert_accepted_as_here(accepted(counts), loaded, "longspec", prompts, NEW, draft=draft, tree="chain", depth=3)
+
+
+@pytest.mark.parametrize(("config", "options"), [(LONGSPEC, LONGSPEC_OPTIONS), (SPECEXTEND, {"longdraft": CHUNKS})])
+def test_drafts_where_requests_are_preempted(folder, prompts, plain, config, options):
+    tokens, counts = generated(
+        folder, prompts, speculative_config=config, additional_config=options, block_size=32, num_gpu_blocks_override=36
+    )
+    assert tokens == plain and counts["num_preemptions"]
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_specextend(loaded, folder, prompts, plain, eager):
+    tokens, counts = generated(
+        folder, prompts, speculative_config=SPECEXTEND, additional_config={"longdraft": CHUNKS}, enforce_eager=eager
+    )
+    assert tokens == plain
+    assert_accepted_as_here(accepted(counts), loaded, "specextend", prompts, NEW, tree="chain", depth=3, **CHUNKS)
+
+
+@pytest.mark.parametrize("config", [LOOKUP, LONGSPEC], ids=["lookups", "longspec"])
+def test_sampled_text(loaded, folder, prompts, config):
+    """Three tokens, each one of two, follow the model's distribution.
+
+    Pearson's chi-square with seven degrees of freedom is above 29.9 once in ten thousand times.
+    """
+    prompt = prompts[1] + prompts[1][:30]
+    options = {"additional_config": LONGSPEC_OPTIONS} if config is LONGSPEC else {}
+    sampling = {"temperature": 1.5, "top_k": 2, "max_tokens": 3}
+    tokens, counts = generated(
+        folder, [prompt] * N, sampling=sampling, speculative_config=config, max_num_seqs=32, **options
+    )
+    found, expected = Counter(map(tuple, tokens)), {(): 1.0}
+    for _ in range(3):
+        expected = {
+            (*before, token): p * q for before, p in expected.items() for token, q in two(loaded, [*prompt, *before])
+        }
+    assert found.keys() <= expected.keys() and counts["spec_decode_num_accepted_tokens"]
+    assert sum((found[key] - N * p) ** 2 / (N * p) for key, p in expected.items()) < 29.9
+
+
+@torch.inference_mode()
+def two(loaded, text):
+    """The two tokens that may follow at a temperature of 1.5, with their probabilities."""
+    best = loaded.model(torch.tensor([text])).logits[0, -1].topk(2)
+    return list(zip(best.indices.tolist(), torch.softmax(best.values / 1.5, -1).tolist(), strict=True))
+
+
+def test_an_exported_eagle3_draft(loaded, folder, prompts, plain, tmp_path):
+    draft = Eagle3Draft.load(DRAFTS / "smollm2-135m-instruct-eagle3")
+    to_speculators(draft, tmp_path / "eagle3", folder, max_position=8192, speculative_tokens=3)
+    config = {"method": "eagle3", "model": str(tmp_path / "eagle3"), "num_speculative_tokens": 3}
+    tokens, counts = generated(folder, prompts, speculative_config=config)
+    assert tokens == plain
+    options = {"draft": draft.folder, "tree": "chain", "depth": 3}
+    assert_accepted_as_here(accepted(counts), loaded, "eagle3", prompts, NEW, **options)

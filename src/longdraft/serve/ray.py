@@ -1,0 +1,213 @@
+"""The server on Ray: Ray Serve starts replicas of the application, watches, scales, drains and replaces them.
+
+Its proxy takes the requests. One with a header ``x-session-id`` goes to the replica that had the session's last one,
+which has read its text already. Ray is imported only when a function here needs it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+
+from longdraft.errors import CapabilityError, RequestError
+from longdraft.files import regular
+from longdraft.serve.app import make_app
+from longdraft.serve.service import Service
+from longdraft.serve.settings import Settings
+
+NAME = "longdraft"
+_ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
+
+
+def connected() -> Any:
+    """The module ``ray``, connected to the cluster that ``RAY_ADDRESS`` names or that this machine belongs to; if there
+    is none, to one that lives as long as this process.
+
+    Raises:
+        CapabilityError: Ray is not installed, or the cluster does not answer.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise CapabilityError(f'This needs Ray: pip install "longdraft[ray]" ({error}).') from error
+    if not ray.is_initialized():
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        try:
+            ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise CapabilityError(f"Ray does not start, or its cluster does not answer: {error}.") from error
+    return ray
+
+
+def share(processes: int, gpu: bool) -> int:
+    """Cores of this machine for each process; one if a GPU does the work."""
+    return 1 if gpu else max(1, (os.cpu_count() or 1) // processes)
+
+
+def require(ray: Any, processes: int, cpus: float, gpus: float) -> None:
+    """Refuses processes that would wait for ever. A cluster may grow, so Ray itself reports what that lacks.
+
+    Raises:
+        CapabilityError: this machine has too few processors.
+    """
+    if os.environ.get("RAY_ADDRESS"):
+        return
+    has = ray.cluster_resources()
+    for kind, each in (("CPU", cpus), ("GPU", gpus)):
+        if has.get(kind, 0) < processes * each:
+            raise CapabilityError(
+                f"{processes} processes with {each:g} {kind} each need {processes * each:g}, and Ray has "
+                f"{has.get(kind, 0):g}: ask for fewer, or set RAY_ADDRESS to a cluster."
+            )
+
+
+def reason(message: str) -> str:
+    """The last line of Ray's messages that names an error, else the last line."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    named = [line for line in lines if "Error" in line.split(":")[0] and ":" in line]
+    return (named or lines or ["unknown"])[-1]
+
+
+def replicas_of(text: str) -> tuple[int, int]:
+    """The fewest and the most replicas of ``--replicas``: ``"2"``, or ``"1-4"`` to scale.
+
+    Raises:
+        RequestError: it is neither.
+    """
+    low, dash, high = text.partition("-")
+    try:
+        least, most = int(low), int(high) if dash else int(low)
+    except ValueError:
+        least, most = 0, 0
+    if not (0 <= least <= most and most >= 1 and (dash or least)):
+        raise RequestError(f"--replicas takes a number, or two such as 1-4 to scale between, not {text!r}.")
+    return least, most
+
+
+def deployment(
+    settings: Settings, least: int, most: int, cpus: int, gpus: int, config: Path | None, drain: float
+) -> dict[str, Any]:
+    """Options of Ray's deployment.
+
+    Args:
+        cpus, gpus: of each replica. config: a YAML or JSON file with further options, which override the others.
+        drain: seconds that a replica may take to end.
+
+    Raises:
+        RequestError: the file cannot be read.
+    """
+    more: Any = {}
+    if config is not None:
+        import yaml
+
+        try:
+            more = yaml.safe_load(regular(config).read_text(encoding="utf-8"))
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            raise RequestError(f"--ray-config {config}: {error}.") from error
+        if not isinstance(more, dict):
+            raise RequestError(f"--ray-config {config} holds no options: name: value, of Ray Serve's deployment.")
+    scaling = {"min_replicas": least, "max_replicas": most, "target_ongoing_requests": settings.slots}
+    count: dict[str, Any] = {"num_replicas": least} if least == most else {"autoscaling_config": scaling}
+    options = {
+        "ray_actor_options": {"num_cpus": cpus, "num_gpus": gpus},
+        "max_ongoing_requests": settings.slots + settings.queue + 16,  # its own queue refuses more, with 429
+        "graceful_shutdown_timeout_s": drain,
+        "health_check_period_s": 5,
+        "max_constructor_retry_count": 1,  # one that cannot start will not start the next time either
+        "request_router_config": {"request_router_class": _ROUTER},
+    }
+    return {**options, **({} if {"num_replicas", "autoscaling_config"} & more.keys() else count), **more}
+
+
+class Replica:
+    """Ray's deployment: a service and its application. ``make`` makes the service with settings of its own."""
+
+    def __init__(self, make: Callable[[Settings], Service], settings: Settings) -> None:
+        from ray import serve
+
+        if settings.snapshots is not None:  # no other replica has this folder
+            rank = serve.get_replica_context().rank.rank
+            settings = replace(settings, snapshots=settings.snapshots / str(rank))
+        self._service = make(settings)
+        self._service.worker.start()
+        self._gauges: dict[str, Any] = {}
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        return make_app(self._service)
+
+    def check_health(self) -> None:
+        """Called by Ray, which replaces a replica that raises; Ray's metrics get the service's meanwhile."""
+        from ray.serve.metrics import Gauge
+
+        if not self._service.worker.alive:
+            raise RuntimeError("the engine thread has ended")
+        for sample in self._service.metrics.samples():
+            name = sample.name.replace(":", "_")
+            if name not in self._gauges:
+                self._gauges[name] = Gauge(name, tag_keys=tuple(sample.labels))
+            self._gauges[name].set(sample.value, tags=sample.labels)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_service"):
+            self._service.worker.close(0)
+
+
+def serve(
+    make: Callable[[Settings], Service],
+    settings: Settings,
+    options: dict[str, Any],
+    host: str,
+    port: int,
+    listens: Callable[[int], None],
+) -> None:
+    """Serves until SIGINT or SIGTERM. Then ongoing requests are answered.
+
+    Args:
+        make: makes the service of a replica. options: Ray's (:func:`deployment`).
+        listens: called with the port once all replicas are ready.
+
+    Raises:
+        CapabilityError: Ray is not installed, or the replicas do not start.
+    """
+    ray = connected()
+    from ray import serve as ray_serve
+
+    ended = threading.Event()
+    for sig in (signal.SIGINT, signal.SIGTERM):  # Ray has its own handler of the second one
+        signal.signal(sig, lambda *_: ended.set())
+    port = port or _free(host)
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)  # what it starts is said here
+    try:
+        ray_serve.start(http_options={"host": host, "port": port})
+        replica = ray_serve.deployment(ray_serve.ingress()(Replica), name="replica", **options)
+        try:
+            ray_serve.run(replica.bind(make, settings), name=NAME, route_prefix="/")
+        except (RuntimeError, ValueError) as error:
+            status = ray_serve.status().applications.get(NAME)
+            said = [each.message for each in status.deployments.values() if each.message] if status else []
+            problem = reason("\n".join(said) or str(error))
+            raise CapabilityError(f"The replicas do not start: {problem}") from error
+        listens(port)
+        ended.wait()
+    finally:
+        ray_serve.delete(NAME)  # waits for the last answers
+        if not ray_serve.status().applications:  # nobody else's
+            ray_serve.shutdown()
+        ray.shutdown()
+
+
+def _free(host: str) -> int:
+    """A port that nothing listens at."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+    return port

@@ -1,0 +1,33 @@
+"""Properties of the checkout and of the test run: its size, and that tests see no GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+MOST = 40 * 2**20
+
+
+def test_the_tracked_tree_stays_small():
+    """It travels to GPU machines whole; drafts that ship are stored in 8 bits or fewer."""
+    try:
+        listed = subprocess.run(["git", "-C", str(ROOT), "ls-files", "-z"], capture_output=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("no git checkout")
+    files = [ROOT / os.fsdecode(name) for name in listed.split(b"\0") if name]
+    sizes = {file: file.lstat().st_size for file in files if os.path.lexists(file)}
+    largest = ", ".join(f"{file.relative_to(ROOT)} {size / 2**20:.1f}" for file, size in _largest(sizes))
+    assert sum(sizes.values()) < MOST, f"the largest, in MiB: {largest}"
+
+
+def _largest(sizes: dict[Path, int]) -> list[tuple[Path, int]]:
+    return sorted(sizes.items(), key=lambda item: -item[1])[:5]
+
+
+def test_no_gpu_is_to_be_seen():
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "" and not torch.cuda.is_available()

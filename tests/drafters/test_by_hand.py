@@ -1,0 +1,280 @@
+"""What an engine may tell a drafter that reads its target's rows: it drafts as its definition says all the same."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longdraft import Speculator
+from longdraft.engine.sequence import Sequence
+from longdraft.memory.store import KVShape
+from longdraft.model.runner import TargetRunner
+from longdraft.trees.node_limit import NodeLimit
+from longdraft.views.window import SPARE, Window
+from tests.drafters.by_hand import Decoding
+from tests.drafters.test_definitions import target
+from tests.drafts import random_draft, random_eagle3, random_onepass
+from tests.events import attended, begun, replaced
+from tests.forwards import forward
+from tests.support import definitions as said
+from tests.support.definitions import weights_of
+from tests.tiny import tiny_model
+
+pytestmark = pytest.mark.usefixtures("float32_weights")
+MAKE = {"eagle3": random_eagle3, "onepass": random_onepass, "longspec": random_draft}
+TREES = {
+    "eagle3": {"tree": "dynamic", "depth": 2, "top_k": 3}, "onepass": {"tree": "dynamic", "depth": 3, "top_k": 3},
+    "longspec": {"widths": (2, 3)},
+}  # fmt: skip
+RETRIEVAL = {"retrieval": True, "chunk": 2, "chunks": 4, "every": 2, "sink": 2, "recent": 4}
+TEXT = [i % 11 for i in range(0, 50, 2)]
+WINDOWED = [(kind, window) for kind in ("eagle3", "onepass") for window in (None, 8, 16)]
+
+
+def decoding(
+    folder: Any, kind: str, text: list[int] = TEXT, prompt: int = 12, options: Any = None, **settings: Any
+) -> Decoding:
+    model = target() if kind != "longspec" else target(layers=3)
+    folder = MAKE[kind](folder / kind, model, **settings)
+    spec = Speculator(folder, target=model, **TREES[kind], **(options or {}))
+    if kind == "longspec":
+        exact, weights = copy.deepcopy(model).double(), weights_of(folder, torch.float64)
+        return Decoding(spec, text, prompt, lambda *rows: said.longspec(exact, weights, 8, None, *rows))
+    define, window = getattr(said, kind), None if options else settings.get("window")
+    return Decoding(spec, text, prompt, lambda *seen: define(model, spec.draft(), window, *seen))
+
+
+@pytest.fixture(params=[*WINDOWED, ("eagle3", "covering")], ids=str)
+def there(request, tmp_path) -> Decoding:
+    """One with retrieval too, whose working cache always holds the whole text."""
+    kind, window = request.param
+    if window == "covering":
+        return decoding(tmp_path, kind, options=RETRIEVAL | {"chunks": 30}, head_dim=16)
+    return decoding(tmp_path, kind, window=window, head_dim=16)
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_many_rows_at_once(there):
+    there.check()
+    there.go_on(1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2)
+    there.check()
+
+
+def test_refreshed_rows_are_read_again(there):
+    """The last rows were inexact when the drafter read them, as after a partial verification."""
+    there.check()
+    there.go_on(3, 1, 4, 1, 5)
+    start = there.draft_from_inexact_rows(5)
+    there.store.lengths[0] = start + 5
+    there.drafter.observe(replaced(there.s, start))
+    there.check()
+
+
+@pytest.mark.parametrize("back", [1, 9])
+def test_rewound_text(there, back):
+    """Tokens are taken back of which the drafter has read inexact rows; others stand in their place."""
+    there.check()
+    there.draft_from_inexact_rows(back)
+    there.take_back(back)
+    there.s.output[-1] = (there.s.output[-1] + 5) % 11
+    there.check()
+    there.go_on(4)
+    there.check()
+
+
+# --- retrieval ---
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("eagle3", {}), ("eagle3", {"settings": {"rope_factor": 4.0, "rope_original_length": 16}}),
+        ("eagle3", {"window": 24}), ("eagle3", {"window": 40}), ("longspec", {}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_retrieved_rows_are_seen_as_if_they_stood_together(tmp_path, kind, settings):
+    """Gathered with an offset, turned by a wrong angle, or one row off, a key would show."""
+    there = decoding(tmp_path, kind, [i % 11 for i in range(0, 120, 2)], 40, RETRIEVAL, **settings)
+    s, retrieval = there.s, there.drafter.retrieval
+    there.check(retrieval.rows(0, len(s.tokens) - 1).tolist())  # nothing scored: the latest chunks
+    there.go_on(2)
+    chosen, layer = [], there.runner.depth - 1
+    for _ in range(3):
+        for _ in range(RETRIEVAL["every"]):
+            there.drafter.observe(attended(s, {layer: 9 * torch.randn(6, 16)}))
+        chosen.append(retrieval.chosen(0))
+        seen = retrieval.rows(0, len(s.tokens) - 1).tolist()
+        assert len(seen) < len(s.tokens) - 10
+        for token in (3, 1, 4):
+            there.check(seen)
+            seen.append(len(s.tokens) - 1)
+            there.go_on(token)
+    assert chosen[0] != chosen[1] != chosen[2]
+    # What was gathered from inexact rows is gathered again.
+    start = there.draft_from_inexact_rows(5)
+    there.store.lengths[0] = start + 5
+    there.go_on(2)
+    there.drafter.observe(replaced(s, start))
+    there.check(retrieval.rows(0, len(s.tokens) - 1).tolist())
+    there.take_back(12)  # some of them chosen ones
+    there.check(retrieval.rows(0, len(s.tokens) - 1).tolist())
+
+
+def test_a_working_cache_that_grows_out_of_its_room_is_gathered_anew(tmp_path):
+    options = RETRIEVAL | {"chunks": 3}
+    there = decoding(tmp_path, "eagle3", [i % 11 for i in range(0, 80, 2)], 30, options, window=22)
+    near, sizes = there.drafter.cache.near, []
+    for token in [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3]:
+        there.drafter.propose([there.s])
+        sizes.append(near.end(0))
+        there.go_on(token)
+    assert max(sizes) == 22 - 2 and any(b < a for a, b in itertools.pairwise(sizes))
+
+
+def test_the_room_of_a_window_decides_how_much_is_retrieved(tmp_path):
+    def retrieved(folder: Any, **options: Any) -> Any:
+        spec = Speculator(folder, target=target(), retrieval=True, **options)
+        return spec.recipe().drafter().retrieval.view.chunks
+
+    bounded = random_eagle3(tmp_path / "bounded", target(), window=512)
+    unbounded = random_eagle3(tmp_path / "unbounded", target())
+    assert retrieved(bounded) == 8 and retrieved(bounded, depth=2, sink=0, recent=32, chunk=16) == 27
+    assert retrieved(unbounded) == 64
+    for folder, options in ((bounded, {"chunks": 64}), (bounded, {"recent": 512}), (unbounded, {"window": 64})):
+        with pytest.raises(ValueError, match=r"chunks|sink|window"):
+            retrieved(folder, **options)
+
+
+# --- memory and work ---
+
+
+def test_windows_bound_the_memory(tmp_path):
+    for length in (20, 200):
+        text = [i % 11 for i in range(length)]
+        for kind, rows in (("eagle3", 3), ("onepass", 3), ("longspec", 2)):
+            there = decoding(tmp_path / f"{length}", kind, text, length - 1, window=16)
+            there.drafter.propose([there.s])
+            cache = there.drafter.window if kind == "longspec" else there.drafter.cache
+            # slots, KV heads, window, the nodes that the draft is shown and nobody's row, head size
+            assert cache.keys.shape[:3] == (1, 2, 16 + SPARE + rows + 1)
+
+
+def test_prefill_reads_the_last_window_alone(tmp_path):
+    model = tiny_model(context=1024)
+    folder, rows = random_draft(tmp_path / "draft", model, window=16), []
+
+    def count(module: Any, given: Any, out: Any) -> None:
+        if given[0].dim() == 1:  # the target embeds (B, T) ids, the draft a flat list
+            rows.append(len(given[0]))
+
+    model.get_input_embeddings().register_forward_hook(count)
+    spec = Speculator(folder, target=model, widths=(2, 4, 4))
+    drafter, store = spec.recipe().drafter(), spec.runner().new_store(1, 960)
+    drafter.bind(spec.runner(), store)
+    s = Sequence(0, [i % 61 for i in range(900)], 20)
+    forward(spec.runner(), [s.prompt], store, [0], logits="none")
+    store.commit(0, range(900))
+    s.append(5)
+    rows.clear()
+    drafter.observe(begun(s))
+    drafter.propose([s])
+    assert rows == [16, 1, 2, 4]  # the window; then the root and each level that is expanded
+
+
+def test_the_targets_parts_are_shared_and_kept_between_runs(tmp_path):
+    model = tiny_model()
+    spec = Speculator(random_draft(tmp_path / "draft", model), target=model)
+    first = spec.draft().bound(spec.runner())
+    assert first.head.data_ptr() == model.get_output_embeddings().weight.data_ptr()
+    assert first.parts.embedding.weight is model.get_input_embeddings().weight
+    spec.generate([[1, 2, 3]], max_new_tokens=4)
+    assert spec.draft().bound(spec.runner()) is first
+
+
+def test_one_forward_a_round_whatever_the_depth_and_however_many_texts(tmp_path):
+    folder, model = random_onepass(tmp_path / "draft", target()), target()
+    spec = Speculator(folder, target=model, widths=(2, 2, 2, 2))
+    runner, drafter = TargetRunner(model), spec.recipe().drafter()
+    store = runner.new_store(2, 40, drafter.feature_layers(runner))
+    drafter.bind(runner, store)
+    sequences = [Sequence(i, [1, 2, 3], 60) for i in range(2)]
+    forward(runner, [[1, 2, 3]] * 2, store, [0, 1], logits="none")
+    for s in sequences:
+        s.slot = s.index
+        store.commit(s.slot, range(3))
+        s.append(4)
+        drafter.observe(begun(s))
+    trees = drafter.propose(sequences)
+    assert drafter.forwards == 1 and [max(tree.depths) for tree in trees] == [4, 4] and trees[0] == trees[1]
+    drafter.use_planner()  # who pays for the forward once, so that a level is nearly free
+    (deep,) = drafter.propose(sequences[:1], NodeLimit(20, 0.6))
+    assert max(deep.depths) == 4
+
+
+@given(st.integers(2, 9), st.lists(st.integers(1, 9), min_size=1, max_size=99))
+def test_the_window_holds_the_last_tokens(size, pieces):
+    window, position = Window(KVShape(1, 1, 4, torch.float32), 1, size, 0, "cpu"), 0
+    for n in pieces:
+        n = min(n, size)
+        k = torch.arange(position, position + n).float().view(1, n, 1).expand(1, n, 4)
+        window.append(0, position, k, -k)
+        position += n
+    begin, end = window.seen(0)
+    last = list(range(max(0, position - size), position))
+    assert window.end(0) == position and window.seen(0, depth=1, nodes=3) == (max(begin, end - size + 1), end + 3)
+    assert window.keys[0, 0, begin:end].tolist() == [[p] * 4 for p in last]
+    assert window.values[0, 0, begin:end].tolist() == [[-p] * 4 for p in last]
+
+
+# --- what is said once, and what is refused ---
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("eagle3", {"widths": (2,) * 8}), ("eagle3", {"depth": 8}), ("eagle3", {"window": 3, "depth": 3}),
+        ("eagle3", {"tree": "beam", "depth": 3}), ("eagle3", {"tree": "dynamic", "widths": (2,)}),
+        ("onepass", {"widths": (2,) * 5}), ("onepass", {"depth": 5}), ("onepass", {"depth": 5, "tree": "opt"}),
+        ("onepass", {"window": 3, "depth": 3}), ("longspec", {"widths": (2,) * 8}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_trees_that_make_no_sense_are_refused(tmp_path, kind, options):
+    folder = MAKE[kind](tmp_path / "draft", target(), window=8)
+    with pytest.raises(ValueError, match=r"widths|nodes|window|depth|top_k|tree|levels"):
+        Speculator(folder, target=target(), **options)
+
+
+def test_trees_by_default(tmp_path):
+    def most(folder: Any, **options: Any) -> tuple[int, int]:
+        drafter = Speculator(folder, target=target(), **options).recipe().drafter()
+        return drafter.max_nodes, drafter.tree.depth
+
+    eagle3, onepass = random_eagle3(tmp_path / "a", target()), random_onepass(tmp_path / "b", target(), slots=3)
+    assert most(eagle3)[0] == 59 and most(eagle3, widths=(3, 2))[0] == 5  # the paper's
+    for options in ({}, {"tree": "opt"}, {"tree": "beam"}, {"tree": "chain"}, {"top_k": 2}, {"threshold": 0.1}):
+        assert most(onepass, **options)[1] == 3  # no deeper than there are rows
+
+
+@pytest.mark.parametrize(
+    ("settings", "options", "new", "said"),
+    [
+        ({"trained_length": 20, "rope_original_length": 20}, {}, 17, 0),
+        ({"trained_length": 20, "rope_original_length": 20}, {"window": 12}, 18, 0),
+        ({"trained_length": 20, "rope_original_length": 20, "rope_factor": 2.0}, {}, 37, 0),
+        ({"trained_length": 20, "rope_original_length": 20}, {}, 18, 1),
+        ({"trained_length": 30, "rope_original_length": 30}, RETRIEVAL | {"depth": 2}, 40, 0),
+        ({"trained_length": 30, "rope_original_length": 30}, RETRIEVAL | {"depth": 2, "chunks": 12}, 40, 1),
+    ],
+)
+def test_texts_beyond_the_trained_length_are_mentioned_once(tmp_path, caplog, settings, options, new, said):
+    folder = random_eagle3(tmp_path / "draft", target(), settings=settings)
+    Speculator(folder, target=target(), **options).generate([[1, 2, 3], [4, 4]], max_new_tokens=new)
+    assert len([r for r in caplog.records if r.levelname == "WARNING"]) == said

@@ -1,0 +1,162 @@
+"""To the bit: on a CPU, in float32 and in int8 arithmetic, the logits of a verified node are those of plain decoding.
+
+So greedy tokens of every exact method are `ar`'s, near ties included. Products and attention are checked one by one in
+tests/native; here a whole target is: any tree, any batch, any number of threads, all instruction sets that
+this machine executes, whole layers in one call and layers of other kinds.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from longdraft import native
+from longdraft.model.loading import load
+from longdraft.model.runner import TargetRunner
+from longdraft.native import library
+from tests.forwards import forward
+from tests.gguf_files import write_gguf
+from tests.native.cases import random_tree
+from tests.native.levels import LEVELS, kernels_of
+from tests.tiny import FAMILIES, tiny_model
+
+pytestmark = pytest.mark.skipif(not LEVELS, reason=f"no kernels here: {native.missing()}")
+
+VOCABULARY = 61
+
+
+@cache
+def runner_of(level: str, family: str) -> TargetRunner:
+    """A tiny target, made while these kernels are in use; its MLP is of a width that fills no vector."""
+    if family == "int8":
+        with TemporaryDirectory() as folder:
+            write_gguf(Path(folder) / "a.gguf", kind="Q4_1", words="Q8_0", context=2048, intermediate_size=96)
+            runner = TargetRunner(load(Path(folder) / "a.gguf", device="cpu").model)
+        assert runner.arithmetic == "int8" and runner.kv_dtype == torch.float16
+        return runner
+    return TargetRunner(tiny_model(family, context=2048, intermediate_size=101))
+
+
+@pytest.fixture(params=LEVELS, scope="module")
+def level(request):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(library, "known", [(kernels_of(request.param), None)])
+        yield request.param
+
+
+def read(runner: TargetRunner, store, slot: int, tokens: list[int]) -> None:
+    """Reads a prompt, on one thread: torch's products for many rows depend on how many threads there are."""
+    torch.set_num_threads(1)
+    forward(runner, [tokens], store, [slot], logits="none", prompt=True)
+    store.commit(slot, range(len(tokens)))
+
+
+def plainly(runner: TargetRunner, text: list[int], path: list[int]) -> torch.Tensor:
+    """(vocabulary,) logits after a text and then a path, which is decoded token by token."""
+    store, threads = runner.new_store(1, len(text) + len(path)), torch.get_num_threads()
+    read(runner, store, 0, text)
+    torch.set_num_threads(threads)
+    for token in path:
+        out = forward(runner, [[token]], store, [0])
+        store.commit(0, [0])
+    return out.logits[0, 0]
+
+
+# On the best instructions of this machine every family, on the others one of each arithmetic.
+@pytest.mark.parametrize(
+    ("level", "family"),
+    [(name, kind) for name in LEVELS for kind in (*FAMILIES, "int8") if name == LEVELS[0] or kind in ("llama", "int8")],
+    indirect=["level"],
+)
+@settings(max_examples=6)
+@given(
+    lengths=st.lists(
+        st.one_of(st.integers(1, 30), st.integers(120, 132), st.integers(505, 515)), min_size=1, max_size=3
+    ),
+    size=st.one_of(st.integers(1, 12), st.integers(40, 70)),
+    deep=st.sampled_from([0.2, 0.7, 0.9]),
+    levels=st.integers(1, 3),
+    threads=st.integers(1, 3),
+    seed=st.integers(0, 999),
+)
+@example(lengths=[500, 3, 129], size=60, deep=0.9, levels=1, threads=2, seed=0)  # more rows than MOST
+@example(lengths=[126], size=6, deep=1.0, levels=2, threads=1, seed=1)
+def test_a_verified_node(level, family, lengths, size, deep, levels, threads, seed):
+    runner = runner_of(level, family)
+    g = torch.Generator().manual_seed(seed)
+    texts = [torch.randint(VOCABULARY, (n,), generator=g).tolist() for n in lengths]
+    trees = [random_tree(size, seed + i, deep) for i in range(len(lengths))]
+    tokens = [torch.randint(VOCABULARY, (size,), generator=g).tolist() for _ in lengths]
+    store, slots = runner.new_store(len(lengths), max(lengths) + size), list(range(len(lengths)))
+    for slot, text in zip(slots, texts, strict=True):
+        read(runner, store, slot, text)
+
+    torch.set_num_threads(threads)
+    mask = torch.stack([m for _, m in trees])
+    depths = [(m.sum(1) - 1).tolist() for _, m in trees]
+    found = []
+    borders = [size * i // levels for i in range(levels + 1)]
+    for a, b in pairwise(borders):  # the tree in one forward, or piece by piece
+        if a < b:
+            out = forward(
+        runner,
+                [row[a:b] for row in tokens], store, slots,
+                depths=[d[a:b] for d in depths], mask=mask[:, a:b, :b], offset=a,
+            )  # fmt: skip
+            found.append(out.logits)
+    logits = torch.cat(found, dim=1)
+
+    torch.set_num_threads(1 + threads % 2)
+    for b in range(len(lengths)):
+        for node in {0, size // 2, size - 1}:
+            path = [tokens[b][i] for i in mask[b, node].nonzero()[:, 0].tolist()]
+            assert torch.equal(logits[b, node], plainly(runner, texts[b], path))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "int8"])
+def test_decoding_goes_on_as_it_would_have(level, family):
+    """What is committed of a tree is what plain decoding would have written, so the next step's logits are the same."""
+    runner = runner_of(level, family)
+    text, size = [t * 7 % VOCABULARY for t in range(125)], 9
+    _, mask = random_tree(size, 3, 0.6)
+    tokens = [t * 5 % VOCABULARY for t in range(size)]
+    store = runner.new_store(1, 200)
+    read(runner, store, 0, text)
+    forward(runner, [tokens], store, [0], depths=[(mask.sum(1) - 1).tolist()], mask=mask[None])
+    path = mask[size - 1].nonzero()[:, 0].tolist()
+    store.commit(0, path)
+    after = forward(runner, [[4, 8]], store, [0]).logits[0, 1]
+    assert torch.equal(after, plainly(runner, text, [*(tokens[i] for i in path), 4, 8]))
+
+
+@pytest.mark.parametrize("length", [7, 160])
+def test_int8_logits_are_those_of_every_instruction_set(length):
+    """Without fused multiplications (v2) floats round otherwise."""
+    found = []
+    for level in (name for name in LEVELS if "v2" not in name):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(library, "known", [(kernels_of(level), None)])
+            runner, text = runner_of(level, "int8"), [t * 7 % VOCABULARY for t in range(length)]
+            store = runner.new_store(1, length + 4)
+            read(runner, store, 0, text)
+            found.append(forward(runner, [[3, 1, 4]], store, [0]).logits)
+    assert all(torch.equal(logits, found[0]) for logits in found)
+
+
+@pytest.mark.parametrize("offload", [None, "disk"])
+def test_wherever_the_cache_is_kept(offload, level, tmp_path):
+    runner = runner_of(level, "llama")
+    assert runner.twin.fused.stack is not None  # all layers in one call
+    other = TargetRunner(runner.model, offload=tmp_path if offload else None)
+    text, tokens = list(range(50)), [3, 1, 4, 1, 5]
+    store = other.new_store(1, 64)
+    read(other, store, 0, text)
+    logits = forward(other, [tokens], store, [0]).logits[0]
+    assert torch.equal(logits[4], plainly(other, text, tokens))

@@ -1,0 +1,294 @@
+"""``model.generate(..., custom_generate=speculator)`` gives what ``model.generate(...)`` gives, token by token."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from threading import Thread
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+    SynthIDTextWatermarkingConfig,
+    TextIteratorStreamer,
+    WatermarkingConfig,
+)
+from transformers.generation.streamers import BaseStreamer
+
+from longdraft import Speculator
+from longdraft.errors import CapabilityError
+from tests.support.methods import EXACT, Specs
+from tests.tiny import FAMILIES, tiny_model, tiny_tokenizer
+
+PAD = 0
+ROWS = [[3, 9, 14, 7, 22, 5] * 3, [8, 6, 8, 6, 8, 6, 8, 30], [(7 * i * i + 3) % 59 + 1 for i in range(13)]]
+
+
+def padded(*rows: list[int]) -> dict[str, torch.Tensor]:
+    """Rows as a tokenizer pads them on the left."""
+    width = max(map(len, rows))
+    ids = torch.tensor([[PAD] * (width - len(row)) + row for row in rows])
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+ONE, TWO, THREE = padded(ROWS[0]), padded(*ROWS[:2]), padded(*ROWS)
+SAMPLED = {"do_sample": True, "temperature": 0.8, "top_k": 12}
+
+
+class Counts(LogitsProcessor):
+    """Has a state: bans another token at each call."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        scores[:, self.calls % 7 :: 7] = -torch.inf
+        return scores
+
+
+class Lengths(StoppingCriteria):
+    """Tells rows apart by their place in the batch."""
+
+    def __init__(self, *lengths: int) -> None:
+        self.lengths = torch.tensor(lengths)
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        return input_ids.shape[1] >= self.lengths
+
+
+class Calls(StoppingCriteria):
+    """Has a state: ends all rows at a call."""
+
+    def __init__(self, last: int) -> None:
+        self.last = last
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        self.last -= 1
+        return torch.full((input_ids.shape[0],), self.last <= 0)
+
+
+@dataclass
+class Case:
+    """A call of ``generate``.
+
+    Attributes:
+        inputs: of the prompt.
+        settings: keywords; a function makes them anew for each call, where they have a state.
+    """
+
+    inputs: dict[str, torch.Tensor]
+    settings: dict[str, Any] | Callable[[], dict[str, Any]]
+
+    def run(self, model: Any, **extra: Any) -> Any:
+        settings = self.settings() if callable(self.settings) else self.settings
+        torch.manual_seed(0)
+        return model.generate(**self.inputs, **({"max_new_tokens": 7, "pad_token_id": PAD} | settings), **extra)
+
+
+def allowed(row: int, text: torch.Tensor) -> list[int]:
+    return [t for t in range(61) if t % 3 != row and t != int(text[-1])]
+
+
+def processors(*each: LogitsProcessor) -> LogitsProcessorList:
+    return LogitsProcessorList(each)
+
+
+CASES = {
+    "greedy": Case(THREE, {}),
+    "sampled": Case(ONE, SAMPLED | {"top_p": 0.9, "min_p": 0.01, "typical_p": 0.9, "epsilon_cutoff": 0.001}),
+    "sampled_batch": Case(THREE, SAMPLED | {"eos_token_id": list(range(12))}),
+    # processors built for the batch
+    "repetition": Case(THREE, {"repetition_penalty": 1.4}),
+    "repetition_one_padded": Case(
+        {k: v[1:] for k, v in TWO.items()}, SAMPLED | {"repetition_penalty": 1.4, "num_return_sequences": 2}
+    ),
+    "encoder_repetition": Case(THREE, {"encoder_repetition_penalty": 1.5}),
+    "encoder_ngrams": Case(THREE, {"encoder_no_repeat_ngram_size": 1}),
+    "prefix": Case(THREE, {"prefix_allowed_tokens_fn": allowed}),
+    "several": Case(
+        TWO,
+        SAMPLED
+        | {"repetition_penalty": 1.4, "encoder_no_repeat_ngram_size": 2}
+        | {"prefix_allowed_tokens_fn": allowed, "num_return_sequences": 2},
+    ),
+    # processors with a state
+    "guidance": Case(THREE, {"guidance_scale": 1.7}),
+    "guidance_negative": Case(
+        TWO, {"guidance_scale": 1.7, "negative_prompt_ids": torch.tensor([[4, 5, 6], [9, 9, 1]]), "use_cache": False}
+    ),
+    "synthid": Case(THREE, lambda: {"watermarking_config": SynthIDTextWatermarkingConfig(2, list(range(20)), 8)}),
+    "watermark": Case(TWO, lambda: {"watermarking_config": WatermarkingConfig(bias=6.0)}),
+    "own_state": Case(THREE, lambda: {"logits_processor": processors(Counts())}),
+    # and others
+    "lengths": Case(
+        THREE,
+        {
+            "min_new_tokens": 4,
+            "eos_token_id": list(range(20)),
+            "exponential_decay_length_penalty": (5, 1.3),
+            "forced_eos_token_id": 3,
+        },
+    ),
+    "bans": Case(
+        THREE,
+        {
+            "no_repeat_ngram_size": 2,
+            "bad_words_ids": [[5], [7, 22]],
+            "sequence_bias": [[[9], 2.0], [[8, 6], -4.0]],
+            "suppress_tokens": [11],
+            "begin_suppress_tokens": [12, 13],
+            "renormalize_logits": True,
+            "remove_invalid_values": True,
+        },
+    ),
+    # ends
+    "eos": Case(THREE, {"eos_token_id": list(range(15)), "max_new_tokens": 16}),
+    "eos_joint": Case(
+        THREE,
+        lambda: {"eos_token_id": list(range(10)), "stopping_criteria": StoppingCriteriaList([Lengths(23, 20, 22)])},
+    ),
+    "stop_strings": Case(THREE, {"stop_strings": ["a", "b", "e", "i", "o", "t"], "tokenizer": tiny_tokenizer()}),
+    "stop_strings_eos": Case(
+        THREE, {"stop_strings": ["a", "c", "x"], "tokenizer": tiny_tokenizer(), "eos_token_id": [20, 30, 40, 50]}
+    ),
+    "stop_string_criteria": Case(
+        THREE,
+        lambda: {"stopping_criteria": StoppingCriteriaList([StopStringCriteria(tiny_tokenizer(), ["a", "b", "e"])])},
+    ),
+    "joint": Case(THREE, lambda: {"stopping_criteria": StoppingCriteriaList([Lengths(19, 23, 21)])}),
+    "calls": Case(THREE, lambda: {"stopping_criteria": StoppingCriteriaList([Calls(5)])}),
+    "longer": Case(THREE, lambda: {"stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(31)])}),
+    "positions": Case(
+        TWO | {"position_ids": (TWO["attention_mask"].cumsum(-1) - 1).clamp_min(0)},
+        {"logits_to_keep": 1, "use_cache": False},
+    ),
+}
+
+
+class Heard(BaseStreamer):
+    """Keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.heard: list[Any] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.heard.append(value.tolist())
+
+    def end(self) -> None:
+        self.heard.append("end")
+
+
+# A method of each kind of what is drafted: nothing, what repeats, by the target's own weights, verified in part.
+KINDS = ("ar", "prompt-lookup", "small-lm", "specpv-exact")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_setting_of_generate(specs: Specs, forwards, case: str) -> None:
+    wanted = CASES[case].run(specs.model)
+    # It changes the text, so that a method that ignored it would be found out.
+    if case not in ("greedy", "positions"):
+        assert not torch.equal(wanted, Case(CASES[case].inputs, {}).run(specs.model))
+    for method in KINDS:
+        forwards.clear()
+        assert torch.equal(wanted, CASES[case].run(specs.model, custom_generate=specs.get(method))), method
+        verified = [f for f in forwards if not f.prompt and f.context_length == specs.get("ar").runner().context_length]
+        assert any(f.rows > 1 for f in verified) or method in ("ar", "prompt-lookup"), f"{method} drafted nothing"
+
+
+@pytest.mark.parametrize("method", EXACT)
+def test_every_method(specs: Specs, method: str) -> None:
+    for case in ("greedy", "sampled_batch", "several"):
+        got = CASES[case].run(specs.model, custom_generate=specs.get(method))
+        assert torch.equal(CASES[case].run(specs.model), got), case
+
+
+@pytest.mark.parametrize("case", ["sampled", "eos", "joint"])
+def test_a_streamer_hears_what_generate_tells_it(specs: Specs, case: str) -> None:
+    alone = Heard()
+    CASES[case].run(specs.model, streamer=alone)
+    for method in ("ar", "small-lm", "specpv-exact"):
+        ours = Heard()
+        CASES[case].run(specs.model, streamer=ours, custom_generate=specs.get(method))
+        assert alone.heard == ours.heard
+
+
+# --- what transformers' users do beside ---
+
+
+@pytest.fixture(params=["ar", "prompt-lookup"])
+def spec(request: pytest.FixtureRequest) -> Speculator:
+    return Speculator(request.param, **({"min_n": 1} if request.param == "prompt-lookup" else {}))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_padded_batch(spec: Speculator, side: str) -> None:
+    model, width = tiny_model(dtype=torch.float64), max(map(len, ROWS))
+    pad, ones = [[0] * (width - len(r)) for r in ROWS], [[1] * len(r) for r in ROWS]
+    ids = torch.tensor([p + r if side == "left" else r + p for p, r in zip(pad, ROWS, strict=True)])
+    mask = torch.tensor([p + o if side == "left" else o + p for p, o in zip(pad, ones, strict=True)])
+    got = model.generate(ids, attention_mask=mask, max_new_tokens=12, pad_token_id=0, custom_generate=spec)
+    assert torch.equal(got[:, :width], ids)
+    for row, new in zip(ROWS, got[:, width:], strict=True):
+        alone = model.generate(torch.tensor([row]), attention_mask=torch.ones(1, len(row)), max_new_tokens=12)
+        assert new.tolist() == alone[0, len(row) :].tolist()
+
+
+def test_several_return_sequences_differ_and_come_in_a_dictionary_on_request(spec: Speculator) -> None:
+    settings = {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": 20, "custom_generate": spec}
+    got = tiny_model().generate(**ONE, return_dict_in_generate=True, **settings).sequences
+    assert got.shape[0] == 3 and len({tuple(r) for r in got.tolist()}) == 3
+
+
+def test_a_reader_of_a_stream_gets_the_text_and_an_end(spec: Speculator) -> None:
+    model, tokenizer = tiny_model(), tiny_tokenizer()
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=20)
+    settings = {"max_new_tokens": 12, "streamer": streamer, "custom_generate": spec}
+    thread = Thread(target=model.generate, kwargs=ONE | settings)
+    thread.start()
+    text = "".join(streamer)
+    thread.join()
+    assert text == tokenizer.decode(model.generate(**ONE, max_new_tokens=12)[0, ONE["input_ids"].shape[1] :])
+    refused = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=20)
+    with pytest.raises(CapabilityError):  # and an end when the call is refused
+        model.generate(**ONE, streamer=refused, penalty_alpha=0.5, top_k=3, custom_generate=spec)
+    assert "".join(refused) == ""
+
+
+def test_a_time_limit_ends_all_rows_together(spec: Speculator) -> None:
+    got = tiny_model().generate(**TWO, max_new_tokens=100, max_time=1e-9, pad_token_id=0, custom_generate=spec)
+    assert got.shape[1] == TWO["input_ids"].shape[1] + 1
+
+
+def test_the_processors_of_a_batch_of_one_are_the_users_own(spec: Speculator) -> None:
+    seen: list[Any] = []
+
+    def recorder(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        seen.append(input_ids.shape)
+        return scores
+
+    for extra in ({}, {"custom_generate": spec}):
+        tiny_model().generate(**ONE, max_new_tokens=9, logits_processor=[recorder], **extra)
+    assert len(seen) == 18 and seen[:9] == seen[9:]
+
+
+def test_plain_decoding_of_every_family_is_generates_own() -> None:
+    for family in FAMILIES:
+        model = tiny_model(family)
+        for row, result in zip(ROWS, Speculator("ar", target=model).generate(ROWS, max_new_tokens=24), strict=True):
+            alone = model.generate(torch.tensor([row]), attention_mask=torch.ones(1, len(row)), max_new_tokens=24)
+            assert result.token_ids == alone[0, len(row) :].tolist() and result.mean_accepted_length == 1.0
+
+
+def test_the_signature_says_what_a_loop_takes() -> None:
+    assert "tokenizer" in inspect.signature(Speculator("ar")).parameters
+    assert "method" in inspect.signature(Speculator).parameters

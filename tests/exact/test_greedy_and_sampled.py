@@ -1,0 +1,75 @@
+"""Every method, with every option that drafts otherwise, writes what plain decoding writes: greedy, and with a seed.
+
+A ragged batch of four prompts; one or two of them are decoded once more on their own.
+"""
+
+from __future__ import annotations
+
+from itertools import cycle
+
+import pytest
+
+from tests.support.methods import (
+    CASES,
+    DRAWN,
+    GREEDY,
+    METHODS,
+    PENALISED,
+    PROMPTS,
+    SEED,
+    VARIANTS,
+    generate,
+    rounds,
+    target,
+    tokens,
+)
+from tests.tiny import FAMILIES
+
+pytestmark = pytest.mark.usefixtures("small_sizes")
+every_method = pytest.mark.parametrize("name", METHODS)
+# Methods meet both, the others one of them in turn.
+RAGGED = [(name, sampling) for name in METHODS for sampling in (GREEDY, DRAWN)]
+RAGGED += zip(VARIANTS, cycle([GREEDY, DRAWN]), strict=False)
+
+
+@pytest.mark.parametrize(("name", "sampling"), RAGGED)
+def test_a_ragged_batch(workshop, name, sampling):
+    case = CASES[name]
+    spec = workshop.spec(case)
+    together = generate(spec, sampling=sampling)
+    assert tokens(together) == workshop.plain(sampling=sampling)
+    assert {(r.method, r.exact) for r in together} == {(case.method, True)}
+    drafted, accepted = sum(r.drafted for r in together), sum(r.accepted for r in together)
+    assert drafted > accepted > 0 or name in ("ar", "specpv-exact ar")
+    if case.method == "specpv-exact":
+        assert sum(r.partial_rounds for r in together) > 0 and sum(r.rolled_back for r in together) > 0
+    # Slots share nothing, and they end one by one.
+    alone = ((1, 2) if sampling is GREEDY else (0, 2)) if name in METHODS else (2,)
+    for i in alone:
+        (one,) = generate(spec, (PROMPTS[i],), sampling=sampling, seed=SEED + i)
+        assert one.token_ids == together[i].token_ids
+        if case.alike:
+            assert rounds([one]) == rounds([together[i]])
+
+
+@pytest.mark.parametrize(("name", "family"), zip(METHODS, cycle(FAMILIES[1:]), strict=False))
+def test_other_families(workshop, name, family):
+    model = target(family)
+    results = generate(workshop.spec(METHODS[name], model))
+    assert tokens(results) == workshop.plain(model)
+    assert sum(r.drafted for r in results) > sum(r.accepted for r in results) or name == "ar"
+
+
+@every_method
+def test_penalties_see_a_nodes_own_path(workshop, name):
+    """Greedy with processors: no node's token is known before the walk comes there."""
+    results = generate(workshop.spec(METHODS[name]), sampling=PENALISED)
+    assert tokens(results) == workshop.plain(sampling=PENALISED)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("nested") and name != "nested ar"])
+def test_whoever_drafts_for_a_level_the_target_accepts_the_same(workshop, name):
+    """The text that a level drafts is the level's own."""
+    for sampling in (GREEDY, DRAWN):
+        level = generate(workshop.spec(CASES["nested ar"]), sampling=sampling)  # it decodes by itself
+        assert rounds(generate(workshop.spec(CASES[name]), sampling=sampling)) == rounds(level)

@@ -1,0 +1,107 @@
+"""Drawn text of whole runs has the target's distribution.
+
+Where the target picks its own tokens, a seed gives plain decoding's text: so many seeds are compared with it, and
+plain decoding's text with its law.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import cycle
+from typing import Any
+
+import pytest
+import torch
+from transformers import LogitsProcessor
+
+from longdraft import Request, Sampling, Speculator
+from tests import chi_square
+from tests.drafts import random_onepass
+from tests.support.methods import METHODS, generate, target, tokens
+
+SIZE, NEW, BATCH = 4, 3, 500
+PROMPT = (1, 2, 3, 1, 2, 0, 1) * 2
+SAMPLINGS = {
+    "hot, top-k": Sampling(2.0, top_k=3),
+    "plain": Sampling(1.0),
+    "top-p": Sampling(1.2, top_p=0.9),
+    "penalised": Sampling(1.5, repetition_penalty=1.3, repetition_window=3),
+}
+
+
+# Few tokens, so that a text of some of them is likely enough to be counted; one layer, so that they come quickly.
+SMALL = {"vocab": SIZE, "layers": 1}
+
+
+@cache
+def law(setting: str, vocab: int) -> torch.Tensor:
+    """(vocabulary ** NEW,): how likely each text is, by transformers' forward."""
+    sampling, model = SAMPLINGS[setting], target(vocab=vocab, layers=1)
+    found, texts = torch.ones(1, dtype=torch.double), torch.tensor([PROMPT])
+    for _ in range(NEW):
+        with torch.no_grad():
+            scores = sampling.processors()(texts, model(texts).logits[:, -1])
+        found = (found[:, None] * torch.softmax(scores, -1).double()).flatten()
+        following = torch.arange(vocab).repeat(len(texts))[:, None]
+        texts = torch.cat([texts.repeat_interleave(vocab, dim=0), following], dim=1)
+    return found
+
+
+def p_value(spec: Speculator, setting: str, draws: int, taken: int = 0, processors: Any = ()) -> float:
+    """Chi-square of the joint distribution of the new tokens.
+
+    Args:
+        taken: fails if fewer drafted tokens were accepted, since then nothing was tested.
+        processors: of every request.
+    """
+    vocab = spec.runner().model.config.vocab_size
+    counts, accepted = torch.zeros([vocab] * NEW), 0
+    for start in range(0, draws, BATCH):
+        own = [Request(list(PROMPT), NEW, SAMPLINGS[setting], start + i, processors) for i in range(BATCH)]
+        for r in spec.generate(own):
+            counts[tuple(r.token_ids)] += 1
+            accepted += r.accepted
+    assert accepted >= taken
+    return chi_square.p_value(counts, law(setting, vocab), cells=8)
+
+
+def test_plain_decoding_has_the_targets_distribution():
+    assert p_value(Speculator("ar", target=target(**SMALL)), "top-p", 1000) > 0.01
+
+
+class HalfGreedy(LogitsProcessor):
+    """Makes every second token the most probable one."""
+
+    def __call__(self, text: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        best = scores == scores.amax(-1, keepdim=True)
+        return scores.masked_fill(~best, -torch.inf) if torch.rand(()) < 0.5 else scores
+
+
+def test_another_law_is_rejected():
+    """The test sees it in texts of whole runs."""
+    spec = Speculator("prompt-lookup", target=target(**SMALL), min_n=1)
+    assert p_value(spec, "plain", 1000, taken=200, processors=(HalfGreedy(),)) < 1e-6
+
+
+def test_a_one_pass_drafts_text_has_the_targets_distribution(tmp_path):
+    model = target(**SMALL)
+    draft = random_onepass(tmp_path, model, layers=(0,), feature_size=model.config.hidden_size)
+    assert p_value(Speculator("onepass", target=model, draft=draft, widths=(2, 2)), "plain", 1000, taken=200) > 0.01
+
+
+@pytest.mark.usefixtures("small_sizes")
+@pytest.mark.parametrize(("name", "setting"), zip(list(METHODS)[1:], cycle(["hot, top-k", "penalised"]), strict=False))
+def test_a_seed_gives_plain_decodings_text(workshop, name, setting):
+    """Many short texts, a seed each."""
+    model, prompts = target(vocab=SIZE), (PROMPT * 2,) * 40
+    results = generate(workshop.spec(METHODS[name], model), prompts, 4, SAMPLINGS[setting])
+    assert tokens(results) == workshop.plain(model, prompts, 4, SAMPLINGS[setting])
+    assert sum(r.accepted for r in results) > 10, "the draft must have been taken for this to mean something"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("branches", [1, 3])
+@pytest.mark.parametrize("setting", ["hot, top-k", "penalised"])
+def test_many_draws(setting, branches):
+    spec = Speculator("prompt-lookup", target=target(vocab=8, layers=1), branches=branches, min_n=1)
+    assert p_value(spec, setting, 20_000, taken=1000) > 0.01

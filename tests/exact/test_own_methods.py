@@ -1,0 +1,117 @@
+"""Methods of one's own."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from longdraft import Speculator, compose
+from longdraft.cli.main import main
+from longdraft.drafters.nested import NestedDrafter
+from longdraft.drafters.self_drafter import SelfDrafter
+from longdraft.drafters.suffix import SuffixDrafter
+from longdraft.drafters.tokenswift import ReuseDrafter
+from longdraft.drafters.united import UnitedDrafter
+from longdraft.engine.partial import ExactSpecPV, SpecPV, partial_view
+from longdraft.methods import METHODS
+from longdraft.methods import methods as listed
+from longdraft.views.view import View
+from tests.drafts import small_lm
+from tests.tiny import tiny_model
+
+PROMPTS = [[3, 9, 4, 7, 2, 5] * 8, [1, 2, 3], [(i * i) % 11 for i in range(130)]]
+EVERYTHING = Path(__file__).parents[2] / "examples" / "everything.py"
+
+
+@pytest.fixture(autouse=True)
+def methods_as_before():
+    before = dict(METHODS)
+    yield
+    METHODS.clear()
+    METHODS.update(before)
+
+
+def lookups(n: int = 3):
+    return UnitedDrafter(SuffixDrafter(), ReuseDrafter(n))
+
+
+def view() -> View:
+    return partial_view(16, 4, 4, 4, 6, "minmax", "mean")
+
+
+def three_levels():
+    streaming = NestedDrafter(SuffixDrafter(), SelfDrafter(view="streaming", budget=24), depth=3)
+    return NestedDrafter(streaming, SelfDrafter(view="chunks", budget=64), depth=6)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "schedule"),
+    [(lookups, None), (three_levels, None), (lookups, lambda: ExactSpecPV(view()))],
+    ids=["lookups", "three levels", "lookups, partly verified"],
+)
+def test_what_is_composed_decodes_as_the_target_does(drafter, schedule):
+    model = tiny_model(vocab=11, dtype=torch.float64)
+    made = compose("mine", drafter, **({} if schedule is None else {"schedule": schedule}))
+    assert made.exact and METHODS["mine"] is made
+    for name in ("mine", made):
+        results = Speculator(name, target=model).generate(PROMPTS, max_new_tokens=24)
+        want = Speculator("ar", target=model).generate(PROMPTS, max_new_tokens=24)
+        assert [r.token_ids for r in results] == [r.token_ids for r in want]
+        assert sum(r.accepted for r in results) > 0 and {r.method for r in results} == {"mine"}
+
+
+def test_its_options_are_its_parameters():
+    made = compose("mine", lookups, schedule=lambda budget=16: SpecPV(view()))
+    assert set(made.options) == {"n", "budget"} and not made.exact
+    assert next(m for m in listed() if m["name"] == "mine")["exact"] is False
+    with pytest.raises(ValueError, match="option m"):
+        Speculator("mine", m=3)
+    with pytest.raises(ValueError, match="reuse_n"):
+        Speculator("mine", n=1)
+
+
+def test_one_with_a_draft(tmp_path):
+    model = tiny_model(vocab=11, dtype=torch.float64)
+    runpy.run_path(str(EVERYTHING))
+    spec = Speculator("everything", target=model, draft=small_lm(tmp_path, 11))
+    want = Speculator("ar", target=model).generate(PROMPTS, max_new_tokens=24)
+    assert [r.token_ids for r in spec.generate(PROMPTS, max_new_tokens=24)] == [r.token_ids for r in want]
+    with pytest.raises(RuntimeError, match="everything"):
+        Speculator("everything", target=model)
+
+
+def test_from_the_command_line(tmp_path, capsys):
+    assert main(["methods", "--load", str(EVERYTHING)]) == 0
+    assert "everything" in capsys.readouterr().out
+    broken = tmp_path / "broken.py"
+    broken.write_text("1 / 0\n", encoding="utf-8")
+    for path, said in ((tmp_path / "none.py", "No such file"), (broken, "ZeroDivisionError")):
+        assert main(["methods", "--load", str(path)]) != 0
+        err = capsys.readouterr().err
+        assert said in err and "Traceback" not in err
+
+
+@pytest.mark.slow
+def test_a_drafter_of_an_installed_package_is_found(tmp_path):
+    """By an entry point; one that cannot be loaded is warned about, and nothing else."""
+    (tmp_path / "theirs.py").write_text(
+        "import longdraft\nfrom longdraft.drafters.suffix import SuffixDrafter\n"
+        "longdraft.compose('theirs', lambda longest=3: SuffixDrafter(max_draft=longest))\n"
+    )
+    info = tmp_path / "theirs-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[longdraft.drafters]\ntheirs = theirs\nlost = nowhere\n")
+    code = "from longdraft.methods import METHODS; print(list(METHODS['theirs'].options))"
+    paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": paths}
+    )
+    assert ended.stdout == "['longest']\n", ended.stderr
+    assert "nowhere" in ended.stderr and "cannot be loaded" in ended.stderr

@@ -1,0 +1,114 @@
+"""Planned rounds: trees of any size, or none, and plain decoding's output all the same."""
+
+from __future__ import annotations
+
+from itertools import cycle
+
+import pytest
+
+from longdraft import Speculator
+from tests.support.methods import DRAWN, GREEDY, METHODS, PROMPTS, Case, generate, target, tokens
+
+pytestmark = pytest.mark.usefixtures("small_sizes")
+
+# Seconds of a forward by its rows.
+TABLES = {
+    "free": {1: 1e-2, 64: 1.01e-2},
+    "some": {1: 1e-4, 64: 2e-3},
+    "dear": {1: 1e-9, 2: 1.0},
+}
+# With trees that nobody asked for.
+PLANNED = {
+    "prompt-lookup": Case("prompt-lookup"),
+    "longspec": Case("longspec", "longspec wide"),
+    "longspec lookup": Case("longspec", "longspec wide", {"lookup": True}),
+    "eagle3": Case("eagle3", "eagle3"),
+    "eagle3 lookup": Case("eagle3", "eagle3", {"lookup": True}),
+    "onepass": Case("onepass", "onepass"),
+    "onepass lookup": Case("onepass", "onepass", {"lookup": True}),
+    "specextend-eagle3": Case("specextend-eagle3", "eagle3", {"chunk": 2, "chunks": 3, "sink": 2, "recent": 4}),
+    "small-lm": Case("small-lm", "small-lm"),
+    "small-lm lookup": Case("small-lm", "small-lm", {"lookup": True}),
+    "specextend": Case("specextend", "small-lm", {"sink": 4, "recent": 8, "chunk": 4, "chunks": 4}),
+    "self": Case("self", None, {"view": "snapkv", "budget": 24, "window": 4}),
+    "magicdec": Case("magicdec", None, {"budget": 24, "window": 4}),
+    "magicdec streaming": Case("magicdec", None, {"budget": 24, "view": "streaming"}),
+    "magicdec small-lm": Case("magicdec", "small-lm", {"drafter": "small-lm", "budget": 24, "window": 4}),
+    "triforce": METHODS["triforce"],
+    "nested": METHODS["nested"],
+    "heads": METHODS["heads"],
+    "heads opt": Case("heads", "heads", {"tree": "opt", "nodes": 6}),
+    "tokenswift": METHODS["tokenswift"],
+    "tokenswift no view": Case("tokenswift", "heads", {"reuse_n": 2, "view": "none"}),
+}
+
+
+SITUATIONS = (("free", GREEDY), ("some", DRAWN), ("dear", GREEDY), ("some", GREEDY), ("free", DRAWN))
+
+
+@pytest.mark.parametrize(("name", "situation"), zip(PLANNED, cycle(SITUATIONS), strict=False))
+def test_the_output_is_plain_decodings(workshop, name, situation):
+    (table, sampling), n = situation, 24
+    spec = workshop.spec(PLANNED[name], plan=TABLES[table])
+    assert spec.planner() is not None
+    together = generate(spec, n=n, sampling=sampling)
+    assert tokens(together) == workshop.plain(n=n, sampling=sampling)
+    drafted = sum(r.drafted for r in together)
+    if table == "dear":
+        assert drafted == 0 and all(r.rounds == n - 1 for r in together)
+    elif table == "free" and sampling is GREEDY:
+        assert drafted > 10
+    if table == "some":
+        (alone,) = generate(spec, PROMPTS[:1], n, sampling)
+        assert alone.token_ids == together[0].token_ids
+
+
+def test_a_tree_that_was_asked_for_is_grown(workshop):
+    spec = workshop.spec(PLANNED["longspec"], widths=(2, 2))
+    assert spec.planner() is None
+    (result,) = generate(spec, PROMPTS[:1])
+    assert result.drafted >= 4 * (result.rounds - 2)
+    assert workshop.spec(PLANNED["magicdec"], depth=3).planner() is None
+
+
+def test_a_tree_that_was_asked_for_can_be_cut(workshop):
+    (result,) = generate(workshop.spec(PLANNED["longspec"], plan=TABLES["dear"], widths=(2, 2)), PROMPTS[:1])
+    assert result.drafted == 0 and result.token_ids == workshop.plain()[0]
+
+
+def test_the_environment_chooses_where_nobody_asks(workshop, monkeypatch):
+    for said, plans in (("auto", ("auto", "fixed", "auto")), ("fixed", ("fixed", "fixed", "auto"))):
+        monkeypatch.setenv("LONGDRAFT_PLAN", said)
+        made = [workshop.spec(PLANNED["longspec"], **plan) for plan in ({}, {"plan": "fixed"}, {"plan": "auto"})]
+        assert [f"plan={plan}" in repr(spec) for spec, plan in zip(made, plans, strict=True)] == [True] * 3
+    monkeypatch.setenv("LONGDRAFT_PLAN", "best")
+    with pytest.raises(ValueError, match="plan"):
+        workshop.spec(PLANNED["longspec"]).planner()
+
+
+@pytest.mark.parametrize("plan", ["best", {2: 1.0}, {1: 1.0, 3: -1.0}, {}], ids=str)
+def test_a_plan_that_there_is_not(plan):
+    with pytest.raises(ValueError, match=r"plan|costs"):
+        Speculator("ar", plan=plan)
+
+
+def test_what_is_never_planned(tmp_path):
+    """Plain decoding, and KV that lies elsewhere: what that costs is not known."""
+    assert Speculator("ar", target=target(), plan=TABLES["free"]).planner() is None
+    assert Speculator("prompt-lookup", target=target(), plan=TABLES["free"], offload=tmp_path).planner() is None
+
+
+def test_without_memory_to_measure_in_trees_are_fixed(workshop, free_memory):
+    spec = workshop.spec(PLANNED["prompt-lookup"], plan="auto")
+    free_memory(0)
+    assert spec.planner() is None
+    free_memory(10**12)
+    assert tokens(generate(spec)) == workshop.plain()
+
+
+def test_a_given_plan_knows_no_clock(workshop):
+    """By these costs drafting is free, which takes thousands of times as long as what they say of a step."""
+    spec = workshop.spec(PLANNED["longspec"], plan={1: 1e-6, 64: 1.01e-6})
+    results = generate(spec, n=40)
+    assert tokens(results) == workshop.plain(n=40)
+    assert sum(r.drafted for r in results) > 4 * sum(r.rounds for r in results)

@@ -1,0 +1,171 @@
+"""Where a method could go wrong: a text's end, a kept cache, KV on disk, a long prompt, runs beside each other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from longdraft import PromptCache, Request, Speculator
+from tests.support.methods import (
+    CASES,
+    DRAWN,
+    GREEDY,
+    METHODS,
+    NEW,
+    PROMPTS,
+    VOCABULARY,
+    generate,
+    rounds,
+    target,
+    tokens,
+)
+from tests.tiny import tiny_model, tiny_tokenizer
+
+pytestmark = pytest.mark.usefixtures("small_sizes")
+
+every_method = pytest.mark.parametrize("name", METHODS)
+# A method of each kind of view and tree, where what is tested is the engine's.
+KINDS = (
+    "ar", "prompt-lookup", "longspec retrieval", "eagle3", "specextend", "self", "triforce", "tokenswift",
+    "specpv-exact",
+)  # fmt: skip
+each_kind = pytest.mark.parametrize("name", KINDS)
+
+
+def cut(written: list[int], eos: set[int]) -> list[int]:
+    """A text up to its first end-of-sequence token."""
+    return next((written[: i + 1] for i, token in enumerate(written) if token in eos), written)
+
+
+@every_method
+def test_it_ends_where_plain_decoding_ends(workshop, name):
+    """At tokens that end the texts one after the other, in a batch that goes on."""
+    spec, plain = workshop.spec(METHODS[name]), workshop.plain()
+    for eos in ({plain[1][6], plain[2][4]}, {plain[0][9]}):
+        results = generate(spec, eos_token_ids=sorted(eos))
+        assert tokens(results) == [cut(written, eos) for written in plain]
+        assert [r.finish_reason == "eos" for r in results] == [not eos.isdisjoint(written) for written in plain]
+
+
+@each_kind
+def test_budgets_smaller_than_a_tree_is_deep(workshop, name):
+    spec, plain = workshop.spec(METHODS[name]), workshop.plain()
+    for n in (1, 2, 4):
+        results = generate(spec, n=n)
+        assert tokens(results) == [written[:n] for written in plain]
+        assert all(r.finish_reason == "length" for r in results) and (n > 1 or not any(r.drafted for r in results))
+
+
+@each_kind
+def test_up_to_the_last_position_of_the_context(workshop, name):
+    model = target(context=64)
+    prompts = (tuple(i % VOCABULARY for i in range(50)),)
+    assert tokens(generate(workshop.spec(METHODS[name], model), prompts, 14)) == workshop.plain(model, prompts, 14)
+
+
+@each_kind
+def test_a_stop_string_inside_a_draft(workshop, name):
+    model, prompts = target(vocab=61), ((7, 8, 9), (1,))
+    spec = workshop.spec(METHODS[name], model, tokenizer=tiny_tokenizer())
+    whole = spec.decode(workshop.plain(model, prompts)[0])
+    stop = whole[9:11]
+    result = generate(spec, prompts, stop=[stop])[0]
+    assert result.text == whole[: whole.index(stop)] and result.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("name", [*METHODS, "longspec lookup", "self chunks", "self tokens"])
+def test_a_kept_cache_is_taken_up_again(workshop, name):
+    """Also one that plain decoding left, which has no hidden states in it."""
+    case, cache = CASES[name], PromptCache()
+    spec, (first, *_) = workshop.spec(case), workshop.plain()
+    generate(Speculator("ar", target=target()), PROMPTS[:1], cache=cache)
+    for prompt in ((*PROMPTS[0], *first, 4), (8, 9), PROMPTS[2], PROMPTS[2][:50]):
+        (kept,) = generate(spec, (prompt,), 12, cache=cache)
+        assert [kept.token_ids] == workshop.plain(prompts=(prompt,), n=12)
+        if case.kept_alike:
+            assert rounds([kept]) == rounds(generate(spec, (prompt,), 12))
+
+
+@each_kind
+def test_kv_on_disk(workshop, tmp_path, name):
+    case = METHODS[name]
+    here = generate(workshop.spec(case), PROMPTS[1:], 16)
+    there = generate(workshop.spec(case, offload=tmp_path), PROMPTS[1:], 16)
+    assert rounds(there) == rounds(here) and tokens(here) == [t[:16] for t in workshop.plain()[1:]]
+
+
+@each_kind
+def test_a_prompt_that_is_read_in_pieces(workshop, name):
+    spec = workshop.spec(METHODS[name])
+    whole = generate(spec, PROMPTS[2:3])
+    run = spec.stream([list(PROMPTS[2])], max_new_tokens=NEW, piece=32)
+    read = [s.prefilled for s in run if s.mode == "prefill"]
+    assert len(read) == 5 and read[-1] == 130  # a view's queries may need the last rows in one piece
+    assert rounds(run.results()) == rounds(whole) and tokens(whole) == workshop.plain()[2:3]
+
+
+@every_method
+def test_requests_that_join_and_leave(workshop, name):
+    """More of them than are decoded at a time, greedy and sampled; one leaves early."""
+    case, n = METHODS[name], 14
+    spec = workshop.spec(case)
+    requests = [
+        Request(list(prompt), n - 4 * (i % 3), sampling, seed=i)
+        for i, (prompt, sampling) in enumerate([(p, s) for s in (GREEDY, DRAWN) for p in PROMPTS[:3]])
+    ]
+    session = spec.session(2, piece=64)
+    numbers = [session.add(request) for request in requests[:3]]
+    for _ in range(3):
+        session.step()
+    numbers += [session.add(request) for request in requests[3:]]
+    session.abort(numbers[1])
+    while session.busy:
+        session.step()
+    ar = workshop.spec(METHODS["ar"])
+    for i, (number, request) in enumerate(zip(numbers, requests, strict=True)):
+        alone, found = ar.generate(request)[0].token_ids, session.take(number)
+        assert found.token_ids == (alone[: found.new_tokens] if i == 1 else alone)
+        assert found.finish_reason == "length" or i == 1
+
+
+@each_kind
+def test_a_closed_run_and_two_runs_at_once(workshop, name):
+    spec = workshop.spec(METHODS[name])
+    closed = spec.stream([list(PROMPTS[0])], max_new_tokens=NEW)
+    next(iter(closed)), next(iter(closed))
+    closed.close()
+    one, two = (spec.stream([list(p)], max_new_tokens=NEW) for p in PROMPTS[1:3])
+    for _ in range(4):  # step by step in turn: runs share a draft's weights and nothing else
+        next(iter(one), None), next(iter(two), None)
+    assert [r.results()[0].token_ids for r in (one, two)] == workshop.plain()[1:3]
+
+
+# With what a request could leave behind: windows, views, working caches.
+USED = [name for name in METHODS if name != "ar"] + [
+    "longspec retrieval opt", "specextend-eagle3 opt", "small-lm streaming", "self streaming", "self chunks",
+    "self tokens", "magicdec small-lm streaming", "tokenswift no view", "nested specextend",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", USED[::2])
+def test_two_requests_equal_two_fresh_ones(workshop, name):
+    spec = workshop.spec(CASES[name])
+    for prompts in (PROMPTS[2:], PROMPTS[:2]):
+        again, fresh = generate(spec, prompts, 16), generate(workshop.spec(CASES[name]), prompts, 16)
+        assert rounds(again) == rounds(fresh)
+
+
+def drafts_weights(spec):
+    """The matrices of a draft's own, in which a number may be wrong."""
+    bound = spec.draft().bound(spec.runner())
+    own = bound.runner.model if hasattr(bound, "runner") else bound.block
+    return [w for name, w in own.named_parameters() if w.dim() == 2 and "embed" not in name and "lm_head" not in name]
+
+
+@pytest.mark.parametrize("name", [name for name, case in METHODS.items() if case.draft is not None])
+def test_a_draft_that_overflows_only_costs_time(workshop, name):
+    model = tiny_model(vocab=VOCABULARY)  # its own: a draft is bound to it once
+    spec = workshop.spec(METHODS[name], model)
+    with torch.no_grad():
+        drafts_weights(spec)[-1].fill_(float("nan"))
+    assert tokens(generate(spec, n=12)) == [written[:12] for written in workshop.plain()]

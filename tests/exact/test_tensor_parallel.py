@@ -1,0 +1,164 @@
+"""Tensor parallelism: processes that share a target decode what one process decodes alone."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from longdraft import Request, Speculator
+from longdraft.errors import CapabilityError
+from longdraft.memory.store import KVShape
+from longdraft.model.sharded import Share, share_of
+from tests.exact.tensor_parallel_cases import (
+    DIFFERENT,
+    FAMILIES,
+    METHODS,
+    NEW,
+    PROMPTS,
+    REFUSED,
+    cases,
+    make,
+    speculator,
+)
+from tests.tiny import tiny_model
+
+slow = pytest.mark.slow
+Found = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("shared")
+    make(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def shared(folder: Path) -> list[Found]:
+    """What each of two processes under torchrun found."""
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*run, "-m", "tests.exact.tensor_parallel_cases", str(folder)],
+        cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-6000:]
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+@slow
+def test_tokens_and_drafts_are_those_of_one_process(folder, shared, monkeypatch):
+    # Our kernels round a draft's weights, and step aside where the target is shared out.
+    monkeypatch.setattr("longdraft.drafters.shared.whole_level.kernels", lambda: None)
+    model = AutoModelForCausalLM.from_pretrained(folder / "llama")
+    alone = {name: decode(model) for name, decode in cases(folder).items()}
+    for name, own in alone.items():
+        if name.startswith("quantspec"):  # drafts with rounded weights of the target
+            own = [row[0] for row in own]
+            assert [[row[0] for row in found[name]] for found in shared] == [own, own], name
+        else:
+            assert [found[name] for found in shared] == [own, own], name
+    for method in METHODS:
+        accepted = sum(row[3] for kind in ("greedy", "sampled") for row in alone[f"{method}, {kind}"])
+        assert accepted or method == "ar", method
+
+
+@slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families(folder, shared, name):
+    spec = speculator(AutoModelForCausalLM.from_pretrained(folder / name), folder, METHODS["ar"])
+    own = [r.token_ids for r in spec.generate(PROMPTS, max_new_tokens=NEW)]
+    assert [[row[0] for row in found[name]] for found in shared] == [own, own]
+
+
+@slow
+def test_each_process_keeps_its_own_heads(shared):
+    assert [found["kv heads"] for found in shared] == [1, 1]
+
+
+@slow
+@pytest.mark.parametrize("name", ["unseeded", "unseeded, custom_generate"])
+def test_without_a_seed_all_take_the_first_ones(shared, name):
+    assert shared[0][name] == shared[1][name]
+
+
+@slow
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        *((name, "on a part of the KV cache") for name in REFUSED if name != "planned"),
+        ("planned", "leave plan out"),
+        ("odd", "3 KV heads, which 2 processes cannot share out evenly"),
+        *((name + kind, "no longer decode the same") for name in DIFFERENT for kind in ("", ", quantspec")),
+    ],
+)
+def test_what_cannot_be_shared_is_refused_by_all(shared, name, said):
+    for found in shared:
+        assert found["refused"][name].startswith("CapabilityError: ")
+        assert said in found["refused"][name]
+
+
+def test_a_model_of_one_process_has_no_share():
+    assert share_of(tiny_model()) is None
+
+
+def test_heads_are_shared_out_only_where_the_plan_does():
+    whole = KVShape(3, 4, 16, torch.float32)
+    heads, none = (Share(1, 2, None, torch.device("cpu"), heads) for heads in (True, False))
+    assert heads.of_heads(whole).kv_heads == 2
+    assert none.of_heads(whole) == whole
+    with pytest.raises(CapabilityError):
+        Share(0, 3, None, torch.device("cpu"), True).of_heads(whole)
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    """A group of this process alone."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_other_ways_to_share_out_are_refused(group):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import distribute_tensor
+
+    model = tiny_model()
+    weight = distribute_tensor(model.lm_head.weight.detach(), init_device_mesh("cpu", (1,)))
+    model.lm_head.weight = torch.nn.Parameter(weight, requires_grad=False)
+    with pytest.raises(CapabilityError):
+        share_of(model)
+
+
+@pytest.mark.parametrize("method", ["ar", "prompt-lookup", "quantspec"])
+def test_processes_agree_once_a_round_and_once_on_prompts_read_together(group, monkeypatch, method):
+    exchanges = []
+    all_reduce = torch.distributed.all_reduce
+
+    def counted(*given: Any) -> None:
+        exchanges.append(given)
+        all_reduce(*given)
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", counted)
+    # Layers that are shared out are not computed in one kernel call.
+    monkeypatch.setattr("longdraft.drafters.self_drafter.WholeLM.of", lambda runner: None)
+    spec = Speculator(method, target=tiny_model())
+    spec.runner().share = Share(0, 1, None, torch.device("cpu"), False)
+    session = spec.session(batch=3)
+    session.add(Request(PROMPTS[1], max_new_tokens=NEW))
+    session.step()  # takes memory, which is agreed on too
+    for prompt in (PROMPTS[0], PROMPTS[2]):
+        session.add(Request(prompt, max_new_tokens=NEW))
+    counts = []
+    while session.busy:
+        exchanges.clear()
+        session.step()
+        counts.append(len(exchanges))
+    assert set(counts) == {1}, counts

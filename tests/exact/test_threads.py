@@ -1,0 +1,218 @@
+"""Several threads on one model: each writes what it would write alone, and so does the model itself meanwhile."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from longdraft import PromptCache, Sampling, Speculator
+from longdraft.errors import CapabilityError
+from tests.drafts import random_draft
+from tests.support.methods import Specs
+from tests.tiny import tiny_model
+
+PROMPTS = [[3, 9, 4, 7, 2, 5] * 4, [1, 2, 3], [(i * i) % 61 for i in range(40)], [8, 8, 8, 8]]
+DRAWN = Sampling(temperature=0.9, top_k=8)
+NEW = 10
+
+
+@pytest.fixture(autouse=True)
+def _switching_often():
+    """Threads take turns every few instructions."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
+
+
+def at_once(*works: Callable[[], Any]) -> list[Any]:
+    """Runs each in a thread of its own, and gives what they return."""
+    start, found = threading.Barrier(len(works)), [None] * len(works)
+    errors: list[BaseException] = []
+
+    def run(i: int, work: Callable[[], Any]) -> None:
+        try:
+            torch.set_num_threads(1)
+            start.wait()
+            found[i] = work()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=each) for each in enumerate(works)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    if errors:
+        raise errors[0]
+    return found
+
+
+def decoded(spec: Speculator, prompt: list[int], **settings: Any) -> list[int]:
+    return spec.generate([prompt], max_new_tokens=NEW, **settings)[0].token_ids
+
+
+def plain(model, prompt: list[int]) -> list[int]:
+    """What the model's own ``generate`` writes."""
+    return model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False)[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("method", ["ar", "longspec", "eagle3", "specextend", "self", "triforce", "specpv-exact"])
+def test_threads_on_one_speculator_write_what_they_write_alone(specs: Specs, method):
+    """And generate beside them. The last one draws."""
+    spec, model = specs.get(method), specs.model
+    settings = [{}, {}, {}, {"sampling": DRAWN, "seed": 3}]
+    alone = [decoded(spec, prompt, **given) for prompt, given in zip(PROMPTS, settings, strict=True)]
+    works = [
+        lambda prompt=prompt, given=given: decoded(spec, prompt, **given)
+        for prompt, given in zip(PROMPTS, settings, strict=True)
+    ]
+    *together, beside = at_once(*works, lambda: plain(model, PROMPTS[0]))
+    assert together == alone
+    assert beside == alone[0] == plain(model, PROMPTS[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_threads_with_a_speculator_each_on_one_model(tmp_path, dtype):
+    model = tiny_model(dtype=dtype)
+    draft = random_draft(tmp_path, model)
+    kinds: list[dict[str, Any]] = [
+        {"method": "ar"},
+        {"method": "prompt-lookup", "min_n": 1},
+        {"method": "longspec", "draft": draft, "widths": (3, 2)},
+        {"method": "self", "view": "streaming", "budget": 12, "sink": 2},
+    ]
+
+    def work(kind: dict[str, Any], prompt: list[int]) -> list[int]:
+        return decoded(Speculator(target=model, **kind), prompt)
+
+    alone = [work(kind, prompt) for kind, prompt in zip(kinds, PROMPTS, strict=True)]
+    works = [lambda each=each: work(*each) for each in zip(kinds, PROMPTS, strict=True)]
+    assert at_once(*works, lambda: plain(model, PROMPTS[0]))[:4] == alone
+
+
+def test_threads_share_one_planner_and_one_runner(tmp_path):
+    model = tiny_model(dtype=torch.float64)
+    spec = Speculator("longspec", draft=random_draft(tmp_path, model), plan={1: 1e-4, 64: 2e-3}, lookup=True)
+    made: list[Any] = []
+
+    def work(prompt: list[int]) -> list[int]:
+        made.append(spec.runner(model))
+        made.append(spec.planner())
+        return decoded(spec, prompt)
+
+    together = at_once(*[lambda prompt=prompt: work(prompt) for prompt in PROMPTS])
+    ar = Speculator("ar", target=model)
+    assert together == [decoded(ar, prompt) for prompt in PROMPTS]
+    assert len({id(each) for each in made}) == 2 and None not in made
+
+
+def test_streams_take_turns_in_one_thread_and_in_several():
+    model = tiny_model(dtype=torch.float64)
+    spec = Speculator("prompt-lookup", target=model, min_n=1)
+    alone = [decoded(spec, prompt) for prompt in PROMPTS]
+    runs = [spec.stream([prompt], max_new_tokens=NEW) for prompt in PROMPTS]
+    steps: list[list[int]] = [[] for _ in runs]
+    for _ in range(NEW):
+        for run, found in zip(runs, steps, strict=True):
+            found += next(iter(run)).token_ids if len(found) < NEW else ()
+    assert steps == alone
+    left = spec.stream([PROMPTS[0]], max_new_tokens=NEW)
+    next(iter(left))  # begun, and left lying about: others go on, in this thread and in others
+    assert decoded(spec, PROMPTS[1]) == alone[1]
+    assert at_once(lambda: decoded(spec, PROMPTS[1]), lambda: plain(model, PROMPTS[2])) == [alone[1], alone[2]]
+    assert left.results()[0].token_ids == alone[0]
+
+
+def test_a_run_that_another_thread_closes_or_collects():
+    model = tiny_model(dtype=torch.float64)
+    spec, cache = (
+        Speculator("specpv-exact", target=model, drafter="ar", budget=8, sink=4, recent=4, block=4),
+        PromptCache(),
+    )
+    expected = decoded(spec, PROMPTS[2])
+    runs = [spec.stream([PROMPTS[2]], max_new_tokens=NEW, cache=cache) for _ in "ab"]
+    next(iter(runs[0]))
+
+    def end() -> None:
+        runs[0].close()
+        next(iter(runs[1]))
+        del runs[:]
+        gc.collect()
+
+    with spec.runner().lock:
+        thread = threading.Thread(target=end)
+        thread.start()
+        thread.join(0.05)
+        assert thread.is_alive()  # a close waits for the step that is being made
+    thread.join()
+    assert decoded(spec, PROMPTS[2], cache=cache) == expected
+
+
+def test_a_run_whose_cache_another_one_has_taken_ends_and_spoils_nothing():
+    model = tiny_model(dtype=torch.float64)
+    spec, cache = Speculator("prompt-lookup", target=model, min_n=1), PromptCache()
+    runs = [spec.stream([prompt], max_new_tokens=NEW, cache=cache) for prompt in PROMPTS[1:3]]
+    for run in runs:
+        next(iter(run))
+    with pytest.raises(CapabilityError):
+        next(iter(runs[0]))
+    runs[0].close()
+    assert runs[1].results()[0].token_ids == decoded(spec, PROMPTS[2])
+    assert list(cache.tokens[0][: len(PROMPTS[2])]) == PROMPTS[2]
+
+
+def test_generate_with_a_speculator_and_without_at_once():
+    model = tiny_model(dtype=torch.float64).train()
+    spec = Speculator("prompt-lookup", min_n=1)
+
+    def ours(prompt: list[int]) -> list[int]:
+        ids = torch.tensor([prompt])
+        return model.generate(ids, custom_generate=spec, max_new_tokens=NEW, do_sample=False)[0, len(prompt) :].tolist()
+
+    expected = [plain(model, prompt) for prompt in PROMPTS[:2]]
+    works = [
+        lambda kind=kind, prompt=prompt: kind(prompt)
+        for prompt in PROMPTS[:2]
+        for kind in (ours, lambda p: plain(model, p))
+    ]
+    found = at_once(*works)
+    assert found[::2] == found[1::2] == expected
+    assert all(m.training for m in model.modules())
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_thread_that_fails_in_a_layer_does_not_stop_the_others(error):
+    model = tiny_model(dtype=torch.float64)
+    spec = Speculator("prompt-lookup", target=model, min_n=1)
+    expected = decoded(spec, PROMPTS[0])
+    unlucky: list[int] = []
+
+    def hook(*_: object) -> None:
+        if threading.get_ident() in unlucky:
+            raise error("of this thread")
+
+    model.model.layers[1].mlp.register_forward_hook(hook)
+
+    def fail() -> str:
+        run = spec.stream([PROMPTS[2]], max_new_tokens=NEW)
+        next(iter(run))
+        unlucky.append(threading.get_ident())
+        try:
+            run.results()
+        except error as raised:
+            return str(raised)
+        finally:
+            unlucky.clear()
+        return "nothing"
+
+    found = at_once(lambda: decoded(spec, PROMPTS[0]), fail, lambda: plain(model, PROMPTS[0]))
+    assert found == [expected, "of this thread", expected]
+    assert decoded(spec, PROMPTS[0]) == expected and spec.runner().lock.take_if_free()

@@ -1,0 +1,188 @@
+"""``deterministic=True``: plain steps and verifications in one bucket of rows, on a simulated GPU."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from longdraft import Speculator
+from longdraft.engine.schedule import verify_trees
+from longdraft.errors import CapabilityError, RequestError
+from longdraft.memory.prompt_cache import PromptCache
+from longdraft.model import deterministic
+from longdraft.model.graphs import Graphs
+from longdraft.model.outputs import Taps
+from longdraft.model.runner import TargetRunner
+from longdraft.trees.masks import tree_block
+from longdraft.trees.tree import TokenTree
+from tests.nominal import StandIn, card, moved
+from tests.quick import few
+from tests.support.methods import Specs
+from tests.tiny import tiny_model
+
+PROMPTS = [[3, 9, 4, 7, 2, 5] * 8, [8, 1, 1, 6] * 9]
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear")
+TREE = TokenTree((5, 7, 8, 9, 3, 2), (-1, 0, 0, 1, 3, 2))
+
+
+class Shapes(TorchDispatchMode):
+    """While it is on, records the shapes of products and of attention: (operation, shapes of its tensors)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[tuple[Any, ...]] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.split("::")[1]
+        if name in PRODUCTS or "attention" in name:
+            # A linear layer is one product of all its rows.
+            flat = (x.flatten(0, -2) if name == "linear" and x.dim() > 1 else x for x in args if hasattr(x, "dim"))
+            shapes = (tuple(x.shape) for x in flat)
+            self.found[(name, *shapes)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def there(monkeypatch):
+    with card(monkeypatch) as found:
+        yield found
+
+
+def on_card(dtype: torch.dtype = torch.float32):
+    model = tiny_model(layers=2, hidden=32, heads=4, dtype=dtype)
+    TargetRunner(model)  # it is tried out on the host
+    return moved(model)
+
+
+def runner_of(dtype: torch.dtype = torch.float32) -> TargetRunner:
+    return TargetRunner(on_card(dtype), deterministic=True)
+
+
+def with_text(runner: TargetRunner, slots: int = 1, length: int = 40):
+    store = runner.new_store(slots, 200)
+    for slot in range(slots):
+        text = torch.randint(61, (length + slot,), generator=torch.Generator().manual_seed(slot)).tolist()
+        runner.forward(store.block([slot], [text], prompt=True), store, logits="none")
+        store.commit(slot, range(len(text)))
+    return store
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_plain_step_and_a_verification_ask_for_products_and_attention_of_one_shape(dtype, there):
+    runner = runner_of(dtype)
+    store = with_text(runner)
+    found = []
+    for tree in (TokenTree((5,), (-1,)), TREE, TokenTree((7,) * 64, tuple(range(-1, 63)))):
+        with Shapes() as shapes:
+            runner.verify(tree_block(store, [0], [tree]), store)
+        found.append(shapes.found)
+    assert found[0] == found[1] == found[2]
+    assert {name for name, *_ in found[0]} >= {"fixed_order_attention"} and len(found[0]) >= 4
+    with Shapes() as shapes:  # without it they are not
+        verify_trees(runner, store, [0], [TREE])
+    assert shapes.found != found[0]
+
+
+def test_a_batch_has_products_of_the_same_rows(there):
+    runner = runner_of()
+    store = with_text(runner, slots=5)
+    one, all_five = [], []
+    for slots, found in (([0], one), ([0, 1, 2, 3, 4], all_five)):
+        with Shapes() as shapes:
+            runner.verify(tree_block(store, slots, [TREE] * len(slots)), store)
+        found += [key for key in shapes.found if "attention" not in key[0]]
+    assert set(one) == set(all_five)
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_every_node_has_the_bits_of_a_plain_step(recorded, there):
+    """Alone, in a batch, and in a tree of more rows than the bucket."""
+    runner = runner_of()
+    runner.graphs = Graphs(StandIn(there) if recorded else None, uses=0)
+    long = TokenTree(tuple(i % 61 for i in range(80)), (-1, *((i - 1) // 2 for i in range(1, 80))))
+    for trees in ([TREE], [TREE, long, TREE]):
+        store = with_text(runner, slots=3)
+        taps = Taps(hidden=(1,), queries=(0,))
+        out = runner.verify(tree_block(store, list(range(len(trees))), trees), store, taps)
+        for b, tree in enumerate(trees):
+            for node in [n for n in range(tree.size) if n not in tree.parents][:2]:
+                store = with_text(runner, slots=3)
+                for at in tree.path(node):
+                    plain = runner.verify(store.block([b], [[tree.tokens[at]]]), store, taps)
+                    store.commit(b, [0])
+                    assert torch.equal(plain.logits[0, 0].cpu(), out.logits[b, at].cpu())
+                    assert torch.equal(plain.hidden[1][0, 0].cpu(), out.hidden[1][b, at].cpu())
+                    assert torch.equal(plain.queries[0][0, :, 0].cpu(), out.queries[0][b, :, at].cpu())
+
+
+@pytest.mark.parametrize("method", few(("ar", "self", "specpv-exact", "prompt-lookup", "longspec"), ["self"]))
+def test_methods_decode_as_ar_does(method, tmp_path: Path, there):
+    """In bfloat16, where near ties are many: every token, and the rows that are kept."""
+    specs = Specs(tmp_path, torch.bfloat16)
+    options = specs.options(method)
+    TargetRunner(specs.model)  # it is tried out on the host
+    model = moved(specs.model)
+    results, rows = [], []
+    for name, own in (("ar", {}), (method, options)):
+        spec, cache = Speculator(name, target=model, plan="fixed", deterministic=True, **own), PromptCache()
+        results.append(spec.generate(PROMPTS[:1], max_new_tokens=16, eos_token_ids=[], cache=cache)[0].token_ids)
+        results.append(spec.generate(PROMPTS, max_new_tokens=8, eos_token_ids=[])[1].token_ids)
+        n = len(PROMPTS[0]) + 15
+        rows.append(torch.cat([x[:, 0, :, :n].cpu().flatten() for x in (cache.store.keys, cache.store.values)]))
+    assert results[:2] == results[2:]
+    assert method == "specpv-exact" or torch.equal(*rows)
+
+
+def test_a_tree_has_no_more_rows_than_the_bucket(there, monkeypatch):
+    monkeypatch.setattr(deterministic, "ROWS", 4)
+    model = on_card()
+    spec = Speculator("prompt-lookup", target=model, plan="fixed", deterministic=True, min_n=1)
+    steps = list(spec.stream(PROMPTS, max_new_tokens=20, eos_token_ids=[]))
+    assert max(step.drafted for step in steps) == 3
+
+
+class ByPlace(torch.nn.Linear):
+    """A product that gives the second half of the rows other bits."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x)
+        return torch.cat([out[:, :32], out[:, 32:] + 1e-6], dim=1)
+
+
+class ByNeighbours(torch.nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + 1e-6 * x.amax()
+
+
+@pytest.mark.parametrize("kind", [ByPlace, ByNeighbours])
+def test_products_that_depend_on_a_rows_place_are_refused(kind):
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), kind(8, 16))
+    with pytest.raises(CapabilityError, match="deterministic"):
+        deterministic.check_products(model, 64)
+    deterministic.check_products(model[:1], 64)
+
+
+def test_where_it_cannot_be_kept_it_is_refused(there):
+    with pytest.raises(CapabilityError, match="deterministic=True cannot be kept"):
+        Speculator("ar", target=on_card(), deterministic=True, offload="host")
+    with pytest.raises(RequestError, match="deterministic"):
+        Speculator("ar", deterministic="yes")
+
+
+def test_on_a_cpu_nothing_changes():
+    from longdraft.native import kernels
+
+    model = tiny_model(layers=2)
+    if kernels() is None:
+        with pytest.raises(CapabilityError, match="doctor"):
+            Speculator("ar", target=model, deterministic=True)
+        return
+    plain, fixed = (Speculator("ar", target=model, deterministic=on) for on in (False, True))
+    assert fixed.runner().rows is None
+    outputs = [s.generate(PROMPTS, max_new_tokens=5, eos_token_ids=[])[0].token_ids for s in (plain, fixed)]
+    assert outputs[0] == outputs[1]

@@ -1,0 +1,204 @@
+"""Models that cannot be hosted exactly are refused, and numbers that are none are errors."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    OpenAIGPTConfig,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from longdraft import Speculator
+from longdraft.errors import ContextError, LongdraftError, NumericalError, UnsupportedModelError
+from longdraft.model.runner import TargetRunner
+from tests.forwards import forward
+from tests.nominal import card, moved
+from tests.tiny import tiny_model
+
+
+def text(n: int, seed: int = 0, vocab: int = 61) -> list[int]:
+    return torch.randint(vocab, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+SMALL = {
+    "vocab_size": 61, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+}  # fmt: skip
+
+
+def without_weights():
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(tiny_model().config)
+
+
+def with_sparse_attention():
+    model = tiny_model("qwen3")
+    model.config.layer_types = ["full_attention", "full_attention", "indexed_attention"]
+    return model
+
+
+def encoder_decoder():
+    return T5ForConditionalGeneration(T5Config(vocab_size=61, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2))
+
+
+def of(config):
+    return lambda: AutoModelForCausalLM.from_config(config)
+
+
+def with_an_option():
+    model = tiny_model()
+    attention = model.model.layers[1].self_attn
+    own = attention.forward
+    attention.forward = lambda **given: own(**given, position_bias=4)
+    return model
+
+
+def by_torch():
+    return torch.ao.quantization.quantize_dynamic(tiny_model(), {torch.nn.Linear}, dtype=torch.qint8)
+
+
+def with_a_layer(change):
+    def made():
+        model = tiny_model()
+        change(model.model.layers[1].mlp.up_proj)
+        return model
+
+    return made
+
+
+def by_bitsandbytes(layer):
+    layer.__class__ = type("Linear8bitLt", (torch.nn.Linear,), {"state": SimpleNamespace(threshold=6.0)})
+
+
+def by_compressed_tensors(layer):
+    activations = SimpleNamespace(dynamic=True, strategy="tensor")
+    layer.quantization_scheme = SimpleNamespace(input_activations=activations)
+
+
+def by_torchao(layer):
+    layer.weight.act_quant_kwargs = SimpleNamespace(granularity=type("PerTensor", (), {})())
+
+
+QUANTISED = r"model\.layers\.\d\.\w+\.\w+ \(Linear"
+# What is given as a target, and what the refusal names.
+REFUSED = {
+    "a name": (lambda: "meta-llama/Llama-3.2-1B", ""),
+    "no head": (lambda: tiny_model().model, "LlamaModel"),
+    "no weights": (without_weights, r"model\.embed_tokens\.weight.*'meta'"),
+    "sparse attention": (with_sparse_attention, "indexed_attention"),
+    "an encoder-decoder": (encoder_decoder, "T5ForConditionalGeneration"),
+    "attention without interface and cache": (
+        of(OpenAIGPTConfig(vocab_size=61, n_embd=16, n_layer=2, n_head=2)),
+        "inter",
+    ),
+    "a model that looks ahead": (of(BertConfig(**SMALL, initializer_range=0.3)), "BertLMHeadModel"),  # no is_decoder
+    "an option of attention": (with_an_option, "position_bias"),
+    # Quantisations that look at all rows.
+    "quantised by torch": (by_torch, QUANTISED),
+    **{
+        f"quantised {f.__name__}": (with_a_layer(f), QUANTISED)
+        for f in (by_bitsandbytes, by_compressed_tensors, by_torchao)
+    },
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_model_that_cannot_be_hosted_is_refused_by_name(name):
+    made, named = REFUSED[name]
+    with pytest.raises(UnsupportedModelError, match=named):
+        Speculator("ar", target=made()).generate([[1, 2]], max_new_tokens=1)
+
+
+def test_a_model_whose_layers_are_on_several_devices_is_refused_by_name(monkeypatch):
+    """As ``device_map="auto"`` spreads it over two GPUs; here half of it is on a simulated one."""
+    with card(monkeypatch):
+        model = tiny_model(layers=2)
+        moved(model.model.layers[1])
+        with pytest.raises(UnsupportedModelError, match=r"layer 0 is on cpu, layer 1 is on cuda:0.*device_map"):
+            Speculator("ar", target=model).generate([text(20)], max_new_tokens=4)
+
+
+@pytest.mark.parametrize("method", ["ar", "prompt-lookup", "self"])
+def test_rotary_frequencies_that_follow_the_length_are_exact_up_to_where_they_change(method):
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    model = tiny_model(rope_parameters=rope, context=24, dtype=torch.float64)
+    spec = Speculator(method, target=model)
+    room = spec.recipe().drafter().max_nodes
+    prompt = text(max(2, 12 - room)) * 2
+    ids = torch.tensor([prompt])
+    fits = 24 - len(prompt) - room
+    if fits > 0:
+        settings = {"max_new_tokens": fits, "attention_mask": torch.ones_like(ids)}
+        assert torch.equal(model.generate(ids, **settings), model.generate(ids, **settings, custom_generate=spec))
+    with pytest.raises(ContextError):
+        model.generate(ids, max_new_tokens=max(fits, 0) + 1, custom_generate=spec)
+    with pytest.raises(ContextError):
+        spec.generate([prompt, [1, 2]], max_new_tokens=max(fits, 0) + 1)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "settings", "message"),
+    [
+        ([], {}, "There is no prompt"),
+        ([[]], {}, "The prompt is empty"),
+        ([[1, 2], [3, -4]], {}, "token id -4, but the model's are 0 to 60"),
+        ([3, 61], {}, "token id 61"),
+        ([3, 4], {"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
+    ],
+)
+def test_what_is_no_request_is_refused(prompts, settings, message):
+    with pytest.raises(LongdraftError, match=message):
+        Speculator("prompt-lookup", target=tiny_model()).generate(prompts, **settings)
+
+
+def test_a_flag_that_says_too_little_does_no_harm():
+    """Hosting is tried out: a model that transformers does not declare fit may be."""
+    model = tiny_model()
+    model.__class__ = type("Undeclared", (type(model),), {"_supports_attention_backend": False})
+    assert TargetRunner(model).vocab_size == 61
+
+
+def test_a_layer_that_mixes_tokens_without_the_interface_is_noticed():
+    model = tiny_model()
+    runner = TargetRunner(model)
+    mixer = model.model.layers[1].self_attn
+    mixer.forward = lambda hidden_states, **_: (hidden_states.cumsum(1), None)
+    with pytest.raises(UnsupportedModelError, match="computes something else"):
+        forward(runner, [[1, 2]], runner.new_store(1, 8), [0])
+
+
+def test_attention_that_drops_our_argument_is_hosted():
+    model, changed = tiny_model(), tiny_model()
+    attention = changed.model.layers[1].self_attn
+    own = attention.forward
+    attention.forward = lambda longdraft_hosted=None, **kept: own(**kept)
+    logits = []
+    for each in (model, changed):
+        runner = TargetRunner(each)
+        logits.append(forward(runner, [[1, 2, 3]], runner.new_store(1, 8), [0]).logits)
+    torch.testing.assert_close(*logits)
+
+
+@pytest.mark.parametrize("logits", ["all", "last"])
+def test_nan_logits_are_an_error_unless_nobody_looks(logits):
+    model = tiny_model()
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[3, 3] = float("nan")
+    runner = TargetRunner(model)
+    with pytest.raises(NumericalError):
+        forward(runner, [[1, 2, 3]], runner.new_store(1, 8), [0], logits=logits)
+    assert forward(runner, [[1, 2, 3]], runner.new_store(1, 8), [0], logits=logits, check=False).logits.isnan().any()
+
+
+def test_a_masked_vocabulary_is_not_an_error():
+    model = tiny_model()
+    model.lm_head.register_forward_hook(lambda m, i, logits: logits.index_fill(-1, torch.tensor([4]), -torch.inf))
+    runner = TargetRunner(model)
+    logits = forward(runner, [[1, 2, 3]], runner.new_store(1, 8), [0]).logits
+    assert (logits[..., 4] == -torch.inf).all()

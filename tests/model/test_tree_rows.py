@@ -1,0 +1,155 @@
+"""Models of every kind: a row of a tree has the bits of a plain step, whoever is beside it, and goes on with them.
+
+Trees of any shape, threads and instruction sets are tried in tests/test_bits.py.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from longdraft.model.loading import load
+from longdraft.model.runner import TargetRunner
+from longdraft.model.stored import keep_stored
+from longdraft.model.stored_experts import keep_experts
+from longdraft.speculator import Speculator
+from tests.gguf_architectures import write
+from tests.native.levels import needs_kernels
+from tests.quick import few
+from tests.recurrent_models import FAMILIES, KINDS, recurrent_model
+from tests.support.tree_rows import check_rows, text
+from tests.support.window_models import NAMES, window_model
+from tests.tiny import tiny_model
+from tests.zoo.tiny_models import tiny_config
+from tests.zoo.tiny_models import tiny_model as zoo_model
+
+EXPERTS = (
+    *("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_5_moe_text", "gpt_oss", "llama4_text", "glm4_moe", "granitemoe"),
+    *("nemotron_h", "phimoe", "deepseek_v2", "deepseek_v3"),
+    *("dbrx", "jetmoe"),  # their own code, with our products
+)
+IN_INT8 = {"qwen2moe": "Q8_0", "qwen3moe": "Q8_0", "gpt_oss": "MXFP4", "qwen35": "Q4_1", "gemma4": "Q8_0"}
+
+
+def drawn(model: PreTrainedModel) -> PreTrainedModel:
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.copy_(0.3 * torch.randn(weight.shape, generator=generator))
+    return model.eval()
+
+
+def with_experts(kind: str, _folder: Path) -> PreTrainedModel:
+    if not kind.startswith("deepseek"):
+        return zoo_model(kind)
+    config = tiny_config(kind)  # with head sizes that our attention kernels serve
+    config.qk_rope_head_dim, config.qk_head_dim, config.head_dim = 16, 32, 16
+    return drawn(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+
+
+def in_int8(case: str, folder: Path) -> PreTrainedModel:
+    write(folder / "a.gguf", case, IN_INT8[case])
+    return load(folder / "a.gguf", device="cpu", arithmetic="int8").model
+
+
+def halves(dtype: torch.dtype, _folder: Path) -> PreTrainedModel:
+    return keep_stored(tiny_model(dtype=dtype, hidden=64, head_dim=32, heads=2, kv_heads=2))
+
+
+MODELS = {
+    **{f"windows: {name}": lambda _, name=name: window_model(name) for name in NAMES},
+    **{f"experts: {kind}": partial(with_experts, kind) for kind in EXPERTS},
+    **{f"recurrent: {family}": lambda _, family=family: recurrent_model(family) for family in FAMILIES},
+    **{f"int8: {case}": partial(in_int8, case) for case in IN_INT8},
+    **{f"stored in {dtype}": partial(halves, dtype) for dtype in (torch.bfloat16, torch.float16)},
+    "biases": lambda _: tiny_model("qwen3", attention_bias=True),
+}
+# One or two of each kind.
+QUICK = [
+    *(
+        "windows: gemma2",
+        "windows: gemma3",
+        "windows: mistral",
+        "windows: llama4",
+        "experts: qwen3_moe",
+        "experts: dbrx",
+    ),
+    *(
+        "experts: gpt_oss",
+        "experts: deepseek_v3",
+        "stored in torch.bfloat16",
+        "biases",
+        *map("int8: {}".format, IN_INT8),
+    ),
+    *(f"recurrent: {family}" for family in KINDS),
+]
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", few(MODELS, QUICK))
+def test_a_row_of_a_tree_has_the_bits_of_plain_decoding(name, tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        runner = TargetRunner(MODELS[name](tmp_path))
+    assert "row by row" not in caplog.text
+    rows = check_rows(runner)
+    assert len(set(rows.argmax(-1).tolist())) > 2
+
+
+def test_without_kernels_rows_are_equal_up_to_rounding_and_the_text_is_the_models_own(monkeypatch):
+    monkeypatch.setenv("LONGDRAFT_NATIVE", "0")
+    model = zoo_model("qwen3_moe")
+    check_rows(TargetRunner(model), partial(torch.allclose, rtol=1e-3, atol=1e-3))
+    prompt = text(20)
+    (result,) = Speculator("prompt-lookup", target=model).generate([prompt], max_new_tokens=16)
+    own = model.generate(torch.tensor([prompt]), max_new_tokens=16, do_sample=False)[0, 20:].tolist()
+    assert result.token_ids == own
+
+
+class Odd(nn.Module):
+    """A mixture whose last bits depend on the number of rows."""
+
+    def __init__(self, hidden):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(hidden, hidden) for _ in range(2))
+
+    def forward(self, x):
+        # A relative 1e-6 for each row, which is what another order of a sum would do.
+        return (self.experts[0](x) + self.experts[1](x)) * (1 + 1e-6 * x.shape[1])
+
+
+@needs_kernels
+def test_a_mixture_that_is_not_exact_is_computed_row_by_row_and_this_is_said(caplog):
+    model = zoo_model("qwen3_moe")
+    for layer in model.model.layers:
+        layer.mlp = Odd(64).requires_grad_(False)
+    with caplog.at_level(logging.WARNING):
+        runner = TargetRunner(drawn(model))
+    assert caplog.text.count("Odd is computed row by row") == 1
+    check_rows(runner)
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "gpt_oss"])
+def test_matrices_of_experts_stay_in_sixteen_bits(kind):
+    model = zoo_model(kind).to(torch.bfloat16)
+    weights = [w for w in model.model.layers[0].mlp.experts.parameters() if w.dim() == 3]
+    bytes_before = sum(w.numel() * w.itemsize for w in weights)
+    expected = zoo_model(kind)
+    expected.load_state_dict({name: weight.float() for name, weight in model.state_dict().items()})
+    keep_experts(model)
+    kept = keep_stored(model)
+    experts = kept.model.layers[0].mlp.experts
+    assert not list(experts.parameters())
+    assert sum(m.data.numel() for m in experts.children() if hasattr(m, "data")) == bytes_before
+    assert all(torch.equal(t, expected.state_dict()[name]) for name, t in kept.state_dict().items())
+    texts = [
+        Speculator("prompt-lookup", target=m).generate([text(20)], max_new_tokens=12)[0].token_ids
+        for m in (expected, kept)
+    ]
+    assert texts[0] == texts[1]

@@ -1,0 +1,120 @@
+"""Trees, keys and values, and weights in every form: what kernels are given."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+
+from longdraft.native.dequantise import FORMATS
+from longdraft.native.nibbled import nibbled
+from longdraft.native.rounded import rounded
+from longdraft.native.scaled import KeptRows, Scaled
+from longdraft.native.stored import HALVES, Stored
+
+# Prefixes beside the borders of blocks (128 keys) and segments (512 keys), where a path crosses into the next one.
+PREFIXES = st.one_of(st.integers(0, 40), st.integers(110, 135), st.integers(490, 520), st.integers(1000, 1100))
+BLOCKS = [kind for kind in FORMATS if kind not in HALVES]
+
+# Where in a block of each kind halves lie: scales and least values.
+SCALES = {
+    **dict.fromkeys(("Q4_0", "Q8_0", "Q5_0", "IQ4_NL", "IQ4_XS"), (0,)),
+    **dict.fromkeys(("Q4_1", "Q4_K", "Q5_K", "Q5_1"), (0, 2)),
+    **{"Q6_K": (208,), "Q2_K": (80, 82), "Q3_K": (108,)},
+}
+# MXFP4's scale is a byte, the exponent of a power of two.
+EXPONENTS = {"MXFP4": 0}
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def random_tree(size: int, seed: int, deep: float = 0.5) -> tuple[list[int], torch.Tensor]:
+    """Parents and ancestor mask (size, size) of a random tree.
+
+    Args:
+        deep: how often a node hangs under the one before it: 1 makes a chain.
+    """
+    g = generator(seed)
+    parents, mask = [-1], torch.eye(size, dtype=torch.bool)
+    for node in range(1, size):
+        chain = float(torch.rand((), generator=g)) < deep
+        parents.append(node - 1 if chain else int(torch.randint(node, (), generator=g)))
+        mask[node] |= mask[parents[node]]
+    return parents, mask
+
+
+def turned(x: torch.Tensor) -> torch.Tensor:
+    """As keys lie: stored column-wise."""
+    return x.transpose(-1, -2).contiguous().transpose(-1, -2)
+
+
+def keys_and_values(dtype: torch.dtype, *shape: int, by_row: bool = False, seed: int = 0) -> tuple[KeptRows, KeptRows]:
+    """Random keys and values (..., n, d), rows of very different sizes, as views into something larger."""
+    g, (*outer, n, d) = generator(seed), shape
+    k, v = (
+        torch.randn(*outer, n + 9, d, generator=g) * (0.1 + torch.rand(*outer, n + 9, 1, generator=g)) for _ in "kv"
+    )
+    if dtype == torch.int8:
+        k, v = Scaled.of(k), Scaled.of(v)
+        return tuple(Scaled(x[..., :n, :], y.scales[..., :n]) for x, y in ((turned(k.numbers), k), (v.numbers, v)))
+    k, v = (k if by_row else turned(k.to(dtype))), v.to(dtype)
+    return k[..., :n, :], v[..., :n, :]
+
+
+def rows_of(x: KeptRows, rows: torch.Tensor, keys: bool = False) -> KeptRows:
+    """Some of the rows (heads, n, d), laid out as they were."""
+    own = x.index_select(1, rows)
+    if not keys or (isinstance(x, torch.Tensor) and x.stride(-1) == 1):
+        return own
+    return turned(own) if isinstance(own, torch.Tensor) else Scaled(turned(own.numbers), own.scales)
+
+
+def attention(q, k, v, seen, scale, softcap=None, sinks=None):
+    """The definition, in float64: q (Hq, T, d), keys and values (Hkv, n, d), seen (T, n)."""
+    group = q.shape[0] // k.shape[0]
+    k, v = (x.to(torch.float32).double().repeat_interleave(group, 0) for x in (k, v))
+    scores = q.double() @ k.transpose(1, 2) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~seen, -math.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.double()[:, None, None].expand(-1, q.shape[1], 1)], -1)
+    return (scores.softmax(-1)[..., : k.shape[1]] @ v).float()
+
+
+def stored(kind: str, outs: int, size: int, seed: int = 0, int8: bool = False) -> Stored:
+    """Random bytes, with scales that are numbers of a moderate size."""
+    weights, length, _ = FORMATS[kind]
+    rng = np.random.default_rng(seed)
+    if kind in HALVES:
+        halves = torch.from_numpy(rng.standard_normal((outs, size)).astype(np.float16))
+        return Stored((halves.bfloat16() if kind == "BF16" else halves).view(torch.uint8), kind, int8)
+    data = rng.integers(0, 256, (outs, size // weights, length), dtype=np.uint8)
+    for at in SCALES.get(kind, ()):
+        data[..., at : at + 2] = rng.standard_normal((outs, size // weights, 1)).astype(np.float16).view(np.uint8)
+    if (at := EXPONENTS.get(kind)) is not None:
+        data[..., at] = rng.integers(118, 130, (outs, size // weights), dtype=np.uint8)
+    return Stored(torch.from_numpy(data.reshape(outs, -1)), kind, int8)
+
+
+def unpacked_by_gguf(w: Stored) -> torch.Tensor:
+    import gguf
+
+    kind = gguf.GGMLQuantizationType[w.format]
+    return torch.from_numpy(gguf.dequantize(w.data.numpy(), kind).reshape(w.shape).astype(np.float32))
+
+
+def matrix(form: str, outs: int, size: int, seed: int = 0):
+    """A matrix (outs, size) in one of :data:`FORMS`; sizes of stored ones are multiples of 256."""
+    if form in PLAIN:
+        return PLAIN[form](torch.randn(outs, size, generator=generator(seed)))
+    kind, _, arithmetic = form.partition(" in ")
+    return stored(kind, outs, size, seed, int8=arithmetic == "int8")
+
+
+PLAIN = {"float32": lambda w: w, "rounded": rounded, "nibbled": nibbled}
+FORMS = [*PLAIN, *FORMATS, *(f"{kind} in int8" for kind in BLOCKS)]

@@ -1,0 +1,243 @@
+"""One contract of products, for weights in every form and all instruction sets: their definition, and a row's bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from longdraft.native import Stored
+from longdraft.native.dequantise import FORMATS
+from longdraft.native.experts import ExpertProducts, ExpertWeights
+from longdraft.native.nibbled import nibbled
+from longdraft.native.rounded import rounded
+from longdraft.native.stored import HALVES, rounded_to_int8
+from tests.native.cases import (
+    BLOCKS,
+    EXPONENTS,
+    FORMS,
+    PLAIN,
+    SCALES,
+    generator,
+    matrix,
+    stored,
+    unpacked_by_gguf,
+)
+from tests.native.levels import LEVELS, kernels_of
+
+pytest.importorskip("gguf")
+every_form = pytest.mark.parametrize("form", FORMS)
+
+
+def floats(w) -> torch.Tensor:
+    return w if isinstance(w, torch.Tensor) else w.floats()
+
+
+def expected(x: torch.Tensor, w, bias: torch.Tensor | float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """What rows and weights stand for, multiplied in float64; and how far off a result may be."""
+    weights = floats(w).double()
+    x = rounded_to_int8(x) if getattr(w, "int8", False) else x
+    want = x.double() @ weights.T + bias
+    # Sums of numbers that cancel are as far off as their sizes allow.
+    room = 2e-6 * (x.double().abs() @ weights.abs().T) + 1e-6 * want.abs() + 1e-6
+    if not isinstance(w, torch.Tensor | Stored):  # rows in thirteen bits: each number is off by half a step at most
+        steps = x.double().abs().amax(1)[:, None] / 4095
+        room = 0.5001 * steps * weights.abs().sum(1) + 1e-4
+    return want, room
+
+
+@every_form
+@settings(max_examples=8)
+@given(
+    rows=st.integers(1, 40),
+    outs=st.integers(1, 90),
+    size=st.integers(1, 200),
+    threads=st.integers(1, 3),
+    seed=st.integers(0, 99),
+)
+def test_a_product_is_its_definition_and_a_row_has_its_bits(kernels, form, rows, outs, size, threads, seed):
+    """Beside other rows and alone, with any number of threads; of stored weights those of the unpacked ones."""
+    size = size if form in PLAIN else 256 * (1 + size % 3)
+    w = matrix(form, outs, size, seed)
+    x, bias = (torch.randn(n, generator=generator(seed)) for n in ((rows, size), (outs,)))
+    torch.set_num_threads(threads)
+    found = kernels.linear(x, [(w, bias)])[0]
+    torch.set_num_threads(1)
+    want, room = expected(x, w, bias)
+    assert bool(((found - want).abs() <= room).all())
+    alone = torch.cat([kernels.linear(row[None], [(w, bias)])[0] for row in x])
+    assert torch.equal(found, alone)
+    if isinstance(w, Stored) and not w.int8:
+        assert torch.equal(found, kernels.linear(x, [(kernels.unpack(w), bias)])[0])
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form not in ("float32", *FORMATS)])
+@settings(max_examples=3)
+@given(rows=st.integers(1, 20), outs=st.integers(1, 60), seed=st.integers(0, 99))
+def test_whole_numbers_give_the_same_bits_with_every_instruction_set(form, rows, outs, seed):
+    """Int8 scales are joined by fused multiplications, which v2 does not have."""
+    w, x = matrix(form, outs, 512, seed), torch.randn(rows, 512, generator=generator(seed))
+    levels = [level for level in LEVELS if form in PLAIN or "v2" not in level]
+    found = [kernels_of(level).linear(x, [(w, None)])[0] for level in levels]
+    assert all(torch.equal(each, found[0]) for each in found)
+
+
+def test_several_matrices_of_all_forms_in_one_call(kernels):
+    """Of other sizes, strided rows and weights among them."""
+    x = torch.randn(256, 9, generator=generator(0)).t()
+    weights = [matrix(form, outs, 256) for form, outs in (("Q4_K in int8", 40), ("F16", 70), ("float32", 1))]
+    weights.append(torch.randn(20, 300)[:, :256])
+    together = kernels.linear(x, [(w, None) for w in weights])
+    for w, found in zip(weights, together, strict=True):
+        assert torch.equal(found, kernels.linear(x, [(w, None)])[0])
+        want, room = expected(x, w)
+        assert bool(((found - want).abs() <= room).all())
+
+
+@pytest.mark.parametrize("form", ["float32", "rounded", "nibbled", "Q4_K", "Q4_K in int8"])
+@pytest.mark.parametrize("rows", [3, 12])
+def test_what_is_no_number_stays_none_and_harms_no_other_row(kernels, form, rows):
+    w, x = matrix(form, 33, 512), torch.randn(rows, 512, generator=generator(0))
+    fine = kernels.linear(x, [(w, None)])[0]
+    for number in (float("nan"), float("inf"), float("-inf")):
+        spoiled = x.clone()
+        spoiled[1, 300] = number
+        found = kernels.linear(spoiled, [(w, None)])[0]
+        assert not found[1].isfinite().any()
+        assert torch.equal(found[0], fine[0]) and torch.equal(found[2:], fine[2:])
+    weights = torch.ones(4, 20)
+    weights[1, 3], weights[2, 3] = float("nan"), float("inf")
+    y = kernels.linear(torch.ones(3, 20), [(weights, None)])[0]
+    assert y[:, 1].isnan().all() and y[:, 2].isinf().all() and (y[:, [0, 3]] == 20).all()
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_stored_numbers_are_those_of_ggufs_dequantisation(kernels, kind):
+    """Scales of a moderate size, and ones that are tiny, large, negative or zero; all halves, NaN too."""
+    if kind in HALVES:
+        bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+        want = bits.view(torch.bfloat16 if kind == "BF16" else torch.float16).view(256, 256).float()
+        found = kernels.unpack(Stored(bits.view(256, 256).view(torch.uint8), kind))
+        assert torch.equal(found.isnan(), want.isnan()) and torch.equal(found.nan_to_num(7), want.nan_to_num(7))
+    odd = stored(kind, 4, 256)
+    for row, (scale, exponent) in enumerate(((6e-8, 0), (65504.0, 250), (-3e-5, 1), (0.0, 2))):
+        if kind in EXPONENTS:
+            odd.data[row, EXPONENTS[kind]] = exponent
+        elif kind in SCALES:
+            at = SCALES[kind][0]
+            odd.data[row, at : at + 2] = torch.tensor([scale], dtype=torch.float16).view(torch.uint8)
+    for w in (odd, stored(kind, 7, 512, 1), stored(kind, 7, 512, 2)):
+        assert torch.equal(kernels.unpack(w), unpacked_by_gguf(w)) and torch.equal(w.floats(), unpacked_by_gguf(w))
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_largest_numbers_do_not_overflow_in_int8(kernels, kind):
+    w = stored(kind, 16, 256, int8=True)
+    kept = [at + i for at in SCALES.get(kind, ()) for i in range(2)] + [
+        at for name, at in EXPONENTS.items() if name == kind
+    ]
+    x = torch.full((1, 256), 3.0)
+    x[:, ::2] = -3.0
+    for number in (0xFF, 0x80, 0x7F):
+        blocks = w.data.view(len(w.data), -1, FORMATS[kind][1])
+        blocks[..., [i for i in range(blocks.shape[-1]) if i not in kept]] = number
+        for rows in (x, x.abs(), -x.abs()):
+            want, room = expected(rows, w)
+            assert bool(((kernels.linear(rows, [(w, None)])[0] - want).abs() <= room).all())
+
+
+@pytest.mark.parametrize("size", [4128, 4132, 16384])  # numbers of thirteen bits up to the first one
+def test_long_rounded_rows_do_not_overflow(kernels, size):
+    x, w = torch.full((1, size), 3.0), rounded(torch.full((2, size), -2.0))
+    torch.testing.assert_close(kernels.linear(x, [(w, None)])[0], torch.full((1, 2), -6.0 * size))
+
+
+# --- numbers that are rounded ---
+
+
+def test_rows_and_weights_are_rounded_to_the_nearest():
+    x = torch.randn(5, 320, generator=generator(0))
+    blocks, found = x.view(5, -1, 32), rounded_to_int8(x).view(5, -1, 32)
+    assert bool(((blocks - found).abs() <= blocks.abs().amax(-1, keepdim=True) / 127 * 0.5001).all())
+    assert not rounded_to_int8(torch.zeros(1, 32)).any() and not rounded_to_int8(torch.full((1, 32), 1e-41)).any()
+    w = torch.randn(5000, 70, generator=generator(0))  # more rows than are rounded at a time
+    w[7], w[9, 32:64] = 0, 0.25
+    eight, four = rounded(w), nibbled(w)
+    assert eight.shape == four.shape == (5000, 70)
+    assert bool(((eight.floats() - w).abs() <= 0.5001 * w.abs().amax(1, keepdim=True) / 127).all())
+    blocks = torch.nn.functional.pad(w, (0, 26)).unflatten(1, (3, 32))
+    low, high = blocks.amin(2), blocks.amax(2)
+    # What stands for 0 and a step are rounded to eight bits themselves.
+    room = (high - low) / 30 + 0.005 * (low.abs() + high.abs()) + 1e-6
+    assert bool(((four.floats() - w).abs() <= room.repeat_interleave(32, 1)[:, :70]).all())
+    assert not four.floats()[7].any() and torch.equal(four.floats()[9, 32:64], w[9, 32:64])
+
+
+@settings(max_examples=15)
+@given(outs=st.integers(1, 90), size=st.integers(1, 200), scale=st.sampled_from([1e-30, 1.0, 1e20]))
+def test_the_kernel_makes_the_same_four_bits(kernels, outs, size, scale):
+    w = scale * torch.randn(outs, size, generator=generator(outs))
+    w[0] = w[-1, 0]
+    assert torch.equal(kernels.nibbled(w).data, nibbled(w).data)
+    assert torch.equal(kernels.nibbled(w.bfloat16()).data, nibbled(w.bfloat16()).data)
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", "Q6_K"])
+def test_four_bits_of_stored_weights(kernels, kind):
+    w = stored(kind, 4200, 256)  # more rows than are rounded at a time
+    assert torch.equal(kernels.nibbled(w).floats(), nibbled(w).floats())  # but for the sign of a zero
+
+
+@pytest.mark.parametrize(
+    ("made", "says"),
+    [
+        (lambda: Stored(torch.zeros(2, 20, dtype=torch.uint8), "TQ1_0"), "TQ1_0"),
+        (lambda: Stored(torch.zeros(2, 21, dtype=torch.uint8), "Q4_1"), "Q4_1"),
+        (lambda: Stored(torch.zeros(2, 20), "Q4_1"), "float32"),
+        (lambda: stored("F16", 2, 32, int8=True), "F16"),
+        (lambda: rounded(torch.ones(1, 16385)), "16384"),
+        (lambda: ExpertProducts(None, [ExpertWeights(torch.ones(2, *s)) for s in ((3, 4), (4, 4))]), "shape"),
+    ],
+)
+def test_what_is_no_matrix_of_these_is_refused(made, says):
+    with pytest.raises(ValueError, match=says):
+        made()
+
+
+# --- products with the matrices of chosen experts ---
+
+COUNT, OUT = 5, 50
+# Experts, and the first of their rows.
+CHOSEN, STARTS = [4, 0, 2], [0, 1, 8, 19]
+
+
+def of_experts(form: str) -> tuple[ExpertWeights, list]:
+    """Weights of all experts together, and each expert's own matrix."""
+    whole, bias = matrix(form, COUNT * OUT, 256), torch.randn(COUNT, OUT, generator=generator(1))
+    if isinstance(whole, Stored):
+        each = [Stored(rows, whole.format, whole.int8) for rows in whole.data.split(OUT)]
+        return ExpertWeights(whole, bias, count=COUNT), each
+    return ExpertWeights(whole.view(COUNT, OUT, 256), bias), list(whole.split(OUT))
+
+
+@pytest.mark.parametrize("form", ["float32", "Q8_0", "Q8_0 in int8", "Q4_K", "Q4_K in int8", "MXFP4"])
+def test_a_row_of_an_expert_has_the_bits_of_a_product_with_its_matrix(kernels, form):
+    weights, own = of_experts(form)
+    x = torch.randn(STARTS[-1], 256, generator=generator(0))
+    (found,) = ExpertProducts(kernels, [weights])(x, CHOSEN, STARTS)
+    for expert, start, end in zip(CHOSEN, STARTS, STARTS[1:], strict=False):
+        alone = [kernels.linear(row, [(own[expert], weights.bias[expert])])[0] for row in x[start:end].split(1)]
+        assert torch.equal(found[start:end], torch.cat(alone))
+
+
+@pytest.mark.parametrize("outs", [1, 16, 50])
+def test_experts_whose_floats_lie_by_input(kernels, outs):
+    g = generator(0)
+    w, bias, x = (torch.randn(*shape, generator=g) for shape in ((COUNT, 70, outs), (COUNT, outs), (STARTS[-1], 70)))
+    products = ExpertProducts(kernels, [ExpertWeights(w, bias, by_input=True)])
+    (found,) = products(x, CHOSEN, STARTS)
+    for expert, start, end in zip(CHOSEN, STARTS, STARTS[1:], strict=False):
+        torch.testing.assert_close(found[start:end], x[start:end] @ w[expert] + bias[expert], rtol=1e-4, atol=1e-4)
+        alone = [products(row, [expert], [0, 1])[0] for row in x[start:end].split(1)]
+        assert torch.equal(found[start:end], torch.cat(alone))

@@ -1,0 +1,328 @@
+"""The one table of methods: each with small options, so that tiny texts outgrow what long ones do, and its draft.
+
+A new method is a row of METHODS and meets every situation of tests/exact; an option that drafts otherwise is a row of
+VARIANTS and meets a ragged batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from longdraft import Result, Sampling, Speculator
+from tests.drafts import (
+    published_eagle,
+    random_draft,
+    random_eagle3,
+    random_heads,
+    random_mtp,
+    random_onepass,
+    saved,
+    small_lm,
+)
+from tests.support.published import small_dflash, small_peagle
+from tests.tiny import Family, tiny_model
+
+RETRIEVAL = {"chunk": 2, "chunks": 3, "every": 2, "sink": 2, "recent": 4}  # soon smaller than the text
+TREE = {"widths": (3, 3, 2)}
+NARROW = {"depth": 3, "top_k": 3, "nodes": 8}
+VIEW = {"budget": 24, "window": 4}
+STREAMING = {"view": "streaming", "budget": 24, "sink": 4}
+SNAPKV = {"view": "snapkv", **VIEW}
+CHUNKS = {"view": "chunks", "chunk": 4, "sink": 4, "refresh": 2, **VIEW}
+TOKENS = {"view": "tokens", "sink": 2, "adaptive": True, "refresh": 0, **VIEW}
+LEVEL = {"level_chunk": 4, "level_sink": 4, "level_budget": 24, "level_window": 4}
+PARTIAL = {"budget": 8, "sink": 4, "recent": 4, "block": 4, "margin": 6}
+SMALL_RETRIEVAL = {"view": "retrieval", "sink": 4, "recent": 8, "chunk": 4, "chunks": 4, "every": 2}
+TRIFORCE = {"chunk": 4, "sink": 4, **VIEW, "streamed": 30}
+OPT = {"tree": "opt", "nodes": 9, "threshold": 0.1}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A method with options.
+
+    Attributes:
+        draft: which of DRAFTS it takes; None: it needs none.
+        alike: a sequence decodes alike, round by round, whoever is beside it in a batch.
+        kept_alike: and alike with a prompt that is read from a cache.
+    """
+
+    method: str
+    draft: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    alike: bool = True
+    kept_alike: bool = False
+
+
+def specpv(draft: str | None, **options: Any) -> Case:
+    return Case("specpv-exact", draft, PARTIAL | options)
+
+
+# The case that meets every situation, method by method.
+METHODS = {
+    "ar": Case("ar", kept_alike=True),
+    "prompt-lookup": Case("prompt-lookup", None, {"branches": 3, "min_n": 1}, kept_alike=True),
+    "longspec": Case("longspec", "longspec", {"widths": (3, 4, 4)}, kept_alike=True),
+    "longspec retrieval": Case("longspec", "longspec", {"retrieval": True, **RETRIEVAL, **TREE}, kept_alike=True),
+    "eagle3": Case("eagle3", "eagle3 window", NARROW, kept_alike=True),
+    "eagle": Case("eagle", "eagle", NARROW, kept_alike=True),
+    "onepass": Case("onepass", "onepass window", NARROW, kept_alike=True),
+    "mtp": Case("mtp", "mtp", {**NARROW, "window": 20}, kept_alike=True),
+    "peagle": Case("peagle", "peagle", {"depth": 4, "top_k": 3, "nodes": 8}, kept_alike=True),
+    "dflash": Case("dflash", "dflash", NARROW, kept_alike=True),
+    "specextend-eagle3": Case("specextend-eagle3", "eagle3", RETRIEVAL | TREE, kept_alike=True),
+    "small-lm": Case("small-lm", "small-lm", NARROW),
+    "specextend": Case("specextend", "small-lm", SMALL_RETRIEVAL | {"threshold": 0.2}),
+    "self": Case("self", None, SNAPKV),
+    "magicdec": Case("magicdec", None, STREAMING),
+    "magicdec small-lm": Case("magicdec", "small-lm", {"drafter": "small-lm", "depth": 3, **SNAPKV}),
+    "triforce": Case("triforce", "small-lm", TRIFORCE),
+    "nested": Case("nested", None, {"drafter": "prompt-lookup", "min_n": 1, **LEVEL}),
+    "heads": Case("heads", "heads"),
+    "tokenswift": Case("tokenswift", "heads", {"reuse_n": 2, "budget": 24, "sink": 4, "window": 8}),
+    "specpv-exact": specpv("longspec", drafter="longspec", widths=(3, 4)),
+}
+
+# Options that draft otherwise. Of trees one drafter meets every kind, of the others those that they grow themselves.
+VARIANTS = {
+    "prompt-lookup chain": Case("prompt-lookup", None, {"branches": 1, "min_n": 1}),
+    # What a request meets of others depends on when it came.
+    "suffix earlier": Case("suffix", None, {"earlier": 100}, alike=False),
+    "longspec defaults": Case("longspec", "longspec"),
+    "longspec cut": Case("longspec", "longspec", {"widths": (4, 5, 3), "nodes": 7}),
+    "longspec chain": Case("longspec", "longspec", {"widths": (1, 1, 1)}),
+    "longspec smaller vocabulary": Case("longspec", "longspec kept", {"widths": (2,)}),
+    "longspec opt": Case("longspec", "longspec", OPT | {"depth": 5}),
+    "longspec dynamic": Case("longspec", "longspec", {"tree": "dynamic", "depth": 4, "top_k": 3}),
+    "longspec lookup earlier": Case("longspec", "longspec", {"lookup": True, "earlier": 100}, alike=False),
+    "longspec retrieval opt": Case(
+        "longspec", "longspec",
+        {"retrieval": True, **RETRIEVAL, "adaptive": True, "every": 5, "tree": "opt", "depth": 3},
+    ),
+    "longspec retrieval quest": Case(
+        "longspec", "longspec", {"retrieval": True, **RETRIEVAL, **TREE, "scorer": "quest"}, kept_alike=True
+    ),
+    "specextend snapkv": Case("specextend", "small-lm", SMALL_RETRIEVAL | {"threshold": 0.2, "scorer": "snapkv"}),
+    "specextend-eagle3 minmax": Case("specextend-eagle3", "eagle3", RETRIEVAL | TREE | {"scorer": "minmax"}),
+    "specextend-eagle3 opt": Case(
+        "specextend-eagle3", "eagle3", RETRIEVAL | {"adaptive": True, "every": 5, "tree": "opt", "depth": 3}
+    ),
+    "eagle3 defaults": Case("eagle3", "eagle3"),
+    "eagle3 smaller vocabulary": Case("eagle3", "eagle3 kept", {"top_k": 2}),
+    "eagle3 opt": Case("eagle3", "eagle3", OPT),
+    "eagle3 layers": Case("eagle3", "eagle3 layers", {"depth": 3, "top_k": 3}),
+    "eagle3 lookup": Case("eagle3", "eagle3", {"widths": (2, 2), "lookup": True}),
+    "peagle layers": Case("peagle", "peagle layers", OPT),
+    "dspark": Case("dflash", "dspark", {"top_k": 3, "nodes": 9}),
+    "dflash2": Case("dflash", "dflash2", OPT | {"window": 9}),
+    "onepass defaults": Case("onepass", "onepass"),
+    "onepass level": Case("onepass", "onepass window", {"depth": 1}),
+    "onepass smaller vocabulary": Case("onepass", "onepass kept", {"top_k": 2}),
+    "onepass opt": Case("onepass", "onepass", OPT),
+    "small-lm lookup": Case("small-lm", "small-lm", {"widths": (2, 2), "lookup": True}),
+    "small-lm streaming": Case(
+        "small-lm", "small-lm", {"view": "streaming", "sink": 4, "recent": 12, "widths": (3, 4, 4)}
+    ),
+    "small-lm adaptive": Case("small-lm", "small-lm", SMALL_RETRIEVAL | {"threshold": 0.2, "adaptive": True}),
+    "self as it comes": Case("self"),
+    "self streaming": Case("self", None, STREAMING),
+    "self streaming tree": Case("self", None, STREAMING | {"widths": (3, 4, 4)}),
+    "self chunks": Case("self", None, CHUNKS),
+    "self chunks tree": Case("self", None, CHUNKS | {"widths": (3, 4, 4), "view_dtype": "int8"}),
+    "self tokens": Case("self", None, TOKENS),
+    "self tokens tree": Case("self", None, TOKENS | OPT),
+    **{
+        f"self {view}": Case("self", None, CHUNKS | {"view": view, "view_dtype": dtype})
+        for view, dtype in (
+            ("minmax", None), ("quest", None), ("attention", None), ("mean-key", "bfloat16"), ("snapkv", None),
+        )
+    },
+    "quantspec": Case("quantspec"),
+    "quantspec lookup": Case("quantspec", None, {"lookup": True, "view_dtype": "bfloat16", "widths": (3, 2)}),
+    "quantspec under lookups": Case("nested", None, {"drafter": "prompt-lookup", "level_view": "all"}),
+    "magicdec small-lm streaming": Case("magicdec", "small-lm", {"drafter": "small-lm", "depth": 3, **STREAMING}),
+    "triforce int8": Case("triforce", "small-lm", TRIFORCE | {"view_dtype": "int8"}),
+    "nested ar": Case("nested", None, {"drafter": "ar", **LEVEL}),
+    "nested longspec": Case(
+        "nested", "longspec wide", {"widths": (2, 2), "retrieval": True, **RETRIEVAL, **LEVEL}
+    ),
+    "nested eagle3": Case("nested", "eagle3", {"depth": 2, "top_k": 2, **LEVEL}),
+    "nested onepass": Case("nested", "onepass", {"depth": 2, "top_k": 2, **LEVEL}),
+    "nested specextend": Case("nested", "small-lm", SMALL_RETRIEVAL | {"nodes": 6, **LEVEL}),
+    "nested self": Case(
+        "nested", None, {"drafter": "self", "view": "streaming", "budget": 12, "sink": 2, "depth": 2, **LEVEL}
+    ),
+    "nested triforce": Case(
+        "nested", "small-lm", {"drafter": "triforce", **TRIFORCE, "budget": 20, "streamed": 20, "depth": 3, **LEVEL}
+    ),
+    "heads opt": Case("heads", "heads", {"tree": "opt", "nodes": 6}),
+    "tokenswift int8": Case(
+        "tokenswift", "heads", {"reuse_n": 2, "view_dtype": "int8", "view": "tokens", "sink": 2, **VIEW}
+    ),
+    "tokenswift no view": Case("tokenswift", "heads", {"reuse_n": 2, "view": "none"}),
+    "tokenswift lookup": Case("tokenswift", "heads kept", {"lookup": True}),
+    "specpv-exact ar": specpv(None, drafter="ar"),
+    "specpv-exact longspec": specpv("longspec wide", drafter="longspec", lookup=True, view_dtype="int8"),
+    "specpv-exact eagle3": specpv("eagle3", drafter="eagle3", retrieval=True, **TREE, chunk=2, chunks=4, every=2),
+    "specpv-exact onepass": specpv("onepass", drafter="onepass", widths=(3, 4)),
+    "specpv-exact dspark": specpv("dspark", drafter="dflash"),
+    "specpv-exact small-lm": specpv("small-lm", view="retrieval", chunk=4, chunks=4, every=1),
+    "specpv-exact self": specpv(None, drafter="self", view="snapkv", window=4, budget=24),
+    "specpv-exact triforce": specpv("small-lm", drafter="triforce", chunk=4, window=4, streamed=30, budget=24),
+    "specpv-exact heads": specpv("heads"),
+    **{
+        f"specpv-exact {selector}": specpv(None, drafter="prompt-lookup", selector=selector, reduction=reduction)
+        for selector, reduction in (
+            ("quest", "max"), ("mean-key", "last"), ("attention", "mean"), ("snapkv", "max"), ("tokens", "mean"),
+            ("streaming", "mean"),
+        )
+    },
+}  # fmt: skip
+CASES = METHODS | VARIANTS
+FEW = [1, 2, 3, 4, 7]  # tokens of a draft that knows no more
+DRAFTS = {
+    "longspec": random_draft,
+    "longspec wide": lambda folder, model: random_draft(folder, model, window=16),
+    "longspec kept": lambda folder, model: random_draft(folder, model, kept=FEW),
+    "eagle": published_eagle,
+    "eagle3": lambda folder, model: random_eagle3(folder, model, layers=(0, 1, 2), head_dim=24),
+    "eagle3 window": lambda folder, model: random_eagle3(folder, model, layers=(0, 1, 2), window=7, head_dim=24),
+    "eagle3 kept": lambda folder, model: random_eagle3(folder, model, layers=(0, 1, 2), kept=FEW),
+    "eagle3 layers": lambda folder, model: random_eagle3(
+        folder, model, layers=(0, 1, 2), window=9, decoder_layers=2, norm_output=True
+    ),
+    "onepass": lambda folder, model: random_onepass(folder, model, layers=(0, 1, 2)),
+    "onepass window": lambda folder, model: random_onepass(folder, model, layers=(0, 1, 2), window=7, head_dim=16),
+    "onepass kept": lambda folder, model: random_onepass(folder, model, layers=(0, 1, 2), kept=FEW, slots=7),
+    "peagle": small_peagle,
+    "peagle layers": lambda folder, model: small_peagle(folder, model, layers=2, kept=FEW),
+    "dflash": small_dflash,
+    "dspark": lambda folder, model: small_dflash(
+        folder, model, "dspark",
+        {"markov_rank": 6, "markov_head_type": "rnn", "sample_from_anchor": True}, rank=6, head="rnn", kept=FEW,
+    ),
+    "dflash2": lambda folder, model: small_dflash(
+        folder, model, "dflash2", {"selector_rank": 6, "selector_top_k": 4}, conv=(2, 16), selector=6
+    ),
+    "small-lm": lambda folder, model: small_lm(
+        folder, model.config.vocab_size, context=model.config.max_position_embeddings
+    ),
+    "target": saved,
+    "heads": random_heads,
+    "heads kept": lambda folder, model: random_heads(folder, model, kept=[0, 2, 3, 5, 7]),
+    "mtp": random_mtp,
+}  # fmt: skip
+
+VOCABULARY = 11
+# A text that repeats; one shorter than any window; one that outgrows every view; a single token.
+PROMPTS = ((3, 9, 4, 7, 2, 5) * 8, (1, 2, 3), tuple(i * i % VOCABULARY for i in range(130)), (8,))
+GREEDY = Sampling()
+DRAWN = Sampling(temperature=0.9, top_k=8, repetition_penalty=1.2)
+PENALISED = Sampling(repetition_penalty=1.4, repetition_window=5)
+SEED = 5
+NEW = 16
+
+
+@cache
+def target(family: Family = "llama", dtype: torch.dtype = torch.float32, **sizes: Any) -> PreTrainedModel:
+    """Three layers, 11 tokens; every test shares it, so none may change it."""
+    return tiny_model(family, dtype=dtype, **{"vocab": VOCABULARY, **sizes})
+
+
+class Workshop:
+    """Makes speculators.
+
+    Args:
+        folder: for drafts.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._drafts: dict[tuple[str, int], Path] = {}
+        self._written: dict[tuple[Any, ...], list[list[int]]] = {}
+
+    def draft(self, kind: str, model: PreTrainedModel) -> Path:
+        """A folder with a random draft of a kind for a shared target."""
+        known = (kind, id(model))
+        if known not in self._drafts:
+            self._drafts[known] = DRAFTS[kind](self._folder / f"{len(self._drafts)}", model)
+        return self._drafts[known]
+
+    def given(self, case: Case, model: PreTrainedModel | None = None) -> dict[str, Any]:
+        """A case's options, its draft among them."""
+        draft = {} if case.draft is None else {"draft": self.draft(case.draft, target() if model is None else model)}
+        return draft | case.options
+
+    def spec(self, case: Case, model: PreTrainedModel | None = None, **over: Any) -> Speculator:
+        """A case's method on a target, with a runner of its own.
+
+        Args:
+            over: further options, and ``tokenizer``, ``offload`` and ``plan``.
+        """
+        model = target() if model is None else model
+        return Speculator(case.method, target=model, **self.given(case, model) | over)
+
+    def plain(
+        self,
+        model: PreTrainedModel | None = None,
+        prompts: tuple[tuple[int, ...], ...] = PROMPTS,
+        n: int = NEW,
+        sampling: Sampling = GREEDY,
+        seed: int = SEED,
+    ) -> list[list[int]]:
+        """What plain decoding of a shared target writes; computed once."""
+        model = target() if model is None else model
+        known = (id(model), prompts, n, sampling, seed)
+        if known not in self._written:
+            results = generate(Speculator("ar", target=model), prompts, n, sampling, seed)
+            self._written[known] = tokens(results)
+        return self._written[known]
+
+
+def generate(
+    spec: Speculator,
+    prompts: tuple[tuple[int, ...], ...] = PROMPTS,
+    n: int = NEW,
+    sampling: Sampling = GREEDY,
+    seed: int = SEED,
+    **settings: Any,
+) -> list[Result]:
+    """One batch."""
+    return spec.generate([list(p) for p in prompts], max_new_tokens=n, sampling=sampling, seed=seed, **settings)
+
+
+def tokens(results: list[Result]) -> list[list[int]]:
+    return [r.token_ids for r in results]
+
+
+def rounds(results: list[Result]) -> list[tuple[list[int], int, int]]:
+    """Text, and how it came about."""
+    return [(r.token_ids, r.rounds, r.accepted) for r in results]
+
+
+# --- the table on a model of 61 tokens, whose own weights are its small-lm draft: right where nothing is processed ---
+
+# Those that are a method by name; two kinds of drafts are for models of one hidden size.
+EXACT = tuple(n for n, case in METHODS.items() if n == case.method and n not in ("peagle", "dflash"))
+# Their draft is the target itself, or every guess of the last level is verified before.
+ALWAYS_RIGHT = ("small-lm", "triforce", "nested")
+
+
+class Specs(Workshop):
+    """Speculators by method, each made once, with one target; in float64 rounding decides no token."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__(folder)
+        self.model: PreTrainedModel = tiny_model(layers=4, hidden=32, heads=4, dtype=dtype)
+        self.get = cache(lambda method: Speculator(method, target=self.model, plan="fixed", **self.options(method)))
+
+    def options(self, method: str) -> dict[str, Any]:
+        """A method's options, with its draft for this target."""
+        case = METHODS[method] if method in METHODS else Case(method)
+        return self.given(Case(method, "target", case.options) if method == "small-lm" else case, self.model)

@@ -1,0 +1,232 @@
+"""Answers of a target here and of a server: what is written, gone on with after a kill, refused or broken off."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import Counter
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from longdraft import Speculator
+from longdraft.cli.main import main
+from longdraft.errors import CapabilityError, CheckpointError, PromptError
+from longdraft.model.chat import chat_prompt
+from longdraft.training import answers
+from longdraft.training.answers import AnswerFile, Server
+from longdraft.training.documents import Skipped, documents
+from longdraft.training.prompts import Ask
+from tests.tiny import tiny_model, tiny_tokenizer
+
+pytest.importorskip("openai")
+ASKED = [
+    [Ask(f"{n} {k}?", float(k % 2), ("more.",) if k == 2 else (), "task", "a.txt") for k in range(3)] for n in range(4)
+]
+
+
+class Stub(BaseHTTPRequestHandler):
+    """Answers a question with itself, as an exclamation."""
+
+    def log_message(self, *arguments):
+        pass
+
+    def do_GET(self):
+        self._send({"data": [{"id": "stub", "object": "model"}], "object": "list"})
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        state = self.server.state
+        with state["lock"]:
+            state["asked"].append(body)
+            state["flying"] += 1
+            state["most"] = max(state["most"], state["flying"])
+        time.sleep(0.02)
+        text = body["messages"][-1]["content"]
+        with state["lock"]:
+            state["flying"] -= 1
+            state["answered"] += 1
+            fault = state["fault"](text, state["answered"])
+        if fault == "broken":
+            self.close_connection = True
+        elif fault:
+            self._send({"error": {"message": "no such thing"}}, fault)
+        else:
+            end = "length" if text == "3 0?" else "stop"
+            message = {"role": "assistant", "content": text.replace("?", "!")}
+            self._send(
+                {
+                    "id": "1", "object": "chat.completion", "created": 0, "model": body["model"],
+                    "choices": [{"index": 0, "message": message, "finish_reason": end}],
+                    "usage": {"prompt_tokens": 10, "completion_tokens": 4, "total_tokens": 14},
+                }
+            )  # fmt: skip
+
+    def _send(self, content, status=200):
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.end_headers()
+        self.wfile.write(json.dumps(content).encode())
+
+
+@pytest.fixture
+def stub(monkeypatch):
+    """A server, and its state: what it was asked, and ``fault``, which says what goes wrong with an answer."""
+    monkeypatch.setattr(answers, "RETRIES", 0)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Stub)
+    server.state = {
+        "lock": threading.Lock(), "asked": [], "flying": 0, "most": 0, "answered": 0, "fault": lambda text, count: None
+    }  # fmt: skip
+    server.state["url"] = f"http://127.0.0.1:{server.server_port}/v1"
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server.state
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture(scope="module")
+def spec():
+    return Speculator("ar", target=tiny_model(context=128), tokenizer=tiny_tokenizer(chat=True))
+
+
+def own(spec, out, passages=ASKED, **over):
+    settings = {"batch": 3, "max_new_tokens": 9, "total": 12} | over
+    file = AnswerFile(out, "tokens")
+    return file, answers.answer(spec, enumerate(passages), file, **settings)
+
+
+def test_a_target_here_answers_in_its_own_tokens(spec, tmp_path):
+    """Greedy answers are those of the target alone; of two turns, the second goes on from the first."""
+    file, unusable = own(spec, tmp_path / "a.jsonl")
+    rows = {tuple(row["at"][:2]): row for row in rows_of(tmp_path / "a.jsonl")}
+    assert unusable == 0 and file.rows == len(rows) == 12 and file.tokens == file.added
+    for (number, place), row in rows.items():
+        prompt, said = row["tokens"][: row["start"]], row["tokens"][row["start"] :]
+        assert prompt == chat_prompt(spec.tokenizer, ASKED[number][place].text) and len(said) >= 1
+        assert row["temperature"] == place % 2 and row["kind"] == "task" and row["source"] == "a.txt"
+        if place == 0:
+            assert said == spec.generate(prompt, max_new_tokens=9)[0].token_ids
+        if place < 2:
+            assert len(said) <= 9
+    found = list(documents([tmp_path / "a.jsonl"], spec.tokenizer, Skipped(), 61))
+    assert [(d.tokens, d.start) for d in found] == [(r["tokens"], r["start"]) for r in rows_of(tmp_path / "a.jsonl")]
+
+
+def test_a_target_here_goes_on_after_a_kill_with_the_same_answers(spec, tmp_path):
+    whole, cut = tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
+    own(spec, whole)
+    seen = []
+    own(spec, cut, progress=lambda: seen.append(1), stop=lambda: len(seen) >= 4)
+    kept = cut.read_text()
+    assert 4 <= len(seen) < 12
+    cut.write_text(kept + '{"tokens": [')
+    own(spec, cut, batch=1)
+    assert cut.read_text().startswith(kept)
+    assert sorted(rows_of(cut), key=lambda row: row["at"]) == sorted(rows_of(whole), key=lambda row: row["at"])
+    cut.write_text(whole.read_text() + '{"text": "mine"}\n')
+    with pytest.raises(CheckpointError, match="cut"):
+        own(spec, cut)
+
+
+def test_prompts_that_are_too_long_for_the_target(spec, tmp_path, monkeypatch):
+    long = [[Ask("x" * 200, 0.0), Ask("y", 0.0)]] * 4
+    file, unusable = own(spec, tmp_path / "a.jsonl", long)
+    assert (file.rows, unusable) == (4, 4)
+    monkeypatch.setattr(answers, "PATIENCE", 2)
+    with pytest.raises(PromptError, match="shorter"):
+        own(spec, tmp_path / "b.jsonl", [[Ask("x" * 200, 0.0)] * 3])
+
+
+def run(stub, out, **over):
+    settings = {"batch": 3, "max_new_tokens": 9, "total": 12} | over
+    file = AnswerFile(out, "messages")
+    return file, answers.answer_by_server(Server(stub["url"]), enumerate(ASKED), file, **settings)
+
+
+def rows_of(out):
+    return [json.loads(line) for line in out.read_text().splitlines()]
+
+
+def test_a_row_for_each_answer_as_training_reads_it(stub, tmp_path):
+    out = tmp_path / "a.jsonl"
+    file, unusable = run(stub, out)
+    rows = {tuple(row["at"][:2]): row for row in rows_of(out)}
+    assert unusable == 0 and file.rows == len(rows) == 12 and 1 < stub["most"] <= 3
+    assert {row["temperature"] for row in rows.values()} == {0.0, 1.0}
+    said = [message["content"] for message in rows[1, 2]["messages"]]
+    assert said == ["1 2?", "1 2!", "more.", "more."] and rows[1, 2]["usage"] == [20, 8]
+    assert file.usage == [160, 64] and file.tokens == file.added == 64
+    assert file.shares == {"source": Counter({"a.txt": 64}), "kind": Counter(task=64)}
+    assert {body["model"] for body in stub["asked"]} == {"stub"} and {b["max_tokens"] for b in stub["asked"]} == {9}
+    tokenizer = tiny_tokenizer(chat=True)
+    texts = [tokenizer.decode(d.tokens[d.start :]) for d in documents([out], tokenizer, Skipped(), 61)]
+    # An answer that was cut off does not end.
+    assert len(texts) == 12 and {"3 0!", "3 1!<eos>", "1 2!<eos><user>more.<eos><assistant>more.<eos>"} <= {*texts}
+
+
+def test_gone_on_after_a_kill(stub, tmp_path):
+    out = tmp_path / "a.jsonl"
+    seen = []
+    run(stub, out, progress=lambda: seen.append(1), stop=lambda: len(seen) >= 4)
+    kept = out.read_text()
+    assert 4 <= len(seen) < 12
+    out.write_text(kept + '{"messages": [')  # as a kill leaves it
+    before = len(stub["asked"])
+    file, _ = run(stub, out)
+    assert file.rows == 12 and out.read_text().startswith(kept)
+    assert len({tuple(row["at"]) for row in rows_of(out)}) == 12
+    new = 12 - kept.count("\n")
+    assert len(stub["asked"]) - before <= new + 4 and file.added < file.tokens
+    assert run(stub, out)[0].added == 0
+
+
+@pytest.mark.parametrize(("fault", "said"), [("broken", "cannot be asked any more"), (500, "no such thing")])
+def test_a_server_that_breaks_off(stub, tmp_path, fault, said):
+    stub["fault"] = lambda text, count: fault if count > 5 else None
+    with pytest.raises(CapabilityError, match=said) as caught:
+        run(stub, tmp_path / "a.jsonl")
+    have = len(rows_of(tmp_path / "a.jsonl"))
+    assert 3 <= have <= 5 and "continues from there" in str(caught.value)
+
+
+def test_prompts_that_a_server_refuses(stub, tmp_path, monkeypatch):
+    stub["fault"] = lambda text, count: 400 if text.startswith("1") else None
+    file, unusable = run(stub, tmp_path / "a.jsonl")
+    assert file.rows == 9 and unusable == 3
+    monkeypatch.setattr(answers, "PATIENCE", 2)
+    with pytest.raises(PromptError, match="no such thing"):
+        run(stub, tmp_path / "b.jsonl")
+
+
+def test_no_server(tmp_path, monkeypatch):
+    monkeypatch.setattr(answers, "RETRIES", 0)
+    with pytest.raises(CapabilityError, match="cannot be asked"):
+        run({"url": "http://127.0.0.1:9"}, tmp_path / "a.jsonl")
+
+
+def test_parts_and_their_cost(stub, tmp_path, capsys):
+    """Each part has passages of its own; no target is loaded."""
+    for name in "ab":
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": f"the rain in spain {name} " * 30}) + "\n")
+    numbers = []
+    for part in ("1/2", "2/2"):
+        out = tmp_path / f"{part[0]}.out.jsonl"
+        words = [
+            "train", "data", tmp_path / "a.jsonl", tmp_path / "b.jsonl", "--out", out, "--url", stub["url"], "--part",
+            part, "--rows", 12, "--per-passage", 3, "--price", "1,100", "--json",
+        ]  # fmt: skip
+        assert main([*map(str, words)]) == 0
+        ended = capsys.readouterr()
+        found = json.loads(ended.out.splitlines()[-1])
+        read, written = found["usage"]
+        assert found["rows"] == 12 and found["cost"] == pytest.approx((read + 100 * written) / 1e6)
+        assert (
+            set(found["tokens_by_source"]) <= {f"{tmp_path}/{name}.jsonl" for name in "ab"}
+            and found["tokens"] == written
+        )
+        assert "tokens/s" in ended.err and "hours a million" in ended.err and "by kind" in ended.err
+        numbers.append({row["at"][0] for row in rows_of(out)})
+    assert {n % 2 for n in numbers[0]} == {0} and {n % 2 for n in numbers[1]} == {1}
+    for wrong in (["--part", "3/2"], ["--price", "1"], ["--kind", "repeats"]):
+        assert main([*map(str, words), *wrong]) == 2
