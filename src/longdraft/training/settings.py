@@ -78,7 +78,7 @@ def read_config(path: Path | str | None, overrides: Sequence[str], config: type[
         known = declared(config)
         if unknown := sorted(map(str, set(values) - {*known})):
             close = get_close_matches(unknown[0], known, n=1)
-            advice = f"Did you mean {close[0]}? " if close else GONE.get(unknown[0], "")
+            advice = GONE.get(unknown[0]) or (f"Did you mean {close[0]}? " if close else "")
             raise ConfigError(f"No setting {', '.join(unknown)}. {advice}Settings: {', '.join(sorted(known))}.")
         made: Any = config
         found: Config = made(**{n: _converted(known[n], v) for n, v in values.items()}, fields_set=tuple(values))
