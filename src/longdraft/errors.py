@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import errno
+import pickle
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pickle import UnpicklingError
 
 
 class LongdraftError(Exception):
@@ -61,7 +61,7 @@ def reason_of(error: BaseException) -> str:
     """The first line of another library's error without its full stop, or the error's type if it has no text."""
     if isinstance(error, KeyError):
         return f"it lacks {error}"
-    if isinstance(error, UnpicklingError):  # whose own text advises to unpickle the file anyway
+    if isinstance(error, pickle.UnpicklingError):  # whose own text advises to unpickle the file anyway
         return "its .bin file is damaged or holds more than weights, and only weights are unpickled"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
