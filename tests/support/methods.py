@@ -210,11 +210,7 @@ DRAFTS = {
         folder, model, "dflash2", {"selector_rank": 6, "selector_top_k": 4}, conv=(2, 16), selector=6
     ),
     "small-lm": lambda folder, model: small_lm(
-<<<<<<< HEAD
-        folder, model.config.vocab_size, context=max(256, model.config.max_position_embeddings)
-=======
         folder, model.config.vocab_size, context=max(512, model.config.max_position_embeddings)
->>>>>>> tests-engine
     ),
     "target": saved,
     "heads": random_heads,
