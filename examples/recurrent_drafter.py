@@ -99,7 +99,7 @@ class RecurrentDrafter(Drafter):
         bound, features = self._bound, self._store.features
         assert features is not None
         # The root has no state yet: start from the state of the row before it.
-        state = bound.cell.begin(torch.stack([features.row(s.slot, len(s.tokens) - 2) for s in sequences]))
+        state = bound.cell.begin(torch.stack([features[s.slot, len(s.tokens) - 2] for s in sequences]))
         last = torch.tensor([s.output[-1] for s in sequences], device=state.device)
         tokens, scores = [last], [torch.zeros(len(sequences), device=state.device)]
         for _ in range(self.max_nodes if limit is None else min(self.max_nodes, limit.nodes)):
