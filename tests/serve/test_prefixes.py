@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,12 @@ from safetensors.torch import save_file
 
 from longdraft.errors import CheckpointError
 from longdraft.memory import snapshot
+from longdraft.model.checkpoints import LoadedModel
+from longdraft.serve.service import service_of
+from longdraft.serve.settings import Settings
 from tests import elsewhere
 from tests.serve.kept_texts import HEAD, NEW, OLD, POINTS, ROW, Texts, files, kill_at_every_point
+from tests.tiny import tiny_model, tiny_tokenizer
 
 TEXT = list(range(100))
 
@@ -304,6 +309,15 @@ def test_a_folder_that_cannot_be_created_is_an_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError):
         Texts(tmp_path / "file" / "folder")
+
+
+def test_a_server_whose_folder_cannot_be_written_does_not_start(tmp_path):
+    model = LoadedModel(tiny_model(context=64), tiny_tokenizer(chat=True))
+    settings = Settings("m", ("ar",), slots=1, context=64, tree_bytes=0, snapshots=tmp_path / "kept")
+    assert service_of(model, settings, {}, {}).settings.context == 64 and (tmp_path / "kept").is_dir()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError):
+        service_of(model, replace(settings, snapshots=tmp_path / "file" / "kept"), {}, {})
 
 
 # --- kill -9 ---

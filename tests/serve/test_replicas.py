@@ -94,8 +94,11 @@ def running(*arguments):
 
 def workers(run, name):
     """Ray's processes below a run with a name in their titles."""
-    children = psutil.Process(run.pid).children(recursive=True)
-    return [process for process in children if process.is_running() and name in " ".join(process.cmdline()[:1])]
+    found = []
+    for process in psutil.Process(run.pid).children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # one that was killed
+            found += [process] if name in " ".join(process.cmdline()[:1]) else []
+    return found
 
 
 def ask(url, question, tokens=40, session="", **more):

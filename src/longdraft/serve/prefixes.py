@@ -43,6 +43,16 @@ class _File:
     parent: str = ""
 
 
+def check_folder(folder: Path) -> None:
+    """Creates the folder. Raises CheckpointError if nothing can be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise CheckpointError(f"Prompts cannot be kept in {folder}: {error}.") from error
+
+
 class DiskPrefixes(PromptCache):
     """A prompt cache with a folder behind it. All calls come from the engine's thread.
 
@@ -83,10 +93,8 @@ class DiskPrefixes(PromptCache):
         self._written: set[int] = set()
         self._warned: set[str] = set()
         self._next_attempt = 0.0  # time.monotonic() from which writing is tried again
+        check_folder(folder)
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=folder):
-                pass  # what cannot be written is said now
             self._find()
         except OSError as error:
             raise CheckpointError(f"Prompts cannot be kept in {folder}: {error}.") from error

@@ -27,7 +27,7 @@ from longdraft.serve.choice import Choice
 from longdraft.serve.errors import ApiError
 from longdraft.serve.metrics import Metrics
 from longdraft.serve.openai import PART
-from longdraft.serve.prefixes import DiskPrefixes
+from longdraft.serve.prefixes import DiskPrefixes, check_folder
 from longdraft.serve.processors import Bias, NotBefore, Penalties, Processor
 from longdraft.serve.settings import Settings
 from longdraft.serve.structured import table_of
@@ -235,6 +235,7 @@ def service_of(
 
     Raises:
         RequestError, MemoryBudgetError: the context is longer than the model's, or than fits the memory.
+        CheckpointError: prompts cannot be kept in the folder.
     """
 
     def speculator(method: str | None) -> Speculator:
@@ -247,6 +248,8 @@ def service_of(
                 given["lookup"] = True
         return Speculator(method, loaded.model, loaded.tokenizer, **given)
 
+    if settings.snapshots is not None:
+        check_folder(settings.snapshots)
     chosen = speculator(settings.methods[0] if settings.methods else None)
     chosen.planner(progress)
     methods = settings.methods or tuple(dict.fromkeys((chosen.method.name, "ar")))
