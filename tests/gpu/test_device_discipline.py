@@ -14,7 +14,7 @@ import torch
 
 from longdraft import Speculator
 from longdraft.attention.transfer import on_device
-from longdraft.engine import loop, top_p
+from longdraft.engine import top_p
 from longdraft.engine.loop import prefill_chunk
 from longdraft.model.graphs import Graphs
 from longdraft.model.runner import TargetRunner
@@ -186,9 +186,8 @@ DYNAMIC, OPT = {"depth": 5, "top_k": 3}, {"tree": "opt", "threshold": 0.01, "dep
     ],
     ids=str,
 )  # fmt: skip
-def test_a_recorded_level_drafts_what_the_level_drafts(method, tree, specs, there, monkeypatch):
+def test_a_recorded_level_drafts_what_the_level_drafts(method, tree, specs, there):
     """Levels of several widths and depths, of sequences that end at different times: the same tokens are accepted."""
-    monkeypatch.setattr(loop, "SPARE", 2)  # hidden states are in a ring, where the draft has a window
     options = options_of(specs, method) | {"widths": None, "tree": "dynamic", "nodes": 20} | tree
     moved(specs.model)
     found = []
