@@ -30,9 +30,23 @@ def row(model_type: str, verdict: Verdict) -> str:
 
 
 def rows() -> dict[str, str]:
-    """Model type -> its row on the page."""
+    """Model type -> its row; on the page, types whose rows say the same share one."""
     table = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
-    return {line.split("`")[1]: line for line in table.splitlines() if line.startswith("| `")}
+    found = {}
+    for line in table.splitlines():
+        if line.startswith("| `"):
+            types, _, rest = line[2:].partition(" |")
+            found |= {name: f"| `{name}` |{rest}" for name in types.strip("`").split("`, `")}
+    return found
+
+
+def together(made: dict[str, str]) -> str:
+    """The rows with those that say the same in one, hosted ones first."""
+    types: dict[str, list[str]] = {}
+    for name in sorted(made):
+        types.setdefault(made[name].partition("` |")[2], []).append(f"`{name}`")
+    said = sorted(types, key=lambda rest: (rest.split("|")[0].strip() != "yes", rest))
+    return "".join(f"| {', '.join(types[rest])} |{rest}\n" for rest in said)
 
 
 def written_with() -> str:
@@ -51,8 +65,8 @@ def write(types: list[str]) -> None:
         print(made[model_type])
     hosted = sum(line.split("|")[2].strip() == "yes" for line in made.values())
     said = f"{hosted} of the {len(made)} causal language models of transformers {transformers.__version__}:\n\n"
-    head = "| model type | hosted | its layers | why not |\n|---|---|---|---|\n"
-    table = said + head + "".join(f"{made[name]}\n" for name in sorted(made))
+    head = "| model types | hosted | its layers | why not |\n|---|---|---|---|\n"
+    table = said + head + together(made)
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     PAGE.write_text(before + BEGIN + table + END + rest.partition(END)[2], encoding="utf-8")
 
