@@ -23,6 +23,8 @@ from longdraft.trees.options import TreeOptions
 
 N = TypeVar("N", int, float)
 
+# What each contender may have beside its method's options.
+BESIDE = ("plan", "kv_dtype")
 CATALOGUE = Path(__file__).with_name("catalogue.json")
 _KINDS = {kind.__name__: kind for kind in (int, float, bool, str, tuple, object)}
 
@@ -142,9 +144,16 @@ def _option(kept: Mapping[str, Any]) -> Option:
 
 
 def contender_options(names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """The options behind the names of contenders such as ``specpv:budget=512:margin=8``, by contender."""
-    split = {name: name.split(":") for name in names if ":" in name}
-    return {name: method_options(method, pairs) for name, (method, *pairs) in split.items()}
+    """The options behind the names of contenders such as ``specpv:budget=512:margin=8``, by contender; ``plan`` and
+    ``kv_dtype`` are any contender's."""
+    found = {}
+    for name in names:
+        method, *pairs = name.split(":")
+        beside = {key.strip(): _parsed(value.strip()) for key, _, value in (pair.partition("=") for pair in pairs)}
+        own = [pair for pair in pairs if pair.partition("=")[0].strip() not in BESIDE]
+        if pairs:
+            found[name] = method_options(method, own) | {key: beside[key] for key in BESIDE if key in beside}
+    return found
 
 
 def _parsed(text: str) -> Any:
