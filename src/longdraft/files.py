@@ -27,7 +27,7 @@ _SIZES = _ITEMS = 1 << 16
 # largest size of a tensor.
 _RANGES: tuple[tuple[str, float, float | None], ...] = (
     (r"((num_)?(hidden|decoder|encoder)_|n_|num_)layers|n_layer|(num_)?blocks|block_count", 0, 1024),
-    (r"block_size|slots|(num_)?speculative_tokens", 0, 1024),
+    (r"block_size|slots|fc_norm|(num_)?speculative_tokens", 0, 1024),
     (r".*(heads|head_count|head_count_kv|experts|expert_count|expert_used_count)|n_head", 0, 4096),
     (r".*(_size|_dim|rank|vocabulary|taps|group|top_k|feed_forward_length|embedding_length|(key|value)_length)", -1,
      None),

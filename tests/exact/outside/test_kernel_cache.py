@@ -111,6 +111,7 @@ import longdraft
 from tests.tiny import tiny_model
 model = tiny_model(hidden=256, heads=4, kv_heads=2, vocab=4000)
 torch.set_num_threads(2)  # the second one starts at the first work
+longdraft.Speculator  # imported while there is room
 limit = resource.getrlimit(resource.RLIMIT_AS)
 resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + (int(sys.argv[1]) << 20), limit[1]))
 try:
