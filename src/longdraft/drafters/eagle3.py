@@ -139,8 +139,9 @@ class Eagle3Drafter(RetrievingDrafter):
         self.tree = self.shaped(tree.kind("opt" if retrieval.retrieval else "dynamic", draft.levels), draft, options)
         self.window = draft.window if own.window is None else own.window
         if self.window is not None and self.tree.depth >= self.window:
+            whose = f"{draft.folder}: " if own.window is None else ""
             raise ValueError(
-                f"window must be more tokens than the tree has levels ({self.tree.depth}), got {self.window}"
+                f"{whose}window must be more tokens than the tree has levels ({self.tree.depth}), got {self.window}"
             )
         if retrieval.retrieval and own.window is not None:
             raise ValueError("window and retrieval both say what the draft sees: give one of them")
