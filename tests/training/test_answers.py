@@ -14,10 +14,11 @@ from longdraft import Speculator
 from longdraft.cli.main import main
 from longdraft.errors import CapabilityError, CheckpointError, PromptError
 from longdraft.model.chat import chat_prompt
-from longdraft.training import answers
-from longdraft.training.answers import AnswerFile, Server
+from longdraft.training import answers, served_answers
+from longdraft.training.answers import AnswerFile
 from longdraft.training.documents import Skipped, documents
 from longdraft.training.prompts import Ask
+from longdraft.training.served_answers import Server, answer_by_server
 from tests.tiny import tiny_model, tiny_tokenizer
 
 pytest.importorskip("openai")
@@ -73,7 +74,7 @@ class Stub(BaseHTTPRequestHandler):
 @pytest.fixture
 def stub(monkeypatch):
     """A server, and its state: what it was asked, and ``fault``, which says what goes wrong with an answer."""
-    monkeypatch.setattr(answers, "RETRIES", 0)
+    monkeypatch.setattr(served_answers, "RETRIES", 0)
     server = ThreadingHTTPServer(("127.0.0.1", 0), Stub)
     server.state = {
         "lock": threading.Lock(), "asked": [], "flying": 0, "most": 0, "answered": 0, "fault": lambda text, count: None
@@ -148,7 +149,7 @@ def test_prompts_that_are_too_long_for_the_target(spec, tmp_path, monkeypatch):
 def run(stub, out, **over):
     settings = {"batch": 3, "max_new_tokens": 9, "total": 12} | over
     file = AnswerFile(out, "messages")
-    return file, answers.answer_by_server(Server(stub["url"]), enumerate(ASKED), file, **settings)
+    return file, answer_by_server(Server(stub["url"]), enumerate(ASKED), file, **settings)
 
 
 def rows_of(out):
@@ -207,7 +208,7 @@ def test_prompts_that_a_server_refuses(stub, tmp_path, monkeypatch):
 
 
 def test_no_server(tmp_path, monkeypatch):
-    monkeypatch.setattr(answers, "RETRIES", 0)
+    monkeypatch.setattr(served_answers, "RETRIES", 0)
     with pytest.raises(CapabilityError, match="cannot be asked"):
         run({"url": "http://127.0.0.1:9"}, tmp_path / "a.jsonl")
 

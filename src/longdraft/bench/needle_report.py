@@ -22,7 +22,7 @@ FIGURES = ("accuracy", "perplexity", "code_accuracy", "code_perplexity")
 
 
 def shown(measured: Sequence[Mapping[str, Any]], names: Sequence[str], complete: bool = True) -> Report:
-    """What is shown of haystacks that views were asked for; keys are those that docs/figures.md defines.
+    """The report of haystacks that views were asked for; keys are those that docs/figures.md defines.
 
     Args:
         names: the views, in the order of the rows.

@@ -41,7 +41,7 @@ COLUMNS = (
 
 
 def shown(quality: Quality, compared: Sequence[Mapping[str, Any]], complete: bool = True) -> Report:
-    """What is shown of prompts that :meth:`Quality.compare` decoded; keys are those that docs/figures.md defines."""
+    """The report of prompts that :meth:`Quality.compare` decoded; keys are those that docs/figures.md defines."""
     groups = [[c for c in compared if c["dataset"] == name] for name in dict.fromkeys(c["dataset"] for c in compared)]
     document = {
         "drafter": quality.drafter,

@@ -186,7 +186,7 @@ def document(
 
 
 def shown(document: dict[str, Any], decode: Callable[[list[int]], str] = str) -> Report:
-    """What is shown of :func:`document`: a table for each data set, context and batch, and what the parts of a round
+    """The report of a :func:`document`: a table for each data set, context and batch, and what the parts of a round
     took where they were looked at; a figure of tokens/s over contexts for each data set and batch.
 
     Args:

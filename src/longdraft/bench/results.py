@@ -105,7 +105,7 @@ def read(path: Path) -> tuple[dict[str, Any], list[Measured]]:
 
 
 def report_of(path: Path) -> Report:
-    """What is shown of a file, as :func:`read` reads it.
+    """The report of a results file, as :func:`read` reads it.
 
     Raises:
         CheckpointError: it has no measurement, or one that no bench wrote.

@@ -1,4 +1,4 @@
-"""How the bench measures a batch of prompts.
+"""The measurement of a batch of prompts.
 
 For each batch of prompts every contender decodes once from nothing, which warms it up and gives its time to first
 token. Then come the rounds that are timed: all contenders in turn, each from the prompts' KV. Memory is looked at

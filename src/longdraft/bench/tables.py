@@ -19,7 +19,7 @@ Column = tuple[str, str, str]
 
 @dataclass
 class Report:
-    """What a measurement shows.
+    """The tables, figures and JSON object of a measurement.
 
     Attributes:
         document: the JSON object.

@@ -104,7 +104,7 @@ def data(
         raise CheckpointError(f"--out {out}: its folder does not exist, or it is a folder itself.")
 
     from longdraft.model.stored import weight_shape
-    from longdraft.training import answers, documents, prompts, repeats, tokens
+    from longdraft.training import answers, documents, prompts, repeats, served_answers, tokens
 
     skipped = documents.Skipped()
     if kind is Kind.tokens:
@@ -136,7 +136,9 @@ def data(
         if url is None:
             unusable = answers.answer(spec, passages, file, seed=seed, **how)
         else:
-            unusable = answers.answer_by_server(answers.Server(url, api_key, target), passages, file, **how)
+            unusable = served_answers.answer_by_server(
+                served_answers.Server(url, api_key, target), passages, file, **how
+            )
     if unusable:
         console.note(f"{unusable:,} prompts were refused, or answered without text.")
     _answered(file, display.seconds, prices, cancel, skipped, output)

@@ -243,7 +243,7 @@ class Item(Strict):
 
 
 class TextFormat(Strict):
-    """How ``/v1/responses`` says ``response_format``."""
+    """The ``response_format`` of ``/v1/responses``, under the name that it has there."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str | None = None

@@ -1,8 +1,8 @@
-"""What a run would take, by formula: memory of a GPU, tokens, steps and hours, from the target's ``config.json`` alone.
+"""An estimate of a run by formula: memory of a GPU, tokens, steps and hours, from the target's ``config.json`` alone.
 
 A weight that takes part in a row's products costs 2 operations forward and 4 backward, and 2 more if the layer is
 computed again. Memory between forward and backward is what a row keeps: some tens of numbers of the hidden size, and
-some of the MLP's; the factors are those of steps under fake tensors, which a test runs. Totals are right to a tenth.
+some of the MLP's; the factors are those of steps under fake tensors, which a test runs. They are right to a fifth.
 """
 
 from __future__ import annotations

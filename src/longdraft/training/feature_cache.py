@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from longdraft.errors import CheckpointError
+from longdraft.files import opened
 from longdraft.training import feature_files
 from longdraft.training.documents import Document
 from longdraft.training.features import FeatureReader, Features
@@ -76,7 +77,7 @@ class FeatureCache:
         learned_row = row - sum(self.index["starts"][before])
         rows = slice(row, row + len(document.tokens))
         learned = slice(learned_row, learned_row + len(document.tokens) - document.start)
-        with feature_files.opened(self.path(shard), ADVICE) as file:
+        with opened(self.path(shard), ADVICE) as file:
             return Features(
                 tokens=torch.tensor(document.tokens),
                 start=document.start,
@@ -94,7 +95,7 @@ class FeatureCache:
                 missing += self._documents_of(shard)
                 continue
             # The index has the documents' lengths only.
-            with feature_files.opened(self.path(shard), ADVICE) as file:
+            with opened(self.path(shard), ADVICE) as file:
                 if file.get_tensor("tokens").tolist() != [t for d in self._documents_of(shard) for t in d.tokens]:
                     raise feature_files.refused(self.folder, OTHER)
         needed = bytes_needed(missing, self.reader.bytes_per_token)

@@ -14,7 +14,6 @@ from safetensors.torch import save_file
 
 from longdraft.errors import CheckpointError
 from longdraft.files import TEXT, naming, read_json, regular
-from longdraft.files import opened as opened
 from longdraft.training.features import Features
 
 INDEX = "index.json"

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from longdraft.errors import CheckpointError, PromptError
+from longdraft.files import opened
 from longdraft.training import feature_files
 from longdraft.training.documents import Document, Skipped, documents
 from longdraft.training.feature_files import INDEX
@@ -61,7 +62,7 @@ class Tokens(Lazy[Document]):
     @classmethod
     def mapped(cls, path: Path) -> Tokens:
         """A shard on disk. Raises CheckpointError if it is missing or damaged."""
-        with feature_files.opened(path, ADVICE) as file:
+        with opened(path, ADVICE) as file:
             ids, ends, starts = (file.get_tensor(name) for name in ("ids", "ends", "starts"))
             return cls(ids, ends, starts, file.metadata()["digest"])
 
@@ -171,7 +172,7 @@ def rows_done(folder: Path) -> int:
     paths = shards_of(folder)
     if not paths:
         return 0
-    with feature_files.opened(paths[-1], ADVICE) as file:
+    with opened(paths[-1], ADVICE) as file:
         return int(file.metadata()["rows"])
 
 

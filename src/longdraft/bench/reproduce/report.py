@@ -22,7 +22,7 @@ WIDE = 8
 
 
 def shown(made: Reproduction, cells: Sequence[Cell], complete: bool) -> Report:
-    """What is shown of a table.
+    """The report of a paper's table.
 
     Args:
         complete: no unit is missing.

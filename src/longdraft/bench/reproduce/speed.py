@@ -29,7 +29,7 @@ from longdraft.model.runner import TargetRunner
 
 @dataclass(frozen=True)
 class Unit:
-    """What is measured together: a batch of prompts, by all contenders of an attention path."""
+    """Runs that are measured together: a batch of prompts, by all contenders of an attention path."""
 
     path: str
     temperature: float
