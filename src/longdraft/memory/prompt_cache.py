@@ -155,7 +155,8 @@ class PromptCache:
         kept = max(held, shared)
         known = self._in_tree(text, kind) // piece * piece
         if known > kept:
-            self.store.put_pieces(slot, self._tree.rows(text, kept, known, kind))
+            for at, rows in self._tree.rows(text, kept, known, kind):
+                self.store.put_rows(slot, at, rows.keys, rows.values, rows.features)
             self.store.commit(slot, range(known - kept))
         self.tokens[slot], self.kinds[slot] = text[: max(kept, known)], kind
         return max(kept, known)

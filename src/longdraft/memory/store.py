@@ -8,7 +8,7 @@ of some layers (features), one row a token, for drafters of the EAGLE kind.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -318,11 +318,6 @@ class KVStore:
             own_values[:, :, start:end] = values[layers]
         if features is not None and self.features is not None:
             self.features[slot, start:end] = features
-
-    def put_pieces(self, slot: int, pieces: Iterable[tuple[int, Rows]]) -> None:
-        """Writes rows behind a slot's committed ones, in pieces that follow one another, each with its first place."""
-        for at, rows in pieces:
-            self.put_rows(slot, at, rows.keys, rows.values, rows.features)
 
     def copy_rows(self, source: int, slot: int, start: int, end: int) -> None:
         """Copies committed rows ``[start, end)`` of the slot ``source`` to the same place in ``slot``, and commits.
