@@ -15,6 +15,7 @@ import termios
 import time
 from collections.abc import Callable, Sequence
 
+import psutil
 import pytest
 
 from longdraft import methods
@@ -51,6 +52,17 @@ class Terminal:
 
     def type(self, text: str) -> None:
         os.write(self._ours, text.encode())
+
+    def interrupt(self) -> None:
+        """Ctrl-C, once the program waits for a key: Python misses a signal between a prompt and its first wait."""
+        program, seen = psutil.Process(self.process.pid), [("", -1)]
+
+        def waits(_: str) -> bool:
+            seen.append((program.status(), program.num_ctx_switches().voluntary))
+            return seen[-1] == seen[-2] and seen[-1][0] == psutil.STATUS_SLEEPING
+
+        self.until(waits)
+        self.type("\x03")
 
     def until(self, done: Callable[[str], bool], seconds: float = 60) -> str:
         """What the screen shows once that is so."""
@@ -115,24 +127,28 @@ def test_chat_says_which_model_talks(talk, model_folder):
     assert f"{model_folder.name}, decoded with prompt-lookup" in " ".join(talk.screen().split())
 
 
-@pytest.mark.parametrize("leave", ["exit\n", "quit\n", "/exit\n", "\x04", "\x03\x03"])
+@pytest.mark.parametrize("leave", ["exit\n", "quit\n", "/exit\n", "\x04"])
 def test_chat_is_left(talk, leave):
-    for i, key in enumerate([leave] if len(leave) != 2 else leave):
-        talk.type(key)
-        if len(leave) == 2 and not i:
-            talk.until(lambda written: "once more" in written and prompts(2)(written))
+    talk.type(leave)
+    talk.ended()
+    assert talk.process.returncode == 0
+
+
+def test_chat_is_left_by_ctrl_c_twice(talk):
+    talk.interrupt()
+    talk.until(lambda written: "once more" in written and prompts(2)(written))
+    talk.interrupt()
     talk.ended()
     assert talk.process.returncode == 0
 
 
 def test_ctrl_c_clears_the_line_and_the_session_goes_on(talk):
     talk.type("exi")
-    talk.until(lambda written: "exi" in written)
-    talk.type("\x03")
+    talk.interrupt()
     talk.until(lambda written: "once more" in written and prompts(2)(written))
     talk.type("/seed 3\n")
     talk.until(lambda written: "seed 3" in written.partition("/seed 3")[2])
-    talk.type("\x03")  # the first again, as something was said in between
+    talk.interrupt()  # the first again, as something was said in between
     talk.until(lambda written: written.count("once more") == 2)
     talk.type("exit\n")
     talk.ended()
