@@ -14,7 +14,7 @@ from longdraft.native.operators import declared, launch
 from longdraft.native.stored import Stored
 from longdraft.native.structures import Long, Matrix, Pointer
 
-_BY_INPUT = -3
+_BY_INPUT = -1
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ import torch
 from longdraft.native.boundary import FLOATS, WHOLE, address
 from longdraft.native.build import LEVELS, ON_REQUEST, levels, loaded
 from longdraft.native.draft import DraftBlock, Nodes
-from longdraft.native.nibbled import Nibbled
 from longdraft.native.operators import declared, launch
 from longdraft.native.scaled import FORMATS, KeptRows
 from longdraft.native.stored import Stored
@@ -64,7 +63,6 @@ class Kernels:
         kv, threads = ctypes.POINTER(KeysValues), ctypes.c_int
         self._linear = declared(library, "linear", Pointer, Long, Long, ctypes.POINTER(Matrix), Long, threads)
         self._unpack = declared(library, "unpack", Pointer, *(Long,) * 4, Pointer, threads)
-        self._nibble = declared(library, "nibble", Pointer, Long, Long, Pointer, threads)
         # q; keys and values, their slot; heads, rows, d, n; mask, its shape; begins; scoring; out; threads
         last = (Pointer, ctypes.POINTER(Scoring), Pointer, threads)
         self._attend = declared(library, "attend", Pointer, kv, *(Long,) * 5, Pointer, Long, Long, *last)
@@ -90,18 +88,6 @@ class Kernels:
         places = (address(data, torch.uint8, rows=True), weights.number, *weights.shape, data.stride(0), address(out))
         launch("unpack", [data, out], self._unpack, *places, torch.get_num_threads())
         return out
-
-    def nibbled(self, weights: torch.Tensor | Stored) -> Nibbled:
-        """A matrix (out, in) in four bits, with the same bits as :func:`~longdraft.native.nibbled.nibbled`."""
-        matrix = Nibbled.empty(weights.shape)
-        for rows, bands in matrix.pieces():
-            if isinstance(weights, Stored):
-                piece = self.unpack(Stored(weights.data[rows], weights.format))
-            else:
-                piece = weights[rows].detach().float().contiguous()
-            places = (address(piece), *piece.shape, address(bands, torch.uint8))
-            launch("nibbled", [piece, bands], self._nibble, *places, torch.get_num_threads())
-        return matrix
 
     def attend(
         self,

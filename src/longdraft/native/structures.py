@@ -9,15 +9,13 @@ from typing import ClassVar, Protocol
 import torch
 
 from longdraft.native.boundary import address
-from longdraft.native.nibbled import Nibbled
-from longdraft.native.rounded import Rounded
 from longdraft.native.scaled import FORMATS, KeptRows, Scaled
 from longdraft.native.stored import Stored
 
 Long, Pointer = ctypes.c_int64, ctypes.c_void_p
 
-# A matrix (out, in), in float32, stored or rounded, and its bias.
-Weights = tuple[torch.Tensor | Stored | Rounded | Nibbled, torch.Tensor | None]
+# A matrix (out, in), in float32 or stored, and its bias.
+Weights = tuple[torch.Tensor | Stored, torch.Tensor | None]
 
 
 class Matrix(ctypes.Structure):
@@ -34,10 +32,15 @@ class Matrix(ctypes.Structure):
         w, bias = weights
         if size not in (None, w.shape[1]):
             raise TypeError(f"rows of {size} numbers are multiplied with a matrix {tuple(w.shape)}")
-        data, number = (w.data, w.number) if isinstance(w, (Stored, Rounded, Nibbled)) else (w, 0)
-        kind = torch.float32 if data is w else torch.int8 if isinstance(w, Rounded) else torch.uint8
-        places = address(data, kind, rows=True), address(bias, size=w.shape[0]), address(y)
-        int8 = isinstance(w, Stored) and w.int8
+        if isinstance(w, Stored):
+            data, number, int8 = w.data, w.number, w.int8
+        else:
+            data, number, int8 = w, 0, False
+        places = (
+            address(data, torch.uint8 if number else torch.float32, rows=True),
+            address(bias, size=w.shape[0]),
+            address(y),
+        )
         return cls(*places, data.stride(0) * data.itemsize, w.shape[0], 0, number, int8)
 
 
