@@ -247,6 +247,10 @@ def no_option(name: str, known: Iterable[str], methods: Mapping[str, Iterable[st
     return ValueError(f"There is no option {name}: {advice}")
 
 
+# Methods that there were -> what to use in their place: refused by name, for one version.
+RETIRED = {"specpv-exact": "prompt-lookup and longspec with lookup=true are exact and faster; specpv is approximate"}
+
+
 def method_in(methods: Mapping[str, T], name: str) -> T:
     """The entry of a method.
 
@@ -256,7 +260,7 @@ def method_in(methods: Mapping[str, T], name: str) -> T:
     try:
         return methods[name]
     except (KeyError, TypeError):
-        advice = suggestion(name, methods) if isinstance(name, str) else ""
+        advice = RETIRED.get(name) or suggestion(name, methods) if isinstance(name, str) else ""
         raise UnknownMethodError(
             f"There is no method {name!r}{f': {advice}' if advice else '.'} Methods: {', '.join(methods)}. "
             "See `longdraft methods`."

@@ -33,11 +33,6 @@ class Accepted:
     path: tuple[int, ...]
     tokens: tuple[int, ...]
 
-    @property
-    def from_draft(self) -> int:
-        """Number of emitted tokens that were drafted: all but the bonus token."""
-        return len(self.tokens) - 1
-
 
 def decide(
     nodes: Sequence[tuple[TokenTree, torch.Tensor, Sampler]], model: torch.nn.Module | None = None

@@ -13,13 +13,12 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Literal
 
 import torch
 
 from longdraft.engine.accept import accept, decide
 from longdraft.engine.drafter import Drafter
-from longdraft.engine.event import Event, Mode
+from longdraft.engine.event import Event
 from longdraft.engine.grammar import fitted, with_grammars
 from longdraft.engine.planner import NoPlan, Plan, Planner
 from longdraft.engine.schedule import Schedule
@@ -102,7 +101,6 @@ class Engine:
         self._target = ""  # fingerprint of the target when the cache was opened
         if planner is not None:
             self.drafter.use_planner()
-            self.schedule.use_planner()
 
     # --- a round ---
 
@@ -110,16 +108,16 @@ class Engine:
         """Drafts, verifies and commits once for every sequence of a batch."""
         clock = self.runner.clock
         with around(clock, "draft"):
-            trees = self._propose([self.schedule.drafter_sequence(s) for s in batch])
+            trees = self._propose(batch)
         trees = self._plan.prune(trees)
         self._drafting_ended = time.perf_counter()
         self.schedule.query_layers = self._query_layers if self.drafter.reads_queries(batch) else ()
         with around(clock, "forward"):
             verified = self.schedule.verify(batch, trees)  # one target forward
-        decided = decide([(v.tree, v.logits, v.receiver.sampler) for v in verified], self.runner.model)
+        decided = decide([(v.tree, v.logits, v.sequence.sampler) for v in verified], self.runner.model)
         events = []
         for v, tokens in zip(verified, decided, strict=True):
-            accepted = accept(v.tree, v.logits, v.receiver.sampler, v.receiver.ids, v.receiver.emit, tokens)
+            accepted = accept(v.tree, v.logits, v.sequence.sampler, v.sequence.ids, v.sequence.emit, tokens)
             with around(clock, "commit"):
                 event = self.schedule.commit(v, accepted)
             with around(clock, "draft"):
@@ -156,7 +154,6 @@ class Engine:
         if self.planner is not None:
             drafting = self._drafting_ended - start
             self._plan.observe(events, self.drafter.forwards - forwards, drafting, seconds - drafting)
-            self.schedule.observe_round(events, seconds, self._plan.plain(batch))
         for s, event in zip(batch, events, strict=True):
             self.stats[s.index].count(event)
         # The first of a round's steps carries its seconds.
@@ -179,14 +176,6 @@ class Engine:
                 f"The prompt has {len(s.prompt)} tokens; with {s.max_new_tokens} new ones that is {s.longest}, and the "
                 f"model's context holds {limit} ({name_of(self.runner.model)}). Shorten the prompt, ask for fewer new "
                 "tokens, or load the model with a rope_factor (YaRN), which stretches its context."
-            )
-        switch = self.runner.rope_switch
-        # The last token of a text is never fed.
-        if switch is not None and len(s.prompt) <= switch < s.longest - 1 and not self.schedule.rereads:
-            raise ContextError(
-                f"The rows of a text change where it grows beyond {switch} tokens (longrope), and this method cannot "
-                f"read them anew. This text may grow from {len(s.prompt)} to {s.longest}: ask for fewer new tokens, or "
-                "take another method."
             )
         if s.index in self.stats:
             raise ValueError(f"there is a sequence {s.index} already")
@@ -379,31 +368,32 @@ class Engine:
         read = 0
         for s in reading:
             while self._is_read(s) and read < self.chunk:
-                start, anew = time.perf_counter(), bool(s.output)
+                # A text that is read anew was in decoding, which this takes a part of.
+                start, mode = time.perf_counter(), "full" if s.output else "prefill"
                 # A token that has been emitted is the root of the next round.
-                text = s.tokens[:-1] if anew else s.prompt
+                text = s.tokens[:-1] if s.output else s.prompt
                 if s.index not in self._prompt_queries:
-                    piece, kind = 1 if self._keeps_outputs else self.chunk, self.runner.rows_kind(s.length)
-                    if s.sampler.prompt_reader is not None or not s.reuse or self._whole:
-                        piece = len(text)  # nothing that was kept: it has no logits, or is not wanted
-                    kept = self.cache.begin(s.slot, text, piece, kind)
-                    if not anew:
-                        self.stats[s.index].cached = kept
-                    self._prompt_queries[s.index] = {layer: [] for layer in self._query_layers}
+                    self._begin(s, text)
                 before = self._store.lengths[s.slot]
                 emitted = self._read_piece(s, text, before)
                 now = self._store.lengths[s.slot]
                 read += now - before
-                seconds = time.perf_counter() - start
-                # A text that is read anew was in decoding, which this takes a part of.
-                mode: Mode = "full" if anew else "prefill"
-                done = len(s.prompt) if anew else now
+                seconds, done = time.perf_counter() - start, min(now, len(s.prompt))
                 steps.append(Step(s.index, emitted, 0, 0, 0, mode, seconds, done, s.finish_reason))
         return steps
 
+    def _begin(self, s: Sequence, text: list[int]) -> None:
+        """Puts what was kept of a text's beginning into its slot."""
+        piece = 1 if self._keeps_outputs else self.chunk
+        if s.sampler.prompt_reader is not None or not s.reuse or self._whole:
+            piece = len(text)  # nothing that was kept: it has no logits, or is not wanted
+        kept = self.cache.begin(s.slot, text, piece, self.runner.rows_kind(s.length))
+        if not s.output:
+            self.stats[s.index].cached = kept
+        self._prompt_queries[s.index] = {layer: [] for layer in self._query_layers}
+
     def _read_piece(self, s: Sequence, text: list[int], start: int) -> tuple[int, ...]:
-        """Reads a text from token ``start`` on; the logits of a prompt's last token give the first new one, if it is
-        there.
+        """Reads a text from token ``start`` on; the logits of a prompt's last token give the first new one.
 
         Pieces end at multiples of :attr:`chunk`, whoever drafts and whoever else is there: rows that are read together
         get the same bits.
@@ -417,8 +407,8 @@ class Engine:
         taps = Taps(queries=self._query_layers) if end > len(text) - window else NO_TAPS
         block = store.block([s.slot], [text[start:end]], prompt=True, text=s.length)
         reader = None if anew else s.sampler.prompt_reader
-        logits: Literal["all", "last", "none"] = "last" if last and not anew else "none"
-        out = self.runner.forward(block, store, logits="all" if reader else logits, taps=taps, check=False)
+        logits = "all" if reader else "last" if last and not anew else "none"
+        out = self.runner.forward(block, store, logits=logits, taps=taps, check=False)
         store.commit(s.slot, range(end - start))
         if reader is not None and out.logits is not None:
             reader.prompt_logits(start, out.logits[0])
@@ -429,13 +419,11 @@ class Engine:
             return ()
         root = TokenTree((text[-1],), (-1,))
         emitted: tuple[int, ...] = ()
-        if out.logits is not None:
+        if not anew and out.logits is not None:
             (decided,) = decide([(root, out.logits[0], s.sampler)], self.runner.model)
             emitted = accept(root, out.logits[0], s.sampler, s.ids, s.emit, decided).tokens
         pieces = self._prompt_queries.pop(s.index)
         queries = {layer: torch.cat(q, dim=1)[:, -window:] for layer, q in pieces.items()}
         self.cache.remember(s.slot, text)
-        sequence = self.schedule.drafter_sequence(s)
-        begun = emitted or (s.output[-1],)
-        self.drafter.observe(Event(sequence, root, emitted=begun, mode="prefill", queries=queries))
+        self.drafter.observe(Event(s, root, emitted=emitted or (s.output[-1],), mode="prefill", queries=queries))
         return emitted

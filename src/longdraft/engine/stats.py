@@ -65,7 +65,7 @@ class Result:
         rounds: target verification forwards that this sequence took part in, partial ones among them.
         partial_rounds: verification forwards on a partial cache.
         partial_tokens: tokens that those accepted.
-        rolled_back: how many of these a full verification refuted before they were emitted.
+        rolled_back: always 0; for scripts that read it.
         cached_tokens: prompt tokens whose keys and values were in the cache already.
         prefill_seconds: wall time of reading the prompts.
         decode_seconds: wall time of everything after.
@@ -131,7 +131,7 @@ class Stats:
     """Counts the rounds of one sequence."""
 
     def __init__(self) -> None:
-        self.drafted = self.accepted = self.unconfirmed = self.taken_back = 0
+        self.drafted = self.accepted = self.partial_tokens = 0
         self.cached = 0  # prompt tokens that need not be read
         self.rounds_by_mode: Counter[Mode] = Counter()
 
@@ -143,8 +143,7 @@ class Stats:
         self.rounds_by_mode[event.mode] += 1
         self.drafted += event.tree.drafted
         self.accepted += event.accepted
-        self.unconfirmed += event.unconfirmed
-        self.taken_back += event.taken_back
+        self.partial_tokens += len(event.emitted) if event.mode == "partial" else 0
 
 
 def step_of(sequence: Sequence, event: Event) -> Step:
@@ -152,7 +151,7 @@ def step_of(sequence: Sequence, event: Event) -> Step:
     return Step(
         sequence=sequence.index,
         token_ids=event.emitted,
-        from_draft=event.from_draft,
+        from_draft=event.accepted,
         drafted=event.tree.drafted,
         accepted=event.accepted,
         mode=event.mode,
