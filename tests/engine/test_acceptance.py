@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from transformers import LogitsProcessorList
 
 from longdraft.engine.accept import Accepted, accept
-from longdraft.engine.draws import OwnDraws
+from longdraft.engine.draws import Draws
 from longdraft.engine.sampler import Sampler, Sampling
 from longdraft.trees.builders import chain, union
 from longdraft.trees.tree import TokenTree
@@ -32,7 +32,7 @@ def verified(tree: TokenTree, prefix: list[int]) -> torch.Tensor:
 
 def sampler(sampling: Sampling | None = None, seed: int = 0) -> Sampler:
     sampling = sampling or Sampling()
-    return Sampler(sampling.greedy, sampling.processors(), OwnDraws(torch.Generator().manual_seed(seed)))
+    return Sampler(sampling.greedy, sampling.processors(), Draws(torch.Generator().manual_seed(seed)))
 
 
 def decode(tree_for, sampler: Sampler, n: int) -> list[int]:
@@ -186,7 +186,7 @@ class Recorder:
 @pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampled"])
 def test_a_stateful_processor_sees_one_call_a_token_in_order_whatever_is_drafted(greedy):
     recorder = Recorder()
-    who = Sampler(greedy, LogitsProcessorList([recorder]), OwnDraws(torch.Generator().manual_seed(3)))
+    who = Sampler(greedy, LogitsProcessorList([recorder]), Draws(torch.Generator().manual_seed(3)))
     bushy = [[a, b, a] for a in range(VOCABULARY) for b in range(VOCABULARY)]
     out = decode(lambda text: union(text[-1], bushy), who, 12)
     assert recorder.texts == [PREFIX + out[:i] for i in range(12)]

@@ -16,7 +16,7 @@ import torch
 from transformers import LogitsProcessorList
 
 from longdraft.engine.accept import Accepted, accept
-from longdraft.engine.draws import OwnDraws
+from longdraft.engine.draws import Draws
 from longdraft.engine.sampler import Sampler, Sampling
 from longdraft.trees.builders import chain, union
 from longdraft.trees.tree import TokenTree
@@ -177,7 +177,7 @@ def test_accepted_text_has_the_targets_distribution(shape, setting):
 def sampled_p_value(shape: str, setting: str, walk=accept, seed: int = 0) -> float:
     """Chi-square of sampled texts, with the trees of a shape taken in turn."""
     sampling = SETTINGS[setting]
-    sampler = Sampler(sampling.greedy, Memory(sampling.processors()), OwnDraws(torch.Generator().manual_seed(seed)))
+    sampler = Sampler(sampling.greedy, Memory(sampling.processors()), Draws(torch.Generator().manual_seed(seed)))
     cases = [(tree, tree_logits(tree)) for tree in TREES[shape]]
     counts = torch.zeros([VOCABULARY] * SAMPLED)
     for run in range(RUNS):

@@ -9,7 +9,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 from longdraft import Speculator
 from longdraft.bench.contenders import Job
 from longdraft.bench.hf import Generate
-from longdraft.engine.draws import OwnDraws
+from longdraft.engine.draws import Draws
 from longdraft.engine.sampler import Sampler, Sampling
 from tests.tiny import tiny_model
 
@@ -61,7 +61,7 @@ def test_a_token_is_sampled_with_the_generator_it_was_given():
     logits, text = torch.randn(61), torch.tensor([1])
 
     def sampled(seed: int) -> list[int]:
-        sampler = Sampler(False, Sampling(1.0).processors(), OwnDraws(torch.Generator().manual_seed(seed)))
+        sampler = Sampler(False, Sampling(1.0).processors(), Draws(torch.Generator().manual_seed(seed)))
         torch.manual_seed(int(torch.randint(10**6, ())))  # the global state plays no part
         return [sampler.sample(text, logits) for _ in range(20)]
 

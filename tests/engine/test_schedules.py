@@ -10,7 +10,7 @@ from longdraft.drafters.eagle3 import Eagle3Draft, Eagle3Drafter
 from longdraft.drafters.longspec import LongSpecDraft, LongSpecDrafter
 from longdraft.drafters.suffix import SuffixDrafter
 from longdraft.engine.drafter import Drafter
-from longdraft.engine.draws import OwnDraws
+from longdraft.engine.draws import Draws
 from longdraft.engine.loop import Engine
 from longdraft.engine.partial import SpecPV, partial_view
 from longdraft.engine.sampler import Sampler, Sampling
@@ -52,7 +52,7 @@ def run(model, schedule, drafter=None, prompts=PROMPTS, n=28, sampling=None, eos
     sampling = sampling or Sampling()
     sequences = []
     for i, prompt in enumerate(prompts):
-        sampler = Sampler(sampling.greedy, sampling.processors(), OwnDraws(torch.Generator().manual_seed(i)))
+        sampler = Sampler(sampling.greedy, sampling.processors(), Draws(torch.Generator().manual_seed(i)))
         sequences.append(Sequence(i, list(prompt), n, sampler=sampler, rules=[eos_rule(frozenset(eos))]))
     engine = Engine(TargetRunner(model), drafter or NoDrafter(), schedule)
     return sequences, decoded(engine, sequences), engine

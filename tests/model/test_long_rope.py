@@ -78,6 +78,19 @@ def test_every_exact_method_crosses_the_switch(specs, method):
     assert got == [as_a_whole(specs.model, prompt, NEW) for prompt in prompts]
 
 
+def test_partial_verification_crosses_the_switch():
+    model, prompt = long_rope_model(), prompt_of(SWITCH - 4)
+    sizes = {"drafter": "prompt-lookup", "budget": 8, "sink": 4, "recent": 4, "block": 4, "margin": 4}
+    run = Speculator("specpv", target=model, **sizes).stream(prompt, max_new_tokens=NEW)
+    modes = [step.mode for step in run]
+    (result,) = run.results()
+    anew = modes.index("full", 1)
+    assert "partial" in modes[:anew] and "partial" in modes[anew:] and result.new_tokens == NEW
+    # The first token behind the switch is one of the whole text with the long factors.
+    written = prompt + result.token_ids
+    assert as_a_whole(model, written[: SWITCH + 1], 1) == [written[SWITCH + 1]]
+
+
 def test_a_sampled_text_is_that_of_plain_decoding():
     model = long_rope_model(dtype=torch.float64)
     settings = {"max_new_tokens": NEW, "temperature": 0.9, "seed": 3}

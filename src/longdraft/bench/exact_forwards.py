@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
-from longdraft.engine.loop import prefill_chunk
+from longdraft.engine.prompts import prefill_chunk
 from longdraft.memory.prompt_cache import PromptCache
 from longdraft.model.outputs import TargetOutput
 from longdraft.model.runner import TargetRunner

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from longdraft.engine import notebook
 from longdraft.engine.event import Event, Mode
 from longdraft.engine.sequence import FinishReason, Sequence
 from longdraft.engine.streaming import Piece
@@ -71,7 +70,7 @@ class Result:
         decode_seconds: wall time of everything after.
         peak_memory_bytes: peak of the process (CPU) or of the allocator (GPU).
         from_draft: for each token, whether it was drafted.
-        pieces: the text again, each piece with whether it was drafted. A notebook shows these in colour.
+        pieces: the text again, each piece with whether it was drafted.
         arithmetic: the target's: "int8" or the dtype it computes in.
     """
 
@@ -98,10 +97,6 @@ class Result:
     def __repr__(self) -> str:
         text = self.text if len(self.text) <= _REPR_CHARACTERS else f"{self.text[:_REPR_CHARACTERS]}..."
         return f"Result({text!r}, {self.summary})"
-
-    def _repr_html_(self) -> str:
-        pieces = self.pieces or [Piece(self.text or " ".join(map(str, self.token_ids)), False)]
-        return notebook.page(pieces, self.summary)
 
     @property
     def summary(self) -> str:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from longdraft import Speculator
+from longdraft.drafts.kinds import kind_of
+from longdraft.drafts.speculators import to_speculators
 from longdraft.training.corpus import collect
 from longdraft.training.documents import Document, Skipped
 from longdraft.training.tokens import Tokens
@@ -38,6 +42,23 @@ def test_specpv_writes_the_same_whatever_the_clock_and_its_neighbours(monkeypatc
     for batch in (1, 2, 3):
         together = spec.generate(PROMPTS, max_new_tokens=60, batch=batch)
         assert [r.token_ids for r in together] == [r.token_ids for r in alone]
+
+
+def test_a_draft_that_does_not_say_where_its_residual_starts_is_read_as_vllm_reads_it(tmp_path):
+    model = tiny_model(vocab=61, layers=8)
+    published = published_eagle3(tmp_path / "published", model)
+    kind = kind_of(published)
+    to_speculators(kind.load(published), tmp_path / "speculators", "some/target")
+    file = tmp_path / "speculators" / "config.json"
+    config = json.loads(file.read_text())
+    assert config.pop("norm_before_residual") is False
+    texts = []
+    for said in ({"norm_before_residual": True}, {"norm_before_residual": False}, {}):
+        file.write_text(json.dumps(config | said))
+        spec = Speculator(tmp_path / "speculators", target=model, plan="fixed", depth=3)
+        texts.append([step.tree for step in spec.stream([[3, 9, 14]], max_new_tokens=12)])
+    assert texts[2] == texts[0] != texts[1]
+    assert not kind.load(published).shape.norm_before_residual
 
 
 def test_pieces_of_a_text_are_all_learned_or_all_held_out():
