@@ -28,7 +28,7 @@ from longdraft.model.checkpoints import Progress
 from longdraft.model.lock import lock_of
 from longdraft.model.runner import TargetRunner
 from longdraft.options import whole_number
-from longdraft.planning.costs import STEPS, Stage
+from longdraft.planning.costs import stages
 from longdraft.planning.planner import Planner
 from longdraft.planning.plans import PlanChoice, checked, planned, planner_for
 from longdraft.recipes import Recipe, recipe_for, resolve
@@ -199,14 +199,6 @@ class Speculator:
         logger.warning("Decoding plainly: %s", reason)
         return recipe_for(METHODS["ar"], {}, runner)
 
-    def planner(self, progress: Progress | None = None) -> Planner | None:
-        """The planner of its rounds; None with fixed trees. The first call may measure the cost of verifications.
-
-        Args:
-            progress: called with a line of text before anything is measured.
-        """
-        return self._planner(self.runner(), progress)
-
     def record(self, batch: int | None = None, context: int = 0, progress: Progress | None = None) -> int:
         """Records the CUDA graphs of a session's verifications before its first request, where there are graphs.
 
@@ -225,26 +217,25 @@ class Speculator:
         """
         if not self.runner().graphs.recording:
             return 0
-        reported = 0
-
-        def done(share: float) -> None:
-            nonlocal reported
-            if progress is not None and share * STEPS >= reported:
-                progress(Stage("Recording verifications as CUDA graphs", share))
-                reported += 1
-
+        done = stages("Recording verifications as CUDA graphs", progress)
         return self._engine(batch, None, None, context)[1].record(done)
 
-    def _planner(self, runner: TargetRunner, progress: Progress | None = None) -> Planner | None:
+    def planner(self, progress: Progress | None = None, runner: TargetRunner | None = None) -> Planner | None:
+        """The planner of its rounds; None with fixed trees. The first call may measure the cost of verifications.
+
+        Args:
+            progress: called with a line of text before anything is measured.
+            runner: the target, by default the first.
+        """
         target = self._target(runner)
-        with runner.lock:  # also while it is measured what verifications cost: others would be measured with them
+        with target.runner.lock:  # also while it is measured what verifications cost: others would be measured too
             if not target.weighed:
-                chosen = self.recipe(runner)
-                if runner.share is not None:
-                    runner.share.check_plan(self._plan)
-                free = self.offload is None and runner.share is None
+                chosen, share = self.recipe(target.runner), target.runner.share
+                if share is not None:
+                    share.check_plan(self._plan)
                 wanted = planned(self._plan, self.options, chosen.method.exact) and chosen.can_be_planned
-                target.planner = planner_for(self._plan, runner, progress) if free and wanted else None
+                if wanted and self.offload is None and share is None:
+                    target.planner = planner_for(self._plan, target.runner, progress)
                 target.weighed = True
             return target.planner
 
@@ -401,7 +392,7 @@ class Speculator:
             chosen.drafter(),
             chosen.schedule(),
             cache,
-            self._planner(runner),
+            self.planner(runner=runner),
             slots=slots if most is None else min(slots, most),
             capacity=whole_number("context", context, 0),
             chunk=None if piece is None else whole_number("piece", piece, 1),
@@ -436,7 +427,7 @@ class Speculator:
                 runner,
                 chosen.drafter(),
                 chosen.schedule(),
-                lambda: self._planner(runner),
+                lambda: self.planner(runner=runner),
                 input_ids,
                 logits_processor,
                 stopping_criteria,

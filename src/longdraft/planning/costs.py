@@ -66,6 +66,19 @@ class Stage(str):
         return made
 
 
+def stages(line: str, progress: Progress | None) -> Callable[[float], None]:
+    """Returns a function of the share of a work that is done, which reports :data:`STEPS` of its calls."""
+    said = 0
+
+    def done(share: float) -> None:
+        nonlocal said
+        if progress is not None and share * STEPS >= said:
+            progress(Stage(line, share))
+            said += 1
+
+    return done
+
+
 @dataclass(frozen=True)
 class CostTable:
     """Seconds of a forward by rows and tokens of text.
@@ -164,15 +177,7 @@ def table_for(runner: TargetRunner, folder: Path | None = None, progress: Progre
         return known
     line = f"Measuring what a verification costs on this machine (once a model, {LIMIT_SECONDS:.0f} seconds at most)"
     logger.info(line)
-    reported = 0
-
-    def done(share: float) -> None:
-        nonlocal reported
-        if progress is not None and share >= reported / STEPS:
-            progress(Stage(line, share))
-            reported += 1
-
-    table = measure(runner, done=done)
+    table = measure(runner, done=stages(line, progress))
     if table is not None:
         _write(file, key, table)
     return table

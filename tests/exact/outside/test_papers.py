@@ -12,7 +12,7 @@ from longdraft.drafts.speculators import to_speculators
 from longdraft.training.corpus import collect
 from longdraft.training.documents import Document, Skipped
 from longdraft.training.tokens import Tokens
-from tests.drafts import published_eagle, published_eagle3
+from tests.drafts import published_eagle, published_eagle3, random_heads
 from tests.tiny import tiny_model
 
 SPECPV = {"budget": 8, "sink": 4, "recent": 4, "block": 4, "margin": 6, "drafter": "prompt-lookup", "min_n": 1}
@@ -30,6 +30,19 @@ def test_trees_are_as_deep_as_their_papers(made, method, levels, tmp_path):
         assert steps
         trees.append(spec.recipe().drafter().tree.depth)
     assert trees == [levels, 3, 10, levels]
+
+
+def test_tokenswifts_phrases_go_on_from_the_first_drafted_token(tmp_path):
+    model = tiny_model(vocab=11, layers=2)
+    spec = Speculator("tokenswift", target=model, draft=random_heads(tmp_path, model), heads=1, plan="fixed")
+    run = spec.stream([PROMPTS[0]], max_new_tokens=80)
+    trees = [step.tree for step in run if step.tree is not None]
+    # The target's own token, then a head's three; a phrase of four tokens begins with the first of them.
+    assert all(len(tree.children(0)) <= 1 for tree in trees)
+    assert max(max(tree.depths) for tree in trees) == 4
+    (result,) = run.results()
+    assert 0 < result.accepted < result.drafted
+    assert result.token_ids == Speculator("ar", target=model).generate([PROMPTS[0]], max_new_tokens=80)[0].token_ids
 
 
 def test_specpv_writes_the_same_whatever_the_clock_and_its_neighbours(monkeypatch):
