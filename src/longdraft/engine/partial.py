@@ -164,14 +164,17 @@ class SpecPV(Schedule):
         # Tokens before the root whose KV the full store lacks.
         waiting = [s.tokens[self.store.lengths[s.slot] : -1] for s in sequences]
         longer = [tree.prepended(tokens) for tree, tokens in zip(trees, waiting, strict=True)]
-        out = self.forward(longer, sequences, taps)
+        # Waiting tokens are final: nobody reads their logits.
+        size = max(tree.size for tree in longer)
+        out = self.forward(longer, sequences, taps, size - min(map(len, waiting)))
         assert out.logits is not None
+        left_out = size - out.logits.shape[1]
         verified = []
         for b, (s, tree) in enumerate(zip(sequences, trees, strict=True)):
             if modes[b] == "refresh":
                 self._queries[s.slot] = {layer: q[b, :, : longer[b].size] for layer, q in out.queries.items()}
             start = len(waiting[b])
-            verified.append(Verified(s, tree, out.logits[b][start:], queries=self.queries(out, b, start)))
+            verified.append(Verified(s, tree, out.logits[b][start - left_out :], queries=self.queries(out, b, start)))
         return verified
 
     def _verify_partial(self, sequences: list[Sequence], trees: list[TokenTree]) -> list[Verified]:
