@@ -164,7 +164,7 @@ class FusedLayers:
         # torch computes long prompts in float32; in int8 arithmetic our kernels take any number of rows.
         return not block.prompt or self._int8 or block.batch * block.size <= MOST
 
-    def run(self, hosted: hosting.Hosted, logits: Literal["all", "last", "none"]) -> torch.Tensor | None:
+    def run(self, hosted: hosting.Hosted, logits: int | Literal["all", "last", "none"]) -> torch.Tensor | None:
         """A forward of the whole model, which needs a :attr:`stack`. Queries and hidden states go to ``hosted``.
 
         Returns:

@@ -279,7 +279,7 @@ class TargetRunner:
         block: Block,
         store: KVStore,
         *,
-        logits: Literal["all", "last", "none"] = "all",
+        logits: int | Literal["all", "last", "none"] = "all",
         taps: Taps = NO_TAPS,
         check: bool = True,
         fixed: bool = False,
@@ -288,7 +288,7 @@ class TargetRunner:
 
         Args:
             block: made by the store's :meth:`~longdraft.memory.store.KVStore.block`.
-            logits: the rows whose logits are computed.
+            logits: the rows whose logits are computed; a number: so many of each sequence's last.
             check: look for NaN, which waits for the device. Not needed for drafts, nor before
                 :func:`~longdraft.engine.accept.accept`, which checks for itself.
             fixed: attend in an order that depends on each row's rank alone.
@@ -317,13 +317,17 @@ class TargetRunner:
                 raise not_a_number(self.model)
             return out
 
-    def verify(self, block: Block, store: KVStore, taps: Taps = NO_TAPS) -> TargetOutput:
+    def verify(self, block: Block, store: KVStore, taps: Taps = NO_TAPS, last: int | None = None) -> TargetOutput:
         """One forward whose logits decide tokens: a plain step or a verification. Logits are not checked for NaN.
 
         With :attr:`rows`, forwards of that many rows, one or several.
+
+        Args:
+            last: of each sequence only so many rows, its last ones, need logits. Recorded forwards have those of all.
         """
         if self.rows is None:
-            return self.forward(block, store, taps=taps, check=False)
+            logits = "all" if last is None or last >= block.size or self.graphs.recording else last
+            return self.forward(block, store, logits=logits, taps=taps, check=False)
         found = TargetOutput(None)
         for sequences, part, padded in one_bucket.pieces(block, self.rows):
             out = self.forward(padded, store, taps=taps, check=False, fixed=True)
@@ -378,7 +382,7 @@ class TargetRunner:
         self,
         store: KVStore,
         block: Block,
-        logits: Literal["all", "last", "none"],
+        logits: int | Literal["all", "last", "none"],
         taps: Taps,
         fixed: bool = False,
     ) -> Computed:
@@ -398,10 +402,10 @@ class TargetRunner:
         if logits == "none":
             self.run(hosted, head=False)
             return None, hosted.hidden, hosted.queries
-        last = logits == "last"
-        out = self.run(hosted, head=True, logits_to_keep=int(last))
+        last = logits if isinstance(logits, int) else int(logits == "last")  # 0: all of them
+        out = self.run(hosted, head=True, logits_to_keep=0 if last > 1 and self.attends_itself else last)
         # Some models do not know logits_to_keep.
-        return out.logits[:, -1:] if last else out.logits, hosted.hidden, hosted.queries
+        return out.logits[:, -last:], hosted.hidden, hosted.queries
 
     def run(self, hosted: hosting.Hosted, head: bool, **more: Any) -> Any:
         """Runs the model's own code on a block. The caller holds :attr:`lock`.

@@ -188,7 +188,7 @@ class Kernels:
         *,
         queries: Collection[int] = (),
         hidden: Collection[int] = (),
-        logits: Literal["all", "last", "none"] = "none",
+        logits: int | Literal["all", "last", "none"] = "none",
         best: int = 0,
         more: Sequence[tuple[Rows, KeptRows, KeptRows]] = (),
         recurrent: HasStructure | None = None,
@@ -199,7 +199,7 @@ class Kernels:
             rows, keys, values: for layers of the first kind; keys and values (layers, slots, kv_heads, capacity, d).
             x: (B, T, hidden), overwritten by the last layer's output.
             queries, hidden: indices of layers whose queries and outputs are returned.
-            logits: the rows whose logits are computed.
+            logits: the rows whose logits are computed; a number: so many of each sequence's last.
             best: return only so many of the likeliest tokens of these rows; 0 for all logits.
             more: the same rows, keys and values for each further kind of layer.
             recurrent: the rows of the recurrent layers (:class:`~longdraft.native.delta.DeltaRows`).
@@ -211,7 +211,7 @@ class Kernels:
             assert isinstance(layer, DecoderLayer), "a recurrent layer has no queries"
             out.queries[i] = torch.empty(batch, layer.heads, size, layer.d, **FLOATS)
         out.hidden = {i: torch.empty_like(x) for i in hidden}
-        rows_each = size if logits == "all" else 1
+        rows_each = logits if isinstance(logits, int) else size if logits == "all" else 1
         if best:
             out.log_probs, out.places = (torch.empty(batch, rows_each, best, **kind) for kind in (FLOATS, WHOLE))
         elif logits != "none":
@@ -227,7 +227,7 @@ class Kernels:
         structures = (None if s is None else ctypes.addressof(s) for s in (stack.struct, batches, kv, own))
         arrays = (ctypes.addressof(places) for places in kept)
         found, chosen = address(out.logits), (address(out.log_probs), address(out.places, torch.long))
-        place, last = address(x, size=batch * size * stack.layers[0].hidden), int(logits == "last")
+        place, last = address(x, size=batch * size * stack.layers[0].hidden), 0 if logits == "all" else rows_each
         arguments = (*structures, place, *arrays, last, found, best, *chosen)
         launch("stack", [x], self._stack, *arguments, torch.get_num_threads())
         return out
