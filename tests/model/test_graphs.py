@@ -266,7 +266,7 @@ def test_memory_that_is_kept_for_later_is_freed_when_it_is_needed(free_memory):
     assert kept() is None
 
 
-@pytest.mark.parametrize("method", ["prompt-lookup", *map(slow, ("eagle3", "self", "longspec", "specpv-exact"))])
+@pytest.mark.parametrize("method", ["prompt-lookup", *map(slow, ("eagle3", "self", "longspec"))])
 def test_a_second_request_uses_the_recordings_of_the_first(method, tmp_path, there):
     specs = Specs(tmp_path, torch.float32)
     options, prompts = specs.options(method), [text(24, 1), text(15, 2)]

@@ -237,7 +237,8 @@ def _eagle3_shape(
         **norms,
         "feature_size": 3 * sizes.get("hidden_size", 0) if fc is None else fc.shape[1],
         "vocabulary": config.get("draft_vocab_size") or sizes.get("vocab_size"),
-        "norm_before_residual": bool(config.get("norm_before_residual")),
+        # As vLLM reads it: a folder of `speculators` that does not say sets it, any other does not.
+        "norm_before_residual": bool(config.get("norm_before_residual", "speculators_model_type" in config)),
         "embedding": None if embedding is None else len(embedding),
         "decoder_layers": len({name.split(".")[1] for name in tensors if name.startswith("layers.")}) + 1,
     }
