@@ -17,7 +17,6 @@ from longdraft.attention.transfer import on_device
 from longdraft.engine.prompts import prefill_chunk
 from longdraft.model.graphs import Graphs
 from longdraft.model.runner import TargetRunner
-from longdraft.trees.kind import opt
 from tests.nominal import DEVICE, Card, Mixed, OnCard, StandIn, card, moved
 from tests.quick import few, slow
 from tests.support.methods import EXACT, METHODS, Case, Specs
@@ -209,20 +208,6 @@ def test_an_opt_tree_never_leaves_the_device_idle(method, specs, there):
     assert outputs == [list(r.token_ids) for r in expected]
     assert all(set(found) <= {TOKENS, TREE} and sum(found.values()) <= 2 for found in waits)
     assert there.overlapped > 0
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("threshold", [0.0, 0.5])
-def test_an_opt_tree_that_is_read_late_lacks_nothing(threshold, there):
-    """Without a threshold it is the same tree; with one it has at most one level more."""
-    table = torch.randn(30, 30, generator=torch.Generator().manual_seed(0)) * 3
-    kind, there_table = opt(nodes=8, depth=5, threshold=threshold, top_k=8), OnCard(table)
-    here = kind.grow([1, 2, 3], lambda level: table[level.tokens], depths=[5, 3, 5])
-    late = kind.grow([1, 2, 3], lambda level: there_table[level.tokens], depths=[5, 3, 5], device=DEVICE)
-    if threshold:
-        assert all(max(b.depths) - max(a.depths) in (0, 1) for a, b in zip(here, late, strict=True)) and here != late
-    else:
-        assert here == late
 
 
 # --- the simulated GPU itself ---

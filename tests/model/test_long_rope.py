@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from longdraft import PromptCache, Request, Speculator
-from longdraft.serve.prefixes import DiskPrefixes
 from tests.quick import few, in_turn
 from tests.support.long_rope_models import KINDS, SWITCH, as_a_whole, long_rope_model
 from tests.support.methods import EXACT, Specs
@@ -91,17 +90,6 @@ def test_partial_verification_crosses_the_switch():
     assert as_a_whole(model, written[: SWITCH + 1], 1) == [written[SWITCH + 1]]
 
 
-def test_a_sampled_text_is_that_of_plain_decoding():
-    model = long_rope_model(dtype=torch.float64)
-    settings = {"max_new_tokens": NEW, "temperature": 0.9, "seed": 3}
-    prompt = prompt_of(SWITCH - 5)
-    plain, drafted = (
-        Speculator(method, target=model, plan="fixed").generate(prompt, **settings)[0].token_ids
-        for method in ("ar", "self")
-    )
-    assert plain == drafted
-
-
 def test_rows_of_short_texts_are_not_reused_in_long_ones(tmp_path):
     model, cache, text = long_rope_model(), PromptCache(), prompt_of(SWITCH + 9)
     spec = Speculator("prompt-lookup", target=model, plan="fixed")
@@ -119,38 +107,6 @@ def test_rows_of_short_texts_are_not_reused_in_long_ones(tmp_path):
         restored = PromptCache.restored(tmp_path / "long", spec.runner().fingerprint)
         (result,) = spec.generate(text[:length], max_new_tokens=NEW, cache=restored)
         assert (result.token_ids, result.cached_tokens) == (as_a_whole(model, text[:length], NEW), known)
-
-
-def test_prompts_on_disk_are_kept_apart_too(tmp_path):
-    model, text = long_rope_model(), prompt_of(SWITCH + 9)
-    spec = Speculator("prompt-lookup", target=model, plan="fixed")
-
-    def cache():
-        return DiskPrefixes(tmp_path, spec.runner().fingerprint, 1 << 30, min_tokens=2)
-
-    first = cache()
-    for length in (SWITCH + 9, SWITCH - NEW):
-        spec.generate(text[:length], max_new_tokens=NEW, cache=first)
-        while first.keep():
-            pass
-    for length, least in ((SWITCH + 5, SWITCH), (SWITCH - NEW + 2, SWITCH - NEW)):
-        (result,) = spec.generate(text[:length], max_new_tokens=8, cache=cache())
-        assert result.token_ids == as_a_whole(model, text[:length], 8)
-        assert result.cached_tokens >= least
-
-
-def test_requests_join_end_and_leave_while_another_crosses():
-    model = long_rope_model()
-    session = Speculator("prompt-lookup", target=model, plan="fixed").session(batch=2)
-    first = session.add(Request(prompt_of(SWITCH - 3), max_new_tokens=NEW))
-    aborted = session.add(Request(prompt_of(SWITCH - 1), max_new_tokens=NEW))
-    session.step()
-    session.abort(aborted)
-    last = session.add(Request(prompt_of(SWITCH + 2), max_new_tokens=NEW))
-    while session.busy:
-        session.step()
-    for number, length in ((first, SWITCH - 3), (last, SWITCH + 2)):
-        assert session.result(number).token_ids == as_a_whole(model, prompt_of(length), NEW)
 
 
 def test_equal_factors_have_no_switch():
