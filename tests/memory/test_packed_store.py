@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from longdraft.memory.packed_store import PackedStore
 from longdraft.memory.store import KVShape, KVStore
 from longdraft.native.scaled import Scaled
 from longdraft.views.cache import TrueCache
@@ -24,8 +23,8 @@ def test_a_view_holds_the_texts_rows_rounded(dtype, monkeypatch):
     full = KVStore(SHAPE, 1, 100, transposed_keys=True)
     view = View("tokens", 9, 4, 3, room=8)
     plain, packed = (
-        TrueCache(full, new, view, 5)
-        for new in (lambda slots, rows: KVStore(SHAPE, slots, rows), lambda s, rows: PackedStore(SHAPE, s, rows, dtype))
+        TrueCache(full, lambda slots, rows, own=own: KVStore(SHAPE, slots, rows, dtype=own), view, 5)
+        for own in (None, dtype)
     )
     queries = [torch.randn(6, 1, 16)] * 2
     for count in (40, 3, 2, 30):

@@ -7,7 +7,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longdraft.memory.packed_store import PackedStore
 from longdraft.memory.store import KVShape, KVStore
 from longdraft.native.views import KINDS
 from longdraft.views.cache import TrueCache
@@ -29,9 +28,8 @@ def text(length: int, layers: int, d: int = 16, transposed: bool = True, seed: i
 
 def cache_of(full: KVStore, view: View, kept: torch.dtype = torch.float32) -> TrueCache:
     def new_store(slots: int, rows: int) -> KVStore:
-        if kept != torch.float32:
-            return PackedStore(full.shape, slots, rows, kept)
-        return KVStore(full.shape, slots, rows, transposed_keys=full.keys.stride(-1) != 1)
+        turned = kept != torch.float32 or full.keys.stride(-1) != 1
+        return KVStore(full.shape, slots, rows, transposed_keys=turned, dtype=kept)
 
     return TrueCache(full, new_store, view, 2)
 
