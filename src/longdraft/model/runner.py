@@ -16,7 +16,6 @@ from longdraft.files import named
 from longdraft.memory import offload as offloading
 from longdraft.memory import sizes
 from longdraft.memory.offload import Offload
-from longdraft.memory.packed_store import PackedStore
 from longdraft.memory.rooms import Rooms
 from longdraft.memory.store import KVStore
 from longdraft.model import deterministic as one_bucket
@@ -227,24 +226,21 @@ class TargetRunner:
             CheckpointError: no file can be made in the folder to offload to.
         """
         self.refresh()
+        on_gpu = self.device.type == "cuda"
         transposed = dispatch.prefers_transposed_keys(self.attention_path, self.kv_shape.dtype)
         size = int(hosting.decoder_config(self.model).hidden_size)
         dtype = dtype or self.kv_dtype
         kv_dtypes.check_view(self, dtype)
         rows = capacity + self.graphs.padding(slots) + (self.rows or 0)
         rooms = self._resident if resident and self.rooms is not None else self.rooms
-        store: KVStore
-        if dtype != self.kv_shape.dtype:
-            more = self.device, rooms
-            store = PackedStore(self.kv_shape, slots, rows, dtype, feature_layers, size, *more)
-            if self.device.type == "cuda":
-                dispatch.say_scaled(self.attention_path)
-                scaled.check(self.device, self.kv_shape.dtype, self.kv_shape.head_dim)
-        else:
-            place = None if resident else self.offload
-            store = offloading.new_store(
-                *(place, self.kv_shape, slots, rows, self.device, transposed, feature_layers, size, rooms)
-            )
+        small = dtype != self.kv_shape.dtype
+        place, turned = None if resident or small else self.offload, transposed or (small and not on_gpu)
+        store = offloading.new_store(
+            *(place, self.kv_shape, slots, rows, self.device, turned, feature_layers, size, rooms, dtype)
+        )
+        if small and on_gpu:
+            dispatch.say_scaled(self.attention_path)
+            scaled.check(self.device, self.kv_shape.dtype, self.kv_shape.head_dim)
         if states and (self.twin.layout.windows or self.recurrent):
             of_windows = dtype if dtype.is_floating_point else self.kv_shape.dtype
             packed = transposed or of_windows != self.kv_shape.dtype
