@@ -8,7 +8,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 from longdraft import Speculator
 from longdraft.bench.contenders import Job
-from longdraft.bench.hf import Generate
+from longdraft.bench.peers import Generate
 from longdraft.engine.draws import OwnDraws
 from longdraft.engine.sampler import Sampler, Sampling
 from tests.tiny import tiny_model
