@@ -189,7 +189,7 @@ def replacing(path: Path) -> Iterator[Path]:
     """
     from safetensors import SafetensorError
 
-    part = path.with_name(f".{path.name}.part")
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")  # processes that train together may write the same
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield part

@@ -363,6 +363,21 @@ def test_eagle_1_as_speculators_wrote_it_first(tmp_path):
     assert outcome(added, model) == outcome(theirs, model)
 
 
+def test_a_draft_in_several_files(tmp_path):
+    model = target()
+    folder = published.write(tmp_path / "draft", "eagle-3")
+    whole = outcome(folder, model)
+    tensors, names = load_file(folder / "model.safetensors"), {}
+    (folder / "model.safetensors").unlink()
+    for number, each in enumerate((list(tensors)[::2], list(tensors)[1::2])):
+        names |= dict.fromkeys(each, f"model-{number}.safetensors")
+        save_file({name: tensors[name] for name in each}, folder / f"model-{number}.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    assert outcome(folder, model) == whole
+    (folder / "model-1.safetensors").unlink()
+    refused(folder, "model-1.safetensors")
+
+
 EXPORTED = {
     "plain": {}, "kept": {"kept": KEPT}, "before fc": {"norm_before_fc": True, "config": {"norm_before_fc": True}},
     "3.1": {"fc_norm": 3, "norm_output": True, "config": {"fc_norm": True, "norm_output": True}},

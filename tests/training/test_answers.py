@@ -117,7 +117,7 @@ def test_a_target_here_goes_on_after_a_kill_with_the_same_answers(spec, tmp_path
     own(spec, cut, progress=lambda: seen.append(1), stop=lambda: len(seen) >= 4)
     kept = cut.read_text()
     assert 4 <= len(seen) < 12
-    cut.write_text(kept + '{"tokens": [')
+    cut.write_text(kept + '{"tokens": [' + "1, " * 500)
     own(spec, cut, batch=1)
     assert cut.read_text().startswith(kept)
     assert sorted(rows_of(cut), key=lambda row: row["at"]) == sorted(rows_of(whole), key=lambda row: row["at"])
@@ -175,7 +175,7 @@ def test_gone_on_after_a_kill(stub, tmp_path):
     run(stub, out, progress=lambda: seen.append(1), stop=lambda: len(seen) >= 4)
     kept = out.read_text()
     assert 4 <= len(seen) < 12
-    out.write_text(kept + '{"messages": [')  # as a kill leaves it
+    out.write_text(kept + '{"messages": [' + "1, " * 500)  # as a kill leaves it
     before = len(stub["asked"])
     file = run(stub, out)
     assert file.rows == 12 and out.read_text().startswith(kept)
