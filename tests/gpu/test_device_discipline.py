@@ -15,13 +15,13 @@ import torch
 from longdraft import Speculator
 from longdraft.attention.transfer import on_device
 from longdraft.engine import top_p
-from longdraft.engine.loop import prefill_chunk
+from longdraft.engine.prompts import prefill_chunk
 from longdraft.model.graphs import Graphs
 from longdraft.model.runner import TargetRunner
-from longdraft.trees.opt import Opt
+from longdraft.trees.kind import opt
 from tests.nominal import DEVICE, Card, Mixed, OnCard, StandIn, card, moved
 from tests.quick import few, slow
-from tests.support.methods import EXACT, METHODS, PARTIAL, Case, Specs
+from tests.support.methods import EXACT, METHODS, Case, Specs
 from tests.tiny import tiny_model
 
 PROMPTS = [[3, 9, 4, 7, 2, 5] * 8, [8, 1, 1, 6] * 9]
@@ -43,7 +43,6 @@ WAITS: dict[str, dict[str, int]] = {
     "heads": {TOKENS: 1, TREE: 1},
     "mtp": {TOKENS: 1, TREE: 1},
     "tokenswift": {TOKENS: 1, TREE: 1},
-    "specpv-exact": {TOKENS: 1},
     # The result of each level's verification is read, and so is the level's confidence.
     "triforce": {TOKENS: 6, TREE: 5, "_step": 10},
     "nested": {TOKENS: 6, "_step": 8},
@@ -57,12 +56,11 @@ COUNTED = {
     "specextend-eagle3": {"depth": 2, "nodes": 8}, "self": {"depth": 2, **OWN_VIEW}, "heads": {"nodes": 8},
     "magicdec": {"drafter": "self", "depth": 2}, "tokenswift": {"reuse_n": 2, **OWN_VIEW}, "triforce": {},
     "nested": {"drafter": "prompt-lookup", "min_n": 1},
-    "specpv-exact": PARTIAL | {"drafter": "prompt-lookup", "min_n": 1, "margin": 4},
 }  # fmt: skip
 
 
 def options_of(specs: Specs, method: str) -> dict[str, Any]:
-    draft = None if method == "specpv-exact" else (METHODS[method].draft or "").removesuffix(" window") or None
+    draft = (METHODS[method].draft or "").removesuffix(" window") or None
     draft = "target" if method == "small-lm" else draft
     return specs.given(Case(method, draft, COUNTED.get(method, {})), specs.model)
 
@@ -224,7 +222,7 @@ def test_an_opt_tree_never_leaves_the_device_idle(method, specs, there):
 def test_an_opt_tree_that_is_read_late_lacks_nothing(threshold, there):
     """Without a threshold it is the same tree; with one it has at most one level more."""
     table = torch.randn(30, 30, generator=torch.Generator().manual_seed(0)) * 3
-    kind, there_table = Opt(nodes=8, depth=5, threshold=threshold, top_k=8), OnCard(table)
+    kind, there_table = opt(nodes=8, depth=5, threshold=threshold, top_k=8), OnCard(table)
     here = kind.grow([1, 2, 3], lambda level: table[level.tokens], depths=[5, 3, 5])
     late = kind.grow([1, 2, 3], lambda level: there_table[level.tokens], depths=[5, 3, 5], device=DEVICE)
     if threshold:

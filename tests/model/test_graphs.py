@@ -279,7 +279,7 @@ def test_without_room_for_a_rounded_capacity_the_exact_one_is_taken(free_memory)
     assert target.runner.new_store(1, 1001).capacity == 1001 + target.runner.graphs.padding(1)
 
 
-@pytest.mark.parametrize("method", ["prompt-lookup", *map(slow, ("eagle3", "self", "longspec", "specpv-exact"))])
+@pytest.mark.parametrize("method", ["prompt-lookup", *map(slow, ("eagle3", "self", "longspec"))])
 def test_a_second_request_uses_the_recordings_of_the_first(method, tmp_path, there):
     specs = Specs(tmp_path, torch.float32)
     options, prompts = specs.options(method), [text(24, 1), text(15, 2)]

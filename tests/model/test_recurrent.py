@@ -210,6 +210,6 @@ def test_an_aborted_text_leaves_nothing_in_its_slot():
 def test_what_cannot_be_exact_is_refused():
     model = recurrent_model()
     with pytest.raises(UnsupportedModelError, match="SpecPV"):
-        Speculator("specpv-exact", target=model, drafter="prompt-lookup").generate([PROMPTS[0]], max_new_tokens=4)
+        Speculator("specpv", target=model, drafter="prompt-lookup").generate([PROMPTS[0]], max_new_tokens=4)
     with pytest.raises(UnsupportedModelError, match="nested"):
         Speculator("nested", target=model, drafter="prompt-lookup").generate([PROMPTS[0]], max_new_tokens=4)

@@ -30,7 +30,6 @@ METHODS = {
     "self": {"budget": 64},
     "quantspec": {},
     "magicdec": {},
-    "specpv-exact": {"budget": 64, "sink": 16, "recent": 16, "block": 8, "margin": 4, "drafter": "prompt-lookup"},
     "longspec": {"draft": random_draft},
     "eagle3": {"draft": partial(random_eagle3, layers=(0, 1, 2))},
 }

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from longdraft.model.runner import TargetRunner
 from longdraft.planning import costs
-from longdraft.planning.costs import WAKING, Costs, CostTable, measure, table_for, wake
-from longdraft.planning.load import OtherProcesses
+from longdraft.planning.costs import Costs, CostTable, measure, table_for
 from tests.tiny import tiny_model
 
 TABLE = CostTable((0, 1000), (1, 2, 8), ((1.0, 1.5, 3.0), (2.0, 3.0, 9.0)))
@@ -122,26 +121,6 @@ def test_noise_makes_nothing_cheaper_than_less_of_it(runner):
     times = iter(random.Random(0).choices([1.0, 5.0, 20.0], k=1000))
     table = measure(runner, lengths=(16, 32, 64), rows=(1, 2, 4), timed=lambda *_: next(times))
     assert all(list(s) == sorted(s) for s in (*table.seconds, *zip(*table.seconds, strict=True)))
-
-
-def test_a_table_from_a_busy_machine_is_measured_again(runner, tmp_path):
-    table = table_for(runner, tmp_path)
-    seconds = table.at(WAKING, 1)
-    said = Said()
-    assert table_for(runner, tmp_path, said, seconds=(0.9 if table.busy else 0.8) * seconds) == table
-    assert table_for(runner, tmp_path, said, seconds=5 * seconds) == table  # the machine is busy now
-    assert not said.lines
-    assert table_for(runner, tmp_path, said, seconds=0.1 * seconds) is not None
-    assert len(said.lines) == 1 and wake(runner) > 0
-
-
-@pytest.mark.parametrize("busy", [True, False])
-def test_a_table_knows_whether_others_were_in_the_way(runner, tmp_path, monkeypatch, caplog, busy):
-    monkeypatch.setattr(OtherProcesses, "in_the_way", busy)
-    table = table_for(runner, tmp_path)
-    assert table.busy is busy and ("beside other work" in caplog.text) is busy
-    again = table_for(runner, tmp_path, seconds=0.8 * table.at(WAKING, 1))  # somewhat faster now
-    assert (again is table or again == table) is not busy
 
 
 @pytest.mark.parametrize("each", [0.5, 3.0])

@@ -41,7 +41,6 @@ from longdraft.trees.kind import TreeKind
 from longdraft.trees.level import Level
 from longdraft.trees.node_limit import NodeLimit
 from longdraft.trees.options import TreeOptions
-from longdraft.trees.static import Static
 from longdraft.trees.tree import TokenTree
 from longdraft.views.view import View
 
@@ -334,8 +333,8 @@ def _fitted(tree: TreeKind, levels: int, ahead: bool) -> TreeKind:
     Args:
         ahead: a default static tree begins with the one token that the target itself predicts.
     """
-    if ahead and isinstance(tree, Static) and not tree.chosen_by_user:
-        tree = replace(tree, widths=(1, *tree.widths))
+    if ahead and tree.name == "static" and not tree.chosen_by_user:
+        tree = replace(tree, children=(1, *tree.children))
     return tree.limited(levels)
 
 

@@ -1,18 +1,15 @@
-"""SpecPV's two methods: their options, and their entries in the catalogue (Tan et al. 2025)."""
+"""SpecPV's options, and its entry in the catalogue (Tan et al. 2025)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from longdraft.engine.method import Method, register
-from longdraft.engine.partial import ExactSpecPV, SpecPV, partial_view
+from longdraft.engine.partial import SpecPV, partial_view
 from longdraft.options import Options, option, parse, takes
 from longdraft.views.scorers import SCORERS
 from longdraft.views.view import DTYPES, dtype_of
-
-_PAPER = "Tan et al. 2025, SpecPV, arXiv:2512.02337"
 
 
 @dataclass(frozen=True)
@@ -36,27 +33,18 @@ class PartialOptions(Options):
 
 
 @takes(PartialOptions)
-def _schedule(_kind: type[SpecPV], **options: Any) -> SpecPV:
+def _schedule(**options: Any) -> SpecPV:
     (o,) = parse("SpecPV", options, PartialOptions)
     view = partial_view(o.budget, o.sink, o.recent, o.block, o.margin, o.selector, o.reduction)
-    return _kind(view, dtype_of(o.view_dtype))
+    return SpecPV(view, dtype_of(o.view_dtype))
 
 
 register(
     Method(
         "specpv",
         False,
-        _PAPER,
+        "Tan et al. 2025, SpecPV, arXiv:2512.02337",
         "verifies on the part of a long context that matters, and on all of it every few rounds; any drafter",
-        schedule=partial(_schedule, SpecPV),
-    )
-)
-register(
-    Method(
-        "specpv-exact",
-        True,
-        f"ours, after {_PAPER}",
-        "verifies as specpv does, but emits nothing before a full pass has confirmed it; any drafter",
-        schedule=partial(_schedule, ExactSpecPV),
+        schedule=_schedule,
     )
 )
