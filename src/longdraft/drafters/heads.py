@@ -34,7 +34,7 @@ from longdraft.engine.sequence import Sequence
 from longdraft.memory.store import KVStore
 from longdraft.model.runner import TargetRunner
 from longdraft.model.sharded import product
-from longdraft.native.rounded import Rounded, light
+from longdraft.model.stored import light
 from longdraft.native.stored import Stored
 from longdraft.options import Options, option, parse
 from longdraft.trees.kind import TreeKind
@@ -127,7 +127,7 @@ class BoundHeads:
     """
 
     block: HeadsBlock
-    head: torch.Tensor | Stored | Rounded
+    head: torch.Tensor | Stored
     ids: torch.Tensor | None
 
     @cached_property

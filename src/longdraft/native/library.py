@@ -20,7 +20,6 @@ from longdraft.native.boundary import FLOATS, WHOLE, address
 from longdraft.native.build import LEVELS, levels, loaded
 from longdraft.native.draft import DraftBlock, Nodes
 from longdraft.native.header import STRUCTURES, Pointer
-from longdraft.native.nibbled import Nibbled
 from longdraft.native.operators import Functions
 from longdraft.native.scaled import FORMATS, KeptRows
 from longdraft.native.stored import Stored
@@ -79,18 +78,6 @@ class Kernels:
         places = (address(data, torch.uint8, rows=True), weights.number, *weights.shape, data.stride(0), address(out))
         self.call("unpack", [data, out], *places)
         return out
-
-    def nibbled(self, weights: torch.Tensor | Stored) -> Nibbled:
-        """A matrix (out, in) in four bits, with the same bits as :func:`~longdraft.native.nibbled.nibbled`."""
-        matrix = Nibbled.empty(weights.shape)
-        for rows, bands in matrix.pieces():
-            if isinstance(weights, Stored):
-                piece = self.unpack(Stored(weights.data[rows], weights.format))
-            else:
-                piece = weights[rows].detach().float().contiguous()
-            places = (address(piece), *piece.shape, address(bands, torch.uint8))
-            self.call("nibble", [piece, bands], *places)
-        return matrix
 
     def attend(
         self,
