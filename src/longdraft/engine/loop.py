@@ -10,7 +10,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Literal
@@ -237,11 +236,10 @@ class Engine:
                 reading = [s for s in self._active if self._is_read(s)]
                 decoding = [s for s in self._active if not self._is_read(s)]
                 self._read_last = bool(reading) and not (decoding and self._read_last)
-                with self._together():
-                    if self._read_last:
-                        steps += self._read(reading)
-                    elif decoding:
-                        steps += self._decode(decoding)
+                if self._read_last:
+                    steps += self._read(reading)
+                elif decoding:
+                    steps += self._decode(decoding)
                 for s in [s for s in self._active if s.finish_reason is not None]:
                     self._leave(s)
                 return steps
@@ -250,15 +248,6 @@ class Engine:
                 if self.cache.opened == self._opened and self._store.states:
                     self.cache.forget()  # a forward that ended early has changed some layers' states
                 raise
-
-    def _together(self) -> AbstractContextManager[None]:
-        """A round of all processes that share the target, where several do: they agree once on what it works on."""
-        if self.runner.share is None:
-            return nullcontext()
-        # A prompt is long: it is compared only while it is read.
-        prompts = (tuple(s.prompt) if self._is_read(s) else () for s in self._active)
-        works_on = ((s.index, s.slot, self._store.lengths[s.slot], s.remaining, s.greedy) for s in self._active)
-        return self.runner.share.round(hash((len(self._waiting), *works_on, *prompts)))
 
     def close(self) -> None:
         """Ends all sequences where they are. The cache stays usable."""

@@ -28,8 +28,7 @@ from longdraft.memory.windows import WindowStates
 from longdraft.model import stored
 from longdraft.model.layout import Layout, Place, layout_of
 from longdraft.model.layout import decoder_config as decoder_config
-from longdraft.native import Rows
-from longdraft.native.scaled import KeptRows
+from longdraft.model.rows import undisturbed
 
 IMPLEMENTATION = "longdraft"
 # The context of models without a limit, in tokens.
@@ -62,7 +61,6 @@ class Hosted:
         query_layers, hidden_layers: layers whose queries and output hidden states go to ``queries`` and ``hidden``.
         fused: layers that our kernels can compute in one piece are computed so.
         layers_seen: number of layers that went through our attention.
-        rows: the block, keys and values as fused layers read them, for each kind of layer, made by the first of it.
     """
 
     store: Store
@@ -75,7 +73,6 @@ class Hosted:
     queries: dict[int, torch.Tensor] = field(default_factory=dict)
     hidden: dict[int, torch.Tensor] = field(default_factory=dict)
     layers_seen: int = 0
-    rows: dict[int, tuple[Rows, KeptRows, KeptRows]] = field(default_factory=dict)
 
 
 # A model may drop keyword arguments on the way to its attention, so the forward is found here too.
@@ -174,7 +171,7 @@ def _stored(
     return placed, windows.layer(place.layer)
 
 
-AttentionInterface.register(IMPLEMENTATION, _attention)
+AttentionInterface.register(IMPLEMENTATION, undisturbed(_attention))
 
 
 def switch_on(model: PreTrainedModel) -> None:

@@ -28,7 +28,7 @@ from longdraft.memory.recurrent import Checkpoint, LayerSlot, RecurrentShape, Re
 from longdraft.model.hosting import running
 from longdraft.model.model_code import own_forward, present_forward, replace_forward
 from longdraft.model.recurrences import RECURRENCES, Recurrence, Rows, bound
-from longdraft.model.row_functions import WholeVectors, undisturbed, whole_vectors
+from longdraft.model.rows import RowExact, undisturbed, whole_vectors
 from longdraft.model.tree_paths import last_inputs, needed, parents_of
 from longdraft.native import Kernels, kernels
 from longdraft.native.recurrent import RecurrentKernels, RecurrentTree
@@ -337,7 +337,7 @@ class _Rows(_Turn):
     def _one_by_one(self, mixer: _Mixer, arguments: dict[str, Any], b: int) -> torch.Tensor:
         """Outputs (T, ...) of a sequence's last rows, by the model's own function for one token."""
         slot, parents = self._slots[b], parents_of(self._block)[b]
-        with WholeVectors():
+        with RowExact():
             replay(mixer, slot, arguments)
             assert slot.now.state is not None
             outputs, states = [], {-1: slot.now.state}

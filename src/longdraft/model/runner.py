@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -254,26 +253,25 @@ class TargetRunner:
                 f"Views in {_name(dtype)} cannot be kept here: {reason}. Leave view_dtype out; a view of all rows "
                 "needs it, so take another."
             )
-        with nullcontext() if self.share is None else self.share.room():
-            rows = capacity + self.graphs.padding(slots) + (self.rows or 0)
-            rooms = self._resident if resident and self.rooms is not None else self.rooms
-            store: KVStore
-            if dtype != self.kv_shape.dtype:
-                more = self.device, rooms
-                store = PackedStore(self.kv_shape, slots, rows, dtype, feature_layers, size, *more)
-                if self.device.type == "cuda":
-                    dispatch.say_scaled(self.attention_path)
-                    scaled.check(self.device, self.kv_shape.dtype, self.kv_shape.head_dim)
-            else:
-                place = None if resident else self.offload
-                store = offloading.new_store(
-                    *(place, self.kv_shape, slots, rows, self.device, transposed, feature_layers, size, rooms)
-                )
-            if states and (self.twin.layout.windows or self.recurrent):
-                of_windows = dtype if dtype.is_floating_point else self.kv_shape.dtype
-                packed = transposed or of_windows != self.kv_shape.dtype
-                store.keep_states(*hosting.new_states(self.twin.model, slots, rows, packed, of_windows))
-            return store
+        rows = capacity + self.graphs.padding(slots) + (self.rows or 0)
+        rooms = self._resident if resident and self.rooms is not None else self.rooms
+        store: KVStore
+        if dtype != self.kv_shape.dtype:
+            more = self.device, rooms
+            store = PackedStore(self.kv_shape, slots, rows, dtype, feature_layers, size, *more)
+            if self.device.type == "cuda":
+                dispatch.say_scaled(self.attention_path)
+                scaled.check(self.device, self.kv_shape.dtype, self.kv_shape.head_dim)
+        else:
+            place = None if resident else self.offload
+            store = offloading.new_store(
+                *(place, self.kv_shape, slots, rows, self.device, transposed, feature_layers, size, rooms)
+            )
+        if states and (self.twin.layout.windows or self.recurrent):
+            of_windows = dtype if dtype.is_floating_point else self.kv_shape.dtype
+            packed = transposed or of_windows != self.kv_shape.dtype
+            store.keep_states(*hosting.new_states(self.twin.model, slots, rows, packed, of_windows))
+        return store
 
     @torch.inference_mode()
     def forward(
@@ -307,8 +305,6 @@ class TargetRunner:
         with self.lock:
             if self.twin.moved:
                 self.refresh()
-            if self.share is not None:
-                self.share.check_same(block)
             kept = self._kept(taps, store)
             # A padded plain step is recorded at once: there are few sizes.
             replayed = self._replay(store, block, kept, fixed, fixed) if logits == "all" else None

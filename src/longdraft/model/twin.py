@@ -8,6 +8,7 @@ thread at a time uses a twin, and holds the lock of its model.
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -18,7 +19,6 @@ from transformers import PreTrainedModel
 from longdraft.attention import fusing
 from longdraft.errors import UnsupportedModelError
 from longdraft.model import (
-    adapters,
     calls,
     experts,
     hosting,
@@ -27,8 +27,6 @@ from longdraft.model import (
     positions,
     quantised,
     recurrent,
-    row_activations,
-    row_functions,
     stored,
     support,
 )
@@ -37,6 +35,7 @@ from longdraft.model.fused import FusedLayers
 from longdraft.model.layout import has_windows, layout_of
 from longdraft.model.lock import lock_of
 from longdraft.model.model_copy import copy_of, signature, unchanged
+from longdraft.model.rows import RowExact
 from longdraft.model.sharded import is_spread, share_of
 from longdraft.model.shared_parts import SharedParts, shared_parts
 from longdraft.model.verdicts import tried
@@ -72,11 +71,10 @@ class Twin:
         if not (compared or shared or spread or windows):
             self._try(model)
         self.layout = layout_of(self.model)
-        self.few_rows = FewRowsModule(self.model, adapters.replacing_weights(self.model))
-        row_activations.install(self.model, self._decoding)
+        self.few_rows = FewRowsModule(self.model)
         quantised.install(self.model, set(self.few_rows.layers), self._decoding)
-        row_functions.install(self.model, self._decoding)
         experts.install(self.model, self._decoding)
+        self._by_row = kernels() is not None and self.model.device.type == "cpu"
         self._tapped: set[int] = set()
         self._place = _place(model)
 
@@ -113,8 +111,11 @@ class Twin:
         # While text is decoded, one kind of product computes any number of rows: see Block.prompt.
         self.few_rows.most = MOST if hosted.block.prompt else None
         run = self.model if head else hosting.decoder_of(self.model)
+        own = bool(self.layout.own)
+        exact = RowExact(products=not own) if self._by_row and not hosted.block.prompt else nullcontext()
         try:
-            return (own_code.run if self.layout.own else hosting.run)(run, hosted, **more)
+            with exact:
+                return (own_code.run if own else hosting.run)(run, hosted, **more)
         finally:
             self.few_rows.forget()
 
