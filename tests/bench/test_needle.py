@@ -15,7 +15,7 @@ from longdraft.cli.main import main
 from longdraft.drafters.eagle3 import Eagle3Draft
 from longdraft.drafters.longspec import LongSpecDraft
 from longdraft.drafts.language_model import SmallLMDraft
-from longdraft.errors import ContextError, PromptError, UnknownMethodError
+from longdraft.errors import ContextError, PromptError
 from tests.drafts import random_draft, random_eagle3
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -149,23 +149,6 @@ def test_up_to_the_end_of_the_context(loaded, text):
         asking.contexts([200, limit + 1])
 
 
-@pytest.mark.parametrize(
-    ("name", "given", "kind"),
-    [
-        ("everything", {}, UnknownMethodError),
-        ("prompt-lookup", {}, ValueError),
-        ("specpv", {}, ValueError),
-        ("longspec", {"colour": 1}, ValueError),
-        ("retrieval", {"depth": 2}, ValueError),
-        (RETRIEVED, {"colour": 1}, ValueError),
-    ],
-    ids=str,
-)
-def test_views_that_are_none(name, given, kind):
-    with pytest.raises(kind, match=next(iter(given), name)):
-        view(name, given)
-
-
 # --- the command ---
 
 
@@ -236,6 +219,11 @@ def test_what_is_measured_where_nobody_names_views(drafts):
     ("arguments", "says"),
     [
         (["--views", "blurred"], "blurred"),
+        (["--views", "prompt-lookup"], "prompt-lookup"),
+        (["--views", "specpv"], "specpv"),
+        (["--views", "longspec:colour=1"], "colour"),
+        (["--views", "retrieval:depth=2"], "depth"),
+        (["--views", f"{RETRIEVED}:colour=1"], "colour"),
         (["--views", ","], "--views"),
         (["--views", "longspec:nodes"], "name=value"),
         (["--needle-context", "long"], "--needle-context"),

@@ -28,9 +28,9 @@ QUICK_ROWS = 2
 class Benched(measuring.Sampled):
     """Prompts of ``bench``."""
 
-    max_tokens: Annotated[  # type: ignore[assignment]
+    max_tokens: Annotated[
         int | None, typer.Option("--max-tokens", "-n", help="New tokens at most.", show_default=f"{TOKENS}")
-    ] = None
+    ] = None  # type: ignore[assignment]
 
 
 def bench(
