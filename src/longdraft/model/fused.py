@@ -12,7 +12,6 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import Literal
 
-
 import torch
 from transformers import PreTrainedModel
 
