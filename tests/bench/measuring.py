@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from longdraft.bench import report
 from longdraft.bench.prompts import grid, prepare
 from longdraft.bench.run import Bench, Measured
 from longdraft.bench.settings import Settings
@@ -17,10 +16,5 @@ def settings(**over: Any) -> Settings:
 def measured(loaded, wanted: Settings, samples, **options: Any) -> tuple[Bench, list[Measured]]:
     """A bench, and its figures of every batch."""
     bench = Bench(loaded, wanted, **options)
-    groups, _ = grid(prepare(samples, loaded, wanted), wanted)
+    groups, _ = grid(prepare(samples, loaded, wanted), wanted.batches)
     return bench, [bench.measure(group) for group in groups]
-
-
-def rows(*arguments, **options) -> list[dict[str, Any]]:
-    bench, found = measured(*arguments, **options)
-    return report.rows(bench.names, found)

@@ -11,7 +11,7 @@ from longdraft import LoadedModel, Sampling, Speculator
 from longdraft.bench import report
 from longdraft.bench.contenders import Kept, Ours
 from longdraft.bench.data import Sample
-from longdraft.bench.prompts import batches, prepare
+from longdraft.bench.prompts import grid, prepare
 from longdraft.bench.run import Bench
 from longdraft.errors import UnknownMethodError
 from longdraft.memory.prompt_cache import PromptCache
@@ -36,7 +36,8 @@ def measured(loaded, wanted, samples=SAMPLES, extra=()):
 
 
 def rows(loaded, wanted, samples=SAMPLES):
-    return measuring.rows(loaded, wanted, samples)
+    bench, found = measured(loaded, wanted, samples)
+    return report.rows(bench.names, found)
 
 
 class Altered(Ours):
@@ -158,18 +159,11 @@ def test_generate_starts_from_its_kept_prompt(loaded):
     (prompt,) = prepare(SAMPLES[2:3], loaded, wanted)
     bench, lengths = Bench(loaded, wanted), []
     peer, job = bench.contenders["hf"], bench.job([prompt.tokens], 4)
-    handle = loaded.model.get_input_embeddings().register_forward_hook(
-        lambda module, inputs, output: lengths.append(inputs[0].shape[1])
-    )
-    try:
-        peer.cold(job)
-        again = peer.warm(job)
-        assert again.tokens == peer.warm(job).tokens
-    finally:
-        handle.remove()
-    assert [n for n in lengths if n > 1] == [len(prompt.tokens)]
-    assert len(lengths) == 12
-    assert (again.rounds, again.mean_accepted_length) == ((3,), 1.0)
+    embedding = loaded.model.get_input_embeddings()
+    with embedding.register_forward_hook(lambda module, inputs, output: lengths.append(inputs[0].shape[1])):
+        runs = [peer.cold(job), peer.warm(job), peer.warm(job)]
+    assert runs[1].tokens == runs[2].tokens and lengths == [len(prompt.tokens)] + 11 * [1]
+    assert (runs[1].rounds, runs[1].mean_accepted_length) == ((3,), 1.0)
 
 
 def eos_model():
@@ -200,7 +194,7 @@ def test_one_prefill_serves_all_of_ours(loaded, tmp_path):
     draft = random_eagle3(tmp_path, loaded.model, layers=(0, 1), feature_size=2 * loaded.model.config.hidden_size)
     wanted = settings(methods=("prompt-lookup", "eagle3", "hf"), cold=False, draft_options={"draft": draft})
     bench = Bench(loaded, wanted)
-    groups, _ = batches(prepare(SAMPLES[:2], loaded, wanted), 1)
+    groups, _ = grid(prepare(SAMPLES[:2], loaded, wanted), (1,))
     ticks = []
     measured = [bench.measure(group, ticks.append) for group in groups]
     assert len(ticks) == sum(step.ticks for step in bench.steps(groups)) == 2 * (2 + 4 * wanted.repeats)

@@ -54,7 +54,7 @@ def render(reports: Sequence[Report], to: Literal["markdown", "html"]) -> str:
         {
             "name": report.name,
             "tables": [(title, cells(table)) for title, table in report.tables],
-            "figures": [charts.inline(make()) for make in report.figures.values()],
+            "figures": [charts.inline(make) for make in report.figures.values()],
             "remarks": [remark.plain for remark in report.remarks],
             "facts": {name: report.document.get(name) for name in ("hardware", "versions")},
         }
@@ -121,6 +121,20 @@ def mean_of(values: Iterable[float | None]) -> float | None:
 def ratio(own: float | None, other: float | None) -> float | None:
     """None if one of them is missing, or the other is 0."""
     return None if own is None or not other else own / other
+
+
+def spread(values: Iterable[float | None]) -> list[float] | None:
+    """The lowest and the highest of the values that are not None; None if there are none."""
+    known = [v for v in values if v is not None]
+    return [min(known), max(known)] if known else None
+
+
+def grouped(rows: Iterable[Mapping[str, Any]], *keys: str) -> list[list[Mapping[str, Any]]]:
+    """The rows by the values of keys, in the order in which these come first."""
+    found: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        found.setdefault(tuple(row[key] for key in keys), []).append(row)
+    return list(found.values())
 
 
 def filled(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> list[Column]:
