@@ -117,6 +117,7 @@ def test_a_tree_is_fitted_to_its_grammar():
         forced = [token for i, token in enumerate(tree.tokens) if i in tree.forced]
         return TOKENIZER.decode(tree.tokens[1:]), TOKENIZER.decode(forced)
 
+    assert not constraint.follow(len(TOKENIZER) + 1)  # a model's vocabulary has more than its tokenizer's
     assert fit("") == ('o","age":', 'o","age":')
     assert fit("", most=3) == ('o",', 'o",')
     assert fit('o","age":12', "ugs") == ('o","age":12}<eos>', 'o","age":}<eos>')  # two digits are the most

@@ -118,9 +118,9 @@ class Server(uvicorn.Server):
         settings = service.settings
         limits = {"seconds": settings.body_seconds, "most": settings.connections or _most()}
         config = uvicorn.Config(
-            make_app(service), host=host, port=port, log_level="warning", access_log=access_log, timeout_keep_alive=30,
-            http=type("Limited", (Connection,), limits), ws="none", backlog=BACKLOG,
-            timeout_graceful_shutdown=10,  # all has been answered by then
+            make_app(service), host=host, port=port, log_level="info" if access_log else "warning",
+            access_log=access_log, timeout_keep_alive=30, http=type("Limited", (Connection,), limits), ws="none",
+            backlog=BACKLOG, timeout_graceful_shutdown=10,  # all has been answered by then
         )  # fmt: skip
         bound_logs()
         super().__init__(config)
