@@ -12,8 +12,8 @@ import typer
 from longdraft.bench import scores
 from longdraft.bench.tables import Report
 from longdraft.cli import console, measuring, method_options, options, processes
+from longdraft.cli.load import OtherProcesses
 from longdraft.model.embedded import EMBEDDED_ID
-from longdraft.planning.load import OtherProcesses
 
 DRAFTED = "self:lookup=true"  # the default method on a CPU
 METHODS_BY_DEFAULT = ("ar", "prompt-lookup", DRAFTED, "hf")

@@ -20,6 +20,7 @@ from longdraft.errors import CheckpointError, MemoryBudgetError
 from longdraft.files import naming, regular
 from longdraft.memory import sizes
 from longdraft.memory.store import KVStore
+from longdraft.native.boundary import WHOLE
 
 # What the names of all versions of the format begin with.
 _FAMILY = "longdraft-kv-"
@@ -63,17 +64,17 @@ def save(store: KVStore, slot: int, tokens: Sequence[int], fingerprint: str, pat
     n = store.lengths[slot]
     if len(tokens) != n:
         raise ValueError(f"{len(tokens)} tokens for {n} committed rows")
-    keys, values = _gathered(store, slot, n)
-    tensors = {"keys": keys, "values": values, "tokens": torch.tensor(list(tokens), dtype=torch.int64, device="cpu")}
+    sizes.require(store.shape.bytes_per_token * n, torch.device("cpu"), f"A snapshot of {n} tokens")
+    rows = store.rows(slot, 0, n)
+    tensors = {"keys": rows.keys, "values": rows.values, "tokens": torch.tensor(list(tokens), **WHOLE)}
     meta = {"format": FORMAT, "target": fingerprint}
     if kind:
         meta["kind"] = kind
-    if store.features is not None:
-        tensors["features"] = store.features[slot, :n].contiguous()
+    if rows.features is not None:
+        tensors["features"] = rows.features
         meta["feature_layers"] = ",".join(map(str, store.feature_layers))
     for number, states in enumerate(store.states):
         tensors |= {f"{_STATES}{number}.{name}": tensor for name, tensor in states.save(slot).items()}
-    tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
     sums = {name: _checksum(tensor) for name, tensor in tensors.items()}
     meta |= {"checksums": json.dumps(sums), "checksum": str(_header_checksum(meta, sums))}
     temporary = None
@@ -158,21 +159,6 @@ def _restored(store: KVStore, slot: int, file: Any, head: Head, wanted: int) -> 
     for states in store.states:
         states.truncate(slot, wanted)
     return wanted
-
-
-def _gathered(store: KVStore, slot: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values (layers, kv_heads, n, head_dim) of a slot's first rows, contiguous.
-
-    Raises:
-        MemoryBudgetError: the rows do not fit the free memory.
-    """
-    shape = store.shape
-    sizes.require(shape.bytes_per_token * n, torch.device("cpu"), f"A snapshot of {n} tokens")
-    out = [torch.empty(shape.layers, shape.kv_heads, n, shape.head_dim, dtype=shape.dtype, device="cpu") for _ in "kv"]
-    for layers in store.portions:
-        for tensor, rows in zip(out, store.stored(slot, layers), strict=True):
-            tensor[layers] = rows[:, :, :n].to(shape.dtype)
-    return out[0], out[1]
 
 
 def head(path: Path | str) -> Head | None:
