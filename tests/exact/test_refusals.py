@@ -245,8 +245,6 @@ def test_what_makes_no_speculator(tmp_path, shipped_in):
          .generate([[1, 2]], max_new_tokens=5), UnsupportedModelError, ""),
         (lambda: Speculator("small-lm", target=whole, draft=random_lm(tmp_path / "own", whole), vocabulary=5)
          .generate([[1, 2]]), CapabilityError, "vocabulary"),
-        (lambda: Speculator("small-lm", target=whole, draft=lm, four_bits=True).generate([[1, 2]]),
-         CapabilityError, "four_bits"),
         (lambda: Request("one", temperatur=1), ArgumentError, "temperature"),
         (lambda: longdraft.load(5), LongdraftError, ""),
         *((lambda k=k: longdraft.load(**{k: 5 if k in ("dtype", "device") else "x"}), LongdraftError, "")

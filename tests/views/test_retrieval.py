@@ -41,9 +41,9 @@ def peaked(store: KVStore, slot: int, *chunks: int, chunk: int = 4) -> torch.Ten
     return query
 
 
-def look(retrieval: Retrieval, store: KVStore, slot: int, query: torch.Tensor, accepted: int = 0) -> None:
+def look(retrieval: Retrieval, store: KVStore, slot: int, query: torch.Tensor) -> None:
     (layer,) = retrieval.layers(store.shape.layers)
-    retrieval.observe(store, slot, {layer: query[:, None]}, accepted)
+    retrieval.observe(store, slot, {layer: query[:, None]})
 
 
 # --- which ---
@@ -79,20 +79,6 @@ def test_every_few_verifications_are_scored():
     version = retrieval.version(0)
     look(retrieval, store, 0, query)
     assert retrieval.version(0) == version
-
-
-@pytest.mark.parametrize(("adaptive", "scored"), [(False, [0, 10]), (True, [0, 6, 11])])
-def test_a_fall_of_acceptance_brings_the_next_scoring_forward(adaptive, scored):
-    """Twice 4 drafted tokens are accepted, then none: the last two verifications have less than half the mean."""
-    store, retrieval = filled(60), retrieval_of(**SMALL | {"refresh": 10, "adaptive": adaptive})
-    found = []
-    for i, accepted in enumerate([0, 4, 4, 4, 4, 0, 0, 3, 3, 3, 0, 0]):
-        before = retrieval.version(0)
-        store.lengths[0] += accepted + 1
-        look(retrieval, store, 0, peaked(store, 0, 1 + i), accepted)
-        if retrieval.version(0) != before:
-            found.append(i)
-    assert found == scored
 
 
 def test_slots_do_not_know_of_each_other():
@@ -135,12 +121,12 @@ sizes = st.fixed_dictionaries(
 changes = st.lists(st.tuples(st.sampled_from(["read", "back", "look", "reset"]), st.integers(1, 9)), max_size=25)
 
 
-@given(sizes, st.integers(1, 60), changes, st.booleans(), st.sampled_from(CHOOSING))
-def test_rows_are_sorted_once_each_and_within_the_text(given_sizes, length, events, adaptive, scorer):
+@given(sizes, st.integers(1, 60), changes, st.sampled_from(CHOOSING))
+def test_rows_are_sorted_once_each_and_within_the_text(given_sizes, length, events, scorer):
     chunk = given_sizes["chunk"]
     sink, recent = given_sizes["sink"] * chunk, given_sizes["recent"] * chunk
     torch.manual_seed(0)
-    retrieval = retrieval_of(chunk, given_sizes["chunks"], 2, adaptive, sink, recent, scorer=scorer)
+    retrieval = retrieval_of(chunk, given_sizes["chunks"], 2, sink, recent, scorer=scorer)
     store = filled(length)
     for event, n in [("look", 1), *events]:
         length = store.lengths[0]

@@ -64,19 +64,18 @@ class Retrieval:
         return (count - 1 if self._layer is None else self._layer,) if self.view.query_count else ()
 
     @torch.inference_mode()
-    def observe(self, store: KVStore, slot: int, queries: Mapping[int, torch.Tensor], accepted: int = 0) -> None:
+    def observe(self, store: KVStore, slot: int, queries: Mapping[int, torch.Tensor]) -> None:
         """Called after the prompt and after each verification; scores the chunks when that is due.
 
         Args:
             store: the target's, readable up to the newest query's own row.
             queries: layer -> (Hq, n, d) after RoPE, for :meth:`layers`: of the prompt's last tokens, later of the
                 deepest accepted node.
-            accepted: drafted tokens that the verification accepted.
         """
         state = self._states[slot]
         self._queries.add(slot, queries)
         if state.chosen is not None:
-            self.refresh.note(slot, accepted)
+            self.refresh.note(slot)
             if not self.refresh.due(slot):
                 return
         (layer,), length = queries, store.readable(slot)

@@ -10,7 +10,7 @@ from typing import Any
 
 from longdraft.bench.experiment import Tick
 from longdraft.bench.needle import NAMED, SMALL
-from longdraft.bench.papers.table import IN_ROWS, LARGE, Column, Line, Table
+from longdraft.bench.papers.table import IN_ROWS, Column, Line, Table
 from longdraft.bench.settings import written
 from longdraft.drafts.kinds import KINDS, kind_of
 from longdraft.errors import LongdraftError
@@ -63,8 +63,7 @@ class Scaled:
         """Options of a line's method in a column."""
         known = METHODS[line.method].options if line.method in METHODS else ()
         given = {**line.options, **{name: x for name, x in column.options.items() if name in known}}
-        kept = {name: x for name, x in given.items() if not (self.small and name in LARGE)}
-        return {name: max(1, x // self.shrink) if name in IN_ROWS else x for name, x in kept.items()}
+        return {name: max(1, x // self.shrink) if name in IN_ROWS else x for name, x in given.items()}
 
     def differs(self) -> list[str]:
         """Differences from the paper in all rows, by this scale."""
@@ -154,7 +153,6 @@ class Measuring(ABC):
 def differing(line: Line, options: Mapping[str, Any], more: Sequence[str]) -> tuple[str, ...]:
     """Differences of a cell from the paper: the line's note, ``more``, and options that are not the paper's."""
     changed = [f"{name} {written(x)}" for name, x in options.items() if x != line.options.get(name)]
-    changed += [f"{name} off" for name in LARGE if name in line.options and name not in options]
     return tuple(filter(None, (line.note, *more, f"with {', '.join(changed)}" if changed else "")))
 
 
