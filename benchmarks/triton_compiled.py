@@ -5,8 +5,8 @@
 
 The launches are those of the backend itself: it is called on tensors without storage (device "meta"), its launches are
 recorded instead of made, and Triton compiles exactly what it would at that launch.
-Every tile that the tuner may try is among them, unless --defaults. It ends with code 1 where a kernel spills, does not
-fit a processor, or does not compile.
+Every number of splits is among them, unless --defaults. It ends with code 1 where a kernel spills, does not fit a
+processor, or does not compile.
 
 shared: bytes of a program; programs: how many a processor holds at once; spills: bytes a thread. A tile is query rows x
 keys, and for the merge output rows x parts.
@@ -35,9 +35,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from longdraft.attention import triton_backend, triton_tuning
+from longdraft.attention import triton_backend
 from longdraft.attention.block import Block, Scoring
-from longdraft.attention.triton_tuning import Kind
 from longdraft.native.scaled import Scaled
 
 KIB = 1024
@@ -69,10 +68,16 @@ class Launch:
     options: dict[str, Any]
 
     @property
+    def name(self) -> str:
+        """The kernel's name, and of the one for parts which part it computes."""
+        name = str(self.kernel.__name__).removesuffix("_kernel")
+        return {None: name, True: "block", False: "prefix"}[self.options.get("TREE")]
+
+    @property
     def key(self) -> tuple[Any, ...]:
         """Launches with the same key share one compiled kernel."""
         kinds = [str(a.dtype) if isinstance(a, torch.Tensor) else _kind(a) for a in self.args]
-        return self.kernel.__name__, *kinds, *sorted((n, str(v)) for n, v in self.options.items())
+        return self.name, *kinds, *sorted((n, str(v)) for n, v in self.options.items())
 
 
 def _kind(value: int | float) -> str:
@@ -108,7 +113,7 @@ def record(module: Any, *names: str) -> list[Launch]:
     return into
 
 
-recorded = record(triton_backend, "prefix", "block", "merge")
+recorded = record(triton_backend, "part", "merge")
 triton_backend._processors = lambda device: 132
 
 
@@ -140,14 +145,7 @@ def launches(dtype: torch.dtype, head_dim: int, sizes: list[int], defaults: bool
     attend = triton_backend.attend
     for size in sizes:
         q, keys, values, block = inputs(dtype, head_dim, size, tree=size > 1)
-        launched = triton_backend.Inputs(q, keys, values, block.slots_t, block.lengths_t, 1.0)
-        default = triton_backend._choice(launched)
-        kind = Kind("", head_dim, launched.tiles[0], str(dtype), triton.__version__)
-        # float32 is never tuned.
-        tuned = [default] if defaults or q.element_size() != 2 else triton_tuning.candidates(kind, default)
-        for choice in tuned:
-            with replaced("_choice", lambda inputs, choice=choice: choice):
-                attend(q, keys, values, block, 1.0)
+        attend(q, keys, values, block, 1.0)
         for tree in {False, size > 1}:
             q, keys, values, block = inputs(dtype, head_dim, size, tree)
             windowed = replace(block, begins=torch.zeros(1, size, dtype=torch.int32, device="meta"))
@@ -164,7 +162,7 @@ def launches(dtype: torch.dtype, head_dim: int, sizes: list[int], defaults: bool
     for splits in () if defaults else SPLITS:
         with replaced("_choose_splits", lambda *args, splits=splits: splits):
             attend(q, keys, values, block, 1.0)
-        triton_backend.prefix_attention(q, keys, values, block.slots_t, block.lengths_t, 1.0, PREFIX, splits)
+            triton_backend.attend_prefix(q, keys, values, block, 1.0)
     return {launch.key: launch for launch in recorded}.values()
 
 
@@ -197,11 +195,11 @@ def compiled(launch: Launch, target: int) -> Row:
     # and cap scores do.
     may = SPILLED * (dtype == "float32" or (target, more) == (100, "int8 caps"))
     return {
-        "kernel": launch.kernel.__name__.removesuffix("_kernel"),
+        "kernel": launch.name,
         "dtype": dtype,
         "head_dim": o.get("HEAD_DIM", ""),
         "tile": f"{o.get('BLOCK_R', o.get('BLOCK_M', ''))} x {o.get('BLOCK_P', o.get('BLOCK_N', ''))}".strip(" x"),
-        "mask": {None: "", True: "causal", False: "tree"}[o.get("CAUSAL")],
+        "mask": ("causal" if o["CAUSAL"] else "tree") if o.get("TREE") else "",
         "more": more,
         "target": target,
         "warps": warps,
@@ -260,7 +258,7 @@ def main() -> int:
     options = parser(__doc__)
     options.add_argument("--heads", type=int, nargs="+", default=[64, 128])
     options.add_argument("--sizes", type=int, nargs="+", default=list(SIZES))
-    options.add_argument("--defaults", action="store_true", help="only what is launched where nothing was tuned")
+    options.add_argument("--defaults", action="store_true", help="only one number of splits")
     args = options.parse_args()
     found = (
         ("", launch)

@@ -28,7 +28,7 @@ COLUMNS = "card", "batch", "nodes", "kernel", "programs", "MiB read", "MiB writt
 def work(launch: compiled.Launch, prefix: int) -> tuple[str, int, int, int]:
     """A launch's kernel, bytes that it reads and writes, and operations: two products of 2 d for each query head, row
     and key."""
-    name = launch.kernel.__name__.removesuffix("_kernel")
+    name = launch.name
     if name == "merge":
         parts, out = launch.args[0], launch.args[2]
         read = 4 * (parts.numel() + parts.shape[0] * out.numel() // out.shape[3])

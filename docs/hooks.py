@@ -1,4 +1,7 @@
-"""Hooks of the site: pages may link to files beyond docs/, as on GitHub, and docstrings to one another."""
+"""Hooks of the site: pages may link to files beyond docs/, as on GitHub, and docstrings to one another.
+
+For readers that are language models, each page is there as Markdown too, and `llms.txt` lists them.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,10 @@ from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
+from mkdocs.structure.pages import Page
+
+# A page's file -> its title and its text.
+TEXTS: dict[str, tuple[str, str]] = {}
 
 
 class Text(File):
@@ -23,6 +30,22 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
         if (Path(config.docs_dir) / name).is_file():  # else strict mode says that the link leads nowhere
             to, kept = f"files/{name.removeprefix('../')}.txt", InclusionLevel.INCLUDED
             files.append(Text(name, config.docs_dir, config.site_dir, False, dest_uri=to, inclusion=kept))
+
+
+def on_page_markdown(markdown: str, page: Page, **_: object) -> None:
+    """Keeps a page's text for `on_post_build`."""
+    TEXTS[page.file.src_uri] = (str(page.title), markdown)
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Writes each page's Markdown beside it, and `llms.txt`, which says what there is."""
+    site = Path(config.site_dir)
+    lines = [f"# {config.site_name}", "", f"> {config.site_description}", "", "## Pages"]
+    for name, (title, text) in TEXTS.items():
+        (site / name).write_text(text, encoding="utf-8")
+        paragraphs = [p for p in text.split("\n\n") if p and p[0] not in "#<|!-`"]
+        lines.append(f"- [{title}]({name}): {' '.join(paragraphs[0].split()) if paragraphs else title}")
+    (site / "llms.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def on_page_content(html: str, **_: object) -> str:

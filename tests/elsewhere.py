@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
+import sys
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -33,6 +35,26 @@ def _quietly(said: Path, function: Callable[..., None], *arguments: Any) -> None
     with said.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    function(*arguments)
+
+
+def at_terminal(name: str, function: Callable[..., None], *arguments: Any) -> BaseProcess:
+    """Calls a function of a module in another process, in the foreground of a terminal."""
+    process = _CONTEXT.Process(target=_in_the_foreground, args=(name, function, *arguments))
+    process.start()
+    return process
+
+
+def _in_the_foreground(name: str, function: Callable[..., None], *arguments: Any) -> None:
+    os.setsid()
+    terminal = os.open(name, os.O_RDWR)  # the first that a session opens is its own: Ctrl-C comes from there
+    for number in range(3):
+        os.dup2(terminal, number)
+    sys.stdin, sys.stdout, sys.stderr = (os.fdopen(number, mode) for number, mode in enumerate("rww"))
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the tests are a shell's background job
+    for variable in ("COLUMNS", "LINES", "NO_COLOR"):
+        os.environ.pop(variable, None)
+    os.environ["TERM"] = "xterm"
     function(*arguments)
 
 

@@ -77,9 +77,9 @@ def test_float32_and_numbers_that_are_one(tmp_path: Path) -> None:
     ("dtype", "head_dim"),
     [(d, h) for d in ("bfloat16", "float16", "float32") for h in (64, 80, 128, 256) if d == "bfloat16" or h != 80],
 )
-def test_whatever_the_tuner_may_choose(tmp_path: Path, dtype: str, head_dim: int) -> None:
+def test_whatever_may_be_launched(tmp_path: Path, dtype: str, head_dim: int) -> None:
     rows = attention(tmp_path, "--dtypes", dtype, "--heads", str(head_dim))
-    assert len(rows) >= 60 and {r["target"] for r in rows} == set(PRODUCTS)
+    assert len(rows) >= 30 and {r["target"] for r in rows} == set(PRODUCTS)
 
 
 PARTS = {"norm_kernel", "rope_kernel", "silu_kernel"}

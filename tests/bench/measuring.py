@@ -17,7 +17,7 @@ def settings(**over: Any) -> Settings:
 def measured(loaded, wanted: Settings, samples, **options: Any) -> tuple[Bench, list[Measured]]:
     """A bench, and its figures of every batch."""
     bench = Bench(loaded, wanted, **options)
-    groups, _ = grid(prepare(samples, loaded, wanted), wanted)
+    groups, _ = grid(prepare(samples, loaded, wanted), wanted.batches)
     return bench, [bench.measure(group) for group in groups]
 
 

@@ -133,7 +133,7 @@ def run_of(new_tokens, verifications, sample="a:0", **over):
 @given(st.lists(st.integers(10, 40), min_size=2, max_size=9))
 def test_the_spread_of_prompts_that_weigh_alike_is_that_of_their_mean(tokens):
     runs = [run_of(n, 10, f"a:{i}") for i, n in enumerate(tokens)]
-    (row,) = reports.acceptance(runs, ("m",), (), True)["rows"]
+    (row,) = reports.acceptance(runs, ("m",), (), True).document["rows"]
     each = [n / 10 for n in tokens]
     assert row["mean_accepted_length"] == pytest.approx(mean(each))
     assert row["standard_error"] == pytest.approx(stdev(each) / len(each) ** 0.5, abs=1e-9)
@@ -145,7 +145,8 @@ def test_rows_and_tables():
         run_of(20, 10), run_of(10, 2, "b:0", dataset="b"), run_of(8, 4, length=128, rope_factor=2.0),
         run_of(6, 6, "b:1", dataset="b", method="n", temperature=1.0), run_of(0, 0, "a:9"),
     ]  # fmt: skip
-    found = reports.acceptance(runs, ("m", "n"), ["said"], False)
+    shown = reports.acceptance(runs, ("m", "n"), ["said"], False, 2)
+    found = shown.document
     rows = {(r["method"], r["temperature"], r["dataset"], r["length"]): r for r in found["rows"]}
     # Tokens over verifications of all prompts, not the mean of their ratios; an answer of one token has none.
     whole = rows["m", 0.0, None, 64]
@@ -154,7 +155,6 @@ def test_rows_and_tables():
     assert rows["m", 0.0, "b", 64]["standard_error"] is None
     assert rows["n", 1.0, "b", 64]["mean_accepted_length"] == 1.0
     assert found["notes"] == ["said"] and not found["complete"]
-    shown = reports.acceptance_report(found, 2)
     titles = [title for title, _ in shown.tables]
     assert titles[0] == "Mean accepted length: all data sets, greedy"
     assert "Accepted by depth: b, T = 1" in titles

@@ -15,8 +15,7 @@ from longdraft import Sampling
 from longdraft.bench import report
 from longdraft.bench.contenders import Job
 from longdraft.bench.data import Sample
-from longdraft.bench.llama_peer import LlamaCpp
-from longdraft.bench.peers import Sources
+from longdraft.bench.peers import LlamaCpp, Sources
 from longdraft.bench.settings import Settings
 from longdraft.errors import CapabilityError, CheckpointError
 from tests.bench.measuring import measured, settings

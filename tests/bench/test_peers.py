@@ -9,11 +9,11 @@ from longdraft import LoadedModel, Sampling
 from longdraft.bench import report
 from longdraft.bench.contenders import Job
 from longdraft.bench.data import Sample
-from longdraft.bench.hf import AssistantModel, PromptLookup
-from longdraft.bench.peers import PEERS, Sources
+from longdraft.bench.peers import BATCHED, PEERS, Generate, Sources
 from longdraft.bench.run import Bench
 from longdraft.bench.settings import Settings
 from longdraft.errors import CapabilityError
+from longdraft.model.runner import TargetRunner
 from tests.bench import measuring
 from tests.bench.measuring import settings
 from tests.drafters.test_small_lm_draft import KEPT
@@ -86,7 +86,7 @@ def test_forwards_and_accepted_tokens_are_counted(loaded, tmp_path, good):
     """The target as its own assistant: all that is drafted is accepted. Another one: next to nothing."""
     model = loaded.model
     other = model if good else tiny_model(layers=1, seed=9)
-    peer = AssistantModel(model, other, tmp_path)
+    peer = Generate(model, drafting={"assistant_model": other})
     run, calls = counted(model, peer, job(range(5, 30)))
     assert len(run.tokens[0]) == 17
     if not good:  # with itself for an assistant, drafting calls it too
@@ -103,7 +103,7 @@ def test_forwards_and_accepted_tokens_are_counted(loaded, tmp_path, good):
 def test_what_comes_with_the_first_token_was_not_timed(loaded):
     """A prompt that repeats itself: the forward that reads it accepts a draft as well."""
     prompt = list(range(5, 25)) * 3
-    run, calls = counted(loaded.model, PromptLookup(loaded.model), job(prompt))
+    run, calls = counted(loaded.model, PEERS["hf-prompt-lookup"](TargetRunner(loaded.model), Sources()), job(prompt))
     assert calls == run.rounds[0] + 1
     assert run.tokens_per_second == pytest.approx((17 - run.early) / run.decode_seconds)
     assert run.mean_accepted_length == pytest.approx((16 - run.early) / run.rounds[0])
@@ -132,4 +132,4 @@ def test_settings_of_peers_that_make_no_sense(tmp_path):
     ):
         with pytest.raises(ValueError, match=key):
             Settings(**given)
-    assert [name for name, peer in PEERS.items() if peer.batched] == ["hf", "hf-eager"]
+    assert BATCHED == ("hf", "hf-eager")

@@ -10,9 +10,10 @@ import pytest
 from longdraft import LoadedModel
 from longdraft.bench.data import Sample
 from longdraft.bench.experiment import Experiment
+from longdraft.bench.json_lines import JsonLines
 from longdraft.bench.prompts import grid, prepare
-from longdraft.bench.results import header, opened, read
-from longdraft.bench.run import Bench, Disagreement
+from longdraft.bench.results import header, read
+from longdraft.bench.run import Bench, Disagreement, Measured
 from longdraft.bench.settings import Settings
 from longdraft.errors import CheckpointError, ConfigError
 from tests.bench.results_files import line, write
@@ -30,11 +31,11 @@ class Session:
         self.settings = Settings(**(made | wanted))
         self.bench = Bench(loaded, self.settings)
         prompts = prepare(samples, loaded, self.settings)
-        self.groups, _ = grid(prompts, self.settings)
+        self.groups, _ = grid(prompts, self.settings.batches)
         self.header = header(self.bench, prompts, "tiny", list(data), None)
 
     def open(self, path):
-        return opened(path, self.header)
+        return JsonLines(path, self.header, Measured)
 
 
 @pytest.fixture
@@ -86,9 +87,9 @@ def test_another_model_draft_machine_or_switch_is_refused(session, loaded, tmp_p
         Session(LoadedModel(tiny_model(context=512, layers=2, seed=5), loaded.tokenizer)).open(path)
     for change in ({"hardware": {"cores": 4096}}, {"versions": {"torch": "0.1"}}):
         with pytest.raises(ConfigError, match=r"4096 here|0\.1"):
-            opened(path, {**session.header, **{k: {**session.header[k], **v} for k, v in change.items()}})
+            JsonLines(path, {**session.header, **{k: {**session.header[k], **v} for k, v in change.items()}}, Measured)
     free = {**session.header["hardware"], "memory_available_bytes": 1}
-    opened(path, {**session.header, "hardware": free})  # free memory changes by itself
+    JsonLines(path, {**session.header, "hardware": free}, Measured)  # free memory changes by itself
     monkeypatch.setenv("LONGDRAFT_NATIVE", "0")
     with pytest.raises(ConfigError):
         Session(loaded).open(path)

@@ -11,7 +11,7 @@ from longdraft import LoadedModel, Sampling, Speculator
 from longdraft.bench import report
 from longdraft.bench.contenders import Kept, Ours
 from longdraft.bench.data import Sample
-from longdraft.bench.prompts import batches, prepare
+from longdraft.bench.prompts import grid, prepare
 from longdraft.bench.run import Bench
 from longdraft.errors import UnknownMethodError
 from longdraft.memory.prompt_cache import PromptCache
@@ -200,7 +200,7 @@ def test_one_prefill_serves_all_of_ours(loaded, tmp_path):
     draft = random_eagle3(tmp_path, loaded.model, layers=(0, 1), feature_size=2 * loaded.model.config.hidden_size)
     wanted = settings(methods=("prompt-lookup", "eagle3", "hf"), cold=False, draft_options={"draft": draft})
     bench = Bench(loaded, wanted)
-    groups, _ = batches(prepare(SAMPLES[:2], loaded, wanted), 1)
+    groups, _ = grid(prepare(SAMPLES[:2], loaded, wanted), (1,))
     ticks = []
     measured = [bench.measure(group, ticks.append) for group in groups]
     assert len(ticks) == sum(step.ticks for step in bench.steps(groups)) == 2 * (2 + 4 * wanted.repeats)

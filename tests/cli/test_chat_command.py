@@ -1,15 +1,8 @@
-"""``longdraft chat``, with its input piped in; and in a terminal."""
+"""``longdraft chat``, with its input piped in (in a terminal: ``test_terminal.py``)."""
 
 from __future__ import annotations
 
 import json
-import os
-import pty
-import select
-import signal
-import subprocess
-import sys
-import time
 
 import pytest
 
@@ -113,48 +106,3 @@ def test_what_cannot_be_done_is_said_and_the_session_goes_on(chat, model_folder,
 def test_options_are_checked_before_anything_loads(shell):
     ended = shell("chat", "--model", "nowhere", "--method", "nonsense")
     assert ended.code == 2 and "nonsense" in ended.err
-
-
-@pytest.mark.slow
-def test_in_a_terminal_ctrl_c_stops_an_answer_and_not_the_session(model_folder):
-    ours, theirs = pty.openpty()
-    command = [
-        sys.executable,
-        "-m",
-        "longdraft",
-        "chat",
-        "--model",
-        str(model_folder),
-        "-n",
-        "400",
-        "--plan",
-        "fixed",
-        "--method",
-        "ar",
-    ]
-    run = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
-    seen = ""
-
-    def until(words, seconds=60):
-        nonlocal seen
-        end = time.monotonic() + seconds
-        while words not in seen and time.monotonic() < end:
-            if select.select([ours], [], [], 0.1)[0]:
-                seen += os.read(ours, 4096).decode(errors="replace")
-        assert words in seen, seen
-        seen = seen.partition(words)[2]
-
-    try:
-        until("> ")
-        os.write(ours, b"who?\n")
-        time.sleep(0.3)
-        os.kill(run.pid, signal.SIGINT)
-        until("> ")
-        os.write(ours, b"/seed 3\n")
-        until("seed 3")
-        os.write(ours, b"\x04")
-        assert run.wait(20) == 0
-    finally:
-        run.kill()
-        os.close(ours)
-        os.close(theirs)

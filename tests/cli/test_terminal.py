@@ -7,48 +7,52 @@ import os
 import pty
 import re
 import select
-import signal
 import struct
-import subprocess
-import sys
 import termios
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import psutil
 import pytest
 
 from longdraft import methods
+from longdraft.cli.display import TextOutput
+from longdraft.cli.main import main
+from longdraft.engine.streaming import Piece
+from longdraft.methods import METHODS
+from tests import elsewhere
 
 
-def _in_the_foreground() -> None:
-    """So that Ctrl-C reaches a program, also where the tests are a shell's background job, which ignores it."""
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+def run(*words: str) -> None:
+    raise SystemExit(main(words))
+
+
+def write(text: str) -> None:
+    output = TextOutput()
+    for at in range(0, len(text), 3):
+        output.write([Piece(text[at : at + 2], True), Piece(text[at + 2 : at + 3], False)])
+    output.end()
 
 
 class Terminal:
-    """A program in a terminal of so many columns."""
+    """A function in a terminal of so many columns."""
 
-    def __init__(self, *arguments: object, columns: int = 80, program: Sequence[str] = ("-m", "longdraft")) -> None:
+    def __init__(self, function: Callable[..., None], *arguments: str, columns: int = 80) -> None:
         self.columns, self.written = columns, ""
         self._ours, theirs = pty.openpty()
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-        environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES", "NO_COLOR")}
-        self.process = subprocess.Popen(
-            [sys.executable, *program, *map(str, arguments)], stdin=theirs, stdout=theirs, stderr=theirs,
-            start_new_session=True, env=environment | {"TERM": "xterm"},
-            preexec_fn=_in_the_foreground,
-        )  # fmt: skip
-        os.close(theirs)
+        self.process = elsewhere.at_terminal(os.ttyname(theirs), function, *arguments)
+        self._theirs = theirs
 
     def __enter__(self) -> Terminal:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.process.kill()
-        self.process.wait()
+        self.process.join()
         os.close(self._ours)
+        os.close(self._theirs)
 
     def type(self, text: str) -> None:
         os.write(self._ours, text.encode())
@@ -74,20 +78,21 @@ class Terminal:
 
     def ended(self) -> str:
         """What the screen shows in the end."""
-        while self.process.poll() is None:
+        while self.process.is_alive():
             self._read(0.1)
         while self._read(0.1):
             pass
         return self.screen()
 
+    def left(self) -> bool:
+        """True once the program has ended well."""
+        self.ended()
+        return self.process.exitcode == 0
+
     def _read(self, seconds: float) -> bool:
         if not select.select([self._ours], [], [], seconds)[0]:
             return False
-        try:
-            self.written += os.read(self._ours, 1 << 16).decode(errors="replace")
-        except OSError:  # the other end is closed
-            time.sleep(0.05)
-            return False
+        self.written += os.read(self._ours, 1 << 16).decode(errors="replace")
         return True
 
     def screen(self) -> str:
@@ -111,58 +116,41 @@ class Terminal:
         return "\n".join("".join(each).rstrip() for each in [*lines, line])
 
 
-@pytest.fixture
-def talk(model_folder):
-    arguments = ["chat", "--model", model_folder, "-n", 12, "--plan", "fixed", "--method", "prompt-lookup"]
-    with Terminal(*arguments) as terminal:
-        terminal.until(lambda written: "> " in written)
-        yield terminal
-
-
 def prompts(count: int) -> Callable[[str], bool]:
     return lambda written: len(re.findall(r"(?m)> ", written)) >= count
 
 
-def test_chat_says_which_model_talks(talk, model_folder):
-    assert f"{model_folder.name}, decoded with prompt-lookup" in " ".join(talk.screen().split())
+@pytest.fixture
+def talk(model_folder: Path) -> Iterator[Terminal]:
+    words = "-n", "400", "--plan", "fixed", "--method", "ar", "--model", str(model_folder)
+    with Terminal(run, "chat", *words) as terminal:
+        terminal.until(prompts(1))
+        yield terminal
 
 
 @pytest.mark.parametrize("leave", ["exit\n", "quit\n", "/exit\n", "\x04"])
-def test_chat_is_left(talk, leave):
+def test_chat_says_which_model_talks_and_is_left(talk, model_folder, leave):
+    assert f"{model_folder.name}, decoded with ar" in " ".join(talk.screen().split())
     talk.type(leave)
-    talk.ended()
-    assert talk.process.returncode == 0
+    assert talk.left()
 
 
-def test_chat_is_left_by_ctrl_c_twice(talk):
-    talk.interrupt()
-    talk.until(lambda written: "once more" in written and prompts(2)(written))
-    talk.interrupt()
-    talk.ended()
-    assert talk.process.returncode == 0
-
-
-def test_ctrl_c_clears_the_line_and_the_session_goes_on(talk):
+def test_ctrl_c_stops_an_answer_and_clears_a_line_and_twice_it_ends_the_session(talk):
+    talk.type("who?\n")
+    talk.until(lambda written: len(written.partition("who?")[2].split()) > 2)
+    talk.type("\x03")
+    talk.until(lambda written: "stopped" in written and prompts(2)(written))
     talk.type("exi")
     talk.interrupt()
-    talk.until(lambda written: "once more" in written and prompts(2)(written))
+    talk.until(lambda written: "once more" in written and prompts(3)(written))
     talk.type("/seed 3\n")
     talk.until(lambda written: "seed 3" in written.partition("/seed 3")[2])
     talk.interrupt()  # the first again, as something was said in between
     talk.until(lambda written: written.count("once more") == 2)
-    talk.type("exit\n")
-    talk.ended()
-    assert talk.process.returncode == 0
+    talk.interrupt()
+    assert talk.left()
 
 
-WRITES = """
-import sys
-from longdraft.cli.display import TextOutput
-output, text = TextOutput(), sys.argv[1]
-for at in range(0, len(text), 3):
-    output.write([(text[at : at + 2], True), (text[at + 2 : at + 3], False)])
-output.end()
-"""
 TEXT = (
     "The sea and the ship, a harbour; lighthouse-keepers write letters.\n\n  Indented\twords, supercalifragilistic ends"
 )
@@ -170,7 +158,7 @@ TEXT = (
 
 @pytest.mark.parametrize("columns", [21, 22, 33, 200])
 def test_lines_break_between_words(columns):
-    with Terminal(TEXT, columns=columns, program=("-c", WRITES)) as terminal:
+    with Terminal(write, TEXT, columns=columns) as terminal:
         shown = terminal.ended()
     assert shown.split() == TEXT.split()
     assert "\n\n  Indented" in shown and max(map(len, shown.splitlines())) <= columns
@@ -179,17 +167,15 @@ def test_lines_break_between_words(columns):
 
 def test_a_word_that_is_wider_than_the_terminal_and_scripts_without_blanks_are_whole():
     for text in ("see " + "x" * 50 + " end", "\u65e5\u672c\u8a9e" * 12):
-        with Terminal(text, columns=20, program=("-c", WRITES)) as terminal:
+        with Terminal(write, text, columns=20) as terminal:
             assert "".join(terminal.ended().split()) == text.replace(" ", "")
 
 
-def test_tables_lose_no_names_at_80_columns():
-    for method in [m["name"] for m in methods() if m["name"] in ("longspec", "self", "eagle3", "specpv")]:
-        with Terminal("methods", method) as terminal:
-            shown = terminal.ended()
-        from longdraft.methods import METHODS
-
-        for option in METHODS[method].options.values():
-            assert re.search(rf"^{option.name}\b", shown, re.M), option.name
-            assert option.help.split()[0] in shown if option.help else True
-        assert "…" not in shown
+@pytest.mark.parametrize("method", [m["name"] for m in methods() if m["name"] in ("longspec", "self", "specpv")])
+def test_tables_lose_no_names_at_80_columns(method):
+    with Terminal(run, "methods", method) as terminal:
+        shown = terminal.ended()
+    for option in METHODS[method].options.values():
+        assert re.search(rf"^{option.name}\b", shown, re.M), option.name
+        assert option.help.split()[0] in shown if option.help else True
+    assert "…" not in shown

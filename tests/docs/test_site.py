@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    pytest.importorskip("material", reason="needs the extra docs")
+    pytest.importorskip("material", reason="needs the group docs")
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -50,3 +50,9 @@ def test_links_beyond_the_docs_lead_to_copies(site):
 def test_pages_ask_no_other_host_for_anything(site):
     for page in site.rglob("*.html"):
         assert not re.search(r'<(?:script|img|link)\b[^>]*(?:src|href)="?(?:https?:)?//', page.read_text()), page
+
+
+def test_pages_are_there_for_language_models_too(site):
+    listed = (site / "llms.txt").read_text()
+    for page in (ROOT / "docs").glob("*.md"):
+        assert f"]({page.name}): " in listed and (site / page.name).read_text().startswith("# "), page.name

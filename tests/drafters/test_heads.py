@@ -21,7 +21,7 @@ from longdraft.model.runner import TargetRunner
 from longdraft.trees.node_limit import NodeLimit
 from tests.drafters.watching import Watching
 from tests.drafts import random_heads
-from tests.events import begun, decoded, taken_back
+from tests.events import begun, decoded
 from tests.support import definitions
 from tests.tiny import tiny_model
 
@@ -185,7 +185,4 @@ def test_what_repeats_in_the_output_is_proposed():
     assert paths == [[5], [5, 6], [5, 6, 8], [5, 1], [5, 1, 1]]  # 5 6 8 twice; of 5 6 7 and 5 1 1 the later one
     chance = sum(exp(p) for p, depth in zip(tree.log_probs, tree.depths, strict=True) if depth == 1)
     assert chance == pytest.approx(4 / 5)  # 5 came four times with two tokens behind it, and one is a doubt
-    s.output[-2:] = []
-    drafter.observe(taken_back(s))
-    assert drafter.propose([s])[0].tokens[0] == 1
     drafter.release(s)

@@ -16,7 +16,7 @@ import torch.distributed
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
-from longdraft import PromptCache, Request, Speculator
+from longdraft import PromptCache, Speculator
 from longdraft.errors import LongdraftError
 from tests import drafts
 from tests.tiny import Family, tiny_model
@@ -71,10 +71,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "small-lm": {"method": "small-lm", "draft": "lm"},
     "quantspec": {"method": "quantspec"},
 }
-DIFFERENT = (
-    "other requests", "another second request", "one request more", "another length", "sampled by one",
-    "one sampled request more", "another seed", "aborted by one",
-)  # fmt: skip
 REFUSED: dict[str, dict[str, Any]] = {
     "self": {"method": "self"},
     "magicdec": {"method": "magicdec"},
@@ -117,18 +113,6 @@ def _generated(model: PreTrainedModel, **settings: Any) -> Any:
     return model.generate(ids, custom_generate=spec, max_new_tokens=NEW, **settings).tolist()
 
 
-def _aborting(spec: Speculator, abort: bool) -> None:
-    """Decodes two requests for a few rounds; then one may be aborted."""
-    session = spec.session(batch=2)
-    numbers = [session.add(Request(prompt, max_new_tokens=NEW)) for prompt in PROMPTS[:2]]
-    for _ in range(3):
-        session.step()
-    if abort:
-        session.abort(numbers[0])
-    while session.busy:
-        session.step()
-
-
 def _refusal(decode: Callable[[], Any]) -> str:
     try:
         decode()
@@ -161,19 +145,6 @@ def decode_shared(folder: Path) -> dict[str, Any]:
         for name, options in REFUSED.items()
     }
     refused["odd"] = _refusal(lambda: Speculator("ar", target=load("odd")))
-    # Last: requests that differ. Both methods' drafts, and later prompts of a round, are read without an agreement.
-    for name, method in {"": spec, ", quantspec": Speculator("quantspec", target=model)}.items():
-        different = {
-            "other requests": lambda method=method: method.generate([PROMPTS[rank]], max_new_tokens=NEW),
-            "another second request": lambda method=method: method.generate([PROMPTS[2], PROMPTS[rank]]),
-            "one request more": lambda method=method: method.generate(PROMPTS[: 2 + rank], batch=1),
-            "another length": lambda method=method: method.generate([PROMPTS[0]], max_new_tokens=NEW + rank),
-            "sampled by one": lambda method=method: method.generate([PROMPTS[0]], temperature=float(rank)),
-            "one sampled request more": lambda method=method: method.generate(PROMPTS[: 2 + rank], temperature=1.0),
-            "another seed": lambda method=method: method.generate([PROMPTS[0]], temperature=1.0, seed=rank),
-            "aborted by one": lambda method=method: _aborting(method, rank == 1),
-        }
-        refused |= {case + name: _refusal(decode) for case, decode in different.items()}
     return found | {"refused": refused}
 
 

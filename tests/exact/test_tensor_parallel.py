@@ -13,12 +13,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from longdraft import Request, Speculator
 from longdraft.errors import CapabilityError
 from longdraft.memory.store import KVShape
 from longdraft.model.sharded import Share, share_of
 from tests.exact.tensor_parallel_cases import (
-    DIFFERENT,
     FAMILIES,
     METHODS,
     NEW,
@@ -96,7 +94,6 @@ def test_without_a_seed_all_take_the_first_ones(shared, name):
         *((name, "on a part of the KV cache") for name in REFUSED if name != "planned"),
         ("planned", "leave plan out"),
         ("odd", "3 KV heads, which 2 processes cannot share out evenly"),
-        *((name + kind, "no longer decode the same") for name in DIFFERENT for kind in ("", ", quantspec")),
     ],
 )
 def test_what_cannot_be_shared_is_refused_by_all(shared, name, said):
@@ -135,30 +132,3 @@ def test_other_ways_to_share_out_are_refused(group):
     model.lm_head.weight = torch.nn.Parameter(weight, requires_grad=False)
     with pytest.raises(CapabilityError):
         share_of(model)
-
-
-@pytest.mark.parametrize("method", ["ar", "prompt-lookup", "quantspec"])
-def test_processes_agree_once_a_round_and_once_on_prompts_read_together(group, monkeypatch, method):
-    exchanges = []
-    all_reduce = torch.distributed.all_reduce
-
-    def counted(*given: Any) -> None:
-        exchanges.append(given)
-        all_reduce(*given)
-
-    monkeypatch.setattr(torch.distributed, "all_reduce", counted)
-    # Layers that are shared out are not computed in one kernel call.
-    monkeypatch.setattr("longdraft.drafters.self_drafter.WholeLM.of", lambda runner: None)
-    spec = Speculator(method, target=tiny_model())
-    spec.runner().share = Share(0, 1, None, torch.device("cpu"), False)
-    session = spec.session(batch=3)
-    session.add(Request(PROMPTS[1], max_new_tokens=NEW))
-    session.step()  # takes memory, which is agreed on too
-    for prompt in (PROMPTS[0], PROMPTS[2]):
-        session.add(Request(prompt, max_new_tokens=NEW))
-    counts = []
-    while session.busy:
-        exchanges.clear()
-        session.step()
-        counts.append(len(exchanges))
-    assert set(counts) == {1}, counts

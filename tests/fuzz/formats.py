@@ -16,6 +16,8 @@ import longdraft
 from longdraft import Speculator
 from longdraft.batch.output import Output
 from longdraft.bench import results
+from longdraft.bench.json_lines import JsonLines
+from longdraft.bench.run import Measured
 from tests import drafts
 from tests.bench import results_files
 from tests.fuzz import damage
@@ -104,7 +106,7 @@ def _sharded(path: Path) -> None:
 def _report(path: Path) -> None:
     """A page, and a run that goes on."""
     results.report_of(path)
-    results.opened(path, results_files.header(("ar", "longspec")))
+    JsonLines(path, results_files.header(("ar", "longspec")), Measured)
 
 
 def _results(path: Path) -> None:

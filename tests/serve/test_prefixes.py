@@ -83,7 +83,7 @@ def test_a_file_is_not_read_for_what_slots_have_too(tmp_path, monkeypatch):
 
 
 def test_the_file_that_has_most_of_a_prompt_is_read(tmp_path):
-    kept(tmp_path, TEXT[:20], [*TEXT[:50], 8, 8, 8, 8], [*TEXT[:30], 9, 9, 9, 9])
+    kept(tmp_path, TEXT[:20], [*TEXT[:50], *[8] * 20], [*TEXT[:30], *[9] * 20])
     assert Texts(tmp_path).read([*TEXT, 7]) == 50
 
 
@@ -108,40 +108,24 @@ def test_a_text_that_is_on_disk_or_short_is_not_written(tmp_path):
     assert Texts(tmp_path).keep_all() == 0  # nor is one of which nothing was decoded
 
 
-def test_a_file_has_a_text_from_where_it_forks(tmp_path):
-    fork = [*TEXT[:30], 7, 7, 7, 7]
-    kept(tmp_path, TEXT[:20], fork, TEXT[:60], TEXT)
-    assert sizes(tmp_path) == [20, 34, 60, 100]
-    rows = sum((file.stat().st_size - 8 * length(file)) // (ROW - 8) for file in files(tmp_path))
-    assert 104 <= rows < 104 + 4 * (HEAD // (ROW - 8))  # 20, 14 behind them, 30 behind 30 of those, 40
-    for text, reused in ((TEXT, 99), (fork, 33), ([*TEXT[:25], 9], 25), ([*TEXT[:59], 9], 59)):
-        assert Texts(tmp_path).read(text) == reused
+def test_a_text_that_grows_is_one_file_and_is_written_when_a_quarter_is_new(tmp_path):
+    cache, written = Texts(tmp_path), []
+    for length in range(20, 180, 4):
+        cache.read(list(range(length)))
+        written += [length] if cache.keep() else []
+        assert sizes(tmp_path) == written[-1:]
+    assert written == [20, 28, 40, 56, 76, 104, 140] and Texts(tmp_path).read(list(range(170))) == 140
 
 
-def test_the_question_not_asked_for_longest_is_deleted_and_not_the_document(tmp_path):
+def test_questions_about_a_document_keep_it_and_what_they_add(tmp_path):
     document = TEXT[:60]
-    questions = [[*document, i, *range(19)] for i in (7, 8)]
-    kept(tmp_path, document, *questions)
-    most = sum(file.stat().st_size for file in files(tmp_path)) + room_for(1) - 1
-    Texts(tmp_path).read(questions[0])
-    kept(tmp_path, family(5), most=most)
-    assert sizes(tmp_path) == [60, 60, 80]
-    assert [Texts(tmp_path).read(question) for question in questions] == [79, 60]
-
-
-def test_a_document_outlives_its_questions(tmp_path):
-    cache = Texts(tmp_path, room_for(3))
-    for text in (TEXT[:60], [*TEXT[:60], 7, *range(19)], family(5), family(6)):
+    short, long = [*document, 7, *range(9)], [*document, 8, *range(30)]
+    cache = Texts(tmp_path)
+    for text in (document, short, long, [*document, 9, *range(31)]):
         cache.read(text)
         cache.keep()
-    assert sizes(tmp_path) == [60, 60, 60] and Texts(tmp_path).read(TEXT[:60]) == 59
-
-
-def test_a_file_whose_beginning_is_gone_is_deleted(tmp_path, caplog):
-    first = kept(tmp_path, TEXT[:60])
-    kept(tmp_path, TEXT)
-    first.unlink()
-    assert Texts(tmp_path).read(TEXT) == 0 and not files(tmp_path) and "gone" in caplog.text
+    assert sizes(tmp_path) == [91, 92]  # the document is in both; a sixth more is not worth a file
+    assert [Texts(tmp_path).read(text) for text in (document, short, long)] == [59, 60, 90]
 
 
 def test_a_text_that_is_being_decoded_is_left_alone(tmp_path):
@@ -184,10 +168,10 @@ def test_slots_hold_their_prompts_and_files_stay_in_their_limit_whatever_comes(t
     def used():
         return sum(file.stat().st_size for file in files(folder))
 
-    def bounded(store, slot, tokens, target, path, kind, start, parent):
+    def bounded(store, slot, tokens, target, path, kind):
         """There is room before anything is written."""
-        assert used() + (len(tokens) - start) * ROW <= most
-        save(store, slot, tokens, target, path, kind, start, parent)
+        assert used() + len(tokens) * ROW <= most
+        save(store, slot, tokens, target, path, kind)
 
     cache = Texts(folder, most, slots=3)
     with pytest.MonkeyPatch.context() as patch:
@@ -196,8 +180,6 @@ def test_slots_hold_their_prompts_and_files_stay_in_their_limit_whatever_comes(t
             cache.read([min(x, 30 * family) for x in TEXT[:length]], slot)  # compares what the slot holds
             cache.keep()
             assert used() <= most
-            parents = {snapshot.head(file).parent for file in files(folder)} - {""}
-            assert all((folder / parent).exists() for parent in parents)
             if restarts:
                 cache = Texts(folder, most, slots=3)
 

@@ -101,24 +101,12 @@ def test_a_reset_is_a_new_version_also_when_as_many_choices_were_made_after_it_a
     assert len(set(seen)) == 3
 
 
-def test_what_follows_a_cut_has_not_been_scored():
-    """Chunks chosen behind the cut are gone for good, and those of the new text may fill their places."""
-    store, retrieval = filled(80), retrieval_of(**SMALL)
-    look(retrieval, store, 0, peaked(store, 0, 3, 13, 14))
-    assert retrieval.chosen(0) == [3, 13, 14]
-    version = retrieval.version(0)
-    retrieval.truncate(0, 48)
-    assert retrieval.chosen(0) == [3] and retrieval.version(0) > version
-    assert retrieval.rows(0, 80).tolist() == [*range(4), *range(12, 16), *range(64, 80)]
-
-
 # --- properties ---
 
 sizes = st.fixed_dictionaries(
     {"chunk": st.integers(1, 5), "chunks": st.integers(1, 8), "sink": st.integers(0, 2), "recent": st.integers(1, 3)}
 ).filter(lambda s: s["chunks"] >= s["sink"] + s["recent"])
-# How a text's length changes: tokens are read, or taken back.
-changes = st.lists(st.tuples(st.sampled_from(["read", "back", "look", "reset"]), st.integers(1, 9)), max_size=25)
+changes = st.lists(st.tuples(st.sampled_from(["read", "look", "reset"]), st.integers(1, 9)), max_size=25)
 
 
 @given(sizes, st.integers(1, 60), changes, st.sampled_from(CHOOSING))
@@ -132,9 +120,6 @@ def test_rows_are_sorted_once_each_and_within_the_text(given_sizes, length, even
         length = store.lengths[0]
         if event == "read":
             store.lengths[0] = min(length + n, 150)
-        elif event == "back":
-            store.lengths[0] = max(length - n, 1)
-            retrieval.truncate(0, store.lengths[0])
         elif event == "reset":
             retrieval.reset(0)
         else:
@@ -160,7 +145,7 @@ def test_a_working_cache_holds_the_rows_it_should(given_sizes, length, events, t
     chunk = given_sizes["chunk"]
     sink, recent = given_sizes["sink"] * chunk, given_sizes["recent"] * chunk
     torch.manual_seed(0)
-    retrieval = retrieval_of(chunk, given_sizes["chunks"], 2, False, sink, recent)
+    retrieval = retrieval_of(chunk, given_sizes["chunks"], 2, sink, recent)
     store = filled(length, transposed=transposed)
     store.values.copy_(torch.arange(200.0)[:, None])  # a value says which row it is of
     working = RetrievedKV(store, retrieval, transposed)
@@ -168,12 +153,6 @@ def test_a_working_cache_holds_the_rows_it_should(given_sizes, length, events, t
     for event, n in events:
         if event == "read":
             store.lengths[0] = min(store.lengths[0] + n, 150)
-        elif event == "back":
-            store.truncate(0, max(store.lengths[0] - n, 1))
-            # What follows is another text.
-            store.keys[:, :, :, store.lengths[0] :] = torch.randn(2, 1, 2, 200 - store.lengths[0], 8)
-            retrieval.truncate(0, store.lengths[0])
-            working.forget(0, store.lengths[0])
         elif event == "reset":
             store.keys.copy_(torch.randn(store.keys.shape))
             retrieval.reset(0)

@@ -14,11 +14,12 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longdraft.bench import machine
-from longdraft.bench.contenders import Kept, Run
+from longdraft.bench.contenders import Ours, Run
 from longdraft.bench.data import Sample, Short, fitted
 from longdraft.bench.experiment import Step, Tick, in_turn
 from longdraft.bench.json_lines import JsonLines, fingerprint, plain, signed
@@ -246,24 +247,23 @@ class Acceptance:
         self.settings, self.tokenizer = settings(target), loaded.tokenizer
         self.context, self.model = target.context_length, model_of(target, name)
         self._bench: Bench | None = Bench(loaded, self.settings, progress=progress)
-        drafts = {name: c.draft for name, c in self._bench.contenders.items()}
-        self._drafts = {name: "" if draft is None else fingerprint(draft) for name, draft in drafts.items()}
+        ours = self._bench.ours.items()
+        self._drafts = {name: "" if c.draft is None else fingerprint(c.draft) for name, c in ours}
 
     @property
     def target(self) -> TargetRunner | None:
         """The hosted model, as it is stretched now; None if it could not be."""
         return None if self._bench is None else self._bench.target
 
-    def stretch(self, factor: float | None) -> None:
+    def _stretch(self, factor: float | None) -> None:
         """Replaces the target with the one of this YaRN factor; where it cannot be stretched, a note says so."""
-        if factor == self._factor:
-            return
-        self._factor, self._bench = factor, None
-        gc.collect()
-        try:
-            self._bench = Bench(self._load(factor), self.settings)
-        except CapabilityError as error:
-            self.notes.append(f"Lengths that need a factor of {factor or 1:g} are left out: {error}")
+        if factor != self._factor:
+            self._factor, self._bench = factor, None
+            gc.collect()
+            try:
+                self._bench = Bench(self._load(factor), self.settings)
+            except CapabilityError as error:
+                self.notes.append(f"Lengths that need a factor of {factor or 1:g} are left out: {error}")
 
     def steps(self, samples: Sequence[Sample], lengths: Sequence[int], short: Short) -> list[Step[Asked, Accepted]]:
         """A step for each text and YaRN factor.
@@ -272,71 +272,61 @@ class Acceptance:
             ContextError: a length exceeds the target, whose factor was given; or it has no room for new tokens.
             PromptError: no text is as long as any of the lengths.
         """
-        if self._given is None:
-            factors = stretches(lengths, self.context)
-        elif max(lengths) <= self.context:
-            factors = {self._given: sorted(set(lengths))}
-        else:
+        own, given = self.settings, self._given
+        if given is not None and max(lengths) > self.context:
             raise ContextError(
-                f"With a factor of {self._given:g} the model's context is {self.context:,} tokens, and "
+                f"With a factor of {given:g} the model's context is {self.context:,} tokens, and "
                 f"{max(lengths):,} are asked for: raise the factor, or leave it out, and each length gets its own."
             )
         steps: list[Step[Asked, Accepted]] = []
-        for factor, some in factors.items():
-            whole = self.context if factor == self._given else int(self.context * (factor or 1.0))
-            room = whole - self.settings.max_tokens
-            if room < 1:
-                raise ContextError(
-                    f"A context of {whole:,} tokens has no room for {self.settings.max_tokens:,} new ones."
-                )
+        for factor, some in (
+            stretches(lengths, self.context) if given is None else {given: sorted({*lengths})}
+        ).items():
+            whole = self.context if factor == given else int(self.context * (factor or 1.0))
+            if whole <= own.max_tokens:
+                raise ContextError(f"A context of {whole:,} tokens has no room for {own.max_tokens:,} new ones.")
             work: dict[Sample, list[Text]] = {}
             for length in some:
-                its = self.settings
-                found, said = texts(samples, length, room, self.tokenizer, short, its.raw, **its.asked)
+                room = whole - own.max_tokens
+                found, said = texts(samples, length, room, self.tokenizer, short, own.raw, **own.asked)
                 self.notes += said
                 for text in found:
                     work.setdefault(text.sample, []).append(text)
             stretched = "" if factor is None else f", the model stretched {factor:g} times"
-            steps += [
-                Step(
-                    f"{Path(sample.origin).name}{stretched}",
-                    self.asked(own, factor),
-                    partial(self._measure, own, factor),
-                    self._repeats,
-                )
-                for sample, own in work.items()
-            ]
+            for sample, found in work.items():
+                found.reverse()  # the longest text comes first
+                what, measure = f"{Path(sample.origin).name}{stretched}", partial(self._measure, found, factor)
+                steps.append(Step(what, self._asked(found, factor), measure, self._repeats))
         if not steps:
             raise PromptError(" ".join(self.notes))
         return steps
 
-    def asked(self, own: Sequence[Text], factor: float | None) -> list[Asked]:
-        """The runs of a row's prompts, on the target with that YaRN factor: the longest first."""
+    def _asked(self, own: Sequence[Text], factor: float | None) -> list[Asked]:
+        """The runs of a row's prompts, on the target with that YaRN factor."""
         options = {n: json.dumps(plain(self.settings.options(n)), sort_keys=True) for n in self.settings.methods}
         return [
             Asked(
                 name, options[name], self._drafts[name], temperature, text.length, factor,
                 text.sample.dataset, text.sample.origin, text.digest,
             )
-            for text in sorted(own, key=lambda text: -text.length)
-            for name in self.settings.methods
-            for temperature in self._temperatures
+            for text, name, temperature in product(own, self.settings.methods, self._temperatures)
         ]  # fmt: skip
 
     def _measure(
         self, own: Sequence[Text], factor: float | None, missing: Collection[Asked], tick: Tick
     ) -> Iterator[Accepted]:
         """The missing runs of a row's prompts; none if the target cannot be stretched by the factor."""
-        self.stretch(factor)
-        if (bench := self._bench) is None:
+        self._stretch(factor)
+        if self._bench is None:
             return
-        for kept, names in bench.sharing(self.settings.methods):
-            for text in sorted(own, key=lambda text: -text.length):
-                asked = [each for each in missing if each.method in names and each.length == text.length]
+        methods = {name: c for name, c in self._bench.ours.items() if name in self.settings.methods}
+        for kept in {id(c.kept): c.kept for c in methods.values()}.values():  # each reads the texts once
+            for text in own:
+                asked = [a for a in missing if methods[a.method].kept is kept and a.length == text.length]
                 runs: dict[Asked, list[Run]] = {each: [] for each in asked}
                 for _, each in in_turn(asked, self._repeats):
                     tick(f"{each.length:,} tokens, {each.method}, {called(each.temperature)}")
-                    runs[each].append(self._run(bench, each, text, kept))
+                    runs[each].append(self._run(self._bench, methods[each.method], each, text))
                     if len(runs[each]) == self._repeats:
                         run = min(runs[each], key=lambda run: run.decode_seconds)
                         new, verifications = run.new_tokens - 1, sum(run.rounds)
@@ -344,12 +334,13 @@ class Acceptance:
             kept.clear()
             gc.collect()
 
-    def _run(self, bench: Bench, asked: Asked, text: Text, kept: Kept) -> Run:
+    def _run(self, bench: Bench, method: Ours, asked: Asked, text: Text) -> Run:
         sampling = replace(self.settings.sampling, temperature=asked.temperature)
         job = bench.job([text.tokens], self.settings.max_tokens)
-        if kept.cache.tokens:
-            kept.cache.tokens[0] = kept.cache.tokens[0][: max(0, len(text.tokens) - READ_ANEW)]
-        return bench.contenders[asked.method].warm(replace(job, sampling=sampling, seed=job.seed + text.seed))
+        cached = method.kept.cache.tokens
+        if cached:
+            cached[0] = cached[0][: max(0, len(text.tokens) - READ_ANEW)]
+        return method.warm(replace(job, sampling=sampling, seed=job.seed + text.seed))
 
 
 def called(temperature: float) -> str:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from longdraft.bench import precision
+from torch import nn
+
 from longdraft.engine.sampler import Sampling
 from longdraft.engine.session import Generation
 from longdraft.engine.texts import Texts
 from longdraft.memory.prompt_cache import PromptCache
 from longdraft.model.runner import TargetRunner
+from longdraft.native.stored import Stored
 from longdraft.speculator import Speculator
 
 if TYPE_CHECKING:
@@ -102,9 +106,12 @@ class Run:
     @property
     def tokens_per_second(self) -> float | None:
         """New tokens / decode seconds; None if nothing was decoded after the first tokens."""
-        if self.decode_seconds <= 0 or not any(self.rounds):
-            return None
-        return (self.new_tokens - self.early) / self.decode_seconds
+        return self.rate()
+
+    def rate(self, reading: float = 0.0) -> float | None:
+        """New tokens a second, with so many seconds of reading the prompt."""
+        seconds = self.decode_seconds + reading
+        return (self.new_tokens - self.early) / seconds if seconds > 0 and any(self.rounds) else None
 
     @property
     def mean_accepted_length(self) -> float | None:
@@ -113,29 +120,32 @@ class Run:
         return (self.new_tokens - len(self.tokens) - self.early) / forwards if forwards else None
 
 
-class Contender(Protocol):
-    """Decodes jobs. ``cold`` reads the prompts; ``warm`` starts from their kept KV."""
+class Contender(ABC):
+    """Decodes jobs, from nothing or from the prompts' kept KV.
 
-    @property
-    def name(self) -> str: ...
+    Attributes:
+        note: for readers of its figures; empty if there is none.
+        draft: folder or file of its weights beside the target's, or in their place.
+    """
 
-    @property
-    def note(self) -> str:
-        """A note for readers of its figures; empty if there is none."""
+    name: str
+    note: str = ""
+    draft: Path | None = None
 
-    @property
-    def draft(self) -> Path | None:
-        """Folder or file of its weights beside the target's, or in their place."""
-
+    @abstractmethod
     def comparable(self, greedy: bool, batch: int) -> bool:
         """True if its tokens should be those of ``ar``."""
 
     def cold(self, job: Job) -> Run:
         """Drops what was kept of an earlier job, and decodes with nothing read before."""
+        self.release()
+        return self.warm(job)
 
+    @abstractmethod
     def warm(self, job: Job) -> Run:
         """Decodes the job of the last ``cold``."""
 
+    @abstractmethod
     def release(self) -> None:
         """Drops what was kept of the prompts."""
 
@@ -155,28 +165,21 @@ class Kept:
         self.cache = PromptCache(self.feature_layers)
 
 
-class Ours:
+class Ours(Contender):
     """A method of this package."""
 
     def __init__(self, name: str, spec: Speculator, kept: Kept) -> None:
         runner = spec.runner()
-        self.name, self.note = name, f"{precision.of_model(runner.model)} weights"
+        self.name, self.note = name, f"{weights_of(runner.model)} weights"
         if runner.arithmetic == "int8":
             self.note += ", int8 arithmetic"
         self.spec, self.kept = spec, kept
         kept.feature_layers = kept.feature_layers or spec.feature_layers()
-
-    @property
-    def draft(self) -> Path | None:
-        used = self.spec.draft()
-        return None if used is None else Path(used.folder)
+        used = spec.draft()
+        self.draft = None if used is None else Path(used.folder)
 
     def comparable(self, greedy: bool, batch: int) -> bool:
         return self.spec.exact
-
-    def cold(self, job: Job) -> Run:
-        self.kept.clear()
-        return self.warm(job)
 
     def warm(self, job: Job) -> Run:
         run = job.started(self.spec, self.kept.cache)
@@ -203,14 +206,23 @@ class Ours:
         self.kept.clear()
 
 
-def trimmed(tokens: Sequence[int], eos: frozenset[int]) -> tuple[int, ...]:
-    """The tokens up to and including the first end of sequence."""
-    for i, token in enumerate(tokens):
-        if token in eos:
-            return tuple(tokens[: i + 1])
-    return tuple(tokens)
-
-
 def ends_of(runner: TargetRunner, tokenizer: PreTrainedTokenizerBase, ignore_eos: bool) -> frozenset[int]:
     """Token ids that end a sequence: the model's and the tokenizer's."""
     return frozenset() if ignore_eos else runner.eos_token_ids | Texts(tokenizer).eos
+
+
+def weights_of(model: nn.Module) -> str:
+    """In what numbers a model's weights are kept, the most common first: ``float32``, ``Q4_1 and Q8_0``."""
+    counts: Counter[str] = Counter()
+    seen: set[int] = set()
+    for module in model.modules():
+        stored = getattr(module, "matrix", None)
+        own = [(p.data_ptr(), str(p.dtype).removeprefix("torch."), p.numel()) for p in module.parameters(recurse=False)]
+        if isinstance(stored, Stored):
+            own.append((stored.data.data_ptr(), stored.format, stored.shape[0] * stored.shape[1]))
+        for place, name, numbers in own:
+            if place not in seen:
+                seen.add(place)
+                counts[name] += numbers
+    # Norms and biases stay in float32 whatever the matrices are.
+    return " and ".join(name for name, numbers in counts.most_common() if numbers > counts.total() / 100)

@@ -38,8 +38,8 @@ from longdraft.model.chat import encode
 from longdraft.model.checkpoints import LoadedModel
 from longdraft.model.runner import TargetRunner
 from longdraft.recipes import Recipe, recipe_for, resolve
+from longdraft.trees.kind import TreeKind
 from longdraft.trees.level import Growth, Level, Scored
-from longdraft.trees.static import Static
 from longdraft.trees.tree import TokenTree
 
 # The answer begins with the sentence's own words, so most of the code is written after the first rounds.
@@ -290,10 +290,11 @@ class _RootsAlone(Schedule):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _FirstChoice(Static):
+class _FirstChoice(TreeKind):
     """A tree of the first choice alone, which keeps the logits of that choice."""
 
-    widths: tuple[int, ...] = (1,)
+    name: str = "chain"
+    children: tuple[int, ...] = (1,)
     predictions: list[Prediction] = field(default_factory=list)
 
     def levels(self, growth: Growth, roots: Scored) -> list[Scored]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import mean
-from typing import Any
 
 import torch
 from torch import nn
@@ -42,10 +41,6 @@ class Profile:
     seconds: dict[str, float]
     prefix_share: float | None
     memory: dict[str, int]
-
-    def as_dict(self) -> dict[str, Any]:
-        """For a results file; see docs/figures.md."""
-        return dict(vars(self))
 
 
 def profile(spec: Speculator, job: Job, cache: PromptCache | None = None, rounds: int = ROUNDS) -> Profile | None:

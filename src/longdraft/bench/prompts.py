@@ -47,32 +47,19 @@ def prepare(samples: Sequence[Sample], loaded: LoadedModel, settings: Settings) 
     return prompts
 
 
-def batches(prompts: Sequence[Prompt], size: int) -> tuple[list[Group], int]:
-    """Batches of exactly ``size`` of one data set and context, and the count of prompts that are left over.
+def grid(prompts: Sequence[Prompt], sizes: Sequence[int]) -> tuple[list[Group], dict[int, int]]:
+    """All batches of exactly these sizes, by data set and context; and by size how many prompts are left over.
 
     Raises:
         PromptError: no data set fills a batch.
     """
-    groups: dict[tuple[str, int | None], list[Prompt]] = {}
+    cells: dict[tuple[str, int | None], list[Prompt]] = {}
     for prompt in prompts:
-        groups.setdefault((prompt.sample.dataset, prompt.context), []).append(prompt)
-    full = [tuple(group[i : i + size]) for group in groups.values() for i in range(0, len(group) - size + 1, size)]
-    if not full:
-        raise PromptError(f"No dataset has {size} samples, so there is no batch of {size}. Lower --batch.")
-    return full, len(prompts) - size * len(full)
-
-
-def grid(prompts: Sequence[Prompt], settings: Settings) -> tuple[list[Group], dict[int, int]]:
-    """All batches, by data set and context; and batch size -> count of prompts that are left over.
-
-    Raises:
-        PromptError: no data set fills a batch.
-    """
-    found: list[Group] = []
-    left: dict[int, int] = {}
-    for size in dict.fromkeys(settings.batches):
-        full, left[size] = batches(prompts, size)
-        found += full
-    place = {cell: i for i, cell in enumerate(dict.fromkeys((p.sample.dataset, p.context) for p in prompts))}
-    # The sort is stable: batches of a cell stay in their order.
-    return sorted(found, key=lambda g: place[g[0].sample.dataset, g[0].context]), left
+        cells.setdefault((prompt.sample.dataset, prompt.context), []).append(prompt)
+    sizes = list(dict.fromkeys(sizes))
+    for size in sizes:
+        if all(len(own) < size for own in cells.values()):
+            raise PromptError(f"No dataset has {size} samples, so there is no batch of {size}. Lower --batch.")
+    starts = [(own, n, i) for own in cells.values() for n in sizes for i in range(0, len(own) - n + 1, n)]
+    left = {n: sum(len(own) % n for own in cells.values()) for n in sizes}
+    return [tuple(own[i : i + n]) for own, n, i in starts], left

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from longdraft.bench import exact_forwards
 from longdraft.bench.contenders import Job, Kept, Ours, Run, ends_of
 from longdraft.bench.experiment import Tick
 from longdraft.bench.json_lines import fingerprint, plain
@@ -26,7 +25,7 @@ from longdraft.bench.scores import rouge_l, score
 from longdraft.bench.settings import contender
 from longdraft.bench.tables import mean_of, median_of
 from longdraft.bench.thinking import TURN, turn
-from longdraft.bench.ties import first_difference
+from longdraft.bench.ties import first_difference, read
 from longdraft.engine.partial import SpecPV
 from longdraft.engine.sampler import Sampling
 from longdraft.errors import ContextError
@@ -257,7 +256,7 @@ class Quality:
         """Mean -log p of an output's tokens by the target with all of the KV, in nats."""
         first, total = len(prompt) - 1, 0.0
         text = [*prompt, *output[:-1]]
-        for start, piece, out in exact_forwards.read(self._runner, self._kept.cache, text, prompt, first):
+        for start, piece, out in read(self._runner, self._kept.cache, text, prompt, first):
             if start >= first:
                 assert out.logits is not None
                 tokens = torch.tensor(output[start - first : start - first + len(piece)], device=out.logits.device)

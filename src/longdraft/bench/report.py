@@ -12,21 +12,21 @@ from rich.table import Table
 from rich.text import Text
 
 from longdraft.bench import charts
-from longdraft.bench.contenders import Run
 from longdraft.bench.peers import HF, PEERS
 from longdraft.bench.run import Measured
 from longdraft.bench.settings import REFERENCE
 from longdraft.bench.tables import (
-    Column,
     Report,
     circumstances,
     count,
     depth_accepted,
     figure,
     filled,
+    grouped,
     mean_of,
     median_of,
     ratio,
+    spread,
     table,
 )
 from longdraft.memory.sizes import human
@@ -71,12 +71,6 @@ _COUNTED = ("faster_than_ar", "slower_than_ar")
 LEVEL = 0.02
 
 
-def columns(rows: Sequence[Mapping[str, Any]]) -> list[Column]:
-    """The :data:`COLUMNS` that these rows have values for: ``hf`` may not have been measured."""
-    alone = all(row["samples"] == row["batch"] for row in rows)  # of one, its speed-up says it
-    return filled(rows, [column for column in COLUMNS if not (alone and column[1] in _COUNTED)])
-
-
 def rows(names: Sequence[str], measured: Sequence[Measured]) -> list[dict[str, Any]]:
     """A row for each method, data set, context and batch, with the keys that docs/figures.md defines.
 
@@ -90,38 +84,42 @@ def rows(names: Sequence[str], measured: Sequence[Measured]) -> list[dict[str, A
 
 
 def _row(name: str, measured: Sequence[Measured], names: Sequence[str]) -> dict[str, Any]:
+    first = measured[0]
     differences = [d for m in measured for d in m.differences if d.method == name]
     comparable = all(name in m.comparable for m in measured)
     near_ties = sum(d.near_tie for d in differences)
     runs = [run for m in measured for run in m.rounds[name]]
-    peaks = [m.peak_memory_bytes.get(name) for m in measured]
-    speedups = [] if name == REFERENCE else over(measured, name, REFERENCE)
+    peaks = [peak for m in measured if (peak := m.peak_memory_bytes.get(name)) is not None]
+    over_ar = over(measured, name, REFERENCE)
+    speedups = [] if name == REFERENCE else over_ar
+    # By round, then by sample.
+    own, plain = (
+        list(zip(*([run.tokens_per_second for run in m.rounds[each]] for m in measured), strict=False))
+        for each in (name, REFERENCE)
+    )
     row = {
         "method": name,
-        "dataset": measured[0].dataset,
+        "dataset": first.dataset,
         "context_tokens": round(median(n for m in measured for n in m.prompt_tokens)),
-        "batch": measured[0].batch,
+        "batch": first.batch,
         "samples": sum(m.batch for m in measured),
         "tokens_per_second": median_of(m.tokens_per_second(name) for m in measured),
-        "speedup_vs_ar": median_of(over(measured, name, REFERENCE)),
+        "speedup_vs_ar": median_of(over_ar),
         "speedup_vs_hf": median_of(over(measured, name, HF)) if HF in names else None,
         "mean_accepted_length": median_of(run.mean_accepted_length for run in runs),
-        "ttft_seconds": median_of(m.cold[name].first_token_seconds if name in m.cold else None for m in measured),
+        "ttft_seconds": median_of(m.cold[name].first_token_seconds for m in measured if name in m.cold),
         "mismatches": len(differences) - near_ties if comparable else None,
         "near_ties": near_ties if comparable else None,
-        "context": measured[0].context,
-        "tokens_per_second_spread": _spread(measured, lambda rounds, i: rounds[name][i].tokens_per_second),
-        "speedup_vs_ar_spread": _spread(
-            measured,
-            lambda rounds, i: ratio(rounds[name][i].tokens_per_second, rounds[REFERENCE][i].tokens_per_second),
-        ),
-        "speedup_vs_ar_range": [min(speedups), max(speedups)] if speedups else None,
-        "faster_than_ar": faster(speedups) if speedups else None,
-        "slower_than_ar": slower(speedups) if speedups else None,
+        "context": first.context,
+        "tokens_per_second_spread": spread(map(median_of, own)),
+        "speedup_vs_ar_spread": spread(median_of(map(ratio, *each)) for each in zip(own, plain, strict=False)),
+        "speedup_vs_ar_range": spread(speedups),
+        "faster_than_ar": sum(x > 1 + LEVEL for x in speedups) if speedups else None,
+        "slower_than_ar": sum(x < 1 - LEVEL for x in speedups) if speedups else None,
         "depth_accepted": depth_accepted([pair for run in runs for pair in run.accepted]),
-        "peak_memory_bytes": max((b for b in peaks if b is not None), default=None),
+        "peak_memory_bytes": max(peaks, default=None),
         "view": next((run.view for run in runs if run.view), None),
-        "scored": measured[0].scored or None,
+        "scored": first.scored or None,
         "score": mean_of(score for m in measured for score in m.scores.get(name, ())),
     }
     if partial_tokens := sum(run.partial_tokens for run in runs):
@@ -140,31 +138,11 @@ def _profile(profiles: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _spread(
-    measured: Sequence[Measured], figure: Callable[[dict[str, list[Run]], int], float | None]
-) -> list[float] | None:
-    """Lowest and highest round; a round's figure is the median of its samples."""
-    repeats = min(len(m.rounds[REFERENCE]) for m in measured)
-    found = [median_of(figure(m.rounds, i) for m in measured) for i in range(repeats)]
-    known = [x for x in found if x is not None]
-    return [min(known), max(known)] if known else None
-
-
 def over(measured: Sequence[Measured], name: str, reference: str) -> list[float]:
     """A method's tokens/s / the reference's, of every batch that both decoded."""
     both = [m for m in measured if name in m.rounds and reference in m.rounds]
     ratios = [ratio(m.tokens_per_second(name), m.tokens_per_second(reference)) for m in both]
     return [x for x in ratios if x is not None]
-
-
-def faster(speedups: Sequence[float]) -> int:
-    """Counts the wins."""
-    return sum(x > 1 + LEVEL for x in speedups)
-
-
-def slower(speedups: Sequence[float]) -> int:
-    """Counts the losses."""
-    return sum(x < 1 - LEVEL for x in speedups)
 
 
 def document(
@@ -193,11 +171,11 @@ def shown(document: dict[str, Any], decode: Callable[[list[int]], str] = str) ->
         decode: makes text of token ids.
     """
     rows = document["rows"]
-    known = columns(rows)
+    alone = all(row["samples"] == row["batch"] for row in rows)  # of one, its speed-up says it
+    known = filled(rows, [column for column in COLUMNS if not (alone and column[1] in _COUNTED)])
     figures = [column for column in known if column != VIEW]
     tables: list[tuple[str, Table]] = []
-    for cell in dict.fromkeys(map(_cell, rows)):
-        own = [row for row in rows if _cell(row) == cell]
+    for own in grouped(rows, "dataset", "context", "batch"):
         made = table(["method"], [head for head, *_ in figures])
         made.add_column("differ")
         if VIEW in known:  # text, which may be wrapped
@@ -213,13 +191,9 @@ def shown(document: dict[str, Any], decode: Callable[[list[int]], str] = str) ->
     for note in dict.fromkeys(document["notes"].values()):
         remarks.append(Text(f"{', '.join(n for n, own in document['notes'].items() if own == note)}: {note}."))
     definitions = (*DEFINITIONS, *(PROFILED if any("profile" in row for row in rows) else ()))
-    drawn = {(row["dataset"], row["batch"]) for row in rows if row["tokens_per_second"] is not None}
-    drawings = {f"{name}-{batch}": partial(_chart, rows, name, batch) for name, batch in sorted(drawn)}
+    drawn = grouped((row for row in rows if row["tokens_per_second"] is not None), "dataset", "batch")
+    drawings = {f"{own[0]['dataset']}-{own[0]['batch']}": partial(_chart, own) for own in drawn}
     return Report(document, tables, remarks, definitions, drawings)
-
-
-def _cell(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    return row["dataset"], row["context"], row["batch"]
 
 
 def _title(row: Mapping[str, Any]) -> str:
@@ -250,15 +224,14 @@ def _parts(rows: Sequence[Mapping[str, Any]]) -> Table:
     return made
 
 
-def _chart(rows: Sequence[Mapping[str, Any]], dataset: str, batch: int) -> Any:
+def _chart(rows: Sequence[Mapping[str, Any]]) -> Any:
     """Tokens/s of every method over the prompts' length."""
     series: dict[str, list[charts.Point]] = {}
     for row in rows:
-        if (row["dataset"], row["batch"]) == (dataset, batch) and row["tokens_per_second"] is not None:
-            spread = row["tokens_per_second_spread"] or (None, None)
-            point = charts.Point(row["context_tokens"], row["tokens_per_second"], *spread)
-            series.setdefault(row["method"], []).append(point)
-    title = dataset + (f", {batch} at a time" if batch > 1 else "")
+        between = row["tokens_per_second_spread"] or (None, None)
+        point = charts.Point(row["context_tokens"], row["tokens_per_second"], *between)
+        series.setdefault(row["method"], []).append(point)
+    title = rows[0]["dataset"] + (f", {rows[0]['batch']} at a time" if rows[0]["batch"] > 1 else "")
     return charts.lines(title, series, "prompt tokens", "tokens/s", None, (REFERENCE, *PEERS))
 
 

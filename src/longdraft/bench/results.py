@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from rich.text import Text
 
 from longdraft.bench import machine, report
-from longdraft.bench.json_lines import JsonLines, contents, fingerprint, mapping, plain, restored, signed
+from longdraft.bench.json_lines import contents, fingerprint, mapping, plain, signed
 from longdraft.bench.peers import PEERS
 from longdraft.bench.prompts import Prompt
 from longdraft.bench.run import Bench, Measured
@@ -38,23 +38,16 @@ def header(
     tokens = hashlib.sha256()
     for prompt in prompts:
         tokens.update(json.dumps([prompt.sample.dataset, prompt.context, prompt.tokens]).encode())
-    greedy = s.sampling.greedy
+    ours = [name for name in s.contenders if name not in PEERS]
+    alike = ("contexts", "batches", "max_tokens", "repeats", "seed", "raw", "asked", "ignore_eos", "cold")
     content = {
         "settings": {
             "contenders": bench.names,
-            "options": {name: plain(s.options(name)) for name in s.contenders if name not in PEERS},
-            "plan": {name: s.plan_of(name) for name in s.contenders if name not in PEERS},
-            "exact": {c.name: c.comparable(greedy, 1) for c in bench.contenders.values()},
-            "contexts": s.contexts,
-            "batches": s.batches,
-            "max_tokens": s.max_tokens,
-            "repeats": s.repeats,
+            "options": {name: plain(s.options(name)) for name in ours},
+            "plan": {name: s.plan_of(name) for name in ours},
+            "exact": {c.name: c.comparable(s.sampling.greedy, 1) for c in bench.contenders.values()},
+            **{name: getattr(s, name) for name in alike},
             "sampling": asdict(s.sampling),
-            "seed": s.seed,
-            "raw": s.raw,
-            "asked": s.asked,
-            "ignore_eos": s.ignore_eos,
-            "cold": s.cold,
             "offload": None if s.offload is None else str(s.offload),
             "data": data,
             "limit": limit,
@@ -79,19 +72,6 @@ def model_of(target: TargetRunner, name: str) -> dict[str, Any]:
         "device": target.device.type,
         "weights": target.fingerprint,
     }
-
-
-def opened(path: Path, header: Mapping[str, Any]) -> JsonLines[Measured]:
-    """A file that measurements are added to.
-
-    Args:
-        header: this run's, as :func:`header` makes it.
-
-    Raises:
-        ConfigError: the file holds a run with another header; says what differs.
-        CheckpointError: it cannot be read or written, or is no results file.
-    """
-    return JsonLines(path, header, Measured)
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[Measured]]:
@@ -121,14 +101,3 @@ def report_of(path: Path) -> Report:
         shown = report.shown(document)
     made = f"{mapping(found.get('model')).get('name')}: {path.name}, begun {found.get('created')}"
     return replace(shown, name=f"longdraft bench, {made}", remarks=[*shown.remarks, Text(str(found.get("command")))])
-
-
-def line(measured: Measured) -> dict[str, Any]:
-    """A measurement as JSON has it."""
-    return asdict(measured)
-
-
-def measurement(found: Mapping[str, Any]) -> Measured:
-    """A measurement from a line of a file."""
-    made: Measured = restored(Measured, found)
-    return made

@@ -82,7 +82,7 @@ class Settings:
                 )
             if name not in PEERS:
                 # Refuses a wrong option, or a draft that cannot be read.
-                resolve(method_name(name), self.options(name), alone=True)
+                resolve(method_name(name), self.options(name))
             plans.checked(self.plan_of(name))
             dtype_of(self.kv_dtype_of(name), "kv_dtype")
         offloading.parse(self.offload)
@@ -94,37 +94,32 @@ class Settings:
             )
 
     def options(self, name: str) -> Mapping[str, Any]:
-        """The options of a contender of ours."""
-        own = self.own_options.get(name, {})
-        return {**self._shared(name), **{k: x for k, x in own.items() if k not in ("plan", "kv_dtype")}}
+        """The options of a contender of ours. A draft goes to the methods that take its kind, if there are any."""
+        given = self.draft_options if self.takes_draft(name) else {}
+        draft = given.get("draft")
+        if isinstance(draft, str | Path) and (draft_folder.is_draft_folder(draft) or is_gguf(draft)):
+            kinds = (method_of(draft).draft_kind, None)
+            readers = [n for n in self.methods if self.takes_draft(n) and METHODS[method_name(n)].draft_kind in kinds]
+            if readers and name not in readers:
+                given = {k: x for k, x in given.items() if k != "draft"}
+        return {**given, **{k: x for k, x in self._own(name).items() if k not in ("plan", "kv_dtype")}}
+
+    def _own(self, name: str) -> Mapping[str, Any]:
+        return self.own_options.get(name, {})
 
     def plan_of(self, name: str) -> str | None:
         """The plan of one of our contenders."""
-        plan: str | None = self.own_options.get(name, {}).get("plan", self.plan)
+        plan: str | None = self._own(name).get("plan", self.plan)
         return plan
 
     def kv_dtype_of(self, name: str) -> str | None:
         """The KV cache's dtype of one of our contenders."""
-        kv_dtype: str | None = self.own_options.get(name, {}).get("kv_dtype")
+        kv_dtype: str | None = self._own(name).get("kv_dtype")
         return kv_dtype
 
     def takes_draft(self, name: str) -> bool:
         """True if the draft options apply to this contender."""
         return name not in PEERS and METHODS[method_name(name)].takes_draft
-
-    def _shared(self, name: str) -> Mapping[str, Any]:
-        """The draft options. A draft goes to the methods that take its kind, if there are any."""
-        if not self.takes_draft(name):
-            return {}
-        draft = self.draft_options.get("draft")
-        if isinstance(draft, str | Path) and (draft_folder.is_draft_folder(draft) or is_gguf(draft)):
-            kind = method_of(draft).draft_kind
-            readers = [
-                n for n in self.methods if self.takes_draft(n) and METHODS[method_name(n)].draft_kind in (kind, None)
-            ]
-            if readers and name not in readers:
-                return {k: x for k, x in self.draft_options.items() if k != "draft"}
-        return self.draft_options
 
     @property
     def contenders(self) -> tuple[str, ...]:

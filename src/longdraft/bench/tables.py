@@ -123,6 +123,20 @@ def ratio(own: float | None, other: float | None) -> float | None:
     return None if own is None or not other else own / other
 
 
+def spread(values: Iterable[float | None]) -> list[float] | None:
+    """The lowest and the highest of the values that are not None; None if there are none."""
+    known = [v for v in values if v is not None]
+    return [min(known), max(known)] if known else None
+
+
+def grouped(rows: Iterable[Mapping[str, Any]], *keys: str) -> list[list[Mapping[str, Any]]]:
+    """The rows by the values of keys, in the order in which these come first."""
+    found: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        found.setdefault(tuple(row[key] for key in keys), []).append(row)
+    return list(found.values())
+
+
 def filled(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> list[Column]:
     """The columns that have a figure in any row."""
     return [column for column in columns if any(row.get(column[1]) is not None for row in rows)]

@@ -8,15 +8,20 @@ float32 there is no difference at all (docs/figures.md).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
-from longdraft.bench.exact_forwards import read
+from longdraft.engine.prompts import prefill_chunk
 from longdraft.engine.sampler import Sampling
 from longdraft.memory.prompt_cache import PromptCache
+from longdraft.model.outputs import TargetOutput
 from longdraft.model.runner import TargetRunner
+
+# Rows of an answer whose logits are held at a time.
+ROWS = 128
 
 SPACINGS = {4: 64, 8: 64, 2: 4}
 """By bytes of the model's dtype: the largest distance of two logits, in spacings, whose order rounding can change.
@@ -84,7 +89,9 @@ def compare(
         token = tokens[at] if at < len(tokens) else None
         return Difference(at, token, reference[at] if at < len(reference) else None, math.inf)
     text = [*prompt, *tokens[:at]]
-    logits = _next_logits(runner, text, cache or PromptCache())
+    *_, (_, _, out) = read(runner, cache or PromptCache(), text, text)
+    assert out.logits is not None
+    logits = out.logits[0, -1]
     processors = (sampling or Sampling()).processors()
     scores = processors(torch.tensor([text], device=logits.device), logits[None].clone())[0]
     pair = scores[[tokens[at], reference[at]]]
@@ -94,8 +101,31 @@ def compare(
     return Difference(at, tokens[at], reference[at], gap, near_tie(gap, float(pair.max()), runner.kv_shape.dtype))
 
 
-def _next_logits(runner: TargetRunner, text: list[int], cache: PromptCache) -> torch.Tensor:
-    """(vocabulary,) logits of the token that follows the text."""
-    *_, (_, _, out) = read(runner, cache, text, text)
-    assert out.logits is not None
-    return out.logits[0, -1]
+def read(
+    runner: TargetRunner,
+    cache: PromptCache,
+    text: Sequence[int],
+    known: Sequence[int],
+    logits_from: int | None = None,
+) -> Iterator[tuple[int, Sequence[int], TargetOutput]]:
+    """Exact forwards of the target over a text, a piece each: its position, its tokens and the forward's output.
+
+    Args:
+        cache: keeps the text's KV afterwards.
+        known: the beginning of the text whose KV is taken from the cache, as far as it is there.
+        logits_from: position of the first row whose logits are computed; None: only those of the text's last row.
+    """
+    store = cache.open(runner.new_store, 1, len(text))
+    cache.begin(0, known, kind=runner.rows_kind(len(text)))
+    try:
+        while (done := store.lengths[0]) < len(text):
+            answer = logits_from is not None and done >= logits_from
+            end = done + ROWS if answer else min(done + prefill_chunk(runner), logits_from or len(text))
+            piece = text[done:end]
+            logits: Literal["all", "last", "none"] = "all" if answer else "last" if end >= len(text) else "none"
+            block = store.block([0], [piece], prompt=not answer, text=len(text))
+            out = runner.forward(block, store, logits=logits)
+            store.commit(0, range(len(piece)))
+            yield done, piece, out
+    finally:
+        cache.remember(0, text)

@@ -81,8 +81,7 @@ def acceptance(
     file = None if results is None else opened(results, hosted.settings, hosted.model)
     experiment = Experiment(steps, lambda run: run.asked, file)
     complete = measuring.run(experiment)
-    found = length.acceptance(experiment.found, hosted.settings.methods, hosted.notes, complete)
-    output.show(length.acceptance_report(found, levels))
+    output.show(length.acceptance(experiment.found, hosted.settings.methods, hosted.notes, complete, levels))
     measuring.end(experiment, complete)
 
 
@@ -170,8 +169,7 @@ def bench_length(
         with console.status() as status:
             status("Timing verifications behind made-up texts")
             calculated = free(hosted.target, cut_to)
-    found = length.break_even(experiment.found, names, calculated, notes, complete)
-    output.show(length.break_even_report(found))
+    output.show(length.break_even(experiment.found, names, calculated, notes, complete))
     measuring.end(experiment, complete)
 
 

@@ -11,8 +11,8 @@ import typer
 
 from longdraft.bench import scores, tasks
 from longdraft.cli import bench_options, console, measuring, method_options, options, processes
+from longdraft.cli.load import OtherProcesses
 from longdraft.model.embedded import EMBEDDED_ID
-from longdraft.planning.load import OtherProcesses
 
 DRAFTED = "self:lookup=true"  # the default method on a CPU
 METHODS_BY_DEFAULT = ("ar", "prompt-lookup", DRAFTED, "hf")
@@ -115,10 +115,11 @@ def bench(
 
     from longdraft.bench import report
     from longdraft.bench.experiment import Experiment
+    from longdraft.bench.json_lines import JsonLines
     from longdraft.bench.peers import Sources
     from longdraft.bench.prompts import grid, prepare
-    from longdraft.bench.results import header, opened
-    from longdraft.bench.run import Bench
+    from longdraft.bench.results import header
+    from longdraft.bench.run import Bench, Measured
     from longdraft.bench.settings import Settings
     from longdraft.model.stored import is_stored
 
@@ -153,14 +154,14 @@ def bench(
         loaded = loading.load(status)
         status(f"Encoding {len(samples)} samples")
         prompts = prepare(samples, loaded, settings)
-        groups, left_over = grid(prompts, settings)
+        groups, left_over = grid(prompts, settings.batches)
         plain = replace(loading, weights=options.WeightsKind.float32, arithmetic=None)
         unpacked = (lambda: plain.load(status)) if is_stored(loaded.model) else None
         with options.settings_checked():
             hosted = Bench(loaded, settings, progress=status, unpacked=unpacked)
     file = None
     if results is not None:
-        file = opened(results, header(hosted, prompts, loading.model or EMBEDDED_ID, read, limit))
+        file = JsonLines(results, header(hosted, prompts, loading.model or EMBEDDED_ID, read, limit), Measured)
     for size, left in left_over.items():
         if left:
             console.note(f"{left} sample{'s are' if left > 1 else ' is'} left out of batches of {size}.")

@@ -170,8 +170,6 @@ class LongSpecDrafter(NeuralDrafter):
         # The store's rows are read where they lie; what was gathered of them is gathered again.
         if self.retrieved is not None and (event.begins or event.replaced is not None):
             self.retrieved.forget(slot, event.replaced or 0)
-        if event.taken_back and event.replaced is not None:
-            self.cache.forget(slot, event.replaced)
 
     def keys_values(self, sequence: Sequence, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         tokens = on_device(self.tokens(sequence, start, end), self.runner.device)

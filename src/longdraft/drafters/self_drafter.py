@@ -282,22 +282,18 @@ class SelfDrafter(TreeDrafter):
             self._queries.add(slot, event.queries)
         if event.replaced is not None:
             self.cache.forget(slot, event.replaced)
-        if event.taken_back:
-            self.cache.forget(slot, self.full.readable(slot))
-        elif event.begins:
-            self._open(event.sequence)
+        if (
+            event.begins
+        ):  # the view is filled as part of reading the prompt: the first round takes no longer than others
+            self.follow([event.sequence])
         elif event.tree.drafted:  # a plain round says nothing of the view
             self.refresh.note(slot)
             if event.tree.log_probs:
-                self.agreement(event.sequence).saw(event.tree, event.target_tokens)
+                self.agreement(event.sequence).saw(event.tree, event.emitted)
 
     def release(self, sequence: Sequence) -> None:
         self._agreement.pop(sequence.index, None)
         self._begin(sequence.slot)
-
-    def _open(self, sequence: Sequence) -> None:
-        """Fills the view as part of reading the prompt, so that the first round takes no longer than others."""
-        self.follow([sequence])
 
     # --- as a verifier of what another one drafts ---
 

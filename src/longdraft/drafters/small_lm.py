@@ -31,7 +31,6 @@ from longdraft.engine.method import Method
 from longdraft.engine.sequence import Sequence
 from longdraft.errors import CapabilityError, UnsupportedModelError
 from longdraft.memory.store import KVStore
-from longdraft.memory.token_ids import common_prefix
 from longdraft.model.key_rotation import KeyRotation
 from longdraft.model.runner import TargetRunner
 from longdraft.model.shared_parts import rotary_module
@@ -142,8 +141,6 @@ class SmallLMDrafter(RetrievingDrafter):
                 check_length(self.draft, self._bound, s)
             self._cut(s.slot, 0)
             self._read(s.slot, s.tokens[:-1])
-        if event.taken_back:
-            self.go_back(s, common_prefix(self._fed[s.slot], s.tokens[:-1]))
 
     @torch.inference_mode()
     def propose(self, sequences: list[Sequence], limit: NodeLimit | None = None) -> list[TokenTree]:

@@ -33,7 +33,7 @@ from longdraft.memory.store import KVStore
 from longdraft.memory.token_ids import common_prefix
 from longdraft.model.runner import TargetRunner
 from longdraft.options import declared, option, parse, takes
-from longdraft.trees.chain import LONGEST
+from longdraft.trees.kind import LONGEST
 from longdraft.trees.node_limit import NodeLimit
 from longdraft.trees.tree import TokenTree
 from longdraft.views.view import View

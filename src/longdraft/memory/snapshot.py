@@ -20,14 +20,15 @@ from longdraft.errors import CheckpointError, MemoryBudgetError
 from longdraft.files import naming, regular
 from longdraft.memory import sizes
 from longdraft.memory.store import KVStore
+from longdraft.native.boundary import WHOLE
 
 # What the names of all versions of the format begin with.
 _FAMILY = "longdraft-kv-"
 FORMAT = f"{_FAMILY}2"
 # Prefix of the tensors of layers that keep a state instead of rows.
 _STATES = "states."
-# Names the first row whose features are there; all, if it is missing.
-_FIRST = "features_from"
+# What earlier versions wrote of a file that has a part of a text's rows.
+_PARTS = ("start", "parent", "features_from")
 # Suffix of unfinished files.
 PART = ".part"
 
@@ -38,46 +39,22 @@ class DamagedError(CheckpointError):
 
 class Head(NamedTuple):
     """A snapshot's tokens (int64 ids), its target's fingerprint, the layers of its hidden states, the kind of its rows,
-    the first row that it has itself and the name of the file that has those before, the first row whose hidden states
-    it has, and checksums of its tensors."""
+    and checksums of its tensors."""
 
     tokens: array[int]
     target: str
     feature_layers: tuple[int, ...]
     kind: str
-    start: int
-    parent: str
-    first: int
     checksums: dict[str, int]
 
-    def goes_on(self, parent: Head) -> bool:
-        """True if the other has the rows before :attr:`start`. It begins earlier: no files go on from each other."""
-        same = (self.target, self.kind, self.tokens[: self.start])
-        return (
-            parent.start < self.start
-            and same == (parent.target, parent.kind, parent.tokens[: self.start])
-            and self.feature_layers in ((), parent.feature_layers)
-        )
 
-
-def save(
-    store: KVStore,
-    slot: int,
-    tokens: Sequence[int],
-    fingerprint: str,
-    path: Path | str,
-    kind: str = "",
-    start: int = 0,
-    parent: str = "",
-) -> None:
+def save(store: KVStore, slot: int, tokens: Sequence[int], fingerprint: str, path: Path | str, kind: str = "") -> None:
     """Writes the committed rows of a slot, atomically.
 
     Args:
         tokens: the token ids of the committed rows.
         fingerprint: names the target; :func:`load` refuses any other.
         kind: of the rows.
-        start: the first row that is written; ``parent``, a file of the same folder, has those before. Not for a store
-            with states.
 
     Raises:
         CheckpointError: the file cannot be written (no space, no permission); nothing is left behind.
@@ -87,19 +64,17 @@ def save(
     n = store.lengths[slot]
     if len(tokens) != n:
         raise ValueError(f"{len(tokens)} tokens for {n} committed rows")
-    keys, values = _gathered(store, slot, start, n)
-    tensors = {"keys": keys, "values": values, "tokens": torch.tensor(list(tokens), dtype=torch.int64, device="cpu")}
+    sizes.require(store.shape.bytes_per_token * n, torch.device("cpu"), f"A snapshot of {n} tokens")
+    rows = store.rows(slot, 0, n)
+    tensors = {"keys": rows.keys, "values": rows.values, "tokens": torch.tensor(list(tokens), **WHOLE)}
     meta = {"format": FORMAT, "target": fingerprint}
     if kind:
         meta["kind"] = kind
-    if start:
-        meta |= {"start": str(start), "parent": parent}
-    if store.features is not None:
-        tensors["features"] = store.features[slot, start:n].contiguous()
-        meta |= {"feature_layers": ",".join(map(str, store.feature_layers)), _FIRST: str(start)}
+    if rows.features is not None:
+        tensors["features"] = rows.features
+        meta["feature_layers"] = ",".join(map(str, store.feature_layers))
     for number, states in enumerate(store.states):
         tensors |= {f"{_STATES}{number}.{name}": tensor for name, tensor in states.save(slot).items()}
-    tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
     sums = {name: _checksum(tensor) for name, tensor in tensors.items()}
     meta |= {"checksums": json.dumps(sums), "checksum": str(_header_checksum(meta, sums))}
     temporary = None
@@ -130,60 +105,46 @@ def load(store: KVStore, slot: int, fingerprint: str, path: Path | str, most: in
 
     Raises:
         CheckpointError: the file is missing, is no snapshot, is another target's, or holds more rows than the slot.
-        DamagedError: what it holds, or a file that it goes on from, is not what was written. The slot's own rows may be
-            overwritten by then.
+        DamagedError: what it holds is not what was written. The slot's own rows may be overwritten by then.
     """
-    place, last = Path(path), None
-    files: list[tuple[Path, Head, int]] = []
-    while last is None or last.start:
-        if last is not None:
-            place = place.with_name(last.parent)
-        with _opened(place) as (file, found):
-            if found is None:
-                raise CheckpointError(f"{place} is not a KV snapshot of longdraft. Delete it or name another file.")
-            if found.target != fingerprint:
-                raise CheckpointError(
-                    f"{place} was made with another target ({found.target}; this one is {fingerprint}). "
-                    "Delete it or name another file."
-                )
-            if last is not None and (place.is_symlink() or not last.goes_on(found)):
-                raise ValueError(f"{files[-1][0].name}, which goes on from it, has another text")
-            n = len(found.tokens)
-            size = [store.shape.layers, store.shape.kv_heads, n - found.start, store.shape.head_dim]
-            if any(list(file.get_slice(name).get_shape()) != size for name in ("keys", "values")):
-                raise ValueError(f"its rows are not those of {n} tokens")
-            end = min(n if most is None else most, n) if last is None else min(files[-1][2], last.start)
-            if end > store.capacity:
-                raise CheckpointError(f"{place} holds {end} tokens, the slot has room for {store.capacity}.")
-            end = _restored(store, slot, file, found, end)
-        if store.features is not None and (found.feature_layers != store.feature_layers or found.first > found.start):
-            return []  # hidden states of other layers, or not of all rows
-        files.append((place, found, end))
-        last = found
-    for place, found, end in reversed(files):
-        with _opened(place) as (file, again):
-            if again != found:
-                raise ValueError("it has changed while it was read")
-            _read_rows(store, slot, file, found, end)
-    tokens = files[0][1].tokens[: files[0][2]]
-    store.lengths[slot] = len(tokens)
-    return [int(t) for t in tokens]
+    path = Path(path)
+    with _opened(path) as (file, found):
+        if found is None:
+            raise CheckpointError(f"{path} is not a KV snapshot of longdraft. Delete it or name another file.")
+        if found.target != fingerprint:
+            raise CheckpointError(
+                f"{path} was made with another target ({found.target}; this one is {fingerprint}). "
+                "Delete it or name another file."
+            )
+        n = len(found.tokens)
+        size = [store.shape.layers, store.shape.kv_heads, n, store.shape.head_dim]
+        if any(list(file.get_slice(name).get_shape()) != size for name in ("keys", "values")):
+            raise ValueError(f"its rows are not those of {n} tokens")
+        end = n if most is None else min(most, n)
+        if end > store.capacity:
+            raise CheckpointError(f"{path} holds {end} tokens, the slot has room for {store.capacity}.")
+        end = _restored(store, slot, file, found, end)
+        if store.features is not None and found.feature_layers != store.feature_layers:
+            return []
+        _read_rows(store, slot, file, found, end)
+    store.lengths[slot] = end
+    return found.tokens[:end].tolist()
 
 
 def _read_rows(store: KVStore, slot: int, file: Any, head: Head, end: int) -> None:
     """Reads a file's rows, as far as row ``end``. Its whole tensors are checked."""
-    start, own = head.start, max(0, end - head.start)
-    if store.features is not None and own:
-        rows = _tensor(file, "features", head.checksums)[:own]
-        store.features[slot, start:end] = rows.to(store.device)
+    if not end:
+        return
+    if store.features is not None:
+        store.features[slot, :end] = _tensor(file, "features", head.checksums)[:end].to(store.device)
     sums = {"keys": 0, "values": 0}
-    for layers in store.portions if own else ():
-        for name, kept in zip(sums, store.stored(slot, layers, start), strict=True):
+    for layers in store.portions:
+        for name, kept in zip(sums, store.stored(slot, layers), strict=True):
             for place, layer in enumerate(range(*layers.indices(store.shape.layers))):
                 rows = file.get_slice(name)[layer]
                 sums[name] = _checksum(rows, sums[name])
-                kept[place, :, start:end] = rows[:, :own].to(kept.device)
-    if own and any(sums[name] != head.checksums[name] for name in sums):
+                kept[place, :, :end] = rows[:, :end].to(kept.device)
+    if any(sums[name] != head.checksums[name] for name in sums):
         raise ValueError("its keys and values are not those that were written")
 
 
@@ -198,21 +159,6 @@ def _restored(store: KVStore, slot: int, file: Any, head: Head, wanted: int) -> 
     for states in store.states:
         states.truncate(slot, wanted)
     return wanted
-
-
-def _gathered(store: KVStore, slot: int, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values (layers, kv_heads, n, head_dim) of a slot's rows ``[start, end)``, contiguous.
-
-    Raises:
-        MemoryBudgetError: the rows do not fit the free memory.
-    """
-    shape, n = store.shape, end - start
-    sizes.require(shape.bytes_per_token * n, torch.device("cpu"), f"A snapshot of {n} tokens")
-    out = [torch.empty(shape.layers, shape.kv_heads, n, shape.head_dim, dtype=shape.dtype, device="cpu") for _ in "kv"]
-    for layers in store.portions:
-        for tensor, rows in zip(out, store.stored(slot, layers), strict=True):
-            tensor[layers] = rows[:, :, start:end].to(shape.dtype)
-    return out[0], out[1]
 
 
 def head(path: Path | str) -> Head | None:
@@ -260,12 +206,9 @@ def _head(file: Any, meta: dict[str, str]) -> Head:
         raise ValueError("its header is not what was written")
     tokens = array("q", _tensor(file, "tokens", sums).tolist())
     layers = tuple(int(n) for n in meta.get("feature_layers", "").split(",") if n)
-    start, first, parent = int(meta.get("start", 0)), int(meta.get(_FIRST, 0)), meta.get("parent", "")
-    if not 0 <= start <= len(tokens) or not 0 <= first <= len(tokens) or (start > 0) != bool(parent):
-        raise ValueError("its rows begin behind its tokens")
-    if parent in ("..", ".") or Path(parent).name != parent:
-        raise ValueError("it goes on from a file of another folder")
-    return Head(tokens, meta["target"], layers, meta.get("kind", ""), start, parent, first, sums)
+    if any(meta.get(name, "0") != "0" for name in _PARTS):
+        raise ValueError("it has a part of a text's rows, as earlier versions of longdraft wrote it")
+    return Head(tokens, meta["target"], layers, meta.get("kind", ""), sums)
 
 
 def _tensor(file: Any, name: str, checksums: Mapping[str, int]) -> torch.Tensor:

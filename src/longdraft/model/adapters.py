@@ -46,21 +46,6 @@ def check(model: nn.Module) -> None:
         )
 
 
-def replacing_weights(model: nn.Module) -> set[nn.Module]:
-    """Modules whose weights an active adapter replaces while they compute, with the adapter's layers around them.
-
-    PEFT does so with ``target_parameters``. What takes the place of such a module's forward must not keep its weights.
-    """
-    found: set[nn.Module] = set()
-    for module in model.modules():
-        if hasattr(module, "parameter_name") and _active(module) and not _merged(module):
-            inner: Any = module
-            while isinstance(inner, nn.Module) and inner not in found:
-                found.add(inner)
-                inner = getattr(inner, "base_layer", None)
-    return found
-
-
 def _take_by_row(model: nn.Module) -> str:
     """Removes the hooks of a call with an adapter for each row, as PEFT leaves them behind when the call fails.
 

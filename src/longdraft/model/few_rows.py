@@ -5,7 +5,7 @@ torch's plain product reads a matrix badly for a few rows. Our own kernel reads 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 
 import torch
@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from longdraft.native import Kernels, Stored, kernels
-from longdraft.native.rounded import Rounded
 from longdraft.native.structures import Weights
 
 # Number of rows up to which our kernel is faster; more are bound by arithmetic, which torch's product does as well.
@@ -36,10 +35,10 @@ class FewRowsLinear:
     """Multiplies with one weight matrix, as ``F.linear``.
 
     Args:
-        weight: (out, in). It may be stored or rounded if there are kernels.
+        weight: (out, in). It may be stored if there are kernels.
     """
 
-    def __init__(self, weight: torch.Tensor | Stored | Rounded, bias: torch.Tensor | None = None) -> None:
+    def __init__(self, weight: torch.Tensor | Stored, bias: torch.Tensor | None = None) -> None:
         self.weight, self.bias = weight, bias
         self._kernels = kernels() if not isinstance(weight, torch.Tensor) or _plain(weight) else None
 
@@ -58,16 +57,15 @@ class FewRowsModule:
     Args:
         module: a module of our own. Plain ``nn.Linear`` on the CPU take part, and layers with ``kernel_weights``
             (:class:`~longdraft.native.Stored`).
-        left_out: layers that do not take part.
 
     Attributes:
         most: our kernel computes up to this number of rows, and torch more rows; None: our kernel computes any number.
             The two differ in the last bits, so a row's result is independent of the rows beside it only with None.
     """
 
-    def __init__(self, module: nn.Module, left_out: Collection[nn.Module] = ()) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self.most: int | None = MOST
-        plain_forward = [m for m in module.modules() if m not in left_out and "forward" not in vars(m)]
+        plain_forward = [m for m in module.modules() if "forward" not in vars(m)]
         layers = [m for m in plain_forward if weights_of(m) is not None]
         own = kernels() if layers else None
         self._groups = [] if own is None else [_Group(self, own, members) for members in _together(module, layers)]
@@ -109,11 +107,17 @@ class _Group:
         self._products: list[torch.Tensor | None] = []
 
     def _member(self, number: int) -> Callable[[torch.Tensor], torch.Tensor]:
-        original = self.layers[number].forward
+        layer = self.layers[number]
+        original, weight = layer.forward, layer._parameters.get("weight")
 
         def forward(x: torch.Tensor) -> torch.Tensor:
-            if not self._owner.serves(x, self._dtype):
+            # An adapter may have another weight in its place for this forward.
+            if not self._owner.serves(x, self._dtype) or layer._parameters.get("weight") is not weight:
                 return original(x)
+            with torch._C.DisableTorchFunction():
+                return products(x)
+
+        def products(x: torch.Tensor) -> torch.Tensor:
             if x is not self._x or self._products[number] is None:
                 # Sums are float32; the results of a layer in half precision are rounded once.
                 self._x, self._products = x, [y.to(x.dtype) for y in self._kernels.linear(x.float(), self._pairs)]

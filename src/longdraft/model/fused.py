@@ -1,41 +1,47 @@
 """Decoder layers by our kernels: on a CPU all of them and the head in one call, on a GPU each in a few launches.
 
-A layer with the parts of a Llama's (on a CPU also a Gemma's) is computed once by its own code and once by the kernels,
-and the kernels are used only if both agree. On a CPU the same check is made of the whole model, from tokens to logits.
+They serve layers with the parts of a Llama's (on a CPU also a Gemma's). A tree of made-up tokens is computed once by
+the model's own code and once by the kernels, and the kernels are used only if both agree.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import cached_property
-from typing import Any, Literal
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import Literal
 
 import torch
 from transformers import PreTrainedModel
 
 from longdraft.attention.block import Block
 from longdraft.attention.reference import attend
-from longdraft.errors import LongdraftError, MemoryBudgetError
+from longdraft.errors import MemoryBudgetError, reason_of
 from longdraft.memory import sizes
+from longdraft.memory.recurrent import RecurrentStates
 from longdraft.memory.store import KVStore
+from longdraft.memory.windows import WindowStates
 from longdraft.model import gpu_layers, hosting, stored
 from longdraft.model.delta_parts import delta_layer_of, delta_rows
 from longdraft.model.few_rows import MOST
-from longdraft.model.fused_check import close, layers_agree, made_up, same_kv
 from longdraft.model.gpu_layers import GpuForward, GpuLayer
 from longdraft.model.layer_parts import ends_of, layer_of
-from longdraft.model.layer_rows import UNTURNED, LayerKinds, rows_of
+from longdraft.model.layer_rows import CosSin, LayerKinds
 from longdraft.model.layout import layout_of
+from longdraft.model.model_copy import copy_without_hooks
 from longdraft.model.sharded import is_spread
-from longdraft.model.stored import parameters
-from longdraft.native import DecoderLayer, DecoderStack, Kernels, Stored, kernels
+from longdraft.model.stored import light, parameters
+from longdraft.native import DecoderLayer, DecoderStack, Stored, kernels
+from longdraft.native.boundary import FLOATS, WHOLE
 from longdraft.native.delta import DeltaLayer
-from longdraft.native.nibbled import Nibbled
-from longdraft.native.rounded import Rounded, light
 from longdraft.native.structures import Weights
 
 logger = logging.getLogger("longdraft")
+
+# Largest difference between both results, relative to the largest number: in float32, and in 16 bits in steps of the
+# dtype, where a sum in another order is now and then rounded the other way.
+_TOLERANCE, _STEPS = 1e-4, 6
 
 
 class FusedLayers:
@@ -47,13 +53,14 @@ class FusedLayers:
 
     Attributes:
         layers: the kernels' layers, one for each layer of the model; empty if the model is not fused.
-        kinds: of the layers; None if the model is not fused.
-        stack: all layers with the head; None if the model does more than run them in order.
+        kinds: of the layers; None if the kernels do not know them.
+        stack: all layers with the head; None on a GPU, or if the model is not fused.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.layers: list[DecoderLayer | DeltaLayer] | list[GpuLayer] = []
         self.stack: DecoderStack | None = None
+        self._model = model
         here = not is_spread(model)  # else a layer's weights come when its own code is called
         own = kernels() if here and model.device.type == "cpu" and model.dtype == torch.float32 else None
         self.on_gpu = here and gpu_layers.serves(model)
@@ -61,9 +68,9 @@ class FusedLayers:
         if self.kinds is None:
             return
         if own is None:
-            self._fuse_on_gpu(model, self.kinds)
+            self._fuse_on_gpu(self.kinds)
             return
-        self._kernels, self._model = own, model
+        self._kernels = own
         self._int8 = stored.arithmetic_of(model) == "int8"
         # Results are compared in float32: in int8 arithmetic the last bit of a float can change a row's rounding.
         stored.use_int8(model, False)
@@ -73,47 +80,46 @@ class FusedLayers:
             stored.use_int8(model, self._int8)
 
     def _fuse(self, kinds: LayerKinds) -> None:
-        own, model = self._kernels, self._model
-        theirs = list(hosting.decoder_layers(model))
-        size = hosting.kv_shape(model).head_dim
-        candidates = [layer_of(layer, size) or delta_layer_of(layer) for layer in theirs]
-        fused = [layer for layer in candidates if layer is not None]
-        forwards = [_Forward(own, layer, kinds, index) for index, layer in enumerate(fused)]
-        if len(fused) < len(theirs) or not layers_agree(model, kinds, forwards):
+        theirs, size = list(hosting.decoder_layers(self._model)), hosting.kv_shape(self._model).head_dim
+        found = [layer_of(layer, size) or delta_layer_of(layer) for layer in theirs]
+        layers, ends = [layer for layer in found if layer is not None], ends_of(self._model, theirs)
+        if len(layers) < len(theirs) or ends is None:
             return
-        self.layers = fused
-        ends = ends_of(model, theirs)
-        if ends is not None:
-            self.stack = DecoderStack(
-                *(fused, ends.norm, ends.head),
+        self.layers, self.stack = (
+            layers,
+            DecoderStack(
+                *(layers, ends.norm, ends.head),
                 kinds=kinds.numbers,
                 places=kinds.of_stack,
                 softcap=ends.softcap,
                 plus=ends.plus,
-            )
-            if not self._agrees():
-                self.stack = None
-        if self._int8:
-            fused = self.layers = [layer.changed(_in_int8) for layer in fused]
-            self.stack = None if self.stack is None else self.stack.changed(_in_int8)
-        for index, (layer, fast) in enumerate(zip(theirs, fused, strict=True)):
-            vars(layer)["forward"] = _Forward(own, fast, kinds, index, layer.forward)
+            ),
+        )
+        if not self._agrees(self._model, lambda hosted: self.run(hosted, "all") if self._fits(hosted) else None):
+            self.layers, self.stack = [], None
+        elif self._int8:
+            self.layers = [layer.changed(_in_int8) for layer in layers]
+            self.stack = self.stack.changed(_in_int8)
 
-    def _fuse_on_gpu(self, model: PreTrainedModel, kinds: LayerKinds) -> None:
-        shape = hosting.kv_shape(model)
+    def _fuse_on_gpu(self, kinds: LayerKinds) -> None:
+        model, shape = self._model, hosting.kv_shape(self._model)
         if shape.padded or any(kind.window is not None for kind in kinds.of_layers):
             return
-        theirs = list(hosting.decoder_layers(model))
-        candidates = [gpu_layers.layer_of(layer, shape.head_dim) for layer in theirs]
-        fused = [layer for layer in candidates if layer is not None]
-        if len(fused) < len(theirs):
+        found = [gpu_layers.layer_of(layer, shape.head_dim) for layer in hosting.decoder_layers(model)]
+        layers = [layer for layer in found if layer is not None]
+        if len(layers) < len(found):
             logger.info("Layers are not of the kind that kernels compute on a GPU: their own code is taken.")
             return
-        if not layers_agree(model, kinds, [GpuForward(layer, kinds, index) for index, layer in enumerate(fused)]):
-            return
-        self.layers = fused
-        for index, (layer, fast) in enumerate(zip(theirs, fused, strict=True)):
-            vars(layer)["forward"] = GpuForward(fast, kinds, index, layer.forward)
+
+        def put_in(each: PreTrainedModel) -> None:
+            for index, (layer, fast) in enumerate(zip(hosting.decoder_layers(each), layers, strict=True)):
+                vars(layer)["forward"] = GpuForward(fast, kinds, index, layer.forward)
+
+        tried = copy_without_hooks(model)
+        put_in(tried)
+        if self._agrees(tried, lambda hosted: hosting.run(tried, replace(hosted, fused=True)).logits):
+            put_in(model)
+            self.layers = layers
 
     @property
     def _deltas(self) -> list[DeltaLayer]:
@@ -138,11 +144,7 @@ class FusedLayers:
         except MemoryBudgetError as error:
             logger.info("Drafts read the weights that verifications read: %s", error)
             return None
-        return self.stack.changed(self._least, _lighter)
-
-    def _least(self, weights: Weights) -> Weights:
-        matrix, bias = weights
-        return matrix if isinstance(matrix, Rounded | Nibbled) else self._kernels.nibbled(matrix), bias
+        return self.stack.changed(partial(_lighter, bits=4), _lighter)
 
     def take(self, store: KVStore, block: Block) -> bool:
         """True if the kernels compute a forward over a block."""
@@ -157,7 +159,7 @@ class FusedLayers:
         # torch computes long prompts in float32; in int8 arithmetic our kernels take any number of rows.
         return not block.prompt or self._int8 or block.batch * block.size <= MOST
 
-    def run(self, hosted: hosting.Hosted, logits: Literal["all", "last", "none"]) -> torch.Tensor | None:
+    def run(self, hosted: hosting.Hosted, logits: int | Literal["all", "last", "none"]) -> torch.Tensor | None:
         """A forward of the whole model, which needs a :attr:`stack`. Queries and hidden states go to ``hosted``.
 
         Returns:
@@ -166,9 +168,7 @@ class FusedLayers:
         assert self.stack is not None and self.kinds is not None
         block, kinds = hosted.block, self.kinds
         x = self._model.get_input_embeddings()(block.tokens)
-        with hosting.computing(hosted):
-            turns = [kinds.rotate(rope, x, block.positions) for rope in kinds.ropes]
-        rows, *more = kinds.rows(hosted.store, block, turns)
+        rows, *more = kinds.rows(hosted.store, block, self._turns(hosted, x))
         wanted = {kinds.decoder_layer(i): i for i in hosted.query_layers}
         with delta_rows(hosted, deltas := self._deltas, range(len(deltas))) as recurrent:
             out = self._kernels.stack(
@@ -183,19 +183,42 @@ class FusedLayers:
         hosted.layers_seen = kinds.attending
         return out.logits
 
+    def _turns(self, hosted: hosting.Hosted, x: torch.Tensor) -> list[CosSin]:
+        """cos and sin of each kind of layer."""
+        assert self.kinds is not None
+        with hosting.computing(hosted):
+            return [self.kinds.rotate(rope, x, hosted.block.positions) for rope in self.kinds.ropes]
+
+    def _fits(self, hosted: hosting.Hosted) -> bool:
+        """True if no layer's heads are narrower than what is turned of them."""
+        assert self.kinds is not None
+        turns = self._turns(hosted, self._model.get_input_embeddings()(hosted.block.tokens))
+        pairs = zip(self.kinds.numbers, self.layers, strict=True)
+        return all(turns[n][0].shape[-1] <= x.d for n, x in pairs if isinstance(x, DecoderLayer))
+
     @torch.inference_mode()
-    def _agrees(self) -> bool:
-        """Compares the whole model with its own code, on made-up tokens."""
-        block, stores = made_up(self._model)
-        theirs, ours = (hosting.Hosted(store, block, attend, layout_of(self._model)) for store in stores)
+    def _agrees(self, model: PreTrainedModel, compute: Callable[[hosting.Hosted], torch.Tensor | None]) -> bool:
+        """Compares the logits, keys, values and states of made-up tokens, near and far, with the model's own code."""
+        layout, last = layout_of(model), len(hosting.decoder_layers(model)) - 1
+        # The last layer's output is compared too: the norm behind it would hide a factor.
+        hidden, tapped = frozenset([last]), hosting.tap(model, last)
         try:
-            expected = hosting.run(self._model, theirs).logits
-            if close(self.run(ours, "all"), expected) and same_kv(stores):
-                return True
-            logger.info("The model does more with its layers than run them in order: its own code calls them.")
-        except (TypeError, RuntimeError, LongdraftError) as error:
-            logger.info("Layers are called one by one: %s", error)
-        return False
+            for far in (False, True):
+                block, stores = _made_up(model, far)
+                theirs, ours = (hosting.Hosted(s, block, attend, layout, hidden_layers=hidden) for s in stores)
+                expected, got = hosting.run(model, theirs).logits, compute(ours)
+                pairs = [(got, expected), (ours.hidden.get(last), theirs.hidden.get(last))]
+                if not all(_close(a, b) for a, b in [*pairs, *zip(*map(_kept, reversed(stores)), strict=True)]):
+                    logger.info("The model does more with its layers than our kernels: its own code is taken.")
+                    return False
+        except Exception as error:  # a model, a compiler or a driver can raise any type
+            # On a GPU nothing but what is missing on the machine fails here.
+            level = logging.WARNING if self.on_gpu else logging.INFO
+            logger.log(level, "Layers run by their own code, not by fused kernels: %s", reason_of(error))
+            return False
+        finally:
+            tapped.remove()
+        return True
 
 
 def _in_int8(weights: Weights) -> Weights:
@@ -203,53 +226,48 @@ def _in_int8(weights: Weights) -> Weights:
     return matrix.computing(int8=True) if isinstance(matrix, Stored) else matrix, bias
 
 
-def _lighter(weights: Weights) -> Weights:
-    matrix, bias = weights
-    return matrix if isinstance(matrix, Rounded | Nibbled) else light(matrix), bias
+def _lighter(weights: Weights, bits: Literal[4, 8] = 8) -> Weights:
+    return light(weights[0], bits), weights[1]
 
 
-class _Forward:
-    """The forward of one layer by the kernels, or by its own code (``original``) if they do not serve.
+def _made_up(model: PreTrainedModel, far: bool) -> tuple[Block, list[KVStore]]:
+    """A tree of three tokens behind a text of five, and two stores with the same keys and values.
 
-    Attributes:
-        d: size of a head; None for a recurrent layer.
+    Args:
+        far: the positions are the last ones that the model takes.
     """
+    text, vocabulary = 5, int(hosting.decoder_config(model).vocab_size)
+    tree = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], **WHOLE).bool()
+    stores = [KVStore(hosting.kv_shape(model), 1, text + 3, model.device) for _ in range(2)]
+    for store in stores:
+        store.keep_states(*hosting.new_states(model, 1, text + 3))
+        for t in _kept(store):
+            t.copy_(torch.randn(t.shape, generator=torch.Generator().manual_seed(1), **FLOATS))
+    first = max(100, hosting.context_length(model) - text - 2) if far else 100
+    tokens, places = [[i % vocabulary for i in (1, 2, 3)]], [[first + text, first + text + 1, first + text + 1]]
+    return Block.make([0], [text], 3, tree[None], model.device, tokens=tokens, positions=places), stores
 
-    def __init__(
-        self,
-        kernels: Kernels,
-        layer: DecoderLayer | DeltaLayer,
-        kinds: LayerKinds,
-        index: int,
-        original: Callable[..., Any] | None = None,
-    ) -> None:
-        self._place, self._number, self._state = kinds.places[index], kinds.numbers[index], kinds.of_stack[index]
-        place = 0 if self._place is None else self._place.layer
-        self._kernels, self._stack = kernels, DecoderStack([layer], places=[place])
-        self._delta = layer if isinstance(layer, DeltaLayer) else None
-        self.d = layer.d if isinstance(layer, DecoderLayer) else None
-        self._kinds, self._original = kinds, original
 
-    def __call__(self, hidden_states: torch.Tensor, *more: Any, **named: Any) -> Any:
-        hosted = named["longdraft_hosted"]
-        # A model may be cast or moved during a run; the kernel takes any memory for float32.
-        fused = hosted.fused and hidden_states.dtype == torch.float32 and hidden_states.device.type == "cpu"
-        if not fused and self._original is not None:
-            return self._original(hidden_states, *more, **named)
-        if self._number not in hosted.rows:  # the same for all layers of a kind
-            window, rope = self._kinds.of_layers[self._number]
-            cos_sin = named["position_embeddings"] if rope is not None else UNTURNED
-            hosted.rows[self._number] = rows_of(hosted.store, hosted.block, window, cos_sin)
-        x = hidden_states.clone(memory_format=torch.contiguous_format)
-        rows, keys, values = hosted.rows[self._number]
-        if self._place is None:
-            assert self._delta is not None
-            with delta_rows(hosted, [self._delta], [self._state]) as recurrent:
-                self._kernels.stack(self._stack, rows, keys, values, x, recurrent=recurrent)
-            return x
-        wanted = self._place.window is None and self._place.layer in hosted.query_layers
-        out = self._kernels.stack(self._stack, rows, keys, values, x, queries=(0,) if wanted else ())
-        if wanted:
-            hosted.queries[self._place.layer] = out.queries[0]
-        hosted.layers_seen += 1
-        return x
+def _kept(store: KVStore) -> list[torch.Tensor]:
+    """All keys and values of a store, and the states of recurrent layers with what is kept of unverified rows."""
+    found = [store.keys, store.values]
+    for states in store.states:
+        if isinstance(states, WindowStates):
+            found += [states.keys, states.values]
+        elif isinstance(states, RecurrentStates):
+            layers = [states.layer(0, number) for number in states.shapes]
+            kept = [(*a.now.windows.values(), a.now.state, *a.inputs.values(), *a.rows) for a in layers]
+            found += [t for each in kept for t in each if t is not None]
+    return found
+
+
+def _close(a: object, b: object) -> bool:
+    """True if both are tensors that differ by no more than a result of ours may differ from ``b``, the model's own."""
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor) or a.shape != b.shape:
+        return False
+    if not a.numel():
+        return True
+    apart, size, step = (a.float() - b.float()).abs(), b.float().abs(), torch.finfo(b.dtype).eps
+    if b.element_size() == 2:
+        return bool((apart.max() <= _STEPS * step * size.max()) & (apart.mean() <= step * size.mean()))
+    return bool(apart.max() <= _TOLERANCE * size.max())

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from longdraft.model.stored_experts import LAST, StoredExperts, joined
+from longdraft.model.experts import joined
+from longdraft.model.stored_experts import LAST, StoredExperts
 from longdraft.native import Stored
 
 # Architectures as files name them, and whether a router's weights are divided by their sum (the files do not say so).

@@ -43,8 +43,6 @@ USES = 2
 MOST, MOST_BYTES = 64, 1 << 30
 # The smallest bound on texts' lengths: shorter ones keep a GPU no busier.
 SHORTEST = 4096
-# After so many sizes that could not be recorded, and none that could, no more are tried.
-FAILURES = 3
 
 # Logits (B, T, V), hidden states by layer (B, T, hidden) and queries by layer (B, Hq, T, d) of a block.
 Computed = tuple[torch.Tensor | None, dict[int, torch.Tensor], dict[int, torch.Tensor]]
@@ -121,7 +119,6 @@ class Graphs:
         self._recorder, self._uses, self._most, self._shortest = recorder, uses, most, shortest
         # What owns the tensors that recordings use -> size -> its recording, or number of uses so far.
         self._known: WeakKeyDictionary[object, dict[Hashable, Any]] = WeakKeyDictionary()
-        self._succeeded = self._failed = 0
 
     @classmethod
     def on(cls, device: torch.device, path: str) -> Graphs:
@@ -242,35 +239,22 @@ class Graphs:
             return None
         sizes = self._known.setdefault(holder, {})
         recording = sizes.pop(key, 0)  # and put back at the end, so that the least recently used comes first
-        if recording is not None and isinstance(recording, int):
-            recording = recording + 1 if recording < uses else self._recorded(self._recorder, record)
+        if isinstance(recording, int):
+            recording = recording + 1 if recording < uses else _recorded(self._recorder, record)
         sizes[key] = recording
-        if recording is None or isinstance(recording, int):
-            return None
-        kept = [(k, x) for k, x in sizes.items() if isinstance(x, _Level | _Recorded)]
-        held = sum(x.bytes for _, x in kept)
-        for count, (old, each) in zip(range(len(kept), 1, -1), kept, strict=False):
-            if count <= self._most and held <= MOST_BYTES:
-                break
-            del sizes[old]
-            held -= each.bytes
-        return recording
+        made = [(old, each) for old, each in sizes.items() if isinstance(each, _Level | _Recorded)]
+        while len(made) > 1 and (len(made) > self._most or sum(each.bytes for _, each in made) > MOST_BYTES):
+            del sizes[made.pop(0)[0]]
+        return None if isinstance(recording, int) else recording
 
-    def _recorded(self, recorder: Recorder, record: Callable[[Recorder], Any]) -> Any | None:
-        """A new recording; None if it fails, and then this size is not tried again."""
-        try:
-            recording = record(recorder)
-        except Exception as error:  # a model, a driver or a library can raise any type
-            self._failed += 1
-            say = logger.warning if self._failed == 1 else logger.info
-            say("A forward could not be recorded as a CUDA graph (%s): its size runs without.", reason_of(error))
-            if self._failed >= FAILURES and not self._succeeded:
-                logger.warning("CUDA graphs are off for this model: none of %d sizes could be recorded.", self._failed)
-                self._recorder = None
-                self._known.clear()
-            return None
-        self._succeeded += 1
-        return recording
+
+def _recorded(recorder: Recorder, record: Callable[[Recorder], Any]) -> Any | None:
+    """A new recording; None if it fails, and then this size is not tried again."""
+    try:
+        return record(recorder)
+    except Exception as error:  # a model, a driver or a library can raise any type
+        logger.warning("A forward could not be recorded as a CUDA graph (%s): its size runs without.", reason_of(error))
+        return None
 
 
 def padded(batch: int, slots: int) -> int:

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, PreTrainedModel
 
 from longdraft.attention.block import PLAIN, Block, Scoring
@@ -28,8 +29,7 @@ from longdraft.memory.windows import WindowStates
 from longdraft.model import stored
 from longdraft.model.layout import Layout, Place, layout_of
 from longdraft.model.layout import decoder_config as decoder_config
-from longdraft.native import Rows
-from longdraft.native.scaled import KeptRows
+from longdraft.model.rows import undisturbed
 
 IMPLEMENTATION = "longdraft"
 # The context of models without a limit, in tokens.
@@ -62,7 +62,6 @@ class Hosted:
         query_layers, hidden_layers: layers whose queries and output hidden states go to ``queries`` and ``hidden``.
         fused: layers that our kernels can compute in one piece are computed so.
         layers_seen: number of layers that went through our attention.
-        rows: the block, keys and values as fused layers read them, for each kind of layer, made by the first of it.
     """
 
     store: Store
@@ -75,7 +74,6 @@ class Hosted:
     queries: dict[int, torch.Tensor] = field(default_factory=dict)
     hidden: dict[int, torch.Tensor] = field(default_factory=dict)
     layers_seen: int = 0
-    rows: dict[int, tuple[Rows, KeptRows, KeptRows]] = field(default_factory=dict)
 
 
 # A model may drop keyword arguments on the way to its attention, so the forward is found here too.
@@ -174,7 +172,7 @@ def _stored(
     return placed, windows.layer(place.layer)
 
 
-AttentionInterface.register(IMPLEMENTATION, _attention)
+AttentionInterface.register(IMPLEMENTATION, undisturbed(_attention))
 
 
 def switch_on(model: PreTrainedModel) -> None:
@@ -242,7 +240,7 @@ def sampled(model: PreTrainedModel) -> list[torch.Tensor]:
     return [stored.weight_sample(m) for m in (model.get_input_embeddings(), first)]
 
 
-def tap(model: PreTrainedModel, layer: int) -> None:
+def tap(model: PreTrainedModel, layer: int) -> RemovableHandle:
     """Adds a hook to a decoder layer that keeps its output (B, T, hidden) in forwards that ask for it."""
 
     def hook(_module: nn.Module, _inputs: Any, named: dict[str, Any], output: Any) -> None:
@@ -250,4 +248,4 @@ def tap(model: PreTrainedModel, layer: int) -> None:
         if hosted is not None and layer in hosted.hidden_layers:
             hosted.hidden[layer] = output[0] if isinstance(output, tuple) else output
 
-    decoder_layers(model)[layer].register_forward_hook(hook, with_kwargs=True)
+    return decoder_layers(model)[layer].register_forward_hook(hook, with_kwargs=True)

@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from longdraft.errors import UnsupportedModelError, reason_of
-from longdraft.model import adapters
 from longdraft.model.few_rows import is_plain, is_shared_out
 from longdraft.native import kernels
 from longdraft.native.boundary import FLOATS
@@ -118,7 +117,6 @@ def _in_place(table: Any) -> bool:
 
 def layers_of_others(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The linear layers of a model that are no plain ones of torch, by name."""
-    changed = adapters.replacing_weights(model)
     for name, module in model.named_modules():
         sizes = isinstance(getattr(module, "in_features", None), int) and hasattr(module, "out_features")
         # Adapters are layers around layers, of which each is looked at by itself.
@@ -127,7 +125,7 @@ def layers_of_others(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         weight = getattr(module, "weight", None)
         # A model's own kinds of linear layers, such as routers, do more than a product.
         known = type(module) is nn.Linear or type(module).__module__.startswith("transformers.models.")
-        plain = known and is_plain(weight) and not hasattr(module, "quantization_scheme") and module not in changed
+        plain = known and is_plain(weight) and not hasattr(module, "quantization_scheme")
         if not plain and not is_shared_out(weight):
             yield name, module
 

@@ -2,14 +2,12 @@
 
 Each process runs the same program on the same requests. transformers' hooks sum and gather the results of its layers,
 so embeddings, hidden states and logits are complete and equal in all processes. A process computes and stores the
-queries, keys and values of its own heads only. This file gathers what a draft computes with them, and checks that all
-processes take the same decisions.
+queries, keys and values of its own heads only. This file gathers what a draft computes with them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
@@ -21,17 +19,15 @@ from transformers import PreTrainedModel
 
 from longdraft.attention.block import Block
 from longdraft.attention.prefix import PrefixAttend
-from longdraft.errors import CapabilityError, MemoryBudgetError
+from longdraft.errors import CapabilityError
 from longdraft.memory.store import KVShape
 from longdraft.model.few_rows import FewRowsLinear, is_shared_out
 from longdraft.native import Stored
 from longdraft.native.boundary import WHOLE
-from longdraft.native.rounded import Rounded
 
 _LOAD = 'AutoModelForCausalLM.from_pretrained(..., distributed_config=DistributedConfig(tp_plan="auto"))'
 # Layers whose output, if it is shared out, is a share of the attention heads.
 _KEYS = ("k_proj", "qkv_proj", "query_key_value")
-_DIGEST = 2**61 - 1
 _shares: WeakKeyDictionary[PreTrainedModel, Share] = WeakKeyDictionary()
 
 
@@ -52,10 +48,6 @@ class Share:
     device: torch.device
     heads: bool
     _random: Random = field(default_factory=Random, init=False, repr=False, compare=False)  # the same in all
-    # Digest of what was not compared yet, on the device.
-    _digest: int | torch.Tensor = field(default=0, init=False, repr=False, compare=False)
-    _in_round: bool = field(default=False, init=False, repr=False, compare=False)
-    _agreed: bool = field(default=False, init=False, repr=False, compare=False)  # on this round
 
     def of_heads(self, shape: KVShape) -> KVShape:
         """The shape of this process's KV.
@@ -97,44 +89,6 @@ class Share:
         """A seed for a request without one. Nothing is exchanged, as others may have been asked for something else."""
         return self._random.getrandbits(32)
 
-    @contextmanager
-    def round(self, state: int) -> Iterator[None]:
-        """Inside, processes agree before the first forward alone; the others follow from what they have agreed on.
-
-        Args:
-            state: digest of what the round works on.
-        """
-        self._digest = 31 * torch.as_tensor(self._digest, device=self.device, dtype=torch.long) + state % _DIGEST
-        self._in_round, self._agreed = True, False
-        try:
-            yield
-        finally:
-            self._in_round = self._agreed = False
-
-    def check_same(self, block: Block) -> None:
-        """Checks that all processes are about to compute the same block. Waits for the device.
-
-        In a round that is agreed on, nothing is exchanged: the block is compared when the next one begins.
-
-        Raises:
-            CapabilityError: in all processes, if their blocks differ.
-        """
-        shape = hash((block.slots, block.lengths, block.size, block.offset))
-        digest = 31 * torch.as_tensor(self._digest, device=self.device, dtype=torch.long) + shape
-        for part in (block.tokens, block.positions, block.mask):
-            if part is not None:
-                places = torch.arange(1, 2 * part.numel(), 2, device=part.device)
-                digest = 31 * digest + ((part.flatten().long() + 1) * places * places).sum()
-        if self._agreed:
-            self._digest = digest
-            return
-        self._digest, self._agreed = 0, self._in_round
-        if not self._agree(digest % _DIGEST):
-            raise CapabilityError(
-                "The processes that share the model no longer decode the same. Give all of them the same requests, in "
-                "the same order, with the same options, and start them on machines and devices of one kind."
-            )
-
     @staticmethod
     def check_looks(looks: bool) -> None:
         """Raises CapabilityError if a run chooses rows of the KV by attention scores (``looks``)."""
@@ -152,31 +106,6 @@ class Share:
                 "Rounds are planned by a clock, and each process of a sharded model has another: leave plan out, or "
                 'give plan="fixed".'
             )
-
-    @contextmanager
-    def room(self) -> Iterator[None]:
-        """Inside, memory is allocated in all processes or in none.
-
-        Raises:
-            MemoryBudgetError: in all processes, if the memory of one does not suffice.
-        """
-        failed: MemoryBudgetError | None = None
-        try:
-            yield
-        except MemoryBudgetError as error:
-            failed = error
-        fits = self._agree(torch.tensor(0 if failed is None else 1 + self.rank, device=self.device, dtype=torch.long))
-        if failed is not None:
-            raise failed
-        if not fits:
-            raise MemoryBudgetError("Another of the processes that share the model has no memory for this KV cache.")
-
-    def _agree(self, number: torch.Tensor) -> bool:
-        """True if all processes have the same number."""
-        most = torch.stack([number, -number])
-        torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, self.group)
-        largest, smallest = most.tolist()
-        return bool(largest == -smallest)
 
 
 def is_spread(model: PreTrainedModel) -> bool:
@@ -232,7 +161,7 @@ class GatheredLinear:
         return shared.full_tensor()
 
 
-def product(weight: torch.Tensor | Stored | Rounded) -> Callable[[torch.Tensor], torch.Tensor]:
+def product(weight: torch.Tensor | Stored) -> Callable[[torch.Tensor], torch.Tensor]:
     """A function that multiplies few rows with a matrix (out, in), which may be shared out."""
     return GatheredLinear(weight) if is_shared_out(weight) else FewRowsLinear(weight)
 

@@ -9,9 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from longdraft.model.expert_parts import Experts, after_of, between_of
+from longdraft.model.experts import Experts, is_mixture, joined
 from longdraft.model.few_rows import in_halves
-from longdraft.model.model_code import own_forward
 from longdraft.model.stored import StoredWeights, unpacked
 from longdraft.native import Stored, kernels
 from longdraft.native.experts import ExpertWeights
@@ -44,7 +43,7 @@ class StoredExperts(nn.Module):
         for name in dict(module.named_parameters(recurse=False)):
             module.register_parameter(name, None)
         self.count = count
-        self.replaced = module
+        self.replaced: Any = module
         for kind, matrix in matrices.items():
             setattr(self, kind, StoredMatrices(matrix))
             self.register_buffer(f"{kind}_bias", biases.get(kind), persistent=False)
@@ -55,10 +54,8 @@ class StoredExperts(nn.Module):
         """The parts for our kernels."""
         key = [(m.data.data_ptr(), m.int8) for m in self.children() if isinstance(m, StoredMatrices)]
         if self._parts is None or self._parts[0] != key:
-            between = between_of(self.replaced)
-            assert between is not None
             first = [self._weights(kind) for kind in _FIRST if hasattr(self, kind)]
-            self._parts = key, Experts(first, self._weights(LAST), between, after_of(self.replaced))
+            self._parts = key, Experts(self.replaced, first, self._weights(LAST))
         return self._parts[1]
 
     def _weights(self, kind: str) -> ExpertWeights:
@@ -76,14 +73,12 @@ class StoredExperts(nn.Module):
             rows, places = (top_k_index == expert).nonzero(as_tuple=True)
             first = torch.stack([_product(x[rows], each, expert) for each in parts.first])
             found = _product(parts.between(first), parts.last, expert)
-            found = found if parts.after is None else parts.after(found)
-            out.index_add_(0, rows, (found * top_k_weights[rows, places, None]).to(x.dtype))
+            out.index_add_(0, rows, (parts.after(found) * top_k_weights[rows, places, None]).to(x.dtype))
         return out
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        side_by_side = bool(getattr(self.replaced, "is_concatenated", True))
-        turned = bool(getattr(self.replaced, "is_transposed", False))
+        side_by_side, turned = self.replaced.is_concatenated, self.replaced.is_transposed
         first = [kind for kind in _FIRST if hasattr(self, kind)]
         name = "up_proj" if first == ["up"] else "gate_up_proj"
         for saved, kinds in ((name, first), ("down_proj", [LAST])):
@@ -98,18 +93,15 @@ class StoredExperts(nn.Module):
 def keep_experts(model: nn.Module) -> None:
     """Keeps the experts' matrices of a model in bfloat16 or float16 as they are when the rest computes in float32."""
     for path, module in list(model.named_modules()):
-        own = dict(module.named_parameters(recurse=False))
-        first = "gate_up_proj" if "gate_up_proj" in own else "up_proj"
-        names = {first.removesuffix("_proj"): first, LAST: "down_proj"}
-        taken = {*names.values(), *(f"{name}_bias" for name in names.values())}
-        if not set(names.values()) <= own.keys() <= taken or len(own_forward(module).parameters) < 3:
+        if not is_mixture(module):
             continue
+        own = dict(module.named_parameters(recurse=False))
+        first = "gate_up" if module.has_gate else "up"
+        names = {first: f"{first}_proj", LAST: "down_proj"}
         weights = [own[name] for name in names.values()]
         count = len(weights[0])
-        if between_of(module) is None or not all(w.dim() == 3 and len(w) == count for w in weights):
-            continue
         # An output's weights side by side, as kernels read them.
-        turned = getattr(module, "is_transposed", False) and all(w.itemsize == 2 for w in weights)
+        turned = module.is_transposed and all(w.itemsize == 2 for w in weights)
         weights = [w.detach().transpose(1, 2).contiguous() for w in weights] if turned else weights
         if not all(in_halves(w.flatten(0, 1)) for w in weights):
             continue
@@ -119,13 +111,6 @@ def keep_experts(model: nn.Module) -> None:
         }
         parent, _, child = path.rpartition(".")
         setattr(model.get_submodule(parent), child, StoredExperts(module, matrices, biases, count))
-
-
-def joined(parts: list[torch.Tensor], side_by_side: bool) -> torch.Tensor:
-    """One tensor (E, out, ...) of several, one behind the other or in turns."""
-    if len(parts) == 1:
-        return parts[0]
-    return torch.cat(parts, 1) if side_by_side else torch.stack(parts, 2).flatten(1, 2)
 
 
 def _product(x: torch.Tensor, weights: ExpertWeights, expert: int) -> torch.Tensor:

@@ -8,17 +8,16 @@ thread at a time uses a twin, and holds the lock of its model.
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
-import torch
 from transformers import PreTrainedModel
 
 from longdraft.attention import fusing
 from longdraft.errors import UnsupportedModelError
 from longdraft.model import (
-    adapters,
     calls,
     experts,
     hosting,
@@ -27,8 +26,6 @@ from longdraft.model import (
     positions,
     quantised,
     recurrent,
-    row_activations,
-    row_functions,
     stored,
     support,
 )
@@ -37,9 +34,10 @@ from longdraft.model.fused import FusedLayers
 from longdraft.model.layout import has_windows, layout_of
 from longdraft.model.lock import lock_of
 from longdraft.model.model_copy import copy_of, signature, unchanged
+from longdraft.model.rows import RowExact
 from longdraft.model.sharded import is_spread, share_of
 from longdraft.model.shared_parts import SharedParts, shared_parts
-from longdraft.model.verdicts import tried
+from longdraft.model.trial import tried
 from longdraft.native import kernels
 
 
@@ -72,13 +70,12 @@ class Twin:
         if not (compared or shared or spread or windows):
             self._try(model)
         self.layout = layout_of(self.model)
-        self.few_rows = FewRowsModule(self.model, adapters.replacing_weights(self.model))
-        row_activations.install(self.model, self._decoding)
+        self.few_rows = FewRowsModule(self.model)
         quantised.install(self.model, set(self.few_rows.layers), self._decoding)
-        row_functions.install(self.model, self._decoding)
         experts.install(self.model, self._decoding)
+        self._by_row = kernels() is not None and self.model.device.type == "cpu"
         self._tapped: set[int] = set()
-        self._place = _place(model)
+        self._place = place_of(model)
 
     def _decoding(self) -> bool:
         """True in forwards in which a row's bits must not depend on the rows beside it."""
@@ -103,7 +100,7 @@ class Twin:
     @property
     def moved(self) -> bool:
         """True if the model was moved or cast since, as far as a quick look can tell."""
-        return _place(self.model) != self._place
+        return place_of(self.model) != self._place
 
     def run(self, hosted: hosting.Hosted, head: bool, **more: Any) -> Any:
         """A forward of the model, or of its decoder alone without ``head``."""
@@ -113,8 +110,11 @@ class Twin:
         # While text is decoded, one kind of product computes any number of rows: see Block.prompt.
         self.few_rows.most = MOST if hosted.block.prompt else None
         run = self.model if head else hosting.decoder_of(self.model)
+        own = bool(self.layout.own)
+        exact = RowExact(products=not own) if self._by_row and not hosted.block.prompt else nullcontext()
         try:
-            return (own_code.run if self.layout.own else hosting.run)(run, hosted, **more)
+            with exact:
+                return (own_code.run if own else hosting.run)(run, hosted, **more)
         finally:
             self.few_rows.forget()
 
@@ -177,6 +177,7 @@ def host(model: PreTrainedModel) -> HostedModel:
         return hosted
 
 
-def _place(model: PreTrainedModel) -> tuple[int, torch.dtype, torch.device]:
-    weight = stored.weight_place(model.get_input_embeddings())
-    return weight.data_ptr(), model.dtype, weight.device
+def place_of(model: PreTrainedModel) -> tuple[object, ...]:
+    """Device and dtype of a model, and the storage of its embedding and head."""
+    ends = [stored.weight_place(m) for m in (model.get_input_embeddings(), model.get_output_embeddings())]
+    return model.device, model.dtype, *((w.data_ptr(), w.shape, w.dtype) for w in ends)

@@ -1,8 +1,8 @@
 """Prompts that survive a restart: slots are written to disk while the server is idle, and read when needed.
 
-A file is a snapshot (:mod:`longdraft.memory.snapshot`). It has the rows of a text from where it forks from another
-file's, its parent. It is written under another name and then renamed, so a process that is killed leaves no
-half-written file. The tokens of each file are read at the start, its keys and values when a prompt begins like it.
+A file is a snapshot (:mod:`longdraft.memory.snapshot`) of a whole text. It is written under another name and then
+renamed, so a process that is killed leaves no half-written file. The tokens of each file are read at the start, its
+keys and values when a prompt begins like it.
 """
 
 from __future__ import annotations
@@ -34,13 +34,12 @@ _HEADER = 1024
 @dataclass(frozen=True)
 class _File:
     """A snapshot in the folder. ``feature_layers``: layers whose hidden states it holds; ``size``: bytes; ``kind``: of
-    its rows; ``parent``: the name of the file that it goes on from, or empty."""
+    its rows."""
 
     tokens: array[int]
     feature_layers: tuple[int, ...]
     size: int
     kind: str
-    parent: str = ""
 
 
 def check_folder(folder: Path) -> None:
@@ -63,7 +62,8 @@ class DiskPrefixes(PromptCache):
         folder: created if missing. Only one server at a time may use it.
         fingerprint: identifies the target. Snapshots of other targets count towards the bytes and are not read.
         max_bytes: limit of all snapshots in the folder. The least recently used are deleted first.
-        min_tokens: a text is written if no file holds this many of its tokens, and read if that saves this many.
+        min_tokens: a text is written if this many of its tokens, and a quarter of it, are in no file; and read if that
+            saves this many.
         feature_layers: see :class:`PromptCache`. Snapshots that lack hidden states that a run needs are not read.
         pause: seconds between a failed attempt to write and the next: each costs a copy of the text's rows.
         tree_bytes: see :class:`PromptCache`.
@@ -86,7 +86,7 @@ class DiskPrefixes(PromptCache):
         self._pause = pause
         self._folder, self._target = folder, fingerprint
         self._max_bytes, self._min_tokens = max_bytes, max(1, min_tokens)
-        # The least recently used first, none before those that go on from it. Those of other targets have no tokens.
+        # The least recently used first. Those of other targets have no tokens.
         self._files: OrderedDict[Path, _File] = OrderedDict()
         # Slots whose text was written since a request last used them. It is not written again after it had to go for
         # another slot's text, or two that do not fit the folder together would drive each other out for ever.
@@ -131,7 +131,9 @@ class DiskPrefixes(PromptCache):
             # A slot with more rows than its text is being decoded.
             if len(text) < self._min_tokens or len(text) != self.store.lengths[slot] or slot in self._written:
                 continue
-            if len(text) - self._nearest(text, self.kinds[slot])[1] >= self._min_tokens and self._write(slot, text):
+            new = len(text) - self._nearest(text, self.kinds[slot])[1]
+            # A text that grows is written again once a quarter of it is new: in all, a few times its length.
+            if new >= max(self._min_tokens, len(text) // 4) and self._write(slot, text):
                 self._written.add(slot)
                 return True
         return False
@@ -152,13 +154,11 @@ class DiskPrefixes(PromptCache):
     def _write(self, slot: int, text: array[int]) -> bool:
         assert self.store is not None
         store, kind = self.store, self.kinds[slot]
-        parent, start = self._nearest(text, kind)
-        if parent is None or start < self._min_tokens or store.states:
-            parent, start = None, 0
-        size = (len(text) - start) * store.shape.bytes_per_token + len(text) * text.itemsize + _HEADER
+        size = len(text) * (store.shape.bytes_per_token + text.itemsize) + _HEADER
         if store.features is not None:
-            size += (len(text) - start) * store.features[slot, 0].nbytes
-        deleted = self._deleted_for(size, parent)
+            size += len(text) * store.features[slot, 0].nbytes
+        covered = [path for path, file in self._files.items() if self._covers(file, text, kind)]
+        deleted = self._deleted_for(size, covered)
         if deleted is None:
             problem = f"A text of {len(text)} tokens takes {size} bytes, more than --snapshot-gib leaves: raise it."
             self._warn("large", problem)
@@ -166,47 +166,44 @@ class DiskPrefixes(PromptCache):
         made = (self._target, store.feature_layers, *([kind] if kind else []))
         name = hashlib.sha256(repr(made).encode() + text.tobytes()).hexdigest()
         path = self._folder / (name[:24] + _SUFFIX)
-        before = "" if parent is None else parent.name
         try:
             free = shutil.disk_usage(self._folder).free
             if free + sum(self._files[old].size for old in deleted) < size:  # before anything is deleted in vain
                 raise CheckpointError(f"{size} bytes are needed on the disk of {self._folder}, and {free} are free.")
             for old in deleted:
                 self._drop(old)
-            snapshot.save(store, slot, text, self._target, path, kind, start, before)
-            self._files[path] = _File(text, store.feature_layers, path.stat().st_size, kind, before)
-            self._use(path)
+            snapshot.save(store, slot, text, self._target, path, kind)
+            self._files[path] = _File(text, store.feature_layers, path.stat().st_size, kind)
         except (OSError, MemoryBudgetError, RuntimeError) as error:  # RuntimeError: a GPU has no room to gather rows
             self._next_attempt = time.monotonic() + self._pause
             self._warn("write", str(error))
             return False
+        for old in covered:
+            self._drop(old)
         return True
 
-    def _deleted_for(self, size: int, parent: Path | None) -> list[Path] | None:
-        """The least recently used files, to be deleted before one of ``size`` bytes that goes on from ``parent`` is
-        written. None if they do not make room."""
-        kept = [] if parent is None else self._with_parents(parent)
+    def _covers(self, file: _File, text: array[int], kind: str) -> bool:
+        """True if a text has all that a file of this target has."""
+        assert self.store is not None
+        same = file.kind == kind and file.feature_layers in ((), self.store.feature_layers)
+        return same and 0 < len(file.tokens) == common_prefix(file.tokens, text)
+
+    def _deleted_for(self, size: int, covered: list[Path]) -> list[Path] | None:
+        """Files to be deleted before one of ``size`` bytes is written: those that it covers, then the least recently
+        used. None if they do not make room."""
         total = size + sum(file.size for file in self._files.values())
         deleted: list[Path] = []
-        for path in self._files:
-            if total > self._max_bytes and path not in kept:
+        for path in dict.fromkeys((*covered, *self._files)):
+            if total > self._max_bytes:
                 deleted.append(path)
                 total -= self._files[path].size
         return deleted if total <= self._max_bytes else None
 
     def _use(self, path: Path) -> None:
-        """Makes a file and those before it in its text the last to be deleted."""
-        for each in self._with_parents(path):
-            self._files.move_to_end(each)
-            with contextlib.suppress(OSError):
-                each.touch()  # the next start orders the files by this
-
-    def _with_parents(self, path: Path) -> list[Path]:
-        """A file, and those that have its text's first rows."""
-        paths = [path]
-        while parent := self._files[paths[-1]].parent:
-            paths.append(self._folder / parent)
-        return paths
+        """Makes a file the last to be deleted."""
+        self._files.move_to_end(path)
+        with contextlib.suppress(OSError):
+            path.touch()  # the next start orders the files by this
 
     def _load(self, path: Path, slot: int, count: int, kind: str) -> None:
         """Reads the first ``count`` rows of a file into a slot. A damaged file is deleted."""
@@ -239,27 +236,16 @@ class DiskPrefixes(PromptCache):
                 logger.warning("%s cannot be read, and is left as it is: %s", path, error)
             else:
                 found |= {} if head is None else {path: head}
-        for path, head in sorted(found.items(), key=lambda each: each[1].start):  # parents are checked before
-            parent = found.get(self._folder / head.parent)
-            if head.start and (parent is None or not head.goes_on(parent)):
-                logger.warning("%s goes on from a file that is gone or has another text. It is deleted.", path)
-                del found[path]
-                self._drop(path)
-        # Clocks of file systems are coarse: files of one text may have one time.
-        for path in sorted(found, key=lambda path: (path.stat().st_mtime_ns, -found[path].start)):
+        for path in sorted(found, key=lambda path: path.stat().st_mtime_ns):
             head = found[path]
             tokens = head.tokens if head.target == self._target else packed(())
-            self._files[path] = _File(tokens, head.feature_layers, path.stat().st_size, head.kind, head.parent)
+            self._files[path] = _File(tokens, head.feature_layers, path.stat().st_size, head.kind)
 
     def _drop(self, path: Path) -> None:
-        """Deletes a file, and those that go on from it. If that fails, the next start finds it again."""
-        doomed = [path]
-        for each in doomed:
-            doomed += [other for other, file in self._files.items() if file.parent == each.name]
-        for each in reversed(doomed):
-            self._files.pop(each, None)
-            with contextlib.suppress(OSError):
-                each.unlink(missing_ok=True)
+        """Deletes a file. If that fails, the next start finds it again."""
+        self._files.pop(path, None)
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
 
     def _warn(self, kind: str, problem: str) -> None:
         """Logs a warning once for each kind."""

@@ -118,11 +118,3 @@ class Retrieval:
         self._states[slot] = _State(version=self._states[slot].version + 1)
         self._queries.forget(slot)
         self.refresh.done(slot)
-
-    def truncate(self, slot: int, length: int) -> None:
-        """Called when the text's rows from ``length`` on were taken back."""
-        state, end = self._states[slot], self.view.between(length).stop
-        state.scored = min(state.scored, end)
-        if state.chosen and state.chosen[-1] >= end:
-            state.chosen = [c for c in state.chosen if c < end]
-            state.version += 1

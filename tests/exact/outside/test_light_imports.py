@@ -78,6 +78,7 @@ def test_the_package_is_imported_when_it_is_used():
         longdraft.nothing_like_it  # noqa: B018
 
 
+@pytest.mark.slow
 def test_the_catalogue_is_whole_whichever_module_comes_first():
     """In children of one process that has imported what takes long, and nothing of ours."""
     printed, _ = run("""

@@ -6,14 +6,15 @@ import gc
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import product
 from statistics import mean, median
 from typing import Any
 
 from longdraft.attention import dispatch
-from longdraft.bench import report, results
+from longdraft.bench import report
 from longdraft.bench.experiment import Tick
+from longdraft.bench.json_lines import restored
 from longdraft.bench.papers.table import Column, Line
 from longdraft.bench.peers import PEERS
 from longdraft.bench.prompts import Group, Prompt
@@ -143,7 +144,7 @@ class Speed(Measuring):
                 bench = Bench(self._loaded, self._settings(own), (), self._progress, self._unpacked)
                 bench.wake(own.group[0])
                 self._bench = own.path, own.temperature, bench
-            return results.line(self._bench[2].measure(own.group, tick))
+            return asdict(self._bench[2].measure(own.group, tick))
 
     def _settings(self, unit: Unit) -> Settings:
         scaled, options = self._scaled, self._options[unit.path]
@@ -160,7 +161,7 @@ class Speed(Measuring):
         )
 
     def figures(self, entry: Entry, own: Sequence[Record]) -> tuple[dict[str, float | None], dict[str, Any]]:
-        table, name, measured = self._scaled.table, entry.name, list(map(results.measurement, own))
+        table, name, measured = self._scaled.table, entry.name, [restored(Measured, each) for each in own]
         pairs = [(self._rate(m, name), self._rate(m, self._baseline)) for m in measured]
         accepted = median_of(run.mean_accepted_length for m in measured for run in m.rounds[name])
         found: dict[str, float | None] = {

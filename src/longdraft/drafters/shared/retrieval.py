@@ -98,7 +98,7 @@ class RetrievingDrafter(TreeDrafter):
         return () if self.retrieval is None else self.retrieval.layers(runner.kv_shape.layers)
 
     def tell(self, store: KVStore, event: Event) -> None:
-        """Passes an event on to the retrieval: queries, tokens taken back."""
+        """Passes an event on to the retrieval: queries."""
         slot = event.sequence.slot
         if self.retrieval is None:
             return
@@ -106,8 +106,6 @@ class RetrievingDrafter(TreeDrafter):
             self.retrieval.reset(slot)
         if event.queries:
             self.retrieval.observe(store, slot, event.queries)
-        if event.taken_back:
-            self.retrieval.truncate(slot, store.readable(slot))
 
 
 def retrieval_of(

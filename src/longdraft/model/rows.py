@@ -1,0 +1,157 @@
+"""Gives each row of a forward on a CPU the bits that it has alone, where a model runs its own code.
+
+torch's products add up in an order that depends on the number of rows. exp and its kin are computed in vectors, and the
+numbers left over at the end of a tensor, or of a thread's share, one by one, which rounds differently. Inside
+:class:`RowExact` such calls are made in another way: products by our kernels, functions on tensors of whole vectors.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from longdraft.model.few_rows import in_halves
+from longdraft.native import Stored, kernels
+from longdraft.native.experts import ExpertProducts, ExpertWeights
+
+# Numbers that torch gives to one thread (its grain size), and a multiple of the numbers of any CPU's vectors.
+_SHARE, _VECTORS = 32768, 128
+_NAMES = ("sigmoid", "silu", "softplus", "tanh", "exp", "gelu", "logsigmoid", "softsign", "log", "log1p", "expm1")
+_MORE_NAMES = ("erf", "mish", "elu", "celu", "selu")
+
+Call = Callable[..., Any]
+
+
+class RowExact(TorchFunctionMode):
+    """While it is on, a row's results do not depend on the rows beside it. It takes a microsecond for a call of torch.
+
+    Args:
+        products: products of matrices too, and not functions of single numbers alone.
+    """
+
+    def __init__(self, products: bool = True) -> None:
+        super().__init__()
+        self._rules = _FUNCTIONS | _PRODUCTS if products else _FUNCTIONS
+
+    def __torch_function__(
+        self, func: Call, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        rule, named = self._rules.get(func), kwargs or {}
+        found = None if rule is None else rule(func, *args, **named)
+        return func(*args, **named) if found is None else found
+
+
+def undisturbed(function: Call) -> Call:
+    """The function without :class:`RowExact` inside: what it calls is exact by row as it is."""
+
+    def inside(*args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            return function(*args, **kwargs)
+
+    return inside
+
+
+def whole_vectors(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """Applies an elementwise function so that no result depends on a number's place in the tensor."""
+    count = x.numel()
+    local = x.device.type == "cpu" and x.is_floating_point()
+    if not local or (count <= _SHARE and count % _VECTORS == 0 and x.is_contiguous()):
+        return function(x)
+    flat = x.contiguous().view(-1)
+    if missing := -count % _VECTORS:
+        flat = F.pad(flat, (0, missing))
+    return torch.cat([function(share) for share in flat.split(_SHARE)])[:count].view(x.shape)
+
+
+def _elementwise(call: Call, *args: Any, **named: Any) -> Any:
+    if not args or "out" in named or not isinstance(args[0], torch.Tensor):
+        return None
+    return whole_vectors(lambda share: call(share, *args[1:], **named), args[0])
+
+
+def _gated(call: Call, x: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
+    """GLU puts halves of a row together."""
+    return torch.cat([call(row, *args, **named) for row in x.reshape(-1, x.shape[-1]).split(1)]).view(*x.shape[:-1], -1)
+
+
+def _times(_call: Call, a: Any, b: Any, **named: Any) -> torch.Tensor | None:
+    """Multiplies complex numbers by real products: torch rounds those at the end of a tensor otherwise."""
+    if named or not all(isinstance(x, torch.Tensor) and x.is_complex() for x in (a, b)):
+        return None
+    return torch.complex(a.real * b.real - a.imag * b.imag, a.real * b.imag + a.imag * b.real)
+
+
+def _linear(
+    _call: Call, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor | None:
+    own = kernels()
+    if own is None or not isinstance(weight, torch.Tensor) or x.numel() == 0 or weight.dim() != 2:
+        return None
+    bias = None if bias is None else bias.detach().float()
+    if _served(x, weight) and weight.stride(1) == 1:
+        return own.linear(x, [(weight.detach(), bias)])[0]
+    if x.dtype == weight.dtype and in_halves(weight):
+        return own.linear(x.float(), [(Stored.of(weight), bias)])[0].to(x.dtype)
+    return None
+
+
+def _matmul(call: Call, x: torch.Tensor, other: torch.Tensor, **named: Any) -> torch.Tensor | None:
+    """x (..., in) times a matrix (in, out), or a matrix (out, in) times rows (B, in, T)."""
+    if named or not isinstance(other, torch.Tensor) or x.dim() < 1:
+        return None
+    if x.dim() == 2 and other.dim() == 3 and x.device.type == "cpu" and other.shape[0] * other.shape[2] > 1:
+        each = [torch.cat([call(x, row) for row in one.split(1, 2)], dim=2) for one in other.split(1)]
+        return torch.cat(each)
+    if other.dim() != 2:
+        return None
+    if other.stride(0) == 1:
+        return _linear(call, x, other.t())
+    found = _bmm(call, x.reshape(1, -1, x.shape[-1]), other[None])
+    return None if found is None else found.view(*x.shape[:-1], other.shape[1])
+
+
+def _bmm(_call: Call, x: torch.Tensor, other: torch.Tensor, **named: Any) -> torch.Tensor | None:
+    """x (E, rows, in) times matrices (E, in, out). Where all rows of a matrix are zero, it is not read."""
+    own = kernels()
+    if own is None or named or not _served(x, other) or x.numel() == 0 or 1 not in other.stride()[1:]:
+        return None
+    by_input = other.stride(2) == 1
+    weights = ExpertWeights(other.detach() if by_input else other.detach().transpose(1, 2), by_input=by_input)
+    wanted = (x != 0).any(-1)
+    counts = wanted.sum(1).tolist()
+    out = x.new_zeros(*x.shape[:2], other.shape[2])
+    if any(counts):
+        experts = [number for number, count in enumerate(counts) if count]
+        starts = [0, *itertools.accumulate(counts[number] for number in experts)]
+        out[wanted] = ExpertProducts(own, [weights])(x[wanted], experts, starts)[0]
+    return out
+
+
+def _served(x: Any, weight: Any) -> bool:
+    return all(
+        isinstance(each, torch.Tensor) and each.device.type == "cpu" and each.dtype == torch.float32
+        for each in (x, weight)
+    )
+
+
+def _named(*names: str) -> list[Any]:
+    """The functions of torch with these names, wherever a model may take them from."""
+    found = (getattr(home, name, None) for home in (torch, torch.Tensor, F, torch._C._nn) for name in names)
+    return [function for function in found if function is not None]
+
+
+_FUNCTIONS: dict[Any, Call] = {
+    **dict.fromkeys(_named(*_NAMES, *_MORE_NAMES), _elementwise),
+    **dict.fromkeys(_named("glu"), _gated),
+    **dict.fromkeys(_named("mul", "__mul__"), _times),
+}
+_PRODUCTS: dict[Any, Call] = {
+    **dict.fromkeys(_named("linear"), _linear),
+    **dict.fromkeys(_named("matmul", "__matmul__", "mm"), _matmul),
+    **dict.fromkeys(_named("bmm"), _bmm),
+}
