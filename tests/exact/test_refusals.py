@@ -170,7 +170,6 @@ OPTIONS: list[tuple[str, dict[str, Any], str]] = [
     ("magicdec", {"draft": "lm", "view": "streaming", "view_dtype": "int8"}, "view_dtype"),
     ("triforce", {"draft": "lm", "budget": 40}, "sink"), ("triforce", {"draft": "lm", "streamed": 16}, "streamed"),
     ("triforce", {"draft": "lm", "streamed": 510}, "trained"), ("triforce", {"draft": "lm", "view": "chunks"}, "view"),
-    ("nested", {"draft": "lm", "level_budget": 40}, "sink"), ("nested", {"draft": "lm", "drafter": "self"}, "small-lm"),
     ("small-lm", {"draft": "lm", "view": "some"}, "view"), ("small-lm", {"draft": "lm", "chunk": 8}, "chunk"),
     ("small-lm", {"draft": "lm", "view": "streaming", "every": 2}, "retrieval"),
     ("small-lm", {"draft": "lm", "view": "streaming", "recent": 500}, "trained"),
