@@ -267,7 +267,7 @@ class SmallLMRound(HostedRound):
 
     def __init__(self, drafter: SmallLMDrafter, bound: BoundLM, sequences: list[Sequence]) -> None:
         super().__init__(drafter, bound.runner, drafter.cache.store, bound.whole, sequences)
-        self._drafter = drafter
+        self._small = drafter
 
     def root(self, sequence: Sequence) -> int:
         return self._store.lengths[sequence.slot] - 1
@@ -275,23 +275,23 @@ class SmallLMRound(HostedRound):
     def expand(self, level: Level) -> torch.Tensor:
         if level.depth > 0:
             return super().expand(level)
-        return self._enter(level, [self._drafter.new_tokens(s) for s in self.of(level)])
+        return self._enter(level, [self._small.new_tokens(s) for s in self.of(level)])
 
     def likeliest(self, level: Level, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         if level.depth > 0:
             return super().likeliest(level, count)
-        chains, whole = [self._drafter.new_tokens(s) for s in self.of(level)], self._whole
+        chains, whole = [self._small.new_tokens(s) for s in self.of(level)], self._whole
         even = len({*map(len, chains)}) == 1
         if whole is None or not even or not whole.takes(self._store, sum(map(len, chains))):
             return likeliest(self._enter(level, chains), count)
-        self._counts.forwards += 1
+        self._drafter.forwards += 1
         found = whole.chains(self._store, [s.slot for s in self.of(level)], chains, count)
         self._fed(level, chains)
         return found
 
     def _enter(self, level: Level, chains: list[list[int]]) -> torch.Tensor:
         """Feeds new tokens, the roots last. Returns logits (B', 1, draft vocabulary) of what follows the roots."""
-        self._counts.forwards += 1
+        self._drafter.forwards += 1
         ragged = len({*map(len, chains)}) > 1
         block = self._store.block([s.slot for s in self.of(level)], chains)
         out = self._runner.forward(block, self._store, logits="all" if ragged else "last", check=False)
@@ -303,7 +303,7 @@ class SmallLMRound(HostedRound):
 
     def _fed(self, level: Level, chains: list[list[int]]) -> None:
         for s, chain in zip(self.of(level), chains, strict=True):
-            self._drafter.fed(s.slot, chain)
+            self._small.fed(s.slot, chain)
 
 
 register(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from typing import Protocol
 
 import torch
 
+from longdraft.engine.drafter import Drafter
 from longdraft.engine.sequence import Sequence
 from longdraft.memory.store import KVStore
 from longdraft.model.runner import TargetRunner
@@ -39,24 +39,18 @@ def feed_level(
     return out.logits
 
 
-class Counts(Protocol):
-    """Counts a draft's forwards."""
-
-    forwards: int
-
-
 class HostedRound:
     """One round of a batch, whose forwards take all sequences together. The root is the first node that is fed.
 
     Args:
-        counts: the drafter.
+        drafter: counts the forwards.
         whole: computes few rows in one kernel call; None: without such kernels.
     """
 
     def __init__(
-        self, counts: Counts, runner: TargetRunner, store: KVStore, whole: WholeLM | None, sequences: list[Sequence]
+        self, drafter: Drafter, runner: TargetRunner, store: KVStore, whole: WholeLM | None, sequences: list[Sequence]
     ) -> None:
-        self._counts, self._runner, self._store, self._whole = counts, runner, store, whole
+        self._drafter, self._runner, self._store, self._whole = drafter, runner, store, whole
         self._sequences, self._ancestors = sequences, Ancestors()
 
     def root(self, sequence: Sequence) -> int:
@@ -68,7 +62,7 @@ class HostedRound:
 
     def expand(self, level: Level) -> torch.Tensor:
         """Logits (B', W, draft vocabulary) of what follows each node."""
-        self._counts.forwards += 1
+        self._drafter.forwards += 1
         slots, roots = self._places(level)
         return feed_level(self._runner, self._store, slots, roots, level, self._ancestors.add(level))
 
@@ -76,7 +70,7 @@ class HostedRound:
         """Log-probabilities and draft ids (B', W, k) of the likeliest tokens behind each node."""
         if self._whole is None or not self._whole.takes(self._store, level.tokens.numel()):
             return likeliest(self.expand(level), count)
-        self._counts.forwards += 1
+        self._drafter.forwards += 1
         slots, roots = self._places(level)
         positions = [root + level.depth for root in roots]
         return self._whole.nodes(self._store, slots, level.tokens, positions, self._ancestors.add(level), count)

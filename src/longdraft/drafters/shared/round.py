@@ -11,21 +11,22 @@ from collections.abc import Callable, Hashable
 from collections.abc import Sequence as SequenceOf
 from copy import copy
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from longdraft.attention.transfer import on_device
 from longdraft.drafters.shared.rows import Placed, Rows, attending, together
-from longdraft.drafters.shared.whole_level import Text, WholeLevel
+from longdraft.drafters.shared.whole_level import WholeLevel
 from longdraft.engine.sequence import Sequence
 from longdraft.model.few_rows import FewRowsModule
 from longdraft.model.graphs import padded
-from longdraft.model.runner import TargetRunner
 from longdraft.trees.level import Level, Likeliest, likeliest
 from longdraft.trees.masks import Ancestors
-from longdraft.views.draft_cache import DraftCache
+
+if TYPE_CHECKING:
+    from longdraft.drafters.shared.neural import NeuralDrafter
 
 # New rows of a text that are fed in a round; more are read before, keys and values alone.
 MOST = 64
@@ -54,30 +55,6 @@ class BoundDraft:
     whole: WholeLevel | None
     few_rows: FewRowsModule
     draft_ids: torch.Tensor | None = None
-
-
-class OwnRows(Protocol):
-    """A drafter with keys and values of its own, as its rounds see it.
-
-    Attributes:
-        forwards: of the draft so far.
-    """
-
-    runner: TargetRunner
-    cache: DraftCache
-    forwards: int
-
-    def known(self, sequence: Sequence) -> int:
-        """Rows of the text that the draft can feed."""
-
-    def tokens(self, sequence: Sequence, start: int, end: int) -> SequenceOf[int]:
-        """The tokens that rows [start, end) embed."""
-
-    def read(self, sequence: Sequence, end: int) -> None:
-        """Reads keys and values of the rows before ``end`` that the cache lacks."""
-
-    def text(self, slots: SequenceOf[int]) -> Text | None:
-        """The target's keys and values that the draft sees; None: none."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +104,7 @@ class DraftRound(ABC):
 
     records = True
 
-    def __init__(self, drafter: OwnRows, bound: BoundDraft, sequences: list[Sequence], depth: int) -> None:
+    def __init__(self, drafter: NeuralDrafter, bound: BoundDraft, sequences: list[Sequence], depth: int) -> None:
         self.sequences, self._bound, self._cache, self._depth = sequences, bound, drafter.cache, depth
         self._owner, self._graphs, self._device = drafter, drafter.runner.graphs, drafter.runner.device
         # On a GPU the likeliest tokens are found within the level's recording.
