@@ -58,5 +58,5 @@ def decoded(engine: Engine, sequences: list[Sequence]) -> list[Step]:
     for s in sequences:
         stats = engine.stats[s.index]
         s.rounds, s.drafted, s.accepted = stats.rounds, stats.drafted, stats.accepted
-        s.partial_rounds, s.taken_back = stats.rounds_by_mode["partial"], stats.taken_back
+        s.partial_rounds = stats.rounds_by_mode["partial"]
     return steps

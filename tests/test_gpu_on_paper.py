@@ -26,7 +26,7 @@ from longdraft.drafters.autoregressive import NoDrafter
 from longdraft.drafters.eagle3 import Eagle3Draft, Eagle3Drafter
 from longdraft.drafters.longspec import LongSpecDraft, LongSpecDrafter
 from longdraft.drafters.shared.eagle3_round import Eagle3Round
-from longdraft.engine.draws import OwnDraws
+from longdraft.engine.draws import Draws
 from longdraft.engine.loop import Engine
 from longdraft.engine.partial import SpecPV, partial_view
 from longdraft.engine.sampler import Sampler, Sampling
@@ -164,7 +164,7 @@ def run(watch, model, drafter, schedule, texts=1, tokens=24) -> None:
     sampler = Sampling()
     sequences = [Sequence(i, list(PROMPT), tokens) for i in range(texts)]
     for s in sequences:
-        s.sampler = Sampler(sampler.greedy, sampler.processors(), OwnDraws(torch.Generator()))
+        s.sampler = Sampler(sampler.greedy, sampler.processors(), Draws(torch.Generator()))
     engine = Engine(TargetRunner(model), drafter, schedule)
     decoded(engine, sequences)
 

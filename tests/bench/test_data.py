@@ -7,7 +7,7 @@ import json
 import pytest
 
 from longdraft.bench import tasks
-from longdraft.bench.data import Sample, fitted, read
+from longdraft.bench.data import Sample, fitted, place, read
 from longdraft.errors import ContextError, PromptError
 from tests.tiny import tiny_tokenizer
 
@@ -89,3 +89,16 @@ def test_what_fits_is_left_whole():
 def test_no_room_for_the_instruction():
     with pytest.raises(ContextError, match=r"rows\.jsonl:1"):
         fitted(SAMPLE, tiny_tokenizer(chat=True), 5)
+
+
+@pytest.mark.parametrize(
+    ("text", "depth", "placed"),
+    [
+        ("one two three. " * 3, 0.5, "one two three. one two three. NEEDLE one two three. "),
+        ("one two.", 1.0, "one two. NEEDLE"),
+        ("one two three", 0.3, "one two NEEDLE three"),
+        ("onetwothree", 0.3, "onetwothree NEEDLE"),
+    ],
+)
+def test_a_needle_lies_behind_a_sentence_or_a_word(text, depth, placed):
+    assert place(text, [(depth, "NEEDLE")]) == placed

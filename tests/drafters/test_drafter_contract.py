@@ -19,7 +19,7 @@ from tests.drafters.watching import run
 from tests.support.methods import METHODS, PARTIAL, Case, target
 from tests.tiny import tiny_model
 
-CASES = {name: case for name, case in METHODS.items() if name not in ("ar", "specpv-exact")}
+CASES = {name: case for name, case in METHODS.items() if name != "ar"}
 each_drafter = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 NEEDING = {case.method: case for case in CASES.values() if case.draft is not None}
 PROMPTS = ([3, 9, 4, 7, 2, 5] * 8, [1, 2, 3], [(i * i) % 11 for i in range(70)])
@@ -52,11 +52,9 @@ def test_a_planners_limit_is_kept(workshop, case):
 @pytest.mark.parametrize(("method", "offload"), [("longspec", "disk"), ("eagle3", None), ("heads", "disk")])
 def test_it_drafts_for_partial_verification(workshop, method, offload):
     draft = None if method == "prompt-lookup" else method
-    for schedule in ("specpv", "specpv-exact"):
-        spec = workshop.spec(Case(schedule, draft, PARTIAL | {"drafter": method}), offload=offload)
-        results = spec.generate(list(PROMPTS), max_new_tokens=NEW)
-        assert sum(r.partial_rounds for r in results) > 0 and sum(r.accepted for r in results) > 0
-    assert [r.token_ids for r in results] == workshop.plain(prompts=tuple(map(tuple, PROMPTS)), n=NEW)
+    spec = workshop.spec(Case("specpv", draft, PARTIAL | {"drafter": method}), offload=offload)
+    results = spec.generate(list(PROMPTS), max_new_tokens=NEW)
+    assert sum(r.partial_rounds for r in results) > 0 and sum(r.accepted for r in results) > 0
 
 
 @pytest.mark.parametrize(

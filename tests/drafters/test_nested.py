@@ -13,7 +13,7 @@ from longdraft.drafters.self_drafter import SelfDrafter
 from longdraft.drafters.small_lm import SmallLMDrafter
 from longdraft.drafters.suffix import SuffixDrafter
 from longdraft.drafts.language_model import SmallLMDraft
-from longdraft.engine.draws import OwnDraws
+from longdraft.engine.draws import Draws
 from longdraft.engine.loop import Engine
 from longdraft.engine.sampler import Sampler
 from longdraft.engine.sequence import Sequence
@@ -49,7 +49,7 @@ def run(drafter, model, prompts, n=30, cache=None, sampling=None, seed=0):
     sampling = sampling or Sampling()
     sequences = [Sequence(i, list(p), n, greedy=sampling.greedy) for i, p in enumerate(prompts)]
     generators = [torch.Generator().manual_seed(seed + i) for i in range(len(prompts))]
-    samplers = [Sampler(sampling.greedy, sampling.processors(), OwnDraws(g)) for g in generators]
+    samplers = [Sampler(sampling.greedy, sampling.processors(), Draws(g)) for g in generators]
     for s, sampler in zip(sequences, samplers, strict=True):
         s.sampler = sampler
     decoded(Engine(TargetRunner(model), drafter, cache=cache or PromptCache()), sequences)

@@ -14,9 +14,9 @@ from longdraft.drafters.longspec import LongSpecDraft
 from longdraft.drafters.shared.levels import Fed, Inputs
 from longdraft.memory.store import KVShape
 from longdraft.model.runner import TargetRunner
-from longdraft.native import build, kernels
+from longdraft.model.stored import light
+from longdraft.native import Stored, build, kernels
 from longdraft.native.library import kernels_for
-from longdraft.native.rounded import Rounded, rounded
 from longdraft.views.window import Window
 from tests.drafts import random_block, random_draft, random_eagle3, random_eagle3_block
 from tests.tiny import tiny_model
@@ -27,7 +27,7 @@ HEADS, KV_HEADS, D, WINDOW = 4, 2, 16, 40
 class Desk:
     """A draft's module and its kernel, each with a window of its own, for two sequences that have read some tokens."""
 
-    def __init__(self, kind: str, level: str, held: bool) -> None:
+    def __init__(self, kind: str, level: str) -> None:
         model = tiny_model(heads=HEADS, kv_heads=KV_HEADS, hidden=64, vocab=131)
         self.longspec = kind == "longspec"
         if self.longspec:
@@ -38,12 +38,6 @@ class Desk:
             self.head = self.block.lm_head.weight.detach()
         self.hidden = model.config.hidden_size
         self.block.requires_grad_(False)
-        self.tolerance = 5e-3 if held else 1e-4
-        if held:  # the module takes what the rounded weights stand for
-            for layer in self.block.modules():
-                if isinstance(layer, nn.Linear):
-                    layer.weight.copy_(rounded(layer.weight).floats())
-            self.head = rounded(self.head).floats()
         found = kernels_for(level)
         if self.longspec:
             self.whole = longspec_draft._whole(found, self.block, self.head)
@@ -79,7 +73,7 @@ class Desk:
 
     def compare(self, fed: Fed, best: int) -> None:
         rows = self.inputs(sum(fed.counts))
-        near = {"rtol": self.tolerance, "atol": self.tolerance * 10}
+        near = {"rtol": 1e-4, "atol": 1e-3}
         out, logits = self.plain(fed, rows)
         text = self.text if self.longspec else None
         ends = list(self.windows[1]._ends)
@@ -96,13 +90,11 @@ class Desk:
         assert torch.equal(got[3], said.indices)
 
 
-@pytest.mark.parametrize("held", [False, True], ids=["float32", "rounded"])
+@pytest.mark.usefixtures("float32_weights")
 @pytest.mark.parametrize("level", build.levels())
 @pytest.mark.parametrize("kind", ["longspec", "eagle3"])
-def test_a_level_is_what_the_module_says(kind, level, held, request):
-    if not held:
-        request.getfixturevalue("float32_weights")
-    desk = Desk(kind, level, held)
+def test_a_level_is_what_the_module_says(kind, level):
+    desk = Desk(kind, level)
     # Read first: one more than the window holds, and less; then a few tokens, of which the last is a root.
     desk.compare(Fed((2, 0), (WINDOW, 7), 1, starts=(0, 0)), 3)
     desk.compare(Fed((2, 0), (1, 4), 1, starts=(WINDOW, 7)), 131)
@@ -116,11 +108,11 @@ def test_a_level_is_what_the_module_says(kind, level, held, request):
 @pytest.mark.skipif(kernels() is None, reason="no kernels here")
 def test_a_drafts_weights_are_rounded(tmp_path):
     """And so is the head, which is the target's or a part of it."""
-    model = tiny_model(layers=6, vocab=11)
+    model = tiny_model(layers=6, vocab=11, hidden=64, heads=4)
     longspec = LongSpecDraft.load(random_draft(tmp_path / "a", model, kept=[1, 2, 5]))
     eagle3 = Eagle3Draft.load(random_eagle3(tmp_path / "b", model, head_dim=16))
     runner = TargetRunner(model)
     held = [draft.bound(runner).whole._block._products for draft in (longspec, eagle3)]
-    assert all(isinstance(w, Rounded) for products in held for w, _ in products.values())
-    wanted = rounded(model.get_output_embeddings().weight[[1, 2, 5]])
+    assert all(isinstance(w, Stored) and w.int8 for products in held for w, _ in products.values())
+    wanted = light(model.get_output_embeddings().weight[[1, 2, 5]])
     assert torch.equal(held[0]["head"][0].data, wanted.data)

@@ -64,14 +64,13 @@ GOLDEN = {
     "heads": Golden(1.13, {}, {"widths": (2, 1, 1)}),
     "tokenswift": Golden(1.7, {"sink": 8, **VIEW}, {"widths": (2, 1, 1)}),
     "specpv": Golden(1.5, {"drafter": "longspec", **PARTIAL}, {"widths": (2, 2, 1)}),
-    "specpv-exact": Golden(0.7, {"drafter": "longspec", **PARTIAL}, {"widths": (2, 2, 1)}),
 }
 # A method whose draft does not come with the package has nothing to run with.
 AVAILABLE = [m for m in longdraft.methods() if m["available"]]
 EXACT = {m["name"] for m in AVAILABLE if m["exact"]}
 # Every shipped draft with its own method, and one that drafts without.
 QUICK = ("ar", "prompt-lookup", "longspec", "eagle3", "onepass", "small-lm", "heads")
-PLANNED = few(sorted(EXACT - {"ar", "specpv-exact"}), ("longspec", "small-lm"))
+PLANNED = few(sorted(EXACT - {"ar"}), ("longspec", "small-lm"))
 
 
 class Desk:

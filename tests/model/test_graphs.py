@@ -19,7 +19,6 @@ from longdraft.attention.reference import partial_attention
 from longdraft.engine.request import Request
 from longdraft.errors import MemoryBudgetError, NumericalError
 from longdraft.memory.host_store import HostStore
-from longdraft.memory.store import KVStore
 from longdraft.model import graphs
 from longdraft.model.graphs import BUCKETS, Graphs, batches, padded, unavailable
 from longdraft.model.outputs import NO_TAPS, Taps
@@ -206,12 +205,6 @@ def test_results_are_the_callers_own():
     assert all(torch.equal(a, b) for a, b in zip(kept, (one.logits, one.hidden[0], one.queries[0]), strict=True))
 
 
-def test_bases_move_positions_as_without():
-    target = Target()
-    target.read(20, 9)
-    target.check([0, 1], trees_of(4, 2, seed=1), bases=[31, 12])
-
-
 ALL, HIDDEN = Taps(), Taps((0,))
 # What a target is given, forwards (slots, size of the tree, taps), and the number of recordings after each.
 CAPTURES = {
@@ -273,13 +266,7 @@ def test_memory_that_is_kept_for_later_is_freed_when_it_is_needed(free_memory):
     assert kept() is None
 
 
-def test_without_room_for_a_rounded_capacity_the_exact_one_is_taken(free_memory):
-    target = Target(slots=1)
-    free_memory(KVStore.bytes_for(target.runner.kv_shape, 1, 1001 + target.runner.graphs.padding(1)))
-    assert target.runner.new_store(1, 1001).capacity == 1001 + target.runner.graphs.padding(1)
-
-
-@pytest.mark.parametrize("method", ["prompt-lookup", *map(slow, ("eagle3", "self", "longspec", "specpv-exact"))])
+@pytest.mark.parametrize("method", ["prompt-lookup", *map(slow, ("eagle3", "self", "longspec"))])
 def test_a_second_request_uses_the_recordings_of_the_first(method, tmp_path, there):
     specs = Specs(tmp_path, torch.float32)
     options, prompts = specs.options(method), [text(24, 1), text(15, 2)]

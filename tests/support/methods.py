@@ -60,10 +60,6 @@ class Case:
     kept_alike: bool = False
 
 
-def specpv(draft: str | None, **options: Any) -> Case:
-    return Case("specpv-exact", draft, PARTIAL | options)
-
-
 # The case that meets every situation, method by method.
 METHODS = {
     "ar": Case("ar", kept_alike=True),
@@ -86,7 +82,6 @@ METHODS = {
     "nested": Case("nested", None, {"drafter": "prompt-lookup", "min_n": 1, **LEVEL}),
     "heads": Case("heads", "heads"),
     "tokenswift": Case("tokenswift", "heads", {"reuse_n": 2, "budget": 24, "sink": 4, "window": 8}),
-    "specpv-exact": specpv("longspec", drafter="longspec", widths=(3, 4)),
 }
 
 # Options that draft otherwise. Of trees one drafter meets every kind, of the others those that they grow themselves.
@@ -166,22 +161,6 @@ VARIANTS = {
     ),
     "tokenswift no view": Case("tokenswift", "heads", {"reuse_n": 2, "view": "none"}),
     "tokenswift lookup": Case("tokenswift", "heads kept", {"lookup": True}),
-    "specpv-exact ar": specpv(None, drafter="ar"),
-    "specpv-exact longspec": specpv("longspec wide", drafter="longspec", lookup=True, view_dtype="int8"),
-    "specpv-exact eagle3": specpv("eagle3", drafter="eagle3", retrieval=True, **TREE, chunk=2, chunks=4, every=2),
-    "specpv-exact onepass": specpv("onepass", drafter="onepass", widths=(3, 4)),
-    "specpv-exact dspark": specpv("dspark", drafter="dflash"),
-    "specpv-exact small-lm": specpv("small-lm", view="retrieval", chunk=4, chunks=4, every=1),
-    "specpv-exact self": specpv(None, drafter="self", view="snapkv", window=4, budget=24),
-    "specpv-exact triforce": specpv("small-lm", drafter="triforce", chunk=4, window=4, streamed=30, budget=24),
-    "specpv-exact heads": specpv("heads"),
-    **{
-        f"specpv-exact {selector}": specpv(None, drafter="prompt-lookup", selector=selector, reduction=reduction)
-        for selector, reduction in (
-            ("quest", "max"), ("mean-key", "last"), ("attention", "mean"), ("snapkv", "max"), ("tokens", "mean"),
-            ("streaming", "mean"),
-        )
-    },
 }  # fmt: skip
 CASES = METHODS | VARIANTS
 FEW = [1, 2, 3, 4, 7]  # tokens of a draft that knows no more

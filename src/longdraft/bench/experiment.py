@@ -9,7 +9,7 @@ Another measure plugs in with three things, and gets resuming, progress and Ctrl
 2. steps: ``Step(what, keys, measure)``, where ``measure(missing, tick)`` yields the records whose keys are missing,
    each as soon as it is there, and calls ``tick(contender)`` before each run;
 3. ``Experiment(steps, key, file)``, where ``key`` tells a record's key. The command line runs it with
-   ``cli.measuring.run``, and shows a :class:`~longdraft.bench.tables.Report` of ``found`` with ``Rendered.show``.
+   ``cli.measuring.Rendered.measure``, which shows a :class:`~longdraft.bench.tables.Report` of ``found``.
 
 Contenders whose times are compared run in turn, in the order of :func:`in_turn`.
 """

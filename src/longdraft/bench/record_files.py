@@ -1,4 +1,4 @@
-"""Measurements whose records are plain objects, a unit each: a paper's table, and the quality of texts."""
+"""Measurements whose records are plain objects, a unit each: a paper's table, quality of texts, and needles."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from longdraft.model.runner import TargetRunner
 VERSION = 1
 Record = dict[str, Any]
 """``unit``: its name; ``measured``: an object for JSON."""
-Measure = Callable[[str, Tick], Any]
+Measure = Callable[[Tick], Any]
 
 
 def header(form: str, content: Mapping[str, Any], loaded: LoadedModel, name: str, tokens: Any) -> dict[str, Any]:
@@ -34,20 +34,20 @@ def header(form: str, content: Mapping[str, Any], loaded: LoadedModel, name: str
 
 
 def experiment(
-    units: Mapping[str, int], measure: Measure, path: Path | None, header: Mapping[str, Any]
+    units: Mapping[str, tuple[int, Measure]], path: Path | None, header: Mapping[str, Any]
 ) -> Experiment[str, Record]:
     """The measurement of units, with what a file of records has already.
 
     Args:
-        units: by name, how often each calls its ``tick``. measure: measures a unit.
+        units: by name, how often each calls its ``tick``, and what measures it.
 
     Raises:
         ConfigError: the file holds a run with other settings. CheckpointError: it cannot be used.
     """
 
     def measured(unit: str, missing: Collection[str], tick: Tick) -> Iterator[Record]:
-        yield {"unit": unit, "measured": measure(unit, tick)}
+        yield {"unit": unit, "measured": units[unit][1](tick)}
 
-    steps = [Step(unit, (unit,), partial(measured, unit), ticks) for unit, ticks in units.items()]
+    steps = [Step(unit, (unit,), partial(measured, unit), ticks) for unit, (ticks, _) in units.items()]
     file = None if path is None else JsonLines[Record](path, header, dict)
     return Experiment(steps, lambda record: str(record["unit"]), file)

@@ -14,9 +14,9 @@ from longdraft.cli.cancel import EXIT_CODE, Cancel
 from longdraft.cli.comparing import Comparison
 from longdraft.cli.display import PrefillBar, TextOutput
 from longdraft.cli.figures import footer, payload
+from longdraft.cli.load import OtherProcesses
 from longdraft.errors import CheckpointError
 from longdraft.model.chat import chat_prompt, encode
-from longdraft.planning.load import OtherProcesses
 
 
 def generate(

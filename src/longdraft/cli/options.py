@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 from inspect import Parameter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 from typer.models import OptionInfo
@@ -310,7 +310,9 @@ def spread(verb: Callable[..., None]) -> Callable[..., None]:
         kind = parameter.annotation
         if isinstance(kind, type) and issubclass(kind, Group):
             groups[parameter.name] = kind
-            parameters += inspect.signature(kind, eval_str=True).parameters.values()
+            hints = get_type_hints(kind, include_extras=True)  # of each class in its own module
+            own = inspect.signature(kind).parameters.values()
+            parameters += [each.replace(annotation=hints[each.name]) for each in own]
         else:
             parameters.append(parameter)
     parameters = [p.replace(kind=Parameter.KEYWORD_ONLY, annotation=_placed(p.name, p.annotation)) for p in parameters]

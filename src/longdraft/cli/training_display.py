@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from longdraft.cli.progress import Bar, left
 
 if TYPE_CHECKING:
-    from longdraft.training.answers import AnswerFile
     from longdraft.training.loop import Report
 
 
@@ -23,13 +21,8 @@ class TrainingDisplay(Bar):
         self._agreement = ""
 
     def prepare(self, what: str, done: int, total: int) -> None:
-        """Shows what is being prepared: as a bar of tokens, or as a line if ``total`` is 0."""
-        if not total:
-            self.say(what)
-        else:
-            self.draw(what, done, total)
-            if self.due():
-                self.say(f"{what}: {done:,} of {total:,} tokens")
+        """Says what is being prepared."""
+        self.say(what)
 
     def step(self, report: Report) -> None:
         """Shows a step's figures on the bar, and a line for every measurement."""
@@ -59,60 +52,30 @@ class TrainingDisplay(Bar):
         return f"  {left(now - began, report.step - first, report.steps - first)} left"
 
 
-class RowCounter(Bar):
+class RowsDisplay(Bar):
     """Counts the rows of a file that is written.
 
     Args:
-        what: names the work.
+        what: names the work. total: rows that the file has in the end; None: unknown. first: rows in it already.
     """
 
-    def __init__(self, what: str) -> None:
-        super().__init__()
-        self._work = what
-        self._began = time.monotonic()
-
-    def update(self, done: int, tokens: int) -> None:
-        """Shows the rows in the file, and the speed from the tokens that this run has made."""
-        speed = f"{tokens / max(1e-9, time.monotonic() - self._began):,.0f} tokens/s"
-        self.draw(self._work, done, figures=speed)
-        if self.due():
-            self.say(f"{self._work}: {done:,} rows  {speed}")
-
-
-class AnswersDisplay(Bar):
-    """Shows a file of answers while it grows.
-
-    Args:
-        total: rows that it has in the end.
-    """
-
-    def __init__(self, file: AnswerFile, total: int) -> None:
-        super().__init__("answers", total)
-        self._file, self._rows, self._first, self._began = file, total, file.rows, time.monotonic()
+    def __init__(self, what: str, total: int | None = None, first: int = 0) -> None:
+        super().__init__(total=total)
+        self._work, self._rows, self._first, self._began = what, total, first, time.monotonic()
 
     @property
     def seconds(self) -> float:
         """Seconds of this run so far."""
         return time.monotonic() - self._began
 
-    def update(self) -> None:
-        """Shows tokens/s of this run, tokens of the file and the share of each source."""
-        file, seconds = self._file, self.seconds
-        figures = f"{file.added / max(1e-9, seconds):,.0f} tokens/s, {file.tokens:,} tokens"
-        if len(file.shares["source"]) > 1:
-            figures += f" ({shares(file.shares['source'])})"
-        self.draw("", file.rows, figures=figures)
+    def update(self, done: int, tokens: int) -> None:
+        """Shows the rows in the file, and the speed from the tokens that this run has made."""
+        speed, of = f"{tokens / max(1e-9, self.seconds):,.0f} tokens/s", ""
+        if self._rows is not None:
+            of = f" of {self._rows:,}, {left(self.seconds, done - self._first, self._rows - self._first)} left"
+        self.draw(self._work, done, figures=speed)
         if self.due():
-            rest = left(seconds, file.rows - self._first, self._rows - self._first)
-            self.say(f"{file.rows:,} of {self._rows:,} answers, {figures}, {rest} left")
-
-
-def shares(counts: Counter[str], most: int = 6) -> str:
-    """The shares of the largest, ``most`` at most, in per cent."""
-    total, named = max(1, counts.total()), counts.most_common(most)
-    rest = counts.total() - sum(count for _, count in named)
-    named += [("others", rest)] if rest else []
-    return ", ".join(f"{name or 'unnamed'} {100 * count / total:.0f} %" for name, count in named)
+            self.say(f"{self._work}: {done:,} rows{of}  {speed}")
 
 
 def _percent(shares: Sequence[float | None]) -> str:

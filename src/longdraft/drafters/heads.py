@@ -34,14 +34,13 @@ from longdraft.engine.sequence import Sequence
 from longdraft.memory.store import KVStore
 from longdraft.model.runner import TargetRunner
 from longdraft.model.sharded import product
-from longdraft.native.rounded import Rounded, light
+from longdraft.model.stored import light
 from longdraft.native.stored import Stored
 from longdraft.options import Options, option, parse
 from longdraft.trees.kind import TreeKind
 from longdraft.trees.level import Level
 from longdraft.trees.node_limit import NodeLimit
 from longdraft.trees.options import TreeOptions
-from longdraft.trees.static import Static
 from longdraft.trees.tree import TokenTree
 from longdraft.views.view import View
 
@@ -128,7 +127,7 @@ class BoundHeads:
     """
 
     block: HeadsBlock
-    head: torch.Tensor | Stored | Rounded
+    head: torch.Tensor | Stored
     ids: torch.Tensor | None
 
     @cached_property
@@ -334,8 +333,8 @@ def _fitted(tree: TreeKind, levels: int, ahead: bool) -> TreeKind:
     Args:
         ahead: a default static tree begins with the one token that the target itself predicts.
     """
-    if ahead and isinstance(tree, Static) and not tree.chosen_by_user:
-        tree = replace(tree, widths=(1, *tree.widths))
+    if ahead and tree.name == "static" and not tree.chosen_by_user:
+        tree = replace(tree, children=(1, *tree.children))
     return tree.limited(levels)
 
 

@@ -36,7 +36,7 @@ from longdraft.memory.store import KVStore
 from longdraft.memory.token_ids import common_prefix
 from longdraft.model.runner import TargetRunner
 from longdraft.options import Options, declared, option, parse, takes
-from longdraft.trees.chain import LONGEST
+from longdraft.trees.kind import LONGEST
 from longdraft.trees.node_limit import NodeLimit
 from longdraft.trees.tree import TokenTree
 from longdraft.views.view import DTYPES, View
@@ -193,7 +193,7 @@ class NestedDrafter(Drafter):
             chosen = said.gather(1, on_device(accepted.tokens, said.device)[:, None])
             w.log_probs += self.level.agreement(w.twin).lifted(chosen)[:, 0].tolist()
             self.level.cache.keep(w.twin.slot, accepted.path)
-            self.inner.observe(Event(w.twin, tree, accepted.from_draft, accepted.path, accepted.tokens))
+            self.inner.observe(Event(w.twin, tree, len(accepted.path) - 1, accepted.path, accepted.tokens))
 
     def _chain(self, s: Sequence) -> TokenTree:
         """The tokens that the level emitted, as a chain on the sequence's last token."""

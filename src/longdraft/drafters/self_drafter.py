@@ -291,7 +291,7 @@ class SelfDrafter(TreeDrafter):
         elif event.tree.drafted:  # a plain round says nothing of the view
             self.refresh.note(slot, event.accepted)
             if event.tree.log_probs:
-                self.agreement(event.sequence).saw(event.tree, event.target_tokens)
+                self.agreement(event.sequence).saw(event.tree, event.emitted)
 
     def release(self, sequence: Sequence) -> None:
         self._agreement.pop(sequence.index, None)

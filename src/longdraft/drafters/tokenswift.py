@@ -1,10 +1,11 @@
 """TokenSwift: the target on a part of its KV, chained heads, and phrases of the output (Wu et al. 2025, section 3).
 
     root -> target on a view of its KV -> 1 token -> heads -> 3 tokens each, level by level     (1, 3, 3, 3)
-    root -> phrases of the output that began with it                                            one tree with these
+                                       -> phrases of the output that began with it              one tree with these
 
 A forward of the target reads the root on a sparse view and gives its hidden state; the heads go on from there. Every
-phrase of n tokens that was emitted is counted, and the k that began most often with the last token are proposed too.
+phrase of n tokens that was emitted is counted, and the k that began most often with the first drafted token are
+proposed too; where nothing else is drafted, those that began with the last token.
 """
 
 from __future__ import annotations
@@ -160,16 +161,33 @@ class ReuseDrafter(Drafter):
             self._phrases[event.sequence.index] = Phrases(self.n, self.k)
 
     def propose(self, sequences: list[Sequence], limit: NodeLimit | None = None) -> list[TokenTree]:
-        return [self._propose(s) for s in sequences]
+        trees = []
+        for s in sequences:
+            phrases, root = self._phrases[s.index], s.output[-1]
+            phrases.extend(s.output[len(phrases.text) :])
+            found = phrases.after(root)
+            trees.append(union(root, found, log_probs=[phrases.log_probs(root, path) for path in found]))
+        return trees
 
-    def _propose(self, sequence: Sequence) -> TokenTree:
-        phrases, root = self._phrases[sequence.index], sequence.output[-1]
-        phrases.extend(sequence.output[len(phrases.text) :])
-        found = phrases.after(root)
-        return union(root, found, log_probs=[phrases.log_probs(root, path) for path in found])
+    def behind(self, s: Sequence, drafted: TokenTree) -> TokenTree:
+        """The phrases that begin with the first token of a drafted tree, behind it."""
+        first = max(drafted.children(0).values(), key=drafted.path_log_probs.__getitem__)
+        token, phrases = drafted.tokens[first], self._phrases[s.index]
+        found, log_prob = phrases.after(token), drafted.path_log_probs[first]
+        log_probs = [[log_prob, *phrases.log_probs(token, path)] for path in found]
+        return union(s.output[-1], [(token, *path) for path in found], log_probs=log_probs)
 
     def release(self, sequence: Sequence) -> None:
         self._phrases.pop(sequence.index, None)
+
+
+class TokenSwiftDrafter(UnitedDrafter):
+    """Heads, and the phrases that go on from the first token that they draft."""
+
+    unpaid: ReuseDrafter
+
+    def beside(self, s: Sequence, tree: TokenTree, paid: TokenTree) -> TokenTree:
+        return self.unpaid.behind(s, paid) if paid.drafted else tree
 
 
 # In place of a view: no forward of the target drafts.
@@ -208,7 +226,7 @@ def tokenswift(draft: HeadsDraft, **options: Any) -> Drafter:
         raise ValueError(f"{' and '.join(given)} shape a view of the KV: leave view={NO_VIEW} out, or them")
     trained = HeadsDrafter(draft, source, **heads.given(), **tree.given())
     phrases = own.reuse_k if "reuse_k" in options else None
-    return UnitedDrafter(ReuseDrafter(own.reuse_n, phrases), trained) if own.reuse else trained
+    return TokenSwiftDrafter(ReuseDrafter(own.reuse_n, phrases), trained) if own.reuse else trained
 
 
 register(

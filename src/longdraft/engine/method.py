@@ -1,6 +1,6 @@
 """A method: a drafter, a schedule and their options, under a name. :mod:`longdraft.methods` has the catalogue.
 
-Each method is one entry, registered in the file of its drafter (SpecPV's in :mod:`longdraft.engine.specpv`).
+Each method is one entry, registered in the file of its drafter (SpecPV's in :mod:`longdraft.engine.partial`).
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from longdraft.native.library import Kernels
 from longdraft.native.stored import Stored
 from longdraft.native.structures import Matrix
 
-_BY_INPUT = -3
+_BY_INPUT = -1
 
 
 @dataclass(frozen=True)

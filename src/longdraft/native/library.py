@@ -20,7 +20,6 @@ from longdraft.native.boundary import FLOATS, WHOLE, address
 from longdraft.native.build import LEVELS, levels, loaded
 from longdraft.native.draft import DraftBlock, Nodes
 from longdraft.native.header import STRUCTURES, Pointer
-from longdraft.native.nibbled import Nibbled
 from longdraft.native.operators import Functions
 from longdraft.native.scaled import FORMATS, KeptRows
 from longdraft.native.stored import Stored
@@ -79,18 +78,6 @@ class Kernels:
         places = (address(data, torch.uint8, rows=True), weights.number, *weights.shape, data.stride(0), address(out))
         self.call("unpack", [data, out], *places)
         return out
-
-    def nibbled(self, weights: torch.Tensor | Stored) -> Nibbled:
-        """A matrix (out, in) in four bits, with the same bits as :func:`~longdraft.native.nibbled.nibbled`."""
-        matrix = Nibbled.empty(weights.shape)
-        for rows, bands in matrix.pieces():
-            if isinstance(weights, Stored):
-                piece = self.unpack(Stored(weights.data[rows], weights.format))
-            else:
-                piece = weights[rows].detach().float().contiguous()
-            places = (address(piece), *piece.shape, address(bands, torch.uint8))
-            self.call("nibble", [piece, bands], *places)
-        return matrix
 
     def attend(
         self,
@@ -176,7 +163,7 @@ class Kernels:
         *,
         queries: Collection[int] = (),
         hidden: Collection[int] = (),
-        logits: Literal["all", "last", "none"] = "none",
+        logits: int | Literal["all", "last", "none"] = "none",
         best: int = 0,
         more: Sequence[tuple[Rows, KeptRows, KeptRows]] = (),
         recurrent: HasStructure | None = None,
@@ -187,7 +174,7 @@ class Kernels:
             rows, keys, values: for layers of the first kind; keys and values (layers, slots, kv_heads, capacity, d).
             x: (B, T, hidden), overwritten by the last layer's output.
             queries, hidden: indices of layers whose queries and outputs are returned.
-            logits: the rows whose logits are computed.
+            logits: the rows whose logits are computed; a number: so many of each sequence's last.
             best: return only so many of the likeliest tokens of these rows; 0 for all logits.
             more: the same rows, keys and values for each further kind of layer.
             recurrent: the rows of the recurrent layers (:class:`~longdraft.native.delta.DeltaRows`).
@@ -199,7 +186,7 @@ class Kernels:
             assert isinstance(layer, DecoderLayer), "a recurrent layer has no queries"
             out.queries[i] = torch.empty(batch, layer.heads, size, layer.d, **FLOATS)
         out.hidden = {i: torch.empty_like(x) for i in hidden}
-        rows_each = size if logits == "all" else 1
+        rows_each = logits if isinstance(logits, int) else size if logits == "all" else 1
         if best:
             out.log_probs, out.places = (torch.empty(batch, rows_each, best, **kind) for kind in (FLOATS, WHOLE))
         elif logits != "none":
@@ -209,11 +196,12 @@ class Kernels:
             for i, tensor in tensors.items():
                 places[i] = address(tensor)
         kinds = [(rows, keys, values), *more]
+        last = 0 if logits == "all" else rows_each
         batches = (STRUCTURES["Batch"] * len(kinds))(*(each.struct for each, _, _ in kinds))
         kv = (KeysValues * len(kinds))(*(keys_values(k, v) for _, k, v in kinds))
         self.call(
             *("stack", [x], stack.struct, batches, kv, None if recurrent is None else recurrent.struct),
-            *(address(x, size=batch * size * stack.layers[0].hidden), *kept, int(logits == "last")),
+            *(address(x, size=batch * size * stack.layers[0].hidden), *kept, last),
             *(address(out.logits), best, address(out.log_probs), address(out.places, torch.long)),
         )
         return out

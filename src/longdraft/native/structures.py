@@ -10,13 +10,11 @@ import torch
 
 from longdraft.native.boundary import address
 from longdraft.native.header import STRUCTURES, Long, Pointer
-from longdraft.native.nibbled import Nibbled
-from longdraft.native.rounded import Rounded
 from longdraft.native.scaled import FORMATS, KeptRows, Scaled
 from longdraft.native.stored import Stored
 
-# A matrix (out, in), in float32, stored or rounded, and its bias.
-Weights = tuple[torch.Tensor | Stored | Rounded | Nibbled, torch.Tensor | None]
+# A matrix (out, in), in float32 or stored, and its bias.
+Weights = tuple[torch.Tensor | Stored, torch.Tensor | None]
 
 
 Matrix, Scoring, KeysValues = (STRUCTURES[name] for name in ("Matrix", "Scoring", "KeysValues"))
@@ -31,10 +29,9 @@ def matrix(weights: Weights, y: torch.Tensor | None = None, size: int | None = N
     w, bias = weights
     if size not in (None, w.shape[1]):
         raise TypeError(f"rows of {size} numbers are multiplied with a matrix {tuple(w.shape)}")
-    data, number = (w.data, w.number) if isinstance(w, (Stored, Rounded, Nibbled)) else (w, 0)
-    kind = torch.float32 if data is w else torch.int8 if isinstance(w, Rounded) else torch.uint8
+    data, number, int8 = (w.data, w.number, w.int8) if isinstance(w, Stored) else (w, 0, False)
+    kind = torch.uint8 if number else torch.float32
     places = address(data, kind, rows=True), address(bias, size=w.shape[0]), address(y)
-    int8 = isinstance(w, Stored) and w.int8
     return Matrix(*places, data.stride(0) * data.itemsize, w.shape[0], 0, number, int8)
 
 

@@ -13,10 +13,10 @@ from torch import nn
 
 from longdraft.drafters.shared.levels import Fed, Inputs
 from longdraft.model.runner import TargetRunner
+from longdraft.model.stored import light
 from longdraft.native import Kernels, kernels
 from longdraft.native.draft import DraftBlock, Nodes
 from longdraft.native.library import HEAD_UNIT
-from longdraft.native.rounded import light
 from longdraft.native.stored import Stored
 from longdraft.native.structures import Weights
 from longdraft.views.window import Window
