@@ -123,11 +123,16 @@ def load(store: KVStore, slot: int, fingerprint: str, path: Path | str, most: in
         end = n if most is None else min(most, n)
         if end > store.capacity:
             raise CheckpointError(f"{path} holds {end} tokens, the slot has room for {store.capacity}.")
-        end = _restored(store, slot, file, found, end)
         if store.features is not None and found.feature_layers != store.feature_layers:
             return []
+        for number, states in enumerate(store.states):
+            names = [name for name in found.checksums if name.startswith(f"{_STATES}{number}.")]
+            tensors = {name.split(".", 2)[2]: _tensor(file, name, found.checksums) for name in names}
+            states.load(slot, tensors, n)
+        store.lengths[slot] = n
+        end = store.restorable(slot, end)
+        store.truncate(slot, end)
         _read_rows(store, slot, file, found, end)
-    store.lengths[slot] = end
     return found.tokens[:end].tolist()
 
 
@@ -146,19 +151,6 @@ def _read_rows(store: KVStore, slot: int, file: Any, head: Head, end: int) -> No
                 kept[place, :, :end] = rows[:, :end].to(kept.device)
     if any(sums[name] != head.checksums[name] for name in sums):
         raise ValueError("its keys and values are not those that were written")
-
-
-def _restored(store: KVStore, slot: int, file: Any, head: Head, wanted: int) -> int:
-    """Restores a slot's states from a file; returns how many of its rows go with them, ``wanted`` at most."""
-    for number, states in enumerate(store.states):
-        names = [name for name in head.checksums if name.startswith(f"{_STATES}{number}.")]
-        tensors = {name.split(".", 2)[2]: _tensor(file, name, head.checksums) for name in names}
-        states.load(slot, tensors, len(head.tokens))
-    while (found := min((states.restorable(slot, wanted) for states in store.states), default=wanted)) != wanted:
-        wanted = found
-    for states in store.states:
-        states.truncate(slot, wanted)
-    return wanted
 
 
 def head(path: Path | str) -> Head | None:
