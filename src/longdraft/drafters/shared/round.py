@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 # New rows of a text that are fed in a round; more are read before, keys and values alone.
 MOST = 64
-# (T,) positions -> cos and sin (T, d)
-Rotary = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,7 @@ class BoundDraft:
     """A draft in its target's dtype and on its device, with what it shares of the target.
 
     Attributes:
-        rotary: cos and sin of positions.
+        rotary: positions (T,) -> cos and sin (T, d).
         logits: the block's outputs (T, hidden) -> (T, draft vocabulary).
         ids: (draft vocabulary,) target id of each draft id; None if they are the same.
         draft_ids: (vocabulary,) draft id of each target id, -1 for one that the draft does not know; None: the same.
