@@ -245,7 +245,10 @@ def no_option(name: str, known: Iterable[str], methods: Mapping[str, Iterable[st
 
 
 # Methods that there were -> what to use in their place: refused by name, for one version.
-RETIRED = {"specpv-exact": "prompt-lookup and longspec with lookup=true are exact and faster; specpv is approximate"}
+RETIRED = {
+    "specpv-exact": "prompt-lookup and longspec with lookup=true are exact and faster; specpv is approximate.",
+    "nested": "triforce drafts in levels.",
+}
 
 
 def method_in(methods: Mapping[str, T], name: str) -> T:

@@ -241,7 +241,9 @@ class Speculator:
 
     def runner(self, target: PreTrainedModel | None = None) -> TargetRunner:
         """The hosted target; made once a model, and anew for one that was moved or cast since."""
-        model = self._target().runner.model if target is None else target
+        if target is None and not self._targets:
+            raise RequestError("This Speculator has no target: Speculator(name, target=model).")
+        model = self._targets[0].runner.model if target is None else target
         if (found := self._known(model)) is not None:
             return found
         support.check_model(model)
@@ -261,10 +263,7 @@ class Speculator:
 
     def _target(self, runner: TargetRunner | None = None) -> _Target:
         """What is known of a target, by default the first."""
-        if not self._targets:
-            raise RequestError("This Speculator has no target: Speculator(name, target=model).")
-        if runner is None:
-            return self._targets[0]
+        runner = self.runner() if runner is None else runner
         return next((each for each in self._targets if each.runner is runner), None) or _Target(runner)
 
     def feature_layers(self) -> tuple[int, ...]:

@@ -8,11 +8,8 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from longdraft.native.dequantise import FORMATS
-from longdraft.native.nibbled import nibbled
-from longdraft.native.rounded import rounded
 from longdraft.native.scaled import KeptRows, Scaled
-from longdraft.native.stored import HALVES, Stored
+from longdraft.native.stored import FORMATS, HALVES, Stored
 
 # Prefixes beside the borders of blocks (128 keys) and segments (512 keys), where a path crosses into the next one.
 PREFIXES = st.one_of(st.integers(0, 40), st.integers(110, 135), st.integers(490, 520), st.integers(1000, 1100))
@@ -88,7 +85,7 @@ def attention(q, k, v, seen, scale, softcap=None, sinks=None):
 
 def stored(kind: str, outs: int, size: int, seed: int = 0, int8: bool = False) -> Stored:
     """Random bytes, with scales that are numbers of a moderate size."""
-    weights, length, _ = FORMATS[kind]
+    weights, length = FORMATS[kind]
     rng = np.random.default_rng(seed)
     if kind in HALVES:
         halves = torch.from_numpy(rng.standard_normal((outs, size)).astype(np.float16))
@@ -110,11 +107,10 @@ def unpacked_by_gguf(w: Stored) -> torch.Tensor:
 
 def matrix(form: str, outs: int, size: int, seed: int = 0):
     """A matrix (outs, size) in one of :data:`FORMS`; sizes of stored ones are multiples of 256."""
-    if form in PLAIN:
-        return PLAIN[form](torch.randn(outs, size, generator=generator(seed)))
+    if form == "float32":
+        return torch.randn(outs, size, generator=generator(seed))
     kind, _, arithmetic = form.partition(" in ")
     return stored(kind, outs, size, seed, int8=arithmetic == "int8")
 
 
-PLAIN = {"float32": lambda w: w, "rounded": rounded, "nibbled": nibbled}
-FORMS = [*PLAIN, *FORMATS, *(f"{kind} in int8" for kind in BLOCKS)]
+FORMS = ["float32", *FORMATS, *(f"{kind} in int8" for kind in BLOCKS)]

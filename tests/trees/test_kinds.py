@@ -181,14 +181,14 @@ def test_nodes_whose_children_cannot_be_among_the_best_are_not_expanded():
     ("default", "options", "kind", "sizes"),
     [
         # max_nodes, max_expanded, levels
-        ("beam", {}, "beam", (68, 64, 5)),
+        ("beam", {}, "beam", (68, 52, 5)),
         ("dynamic", {}, "dynamic", (59, 70, 8)),
         ("opt", {}, "opt", (50, 90, 10)),
         ("chain", {}, "chain", (LENGTH, LENGTH - 1, LENGTH)),
         ("beam", {"tree": "dynamic"}, "dynamic", (59, 70, 8)),
         ("beam", {"top_k": 3}, "dynamic", (59, 21, 8)),
         ("dynamic", {"widths": (1, 1, 1)}, "beam", (3, 2, 3)),
-        ("dynamic", {"tree": "beam", "nodes": 9}, "beam", (9, 64, 5)),
+        ("dynamic", {"tree": "beam", "nodes": 9}, "beam", (9, 52, 5)),
         ("dynamic", {"depth": 1, "top_k": 4}, "dynamic", (4, 0, 1)),
         ("dynamic", {"depth": 3, "nodes": 5}, "dynamic", (5, 20, 3)),
         ("beam", {"tree": "opt"}, "opt", (50, 90, 10)),

@@ -26,6 +26,7 @@ EAGLE = "eagle"  # of EAGLE-1 and EAGLE-2
 PEAGLE = "peagle"
 MEMBERS = "t2d"
 THETA = 10000.0
+MODEL_TYPE = "speculators_model_type"
 EMBEDDING = "embed_tokens.weight"
 # Flags of EAGLE-3.1, at the top of config.json or in eagle_config.
 _NORMS = ("norm_before_fc", "fc_norm", "norm_output")
@@ -150,7 +151,7 @@ def _ours(
 def _foreign(
     config: dict[str, Any], given: dict[str, Any], tensors: dict[str, torch.Tensor], folder: Path | str, kind: str
 ) -> tuple[DraftFolder, dict[str, Any]]:
-    speculators = "speculators_model_type" in config
+    speculators = MODEL_TYPE in config
     sizes = whole_layer(config, folder) if speculators else dict(config)
     sizes = draft_folder.filled_in(sizes | given)
     if config.get("layernorms"):
@@ -237,8 +238,8 @@ def _eagle3_shape(
         **norms,
         "feature_size": 3 * sizes.get("hidden_size", 0) if fc is None else fc.shape[1],
         "vocabulary": config.get("draft_vocab_size") or sizes.get("vocab_size"),
-        # As vLLM reads it: a folder of `speculators` that does not say sets it, any other does not.
-        "norm_before_residual": bool(config.get("norm_before_residual", "speculators_model_type" in config)),
+        # As vLLM reads folders of `speculators` that do not say.
+        "norm_before_residual": bool(config.get("norm_before_residual", config.get(MODEL_TYPE) == KIND)),
         "embedding": None if embedding is None else len(embedding),
         "decoder_layers": len({name.split(".")[1] for name in tensors if name.startswith("layers.")}) + 1,
     }

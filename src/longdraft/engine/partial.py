@@ -13,23 +13,46 @@ Tokens that partial verification accepts are emitted and never looked at again: 
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from longdraft.attention.transfer import on_device
 from longdraft.engine.accept import Accepted
 from longdraft.engine.event import Event, Mode
+from longdraft.engine.method import Method, register
 from longdraft.engine.schedule import Schedule, Verified, verify_trees
 from longdraft.engine.sequence import Sequence
 from longdraft.errors import UnsupportedModelError
 from longdraft.memory.store import KVStore
 from longdraft.model.outputs import Taps
 from longdraft.model.runner import TargetRunner
+from longdraft.options import Options, option, parse, takes
 from longdraft.trees.tree import TokenTree
 from longdraft.views.cache import TrueCache
 from longdraft.views.scorers import SCORERS
-from longdraft.views.view import View, check_multiples, check_name, check_sizes
+from longdraft.views.view import DTYPES, View, check_multiples, check_name, check_sizes, dtype_of
+
+
+@dataclass(frozen=True)
+class PartialOptions(Options):
+    """The partial KV that SpecPV verifies on (section 3.2).
+
+    Drafters take their options from the same words as the schedule: names differ where values may (``block``,
+    ``selector``), and are shared where one value suits both (``sink``, ``recent``).
+    """
+
+    budget: int = option(1024, min=1, help="KV rows that are chosen from the text")
+    selector: str = option("minmax", choices=tuple(SCORERS), help="how blocks are ranked")
+    reduction: str = option("mean", choices=("mean", "max", "last"), help="how scores of several queries become one")
+    margin: int = option(20, min=0, help="rows beyond a tree that a partial round leaves free before a full pass")
+    sink: int = option(32, min=0, help="first rows, always seen")
+    recent: int = option(128, min=1, help="last rows, always seen")
+    block: int = option(16, min=1, help="rows that are chosen together")
+    view_dtype: str | None = option(
+        choices=tuple(DTYPES), help="what the partial KV is rounded to", usual="not rounded"
+    )
 
 
 def partial_view(
@@ -43,15 +66,8 @@ def partial_view(
 ) -> View:
     """Returns what partial verification attends to (section 3.2): sink | chosen chunks | window | buffer.
 
-    Each layer and KV head has its own chunks: those that the queries of the last full pass score highest.
-
-    Args:
-        budget: tokens of the chosen chunks; what the paper calls SpecPV-4K has 4,096.
-        sink, window: the first and the last tokens, always there.
-        chunk: tokens that are chosen together (the paper's block); all sizes are multiples of it.
-        margin: tokens that may wait for a full pass.
-        scorer: one of ``SCORERS``; "streaming" chooses nothing.
-        reduction: one of ``REDUCTIONS``, over the queries.
+    Each layer and KV head has its own chunks: those that the queries of the last full pass score highest. What the
+    paper calls SpecPV-4K has a budget of 4,096; all sizes are multiples of a chunk, its block.
 
     Raises:
         ValueError: for sizes that make no view, or unknown names.
@@ -148,14 +164,17 @@ class SpecPV(Schedule):
         # Tokens before the root whose KV the full store lacks.
         waiting = [s.tokens[self.store.lengths[s.slot] : -1] for s in sequences]
         longer = [tree.prepended(tokens) for tree, tokens in zip(trees, waiting, strict=True)]
-        out = self.forward(longer, sequences, taps)
+        # Waiting tokens are final: nobody reads their logits.
+        size = max(tree.size for tree in longer)
+        out = self.forward(longer, sequences, taps, size - min(map(len, waiting)))
         assert out.logits is not None
+        left_out = size - out.logits.shape[1]
         verified = []
         for b, (s, tree) in enumerate(zip(sequences, trees, strict=True)):
             if modes[b] == "refresh":
                 self._queries[s.slot] = {layer: q[b, :, : longer[b].size] for layer, q in out.queries.items()}
             start = len(waiting[b])
-            verified.append(Verified(s, tree, out.logits[b][start:], queries=self.queries(out, b, start)))
+            verified.append(Verified(s, tree, out.logits[b][start - left_out :], queries=self.queries(out, b, start)))
         return verified
 
     def _verify_partial(self, sequences: list[Sequence], trees: list[TokenTree]) -> list[Verified]:
@@ -201,3 +220,21 @@ class SpecPV(Schedule):
     def close(self, sequence: Sequence) -> None:
         self.partial.forget(sequence.slot)
         self.store.unverified[sequence.slot] = 0
+
+
+@takes(PartialOptions)
+def _schedule(**options: Any) -> SpecPV:
+    (o,) = parse("SpecPV", options, PartialOptions)
+    view = partial_view(o.budget, o.sink, o.recent, o.block, o.margin, o.selector, o.reduction)
+    return SpecPV(view, dtype_of(o.view_dtype))
+
+
+register(
+    Method(
+        "specpv",
+        False,
+        "Tan et al. 2025, SpecPV, arXiv:2512.02337",
+        "verifies on the part of a long context that matters, and on all of it every few rounds; any drafter",
+        schedule=_schedule,
+    )
+)

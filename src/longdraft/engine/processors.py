@@ -68,6 +68,8 @@ def _of_row(processor: Any, row: int, rows: int) -> Any:
             f"longdraft calls logits processors with one row, and {name} is made for all {rows} of the batch: give one "
             f"prompt at a time, or leave {_OF_A_BATCH[name]} out."
         )
+    if of_transformers and getattr(processor, "state", None) is not None:
+        raise CapabilityError(f"A {name} that has been used before has the state of another batch: make a new one.")
     copied = _copy(processor)
     # The repetition penalty knows how much padding each row has.
     if isinstance(ignored := getattr(copied, "prompt_ignore_length", None), torch.Tensor):

@@ -97,9 +97,12 @@ class Schedule:
         """Views of sequence b's queries in :attr:`query_layers`, from row ``start`` of its block on."""
         return {layer: out.queries[layer][b, :, start:] for layer in self.query_layers}
 
-    def forward(self, trees: list[TokenTree], sequences: list[Sequence], taps: Taps = NO_TAPS) -> TargetOutput:
-        """Runs one full forward of a batch of trees, padded to the largest."""
-        return self.runner.verify(tree_block(self.store, [s.slot for s in sequences], trees), self.store, taps)
+    def forward(
+        self, trees: list[TokenTree], sequences: list[Sequence], taps: Taps = NO_TAPS, last: int | None = None
+    ) -> TargetOutput:
+        """Runs one full forward of a batch of trees, padded to the largest; ``last``: as of the target's ``verify``."""
+        block = tree_block(self.store, [s.slot for s in sequences], trees)
+        return self.runner.verify(block, self.store, taps, last)
 
     def commit(self, verified: Verified, accepted: Accepted) -> Event:
         """Keeps the KV rows of the accepted path, and returns what became of the sequence."""

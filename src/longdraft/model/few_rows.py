@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from longdraft.native import Kernels, Stored, kernels
-from longdraft.native.rounded import Rounded
 from longdraft.native.structures import Weights
 
 # Number of rows up to which our kernel is faster; more are bound by arithmetic, which torch's product does as well.
@@ -36,10 +35,10 @@ class FewRowsLinear:
     """Multiplies with one weight matrix, as ``F.linear``.
 
     Args:
-        weight: (out, in). It may be stored or rounded if there are kernels.
+        weight: (out, in). It may be stored if there are kernels.
     """
 
-    def __init__(self, weight: torch.Tensor | Stored | Rounded, bias: torch.Tensor | None = None) -> None:
+    def __init__(self, weight: torch.Tensor | Stored, bias: torch.Tensor | None = None) -> None:
         self.weight, self.bias = weight, bias
         self._kernels = kernels() if not isinstance(weight, torch.Tensor) or _plain(weight) else None
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Literal
 
 import torch
@@ -31,12 +31,10 @@ from longdraft.model.layer_rows import CosSin, LayerKinds
 from longdraft.model.layout import layout_of
 from longdraft.model.model_copy import copy_without_hooks
 from longdraft.model.sharded import is_spread
-from longdraft.model.stored import parameters
+from longdraft.model.stored import light, parameters
 from longdraft.native import DecoderLayer, DecoderStack, Stored, kernels
 from longdraft.native.boundary import FLOATS, WHOLE
 from longdraft.native.delta import DeltaLayer
-from longdraft.native.nibbled import Nibbled
-from longdraft.native.rounded import Rounded, light
 from longdraft.native.structures import Weights
 
 logger = logging.getLogger("longdraft")
@@ -146,11 +144,7 @@ class FusedLayers:
         except MemoryBudgetError as error:
             logger.info("Drafts read the weights that verifications read: %s", error)
             return None
-        return self.stack.changed(self._least, _lighter)
-
-    def _least(self, weights: Weights) -> Weights:
-        matrix, bias = weights
-        return matrix if isinstance(matrix, Rounded | Nibbled) else self._kernels.nibbled(matrix), bias
+        return self.stack.changed(partial(_lighter, bits=4), _lighter)
 
     def take(self, store: KVStore, block: Block) -> bool:
         """True if the kernels compute a forward over a block."""
@@ -165,7 +159,7 @@ class FusedLayers:
         # torch computes long prompts in float32; in int8 arithmetic our kernels take any number of rows.
         return not block.prompt or self._int8 or block.batch * block.size <= MOST
 
-    def run(self, hosted: hosting.Hosted, logits: Literal["all", "last", "none"]) -> torch.Tensor | None:
+    def run(self, hosted: hosting.Hosted, logits: int | Literal["all", "last", "none"]) -> torch.Tensor | None:
         """A forward of the whole model, which needs a :attr:`stack`. Queries and hidden states go to ``hosted``.
 
         Returns:
@@ -232,9 +226,8 @@ def _in_int8(weights: Weights) -> Weights:
     return matrix.computing(int8=True) if isinstance(matrix, Stored) else matrix, bias
 
 
-def _lighter(weights: Weights) -> Weights:
-    matrix, bias = weights
-    return matrix if isinstance(matrix, Rounded | Nibbled) else light(matrix), bias
+def _lighter(weights: Weights, bits: Literal[4, 8] = 8) -> Weights:
+    return light(weights[0], bits), weights[1]
 
 
 def _made_up(model: PreTrainedModel, far: bool) -> tuple[Block, list[KVStore]]:

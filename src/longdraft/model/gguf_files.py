@@ -32,7 +32,7 @@ from longdraft.model.gguf_rope import RopeError, scaling
 from longdraft.model.gguf_tokenizer import RULES, tokenizer_of
 from longdraft.model.stored_parts import Arranged, ArrangedLinear
 from longdraft.native import Stored, kernels, missing
-from longdraft.native.dequantise import FORMATS
+from longdraft.native.stored import FORMATS
 
 if TYPE_CHECKING:
     from gguf import ReaderTensor

@@ -13,7 +13,7 @@ import torch
 
 from longdraft.model.stored_parts import Arranged
 from longdraft.native import Stored
-from longdraft.native.dequantise import FORMATS
+from longdraft.native.stored import FORMATS
 
 if TYPE_CHECKING:
     from gguf import ReaderTensor

@@ -79,10 +79,10 @@ def kernel_report(runner: TargetRunner | None) -> KernelReport:
     return KernelReport(own.level, names, kv, whole, arithmetic=runner.arithmetic)
 
 
-def _format(weights: object) -> str:
+def _format(weights: torch.Tensor | native.Stored) -> str:
     if isinstance(weights, torch.Tensor):
         return _dtype(weights.dtype)
-    return _DTYPES.get(weights.format, weights.format) if isinstance(weights, native.Stored) else "rounded"
+    return _DTYPES.get(weights.format, weights.format)
 
 
 def _cost(runner: TargetRunner) -> str:

@@ -16,7 +16,6 @@ from longdraft.files import named
 from longdraft.memory import offload as offloading
 from longdraft.memory import sizes
 from longdraft.memory.offload import Offload
-from longdraft.memory.packed_store import PackedStore
 from longdraft.memory.rooms import Rooms
 from longdraft.memory.store import KVStore
 from longdraft.model import deterministic as one_bucket
@@ -227,24 +226,21 @@ class TargetRunner:
             CheckpointError: no file can be made in the folder to offload to.
         """
         self.refresh()
+        on_gpu = self.device.type == "cuda"
         transposed = dispatch.prefers_transposed_keys(self.attention_path, self.kv_shape.dtype)
         size = int(hosting.decoder_config(self.model).hidden_size)
         dtype = dtype or self.kv_dtype
         kv_dtypes.check_view(self, dtype)
         rows = capacity + self.graphs.padding(slots) + (self.rows or 0)
         rooms = self._resident if resident and self.rooms is not None else self.rooms
-        store: KVStore
-        if dtype != self.kv_shape.dtype:
-            more = self.device, rooms
-            store = PackedStore(self.kv_shape, slots, rows, dtype, feature_layers, size, *more)
-            if self.device.type == "cuda":
-                dispatch.say_scaled(self.attention_path)
-                scaled.check(self.device, self.kv_shape.dtype, self.kv_shape.head_dim)
-        else:
-            place = None if resident else self.offload
-            store = offloading.new_store(
-                *(place, self.kv_shape, slots, rows, self.device, transposed, feature_layers, size, rooms)
-            )
+        small = dtype != self.kv_shape.dtype
+        place, turned = None if resident or small else self.offload, transposed or (small and not on_gpu)
+        store = offloading.new_store(
+            *(place, self.kv_shape, slots, rows, self.device, turned, feature_layers, size, rooms, dtype)
+        )
+        if small and on_gpu:
+            dispatch.say_scaled(self.attention_path)
+            scaled.check(self.device, self.kv_shape.dtype, self.kv_shape.head_dim)
         if states and (self.twin.layout.windows or self.recurrent):
             of_windows = dtype if dtype.is_floating_point else self.kv_shape.dtype
             packed = transposed or of_windows != self.kv_shape.dtype
@@ -257,7 +253,7 @@ class TargetRunner:
         block: Block,
         store: KVStore,
         *,
-        logits: Literal["all", "last", "none"] = "all",
+        logits: int | Literal["all", "last", "none"] = "all",
         taps: Taps = NO_TAPS,
         check: bool = True,
         fixed: bool = False,
@@ -266,7 +262,7 @@ class TargetRunner:
 
         Args:
             block: made by the store's :meth:`~longdraft.memory.store.KVStore.block`.
-            logits: the rows whose logits are computed.
+            logits: the rows whose logits are computed; a number: so many of each sequence's last.
             check: look for NaN, which waits for the device. Not needed for drafts, nor before
                 :func:`~longdraft.engine.accept.accept`, which checks for itself.
             fixed: attend in an order that depends on each row's rank alone.
@@ -295,14 +291,19 @@ class TargetRunner:
                 raise not_a_number(self.model)
             return out
 
-    def verify(self, block: Block, store: KVStore, taps: Taps = NO_TAPS) -> TargetOutput:
+    def verify(self, block: Block, store: KVStore, taps: Taps = NO_TAPS, last: int | None = None) -> TargetOutput:
         """One forward whose logits decide tokens: a plain step or a verification. Logits are not checked for NaN.
 
         With :attr:`rows`, forwards of that many rows, one or several.
+
+        Args:
+            last: of each sequence only so many rows, its last ones, need logits. Recorded forwards have those of all.
         """
         if self.rows is not None:
             return one_bucket.verify(self, block, store, taps)
-        return self.forward(block, store, taps=taps, check=False)
+        if last is None or last >= block.size or self.graphs.recording:
+            return self.forward(block, store, taps=taps, check=False)
+        return self.forward(block, store, logits=last, taps=taps, check=False)
 
     def _kept(self, taps: Taps, store: KVStore) -> Taps:
         return Taps(tuple(sorted({*taps.hidden, *store.feature_layers})), taps.queries)
@@ -351,7 +352,7 @@ class TargetRunner:
         self,
         store: KVStore,
         block: Block,
-        logits: Literal["all", "last", "none"],
+        logits: int | Literal["all", "last", "none"],
         taps: Taps,
         fixed: bool = False,
     ) -> Computed:
@@ -371,10 +372,10 @@ class TargetRunner:
         if logits == "none":
             self.run(hosted, head=False)
             return None, hosted.hidden, hosted.queries
-        last = logits == "last"
-        out = self.run(hosted, head=True, logits_to_keep=int(last))
+        last = logits if isinstance(logits, int) else int(logits == "last")  # 0: all of them
+        out = self.run(hosted, head=True, logits_to_keep=0 if last > 1 and self.attends_itself else last)
         # Some models do not know logits_to_keep.
-        return out.logits[:, -1:] if last else out.logits, hosted.hidden, hosted.queries
+        return out.logits[:, -last:], hosted.hidden, hosted.queries
 
     def run(self, hosted: hosting.Hosted, head: bool, **more: Any) -> Any:
         """Runs the model's own code on a block. The caller holds :attr:`lock`.

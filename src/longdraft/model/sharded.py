@@ -24,7 +24,6 @@ from longdraft.memory.store import KVShape
 from longdraft.model.few_rows import FewRowsLinear, is_shared_out
 from longdraft.native import Stored
 from longdraft.native.boundary import WHOLE
-from longdraft.native.rounded import Rounded
 
 _LOAD = 'AutoModelForCausalLM.from_pretrained(..., distributed_config=DistributedConfig(tp_plan="auto"))'
 # Layers whose output, if it is shared out, is a share of the attention heads.
@@ -162,7 +161,7 @@ class GatheredLinear:
         return shared.full_tensor()
 
 
-def product(weight: torch.Tensor | Stored | Rounded) -> Callable[[torch.Tensor], torch.Tensor]:
+def product(weight: torch.Tensor | Stored) -> Callable[[torch.Tensor], torch.Tensor]:
     """A function that multiplies few rows with a matrix (out, in), which may be shared out."""
     return GatheredLinear(weight) if is_shared_out(weight) else FewRowsLinear(weight)
 

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -26,11 +26,12 @@ from longdraft.model.few_rows import MOST, in_halves, is_plain
 from longdraft.model.sharded import local, whole
 from longdraft.native import Kernels, Stored, kernels
 from longdraft.native.boundary import FLOATS
-from longdraft.native.stored import in_four_bits, rounded_to_int8
+from longdraft.native.stored import rounded_blocks, rounded_to_int8
 
 # Attribute of a model for the files that its weights are mapped from.
 _FILE = "_longdraft_mapped"
 _MAKING = threading.RLock()
+_TOGETHER = 4096  # rows of a draft's matrix that are rounded at a time, which bounds the memory for a large head
 
 
 class StoredWeights(nn.Module):
@@ -221,9 +222,29 @@ def use_int8(model: nn.Module, on: bool = True) -> None:
 def to_four_bits(model: nn.Module) -> None:
     """Rounds the layers that int8 arithmetic reads in 5 to 8 bits to Q4_0, for a draft, which need not be exact."""
     for module in model.modules():
-        if isinstance(module, StoredLinear) and module.int8 and module.matrix.bits > 5:
-            matrix = in_four_bits(module.matrix)
+        if isinstance(module, StoredLinear) and module.int8:
+            matrix = light(module.matrix, 4)
+            assert isinstance(matrix, Stored)
             module.format, module.data = matrix.format, matrix.data
+
+
+def light(weights: torch.Tensor | Stored, bits: Literal[4, 8] = 8) -> torch.Tensor | Stored:
+    """A draft's matrix (out, in) for int8 arithmetic, as a draft need not be exact.
+
+    Args:
+        bits: a matrix with more bits than these, and those of scales, is rounded to Q4_0 or Q8_0.
+
+    Returns:
+        Floats if a row is no whole number of blocks.
+    """
+    if isinstance(weights, Stored) and weights.bits <= bits + 1:
+        return weights.computing(int8=True)
+    if weights.shape[1] % 32:
+        return weights.detach().contiguous() if isinstance(weights, torch.Tensor) else unpacked(weights)
+    kind: Literal["Q4_0", "Q8_0"] = "Q4_0" if bits == 4 else "Q8_0"
+    rows = weights.data.split(_TOGETHER)
+    floats = (unpacked(Stored(x, weights.format)) if isinstance(weights, Stored) else x for x in rows)
+    return Stored(torch.cat([rounded_blocks(x, kind) for x in floats]), kind, int8=True)
 
 
 def check_unchanged(model: nn.Module) -> None:

@@ -1,4 +1,5 @@
-// The functions that Python calls, and their structures: structures.py declares the same fields in the same order.
+// The functions that Python calls, and their structures. header.py reads both from this text: a declaration is on lines of its own,
+// a comment begins with two slashes.
 #pragma once
 
 #include <cstdint>
@@ -23,13 +24,12 @@ struct Matrix {
   const void *w;       // (outs, size), as `format` says
   const float *bias;   // (outs,) or null
   float *y;            // (rows, outs)
-  std::int64_t w_row;  // bytes from one row of w (of rounded ones: one band) to the next
+  std::int64_t w_row;  // bytes from one row of w to the next
   std::int64_t outs;
   std::int64_t adds;    // 1 to add to y, 0 to overwrite it
   std::int64_t format;  // how w is stored: 0 for float32, else a place in stored.h's list of formats, counted from 1;
-                        // ROUNDED or NIBBLED for a draft's (rounded.h),
                         // BY_INPUT for floats of experts (outputs.h)
-  std::int64_t int8;    // whether x is rounded to eight bits for it (int8.h): not of floats, halves and a draft's
+  std::int64_t int8;    // whether x is rounded to eight bits for it (int8.h): not of floats and halves
 };
 
 // How attention weighs keys: by exp(s), s = scale * (q . k), or cap * tanh(s / cap) of it.
@@ -205,9 +205,6 @@ int longdraft_lanes();
 
 // Sets the OpenMP library's GOMP_parallel, whose threads share the work from then on; null to use only the calling thread.
 void longdraft_threads(void (*entry)(void (*)(void *), void *, unsigned, unsigned));
-
-// Converts weights (outs, size) to four bits in `data`, in the layout of rounded.h.
-Code longdraft_nibble(const float *weights, std::int64_t outs, std::int64_t size, std::uint8_t *data, int threads);
 
 // Multiplies x with several matrices, sharing the outputs among the threads.
 Code longdraft_linear(const float *x, std::int64_t rows, std::int64_t size, const Matrix *matrices, std::int64_t count,

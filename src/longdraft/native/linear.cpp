@@ -5,7 +5,6 @@
 #include "int8.h"
 #include "kernels.h"
 #include "outputs.h"
-#include "rounded.h"
 #include "stored_k.h"
 #include "tiles.h"
 #include "vectors.h"
@@ -248,8 +247,6 @@ void float_outputs(const float *x, int64_t rows, int64_t size, const Matrix &m, 
 }
 
 Code longdraft_linear(const float *x, int64_t rows, int64_t size, const Matrix *matrices, int64_t count, int threads) try {
-  if (matrices->format == ROUNDED) return rounded_linear(x, rows, size, matrices, count, threads), DONE;
-  if (matrices->format == NIBBLED) return nibbled_linear(x, rows, size, matrices, count, threads), DONE;
   const bool rounds = std::any_of(matrices, matrices + count, [](const Matrix &m) { return m.int8; });
   const Int8Rows rounded = rounds ? int8_rows(x, rows, size, threads) : Int8Rows{};
   const auto compute = [&](const Matrix &m, int64_t from, int64_t to) {

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from longdraft.native.boundary import FLOATS
-from longdraft.native.dequantise import FORMATS
 
+# GGUF's name of a format, in the order of stored.h -> weights and bytes of a block.
+FORMATS = {
+    "Q4_0": (32, 18), "Q4_1": (32, 20), "Q8_0": (32, 34), "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210),
+    "BF16": (32, 64), "F16": (32, 64), "Q5_0": (32, 22), "Q5_1": (32, 24), "Q2_K": (256, 84), "Q3_K": (256, 110),
+    "IQ4_NL": (32, 18), "IQ4_XS": (256, 136), "MXFP4": (32, 17),
+}  # fmt: skip
 # Formats without blocks.
-HALVES = ("BF16", "F16")
+HALVES = {"BF16": torch.bfloat16, "F16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -49,7 +55,7 @@ class Stored:
     @property
     def bits(self) -> float:
         """Bits of a weight, scales included."""
-        weights, size, _ = FORMATS[self.format]
+        weights, size = FORMATS[self.format]
         return 8 * size / weights
 
     def computing(self, int8: bool) -> Stored:
@@ -64,7 +70,7 @@ class Stored:
     @property
     def shape(self) -> tuple[int, int]:
         """(out, in)."""
-        weights, size, _ = FORMATS[self.format]
+        weights, size = FORMATS[self.format]
         return self.data.shape[0], self.data.shape[1] // size * weights
 
     @property
@@ -81,9 +87,14 @@ class Stored:
         return Stored(self.data[ids], self.format, self.int8)
 
     def floats(self) -> torch.Tensor:
-        """The weights as float32 (out, in), unpacked by torch's operations."""
-        _, size, unpack = FORMATS[self.format]
-        return unpack(self.data.reshape(-1, size)).view(self.shape)
+        """The weights as float32 (out, in), unpacked by gguf: the reference of the kernels, and used without them."""
+        data = self.data.contiguous()
+        if (half := HALVES.get(self.format)) is not None:
+            return data.view(half).float()
+        import gguf
+
+        found = gguf.dequantize(data.cpu().numpy(), gguf.GGMLQuantizationType[self.format])
+        return torch.from_numpy(found).view(self.shape).to(data.device)
 
 
 def rounded_to_int8(x: torch.Tensor) -> torch.Tensor:
@@ -99,14 +110,15 @@ def rounded_to_int8(x: torch.Tensor) -> torch.Tensor:
     return (steps * (largest / 127)).flatten(-2)
 
 
-def in_four_bits(matrix: Stored) -> Stored:
-    """A matrix rounded to Q4_0: in blocks of 32, the largest of which becomes -8 times the scale."""
-    pieces = []
-    for rows in matrix.data.split(4096):
-        blocks = Stored(rows, matrix.format).floats().unflatten(1, (-1, 32))
-        largest = blocks.gather(2, blocks.abs().argmax(2, keepdim=True))
-        scales = largest / -8
-        numbers = (blocks / torch.where(scales == 0, 1, scales) + 8.5).clamp_(0, 15).to(torch.uint8)
-        packed = numbers[..., :16] | numbers[..., 16:] << 4
-        pieces.append(torch.cat([scales.half().view(torch.uint8), packed], 2).flatten(1))
-    return Stored(torch.cat(pieces), "Q4_0", matrix.int8)
+def rounded_blocks(rows: torch.Tensor, kind: Literal["Q8_0", "Q4_0"]) -> torch.Tensor:
+    """Rows (n, in) of floats -> bytes of blocks: numbers of eight or four bits, and a scale for each 32."""
+    blocks = rows.float().unflatten(1, (-1, 32))
+    largest = blocks.gather(2, blocks.abs().argmax(2, keepdim=True))
+    scales = largest.abs() / 127 if kind == "Q8_0" else largest / -8
+    numbers = blocks / torch.where(scales == 0, 1, scales)
+    if kind == "Q8_0":
+        packed = numbers.round().to(torch.int8).view(torch.uint8)
+    else:
+        whole = (numbers + 8.5).clamp_(0, 15).to(torch.uint8)
+        packed = whole[..., :16] | whole[..., 16:] << 4
+    return torch.cat([scales.half().view(torch.uint8), packed], 2).flatten(1)
