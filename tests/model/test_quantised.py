@@ -17,7 +17,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import longdraft
-from longdraft import PromptCache, Speculator
+from longdraft import Speculator
 from longdraft.errors import UnsupportedModelError
 from longdraft.model.runner import TargetRunner
 from longdraft.native import kernels
@@ -267,14 +267,6 @@ def test_activations_that_are_scaled_or_searched_together_are_refused(config, tm
         TargetRunner(model)
 
 
-@pytest.mark.parametrize("config", ["int8 weights", "nf4"])
-def test_halves(config, tmp_path):
-    """In bfloat16 rounding decides between tokens now and then, so only the first are compared."""
-    model = loaded(tmp_path, config, torch.bfloat16)
-    results = Speculator("prompt-lookup", target=model, min_n=1).generate(PROMPTS, max_new_tokens=2, eos_token_ids=[])
-    assert [r.token_ids[:1] for r in results] == [tokens[:1] for tokens in own_tokens(model)]
-
-
 def test_a_whole_model_with_a_quantised_head_takes_no_trained_drafts(tmp_path):
     quantization = pytest.importorskip("torchao.quantization")
     model = tiny_model(**SIZES)
@@ -336,14 +328,3 @@ def test_a_checkpoint_whose_rows_are_scaled_together_is_refused(tmp_path):
     model = longdraft.load(quantised_folder(tmp_path, "w8a8-by-tensor")).model
     with pytest.raises(UnsupportedModelError, match="scales all rows of its input together"):
         TargetRunner(model)
-
-
-def test_quantised_models_have_fingerprints_of_their_own(tmp_path):
-    """A cache of one model is not read by another, even if both have the same sizes."""
-    names = set()
-    for config in ("", "int8 weights", "int4 weights"):
-        model = loaded(tmp_path / config, config) if config else tiny_model(**SIZES)
-        spec, cache = Speculator("ar", target=model), PromptCache()
-        spec.generate(PROMPTS[1], max_new_tokens=2, cache=cache)
-        names.add(spec.runner().fingerprint)
-    assert len(names) == 3
