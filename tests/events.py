@@ -38,11 +38,6 @@ def replaced(s: Sequence, start: int) -> Event:
     return Event(s, _root(s), replaced=start)
 
 
-def taken_back(s: Sequence, count: int = 1) -> Event:
-    """A round that refuted tokens of earlier ones."""
-    return Event(s, _root(s), taken_back=count)
-
-
 def forgotten(session: Session) -> bool:
     """Whether nothing is kept of requests that have ended."""
     engine = session._engine

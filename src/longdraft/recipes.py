@@ -56,8 +56,6 @@ class Recipe:
         drafter = self.drafting.drafter(**options)
         if lookup:
             drafter = UnitedDrafter(SuffixDrafter(earlier=earlier), drafter)
-        if self.method.wraps is not None:
-            drafter = self.method.wraps(drafter, **self._of(self.method.wrap_options))
         if self.avoid_forks:
             drafter.avoid_forks()
         return drafter
@@ -186,7 +184,7 @@ def _built(method: Method, drafting: Method, options: Mapping[str, Any]) -> Reci
     Raises:
         ValueError: an option that neither method nor drafter has, or a value it cannot use.
     """
-    known = {*drafting.drafter_options, *method.schedule_options, *method.wrap_options, "drafter"}
+    known = {*drafting.drafter_options, *method.schedule_options, "drafter"}
     if unknown := sorted(set(options) - known):
         raise ValueError(
             f"Method {method.name} drafts as {drafting.name} does, which has no option {', '.join(unknown)}. "
@@ -220,7 +218,7 @@ def _drafting(method: Method, options: Mapping[str, Any], runner: TargetRunner |
         return choices[name]
     if method.drafters:
         return method.drafters[0]
-    own = set(options) - set(method.schedule_options) - set(method.wrap_options) - {"drafter"}
+    own = set(options) - set(method.schedule_options) - {"drafter"}
     able = [m for m in choices.values() if own <= set(m.drafter_options)]
     ready = (m for m in able if runner is None or _ready(m, options, runner))
     return next(ready, METHODS[DRAFTING[-1]])

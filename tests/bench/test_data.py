@@ -59,7 +59,7 @@ def test_files_that_cannot_be_read(tmp_path, write):
             read([path])
 
 
-SAMPLE = Sample("one two three " * 30, "why?", "rows", "rows.jsonl:1")
+SAMPLE = Sample("one two three " * 30, "why?", "rows", "rows.jsonl:1", preface="hm.")
 
 
 def test_a_chat_prompt_has_document_then_instruction():
@@ -70,15 +70,15 @@ def test_a_chat_prompt_has_document_then_instruction():
     assert tokenizer.decode(fitted(Sample("long", "why?", "rows", ""), tokenizer, None, raw=True)) == "long\n\nwhy?"
 
 
-@pytest.mark.parametrize("tokens", [20, 21, 100, 333])
+@pytest.mark.parametrize("tokens", [30, 31, 100, 333])
 @pytest.mark.parametrize("raw", [False, True])
-def test_the_document_is_cut_and_the_instruction_kept(tokens, raw):
+def test_the_document_is_cut_and_what_stands_around_it_kept(tokens, raw):
     tokenizer = tiny_tokenizer(chat=True)
     ids = fitted(SAMPLE, tokenizer, tokens, raw)
     text = tokenizer.decode(ids, skip_special_tokens=True)
     assert len(ids) == tokens  # one token a character: it can be met exactly
     assert text.endswith("why?")
-    assert text.startswith("one two")
+    assert text.startswith("hm.\n\none")
 
 
 def test_what_fits_is_left_whole():

@@ -13,7 +13,7 @@ from longdraft.bench.needle import RETRIEVED, TARGET, NeedleDrafts, haystacks, v
 from longdraft.cli import needle, options
 from longdraft.cli.main import main
 from longdraft.drafters.eagle3 import Eagle3Draft
-from longdraft.drafters.longspec import LongSpecDraft
+from longdraft.drafters.longspec import LongSpecDraft, LongSpecDrafter
 from longdraft.drafts.language_model import SmallLMDraft
 from longdraft.errors import ContextError, PromptError
 from tests.drafts import random_draft, random_eagle3
@@ -86,6 +86,26 @@ def test_the_target_is_asked_for_each_token_but_the_first(loaded, text):
     assert [t.log_prob for t in got] == pytest.approx([x[t].item() for x, t in zip(expected, answer[1:], strict=True)])
     assert [t.right for t in got] == [int(x.argmax()) == t for x, t in zip(expected, answer[1:], strict=True)]
     assert [t.code for t in got] == [False] * (code - 1) + [True] * 5
+
+
+def test_a_draft_is_judged_by_what_it_proposes(loaded, text, drafts, monkeypatch):
+    trees = []
+    propose = LongSpecDrafter.propose
+
+    def noted(self, sequences, budget=None):
+        trees.extend(found := propose(self, sequences, budget))
+        return found
+
+    monkeypatch.setattr(LongSpecDrafter, "propose", noted)
+    asking, found = measured(loaded, text, [view("longspec", {})], drafts)
+    answer, _ = asking.answer(hay(loaded, text))
+    got = found["longspec"]
+    assert len(trees) == len(got) == len(answer) - 1
+    for tree, token, true, root in zip(trees, got, answer[1:], answer, strict=False):
+        assert tree.tokens[0] == root and tree.drafted == 1
+        assert token.right == (tree.tokens[1] == true)
+        assert token.log_prob is not None and token.log_prob <= tree.log_probs[1] + 1e-5
+        assert not token.right or token.log_prob == pytest.approx(tree.log_probs[1], abs=1e-5)
 
 
 @pytest.mark.slow

@@ -10,16 +10,10 @@ import time
 
 import pytest
 
-from longdraft.cli.main import main
 from tests import elsewhere
 from tests.serve.over_http import http
 
 pytest.importorskip("fastapi")
-
-
-def _serve(words):
-    os.environ["COLUMNS"] = "200"
-    raise SystemExit(main(["serve", *words]))
 
 
 def test_it_listens_answers_and_ends_when_asked_to(model_folder, tmp_path):
@@ -29,7 +23,7 @@ def test_it_listens_answers_and_ends_when_asked_to(model_folder, tmp_path):
         "--api-key-file", str(tmp_path / "keys.txt"), "--snapshots", str(tmp_path / "kept"),
     ]  # fmt: skip
     said, address = tmp_path / "said", None
-    run = elsewhere.start(said, _serve, words)
+    run = elsewhere.start(said, elsewhere.command, "serve", *words)
     try:
         while not address:
             assert run.is_alive(), said.read_text()

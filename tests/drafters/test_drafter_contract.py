@@ -36,6 +36,15 @@ def test_trees_are_rooted_at_the_last_token_and_within_the_drafters_bound(worksh
         assert all(0 <= token < target().config.vocab_size for token in tree.tokens)
 
 
+@pytest.mark.parametrize("name", ["longspec", "eagle3", "onepass", "peagle", "dflash", "small-lm"])
+def test_a_text_is_drafted_alike_whatever_is_decoded_beside_it(workshop, name):
+    """Texts that have accepted fewer tokens feed earlier ones once more; one is shorter than what others accept."""
+    prompts = (*PROMPTS, [8])
+    trees = [run(workshop.spec(METHODS[name]), texts)[0].rounds for texts in (prompts, *([p] for p in prompts))]
+    together = {tuple(text): tree.tokens for text, tree in trees[0]}
+    assert together == {tuple(text): tree.tokens for rounds in trees[1:] for text, tree in rounds}
+
+
 @each_drafter
 def test_a_planners_limit_is_kept(workshop, case):
     sizes = {name: value for name, value in case.options.items() if name not in declared(TreeOptions)}

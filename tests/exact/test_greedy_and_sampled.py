@@ -64,13 +64,3 @@ def test_penalties_see_a_nodes_own_path(workshop, name):
     """Greedy with processors: no node's token is known before the walk comes there."""
     results = generate(workshop.spec(METHODS[name]), sampling=PENALISED)
     assert tokens(results) == workshop.plain(sampling=PENALISED)
-
-
-NESTED = [name for name in CASES if name.startswith("nested") and name != "nested ar"]
-
-
-@pytest.mark.parametrize(("name", "sampling"), zip(NESTED, cycle([DRAWN, GREEDY]), strict=False))
-def test_whoever_drafts_for_a_level_the_target_accepts_the_same(workshop, name, sampling):
-    """The text that a level drafts is the level's own."""
-    level = generate(workshop.spec(CASES["nested ar"]), sampling=sampling)  # it decodes by itself
-    assert rounds(generate(workshop.spec(CASES[name]), sampling=sampling)) == rounds(level)

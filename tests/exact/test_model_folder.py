@@ -83,7 +83,7 @@ def test_a_model_of_the_folder_decodes_with_the_draft(exported, target, calls):
     assert "generate" not in vars(AutoModelForCausalLM.from_pretrained(exported))
 
 
-@pytest.mark.parametrize("method", few(EXACT, ("ar", "longspec", "eagle3", "specextend", "nested")))
+@pytest.mark.parametrize("method", few(EXACT, ("ar", "longspec", "eagle3", "specextend")))
 def test_every_method_decodes_as_the_folder_says(specs: Specs, tmp_path, calls, method):
     specs.model.save_pretrained(tmp_path / "target")
     options = specs.options(method)

@@ -170,7 +170,6 @@ OPTIONS: list[tuple[str, dict[str, Any], str]] = [
     ("magicdec", {"draft": "lm", "view": "streaming", "view_dtype": "int8"}, "view_dtype"),
     ("triforce", {"draft": "lm", "budget": 40}, "sink"), ("triforce", {"draft": "lm", "streamed": 16}, "streamed"),
     ("triforce", {"draft": "lm", "streamed": 510}, "trained"), ("triforce", {"draft": "lm", "view": "chunks"}, "view"),
-    ("nested", {"draft": "lm", "level_budget": 40}, "sink"), ("nested", {"draft": "lm", "drafter": "self"}, "small-lm"),
     ("small-lm", {"draft": "lm", "view": "some"}, "view"), ("small-lm", {"draft": "lm", "chunk": 8}, "chunk"),
     ("small-lm", {"draft": "lm", "view": "streaming", "every": 2}, "retrieval"),
     ("small-lm", {"draft": "lm", "view": "streaming", "recent": 500}, "trained"),
@@ -242,8 +241,6 @@ def test_what_makes_no_speculator(tmp_path, shipped_in):
          .generate([[1, 2]], max_new_tokens=5), UnsupportedModelError, ""),
         (lambda: Speculator("small-lm", target=whole, draft=random_lm(tmp_path / "own", whole), vocabulary=5)
          .generate([[1, 2]]), CapabilityError, "vocabulary"),
-        (lambda: Speculator("small-lm", target=whole, draft=lm, four_bits=True).generate([[1, 2]]),
-         CapabilityError, "four_bits"),
         (lambda: longdraft.load(5), LongdraftError, ""),
         *((lambda k=k: longdraft.load(**{k: 5 if k in ("dtype", "device") else "x"}), LongdraftError, "")
           for k in ("dtype", "device", "rope_factor", "weights")),

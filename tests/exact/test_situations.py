@@ -142,7 +142,7 @@ def test_a_closed_run_and_two_runs_at_once(workshop, name):
 # With what a request could leave behind: windows, views, working caches.
 USED = (
     "longspec retrieval opt", "eagle3", "small-lm streaming", "self chunks", "self tokens", "triforce",
-    "magicdec", "nested specextend", "tokenswift",
+    "magicdec", "specextend", "tokenswift",
 )  # fmt: skip
 
 

@@ -43,7 +43,6 @@ WAITS: dict[str, dict[str, int]] = {
     "tokenswift": {TOKENS: 1, TREE: 1},
     # The result of each level's verification is read, and so is the level's confidence.
     "triforce": {TOKENS: 6, TREE: 5, "_step": 10},
-    "nested": {TOKENS: 6, "_step": 8},
 }
 # The small trees that docs/gpu.md counts.
 FLAT = {"depth": 2, "top_k": 4}
@@ -53,7 +52,6 @@ COUNTED = {
     "onepass": {"depth": 3, "top_k": 3}, "small-lm": {"depth": 3, "nodes": 8}, "specextend": {"depth": 2, "nodes": 8},
     "specextend-eagle3": {"depth": 2, "nodes": 8}, "self": {"depth": 2, **OWN_VIEW}, "heads": {"nodes": 8},
     "magicdec": {"drafter": "self", "depth": 2}, "tokenswift": {"reuse_n": 2, **OWN_VIEW}, "triforce": {},
-    "nested": {"drafter": "prompt-lookup", "min_n": 1},
 }  # fmt: skip
 
 

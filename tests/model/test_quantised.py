@@ -113,6 +113,16 @@ class NotInInferenceMode(nn.Linear):
         return F.linear(x, self.weight, self.bias)
 
 
+class Halved(torch.Tensor):
+    """A weight that multiplies otherwise than its numbers say, as packages' subclasses of tensors do."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.linear:
+            return F.linear(args[0], 2 * args[1].as_subclass(torch.Tensor), *args[2:])
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
 def with_layers(kind: type[nn.Linear], **over: Any) -> PreTrainedModel:
     model = tiny_model(**(SIZES | over))
     for module in model.model.modules():
@@ -137,6 +147,15 @@ def test_a_layer_that_depends_on_other_rows_or_cannot_compute_is_refused(kind, m
 def test_a_layer_that_rounds_by_the_number_of_rows_gives_a_row_the_same_bits(kind):
     model = with_layers(kind)
     check_rows(model)
+    check_tokens(model)
+
+
+def test_weights_that_are_tensors_of_another_kind():
+    model = tiny_model(**SIZES)
+    for module in model.model.modules():
+        if type(module) is nn.Linear:
+            module.weight = nn.Parameter(module.weight.detach().as_subclass(Halved), requires_grad=False)
+    assert own_tokens(model) != own_tokens(tiny_model(**SIZES))
     check_tokens(model)
 
 

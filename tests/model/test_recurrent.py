@@ -198,5 +198,3 @@ def test_what_cannot_be_exact_is_refused():
     model = recurrent_model()
     with pytest.raises(UnsupportedModelError, match="SpecPV"):
         Speculator("specpv", target=model, drafter="prompt-lookup").generate([PROMPTS[0]], max_new_tokens=4)
-    with pytest.raises(UnsupportedModelError, match="nested"):
-        Speculator("nested", target=model, drafter="prompt-lookup").generate([PROMPTS[0]], max_new_tokens=4)

@@ -13,7 +13,7 @@ import typer
 
 from longdraft.bench import charts, tasks
 from longdraft.bench.data import Sample, Short
-from longdraft.bench.experiment import Experiment
+from longdraft.bench.experiment import Experiment, of_units
 from longdraft.bench.tables import Report, render
 from longdraft.cli import console, options, processes
 from longdraft.cli.cancel import EXIT_CODE
@@ -138,11 +138,9 @@ class Rendered(options.Output):
         Args:
             header: the results file's, from the prompts' tokens.
         """
-        from longdraft.bench import record_files
-
         units = {name: (len(host.names), partial(host.measure, prompt)) for name, prompt in prompts.items()}
         signed = header([prompt.tokens for prompt in prompts.values()])
-        experiment = record_files.experiment(units, self.results, signed)
+        experiment = of_units(units, self.results, signed)
         self.measure(experiment, lambda all_: host.report([r["measured"] for r in experiment.found], all_), unit)
 
     def show(self, report: Report) -> None:

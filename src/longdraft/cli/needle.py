@@ -49,10 +49,10 @@ def needle(
     output: measuring.Rendered,
 ) -> None:
     """Measure how well drafters foresee a needle in a long text: full, streaming and retrieved caches (SpecExtend)."""
-    from longdraft.bench import record_files
     from longdraft.bench.json_lines import fingerprint
     from longdraft.bench.needle import NeedleDrafts, checked, depth_of, haystacks
     from longdraft.bench.reproduce.scaled import drafts_by_kind
+    from longdraft.bench.results import header_of_units
     from longdraft.drafts.kinds import KINDS
 
     asked = None if needle_context is None else method_options.whole_numbers("--needle-context", needle_context)
@@ -84,7 +84,7 @@ def needle(
             )
         }
     content = {"views": hosted.names, "drafts": {kind: fingerprint(own.folder) for kind, own in drafts.items()}}
-    header = partial(record_files.header, "longdraft-needle", content, loaded, loading.model or EMBEDDED_ID)
+    header = partial(header_of_units, "longdraft-needle", content, loaded, loading.model or EMBEDDED_ID)
     output.measure_prompts(hosted, found, header, "haystacks")
 
 

@@ -63,9 +63,9 @@ def quality(
     output: measuring.Rendered,
 ) -> None:
     """Measure the quality of specpv and of a rounded KV: likeness of texts (ROUGE-L), the target's nats, scores."""
-    from longdraft.bench import record_files
     from longdraft.bench.prompts import prepare
     from longdraft.bench.quality import METHOD, Quality, QualitySettings, thoughtful, variants
+    from longdraft.bench.results import header_of_units
     from longdraft.bench.settings import Settings
 
     given = method_options.method_options(METHOD, option or []) | drafting.options()
@@ -97,5 +97,5 @@ def quality(
             hosted = Quality(loaded, settings)
         for note in hosted.uncut([len(p.tokens) + settings.new_tokens for p in prompts.values()]):
             console.note(note)
-    header = partial(record_files.header, "longdraft-quality", settings.header(), loaded, loading.model or EMBEDDED_ID)
+    header = partial(header_of_units, "longdraft-quality", settings.header(), loaded, loading.model or EMBEDDED_ID)
     output.measure_prompts(hosted, prompts, header, "prompts")

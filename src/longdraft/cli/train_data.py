@@ -123,7 +123,7 @@ def data(
     if url is None:
         loaded = _loaded(target, dtype, device, threads)
         spec = longdraft.Speculator("ar", loaded.model, loaded.tokenizer)
-    with Cancel(terminate=True) as cancel, RowsDisplay("answers", total, file.rows) as display:
+    with Cancel(terminate=True) as cancel, RowsDisplay("answers", total) as display:
         how: dict[str, Any] = {
             "batch": batch, "max_new_tokens": max_tokens, "stop": cancel,
             "progress": lambda: display.update(file.rows, file.added),

@@ -17,72 +17,19 @@ from itertools import pairwise
 from math import log
 from typing import Any
 
-import torch
-
-from longdraft.drafters.heads import HeadOptions, HeadsDraft, HeadsDrafter, States, StateSource
+from longdraft.drafters.heads import HeadOptions, HeadsDraft, HeadsDrafter
 from longdraft.drafters.self_drafter import VIEWS, SelfDrafter, ViewOptions
 from longdraft.drafters.united import UnitedDrafter
 from longdraft.engine.drafter import Drafter
 from longdraft.engine.event import Event
 from longdraft.engine.method import Method, register
 from longdraft.engine.sequence import Sequence
-from longdraft.memory.store import KVStore
-from longdraft.model.runner import TargetRunner
 from longdraft.options import declared, option, parse, takes
 from longdraft.trees.builders import union
 from longdraft.trees.node_limit import NodeLimit
 from longdraft.trees.options import TreeOptions
 from longdraft.trees.tree import TokenTree
-from longdraft.views.view import View, check_sizes
-
-
-class ViewStates(StateSource):
-    """Hidden states of the roots, from a forward of the target on a view of its KV.
-
-    Args:
-        level: the view, and how it is kept; its own tree is not drafted.
-    """
-
-    ahead = True
-
-    def __init__(self, level: SelfDrafter) -> None:
-        self.level = level
-
-    @property
-    def forwards(self) -> int:  # type: ignore[override]
-        return self.level.forwards
-
-    @property
-    def views(self) -> tuple[View, ...]:  # type: ignore[override]
-        return self.level.views
-
-    @property
-    def query_window(self) -> int:  # type: ignore[override]
-        return self.level.query_window
-
-    def query_layers(self, runner: TargetRunner) -> tuple[int, ...]:
-        return self.level.query_layers(runner)
-
-    def bind(self, runner: TargetRunner, store: KVStore) -> None:
-        """Raises MemoryBudgetError when the views do not fit."""
-        self.level.host(runner, store, (runner.depth - 1,))
-
-    @torch.inference_mode()
-    def states(self, sequences: SequenceOf[Sequence]) -> States:
-        self.level.follow(sequences)
-        logits = self.level.judge(sequences, [TokenTree((s.output[-1],), (-1,)) for s in sequences])
-        store = self.level.cache.store
-        assert store.features is not None
-        # The root's row lies behind the view; nothing keeps it.
-        hidden = torch.stack([store.features[s.slot, store.lengths[s.slot]] for s in sequences])
-        return States(hidden, torch.stack([rows[0] for rows in logits]))
-
-    def observe(self, event: Event) -> None:
-        self.level.observe(event)
-
-    def release(self, sequence: Sequence) -> None:
-        self.level.release(sequence)
-
+from longdraft.views.view import check_sizes
 
 # TokenSwift: phrases of four tokens, twenty of them.
 PHRASE, PHRASES = 4, 20
@@ -157,7 +104,7 @@ class ReuseDrafter(Drafter):
         return self.k == 1
 
     def observe(self, event: Event) -> None:
-        if event.begins or event.taken_back:
+        if event.begins:
             self._phrases[event.sequence.index] = Phrases(self.n, self.k)
 
     def propose(self, sequences: list[Sequence], limit: NodeLimit | None = None) -> list[TokenTree]:
@@ -219,12 +166,12 @@ def tokenswift(draft: HeadsDraft, **options: Any) -> Drafter:
     """
     heads, tree, own = parse("tokenswift", options, HeadOptions, TreeOptions, TokenSwiftOptions)
     sizes = {name: getattr(own, name) for name in declared(ViewOptions)}
-    source = None
+    level = None
     if own.view != NO_VIEW:
-        source = ViewStates(SelfDrafter(view=own.view, depth=1, **sizes))
+        level = SelfDrafter(view=own.view, depth=1, **sizes)
     elif given := [name for name, value in sizes.items() if value is not None]:
         raise ValueError(f"{' and '.join(given)} shape a view of the KV: leave view={NO_VIEW} out, or them")
-    trained = HeadsDrafter(draft, source, **heads.given(), **tree.given())
+    trained = HeadsDrafter(draft, level, **heads.given(), **tree.given())
     phrases = own.reuse_k if "reuse_k" in options else None
     return TokenSwiftDrafter(ReuseDrafter(own.reuse_n, phrases), trained) if own.reuse else trained
 

@@ -33,9 +33,6 @@ class Event:
             of the prompt's last tokens, as many as its query window says (fewer if a kept cache left fewer to read);
             later those of the deepest accepted node. The store's rows up to the last query's own can be read.
         replaced: first position whose row in the store has been replaced by an exact one; None if none has.
-        taken_back: number of tokens of earlier rounds that turned out wrong, where levels draft for each other
-            (TriForce). The sequence is shorter, or goes on differently, than earlier events said; its last token has no
-            KV yet, and the store's other rows are right.
     """
 
     sequence: Sequence
@@ -46,7 +43,6 @@ class Event:
     mode: Mode = "full"
     queries: Mapping[int, torch.Tensor] = field(default_factory=dict)
     replaced: int | None = None
-    taken_back: int = 0
 
     @property
     def begins(self) -> bool:

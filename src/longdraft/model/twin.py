@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
+import torch
 from transformers import PreTrainedModel
 
 from longdraft.attention import fusing
@@ -73,7 +74,9 @@ class Twin:
         self.few_rows = FewRowsModule(self.model)
         quantised.install(self.model, set(self.few_rows.layers), self._decoding)
         experts.install(self.model, self._decoding)
-        self._by_row = kernels() is not None and self.model.device.type == "cpu"
+        # In 16 bits attention rounds a row by the others, but experts had better be chosen alike.
+        exact = self.model.dtype == torch.float32 or any(map(experts.is_mixture, self.model.modules()))
+        self._by_row = exact and kernels() is not None and self.model.device.type == "cpu"
         self._tapped: set[int] = set()
         self._place = place_of(model)
 

@@ -10,10 +10,8 @@ MODELS = "Vicuna-7B (V), LongChat-7B (LC)"
 OPT = {"tree": "opt", "nodes": 50, "depth": 10, "threshold": 0.7}
 ROWS = "32 first and 128 last rows are always seen beside the chunks; the paper forces none"
 STANDARD = Line("Standard", "small-lm", {**OPT, "view": "full"})
-# Section 2.1: the draft, too, reads the prompt whole, with flash attention.
-READING = {**OPT, "whole_prompt": True}
-STREAMING = Line("Standard + StreamingLLM", "small-lm", {**READING, "view": "streaming"})
-EXTENDED = Line("Standard + SpecExtend", "specextend", {**READING, "chunk": 32, "chunks": 32, "refresh": 4}, note=ROWS)
+STREAMING = Line("Standard + StreamingLLM", "small-lm", {**OPT, "view": "streaming"})
+EXTENDED = Line("Standard + SpecExtend", "specextend", {**OPT, "chunk": 32, "chunks": 32, "refresh": 4}, note=ROWS)
 EAGLE = Line("EAGLE, No", "eagle3", OPT, note="EAGLE-3 in the place of EAGLE-1")
 EAGLE_EXTENDED = Line(
     "EAGLE, Yes",

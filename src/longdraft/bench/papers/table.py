@@ -37,9 +37,6 @@ FIGURES = {
 IN_ROWS = ("budget", "chunks")
 """Options that count rows or chunks of a text, which shrink with it."""
 
-LARGE = ("whole_prompt",)
-"""Options of the paper's scale alone: drafts of the small one were trained on shorter texts than they draft behind."""
-
 
 @dataclass(frozen=True)
 class Line:

@@ -12,16 +12,16 @@ from typing import Any
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from longdraft.bench import charts, record_files
+from longdraft.bench import charts
 from longdraft.bench.acceptance import called
-from longdraft.bench.experiment import Experiment
+from longdraft.bench.experiment import Experiment, Record, of_units
 from longdraft.bench.json_lines import fingerprint
 from longdraft.bench.papers.table import FIGURES, Column, Kind, Paper, Table
 from longdraft.bench.prompts import Prompt
-from longdraft.bench.record_files import Record
 from longdraft.bench.reproduce import measures
 from longdraft.bench.reproduce.scaled import Plan, Scaled, drafts_by_kind
 from longdraft.bench.reproduce.texts import Sources, prompts_of
+from longdraft.bench.results import header_of_units
 from longdraft.bench.tables import Report, circumstances, figure, grouped, table
 from longdraft.model.checkpoints import LoadedModel, Progress
 from longdraft.model.embedded import EMBEDDED_ID
@@ -52,7 +52,7 @@ class Reproduction:
         Raises:
             ConfigError: it holds a run with other settings. CheckpointError: it cannot be used.
         """
-        return record_files.experiment(self.plan.units, results, self.header)
+        return of_units(self.plan.units, results, self.header)
 
     def report(self, found: Sequence[Record], complete: bool) -> Report:
         """The report of what has been measured.
@@ -143,7 +143,7 @@ def prepare(
         "drafts": {kind: fingerprint(folder) for kind, folder in by_kind.items()},
     }
     tokens = {name: [prompt.tokens for prompt in texts] for name, texts in prompts.items()}
-    header = record_files.header(FORMAT, content, loaded, model or EMBEDDED_ID, tokens)
+    header = header_of_units(FORMAT, content, loaded, model or EMBEDDED_ID, tokens)
     return Reproduction(paper, scaled, plan, header)
 
 

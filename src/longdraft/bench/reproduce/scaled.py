@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from longdraft.bench.experiment import Tick
 from longdraft.bench.needle import NAMED, SMALL
-from longdraft.bench.papers.table import IN_ROWS, LARGE, Column, Line, Table
+from longdraft.bench.papers.table import IN_ROWS, Column, Line, Table
 from longdraft.bench.settings import written
 from longdraft.drafts.kinds import KINDS, kind_of
 from longdraft.errors import LongdraftError
@@ -66,8 +66,7 @@ class Scaled:
         """Options of a line's method in a column."""
         known = METHODS[line.method].options if line.method in METHODS else ()
         given = {**line.options, **{name: x for name, x in column.options.items() if name in known}}
-        kept = {name: x for name, x in given.items() if not (self.small and name in LARGE)}
-        return {name: max(1, x // self.shrink) if name in IN_ROWS else x for name, x in kept.items()}
+        return {name: max(1, x // self.shrink) if name in IN_ROWS else x for name, x in given.items()}
 
     def differs(self) -> list[str]:
         """Differences from the paper in all rows, by this scale."""
@@ -157,7 +156,6 @@ class Plan:
 def _differing(line: Line, options: Mapping[str, Any], more: Sequence[str]) -> list[str]:
     """Differences of a cell from the paper: the line's note, ``more``, and options that are not the paper's."""
     changed = [f"{name} {written(x)}" for name, x in options.items() if x != line.options.get(name)]
-    changed += [f"{name} off" for name in LARGE if name in line.options and name not in options]
     return [*filter(None, (line.note, *more, f"with {', '.join(changed)}" if changed else ""))]
 
 
