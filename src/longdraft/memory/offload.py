@@ -35,10 +35,9 @@ def parse(option: str | Path | None) -> Offload:
         return option
     if not isinstance(option, str | Path):
         raise RequestError(f"offload takes host, disk or an existing folder, got {option!r}")
-    temporary = Path("/var/tmp")  # /tmp may be kept in memory
-    if not temporary.is_dir():
-        temporary = Path(tempfile.gettempdir())
-    folder = temporary if option == "disk" else Path(option)
+    folder = Path(tempfile.gettempdir() if option == "disk" else option)
+    if option == "disk" and folder == Path("/tmp") and Path("/var/tmp").is_dir():
+        folder = Path("/var/tmp")  # the other one may be kept in memory
     if not folder.is_dir():
         raise CheckpointError(f"offload takes host, disk or an existing folder; there is no folder {folder}.")
     return folder
