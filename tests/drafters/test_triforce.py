@@ -11,7 +11,7 @@ from longdraft.drafters.self_drafter import SelfDrafter
 from longdraft.drafters.small_lm import SmallLMDrafter
 from longdraft.drafters.triforce import TriForceDrafter
 from longdraft.drafts.language_model import SmallLMDraft
-from longdraft.engine.draws import OwnDraws
+from longdraft.engine.draws import Draws
 from longdraft.engine.loop import Engine
 from longdraft.engine.sampler import Sampler
 from longdraft.engine.sequence import Sequence
@@ -41,7 +41,7 @@ def run(drafter, model, prompts, n=30, cache=None, sampling=None):
     sampling = sampling or Sampling()
     sequences = [Sequence(i, list(p), n, greedy=sampling.greedy) for i, p in enumerate(prompts)]
     for i, s in enumerate(sequences):
-        draws = OwnDraws(torch.Generator().manual_seed(i))
+        draws = Draws(torch.Generator().manual_seed(i))
         s.sampler = Sampler(sampling.greedy, sampling.processors(), draws)
     decoded(Engine(TargetRunner(model), drafter, cache=cache or PromptCache()), sequences)
     return sequences

@@ -92,8 +92,8 @@ class Eagle3Draft(EagleDraft[BoundDraft]):
 def _whole(found: Kernels, block: Eagle3Block) -> WholeLevel:
     layer = block.midlayer
     norms: dict[str, nn.Module] = {
-        "norm": layer.get_submodule("input_layernorm"),
-        "joined_norm": layer.get_submodule("hidden_norm"),
+        "norm": layer.input_layernorm,
+        "joined_norm": layer.hidden_norm,
         "mlp_norm": layer.post_attention_layernorm,
         "final_norm": block.norm,
     }

@@ -24,6 +24,9 @@ _SHARE, _VECTORS = 32768, 128
 _NAMES = ("sigmoid", "silu", "softplus", "tanh", "exp", "gelu", "logsigmoid", "softsign", "log", "log1p", "expm1")
 _MORE_NAMES = ("erf", "mish", "elu", "celu", "selu")
 
+# Tensors that torch's functions take by name as well; such calls have no rule.
+_OTHER_NAMES = frozenset({"input", "other", "mat2", "out"})
+
 Call = Callable[..., Any]
 
 
@@ -42,7 +45,7 @@ class RowExact(TorchFunctionMode):
         self, func: Call, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         rule, named = self._rules.get(func), kwargs or {}
-        found = None if rule is None else rule(func, *args, **named)
+        found = None if rule is None or _OTHER_NAMES & named.keys() else rule(func, *args, **named)
         return func(*args, **named) if found is None else found
 
 
@@ -69,7 +72,7 @@ def whole_vectors(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Ten
 
 
 def _elementwise(call: Call, *args: Any, **named: Any) -> Any:
-    if not args or "out" in named or not is_plain(args[0]):
+    if not args or not is_plain(args[0]):
         return None
     return whole_vectors(lambda share: call(share, *args[1:], **named), args[0])
 
@@ -115,6 +118,12 @@ def _matmul(call: Call, x: torch.Tensor, other: torch.Tensor, **named: Any) -> t
     return None if found is None else found.view(*x.shape[:-1], other.shape[1])
 
 
+def _addmm(call: Call, bias: torch.Tensor, x: torch.Tensor, other: torch.Tensor, **named: Any) -> torch.Tensor | None:
+    """A matrix times rows and a bias, as GPT-2 writes it."""
+    found = _matmul(call, x, other, **named)
+    return None if found is None else found + bias
+
+
 def _bmm(_call: Call, x: torch.Tensor, other: torch.Tensor, **named: Any) -> torch.Tensor | None:
     """x (E, rows, in) times matrices (E, in, out). Where all rows of a matrix are zero, it is not read."""
     own = kernels()
@@ -150,5 +159,6 @@ _FUNCTIONS: dict[Any, Call] = {
 _PRODUCTS: dict[Any, Call] = {
     **dict.fromkeys(_named("linear"), _linear),
     **dict.fromkeys(_named("matmul", "__matmul__", "mm"), _matmul),
+    **dict.fromkeys(_named("addmm"), _addmm),
     **dict.fromkeys(_named("bmm"), _bmm),
 }

@@ -301,8 +301,9 @@ class TargetRunner:
         """
         if self.rows is not None:
             return one_bucket.verify(self, block, store, taps)
-        logits = "all" if last is None or last >= block.size or self.graphs.recording else last
-        return self.forward(block, store, logits=logits, taps=taps, check=False)
+        if last is None or last >= block.size or self.graphs.recording:
+            return self.forward(block, store, taps=taps, check=False)
+        return self.forward(block, store, logits=last, taps=taps, check=False)
 
     def _kept(self, taps: Taps, store: KVStore) -> Taps:
         return Taps(tuple(sorted({*taps.hidden, *store.feature_layers})), taps.queries)

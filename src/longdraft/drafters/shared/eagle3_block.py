@@ -19,6 +19,9 @@ class Layer(nn.Module):
         norms: names of the norms before it.
     """
 
+    input_layernorm: nn.RMSNorm
+    hidden_norm: nn.RMSNorm
+
     def __init__(self, shape: Eagle3Shape, size: int, *norms: str) -> None:
         super().__init__()
         hidden, eps = shape.hidden_size, shape.rms_norm_eps
@@ -138,6 +141,7 @@ class Eagle3Block(nn.Module):
         """All rows through all layers, each with its own attention: :meth:`forward` is the first layer alone."""
         out: torch.Tensor = self(x, g, cos, sin, attends[0])
         for layer, attend in zip(self.layers.values(), attends[1:], strict=True):
+            assert isinstance(layer, Layer)
             out = layer(layer.input_layernorm(out), out, cos, sin, attend)
         return out
 
