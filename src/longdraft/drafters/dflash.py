@@ -21,7 +21,6 @@ DFlash: arXiv:2602.06036; DSpark: arXiv:2607.05147.
 from __future__ import annotations
 
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,10 +30,9 @@ from longdraft.drafters.eagle3 import Eagle3Draft
 from longdraft.drafters.onepass import CANDIDATES, OneForwardRound, OnePassDrafter, Row, rows_of
 from longdraft.drafters.shared.dflash_block import DFlashBlock
 from longdraft.drafters.shared.round import BoundDraft
-from longdraft.drafts import dflash_formats
 from longdraft.drafts.dflash_formats import KIND, DFlashShape
 from longdraft.drafts.draft_folder import shape_of
-from longdraft.drafts.eagle_formats import check_mask
+from longdraft.drafts.formats import check_mask
 from longdraft.drafts.kinds import Kind, register
 from longdraft.engine.sequence import Sequence
 from longdraft.errors import CapabilityError, CheckpointError
@@ -47,16 +45,6 @@ class DFlashDraft(Eagle3Draft):
     """A draft in the layout of its authors, or of `speculators`."""
 
     kind, label = KIND, "DFlash"
-
-    @classmethod
-    def load(
-        cls,
-        folder: Path | str,
-        rope_theta: float | None = None,
-        head_dim: int | None = None,
-        rope_factor: float | None = None,
-    ) -> DFlashDraft:
-        return cls(folder, *dflash_formats.read(folder, rope_theta, head_dim, rope_factor))
 
     @cached_property
     def shape(self) -> DFlashShape:  # type: ignore[override]

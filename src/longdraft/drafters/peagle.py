@@ -20,7 +20,8 @@ from longdraft.drafters.eagle3 import Eagle3Draft
 from longdraft.drafters.onepass import OnePassDrafter
 from longdraft.drafters.shared.eagle3_block import Eagle3Block
 from longdraft.drafts.draft_folder import shape_of
-from longdraft.drafts.eagle_formats import PEAGLE, Eagle3Shape, check_mask
+from longdraft.drafts.eagle_formats import PEAGLE, Eagle3Shape
+from longdraft.drafts.formats import check_mask
 from longdraft.drafts.kinds import Kind, register
 from longdraft.model.runner import TargetRunner
 

@@ -14,7 +14,7 @@ import torch
 from longdraft.drafts import draft_folder
 from longdraft.drafts.draft_folder import OFFSETS
 from longdraft.drafts.eagle_draft import EagleDraft
-from longdraft.drafts.eagle_formats import MEMBERS
+from longdraft.drafts.formats import MEMBERS
 from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.native.boundary import FLOATS
 

@@ -24,7 +24,8 @@ import torch
 
 from longdraft.drafters.eagle3 import Eagle3Draft
 from longdraft.drafters.shared.eagle3_block import Eagle3Block
-from longdraft.drafts.eagle_formats import KIND, THETA, Eagle3Shape, stretched, usual_layers
+from longdraft.drafts.eagle_formats import KIND, Eagle3Shape, usual_layers
+from longdraft.drafts.formats import THETA, stretched
 from longdraft.drafts.kinds import kind_of
 from longdraft.errors import CheckpointError, ConfigError
 from longdraft.model.rotary import Rotary, yarn
