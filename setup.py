@@ -29,9 +29,8 @@ class BuildPackage(build_py):
         shutil.rmtree(folder, ignore_errors=True)
         try:
             for level in build.machine_levels():
-                if level not in build.ON_REQUEST:
-                    print(f"compiling kernels for {level}")
-                    build.make(level, folder)
+                print(f"compiling kernels for {level}")
+                build.make(level, folder)
             self.carried = True
         except OSError as error:
             shutil.rmtree(folder, ignore_errors=True)

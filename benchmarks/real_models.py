@@ -44,10 +44,10 @@ import longdraft
 from longdraft import LoadedModel, PromptCache, Speculator
 from longdraft.bench import machine
 from longdraft.bench.data import read
+from longdraft.cli.load import OtherProcesses
 from longdraft.engine.schedule import verify_trees
 from longdraft.memory.store import KVStore
 from longdraft.model.runner import TargetRunner
-from longdraft.planning.load import OtherProcesses
 from longdraft.trees.builders import chain
 
 Cell = dict[str, Any]

@@ -1,12 +1,13 @@
 """Compiles the Triton kernels and prints their registers, spills and shared memory. No GPU is needed.
 
     python benchmarks/triton_compiled.py [--targets 80 90 100] [--dtypes bfloat16 float16 float32] [--heads 64 128]
-                                         [--sizes 1 4 8 64] [--defaults] [--json FILE]
+                                         [--sizes 1 4 8 64] [--defaults | --parts] [--json FILE]
 
 The launches are those of the backend itself: it is called on tensors without storage (device "meta"), its launches are
-recorded instead of made, and Triton compiles exactly what it would at that launch.
-Every tile that the tuner may try is among them, unless --defaults. It ends with code 1 where a kernel spills, does not
-fit a processor, or does not compile.
+recorded instead of made, and Triton compiles exactly what it would at that launch. With --parts they are those of the
+other kernels in a layer of Llama-3.1-8B, of Qwen3-8B (heads with norms), of QwQ-32B and of Llama-3.2-1B.
+Every number of splits is among them, unless --defaults. It ends with code 1 where a kernel spills, does not fit a
+processor, or does not compile.
 
 shared: bytes of a program; programs: how many a processor holds at once; spills: bytes a thread. A tile is query rows x
 keys, and for the merge output rows x parts.
@@ -24,6 +25,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +37,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from longdraft.attention import triton_backend, triton_tuning
+from longdraft.attention import fixed_order_kernel, tree_kernel, triton_backend
 from longdraft.attention.block import Block, Scoring
-from longdraft.attention.triton_tuning import Kind
+from longdraft.model import gpu_kernels
 from longdraft.native.scaled import Scaled
 
 KIB = 1024
@@ -56,6 +58,15 @@ SPILLED = 8
 # Bytes of shared memory that one program may have; a processor has a KiB more.
 SHARED = {80: 163 * KIB, 90: 227 * KIB, 100: 227 * KIB}
 
+# Hidden size, MLP's size, query heads, KV heads, head size, norms of heads.
+MODELS = {
+    "Llama-3.1-8B": (4096, 14336, 32, 8, 128, False),
+    "Qwen3-8B": (4096, 12288, 32, 8, 128, True),
+    "QwQ-32B": (5120, 27648, 40, 8, 128, False),
+    "Llama-3.2-1B": (2048, 8192, 32, 8, 64, False),
+}
+ROWS = (1, 64)
+
 Row = dict[str, Any]
 
 
@@ -69,10 +80,16 @@ class Launch:
     options: dict[str, Any]
 
     @property
+    def name(self) -> str:
+        """The kernel's name, and of the one for parts which part it computes."""
+        name = str(self.kernel.__name__).removesuffix("_kernel")
+        return {None: name, True: "block", False: "prefix"}[self.options.get("TREE")]
+
+    @property
     def key(self) -> tuple[Any, ...]:
         """Launches with the same key share one compiled kernel."""
         kinds = [str(a.dtype) if isinstance(a, torch.Tensor) else _kind(a) for a in self.args]
-        return self.kernel.__name__, *kinds, *sorted((n, str(v)) for n, v in self.options.items())
+        return self.name, *kinds, *sorted((n, str(v)) for n, v in self.options.items())
 
 
 def _kind(value: int | float) -> str:
@@ -100,15 +117,13 @@ class Offline:
         self.get_current_stream = lambda device: 0
 
 
-def record(module: Any, *names: str) -> list[Launch]:
-    """Puts recorders in the place of a module's kernels; returns the list that they fill."""
-    into: list[Launch] = []
+recorded: list[Launch] = []
+for module, names in {
+    triton_backend: ("part", "merge"), gpu_kernels: ("norm", "rope", "silu"), tree_kernel: ("tree",),
+    fixed_order_kernel: ("prefix_sums", "path_sums", "join"),
+}.items():  # fmt: skip
     for name in names:
-        setattr(module, f"{name}_kernel", Recorder(getattr(module, f"{name}_kernel"), into))
-    return into
-
-
-recorded = record(triton_backend, "prefix", "block", "merge")
+        setattr(module, f"{name}_kernel", Recorder(getattr(module, f"{name}_kernel"), recorded))
 triton_backend._processors = lambda device: 132
 
 
@@ -118,14 +133,12 @@ def inputs(
     size: int,
     tree: bool,
     heads: tuple[int, int] = (QUERY_HEADS, KV_HEADS),
-    batch: int = 1,
-    prefix: int = PREFIX,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Block]:
     """q as a model has it (heads inside rows), keys and values as the store has them, and the block."""
-    q = torch.empty(batch, size, heads[0], head_dim, dtype=dtype, device="meta").transpose(1, 2)
-    keys = torch.empty(batch, heads[1], CAPACITY, head_dim, dtype=dtype, device="meta")
-    mask = torch.ones(batch, size, size, dtype=torch.bool) if tree else None
-    return q, keys, keys, Block.make(range(batch), [prefix] * batch, size, mask, "meta")
+    q = torch.empty(1, size, heads[0], head_dim, dtype=dtype, device="meta").transpose(1, 2)
+    keys = torch.empty(1, heads[1], CAPACITY, head_dim, dtype=dtype, device="meta")
+    mask = torch.ones(1, size, size, dtype=torch.bool) if tree else None
+    return q, keys, keys, Block.make([0], [PREFIX], size, mask, "meta")
 
 
 def in_int8(rows: torch.Tensor) -> Scaled:
@@ -140,14 +153,7 @@ def launches(dtype: torch.dtype, head_dim: int, sizes: list[int], defaults: bool
     attend = triton_backend.attend
     for size in sizes:
         q, keys, values, block = inputs(dtype, head_dim, size, tree=size > 1)
-        launched = triton_backend.Inputs(q, keys, values, block.slots_t, block.lengths_t, 1.0)
-        default = triton_backend._choice(launched)
-        kind = Kind("", head_dim, launched.tiles[0], str(dtype), triton.__version__)
-        # float32 is never tuned.
-        tuned = [default] if defaults or q.element_size() != 2 else triton_tuning.candidates(kind, default)
-        for choice in tuned:
-            with replaced("_choice", lambda inputs, choice=choice: choice):
-                attend(q, keys, values, block, 1.0)
+        attend(q, keys, values, block, 1.0)
         for tree in {False, size > 1}:
             q, keys, values, block = inputs(dtype, head_dim, size, tree)
             windowed = replace(block, begins=torch.zeros(1, size, dtype=torch.int32, device="meta"))
@@ -164,8 +170,47 @@ def launches(dtype: torch.dtype, head_dim: int, sizes: list[int], defaults: bool
     for splits in () if defaults else SPLITS:
         with replaced("_choose_splits", lambda *args, splits=splits: splits):
             attend(q, keys, values, block, 1.0)
-        triton_backend.prefix_attention(q, keys, values, block.slots_t, block.lengths_t, 1.0, PREFIX, splits)
+            triton_backend.attend_prefix(q, keys, values, block, 1.0)
     return {launch.key: launch for launch in recorded}.values()
+
+
+def parts(dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
+    """Each different launch of a layer's other kernels, with the first model that makes it."""
+    recorded.clear()
+    seen = set()
+    for name, sizes in MODELS.items():
+        for rows in ROWS:
+            _layer(dtype, rows, *sizes)
+        for launch in recorded:
+            if launch.key not in seen:
+                seen.add(launch.key)
+                yield name, launch
+
+
+def _layer(
+    dtype: torch.dtype, rows: int, hidden: int, mlp: int, heads: int, kv_heads: int, d: int, normed: bool
+) -> None:
+    """Launches on tensors without storage, of one sequence."""
+
+    def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    x, weight, head = empty(1, rows, hidden), empty(hidden), empty(d) if normed else None
+    gpu_kernels.rms_norm(x, weight, 1e-5)
+    gpu_kernels.add_rms_norm(x, x, weight, 1e-5)
+    gpu_kernels.silu_times(*empty(1, rows, 2 * mlp).split(mlp, dim=-1))
+    keys, numbers = empty(1, kv_heads, CAPACITY, d), empty(1, dtype=torch.int32)
+    qkv = empty(1, rows, (heads + 2 * kv_heads) * d).split([heads * d, kv_heads * d, kv_heads * d], dim=-1)
+    cos = empty(1, rows, d)
+    q = gpu_kernels.rope_write(*qkv, cos, cos, head, head, 1e-6, keys, keys, numbers, numbers, 0)
+    in_int8, scales = keys.to(torch.int8), empty(1, kv_heads, CAPACITY, dtype=torch.float32)
+    gpu_kernels.rope_write(*(*qkv, cos, cos, head, head, 1e-6, in_int8, in_int8, numbers, numbers, 0, scales, scales))
+    if dtype == torch.float32:  # not launched
+        return
+    lse, hidden_rows = empty(1, heads, rows, dtype=torch.float32), empty(1, 1, 1, rows, rows, dtype=torch.float32)
+    tree_kernel.with_tree(q, keys, keys, q, lse, empty(rows, dtype=torch.int32), hidden_rows, d**-0.5)
+    paths, counts = empty(1, rows, rows, dtype=torch.int32), empty(1, rows, dtype=torch.int32)
+    fixed_order_kernel.fixed_order_attention(q, keys, keys, numbers, numbers, paths, counts, 65536, d**-0.5)
 
 
 @contextmanager
@@ -197,11 +242,11 @@ def compiled(launch: Launch, target: int) -> Row:
     # and cap scores do.
     may = SPILLED * (dtype == "float32" or (target, more) == (100, "int8 caps"))
     return {
-        "kernel": launch.kernel.__name__.removesuffix("_kernel"),
+        "kernel": launch.name,
         "dtype": dtype,
         "head_dim": o.get("HEAD_DIM", ""),
         "tile": f"{o.get('BLOCK_R', o.get('BLOCK_M', ''))} x {o.get('BLOCK_P', o.get('BLOCK_N', ''))}".strip(" x"),
-        "mask": {None: "", True: "causal", False: "tree"}[o.get("CAUSAL")],
+        "mask": ("causal" if o["CAUSAL"] else "tree") if o.get("TREE") else "",
         "more": more,
         "target": target,
         "warps": warps,
@@ -227,48 +272,40 @@ def usage(cubin: bytes) -> tuple[int, int]:
     return int(found["REG"]), int(found["STACK"]) + int(found["LOCAL"])
 
 
-def parser(description: str | None) -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--targets", type=int, nargs="+", default=list(SHARED), choices=list(SHARED))
-    made.add_argument("--dtypes", nargs="+", default=["bfloat16", "float16", "float32"])
-    made.add_argument("--json", type=Path)
-    return made
-
-
-def compile_all(found: Iterable[tuple[str, Launch]], args: argparse.Namespace) -> int:
-    """Compiles named launches for all targets, and prints a row each; returns the script's exit code."""
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--targets", type=int, nargs="+", default=list(SHARED), choices=list(SHARED))
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float16", "float32"])
+    parser.add_argument("--heads", type=int, nargs="+", default=[64, 128])
+    parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES))
+    parser.add_argument("--defaults", action="store_true", help="only one number of splits")
+    parser.add_argument("--parts", action="store_true", help="the kernels of a layer's parts beside attention")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    dtypes = [getattr(torch, name) for name in args.dtypes]
+    found: Iterable[tuple[str, Launch]] = (
+        ("", launch)
+        for dtype, head_dim in product(dtypes, args.heads)
+        for launch in launches(dtype, head_dim, args.sizes, args.defaults)
+    )
     rows: list[Row] = []
     failed: list[str] = []
-    for name, launch in found:
-        for target in args.targets:
-            try:
-                row = compiled(launch, target) | {"model": name}
-            except Exception as error:  # whatever a compiler may say
-                failed.append(f"sm_{target} {launch.key}: {error}")
-                print(failed[-1], file=sys.stderr)
-                continue
-            if not rows:
-                print("| " + " | ".join(row) + " |\n" + "|---" * len(row) + "|")
-            rows.append(row)
-            print("| " + " | ".join(map(str, row.values())) + " |", flush=True)
+    if args.parts:
+        found = chain.from_iterable(map(parts, dtypes))
+    for (name, launch), target in product(found, args.targets):
+        try:
+            row = compiled(launch, target) | {"model": name}
+        except Exception as error:  # whatever a compiler may say
+            failed.append(f"sm_{target} {launch.key}: {error}")
+            print(failed[-1], file=sys.stderr)
+            continue
+        if not rows:
+            print("| " + " | ".join(row) + " |\n" + "|---" * len(row) + "|")
+        rows.append(row)
+        print("| " + " | ".join(map(str, row.values())) + " |", flush=True)
     if args.json:
         args.json.write_text(json.dumps({"triton": triton.__version__, "rows": rows, "failed": failed}, indent=1))
     return int(bool(failed) or any(row["wrong"] for row in rows))
-
-
-def main() -> int:
-    options = parser(__doc__)
-    options.add_argument("--heads", type=int, nargs="+", default=[64, 128])
-    options.add_argument("--sizes", type=int, nargs="+", default=list(SIZES))
-    options.add_argument("--defaults", action="store_true", help="only what is launched where nothing was tuned")
-    args = options.parse_args()
-    found = (
-        ("", launch)
-        for dtype in args.dtypes
-        for head_dim in args.heads
-        for launch in launches(getattr(torch, dtype), head_dim, args.sizes, args.defaults)
-    )
-    return compile_all(found, args)
 
 
 if __name__ == "__main__":

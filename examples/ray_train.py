@@ -10,9 +10,8 @@ import torch
 from ray import train
 from ray.train.torch import TorchTrainer
 
-from longdraft.training.config import TrainConfig
+from longdraft.training.config import TrainConfig, read_config
 from longdraft.training.longspec import train_longspec
-from longdraft.training.settings import read_config
 
 
 def work(loop: dict[str, list[str]]) -> None:

@@ -153,11 +153,11 @@ def specs(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Views are chosen and compacted in small pieces, so that short texts pass through several."""
     from longdraft.drafters import self_drafter
-    from longdraft.views import compact
+    from longdraft.views import draft_cache
 
     monkeypatch.setattr(self_drafter, "FRESH", 6)
-    monkeypatch.setattr(compact, "FRESH", 8)
-    monkeypatch.setattr(compact, "PIECE", 16)
+    monkeypatch.setattr(draft_cache, "FRESH", 8)
+    monkeypatch.setattr(draft_cache, "PIECE", 16)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from typing import Any
 
 _CONTEXT = multiprocessing.get_context("forkserver" if os.name == "posix" else "spawn")
 if os.name == "posix":
-    _CONTEXT.set_forkserver_preload(["longdraft.cli.main", "tests.training.worker"])
+    _CONTEXT.set_forkserver_preload(["longdraft.cli.main", "longdraft.speculator", "tests.training.worker"])
 
 
 def start(said: Path, function: Callable[..., None], *arguments: Any) -> BaseProcess:
@@ -56,6 +56,26 @@ def _in_the_foreground(name: str, function: Callable[..., None], *arguments: Any
         os.environ.pop(variable, None)
     os.environ["TERM"] = "xterm"
     function(*arguments)
+
+
+def command(*words: str) -> None:
+    """The command line of longdraft, for :func:`start` and :func:`at_terminal`; 200 columns where no terminal is."""
+    from longdraft.cli.main import main
+
+    if not sys.stdout.isatty():
+        os.environ["COLUMNS"] = "200"
+    raise SystemExit(main(words))
+
+
+def written(text: str) -> None:
+    """A text as an answer, of which two characters of three were drafted."""
+    from longdraft.cli.display import TextOutput
+    from longdraft.engine.streaming import Piece
+
+    output = TextOutput()
+    for at in range(0, len(text), 3):
+        output.write([Piece(text[at : at + 2], True), Piece(text[at + 2 : at + 3], False)])
+    output.end()
 
 
 def ended(process: BaseProcess, seconds: float) -> int:

@@ -38,11 +38,6 @@ def replaced(s: Sequence, start: int) -> Event:
     return Event(s, _root(s), replaced=start)
 
 
-def taken_back(s: Sequence, count: int = 1) -> Event:
-    """A round that refuted tokens of earlier ones."""
-    return Event(s, _root(s), taken_back=count)
-
-
 def forgotten(session: Session) -> bool:
     """Whether nothing is kept of requests that have ended."""
     engine = session._engine
@@ -58,5 +53,5 @@ def decoded(engine: Engine, sequences: list[Sequence]) -> list[Step]:
     for s in sequences:
         stats = engine.stats[s.index]
         s.rounds, s.drafted, s.accepted = stats.rounds, stats.drafted, stats.accepted
-        s.partial_rounds, s.taken_back = stats.rounds_by_mode["partial"], stats.taken_back
+        s.partial_rounds = stats.rounds_by_mode["partial"]
     return steps

@@ -329,7 +329,6 @@ def card(monkeypatch: Any) -> Iterator[Card]:
         return pinned
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
-    monkeypatch.setenv("LONGDRAFT_TUNE", "0")
     torch._C._set_only_lift_cpu_tensors(True)
     try:
         with torch_kernels.registered(), Card() as found:

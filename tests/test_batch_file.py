@@ -201,7 +201,7 @@ def test_the_engine_answers_and_a_run_can_be_cancelled(tmp_path):
     assert "empty" in rows[3]["error"] and "context" in rows[4]["error"] and len(rows) == 5
 
 
-@pytest.mark.parametrize("method", few(EXACT, ("ar", "longspec", "eagle3", "specextend", "nested", "specpv-exact")))
+@pytest.mark.parametrize("method", few(EXACT, ("ar", "longspec", "eagle3", "specextend")))
 def test_every_method_decodes_a_file(specs: Specs, tmp_path, method):
     spec = Speculator(method, specs.model, TOKENIZER, plan="fixed", **specs.options(method))
     plain = Speculator("ar", specs.model, TOKENIZER)

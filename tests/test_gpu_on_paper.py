@@ -21,12 +21,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
-from longdraft.drafters import longspec
 from longdraft.drafters.autoregressive import NoDrafter
 from longdraft.drafters.eagle3 import Eagle3Draft, Eagle3Drafter
 from longdraft.drafters.longspec import LongSpecDraft, LongSpecDrafter
-from longdraft.drafters.shared.eagle3_round import Eagle3Round
-from longdraft.engine.draws import OwnDraws
+from longdraft.drafters.shared.round import DraftRound
+from longdraft.engine.draws import Draws
 from longdraft.engine.loop import Engine
 from longdraft.engine.partial import SpecPV, partial_view
 from longdraft.engine.sampler import Sampler, Sampling
@@ -164,7 +163,7 @@ def run(watch, model, drafter, schedule, texts=1, tokens=24) -> None:
     sampler = Sampling()
     sequences = [Sequence(i, list(PROMPT), tokens) for i in range(texts)]
     for s in sequences:
-        s.sampler = Sampler(sampler.greedy, sampler.processors(), OwnDraws(torch.Generator()))
+        s.sampler = Sampler(sampler.greedy, sampler.processors(), Draws(torch.Generator()))
     engine = Engine(TargetRunner(model), drafter, schedule)
     decoded(engine, sequences)
 
@@ -178,20 +177,18 @@ def test_plain_steps(paper, watch, family, texts):
         assert step.counted == says(paper.forward(m, texts, 1, step.about["lengths"][0]))
 
 
-def level(watch, owner, drafter) -> None:
+def level(watch, drafter) -> None:
     """Watches a draft's levels: how many rows are fed, how many go on, and what they see."""
 
     def about(round_, level, best):
-        bound, cache = drafter._bound, drafter.window if owner is longspec._Round else drafter.cache
-        watch.weights += [*bound.block.parameters(), *([bound.head] if owner is longspec._Round else [])]
-        watch.caches += [cache.keys, cache.values]
-        store = drafter._store if owner is longspec._Round else drafter.store
+        bound, cache = drafter._bound, drafter.cache
+        watch.weights += [*bound.block.parameters(), getattr(bound.logits, "weight", drafter.runner.parts.head)]
+        watch.caches += [cache.store.keys, cache.store.values]
         s = round_.sequences[0]
-        row = len(s.tokens) - (0 if owner is longspec._Round else 1)
-        fed = level.tokens.shape[1] if level.depth else row - cache.end(s.slot)
-        return {"depth": level.depth, "fed": fed, "going": level.tokens.shape[1], "prefix": store.lengths[0]}
+        fed = level.tokens.shape[1] if level.depth else drafter.known(s) - cache.end(s.slot)
+        return {"depth": level.depth, "fed": fed, "going": level.tokens.shape[1], "prefix": drafter.store.lengths[0]}
 
-    watch.on(owner, "said", about)
+    watch.on(DraftRound, "said", about)
 
 
 @pytest.mark.parametrize(("texts", "kept"), [slow(1, None), (2, [1, 5, 8, 13, 40])])
@@ -200,7 +197,7 @@ def test_longspec(paper, watch, tmp_path, resized, texts, kept):
     model, m = target(paper)
     m = replace(m, intermediate=3 * m.hidden)  # the draft's own
     drafter = LongSpecDrafter(LongSpecDraft.load(random_draft(tmp_path, model, kept=kept)), widths=(3, 4, 2))
-    level(watch, longspec._Round, drafter)
+    level(watch, drafter)
     run(watch, model, drafter, Schedule(), texts)
     rounds: dict[int, list[Seen]] = defaultdict(list)
     for seen in watch.named("said"):
@@ -226,7 +223,7 @@ def test_eagle3_and_its_verification(paper, watch, tmp_path):
     shape = {"heads": m.heads, "kv_heads": m.kv_heads, "head_dim": m.head_dim, "intermediate_size": m.intermediate}
     draft = Eagle3Draft.load(random_eagle3(tmp_path, model, kept=list(range(0, 60, 3)), **shape))
     drafter = Eagle3Drafter(draft, depth=3, top_k=2, nodes=7)
-    level(watch, Eagle3Round, drafter)
+    level(watch, drafter)
     run(watch, model, drafter, Schedule())
     for seen in watch.named("said"):
         at = seen.about

@@ -10,7 +10,7 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -178,3 +178,26 @@ def opened(path: Path, remedy: str) -> Iterator[Any]:
 
     with naming(path, f"{path} cannot be read", remedy), safe_open(regular(path), framework="pt") as file:
         yield file
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A path to write to, which then takes the place of ``path``: the file appears whole or not at all.
+
+    Raises:
+        CheckpointError: it cannot be written. What was there is kept.
+    """
+    from safetensors import SafetensorError
+
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")  # processes that train together may write the same
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield part
+        part.replace(path)
+    except CheckpointError:  # of another file
+        raise
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be written: {error}. What is there already is kept.") from error
+    finally:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)

@@ -19,7 +19,7 @@ from typing import Any
 from longdraft import drafters
 from longdraft.drafts import kinds
 from longdraft.drafts.kinds import KINDS, kind_of
-from longdraft.engine import specpv  # noqa: F401 - it registers its methods
+from longdraft.engine import partial  # noqa: F401 - it registers specpv
 from longdraft.engine.drafter import Drafter
 from longdraft.engine.method import DEFAULTS, DRAFTING, METHODS, Method, method_named
 from longdraft.engine.method import register as _register

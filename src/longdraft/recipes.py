@@ -56,8 +56,6 @@ class Recipe:
         drafter = self.drafting.drafter(**options)
         if lookup:
             drafter = UnitedDrafter(SuffixDrafter(earlier=earlier), drafter)
-        if self.method.wraps is not None:
-            drafter = self.method.wraps(drafter, **self._of(self.method.wrap_options))
         if self.avoid_forks:
             drafter.avoid_forks()
         return drafter
@@ -75,15 +73,12 @@ class Recipe:
         return {name: self.options[name] for name in known if name in self.options}
 
 
-def resolve(
-    name: str | Path | Method | None, options: Mapping[str, Any], alone: bool = False
-) -> tuple[Method | None, dict[str, Any]]:
+def resolve(name: str | Path | Method | None, options: Mapping[str, Any]) -> tuple[Method | None, dict[str, Any]]:
     """The method and the options that a user's words stand for, checked as far as possible without a target.
 
     Args:
         name: a method, its name, or a draft folder (or GGUF file). None leaves the choice to :func:`recipe_for`.
         options: the method's own; a draft folder among them is read.
-        alone: no target will follow soon: check with shipped drafts now.
 
     Raises:
         UnknownMethodError: neither a method nor a folder.
@@ -96,8 +91,6 @@ def resolve(
         for each in _able(options):
             if not each.needs_draft:
                 _built(each, each, each.checked(options))
-            elif options and alone:
-                _check_with_shipped(each, each, each.checked(options))
         return None, options
     options = method.checked(options)
     if method.takes_draft and isinstance(options.get("draft"), str | Path):
@@ -109,8 +102,6 @@ def resolve(
     drafting = _drafting(method, options, None)
     if not drafting.needs_draft or draft is not None:
         _built(method, drafting, options)
-    elif options and alone:
-        _check_with_shipped(method, drafting, options)
     return method, options
 
 
@@ -193,7 +184,7 @@ def _built(method: Method, drafting: Method, options: Mapping[str, Any]) -> Reci
     Raises:
         ValueError: an option that neither method nor drafter has, or a value it cannot use.
     """
-    known = {*drafting.drafter_options, *method.schedule_options, *method.wrap_options, "drafter"}
+    known = {*drafting.drafter_options, *method.schedule_options, "drafter"}
     if unknown := sorted(set(options) - known):
         raise ValueError(
             f"Method {method.name} drafts as {drafting.name} does, which has no option {', '.join(unknown)}. "
@@ -203,25 +194,6 @@ def _built(method: Method, drafting: Method, options: Mapping[str, Any]) -> Reci
     found.drafter()
     found.schedule()
     return found
-
-
-def _check_with_shipped(method: Method, drafting: Method, options: Mapping[str, Any]) -> None:
-    """Checks options of a method whose draft is chosen later: they must suit one of the shipped drafts.
-
-    Raises:
-        ValueError: they suit none.
-    """
-    wrong: ValueError | None = None
-    for folder in shipped.folders():
-        kind = kind_of(folder)
-        if kind.name == drafting.draft_kind:
-            try:
-                _built(method, drafting, {**options, "draft": kind.load(folder)})
-                return
-            except ValueError as error:
-                wrong = error
-    if wrong is not None:
-        raise wrong
 
 
 def _drafting(method: Method, options: Mapping[str, Any], runner: TargetRunner | None) -> Method:
@@ -246,7 +218,7 @@ def _drafting(method: Method, options: Mapping[str, Any], runner: TargetRunner |
         return choices[name]
     if method.drafters:
         return method.drafters[0]
-    own = set(options) - set(method.schedule_options) - set(method.wrap_options) - {"drafter"}
+    own = set(options) - set(method.schedule_options) - {"drafter"}
     able = [m for m in choices.values() if own <= set(m.drafter_options)]
     ready = (m for m in able if runner is None or _ready(m, options, runner))
     return next(ready, METHODS[DRAFTING[-1]])

@@ -5,18 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch
 
 from longdraft import integration
 from longdraft.drafts.draft import Draft
 from longdraft.engine.loop import Engine
-from longdraft.engine.request import Prompt, Request, requests_of
-from longdraft.engine.sampler import Sampling
+from longdraft.engine.request import Prompt, Request, Settings, requests_of
 from longdraft.engine.session import Generation, Session, batch_for
 from longdraft.engine.stats import Result
 from longdraft.engine.texts import Texts
@@ -28,8 +27,8 @@ from longdraft.model import hooks, support
 from longdraft.model.checkpoints import Progress
 from longdraft.model.lock import lock_of
 from longdraft.model.runner import TargetRunner
-from longdraft.options import whole_number, with_suggestions
-from longdraft.planning.costs import STEPS, Stage
+from longdraft.options import whole_number
+from longdraft.planning.costs import stages
 from longdraft.planning.planner import Planner
 from longdraft.planning.plans import PlanChoice, checked, planned, planner_for
 from longdraft.recipes import Recipe, recipe_for, resolve
@@ -37,11 +36,23 @@ from longdraft.views.view import dtype_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from typing_extensions import Unpack
 
 logger = logging.getLogger("longdraft")
 
 # One prompt or several: texts, token ids, requests.
 Prompts = Prompt | Request | SequenceOf[Prompt | Request]
+
+
+@dataclass
+class _Target:
+    """What a speculator knows of a target. ``planner`` is None where rounds are not planned, and if that is not known
+    yet, in which case ``weighed`` is False."""
+
+    runner: TargetRunner
+    recipe: Recipe | None = None
+    planner: Planner | None = None
+    weighed: bool = False
 
 
 class Speculator:
@@ -85,7 +96,6 @@ class Speculator:
             device cannot offload that way, or its KV cannot be rounded.
     """
 
-    @with_suggestions
     @memory_checked()
     def __init__(
         self,
@@ -105,7 +115,7 @@ class Speculator:
                 "AutoTokenizer.from_pretrained(...)"
             )
         with values_checked():
-            self._named, self.options = resolve(method, options, target is None)  # wrong ones are refused now
+            self._named, self.options = resolve(method, options)  # wrong ones are refused now
             self.offload = offloading.parse(offload)
             self._kv_dtype = None if kv_dtype is None else dtype_of(kv_dtype, "kv_dtype")
             self._plan = checked(plan)
@@ -113,11 +123,9 @@ class Speculator:
             raise RequestError(f"deterministic is True or False, got {deterministic!r}")
         self.deterministic = deterministic
         self.tokenizer = tokenizer
-        # Never changed in place, so it can be read without a lock. Whoever holds the second waits for no other lock.
-        self._runners: list[TargetRunner] = []
+        # One a target. Never changed in place, so it can be read without a lock. Whoever holds the lock waits for none.
+        self._targets: list[_Target] = []
         self._changing = Lock()
-        self._recipes: WeakKeyDictionary[TargetRunner, Recipe] = WeakKeyDictionary()
-        self._planners: WeakKeyDictionary[TargetRunner, Planner | None] = WeakKeyDictionary()
         if target is not None:
             self.use(target, tokenizer)
 
@@ -149,14 +157,12 @@ class Speculator:
         )
 
     def __repr__(self) -> str:
-        found = self._recipes.get(self._runners[0]) if self._runners else None
+        found = self._targets[0].recipe if self._targets else None
         method, options = (self._named, self.options) if found is None else (found.method, found.options)
-        said = [
-            repr(method.name) if method else "method of the target's",
-            f"plan={'auto' if planned(self._plan, options, method is None or method.exact) else 'fixed'}",
-        ]
+        plan = "auto" if planned(self._plan, options, method is None or method.exact) else "fixed"
+        said = [repr(method.name) if method else "method of the target's", f"plan={plan}"]
         said += [f"{name}={value!r}" for name, value in options.items()]
-        said += [f"target={type(runner.model).__name__}" for runner in self._runners]
+        said += [f"target={type(each.runner.model).__name__}" for each in self._targets]
         return f"Speculator({', '.join(said)})"
 
     @property
@@ -170,18 +176,14 @@ class Speculator:
 
     def recipe(self, runner: TargetRunner | None = None) -> Recipe:
         """The method and options for a target, by default the first; settled once a target."""
-        runner = self.runner() if runner is None else runner
-        found = self._recipes.get(runner)
-        if found is None:
-            with runner.lock:
-                found = self._recipes.get(runner)
-                if found is None:
-                    # Lookups cost nothing where a planner weighs them; fixed trees are the papers'.
-                    lookup = planned(self._plan, self.options, self._named is None or self._named.exact)
-                    with values_checked(), torch.device("cpu"):  # whatever the user's default device is
-                        found = recipe_for(self._named, self.options, runner, lookup)
-                    self._recipes[runner] = found
-        return found
+        target = self._target(runner)
+        if target.recipe is None:
+            with target.runner.lock:
+                # Lookups cost nothing where a planner weighs them; fixed trees are the papers'.
+                lookup = planned(self._plan, self.options, self._named is None or self._named.exact)
+                with values_checked(), torch.device("cpu"):  # whatever the user's default device is
+                    target.recipe = target.recipe or recipe_for(self._named, self.options, target.runner, lookup)
+        return target.recipe
 
     def _settled(self, runner: TargetRunner) -> Recipe:
         """The recipe for a target as it is now: plain decoding where none was named and its hooks rule drafts out.
@@ -196,14 +198,6 @@ class Speculator:
             raise UnsupportedModelError(reason)
         logger.warning("Decoding plainly: %s", reason)
         return recipe_for(METHODS["ar"], {}, runner)
-
-    def planner(self, progress: Progress | None = None) -> Planner | None:
-        """The planner of its rounds; None with fixed trees. The first call may measure the cost of verifications.
-
-        Args:
-            progress: called with a line of text before anything is measured.
-        """
-        return self._planner(self.runner(), progress)
 
     def record(self, batch: int | None = None, context: int = 0, progress: Progress | None = None) -> int:
         """Records the CUDA graphs of a session's verifications before its first request, where there are graphs.
@@ -223,54 +217,54 @@ class Speculator:
         """
         if not self.runner().graphs.recording:
             return 0
-        reported = 0
-
-        def done(share: float) -> None:
-            nonlocal reported
-            if progress is not None and share * STEPS >= reported:
-                progress(Stage("Recording verifications as CUDA graphs", share))
-                reported += 1
-
+        done = stages("Recording verifications as CUDA graphs", progress)
         return self._engine(batch, None, None, context)[1].record(done)
 
-    def _planner(self, runner: TargetRunner, progress: Progress | None = None) -> Planner | None:
-        with runner.lock:  # also while it is measured what verifications cost: others would be measured with them
-            if runner not in self._planners:
-                chosen = self.recipe(runner)
-                if runner.share is not None:
-                    runner.share.check_plan(self._plan)
-                free = self.offload is None and runner.share is None
+    def planner(self, progress: Progress | None = None, runner: TargetRunner | None = None) -> Planner | None:
+        """The planner of its rounds; None with fixed trees. The first call may measure the cost of verifications.
+
+        Args:
+            progress: called with a line of text before anything is measured.
+            runner: the target, by default the first.
+        """
+        target = self._target(runner)
+        with target.runner.lock:  # also while it is measured what verifications cost: others would be measured too
+            if not target.weighed:
+                chosen, share = self.recipe(target.runner), target.runner.share
+                if share is not None:
+                    share.check_plan(self._plan)
                 wanted = planned(self._plan, self.options, chosen.method.exact) and chosen.can_be_planned
-                self._planners[runner] = planner_for(self._plan, runner, progress) if free and wanted else None
-            return self._planners[runner]
+                if wanted and self.offload is None and share is None:
+                    target.planner = planner_for(self._plan, target.runner, progress)
+                target.weighed = True
+            return target.planner
 
     def runner(self, target: PreTrainedModel | None = None) -> TargetRunner:
-        """The hosted target; made once a model."""
-        if target is None:
-            if not self._runners:
-                raise RequestError("This Speculator has no target: Speculator(name, target=model).")
-            target = self._runners[0].model
-        found = self._known(target)
-        if found is None:
-            support.check_model(target)
-            with lock_of(target):
-                found = self._known(target)
-                if found is None:
-                    found = TargetRunner(target, self.offload, self._kv_dtype, self.deterministic)
-                    self._keep(found)
+        """The hosted target; made once a model, and anew for one that was moved or cast since."""
+        if target is None and not self._targets:
+            raise RequestError("This Speculator has no target: Speculator(name, target=model).")
+        model = self._targets[0].runner.model if target is None else target
+        if (found := self._known(model)) is not None:
+            return found
+        support.check_model(model)
+        with lock_of(model):
+            if (found := self._known(model)) is None:
+                found = TargetRunner(model, self.offload, self._kv_dtype, self.deterministic)
+                with self._changing:
+                    targets = list(self._targets)
+                    places = [i for i, each in enumerate(targets) if each.runner.model is model] or [len(targets)]
+                    targets[places[0] : places[0] + 1] = [_Target(found)]
+                    self._targets = targets
         return found
 
-    def _known(self, target: PreTrainedModel) -> TargetRunner | None:
-        """The runner of a model; none of one that was moved or cast since."""
-        return next((r for r in self._runners if r.model is target and not r.outdated), None)
+    def _known(self, model: PreTrainedModel) -> TargetRunner | None:
+        each = (t.runner for t in self._targets)
+        return next((r for r in each if r.model is model and not r.outdated), None)
 
-    def _keep(self, runner: TargetRunner) -> None:
-        """Keeps a runner, in place of an older one of the same model."""
-        with self._changing:
-            runners = list(self._runners)
-            place = next((i for i, r in enumerate(runners) if r.model is runner.model), len(runners))
-            runners[place : place + 1] = [runner]
-            self._runners = runners
+    def _target(self, runner: TargetRunner | None = None) -> _Target:
+        """What is known of a target, by default the first."""
+        runner = self.runner() if runner is None else runner
+        return next((each for each in self._targets if each.runner is runner), None) or _Target(runner)
 
     def feature_layers(self) -> tuple[int, ...]:
         """Layers whose hidden states its drafter reads; see :class:`~longdraft.memory.prompt_cache.PromptCache`."""
@@ -300,98 +294,59 @@ class Speculator:
         """A prompt's token ids: as given; or a text's, as the user's turn of a chat if the model has a template."""
         return self.texts.encode(prompt, chat)
 
-    @with_suggestions
     def generate(
         self,
         prompts: Prompts,
         *,
-        max_new_tokens: int = 256,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
-        repetition_penalty: float | None = None,
-        sampling: Sampling | None = None,
-        seed: int | None = None,
-        eos_token_ids: SequenceOf[int] | int | None = None,
-        stop: SequenceOf[str] | str | None = (),
-        chat: bool = True,
         batch: int | None = None,
         cache: PromptCache | None = None,
         cancelled: Callable[[], bool] = lambda: False,
         piece: int | None = None,
+        **settings: Unpack[Settings],
     ) -> list[Result]:
         """Decodes prompts to the end: a result for each.
 
         Args:
             prompts: one prompt or several, each a text, a list of token ids, or a :class:`~longdraft.Request` with
                 settings of its own; lengths may differ.
-            max_new_tokens: emitted at most, a prompt.
-            temperature: 0 is greedy, as is None; above 0, ``top_k``, ``top_p`` and ``min_p`` may leave tokens out.
-            repetition_penalty: above 1 makes tokens of the text less likely, in greedy text too.
-            sampling: all of these in one object, in their place.
-            seed: the same seed gives the same text, whatever the method; prompt i samples with seed + i.
-            eos_token_ids: where to end; None takes the model's own, an empty list none.
-            stop: strings that end the output, or one; they are cut from the text.
-            chat: wrap text prompts in the tokenizer's chat template, where it has one.
             batch: prompts decoded at a time; when one has ended, the next takes its place. None: 8, on a GPU 32. Fewer
                 where the memory does not hold the KV of so many, unless there is a ``cache``.
             cache: KV of earlier runs to start from and to keep.
             cancelled: asked between forwards; True ends the run.
             piece: prompt tokens read in one forward, as of :meth:`session`.
+            settings: of :class:`~longdraft.Request`, for the prompts that are not requests themselves:
+                ``max_new_tokens=64, temperature=0.7, seed=1``. Prompt i samples with seed + i.
 
         Raises:
-            RequestError: a value that cannot be used, such as ``max_new_tokens`` below 1; as ArgumentError, an argument
-                that there is not, with what was meant.
+            RequestError: a value that cannot be used, such as ``max_new_tokens`` below 1; as ArgumentError, a setting
+                that there is not.
             PromptError: no prompt, an empty one, or a token id that the model does not have.
             ContextError: a prompt and its new tokens exceed the model's context.
             MemoryBudgetError: there is no room for even one prompt, before any work.
         """
-        return self.stream(
-            prompts, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-            repetition_penalty=repetition_penalty, sampling=sampling, seed=seed, eos_token_ids=eos_token_ids,
-            stop=stop, chat=chat, batch=batch, cache=cache, cancelled=cancelled, piece=piece,
-        ).results()  # fmt: skip
+        run = self.stream(prompts, batch=batch, cache=cache, cancelled=cancelled, piece=piece, **settings)
+        return run.results()
 
-    @with_suggestions
     def stream(
         self,
         prompts: Prompts,
         *,
-        max_new_tokens: int = 256,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
-        repetition_penalty: float | None = None,
-        sampling: Sampling | None = None,
-        seed: int | None = None,
-        eos_token_ids: SequenceOf[int] | int | None = None,
-        stop: SequenceOf[str] | str | None = (),
-        chat: bool = True,
         batch: int | None = None,
         cache: PromptCache | None = None,
         cancelled: Callable[[], bool] = lambda: False,
         piece: int | None = None,
+        **settings: Unpack[Settings],
     ) -> Generation:
         """Starts decoding prompts: as :meth:`generate`, with its arguments and errors, step by step.
 
         Nothing is computed before the first step is asked for.
         """
-        requests = requests_of(
-            prompts,
-            Request(
-                "", max_new_tokens, sampling, seed, (), eos_token_ids, stop, chat, temperature, top_k, top_p, min_p,
-                repetition_penalty,
-            ),
-        )  # fmt: skip
+        requests = requests_of(prompts, settings)
         if not callable(cancelled):
             raise RequestError(f"cancelled is a function that is asked between forwards, got {cancelled!r}")
         chosen, engine = self._engine(batch, cache, len(requests), piece=piece)
-        named = chosen.method
-        return Generation(engine, self.texts, named.name, named.exact, requests, cancelled)
+        return Generation(engine, self.texts, chosen.method.name, chosen.method.exact, requests, cancelled)
 
-    @with_suggestions
     def session(
         self,
         batch: int | None = None,
@@ -436,7 +391,7 @@ class Speculator:
             chosen.drafter(),
             chosen.schedule(),
             cache,
-            self._planner(runner),
+            self.planner(runner=runner),
             slots=slots if most is None else min(slots, most),
             capacity=whole_number("context", context, 0),
             chunk=None if piece is None else whole_number("piece", piece, 1),
@@ -471,7 +426,7 @@ class Speculator:
                 runner,
                 chosen.drafter(),
                 chosen.schedule(),
-                lambda: self._planner(runner),
+                lambda: self.planner(runner=runner),
                 input_ids,
                 logits_processor,
                 stopping_criteria,

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-SCRIPTS = Path(__file__).parents[2] / "benchmarks"
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "triton_compiled.py"
 PRODUCTS = {80: "mma.sync", 90: "wgmma", 100: "tcgen05.mma"}
 found = importlib.util.find_spec("triton")
 TOOL = Path(found.origin).parent / "backends" / "nvidia" / "bin" / "cuobjdump" if found and found.origin else None
@@ -25,11 +25,11 @@ pytestmark = [
 ]
 
 
-def compiled(script: str, tmp_path: Path, *options: str) -> list[dict[str, Any]]:
-    """Rows of a script; none of them spills more than it may, and all fit."""
+def compiled(tmp_path: Path, *options: str) -> list[dict[str, Any]]:
+    """Rows of the script; none of them spills more than it may, and all fit."""
     file = tmp_path / "compiled.json"
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, str(SCRIPTS / script), "--json", str(file), *options]
+    command = [sys.executable, str(SCRIPT), "--json", str(file), *options]
     run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
     assert file.exists(), run.stderr[-3000:]
     content = json.loads(file.read_text())
@@ -40,7 +40,7 @@ def compiled(script: str, tmp_path: Path, *options: str) -> list[dict[str, Any]]
 
 
 def attention(tmp_path: Path, *options: str) -> list[dict[str, Any]]:
-    rows = compiled("triton_compiled.py", tmp_path, *options)
+    rows = compiled(tmp_path, *options)
     for row in rows:
         assert row["shared"] <= {80: 163, 90: 227, 100: 227}[row["target"]] * 1024, row
         assert row["registers"] * 32 * row["warps"] <= 65536 and row["programs"] >= 1, row
@@ -77,19 +77,19 @@ def test_float32_and_numbers_that_are_one(tmp_path: Path) -> None:
     ("dtype", "head_dim"),
     [(d, h) for d in ("bfloat16", "float16", "float32") for h in (64, 80, 128, 256) if d == "bfloat16" or h != 80],
 )
-def test_whatever_the_tuner_may_choose(tmp_path: Path, dtype: str, head_dim: int) -> None:
+def test_whatever_may_be_launched(tmp_path: Path, dtype: str, head_dim: int) -> None:
     rows = attention(tmp_path, "--dtypes", dtype, "--heads", str(head_dim))
-    assert len(rows) >= 60 and {r["target"] for r in rows} == set(PRODUCTS)
+    assert len(rows) >= 30 and {r["target"] for r in rows} == set(PRODUCTS)
 
 
-PARTS = {"norm_kernel", "rope_kernel", "silu_kernel"}
-FIXED_ORDER = {"tree_kernel", "prefix_sums_kernel", "path_sums_kernel", "join_kernel"}
+PARTS = {"norm", "rope", "silu"}
+FIXED_ORDER = {"tree", "prefix_sums", "path_sums", "join"}
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("target", PRODUCTS)
 def test_the_parts_of_a_layer(target, dtype, tmp_path):
-    rows = compiled("triton_parts.py", tmp_path, "--targets", str(target), "--dtypes", dtype)
+    rows = compiled(tmp_path, "--parts", "--targets", str(target), "--dtypes", dtype)
     assert {row["kernel"] for row in rows} == (PARTS if dtype == "float32" else PARTS | FIXED_ORDER)
     # One operation for a product and a sum would not round the product, as the model's own code does.
     assert not [row for row in rows if row["kernel"] in PARTS and row["fma"]]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from longdraft.bench import report
 from longdraft.bench.prompts import grid, prepare
 from longdraft.bench.run import Bench, Measured
 from longdraft.bench.settings import Settings
@@ -19,8 +18,3 @@ def measured(loaded, wanted: Settings, samples, **options: Any) -> tuple[Bench, 
     bench = Bench(loaded, wanted, **options)
     groups, _ = grid(prepare(samples, loaded, wanted), wanted.batches)
     return bench, [bench.measure(group) for group in groups]
-
-
-def rows(*arguments, **options) -> list[dict[str, Any]]:
-    bench, found = measured(*arguments, **options)
-    return report.rows(bench.names, found)

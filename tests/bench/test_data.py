@@ -7,7 +7,7 @@ import json
 import pytest
 
 from longdraft.bench import tasks
-from longdraft.bench.data import Sample, fitted, read
+from longdraft.bench.data import Sample, fitted, place, read
 from longdraft.errors import ContextError, PromptError
 from tests.tiny import tiny_tokenizer
 
@@ -59,7 +59,7 @@ def test_files_that_cannot_be_read(tmp_path, write):
             read([path])
 
 
-SAMPLE = Sample("one two three " * 30, "why?", "rows", "rows.jsonl:1")
+SAMPLE = Sample("one two three " * 30, "why?", "rows", "rows.jsonl:1", preface="hm.")
 
 
 def test_a_chat_prompt_has_document_then_instruction():
@@ -70,15 +70,15 @@ def test_a_chat_prompt_has_document_then_instruction():
     assert tokenizer.decode(fitted(Sample("long", "why?", "rows", ""), tokenizer, None, raw=True)) == "long\n\nwhy?"
 
 
-@pytest.mark.parametrize("tokens", [20, 21, 100, 333])
+@pytest.mark.parametrize("tokens", [30, 31, 100, 333])
 @pytest.mark.parametrize("raw", [False, True])
-def test_the_document_is_cut_and_the_instruction_kept(tokens, raw):
+def test_the_document_is_cut_and_what_stands_around_it_kept(tokens, raw):
     tokenizer = tiny_tokenizer(chat=True)
     ids = fitted(SAMPLE, tokenizer, tokens, raw)
     text = tokenizer.decode(ids, skip_special_tokens=True)
     assert len(ids) == tokens  # one token a character: it can be met exactly
     assert text.endswith("why?")
-    assert text.startswith("one two")
+    assert text.startswith("hm.\n\none")
 
 
 def test_what_fits_is_left_whole():
@@ -89,3 +89,16 @@ def test_what_fits_is_left_whole():
 def test_no_room_for_the_instruction():
     with pytest.raises(ContextError, match=r"rows\.jsonl:1"):
         fitted(SAMPLE, tiny_tokenizer(chat=True), 5)
+
+
+@pytest.mark.parametrize(
+    ("text", "depth", "placed"),
+    [
+        ("one two three. " * 3, 0.5, "one two three. one two three. NEEDLE one two three. "),
+        ("one two.", 1.0, "one two. NEEDLE"),
+        ("one two three", 0.3, "one two NEEDLE three"),
+        ("onetwothree", 0.3, "onetwothree NEEDLE"),
+    ],
+)
+def test_a_needle_lies_behind_a_sentence_or_a_word(text, depth, placed):
+    assert place(text, [(depth, "NEEDLE")]) == placed

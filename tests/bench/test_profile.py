@@ -41,7 +41,7 @@ def job(prompts=(PROMPT,), max_tokens=24, **sampling):
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("ar", {}), ("prompt-lookup", {}), ("longspec", {"widths": (3, 2)}), ("eagle3", {}), ("specpv-exact", PARTIAL)],
+    [("ar", {}), ("prompt-lookup", {}), ("longspec", {"widths": (3, 2)}), ("eagle3", {}), ("specpv", PARTIAL)],
 )
 def test_every_method(loaded, spec_of, name, options):
     spec = spec_of(name, **options)

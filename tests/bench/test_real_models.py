@@ -7,7 +7,6 @@ import json
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -24,19 +23,6 @@ words = sys.argv[1:]
 with open({calls!r}, "a") as file:
     print(json.dumps(words), file=file)
 print(json.dumps([{{"avg_ts": 50.0, "build_commit": "abc", "build_number": 7, "model_type": "tiny"}}]))
-"""
-LLAMA_PERPLEXITY = """#!{python}
-import array, pathlib, sys
-words = sys.argv[1:]
-base = pathlib.Path(words[words.index("--kl-divergence-base") + 1])
-if "--kl-divergence" in words:
-    assert base.read_bytes().startswith(b"_logits_")
-    print("Mean    KLD:   0.002593 +-   0.000080")
-    print("99.9%   KLD:   0.030000")
-    print("99.0%   KLD:   0.011900")
-    print("Same top p: 96.667 +- 0.398 %")
-else:
-    base.write_bytes(b"_logits_" + array.array("i", [64, 61, 2, *[5] * 128]).tobytes())
 """
 
 
@@ -144,7 +130,6 @@ def test_quality(module, loads, monkeypatch, tmp_path, capsys):
     quality = module("arithmetic_quality")
     monkeypatch.setattr(quality, "WINDOW", 64)
     monkeypatch.setattr(quality, "CONTEXT", 32)
-    monkeypatch.setattr(quality, "unpack", lambda path, out: out.write_bytes(b"unpacked"))
     (tmp_path / "tiny.gguf").write_bytes(b"GGUF and so on")
     (tmp_path / "texts.jsonl").write_text(json.dumps({"text": "a few words over and over. " * 20}) + "\n")
     ids = torch.tensor(tiny_tokenizer()("a few words over and over. " * 20)["input_ids"][:128]).view(2, 64)
@@ -154,44 +139,10 @@ def test_quality(module, loads, monkeypatch, tmp_path, capsys):
     alike = float((p.argmax(-1) == q.argmax(-1)).double().mean())
     expected = {"mean": float(apart.mean()), "p99": float(apart.quantile(0.99)), "top1": alike, "rows": 62}
     assert expected["mean"] > 0.01 and expected["top1"] < 1
-    perplexity = script(tmp_path / "llama-perplexity", LLAMA_PERPLEXITY)
     words = f"--model tiny={tmp_path}/tiny.gguf --texts {tmp_path}/texts.jsonl --rows 0 --windows 2 "
-    words += f"--llama-perplexity {perplexity} --unpacked {tmp_path}/f32 --json {tmp_path}/out.json"
+    words += f"--json {tmp_path}/out.json"
     quality.main([*words.split(), "--threads", str(torch.get_num_threads())])
     found = json.loads((tmp_path / "out.json").read_text())["models"]["tiny"]
-    assert found["ours"] == pytest.approx(expected, rel=1e-3)
-    assert found["llama.cpp"] == {"mean": 0.002593, "p99": 0.0119, "top1": pytest.approx(0.96667), "rows": 62}
+    assert found == pytest.approx(expected, rel=1e-3)
     assert [how["arithmetic"] for how in loads if "arithmetic" in how] == ["float32", "int8"]
-    assert "llama.cpp: mean 0.002593" in capsys.readouterr().out
-
-
-def test_divergences(module):
-    quality = module("arithmetic_quality")
-    p, q = torch.tensor([[0.5, 0.5], [0.9, 0.1]]).log(), torch.tensor([[0.5, 0.5], [0.5, 0.5]]).log()
-    expected = 0.9 * np.log(1.8) + 0.1 * np.log(0.2)
-    assert quality.divergence(p, q).tolist() == pytest.approx([0, expected], abs=1e-6)
-
-
-def test_a_file_unpacked(module, tmp_path):
-    gguf = pytest.importorskip("gguf")
-    numbers = np.linspace(-1, 1, 256, dtype=np.float32).reshape(4, 64)
-    packed = gguf.quantize(numbers, gguf.GGMLQuantizationType.Q8_0)
-    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0)
-    writer.add_context_length(512)
-    writer.add_token_list(["a", "b"])
-    writer.add_tensor("a.weight", packed, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
-    writer.add_tensor("b.weight", numbers[0])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    module("arithmetic_quality").unpack(tmp_path / "a.gguf", tmp_path / "b.gguf")
-    found = gguf.GGUFReader(tmp_path / "b.gguf")
-    assert found.fields["llama.context_length"].contents() == 512
-    assert found.fields["tokenizer.ggml.tokens"].contents() == ["a", "b"]
-    assert found.fields["general.file_type"].contents() == gguf.LlamaFileType.ALL_F32
-    tensors = {t.name: t for t in found.tensors}
-    assert {t.tensor_type.name for t in found.tensors} == {"F32"}
-    assert np.array_equal(tensors["a.weight"].data, gguf.dequantize(packed, gguf.GGMLQuantizationType.Q8_0))
-    assert np.array_equal(tensors["b.weight"].data, numbers[0])
+    assert "tiny: mean 0." in capsys.readouterr().out

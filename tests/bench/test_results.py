@@ -62,27 +62,20 @@ def test_a_run_comes_back_and_goes_on_where_it_ended(session, tmp_path):
     assert made == again.keys[1:-1] and len(read(path)[1]) == len(session.groups)
 
 
-@pytest.mark.parametrize(
-    ("over", "said"),
-    [
+def test_another_run_is_refused(session, loaded, tmp_path, monkeypatch):
+    """With other settings or prompts, another model, draft, machine or switch; the file stays as it is."""
+    path = tmp_path / "r.jsonl"
+    session.open(path)
+    before = path.read_bytes()
+    for over, said in (
         ({"max_tokens": 7}, "settings.max_tokens: 6 there, 7 here"),
         ({"methods": ("prompt-lookup", "hf")}, "settings.contenders"),
         ({"data": ["b.jsonl"]}, "settings.data"),
         ({"samples": SAMPLES[:3]}, "prompts: "),
-    ],
-)
-def test_another_run_is_refused(session, loaded, tmp_path, over, said):
-    path = tmp_path / "r.jsonl"
-    session.open(path)
-    before = path.read_bytes()
-    with pytest.raises(ConfigError, match=said):
-        Session(loaded, **over).open(path)
+    ):
+        with pytest.raises(ConfigError, match=said):
+            Session(loaded, **over).open(path)
     assert path.read_bytes() == before
-
-
-def test_another_model_draft_machine_or_switch_is_refused(session, loaded, tmp_path, monkeypatch):
-    path = tmp_path / "r.jsonl"
-    session.open(path)
     with pytest.raises(ConfigError):
         Session(LoadedModel(tiny_model(context=512, layers=2, seed=5), loaded.tokenizer)).open(path)
     for change in ({"hardware": {"cores": 4096}}, {"versions": {"torch": "0.1"}}):

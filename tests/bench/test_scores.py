@@ -34,7 +34,8 @@ from longdraft.bench.data import Sample
         ("number", "no idea", "7", 0),
         ("numbers", "Paragraph 3 or paragraph 4", "Paragraph 3", 0.5),
         ("numbers", "none", "3", 0),
-        ("rouge_l", "cats sat here", "a cat sat here", 6 / 7),
+        ("rouge_l", "cats sat here", "a cat sat here", 6 / 7),  # cats and cat share a stem
+        ("rouge_l", "你好", "你好", 1),
         ("found", "It is ABCDE", "abcde", 1),
     ],
 )

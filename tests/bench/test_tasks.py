@@ -139,17 +139,6 @@ def test_the_limit_is_each_data_sets(write):
     assert [len(tasks.read([f"lcc={write(LONGBENCH, '.parquet')}"], n)) for n in (1, 3, 9, None)] == [1, 3, 3, 3]
 
 
-@pytest.mark.parametrize("raw", [False, True])
-def test_what_stands_before_and_behind_a_document_is_not_cut(raw):
-    tokenizer = tiny_tokenizer(chat=True)
-    sample = Sample("one two three " * 30, "why?", "x", "x:1", preface="read this.")
-    ids = fitted(sample, tokenizer, 100, raw)
-    text = tokenizer.decode(ids, skip_special_tokens=True)
-    assert len(ids) == 100
-    assert text.startswith("read this.\n\none two")
-    assert text.endswith("why?")
-
-
 @pytest.mark.parametrize(
     ("row", "message"),
     [

@@ -9,7 +9,6 @@ import time
 import pytest
 
 from longdraft.batch.output import Output
-from longdraft.cli.main import main
 from tests import elsewhere
 
 ROWS = 300
@@ -25,15 +24,11 @@ def found(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def _batch(words):
-    raise SystemExit(main(["batch", *words]))
-
-
 @pytest.mark.slow
 def test_a_killed_run_goes_on_with_every_row_once(shell, model_folder, tmp_path):
     source, killed, whole = prompts(tmp_path / "in.jsonl", ROWS), tmp_path / "killed.jsonl", tmp_path / "whole.jsonl"
     options = ["--model", str(model_folder), "--method", "prompt-lookup", "--slots", "4", "-t", "0.7"]
-    run = elsewhere.start(tmp_path / "said", _batch, [str(source), str(killed), *options])
+    run = elsewhere.start(tmp_path / "said", elsewhere.command, "batch", str(source), str(killed), *options)
     while run.is_alive() and (not killed.exists() or killed.read_bytes().count(b"\n") < 40):
         time.sleep(0.005)
     run.kill()

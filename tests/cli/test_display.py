@@ -9,7 +9,8 @@ from contextlib import ExitStack, redirect_stderr, redirect_stdout
 
 import pytest
 
-from longdraft.cli.display import PrefillBar, TextOutput
+from longdraft.cli.display import TextOutput
+from longdraft.cli.progress import PrefillBar
 from longdraft.engine.streaming import Piece
 
 
@@ -98,7 +99,7 @@ def test_the_bar_leaves_nothing_behind(terminal):
 def test_no_bar_without_a_terminal(capsys):
     with PrefillBar(1000) as bar:
         bar.update(512)
-    assert capsys.readouterr() == ("", "Reading the prompt, 1,000 tokens ...\n")
+    assert capsys.readouterr() == ("", "Reading the prompt: 0 of 1,000 tokens\n")
 
 
 def test_what_is_left_of_a_prompt_whose_end_is_slower_than_its_beginning(monkeypatch, capsys):
@@ -110,8 +111,8 @@ def test_what_is_left_of_a_prompt_whose_end_is_slower_than_its_beginning(monkeyp
             now[0] = 1e-3 * read + 1e-6 * read * read / 2
             bar.update(read)
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "Reading the prompt, 64,000 tokens ..."
-    assert 3 < len(lines) < 12 and all(" of 64,000 tokens, about 0:" in line for line in lines[2:])
+    assert lines[0] == "Reading the prompt: 0 of 64,000 tokens"
+    assert 3 < len(lines) < 12 and all(" of 64,000 tokens, " in line and " about 0:" in line for line in lines[2:])
     read, minutes, seconds = (
         int(x.replace(",", "")) for x in re.search(r"([\d,]+) of .* 0:(\d+):(\d+)", lines[-1]).groups()
     )

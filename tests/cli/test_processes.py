@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
 
 import pytest
-
-from longdraft.cli import processes
-from tests.serve.over_http import wait_until
 
 
 @pytest.fixture(params=[0, 1])
@@ -42,15 +37,6 @@ def test_what_several_processes_cannot_do_is_said_by_the_first(shell, rank, mode
     else:
         last = ended.err.splitlines()[-1]
         assert last.startswith("error: ") and name in last
-
-
-def test_where_the_launcher_is_gone_its_processes_end(rank, monkeypatch):
-    gone, launcher = [], os.getppid()
-    monkeypatch.setattr("os.kill", lambda *given: gone.append(given))
-    with processes._launched(0.001):
-        monkeypatch.setattr("os.getppid", lambda: launcher + 1)
-        wait_until(lambda: gone)
-    assert gone == [(os.getpid(), signal.SIGTERM)]
 
 
 def test_the_embedded_model_is_not_shared_out(shell, rank):

@@ -18,44 +18,28 @@ def _no_input(stdin):
     stdin(b"")
 
 
-def test_a_prompt_alone():
-    assert reading.read("why?", []) == ("", "why?")
+FILES = {"a.txt": b" one\n", "b.txt": b"two\n", "marked.txt": "\ufeffone".encode()}
+BOTH = "File: a.txt\n\none\n\nFile: b.txt\n\ntwo"
 
 
-def test_one_file_is_the_document_as_it_is(tmp_path):
-    (tmp_path / "a.txt").write_text(" one\n")
-    assert reading.read("why?", [str(tmp_path / "a.txt")]) == (" one\n", "why?")
-
-
-def test_several_files_carry_their_names_with_a_blank_line_between(tmp_path):
-    for name in ("a.txt", "b.txt"):
-        (tmp_path / name).write_text(f"text of {name}\n")
-    document, _ = reading.read("why?", [str(tmp_path / "a.txt"), str(tmp_path / "b.txt")])
-    assert document == "File: a.txt\n\ntext of a.txt\n\nFile: b.txt\n\ntext of b.txt"
-
-
-def test_piped_text_is_the_instruction_where_there_is_none(stdin):
-    stdin(b"why?")
-    assert reading.read(None, []) == ("", "why?")
-
-
-def test_piped_text_is_a_document_where_there_is_an_instruction(stdin, tmp_path):
-    stdin(b"the report")
-    assert reading.read("why?", []) == ("the report", "why?")
-    stdin(b"the report")
-    (tmp_path / "a.txt").write_text("one")
-    document, _ = reading.read("why?", [str(tmp_path / "a.txt")])
-    assert document == "File: a.txt\n\none\n\nFile: standard input\n\nthe report"
-
-
-def test_a_dash_is_standard_input(stdin):
-    stdin(b"the report")
-    assert reading.read("why?", ["-"]) == ("the report", "why?")
-
-
-def test_a_byte_order_mark_is_no_text(tmp_path):
-    (tmp_path / "a.txt").write_bytes("\ufeffone".encode())
-    assert reading.read(None, [str(tmp_path / "a.txt")]).document == "one"
+@pytest.mark.parametrize(
+    ("prompt", "files", "piped", "expected"),
+    [
+        ("why?", [], b"", ("", "why?")),
+        ("why?", ["a.txt"], b"", (" one\n", "why?")),  # one file is the document as it is
+        ("why?", ["a.txt", "b.txt"], b"", (BOTH, "why?")),  # several have their names
+        (None, [], b"why?", ("", "why?")),  # what is piped in is the instruction where there is none
+        ("why?", [], b"the report", ("the report", "why?")),  # and else a document
+        ("why?", ["a.txt"], b"it", ("File: a.txt\n\none\n\nFile: standard input\n\nit", "why?")),
+        ("why?", ["-"], b"the report", ("the report", "why?")),
+        (None, ["marked.txt"], b"", ("one", "")),
+    ],
+)
+def test_files_then_what_is_piped_in_then_the_instruction(stdin, tmp_path, prompt, files, piped, expected):
+    for name, content in FILES.items():
+        (tmp_path / name).write_bytes(content)
+    stdin(piped)
+    assert reading.read(prompt, [name if name == "-" else str(tmp_path / name) for name in files]) == expected
 
 
 def test_an_idle_device_on_standard_input_is_left_alone(stdin):

@@ -10,26 +10,20 @@ import time
 
 import pytest
 
-from longdraft.cli.main import main
 from tests import elsewhere
 from tests.serve.over_http import http
 
 pytest.importorskip("fastapi")
 
 
-def _serve(words):
-    os.environ["COLUMNS"] = "200"
-    raise SystemExit(main(["serve", *words]))
-
-
 def test_it_listens_answers_and_ends_when_asked_to(model_folder, tmp_path):
     (tmp_path / "keys.txt").write_text("# tenants\nme secret\n")
     words = [
         "--model", str(model_folder), "--port", "0", "--plan", "fixed", "--slots", "2", "--method", "prompt-lookup,ar",
-        "--api-key-file", str(tmp_path / "keys.txt"), "--snapshots", str(tmp_path / "kept"),
+        "--api-key-file", str(tmp_path / "keys.txt"), "--snapshots", str(tmp_path / "kept"), "--debug",
     ]  # fmt: skip
     said, address = tmp_path / "said", None
-    run = elsewhere.start(said, _serve, words)
+    run = elsewhere.start(said, elsewhere.command, "serve", *words)
     try:
         while not address:
             assert run.is_alive(), said.read_text()
@@ -38,6 +32,7 @@ def test_it_listens_answers_and_ends_when_asked_to(model_folder, tmp_path):
         body = {"messages": [{"role": "user", "content": "who?"}], "max_tokens": 5, "temperature": 0}
         status, answer = http(f"{address[1]}/v1/chat/completions", body, authorization="Bearer secret")
         assert status == 200 and json.loads(answer)["usage"]["completion_tokens"] == 5
+        assert "POST /v1/chat/completions" in said.read_text()
         os.kill(run.pid, signal.SIGTERM)
         assert elsewhere.ended(run, 30) == 0 and "All requests have ended" in said.read_text()
     finally:

@@ -16,23 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from longdraft import methods
-from longdraft.cli.display import TextOutput
-from longdraft.cli.main import main
-from longdraft.engine.streaming import Piece
 from longdraft.methods import METHODS
 from tests import elsewhere
-
-
-def run(*words: str) -> None:
-    raise SystemExit(main(words))
-
-
-def write(text: str) -> None:
-    output = TextOutput()
-    for at in range(0, len(text), 3):
-        output.write([Piece(text[at : at + 2], True), Piece(text[at + 2 : at + 3], False)])
-    output.end()
 
 
 class Terminal:
@@ -123,7 +108,7 @@ def prompts(count: int) -> Callable[[str], bool]:
 @pytest.fixture
 def talk(model_folder: Path) -> Iterator[Terminal]:
     words = "-n", "400", "--plan", "fixed", "--method", "ar", "--model", str(model_folder)
-    with Terminal(run, "chat", *words) as terminal:
+    with Terminal(elsewhere.command, "chat", *words) as terminal:
         terminal.until(prompts(1))
         yield terminal
 
@@ -158,7 +143,7 @@ TEXT = (
 
 @pytest.mark.parametrize("columns", [21, 22, 33, 200])
 def test_lines_break_between_words(columns):
-    with Terminal(write, TEXT, columns=columns) as terminal:
+    with Terminal(elsewhere.written, TEXT, columns=columns) as terminal:
         shown = terminal.ended()
     assert shown.split() == TEXT.split()
     assert "\n\n  Indented" in shown and max(map(len, shown.splitlines())) <= columns
@@ -167,13 +152,13 @@ def test_lines_break_between_words(columns):
 
 def test_a_word_that_is_wider_than_the_terminal_and_scripts_without_blanks_are_whole():
     for text in ("see " + "x" * 50 + " end", "\u65e5\u672c\u8a9e" * 12):
-        with Terminal(write, text, columns=20) as terminal:
+        with Terminal(elsewhere.written, text, columns=20) as terminal:
             assert "".join(terminal.ended().split()) == text.replace(" ", "")
 
 
-@pytest.mark.parametrize("method", [m["name"] for m in methods() if m["name"] in ("longspec", "self", "specpv")])
+@pytest.mark.parametrize("method", ["longspec", "self", "specpv"])
 def test_tables_lose_no_names_at_80_columns(method):
-    with Terminal(run, "methods", method) as terminal:
+    with Terminal(elsewhere.command, "methods", method) as terminal:
         shown = terminal.ended()
     for option in METHODS[method].options.values():
         assert re.search(rf"^{option.name}\b", shown, re.M), option.name

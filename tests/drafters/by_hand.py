@@ -8,7 +8,7 @@ import torch
 
 from longdraft import Speculator
 from longdraft.engine.sequence import Sequence
-from tests.events import begun, replaced, taken_back
+from tests.events import begun, replaced
 from tests.forwards import forward
 from tests.support.definitions import Says, assert_defined
 
@@ -67,9 +67,3 @@ class Decoding:
             store.features.copy_(features)
         store.unverified[0] = 0
         return start
-
-    def take_back(self, count: int) -> None:
-        """Takes tokens back, and the rows of what was read behind what is left."""
-        del self.s.output[-count:]
-        self.store.truncate(0, min(self.store.lengths[0], len(self.s.tokens) - 1))
-        self.drafter.observe(taken_back(self.s))

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from longdraft.drafters import eagle3
-from longdraft.drafters.shared import whole_level
+from longdraft.drafters.shared import neural, whole_level
 
 
 @pytest.fixture
@@ -15,4 +15,5 @@ def float32_weights(monkeypatch):
 @pytest.fixture
 def small_chunks(monkeypatch):
     """EAGLE-3 and one-pass drafts read 7 rows of a text at a time."""
-    monkeypatch.setattr(eagle3, "CHUNK", 7)
+    for module in (eagle3, neural):
+        monkeypatch.setattr(module, "CHUNK", 7)

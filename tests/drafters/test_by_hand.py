@@ -8,15 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from longdraft import Speculator
 from longdraft.engine.sequence import Sequence
-from longdraft.memory.store import KVShape
 from longdraft.model.runner import TargetRunner
 from longdraft.trees.node_limit import NodeLimit
-from longdraft.views.window import SPARE, Window
+from longdraft.views.draft_cache import SPARE
 from tests.drafters.by_hand import Decoding
 from tests.drafters.test_definitions import target
 from tests.drafts import random_draft, random_eagle3, random_onepass
@@ -76,18 +73,6 @@ def test_refreshed_rows_are_read_again(there):
     there.check()
 
 
-@pytest.mark.parametrize("back", [1, 9])
-def test_rewound_text(there, back):
-    """Tokens are taken back of which the drafter has read inexact rows; others stand in their place."""
-    there.check()
-    there.draft_from_inexact_rows(back)
-    there.take_back(back)
-    there.s.output[-1] = (there.s.output[-1] + 5) % 11
-    there.check()
-    there.go_on(4)
-    there.check()
-
-
 # --- retrieval ---
 
 
@@ -123,17 +108,15 @@ def test_retrieved_rows_are_seen_as_if_they_stood_together(tmp_path, kind, setti
     there.go_on(2)
     there.drafter.observe(replaced(s, start))
     there.check(retrieval.rows(0, len(s.tokens) - 1).tolist())
-    there.take_back(12)  # some of them chosen ones
-    there.check(retrieval.rows(0, len(s.tokens) - 1).tolist())
 
 
 def test_a_working_cache_that_grows_out_of_its_room_is_gathered_anew(tmp_path):
     options = RETRIEVAL | {"chunks": 3}
     there = decoding(tmp_path, "eagle3", [i % 11 for i in range(0, 80, 2)], 30, options, window=22)
-    near, sizes = there.drafter.cache.near, []
+    cache, sizes = there.drafter.cache, []
     for token in [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3]:
         there.drafter.propose([there.s])
-        sizes.append(near.end(0))
+        sizes.append(cache.store.lengths[0])
         there.go_on(token)
     assert max(sizes) == 22 - 2 and any(b < a for a, b in itertools.pairwise(sizes))
 
@@ -161,9 +144,8 @@ def test_windows_bound_the_memory(tmp_path):
         for kind, rows in (("eagle3", 3), ("onepass", 3), ("longspec", 2)):
             there = decoding(tmp_path / f"{length}", kind, text, length - 1, window=16)
             there.drafter.propose([there.s])
-            cache = there.drafter.window if kind == "longspec" else there.drafter.cache
-            # slots, KV heads, window, the nodes that the draft is shown and nobody's row, head size
-            assert cache.keys.shape[:3] == (1, 2, 16 + SPARE + rows + 1)
+            # layers, slots, KV heads, window, the nodes that the draft is shown and nobody's row
+            assert there.drafter.cache.store.keys.shape[:4] == (1, 1, 2, 16 + SPARE + rows + 1)
 
 
 def test_prefill_reads_the_last_window_alone(tmp_path):
@@ -192,8 +174,7 @@ def test_the_targets_parts_are_shared_and_kept_between_runs(tmp_path):
     model = tiny_model()
     spec = Speculator(random_draft(tmp_path / "draft", model), target=model)
     first = spec.draft().bound(spec.runner())
-    assert first.head.data_ptr() == model.get_output_embeddings().weight.data_ptr()
-    assert first.parts.embedding.weight is model.get_input_embeddings().weight
+    assert first.embedding.weight is model.get_input_embeddings().weight
     spec.generate([[1, 2, 3]], max_new_tokens=4)
     assert spec.draft().bound(spec.runner()) is first
 
@@ -216,21 +197,6 @@ def test_one_forward_a_round_whatever_the_depth_and_however_many_texts(tmp_path)
     drafter.use_planner()  # who pays for the forward once, so that a level is nearly free
     (deep,) = drafter.propose(sequences[:1], NodeLimit(20, 0.6))
     assert max(deep.depths) == 4
-
-
-@given(st.integers(2, 9), st.lists(st.integers(1, 9), min_size=1, max_size=99))
-def test_the_window_holds_the_last_tokens(size, pieces):
-    window, position = Window(KVShape(1, 1, 4, torch.float32), 1, size, 0, "cpu"), 0
-    for n in pieces:
-        n = min(n, size)
-        k = torch.arange(position, position + n).float().view(1, n, 1).expand(1, n, 4)
-        window.append(0, position, k, -k)
-        position += n
-    begin, end = window.seen(0)
-    last = list(range(max(0, position - size), position))
-    assert window.end(0) == position and window.seen(0, depth=1, nodes=3) == (max(begin, end - size + 1), end + 3)
-    assert window.keys[0, 0, begin:end].tolist() == [[p] * 4 for p in last]
-    assert window.values[0, 0, begin:end].tolist() == [[-p] * 4 for p in last]
 
 
 # --- what is said once, and what is refused ---

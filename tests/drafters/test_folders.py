@@ -362,6 +362,21 @@ def test_eagle_1_as_speculators_wrote_it_first(tmp_path):
     assert outcome(added, model) == outcome(theirs, model)
 
 
+def test_a_draft_in_several_files(tmp_path):
+    model = target()
+    folder = published.write(tmp_path / "draft", "eagle-3")
+    whole = outcome(folder, model)
+    tensors, names = load_file(folder / "model.safetensors"), {}
+    (folder / "model.safetensors").unlink()
+    for number, each in enumerate((list(tensors)[::2], list(tensors)[1::2])):
+        names |= dict.fromkeys(each, f"model-{number}.safetensors")
+        save_file({name: tensors[name] for name in each}, folder / f"model-{number}.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    assert outcome(folder, model) == whole
+    (folder / "model-1.safetensors").unlink()
+    refused(folder, "model-1.safetensors")
+
+
 EXPORTED = {
     "plain": {}, "kept": {"kept": KEPT}, "before fc": {"norm_before_fc": True, "config": {"norm_before_fc": True}},
     "3.1": {"fc_norm": 3, "norm_output": True, "config": {"fc_norm": True, "norm_output": True}},
@@ -424,6 +439,16 @@ def test_the_exported_layout_key_by_key(tmp_path):
     assert tensors.keys() == names | {"d2t", "t2d"} and len(tensors["t2d"]) == 11
     assert tensors["d2t"].dtype == torch.int64 and (tensors["d2t"] + torch.arange(5)).tolist() == KEPT
     assert tensors["t2d"].dtype == torch.bool and tensors["t2d"].nonzero().flatten().tolist() == KEPT
+
+
+def test_a_folder_that_does_not_say_what_its_residual_is_is_read_as_vllm_does(tmp_path):
+    model = target()
+    folders = {
+        "speculators": (published.eagle3(tmp_path / "a", model, config={"norm_before_residual": "drop"}), True),
+        "peagle": (THEIRS["peagle"](tmp_path / "b", model), False),
+        "authors": (published_eagle3(tmp_path / "c", model), False),
+    }
+    assert all(kind_of(folder).load(folder).shape.norm_before_residual is said for folder, said in folders.values())
 
 
 def test_what_published_drafts_leave_out_or_state_oddly(tmp_path):

@@ -88,9 +88,7 @@ def test_a_planner_makes_no_chain_longer_than_the_tree_was_deep(workshop, method
     assert drafter.tree.depth == depth
 
 
-@pytest.mark.parametrize(
-    ("method", "instead"), [("specpv", "prompt-lookup"), ("specpv-exact", "self"), ("nested", "self")]
-)
+@pytest.mark.parametrize(("method", "instead"), [("specpv", "prompt-lookup")])
 def test_methods_that_keep_rows_verified_in_part_name_another_one(method, instead):
     model = recurrent_model("qwen3_5_text")
     with pytest.raises(UnsupportedModelError, match=rf"recurrent layers.*\b{instead}\b"):

@@ -10,12 +10,11 @@ import torch
 
 from longdraft import Sampling, Speculator
 from longdraft.drafts.kinds import KINDS
-from longdraft.engine.draws import OwnDraws
+from longdraft.engine.draws import Draws
 from longdraft.engine.loop import Engine
 from longdraft.engine.sampler import Sampler
 from longdraft.engine.sequence import Sequence
 from longdraft.model.runner import TargetRunner
-from longdraft.trees.opt import Opt
 from tests.drafters.watching import Watching
 from tests.drafts import random_draft, random_eagle3
 from tests.events import decoded
@@ -53,7 +52,7 @@ def proposals(drafter, model, prompts, n=24, sampling=None):
     sampling = sampling or Sampling()
     sequences = [Sequence(i, list(p), n, greedy=sampling.greedy) for i, p in enumerate(prompts)]
     generators = [torch.Generator().manual_seed(i) for i in range(len(prompts))]
-    samplers = [Sampler(sampling.greedy, sampling.processors(), OwnDraws(g)) for g in generators]
+    samplers = [Sampler(sampling.greedy, sampling.processors(), Draws(g)) for g in generators]
     for s, sampler in zip(sequences, samplers, strict=True):
         s.sampler = sampler
     decoded(Engine(TargetRunner(model), watching), sequences)
@@ -120,6 +119,6 @@ def test_the_method_retrieves_and_grows_an_opt_tree(tmp_path):
     draft = random_eagle3(tmp_path, model)
     spec = Speculator("specextend-eagle3", target=model, draft=draft)
     made = spec.recipe().drafter()
-    assert made.retrieval.view.chunks == 64 and made.retrieval.refresh.interval == 8 and isinstance(made.tree, Opt)
+    assert made.retrieval.view.chunks == 64 and made.retrieval.refresh.interval == 8 and made.tree.name == "opt"
     spec = Speculator("specextend-eagle3", target=model, draft=draft, widths=(2, 2), chunks=16)
-    assert spec.recipe().drafter().tree.widths == (2, 2)
+    assert spec.recipe().drafter().tree.children == (2, 2)

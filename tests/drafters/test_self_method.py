@@ -27,7 +27,7 @@ STREAMING = {"view": "streaming", "budget": 24, "sink": 4}
 SNAPKV = {"view": "snapkv", **SMALL}
 CHUNKS = {"view": "chunks", "chunk": 4, "sink": 4, **SMALL}
 TOKENS = {"view": "tokens", "sink": 2, **SMALL}
-VIEWS = [STREAMING, SNAPKV, CHUNKS | {"refresh": 2}, TOKENS | {"adaptive": True, "refresh": 0}]
+VIEWS = [STREAMING, SNAPKV, CHUNKS | {"refresh": 2}, TOKENS | {"refresh": 3}]
 views = pytest.mark.parametrize("view", VIEWS, ids=str)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, OpenAIGPTConfig
 
-from longdraft.drafters.shared.levels import feed_level
+from longdraft.drafters.shared.hosted import feed_level
 from longdraft.drafts.language_model import PublishedLM, SmallLMDraft, TrainedLM
 from longdraft.errors import CheckpointError, UnsupportedModelError
 from longdraft.model.loading import load

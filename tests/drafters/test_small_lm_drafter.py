@@ -13,10 +13,10 @@ from longdraft.drafters.small_lm import SmallLMDrafter
 from longdraft.drafts.language_model import SmallLMDraft
 from longdraft.engine.sequence import Sequence
 from longdraft.model.runner import TargetRunner
-from longdraft.views import compact
+from longdraft.views import draft_cache
 from tests.drafters.watching import run
 from tests.drafts import saved, small_lm
-from tests.events import begun, taken_back
+from tests.events import begun
 from tests.tiny import tiny_model
 
 pytestmark = pytest.mark.usefixtures("small_sizes")
@@ -135,19 +135,6 @@ def test_many_tokens_at_once(decoding):
     decoding.check()
 
 
-@pytest.mark.parametrize("back", [1, 20])
-def test_rewound_text(decoding, back):
-    """Tokens are taken back, and others stand in their place."""
-    decoding.check()
-    s = decoding.s
-    del s.output[-back:]
-    s.output[-3:] = [(token + 5) % 11 for token in s.output[-3:]]
-    decoding.drafter.observe(taken_back(s))
-    decoding.check()
-    decoding.emit([4])
-    decoding.check()
-
-
 def test_sequences_that_leave_a_batch_level_by_level(tmp_path):
     """A tree is no deeper than its sequence may still grow; the others' trees do not notice."""
     draft = SmallLMDraft.load(small_lm(tmp_path))
@@ -164,19 +151,11 @@ def test_sequences_that_leave_a_batch_level_by_level(tmp_path):
         assert_defined(draft.bound(runner).runner.model, s.tokens, tree, limit=16)
 
 
-def test_a_text_that_only_became_shorter(decoding):
-    decoding.check()
-    del decoding.s.output[-3:]
-    decoding.drafter.observe(taken_back(decoding.s))
-    decoding.check()
-    decoding.check()  # and is asked for twice
-
-
 # --- options, refusals ---
 
 
 def test_defaults_are_the_papers_or_as_much_as_was_trained_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(compact, "FRESH", 64)
+    monkeypatch.setattr(draft_cache, "FRESH", 64)
     long = SmallLMDraft.load(small_lm(tmp_path / "long", context=2048))
     short = SmallLMDraft.load(small_lm(tmp_path / "short", context=512))
     for draft, chunks, recent in ((long, 32, 1024), (short, 7, 408)):

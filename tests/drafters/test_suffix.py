@@ -15,7 +15,7 @@ from longdraft.engine.sequence import Sequence
 from longdraft.trees.node_limit import NodeLimit
 from longdraft.trees.tree import TokenTree
 from tests.drafts import random_draft
-from tests.events import begun, taken_back, verified
+from tests.events import begun, verified
 from tests.tiny import tiny_model
 
 PLANNED = NodeLimit(15, 0.0)
@@ -156,21 +156,6 @@ def test_a_text_that_grows_is_drafted_as_one_read_at_once(prompt, rounds):
     now = started(at_once, [0, *prompt], s.output)
     # Matches of a prompt's inside are not followed; all that can still matter are.
     assert paths(proposal(grown, s)) == paths(proposal(at_once, now))
-
-
-short_texts = st.lists(st.integers(0, 2), max_size=20)
-
-
-@given(short_texts, short_texts, st.integers(0, 20), short_texts)
-def test_tokens_taken_back_are_not_looked_up(prompt, output, count, then):
-    """As if they had never been there, whatever came instead."""
-    drafter, fresh = SuffixDrafter(), SuffixDrafter()
-    s = started(drafter, [0, *prompt], [1, *output])
-    kept = [1, *output][: max(1, 1 + len(output) - count)]
-    s.output = kept + then
-    drafter.observe(taken_back(s, count))
-    now = started(fresh, [0, *prompt], s.output)
-    assert proposal(drafter, s) == proposal(fresh, now)
 
 
 def test_output_is_found_as_well_as_the_prompt():

@@ -9,9 +9,10 @@ import torch
 
 from longdraft import Speculator
 from longdraft.attention import hybrid
-from longdraft.drafters.shared.levels import Fed
-from longdraft.memory.store import KVShape
-from longdraft.views.window import Window
+from longdraft.drafters.shared import rows
+from longdraft.drafters.shared.rows import Rows
+from longdraft.memory.store import KVShape, KVStore
+from longdraft.views.draft_cache import SPARE, DraftCache
 from tests import torch_kernels
 from tests.drafts import random_draft, random_eagle3
 from tests.tiny import tiny_model
@@ -27,43 +28,54 @@ def on_torch_kernels(monkeypatch):
 
 
 class Pair:
-    """Two windows that get the same rows."""
+    """Two caches that get the same rows, one sequence after the other and all at once."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.windows = [Window(KVShape(1, KV_HEADS, D, dtype), 3, WINDOW, 16, "cpu") for _ in range(2)]
-        self.windows[1].together = True
+    def __init__(self, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+        shape = KVShape(1, KV_HEADS, D, dtype, padded=True)
+        stores = [KVStore(shape, 3, WINDOW + SPARE + 16 + 1) for _ in range(2)]
+        self.caches = [DraftCache(store, 16, WINDOW) for store in stores]
+        monkeypatch.setattr(rows, "together", lambda cache: cache is self.caches[1])
         self.dtype, self.tolerance = dtype, 2e-6 if dtype == torch.float32 else 3e-2
 
-    def feed(self, fed: Fed) -> None:
-        q = torch.randn(HEADS, len(fed.slots) * fed.width, D).to(self.dtype)
-        k, v = (torch.randn(KV_HEADS, sum(fed.counts), D).to(self.dtype) for _ in range(2))
-        plain, together = (fed.attend(window)(q, k, v) for window in self.windows)
+    def read(self, slots: tuple[int, ...], width: int, behind: int = 0) -> None:
+        for cache in self.caches:
+            for slot in slots:
+                cache.ready(slot, width)
+                cache.extend(slot, width)
+        self.feed(*(Rows.new(cache, slots, width, behind) for cache in self.caches))
+
+    def nodes(self, slots: tuple[int, ...], depth: int, ancestors: torch.Tensor) -> None:
+        self.feed(*(Rows.nodes(cache, slots, depth, ancestors) for cache in self.caches))
+
+    def feed(self, *fed: Rows) -> None:
+        count, q = len(fed[0].slots), torch.randn(HEADS, len(fed[0].slots) * fed[0].going, D).to(self.dtype)
+        k, v = (torch.randn(KV_HEADS, count * fed[0].width, D).to(self.dtype) for _ in range(2))
+        both = zip(self.caches, fed, strict=True)
+        plain, together = (own.attends(cache)[0](q, k, v) for cache, own in both)
         assert plain.shape == together.shape == q.shape and together.dtype == self.dtype
         torch.testing.assert_close(plain.float(), together.float(), atol=self.tolerance, rtol=self.tolerance)
-        assert torch.equal(self.windows[0].keys, self.windows[1].keys)
-        assert torch.equal(self.windows[0].values, self.windows[1].values)
+        assert torch.equal(self.caches[0].store.keys, self.caches[1].store.keys)
+        assert torch.equal(self.caches[0].store.values, self.caches[1].store.values)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_rounds_of_a_batch_over_windows_that_move(dtype):
-    pair, ends = Pair(dtype), {2: 0, 0: 0}
+def test_rounds_of_a_batch_over_windows_that_move(dtype, monkeypatch):
+    pair = Pair(dtype, monkeypatch)
     for turn in range(60):
-        counts = tuple(int(n) for n in torch.randint(1, WINDOW, (2,)))
-        pair.feed(Fed((2, 0), counts, 1, starts=tuple(ends.values())))
-        ends = {slot: end + n for (slot, end), n in zip(ends.items(), counts, strict=True)}
+        pair.read((2, 0), int(torch.randint(1, WINDOW, ())))
         if turn % 10:
             continue
         first = torch.eye(3, dtype=torch.bool).expand(2, -1, -1)
-        pair.feed(Fed((2, 0), (3, 3), 3, depth=1, ancestors=first))
+        pair.nodes((2, 0), 1, first)
         second = torch.cat([torch.rand(2, 4, 3) < 0.5, torch.eye(4, dtype=torch.bool).expand(2, -1, -1)], dim=2)
-        pair.feed(Fed((2, 0), (4, 4), 4, depth=2, ancestors=second))
-    assert max(ends.values()) > WINDOW + 256  # they have moved
+        pair.nodes((2, 0), 2, second)
+    assert not pair.caches[0].whole(2)  # they have moved
 
 
-def test_rows_that_stand_for_tokens_not_known_yet():
-    pair = Pair(torch.float32)
-    pair.feed(Fed((1, 2), (5 + 2, 1 + 2), 3, starts=(0, 0), behind=2))
-    pair.feed(Fed((1, 2), (2 + 2, 11 + 2), 3, starts=(5, 1), behind=2))
+def test_rows_that_stand_for_tokens_not_known_yet(monkeypatch):
+    pair = Pair(torch.float32, monkeypatch)
+    pair.read((1, 2), 5, behind=2)
+    pair.read((1, 2), 11, behind=2)
 
 
 @pytest.mark.parametrize("kind", ["longspec", "eagle3"])

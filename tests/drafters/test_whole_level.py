@@ -11,13 +11,13 @@ from longdraft.drafters import eagle3 as eagle3_draft
 from longdraft.drafters import longspec as longspec_draft
 from longdraft.drafters.eagle3 import Eagle3Draft
 from longdraft.drafters.longspec import LongSpecDraft
-from longdraft.drafters.shared.levels import Fed, Inputs
-from longdraft.memory.store import KVShape
+from longdraft.drafters.shared.rows import Rows
+from longdraft.memory.store import KVShape, KVStore
 from longdraft.model.runner import TargetRunner
 from longdraft.model.stored import light
 from longdraft.native import Stored, build, kernels
 from longdraft.native.library import kernels_for
-from longdraft.views.window import Window
+from longdraft.views.draft_cache import SPARE, DraftCache
 from tests.drafts import random_block, random_draft, random_eagle3, random_eagle3_block
 from tests.tiny import tiny_model
 
@@ -43,51 +43,55 @@ class Desk:
             self.whole = longspec_draft._whole(found, self.block, self.head)
         else:
             self.whole = eagle3_draft._whole(found, self.block)
-        shape = KVShape(1, KV_HEADS, D, torch.float32)
-        self.windows = [Window(shape, 3, WINDOW, 16, "cpu") for _ in range(2)]
+        shape = KVShape(1, KV_HEADS, D, torch.float32, padded=True)
+        self.caches = [DraftCache(KVStore(shape, 3, WINDOW + SPARE + 17), 16, WINDOW) for _ in range(2)]
         self.text = torch.randn(3, KV_HEADS, D, 70).transpose(2, 3), torch.randn(3, KV_HEADS, 70, D), [70, 33]
 
-    def inputs(self, rows: int) -> Inputs:
+    def inputs(self, rows: int) -> tuple[torch.Tensor | None, ...]:
         joined = None if self.longspec else torch.randn(rows, self.hidden)
         angles = torch.rand(rows, D // 2) * 6
         cos, sin = (torch.cat([x, x], -1) for x in (angles.cos(), angles.sin()))
-        return Inputs(torch.randn(rows, self.hidden), joined, cos, sin)
+        return torch.randn(rows, self.hidden), joined, cos, sin
 
-    def plain(self, fed: Fed, rows: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    def plain(self, rows: Rows, inputs) -> tuple[torch.Tensor, torch.Tensor]:
         """Outputs and logits."""
-        attend = fed.attend(self.windows[0])
-        going = torch.cat([torch.arange(sum(fed.counts)).split(fed.counts)[i][-fed.width :] for i in range(2)])
-        x, joined, cos, sin = rows
+        attend, going = rows.attends(self.caches[0])[0], rows.outputs("cpu")
+        x, joined, cos, sin = inputs
         if not self.longspec:
             out = self.block(x, joined, cos, sin, attend, going)
             return out, self.block.norm(out) @ self.head.T
 
         def cross(q):
             keys, values, lengths = self.text
-            own = zip(q.split(fed.width, dim=1), fed.slots, lengths, strict=True)
+            own = zip(q.split(rows.going, dim=1), rows.slots, lengths, strict=False)
             parts = [partial_attention(x, keys[s, :, :n], values[s, :, :n], D**-0.5)[0] for x, s, n in own]
             return torch.cat(parts, dim=1).to(q.dtype)
 
         out = self.block(x, cos, sin, attend, cross, going)
         return out, out @ self.head.T
 
-    def compare(self, fed: Fed, best: int) -> None:
-        rows = self.inputs(sum(fed.counts))
+    def read(self, slots: tuple[int, ...], width: int, best: int) -> None:
+        for cache in self.caches:
+            for slot in slots:
+                cache.ready(slot, width)
+                cache.extend(slot, width)
+        self.compare(Rows.new(self.caches[0], slots, width), best)
+
+    def compare(self, rows: Rows, best: int) -> None:
+        inputs = self.inputs(rows.width * len(rows.slots))
         near = {"rtol": 1e-4, "atol": 1e-3}
-        out, logits = self.plain(fed, rows)
+        out, logits = self.plain(rows, inputs)
         text = self.text if self.longspec else None
-        ends = list(self.windows[1]._ends)
-        wanted = self.whole(fed, rows, self.windows[1], text, 0)[1]
-        self.windows[1]._ends = ends
-        got = self.whole(fed, rows, self.windows[1], text, best)
+        wanted = self.whole(rows, inputs, self.caches[1], text, 0)[1]
+        got = self.whole(rows, inputs, self.caches[1], text, best)
         if not self.longspec:  # LongSpec's module ends with the norm
             torch.testing.assert_close(got[0], out, **near)
         torch.testing.assert_close(wanted, logits, **near)
-        for x, y in ((self.windows[0].keys, self.windows[1].keys), (self.windows[0].values, self.windows[1].values)):
+        for x, y in zip(*((c.store.keys, c.store.values) for c in self.caches), strict=True):
             torch.testing.assert_close(y, x, **near)
         said = torch.log_softmax(wanted, -1).topk(best, dim=-1)
-        torch.testing.assert_close(got[2], said.values, rtol=1e-5, atol=1e-5)
-        assert torch.equal(got[3], said.indices)
+        torch.testing.assert_close(got[1], said.values, rtol=1e-5, atol=1e-5)
+        assert torch.equal(got[2], said.indices)
 
 
 @pytest.mark.usefixtures("float32_weights")
@@ -95,14 +99,15 @@ class Desk:
 @pytest.mark.parametrize("kind", ["longspec", "eagle3"])
 def test_a_level_is_what_the_module_says(kind, level):
     desk = Desk(kind, level)
-    # Read first: one more than the window holds, and less; then a few tokens, of which the last is a root.
-    desk.compare(Fed((2, 0), (WINDOW, 7), 1, starts=(0, 0)), 3)
-    desk.compare(Fed((2, 0), (1, 4), 1, starts=(WINDOW, 7)), 131)
+    # Read first: all that the window holds, and less; then a few tokens, of which the last is a root.
+    desk.read((2,), WINDOW, 3)
+    desk.read((0,), 7, 3)
+    desk.read((2, 0), 4, 131)
     first = torch.eye(5, dtype=torch.bool).expand(2, -1, -1)
-    desk.compare(Fed((2, 0), (5, 5), 5, depth=1, ancestors=first), 1)
+    desk.compare(Rows.nodes(desk.caches[0], (2, 0), 1, first), 1)
     chosen = torch.stack([first[0][[0, 0, 3]], first[1][[4, 1, 1]]])
     second = torch.cat([chosen, torch.eye(3, dtype=torch.bool).expand(2, -1, -1)], dim=2)
-    desk.compare(Fed((2, 0), (3, 3), 3, depth=2, ancestors=second), 10)
+    desk.compare(Rows.nodes(desk.caches[0], (2, 0), 2, second), 10)
 
 
 @pytest.mark.skipif(kernels() is None, reason="no kernels here")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from transformers import LogitsProcessorList
 
 from longdraft.engine.accept import Accepted, accept
-from longdraft.engine.draws import OwnDraws
+from longdraft.engine.draws import Draws
 from longdraft.engine.sampler import Sampler, Sampling
 from longdraft.trees.builders import chain, union
 from longdraft.trees.tree import TokenTree
@@ -32,7 +32,7 @@ def verified(tree: TokenTree, prefix: list[int]) -> torch.Tensor:
 
 def sampler(sampling: Sampling | None = None, seed: int = 0) -> Sampler:
     sampling = sampling or Sampling()
-    return Sampler(sampling.greedy, sampling.processors(), OwnDraws(torch.Generator().manual_seed(seed)))
+    return Sampler(sampling.greedy, sampling.processors(), Draws(torch.Generator().manual_seed(seed)))
 
 
 def decode(tree_for, sampler: Sampler, n: int) -> list[int]:
@@ -98,21 +98,6 @@ def test_the_penalty_changes_the_greedy_text():
     )
 
 
-def test_a_right_chain_is_accepted_whole_with_a_bonus_token():
-    following = decode(autoregressive, sampler(), 5)
-    tree = chain(PREFIX[-1], following[:4])
-    got = accept(tree, verified(tree, PREFIX), sampler(), lambda: torch.tensor(PREFIX))
-    assert got == Accepted((0, 1, 2, 3, 4), tuple(following))
-    assert got.from_draft == 4
-
-
-def test_a_wrong_chain_still_gives_one_token():
-    (right,) = decode(autoregressive, sampler(), 1)
-    tree = chain(PREFIX[-1], [(right + 1) % VOCABULARY, right])
-    got = accept(tree, verified(tree, PREFIX), sampler(), lambda: torch.tensor(PREFIX))
-    assert got == Accepted((0,), (right,)) and got.from_draft == 0
-
-
 def test_rows_of_padding_behind_the_tree_are_not_read():
     tree = chain(PREFIX[-1], [])
     padded = torch.cat([verified(tree, PREFIX), torch.full((3, VOCABULARY), float("nan"))])
@@ -148,11 +133,6 @@ def test_a_seed_gives_the_same_text_whatever_is_drafted(sampling, seed):
     assert decode(random_tree, sampler(sampling, seed), 25) == alone
 
 
-def test_another_seed_gives_another_text():
-    texts = {tuple(decode(autoregressive, sampler(Sampling(1.0), seed), 25)) for seed in range(5)}
-    assert len(texts) == 5
-
-
 # --- stopping, and who is called how often ---
 
 
@@ -186,7 +166,7 @@ class Recorder:
 @pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampled"])
 def test_a_stateful_processor_sees_one_call_a_token_in_order_whatever_is_drafted(greedy):
     recorder = Recorder()
-    who = Sampler(greedy, LogitsProcessorList([recorder]), OwnDraws(torch.Generator().manual_seed(3)))
+    who = Sampler(greedy, LogitsProcessorList([recorder]), Draws(torch.Generator().manual_seed(3)))
     bushy = [[a, b, a] for a in range(VOCABULARY) for b in range(VOCABULARY)]
     out = decode(lambda text: union(text[-1], bushy), who, 12)
     assert recorder.texts == [PREFIX + out[:i] for i in range(12)]

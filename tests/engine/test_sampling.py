@@ -9,7 +9,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 from longdraft import Speculator
 from longdraft.bench.contenders import Job
 from longdraft.bench.peers import Generate
-from longdraft.engine.draws import OwnDraws
+from longdraft.engine.draws import Draws
 from longdraft.engine.sampler import Sampler, Sampling
 from tests.tiny import tiny_model
 
@@ -46,12 +46,6 @@ def test_settings_mean_what_they_mean_in_generate(settings):
     assert torch.equal(ours(text, scores.clone()), expected(text, scores.clone()))
 
 
-def test_greedy_keeps_the_repetition_penalty_and_nothing_else():
-    ours = Sampling(0.0, top_k=4, top_p=0.8, min_p=0.1, repetition_penalty=1.5).processors()
-    expected = processors_of_generate(do_sample=False, repetition_penalty=1.5)
-    assert [type(p) for p in ours] == [type(p) for p in expected]
-
-
 @pytest.mark.parametrize("off", [{"top_k": 0}, {"top_p": 1.0}, {"min_p": 0.0}, {"repetition_penalty": 1.0}], ids=str)
 def test_a_setting_that_filters_nothing_costs_nothing(off):
     assert len(Sampling(1.0, **off).processors()) == 0
@@ -61,17 +55,11 @@ def test_a_token_is_sampled_with_the_generator_it_was_given():
     logits, text = torch.randn(61), torch.tensor([1])
 
     def sampled(seed: int) -> list[int]:
-        sampler = Sampler(False, Sampling(1.0).processors(), OwnDraws(torch.Generator().manual_seed(seed)))
+        sampler = Sampler(False, Sampling(1.0).processors(), Draws(torch.Generator().manual_seed(seed)))
         torch.manual_seed(int(torch.randint(10**6, ())))  # the global state plays no part
         return [sampler.sample(text, logits) for _ in range(20)]
 
     assert sampled(1) == sampled(1) != sampled(2)
-
-
-def test_half_precision_logits_are_sampled_in_float32():
-    logits = torch.zeros(61, dtype=torch.float16)
-    logits[7] = 100.0
-    assert Sampler(False, Sampling(1.0).processors()).sample(torch.tensor([1]), logits) == 7
 
 
 # --- the penalty on recent tokens ---

@@ -74,7 +74,6 @@ METHODS: dict[str, dict[str, Any]] = {
 REFUSED: dict[str, dict[str, Any]] = {
     "self": {"method": "self"},
     "magicdec": {"method": "magicdec"},
-    "nested": {"method": "nested", "drafter": "prompt-lookup"},
     "triforce": {"method": "triforce", "draft": "lm"},
     "tokenswift": {"method": "tokenswift", "draft": "heads"},
     "specextend": {"method": "specextend", "draft": "lm"},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import typing
 
 import numpy as np
@@ -11,6 +10,7 @@ import torch
 
 import longdraft
 from longdraft import PromptCache, Request, Sampling, Speculator
+from longdraft.engine.request import Settings
 from tests.tiny import tiny_model, tiny_tokenizer
 
 
@@ -38,13 +38,10 @@ def test_what_else_is_a_prompt(spec):
     assert tokens(spec, (text for text in ("one", "two"))) == tokens(spec, ["one", "two"])
 
 
-def test_the_signatures_are_typed():
-    for call in (Speculator.generate, Speculator.stream):
-        parameters = inspect.signature(call).parameters.values()
-        assert not [p for p in parameters if p.kind is p.VAR_KEYWORD]
-        assert {p.name for p in parameters} >= {"temperature", "top_p", "top_k", "min_p", "repetition_penalty"}
-        assert all(p.annotation is not p.empty for p in parameters if p.name != "self")
-    assert typing.get_type_hints(Request)["stop"]
+def test_the_settings_of_a_call_are_typed_as_a_requests_are():
+    of_request, of_call = typing.get_type_hints(Request), typing.get_type_hints(Settings)
+    assert {name: of_request[name] for name in of_call} == of_call
+    assert {*of_request} - {*of_call} == {"prompt", "processors", "tenant", "predicted", "reuse"}
 
 
 def test_settings_by_themselves_are_a_sampling(spec):
@@ -94,15 +91,6 @@ def test_the_steps_texts_are_the_results(spec, stop):
         if not stop:  # a token a character, but for special ones
             pairs = zip(result.token_ids, result.from_draft, strict=True)
             assert flags == [drafted for token, drafted in pairs if spec.decode([token])]
-
-
-def test_a_notebook_shows_drafted_tokens_in_colour(spec):
-    (result,) = spec.generate("<b> & <b> & <b>", max_new_tokens=60, temperature=0.8, seed=1, eos_token_ids=[])
-    html = result._repr_html_()
-    assert any(result.from_draft) and '<span style="color' in html and "drafted and accepted" in html
-    assert result.summary in html and "<b>" not in html
-    untold = Speculator("ar", target=spec.runner().model).generate([5, 6], max_new_tokens=2)[0]
-    assert " ".join(map(str, untold.token_ids)) in untold._repr_html_()
 
 
 def test_an_option_by_two_of_its_names():

@@ -106,25 +106,16 @@ def processors(*each: LogitsProcessor) -> LogitsProcessorList:
 CASES = {
     "greedy": Case(THREE, {}),
     "sampled": Case(ONE, SAMPLED | {"top_p": 0.9, "min_p": 0.01, "typical_p": 0.9, "epsilon_cutoff": 0.001}),
-    "sampled_batch": Case(THREE, SAMPLED | {"eos_token_id": list(range(12))}),
-    # processors built for the batch
+    "sampled_padded": Case({k: v[1:] for k, v in TWO.items()}, SAMPLED | {"repetition_penalty": 1.4}),
     "repetition": Case(THREE, {"repetition_penalty": 1.4}),
-    "repetition_one_padded": Case(
-        {k: v[1:] for k, v in TWO.items()}, SAMPLED | {"repetition_penalty": 1.4, "num_return_sequences": 2}
-    ),
-    "encoder_repetition": Case(THREE, {"encoder_repetition_penalty": 1.5}),
-    "encoder_ngrams": Case(THREE, {"encoder_no_repeat_ngram_size": 1}),
-    "prefix": Case(THREE, {"prefix_allowed_tokens_fn": allowed}),
-    "several": Case(
-        TWO,
-        SAMPLED
-        | {"repetition_penalty": 1.4, "encoder_no_repeat_ngram_size": 2}
-        | {"prefix_allowed_tokens_fn": allowed, "num_return_sequences": 2},
-    ),
+    # processors built for the batch, of one row
+    "encoder_repetition": Case(ONE, {"encoder_repetition_penalty": 1.5}),
+    "encoder_ngrams": Case(ONE, {"encoder_no_repeat_ngram_size": 1}),
+    "several": Case(ONE, SAMPLED | {"repetition_penalty": 1.4, "prefix_allowed_tokens_fn": allowed}),
     # processors with a state
-    "guidance": Case(THREE, {"guidance_scale": 1.7}),
+    "guidance": Case(ONE, {"guidance_scale": 1.7}),
     "guidance_negative": Case(
-        TWO, {"guidance_scale": 1.7, "negative_prompt_ids": torch.tensor([[4, 5, 6], [9, 9, 1]]), "use_cache": False}
+        ONE, {"guidance_scale": 1.7, "negative_prompt_ids": torch.tensor([[4, 5, 6]]), "use_cache": False}
     ),
     "synthid": Case(THREE, lambda: {"watermarking_config": SynthIDTextWatermarkingConfig(2, list(range(20)), 8)}),
     "watermark": Case(TWO, lambda: {"watermarking_config": WatermarkingConfig(bias=6.0)}),
@@ -154,8 +145,7 @@ CASES = {
     # ends
     "eos": Case(THREE, {"eos_token_id": list(range(15)), "max_new_tokens": 16}),
     "eos_joint": Case(
-        THREE,
-        lambda: {"eos_token_id": list(range(10)), "stopping_criteria": StoppingCriteriaList([Lengths(23, 20, 22)])},
+        ONE, lambda: {"eos_token_id": list(range(10)), "stopping_criteria": StoppingCriteriaList([Lengths(23)])}
     ),
     "stop_strings": Case(THREE, {"stop_strings": ["a", "b", "e", "i", "o", "t"], "tokenizer": tiny_tokenizer()}),
     "stop_strings_eos": Case(
@@ -165,8 +155,8 @@ CASES = {
         THREE,
         lambda: {"stopping_criteria": StoppingCriteriaList([StopStringCriteria(tiny_tokenizer(), ["a", "b", "e"])])},
     ),
-    "joint": Case(THREE, lambda: {"stopping_criteria": StoppingCriteriaList([Lengths(19, 23, 21)])}),
-    "calls": Case(THREE, lambda: {"stopping_criteria": StoppingCriteriaList([Calls(5)])}),
+    "joint": Case(ONE, lambda: {"stopping_criteria": StoppingCriteriaList([Lengths(22)])}),
+    "calls": Case(ONE, lambda: {"stopping_criteria": StoppingCriteriaList([Calls(5)])}),
     "longer": Case(THREE, lambda: {"stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(31)])}),
     "positions": Case(
         TWO | {"position_ids": (TWO["attention_mask"].cumsum(-1) - 1).clamp_min(0)},
@@ -189,7 +179,7 @@ class Heard(BaseStreamer):
 
 
 # A method of each kind of what is drafted: nothing, what repeats, by the target's own weights, verified in part.
-KINDS = ("ar", "prompt-lookup", "small-lm", "specpv-exact")
+KINDS = ("ar", "prompt-lookup", "small-lm")
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -207,16 +197,16 @@ def test_each_setting_of_generate(specs: Specs, forwards, case: str) -> None:
 
 @pytest.mark.parametrize("method", EXACT)
 def test_every_method(specs: Specs, method: str) -> None:
-    for case in ("greedy", "sampled_batch", "several"):
+    for case in ("greedy", "eos", "several"):
         got = CASES[case].run(specs.model, custom_generate=specs.get(method))
         assert torch.equal(CASES[case].run(specs.model), got), case
 
 
-@pytest.mark.parametrize("case", ["sampled", "eos", "joint"])
+@pytest.mark.parametrize("case", ["sampled", "several", "joint"])
 def test_a_streamer_hears_what_generate_tells_it(specs: Specs, case: str) -> None:
     alone = Heard()
     CASES[case].run(specs.model, streamer=alone)
-    for method in ("ar", "small-lm", "specpv-exact"):
+    for method in ("ar", "small-lm"):
         ours = Heard()
         CASES[case].run(specs.model, streamer=ours, custom_generate=specs.get(method))
         assert alone.heard == ours.heard
@@ -247,6 +237,28 @@ def test_several_return_sequences_differ_and_come_in_a_dictionary_on_request(spe
     settings = {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": 20, "custom_generate": spec}
     got = tiny_model().generate(**ONE, return_dict_in_generate=True, **settings).sequences
     assert got.shape[0] == 3 and len({tuple(r) for r in got.tolist()}) == 3
+
+
+def test_a_sampled_batch_is_the_same_each_time_whatever_is_drafted(specs: Specs) -> None:
+    case = Case(THREE, SAMPLED | {"eos_token_id": list(range(12)), "max_new_tokens": 20})
+    found = [case.run(specs.model, custom_generate=specs.get(method)) for method in ("ar", *KINDS)]
+    assert all(torch.equal(each, found[0]) for each in found)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("prefix_allowed_tokens_fn", {"prefix_allowed_tokens_fn": allowed}),
+        ("encoder_repetition_penalty", {"encoder_repetition_penalty": 1.5}),
+        ("encoder_no_repeat_ngram_size", {"encoder_no_repeat_ngram_size": 1}),
+        ("guidance_scale", {"guidance_scale": 1.7}),
+        ("Calls", {"stopping_criteria": StoppingCriteriaList([Calls(5)])}),
+        ("streamer", {"streamer": Heard()}),
+    ],
+)
+def test_what_looks_at_all_rows_of_a_batch_is_refused_by_name(spec: Speculator, name: str, settings: Any) -> None:
+    with pytest.raises(CapabilityError, match=name):
+        Case(THREE, settings).run(tiny_model(), custom_generate=spec)
 
 
 def test_a_reader_of_a_stream_gets_the_text_and_an_end(spec: Speculator) -> None:

@@ -40,10 +40,8 @@ def test_a_ragged_batch(workshop, name, sampling):
     assert tokens(together) == workshop.plain(sampling=sampling)
     assert {(r.method, r.exact) for r in together} == {(case.method, True)}
     drafted, accepted = sum(r.drafted for r in together), sum(r.accepted for r in together)
-    assert drafted >= accepted > 0 or name in ("ar", "specpv-exact ar")
-    assert drafted > accepted or name in ("ar", "specpv-exact ar", "quantspec under lookups")  # a level that sees all
-    if case.method == "specpv-exact":
-        assert sum(r.partial_rounds for r in together) > 0 and sum(r.rolled_back for r in together) > 0
+    assert drafted >= accepted > 0 or name == "ar"
+    assert drafted > accepted or name in ("ar", "quantspec under lookups")  # a level that sees all
     # Slots share nothing, and they end one by one.
     alone = ((1, 2) if sampling is GREEDY else (0, 2)) if name in METHODS else (2,)
     for i in alone:
@@ -66,13 +64,3 @@ def test_penalties_see_a_nodes_own_path(workshop, name):
     """Greedy with processors: no node's token is known before the walk comes there."""
     results = generate(workshop.spec(METHODS[name]), sampling=PENALISED)
     assert tokens(results) == workshop.plain(sampling=PENALISED)
-
-
-NESTED = [name for name in CASES if name.startswith("nested") and name != "nested ar"]
-
-
-@pytest.mark.parametrize(("name", "sampling"), zip(NESTED, cycle([DRAWN, GREEDY]), strict=False))
-def test_whoever_drafts_for_a_level_the_target_accepts_the_same(workshop, name, sampling):
-    """The text that a level drafts is the level's own."""
-    level = generate(workshop.spec(CASES["nested ar"]), sampling=sampling)  # it decodes by itself
-    assert rounds(generate(workshop.spec(CASES[name]), sampling=sampling)) == rounds(level)

@@ -83,7 +83,7 @@ def test_a_model_of_the_folder_decodes_with_the_draft(exported, target, calls):
     assert "generate" not in vars(AutoModelForCausalLM.from_pretrained(exported))
 
 
-@pytest.mark.parametrize("method", few(EXACT, ("ar", "longspec", "eagle3", "specextend", "nested", "specpv-exact")))
+@pytest.mark.parametrize("method", few(EXACT, ("ar", "longspec", "eagle3", "specextend")))
 def test_every_method_decodes_as_the_folder_says(specs: Specs, tmp_path, calls, method):
     specs.model.save_pretrained(tmp_path / "target")
     options = specs.options(method)
@@ -94,15 +94,16 @@ def test_every_method_decodes_as_the_folder_says(specs: Specs, tmp_path, calls, 
     assert calls == [(method, draft and str(tmp_path / "out" / "draft"))]
 
 
-def test_another_model_decodes_with_the_folder(exported, target, calls):
+def test_another_model_decodes_with_the_folder_where_no_draft_is_needed(tmp_path, exported, target, calls):
     model = AutoModelForCausalLM.from_pretrained(target)
+    model_folder.write(tmp_path, str(target), "prompt-lookup")
     expected = model.generate(IDS, **SETTINGS)
     for _ in range(2):
-        got = model.generate(IDS, custom_generate=str(exported), trust_remote_code=True, **SETTINGS)
+        got = model.generate(IDS, custom_generate=str(tmp_path), trust_remote_code=True, **SETTINGS)
         assert torch.equal(got, expected)
-    assert calls == [("eagle3", str(exported / "draft"))] * 2
-    with pytest.raises(ValueError, match="trust_remote_code"):
-        model.generate(IDS, custom_generate=str(exported), trust_remote_code=False, **SETTINGS)
+    assert calls == [("prompt-lookup", None)] * 2
+    with pytest.raises(CheckpointError, match="draft"):
+        model.generate(IDS, custom_generate=str(exported), trust_remote_code=True, **SETTINGS)
 
 
 def test_streams_and_stop_strings_reach_the_loop(exported):

@@ -76,8 +76,6 @@ def test_trained_saved_loaded_and_decoded_with(place, tmp_path):
         Speculator(tmp_path / "copy", target=model),
         Speculator("recurrent", target=model, draft=draft, depth=2),
         Speculator("recurrent", target=model, draft=tmp_path / "copy", lookup=True, plan="auto"),
-        Speculator("nested", target=model, draft=tmp_path / "copy"),
-        Speculator("specpv-exact", target=model, draft=tmp_path / "copy"),
     ):
         found = spec.generate(PROMPTS, max_new_tokens=40)
         assert [r.token_ids for r in found] == want

@@ -13,12 +13,10 @@ import torch
 
 from longdraft import Speculator, compose
 from longdraft.cli.main import main
-from longdraft.drafters.nested import NestedDrafter
-from longdraft.drafters.self_drafter import SelfDrafter
 from longdraft.drafters.suffix import SuffixDrafter
 from longdraft.drafters.tokenswift import ReuseDrafter
 from longdraft.drafters.united import UnitedDrafter
-from longdraft.engine.partial import ExactSpecPV, SpecPV, partial_view
+from longdraft.engine.partial import SpecPV, partial_view
 from longdraft.methods import METHODS
 from longdraft.methods import methods as listed
 from longdraft.views.view import View
@@ -45,15 +43,10 @@ def view() -> View:
     return partial_view(16, 4, 4, 4, 6, "minmax", "mean")
 
 
-def three_levels():
-    streaming = NestedDrafter(SuffixDrafter(), SelfDrafter(view="streaming", budget=24), depth=3)
-    return NestedDrafter(streaming, SelfDrafter(view="chunks", budget=64), depth=6)
-
-
 @pytest.mark.parametrize(
     ("drafter", "schedule"),
-    [(lookups, None), (three_levels, None), (lookups, lambda: ExactSpecPV(view()))],
-    ids=["lookups", "three levels", "lookups, partly verified"],
+    [(lookups, None)],
+    ids=["lookups"],
 )
 def test_what_is_composed_decodes_as_the_target_does(drafter, schedule):
     model = tiny_model(vocab=11, dtype=torch.float64)

@@ -35,7 +35,6 @@ PLANNED = {
     "magicdec streaming": Case("magicdec", None, {"budget": 24, "view": "streaming"}),
     "magicdec small-lm": Case("magicdec", "small-lm", {"drafter": "small-lm", "budget": 24}),
     "triforce": METHODS["triforce"],
-    "nested": METHODS["nested"],
     "heads": METHODS["heads"],
     "heads opt": Case("heads", "heads", {"tree": "opt", "nodes": 6}),
     "tokenswift": METHODS["tokenswift"],

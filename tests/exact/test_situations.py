@@ -27,7 +27,6 @@ every_method = pytest.mark.parametrize("name", METHODS)
 # A method of each kind of view and tree, where what is tested is the engine's.
 KINDS = (
     "ar", "prompt-lookup", "longspec retrieval", "eagle3", "specextend", "self", "triforce", "tokenswift",
-    "specpv-exact",
 )  # fmt: skip
 each_kind = pytest.mark.parametrize("name", KINDS)
 
@@ -143,7 +142,7 @@ def test_a_closed_run_and_two_runs_at_once(workshop, name):
 # With what a request could leave behind: windows, views, working caches.
 USED = (
     "longspec retrieval opt", "eagle3", "small-lm streaming", "self chunks", "self tokens", "triforce",
-    "magicdec", "nested specextend", "tokenswift", "specpv-exact",
+    "magicdec", "specextend", "tokenswift",
 )  # fmt: skip
 
 

@@ -29,7 +29,6 @@ NEW = 24
 VIEW = {"budget": 64, "window": 16}
 CHUNKS = {"chunk": 8, "sink": 8, **VIEW}
 RETRIEVAL = {"chunks": 8, "chunk": 8, "sink": 8, "recent": 24}
-LEVEL = {f"level_{name}": size for name, size in CHUNKS.items()}
 PARTIAL = {"budget": 64, "sink": 16, "recent": 16, "block": 16, "margin": 8}
 # Eight rows pay, and more do not; what drafting costs does not count.
 TABLE = {1: 1.0, 8: 1.05, 64: 8.0}
@@ -60,18 +59,16 @@ GOLDEN = {
     "quantspec": Golden(3.45, {}, {"depth": 3}),
     "magicdec": Golden(2.0, VIEW, {"depth": 3}),
     "triforce": Golden(2.6, {"streamed": 64, **CHUNKS}, {"depth": 3}),
-    "nested": Golden(2.85, {"drafter": "prompt-lookup", **LEVEL}),
     "heads": Golden(1.13, {}, {"widths": (2, 1, 1)}),
     "tokenswift": Golden(1.7, {"sink": 8, **VIEW}, {"widths": (2, 1, 1)}),
     "specpv": Golden(1.5, {"drafter": "longspec", **PARTIAL}, {"widths": (2, 2, 1)}),
-    "specpv-exact": Golden(0.7, {"drafter": "longspec", **PARTIAL}, {"widths": (2, 2, 1)}),
 }
 # A method whose draft does not come with the package has nothing to run with.
 AVAILABLE = [m for m in longdraft.methods() if m["available"]]
 EXACT = {m["name"] for m in AVAILABLE if m["exact"]}
 # Every shipped draft with its own method, and one that drafts without.
 QUICK = ("ar", "prompt-lookup", "longspec", "eagle3", "onepass", "small-lm", "heads")
-PLANNED = few(sorted(EXACT - {"ar", "specpv-exact"}), ("longspec", "small-lm"))
+PLANNED = few(sorted(EXACT - {"ar"}), ("longspec", "small-lm"))
 
 
 class Desk:

@@ -14,14 +14,12 @@ import torch
 
 from longdraft import Speculator
 from longdraft.attention.transfer import on_device
-from longdraft.engine import top_p
-from longdraft.engine.loop import prefill_chunk
+from longdraft.engine.prompts import prefill_chunk
 from longdraft.model.graphs import Graphs
 from longdraft.model.runner import TargetRunner
-from longdraft.trees.opt import Opt
 from tests.nominal import DEVICE, Card, Mixed, OnCard, StandIn, card, moved
 from tests.quick import few, slow
-from tests.support.methods import EXACT, METHODS, PARTIAL, Case, Specs
+from tests.support.methods import EXACT, METHODS, Case, Specs
 from tests.tiny import tiny_model
 
 PROMPTS = [[3, 9, 4, 7, 2, 5] * 8, [8, 1, 1, 6] * 9]
@@ -43,10 +41,8 @@ WAITS: dict[str, dict[str, int]] = {
     "heads": {TOKENS: 1, TREE: 1},
     "mtp": {TOKENS: 1, TREE: 1},
     "tokenswift": {TOKENS: 1, TREE: 1},
-    "specpv-exact": {TOKENS: 1},
     # The result of each level's verification is read, and so is the level's confidence.
     "triforce": {TOKENS: 6, TREE: 5, "_step": 10},
-    "nested": {TOKENS: 6, "_step": 8},
 }
 # The small trees that docs/gpu.md counts.
 FLAT = {"depth": 2, "top_k": 4}
@@ -56,13 +52,11 @@ COUNTED = {
     "onepass": {"depth": 3, "top_k": 3}, "small-lm": {"depth": 3, "nodes": 8}, "specextend": {"depth": 2, "nodes": 8},
     "specextend-eagle3": {"depth": 2, "nodes": 8}, "self": {"depth": 2, **OWN_VIEW}, "heads": {"nodes": 8},
     "magicdec": {"drafter": "self", "depth": 2}, "tokenswift": {"reuse_n": 2, **OWN_VIEW}, "triforce": {},
-    "nested": {"drafter": "prompt-lookup", "min_n": 1},
-    "specpv-exact": PARTIAL | {"drafter": "prompt-lookup", "min_n": 1, "margin": 4},
 }  # fmt: skip
 
 
 def options_of(specs: Specs, method: str) -> dict[str, Any]:
-    draft = None if method == "specpv-exact" else (METHODS[method].draft or "").removesuffix(" window") or None
+    draft = (METHODS[method].draft or "").removesuffix(" window") or None
     draft = "target" if method == "small-lm" else draft
     return specs.given(Case(method, draft, COUNTED.get(method, {})), specs.model)
 
@@ -141,24 +135,20 @@ def test_a_round_asks_the_device_for_no_more_than_it_must(method, specs, there):
 
 
 FILTERED = {"top_k": 5, "top_p": 0.9, "min_p": 0.05}
-# Of 61 tokens only 4 are sorted: some nodes need more.
-UNSORTED = {"temperature": 1.2, "top_p": 0.8}
 
 
 @pytest.mark.parametrize(
     ("method", "sampling"),
     [
-        ("ar", FILTERED), ("longspec", {}), ("longspec", UNSORTED), ("eagle3", FILTERED),
+        ("ar", FILTERED), ("longspec", {}), ("eagle3", FILTERED),
         *(slow(*pair) for pair in (
-            ("ar", {}), ("ar", UNSORTED), ("longspec", FILTERED), ("eagle3", {}), ("self", {}), ("self", FILTERED)
+            ("ar", {}), ("longspec", FILTERED), ("eagle3", {}), ("self", {}), ("self", FILTERED)
         )),
     ],
     ids=str,
 )  # fmt: skip
-def test_sampled_tokens_are_read_together(method, sampling, specs, there, monkeypatch):
+def test_sampled_tokens_are_read_together(method, sampling, specs, there):
     """The random numbers of coming samples are known, so the samples of all nodes are read at once."""
-    if sampling is UNSORTED:
-        monkeypatch.setattr(top_p, "LIKELIEST", 4)
     settings = {"temperature": 0.8, "seed": 5, **sampling}
     options = options_of(specs, method)
     expected = Speculator("ar", target=specs.model).generate(PROMPTS, max_new_tokens=NEW, eos_token_ids=[], **settings)
@@ -169,8 +159,7 @@ def test_sampled_tokens_are_read_together(method, sampling, specs, there, monkey
         outputs, waits = rounds(Speculator(method, target=specs.model, plan="fixed", **options), there, **settings)
     assert outputs == [list(r.token_ids) for r in expected]
     assert all(found[TOKENS] == 1 and "sample" not in found for found in waits[1:])
-    # Nodes on the path whose token was not known.
-    assert (sum(found.get("accept", 0) for found in waits) > 0) is (sampling is UNSORTED)
+    assert not any("accept" in found for found in waits)
 
 
 DYNAMIC, OPT = {"depth": 5, "top_k": 3}, {"tree": "opt", "threshold": 0.01, "depth": 5}
@@ -217,20 +206,6 @@ def test_an_opt_tree_never_leaves_the_device_idle(method, specs, there):
     assert outputs == [list(r.token_ids) for r in expected]
     assert all(set(found) <= {TOKENS, TREE} and sum(found.values()) <= 2 for found in waits)
     assert there.overlapped > 0
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("threshold", [0.0, 0.5])
-def test_an_opt_tree_that_is_read_late_lacks_nothing(threshold, there):
-    """Without a threshold it is the same tree; with one it has at most one level more."""
-    table = torch.randn(30, 30, generator=torch.Generator().manual_seed(0)) * 3
-    kind, there_table = Opt(nodes=8, depth=5, threshold=threshold, top_k=8), OnCard(table)
-    here = kind.grow([1, 2, 3], lambda level: table[level.tokens], depths=[5, 3, 5])
-    late = kind.grow([1, 2, 3], lambda level: there_table[level.tokens], depths=[5, 3, 5], device=DEVICE)
-    if threshold:
-        assert all(max(b.depths) - max(a.depths) in (0, 1) for a, b in zip(here, late, strict=True)) and here != late
-    else:
-        assert here == late
 
 
 # --- the simulated GPU itself ---

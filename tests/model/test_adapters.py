@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, MixtralConfig, PreTrainedModel
 
 import longdraft
-from longdraft import PromptCache, Request, Speculator
+from longdraft import PromptCache, Speculator
 from longdraft.errors import CheckpointError, UnsupportedModelError
 from longdraft.model.runner import TargetRunner
 from longdraft.model.stored import StoredLinear
@@ -151,19 +151,6 @@ def test_a_snapshot_of_one_adapter_is_refused_with_another(tmp_path: Path):
     model.set_adapter("default")
     result = spec.generate(PROMPTS[1], max_new_tokens=4, cache=PromptCache.restored(file, name))[0]
     assert result.cached_tokens == len(PROMPTS[1]) - 1
-
-
-@pytest.mark.parametrize("kept", [False, True])
-def test_requests_of_one_session_follow_a_switch_between_them(kept):
-    model = two_adapters()
-    session = speculator(model).session(2, cache=PromptCache() if kept else None)
-    expected = {name: (model.set_adapter(name), own_tokens(model)[1])[1] for name in ("default", "other")}
-    for name in ("default", "other", "default"):
-        model.set_adapter(name)
-        request = session.add(Request(PROMPTS[1], max_new_tokens=NEW, eos_token_ids=[]))
-        while session.busy:
-            session.step()
-        assert session.take(request).token_ids == expected[name]
 
 
 def test_adapters_that_transformers_loads_itself(tmp_path: Path):

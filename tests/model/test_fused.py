@@ -6,12 +6,10 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from longdraft import native
 from longdraft.errors import UnsupportedModelError
 from longdraft.memory.windows import WindowStates
 from longdraft.model.runner import TargetRunner
 from longdraft.model.whole_lm import WholeLM
-from longdraft.native import DecoderLayer, DecoderStack, Rows
 from tests.forwards import forward
 from tests.native.levels import needs_kernels
 from tests.recurrent_models import recurrent_model
@@ -76,14 +74,6 @@ def test_a_view_of_another_dtype(name, dtype, monkeypatch):
 
 
 # --- who is called ---
-
-
-def test_one_strange_layer_among_others():
-    model = tiny_model()
-    model.model.layers[1].input_layernorm.forward = lambda x: 2 * x
-    runner = TargetRunner(model)
-    runner.new_store(1, 8)
-    assert not runner.twin.fused.layers
 
 
 def test_a_forward_that_somebody_put_in_a_layers_place_is_called():
@@ -182,22 +172,3 @@ def test_a_model_with_windows_drafts_for_itself_in_one_call():
         for row, node in enumerate(nodes):
             log_probs = wanted[0, node].log_softmax(-1)
             torch.testing.assert_close(found[0, row], log_probs[places[0, row]], rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("turned", [0, 8, 16])
-def test_positions_turn_the_first_dimensions_of_a_head(turned):
-    """Queries of one layer, with rotary tables for a part of each head."""
-    own, g = native.kernels(), torch.Generator().manual_seed(0)
-    products = [(torch.randn(*size, generator=g), None) for size in ((32, 16), (16, 16), (16, 16), (16, 32))]
-    mlp = [(torch.randn(*size, generator=g), None) for size in ((24, 16), (24, 16), (16, 24))]
-    norm = (torch.ones(16), 1e-6)
-    layer = DecoderLayer({"norm": norm, "mlp_norm": norm}, [*products, *mlp], 2, 1, 16, 0.25)
-    angles, x = torch.randn(1, 3, turned // 2, generator=g).repeat(1, 1, 2), torch.randn(1, 3, 16, generator=g)
-    keys, values = torch.zeros(1, 1, 1, 3, 16), torch.zeros(1, 1, 1, 3, 16)
-    rows = Rows(angles.cos(), angles.sin(), [0], [0], [3], torch.ones(1, 3, 3, dtype=torch.bool).tril())
-    plain = (torch.nn.functional.rms_norm(x, [16], eps=1e-6) @ products[0][0].t()).view(1, 3, 2, 16).transpose(1, 2)
-    out = own.stack(DecoderStack([layer]), rows, keys, values, x.clone(), queries=(0,))
-    first, rest = plain[..., :turned], plain[..., turned:]
-    half = torch.cat([-first[..., turned // 2 :], first[..., : turned // 2]], -1)
-    wanted = torch.cat([first * angles.cos()[:, None] + half * angles.sin()[:, None], rest], -1)
-    torch.testing.assert_close(out.queries[0], wanted, rtol=1e-5, atol=1e-5)

@@ -147,13 +147,11 @@ def test_layers_with_hooks_inside_or_other_parts_run_by_their_own_code(there):
         assert not TargetRunner(moved(model)).twin.fused.layers
 
 
-def test_a_layer_that_computes_more_than_its_parts_say_runs_by_its_own_code(there, caplog):
+def test_a_layer_that_computes_more_than_its_parts_say_runs_by_its_own_code(there):
     class Scaled(type(tiny_model().model.layers[0])):
         def forward(self, *given, **named):
             return 1.5 * super().forward(*given, **named)
 
     model = tiny_model(dtype=torch.bfloat16)
     model.model.layers[2].__class__ = Scaled
-    with caplog.at_level("INFO"):
-        assert not TargetRunner(moved(model)).twin.fused.layers
-    assert "Layer 2" in caplog.text
+    assert not TargetRunner(moved(model)).twin.fused.layers

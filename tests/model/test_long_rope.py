@@ -8,8 +8,6 @@ import pytest
 import torch
 
 from longdraft import PromptCache, Request, Speculator
-from longdraft.errors import ContextError
-from longdraft.serve.prefixes import DiskPrefixes
 from tests.quick import few, in_turn
 from tests.support.long_rope_models import KINDS, SWITCH, as_a_whole, long_rope_model
 from tests.support.methods import EXACT, Specs
@@ -17,7 +15,6 @@ from tests.support.methods import EXACT, Specs
 NEW = 14
 # Below the switch to the end, across it (at once, early and late), and beyond it from the start.
 LENGTHS = (SWITCH - NEW, SWITCH - NEW + 2, SWITCH - 4, SWITCH - 1, SWITCH, SWITCH + 1, SWITCH + 9)
-PARTIAL = {"drafter": "prompt-lookup", "budget": 8, "sink": 4, "recent": 4, "block": 4, "margin": 4}
 
 
 def prompt_of(length: int) -> list[int]:
@@ -72,7 +69,7 @@ def specs(tmp_path_factory):
 
 @pytest.mark.parametrize(
     "method",
-    few([m for m in EXACT if m != "specpv-exact"], ("ar", "longspec", "eagle3", "specextend", "self", "tokenswift")),
+    few(EXACT, ("ar", "longspec", "eagle3", "specextend", "self", "tokenswift")),
 )
 def test_every_exact_method_crosses_the_switch(specs, method):
     prompts = [prompt_of(length) for length in (SWITCH - 6, SWITCH, SWITCH + 5)]
@@ -80,26 +77,17 @@ def test_every_exact_method_crosses_the_switch(specs, method):
     assert got == [as_a_whole(specs.model, prompt, NEW) for prompt in prompts]
 
 
-def test_partial_verification_does_not_cross_the_switch_and_works_on_either_side():
-    model = long_rope_model()
-    spec = Speculator("specpv-exact", target=model, plan="fixed", **PARTIAL)
-    with pytest.raises(ContextError, match="longrope"):
-        spec.generate(prompt_of(SWITCH), max_new_tokens=2)
-    # The last token of a text is never fed.
-    for length, new in ((SWITCH, 1), (SWITCH - NEW + 1, NEW), (SWITCH + 9, NEW)):
-        (result,) = spec.generate(prompt_of(length), max_new_tokens=new)
-        assert result.token_ids == as_a_whole(model, prompt_of(length), new)
-
-
-def test_a_sampled_text_is_that_of_plain_decoding():
-    model = long_rope_model(dtype=torch.float64)
-    settings = {"max_new_tokens": NEW, "temperature": 0.9, "seed": 3}
-    prompt = prompt_of(SWITCH - 5)
-    plain, drafted = (
-        Speculator(method, target=model, plan="fixed").generate(prompt, **settings)[0].token_ids
-        for method in ("ar", "self")
-    )
-    assert plain == drafted
+def test_partial_verification_crosses_the_switch():
+    model, prompt = long_rope_model(), prompt_of(SWITCH - 4)
+    sizes = {"drafter": "prompt-lookup", "budget": 8, "sink": 4, "recent": 4, "block": 4, "margin": 4}
+    run = Speculator("specpv", target=model, **sizes).stream(prompt, max_new_tokens=NEW)
+    modes = [step.mode for step in run]
+    (result,) = run.results()
+    anew = modes.index("full", 1)
+    assert "partial" in modes[:anew] and "partial" in modes[anew:] and result.new_tokens == NEW
+    # The first token behind the switch is one of the whole text with the long factors.
+    written = prompt + result.token_ids
+    assert as_a_whole(model, written[: SWITCH + 1], 1) == [written[SWITCH + 1]]
 
 
 def test_rows_of_short_texts_are_not_reused_in_long_ones(tmp_path):
@@ -121,41 +109,9 @@ def test_rows_of_short_texts_are_not_reused_in_long_ones(tmp_path):
         assert (result.token_ids, result.cached_tokens) == (as_a_whole(model, text[:length], NEW), known)
 
 
-def test_prompts_on_disk_are_kept_apart_too(tmp_path):
-    model, text = long_rope_model(), prompt_of(SWITCH + 9)
-    spec = Speculator("prompt-lookup", target=model, plan="fixed")
-
-    def cache():
-        return DiskPrefixes(tmp_path, spec.runner().fingerprint, 1 << 30, min_tokens=2)
-
-    first = cache()
-    for length in (SWITCH + 9, SWITCH - NEW):
-        spec.generate(text[:length], max_new_tokens=NEW, cache=first)
-        while first.keep():
-            pass
-    for length, least in ((SWITCH + 5, SWITCH), (SWITCH - NEW + 2, SWITCH - NEW)):
-        (result,) = spec.generate(text[:length], max_new_tokens=8, cache=cache())
-        assert result.token_ids == as_a_whole(model, text[:length], 8)
-        assert result.cached_tokens >= least
-
-
-def test_requests_join_end_and_leave_while_another_crosses():
-    model = long_rope_model()
-    session = Speculator("prompt-lookup", target=model, plan="fixed").session(batch=2)
-    first = session.add(Request(prompt_of(SWITCH - 3), max_new_tokens=NEW))
-    aborted = session.add(Request(prompt_of(SWITCH - 1), max_new_tokens=NEW))
-    session.step()
-    session.abort(aborted)
-    last = session.add(Request(prompt_of(SWITCH + 2), max_new_tokens=NEW))
-    while session.busy:
-        session.step()
-    for number, length in ((first, SWITCH - 3), (last, SWITCH + 2)):
-        assert session.result(number).token_ids == as_a_whole(model, prompt_of(length), NEW)
-
-
 def test_equal_factors_have_no_switch():
     model = long_rope_model("llama")
     model.config.rope_parameters["long_factor"] = model.config.rope_parameters["short_factor"]
-    spec = Speculator("specpv-exact", target=model, plan="fixed", **PARTIAL)
+    spec = Speculator("ar", target=model)
     (result,) = spec.generate(prompt_of(SWITCH), max_new_tokens=NEW)
     assert result.token_ids == as_a_whole(model, prompt_of(SWITCH), NEW)

@@ -106,19 +106,6 @@ def test_a_snapshot_holds_the_states(family, tmp_path):
     assert torch.equal(step(own, restored, tokens[0]), rows[0])
 
 
-def test_a_slot_goes_back_only_where_it_can():
-    own, prompt = runner("qwen3_5_text"), some_prompt(37)
-    store = own.new_store(1, 80)
-    read(own, store, prompt)
-    assert [store.restorable(0, n) for n in (40, 37, 36, 17, 15)] == [37, 37, 32, 16, 0]
-    with pytest.raises(ValueError, match="cannot go back"):
-        store.truncate(0, 20)
-    forward(own, [prompt[:4]], store, [0], prompt=True)
-    for path, says in (([0, 1], "kept whole"), ([0, 7], "was not computed")):
-        with pytest.raises(ValueError, match=says):
-            store.commit(0, path)
-
-
 # --- end to end ---
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -210,6 +197,4 @@ def test_an_aborted_text_leaves_nothing_in_its_slot():
 def test_what_cannot_be_exact_is_refused():
     model = recurrent_model()
     with pytest.raises(UnsupportedModelError, match="SpecPV"):
-        Speculator("specpv-exact", target=model, drafter="prompt-lookup").generate([PROMPTS[0]], max_new_tokens=4)
-    with pytest.raises(UnsupportedModelError, match="nested"):
-        Speculator("nested", target=model, drafter="prompt-lookup").generate([PROMPTS[0]], max_new_tokens=4)
+        Speculator("specpv", target=model, drafter="prompt-lookup").generate([PROMPTS[0]], max_new_tokens=4)

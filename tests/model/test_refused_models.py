@@ -15,11 +15,12 @@ from transformers import (
 )
 
 from longdraft import Speculator
-from longdraft.errors import ContextError, NumericalError, UnsupportedModelError
+from longdraft.errors import CapabilityError, ContextError, NumericalError, UnsupportedModelError
 from longdraft.model.runner import TargetRunner
 from tests.forwards import forward
 from tests.nominal import card, moved
 from tests.tiny import tiny_model
+from tests.zoo.tiny_models import tiny_model as zoo_model
 
 
 def text(n: int, seed: int = 0, vocab: int = 61) -> list[int]:
@@ -187,3 +188,11 @@ def test_a_masked_vocabulary_is_not_an_error():
     runner = TargetRunner(model)
     logits = forward(runner, [[1, 2, 3]], runner.new_store(1, 8), [0]).logits
     assert (logits[..., 4] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("kind", ["bloom", "gpt_neo", "falcon"])
+def test_queries_of_a_model_that_attends_itself_are_not_shown_and_a_method_that_needs_them_says_so(kind):
+    model = zoo_model(kind)
+    assert TargetRunner(model).attends_itself
+    with pytest.raises(CapabilityError, match="does not show its queries"):
+        Speculator("self", target=model, view="snapkv", budget=24, window=4).generate([text(6)], max_new_tokens=4)

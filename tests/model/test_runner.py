@@ -13,7 +13,6 @@ from longdraft.memory.store import KVStore
 from longdraft.model.outputs import Taps
 from longdraft.model.runner import TargetRunner
 from tests.forwards import forward
-from tests.quick import slow
 from tests.support.tree_rows import check_rows
 from tests.support.tree_rows import text as tree_text
 from tests.tiny import FAMILIES, tiny_model
@@ -50,22 +49,6 @@ def own(model: PreTrainedModel, tokens: list[int], **options: object):
 
 def own_logits(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
     return own(model, tokens).logits[0].float()
-
-
-@pytest.mark.parametrize(
-    ("family", "heads", "kv_heads"),
-    [("llama", 4, 4), ("qwen2", 6, 2), ("qwen3", 4, 1), ("mistral", 8, 1), slow("qwen3", 4, 4), slow("llama", 8, 1)],
-)
-def test_prefill_by_chunks_and_then_blocks_give_the_models_own_logits(family, heads, kv_heads):
-    model = tiny_model(family, heads=heads, kv_heads=kv_heads, tie=kv_heads == 1)
-    runner = TargetRunner(model)
-    tokens, rows = text(100), []
-    store = runner.new_store(1, 100)
-    for start, end in ((0, 70), (70, 83), (83, 84), (84, 92), (92, 100)):
-        out = forward(runner, [tokens[start:end]], store, [0])
-        store.commit(0, range(end - start))
-        rows.append(out.logits[0])
-    torch.testing.assert_close(torch.cat(rows), own_logits(model, tokens), **CLOSE)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
@@ -172,33 +155,8 @@ def test_taps_and_rows_are_the_models_own(family):
         torch.testing.assert_close(store.values[layer, 1, :, :30], cache.layers[layer].values[0], **CLOSE)
 
 
-def test_taps_work_without_logits():
-    runner = TargetRunner(tiny_model())
-    out = forward(runner, [[1, 2, 3]], runner.new_store(1, 8), [0], logits="none", taps=Taps((1,), (0,)))
-    assert out.logits is None and out.hidden[1].shape == (1, 3, 48) and out.queries[0].shape == (1, 6, 3, 16)
-
-
-def test_the_runner_knows_its_models_shape():
-    runner = TargetRunner(tiny_model(context=300))
-    shape = runner.kv_shape
-    assert (shape.layers, shape.kv_heads, shape.head_dim, shape.dtype) == (3, 2, 16, torch.float32)
-    assert (runner.vocab_size, runner.context_length) == (61, 300)
-
-
 @pytest.mark.parametrize(("ids", "expected"), [(None, set()), (7, {7}), ([7, 9], {7, 9})])
 def test_the_end_of_sequence_ids_are_those_of_the_generation_config(ids, expected):
     model = tiny_model()
     model.generation_config.eos_token_id = ids
     assert TargetRunner(model).eos_token_ids == expected
-
-
-def test_the_fingerprint_names_the_weights_and_the_configuration():
-    known = TargetRunner(tiny_model()).fingerprint
-    assert known == TargetRunner(tiny_model()).fingerprint
-    others = [
-        tiny_model(seed=1),
-        tiny_model(dtype=torch.bfloat16),
-        tiny_model("qwen3"),
-        tiny_model(rope_parameters={"rope_type": "default", "rope_theta": 5e5}),
-    ]
-    assert len({known, *(TargetRunner(m).fingerprint for m in others)}) == 5

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, BertConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from longdraft import PromptCache, Speculator
 from longdraft.errors import CapabilityError, UnsupportedModelError
-from longdraft.model import verdicts
+from longdraft.model import trial
 from longdraft.model.outputs import Taps
 from longdraft.model.runner import TargetRunner
 from tests.forwards import forward
@@ -54,25 +54,6 @@ def hosted(runner: TargetRunner) -> torch.Tensor:
     first = forward(runner, [TEXT[:-3]], store, [0], prompt=True).logits
     store.commit(0, range(len(TEXT) - 3))
     return torch.cat([first[0], forward(runner, [TEXT[-3:]], store, [0]).logits[0]])
-
-
-def test_a_twin_has_modules_of_its_own_on_the_models_weights():
-    """One for all runners. Lists of modules lead into it; other objects are shared, and tied weights stay tied."""
-    model = tiny_model(tie=True).train()
-    model.shortcut = {"layers": [model.model.layers[0]], "of": model.config}
-    model.notes = notes = ["mine"]
-    runners = [TargetRunner(model), TargetRunner(model)]
-    assert runners[0].twin is runners[1].twin and runners[0].lock is runners[1].lock
-    twin = runners[0].twin.model
-    theirs, ours = dict(model.named_modules()), dict(twin.named_modules())
-    assert theirs.keys() == ours.keys() and not {*map(id, theirs.values())} & {*map(id, ours.values())}
-    for kind in ("named_parameters", "named_buffers"):
-        theirs, ours = (dict(getattr(m, kind)(remove_duplicate=False)) for m in (model, twin))
-        assert theirs.keys() == ours.keys() and all(theirs[name] is ours[name] for name in theirs)
-    assert all(m.training for m in model.modules()) and not any(m.training for m in twin.modules())
-    assert twin.config is not model.config and twin.model.layers[0].self_attn.config is twin.config
-    assert twin.shortcut == {"layers": [twin.model.layers[0]], "of": twin.config} and twin.notes is notes
-    assert twin.lm_head.weight is twin.model.embed_tokens.weight
 
 
 @pytest.mark.parametrize(("family", "training"), in_turn(FAMILIES, [False, True]))
@@ -343,8 +324,8 @@ def test_model_and_twin_are_freed(circular):
 def trials(monkeypatch) -> list[type]:
     """The models that are tried out."""
     found: list[type] = []
-    try_out = verdicts.try_out
-    monkeypatch.setattr(verdicts, "try_out", lambda model: (found.append(type(model)), try_out(model))[1])
+    try_out = trial.try_out
+    monkeypatch.setattr(trial, "try_out", lambda model: (found.append(type(model)), try_out(model))[1])
     return found
 
 
@@ -370,17 +351,3 @@ def test_a_model_is_tried_once_as_long_as_it_stays_as_it_is(trials):
     del model, texts
     gc.collect()
     assert gone() is None
-
-
-def test_a_refused_model_is_tried_once_too(trials):
-    # BERT without is_decoder=True looks ahead.
-    sizes = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = BertConfig(vocab_size=61, initializer_range=0.3, **sizes)
-    model, messages = AutoModelForCausalLM.from_config(config), set()
-    for _ in range(2):
-        with pytest.raises(UnsupportedModelError) as error:
-            TargetRunner(model)
-        messages.add(str(error.value))
-        del error
-        gc.collect()
-    assert len(trials) == len(messages) == 1

@@ -10,7 +10,6 @@ import torch
 from longdraft.errors import UnsupportedModelError
 from longdraft.memory import snapshot
 from longdraft.memory.prompt_cache import PromptCache
-from longdraft.memory.windows import Span, WindowShape, WindowStates
 from longdraft.model.runner import TargetRunner
 from longdraft.speculator import Speculator
 from tests.drafts import random_draft, random_eagle3
@@ -30,7 +29,6 @@ METHODS = {
     "self": {"budget": 64},
     "quantspec": {},
     "magicdec": {},
-    "specpv-exact": {"budget": 64, "sink": 16, "recent": 16, "block": 8, "margin": 4, "drafter": "prompt-lookup"},
     "longspec": {"draft": random_draft},
     "eagle3": {"draft": partial(random_eagle3, layers=(0, 1, 2))},
 }
@@ -82,20 +80,3 @@ def test_a_snapshot_restores_windows(tmp_path):
     assert snapshot.load(stores[1], 0, runner.fingerprint, tmp_path / "kv") == tokens
     one, other = (runner.forward(s.block([0], [[3, 4]]), s).logits for s in stores)
     assert torch.equal(one, other)
-
-
-@pytest.mark.parametrize("span", [Span(5), Span(5, chunked=True), Span(600), Span(1)])
-def test_the_first_row_that_is_seen(span):
-    rows = range(1400)
-    seen = [
-        min(r for r in range(row + 1) if (r // span.size == row // span.size if span.chunked else row - r < span.size))
-        for row in (0, 4, 5, 700, 1399)
-    ]
-    assert [span.first(row) for row in (0, 4, 5, 700, 1399)] == seen
-    assert span.firsts(torch.tensor(list(rows))).tolist() == [span.first(row) for row in rows]
-
-
-def test_rows_that_do_not_fit_behind_a_window_are_refused():
-    states = WindowStates(WindowShape(Span(4), 1, 1, 16, torch.float32), 1, 100_000)
-    with pytest.raises(ValueError, match="window"):
-        states.prepare([0], [5000], 4000)

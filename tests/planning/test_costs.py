@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 
 import pytest
@@ -11,8 +10,7 @@ from hypothesis import strategies as st
 
 from longdraft.model.runner import TargetRunner
 from longdraft.planning import costs
-from longdraft.planning.costs import WAKING, Costs, CostTable, measure, table_for, wake
-from longdraft.planning.load import OtherProcesses
+from longdraft.planning.costs import Costs, CostTable, measure, table_for
 from tests.tiny import tiny_model
 
 TABLE = CostTable((0, 1000), (1, 2, 8), ((1.0, 1.5, 3.0), (2.0, 3.0, 9.0)))
@@ -42,12 +40,6 @@ def test_verifications_are_measured_with_tokens_that_differ():
     eight = [tokens for tokens in seen if len(tokens) == 8]
     assert eight and all(len(set(tokens)) > 3 for tokens in eight)
     assert len({tuple(tokens) for tokens in eight}) > 1
-
-
-def test_a_table_of_another_shape_is_refused():
-    for rows, seconds in (((2, 4), ((1.0, 1.0),)), ((1, 2), ((1.0,),)), ((1,), ())):
-        with pytest.raises(ValueError):
-            CostTable((64,), rows, seconds)
 
 
 def test_a_batch_reads_the_weights_once_and_each_text_once():
@@ -124,26 +116,6 @@ def test_noise_makes_nothing_cheaper_than_less_of_it(runner):
     assert all(list(s) == sorted(s) for s in (*table.seconds, *zip(*table.seconds, strict=True)))
 
 
-def test_a_table_from_a_busy_machine_is_measured_again(runner, tmp_path):
-    table = table_for(runner, tmp_path)
-    seconds = table.at(WAKING, 1)
-    said = Said()
-    assert table_for(runner, tmp_path, said, seconds=(0.9 if table.busy else 0.8) * seconds) == table
-    assert table_for(runner, tmp_path, said, seconds=5 * seconds) == table  # the machine is busy now
-    assert not said.lines
-    assert table_for(runner, tmp_path, said, seconds=0.1 * seconds) is not None
-    assert len(said.lines) == 1 and wake(runner) > 0
-
-
-@pytest.mark.parametrize("busy", [True, False])
-def test_a_table_knows_whether_others_were_in_the_way(runner, tmp_path, monkeypatch, caplog, busy):
-    monkeypatch.setattr(OtherProcesses, "in_the_way", busy)
-    table = table_for(runner, tmp_path)
-    assert table.busy is busy and ("beside other work" in caplog.text) is busy
-    again = table_for(runner, tmp_path, seconds=0.8 * table.at(WAKING, 1))  # somewhat faster now
-    assert (again is table or again == table) is not busy
-
-
 @pytest.mark.parametrize("each", [0.5, 3.0])
 def test_measuring_ends_in_time(runner, each):
     """A forward takes half a second, or three seconds: what there is after 20 is the table."""
@@ -182,16 +154,6 @@ def test_it_is_measured_once(runner, tmp_path, monkeypatch):
     monkeypatch.setattr(costs, "device_name", lambda device: "another machine")
     table_for(again, tmp_path, moved)
     assert len(other.lines) == len(moved.lines) == 1
-
-
-@pytest.mark.parametrize("broken", ["", "{", "[]", '{"key": 1}', "null"])
-def test_a_broken_file_is_measured_again(runner, tmp_path, broken):
-    table_for(runner, tmp_path)
-    (file,) = tmp_path.iterdir()
-    whole = json.loads(file.read_text())
-    file.write_text(broken)
-    assert table_for(runner, tmp_path) is not None
-    assert json.loads(file.read_text())["key"] == whole["key"]
 
 
 def test_a_folder_that_cannot_be_written(runner, tmp_path):

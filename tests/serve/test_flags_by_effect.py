@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import socket
 import sys
@@ -19,7 +18,6 @@ pytest.importorskip("fastapi")
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from longdraft.cli.main import main
 from tests import elsewhere
 from tests.serve.over_http import http, wait_until
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -31,11 +29,6 @@ if sys.platform == "linux":  # elsewhere a machine has one address of its own
     FLAGS += ["--host", "127.0.0.2"]
 
 
-def _serve(words: list[str]) -> None:
-    os.environ["COLUMNS"] = "200"
-    raise SystemExit(main(["serve", *words]))
-
-
 class Started:
     """A server in a process of its own, with one slot."""
 
@@ -44,7 +37,7 @@ class Started:
         self.said, self.kept = folder / "said", folder / "kept"
         words = ["--model", str(model), "--port", "0", "--plan", "fixed", "--slots", "1", "--method", "prompt-lookup"]
         kept = ["--snapshots", str(self.kept)] if flags else []
-        self.run = elsewhere.start(self.said, _serve, [*words, *kept, *flags])
+        self.run = elsewhere.start(self.said, elsewhere.command, "serve", *words, *kept, *flags)
         wait_until(self.address, 200)
 
     def address(self) -> Any:

@@ -1,7 +1,8 @@
-"""The page at ``/``, in headless Chromium, against canned answers: what a user sees, with the mouse and without."""
+"""The page at ``/``, in headless Chromium: what a user sees, with the mouse and without."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Iterator
@@ -11,7 +12,8 @@ import pytest
 
 from longdraft.serve.page import page as page_text
 from tests.serve.browser import CHROMIUM, Browser
-from tests.serve.page_server import PLAIN, CannedServer
+from tests.serve.over_http import wait_until
+from tests.serve.page_server import PLAIN, PageServer
 
 in_a_browser = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")]
 FOLDER = Path(__file__).parents[2] / "src/longdraft/serve"
@@ -40,13 +42,13 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 
 @pytest.fixture
-def server() -> Iterator[CannedServer]:
-    with CannedServer() as server:
+def server() -> Iterator[PageServer]:
+    with contextlib.closing(PageServer()) as server:
         yield server
 
 
 @pytest.fixture
-def page(browser: Browser, server: CannedServer) -> Browser:
+def page(browser: Browser, server: PageServer) -> Browser:
     """The page, loaded; a port of its own is an origin of its own: nothing is left of the test before."""
     browser.screen(1280, 850)
     browser.requests.clear()
@@ -74,7 +76,6 @@ class TestAnswers:
         page.until(ANSWERED)
         assert page.value(TEXT) == PLAIN.replace("\n\n", "\n")
         assert "tokens/s · mean accepted length" in page.value("document.querySelector('.figures').textContent")
-        assert "6,144 from the cache" in page.value("document.querySelector('.figures').textContent")
         asked = server.asked[0]
         assert asked["messages"] == [{"role": "user", "content": "What does it say?"}]
         assert (asked["method"], asked["seed"], asked["temperature"]) == ("self", 0, 0) and "max_tokens" not in asked
@@ -87,12 +88,13 @@ class TestAnswers:
             page.until(ANSWERED)
         said = [(message["role"], message["content"]) for message in server.asked[1]["messages"]]
         assert said == [("user", "First?"), ("assistant", PLAIN), ("user", "Second?")]
+        assert "from the cache" in page.value("[...document.querySelectorAll('.figures')].at(-1).textContent")
 
     def test_reading_shows_from_the_first_second_and_then_how_far_it_is(self, page):
         ask(page, "slow")
         page.until("document.querySelector('progress:indeterminate')", 0.9)
         page.until("/Reading the prompt: 1 second/.test(document.querySelector('[role=status]').textContent)", 2)
-        page.until("document.querySelector('progress')?.max === 7000")
+        page.until("document.querySelector('progress')?.max > 1")
         page.press("Escape")
         page.until(ANSWERED)
 
@@ -133,19 +135,28 @@ class TestAnswers:
         left, right = page.value("[...document.querySelectorAll('.answer')].map((a) => a.getBoundingClientRect().y)")
         assert left == right
 
-    def test_who_wrote_it(self, page):
-        ask(page, "What?")
+    @pytest.mark.parametrize(
+        ("method", "source", "question"), [("self", "draft", "free text"), ("prompt-lookup", "lookup", PLAIN[:90])]
+    )
+    def test_who_wrote_it(self, page, method, source, question):
+        page.value(f"document.querySelector('#method').value = '{method}'")
+        page.value("document.querySelector('#max_tokens').value = 60")
+        ask(page, question)
         page.until(ANSWERED)
         press_button(page, "Who wrote it")
-        assert page.value("document.querySelector('.pieces').textContent") == PLAIN
-        for source in ("lookup", "draft", "target"):
-            assert page.value(f"document.querySelectorAll('.pieces .{source}').length") > 3
-        page.value("document.querySelectorAll('.piece')[20].click()")
+        assert page.value(f"document.querySelector('.pieces').textContent === {LAST}.text")
+        for each in (source, "target"):
+            assert page.value(f"document.querySelectorAll('.pieces .{each}').length") > 3
+        page.value(f"document.querySelector('.pieces .{source}').click()")
         tree = page.value("document.querySelector('.pieces + pre').textContent").splitlines()
         drafted = int(re.search(r"(\d+) of (\d+) drafted", tree[0])[2])
-        assert len(tree) == drafted + 2 and {line.strip()[0] for line in tree[1:]} == {"●", "○"}
+        assert len(tree) == drafted + 2 and "●" in {line.strip()[0] for line in tree[1:]} <= {"●", "○"}
         press_button(page, "As text")
-        assert page.value(TEXT) == PLAIN.replace("\n\n", "\n")
+        page.value("document.querySelector('#method').value = 'ar'")
+        press_button(page, "Again")
+        page.until(f"{ANSWERED} && turns[0].answers.length === 2")
+        assert "equals the first" in page.value("document.querySelectorAll('.figures')[1].textContent")
+        assert not page.problems
 
     def test_a_question_is_edited_and_what_follows_is_replaced(self, page, server):
         page.value("addFiles([new File(['Some text.'], 'a.txt')])")
@@ -168,8 +179,9 @@ class TestAnswers:
         page.until(ANSWERED)
         assert server.asked[0]["max_tokens"] == 7
         press_button(page, "Continue")
-        page.until(f"{ANSWERED} && {LAST}.text.length === {2 * len(PLAIN)}")
-        assert server.asked[1]["messages"][-1] == {"role": "assistant", "content": PLAIN}
+        page.until(f"{ANSWERED} && {LAST}.text.length === 14")
+        assert page.value(f"{LAST}.text") == PLAIN[:14]
+        assert server.asked[1]["messages"][-1] == {"role": "assistant", "content": PLAIN[:7]}
 
     def test_stay_when_the_page_is_loaded_again_until_a_new_chat(self, page, server):
         ask(page, "What?")
@@ -194,7 +206,7 @@ class TestTrouble:
     pytestmark = in_a_browser
 
     def test_a_key_is_asked_for_and_sent_and_the_question_is_kept(self, page, server):
-        server.key = "secret"
+        server.service.settings.keys["me"] = "secret"
         ask(page, "What?")
         page.until("document.querySelector('#settings').open && document.activeElement.id === 'key'")
         assert page.value("document.querySelector('#question').value") == "What?"
@@ -205,7 +217,7 @@ class TestTrouble:
         page.until(f"{ANSWERED} && {LAST}.state === 'done'")
         assert page.value("sessionStorage.getItem('key')") == "secret"
 
-    @pytest.mark.parametrize(("question", "says"), [("refuse this", "9,000 tokens"), ("busy today", "All slots")])
+    @pytest.mark.parametrize(("question", "says"), [("refuse this", "9,000 tokens"), ("busy today", "waiting already")])
     def test_what_was_refused_is_in_the_box_again(self, page, server, question, says):
         page.value("addFiles([new File(['Some text.'], 'a.txt')])")
         ask(page, question)
@@ -225,7 +237,8 @@ class TestTrouble:
         assert page.value("document.querySelector('.figures').textContent").startswith("Stopped · ")
         ask(page, "And?")
         page.until(f"{ANSWERED} && turns.length === 2")
-        assert server.left == 1 and not page.problems
+        wait_until(lambda: b'status="499"} 1.0' in server.http("/metrics")[1])
+        assert not page.problems
 
     def test_a_new_chat_stops_the_old_one(self, page, server):
         ask(page, "slow")
@@ -275,7 +288,7 @@ class TestFrame:
 
     def test_more_than_the_model_takes_is_shown(self, page):
         page.value("addFiles([new File(['word '.repeat(8000)], 'a.txt')])")
-        assert page.value("document.querySelector('#room').textContent") == "about 10,001 of 8,192 tokens"
+        assert page.value("document.querySelector('#room').textContent") == "about 10,001 of 1,200 tokens"
         assert page.value("document.querySelector('#room').className") == "over"
 
     @pytest.mark.parametrize("dark", [False, True])
@@ -308,27 +321,3 @@ class TestFrame:
             role = node.get("role", {}).get("value")
             if role in named and not node["ignored"]:
                 assert node.get("name", {}).get("value"), node
-
-
-class TestServer:
-    """The server itself, of a tiny model: the page reads what it writes."""
-
-    pytestmark = in_a_browser
-
-    def test_answers_with_trees_and_figures_that_agree_with_plain_decoding(self, browser, running):
-        browser.screen(1280, 850)
-        browser.open(running.url)
-        browser.until("document.querySelector('#method').value === 'prompt-lookup'")
-        browser.value("document.querySelector('#max_tokens').value = 60")
-        browser.problems.clear()
-        ask(browser, "the sea the sea the sea the sea the sea")
-        browser.until(ANSWERED)
-        assert browser.value(f"{LAST}.state") == "done"
-        assert browser.value(f"{LAST}.rounds.at(-1).round") > 0
-        # Every piece of text came with the round that wrote it.
-        assert browser.value(f"{LAST}.rounds.flatMap((r) => r.pieces).map(([text]) => text).join('') === {LAST}.text")
-        browser.value("document.querySelector('#method').value = 'ar'")
-        press_button(browser, "Again")
-        browser.until(f"{ANSWERED} && turns[0].answers.length === 2")
-        assert "equals the first" in browser.value("document.querySelectorAll('.figures')[1].textContent")
-        assert not browser.problems

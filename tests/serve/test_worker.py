@@ -21,8 +21,7 @@ from longdraft import PromptCache, Request, Speculator
 from longdraft.engine.stats import Step
 from longdraft.errors import LongdraftError, NumericalError
 from longdraft.serve import asked, schema
-from longdraft.serve.ticket import Restarted, Ticket
-from longdraft.serve.worker import Draining, QueueFull, Worker
+from longdraft.serve.worker import Draining, QueueFull, Restarted, Ticket, Worker
 from tests.events import forgotten
 from tests.serve.conftest import MODEL, TOKENIZER, make_service
 from tests.serve.over_http import wait_until
@@ -112,7 +111,7 @@ def test_whoever_asked_may_leave_at_any_moment(turns):
 
     async def leave() -> bool:
         found = asked.chat(service, schema.Chat(messages=[{"role": "user", "content": "who?"}]))
-        service.submit(found.choices)
+        found.submit()
         answer = asyncio.create_task(found.whole())
         await asyncio.sleep(0.01)
         found.choices[0].listener(Step(0, (5,), 0, 0, 0, "full", 0.0))

@@ -35,8 +35,7 @@ VIEW = {"budget": 24, "window": 4}
 STREAMING = {"view": "streaming", "budget": 24, "sink": 4}
 SNAPKV = {"view": "snapkv", **VIEW}
 CHUNKS = {"view": "chunks", "chunk": 4, "sink": 4, "refresh": 2, **VIEW}
-TOKENS = {"view": "tokens", "sink": 2, "adaptive": True, "refresh": 0, **VIEW}
-LEVEL = {"level_chunk": 4, "level_sink": 4, "level_budget": 24, "level_window": 4}
+TOKENS = {"view": "tokens", "sink": 2, "refresh": 3, **VIEW}
 PARTIAL = {"budget": 8, "sink": 4, "recent": 4, "block": 4, "margin": 6}
 SMALL_RETRIEVAL = {"view": "retrieval", "sink": 4, "recent": 8, "chunk": 4, "chunks": 4, "every": 2}
 TRIFORCE = {"chunk": 4, "sink": 4, **VIEW, "streamed": 30}
@@ -60,10 +59,6 @@ class Case:
     kept_alike: bool = False
 
 
-def specpv(draft: str | None, **options: Any) -> Case:
-    return Case("specpv-exact", draft, PARTIAL | options)
-
-
 # The case that meets every situation, method by method.
 METHODS = {
     "ar": Case("ar", kept_alike=True),
@@ -83,10 +78,8 @@ METHODS = {
     "magicdec": Case("magicdec", None, STREAMING),
     "magicdec small-lm": Case("magicdec", "small-lm", {"drafter": "small-lm", "depth": 3, **STREAMING}),
     "triforce": Case("triforce", "small-lm", TRIFORCE),
-    "nested": Case("nested", None, {"drafter": "prompt-lookup", "min_n": 1, **LEVEL}),
     "heads": Case("heads", "heads"),
     "tokenswift": Case("tokenswift", "heads", {"reuse_n": 2, "budget": 24, "sink": 4, "window": 8}),
-    "specpv-exact": specpv("longspec", drafter="longspec", widths=(3, 4)),
 }
 
 # Options that draft otherwise. Of trees one drafter meets every kind, of the others those that they grow themselves.
@@ -103,7 +96,7 @@ VARIANTS = {
     "longspec lookup earlier": Case("longspec", "longspec", {"lookup": True, "earlier": 100}, alike=False),
     "longspec retrieval opt": Case(
         "longspec", "longspec",
-        {"retrieval": True, **RETRIEVAL, "adaptive": True, "every": 5, "tree": "opt", "depth": 3},
+        {"retrieval": True, **RETRIEVAL, "every": 5, "tree": "opt", "depth": 3},
     ),
     "longspec retrieval quest": Case(
         "longspec", "longspec", {"retrieval": True, **RETRIEVAL, **TREE, "scorer": "quest"}, kept_alike=True
@@ -111,7 +104,7 @@ VARIANTS = {
     "specextend snapkv": Case("specextend", "small-lm", SMALL_RETRIEVAL | {"threshold": 0.2, "scorer": "snapkv"}),
     "specextend-eagle3 minmax": Case("specextend-eagle3", "eagle3", RETRIEVAL | TREE | {"scorer": "minmax"}),
     "specextend-eagle3 opt": Case(
-        "specextend-eagle3", "eagle3", RETRIEVAL | {"adaptive": True, "every": 5, "tree": "opt", "depth": 3}
+        "specextend-eagle3", "eagle3", RETRIEVAL | {"every": 5, "tree": "opt", "depth": 3}
     ),
     "eagle3 defaults": Case("eagle3", "eagle3"),
     "eagle3 smaller vocabulary": Case("eagle3", "eagle3 kept", {"top_k": 2}),
@@ -119,7 +112,9 @@ VARIANTS = {
     "eagle3 layers": Case("eagle3", "eagle3 layers", {"depth": 3, "top_k": 3}),
     "eagle3 lookup": Case("eagle3", "eagle3", {"widths": (2, 2), "lookup": True}),
     "peagle layers": Case("peagle", "peagle layers", OPT),
+    "peagle retrieval": Case("peagle", "peagle", {"retrieval": True, **RETRIEVAL, **OPT}),
     "dspark": Case("dflash", "dspark", {"top_k": 3, "nodes": 9}),
+    "dspark retrieval": Case("dflash", "dspark", {"retrieval": True, **RETRIEVAL, **OPT}),
     "dflash2": Case("dflash", "dflash2", OPT | {"window": 9}),
     "onepass defaults": Case("onepass", "onepass"),
     "onepass level": Case("onepass", "onepass window", {"depth": 1}),
@@ -129,7 +124,7 @@ VARIANTS = {
     "small-lm streaming": Case(
         "small-lm", "small-lm", {"view": "streaming", "sink": 4, "recent": 12, "widths": (3, 4, 4)}
     ),
-    "small-lm adaptive": Case("small-lm", "small-lm", SMALL_RETRIEVAL | {"threshold": 0.2, "adaptive": True}),
+    "small-lm threshold": Case("small-lm", "small-lm", SMALL_RETRIEVAL | {"threshold": 0.2}),
     "self as it comes": Case("self"),
     "self streaming": Case("self", None, STREAMING),
     "self streaming tree": Case("self", None, STREAMING | {"widths": (3, 4, 4)}),
@@ -145,43 +140,13 @@ VARIANTS = {
     },
     "quantspec": Case("quantspec"),
     "quantspec lookup": Case("quantspec", None, {"lookup": True, "view_dtype": "bfloat16", "widths": (3, 2)}),
-    "quantspec under lookups": Case("nested", None, {"drafter": "prompt-lookup", "level_view": "all"}),
     "triforce int8": Case("triforce", "small-lm", TRIFORCE | {"view_dtype": "int8"}),
-    "nested ar": Case("nested", None, {"drafter": "ar", **LEVEL}),
-    "nested longspec": Case(
-        "nested", "longspec wide", {"widths": (2, 2), "retrieval": True, **RETRIEVAL, **LEVEL}
-    ),
-    "nested eagle3": Case("nested", "eagle3", {"depth": 2, "top_k": 2, **LEVEL}),
-    "nested onepass": Case("nested", "onepass", {"depth": 2, "top_k": 2, **LEVEL}),
-    "nested specextend": Case("nested", "small-lm", SMALL_RETRIEVAL | {"nodes": 6, **LEVEL}),
-    "nested self": Case(
-        "nested", None, {"drafter": "self", "view": "streaming", "budget": 12, "sink": 2, "depth": 2, **LEVEL}
-    ),
-    "nested triforce": Case(
-        "nested", "small-lm", {"drafter": "triforce", **TRIFORCE, "budget": 20, "streamed": 20, "depth": 3, **LEVEL}
-    ),
     "heads opt": Case("heads", "heads", {"tree": "opt", "nodes": 6}),
     "tokenswift int8": Case(
         "tokenswift", "heads", {"reuse_n": 2, "view_dtype": "int8", "view": "tokens", "sink": 2, **VIEW}
     ),
     "tokenswift no view": Case("tokenswift", "heads", {"reuse_n": 2, "view": "none"}),
     "tokenswift lookup": Case("tokenswift", "heads kept", {"lookup": True}),
-    "specpv-exact ar": specpv(None, drafter="ar"),
-    "specpv-exact longspec": specpv("longspec wide", drafter="longspec", lookup=True, view_dtype="int8"),
-    "specpv-exact eagle3": specpv("eagle3", drafter="eagle3", retrieval=True, **TREE, chunk=2, chunks=4, every=2),
-    "specpv-exact onepass": specpv("onepass", drafter="onepass", widths=(3, 4)),
-    "specpv-exact dspark": specpv("dspark", drafter="dflash"),
-    "specpv-exact small-lm": specpv("small-lm", view="retrieval", chunk=4, chunks=4, every=1),
-    "specpv-exact self": specpv(None, drafter="self", view="snapkv", window=4, budget=24),
-    "specpv-exact triforce": specpv("small-lm", drafter="triforce", chunk=4, window=4, streamed=30, budget=24),
-    "specpv-exact heads": specpv("heads"),
-    **{
-        f"specpv-exact {selector}": specpv(None, drafter="prompt-lookup", selector=selector, reduction=reduction)
-        for selector, reduction in (
-            ("quest", "max"), ("mean-key", "last"), ("attention", "mean"), ("snapkv", "max"), ("tokens", "mean"),
-            ("streaming", "mean"),
-        )
-    },
 }  # fmt: skip
 CASES = METHODS | VARIANTS
 FEW = [1, 2, 3, 4, 7]  # tokens of a draft that knows no more
@@ -313,7 +278,7 @@ def rounds(results: list[Result]) -> list[tuple[list[int], int, int]]:
 # Those that are a method by name; two kinds of drafts are for models of one hidden size.
 EXACT = tuple(n for n, case in METHODS.items() if n == case.method and n not in ("peagle", "dflash"))
 # Their draft is the target itself, or every guess of the last level is verified before.
-ALWAYS_RIGHT = ("small-lm", "triforce", "nested")
+ALWAYS_RIGHT = ("small-lm", "triforce")
 
 
 class Specs(Workshop):

@@ -166,7 +166,8 @@ def eagle3(folder: Path, model: PreTrainedModel, layer: Any = None, kept: Any = 
     block = random_eagle3_block(model, kept, **sizes)
     tensors = {name.replace("midlayer", "layers.0"): t for name, t in block.state_dict().items()}
     tensors = with_vocabulary(tensors | {"verifier_norm.weight": torch.ones(HIDDEN)}, kept)
-    said = {"architectures": ["Eagle3Speculator"], "draft_vocab_size": block.shape.vocabulary} | (config or {})
+    said = {"architectures": ["Eagle3Speculator"], "draft_vocab_size": block.shape.vocabulary}
+    said |= {"norm_before_residual": block.shape.norm_before_residual} | (config or {})
     return speculators(folder, "eagle3", tensors, layer or eagle3_layer(), **said)
 
 

@@ -14,17 +14,14 @@ from longdraft import Speculator
 from longdraft.cli.main import main
 from longdraft.errors import CapabilityError, CheckpointError, PromptError
 from longdraft.model.chat import chat_prompt
-from longdraft.training import answers, served_answers
-from longdraft.training.answers import AnswerFile
+from longdraft.training import answers
+from longdraft.training.answers import AnswerFile, answer_by_server
 from longdraft.training.documents import Skipped, documents
 from longdraft.training.prompts import Ask
-from longdraft.training.served_answers import Server, answer_by_server
 from tests.tiny import tiny_model, tiny_tokenizer
 
 pytest.importorskip("openai")
-ASKED = [
-    [Ask(f"{n} {k}?", float(k % 2), ("more.",) if k == 2 else (), "task", "a.txt") for k in range(3)] for n in range(4)
-]
+ASKED = [[Ask(f"{n} {k}?", float(k % 2), "task", "a.txt") for k in range(3)] for n in range(4)]
 
 
 class Stub(BaseHTTPRequestHandler):
@@ -74,7 +71,7 @@ class Stub(BaseHTTPRequestHandler):
 @pytest.fixture
 def stub(monkeypatch):
     """A server, and its state: what it was asked, and ``fault``, which says what goes wrong with an answer."""
-    monkeypatch.setattr(served_answers, "RETRIES", 0)
+    monkeypatch.setattr(answers, "RETRIES", 0)
     server = ThreadingHTTPServer(("127.0.0.1", 0), Stub)
     server.state = {
         "lock": threading.Lock(), "asked": [], "flying": 0, "most": 0, "answered": 0, "fault": lambda text, count: None
@@ -92,24 +89,23 @@ def spec():
 
 
 def own(spec, out, passages=ASKED, **over):
-    settings = {"batch": 3, "max_new_tokens": 9, "total": 12} | over
-    file = AnswerFile(out, "tokens")
-    return file, answers.answer(spec, enumerate(passages), file, **settings)
+    file = AnswerFile(out, "tokens", total=12)
+    answers.answer(spec, enumerate(passages), file, **({"batch": 3, "max_new_tokens": 9} | over))
+    return file
 
 
 def test_a_target_here_answers_in_its_own_tokens(spec, tmp_path):
-    """Greedy answers are those of the target alone; of two turns, the second goes on from the first."""
-    file, unusable = own(spec, tmp_path / "a.jsonl")
+    """Greedy answers are those of the target alone."""
+    file = own(spec, tmp_path / "a.jsonl")
     rows = {tuple(row["at"][:2]): row for row in rows_of(tmp_path / "a.jsonl")}
-    assert unusable == 0 and file.rows == len(rows) == 12 and file.tokens == file.added
+    assert file.refused == 0 and file.rows == len(rows) == 12 and file.tokens == file.added
     for (number, place), row in rows.items():
         prompt, said = row["tokens"][: row["start"]], row["tokens"][row["start"] :]
         assert prompt == chat_prompt(spec.tokenizer, ASKED[number][place].text) and len(said) >= 1
         assert row["temperature"] == place % 2 and row["kind"] == "task" and row["source"] == "a.txt"
-        if place == 0:
+        if place % 2 == 0:
             assert said == spec.generate(prompt, max_new_tokens=9)[0].token_ids
-        if place < 2:
-            assert len(said) <= 9
+        assert len(said) <= 9
     found = list(documents([tmp_path / "a.jsonl"], spec.tokenizer, Skipped(), 61))
     assert [(d.tokens, d.start) for d in found] == [(r["tokens"], r["start"]) for r in rows_of(tmp_path / "a.jsonl")]
 
@@ -121,7 +117,7 @@ def test_a_target_here_goes_on_after_a_kill_with_the_same_answers(spec, tmp_path
     own(spec, cut, progress=lambda: seen.append(1), stop=lambda: len(seen) >= 4)
     kept = cut.read_text()
     assert 4 <= len(seen) < 12
-    cut.write_text(kept + '{"tokens": [')
+    cut.write_text(kept + '{"tokens": [' + "1, " * 500)
     own(spec, cut, batch=1)
     assert cut.read_text().startswith(kept)
     assert sorted(rows_of(cut), key=lambda row: row["at"]) == sorted(rows_of(whole), key=lambda row: row["at"])
@@ -139,17 +135,17 @@ def test_an_answer_ends_where_it_says_the_same_over_and_over():
 
 def test_prompts_that_are_too_long_for_the_target(spec, tmp_path, monkeypatch):
     long = [[Ask("x" * 200, 0.0), Ask("y", 0.0)]] * 4
-    file, unusable = own(spec, tmp_path / "a.jsonl", long)
-    assert (file.rows, unusable) == (4, 4)
+    file = own(spec, tmp_path / "a.jsonl", long)
+    assert (file.rows, file.refused) == (4, 4)
     monkeypatch.setattr(answers, "PATIENCE", 2)
     with pytest.raises(PromptError, match="shorter"):
         own(spec, tmp_path / "b.jsonl", [[Ask("x" * 200, 0.0)] * 3])
 
 
 def run(stub, out, **over):
-    settings = {"batch": 3, "max_new_tokens": 9, "total": 12} | over
-    file = AnswerFile(out, "messages")
-    return file, answer_by_server(Server(stub["url"]), enumerate(ASKED), file, **settings)
+    file = AnswerFile(out, "messages", total=12)
+    answer_by_server(enumerate(ASKED), file, stub["url"], **({"batch": 3, "max_new_tokens": 9} | over))
+    return file
 
 
 def rows_of(out):
@@ -158,19 +154,19 @@ def rows_of(out):
 
 def test_a_row_for_each_answer_as_training_reads_it(stub, tmp_path):
     out = tmp_path / "a.jsonl"
-    file, unusable = run(stub, out)
+    file = run(stub, out)
     rows = {tuple(row["at"][:2]): row for row in rows_of(out)}
-    assert unusable == 0 and file.rows == len(rows) == 12 and 1 < stub["most"] <= 3
+    assert file.refused == 0 and file.rows == len(rows) == 12 and 1 < stub["most"] <= 3
     assert {row["temperature"] for row in rows.values()} == {0.0, 1.0}
     said = [message["content"] for message in rows[1, 2]["messages"]]
-    assert said == ["1 2?", "1 2!", "more.", "more."] and rows[1, 2]["usage"] == [20, 8]
-    assert file.usage == [160, 64] and file.tokens == file.added == 64
-    assert file.shares == {"source": Counter({"a.txt": 64}), "kind": Counter(task=64)}
+    assert said == ["1 2?", "1 2!"] and rows[1, 2]["usage"] == [10, 4]
+    assert file.usage == [120, 48] and file.tokens == file.added == 48
+    assert file.shares == {"source": Counter({"a.txt": 48}), "kind": Counter(task=48)}
     assert {body["model"] for body in stub["asked"]} == {"stub"} and {b["max_tokens"] for b in stub["asked"]} == {9}
     tokenizer = tiny_tokenizer(chat=True)
     texts = [tokenizer.decode(d.tokens[d.start :]) for d in documents([out], tokenizer, Skipped(), 61)]
     # An answer that was cut off does not end.
-    assert len(texts) == 12 and {"3 0!", "3 1!<eos>", "1 2!<eos><user>more.<eos><assistant>more.<eos>"} <= {*texts}
+    assert len(texts) == 12 and {"3 0!", "3 1!<eos>"} <= {*texts}
 
 
 def test_gone_on_after_a_kill(stub, tmp_path):
@@ -179,14 +175,14 @@ def test_gone_on_after_a_kill(stub, tmp_path):
     run(stub, out, progress=lambda: seen.append(1), stop=lambda: len(seen) >= 4)
     kept = out.read_text()
     assert 4 <= len(seen) < 12
-    out.write_text(kept + '{"messages": [')  # as a kill leaves it
+    out.write_text(kept + '{"messages": [' + "1, " * 500)  # as a kill leaves it
     before = len(stub["asked"])
-    file, _ = run(stub, out)
+    file = run(stub, out)
     assert file.rows == 12 and out.read_text().startswith(kept)
     assert len({tuple(row["at"]) for row in rows_of(out)}) == 12
     new = 12 - kept.count("\n")
     assert len(stub["asked"]) - before <= new + 4 and file.added < file.tokens
-    assert run(stub, out)[0].added == 0
+    assert run(stub, out).added == 0
 
 
 @pytest.mark.parametrize(("fault", "said"), [("broken", "cannot be asked any more"), (500, "no such thing")])
@@ -200,20 +196,20 @@ def test_a_server_that_breaks_off(stub, tmp_path, fault, said):
 
 def test_prompts_that_a_server_refuses(stub, tmp_path, monkeypatch):
     stub["fault"] = lambda text, count: 400 if text.startswith("1") else None
-    file, unusable = run(stub, tmp_path / "a.jsonl")
-    assert file.rows == 9 and unusable == 3
+    file = run(stub, tmp_path / "a.jsonl")
+    assert file.rows == 9 and file.refused == 3
     monkeypatch.setattr(answers, "PATIENCE", 2)
     with pytest.raises(PromptError, match="no such thing"):
         run(stub, tmp_path / "b.jsonl")
 
 
 def test_no_server(tmp_path, monkeypatch):
-    monkeypatch.setattr(served_answers, "RETRIES", 0)
+    monkeypatch.setattr(answers, "RETRIES", 0)
     with pytest.raises(CapabilityError, match="cannot be asked"):
         run({"url": "http://127.0.0.1:9"}, tmp_path / "a.jsonl")
 
 
-def test_parts_and_their_cost(stub, tmp_path, capsys):
+def test_parts_of_the_passages(stub, tmp_path, capsys):
     """Each part has passages of its own; no target is loaded."""
     for name in "ab":
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": f"the rain in spain {name} " * 30}) + "\n")
@@ -222,19 +218,15 @@ def test_parts_and_their_cost(stub, tmp_path, capsys):
         out = tmp_path / f"{part[0]}.out.jsonl"
         words = [
             "train", "data", tmp_path / "a.jsonl", tmp_path / "b.jsonl", "--out", out, "--url", stub["url"], "--part",
-            part, "--rows", 12, "--per-passage", 3, "--price", "1,100", "--json",
+            part, "--rows", 12, "--per-passage", 3, "--json",
         ]  # fmt: skip
         assert main([*map(str, words)]) == 0
         ended = capsys.readouterr()
         found = json.loads(ended.out.splitlines()[-1])
-        read, written = found["usage"]
-        assert found["rows"] == 12 and found["cost"] == pytest.approx((read + 100 * written) / 1e6)
-        assert (
-            set(found["tokens_by_source"]) <= {f"{tmp_path}/{name}.jsonl" for name in "ab"}
-            and found["tokens"] == written
-        )
+        assert found["rows"] == 12 and found["tokens"] == found["usage"][1]
+        assert set(found["tokens_by_source"]) <= {f"{tmp_path}/{name}.jsonl" for name in "ab"}
         assert "tokens/s" in ended.err and "hours a million" in ended.err and "by kind" in ended.err
         numbers.append({row["at"][0] for row in rows_of(out)})
     assert {n % 2 for n in numbers[0]} == {0} and {n % 2 for n in numbers[1]} == {1}
-    for wrong in (["--part", "3/2"], ["--price", "1"], ["--kind", "repeats"]):
+    for wrong in (["--part", "3/2"], ["--price", "1,2"], ["--kind", "repeats"]):
         assert main([*map(str, words), *wrong]) == 2

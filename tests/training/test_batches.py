@@ -8,7 +8,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longdraft.training.batches import Epoch, Schedule
+from longdraft.training.batches import Schedule
 from longdraft.training.config import TrainConfig
 from longdraft.training.loop import learning_rate
 
@@ -17,8 +17,10 @@ ROWS = st.lists(st.integers(1, 50), min_size=1, max_size=60)
 
 @given(ROWS, st.integers(1, 120), st.integers(1, 5), st.integers(0, 3), st.integers(0, 3))
 def test_an_epoch_holds_every_document_once(rows, budget, noise, seed, epoch):
-    batches = list(Epoch(rows, budget, noise, seed, epoch))
-    assert batches == list(Epoch(rows, budget, noise, seed, epoch))
+    schedule = Schedule(rows, budget, noise, seed, epoch + 1)
+    first = sum(schedule.counts[:epoch])
+    batches = [batch for step in range(first, first + schedule.counts[epoch]) for batch in schedule.at(step)]
+    assert {batch.epoch for batch in batches} == {epoch}
     assert sorted(i for b in batches for i in b.documents) == list(range(len(rows)))
     for batch in batches:
         assert len(batch.documents) == 1 or sum(rows[i] for i in batch.documents) <= budget
@@ -35,7 +37,7 @@ def test_steps_are_whole_groups_wherever_one_begins(rows, processes, accumulate,
     fresh = [make().at(step) for step in range(make().steps)]
     assert forwards == fresh
     width = processes * accumulate
-    batches = len(Epoch(rows, 30, 4, 7, 0))
+    batches = Schedule(rows, 30, 4, 7, 1.0).steps
     for batch in fresh:
         assert len(batch) % processes == 0
     if batches >= width and epochs == 1.0:

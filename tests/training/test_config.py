@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from longdraft.errors import ConfigError
-from longdraft.training.settings import read_config
+from longdraft.training.config import read_config
 from tests.training.helpers import ROOT, SMALL, TRAININGS
 
 SETTINGS = {kind: training.load_settings() for kind, training in TRAININGS.items() if kind in SMALL}
@@ -33,38 +33,25 @@ def test_words_override_the_file(tmp_path):
         ("longspec", "rows", "not of the form key=value"),
         ("longspec", "quick=3", r"No setting quick\. Settings: accumulate, anchor_offset"),
         ("longspec", "speed=3", r"Did you mean seed\? Settings: accumulate, anchor_offset"),
-        ("longspec", "rows=many", "rows must be a whole number.* got 'many'"),
         ("longspec", "rows=1.5", "rows must be a whole number"),
-        ("longspec", "rows=true", "rows must be a whole number"),
-        ("longspec", "rows=.inf", "rows must be a whole number"),
         ("longspec", "rows=0", "rows must be a whole number of at least 1, got 0"),
-        ("longspec", "rows=", "rows must be"),
         ("longspec", "lr=.nan", "lr must be a number"),
         ("longspec", "recompute=1", "recompute must be True or False"),
         ("longspec", "curves=true", r"No setting curves\. .*track"),
         ("longspec", "passages=true", r"No setting passages\. .*data"),
         ("longspec", "sample=2", "sample must be a number of at least 0 and up to 1"),
-        ("longspec", "anchor_offset=-1", "anchor_offset must be"),
         ("longspec", "precision=fp8", "precision must be bf16 or no"),
         ("longspec", "betas=[0.9]", "betas must be 2 numbers"),
         ("longspec", "data={a: b}", "data must be a list"),
-        ("longspec", "ttt=3", "No setting ttt"),
         ("longspec", "top=8", r"No setting top\. .*leave it out"),
         ("eagle3", "noise=3", r"No setting noise\. Settings: .*ttt"),
-        ("eagle3", "rank=3", "No setting rank"),
-        ("eagle3", "ttt=0", "ttt must be"),
         ("eagle3", "decay=0", "decay must be a number above 0"),
-        ("eagle3", "rope_factor=0.5", "rope_factor must be"),
         ("eagle3", "rope_factor_inference=8", "needs rope_factor"),
         ("eagle3", "window=5", "window 5"),
         ("eagle3", "feature_layers=a", "feature_layers must be whole numbers"),
-        ("onepass", "rank=0", "rank must be"),
-        ("lm", "layers=0", "layers must be"),
         ("lm", "anchor_offset=5", "anchor_offset"),
         ("lm", "start_from=[0]", "start_from names 1 layers"),
         ("lm", "layers=1 start_from=[0] init=x", "start_from .* init"),
-        ("heads", "heads=0", "heads must be"),
-        ("heads", "decay=0", "decay must be"),
         ("heads", "anchor_offset=5", "anchor_offset"),
         ("heads", "intermediate_size=64", "intermediate_size"),
     ],

@@ -21,7 +21,8 @@ from tests.tiny import tiny_tokenizer
 
 
 def read(path, tokenizer=None, skipped=None):
-    return list(documents([path], tokenizer or tiny_tokenizer(chat=True), skipped or Skipped(), 61))
+    found = documents([path], tokenizer or tiny_tokenizer(chat=True), skipped or Skipped(), 61)
+    return [document for document in found if document]
 
 
 def test_texts_end_with_eos_and_chats_learn_the_answer(tmp_path):
@@ -75,7 +76,8 @@ def test_cut_split_and_ordered():
     assert not {tuple(d.tokens) for d in found.learned} & {tuple(d.tokens) for d in found.held_out}
     assert collect(texts).learned == collect(reversed(texts)).learned
     assert 0 < len(collect(texts, sample=0.5).learned) < len(collect(texts).learned)
-    assert found.digest == collect(reversed([*texts, *prompts])).digest != collect(texts).digest
+    assert found.digest == collect([*texts, *prompts, Document([1] * 30, 25), Document([1, 2])]).digest
+    assert found.digest != collect(texts).digest
 
 
 def test_the_end_of_what_is_too_long():
@@ -104,7 +106,7 @@ def test_the_vocabulary():
     assert (to_draft(found, 20) >= 0).sum() == 4
 
 
-TEXTS = ["the rain in spain stays mainly in the plain. " * 90, "a fish, an old man and the sea. " * 40]
+TEXTS = [("the rain in spain stays mainly in the plain. " * 90, ""), ("a fish, an old man and the sea. " * 40, "")]
 
 
 def test_prompts_begin_alike_up_to_the_end_of_their_passage():
@@ -115,8 +117,6 @@ def test_prompts_begin_alike_up_to_the_end_of_their_passage():
     for group in groups:
         assert len({ask.text for ask in group}) == len(group) == 6
         assert [ask.temperature for ask in group] == [0.0, 0.0, 1.0] * 2
-    turns = [bool(ask.then) for group in groups for ask in group]
-    assert 0.05 < sum(turns) / len(turns) < 0.3
     assert groups == list(islice(asks(TEXTS, (20, 300), 6, (0.0, 0.0, 1.0), 7), 60))
     assert groups != list(islice(asks(TEXTS, (20, 300), 6, (0.0, 0.0, 1.0), 8), 60))
 
@@ -125,11 +125,11 @@ def test_prompts_suit_their_passage():
     code = "def f(x):\n    return x\n\nfor i in range(3):\n    print(f(i))\n" * 50
     meeting = "anna: yes, let us do that.\nbert: i do not think so.\n" * 50
     for text, closings in ((code, CODE + QUESTIONS), (meeting, MEETING + SUMMARIES + QUESTIONS)):
-        for group in islice(asks([text], (100, 300), 6, (0.0,), 1), 20):
+        for group in islice(asks([(text, "")], (100, 300), 6, (0.0,), 1), 20):
             if text[:12] in group[0].text:
                 assert all(ask.text.endswith(closings) for ask in group)
 
 
 def test_nothing_to_ask_about():
     with pytest.raises(PromptError):
-        next(asks(["", " "], (5, 10), 3, (0.0,), 0))
+        next(asks([("", ""), (" ", "")], (5, 10), 3, (0.0,), 0))

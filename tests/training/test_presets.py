@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from longdraft.training.settings import read_config
+from longdraft.training.config import read_config
 from tests.training.helpers import ROOT, TRAININGS
 
 FOLDER = ROOT / "configs" / "papers"

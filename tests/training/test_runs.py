@@ -6,10 +6,10 @@ import json
 import signal
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import GPT2Config, GPT2LMHeadModel, PhiConfig, PhiForCausalLM
 
 from longdraft import Speculator
@@ -26,6 +26,7 @@ from longdraft.errors import (
 from longdraft.model.loading import load
 from longdraft.training import session
 from longdraft.training.measure import Simulated
+from longdraft.training.session import begin, never, silent
 from tests.drafts import random_draft
 from tests.quick import slow
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -88,9 +89,9 @@ def test_killed_and_resumed_is_uninterrupted_to_the_bit(config, tmp_path, kind, 
     cut = replace(whole, out=str(tmp_path / "cut"), cache=str(tmp_path / "cache2") if cached else None)
     killed = run_elsewhere(cut, manner, "6" if manner == "checkpoint" else "5")
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    assert sorted(p.name for p in (tmp_path / "cut" / "checkpoints").glob("step-*")) == ["step-00000003"]
+    assert [p.parent.name for p in (tmp_path / "cut" / "checkpoints").glob("step-*/state.json")] == ["step-00000003"]
     assert steps(cut)[0].step == 4
-    assert not list((tmp_path / "cut" / "checkpoints").glob(".*"))
+    assert len(list((tmp_path / "cut" / "checkpoints").iterdir())) == 2
     assert same(checkpoint_tensors(tmp_path / "whole", last), checkpoint_tensors(tmp_path / "cut", last))
     for name in ("last", "best"):
         there, here = (draft_folder.load(tmp_path / run / name).tensors for run in ("whole", "cut"))
@@ -260,22 +261,18 @@ def test_a_one_pass_draft_from_eagle3_and_further(config, tmp_path):
 
 @pytest.mark.parametrize(("prompts", "rows"), [(True, 39 + 49 + 20 + 63), (False, 15 + 40 + 20 + 63)])
 def test_what_a_language_model_learns_of_answers(config, tmp_path, prompts, rows):
-    """Prompts are learned if they are whole; of what is too long, the end is kept. A cache holds the
-    target's last states alone."""
+    """Prompts are learned if they are whole; of what is too long, the end is kept. A cache holds the target's last
+    states alone."""
     answers, cache = tmp_path / "answers.jsonl", tmp_path / "cache"
     made = [(40, 25), (50, 10), (100, 80), (90, 9)]
     lines = [json.dumps({"tokens": [5 + (i + k) % 40 for k in range(n)], "start": s}) for i, (n, s) in enumerate(made)]
     answers.write_text("\n".join(lines))
     run = config("lm", data=answers, held_out=0.0, learn_prompts=prompts, rows=1000, cache=str(cache))
     steps(run)
-    index = json.loads((cache / "index.json").read_text())
-    assert sorted(index["lengths"]) == [40, 50, 64, 64]
-    assert sum(n - s for n, s in zip(index["lengths"], index["starts"], strict=True)) == rows
-    assert sum(path.stat().st_size for path in cache.glob("*.safetensors")) < 218 * (4 + 4 * 48) + rows * 8 + 1000
-    assert index.pop("names") == ["last"]
-    (cache / "index.json").write_text(json.dumps(index))
-    with pytest.raises(CheckpointError):
-        steps(replace(run, out=str(tmp_path / "b")))
+    kept = [load_file(path) for path in cache.rglob("*.safetensors")]
+    assert sorted(len(each["last"]) for each in kept) == [40, 50, 64, 64]
+    assert sum(len(each["likeliest"]) for each in kept) == rows
+    assert {name for each in kept for name in each} == {"last", "likeliest"}
 
 
 def test_a_language_model_that_starts_from_layers_of_the_target(config):
@@ -356,4 +353,17 @@ def test_a_full_disk(config, monkeypatch, tmp_path):
     monkeypatch.setattr(Accelerator, "save_state", full)
     with pytest.raises(CheckpointError):
         steps(config())
-    assert not list(Path(tmp_path / "run" / "checkpoints").iterdir())
+    assert not list(tmp_path.glob("run/checkpoints/*"))
+
+
+def test_offsets_are_drawn_anew_in_each_epoch_unless_they_are_kept(config, tmp_path):
+    """LongSpec, section 3.2: over a run, a text meets many positions."""
+    for cache in (None, str(tmp_path / "cache")):
+        run = config(anchor_offset=300, max_length=64, cache=cache, out=tmp_path / f"run{bool(cache)}")
+        began = begin(run, 5, silent, never)
+        source = began.features(())
+        drawn = [[source.offset(i, epoch) for i in range(len(began.data.learned))] for epoch in range(3)]
+        assert all(0 <= n <= 300 for each in drawn for n in each) and len({*drawn[0]}) > 5
+        assert (drawn[0] == drawn[1]) == (cache is not None)
+        (tight,) = {source.read(0, 1).positions[-1].item() - source.offset(0, 1) + 1}
+        assert tight == len(began.data.learned[0].tokens)

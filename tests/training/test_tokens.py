@@ -13,7 +13,7 @@ import pytest
 from longdraft.errors import CheckpointError, PromptError
 from longdraft.training import corpora, tokens
 from longdraft.training.corpus import collect
-from longdraft.training.documents import Document, Skipped, documents, encoded
+from longdraft.training.documents import Document, Skipped, documents
 from tests import elsewhere
 from tests.tiny import tiny_tokenizer
 from tests.training.helpers import checkpoint_tensors, losses_of, run_elsewhere, same
@@ -22,14 +22,14 @@ TOKENIZER = tiny_tokenizer(chat=True)
 
 
 def write(folder: Path, *files: Path | str, stop=lambda: False) -> int:
-    rows = encoded(files, TOKENIZER, Skipped(), 61, tokens.rows_done(folder))
+    rows = documents(files, TOKENIZER, Skipped(), 61, tokens.rows_done(folder))
     return tokens.write(folder, rows, TOKENIZER, stop=stop)
 
 
 def test_shards_hold_what_the_files_do_and_go_on_after_a_stop(text, tmp_path, monkeypatch):
     many = tmp_path / "many.jsonl"
     many.write_text('not json\n{"x": 1}\n' + 6 * text.read_text())
-    whole = list(documents([many], TOKENIZER, Skipped(), 61))
+    whole = [d for d in documents([many], TOKENIZER, Skipped(), 61) if d]
     monkeypatch.setattr(tokens, "SHARD", 3000)
     calls = []
     folder = tmp_path / "shards"
@@ -106,7 +106,7 @@ def test_corpora_by_name(tmp_path, name):
     chat = name in ("sharegpt", "ultrachat")
     assert TOKENIZER.decode(found.tokens) == ("<user>hi<eos><assistant>yes<eos>" if chat else "abc<eos>")
     with pytest.raises(PromptError, match="no files of"):
-        corpora.named(f"{name}:{tmp_path / 'empty'}")
+        list(corpora.rows(f"{name}:{tmp_path / 'empty'}"))
 
 
 def test_parquet_and_rows_of_another_corpus(tmp_path):
@@ -115,7 +115,7 @@ def test_parquet_and_rows_of_another_corpus(tmp_path):
     parquet.write_table(arrow.table({"text": ["abc", "de"]}), tmp_path / "a.parquet")
     skipped = Skipped()
     assert len(list(documents([f"slimpajama:{tmp_path}"], TOKENIZER, skipped, 61))) == 2
-    assert list(documents([f"sharegpt:{tmp_path}"], TOKENIZER, skipped, 61)) == [] and skipped.total == 2
+    assert list(documents([f"sharegpt:{tmp_path}"], TOKENIZER, skipped, 61)) == [None, None] and skipped.total == 2
 
 
 def _used(folder: str, out: str) -> None:

@@ -15,12 +15,12 @@ import pytest
 
 from longdraft.cli import console, options
 from longdraft.cli.main import main
-from longdraft.cli.training_display import RowCounter, TrainingDisplay
+from longdraft.cli.training_display import RowsDisplay, TrainingDisplay
 from longdraft.drafts import draft_folder
 from longdraft.errors import CheckpointError
+from longdraft.training.config import described
 from longdraft.training.loop import Report
 from longdraft.training.measure import Simulated
-from longdraft.training.settings import described
 from tests import elsewhere
 from tests.quick import few, slow
 from tests.training.helpers import ROOT, SMALL, TRAININGS, losses_of
@@ -214,7 +214,7 @@ def test_a_bar_on_a_terminal(monkeypatch, tmp_path):
             display.prepare("the target reads", 5, 10)
             display.step(report(1))
             display.step(report(2, True))
-        with RowCounter("Encoding") as counter:
+        with RowsDisplay("Encoding") as counter:
             counter.update(3, 100)
     shown = (tmp_path / "screen").read_text()
     assert "training" in shown and "2/4" in shown and "1,234 tokens/s" in shown and "simulated acceptance" in shown

@@ -17,10 +17,10 @@ from longdraft.speculator import Speculator
 from longdraft.training.config import DEPTH, Eagle3Config
 from longdraft.training.documents import Document
 from longdraft.training.eagle3 import Plan
-from longdraft.training.features import FeatureReader, Features
+from longdraft.training.features import FeatureReader, Features, FeatureSource
 from longdraft.training.lm import LmTrainee
 from longdraft.training.measure import UNSEEN, by_shift, by_step, by_text, simulate
-from longdraft.training.session import Measured
+from longdraft.training.session import shared_out
 from tests.quick import in_turn
 from tests.tiny import FAMILIES, tiny_model
 from tests.training.helpers import same
@@ -228,11 +228,13 @@ def test_agreement_is_measured_head_by_head(runner, features):
 @pytest.mark.parametrize(("documents", "processes"), [(5, 1), (5, 2), (6, 3), (2, 4)])
 def test_processes_share_what_is_measured(runner, features, documents, processes):
     """Together they measure what one would, in equally many forwards."""
-    trainee, source, counts = make_trainee("heads", runner).eval(), features("heads")[:documents], []
-    alone = simulate(trainee, Measured(source, documents), 3, by_step)
+    trainee, counts = make_trainee("heads", runner).eval(), []
+    texts = [Document(d.tokens.tolist(), d.start) for d in features("heads")[:documents]]
+    source = FeatureSource(FeatureReader(runner, torch.float32, READS["heads"], last=True), texts)
+    alone = simulate(trainee, shared_out(source, 0, 1), 3, by_step)
     for rank in range(processes):
-        share = Measured(source, documents, rank, processes)
-        assert len([*share]) == -(-documents // processes)
+        share = [*shared_out(source, rank, processes)]
+        assert len(share) == -(-documents // processes)
         simulate(trainee, share, 3, by_step, lambda own: counts.append(own) or own)
     assert simulate(trainee, [], 3, by_step, lambda none: none + sum(counts)) == alone
 

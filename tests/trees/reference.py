@@ -6,12 +6,8 @@ import math
 
 import torch
 
-from longdraft.trees.beam import Beam
-from longdraft.trees.chain import Chain
-from longdraft.trees.dynamic import Dynamic
 from longdraft.trees.kind import TreeKind
 from longdraft.trees.level import Level
-from longdraft.trees.opt import Opt
 from longdraft.trees.tree import TokenTree
 
 VOCABULARY = 7
@@ -84,20 +80,17 @@ def by_definition(
             path: {(*path, ids[i] if ids else i): score + x for i, x in enumerate(table.log_probs(sequence, path))}
             for path, score in expanded.items()
         }
-        if isinstance(kind, Beam):
-            new = expanded = best({k: v for own in children.values() for k, v in own.items()}, kind.widths[levels])
-        elif isinstance(kind, Opt):
-            new = best({k: v for own in children.values() for k, v in own.items()}, kind.nodes)
-            expanded = best(new, kind.top_k)
+        width = kind.children[levels]
+        if kind.name in ("beam", "opt"):
+            new = best({k: v for own in children.values() for k, v in own.items()}, width)
         else:
-            width = {Chain: 1, Dynamic: getattr(kind, "top_k", 0)}.get(type(kind)) or kind.widths[levels]
             new = {k: v for own in children.values() for k, v in best(own, width).items()}
-            expanded = best(new, kind.top_k) if isinstance(kind, Dynamic) else new
+        expanded = best(new, kind.top_k) if kind.name in ("dynamic", "opt") else new
         pool |= new
         levels += 1
-        if isinstance(kind, Chain) and kind.price > 0 and max(new.values()) <= math.log(kind.price):
+        if kind.name == "chain" and kind.price > 0 and max(new.values()) <= math.log(kind.price):
             break
-        if isinstance(kind, Opt):
+        if kind.name == "opt":
             before, expected = expected, sum(map(math.exp, best(pool, kind.nodes).values()))
             if expected - before <= kind.threshold:
                 break

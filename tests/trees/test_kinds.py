@@ -3,42 +3,43 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longdraft.trees.beam import Beam
-from longdraft.trees.chain import LENGTH, LONGEST, Chain
-from longdraft.trees.dynamic import Dynamic
+from longdraft.trees.kind import LENGTH, LONGEST, beam, chain, dynamic, opt, static
 from longdraft.trees.level import Level
 from longdraft.trees.node_limit import LARGEST, NodeLimit
-from longdraft.trees.opt import Opt
 from longdraft.trees.options import TreeOptions
-from longdraft.trees.static import Static
 from tests.trees.reference import VOCABULARY, Table, best, by_definition, certain, scores
+
+
+def priced(depth, price):
+    return replace(chain(depth), price=price)
+
 
 nodes = st.integers(1, 40)
 widths = st.lists(st.integers(1, 9), min_size=1, max_size=4).map(tuple)
 opts = st.builds(
-    Opt,
+    opt,
     nodes=nodes,
     depth=st.integers(1, 5),
     threshold=st.sampled_from([0.0, 0.02, 0.2, 0.5, 0.7]),
     top_k=st.integers(1, 12),
 )
 kinds = st.one_of(
-    st.builds(Beam, widths=widths, nodes=st.none() | nodes),
-    st.builds(Static, widths=st.lists(st.integers(1, 3), min_size=1, max_size=4).map(tuple), nodes=st.none() | nodes),
-    st.builds(Dynamic, depth=st.integers(1, 4), top_k=st.integers(1, 9), nodes=st.none() | nodes),
-    st.builds(Chain, depth=st.integers(1, 6), price=st.sampled_from([0.0, 0.05, 0.3])),
+    st.builds(beam, widths=widths, nodes=st.none() | nodes),
+    st.builds(static, widths=st.lists(st.integers(1, 3), min_size=1, max_size=4).map(tuple), nodes=st.none() | nodes),
+    st.builds(dynamic, depth=st.integers(1, 4), top_k=st.integers(1, 9), nodes=st.none() | nodes),
+    st.builds(priced, depth=st.integers(1, 6), price=st.sampled_from([0.0, 0.05, 0.3])),
     opts,
 )
 SMALL = [
-    Beam(widths=(2, 3, 3)), Static(widths=(3, 2, 2)), Dynamic(depth=3, top_k=3, nodes=9), Chain(depth=3),
-    Opt(nodes=9, depth=3, threshold=0.0, top_k=3),
+    beam(widths=(2, 3, 3)), static(widths=(3, 2, 2)), dynamic(depth=3, top_k=3, nodes=9), chain(depth=3),
+    opt(nodes=9, depth=3, threshold=0.0, top_k=3),
 ]  # fmt: skip
 
 
@@ -58,7 +59,7 @@ def test_a_tree_is_what_its_definition_gives(kind, depths, seed):
     assert sum(level.tokens.shape[1] for level in table.calls[1:]) <= kind.max_expanded
 
 
-@pytest.mark.parametrize("kind", SMALL, ids=lambda kind: type(kind).__name__)
+@pytest.mark.parametrize("kind", SMALL, ids=lambda kind: kind.name)
 class TestAnyKind:
     def test_tokens_are_the_targets_if_the_draft_has_a_vocabulary_of_its_own(self, kind):
         ids, table = [100, 7, 42, 99], Table(5, vocabulary=4)
@@ -82,9 +83,15 @@ class TestAnyKind:
             return logits
 
         for count in range(1, kind.max_nodes + 1):
-            limited = Chain(depth=count) if isinstance(kind, Chain) else type(kind)(**vars(kind) | {"nodes": count})
+            limited = (
+                chain(count)
+                if kind.name == "chain"
+                else opt(count, 3, 0.0, 3)
+                if kind.name == "opt"
+                else replace(kind, nodes=count)
+            )
             (tree,) = limited.grow([0], expand)
-            assert 1 <= tree.drafted <= count and (tree.drafted == count or isinstance(kind, Opt))
+            assert 1 <= tree.drafted <= count and (tree.drafted == count or kind.name == "opt")
 
 
 # --- single kinds ---
@@ -92,18 +99,18 @@ class TestAnyKind:
 
 def test_the_papers_sizes():
     table = Table(0, vocabulary=50)
-    (beam,) = Beam(widths=(4, 16, 16, 16, 16)).grow([3], table.expand)
-    assert beam.drafted == 68
+    (tree,) = beam(widths=(4, 16, 16, 16, 16)).grow([3], table.expand)
+    assert tree.drafted == 68
     assert [level.tokens.shape[1] for level in table.calls] == [1, 4, 16, 16, 16]
     table = Table(0, vocabulary=50)
-    (dynamic,) = Dynamic().grow([3], table.expand)
-    assert dynamic.size == 60
+    (tree,) = dynamic().grow([3], table.expand)
+    assert tree.size == 60
     assert [level.tokens.shape[1] for level in table.calls] == [1, *[10] * 7]
-    assert Dynamic(nodes=None).grow([3], Table(0, vocabulary=50).expand)[0].drafted == 10 + 7 * 100
+    assert dynamic(nodes=None).grow([3], Table(0, vocabulary=50).expand)[0].drafted == 10 + 7 * 100
 
 
 def test_a_dynamic_trees_children_can_be_verified_without_being_expanded():
-    (tree,) = Dynamic(depth=3, top_k=2, nodes=None).grow([0], Table(1).expand)
+    (tree,) = dynamic(depth=3, top_k=2, nodes=None).grow([0], Table(1).expand)
     leaves = set(range(1, tree.size)) - set(tree.parents)
     assert any(tree.depths[leaf] < 3 for leaf in leaves)
 
@@ -111,7 +118,7 @@ def test_a_dynamic_trees_children_can_be_verified_without_being_expanded():
 def test_a_chain_ends_where_it_no_longer_pays():
     """0.5, 0.25 > 0.2 > 0.125; the sure one goes on by itself."""
     calls, draft = [], certain(0.5, 0.95)
-    short, long = Chain(depth=9, price=0.2).grow([7, 8], lambda level: calls.append(level.rows) or draft(level))
+    short, long = priced(9, 0.2).grow([7, 8], lambda level: calls.append(level.rows) or draft(level))
     assert short.drafted == 3 and long.drafted == 9
     assert calls == [(0, 1)] * 3 + [(1,)] * 6
 
@@ -119,7 +126,7 @@ def test_a_chain_ends_where_it_no_longer_pays():
 @given(nodes, st.sampled_from([0.0, 0.2, 0.7]), st.integers(1, 10**6))
 def test_an_opt_tree_stops_when_it_would_alone(count, threshold, seed):
     roots, table = [0, 1, 2, 3], Table(seed)
-    kind = Opt(nodes=count, depth=5, threshold=threshold, top_k=6)
+    kind = opt(nodes=count, depth=5, threshold=threshold, top_k=6)
     for b, tree in enumerate(kind.grow(roots, table.expand)):
 
         class Own(Table):
@@ -136,7 +143,7 @@ def test_an_opt_tree_stops_when_it_would_alone(count, threshold, seed):
 def test_no_tree_of_as_many_nodes_is_expected_to_do_better_than_an_opt_tree(count, seed):
     """With no threshold and all nodes expanded, it holds the most probable of all paths."""
     table = Table(seed, vocabulary=4)
-    (tree,) = Opt(nodes=count, depth=3, threshold=0.0, top_k=count).grow([0], table.expand)
+    (tree,) = opt(nodes=count, depth=3, threshold=0.0, top_k=count).grow([0], table.expand)
     every = {}
     for length in (1, 2, 3):
         for path in itertools.product(range(4), repeat=length):
@@ -145,11 +152,11 @@ def test_no_tree_of_as_many_nodes_is_expected_to_do_better_than_an_opt_tree(coun
 
 
 def test_an_opt_tree_is_deep_where_the_draft_is_sure_and_wide_where_it_is_not():
-    (sure,) = Opt(nodes=12, depth=10, threshold=0.7).grow([0], certain(0.99))
-    (torn,) = Opt(nodes=12, depth=10, threshold=0.7).grow([0], certain(0.3))
+    (sure,) = opt(nodes=12, depth=10, threshold=0.7).grow([0], certain(0.99))
+    (torn,) = opt(nodes=12, depth=10, threshold=0.7).grow([0], certain(0.3))
     assert max(sure.depths) == 10 and sure.drafted == torn.drafted == 12
     assert max(torn.depths) == 2  # the first level is worth a token, the second one no more 0.7
-    deepest = [max(Opt(nodes=20, threshold=t).grow([0], certain(0.6))[0].depths) for t in (2.0, 0.7, 0.3, 0.1)]
+    deepest = [max(opt(nodes=20, threshold=t).grow([0], certain(0.6))[0].depths) for t in (2.0, 0.7, 0.3, 0.1)]
     assert deepest[0] == 1 and deepest == sorted(deepest) and deepest[-1] > deepest[1]
 
 
@@ -161,7 +168,7 @@ def test_nodes_whose_children_cannot_be_among_the_best_are_not_expanded():
         calls.append(level.tokens.shape[1])
         return draft(level)
 
-    Opt(nodes=3, depth=4, threshold=0.5, top_k=3).grow([0, 0], expand)
+    opt(nodes=3, depth=4, threshold=0.5, top_k=3).grow([0, 0], expand)
     # One node of a level is better than the third best so far. At the third level that is the third best itself: its
     # children cannot be among the best, so there is no fourth level.
     assert calls == [1, 1, 1]
@@ -174,32 +181,32 @@ def test_nodes_whose_children_cannot_be_among_the_best_are_not_expanded():
     ("default", "options", "kind", "sizes"),
     [
         # max_nodes, max_expanded, levels
-        ("beam", {}, Beam, (68, 64, 5)),
-        ("dynamic", {}, Dynamic, (59, 70, 8)),
-        ("opt", {}, Opt, (50, 90, 10)),
-        ("chain", {}, Chain, (LENGTH, LENGTH - 1, LENGTH)),
-        ("beam", {"tree": "dynamic"}, Dynamic, (59, 70, 8)),
-        ("beam", {"top_k": 3}, Dynamic, (59, 21, 8)),
-        ("dynamic", {"widths": (1, 1, 1)}, Beam, (3, 2, 3)),
-        ("dynamic", {"tree": "beam", "nodes": 9}, Beam, (9, 64, 5)),
-        ("dynamic", {"depth": 1, "top_k": 4}, Dynamic, (4, 0, 1)),
-        ("dynamic", {"depth": 3, "nodes": 5}, Dynamic, (5, 20, 3)),
-        ("beam", {"tree": "opt"}, Opt, (50, 90, 10)),
-        ("dynamic", {"threshold": 0.2}, Opt, (50, 90, 10)),
-        ("opt", {"depth": 3, "top_k": 4}, Opt, (50, 8, 3)),
-        ("opt", {"nodes": 6, "depth": 2}, Opt, (6, 6, 2)),
-        ("opt", {"depth": 1, "threshold": 0}, Opt, (50, 0, 1)),
-        ("chain", {"top_k": 3}, Dynamic, (59, 21, 8)),
-        ("chain", {"widths": (2, 2)}, Beam, (4, 2, 2)),
-        ("chain", {"threshold": 0.5}, Opt, (50, 90, 10)),
-        ("chain", {"depth": 7}, Chain, (7, 6, 7)),
-        ("chain", {"nodes": 2}, Chain, (2, 3, 4)),
+        ("beam", {}, "beam", (68, 52, 5)),
+        ("dynamic", {}, "dynamic", (59, 70, 8)),
+        ("opt", {}, "opt", (50, 90, 10)),
+        ("chain", {}, "chain", (LENGTH, LENGTH - 1, LENGTH)),
+        ("beam", {"tree": "dynamic"}, "dynamic", (59, 70, 8)),
+        ("beam", {"top_k": 3}, "dynamic", (59, 21, 8)),
+        ("dynamic", {"widths": (1, 1, 1)}, "beam", (3, 2, 3)),
+        ("dynamic", {"tree": "beam", "nodes": 9}, "beam", (9, 52, 5)),
+        ("dynamic", {"depth": 1, "top_k": 4}, "dynamic", (4, 0, 1)),
+        ("dynamic", {"depth": 3, "nodes": 5}, "dynamic", (5, 20, 3)),
+        ("beam", {"tree": "opt"}, "opt", (50, 90, 10)),
+        ("dynamic", {"threshold": 0.2}, "opt", (50, 90, 10)),
+        ("opt", {"depth": 3, "top_k": 4}, "opt", (50, 8, 3)),
+        ("opt", {"nodes": 6, "depth": 2}, "opt", (6, 6, 2)),
+        ("opt", {"depth": 1, "threshold": 0}, "opt", (50, 0, 1)),
+        ("chain", {"top_k": 3}, "dynamic", (59, 21, 8)),
+        ("chain", {"widths": (2, 2)}, "beam", (4, 2, 2)),
+        ("chain", {"threshold": 0.5}, "opt", (50, 90, 10)),
+        ("chain", {"depth": 7}, "chain", (7, 6, 7)),
+        ("chain", {"nodes": 2}, "chain", (2, 3, 4)),
     ],
     ids=str,
 )
 def test_options_choose_a_kind_and_its_sizes(default, options, kind, sizes):
     made = TreeOptions(**options).kind(default)
-    assert type(made) is kind and (made.max_nodes, made.max_expanded, made.depth) == sizes
+    assert made.name == kind and (made.max_nodes, made.max_expanded, made.depth) == sizes
     (tree,) = made.grow([0], Table(0, vocabulary=30).expand, [100])
     assert tree.drafted <= made.max_nodes and max(tree.depths) <= made.depth
 
@@ -207,16 +214,6 @@ def test_options_choose_a_kind_and_its_sizes(default, options, kind, sizes):
 def test_a_threshold_arrives():
     eager, lazy = (TreeOptions(threshold=t, top_k=7).kind("opt").grow([0], certain(0.6), [8])[0] for t in (0, 5))
     assert max(eager.depths) > max(lazy.depths) == 1
-
-
-def test_sampled_text_gets_a_wide_tree_unless_widths_are_given():
-    for options, wide in (({}, True), ({"widths": (2, 2)}, False)):
-        kind = TreeOptions(**options).kind("beam")
-        trees = [kind.grow([0], Table(0, vocabulary=60).expand, sampled=sampled)[0] for sampled in (False, True)]
-        sizes = [Counter(tree.depths[1:]) for tree in trees]
-        assert (sizes[0] != sizes[1]) == wide
-        assert [sum(s.values()) for s in sizes] == [sum(kind.widths), sum(kind.sampled_widths or kind.widths)]
-        assert max(sum(s.values()) for s in sizes) == kind.max_nodes
 
 
 def test_a_planner_sizes_a_tree_unless_the_user_chose_it():
@@ -231,7 +228,7 @@ def test_a_planner_sizes_a_tree_unless_the_user_chose_it():
     assert drafted(TreeOptions(depth=6).kind("chain"), 0.5, NodeLimit(2, 0.9)) == 6
     for default in ("beam", "static", "dynamic"):
         fitted = TreeOptions().kind(default).fit(NodeLimit(8, 0.7))
-        assert isinstance(fitted, Opt) and fitted.nodes == 8 and fitted.threshold == 0.7
+        assert fitted.name == "opt" and fitted.nodes == 8 and fitted.threshold == 0.7
 
 
 @pytest.mark.parametrize(

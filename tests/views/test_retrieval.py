@@ -41,9 +41,9 @@ def peaked(store: KVStore, slot: int, *chunks: int, chunk: int = 4) -> torch.Ten
     return query
 
 
-def look(retrieval: Retrieval, store: KVStore, slot: int, query: torch.Tensor, accepted: int = 0) -> None:
+def look(retrieval: Retrieval, store: KVStore, slot: int, query: torch.Tensor) -> None:
     (layer,) = retrieval.layers(store.shape.layers)
-    retrieval.observe(store, slot, {layer: query[:, None]}, accepted)
+    retrieval.observe(store, slot, {layer: query[:, None]})
 
 
 # --- which ---
@@ -81,20 +81,6 @@ def test_every_few_verifications_are_scored():
     assert retrieval.version(0) == version
 
 
-@pytest.mark.parametrize(("adaptive", "scored"), [(False, [0, 10]), (True, [0, 6, 11])])
-def test_a_fall_of_acceptance_brings_the_next_scoring_forward(adaptive, scored):
-    """Twice 4 drafted tokens are accepted, then none: the last two verifications have less than half the mean."""
-    store, retrieval = filled(60), retrieval_of(**SMALL | {"refresh": 10, "adaptive": adaptive})
-    found = []
-    for i, accepted in enumerate([0, 4, 4, 4, 4, 0, 0, 3, 3, 3, 0, 0]):
-        before = retrieval.version(0)
-        store.lengths[0] += accepted + 1
-        look(retrieval, store, 0, peaked(store, 0, 1 + i), accepted)
-        if retrieval.version(0) != before:
-            found.append(i)
-    assert found == scored
-
-
 def test_slots_do_not_know_of_each_other():
     store, retrieval = filled(80, slots=2), retrieval_of(**SMALL)
     look(retrieval, store, 0, peaked(store, 0, 3))
@@ -115,40 +101,25 @@ def test_a_reset_is_a_new_version_also_when_as_many_choices_were_made_after_it_a
     assert len(set(seen)) == 3
 
 
-def test_what_follows_a_cut_has_not_been_scored():
-    """Chunks chosen behind the cut are gone for good, and those of the new text may fill their places."""
-    store, retrieval = filled(80), retrieval_of(**SMALL)
-    look(retrieval, store, 0, peaked(store, 0, 3, 13, 14))
-    assert retrieval.chosen(0) == [3, 13, 14]
-    version = retrieval.version(0)
-    retrieval.truncate(0, 48)
-    assert retrieval.chosen(0) == [3] and retrieval.version(0) > version
-    assert retrieval.rows(0, 80).tolist() == [*range(4), *range(12, 16), *range(64, 80)]
-
-
 # --- properties ---
 
 sizes = st.fixed_dictionaries(
     {"chunk": st.integers(1, 5), "chunks": st.integers(1, 8), "sink": st.integers(0, 2), "recent": st.integers(1, 3)}
 ).filter(lambda s: s["chunks"] >= s["sink"] + s["recent"])
-# How a text's length changes: tokens are read, or taken back.
-changes = st.lists(st.tuples(st.sampled_from(["read", "back", "look", "reset"]), st.integers(1, 9)), max_size=25)
+changes = st.lists(st.tuples(st.sampled_from(["read", "look", "reset"]), st.integers(1, 9)), max_size=25)
 
 
-@given(sizes, st.integers(1, 60), changes, st.booleans(), st.sampled_from(CHOOSING))
-def test_rows_are_sorted_once_each_and_within_the_text(given_sizes, length, events, adaptive, scorer):
+@given(sizes, st.integers(1, 60), changes, st.sampled_from(CHOOSING))
+def test_rows_are_sorted_once_each_and_within_the_text(given_sizes, length, events, scorer):
     chunk = given_sizes["chunk"]
     sink, recent = given_sizes["sink"] * chunk, given_sizes["recent"] * chunk
     torch.manual_seed(0)
-    retrieval = retrieval_of(chunk, given_sizes["chunks"], 2, adaptive, sink, recent, scorer=scorer)
+    retrieval = retrieval_of(chunk, given_sizes["chunks"], 2, sink, recent, scorer=scorer)
     store = filled(length)
     for event, n in [("look", 1), *events]:
         length = store.lengths[0]
         if event == "read":
             store.lengths[0] = min(length + n, 150)
-        elif event == "back":
-            store.lengths[0] = max(length - n, 1)
-            retrieval.truncate(0, store.lengths[0])
         elif event == "reset":
             retrieval.reset(0)
         else:
@@ -174,7 +145,7 @@ def test_a_working_cache_holds_the_rows_it_should(given_sizes, length, events, t
     chunk = given_sizes["chunk"]
     sink, recent = given_sizes["sink"] * chunk, given_sizes["recent"] * chunk
     torch.manual_seed(0)
-    retrieval = retrieval_of(chunk, given_sizes["chunks"], 2, False, sink, recent)
+    retrieval = retrieval_of(chunk, given_sizes["chunks"], 2, sink, recent)
     store = filled(length, transposed=transposed)
     store.values.copy_(torch.arange(200.0)[:, None])  # a value says which row it is of
     working = RetrievedKV(store, retrieval, transposed)
@@ -182,12 +153,6 @@ def test_a_working_cache_holds_the_rows_it_should(given_sizes, length, events, t
     for event, n in events:
         if event == "read":
             store.lengths[0] = min(store.lengths[0] + n, 150)
-        elif event == "back":
-            store.truncate(0, max(store.lengths[0] - n, 1))
-            # What follows is another text.
-            store.keys[:, :, :, store.lengths[0] :] = torch.randn(2, 1, 2, 200 - store.lengths[0], 8)
-            retrieval.truncate(0, store.lengths[0])
-            working.forget(0, store.lengths[0])
         elif event == "reset":
             store.keys.copy_(torch.randn(store.keys.shape))
             retrieval.reset(0)

@@ -15,6 +15,7 @@ import os
 
 import torch
 
+from longdraft import native
 from longdraft.attention import hybrid, sdpa
 from longdraft.attention.block import PLAIN, Block, Scoring
 from longdraft.attention.reference import Attend
@@ -135,5 +136,5 @@ def _say_once(name: str) -> None:
 
 
 def prefers_transposed_keys(path: str, dtype: torch.dtype) -> bool:
-    """True if the store should keep keys column-wise for this path (see :mod:`longdraft.attention.cpu`)."""
-    return path == "cpu" and dtype == torch.float32
+    """True if the store should keep keys column-wise for this path: our kernels multiply faster with them."""
+    return path == "cpu" and dtype == torch.float32 and native.kernels() is not None

@@ -16,9 +16,7 @@ serves for checks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
@@ -107,75 +105,40 @@ class Places:
         )
 
 
-class Kernels(NamedTuple):
-    """Kernels that attend to a prefix, called with q (B, Hq, T, d), keys, values, places and scale.
-
-    Attributes:
-        prefix: every row sees the whole prefix. Returns o (B, Hq, T, d) in q's dtype and lse (B, Hq, T) in float32,
-            both undefined for an empty prefix.
-        causal: the last row sees the whole prefix, each earlier row one row less. Returns (B, Hq, T, d). None if
-            missing.
-    """
-
-    prefix: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Places, float], tuple[torch.Tensor, torch.Tensor]]
-    causal: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Places, float], torch.Tensor] | None
-
-
-def attend(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    block: Block,
-    scale: float,
-    *,
-    kernels: Kernels | None = None,
-) -> torch.Tensor:
+def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Block, scale: float) -> torch.Tensor:
     """Same contract as :func:`longdraft.attention.reference.attend` without scoring and begins, on a GPU; float32,
     float16 and bfloat16.
 
     Keys and values have the same layout, and the distance between two slots is a whole number of rows.
-
-    Args:
-        kernels: None for torch's.
     """
-    kernels, chain = kernels or _of_torch(q), block.mask is None
+    chain = block.mask is None
     if block.width == 1 or (chain and block.size == 1):  # the row sees everything
-        return kernels.prefix(q, keys, values, _places(block, keys, block.width), scale)[0]
-    if chain and block.size >= CAUSAL_ROWS and kernels.causal is not None:
-        return kernels.causal(q, keys, values, _places(block, keys, block.width), scale)
-    return attend_at(q, keys, values, _places(block, keys, 0), scale, kernels)
+        return _prefix(q, keys, values, _places(block, keys, block.width), scale)[0]
+    if chain and block.size >= CAUSAL_ROWS and q.element_size() == 2:
+        return _causal(q, keys, values, _places(block, keys, block.width), scale)
+    return attend_at(q, keys, values, _places(block, keys, 0), scale)
 
 
 def attend_prefix(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    block: Block,
-    scale: float,
-    kernels: Kernels | None = None,
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Block, scale: float
 ) -> torch.Tensor:
     """Same contract as :data:`longdraft.attention.prefix.PrefixAttend`."""
     nothing = torch.zeros(block.batch, block.size, 0, dtype=torch.bool, device=q.device)
     places = Places.of(keys, block.slots_t, block.lengths_t, max(block.lengths), nothing, filled=True)
-    return attend_at(q, keys, values, places, scale, kernels)
+    return attend_at(q, keys, values, places, scale)
 
 
-def attend_at(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    places: Places,
-    scale: float,
-    kernels: Kernels | None = None,
-) -> torch.Tensor:
+def attend_at(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, places: Places, scale: float) -> torch.Tensor:
     """Every row attends to its sequence's whole prefix and to the tree rows that it may see: q -> (B, Hq, T, d)."""
-    o, lse = (kernels or _of_torch(q)).prefix(q, keys, values, places, scale)
+    o, lse = _prefix(q, keys, values, places, scale)
     if places.empty is not None:
         # The kernels return infinity or NaN for an empty prefix.
         o, lse = o.masked_fill(places.empty.unsqueeze(-1), 0), lse.masked_fill(places.empty, float("-inf"))
     if not places.hidden.shape[-1]:
         return o
-    return tree_part.attend(q, keys, values, o, lse, places.tree, places.hidden, scale)
+    compute = torch.ops.longdraft.with_tree if tree_part.by_kernel(q, keys) else tree_part.with_tree
+    out: torch.Tensor = compute(q, keys, values, o, lse, places.tree, places.hidden, scale)
+    return out
 
 
 def _places(block: Block, keys: torch.Tensor, seen: int) -> Places:
@@ -192,6 +155,13 @@ def _places(block: Block, keys: torch.Tensor, seen: int) -> Places:
         block.derived[key] = Places.of(keys, block.slots_t, lengths, bound, mask, filled=filled)
     places: Places = block.derived[key]
     return places
+
+
+def _prefix(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, places: Places, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Every row sees the whole prefix: o (B, Hq, T, d) and lse (B, Hq, T) in float32; undefined for an empty one."""
+    return (_flash if q.element_size() == 2 else _efficient)(q, keys, values, places, scale)
 
 
 def _flash(
@@ -215,6 +185,7 @@ def _flash(
 
 
 def _causal(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, places: Places, scale: float) -> torch.Tensor:
+    """The last row sees the whole prefix, each earlier row one row less."""
     batch, heads, size, d = q.shape
     queries = torch.arange(0, (batch + 1) * size, size, dtype=torch.int32, device=q.device)
     results = torch.ops.aten._flash_attention_forward(
@@ -239,10 +210,3 @@ def _efficient(
     o = results[0].view(batch, rows, kv_heads, d).transpose(1, 2)
     # The log-sum-exp is padded to a multiple of 32 rows.
     return o.reshape(q.shape), results[1].narrow(2, 0, rows).reshape(q.shape[:3])
-
-
-FLASH, EFFICIENT = Kernels(_flash, _causal), Kernels(_efficient, None)
-
-
-def _of_torch(q: torch.Tensor) -> Kernels:
-    return FLASH if q.element_size() == 2 else EFFICIENT

@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 
-from longdraft.attention import cpu, hybrid
+from longdraft import native
+from longdraft.attention import cpu, hybrid, sdpa
 from longdraft.attention.block import Block
 from longdraft.attention.reference import partial_attention
 
@@ -30,28 +30,17 @@ def _reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) 
 
 
 def _cpu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    folded = _folded(q, k)
-    if q.shape[1] <= cpu.FEW_ROWS and q.dtype == torch.float32:
-        out = cpu.few_rows(folded, k, v, None, scale)
-    else:
-        out = cpu.flash_prefix(folded, k, v, scale)[0]
-    return out.reshape(q.shape)
-
-
-def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    return F.scaled_dot_product_attention(_folded(q, k)[None], k[None], v[None], scale=scale)[0].reshape(q.shape)
-
-
-def _folded(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """(Hq, T, d) -> (Hkv, G*T, d): row g*T + t of a KV head is query head g of its group, row t."""
-    return q.reshape(k.shape[0], -1, q.shape[-1])
+    kernels = native.kernels() if q.shape[1] <= cpu.FEW_ROWS and native.fits(q, k, v) else None
+    if kernels is None:
+        return sdpa.one_text(q, k, v, scale=scale)
+    # (Hkv, G*T, d): row g*T + t of a KV head is query head g of its group, row t.
+    return kernels.attend(q.reshape(k.shape[0], -1, q.shape[-1]), k, v, None, scale).reshape(q.shape)
 
 
 def _triton(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Block, scale: float) -> torch.Tensor:
-    from longdraft.attention.triton_backend import prefix_attention
+    from longdraft.attention.triton_backend import attend_prefix  # where Triton is installed
 
-    longest = max(block.lengths, default=0)
-    return prefix_attention(q, keys, values, block.slots_t, block.lengths_t, scale, longest)[0].to(q.dtype)
+    return attend_prefix(q, keys, values, block, scale)
 
 
 def _each(one: _One) -> PrefixAttend:
@@ -70,7 +59,7 @@ def _each(one: _One) -> PrefixAttend:
 PATHS: dict[str, PrefixAttend] = {
     "reference": _each(_reference),
     "cpu": _each(_cpu),
-    "sdpa": _each(_sdpa),
+    "sdpa": _each(lambda q, k, v, scale: sdpa.one_text(q, k, v, scale=scale)),
     "hybrid": hybrid.attend_prefix,
     "triton": _triton,
 }

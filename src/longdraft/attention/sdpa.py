@@ -12,13 +12,20 @@ from longdraft.attention.block import PLAIN, Block, Scoring
 def one_text(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor | None = None, scale: float | None = None
 ) -> torch.Tensor:
-    """Attends within one text: q (Hq, T, d), k and v (Hkv, n, d), seen (T, n) -> (Hq, T, d).
+    """Attends within one text: q (Hq, T, d), k and v (Hkv, n, d), seen (T, n) -> (Hq, T, size of v).
 
-    The heads of a group are folded into rows, so K/V are read once per KV head.
+    The heads of a group are folded into rows, so K/V are read once per KV head. k and v may be of another dtype.
     """
     rows = q.reshape(k.shape[0], -1, q.shape[-1])
     mask = None if seen is None else seen.repeat(q.shape[0] // k.shape[0], 1)
-    return F.scaled_dot_product_attention(rows[None], k[None], v[None], attn_mask=mask, scale=scale).reshape(q.shape)
+    k, v = (_by_row(x.to(q.dtype))[None] for x in (k, v))
+    out = F.scaled_dot_product_attention(rows[None], k, v, attn_mask=mask, scale=scale)
+    return out.reshape(*q.shape[:2], v.shape[-1])
+
+
+def _by_row(x: torch.Tensor) -> torch.Tensor:
+    """torch's fused kernels read keys and values by row."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def attend(
@@ -41,15 +48,12 @@ def attend(
     out = q.new_empty(*q.shape[:3], values.shape[3])
     for b, (slot, n) in enumerate(zip(block.slots, block.lengths, strict=True)):
         end = n + block.width
-        k, v = keys[slot : slot + 1, :, :end], values[slot : slot + 1, :, :end]
+        k, v = keys[slot, :, :end], values[slot, :, :end]
         if block.width > 1 and block.mask is None and block.begins is None and end == block.size:
+            k, v = (_by_row(x.to(q.dtype))[None] for x in (k, v))
             out[b] = F.scaled_dot_product_attention(q[b : b + 1], k, v, is_causal=True, scale=scale, enable_gqa=True)[0]
             continue
-        seen = None
-        if block.width > 1 or block.begins is not None:  # a single row sees everything
-            seen = block.visible(b, q.device).repeat(q.shape[1] // k.shape[1], 1)
-        # The heads of a group are folded into rows, so K/V are read once per KV head; the mask repeats.
-        rows = q[b : b + 1].reshape(1, k.shape[1], -1, q.shape[-1])
-        attended = F.scaled_dot_product_attention(rows, k, v, attn_mask=seen, scale=scale)
-        out[b] = attended.reshape(out.shape[1:])
+        # A single row sees everything.
+        seen = block.visible(b, q.device) if block.width > 1 or block.begins is not None else None
+        out[b] = one_text(q[b], k, v, seen, scale)
     return out

@@ -2,24 +2,21 @@
 
 Nothing here waits for the device. The kernels read lengths and slots there, and the host's ``max_length`` only decides
 the number of splits. A recorded CUDA graph therefore stays right when they change, for any length up to the cache's
-capacity. Tile sizes and splits are tuned once for each GPU (:mod:`.triton_tuning`).
+capacity.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-import statistics
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from longdraft.attention import triton_tuning
 from longdraft.attention.block import PLAIN, Block, Scoring
-from longdraft.attention.triton_kernels import block_kernel, merge_kernel, prefix_kernel
-from longdraft.attention.triton_tuning import Choice, Kind, Tuning
+from longdraft.attention.triton_kernels import merge_kernel, part_kernel
 from longdraft.errors import CapabilityError
 from longdraft.native.scaled import KeptRows, Scaled
 
@@ -34,18 +31,16 @@ MIN_KEYS_PER_SPLIT = 256
 TILE_ELEMENTS = {2: 8192, 4: 2048}
 MAX_TILE_ROWS = 64
 WARPS = 4
+# Programs for each processor, if the prefix is long enough to split so often.
+WAVES = 2
 # Partial outputs that one program of the merge kernel holds in registers.
 MERGE_ELEMENTS = 8192
 # Place in :attr:`Block.derived`.
 MASK = "triton mask"
 
-# Keys for the measurement of choices: more than a large GPU's cache holds.
-TUNING_KEYS, TUNING_RUNS = 16384, 5
-
 LOG2_E = math.log2(math.e)
 
-tuning = Tuning()
-INTERPRETED = not isinstance(prefix_kernel, triton.JITFunction)
+INTERPRETED = not isinstance(part_kernel, triton.JITFunction)
 DOT_TYPES = {
     torch.float32: tl.float32,
     torch.float16: tl.float16,
@@ -108,7 +103,7 @@ class Inputs(NamedTuple):
 
     @property
     def warps(self) -> int:
-        """Warps of a program, where none were measured."""
+        """Warps of a program."""
         # Products of float32 run on no tensor core: with the factors of eight bits, four warps spill registers.
         return 2 * WARPS if self.scaled and self.q.element_size() == 4 else WARPS
 
@@ -117,46 +112,6 @@ def key_tile(q: torch.Tensor) -> tuple[int, int]:
     """Rows and columns of a tile of keys for queries (..., d): powers of two, at least 16 as tl.dot requires."""
     block_d = max(16, triton.next_power_of_2(q.shape[-1]))
     return max(16, min(MAX_TILE_ROWS, TILE_ELEMENTS[q.element_size()] // block_d)), block_d
-
-
-def prefix_attention(
-    q: torch.Tensor,
-    keys: KeptRows,
-    values: KeptRows,
-    slots_t: torch.Tensor,
-    lengths_t: torch.Tensor,
-    scale: float,
-    max_length: int,
-    num_splits: int | None = None,
-    choice: Choice | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Every row of the block attends to its sequence's whole prefix.
-
-    Args:
-        q: (B, Hq, T, d).
-        keys, values: (slots, Hkv, capacity, d), any strides; Hq a multiple of Hkv.
-        slots_t, lengths_t: (B,) int32 on q's device. Sequence b sees rows [0, lengths_t[b]) of slots_t[b].
-        max_length: upper bound on the lengths, a host integer. It affects the number of splits, never the result.
-        num_splits: pieces into which a prefix is split; None to choose by the size of the GPU.
-        choice: launch parameters, which never affect the result; None for the fastest.
-
-    Returns:
-        o (B, Hq, T, d) and lse (B, Hq, T), both float32; o = 0 and lse = -inf for a prefix of length 0.
-    """
-    inputs = Inputs(q, keys, values, slots_t, lengths_t, scale)
-    _check(q, keys, values)
-    choice = choice or _choice(inputs)
-    splits = _choose_splits(inputs, max_length, choice) if num_splits is None else num_splits
-    if not 1 <= splits <= MAX_SPLITS:
-        raise ValueError(f"num_splits is {splits}, expected 1 to {MAX_SPLITS}")
-    o_parts, lse_parts = _parts(splits, q)
-    _launch_prefix(inputs, o_parts, lse_parts, splits, choice)
-    if splits == 1:
-        return o_parts[0], lse_parts[0]
-    o = torch.empty_like(o_parts[0])
-    lse = torch.empty_like(lse_parts[0])
-    _launch_merge(o_parts, lse_parts, o, lse)
-    return o, lse
 
 
 def attend(
@@ -174,7 +129,15 @@ def attend(
     """
     begins = None if block.begins is None else block.begins.contiguous()
     inputs = Inputs(q, keys, values, block.slots_t, block.lengths_t, scale, scoring.softcap, begins)
-    return _attend(inputs, _mask(block), block.offset, max(block.lengths, default=0), scoring.sinks)
+    return _attend(inputs, max(block.lengths, default=0), True, _mask(block), block.offset, scoring.sinks)
+
+
+def attend_prefix(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Block, scale: float
+) -> torch.Tensor:
+    """Same contract as :data:`longdraft.attention.prefix.PrefixAttend`; 0 for a prefix of length 0."""
+    inputs = Inputs(q, keys, values, block.slots_t, block.lengths_t, scale)
+    return _attend(inputs, max(block.lengths, default=0), tree=False)
 
 
 def scaled_attention(
@@ -194,26 +157,31 @@ def scaled_attention(
     softcap: float | None,
 ) -> torch.Tensor:
     """Launches the kernels; see :func:`longdraft.attention.scaled.scaled_attention`."""
-    rows = Scaled(keys, key_scales), Scaled(values, value_scales)
-    if not tree:
-        return prefix_attention(q, *rows, slots, lengths, scale, bound)[0].to(q.dtype)
-    return _attend(Inputs(q, *rows, slots, lengths, scale, softcap), mask, offset, bound, sinks)
+    inputs = Inputs(q, Scaled(keys, key_scales), Scaled(values, value_scales), slots, lengths, scale, softcap)
+    return _attend(inputs, bound, tree, mask, offset, sinks)
 
 
 def _attend(
-    inputs: Inputs, mask: torch.Tensor | None, offset: int, bound: int, sinks: torch.Tensor | None
+    inputs: Inputs,
+    bound: int,
+    tree: bool,
+    mask: torch.Tensor | None = None,
+    offset: int = 0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention to prefixes of up to ``bound`` rows and to the tree; ``mask`` and ``offset`` as in `_launch_block`."""
+    """Attention to prefixes of up to ``bound`` rows, a host integer that affects the number of splits and never the
+    result, and with ``tree`` to what is behind them; ``mask`` and ``offset`` as in :func:`_launch_parts`."""
     q = inputs.q
     _check(q, inputs.keys, inputs.values)
-    choice = _choice(inputs)
-    splits = _choose_splits(inputs, bound, choice)
-    # One merge joins the splits of the prefix and the block, which are all parts of one attention.
-    o_parts, lse_parts = _parts(splits + 1, q)
-    _launch_prefix(inputs, o_parts, lse_parts, splits, choice)
-    _launch_block(inputs, mask, offset, o_parts[splits], lse_parts[splits])
+    splits = _choose_splits(inputs, bound)
+    # One merge joins the splits of the prefix and the tree, which are all parts of one attention.
+    o = torch.empty((splits + tree, *q.shape), dtype=torch.float32, device=q.device)
+    lse = torch.empty(o.shape[:-1], dtype=torch.float32, device=q.device)
+    _launch_parts(inputs, o[:splits], lse[:splits])
+    if tree:
+        _launch_parts(inputs, o[splits:], lse[splits:], True, mask, offset)
     out = torch.empty_like(q)
-    _launch_merge(o_parts, lse_parts, out, None, sinks)
+    _launch_merge(o, lse, out, sinks)
     return out
 
 
@@ -258,92 +226,23 @@ def _processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def _choice(inputs: Inputs) -> Choice:
-    """Launch parameters of the prefix kernel: the fastest, measured now if necessary, or the default."""
-    q, (block_m, block_n, _) = inputs.q, inputs.tiles
-    default = Choice(block_n, WARPS)
-    # Windows, caps and scales take registers that keys would have.
-    if inputs.softcap is not None or inputs.begins is not None or inputs.scaled:
-        return Choice(max(16, block_n // 2), inputs.warps, 3)
-    # float32 is for checks, and larger tiles than the default's would not fit the registers.
-    if q.device.type != "cuda" or INTERPRETED or q.element_size() != 2 or not triton_tuning.wanted():
-        return default
-    kind = Kind(_device_name(q.device), q.shape[3], block_m, str(q.dtype), triton.__version__)
-    choice = tuning.known(kind)
-    if choice is None and not torch.cuda.is_current_stream_capturing():
-        choice = tuning.find(kind, default, functools.partial(_seconds, _trial(inputs)))
-    return choice or default
-
-
-@functools.cache
-def _device_name(device: torch.device) -> str:
-    return str(torch.cuda.get_device_name(device))
-
-
-def _trial(inputs: Inputs) -> Inputs:
-    """Random inputs of the same kind, for one tile of rows."""
-    (_, heads, _, d), kv_heads = inputs.q.shape, inputs.keys.shape[1]
-    dtype, device = inputs.q.dtype, inputs.q.device
-    size = max(1, inputs.tiles[0] * kv_heads // heads)
-    q, keys, values = (
-        torch.randn(1, h, n, d, dtype=dtype, device=device)
-        for h, n in ((heads, size), (kv_heads, TUNING_KEYS), (kv_heads, TUNING_KEYS))
-    )
-    slot, length = (torch.full((1,), x, dtype=torch.int32, device=device) for x in (0, TUNING_KEYS))
-    return Inputs(q, keys, values, slot, length, 1.0)
-
-
-def _seconds(trial: Inputs, choice: Choice) -> float:
-    """Median GPU time of the prefix kernel and the merge over a few runs."""
-    splits = _choose_splits(trial, TUNING_KEYS, choice)
-    o_parts, lse_parts = _parts(splits, trial.q)
-    out = torch.empty_like(trial.q)
-    times = []
-    for _ in range(1 + TUNING_RUNS):  # the first one compiles
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        _launch_prefix(trial, o_parts, lse_parts, splits, choice)
-        _launch_merge(o_parts, lse_parts, out, None)
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3)
-    return statistics.median(times[1:])
-
-
-def _choose_splits(inputs: Inputs, max_length: int, choice: Choice) -> int:
-    """Count of splits that fill the GPU with ``choice.waves`` programs for each processor, none of them tiny."""
+def _choose_splits(inputs: Inputs, max_length: int) -> int:
+    """Count of splits that fill the GPU with :data:`WAVES` programs for each processor, none of them tiny."""
     q, keys = inputs.q, inputs.keys
     programs = max(1, q.shape[0] * keys.shape[1] * triton.cdiv(inputs.rows, inputs.tiles[0]))
-    wanted = choice.waves * _processors(q.device) // programs
+    wanted = WAVES * _processors(q.device) // programs
     return max(1, min(wanted, MAX_SPLITS, max_length // MIN_KEYS_PER_SPLIT))
 
 
-def _parts(parts: int, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Buffers for ``parts`` partial outputs (P, B, Hq, T, d) and their log-sum-exp (P, B, Hq, T)."""
-    o = torch.empty((parts, *q.shape), dtype=torch.float32, device=q.device)
-    return o, torch.empty((parts, *q.shape[:3]), dtype=torch.float32, device=q.device)
-
-
-def _launch_prefix(inputs: Inputs, o_parts: torch.Tensor, lse_parts: torch.Tensor, splits: int, choice: Choice) -> None:
-    """Writes parts [0, splits)."""
-    q, keys, _, slots, lengths, *_, begins = inputs
-    (batch, heads, size, d), kv_heads = q.shape, keys.shape[1]
-    block_m, _, block_d = inputs.tiles
-    grid = (triton.cdiv(inputs.rows, block_m), batch * kv_heads, splits)
-    if 0 in grid:
-        return
-    with torch.cuda.device_of(q):
-        prefix_kernel[grid](
-            q, *inputs.stored, slots, lengths, slots if begins is None else begins, o_parts, lse_parts,
-            *inputs.factors, size, kv_heads, splits, *inputs.strides, SCALED=inputs.scaled,
-            WINDOWED=begins is not None, CAPPED=inputs.softcap is not None,
-            GROUP=heads // kv_heads, HEAD_DIM=d, BLOCK_D=block_d, BLOCK_M=block_m, BLOCK_N=choice.block_n,
-            DOT=DOT_TYPES[q.dtype], num_warps=choice.warps, num_stages=choice.stages,
-        )  # fmt: skip
-
-
-def _launch_block(inputs: Inputs, mask: torch.Tensor | None, offset: int, o: torch.Tensor, lse: torch.Tensor) -> None:
-    """Writes the part of the tree: ``o`` (B, Hq, T, d) and ``lse`` (B, Hq, T), both float32.
+def _launch_parts(
+    inputs: Inputs,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    tree: bool = False,
+    mask: torch.Tensor | None = None,
+    offset: int = 0,
+) -> None:
+    """Writes ``o`` (P, B, Hq, T, d) and ``lse`` (P, B, Hq, T), both float32: the prefix in P splits, or the tree.
 
     Args:
         mask: (B, T, offset + T) bool, True where row i sees row j of the tree; None for a causal chain.
@@ -354,36 +253,29 @@ def _launch_block(inputs: Inputs, mask: torch.Tensor | None, offset: int, o: tor
     if mask is not None and mask.shape != (batch, size, offset + size):
         raise ValueError(f"mask is {tuple(mask.shape)}, expected {(batch, size, offset + size)}")
     block_m, block_n, block_d = inputs.tiles
-    grid = (triton.cdiv(inputs.rows, block_m), batch * kv_heads)
+    grid = (triton.cdiv(inputs.rows, block_m), batch * kv_heads, o.shape[0])
     if 0 in grid:
         return
-    if inputs.scaled:  # scales take registers that keys would have
-        block_n = max(16, block_n // 2)
-    # A causal chain reads no mask, but the kernel needs some pointer and three strides.
+    capped, windowed = inputs.softcap is not None, begins is not None
+    # Scales take registers that keys would have, and so do windows and caps in a loop over a long prefix.
+    small = inputs.scaled or (not tree and (capped or windowed))
+    # What is not read needs some pointer and some strides.
     mask_t, mask_strides = (slots, (0, 0, 0)) if mask is None else (mask.view(torch.uint8), mask.stride())
     with torch.cuda.device_of(q):
-        block_kernel[grid](
+        part_kernel[grid](
             q, *inputs.stored, mask_t, slots, lengths, slots if begins is None else begins, o, lse,
-            *inputs.factors, size, offset, kv_heads, *inputs.strides, *mask_strides,
-            CAUSAL=mask is None, SCALED=inputs.scaled, WINDOWED=mask is None and begins is not None,
-            CAPPED=inputs.softcap is not None,
-            GROUP=heads // kv_heads, HEAD_DIM=d, BLOCK_D=block_d, BLOCK_M=block_m, BLOCK_N=block_n,
-            DOT=DOT_TYPES[q.dtype], num_warps=inputs.warps, num_stages=2,
+            *inputs.factors, size, offset, kv_heads, o.shape[0], *inputs.strides, *mask_strides,
+            TREE=tree, CAUSAL=tree and mask is None, SCALED=inputs.scaled, WINDOWED=windowed and mask is None,
+            CAPPED=capped, GROUP=heads // kv_heads, HEAD_DIM=d, BLOCK_D=block_d, BLOCK_M=block_m,
+            BLOCK_N=max(16, block_n // 2) if small else block_n, DOT=DOT_TYPES[q.dtype],
+            num_warps=inputs.warps, num_stages=3 if small and not tree else 2,
         )  # fmt: skip
 
 
 def _launch_merge(
-    o_parts: torch.Tensor,
-    lse_parts: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    sinks: torch.Tensor | None = None,
+    o_parts: torch.Tensor, lse_parts: torch.Tensor, out: torch.Tensor, sinks: torch.Tensor | None
 ) -> None:
-    """Merges all parts into ``out`` (B, Hq, T, d), any dtype and strides, and into ``lse`` (B, Hq, T) unless None.
-
-    Args:
-        sinks: (Hq,) further scores, which count in ``lse`` too; None for none.
-    """
+    """Merges all parts into ``out`` (B, Hq, T, d), any dtype and strides. ``sinks``: (Hq,) further scores, or None."""
     parts, batch, heads, size, d = o_parts.shape
     rows = batch * heads * size
     block_p = triton.next_power_of_2(parts)
@@ -393,9 +285,7 @@ def _launch_merge(
         return
     with torch.cuda.device_of(out):
         merge_kernel[(triton.cdiv(rows, block_r),)](
-            o_parts, lse_parts, out, lse_parts if lse is None else lse,
-            lse_parts if sinks is None else sinks.float().contiguous(), parts, rows, size, heads, *out.stride(),
-            WITH_LSE=lse is not None, WITH_SINKS=sinks is not None,
-            HEAD_DIM=d, BLOCK_D=block_d, BLOCK_P=block_p, BLOCK_R=block_r,
-            num_warps=WARPS if block_r * block_p * block_d <= MERGE_ELEMENTS else 2 * WARPS,
+            o_parts, lse_parts, out, lse_parts if sinks is None else sinks.float().contiguous(), parts, rows, size,
+            heads, *out.stride(), WITH_SINKS=sinks is not None, HEAD_DIM=d, BLOCK_D=block_d, BLOCK_P=block_p,
+            BLOCK_R=block_r, num_warps=WARPS if block_r * block_p * block_d <= MERGE_ELEMENTS else 2 * WARPS,
         )  # fmt: skip

@@ -1,7 +1,7 @@
 """Triton kernels for hybrid tree attention (LongSpec section 3.3), the prefix split as in flash-decoding.
 
-There are three kernels: the prefix part (no mask, S splits), the block part (the tree mask), and the merge of all
-parts by log-sum-exp. Notation, per sequence b and KV head h:
+There are two kernels: one for a part, which is a split of the prefix (no mask) or the tree (its mask), and the merge of
+all parts by log-sum-exp. Notation, per sequence b and KV head h:
 
     rows    the G = Hq/Hkv query heads of one KV head, folded: row r = g*T + t, R = G*T of them. The G heads
             read the same keys, so each key and value tile is loaded once for all of them.
@@ -73,12 +73,6 @@ def scores_of(q_tile, k_tile, acc, scale, cap, CAPPED: tl.constexpr, DOT: tl.con
 
 
 @triton.jit
-def _begins(begins, rows, T, R):
-    """The first rank that each row sees; no rank for rows of the padding. ``begins`` points at the sequence's."""
-    return tl.load(begins + rows % T, mask=rows < R, other=2147483647)
-
-
-@triton.jit
 def online_softmax(m, z, acc, scores, v, DOT: tl.constexpr):
     """One key tile: running maximum m, running sum z = sum 2^(s - m), and acc = sum 2^(s - m) v."""
     m_new = tl.maximum(m, tl.max(scores, axis=1))
@@ -92,32 +86,22 @@ def online_softmax(m, z, acc, scores, v, DOT: tl.constexpr):
 
 
 @triton.jit
-def _store_part(o, lse, first_row, rows, R, m, z, acc, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """o_p = acc / z and l_p = log sum exp s; o_p = 0 and l_p = -inf for a row that saw no key."""
-    total = tl.where(z > 0.0, z, 1.0)  # for such a row m = -inf gives l_p
-    flat = first_row + rows
-    dims = tl.arange(0, BLOCK_D)
-    tl.store(lse + flat, (m + tl.log2(total)) * LN2, mask=rows < R)
-    tl.store(
-        o + flat[:, None] * HEAD_DIM + dims[None, :],
-        acc / total[:, None],
-        mask=(rows < R)[:, None] & (dims < HEAD_DIM)[None, :],
-    )
-
-
-@triton.jit
-def prefix_kernel(
-    q, k, v, k_scales, v_scales, slots, lengths, begins, o, lse, scale, cap, T, kv_heads, num_splits,
-    q_b, q_head, q_t, q_d, k_slot, k_head, k_n, k_d, v_slot, v_head, v_n, v_d, s_slot, s_head,
-    SCALED: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
+def part_kernel(
+    q, k, v, k_scales, v_scales, mask, slots, lengths, begins, o, lse, scale, cap, T, offset, kv_heads, num_splits,
+    q_b, q_head, q_t, q_d, k_slot, k_head, k_n, k_d, v_slot, v_head, v_n, v_d, s_slot, s_head, mask_b, mask_i, mask_j,
+    TREE: tl.constexpr, CAUSAL: tl.constexpr, SCALED: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Part p = one split of the prefix. Grid: (row tiles, B*Hkv, splits).
+    """Part p is one split of the prefix, or with TREE the tree behind it. Grid: (row tiles, B*Hkv, splits).
 
     A split's bounds follow from the sequence's own length on the device, not from the longest one. So a ragged
     batch is split evenly, and a recorded graph stays right while the lengths grow. Keys before a tile's first begin
     are not read.
+
+    The tree has offset + T rows, the first at cache row lengths[b]; row i of the block is row offset + i of the tree.
+    Without CAUSAL it sees row j of the tree if the mask (uint8) allows it, which contains ``begins``. ``o`` and ``lse``
+    point at the first part that is written.
     """
     sequence_head = tl.program_id(1)
     split = tl.program_id(2)
@@ -128,102 +112,66 @@ def prefix_kernel(
     R = GROUP * T
 
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    first = 0
-    if WINDOWED:
-        begin = _begins(begins + b * T, rows, T, R)
-        first = tl.maximum(tl.minimum(tl.min(begin, axis=0), n), 0) // BLOCK_N * BLOCK_N
-    chunk = tl.cdiv(tl.cdiv(n - first, num_splits), BLOCK_N) * BLOCK_N
-    lo = first + split * chunk
-    hi = tl.minimum(lo + chunk, n)
-
-    q_tile = load_queries(q + b * q_b + h * GROUP * q_head, rows, T, q_head, q_t, q_d, R, HEAD_DIM, BLOCK_D)
-    k_base = k + slot * k_slot + h * k_head
-    v_base = v + slot * v_slot + h * v_head
-    of_scales = slot * s_slot + h * s_head
-    m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    z = tl.zeros((BLOCK_M,), tl.float32)
-    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    for start in range(lo, hi, BLOCK_N):
-        keys = start + tl.arange(0, BLOCK_N)
-        at = keys.to(tl.int64)
-        ok = keys < hi
-        k_tile = load_rows(k_base, k_scales + of_scales, at, k_n, ok, k_d, SCALED, HEAD_DIM, BLOCK_D, DOT)
-        v_tile = load_rows(v_base, v_scales + of_scales, at, v_n, ok, v_d, SCALED, HEAD_DIM, BLOCK_D, DOT)
-        scores = scores_of(q_tile, k_tile, tl.zeros((BLOCK_M, BLOCK_N), tl.float32), scale, cap, CAPPED, DOT)
-        if WINDOWED:
-            scores = tl.where(ok[None, :] & (keys[None, :] >= begin[:, None]), scores, float("-inf"))
-        else:
-            scores = tl.where(ok[None, :], scores, float("-inf"))
-        m, z, acc = online_softmax(m, z, acc, scores, v_tile, DOT)
-
-    first_row = (split.to(tl.int64) * tl.num_programs(1) + sequence_head) * R
-    _store_part(o, lse, first_row, rows, R, m, z, acc, HEAD_DIM, BLOCK_D)
-
-
-@triton.jit
-def block_kernel(
-    q, k, v, k_scales, v_scales, mask, slots, lengths, begins, o, lse, scale, cap, T, offset, kv_heads,
-    q_b, q_head, q_t, q_d, k_slot, k_head, k_n, k_d, v_slot, v_head, v_n, v_d, s_slot, s_head, mask_b, mask_i, mask_j,
-    CAUSAL: tl.constexpr, SCALED: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DOT: tl.constexpr,
-):  # fmt: skip
-    """The tree part: row i sees row j of the tree, at cache row lengths[b] + j, if the mask allows it.
-
-    The tree has offset + T rows; row i of the block is row offset + i of the tree. Grid: (row tiles, B*Hkv). ``o`` and
-    ``lse`` point at one part's slice of the buffers. ``mask`` is uint8, and not read for a causal chain. ``begins`` are
-    read for a causal chain only, where they count from the tree's first row: otherwise the mask contains them.
-    """
-    sequence_head = tl.program_id(1)
-    b = (sequence_head // kv_heads).to(tl.int64)
-    h = (sequence_head % kv_heads).to(tl.int64)
-    slot = tl.load(slots + b).to(tl.int64)
-    n = tl.load(lengths + b).to(tl.int64)
-    R = GROUP * T
-
-    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     i = rows % T  # the query's row in the block, for every head of the group
-    q_tile = load_queries(q + b * q_b + h * GROUP * q_head, rows, T, q_head, q_t, q_d, R, HEAD_DIM, BLOCK_D)
-    k_base = k + slot * k_slot + h * k_head + n * k_n
-    v_base = v + slot * v_slot + h * v_head + n * v_n
-    of_scales = slot * s_slot + h * s_head + n
-    m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    z = tl.zeros((BLOCK_M,), tl.float32)
-    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    base = n.to(tl.int64) if TREE else 0  # keys are counted from here
     if CAUSAL:
         end = offset + tl.max(i, axis=0) + 1  # no row of this tile sees beyond itself
-    else:
+    elif TREE:
         end = offset + T
-    first = 0
+    else:
+        end = n
+    lo = 0
     if WINDOWED:
-        begin = _begins(begins + b * T, rows, T, R) - n.to(tl.int32)
-        first = tl.maximum(tl.minimum(tl.min(begin, axis=0), end), 0) // BLOCK_N * BLOCK_N
-    for start in range(first, end, BLOCK_N):
-        j = start + tl.arange(0, BLOCK_N)
-        at = j.to(tl.int64)
-        ok = j < offset + T
+        begin = tl.load(begins + b * T + i, mask=rows < R, other=2147483647)
+        if TREE:
+            begin -= n
+        lo = tl.maximum(tl.minimum(tl.min(begin, axis=0), end), 0) // BLOCK_N * BLOCK_N
+    if not TREE:
+        chunk = tl.cdiv(tl.cdiv(n - lo, num_splits), BLOCK_N) * BLOCK_N
+        lo += split * chunk
+        end = tl.minimum(lo + chunk, n)
+
+    q_tile = load_queries(q + b * q_b + h * GROUP * q_head, rows, T, q_head, q_t, q_d, R, HEAD_DIM, BLOCK_D)
+    k_base = k + slot * k_slot + h * k_head + base * k_n
+    v_base = v + slot * v_slot + h * v_head + base * v_n
+    of_scales = slot * s_slot + h * s_head + base
+    m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    z = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    for start in range(lo, end, BLOCK_N):
+        keys = start + tl.arange(0, BLOCK_N)
+        at = keys.to(tl.int64)
+        ok = keys < end
         k_tile = load_rows(k_base, k_scales + of_scales, at, k_n, ok, k_d, SCALED, HEAD_DIM, BLOCK_D, DOT)
         v_tile = load_rows(v_base, v_scales + of_scales, at, v_n, ok, v_d, SCALED, HEAD_DIM, BLOCK_D, DOT)
-        if CAUSAL:
-            sees = ok[None, :] & (j[None, :] <= offset + i[:, None])
-            if WINDOWED:
-                sees = sees & (j[None, :] >= begin[:, None])
-        else:
-            # int32 suffices within one sequence's mask; int64 offsets would take a tile of registers.
-            offsets = i[:, None] * mask_i + j[None, :] * mask_j
-            sees = tl.load(mask + b * mask_b + offsets, mask=ok[None, :] & (rows < R)[:, None], other=0) != 0
         scores = scores_of(q_tile, k_tile, tl.zeros((BLOCK_M, BLOCK_N), tl.float32), scale, cap, CAPPED, DOT)
-        scores = tl.where(sees, scores, float("-inf"))
-        m, z, acc = online_softmax(m, z, acc, scores, v_tile, DOT)
+        sees = ok[None, :]
+        if CAUSAL:
+            sees = sees & (keys[None, :] <= offset + i[:, None])
+        elif TREE:
+            # int32 suffices within one sequence's mask; int64 offsets would take a tile of registers.
+            offsets = i[:, None] * mask_i + keys[None, :] * mask_j
+            sees = tl.load(mask + b * mask_b + offsets, mask=sees & (rows < R)[:, None], other=0) != 0
+        if WINDOWED:
+            sees = sees & (keys[None, :] >= begin[:, None])
+        m, z, acc = online_softmax(m, z, acc, tl.where(sees, scores, float("-inf")), v_tile, DOT)
 
-    first_row = sequence_head.to(tl.int64) * R
-    _store_part(o, lse, first_row, rows, R, m, z, acc, HEAD_DIM, BLOCK_D)
+    # o_p = acc / z and l_p = log sum exp s; o_p = 0 and l_p = -inf for a row that saw no key.
+    total = tl.where(z > 0.0, z, 1.0)  # for such a row m = -inf gives l_p
+    flat = (split.to(tl.int64) * tl.num_programs(1) + sequence_head) * R + rows
+    dims = tl.arange(0, BLOCK_D)
+    tl.store(lse + flat, (m + tl.log2(total)) * LN2, mask=rows < R)
+    tl.store(
+        o + flat[:, None] * HEAD_DIM + dims[None, :],
+        acc / total[:, None],
+        mask=(rows < R)[:, None] & (dims < HEAD_DIM)[None, :],
+    )
 
 
 @triton.jit
 def merge_kernel(
-    o_parts, lse_parts, out, lse, sinks, parts, N, T, heads, out_b, out_head, out_t, out_d,
-    WITH_LSE: tl.constexpr, WITH_SINKS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    o_parts, lse_parts, out, sinks, parts, N, T, heads, out_b, out_head, out_t, out_d,
+    WITH_SINKS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """l = log(sum_p exp(l_p)), o = sum_p exp(l_p - l) o_p over the N = B*Hq*T rows. Grid: (row tiles,).
@@ -263,6 +211,3 @@ def merge_kernel(
         o.to(out.dtype.element_ty),
         mask=(rows < N)[:, None] & (dims < HEAD_DIM)[None, :],
     )
-    if WITH_LSE:
-        natural = tl.where(total > 0.0, top + tl.log(divisor), float("-inf"))
-        tl.store(lse + rows, natural, mask=rows < N)

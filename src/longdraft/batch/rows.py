@@ -17,8 +17,8 @@ from longdraft.errors import CheckpointError
 from longdraft.files import regular
 from longdraft.serve import asked, schema
 from longdraft.serve.asked import Asked
-from longdraft.serve.body import read, validated
 from longdraft.serve.errors import ApiError
+from longdraft.serve.schema import read, validated
 from longdraft.serve.service import Service
 
 

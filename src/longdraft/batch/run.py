@@ -6,14 +6,15 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, astuple, dataclass, field
-from typing import Any, TypeVar
+from dataclasses import asdict
+from typing import Any, NamedTuple, TypeVar
 
 from longdraft.batch.output import Output
 from longdraft.batch.rows import Defaults, Line, Row
 from longdraft.engine.session import Session
 from longdraft.errors import CapabilityError, LongdraftError
 from longdraft.model.checkpoints import Progress
+from longdraft.serve.choice import Speculation
 from longdraft.serve.errors import ApiError
 from longdraft.serve.ray import connected, reason, require
 from longdraft.serve.service import Service
@@ -31,36 +32,26 @@ _BROKEN = 8
 _RETRIES = 3
 
 
-@dataclass(frozen=True)
-class Figures:
-    """Counts of rows: how many, their new tokens, verifications, and the tokens that these emitted."""
+class Figures(NamedTuple):
+    """Counts of rows, their new tokens, and of their drafts."""
 
     rows: int = 0
     tokens: int = 0
-    rounds: int = 0
-    accepted: int = 0
-
-    def __add__(self, other: Figures) -> Figures:
-        return Figures(*(sum(pair) for pair in zip(astuple(self), astuple(other), strict=True)))
-
-    @property
-    def mean_accepted_length(self) -> float:
-        """Emitted tokens / verifications, over all rows."""
-        return self.accepted / self.rounds if self.rounds else 0.0
+    speculation: Speculation = Speculation()  # is only added to
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(NamedTuple):
     """A row of the output.
 
     Attributes:
         failed: the row holds an error. unexpected: which is not one of longdraft's own.
     """
 
-    row: dict[str, Any] = field(repr=False)
+    row: dict[str, Any]
     failed: bool = False
     unexpected: bool = False
-    figures: Figures = Figures(rows=1)
+    tokens: int = 0
+    speculation: Speculation = Speculation()
 
 
 class _Rows(Service):
@@ -113,15 +104,13 @@ class Engine:
             asked = row.ask(self.service)
         except (ApiError, LongdraftError) as error:
             return Answer(row.failed(error), failed=True)
-        self.service.submit(asked.choices)
         try:
+            asked.submit()
             body = await asked.whole()
         except Exception as error:
             return Answer(row.failed(error), True, not isinstance(error, LongdraftError))
-        results = [choice.result for choice in asked.choices if choice.result is not None]
-        new, rounds = sum(r.new_tokens for r in results), sum(r.rounds for r in results)
-        figures = Figures(1, new, rounds, sum(r.new_tokens - 1 for r in results if r.rounds))
-        return Answer(row.answered(body, asked), figures=figures)
+        speculation = sum((choice.speculation for choice in asked.choices), Speculation())
+        return Answer(row.answered(body, asked), False, False, body["usage"]["completion_tokens"], speculation)
 
     def drive(self, feed: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Returns what ``feed`` does, which asks for answers. Decodes in this thread: the main one is fastest."""
@@ -226,7 +215,8 @@ async def run(
         nonlocal figures
         for each in held:
             output.write(each.row, each.failed)
-            figures += each.figures
+            counted = figures.tokens + each.tokens, figures.speculation + each.speculation
+            figures = Figures(figures.rows + 1, *counted)
             progress(figures)
         held.clear()
 

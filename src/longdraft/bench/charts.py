@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import wraps
 from typing import Any
 
 from longdraft.errors import CapabilityError
@@ -25,8 +24,6 @@ _STYLE = {
     "legend.frameon": False,
     **dict.fromkeys(("text.color", "xtick.color", "ytick.color", "axes.labelcolor"), INK),
 }
-
-Drawing = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -56,37 +53,29 @@ def available() -> None:
         ) from None
 
 
-def _styled(draw: Drawing) -> Drawing:
-    """Runs a function with this module's settings of matplotlib, which are the user's again afterwards."""
+def image(make: Callable[[], Any], transparent: bool = False) -> bytes:
+    """A figure as an SVG file, on white or on nothing; the settings of matplotlib are the user's again afterwards.
 
-    @wraps(draw)
-    def styled(*arguments: Any, **options: Any) -> Any:
-        available()
-        import matplotlib
+    Args:
+        make: makes the figure.
+    """
+    available()
+    import matplotlib
 
-        with matplotlib.rc_context(_STYLE):
-            return draw(*arguments, **options)
-
-    return styled
-
-
-@_styled
-def image(figure: Any, transparent: bool = False) -> bytes:
-    """A figure as an SVG file, on white or on nothing."""
     out = io.BytesIO()
     metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
     ground = {"transparent": True} if transparent else {"facecolor": "white"}
-    figure.savefig(out, format="svg", bbox_inches="tight", pad_inches=0.06, metadata=metadata, **ground)
+    with matplotlib.rc_context(_STYLE):
+        make().savefig(out, format="svg", bbox_inches="tight", pad_inches=0.06, metadata=metadata, **ground)
     return out.getvalue()
 
 
-def inline(figure: Any) -> str:
+def inline(make: Callable[[], Any]) -> str:
     """A figure as an SVG element for a page: transparent, its text in the page's colour."""
-    text = image(figure, transparent=True).decode()
+    text = image(make, transparent=True).decode()
     return text[text.index("<svg") :].replace(INK, "currentColor")
 
 
-@_styled
 def lines(
     title: str,
     series: Mapping[str, Sequence[Point]],
@@ -130,7 +119,6 @@ def lines(
     return _with_legend(figure)
 
 
-@_styled
 def grouped(
     title: str,
     columns: Sequence[str],

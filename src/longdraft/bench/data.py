@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from longdraft.bench import scores
+from longdraft.bench import rows, scores
+from longdraft.bench.rows import Row
 from longdraft.errors import ContextError, PromptError
-from longdraft.files import regular
 from longdraft.model.chat import chat_prompt, encode
 
 if TYPE_CHECKING:
@@ -90,61 +88,25 @@ def read(paths: Iterable[Path], limit: int | None = None) -> list[Sample]:
     Raises:
         PromptError: a file that is missing, empty or not JSONL; a row without text. File and line are named.
     """
-    return [_sample(row, path, origin) for path in paths for row, origin in rows(path, limit)]
+    return [_sample(row, path) for path in paths for row in rows.jsonl(path, limit)]
 
 
-def rows(path: Path, limit: int | None = None) -> list[tuple[dict[str, Any], str]]:
-    """The first ``limit`` rows of a JSONL file, with the file and line of each.
-
-    Raises:
-        PromptError: as in :func:`read`.
-    """
-    if path.is_dir():
-        raise PromptError(f"{path} is a folder: --data takes a JSONL file.")
-    try:
-        with regular(path).open(encoding="utf-8") as lines:
-            found = list(islice(objects(lines, str(path)), limit))
-    except FileNotFoundError:
-        raise PromptError(f"There is no file {path}: check the path.") from None
-    except UnicodeDecodeError as error:
-        raise PromptError(f"{path} is not UTF-8 text ({error.reason}): --data takes a JSONL file.") from None
-    except OSError as error:
-        raise PromptError(f"{path} cannot be read: {error.strerror}.") from None
-    if not found:
-        raise PromptError(f"{path} has no rows.")
-    return found
-
-
-def objects(lines: Iterable[str], file: str) -> Iterator[tuple[dict[str, Any], str]]:
-    """The rows of JSONL text, with the file's name and the line of each."""
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        origin = f"{file}:{number}"
-        try:
-            row: Any = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise PromptError(f"{origin} is not JSON ({error}): each line holds one object.") from None
-        if not isinstance(row, dict):
-            raise PromptError(f"{origin} holds {type(row).__name__}, not an object.")
-        yield row, origin
-
-
-def _sample(row: dict[str, Any], path: Path, origin: str) -> Sample:
-    if "text" in row:
-        document, instruction = row["text"], ""
-    elif "context" in row:
-        document, instruction = row["context"], row.get("input") or ""
+def _sample(row: Row, path: Path) -> Sample:
+    columns, origin = row.columns, row.origin
+    if "text" in columns:
+        document, instruction = columns["text"], ""
+    elif "context" in columns:
+        document, instruction = columns["context"], columns.get("input") or ""
     else:
         raise PromptError(
-            f"{origin} has neither `text` nor `context` and `input`; it has {', '.join(row) or 'nothing'}."
+            f"{origin} has neither `text` nor `context` and `input`; it has {', '.join(columns) or 'nothing'}."
         )
     if not isinstance(document, str) or not isinstance(instruction, str) or not document.strip():
         raise PromptError(f"{origin}: its text is empty or not a string.")
-    dataset = str(row.get("dataset") or path.stem)
-    answers = answers_of(row, "answers", "answer")
+    dataset = str(columns.get("dataset") or path.stem)
+    answers = answers_of(columns, "answers", "answer")
     score = scores.of_dataset(dataset) if answers else ""
-    classes = tuple(row.get("all_classes") or ())
+    classes = tuple(columns.get("all_classes") or ())
     return Sample(document, instruction, dataset, origin, answers=answers, score=score, classes=classes)
 
 
@@ -162,12 +124,7 @@ def text(path: Path) -> str:
     """
     if path.suffix == ".jsonl":
         return "\n\n".join(sample.document for sample in read([path]))
-    try:
-        return regular(path).read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise PromptError(f"There is no file {path}: check the path.") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise PromptError(f"{path} cannot be read as UTF-8 text: {error}.") from None
+    return rows.text(path)
 
 
 def place(text: str, needles: Iterable[tuple[float, str]]) -> str:

@@ -9,16 +9,18 @@ Another measure plugs in with three things, and gets resuming, progress and Ctrl
 2. steps: ``Step(what, keys, measure)``, where ``measure(missing, tick)`` yields the records whose keys are missing,
    each as soon as it is there, and calls ``tick(contender)`` before each run;
 3. ``Experiment(steps, key, file)``, where ``key`` tells a record's key. The command line runs it with
-   ``cli.measuring.run``, and shows a :class:`~longdraft.bench.tables.Report` of ``found`` with ``Rendered.show``.
+   ``cli.measuring.Rendered.measure``, which shows a :class:`~longdraft.bench.tables.Report` of ``found``.
 
 Contenders whose times are compared run in turn, in the order of :func:`in_turn`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from functools import partial
+from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 from longdraft.bench.json_lines import JsonLines
 
@@ -88,6 +90,31 @@ class Experiment(Generic[K, R]):
                         self.file.append(record)
                     self._records[self._key(record)] = record
                     yield record
+
+
+Record = dict[str, Any]
+"""``unit``: its name; ``measured``: a plain object for JSON, of a paper's table, the quality of texts or needles."""
+Measure = Callable[[Tick], Any]
+
+
+def of_units(
+    units: Mapping[str, tuple[int, Measure]], path: Path | None, header: Mapping[str, Any]
+) -> Experiment[str, Record]:
+    """The measurement of units whose records are plain objects, with what a file of records has already.
+
+    Args:
+        units: by name, how often each calls its ``tick``, and what measures it.
+
+    Raises:
+        ConfigError: the file holds a run with other settings. CheckpointError: it cannot be used.
+    """
+
+    def measured(unit: str, missing: Collection[str], tick: Tick) -> Iterator[Record]:
+        yield {"unit": unit, "measured": units[unit][1](tick)}
+
+    steps = [Step(unit, (unit,), partial(measured, unit), ticks) for unit, (ticks, _) in units.items()]
+    file = None if path is None else JsonLines[Record](path, header, dict)
+    return Experiment(steps, lambda record: str(record["unit"]), file)
 
 
 def in_turn(names: Sequence[K], repeats: int) -> Iterator[tuple[int, K]]:

@@ -12,7 +12,7 @@ import psutil
 import torch
 
 from longdraft.memory import sizes
-from longdraft.planning.machine import cpu_name
+from longdraft.planning.costs import cpu_name
 
 PACKAGES = ("longdraft", "torch", "transformers", "triton", "llama-cpp-python")
 

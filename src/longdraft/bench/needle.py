@@ -13,23 +13,25 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple, cast
 
 import torch
+from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from longdraft.bench import data
 from longdraft.bench.data import Sample
 from longdraft.bench.prompts import Prompt
+from longdraft.bench.tables import Report, circumstances, count, grouped, mean_of, table
 from longdraft.drafters.autoregressive import NoDrafter
 from longdraft.drafters.shared.tree_drafter import TreeDrafter
 from longdraft.drafts.draft import Draft
+from longdraft.engine import sequence
 from longdraft.engine.drafter import Drafter
 from longdraft.engine.loop import Engine
 from longdraft.engine.sampler import Sampler, Sampling
 from longdraft.engine.schedule import Schedule, Verified
-from longdraft.engine.sequence import FinishReason
-from longdraft.engine.sequence import Sequence as Text
 from longdraft.errors import ContextError, PromptError
 from longdraft.memory.prompt_cache import PromptCache
 from longdraft.memory.token_ids import common_prefix
@@ -38,8 +40,8 @@ from longdraft.model.chat import encode
 from longdraft.model.checkpoints import LoadedModel
 from longdraft.model.runner import TargetRunner
 from longdraft.recipes import Recipe, recipe_for, resolve
+from longdraft.trees.kind import TreeKind
 from longdraft.trees.level import Growth, Level, Scored
-from longdraft.trees.static import Static
 from longdraft.trees.tree import TokenTree
 
 # The answer begins with the sentence's own words, so most of the code is written after the first rounds.
@@ -119,6 +121,12 @@ RETRIEVED = "target-retrieval"
 NAMED: dict[str, tuple[str, dict[str, Any]]] = {
     **SMALL, RETRIEVED: ("self", {"view": "chunks", "budget": 1184, "sink": 32, "window": 128})
 }  # fmt: skip
+DEFINITIONS = (
+    "accuracy: tokens of the needle, the first excepted, that are the view's first choice given all before them.",
+    "perplexity: exp of the mean negative log-likelihood the view gives them, but for those that its vocabulary lacks.",
+    f"code: the same of the code's tokens alone. {TARGET}: the target on its full KV, which drafts nothing.",
+)
+FIGURES = ("accuracy", "perplexity", "code_accuracy", "code_perplexity")
 _TREES = frozenset({"widths", "nodes", "tree", "depth", "top_k", "threshold"})
 
 
@@ -247,7 +255,7 @@ class NeedleDrafts:
             # One more than is emitted, or nothing would be drafted for the last one.
             prompt, length = list(haystack.tokens), len(answer) + 1
             engine = Engine(self.runner, drafter, _RootsAlone(), self._cache)
-            engine.add(Text(0, prompt, length, self.runner.device, sampler=forced, rules=[forced.over]))
+            engine.add(sequence.Sequence(0, prompt, length, self.runner.device, sampler=forced, rules=[forced.over]))
             for _ in engine.run():
                 pass
             rows = forced.predictions[1:] if name == TARGET else tree.predictions
@@ -255,6 +263,21 @@ class NeedleDrafts:
             tokens[name] = [_judged(*row, token, at >= code) for row, token, at in judged]
         about = {"context": haystack.context, "context_tokens": len(haystack.tokens), "depth": depth_of(haystack)}
         return {**about, "tokens": tokens}
+
+    def report(self, measured: Sequence[Mapping[str, Any]], complete: bool = True) -> Report:
+        """The report of haystacks that views were asked for; keys are those that docs/figures.md defines."""
+        rows = [_row(name, own) for own in grouped(measured, "context") for name in self.names]
+        tables = []
+        for own in grouped(rows, "context"):
+            heads = [*(key.replace("_", " ") for key in FIGURES), *(f"at {at['depth']:g}" for at in own[0]["by_depth"])]
+            made = table(["view"], [*heads, "not in vocabulary"])
+            for row in own:
+                figures = [*(row[key] for key in FIGURES), *(each["accuracy"] for each in row["by_depth"])]
+                made.add_row(Text(row["view"]), *map(_figure, figures), str(row["lacking"]))
+            of = f"{count(own[0]['haystacks'], 'haystack')} of {own[0]['context_tokens']:,} tokens"
+            tables.append((f"{of}, {own[0]['tokens']} tokens of needles", made))
+        document = {"rows": rows, **circumstances(), "complete": complete}
+        return Report(document, tables, definitions=DEFINITIONS, name="longdraft bench needle")
 
     def answer(self, haystack: Prompt) -> tuple[list[int], int]:
         """The needle as an answer, without its full stop, and which of its tokens is the code's first."""
@@ -277,23 +300,24 @@ class _Forced(Sampler):
         self.predictions.append((logits, None))
         return self.answer[len(self.predictions) - 1]
 
-    def over(self, sequence: Text) -> FinishReason | None:
+    def over(self, written: sequence.Sequence) -> sequence.FinishReason | None:
         """A rule: the answer is complete."""
-        return "length" if len(sequence.output) == len(self.answer) else None
+        return "length" if len(written.output) == len(self.answer) else None
 
 
 class _RootsAlone(Schedule):
     """Verifies no draft: every token is one that a drafter is asked for."""
 
-    def verify(self, sequences: list[Text], trees: list[TokenTree]) -> list[Verified]:
+    def verify(self, sequences: list[sequence.Sequence], trees: list[TokenTree]) -> list[Verified]:
         return super().verify(sequences, [TokenTree(tree.tokens[:1], (-1,)) for tree in trees])
 
 
 @dataclass(frozen=True, kw_only=True)
-class _FirstChoice(Static):
+class _FirstChoice(TreeKind):
     """A tree of the first choice alone, which keeps the logits of that choice."""
 
-    widths: tuple[int, ...] = (1,)
+    name: str = "chain"
+    children: tuple[int, ...] = (1,)
     predictions: list[Prediction] = field(default_factory=list)
 
     def levels(self, growth: Growth, roots: Scored) -> list[Scored]:
@@ -314,3 +338,44 @@ def _judged(logits: torch.Tensor, ids: torch.Tensor | None, token: int, code: bo
     log_prob = float(log_probs[at[0]])
     # A draft that has overflowed foresees nothing.
     return Foreseen(int(log_probs.argmax()) == at[0], log_prob if math.isfinite(log_prob) else None, code)
+
+
+def _row(name: str, own: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    at: dict[float, list[Foreseen]] = {}
+    for m in sorted(own, key=lambda m: m["depth"]):
+        at.setdefault(m["depth"], []).extend(Foreseen(*token) for token in m["tokens"][name])
+    tokens = [token for found in at.values() for token in found]
+    code = [token for token in tokens if token.code]
+    return {
+        "view": name,
+        "context": own[0]["context"],
+        "context_tokens": round(median(m["context_tokens"] for m in own)),
+        "haystacks": len(own),
+        "tokens": len(tokens),
+        "accuracy": accuracy(tokens),
+        "perplexity": perplexity(tokens),
+        "code_tokens": len(code),
+        "code_accuracy": accuracy(code),
+        "code_perplexity": perplexity(code),
+        "lacking": sum(token.log_prob is None for token in tokens),
+        "by_depth": [{"depth": depth, "accuracy": accuracy(found)} for depth, found in at.items()],
+    }
+
+
+def accuracy(tokens: Sequence[Foreseen]) -> float | None:
+    return mean_of(float(token.right) for token in tokens)
+
+
+def perplexity(tokens: Sequence[Foreseen]) -> float | None:
+    """The perplexity of the tokens that the vocabulary has; None without such tokens, or if it overflows."""
+    surprise = mean_of(None if token.log_prob is None else -token.log_prob for token in tokens)
+    try:
+        return None if surprise is None else math.exp(surprise)
+    except OverflowError:
+        return None
+
+
+def _figure(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.2f}" if value < 1000 else f"{value:.0e}"

@@ -9,39 +9,90 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import TYPE_CHECKING, Any
 
 import torch
+from rich.table import Table
+from rich.text import Text
 
 from longdraft.bench.contenders import Job, Kept, Ours, Run, ends_of
+from longdraft.bench.data import Sample
 from longdraft.bench.experiment import Tick
 from longdraft.bench.json_lines import fingerprint, plain
 from longdraft.bench.prompts import Prompt
 from longdraft.bench.run import WAKE_PROMPT, WAKE_TOKENS
 from longdraft.bench.scores import rouge_l, score
 from longdraft.bench.settings import contender
-from longdraft.bench.tables import mean_of, median_of
-from longdraft.bench.thinking import TURN, turn
+from longdraft.bench.tables import (
+    Column,
+    Report,
+    circumstances,
+    count,
+    figure,
+    filled,
+    grouped,
+    mean_of,
+    median_of,
+    ratio,
+    table,
+)
 from longdraft.bench.ties import first_difference, read
 from longdraft.engine.partial import SpecPV
 from longdraft.engine.sampler import Sampling
-from longdraft.errors import ContextError
+from longdraft.errors import CapabilityError, ContextError
 from longdraft.memory.prompt_cache import PromptCache
 from longdraft.methods import method_named
+from longdraft.model.chat import follow_up
 from longdraft.model.checkpoints import LoadedModel
 from longdraft.recipes import resolve
 from longdraft.speculator import Speculator
 from longdraft.views.scorers import SCORERS
 from longdraft.views.view import View, dtype_of
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# Questions that are thought about before they are answered (SpecPV, section 4.3). The paper does not give its words:
+# these are ours, the same for every data set.
+THINK = "Do not answer yet: first think step by step about what the text says on this."
+ANSWER = "Now give the final answer alone, in the form that was asked for."
+TURN = 64
+"""Tokens that the turn between thought and answer has at most."""
 METHOD, FULL, REFERENCE = "specpv", "full", "ar"
 VARIED = {"selector": "minmax", "budget": 1024, "margin": 20}
 """Options that variants of specpv differ in."""
 Variants = dict[str, dict[str, Any]]
 """Options of variants by name, as the bench writes contenders."""
+DEFINITIONS = (
+    "full: full verification with the same drafter. Its likeness to ar is the noise floor; a variant's is to full, and "
+    "that of rounded KV to ar.",
+    "ROUGE-L: F1, words stemmed, of a text against its reference; mean and least of the samples.",
+    "same: tokens before the first difference, the mean; and their share of the text. equal: identical samples.",
+    "nats: mean -log p of the text's tokens by the exact target, means of the samples; ar's own beside it.",
+    "tokens/s: new tokens / decode seconds; vs full: over those of full on the same sample; medians, of one run each.",
+    "accepted: mean accepted length = new tokens / target forwards, the prefill's token not counted.",
+    "score: of the answers against the references, by data set (docs/figures.md); the mean of the samples.",
+    "view: rows of the partial cache: first rows + chunks x rows of each + last rows.",
+    "partial: target forwards on the partial cache / all of them, after the prefill.",
+)
+COLUMNS = (
+    ("ROUGE-L", "rouge_l_mean", "{:.3f}"),
+    ("least", "rouge_l_min", "{:.3f}"),
+    ("same", "same_tokens", "{:.1f}"),
+    ("share", "same_share", "{:.0%}"),
+    ("equal", "identical", "{}"),
+    ("nats", "surprise", "{:.3f}"),
+    ("tokens/s", "tokens_per_second", "{:.1f}"),
+    ("vs full", "speedup_vs_full", "{:.2f}x"),
+    ("accepted", "mean_accepted_length", "{:.2f}"),
+    ("partial", "partial_share", "{:.0%}"),
+    ("score", "score", "{:.3f}"),
+    ("view", "view", "{}"),
+)
 
 
 def variants(budgets: Sequence[int], margins: Sequence[int], selectors: Sequence[str]) -> Variants:
@@ -121,6 +172,7 @@ class Quality:
 
     Attributes:
         drafter: name of the method whose drafter all but ``ar`` use.
+        names: contenders, in the order in which they decode a prompt.
 
     Raises:
         CapabilityError: the drafter's draft is missing; when texts are compared, rouge-score is not installed; when
@@ -143,6 +195,7 @@ class Quality:
         for dtype in settings.kv_dtypes:  # its prompt's KV is rounded too
             name, spec = f"{REFERENCE}:kv_dtype={dtype}", self._method(REFERENCE, {"kv_dtype": dtype})
             self._contenders[name] = Ours(name, spec, Kept(PromptCache()))
+        self.names = tuple(self._contenders)
         self._runner = specs[REFERENCE].runner()
         self._ends = ends_of(self._runner, loaded.tokenizer, ignore_eos=False)
         self._turn = turn(loaded.tokenizer) if settings.answer_tokens else []
@@ -150,11 +203,6 @@ class Quality:
 
     def _method(self, name: str, options: Mapping[str, Any]) -> Speculator:
         return Speculator(name, self._loaded.model, self._loaded.tokenizer, plan="fixed", **options)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Contenders, in the order in which they decode a prompt."""
-        return tuple(self._contenders)
 
     def reference(self, name: str) -> str | None:
         """The contender whose text is the reference of another's."""
@@ -186,7 +234,7 @@ class Quality:
                 notes.append(f"{name}: {of} its partial cache whole: full rounds alone.")
         return notes
 
-    def compare(self, prompt: Prompt, tick: Tick = lambda name: None) -> dict[str, Any]:
+    def measure(self, prompt: Prompt, tick: Tick = lambda name: None) -> dict[str, Any]:
         """Decodes a prompt with everything.
 
         Args:
@@ -207,9 +255,13 @@ class Quality:
             tick(name)
             run = self._run(name, prompt.tokens, self.settings.max_tokens)
             (tokens[name],) = run.tokens
-            answer = self._answer(name, prompt.tokens, tokens[name])
+            answer = text = self._text(tokens[name])
+            if self._turn:  # the text is a chain of thought, behind which the answer is asked for
+                thought = tokens[name][:-1] if tokens[name][-1] in self._ends else tokens[name]
+                asked = (*prompt.tokens, *thought, *self._turn)
+                answer = self._text(self._run(name, asked, self.settings.answer_tokens, self._ends).tokens[0])
             runs[name] = {
-                "text": self._text(tokens[name]),
+                "text": text,
                 "tokens": run.new_tokens,
                 "rounds": sum(run.rounds),
                 "partial_rounds": run.partial_rounds,
@@ -219,7 +271,9 @@ class Quality:
                 "score": score(prompt.sample, answer),
                 "view": f"{self.view(name).budget:,} = {self.view(name)}" if name in self.settings.variants else None,
             }
-            runs[name] |= self._likeness(self.reference(name), name, tokens, runs)
+            of = self.reference(name)
+            like = dict.fromkeys(("rouge_l", "same_tokens", "same_share"))
+            runs[name] |= like if of is None else _likeness(tokens[of], tokens[name], runs[of]["text"], text)
         sample = prompt.sample
         about = {"dataset": sample.dataset, "origin": sample.origin, "scored": sample.score or None}
         return {**about, "context_tokens": len(prompt.tokens), "runs": runs}
@@ -228,28 +282,8 @@ class Quality:
         if eos is None:
             eos = frozenset() if self.settings.ignore_eos else self._ends
         gc.collect()  # or a collection falls due inside somebody's turn
-        return self._contenders[name].warm(
-            Job((tuple(prompt),), max_tokens, Sampling(self.settings.temperature), 0, eos)
-        )
-
-    def _answer(self, name: str, prompt: Sequence[int], tokens: Sequence[int]) -> str:
-        """The text that is scored: that of a run, or the answer that is asked for behind its chain of thought."""
-        if not self._turn:
-            return self._text(tokens)
-        thought = tokens[:-1] if tokens and tokens[-1] in self._ends else tokens
-        run = self._run(name, (*prompt, *thought, *self._turn), self.settings.answer_tokens, self._ends)
-        return self._text(run.tokens[0])
-
-    def _likeness(
-        self, of: str | None, name: str, tokens: Mapping[str, Sequence[int]], runs: Mapping[str, Mapping[str, Any]]
-    ) -> dict[str, float | None]:
-        """ROUGE-L of a text and its reference, tokens before the first difference, and their share of the longer."""
-        if of is None:
-            return {"rouge_l": None, "same_tokens": None, "same_share": None}
-        longer, same = max(len(tokens[of]), len(tokens[name])), first_difference(tokens[of], tokens[name])
-        same = longer if same is None else same
-        like = rouge_l()(runs[of]["text"], runs[name]["text"])
-        return {"rouge_l": like, "same_tokens": same, "same_share": same / longer}
+        job = Job((tuple(prompt),), max_tokens, Sampling(self.settings.temperature), 0, eos)
+        return self._contenders[name].warm(job)
 
     @torch.inference_mode()
     def _surprise(self, prompt: Sequence[int], output: Sequence[int]) -> float:
@@ -265,6 +299,58 @@ class Quality:
 
     def _text(self, tokens: Sequence[int]) -> str:
         return str(self._loaded.tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    def report(self, compared: Sequence[Mapping[str, Any]], complete: bool = True) -> Report:
+        """The report of prompts that were compared; keys are those that docs/figures.md defines."""
+        by_dataset = grouped(compared, "dataset")
+        rows = [self._row(name, own) for own in by_dataset for name in self.names]
+        texts = [
+            {
+                "dataset": each["dataset"],
+                "origin": each["origin"],
+                "method": name,
+                "text": run["text"],
+                "reference": of,
+                "reference_text": None if of is None else each["runs"][of]["text"],
+                "answer": run["answer"] if self.settings.answer_tokens else None,
+            }
+            for each in compared
+            for name, run in each["runs"].items()
+            for of in [self.reference(name)]
+        ]  # for scores that are made elsewhere
+        document = {"drafter": self.drafter, "rows": rows, "texts": texts, **circumstances(), "complete": complete}
+        tables = [self._table(own, filled(rows, COLUMNS)) for own in grouped(rows, "dataset")]
+        return Report(document, tables, definitions=DEFINITIONS, name="longdraft bench quality")
+
+    def _row(self, name: str, own: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        variant = self.settings.variants.get(name)
+        rates = [[each["runs"][one]["tokens_per_second"] for each in own] for one in (name, FULL)]
+        return {
+            "method": METHOD if variant else name,
+            **{each: variant and variant.get(each) for each in VARIED},
+            "dataset": own[0]["dataset"],
+            "context_tokens": round(median(each["context_tokens"] for each in own)),
+            "reference": self.reference(name),
+            **figures([each["runs"][name] for each in own]),
+            "speedup_vs_full": median_of(map(ratio, *rates)),
+            "scored": own[0]["scored"],
+        }
+
+    def _table(self, rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> tuple[str, Table]:
+        """A title and a table for a data set."""
+        of = f"{rows[0]['dataset']}: {count(rows[0]['samples'], 'sample')}, {rows[0]['context_tokens']:,} prompt tokens"
+        made = table(["method", "selector"], ["budget", "margin", *(head for head, *_ in columns)])
+        for row in rows:
+            shown = (("selector", "{}"), ("budget", "{:,}"), ("margin", "{}"), *(column[1:] for column in columns))
+            made.add_row(Text(row["method"]), *(figure(row[key], form) for key, form in shown))
+        return f"{of}, drafts by {self.drafter}", made
+
+
+def _likeness(of: Sequence[int], own: Sequence[int], reference: str, text: str) -> dict[str, float | None]:
+    """ROUGE-L of a text and its reference, tokens before the first difference, and their share of the longer."""
+    longer, same = max(len(of), len(own)), first_difference(of, own)
+    same = longer if same is None else same
+    return {"rouge_l": rouge_l()(reference, text), "same_tokens": same, "same_share": same / longer}
 
 
 def figures(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -286,3 +372,19 @@ def figures(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "score": mean_of(run.get("score") for run in runs),
         "view": runs[0].get("view"),
     }
+
+
+def thoughtful(sample: Sample) -> Sample:
+    """The sample, asking for a chain of thought."""
+    return replace(sample, instruction="\n\n".join(filter(None, (sample.instruction, THINK))))
+
+
+def turn(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Token ids of the turn that asks for the answer.
+
+    Raises:
+        CapabilityError: the chat template has no place for it.
+    """
+    if not (tokens := follow_up(tokenizer, ANSWER)):
+        raise CapabilityError("The model's chat template has no second turn, in which the answer could be asked for.")
+    return tokens

@@ -5,21 +5,22 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from rich.text import Text
 
-from longdraft.bench import machine, report
+from longdraft.bench import report
 from longdraft.bench.json_lines import contents, fingerprint, mapping, plain, signed
 from longdraft.bench.peers import PEERS
 from longdraft.bench.prompts import Prompt
 from longdraft.bench.run import Bench, Measured
-from longdraft.bench.tables import Report
+from longdraft.bench.tables import Report, circumstances
 from longdraft.errors import CheckpointError
 from longdraft.files import naming
+from longdraft.model.checkpoints import LoadedModel
 from longdraft.model.runner import TargetRunner
 
 FORMAT, VERSION = "longdraft-bench", 1
@@ -57,11 +58,23 @@ def header(
         "model": model_of(target, model),
         "drafts": {c.name: fingerprint(c.draft) for c in bench.contenders.values() if c.draft is not None},
         "prompts": tokens.hexdigest()[:16],
-        "hardware": machine.hardware(),
-        "versions": machine.versions(),
+        **circumstances(),
         "notes": bench.notes,
     }
     return signed(FORMAT, VERSION, content)
+
+
+def header_of_units(
+    form: str, content: Mapping[str, Any], loaded: LoadedModel, name: str, tokens: Any
+) -> dict[str, Any]:
+    """All that records of :func:`longdraft.bench.experiment.of_units` depend on.
+
+    Args:
+        form: the format's name. content: settings. name: the model's. tokens: of the prompts, as JSON can hold them.
+    """
+    prompts = hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:16]
+    model = {"model": model_of(TargetRunner(loaded.model), name), "prompts": prompts}
+    return signed(form, VERSION, {**content, **model, **circumstances()})
 
 
 def model_of(target: TargetRunner, name: str) -> dict[str, Any]:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import json
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path, PurePath
-from typing import IO, Any
+from typing import Any
 
-from longdraft.bench import data
 from longdraft.errors import CapabilityError, PromptError, reason_of
 from longdraft.files import regular
 
@@ -28,6 +27,17 @@ class Row:
     stem: str
 
 
+def jsonl(path: Path, limit: int | None = None) -> list[Row]:
+    """The first ``limit`` rows of a JSONL file.
+
+    Raises:
+        PromptError: it is missing, empty or not JSONL. Names file and line.
+    """
+    if path.is_dir():
+        raise PromptError(f"{path} is a folder: --data takes a JSONL file.")
+    return _some(_lines(regular(path), path.stem, limit), path)
+
+
 def of_path(path: Path, name: str, limit: int | None = None) -> list[Row]:
     """The first ``limit`` rows of a file, or of each file of a folder or a zip archive.
 
@@ -41,18 +51,29 @@ def of_path(path: Path, name: str, limit: int | None = None) -> list[Row]:
     """
     if not path.exists():
         raise PromptError(f"There is no file {path}: check the path.")
+    files: list[Any] = [path]
+    kinds: tuple[str, ...] = (*_TEXTS, *_TABLES)
     if zipfile.is_zipfile(regular(path)):
         with zipfile.ZipFile(path) as archive:
-            inside = _chosen([PurePath(member) for member in archive.namelist()], name, _TEXTS, limit)
-            found = [row for member in inside for row in _opened(archive.open(str(member)), member, path, limit)]
+            files, kinds = [zipfile.Path(path, member) for member in archive.namelist()], _TEXTS
     elif path.is_dir():
-        files = _chosen(sorted(path.rglob("*")), name, (*_TEXTS, *_TABLES), limit)
-        found = [row for file in files for row in _of_file(Path(file), limit)]
-    else:
-        found = list(_of_file(path, limit))
-    if not found:
-        raise PromptError(f"{path} has no rows.")
-    return found
+        files = sorted(path.rglob("*"))
+    if files != [path]:
+        able = [file for file in files if PurePath(file.name).suffix in kinds]
+        files = [file for file in able if PurePath(file.name).stem == name] or able
+        if all(file.name.endswith(".txt") for file in files):  # a row each
+            files = files[:limit]
+    return _some((row for file in files for row in _of_file(file, limit)), path)
+
+
+def text(path: Path) -> str:
+    """The text of a file.
+
+    Raises:
+        PromptError: it cannot be read.
+    """
+    with _reading(path):
+        return regular(path).read_text(encoding="utf-8")
 
 
 def of_hub(name: str, hub: Mapping[str, Any], limit: int | None = None) -> list[Row]:
@@ -64,68 +85,79 @@ def of_hub(name: str, hub: Mapping[str, Any], limit: int | None = None) -> list[
     Raises:
         CapabilityError: the ``datasets`` library is missing, or the hub cannot be reached.
     """
-    from longdraft.model.checkpoints import quiet
 
-    load = _library()
-    try:
-        with quiet():
-            stream = load(**hub, streaming=True)
-            return [Row(dict(row), f"{name}:{i}", name) for i, row in enumerate(islice(stream, limit), 1)]
-    except Exception as error:  # no network, no such data set, an archive that is laid out otherwise now
-        raise CapabilityError(
-            f"{name} cannot be read from the Hugging Face hub ({reason_of(error)}). Where the hub is out of reach, "
+    def unread(why: str) -> CapabilityError:  # no network, no such data set, an archive that is laid out otherwise now
+        return CapabilityError(
+            f"{name} cannot be read from the Hugging Face hub ({why}). Where the hub is out of reach, "
             f"fetch its file elsewhere and give it: --data {name}=FILE (.jsonl, .parquet, .csv)."
-        ) from error
+        )
+
+    return _loaded(name, name, limit, unread, **hub)
 
 
-def _chosen(files: Sequence[PurePath], name: str, suffixes: tuple[str, ...], limit: int | None) -> Sequence[PurePath]:
-    """The files with rows: those of the name if there are any, else all; of texts, which are a row each, ``limit``."""
-    able = [file for file in files if file.suffix in suffixes]
-    able = [file for file in able if file.stem == name] or able
-    return able[:limit] if all(file.suffix == ".txt" for file in able) else able
+def _some(rows: Iterable[Row], path: Path) -> list[Row]:
+    if found := list(rows):
+        return found
+    raise PromptError(f"{path} has no rows.")
 
 
-def _of_file(path: Path, limit: int | None) -> Iterator[Row]:
-    if path.suffix in _TABLES:
-        yield from _table(path, limit)
-    elif path.suffix in (".json", ".txt"):
-        yield from _opened(path.open("rb"), path, None, limit)
-    else:
-        yield from (Row(columns, origin, path.stem) for columns, origin in data.rows(path, limit))
-
-
-def _opened(file: IO[bytes], name: PurePath, archive: Path | None, limit: int | None) -> Iterator[Row]:
-    """Rows of an open text file."""
-    shown = str(name) if archive is None else f"{archive}/{name}"
+@contextmanager
+def _reading(shown: object) -> Iterator[None]:
+    """Errors of the file system, and of what is no text or JSON, name the file."""
     try:
-        with io.TextIOWrapper(file, encoding="utf-8") as text:
-            if name.suffix == ".txt":
-                yield Row({"text": text.read()}, shown, name.stem)
-            elif name.suffix == ".jsonl":
-                for columns, origin in islice(data.objects(text, shown), limit):
-                    yield Row(columns, origin, name.stem)
-            else:
-                whole = json.load(text)
-                listed = whole if isinstance(whole, list) else [whole]
-                yield from (Row(row, f"{shown}:{i}", name.stem) for i, row in enumerate(listed[:limit], 1))
-    except (ValueError, RecursionError) as error:  # JSON and UTF-8
-        raise PromptError(f"{shown} cannot be read as {name.suffix[1:]} in UTF-8: {error}.") from None
+        yield
+    except PromptError:
+        raise
+    except FileNotFoundError:
+        raise PromptError(f"There is no file {shown}: check the path.") from None
+    except OSError as error:
+        raise PromptError(f"{shown} cannot be read: {error.strerror}.") from None
+    except (ValueError, RecursionError) as error:
+        raise PromptError(f"{shown} cannot be read as text in UTF-8 of this format: {error}.") from None
 
 
-def _table(path: Path, limit: int | None) -> Iterator[Row]:
+def _of_file(file: Any, limit: int | None) -> Iterator[Row]:
+    """Rows of a file, which may lie in an archive."""
+    name = PurePath(file.name)
+    if kind := _TABLES.get(name.suffix):
+
+        def unread(why: str) -> PromptError:  # whatever a bad file sets off in one of several readers
+            return PromptError(f"{file} cannot be read as {kind}: {why}.")
+
+        yield from _loaded(str(file), name.stem, limit, unread, path=kind, data_files=str(file), split="train")
+    elif name.suffix in (".json", ".txt"):
+        with _reading(file):
+            whole = file.read_text(encoding="utf-8")
+            found = [{"text": whole}] if name.suffix == ".txt" else json.loads(whole)
+        for i, row in enumerate((found if isinstance(found, list) else [found])[:limit], 1):
+            yield Row(row, str(file) if name.suffix == ".txt" else f"{file}:{i}", name.stem)
+    else:
+        yield from _lines(file, name.stem, limit)
+
+
+def _lines(file: Any, stem: str, limit: int | None) -> Iterator[Row]:
+    """Rows of a JSONL file."""
+    with _reading(file), file.open(encoding="utf-8") as lines:
+        written = ((number, line) for number, line in enumerate(lines, 1) if line.strip())
+        for number, line in islice(written, limit):
+            origin = f"{file}:{number}"
+            try:
+                row: Any = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise PromptError(f"{origin} is not JSON ({error}): each line holds one object.") from None
+            if not isinstance(row, dict):
+                raise PromptError(f"{origin} holds {type(row).__name__}, not an object.")
+            yield Row(row, origin, stem)
+
+
+def _loaded(shown: str, stem: str, limit: int | None, unread: Callable[[str], Exception], **where: Any) -> list[Row]:
+    """Rows by the ``datasets`` library.
+
+    Raises:
+        CapabilityError: it is missing.
+    """
     from longdraft.model.checkpoints import quiet
 
-    load, kind = _library(), _TABLES[path.suffix]
-    try:
-        with quiet():
-            stream = load(kind, data_files=str(path), split="train", streaming=True)
-            found = [Row(dict(row), f"{path}:{i}", path.stem) for i, row in enumerate(islice(stream, limit), 1)]
-    except Exception as error:  # whatever a bad file sets off in one of several readers
-        raise PromptError(f"{path} cannot be read as {kind}: {reason_of(error)}.") from error
-    yield from found
-
-
-def _library() -> Any:
     try:
         from datasets import load_dataset
     except ImportError:
@@ -133,4 +165,9 @@ def _library() -> Any:
             'Data sets by name and parquet files need the datasets library: pip install "longdraft[data]". JSONL files '
             "need nothing: --data FILE.jsonl, or --data gov_report=FILE.jsonl."
         ) from None
-    return load_dataset
+    try:
+        with quiet():
+            stream = load_dataset(**where, streaming=True)
+            return [Row(dict(row), f"{shown}:{i}", stem) for i, row in enumerate(islice(stream, limit), 1)]
+    except Exception as error:
+        raise unread(reason_of(error)) from error

@@ -82,7 +82,7 @@ class Settings:
                 )
             if name not in PEERS:
                 # Refuses a wrong option, or a draft that cannot be read.
-                resolve(method_name(name), self.options(name), alone=True)
+                resolve(method_name(name), self.options(name))
             plans.checked(self.plan_of(name))
             dtype_of(self.kv_dtype_of(name), "kv_dtype")
         offloading.parse(self.offload)

@@ -54,7 +54,7 @@ def render(reports: Sequence[Report], to: Literal["markdown", "html"]) -> str:
         {
             "name": report.name,
             "tables": [(title, cells(table)) for title, table in report.tables],
-            "figures": [charts.inline(make()) for make in report.figures.values()],
+            "figures": [charts.inline(make) for make in report.figures.values()],
             "remarks": [remark.plain for remark in report.remarks],
             "facts": {name: report.document.get(name) for name in ("hardware", "versions")},
         }

@@ -14,7 +14,7 @@ from typing import Literal
 
 import torch
 
-from longdraft.engine.loop import prefill_chunk
+from longdraft.engine.prompts import prefill_chunk
 from longdraft.engine.sampler import Sampling
 from longdraft.memory.prompt_cache import PromptCache
 from longdraft.model.outputs import TargetOutput

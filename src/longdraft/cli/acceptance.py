@@ -3,34 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 import longdraft
-from longdraft.bench import tasks
 from longdraft.bench.data import Short
-from longdraft.cli import bench_options, console, measuring, method_options, options
+from longdraft.cli import console, measuring, method_options, options
 from longdraft.errors import CapabilityError
 from longdraft.model.embedded import EMBEDDED_ID
 
 if TYPE_CHECKING:
-    from longdraft.bench.acceptance import Acceptance
+    from longdraft.bench.acceptance import Acceptance, Accepted, Asked
+    from longdraft.bench.experiment import Step
     from longdraft.bench.settings import Settings
     from longdraft.model.runner import TargetRunner
 
 LENGTHS = "512,1024,2048,4096,8192,16384,32768"
 FIRST, FARTHEST = 1024, 131072
+_CUT = "Tokens that prompts are cut to; YaRN stretches the model for those beyond its context."
+
+
+@dataclass(frozen=True)
+class FewRows(measuring.Sampled):
+    """Prompts of ``bench length``."""
+
+    limit: Annotated[int, typer.Option(min=1, help="Rows of each file.")] = 2
 
 
 def acceptance(
     *,
-    data: bench_options.Data = None,
-    lengths: Annotated[
-        str, typer.Option(help="Tokens that prompts are cut to; YaRN stretches the model for those beyond its context.")
-    ] = LENGTHS,
-    short: bench_options.ShortTexts = Short.leave,
+    prompting: measuring.Sampled,
+    lengths: Annotated[str, typer.Option(help=_CUT)] = LENGTHS,
+    short: measuring.ShortTexts = Short.leave,
     methods: Annotated[
         str | None,
         typer.Option(
@@ -43,15 +49,8 @@ def acceptance(
         str, typer.Option("--temperature", "-t", help="One or several, with commas between; 0 is greedy.")
     ] = "0,1",
     foresee: options.Foresee = True,
-    limit: bench_options.Limit = None,
-    max_tokens: bench_options.MaxTokens = 64,
-    seed: bench_options.Seed = 0,
-    ignore_eos: bench_options.IgnoreEos = False,
-    raw: bench_options.Raw = False,
-    wording: options.TemplateOptions,
     levels: Annotated[int, typer.Option(min=0, help="Show too how often so many drafted tokens were accepted.")] = 0,
     loading: options.ModelOptions,
-    results: bench_options.Results = None,
     output: measuring.Rendered,
     composed: options.Load = None,
 ) -> None:
@@ -69,33 +68,23 @@ def acceptance(
         raise options.SettingError("--lengths and --temperature must name one value at least.")
     for t in temperatures:
         longdraft.Sampling(temperature=t)
-    settings = _settings(
-        methods, drafting, _default,
-        max_tokens=max_tokens, contexts=cut_to, seed=seed, raw=raw, ignore_eos=ignore_eos, plan="fixed",
-        asked=wording.asked, sampling=longdraft.Sampling(foresee=foresee),
-    )  # fmt: skip
-    output.check(results=results)
-    samples = tasks.read(data or [tasks.BUILT_IN], limit)
-    hosted = _hosted(loading, settings, temperatures)
-    steps = _steps(hosted, samples, cut_to, short)
-    file = None if results is None else opened(results, hosted.settings, hosted.model)
+    sampling = longdraft.Sampling(foresee=foresee)
+    settings = _settings(methods, drafting, prompting, _default, contexts=cut_to, plan="fixed", sampling=sampling)
+    output.check()
+    hosted, steps = _hosted(loading, settings, prompting, lambda context: cut_to, short, temperatures)
+    file = None if output.results is None else opened(output.results, hosted.settings, hosted.model)
     experiment = Experiment(steps, lambda run: run.asked, file)
-    complete = measuring.run(experiment)
-    output.show(length.acceptance(experiment.found, hosted.settings.methods, hosted.notes, complete, levels))
-    measuring.end(experiment, complete)
+    names, notes = hosted.settings.methods, hosted.notes
+    output.measure(experiment, lambda complete: length.acceptance(experiment.found, names, notes, complete, levels))
 
 
 def bench_length(
     *,
-    data: bench_options.Data = None,
+    prompting: FewRows,
     lengths: Annotated[
-        str | None,
-        typer.Option(
-            help="Tokens that prompts are cut to; YaRN stretches the model for those beyond its context.",
-            show_default="1024, 2048, ... as far as the model goes",
-        ),
+        str | None, typer.Option(help=_CUT, show_default="1024, 2048, ... as far as the model goes")
     ] = None,
-    short: bench_options.ShortTexts = Short.join,
+    short: measuring.ShortTexts = Short.join,
     methods: Annotated[
         str | None,
         typer.Option(
@@ -104,7 +93,7 @@ def bench_length(
         ),
     ] = None,
     drafting: method_options.DraftOptions,
-    plan: bench_options.Plan = "fixed",
+    plan: measuring.Plan = "fixed",
     url: Annotated[
         list[str] | None,
         typer.Option(
@@ -114,15 +103,8 @@ def bench_length(
         ),
     ] = None,
     api_key: Annotated[str, typer.Option("--api-key", help="For servers that ask for one.")] = "",
-    limit: Annotated[int, typer.Option(min=1, help="Rows of each file.")] = 2,
-    max_tokens: bench_options.MaxTokens = 64,
     repeats: Annotated[int, typer.Option(min=1, help="Runs of each; the fastest counts.")] = 2,
-    seed: bench_options.Seed = 0,
-    ignore_eos: bench_options.IgnoreEos = False,
-    raw: bench_options.Raw = False,
-    wording: options.TemplateOptions,
     loading: options.ModelOptions,
-    results: bench_options.Results = None,
     output: measuring.Rendered,
     composed: options.Load = None,
 ) -> None:
@@ -137,40 +119,42 @@ def bench_length(
     from longdraft.bench.experiment import Experiment
     from longdraft.bench.settings import REFERENCE, Settings
 
-    output.check(results=results)
+    output.check()
     asked_for = None if lengths is None else method_options.whole_numbers("--lengths", lengths)
-    samples = tasks.read(data or [tasks.BUILT_IN], limit)
-    given: dict[str, Any] = {"max_tokens": max_tokens, "seed": seed, "raw": raw, "ignore_eos": ignore_eos}
     hosted = None
     if url:
-        if methods is not None or wording.asked:
+        if methods is not None or prompting.asked:
             raise options.SettingError("--methods, --system and --no-think are for methods here: leave them out.")
         named = {name: address or name for name, _, address in (each.partition("=") for each in url)}
         servers = [serving.Server(name, address, api_key) for name, address in named.items()]
         cut_to = asked_for or length.doubled(FIRST, 4 * FIRST)
-        steps = serving.steps(servers, samples, cut_to, max_tokens, repeats, ignore_eos)
-        own, model = Settings((REFERENCE,), **given), {"name": "servers"}
+        steps = serving.steps(servers, prompting.read(), cut_to, prompting.max_tokens, repeats, prompting.ignore_eos)
+        own, model = Settings((REFERENCE,), **_given(prompting)), {"name": "servers"}
         names, notes = tuple(named), [f"{each.name}: {each.model} at {each.url}" for each in servers]
     else:
+
+        def lengths_of(context: int) -> Sequence[int]:
+            return asked_for or length.doubled(FIRST, min(context, FARTHEST))
+
         settings = _settings(
-            methods, drafting, lambda target: by_default(target) or ("self",), (REFERENCE,),
-            contexts=asked_for or (None,), plan=plan, asked=wording.asked, **given,
+            methods, drafting, prompting, lambda target: by_default(target) or ("self",), (REFERENCE,),
+            contexts=asked_for or (None,), plan=plan,
         )  # fmt: skip
-        hosted = _hosted(loading, settings, (0.0,), repeats)
-        cut_to = asked_for or length.doubled(FIRST, min(hosted.context, FARTHEST))
-        steps = _steps(hosted, samples, cut_to, short)
+        hosted, steps = _hosted(loading, settings, prompting, lengths_of, short, (0.0,), repeats)
         own, model, names, notes = hosted.settings, hosted.model, hosted.settings.methods, hosted.notes
-    file = None if results is None else opened(results, own, model)
+    file = None if output.results is None else opened(output.results, own, model)
     # Runs without seconds, as files of earlier versions have them, are made again.
     experiment = Experiment(steps, lambda run: run.asked, file, usable=lambda run: run.seconds is not None)
-    complete = measuring.run(experiment)
-    calculated = []
-    if complete and hosted is not None and hosted.target is not None:
-        with console.status() as status:
-            status("Timing verifications behind made-up texts")
-            calculated = free(hosted.target, cut_to)
-    output.show(length.break_even(experiment.found, names, calculated, notes, complete))
-    measuring.end(experiment, complete)
+
+    def made(complete: bool) -> Any:
+        calculated = []
+        if complete and hosted is not None and hosted.target is not None:
+            with console.status() as status:
+                status("Timing verifications behind made-up texts")
+                calculated = free(hosted.target, lengths_of(hosted.context))
+        return length.break_even(experiment.found, names, calculated, notes, complete)
+
+    output.measure(experiment, made)
 
 
 def _default(target: TargetRunner) -> tuple[str, ...]:
@@ -182,9 +166,14 @@ def _default(target: TargetRunner) -> tuple[str, ...]:
     return found
 
 
+def _given(prompting: measuring.Sampled) -> dict[str, Any]:
+    return {name: getattr(prompting, name) for name in ("max_tokens", "seed", "raw", "ignore_eos", "asked")}
+
+
 def _settings(
     methods: str | None,
     drafting: method_options.DraftOptions,
+    prompting: measuring.Sampled,
     by_default: Callable[[TargetRunner], Sequence[str]],
     always: Sequence[str] = (),
     **more: Any,
@@ -212,7 +201,7 @@ def _settings(
         with options.settings_checked():
             return Settings(
                 tuple(dict.fromkeys((*always, *names))), draft_options=drafting.options(),
-                own_options=method_options.contender_options(names), **more,
+                own_options=method_options.contender_options(names), **_given(prompting), **more,
             )  # fmt: skip
 
     chosen = None if names is None else made(names)
@@ -222,27 +211,32 @@ def _settings(
 def _hosted(
     loading: options.ModelOptions,
     settings: Callable[[TargetRunner], Settings],
+    prompting: measuring.Sampled,
+    lengths: Callable[[int], Sequence[int]],
+    short: Short,
     temperatures: tuple[float, ...],
     repeats: int = 1,
-) -> Acceptance:
-    """The methods on a model that is loaded anew for each YaRN factor; only the first time it says how far it is."""
+) -> tuple[Acceptance, list[Step[Asked, Accepted]]]:
+    """The methods on a model that is loaded anew for each YaRN factor, and a step for each text.
+
+    Args:
+        lengths: of texts, by the model's context.
+    """
     from longdraft.bench.acceptance import Acceptance
 
-    with console.status() as status, options.settings_checked():
+    samples = prompting.read()
+    with console.status() as status:
 
         def load(factor: float | None) -> longdraft.LoadedModel:
             again = factor != loading.rope_factor  # then the runs' progress is on the screen
             return replace(loading, rope_factor=factor).load((lambda message: None) if again else status)
 
         name = loading.model or EMBEDDED_ID
-        return Acceptance(load, settings, temperatures, name, loading.rope_factor, status, repeats)
-
-
-def _steps(hosted: Acceptance, samples: Sequence[Any], cut_to: Sequence[int], short: Short) -> Any:
-    """The steps for each text, cut to each length; remarks on texts are said."""
-    with console.status() as status:
+        with options.settings_checked():
+            hosted = Acceptance(load, settings, temperatures, name, loading.rope_factor, status, repeats)
+        cut_to = lengths(hosted.context)
         status(f"Cutting {len(samples)} texts to {len(set(cut_to))} lengths")
         steps = hosted.steps(samples, cut_to, short)
     for note in hosted.notes:
         console.note(note)
-    return steps
+    return hosted, steps

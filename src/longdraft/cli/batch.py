@@ -29,14 +29,13 @@ class EngineOptions:
     """The command's options that make an engine, in this process or in one of Ray's actors.
 
     Attributes:
-        arguments: of Speculator. files: the user's own Python files, which an actor runs first.
+        own: options of the method.
         slots: rows decoded at a time; None: as suits the device. context: tokens of text to take memory for at once.
     """
 
-    loading: options.ModelOptions
+    hosting: method_options.Hosting
     method: str | None
-    arguments: dict[str, Any]
-    files: tuple[Path, ...]
+    own: dict[str, Any]
     defaults: Defaults
     slots: int | None
     context: int
@@ -45,13 +44,13 @@ class EngineOptions:
         from longdraft.batch.run import Engine
         from longdraft.engine.session import batch_for
 
-        loaded = self.loading.load(progress)
+        loaded, arguments = self.hosting.loading.load(progress), self.hosting.arguments | self.own
         with options.settings_checked():
-            spec = longdraft.Speculator(self.method, loaded.model, loaded.tokenizer, **self.arguments)
+            spec = longdraft.Speculator(self.method, loaded.model, loaded.tokenizer, **arguments)
         return Engine(spec, self.defaults, self.slots or batch_for(spec.runner().device.type), self.context)
 
     def engine_in_actor(self) -> Engine:
-        options.load_file(list(self.files))
+        options.load_file(self.hosting.composed)
         return self.engine(lambda _: None)
 
 
@@ -71,8 +70,6 @@ def batch(
     ray: Annotated[
         int | None, typer.Option("--ray", min=1, help="How many engines to run on Ray.", show_default="this process")
     ] = None,
-    drafting: method_options.DraftOptions,
-    plan: options.Plan = None,
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", "-n", min=1, help="New tokens of a row at most, if it does not say.")
     ] = 256,
@@ -80,15 +77,11 @@ def batch(
     seed: Annotated[int, typer.Option(min=0, help="Row i is sampled with this seed + i.")] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; repeatable.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt, without a chat template.")] = False,
+    hosting: method_options.Hosting,
     output: options.Output,
-    loading: options.ModelOptions,
-    offload: options.Offload = None,
-    kv_dtype: options.KVDtype = None,
-    deterministic: options.Deterministic = False,
-    composed: options.Load = None,
 ) -> None:
     """Answer a file of prompts. A run that was ended continues where it was; rows without an answer say why."""
-    method_arguments = method_options.method_options(method, option or [], drafting.options())
+    own = hosting.own(method, option)
 
     from longdraft.engine.request import stops_of
 
@@ -102,21 +95,14 @@ def batch(
 
     with options.settings_checked():
         sampling = choosing.sampling()
-        arguments: dict[str, Any] = {
-            "offload": offload,
-            "plan": plan,
-            "kv_dtype": kv_dtype,
-            "deterministic": deterministic,
-        }
-        arguments |= longdraft.Speculator(method, **arguments, **method_arguments).options
-        name = Path(loading.model or "SmolLM2-135M-Instruct").name
-        defaults = Defaults(max_tokens, sampling, seed, stops_of(stop or ()), raw, name)
+        own = longdraft.Speculator(method, **hosting.arguments, **own).options
+        defaults = Defaults(max_tokens, sampling, seed, stops_of(stop or ()), raw, hosting.name)
     if source.resolve() == answers.resolve():
         raise options.SettingError(f"{answers} is the file of prompts: give the answers another name.")
     total, digest = measured(source)
     if not total:
         raise CheckpointError(f"{source} has no rows: give a file with a JSON object a line.")
-    made = EngineOptions(loading, method, arguments, tuple(composed or ()), defaults, slots, context)
+    made = EngineOptions(hosting, method, own, defaults, slots, context)
     with console.status() as status:
         decoder = made.engine(status) if ray is None else _pool(made, ray, status)
         places = (line.place for line in lines(source))
@@ -129,13 +115,13 @@ def batch(
             figures, seconds, cancel = _run(source, file, total, decoder)
     console.note(
         f"{answers}: {file.rows:,} of {total:,} rows, {file.errors:,} of them errors; {figures.tokens:,} new tokens in "
-        f"{seconds:,.1f} s, mean accepted length {figures.mean_accepted_length:.2f}."
+        f"{seconds:,.1f} s, mean accepted length {figures.speculation.mean_accepted_length:.2f}."
     )
     output.json(
         {
             "rows": total, "written": file.rows, "errors": file.errors, "rows_this_run": figures.rows,
             "new_tokens": figures.tokens, "seconds": round(seconds, 3),
-            "mean_accepted_length": round(figures.mean_accepted_length, 4),
+            "mean_accepted_length": figures.speculation.mean_accepted_length,
         }
     )  # fmt: skip
     if file.rows < total:
@@ -151,10 +137,9 @@ def _pool(made: EngineOptions, count: int, status: console.Status) -> Decoder:
     from longdraft.serve.ray import share
 
     status(f"Starting Ray and {count} engines")
-    gpu = made.loading.on_gpu
-    threads = made.loading.threads or share(count, gpu)
-    made = replace(made, loading=replace(made.loading, threads=threads))
-    return Pool(made.engine_in_actor, made.defaults, count, threads, int(gpu))
+    gpu = made.hosting.loading.on_gpu
+    made = replace(made, hosting=made.hosting.with_threads(share(count, gpu)))
+    return Pool(made.engine_in_actor, made.defaults, count, made.hosting.loading.threads or 1, int(gpu))
 
 
 def _run(source: Path, file: Output, total: int, decoder: Decoder) -> tuple[Figures, float, Cancel]:
@@ -168,10 +153,7 @@ def _run(source: Path, file: Output, total: int, decoder: Decoder) -> tuple[Figu
         def draw(now: Figures) -> None:
             seconds = max(time.monotonic() - started, 1e-9)
             rate = f"{now.tokens / seconds:,.0f} tokens/s" + (f", {file.errors} errors" if file.errors else "")
-            bar.draw("", file.rows, figures=rate)
-            if bar.due():
-                rest = (total - file.rows) * seconds / now.rows
-                bar.say(f"{file.rows:,} of {total:,} rows, {rate}, about {rest:,.0f} s left")
+            bar.tell("", file.rows, figures=rate)
 
         figures = decoder.drive(lambda: run(lines(source, first), file, decoder, draw, cancel))
     return figures, time.monotonic() - started, cancel

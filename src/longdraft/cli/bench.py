@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from longdraft.bench import scores, tasks
-from longdraft.cli import bench_options, console, measuring, method_options, options, processes
+from longdraft.bench import scores
+from longdraft.bench.tables import Report
+from longdraft.cli import console, measuring, method_options, options, processes
+from longdraft.cli.load import OtherProcesses
 from longdraft.model.embedded import EMBEDDED_ID
-from longdraft.planning.load import OtherProcesses
 
 DRAFTED = "self:lookup=true"  # the default method on a CPU
 METHODS_BY_DEFAULT = ("ar", "prompt-lookup", DRAFTED, "hf")
@@ -23,17 +24,18 @@ ROUNDS, QUICK_ROUNDS = 3, 1
 QUICK_ROWS = 2
 
 
+@dataclass(frozen=True)
+class Benched(measuring.Sampled):
+    """Prompts of ``bench``."""
+
+    max_tokens: Annotated[
+        int | None, typer.Option("--max-tokens", "-n", help="New tokens at most.", show_default=f"{TOKENS}")
+    ] = None  # type: ignore[assignment]
+
+
 def bench(
     *,
-    data: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--data",
-            help="JSONL (rows with `text`, or with `context` and `input`); or a data set by name, from the hub "
-            f"({', '.join(tasks.NAMES)}), or NAME=PATH with its files; repeatable.",
-            show_default="long modules of Python's standard library",
-        ),
-    ] = None,
+    prompting: Benched,
     methods: Annotated[
         str | None,
         typer.Option(
@@ -51,10 +53,6 @@ def bench(
     ] = False,
     drafting: method_options.DraftOptions,
     plan: options.Plan = None,
-    limit: bench_options.Limit = None,
-    max_tokens: Annotated[
-        int | None, typer.Option("--max-tokens", "-n", help="New tokens at most.", show_default=f"{TOKENS}")
-    ] = None,
     context: Annotated[
         str | None,
         typer.Option(
@@ -67,8 +65,6 @@ def bench(
         int | None, typer.Option(help="Timed rounds; their median counts.", show_default=f"{ROUNDS}")
     ] = None,
     choosing: options.SamplingOptions,
-    seed: bench_options.Seed = 0,
-    ignore_eos: bench_options.IgnoreEos = False,
     cold: Annotated[
         bool,
         typer.Option(
@@ -76,8 +72,6 @@ def bench(
             help="Let every method read the prompts itself, or ar for all of ours (long prompts).",
         ),
     ] = True,
-    raw: bench_options.Raw = False,
-    wording: options.TemplateOptions,
     assistant: Annotated[
         str | None,
         typer.Option(help="For hf-assisted: a small model's folder, or its name on the hub.", show_default="none"),
@@ -93,10 +87,6 @@ def bench(
     ] = None,
     loading: options.ModelOptions,
     offload: options.Offload = None,
-    results: Annotated[
-        Path | None,
-        typer.Option(help="Append each measurement to this file (JSONL); with the same settings, go on where it ends."),
-    ] = None,
     profile: Annotated[
         bool,
         typer.Option(
@@ -123,31 +113,35 @@ def bench(
     from longdraft.bench.settings import Settings
     from longdraft.model.stored import is_stored
 
-    limit = QUICK_ROWS if limit is None and quick else limit
-    tokens = max_tokens if max_tokens is not None else QUICK_TOKENS if quick else TOKENS
+    if quick:  # other options win
+        prompting = replace(
+            prompting,
+            limit=prompting.limit or QUICK_ROWS,
+            max_tokens=QUICK_TOKENS if prompting.max_tokens is None else prompting.max_tokens,
+        )
+    tokens = TOKENS if prompting.max_tokens is None else prompting.max_tokens
     rounds = repeats if repeats is not None else QUICK_ROUNDS if quick else ROUNDS
     contexts: tuple[int | None, ...] = (None,)
     if context is not None:
         contexts = method_options.whole_numbers("--context", context)
-    elif not data:
+    elif not prompting.data:
         contexts = (QUICK_CONTEXT if quick else BUILT_IN_CONTEXT,)
     names = tuple(method_options.words(methods)) if methods is not None else _by_default(drafting.draft)
     with options.settings_checked():
         settings = Settings(
-            names, tokens, contexts, method_options.whole_numbers("--batch", batch), rounds, choosing.sampling(), seed,
-            raw, ignore_eos, cold,
+            names, tokens, contexts, method_options.whole_numbers("--batch", batch), rounds, choosing.sampling(),
+            prompting.seed, prompting.raw, prompting.ignore_eos, cold,
             draft_options=drafting.options(),
             plan=plan,
             offload=offload,
             own_options=method_options.contender_options(names),
             sources=Sources(assistant, gguf),
             profile=profile,
-            asked=wording.asked,
+            asked=prompting.asked,
         )  # fmt: skip
-    processes.check_options({"--results": results, "--profile": profile})
-    output.check(out=out, results=results)
-    read = data or [tasks.BUILT_IN]
-    samples = tasks.read(read, limit)
+    processes.check_options({"--results": output.results, "--profile": profile})
+    output.check(out=out)
+    samples = prompting.read()
     if lacking := scores.lacking(samples):
         console.note(lacking)
     with console.status() as status:
@@ -160,22 +154,25 @@ def bench(
         with options.settings_checked():
             hosted = Bench(loaded, settings, progress=status, unpacked=unpacked)
     file = None
-    if results is not None:
-        file = JsonLines(results, header(hosted, prompts, loading.model or EMBEDDED_ID, read, limit), Measured)
+    if output.results is not None:
+        about = header(hosted, prompts, loading.model or EMBEDDED_ID, prompting.named, prompting.limit)
+        file = JsonLines(output.results, about, Measured)
     for size, left in left_over.items():
         if left:
             console.note(f"{left} sample{'s are' if left > 1 else ' is'} left out of batches of {size}.")
     others = OtherProcesses()
     experiment = Experiment(hosted.steps(groups), lambda measured: measured.key, file)
-    complete = measuring.run(experiment, "batches")
-    found = report.document(hosted.names, experiment.found, hosted.notes, complete)
-    found["hardware"]["busy_cores"] = round(others.cores, 1)
-    if found["rows"] and others.advice is not None:
-        console.note(f"Figures of a busy machine. {others.advice}")
-    if out is not None and processes.is_first():
-        measuring.write(out, json.dumps(found, indent=2) + "\n")
-    output.show(report.shown(found, lambda ids: str(loaded.tokenizer.decode(ids))))
-    measuring.end(experiment, complete, "batches")
+
+    def made(complete: bool) -> Report:
+        found = report.document(hosted.names, experiment.found, hosted.notes, complete)
+        found["hardware"]["busy_cores"] = round(others.cores, 1)
+        if found["rows"] and others.advice is not None:
+            console.note(f"Figures of a busy machine. {others.advice}")
+        if out is not None and processes.is_first():
+            measuring.write(out, json.dumps(found, indent=2) + "\n")
+        return report.shown(found, lambda ids: str(loaded.tokenizer.decode(ids)))
+
+    output.measure(experiment, made, "batches")
 
 
 def _by_default(draft: Path | None) -> tuple[str, ...]:

@@ -17,10 +17,9 @@ import typer
 import longdraft
 from longdraft.cli import console, method_options, options, reading
 from longdraft.cli.cancel import Cancel
-from longdraft.cli.display import PrefillBar, TextOutput
+from longdraft.cli.display import TextOutput, shown
 from longdraft.errors import ContextError, LongdraftError, RequestError
 from longdraft.model.chat import conversation
-from longdraft.model.embedded import EMBEDDED_ID
 
 
 def chat(
@@ -36,39 +35,26 @@ def chat(
     ] = 512,
     choosing: options.SamplingOptions,
     seed: Annotated[int | None, typer.Option(min=0, help="The same seed samples the same text.")] = None,
-    drafting: method_options.DraftOptions,
-    plan: options.Plan = None,
-    loading: options.ModelOptions,
-    offload: options.Offload = None,
-    kv_dtype: options.KVDtype = None,
-    deterministic: options.Deterministic = False,
-    composed: options.Load = None,
+    hosting: method_options.Hosting,
     debug: options.Debug = False,
 ) -> None:
     """Talk with the model, about documents if there are any. /help lists what else can be said."""
-    own = method_options.method_options(method, option or [], drafting.options())
+    own = hosting.own(method, option)
     with options.settings_checked():
         settings = Settings(choosing.sampling(), max_tokens, random.randrange(2**32) if seed is None else seed)
-        shared: dict[str, Any] = {
-            "offload": offload,
-            "plan": plan,
-            "kv_dtype": kv_dtype,
-            "deterministic": deterministic,
-        }
-        own = longdraft.Speculator(method, **shared, **own).options
+        own = longdraft.Speculator(method, **hosting.arguments, **own).options
     documents = [reading.document(name) for name in file or []]
     with console.status() as status:
-        loaded = loading.load(status)
+        loaded = hosting.loading.load(status)
 
         def decoder(name: str | None, chosen: dict[str, Any]) -> longdraft.Speculator:
-            return longdraft.Speculator(name, loaded.model, loaded.tokenizer, **shared, **chosen)
+            return longdraft.Speculator(name, loaded.model, loaded.tokenizer, **hosting.arguments, **chosen)
 
         with options.settings_checked():
             spec = decoder(method, own)
             spec.planner(status)
     talk = Chat(loaded, spec, decoder, settings, wording, documents)
-    name = Path(loading.model or EMBEDDED_ID).name
-    console.note(f"{name}, decoded with {spec.method.name}. /help lists the commands, exit or Ctrl-D ends.")
+    console.note(f"{hosting.name}, decoded with {spec.method.name}. /help lists the commands, exit or Ctrl-D ends.")
     talk.run()
 
 
@@ -153,7 +139,7 @@ class Chat:
         messages = [*self._messages, {"role": "user", "content": asked}]
         first = [{"role": "system", "content": self._system}] if self._system else []
         prompt = conversation(self._loaded.tokenizer, [*first, *messages], **self._template)
-        settings, output = self._settings, TextOutput()
+        settings = self._settings
         with Cancel() as cancel:
             try:
                 run = self._spec.stream(
@@ -164,15 +150,7 @@ class Chat:
                 raise ContextError(
                     f"{error} /new begins another conversation; --rope-factor stretches the context."
                 ) from None
-            try:
-                with PrefillBar(len(prompt)) as bar:
-                    for step in run:
-                        if step.mode == "prefill":
-                            bar.update(step.prefilled)
-                        output.write(step.pieces)
-            finally:
-                output.end()
-        (result,) = run.results()
+            result = shown(run, len(prompt), TextOutput())
         console.note(_figures(result))
         if not result.token_ids:
             return None

@@ -53,19 +53,12 @@ class Comparison:
                 f"{result.rounds:,}",
                 f"{result.mean_accepted_length:.2f}",
             )
-        lines = [Text(self._agreement(decode), style="" if self._sound else "red")]
+        sound = self.difference is None or self.difference.near_tie or not self.own.exact
+        lines = [Text(self._agreement(decode), style="" if sound else "red")]
         if self.speedup is not None:
-            lines.insert(
-                0,
-                Text(f"{self.speedup:.2f} times the tokens/s of ar", style="bold").append(
-                    " (one run each; `longdraft bench` measures medians)", style="not bold"
-                ),
-            )
+            said = Text(f"{self.speedup:.2f} times the tokens/s of ar", style="bold")
+            lines.insert(0, said.append(" (one run each; `longdraft bench` measures medians)", style="not bold"))
         return Group(made, *lines)
-
-    @property
-    def _sound(self) -> bool:
-        return self.difference is None or self.difference.near_tie or not self.own.exact
 
     def _agreement(self, decode: Callable[[list[int]], str]) -> str:
         d = self.difference

@@ -1,62 +1,22 @@
-"""A run as it happens: a bar while the prompt is read, then the text."""
+"""The text of a run as it comes."""
 
 from __future__ import annotations
 
 import re
 import sys
-import time
 import unicodedata
 from collections.abc import Sequence
-from datetime import timedelta
 
 from rich.cells import cell_len
 
+import longdraft
 from longdraft.cli import console
-from longdraft.cli.progress import Bar
+from longdraft.cli.progress import PrefillBar
 from longdraft.engine.streaming import Piece
 
 # Blanks, characters of scripts that write no blanks, words.
 _WORDS = re.compile(r"\s|[\u1100-\uffdf]|[^\s\u1100-\uffdf]+")
 _DRAFTED, _PLAIN = "\x1b[32m", "\x1b[0m"  # green, as figures.DRAFTED says it below
-
-
-class PrefillBar(Bar):
-    """A bar while a prompt of so many tokens is read; on what is no terminal, a line at first and now and then."""
-
-    WHAT = "Reading the prompt"
-
-    def __init__(self, total: int) -> None:
-        super().__init__("tokens", total, timed=False)
-        self._tokens, self._began = total, time.monotonic()
-        self._seen: list[tuple[int, float]] = []  # tokens read, and when
-        if self.due():
-            self.say(f"{self.WHAT}, {total:,} tokens ...")
-        self.draw(self.WHAT, 0)
-
-    def update(self, read: int) -> None:
-        """Shows how many tokens have been read; the last one takes the bar away."""
-        self._seen.append((read, time.monotonic()))
-        left = self._left()
-        rest = "" if left is None else f", about {timedelta(seconds=round(left))} left"
-        speed = read / max(1e-9, time.monotonic() - self._began)
-        self.draw(self.WHAT, read, figures=f"{speed:,.0f} tokens/s{rest}")
-        if read >= self._tokens:
-            self.close()
-        elif self.due():
-            self.say(f"{self.WHAT}, {read:,} of {self._tokens:,} tokens{rest}")
-
-    def _left(self) -> float | None:
-        """Seconds: a token takes longer the more stand before it, by a constant for each of them."""
-        if len(self._seen) < 4:  # the first piece may have been there already, and warms up
-            return None
-        (n1, t1), (n2, t2) = self._seen[1:3]
-        (n3, t3), (n4, t4) = self._seen[-2:]
-        if n1 == n2 or n3 == n4:
-            return None
-        first, now = (t2 - t1) / (n2 - n1), (t4 - t3) / (n4 - n3)
-        slower = max(0.0, now - first) / max(1, n4 - n2)
-        left = self._tokens - n4
-        return left * (now + slower * left / 2)
 
 
 class TextOutput:
@@ -113,3 +73,17 @@ class TextOutput:
 def _printable(text: str) -> str:
     """Without the characters that would steer the terminal: a document must not be able to, through the model."""
     return "".join(c for c in text if c in "\n\t" or unicodedata.category(c) != "Cc")
+
+
+def shown(run: longdraft.Generation, prompt_tokens: int, output: TextOutput) -> longdraft.Result:
+    """Decodes, and shows bar and text as they come."""
+    try:
+        with PrefillBar(prompt_tokens) as bar:
+            for step in run:
+                if step.mode == "prefill":
+                    bar.update(step.prefilled)
+                output.write(step.pieces)
+    finally:
+        # Also on a second Ctrl-C: the shell's prompt must not follow the text on its line.
+        output.end()
+    return run.results()[0]

@@ -142,5 +142,5 @@ def _model_folder(
     name = method or (str(draft) if folder is None else method_of(folder).name)
     given: dict[str, Any] = method_options.method_options(name, pairs)
     with options.settings_checked():  # what the folder would refuse at its first use
-        resolve(name, given | ({} if folder is None else {"draft": folder}), True)
+        resolve(name, given | ({} if folder is None else {"draft": folder}))
     return model_folder.write(out, verifier, name, folder, given | ({} if plan is None else {"plan": plan}))

@@ -13,6 +13,10 @@ from longdraft.memory.sizes import human
 
 DEFINITION = "mean accepted length: new tokens / target forwards, without the prefill's token; plain decoding: 1.0"
 
+_KEYS = (
+    "text", "token_ids", "prompt_tokens", "new_tokens", "method", "exact", "finish_reason", "prefill_seconds",
+    "decode_seconds", "tokens_per_second", "mean_accepted_length", "rounds", "peak_memory_bytes", "arithmetic",
+)  # fmt: skip
 _REASONS = {
     "eos": "ended by itself",
     "stop": "ended by a stop string",
@@ -23,24 +27,8 @@ _REASONS = {
 
 def payload(result: longdraft.Result) -> dict[str, Any]:
     """The JSON object of a run; what partial verification did is in it where there was any."""
-    found = {
-        "text": result.text,
-        "token_ids": result.token_ids,
-        "prompt_tokens": result.prompt_tokens,
-        "new_tokens": result.new_tokens,
-        "method": result.method,
-        "exact": result.exact,
-        "finish_reason": result.finish_reason,
-        "prefill_seconds": result.prefill_seconds,
-        "decode_seconds": result.decode_seconds,
-        "tokens_per_second": result.tokens_per_second,
-        "mean_accepted_length": result.mean_accepted_length,
-        "rounds": result.rounds,
-        "peak_memory_bytes": result.peak_memory_bytes,
-        "arithmetic": result.arithmetic,
-    }
-    partial = ("partial_rounds", "partial_tokens", "rolled_back")
-    return found | ({name: getattr(result, name) for name in partial} if result.partial_rounds else {})
+    partial = ("partial_rounds", "partial_tokens", "rolled_back") if result.partial_rounds else ()
+    return {name: getattr(result, name) for name in (*_KEYS, *partial)}
 
 
 def footer(result: longdraft.Result, kernels: str, coloured: bool) -> Group:

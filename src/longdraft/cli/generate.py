@@ -12,11 +12,11 @@ import longdraft
 from longdraft.cli import console, method_options, options, processes, reading
 from longdraft.cli.cancel import EXIT_CODE, Cancel
 from longdraft.cli.comparing import Comparison
-from longdraft.cli.display import PrefillBar, TextOutput
+from longdraft.cli.display import TextOutput, shown
 from longdraft.cli.figures import footer, payload
+from longdraft.cli.load import OtherProcesses
 from longdraft.errors import CheckpointError
 from longdraft.model.chat import chat_prompt, encode
-from longdraft.planning.load import OtherProcesses
 
 
 def generate(
@@ -30,8 +30,6 @@ def generate(
     ] = None,
     method: options.Method = None,
     option: options.OwnOptions = None,
-    drafting: method_options.DraftOptions,
-    plan: options.Plan = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="New tokens at most.")] = 256,
     choosing: options.SamplingOptions,
     seed: Annotated[int | None, typer.Option(help="The same seed samples the same text.")] = None,
@@ -45,15 +43,11 @@ def generate(
     compare: Annotated[
         bool, typer.Option("--compare", help="Decode plainly too: how much faster, and the same?")
     ] = False,
+    hosting: method_options.Hosting,
     output: options.Output,
-    loading: options.ModelOptions,
-    offload: options.Offload = None,
-    kv_dtype: options.KVDtype = None,
-    deterministic: options.Deterministic = False,
-    composed: options.Load = None,
 ) -> None:
     """Answer a prompt, about documents if there are any. The text goes to stdout, all else to stderr."""
-    own_options = method_options.method_options(method, option or [], drafting.options())
+    own_options = hosting.own(method, option)
 
     # Imports of seconds, which wrong options of methods do not wait for.
     from longdraft.engine.request import stops_of
@@ -62,9 +56,7 @@ def generate(
     with options.settings_checked():
         sampling = choosing.sampling()
         # A draft that cannot be read is refused before the model is loaded.
-        spec = longdraft.Speculator(
-            method, offload=offload, plan=plan, kv_dtype=kv_dtype, deterministic=deterministic, **own_options
-        )
+        spec = longdraft.Speculator(method, **hosting.arguments, **own_options)
         if max_tokens < 1:
             raise ValueError(f"--max-tokens must be at least 1, got {max_tokens}")
         if seed is not None and not 0 <= seed < 2**63:
@@ -75,7 +67,7 @@ def generate(
         raise CheckpointError(f"{kv_cache} is a folder: --kv-cache takes the name of a file.")
     request = reading.read(prompt, file or [])
     with console.status() as status:
-        loaded = loading.load(status)
+        loaded = hosting.loading.load(status)
         status("Preparing the prompt")
         with options.settings_checked():
             spec.use(loaded.model, loaded.tokenizer)
@@ -101,7 +93,7 @@ def generate(
             "cancelled": cancel,
         }  # fmt: skip
         text = TextOutput(silent=output.as_json)
-        own = _shown(spec.stream(tokens, **arguments), len(tokens), text)
+        own = shown(spec.stream(tokens, **arguments), len(tokens), text)
         restored = restored and not cache.damaged
         if restored:
             console.note(f"{kv_cache}: {own.cached_tokens:,} of {len(tokens):,} prompt tokens were there")
@@ -118,20 +110,6 @@ def generate(
     if cancel():
         console.note("Cancelled.")
         raise typer.Exit(EXIT_CODE)
-
-
-def _shown(generation: longdraft.Generation, prompt_tokens: int, output: TextOutput) -> longdraft.Result:
-    """Decodes, showing bar and text."""
-    try:
-        with PrefillBar(prompt_tokens) as bar:
-            for step in generation:
-                if step.mode == "prefill":
-                    bar.update(step.prefilled)
-                output.write(step.pieces)
-    finally:
-        # Also on a second Ctrl-C: the shell's prompt must not follow the text on its line.
-        output.end()
-    return generation.results()[0]
 
 
 def _keep(cache: longdraft.PromptCache, prompt: list[int], path: Path, spec: longdraft.Speculator) -> None:

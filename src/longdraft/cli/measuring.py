@@ -1,55 +1,91 @@
-"""Measurements on the command line: their progress, results files and Ctrl-C, and the forms that they are shown in."""
+"""Measurements on the command line: options that they share, progress, Ctrl-C, and the forms that they are shown in."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from longdraft.bench import charts
-from longdraft.bench.experiment import Experiment
+from longdraft.bench import charts, tasks
+from longdraft.bench.data import Sample, Short
+from longdraft.bench.experiment import Experiment, of_units
 from longdraft.bench.tables import Report, render
 from longdraft.cli import console, options, processes
 from longdraft.cli.cancel import EXIT_CODE
 from longdraft.cli.progress import Runs
 from longdraft.errors import CheckpointError
+from longdraft.planning import plans
 
 
-def run(experiment: Experiment[Any, Any], unit: str = "runs") -> bool:
-    """Makes the records that are missing; False if Ctrl-C ended it.
-
-    Args:
-        unit: what a record is, for people.
-    """
-    if experiment.found and experiment.file is not None:
-        there, left = len(experiment.found), len(experiment.keys) - len(experiment.found)
-        console.note(f"{there} {unit} are in {experiment.file.path} already; {left} are left.")
-    with console.warnings_once(), Runs(experiment.ticks) as shown:
-        try:
-            for _ in experiment.run(shown.told):
-                pass
-        except KeyboardInterrupt:
-            return False
-    return True
+def _plan(given: str | None) -> str | None:
+    with options.settings_checked():
+        plans.checked(given)
+    return given
 
 
-def end(experiment: Experiment[Any, Any], complete: bool, unit: str = "runs") -> None:
-    """Ends a verb that Ctrl-C stopped: says how far it came."""
-    if not complete:
-        kept = "" if experiment.file is not None else " Nothing is kept."
-        console.note(f"Stopped after {len(experiment.found)} of {len(experiment.keys)} {unit}.{kept}")
-        raise typer.Exit(EXIT_CODE)
+Limit = Annotated[int | None, typer.Option(min=1, help="Rows of each file.", show_default="all")]
+Plan = Annotated[
+    str,
+    typer.Option(
+        "--plan", callback=_plan, help="fixed: trees as the papers have them; auto: trees that pay here, or none."
+    ),
+]
+ShortTexts = Annotated[
+    Short, typer.Option(help="Texts shorter than a length: leave them out, join the next rows' texts, or keep them.")
+]
+IgnoreEos = Annotated[
+    bool, typer.Option("--ignore-eos", help="Decode on to --max-tokens, so that all do the same work.")
+]
+
+
+@dataclass(frozen=True)
+class Prompts(options.TemplateOptions):
+    """Prompts of a measurement, and how they are answered."""
+
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--data",
+            help="JSONL (rows with `text`, or with `context` and `input`); or a data set by name, from the hub "
+            f"({', '.join(tasks.NAMES)}), or NAME=PATH with its files; repeatable.",
+            show_default="long modules of Python's standard library",
+        ),
+    ] = None
+    limit: Limit = None
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=2, help="New tokens at most.")] = 64
+    ignore_eos: IgnoreEos = False
+    raw: Annotated[bool, typer.Option("--raw", help="Prompts as they are; no chat template.")] = False
+
+    @property
+    def named(self) -> list[str]:
+        """The data sets and files."""
+        return self.data or [tasks.BUILT_IN]
+
+    def read(self) -> list[Sample]:
+        """The samples."""
+        return tasks.read(self.named, self.limit)
+
+
+@dataclass(frozen=True)
+class Sampled(Prompts):
+    """The same with a seed."""
+
+    seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0
 
 
 @dataclass(frozen=True)
 class Rendered(options.Output):
-    """The forms that a measurement's tables are shown in."""
+    """The file that keeps what is measured, and the forms that its tables are shown in."""
 
-    as_json: options.Json = False
-    debug: options.Debug = False
+    results: Annotated[
+        Path | None,
+        typer.Option(help="Append each measurement to this file (JSONL); what is there already is not made again."),
+    ] = None
     markdown: Annotated[Path | None, typer.Option(help="Write the tables to this file (Markdown).")] = None
     svg: Annotated[Path | None, typer.Option(help="Draw the figure; of several, one each: NAME-WHICH.svg.")] = None
     html: Annotated[Path | None, typer.Option(help="Write one page (HTML): tables and figures.")] = None
@@ -64,11 +100,48 @@ class Rendered(options.Output):
             CheckpointError: a folder that does not exist, or a file's name that is a folder.
             CapabilityError: a figure is asked for, and matplotlib is missing.
         """
-        for option, path in {"markdown": self.markdown, "svg": self.svg, "html": self.html, **more}.items():
+        own = {name: getattr(self, name) for name in ("results", "markdown", "svg", "html")}
+        for option, path in {**own, **more}.items():
             if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
                 raise CheckpointError(f"--{option} {path}: its folder does not exist, or it is a folder itself.")
         if self.svg is not None or self.html is not None:
             charts.available()
+
+    def measure(self, experiment: Experiment[Any, Any], report: Callable[[bool], Report], unit: str = "runs") -> None:
+        """Makes the records that are missing, and shows what there is then; Ctrl-C ends it with the records so far.
+
+        Args:
+            report: makes the report; False: some records are missing.
+            unit: what a record is, for people.
+        """
+        if experiment.found and experiment.file is not None:
+            there, left = len(experiment.found), len(experiment.keys) - len(experiment.found)
+            console.note(f"{there} {unit} are in {experiment.file.path} already; {left} are left.")
+        complete = True
+        with console.warnings_once(), Runs(experiment.ticks) as shown:
+            try:
+                for _ in experiment.run(shown.told):
+                    pass
+            except KeyboardInterrupt:
+                complete = False
+        self.show(report(complete))
+        if not complete:
+            kept = "" if experiment.file is not None else " Nothing is kept."
+            console.note(f"Stopped after {len(experiment.found)} of {len(experiment.keys)} {unit}.{kept}")
+            raise typer.Exit(EXIT_CODE)
+
+    def measure_prompts(
+        self, host: Any, prompts: Mapping[str, Any], header: Callable[[Any], Mapping[str, Any]], unit: str
+    ) -> None:
+        """Measures prompts, by name, one by one, in what has ``names``, ``measure`` and ``report``.
+
+        Args:
+            header: the results file's, from the prompts' tokens.
+        """
+        units = {name: (len(host.names), partial(host.measure, prompt)) for name, prompt in prompts.items()}
+        signed = header([prompt.tokens for prompt in prompts.values()])
+        experiment = of_units(units, self.results, signed)
+        self.measure(experiment, lambda all_: host.report([r["measured"] for r in experiment.found], all_), unit)
 
     def show(self, report: Report) -> None:
         """Shows a report on stdout, the JSON object last, and writes its files."""
@@ -87,7 +160,7 @@ class Rendered(options.Output):
             for name, make in report.figures.items():
                 which = "" if len(report.figures) == 1 else "-" + re.sub(r"[^\w.-]+", "_", name)
                 path = svg.with_name(f"{svg.stem}{which}{svg.suffix}")
-                write(path, charts.image(make()))
+                write(path, charts.image(make))
                 console.note(f"The figure is in {path}.")
 
 

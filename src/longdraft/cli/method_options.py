@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -17,7 +17,9 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
+from longdraft.cli import options
 from longdraft.cli.options import Group, SettingError, settings_checked
+from longdraft.model.embedded import EMBEDDED_ID
 from longdraft.options import Option, checked, declared, method_in, no_option, number
 from longdraft.trees.options import TreeOptions
 
@@ -66,6 +68,37 @@ class DraftOptions(Group):
         return {name: value for name, value in given.items() if value is not None}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Hosting(Group):
+    """The model, and how it is decoded by whichever method."""
+
+    drafting: DraftOptions
+    plan: options.Plan = None
+    loading: options.ModelOptions
+    offload: options.Offload = None
+    kv_dtype: options.KVDtype = None
+    deterministic: options.Deterministic = False
+    composed: options.Load = None
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of Speculator that are no method's own."""
+        return {name: getattr(self, name) for name in ("offload", "plan", "kv_dtype", "deterministic")}
+
+    @property
+    def name(self) -> str:
+        """What clients and people call the model, if they are told nothing else."""
+        return Path(self.loading.model or EMBEDDED_ID).name
+
+    def own(self, method: str | None, pairs: Iterable[str] | None) -> dict[str, Any]:
+        """The options of a method, those of its draft and tree among them; for errors, see :func:`method_options`."""
+        return method_options(method, pairs or (), self.drafting.options())
+
+    def with_threads(self, threads: int) -> Hosting:
+        """The same with so many threads, where none were asked for."""
+        return replace(self, loading=replace(self.loading, threads=self.loading.threads or threads))
+
+
 def method_options(method: str | None, pairs: Iterable[str], flags: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """``["branches=2"]`` -> ``{"branches": 2}``: numbers as numbers, true and false as such, the rest as text.
 
@@ -79,7 +112,7 @@ def method_options(method: str | None, pairs: Iterable[str], flags: Mapping[str,
     """
     methods, defaults = catalogue()
     candidates = {name: method_in(methods, name) for name in (defaults if method is None else [method])}
-    known = {name: each for options in candidates.values() for name, each in options.items()}
+    known = {name: each for own in candidates.values() for name, each in own.items()}
     known |= {alias: each for each in known.values() for alias in each.aliases if alias not in known}
     found: dict[str, Any] = {}
     for pair in pairs:
@@ -112,8 +145,8 @@ def catalogue() -> tuple[Mapping[str, Mapping[str, Option]], tuple[str, ...]]:
 
         return {name: method.options for name, method in METHODS.items()}, DEFAULTS
     kept = _kept()
-    options = [_option(each) for each in kept["options"]]
-    found = {name: {options[i].name: options[i] for i in own} for name, own in kept["methods"].items()}
+    known = [_option(each) for each in kept["options"]]
+    found = {name: {known[i].name: known[i] for i in own} for name, own in kept["methods"].items()}
     return found, tuple(kept["defaults"])
 
 

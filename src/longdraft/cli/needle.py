@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from longdraft.cli import bench_options, console, measuring, method_options, options
+from longdraft.cli import console, measuring, method_options, options
 from longdraft.model.embedded import EMBEDDED_ID
 
 if TYPE_CHECKING:
     from longdraft.bench.needle import View
     from longdraft.drafts.draft import Draft
 
+DEPTHS = "0.1,0.3,0.5,0.7,0.9"
 # What fits a context of 8K; one that is shorter takes those that fit it.
 CONTEXTS = (1024, 2048, 4096, 8192)
 
@@ -40,18 +42,17 @@ def needle(
             show_default=f"{','.join(map(str, CONTEXTS))}, as far as they fit the model",
         ),
     ] = None,
-    needle_depths: bench_options.NeedleDepths = bench_options.DEPTHS,
+    needle_depths: Annotated[str, typer.Option(help="Where needles lie; 0: beginning, 1: end.")] = DEPTHS,
     needle_samples: Annotated[int, typer.Option(help="Haystacks of each depth.")] = 2,
     wording: options.TemplateOptions,
     loading: options.ModelOptions,
-    results: bench_options.Results = None,
     output: measuring.Rendered,
 ) -> None:
     """Measure how well drafters foresee a needle in a long text: full, streaming and retrieved caches (SpecExtend)."""
-    from longdraft.bench import needle_report, record_files
     from longdraft.bench.json_lines import fingerprint
     from longdraft.bench.needle import NeedleDrafts, checked, depth_of, haystacks
     from longdraft.bench.reproduce.scaled import drafts_by_kind
+    from longdraft.bench.results import header_of_units
     from longdraft.drafts.kinds import KINDS
 
     asked = None if needle_context is None else method_options.whole_numbers("--needle-context", needle_context)
@@ -66,6 +67,7 @@ def needle(
         wanted = default_views(drafts) if views is None else [_view(word) for word in method_options.words(views)]
     if not wanted:
         raise options.SettingError("--views names none.")
+    output.check()
     with console.status() as status:
         loaded = loading.load(status)
         status("Reading drafts")
@@ -82,15 +84,8 @@ def needle(
             )
         }
     content = {"views": hosted.names, "drafts": {kind: fingerprint(own.folder) for kind, own in drafts.items()}}
-    tokens = [prompt.tokens for prompt in found.values()]
-    header = record_files.header("longdraft-needle", content, loaded, loading.model or EMBEDDED_ID, tokens)
-    experiment = record_files.experiment(
-        dict.fromkeys(found, len(hosted.names)), lambda unit, tick: hosted.measure(found[unit], tick), results, header
-    )
-    complete = measuring.run(experiment, "haystacks")
-    measured = [record["measured"] for record in experiment.found]
-    output.show(needle_report.shown(measured, hosted.names, complete))
-    measuring.end(experiment, complete, "haystacks")
+    header = partial(header_of_units, "longdraft-needle", content, loaded, loading.model or EMBEDDED_ID)
+    output.measure_prompts(hosted, found, header, "haystacks")
 
 
 def default_views(drafts: dict[str, Draft[Any]]) -> list[View]:

@@ -7,14 +7,14 @@ import inspect
 import json
 import logging
 import runpy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from copy import copy
 from dataclasses import dataclass
 from enum import Enum
 from inspect import Parameter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 from typer.models import OptionInfo
@@ -62,12 +62,13 @@ def debugging() -> bool:
     return _debug
 
 
-def set_debug(value: bool) -> None:
-    """Turns tracebacks and log lines on; a later option that was not given does not turn them off."""
+def set_debug(value: bool) -> bool:
+    """Turns tracebacks and log lines on, and returns the value; a later option that was not given turns nothing off."""
     global _debug
     if value:
         _debug = True
         logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
+    return value
 
 
 def reset_debug() -> None:
@@ -76,8 +77,11 @@ def reset_debug() -> None:
     _debug = False
 
 
-def load_file(paths: list[Path] | None) -> None:
+def load_file(paths: list[Path] | None) -> list[Path] | None:
     """Runs the user's own Python files, which make methods (``longdraft.compose``) and kinds (``longdraft.register``).
+
+    Returns:
+        The paths, which other processes run too.
 
     Raises:
         SettingError: one that is not there or fails.
@@ -89,6 +93,7 @@ def load_file(paths: list[Path] | None) -> None:
             raise SettingError(f"--load {path}: {error.strerror or error}.") from error
         except Exception as error:
             raise SettingError(f"--load {path}: {type(error).__name__}: {error}") from error
+    return paths
 
 
 Load = Annotated[
@@ -175,7 +180,7 @@ Threads = Annotated[
 
 
 class Group:
-    """Options that belong together. A verb takes them as one parameter: :func:`spread`."""
+    """Options that belong together. A verb, or another group, takes them as one parameter: :func:`spread`."""
 
 
 @dataclass(frozen=True)
@@ -304,26 +309,33 @@ class SamplingOptions(Group):
 
 def spread(verb: Callable[..., None]) -> Callable[..., None]:
     """A verb whose groups of options are options of its own, as typer wants them."""
-    parameters: list[Parameter] = []
-    groups: dict[str, type[Group]] = {}
-    for parameter in inspect.signature(verb, eval_str=True).parameters.values():
-        kind = parameter.annotation
-        if isinstance(kind, type) and issubclass(kind, Group):
-            groups[parameter.name] = kind
-            parameters += inspect.signature(kind, eval_str=True).parameters.values()
-        else:
-            parameters.append(parameter)
-    parameters = [p.replace(kind=Parameter.KEYWORD_ONLY, annotation=_placed(p.name, p.annotation)) for p in parameters]
+    parameters = [p.replace(kind=Parameter.KEYWORD_ONLY, annotation=_placed(p.name, p.annotation)) for p in _flat(verb)]
 
     @functools.wraps(verb)
     def spreading(**given: Any) -> None:
-        for name, kind in groups.items():
-            given[name] = kind(**{option: given.pop(option) for option in inspect.signature(kind).parameters})
-        verb(**given)
+        verb(**_grouped(verb, given))
 
     spreading.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     spreading.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return spreading
+
+
+def _parts(call: Callable[..., Any]) -> list[tuple[Parameter, type[Group] | None]]:
+    """The parameters of a verb or a group, each with the group that it is."""
+    hints = get_type_hints(call, include_extras=True)  # of a group's bases each in its own module
+    found = [p.replace(annotation=hints[p.name]) for p in inspect.signature(call).parameters.values()]
+    return [
+        (p, p.annotation if isinstance(p.annotation, type) and issubclass(p.annotation, Group) else None) for p in found
+    ]
+
+
+def _flat(call: Callable[..., Any]) -> Iterator[Parameter]:
+    for parameter, group in _parts(call):
+        yield from [parameter] if group is None else _flat(group)
+
+
+def _grouped(call: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
+    return {p.name: given[p.name] if group is None else group(**_grouped(group, given)) for p, group in _parts(call)}
 
 
 def _placed(name: str, annotation: Any) -> Any:

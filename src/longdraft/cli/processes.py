@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import functools
 import os
-import signal
 import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +51,6 @@ def together(verb: Callable[..., None]) -> Callable[..., None]:
             verb(**options)
             return
         with ExitStack() as changed:
-            changed.enter_context(_launched())
             changed.callback(setattr, sys, "stdin", sys.stdin)
             sys.stdin = None
             if not is_first():
@@ -67,25 +64,3 @@ def together(verb: Callable[..., None]) -> Callable[..., None]:
             torch.distributed.destroy_process_group()
 
     return wrapped
-
-
-@contextmanager
-def _launched(pause: float = 1.0) -> Iterator[None]:
-    """Inside, this process gets SIGTERM when its launcher is gone, which otherwise would pass it on.
-
-    Args:
-        pause: seconds between two looks.
-    """
-    launcher, over = os.getppid(), threading.Event()
-
-    def watch() -> None:
-        while not over.wait(pause):
-            if os.getppid() != launcher:
-                os.kill(os.getpid(), signal.SIGTERM)
-                return
-
-    threading.Thread(target=watch, name="longdraft launcher", daemon=True).start()
-    try:
-        yield
-    finally:
-        over.set()

@@ -44,7 +44,8 @@ class Bar:
             disable=not self.shown,
         )
         self._task = self._bar.add_task("", total=total, figures="")
-        self._total, self._what = total, ""
+        self._unit, self._total, self._timed, self._what = unit, total, timed, ""
+        self._activity: tuple[str, float, int] | None = None  # its name, and when it began with how many done
         self._said = float("-inf")
 
     def draw(self, what: str, done: int, total: int | None = None, figures: str = "", anew: bool = True) -> None:
@@ -61,6 +62,21 @@ class Bar:
         self._what = what
         self._bar.start()
         self._bar.update(self._task, completed=done, total=total, description=what, figures=figures, refresh=True)
+
+    def tell(self, what: str, done: int, total: int | None = None, figures: str = "") -> None:
+        """Draws the bar; without a terminal, says it in a line: at once, now and then, and at the end."""
+        self.draw(what, done, total, figures)
+        total, now = self._total if total is None else total, time.monotonic()
+        if self._activity is None or self._activity[0] != what:
+            self._activity, self._said = (what, now, done), float("-inf")
+        _, began, first = self._activity
+        if self.due() or (done == total and not self.shown):
+            many = f"{done:,} of {total:,}" if total is not None else f"{done:,}"
+            rest = ""
+            if self._timed and total is not None and first < done < total:
+                rest = f"about {left(now - began, done - first, total - first)} left"
+            told = ", ".join(filter(None, (f"{many} {self._unit}".rstrip(), figures, rest)))
+            self.say(f"{what}: {told}" if what else told)
 
     def due(self) -> bool:
         """True if a line is due, without a terminal."""
@@ -86,7 +102,7 @@ class Bar:
 
 
 def left(seconds: float, done: float, total: float) -> timedelta:
-    """The remaining time in words, from the work done and the seconds it took."""
+    """The remaining time, from the work done and the seconds it took."""
     return timedelta(seconds=round(seconds / done * (total - done)))
 
 
@@ -113,3 +129,38 @@ class Runs(Bar):
             self._begun += 1
 
         return tick
+
+
+class PrefillBar(Bar):
+    """A bar while a prompt of so many tokens is read."""
+
+    WHAT = "Reading the prompt"
+
+    def __init__(self, total: int) -> None:
+        super().__init__("tokens", total, timed=False)
+        self._tokens, self._seen = total, [(0, time.monotonic())]  # tokens read, and when
+        self.tell(self.WHAT, 0)
+
+    def update(self, read: int) -> None:
+        """Shows how many tokens have been read; the last one takes the bar away."""
+        self._seen.append((read, time.monotonic()))
+        if read >= self._tokens:
+            self.close()
+            return
+        seconds = self._rest()
+        rest = "" if seconds is None else f", about {timedelta(seconds=round(seconds))} left"
+        speed = read / max(1e-9, self._seen[-1][1] - self._seen[0][1])
+        self.tell(self.WHAT, read, figures=f"{speed:,.0f} tokens/s{rest}")
+
+    def _rest(self) -> float | None:
+        """Seconds: a token takes longer the more stand before it, by a constant for each of them."""
+        if len(self._seen) < 5:  # the first piece may have been there already, and warms up
+            return None
+        (n1, t1), (n2, t2) = self._seen[2:4]
+        (n3, t3), (n4, t4) = self._seen[-2:]
+        if n1 == n2 or n3 == n4:
+            return None
+        first, now = (t2 - t1) / (n2 - n1), (t4 - t3) / (n4 - n3)
+        slower = max(0.0, now - first) / max(1, n4 - n2)
+        unread = self._tokens - n4
+        return unread * (now + slower * unread / 2)

@@ -13,7 +13,7 @@ from rich.text import Text
 from longdraft.bench.papers import PAPERS, paper_named, table_of
 from longdraft.bench.papers.table import Paper
 from longdraft.bench.tables import table as empty
-from longdraft.cli import bench_options, console, measuring, options
+from longdraft.cli import console, measuring, options
 
 
 class Scale(str, Enum):
@@ -48,10 +48,9 @@ def reproduce(
     max_tokens: Annotated[
         int | None, typer.Option("--max-tokens", "-n", min=2, help="New tokens.", show_default="as the scale has it")
     ] = None,
-    plan: bench_options.Plan = "fixed",
+    plan: measuring.Plan = "fixed",
     wording: options.TemplateOptions,
     loading: options.ModelOptions,
-    results: bench_options.Results = None,
     output: measuring.Rendered,
     composed: options.Load = None,
 ) -> None:
@@ -60,7 +59,6 @@ def reproduce(
     Without a table: lists papers and tables, and what each needs. Ctrl-C ends it with the figures so far.
     """
 
-    from longdraft.bench.reproduce import report
     from longdraft.bench.reproduce.run import prepare
     from longdraft.bench.reproduce.scaled import Scaled
     from longdraft.bench.reproduce.texts import Sources
@@ -71,7 +69,7 @@ def reproduce(
         return
     chosen = paper_named(paper)
     scaled = Scaled(table_of(chosen, table), scale is Scale.small, max_tokens, limit, plan, wording.asked)
-    output.check(results=results)
+    output.check()
     sources = Sources.parsed(data or [], scaled.small)
     with console.status() as status:
         loaded = loading.load(status)
@@ -79,12 +77,10 @@ def reproduce(
         unpacked = (lambda: plain.load(lambda message: None)) if is_stored(loaded.model) else None
         with options.settings_checked():
             made = prepare(chosen, scaled, loaded, loading.model, sources, draft or [], unpacked, status)
-    for note in made.measuring.notes:
+    for note in made.plan.notes:
         console.note(note)
-    experiment = made.experiment(results)
-    complete = measuring.run(experiment, "measurements")
-    output.show(report.shown(made, made.cells(experiment.found), complete))
-    measuring.end(experiment, complete, "measurements")
+    experiment = made.experiment(output.results)
+    output.measure(experiment, lambda complete: made.report(experiment.found, complete), "measurements")
 
 
 def _list(paper: Paper | None, output: options.Output) -> None:

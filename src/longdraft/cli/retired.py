@@ -20,6 +20,7 @@ _OPTIONS = {
     "train data": {
         "--method": "dozens of answers are decoded together, which needs no draft; leave it out",
         **dict.fromkeys(("--features", "--layers"), _FEATURES),
+        "--price": "usage counts the tokens that the server has read and written; leave it out",
     },
 }
 

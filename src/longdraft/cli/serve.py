@@ -25,25 +25,22 @@ class ServiceOptions:
     """The command's options that make a service, in this process or in a replica.
 
     Attributes:
-        first: arguments of the first method's speculator. arguments: of all speculators.
-        files: the user's own Python files, which a replica runs first.
+        first: options of the first method.
         sharing: how many services share the memory of this machine, or of the device.
     """
 
-    loading: options.ModelOptions
+    hosting: method_options.Hosting
     first: dict[str, Any]
-    arguments: dict[str, Any]
-    files: tuple[Path, ...]
     sharing: int = 1
 
     def service(self, settings: Settings, progress: Progress) -> Service:
         from longdraft.serve.service import service_of
 
-        loaded = self.loading.load(progress)
-        return service_of(loaded, settings, self.arguments, self.first, self.sharing, progress, console.note)
+        loaded, arguments = self.hosting.loading.load(progress), self.hosting.arguments
+        return service_of(loaded, settings, arguments, self.first, self.sharing, progress, console.note)
 
     def service_in_replica(self, settings: Settings) -> Service:
-        options.load_file(list(self.files))
+        options.load_file(self.hosting.composed)
         return self.service(settings, lambda _: None)
 
 
@@ -111,18 +108,12 @@ def serve(
     ray_config: Annotated[
         Path | None, typer.Option(help="On Ray: further options of the deployment, YAML.", show_default="none")
     ] = None,
-    drafting: method_options.DraftOptions,
-    plan: options.Plan = None,
-    loading: options.ModelOptions,
-    offload: options.Offload = None,
-    kv_dtype: options.KVDtype = None,
-    deterministic: options.Deterministic = False,
-    composed: options.Load = None,
+    hosting: method_options.Hosting,
     debug: options.Debug = False,
 ) -> None:
     """Serve the model over HTTP, as OpenAI's API: chat, completions, responses, and a page to try it."""
     methods = tuple(word.strip() for word in method.split(",")) if method else ()
-    first = method_options.method_options(methods[0] if methods else None, option or [], drafting.options())
+    first = hosting.own(methods[0] if methods else None, option)
     try:
         from longdraft.serve.run import Server
         from longdraft.serve.settings import LOCAL, Settings, checked_origins, read_keys
@@ -133,22 +124,16 @@ def serve(
 
     with options.settings_checked():
         keys = {} if api_key_file is None else read_keys(api_key_file)
-        arguments: dict[str, Any] = {
-            "offload": offload,
-            "plan": plan,
-            "kv_dtype": kv_dtype,
-            "deterministic": deterministic,
-        }
         for i, each in enumerate(methods or (None,)):  # raises before a model is loaded
-            longdraft.Speculator(each, **arguments, **({} if i else first))
+            longdraft.Speculator(each, **hosting.arguments, **({} if i else first))
         settings = Settings(
-            name or Path(loading.model or "SmolLM2-135M-Instruct").name, methods, slots, context or 0, queue,
+            name or hosting.name, methods, slots, context or 0, queue,
             max_tokens, timeout, keys=keys, think=think,
             hosts=(*LOCAL, "0.0.0.0" if host in ("", "::") else host, socket.gethostname(), *(allow_host or ())),
             origins=checked_origins(allow_origin or ()), earlier=earlier, snapshots=snapshots,
             snapshot_bytes=int(snapshot_gib * 2**30), tree_bytes=int(prefix_gib * 2**30),
         )  # fmt: skip
-    made = ServiceOptions(loading, first, arguments, tuple(composed or ()))
+    made = ServiceOptions(hosting, first)
     if ray:
         _on_ray(made, settings, replicas, ray_config, host, port)
         return
@@ -165,11 +150,11 @@ def _on_ray(made: ServiceOptions, settings: Settings, replicas: str, config: Pat
     from longdraft.serve import ray
 
     least, most = ray.replicas_of(replicas)
-    threads = made.loading.threads or ray.share(most, made.loading.on_gpu)
+    loading = made.hosting.loading
     # Replicas share this machine, unless Ray runs on a cluster.
     sharing = 1 if os.environ.get("RAY_ADDRESS") else most
-    made = replace(made, sharing=sharing, loading=replace(made.loading, threads=threads))
-    gpus = int(made.loading.on_gpu)
+    made = replace(made, sharing=sharing, hosting=made.hosting.with_threads(ray.share(most, loading.on_gpu)))
+    threads, gpus = made.hosting.loading.threads or 1, int(loading.on_gpu)
     deployment = ray.deployment(settings, least, most, threads, gpus, config, drain=300.0)
     with console.status() as status:
         status("Starting Ray and the replicas")

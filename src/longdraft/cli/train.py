@@ -18,7 +18,7 @@ from longdraft.cli import console, options
 from longdraft.cli.cancel import Cancel, interruptible
 from longdraft.cli.method_options import trainings
 from longdraft.cli.training_display import TrainingDisplay
-from longdraft.errors import CapabilityError, ConfigError, PromptError
+from longdraft.errors import CapabilityError, ConfigError
 
 if TYPE_CHECKING:
     from longdraft.drafts.kinds import Training
@@ -34,7 +34,7 @@ def _with_settings(title: str, config: Callable[[], type[Any]], base: type[Any] 
 
     class Documented(base):
         def format_help(self, ctx: Any, formatter: Any) -> None:
-            from longdraft.training.settings import described
+            from longdraft.training.config import described
 
             super().format_help(ctx, formatter)
             table = Table(box=box.SIMPLE, pad_edge=False)
@@ -178,7 +178,7 @@ def _train(path: Path | None, words: Sequence[str], training: Training, output: 
 
 
 def _read(path: Path | None, words: Sequence[str], training: Training) -> RunConfig:
-    from longdraft.training.settings import read_config
+    from longdraft.training.config import read_config
 
     found: RunConfig = read_config(path, words, training.load_settings())
     return found
@@ -188,11 +188,8 @@ def _check_source(source: str) -> None:
     """Raises ConfigError if a file, a corpus or a folder of tokens is not there."""
     from longdraft.training import corpora, tokens
 
-    try:
-        place = corpora.named(source).place
-    except PromptError as error:
-        raise ConfigError(f"{source}: {error}") from None
-    if place.is_dir() and str(place) == source and not tokens.is_shards(place):
+    name, place = corpora.place_of(source)
+    if place.is_dir() and not name and not tokens.is_shards(place):
         raise ConfigError(
             f"{source} is a folder, but not one of tokens. Encode its text (`longdraft train data --kind tokens`), or "
             f"name its corpus, as in {next(iter(corpora.NAMES))}:{source} ({', '.join(corpora.NAMES)})."

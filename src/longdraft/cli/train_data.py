@@ -13,7 +13,7 @@ import typer
 import longdraft
 from longdraft.cli import console, method_options, options
 from longdraft.cli.cancel import Cancel
-from longdraft.cli.training_display import AnswersDisplay, RowCounter, shares
+from longdraft.cli.training_display import RowsDisplay
 from longdraft.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -60,10 +60,6 @@ def data(
         typer.Option(help="An OpenAI-compatible server that answers: vLLM, SGLang, llama.cpp, longdraft serve."),
     ] = None,
     api_key: Annotated[str, typer.Option("--api-key", help="For a server that asks for one.")] = "",
-    price: Annotated[
-        str | None,
-        typer.Option(metavar="IN,OUT", help="What a million tokens cost there, read and written: the cost is shown."),
-    ] = None,
     rows: Annotated[
         int | None,
         typer.Option(min=1, help="Rows of the file in the end: answers or texts.", show_default=f"{ROWS}; tokens: all"),
@@ -85,13 +81,10 @@ def data(
     """Prepare training data: a model's own answers, or text and chats turned into tokens once and for all."""
     lengths = method_options.whole_numbers("--passage-tokens", passage_tokens)
     answer_temperatures = method_options.numbers("--temperatures", temperatures)
-    prices = None if price is None else method_options.numbers("--price", price)
     if len(lengths) != 2 or not 0 < lengths[0] <= lengths[1]:
         raise options.SettingError(f"--passage-tokens takes two numbers, as in 200,1500, not {passage_tokens!r}.")
     if not answer_temperatures or min(answer_temperatures) < 0:
         raise options.SettingError("--temperatures takes numbers from 0 on.")
-    if prices is not None and (url is None or len(prices) != 2):
-        raise options.SettingError("--price takes two numbers, as in 0.15,0.60, and goes with --url.")
     share = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", part)
     if share is None or int(share[1]) > int(share[2]):
         raise options.SettingError(f"--part takes the number of a process and of all, as in 1/4, not {part!r}.")
@@ -104,14 +97,14 @@ def data(
         raise CheckpointError(f"--out {out}: its folder does not exist, or it is a folder itself.")
 
     from longdraft.model.stored import weight_shape
-    from longdraft.training import answers, documents, prompts, repeats, served_answers, tokens
+    from longdraft.training import answers, documents, prompts, repeats, tokens
 
     skipped = documents.Skipped()
     if kind is Kind.tokens:
         loaded = _loaded(target, dtype, device, threads)
         vocabulary, done = weight_shape(loaded.model.get_output_embeddings())[0], tokens.rows_done(out)
-        with Cancel(terminate=True) as cancel, RowCounter("Encoding") as counter:
-            encoded = documents.encoded(files, loaded.tokenizer, skipped, vocabulary, done)
+        with Cancel(terminate=True) as cancel, RowsDisplay("Encoding") as counter:
+            encoded = documents.documents(files, loaded.tokenizer, skipped, vocabulary, done)
             left = islice(encoded, None if rows is None else max(0, rows - done))
             have = tokens.write(out, left, loaded.tokenizer, counter.update, cancel)
         if cancel():
@@ -119,29 +112,32 @@ def data(
         _written(out, have, skipped, {}, output)
         return
     total = ROWS if rows is None else rows
-    texts, sources = _texts(files, skipped)  # before the model is loaded, so that a wrong path is reported at once
+    texts = _texts(files, skipped)  # before the model is loaded, so that a wrong path is reported at once
     if kind is Kind.repeats:
-        have = documents.write(repeats.repeats(texts, total, seed), out)
+        have = documents.write(repeats.repeats([text for text, _ in texts], total, seed), out)
         _written(out, have, skipped, {}, output)
         return
-    asked = prompts.asks(texts, (lengths[0], lengths[1]), per_passage, answer_temperatures, seed, sources)
+    asked = prompts.asks(texts, (lengths[0], lengths[1]), per_passage, answer_temperatures, seed)
     passages = islice(enumerate(asked), int(share[1]) - 1, None, int(share[2]))
-    file = answers.AnswerFile(out, "tokens" if url is None else "messages")
-    how: dict[str, Any] = {"batch": batch, "max_new_tokens": max_tokens, "total": total}
+    file = answers.AnswerFile(out, "tokens" if url is None else "messages", total, url or "the target")
     if url is None:
         loaded = _loaded(target, dtype, device, threads)
         spec = longdraft.Speculator("ar", loaded.model, loaded.tokenizer)
-    with Cancel(terminate=True) as cancel, AnswersDisplay(file, total) as display:
-        how |= {"progress": display.update, "stop": cancel}
+    with Cancel(terminate=True) as cancel, RowsDisplay("answers", total) as display:
+        how: dict[str, Any] = {
+            "batch": batch, "max_new_tokens": max_tokens, "stop": cancel,
+            "progress": lambda: display.update(file.rows, file.added),
+        }  # fmt: skip
         if url is None:
-            unusable = answers.answer(spec, passages, file, seed=seed, **how)
+            answers.answer(spec, passages, file, seed=seed, **how)
         else:
-            unusable = served_answers.answer_by_server(
-                served_answers.Server(url, api_key, target), passages, file, **how
-            )
-    if unusable:
-        console.note(f"{unusable:,} prompts were refused, or answered without text.")
-    _answered(file, display.seconds, prices, cancel, skipped, output)
+            answers.answer_by_server(passages, file, url, api_key, target, **how)
+    if file.refused:
+        console.note(f"{file.refused:,} prompts were refused, or answered without text.")
+    figures = _told(file, display.seconds)
+    if cancel():
+        _stopped(cancel, skipped)
+    _written(out, file.rows, skipped, figures, output)
 
 
 def _loaded(target: str | None, dtype: str, device: str | None, threads: int | None) -> longdraft.LoadedModel:
@@ -155,19 +151,18 @@ def _loaded(target: str | None, dtype: str, device: str | None, threads: int | N
         return load(target, dtype=dtype, device=device, progress=status)
 
 
-def _texts(files: list[Path], skipped: Skipped) -> tuple[list[str], list[str]]:
-    """The texts of files or corpora, and which of these each is from."""
+def _texts(files: list[Path], skipped: Skipped) -> list[tuple[str, str]]:
+    """The texts of files or corpora, each with which of these it is from."""
     from longdraft.training import documents
 
-    texts, sources = [], []
+    texts = []
     for source in map(str, files):
         for row in documents.rows([source], skipped):
-            if isinstance(row.get("text"), str):
-                texts.append(row["text"])
-                sources.append(source)
-            else:
+            if row is not None and isinstance(row.get("text"), str):
+                texts.append((row["text"], source))
+            elif row is not None:
                 skipped.add("without text")
-    return texts, sources
+    return texts
 
 
 def _stopped(cancel: Cancel, skipped: Skipped) -> None:
@@ -177,19 +172,8 @@ def _stopped(cancel: Cancel, skipped: Skipped) -> None:
     raise typer.Exit(cancel.exit_code)
 
 
-def _answered(
-    file: AnswerFile,
-    seconds: float,
-    prices: tuple[float, ...] | None,
-    cancel: Cancel,
-    skipped: Skipped,
-    output: options.Output,
-) -> None:
-    """Tells what the answers took, and where they come from.
-
-    Args:
-        prices: of a million tokens, read and written.
-    """
+def _told(file: AnswerFile, seconds: float) -> dict[str, Any]:
+    """Tells what the answers took, and where they come from; returns the figures."""
     figures: dict[str, Any] = {"tokens": file.tokens, "tokens_this_run": file.added, "seconds": round(seconds, 3)}
     if file.added:
         hours, speed = seconds / 3600, file.added / max(seconds, 1e-9)
@@ -197,21 +181,15 @@ def _answered(
             f"{file.tokens:,} tokens of answers, {file.added:,} of them now in {hours:.2f} hours: {speed:,.0f} "
             f"tokens/s, {1e6 * hours / file.added:.2f} hours a million."
         )
-    if file.tokens:
-        by = {f"by {name}": counts for name, counts in file.shares.items() if any(counts)}
-        if by:
-            console.note("Tokens " + "; ".join(f"{name}: {shares(counts)}" for name, counts in by.items()) + ".")
-        figures |= {f"tokens_{name.replace(' ', '_')}": dict(counts) for name, counts in by.items()}
+    for name, counts in file.shares.items():
+        if any(counts):
+            most = ", ".join(f"{name} {100 * n / counts.total():.0f} %" for name, n in counts.most_common(6))
+            console.note(f"Tokens by {name}: {most}.")
+            figures[f"tokens_by_{name}"] = dict(counts)
     if file.holds == "messages":
-        figures |= {"usage": file.usage}
-        cost = ""
-        if prices is not None:
-            figures["cost"] = sum(price * used for price, used in zip(prices, file.usage, strict=True)) / 1e6
-            cost = f": {figures['cost']:,.2f} at these prices"
-        console.note(f"The server reports {file.usage[0]:,} tokens read and {file.usage[1]:,} written{cost}.")
-    if cancel():
-        _stopped(cancel, skipped)
-    _written(file.path, file.rows, skipped, figures, output)
+        figures["usage"] = file.usage
+        console.note(f"The server reports {file.usage[0]:,} tokens read and {file.usage[1]:,} written.")
+    return figures
 
 
 def _written(out: Path, rows: int, skipped: Skipped, figures: dict[str, Any], output: options.Output) -> None:

@@ -21,24 +21,21 @@ DFlash: arXiv:2602.06036; DSpark: arXiv:2607.05147.
 from __future__ import annotations
 
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from longdraft.attention.transfer import on_device
 from longdraft.drafters.eagle3 import Eagle3Draft
-from longdraft.drafters.onepass import CANDIDATES, OneForwardRound, OnePassDrafter, Row, rest_of
+from longdraft.drafters.onepass import CANDIDATES, OneForwardRound, OnePassDrafter, Row, rows_of
 from longdraft.drafters.shared.dflash_block import DFlashBlock
-from longdraft.drafters.shared.eagle3_round import BoundDraft, last_row
-from longdraft.drafts import dflash_formats
+from longdraft.drafters.shared.round import BoundDraft
 from longdraft.drafts.dflash_formats import KIND, DFlashShape
 from longdraft.drafts.draft_folder import shape_of
-from longdraft.drafts.eagle_formats import check_mask
+from longdraft.drafts.formats import check_mask
 from longdraft.drafts.kinds import Kind, register
 from longdraft.engine.sequence import Sequence
 from longdraft.errors import CapabilityError, CheckpointError
-from longdraft.model.few_rows import FewRowsModule
 from longdraft.model.runner import TargetRunner
 from longdraft.model.sharded import product
 from longdraft.trees.level import Level, likeliest
@@ -48,16 +45,6 @@ class DFlashDraft(Eagle3Draft):
     """A draft in the layout of its authors, or of `speculators`."""
 
     kind, label = KIND, "DFlash"
-
-    @classmethod
-    def load(
-        cls,
-        folder: Path | str,
-        rope_theta: float | None = None,
-        head_dim: int | None = None,
-        rope_factor: float | None = None,
-    ) -> DFlashDraft:
-        return cls(folder, *dflash_formats.read(folder, rope_theta, head_dim, rope_factor))
 
     @cached_property
     def shape(self) -> DFlashShape:  # type: ignore[override]
@@ -82,13 +69,14 @@ class DFlashDraft(Eagle3Draft):
             check_mask(self.shape.mask_token, rows, self.folder)
 
     def make(self, runner: TargetRunner) -> BoundDraft:
-        block, rotary = self.placed(runner), self.rotary(runner.kv_shape.dtype, runner.device)
-        embedding = runner.parts.embedding if self.shape.embedding is None else block.embed_tokens
-        ids = None if self.ids is None else self.ids.to(runner.device)
+        block = self.placed(runner)
         if not self.shape.own_head:
-            head, _ = self.head(runner)
-            block.borrow(product(head))
-        return BoundDraft(block, embedding, rotary, ids, None, None, FewRowsModule(block))
+            block.borrow(product(self.head(runner)[0]))
+        return self.bind_block(runner, block)
+
+    @property
+    def reads_through(self) -> bool:
+        return False  # its layers see projections of the target's states alone
 
     def trainable(self) -> Any:
         raise CapabilityError(f"{self.folder} holds a DFlash draft, which longdraft does not train.")
@@ -104,15 +92,12 @@ class DFlashDrafter(OnePassDrafter):
 
     draft: DFlashDraft  # type: ignore[assignment]
 
-    @property
-    def deep(self) -> bool:
-        return False  # its layers see projections of the target's states alone
-
-    def inputs(self, slot: int, tokens: Any, start: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """c (T, hidden) of rows [start, start + T), twice: no token is embedded."""
-        assert self._bound is not None and self.store.features is not None
-        c = self._bound.block.project(self.store.features[slot, start : start + len(tokens)])
-        return c, c
+    def keys_values(self, sequence: Sequence, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of c alone: no token is embedded."""
+        c = self._bound.block.project(self.features(sequence.slot, start, end))
+        cos, sin = self._bound.rotary(self.cache.places(sequence.slot, end - start))
+        found: tuple[torch.Tensor, torch.Tensor] = self._bound.block.keys_values(c, c, cos, sin)
+        return found
 
     def round_of(self, bound: BoundDraft, sequences: list[Sequence], depth: int) -> DFlashRound:
         return DFlashRound(self, bound, sequences, depth)
@@ -123,7 +108,6 @@ class DFlashRound(OneForwardRound):
 
     def __init__(self, drafter: DFlashDrafter, bound: BoundDraft, sequences: list[Sequence], depth: int) -> None:
         super().__init__(drafter, bound, sequences, depth)
-        self._block: Any = bound.block
         self._shape: DFlashShape = drafter.draft.shape
         # Of each sequence, the states (W, rank) of the level's nodes: what the recurrent head knows of their paths.
         self._states: dict[int, torch.Tensor] = {}
@@ -136,37 +120,19 @@ class DFlashRound(OneForwardRound):
 
     def ask(self, level: Level, count: int) -> list[Row]:
         """The forward: the text's rows that the cache lacks enter it, then a block of each sequence."""
-        block, shape, cache = self._block, self._shape, self._cache
-        size = shape.block_size
-        ends = []
-        for s in (self.sequences[row] for row in level.rows):
-            end = last_row(s) + 1
-            start = max(cache.end(s.slot), end - cache.window)
-            if start < end:
-                c, _ = self._drafter.inputs(s.slot, range(start, end), start)
-                cos, sin = self._rotary(torch.arange(start, end, device=self._device))
-                cache.append(s.slot, start, *block.keys_values(c, c, cos, sin))
-            self._drafter.fed(s)
-            ends.append(end)
-        positions = [end + i for end in ends for i in range(size)]
-        cos, sin = self._rotary(on_device(positions, self._device))
-        texts = []
-        for row in level.rows:
-            slot = self.sequences[row].slot
-            begin, end = cache.seen(slot)
-            texts.append((cache.keys[slot, :, begin:end], cache.values[slot, :, begin:end]))
-        hidden = block(self._embedded(level, size), cos, sin, texts)[:, 0 if shape.from_anchor else 1 :][
-            :, : self._depth
-        ]
-        logits = block.logits(hidden.flatten(0, 1)).unflatten(0, hidden.shape[:2])
-        log_probs, ids = likeliest(logits, count)
-        rest = rest_of(log_probs, shape.vocabulary)
-        return [
-            Row(*each)
-            for each in zip(
-                *(t[:, :, None].unbind(1) for t in (log_probs, ids, rest)), hidden[:, :, None].unbind(1), strict=True
-            )
-        ]
+        block, shape, cache = self._bound.block, self._shape, self._cache
+        slots, places, texts = self.slots(level), [], []
+        for slot, s in ((slot, self.sequences[row]) for slot, row in zip(slots, level.rows, strict=True)):
+            self._owner.read(s, self._owner.known(s))
+            cache.ready(slot, 0)
+            places += [cache.position(slot) + i for i in range(shape.block_size)]
+            seen = slice(cache.begin(slot), cache.store.lengths[slot])
+            texts.append((cache.store.keys[:, slot, :, seen], cache.store.values[:, slot, :, seen]))
+        cos, sin = self._bound.rotary(on_device(places, self._device))
+        first = 0 if shape.from_anchor else 1
+        out = block(self._embedded(level, shape.block_size), cos, sin, texts)[:, first : first + self._depth]
+        said = likeliest(block.logits(out.flatten(0, 1)).unflatten(0, out.shape[:2]), count)
+        return rows_of(*said, out, shape.vocabulary)
 
     def _embedded(self, level: Level, size: int) -> torch.Tensor:
         """(B, S, hidden) of the anchors, and of the mask in all other rows."""
@@ -175,7 +141,7 @@ class DFlashRound(OneForwardRound):
         if not shape.own_mask:
             x: torch.Tensor = self._bound.embedding(torch.cat([level.tokens, masks], 1))
         else:
-            mask = self._block.mask_embedding.expand(*masks.shape, -1)
+            mask = self._bound.block.mask_embedding.expand(*masks.shape, -1)
             x = torch.cat([self._bound.embedding(level.tokens), mask], 1)
         return x * shape.embedding_scale if shape.embedding_scale != 1 else x
 
@@ -185,7 +151,7 @@ class DFlashRound(OneForwardRound):
             return row.log_probs + self._selected(level, row)
         if shape.markov_rank is None:
             return row.log_probs.expand(-1, width, -1)
-        head, hidden = self._block.markov_head, row.beside.expand(-1, width, -1)
+        head, hidden = self._bound.block.markov_head, row.beside.expand(-1, width, -1)
         known = head.markov_w1(level.tokens)
         if shape.gated:
             known = torch.sigmoid(head.gate_proj(torch.cat([hidden, known], -1))) * known
@@ -200,7 +166,7 @@ class DFlashRound(OneForwardRound):
             state = torch.zeros_like(known)
         else:
             state = torch.stack([self._states[row][level.parents[i]] for i, row in enumerate(level.rows)])
-        joined = self._block.markov_head.joint_proj(torch.cat([state, known, hidden], -1))
+        joined = self._bound.block.markov_head.joint_proj(torch.cat([state, known, hidden], -1))
         gate, candidate, out = joined.chunk(3, -1)
         gate = torch.sigmoid(gate)
         state = gate * state + (1 - gate) * torch.tanh(candidate)
@@ -209,7 +175,7 @@ class DFlashRound(OneForwardRound):
 
     def _selected(self, level: Level, row: Row) -> torch.Tensor:
         """DFlash2's correction (B', W, M)."""
-        selector = self._block.candidate_selector
+        selector = self._bound.block.candidate_selector
         known = selector.predecessor_codebook[level.tokens] * selector.hidden_projection(row.beside)
         return (known @ selector.successor_codebook[row.ids[:, 0]].mT).float()
 

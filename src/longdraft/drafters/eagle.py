@@ -22,12 +22,11 @@ from torch import nn
 
 from longdraft.drafters.eagle3 import Eagle3Draft, Eagle3Drafter
 from longdraft.drafters.shared.eagle3_block import Eagle3Block, Layer
-from longdraft.drafters.shared.eagle3_round import BoundDraft
+from longdraft.drafters.shared.round import BoundDraft
 from longdraft.drafts.draft_folder import shape_of
 from longdraft.drafts.eagle_formats import EAGLE, EagleShape
 from longdraft.drafts.kinds import Kind, Training, register
 from longdraft.errors import UnsupportedModelError
-from longdraft.model.few_rows import FewRowsModule
 from longdraft.model.runner import TargetRunner
 from longdraft.model.sharded import product
 from longdraft.model.shared_parts import norm_before_head
@@ -42,7 +41,7 @@ class EagleBlock(Eagle3Block):
         nn.Module.__init__(self)
         self.shape = shape
         self.fc = nn.Linear(2 * shape.hidden_size, shape.hidden_size, bias=shape.fc_bias)
-        self.midlayer = Layer(shape, joins=False)
+        self.midlayer = Layer(shape, shape.hidden_size)
         self.norm = nn.Identity()  # type: ignore[assignment]  # o is normed as f is
 
     def borrow(self, norm: Call, head: Call) -> None:
@@ -89,8 +88,7 @@ class EagleDraft(Eagle3Draft):
         assert norm is not None
         # Calls, not modules: they are the target's, and no part of the block.
         block.borrow(norm.__call__, product(runner.parts.head))
-        rotary = self.rotary(runner.kv_shape.dtype, runner.device)
-        return BoundDraft(block, runner.parts.embedding, rotary, None, None, None, FewRowsModule(block))
+        return self.bind_block(runner, block)
 
 
 register(

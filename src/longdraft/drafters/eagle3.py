@@ -13,28 +13,28 @@ hidden states before fc, and o before it becomes the next g.
 
 A round: the rows that are new since the last one enter the draft's own cache (a window where the draft has one), the
 newest of them, which carries the root, goes through the whole layer; then the tree grows level by level. The layer
-itself is in shared/eagle3_block.py and the round in shared/eagle3_round.py, since drafts of its kin share them.
+itself is in shared/eagle3_block.py, since drafts of its kin share it.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 from weakref import WeakSet
 
 import torch
+from torch import nn
 
 from longdraft.attention.transfer import on_device
 from longdraft.drafters.shared.eagle3_block import Eagle3Block
-from longdraft.drafters.shared.eagle3_round import BoundDraft, Eagle3Round, last_row
-from longdraft.drafters.shared.layered import layered
-from longdraft.drafters.shared.layers import SelfAttend
-from longdraft.drafters.shared.levels import Fed
-from longdraft.drafters.shared.retrieval import RetrievalOptions, RetrievingDrafter
+from longdraft.drafters.shared.layers import Going, SelfAttend
+from longdraft.drafters.shared.neural import CHUNK, NeuralDrafter
+from longdraft.drafters.shared.retrieval import RetrievalOptions
+from longdraft.drafters.shared.round import BoundDraft, DraftRound, Inputs, flat, said_of
+from longdraft.drafters.shared.rows import Rows
 from longdraft.drafters.shared.whole_level import WholeLevel, products_of, serves
 from longdraft.drafts.eagle_draft import EagleDraft
 from longdraft.drafts.kinds import Kind, Training, register
@@ -43,22 +43,16 @@ from longdraft.engine import method
 from longdraft.engine.event import Event
 from longdraft.engine.method import Method
 from longdraft.engine.sequence import Sequence
-from longdraft.memory import sizes
 from longdraft.memory.store import KVShape, KVStore
 from longdraft.model.few_rows import FewRowsModule
+from longdraft.model.key_rotation import turned
 from longdraft.model.runner import TargetRunner
 from longdraft.native import Kernels
-from longdraft.native.draft import DraftBlock
 from longdraft.options import Options, option, parse
 from longdraft.trees.kind import TreeKind
-from longdraft.trees.node_limit import NodeLimit
+from longdraft.trees.level import Level
 from longdraft.trees.options import TreeOptions
-from longdraft.trees.tree import TokenTree
-from longdraft.views.retrieved import CompactWindow
-from longdraft.views.window import SPARE, Window
-
-# Rows whose keys and values are computed together: bounds the memory that reading a long prompt takes.
-CHUNK = 1024
+from longdraft.views.draft_cache import CompactCache, DraftCache
 
 logger = logging.getLogger("longdraft")
 # Drafts of which it has been said that texts are longer than they were trained for: said once, not once a run.
@@ -70,40 +64,41 @@ class Eagle3Draft(EagleDraft[BoundDraft]):
 
     levels: int | None = None  # of a dynamic tree; None: as usual
 
+    @property
+    def reads_through(self) -> bool:
+        """True if the rows of a text go through several layers, which see the rows before in each."""
+        return self.decoder_layers > 1
+
     def module(self) -> Eagle3Block:
         return Eagle3Block(self.shape)
 
     def make(self, runner: TargetRunner) -> BoundDraft:
-        block, rotary = self.placed(runner), self.rotary(runner.kv_shape.dtype, runner.device)
-        ids = None if self.ids is None else self.ids.to(runner.device)
-        shape = self.shape
-        found = (
-            None if shape.qk_norm or shape.output_bias or shape.decoder_layers > 1 else serves(runner, shape.head_dim)
-        )
-        whole = None if found is None else _whole(found, block)
-        embedding = runner.parts.embedding if shape.embedding is None else block.embed_tokens
-        draft_ids = None
+        block, shape = self.placed(runner), self.shape
+        plain = not shape.qk_norm and not shape.output_bias and shape.decoder_layers == 1
+        found = serves(runner, shape.head_dim) if plain else None
+        return self.bind_block(runner, block, None if found is None else _whole(found, block))
+
+    def bind_block(self, runner: TargetRunner, block: Any, whole: WholeLevel | None = None) -> BoundDraft:
+        """The draft with what it shares of the target."""
+        rotary = self.rotary(runner.kv_shape.dtype, runner.device)
+        embedding = runner.parts.embedding if self.shape.embedding is None else block.embed_tokens
+        ids, draft_ids = None if self.ids is None else self.ids.to(runner.device), None
         if ids is not None:
             draft_ids = torch.full((runner.parts.head.shape[0],), -1, device=runner.device, dtype=torch.long)
             draft_ids[ids] = torch.arange(len(ids), device=runner.device)
-        return BoundDraft(block, embedding, rotary, ids, draft_ids, whole, FewRowsModule(block))
+        return BoundDraft(block, embedding, rotary, block.logits, ids, whole, FewRowsModule(block), draft_ids)
 
 
 def _whole(found: Kernels, block: Eagle3Block) -> WholeLevel:
-    layer, shape = block.midlayer, block.shape
-    own, mlp = layer.self_attn, layer.mlp
-    norms = {
-        "norm": layer.input_layernorm.weight,
-        "joined_norm": layer.hidden_norm.weight,
-        "mlp_norm": layer.post_attention_layernorm.weight,
-        "final_norm": block.norm.weight,
+    layer = block.midlayer
+    norms: dict[str, nn.Module] = {
+        "norm": layer.input_layernorm,
+        "joined_norm": layer.hidden_norm,
+        "mlp_norm": layer.post_attention_layernorm,
+        "final_norm": block.norm,
     }
-    layers = {
-        **{"q": own.q_proj, "k": own.k_proj, "v": own.v_proj, "o": own.o_proj},
-        **{"gate": mlp.gate_proj, "up": mlp.up_proj, "down": mlp.down_proj, "head": block.lm_head},
-    }
-    sizes = shape.heads, shape.kv_heads, shape.head_dim, shape.rms_norm_eps
-    return WholeLevel(found, DraftBlock(norms, products_of(layers), *sizes, shape.norm_before_residual))
+    products, normed = products_of(layer.self_attn, layer.mlp), block.shape.norm_before_residual
+    return WholeLevel(found, block.shape, norms, products, block.lm_head.weight, normed)
 
 
 @dataclass(frozen=True)
@@ -115,7 +110,7 @@ class WindowOptions(Options):
     )
 
 
-class Eagle3Drafter(RetrievingDrafter):
+class Eagle3Drafter(NeuralDrafter):
     """Drafts trees with an EAGLE-3 layer.
 
     With retrieval, it sees the chunks of the text that the target attends to, at compact positions, and keeps its own
@@ -132,6 +127,7 @@ class Eagle3Drafter(RetrievingDrafter):
     """
 
     options: ClassVar[tuple[type[Options], ...]] = (TreeOptions, WindowOptions, RetrievalOptions)
+    ahead = 1
 
     def __init__(self, draft: Eagle3Draft, **options: Any) -> None:
         tree, own, *others = parse(draft.label, options, *self.options)
@@ -145,17 +141,20 @@ class Eagle3Drafter(RetrievingDrafter):
             )
         if retrieval.retrieval and own.window is not None:
             raise ValueError("window and retrieval both say what the draft sees: give one of them")
-        if retrieval.retrieval and draft.decoder_layers > 1:
+        if retrieval.retrieval and draft.reads_through:
             raise ValueError("retrieval is for drafts of one layer")
         self.retrieval = retrieval.made(draft, None if self.window is None else self.window - self.tree.depth)
         if self.retrieval is not None:
             self.window = None
         self.draft = draft
-        self._bound: BoundDraft | None = None
 
     def shaped(self, tree: TreeKind, draft: Eagle3Draft, options: Mapping[str, Any]) -> TreeKind:
         """The tree as the draft can grow it. ``options`` are the user's."""
         return tree
+
+    @property
+    def trained(self) -> Eagle3Draft:
+        return self.draft
 
     def feature_layers(self, runner: TargetRunner) -> tuple[int, ...]:
         """The layers that the draft's folder names, usually three."""
@@ -166,128 +165,78 @@ class Eagle3Drafter(RetrievingDrafter):
         """Tokens back that the draft sees; None: the whole text."""
         return self.window or (self.draft.reach if self.retrieval is None else None)
 
-    def bind(self, runner: TargetRunner, store: KVStore) -> None:
-        """Takes the target's embedding, and memory for the draft's own keys and values.
-
-        Raises:
-            CheckpointError: the draft was made for another target.
-            UnsupportedModelError: the target has nothing that a draft could share.
-            MemoryBudgetError: they do not fit the memory that is free.
-        """
-        self._bound = self.draft.bound(runner)
-        self.runner, self.store = runner, store
-        own = self.own_kv(runner)
-        # RoPE tells distances alone, so in a window all are distances that the draft knows: as if the positions were
-        # moved back to 0. No text of this run outgrows the store.
-        window = store.capacity if self.back is None else self.back
-        self.seen = rows = max(min(window, store.capacity), self.tree.depth + 1)
-        if self.deep:
-            rows += CHUNK + 1  # the rows that are read together see as many back as one alone
-        beside = self.scratch + (0 if self.retrieval is None else self.retrieval.view.capacity + self.tree.depth)
-        beside += SPARE if self.retrieval is None else 2 * SPARE
-        needed = KVStore.bytes_for(own, store.slots, rows + beside)
-        sizes.require(needed, runner.device, f"The draft's own cache of {rows} tokens")
-        if self.retrieval is None:
-            self.cache = Window(own, store.slots, rows, self.scratch, runner.device, runner.rooms)
-        else:
-            self.cache = CompactWindow(
-                own, store.slots, rows, self.scratch, runner.device,
-                self.retrieval, self.tree.depth, self._bound.rotary.turns,
-            )  # fmt: skip
-        # For each slot, how many leading rows can no longer change.
-        self._settled = [0] * store.slots
-
-    @torch.inference_mode()
-    def observe(self, event: Event) -> None:
-        """Reads a prompt's last window, keys and values alone; forgets changed rows; scores chunks when that is due."""
-        slot = event.sequence.slot
-        if event.begins:
-            self._warn(event.sequence)
-            self.cache.forget(slot, 0)
-            self._settled[slot] = 0
-            self._fill(event.sequence)
-        self.tell(self.store, event)
-        if event.replaced is not None:
-            self.cache.forget(slot, event.replaced)
-        if event.taken_back:
-            self._rewind(event.sequence)
-
-    @torch.inference_mode()
-    def propose(self, sequences: list[Sequence], limit: NodeLimit | None = None) -> list[TokenTree]:
-        assert self._bound is not None
-        for s in sequences:
-            if last_row(s) - self.cache.end(s.slot) > CHUNK:
-                self._fill(s)
-        drafted = self.round_of(self._bound, sequences, self.tree.fit(limit).depth)
-        return self.grow(sequences, drafted.expand, self._bound.ids, self.runner.device, limit, drafted.likeliest)
-
-    def own_kv(self, runner: TargetRunner) -> KVShape:
-        """The shape of the draft's own keys and values."""
-        shape, layers = self.draft.shape, self.draft.decoder_layers
-        # The heads of all layers lie side by side.
-        return KVShape(1, layers * shape.kv_heads, shape.head_dim, runner.kv_shape.dtype)
-
-    @property
-    def deep(self) -> bool:
-        """True if rows go through several layers, which see the rows before in each."""
-        return self.draft.decoder_layers > 1
-
     @property
     def scratch(self) -> int:
         """Rows of its own cache that a round needs behind the text."""
         return self.tree.max_expanded
 
-    def round_of(self, bound: BoundDraft, sequences: list[Sequence], depth: int) -> Eagle3Round:
-        """A round of trees of ``depth`` levels at most."""
+    def own_kv(self) -> KVShape:
+        """The shape of the draft's own keys and values."""
+        shape = self.draft.shape
+        return KVShape(self.draft.decoder_layers, shape.kv_heads, shape.head_dim, self.runner.kv_shape.dtype)
+
+    def make_cache(self) -> DraftCache:
+        capacity, own = self.store.capacity, self.own_kv()
+        if self.retrieval is not None:
+            rotary = self._bound.rotary
+            store = self.own_store(own, self.retrieval.view.capacity + self.scratch)
+            full = KVStore(own, self.store.slots, capacity, self.runner.device)
+            return CompactCache(
+                store, full, self.scratch, self.retrieval,
+                lambda keys, places: turned(keys, *rotary.turns(places)),
+                lambda keys, places: turned(keys, *rotary.turns(-places)),
+            )  # fmt: skip
+        # RoPE tells distances alone, so in a window all are distances that the draft knows: as if the positions were
+        # moved back to 0. No text of this run outgrows the store.
+        window = capacity if self.back is None else self.back
+        seen = max(min(window, capacity), self.tree.depth + 1)
+        # The rows that are read together through several layers see as many back as one alone.
+        return self.last_rows(own, seen + (CHUNK + 1 if self.draft.reads_through else 0), self.scratch, seen)
+
+    @torch.inference_mode()
+    def observe(self, event: Event) -> None:
+        """Reads a prompt's last window, keys and values alone; forgets changed rows; scores chunks when that is due."""
+        if event.begins:
+            self._warn(event.sequence)
+        super().observe(event)
+        if event.replaced is not None:  # the row before joins the first of their tokens
+            self.cache.forget(event.sequence.slot, max(0, event.replaced - 1))
+
+    def round_of(self, bound: BoundDraft, sequences: list[Sequence], depth: int) -> DraftRound:
         return Eagle3Round(self, bound, sequences, depth)
 
-    def _rewind(self, sequence: Sequence) -> None:
-        """Reads rows again that may have changed; the whole window if it lacks rows that the shorter text needs."""
-        slot = sequence.slot
-        self.cache.forget(slot, 0 if self.cache.wrapped(slot) else min(self._settled[slot], last_row(sequence)))
-        self._fill(sequence)
+    def features(self, slot: int, start: int, end: int) -> torch.Tensor:
+        """What the target says of rows [start, end): hidden states (T, feature_size)."""
+        assert self.store.features is not None
+        return self.store.features[slot, start:end]
 
-    def inputs(self, slot: int, tokens: SequenceOf[int], start: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Embeddings x and projected features g (T, hidden) of rows [start, start + T).
+    def inputs(self, sequence: Sequence, start: int, end: int) -> tuple[torch.Tensor, ...]:
+        """Embeddings and projected features (T, hidden) of rows, the next of the cache, with cos and sin (T, d)."""
+        x = self._bound.embedding(on_device(self.tokens(sequence, start, end), self.runner.device))
+        g = self._bound.block.project(self.features(sequence.slot, start, end))
+        return x, g, *self._bound.rotary(self.cache.places(sequence.slot, end - start))
 
-        Args:
-            tokens: T tokens, each the one after its row's position.
-        """
-        assert self._bound is not None and self.store.features is not None
-        ids = on_device(tokens, self.runner.device)
-        x: torch.Tensor = self._bound.embedding(ids)
-        return x, self._bound.block.project(self.store.features[slot, start : start + len(tokens)])
+    def keys_values(self, sequence: Sequence, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        k, v = self._bound.block.keys_values(*self.inputs(sequence, start, end))
+        return k[None], v[None]
 
-    def fed(self, sequence: Sequence) -> None:
-        """Notes which rows are settled: they and the token after them are committed."""
-        self._settled[sequence.slot] = max(0, self.store.lengths[sequence.slot] - 1)
+    def goes_back(self, end: int) -> int:
+        if self.draft.reads_through:
+            return self.draft.decoder_layers * (self.cache.window or end)
+        return super().goes_back(end)
 
-    def _fill(self, sequence: Sequence) -> None:
-        """Reads rows up to the last one, which the next round feeds."""
-        assert self._bound is not None
-        slot, text, end = sequence.slot, sequence.tokens, last_row(sequence)
-        block, back = (
-            self._bound.block,
-            self.cache.window if not self.deep else self.draft.decoder_layers * self.seen,
-        )
-        start = max(self.cache.end(slot), end - back)
-        for a in range(start, end, min(CHUNK, self.cache.window)):
-            b = min(end, a + CHUNK, a + self.cache.window)
-            x, g = self.inputs(slot, text[a + 1 : b + 1], a)
-            cos, sin = self._bound.rotary(torch.arange(a, b, device=self.runner.device))
-            if self.deep:
-                block.through(x, g, cos, sin, self.attends(Fed((slot,), (b - a,), b - a, starts=(a,))))
-            else:
-                self.cache.append(slot, a, *block.keys_values(x, g, cos, sin))
-        self.fed(sequence)
-
-    def attends(self, fed: Fed) -> list[SelfAttend]:
-        """The attention of each layer of a deep draft over fed rows, all of which get an output."""
-        return layered(fed, self.cache, self.draft.decoder_layers, self.seen)
+    def read_piece(self, sequence: Sequence, start: int, end: int) -> None:
+        if not self.draft.reads_through:
+            super().read_piece(sequence, start, end)
+            return
+        cache, slot, inputs = self.cache, sequence.slot, self.inputs(sequence, start, end)
+        cache.ready(slot, end - start)
+        cache.extend(slot, end - start)
+        self._bound.block.through(*inputs, Rows.new(cache, (slot,), end - start).attends(cache))
 
     def _warn(self, s: Sequence) -> None:
         """Says once per draft that a text is longer than it was trained for, and what that means."""
-        reach, length = self.draft.reach, len(s.prompt) + s.max_new_tokens
+        reach, length = self.draft.reach, s.longest
         what, then = "this one has", f"it sees the last {reach} tokens (another: window=N)"
         if self.retrieval is not None:
             length = min(length, self.retrieval.view.capacity + self.tree.depth)
@@ -300,6 +249,58 @@ class Eagle3Drafter(RetrievingDrafter):
             "draft with a rope_factor.",
             self.draft.folder, reach, what, length, then,
         )  # fmt: skip
+
+
+class Eagle3Round(DraftRound):
+    """One round of a batch."""
+
+    def __init__(self, drafter: Eagle3Drafter, bound: BoundDraft, sequences: list[Sequence], depth: int) -> None:
+        super().__init__(drafter, bound, sequences, depth)
+        self._drafter = drafter
+
+    def roots(self, level: Level) -> tuple[Rows, Inputs]:
+        """The rows that the cache lacks join what the target says of them."""
+        rows, inputs, starts = self.entering(level)
+        each = zip(rows.slots, starts, strict=True)
+        joined = torch.stack([self._drafter.features(slot, start, start + rows.width) for slot, start in each])
+        return rows, replace(inputs, joined=joined)
+
+    def nodes(self, level: Level) -> tuple[Rows, Inputs]:
+        """A node joins its parent's output."""
+        rows, inputs = super().nodes(level)
+        assert self._last is not None
+        above = self._last[0].of(level.rows, self._last[1])
+        return rows, replace(inputs, joined=above.gather(1, level.parents[..., None].expand(-1, -1, above.shape[2])))
+
+    def following(self, out: torch.Tensor) -> torch.Tensor:
+        following: torch.Tensor = self._bound.block.following(out)
+        return following
+
+    def forward(
+        self, rows: Rows, best: int, entering: bool
+    ) -> tuple[Callable[..., tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...], Hashable]:
+        return partial(_forward, self._bound, best, entering), (), ("eagle3", self._bound.block, best, entering)
+
+
+def _forward(
+    bound: BoundDraft,
+    best: int,
+    entering: bool,
+    tokens: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    joined: torch.Tensor,
+    attends: list[SelfAttend],
+    going: Going,
+) -> tuple[torch.Tensor, ...]:
+    """Outputs, as further levels join them, and what they say."""
+    block, (x, cos, sin), g = bound.block, flat(bound, tokens, cos, sin), joined.flatten(0, 1)
+    g = block.project(g) if entering else g
+    if len(attends) > 1:
+        out = block.through(x, g, cos, sin, attends)[going]
+    else:
+        out = block(x, g, cos, sin, attends[0], going)
+    return block.following(out), *said_of(bound.logits(out), best)
 
 
 register(

@@ -7,12 +7,11 @@ h_0 is the hidden state of the last verified token, before the target's final no
 costs one product with the target's head and no forward. Head i predicts the i-th token behind the root.
 
 The paper starts from the root's own state instead, which a forward of the target on a part of its KV gives
-(:mod:`longdraft.drafters.tokenswift`). Any :class:`StateSource` can provide the states.
+(:mod:`longdraft.drafters.tokenswift`).
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import asdict, dataclass, replace
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from longdraft.drafters.self_drafter import SelfDrafter
 from longdraft.drafters.shared.tree_drafter import TreeDrafter
 from longdraft.drafters.shared.whole_level import serves
 from longdraft.drafts import draft_folder, tokenswift_heads
@@ -41,7 +41,6 @@ from longdraft.trees.kind import TreeKind
 from longdraft.trees.level import Level
 from longdraft.trees.node_limit import NodeLimit
 from longdraft.trees.options import TreeOptions
-from longdraft.trees.static import Static
 from longdraft.trees.tree import TokenTree
 from longdraft.views.view import View
 
@@ -172,68 +171,6 @@ class HeadsDraft(TrainedDraft[BoundHeads]):
 
 
 @dataclass(frozen=True)
-class States:
-    """Attributes:
-    hidden: (B, hidden size) states of the target's last layer, before its final norm.
-    logits: (B, vocabulary) what the target says by them, where they are the roots' own; None where they are those of
-        the tokens before the roots.
-    """
-
-    hidden: torch.Tensor
-    logits: torch.Tensor | None = None
-
-
-class StateSource(ABC):
-    """Provides the hidden states that the heads continue. It receives the same calls as a drafter.
-
-    Attributes:
-        ahead: its states are those of the roots themselves, so trees are a level deeper.
-        forwards: target forwards it has made.
-        query_window, views: as in :class:`Drafter`.
-    """
-
-    ahead: bool = False
-    forwards: int = 0
-    query_window: int = 1
-    views: tuple[View, ...] = ()
-
-    @abstractmethod
-    def states(self, sequences: SequenceOf[Sequence]) -> States:
-        """States of each sequence for this round, with logits if the source is ``ahead``."""
-
-    def feature_layers(self, runner: TargetRunner) -> tuple[int, ...]:
-        return ()
-
-    def query_layers(self, runner: TargetRunner) -> tuple[int, ...]:
-        return ()
-
-    @abstractmethod
-    def bind(self, runner: TargetRunner, store: KVStore) -> None: ...
-
-    def observe(self, event: Event) -> None:  # noqa: B027
-        ...
-
-    def release(self, sequence: Sequence) -> None:  # noqa: B027
-        ...
-
-
-class VerifiedStates(StateSource):
-    """The states that the last verification left in the store."""
-
-    def feature_layers(self, runner: TargetRunner) -> tuple[int, ...]:
-        return (runner.depth - 1,)
-
-    def bind(self, runner: TargetRunner, store: KVStore) -> None:
-        self._store = store
-
-    def states(self, sequences: SequenceOf[Sequence]) -> States:
-        features = self._store.features
-        assert features is not None
-        # The root has none yet: the row before it.
-        return States(torch.stack([features[s.slot, len(s.prompt) + len(s.output) - 2] for s in sequences]))
-
-
-@dataclass(frozen=True)
 class HeadOptions(Options):
     """Trained heads."""
 
@@ -247,7 +184,8 @@ class HeadsDrafter(TreeDrafter):
         draft: trained heads.
         options: of :class:`HeadOptions` and :class:`TreeOptions`. Levels cost nothing. The paper's tree is static; a
             planner is given its best nodes instead.
-        _source: the hidden states that the heads continue; None: those of the last verified tokens.
+        _level: the target on a part of its KV, whose forward gives the roots' own hidden states and the first level of
+            the trees (TokenSwift); None: the heads go on from the states of the last verified tokens.
 
     Raises:
         ValueError: more heads than there are, or sizes that make no tree or a deeper one than heads can say.
@@ -255,60 +193,61 @@ class HeadsDrafter(TreeDrafter):
 
     options = (HeadOptions, TreeOptions)
 
-    def __init__(self, draft: HeadsDraft, _source: StateSource | None = None, **options: Any) -> None:
+    def __init__(self, draft: HeadsDraft, _level: SelfDrafter | None = None, **options: Any) -> None:
         own, tree = parse("heads", options, *self.options)
         count = draft.shape.heads
         if own.heads is not None and own.heads > count:
             raise ValueError(f"heads must be a whole number from 1 to {count}, which the draft has, got {own.heads}")
         self.heads = own.heads or count
-        self.draft = draft
-        self._source = _source or VerifiedStates()
-        levels = self.heads + self._source.ahead
-        kind = tree.kind("static")
+        self.draft, self.level = draft, _level
+        ahead = _level is not None
+        levels, kind = self.heads + ahead, tree.kind("static")
         if kind.depth > levels and (tree.widths is not None or tree.depth is not None):
             raise ValueError(f"a tree of {kind.depth} levels needs as many heads; there are {levels} to draft with")
-        self.tree = _fitted(kind, levels, self._source.ahead and tree.widths is None)
+        self.tree = _fitted(kind, levels, ahead and tree.widths is None)
         self._bound: BoundHeads | None = None
         self._rounds = 0
 
     @property
     def forwards(self) -> int:  # type: ignore[override]
-        """Products with the target's head (the cost of drafting), or forwards of the source if there are more."""
-        return max(self._rounds, self._source.forwards)
+        """Products with the target's head, or forwards of the level if there are more."""
+        return max(self._rounds, 0 if self.level is None else self.level.forwards)
 
     @property
     def views(self) -> tuple[View, ...]:
-        return self._source.views
+        return () if self.level is None else self.level.views
 
     @property
     def query_window(self) -> int:  # type: ignore[override]
-        return self._source.query_window
+        return 1 if self.level is None else self.level.query_window
 
     def feature_layers(self, runner: TargetRunner) -> tuple[int, ...]:
-        """The last layer, unless the source provides its own states."""
-        return self._source.feature_layers(runner)
+        """The last layer, unless a level gives the states."""
+        return (runner.depth - 1,) if self.level is None else ()
 
     def query_layers(self, runner: TargetRunner) -> tuple[int, ...]:
-        return self._source.query_layers(runner)
+        return () if self.level is None else self.level.query_layers(runner)
 
     def bind(self, runner: TargetRunner, store: KVStore) -> None:
-        """Takes the target's head.
+        """Takes the target's head, and memory for the level's views.
 
         Raises:
             CheckpointError: the heads were made for another target.
             UnsupportedModelError: the target has nothing that a draft could share.
+            MemoryBudgetError: the views do not fit.
         """
-        self._bound = self.draft.bound(runner)
-        self._source.bind(runner, store)
+        self._bound, self._store = self.draft.bound(runner), store
+        if self.level is not None:
+            self.level.host(runner, store, (runner.depth - 1,))
 
     @torch.inference_mode()
     def propose(self, sequences: list[Sequence], limit: NodeLimit | None = None) -> list[TokenTree]:
         assert self._bound is not None
-        bound, states = self._bound, self._source.states(sequences)
+        bound, (hidden, first) = self._bound, self._states(sequences)
         self._rounds += 1
-        said = bound.logits(states.hidden, self.heads)  # (B, levels, draft vocabulary)
-        if states.logits is not None:
-            first = states.logits if bound.ids is None else states.logits[:, bound.ids]
+        said = bound.logits(hidden, self.heads)  # (B, levels, draft vocabulary)
+        if first is not None:
+            first = first if bound.ids is None else first[:, bound.ids]
             said = torch.cat([first[:, None].to(said.dtype), said], dim=1)
 
         def expand(level: Level) -> torch.Tensor:
@@ -321,11 +260,26 @@ class HeadsDrafter(TreeDrafter):
         limit = None if limit is None else replace(limit, price=0.0)
         return self.grow(sequences, expand, bound.ids, said.device, limit)
 
+    def _states(self, sequences: SequenceOf[Sequence]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """States (B, hidden) of the target's last layer, before its final norm: of the roots, with what the target says
+        by them (B, vocabulary); or of the tokens before the roots, whose own nobody has computed yet."""
+        store, logits = self._store, None
+        rows = [s.length - 2 for s in sequences]
+        if self.level is not None:
+            self.level.follow(sequences)
+            judged = self.level.judge(sequences, [TokenTree((s.output[-1],), (-1,)) for s in sequences])
+            logits, store = torch.stack([of_root[0] for of_root in judged]), self.level.cache.store
+            rows = [store.lengths[s.slot] for s in sequences]  # behind the view; nothing keeps it
+        assert store.features is not None
+        return torch.stack([store.features[s.slot, row] for s, row in zip(sequences, rows, strict=True)]), logits
+
     def observe(self, event: Event) -> None:
-        self._source.observe(event)
+        if self.level is not None:
+            self.level.observe(event)
 
     def release(self, sequence: Sequence) -> None:
-        self._source.release(sequence)
+        if self.level is not None:
+            self.level.release(sequence)
 
 
 def _fitted(tree: TreeKind, levels: int, ahead: bool) -> TreeKind:
@@ -334,8 +288,8 @@ def _fitted(tree: TreeKind, levels: int, ahead: bool) -> TreeKind:
     Args:
         ahead: a default static tree begins with the one token that the target itself predicts.
     """
-    if ahead and isinstance(tree, Static) and not tree.chosen_by_user:
-        tree = replace(tree, widths=(1, *tree.widths))
+    if ahead and tree.name == "static" and not tree.chosen_by_user:
+        tree = replace(tree, children=(1, *tree.children))
     return tree.limited(levels)
 
 

@@ -17,9 +17,9 @@ from longdraft.drafts.language_model import SmallLMDraft
 from longdraft.engine.drafter import Drafter
 from longdraft.engine.method import Method, register
 from longdraft.options import option, parse, takes
-from longdraft.trees.chain import LONGEST
+from longdraft.trees.kind import LONGEST
 from longdraft.trees.options import TreeOptions
-from longdraft.views.compact import fresh_room
+from longdraft.views.draft_cache import fresh_room
 
 VIEWS = ("streaming", "snapkv")
 _PAPER = "Sadhukhan et al. 2024, MagicDec, arXiv:2408.11049"

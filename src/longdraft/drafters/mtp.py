@@ -14,17 +14,16 @@ moved back to 0. Texts longer than the model was trained for before its RoPE was
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import nn
 
-from longdraft.drafters.eagle3 import Eagle3Draft, Eagle3Drafter, WindowOptions
+from longdraft.drafters.eagle3 import Eagle3Draft, Eagle3Drafter, Eagle3Round, WindowOptions
 from longdraft.drafters.shared.eagle3_block import Eagle3Block
-from longdraft.drafters.shared.eagle3_round import BoundDraft, Eagle3Round
-from longdraft.drafters.shared.layers import SelfAttend
+from longdraft.drafters.shared.layers import ALL, Going, SelfAttend
+from longdraft.drafters.shared.round import BoundDraft
 from longdraft.drafts import draft_folder, mtp_formats
 from longdraft.drafts.draft import Draft
 from longdraft.drafts.kinds import Kind, register
@@ -95,12 +94,12 @@ class MtpBlock(Eagle3Block):
         cos: torch.Tensor,
         sin: torch.Tensor,
         attend: SelfAttend,
-        queries: slice | torch.Tensor = slice(None),
+        queries: Going = ALL,
     ) -> torch.Tensor:
         """The module over T rows: o (Tq, hidden), behind the last norm."""
 
         n, sees = self.joined(x, g)[0], attend
-        if isinstance(queries, torch.Tensor):  # of the other rows, keys and values alone
+        if queries is not ALL:  # of the other rows, keys and values alone
             keys, values = own_layer.keys_values(self.layer, n, cos, sin)
 
             def sees(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -175,8 +174,8 @@ class MtpDraft(Eagle3Draft):
         found = {name: torch.empty(t.shape, dtype=torch.float32, device="meta") for name, t in tensors.items()}
         draft_folder.check_tensors(found, sizes, self.folder, self.label)
         own_layer.put_in(block, tensors, runner.device, runner.kv_shape.dtype, int8=runner.arithmetic == "int8")
-        rotary = SharedRotary(runner.parts.rotary)
-        return BoundDraft(block, runner.parts.embedding, rotary, None, None, None, FewRowsModule(block))
+        rotary, few = SharedRotary(runner.parts.rotary), FewRowsModule(block)
+        return BoundDraft(block, runner.parts.embedding, rotary, block.logits, None, None, few)
 
 
 class MtpDrafter(Eagle3Drafter):
@@ -194,16 +193,13 @@ class MtpDrafter(Eagle3Drafter):
 
     draft: MtpDraft
 
-    def __init__(self, draft: MtpDraft, **options: Any) -> None:
-        super().__init__(draft, **options)
-
     @torch.inference_mode()
-    def own_kv(self, runner: TargetRunner) -> KVShape:
-        bound = self.draft.bound(runner)
+    def own_kv(self) -> KVShape:
+        runner, bound = self.runner, self._bound
         row = torch.zeros(1, runner.parts.hidden_size, dtype=runner.kv_shape.dtype, device=runner.device)
         cos, sin = bound.rotary(torch.zeros(1, dtype=torch.long, device=runner.device))
         keys, _ = bound.block.keys_values(row, row, cos, sin)
-        return replace(runner.kv_shape, layers=1, kv_heads=keys.shape[0], head_dim=keys.shape[2], padded=False)
+        return KVShape(1, keys.shape[0], keys.shape[2], runner.kv_shape.dtype)
 
     def bind(self, runner: TargetRunner, store: KVStore) -> None:
         length = own_layer.unstretched(runner.model)

@@ -19,19 +19,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from longdraft.drafters.eagle3 import Eagle3Draft, Eagle3Drafter, WindowOptions
+from longdraft.drafters.eagle3 import Eagle3Draft, Eagle3Drafter, Eagle3Round
 from longdraft.drafters.shared.eagle3_block import Eagle3Block
-from longdraft.drafters.shared.eagle3_round import BoundDraft, Eagle3Round
-from longdraft.drafters.shared.levels import Inputs
+from longdraft.drafters.shared.round import BoundDraft, Inputs
+from longdraft.drafters.shared.rows import Rows
 from longdraft.drafts.draft_folder import shape_of
 from longdraft.drafts.eagle_formats import Eagle3Shape
 from longdraft.drafts.kinds import Kind, Training, register
 from longdraft.engine.sequence import Sequence
 from longdraft.native.boundary import FLOATS
 from longdraft.trees.kind import TreeKind
-from longdraft.trees.level import Level, likeliest
+from longdraft.trees.level import Level
 from longdraft.trees.node_limit import NodeLimit
-from longdraft.trees.options import TreeOptions
 from longdraft.trees.tree import TokenTree
 
 
@@ -73,14 +72,25 @@ class OnePassBlock(Eagle3Block):
                 parameter.copy_(torch.empty(parameter.shape, **FLOATS).normal_(0.0, std, generator=generator))
             self.bigram_out.weight.zero_()
 
-    def behind(self, x: torch.Tensor, g: torch.Tensor, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs (T, hidden) of some of the rows k > 0, counted from 0, of anchors' x and g (T or 1, hidden)."""
+    def behind(
+        self, x: torch.Tensor, g: torch.Tensor, rows: slice, embedding: nn.Module | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inputs (B, T, hidden) of some of the rows k > 0, counted from 0, of anchors' x and g (B, 1, hidden)."""
         return x + self.slot_embedding[rows], g + self.slot_state[rows]
+
+    def beside(self, ids: torch.Tensor) -> torch.Tensor:
+        """The bigram's output rows (B, depth, rank, M) of draft ids (B, depth, M)."""
+        out: torch.Tensor = self.bigram_out(ids).mT
+        return out
 
     def known(self, before: torch.Tensor) -> torch.Tensor:
         """The bigram's input rows (..., rank) of draft ids (...); zeros for -1, an unknown token."""
         found: torch.Tensor = self.bigram_in(before.clamp_min(0)) * (before >= 0)[..., None]
         return found
+
+    def correction(self, before: torch.Tensor, beside: torch.Tensor) -> torch.Tensor:
+        """What is added to the scores (B, W, M) of tokens behind draft ids (B, W), given what is beside them."""
+        return (self.known(before) @ beside).float()
 
 
 KIND = "onepass"
@@ -110,15 +120,13 @@ class OnePassDrafter(Eagle3Drafter):
 
     Args:
         draft: a trained draft.
-        options: of :class:`TreeOptions` and :class:`WindowOptions`. A tree has no more levels than the draft has rows.
+        options: as of :class:`Eagle3Drafter`. A tree has no more levels than the draft has rows.
 
     Raises:
         ValueError: for sizes that make no tree; ``widths`` or a ``depth`` of more levels.
     """
 
     draft: OnePassDraft
-
-    options = (TreeOptions, WindowOptions)
 
     def shaped(self, tree: TreeKind, draft: Eagle3Draft, options: Mapping[str, Any]) -> TreeKind:
         slots: int = draft.shape.slots  # type: ignore[attr-defined]
@@ -148,7 +156,7 @@ class Row(NamedTuple):
     Attributes:
         log_probs, ids: (B, 1, M); draft ids.
         rest: (B, 1, 1) log-probability of all other tokens together.
-        beside: (B, ...) of each sequence: what corrects the scores for the token before.
+        beside: (B, 1, ...) of each sequence: what corrects the scores for the token before.
     """
 
     log_probs: torch.Tensor
@@ -161,7 +169,7 @@ class OneForwardRound(Eagle3Round):
     """One round of a batch, in which one forward says the likeliest tokens of every level, and a small correction
     follows the tokens that a node comes after."""
 
-    def __init__(self, drafter: OnePassDrafter, bound: BoundDraft, sequences: list[Sequence], depth: int) -> None:
+    def __init__(self, drafter: Eagle3Drafter, bound: BoundDraft, sequences: list[Sequence], depth: int) -> None:
         super().__init__(drafter, bound, sequences, depth)
         self._finds_likeliest = True  # without kernels too
         # The level of the sequences, and what was said of each depth.
@@ -189,72 +197,50 @@ class OneForwardRound(Eagle3Round):
         """Likely tokens of a depth that the correction chooses among."""
         return CANDIDATES
 
-    def said(self, level: Level, best: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def said(self, level: Level, best: int) -> tuple[torch.Tensor, ...]:
         """The likeliest tokens, at most :attr:`candidates`. Trees of this drafter never ask for logits."""
         assert best, "a one-pass draft tells its likeliest tokens alone"
         if level.depth == 0:
-            self._drafter.forwards += 1
+            self._owner.forwards += 1
             self._roots, self._rows = level, self.ask(level, max(best, self.candidates))
         assert self._roots is not None
         row = Row(*(self._roots.of(level.rows, t) for t in self._rows[level.depth]))
         scores = self.corrected(level, row)
         whole = torch.logaddexp(scores.logsumexp(-1, keepdim=True), row.rest)
         found = scores.topk(min(best, scores.shape[-1]), dim=-1)
-        log_probs, ids = found.values - whole, row.ids.expand_as(scores).gather(2, found.indices)
-        return log_probs[:0], log_probs.flatten(0, 1), ids.flatten(0, 1)
+        return found.values - whole, row.ids.expand_as(scores).gather(2, found.indices)
 
 
-def rest_of(log_probs: torch.Tensor, vocabulary: int) -> torch.Tensor:
-    """The log-probability (..., 1) of all tokens but the likeliest, whose log-probabilities (..., M) are given."""
+def rows_of(log_probs: torch.Tensor, ids: torch.Tensor, beside: torch.Tensor, vocabulary: int) -> list[Row]:
+    """What was said of each depth: (B, depth, M) log-probabilities and ids, and (B, depth, ...) what corrects them."""
     rest = torch.log1p(-log_probs.exp().sum(-1, keepdim=True).clamp(max=1 - 1e-6))
-    return rest.fill_(float("-inf")) if log_probs.shape[-1] == vocabulary else rest
+    if log_probs.shape[-1] == vocabulary:
+        rest.fill_(float("-inf"))
+    each = (t[:, :, None].unbind(1) for t in (log_probs, ids, rest, beside))
+    return [Row(*of_depth) for of_depth in zip(*each, strict=True)]
 
 
 class OnePassRound(OneForwardRound):
     """One round of a batch."""
 
-    def __init__(self, drafter: OnePassDrafter, bound: BoundDraft, sequences: list[Sequence], depth: int) -> None:
-        super().__init__(drafter, bound, sequences, depth)
-        self._block: Any = bound.block
-
     def ask(self, level: Level, count: int) -> list[Row]:
         """The forward: the rows that the cache lacks, and behind each root those of the tokens further on."""
-        block, ahead = self._block, self._depth - 1
-        fed, inputs, newest = self.roots(level)
+        bound, block, ahead = self._bound, self._bound.block, self._depth - 1
+        rows, inputs = self.roots(level)
         assert inputs.joined is not None
-        parts: list[list[torch.Tensor]] = [[], [], [], []]
-        own_inputs = (t.split(fed.counts) for t in inputs if t is not None)
-        for i, new in enumerate(zip(*own_inputs, strict=True)):
-            behind = (*self.behind(new[0][-1:], new[1][-1:], ahead), *(t[i] for t in self._ahead))
-            for part, own, more in zip(parts, new, behind, strict=True):
-                part += [own, more]
-        inputs = Inputs(*map(torch.cat, parts))
-        fed = replace(fed, counts=tuple(n + ahead for n in fed.counts), width=1 + ahead, behind=ahead)
-        if self._whole is not None:
-            _, _, log_probs, ids = self._whole(fed, inputs, self._cache, None, count)
-        else:
-            # The rows that go on: each root, which now lies further back, and those behind it.
-            steps = torch.arange(len(fed.counts), device=newest.device)[:, None] * ahead
-            going = newest[:, None] + steps + torch.arange(fed.width, device=newest.device)
-            log_probs, ids = likeliest(block.logits(self.outputs(fed, inputs, going.flatten())), count)
-        log_probs, ids = (t.view(len(level.rows), fed.width, 1, -1) for t in (log_probs, ids))
-        rest, beside = rest_of(log_probs, block.shape.vocabulary), self.beside(ids)
-        return [Row(*each) for each in zip(*(t.unbind(1) for t in (log_probs, ids, rest, beside)), strict=True)]
-
-    def behind(self, x: torch.Tensor, g: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs (count, hidden) of the rows behind a root, whose own are x and g (1, hidden)."""
-        found: tuple[torch.Tensor, torch.Tensor] = self._block.behind(x, g, slice(count))
-        return found
-
-    def beside(self, ids: torch.Tensor) -> torch.Tensor:
-        """The bigram's output rows (B, depth, rank, M) of draft ids (B, depth, 1, M)."""
-        out: torch.Tensor = self._block.bigram_out(ids[:, :, 0]).mT
-        return out
+        x, g = bound.embedding(inputs.tokens), block.project(inputs.joined)
+        further = block.behind(x[:, -1:], g[:, -1:], slice(ahead), bound.embedding)
+        x, g = (torch.cat(each, 1) for each in zip((x, g), further, strict=True))
+        cos, sin = (torch.cat(each, 1) for each in zip((inputs.cos, inputs.sin), self._ahead, strict=True))
+        rows = Rows.new(self._cache, rows.slots, rows.width, behind=ahead)
+        _, *said = self.step(rows, Inputs(x, cos, sin, g), count)
+        log_probs, ids = (t.view(len(level.rows), rows.going, -1) for t in said)
+        return rows_of(log_probs, ids, block.beside(ids), block.shape.vocabulary)
 
     def corrected(self, level: Level, row: Row) -> torch.Tensor:
         table = self._bound.draft_ids
-        known = self._block.known(level.tokens if table is None else table[level.tokens])
-        return row.log_probs + (known @ row.beside).float()
+        before = level.tokens if table is None else table[level.tokens]
+        return row.log_probs + self._bound.block.correction(before, row.beside[:, 0])
 
 
 register(

@@ -17,15 +17,13 @@ import torch
 from torch import nn
 
 from longdraft.drafters.eagle3 import Eagle3Draft
-from longdraft.drafters.onepass import OnePassDrafter, OnePassRound, Row
+from longdraft.drafters.onepass import OnePassDrafter
 from longdraft.drafters.shared.eagle3_block import Eagle3Block
-from longdraft.drafters.shared.eagle3_round import BoundDraft
 from longdraft.drafts.draft_folder import shape_of
-from longdraft.drafts.eagle_formats import PEAGLE, Eagle3Shape, check_mask
+from longdraft.drafts.eagle_formats import PEAGLE, Eagle3Shape
+from longdraft.drafts.formats import check_mask
 from longdraft.drafts.kinds import Kind, register
-from longdraft.engine.sequence import Sequence
 from longdraft.model.runner import TargetRunner
-from longdraft.trees.level import Level
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +48,22 @@ class PEagleBlock(Eagle3Block):
         super().__init__(shape)
         self.mask_hidden = nn.Parameter(torch.zeros(1, 1, shape.feature_size, dtype=torch.float32))
 
+    def behind(
+        self, x: torch.Tensor, g: torch.Tensor, rows: slice, embedding: nn.Module
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inputs (B, T, hidden) of some of the rows k > 0, the same behind every anchor."""
+        size, count = x.shape[2], rows.stop
+        mask = torch.full((1,), self.shape.mask_token, device=x.device, dtype=torch.long)
+        state = self.project(self.mask_hidden.view(1, -1))
+        return embedding(mask).expand(len(x), count, size), state.expand(len(x), count, size)
+
+    def beside(self, ids: torch.Tensor) -> torch.Tensor:
+        return ids
+
+    def correction(self, before: torch.Tensor, beside: torch.Tensor) -> torch.Tensor:
+        """Nothing: levels do not know each other's tokens."""
+        return torch.zeros(*before.shape, 1, dtype=torch.float32, device=before.device)
+
 
 class PEagleDraft(Eagle3Draft):
     """A draft as `speculators` writes it, or as EAGLE-3's are published."""
@@ -69,39 +83,11 @@ class PEagleDraft(Eagle3Draft):
         check_mask(self.shape.mask_token, rows, self.folder)
 
 
-class PEagleDrafter(OnePassDrafter):
-    """Drafts trees with one forward a round.
-
-    Args:
-        draft: a trained draft.
-        options: as of the one-pass drafter.
-    """
-
-    def round_of(self, bound: BoundDraft, sequences: list[Sequence], depth: int) -> PEagleRound:
-        return PEagleRound(self, bound, sequences, depth)
-
-
-class PEagleRound(OnePassRound):
-    """One round of a batch."""
-
-    def behind(self, x: torch.Tensor, g: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        block = self._block
-        mask = torch.full((1,), block.shape.mask_token, device=x.device, dtype=torch.long)
-        embedded, state = self._bound.embedding(mask), block.project(block.mask_hidden.view(1, -1))
-        return embedded.expand(count, -1), state.expand(count, -1)
-
-    def beside(self, ids: torch.Tensor) -> torch.Tensor:
-        return ids  # nothing corrects them
-
-    def corrected(self, level: Level, row: Row) -> torch.Tensor:
-        return row.log_probs.expand(-1, level.tokens.shape[1], -1)
-
-
 register(
     Kind(
         PEAGLE,
         PEagleDraft.load,
-        PEagleDrafter,
+        OnePassDrafter,
         "published drafts of P-EAGLE: EAGLE-3's layer, all levels of a tree in one forward",
         "P-EAGLE, arXiv:2602.01469",
         tensors=lambda names: any(name.split(".")[-1] == "mask_hidden" for name in names),

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import torch
 
 from longdraft.drafters.shared.agreement import Agreement
-from longdraft.drafters.shared.levels import feed_level
+from longdraft.drafters.shared.hosted import HostedRound
 from longdraft.drafters.shared.tree_drafter import TreeDrafter
 from longdraft.engine import method
 from longdraft.engine.event import Event
@@ -31,8 +31,7 @@ from longdraft.memory.store import KVStore
 from longdraft.model.runner import TargetRunner
 from longdraft.model.whole_lm import WholeLM
 from longdraft.options import Options, option, parse
-from longdraft.trees.level import Level, likeliest
-from longdraft.trees.masks import Ancestors
+from longdraft.trees.level import Level
 from longdraft.trees.node_limit import NodeLimit
 from longdraft.trees.options import TreeOptions
 from longdraft.trees.tree import TokenTree
@@ -154,7 +153,6 @@ class SelfOptions(ViewOptions):
         choices=tuple(VIEWS),
         help="all rows, rounded; streaming: the first and the last; or these and the rows that a query ranks best",
     )
-    adaptive: bool = option(False, help="choose earlier when acceptance falls")
 
 
 def drafts_lightly(runner: TargetRunner) -> bool:
@@ -191,7 +189,7 @@ class SelfDrafter(TreeDrafter):
         self._many = view == "attention" and own.budget is None and own.view_dtype is None
         sizes = self_view(view, MANY if self._many else own.budget, own.sink, own.window, own.chunk)
         self.view = replace(sizes, room=max(FRESH, sizes.budget // FRESH_SHARE))
-        self.refresh = Refresh(REFRESH.get(view, USUAL_REFRESH) if own.refresh is None else own.refresh, own.adaptive)
+        self.refresh = Refresh(REFRESH.get(view, USUAL_REFRESH) if own.refresh is None else own.refresh)
         self.tree = tree.kind("chain")
         more = log2(max(1.0, self.view.budget / BUDGET))
         self.prior_acceptance = ALL if view == "all" else min(SOME + DOUBLED * more, MOST)
@@ -260,7 +258,7 @@ class SelfDrafter(TreeDrafter):
             texts = zip((sequences[row] for row in level.rows), log_probs, strict=True)
             return torch.stack([self.agreement(s).lifted(x) for s, x in texts])
 
-        drafted, device = _Round(self, sequences), self.runner.device
+        drafted, device = HostedRound(self, self.runner, self.cache.store, self.whole, sequences), self.runner.device
         return self.grow(sequences, drafted.expand, None, device, limit, drafted.likeliest, lift)
 
     def agreement(self, sequence: Sequence) -> Agreement:
@@ -284,22 +282,18 @@ class SelfDrafter(TreeDrafter):
             self._queries.add(slot, event.queries)
         if event.replaced is not None:
             self.cache.forget(slot, event.replaced)
-        if event.taken_back:
-            self.cache.forget(slot, self.full.readable(slot))
-        elif event.begins:
-            self._open(event.sequence)
+        if (
+            event.begins
+        ):  # the view is filled as part of reading the prompt: the first round takes no longer than others
+            self.follow([event.sequence])
         elif event.tree.drafted:  # a plain round says nothing of the view
-            self.refresh.note(slot, event.accepted)
+            self.refresh.note(slot)
             if event.tree.log_probs:
-                self.agreement(event.sequence).saw(event.tree, event.target_tokens)
+                self.agreement(event.sequence).saw(event.tree, event.emitted)
 
     def release(self, sequence: Sequence) -> None:
         self._agreement.pop(sequence.index, None)
         self._begin(sequence.slot)
-
-    def _open(self, sequence: Sequence) -> None:
-        """Fills the view as part of reading the prompt, so that the first round takes no longer than others."""
-        self.follow([sequence])
 
     # --- as a verifier of what another one drafts ---
 
@@ -310,7 +304,7 @@ class SelfDrafter(TreeDrafter):
         The views must hold everything before the roots: call :meth:`follow` first.
         """
         self.forwards += 1
-        slots, bases = [s.slot for s in sequences], [_root(s) for s in sequences]
+        slots, bases = [s.slot for s in sequences], [s.length - 1 for s in sequences]
         out = verify_trees(self.runner, self.cache.store, slots, trees, bases)
         assert out.logits is not None
         return list(out.logits)
@@ -319,40 +313,6 @@ class SelfDrafter(TreeDrafter):
         self.cache.forget(slot)
         self._queries.forget(slot)
         self.refresh.done(slot)
-
-
-def _root(sequence: Sequence) -> int:
-    """Position of a sequence's last token."""
-    return len(sequence.prompt) + len(sequence.output) - 1
-
-
-class _Round:
-    """One round of a batch, whose forwards take all sequences together."""
-
-    def __init__(self, drafter: SelfDrafter, sequences: list[Sequence]) -> None:
-        self._drafter, self._sequences = drafter, sequences
-        self._ancestors = Ancestors()
-
-    def expand(self, level: Level) -> torch.Tensor:
-        """Logits (B', W, vocabulary) of what follows each node; feeds them behind the levels before."""
-        drafter, (slots, bases) = self._drafter, self._places(level)
-        drafter.forwards += 1
-        return feed_level(drafter.runner, drafter.cache.store, slots, bases, level, self._ancestors.add(level))
-
-    def likeliest(self, level: Level, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities and draft ids (B', W, k) of the likeliest tokens behind each node; feeds them too."""
-        drafter, (slots, bases) = self._drafter, self._places(level)
-        whole, store = drafter.whole, drafter.cache.store
-        if whole is None or not whole.takes(store, level.tokens.numel()):
-            return likeliest(self.expand(level), count)
-        drafter.forwards += 1
-        positions = [base + level.depth for base in bases]
-        return whole.nodes(store, slots, level.tokens, positions, self._ancestors.add(level), count)
-
-    def _places(self, level: Level) -> tuple[list[int], list[int]]:
-        """Slots of a level's sequences, and positions of their roots."""
-        sequences = [self._sequences[row] for row in level.rows]
-        return [s.slot for s in sequences], [_root(s) for s in sequences]
 
 
 method.register(

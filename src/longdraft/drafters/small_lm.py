@@ -20,7 +20,7 @@ from weakref import WeakSet
 
 import torch
 
-from longdraft.drafters.shared.levels import feed_level
+from longdraft.drafters.shared.hosted import HostedRound
 from longdraft.drafters.shared.retrieval import ChunkOptions, RetrievingDrafter, retrieval_of
 from longdraft.drafts.draft_folder import is_language_model
 from longdraft.drafts.kinds import Kind, Training, register
@@ -29,18 +29,18 @@ from longdraft.engine import method
 from longdraft.engine.event import Event
 from longdraft.engine.method import Method
 from longdraft.engine.sequence import Sequence
-from longdraft.errors import CapabilityError
+from longdraft.errors import CapabilityError, UnsupportedModelError
 from longdraft.memory.store import KVStore
-from longdraft.memory.token_ids import common_prefix
+from longdraft.model.key_rotation import KeyRotation
 from longdraft.model.runner import TargetRunner
 from longdraft.model.shared_parts import rotary_module
 from longdraft.options import option, parse
 from longdraft.trees.level import Level, likeliest
-from longdraft.trees.masks import Ancestors
 from longdraft.trees.node_limit import NodeLimit
 from longdraft.trees.options import TreeOptions
 from longdraft.trees.tree import TokenTree
-from longdraft.views.compact import CompactCache, FullCache, TextCache, fresh_room
+from longdraft.views import draft_cache
+from longdraft.views.draft_cache import FRESH, CompactCache, DraftCache, fresh_room
 from longdraft.views.refresh import Refresh
 from longdraft.views.retrieval import Retrieval
 from longdraft.views.view import View, check_sizes
@@ -63,18 +63,10 @@ class SmallLMOptions(ChunkOptions):
         help="what the draft sees: all of the text, its first and last tokens, or these and retrieved chunks",
         usual="full, or streaming for texts longer than it was trained for",
     )
-    whole_prompt: bool = option(
-        False,
-        help="read a prompt whole, at its true positions, as SpecExtend's drafts do; else behind a sliding window, at "
-        "linear cost and without positions beyond the trained ones",
-    )
     vocabulary: int | None = option(
         min=2,
         help="propose only the first so many token ids, which are the frequent ones of most tokenizers",
         usual="all",
-    )
-    four_bits: bool = option(
-        False, help="round what the draft's file stores in 5 to 8 bits to four, in int8 arithmetic"
     )
 
 
@@ -97,8 +89,7 @@ class SmallLMDrafter(RetrievingDrafter):
         view, sink, recent = seen.view, seen.sink, seen.recent
         given = seen.sizes(view == "retrieval", "view=retrieval")
         self.tree = tree.kind("opt" if view == "retrieval" else "dynamic")
-        self.draft = draft.lighter(seen.vocabulary, seen.four_bits)
-        self.view, self.whole_prompt = view, seen.whole_prompt
+        self.draft, self.view = draft.lighter(seen.vocabulary), view
         # sink and recent mean nothing where all is seen: schedules have options of these names too.
         fresh = fresh_room(self.tree.depth)
         room = draft.trained_length - self.tree.depth - fresh
@@ -126,14 +117,12 @@ class SmallLMDrafter(RetrievingDrafter):
         outgrown = store.capacity > self.draft.trained_length and rotary_module(bound.runner.model) is not None
         if self.view is None and outgrown and self._streams is not None and not bound.runner.recurrent:
             self.retrieval = self._streams()
-        self.cache: TextCache
-        if self.retrieval is None:
-            self.cache = FullCache(bound.runner, store.slots, store.capacity, shown)
-        else:
-            trained = self.draft.trained_length
-            self.cache = CompactCache(
-                bound.runner, store.slots, store.capacity, shown, self.retrieval, trained, self.whole_prompt
-            )
+        sizes = bound.runner, store.slots, store.capacity, shown
+        self.cache: DraftCache = (
+            whole_cache(*sizes)
+            if self.retrieval is None
+            else compact_cache(*sizes, self.retrieval, self.draft.trained_length)
+        )
         # What was fed of each slot's text, token by token.
         self._fed: list[list[int]] = [[] for _ in range(store.slots)]
 
@@ -152,17 +141,20 @@ class SmallLMDrafter(RetrievingDrafter):
                 check_length(self.draft, self._bound, s)
             self._cut(s.slot, 0)
             self._read(s.slot, s.tokens[:-1])
-        if event.taken_back:  # what the texts before and now have in common stays
-            self._cut(s.slot, common_prefix(self._fed[s.slot], s.tokens[:-1]))
 
     @torch.inference_mode()
     def propose(self, sequences: list[Sequence], limit: NodeLimit | None = None) -> list[TokenTree]:
         assert self._bound is not None
-        drafted, device = _Round(self, self._bound, sequences), self._bound.runner.device
+        drafted, device = SmallLMRound(self, self._bound, sequences), self._bound.runner.device
         return self.grow(sequences, drafted.expand, self._bound.ids, device, limit, drafted.likeliest)
 
     def release(self, sequence: Sequence) -> None:
         self._cut(sequence.slot, 0)
+
+    def go_back(self, sequence: Sequence, length: int) -> None:
+        """Forgets what was read behind the first ``length`` tokens of a text."""
+        if length < len(self._fed[sequence.slot]):
+            self._cut(sequence.slot, length)
 
     def new_tokens(self, sequence: Sequence) -> list[int]:
         """The tokens that the draft has not read, the root last, short enough to be fed at once."""
@@ -178,7 +170,7 @@ class SmallLMDrafter(RetrievingDrafter):
 
     def fed(self, slot: int, tokens: list[int]) -> None:
         """Commits tokens that were fed: the first rows of the slot's block."""
-        self.cache.store.commit(slot, range(len(tokens)))
+        self.cache.extend(slot, len(tokens))
         self._fed[slot] += tokens
 
     def _cut(self, slot: int, length: int) -> None:
@@ -237,64 +229,81 @@ def _streaming(sink: int, recent: int | None, room: int, fresh: int) -> Retrieva
     return Retrieval(View("streaming", 0, sink, recent, room=fresh, shared=True), Refresh(0))
 
 
-class _Round:
-    """One round of a batch, whose forwards take all sequences together."""
+def whole_cache(runner: TargetRunner, slots: int, capacity: int, shown: int) -> DraftCache:
+    """All of texts of up to ``capacity`` tokens, with room for ``shown`` nodes of a tree."""
+    # In a batch, short chains of new tokens are padded to the longest.
+    return DraftCache(runner.new_store(slots, capacity + max(shown, FRESH)), shown)
+
+
+def compact_cache(
+    runner: TargetRunner, slots: int, capacity: int, shown: int, retrieval: Retrieval, trained: int
+) -> CompactCache:
+    """A working cache, in which a text is read in pieces: sink, tokens before the piece, piece.
+
+    Args:
+        trained: length of the texts that the model was trained on, at least the view's capacity.
+
+    Raises:
+        UnsupportedModelError: the model's keys cannot be moved.
+        MemoryBudgetError: it does not fit the memory that is free.
+    """
+    if runner.recurrent:
+        raise UnsupportedModelError(
+            f"{type(runner.model).__name__} has recurrent layers, whose state is of the whole text: let it draft on "
+            "all of its KV (view=full)."
+        )
+    view = retrieval.view
+    reach = min(trained, max(view.capacity, view.sink + view.window + draft_cache.PIECE))
+    piece = max(1, min(draft_cache.PIECE, (reach - view.sink) // 2))
+    keys = KeyRotation(runner, reach)
+    store = runner.new_store(slots, reach + max(shown, view.room), resident=True)
+    # Rows are gathered from it, and it is never attended to.
+    full = KVStore(runner.kv_shape, slots, capacity, runner.device)
+    return CompactCache(store, full, shown, retrieval, keys.turn, keys.unturn, piece, reach)
+
+
+class SmallLMRound(HostedRound):
+    """One round of a batch. New tokens are fed as a chain, whose last row is the root."""
 
     def __init__(self, drafter: SmallLMDrafter, bound: BoundLM, sequences: list[Sequence]) -> None:
-        self._drafter, self._bound, self._sequences = drafter, bound, sequences
-        self._store = drafter.cache.store
-        self._ancestors = Ancestors()
+        super().__init__(drafter, bound.runner, drafter.cache.store, bound.whole, sequences)
+        self._small = drafter
+
+    def root(self, sequence: Sequence) -> int:
+        return self._store.lengths[sequence.slot] - 1
 
     def expand(self, level: Level) -> torch.Tensor:
-        """Logits (B', W, draft vocabulary) of what follows each node."""
-        self._drafter.forwards += 1
-        slots = self._slots(level)
         if level.depth > 0:
-            return feed_level(
-                self._bound.runner, self._store, slots, self._roots(slots), level, self._ancestors.add(level)
-            )
-        return self._enter(slots, self._new(level))
+            return super().expand(level)
+        return self._enter(level, [self._small.new_tokens(s) for s in self.of(level)])
 
     def likeliest(self, level: Level, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities and draft ids (B', W, k) of the likeliest tokens behind each node."""
-        whole, slots = self._bound.whole, self._slots(level)
-        if whole is None or not whole.takes(self._store, level.tokens.numel()):
-            return likeliest(self.expand(level), count)
-        self._drafter.forwards += 1
         if level.depth > 0:
-            positions = [root + level.depth for root in self._roots(slots)]
-            return whole.nodes(self._store, slots, level.tokens, positions, self._ancestors.add(level), count)
-        chains = self._new(level)
-        if len({*map(len, chains)}) > 1 or not whole.takes(self._store, sum(map(len, chains))):
-            return likeliest(self._enter(slots, chains), count)
-        found = whole.chains(self._store, slots, chains, count)
-        self._fed(slots, chains)
+            return super().likeliest(level, count)
+        chains, whole = [self._small.new_tokens(s) for s in self.of(level)], self._whole
+        even = len({*map(len, chains)}) == 1
+        if whole is None or not even or not whole.takes(self._store, sum(map(len, chains))):
+            return likeliest(self._enter(level, chains), count)
+        self._drafter.forwards += 1
+        found = whole.chains(self._store, [s.slot for s in self.of(level)], chains, count)
+        self._fed(level, chains)
         return found
 
-    def _enter(self, slots: list[int], chains: list[list[int]]) -> torch.Tensor:
+    def _enter(self, level: Level, chains: list[list[int]]) -> torch.Tensor:
         """Feeds new tokens, the roots last. Returns logits (B', 1, draft vocabulary) of what follows the roots."""
+        self._drafter.forwards += 1
         ragged = len({*map(len, chains)}) > 1
-        block = self._store.block(slots, chains)
-        out = self._bound.runner.forward(block, self._store, logits="all" if ragged else "last", check=False)
+        block = self._store.block([s.slot for s in self.of(level)], chains)
+        out = self._runner.forward(block, self._store, logits="all" if ragged else "last", check=False)
         assert out.logits is not None
-        self._fed(slots, chains)
+        self._fed(level, chains)
         if not ragged:
             return out.logits
         return torch.stack([out.logits[i, len(chain) - 1] for i, chain in enumerate(chains)])[:, None]
 
-    def _slots(self, level: Level) -> list[int]:
-        return [self._sequences[row].slot for row in level.rows]
-
-    def _new(self, level: Level) -> list[list[int]]:
-        return [self._drafter.new_tokens(self._sequences[row]) for row in level.rows]
-
-    def _fed(self, slots: list[int], chains: list[list[int]]) -> None:
-        for slot, chain in zip(slots, chains, strict=True):
-            self._drafter.fed(slot, chain)
-
-    def _roots(self, slots: list[int]) -> list[int]:
-        """Positions of the roots; a node's is its root's + its depth."""
-        return [self._store.lengths[slot] - 1 for slot in slots]
+    def _fed(self, level: Level, chains: list[list[int]]) -> None:
+        for s, chain in zip(self.of(level), chains, strict=True):
+            self._small.fed(s.slot, chain)
 
 
 register(

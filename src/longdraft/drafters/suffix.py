@@ -18,7 +18,6 @@ from longdraft.engine.drafter import Drafter
 from longdraft.engine.event import Event
 from longdraft.engine.method import Method, register
 from longdraft.engine.sequence import Sequence
-from longdraft.memory.token_ids import common_prefix
 from longdraft.options import Options, option, parse
 from longdraft.trees.node_limit import NodeLimit
 from longdraft.trees.tree import TokenTree
@@ -123,25 +122,13 @@ class _Text:
     """
 
     def __init__(self, prompt: list[int], longest: int, others: SequenceOf[Suffixes]) -> None:
-        self._longest, self._others = longest, others
         self._own = Suffixes()
-        self._begin()
+        self._matches = [Matches(store, longest) for store in (self._own, *others)]
         self.trust = Trust()
         self.proposed: _Node | None = None
         # Matches begin at the end: nobody asks for those of a prompt's inside.
         for token in prompt[:-longest]:
             self._own.append(token)
-
-    def _begin(self) -> None:
-        self._matches = [Matches(store, self._longest) for store in (self._own, *self._others)]
-
-    def take_back(self, s: Sequence) -> None:
-        """Removes tokens that the sequence no longer has, and follows matches again from some way before."""
-        own, prompt = self._own, len(s.prompt)
-        right = prompt + common_prefix(own.tokens[prompt:], s.output)
-        while len(own.tokens) > max(0, right - self._longest):
-            own.pop()
-        self._begin()
 
     def read(self, s: Sequence) -> list[int]:
         """Reads the text's new tokens, and returns them."""
@@ -249,9 +236,7 @@ class SuffixDrafter(Drafter):
         if event.begins:
             self._texts[s.index] = _Text(s.prompt, self.max_n, self._others(s))
         text = self._texts[s.index]
-        if event.taken_back:
-            text.take_back(s)
-        came, node = text.read(s), None if event.taken_back else text.proposed
+        came, node = text.read(s), text.proposed
         text.proposed = None
         for token in came:
             if node is None:

@@ -1,10 +1,11 @@
 """TokenSwift: the target on a part of its KV, chained heads, and phrases of the output (Wu et al. 2025, section 3).
 
     root -> target on a view of its KV -> 1 token -> heads -> 3 tokens each, level by level     (1, 3, 3, 3)
-    root -> phrases of the output that began with it                                            one tree with these
+                                       -> phrases of the output that began with it              one tree with these
 
 A forward of the target reads the root on a sparse view and gives its hidden state; the heads go on from there. Every
-phrase of n tokens that was emitted is counted, and the k that began most often with the last token are proposed too.
+phrase of n tokens that was emitted is counted, and the k that began most often with the first drafted token are
+proposed too; where nothing else is drafted, those that began with the last token.
 """
 
 from __future__ import annotations
@@ -16,72 +17,19 @@ from itertools import pairwise
 from math import log
 from typing import Any
 
-import torch
-
-from longdraft.drafters.heads import HeadOptions, HeadsDraft, HeadsDrafter, States, StateSource
+from longdraft.drafters.heads import HeadOptions, HeadsDraft, HeadsDrafter
 from longdraft.drafters.self_drafter import VIEWS, SelfDrafter, ViewOptions
 from longdraft.drafters.united import UnitedDrafter
 from longdraft.engine.drafter import Drafter
 from longdraft.engine.event import Event
 from longdraft.engine.method import Method, register
 from longdraft.engine.sequence import Sequence
-from longdraft.memory.store import KVStore
-from longdraft.model.runner import TargetRunner
 from longdraft.options import declared, option, parse, takes
 from longdraft.trees.builders import union
 from longdraft.trees.node_limit import NodeLimit
 from longdraft.trees.options import TreeOptions
 from longdraft.trees.tree import TokenTree
-from longdraft.views.view import View, check_sizes
-
-
-class ViewStates(StateSource):
-    """Hidden states of the roots, from a forward of the target on a view of its KV.
-
-    Args:
-        level: the view, and how it is kept; its own tree is not drafted.
-    """
-
-    ahead = True
-
-    def __init__(self, level: SelfDrafter) -> None:
-        self.level = level
-
-    @property
-    def forwards(self) -> int:  # type: ignore[override]
-        return self.level.forwards
-
-    @property
-    def views(self) -> tuple[View, ...]:  # type: ignore[override]
-        return self.level.views
-
-    @property
-    def query_window(self) -> int:  # type: ignore[override]
-        return self.level.query_window
-
-    def query_layers(self, runner: TargetRunner) -> tuple[int, ...]:
-        return self.level.query_layers(runner)
-
-    def bind(self, runner: TargetRunner, store: KVStore) -> None:
-        """Raises MemoryBudgetError when the views do not fit."""
-        self.level.host(runner, store, (runner.depth - 1,))
-
-    @torch.inference_mode()
-    def states(self, sequences: SequenceOf[Sequence]) -> States:
-        self.level.follow(sequences)
-        logits = self.level.judge(sequences, [TokenTree((s.output[-1],), (-1,)) for s in sequences])
-        store = self.level.cache.store
-        assert store.features is not None
-        # The root's row lies behind the view; nothing keeps it.
-        hidden = torch.stack([store.features[s.slot, store.lengths[s.slot]] for s in sequences])
-        return States(hidden, torch.stack([rows[0] for rows in logits]))
-
-    def observe(self, event: Event) -> None:
-        self.level.observe(event)
-
-    def release(self, sequence: Sequence) -> None:
-        self.level.release(sequence)
-
+from longdraft.views.view import check_sizes
 
 # TokenSwift: phrases of four tokens, twenty of them.
 PHRASE, PHRASES = 4, 20
@@ -156,20 +104,37 @@ class ReuseDrafter(Drafter):
         return self.k == 1
 
     def observe(self, event: Event) -> None:
-        if event.begins or event.taken_back:
+        if event.begins:
             self._phrases[event.sequence.index] = Phrases(self.n, self.k)
 
     def propose(self, sequences: list[Sequence], limit: NodeLimit | None = None) -> list[TokenTree]:
-        return [self._propose(s) for s in sequences]
+        trees = []
+        for s in sequences:
+            phrases, root = self._phrases[s.index], s.output[-1]
+            phrases.extend(s.output[len(phrases.text) :])
+            found = phrases.after(root)
+            trees.append(union(root, found, log_probs=[phrases.log_probs(root, path) for path in found]))
+        return trees
 
-    def _propose(self, sequence: Sequence) -> TokenTree:
-        phrases, root = self._phrases[sequence.index], sequence.output[-1]
-        phrases.extend(sequence.output[len(phrases.text) :])
-        found = phrases.after(root)
-        return union(root, found, log_probs=[phrases.log_probs(root, path) for path in found])
+    def behind(self, s: Sequence, drafted: TokenTree) -> TokenTree:
+        """The phrases that begin with the first token of a drafted tree, behind it."""
+        first = max(drafted.children(0).values(), key=drafted.path_log_probs.__getitem__)
+        token, phrases = drafted.tokens[first], self._phrases[s.index]
+        found, log_prob = phrases.after(token), drafted.path_log_probs[first]
+        log_probs = [[log_prob, *phrases.log_probs(token, path)] for path in found]
+        return union(s.output[-1], [(token, *path) for path in found], log_probs=log_probs)
 
     def release(self, sequence: Sequence) -> None:
         self._phrases.pop(sequence.index, None)
+
+
+class TokenSwiftDrafter(UnitedDrafter):
+    """Heads, and the phrases that go on from the first token that they draft."""
+
+    unpaid: ReuseDrafter
+
+    def beside(self, s: Sequence, tree: TokenTree, paid: TokenTree) -> TokenTree:
+        return self.unpaid.behind(s, paid) if paid.drafted else tree
 
 
 # In place of a view: no forward of the target drafts.
@@ -201,14 +166,14 @@ def tokenswift(draft: HeadsDraft, **options: Any) -> Drafter:
     """
     heads, tree, own = parse("tokenswift", options, HeadOptions, TreeOptions, TokenSwiftOptions)
     sizes = {name: getattr(own, name) for name in declared(ViewOptions)}
-    source = None
+    level = None
     if own.view != NO_VIEW:
-        source = ViewStates(SelfDrafter(view=own.view, depth=1, **sizes))
+        level = SelfDrafter(view=own.view, depth=1, **sizes)
     elif given := [name for name, value in sizes.items() if value is not None]:
         raise ValueError(f"{' and '.join(given)} shape a view of the KV: leave view={NO_VIEW} out, or them")
-    trained = HeadsDrafter(draft, source, **heads.given(), **tree.given())
+    trained = HeadsDrafter(draft, level, **heads.given(), **tree.given())
     phrases = own.reuse_k if "reuse_k" in options else None
-    return UnitedDrafter(ReuseDrafter(own.reuse_n, phrases), trained) if own.reuse else trained
+    return TokenSwiftDrafter(ReuseDrafter(own.reuse_n, phrases), trained) if own.reuse else trained
 
 
 register(

@@ -95,10 +95,15 @@ class UnitedDrafter(Drafter):
         trees = []
         for s, tree in zip(sequences, free, strict=True):
             other = paid.get(s.index) or TokenTree(tree.tokens[:1], (-1,))
+            tree = self.beside(s, tree, other)
             self._proposed[s.index] = (tree, other)
             both = merged(tree, other)
             trees.append(both.likeliest_path() if self._chains else both)
         return trees
+
+    def beside(self, s: Sequence, tree: TokenTree, paid: TokenTree) -> TokenTree:
+        """The free tree that joins a paid one: as it was proposed, if a drafter does not know better."""
+        return tree
 
     def observe(self, event: Event) -> None:
         """Passes the event on to both, each with its own tree."""

@@ -1,4 +1,4 @@
-"""Reads folders of DFlash, DFlash2 and DSpark: those that their authors publish, and those of `speculators`.
+"""DFlash, DFlash2 and DSpark: sizes of their module, and their row in the table of formats.
 
 Tensors are named alike in all of them. Authors name layers of the target whose *output* is read, `speculators` what
 enters a layer, one more. Drafts of the whole vocabulary have neither embedding nor head: they use the target's.
@@ -8,32 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-import torch
-
 from longdraft.drafts import draft_folder
-from longdraft.drafts.draft_folder import OFFSETS, DraftFolder
-from longdraft.drafts.eagle_formats import (
-    EMBEDDING,
-    LEFT,
-    MEMBERS,
-    THETA,
-    foreign_rope,
-    mask_token,
-    stretched,
-    whole_layer,
-)
+from longdraft.drafts.draft_folder import OFFSETS
+from longdraft.drafts.formats import EMBEDDING, FORMATS, LEFT, MODEL_TYPE, Format, Published, mask_token
 from longdraft.errors import CheckpointError
 
 KIND = "dflash"
-# Base of RoPE where a folder of the authors states none.
-PUBLISHED_THETA = 1e6
 HEAD, MASK = "lm_head.weight", "mask_embedding"
-# Says how likely a level's tokens are to be accepted: the planner learns that itself.
-CONFIDENCE = "confidence_head."
-_PREFIX = "model."
 _SLIDING = "sliding_attention"
 
 
@@ -98,44 +81,14 @@ class DFlashShape:
         return asdict(self)
 
 
-def read(
-    folder: Path | str, rope_theta: float | None = None, head_dim: int | None = None, rope_factor: float | None = None
-) -> tuple[DraftFolder, dict[str, Any]]:
-    """Contents of a folder, and RoPE's parameters as transformers names them.
-
-    Args:
-        rope_theta, head_dim, rope_factor: replace the values of config.json (or missing ones).
-
-    Raises:
-        CheckpointError: unreadable, another kind of draft, or settings that cannot be right.
-    """
-    config = draft_folder.read_config(folder)
-    draft_folder.check_kind(draft_folder.kind(folder), KIND, folder)
-    tensors = _tensors(config, folder)
-    speculators = "speculators_model_type" in config
-    sizes = whole_layer(config, folder) if speculators else dict(config)
-    sizes |= {"head_dim": head_dim} if head_dim else {}
-    found = _contents(config, draft_folder.filled_in(sizes), tensors, folder)
-    rope = foreign_rope(sizes, THETA if speculators else PUBLISHED_THETA)
-    return found, stretched(rope, found.config["trained_length"], rope_theta, rope_factor, folder)
-
-
-def _tensors(config: Mapping[str, Any], folder: Path | str) -> dict[str, torch.Tensor]:
-    found = {}
-    for name, tensor in draft_folder.read_tensors(config, folder).items():
-        own = name.removeprefix(_PREFIX)
-        if not own.startswith((*LEFT, CONFIDENCE)) and not own.endswith("inv_freq"):
-            found[own] = tensor
-    return found
-
-
-def _contents(
-    config: Mapping[str, Any], sizes: Mapping[str, Any], tensors: dict[str, torch.Tensor], folder: Path | str
-) -> DraftFolder:
-    nested = config.get("dflash_config") or {}
-    kind = str(config.get("speculators_model_type") or "")
-    _refuse(config, nested, sizes, folder)
-    members = tensors.pop(MEMBERS, None)
+def _contents(theirs: Published) -> tuple[DFlashShape, dict[str, Any]]:
+    config, sizes, tensors = theirs.config, theirs.sizes, theirs.tensors
+    nested = theirs.nested("dflash_config")
+    wrong = [name for name in ("attention_sink_bias", "attention_value_scale") if nested.get(name)]
+    wrong += [name for name in ("add_swa_attention_sink_bias",) if config.get(name)]
+    wrong += ["is_neox_style"] if config.get("is_neox_style") is False else []
+    if wrong:
+        raise CheckpointError(f"{theirs.folder} sets {', '.join(wrong)}: longdraft's DFlash has no such thing.")
     target_size = config.get("target_hidden_size") or sizes.get("hidden_size")
     if target_size == sizes.get("hidden_size") and (EMBEDDING in tensors and OFFSETS in tensors):
         tensors.pop(EMBEDDING)  # the target's
@@ -145,13 +98,14 @@ def _contents(
     embedding, fc = tensors.get(EMBEDDING), tensors.get("fc.weight")
     markov = config.get("markov_head_type") or "vanilla"
     anchored = config.get("sample_from_anchor", nested.get("sample_from_anchor"))
+    said = {**nested, **config}
     known = {
         **sizes,
         "decoder_layers": sizes.get("num_hidden_layers"),
         "feature_size": None if fc is None else fc.shape[1],
         "vocabulary": len(tensors[HEAD]) if HEAD in tensors else sizes.get("vocab_size"),
         "block_size": config.get("block_size") or nested.get("block_size"),
-        "mask_token": mask_token({**nested, **config}, folder),
+        "mask_token": mask_token(said, theirs.folder),
         "from_anchor": bool(config.get("markov_rank")) if anchored is None else anchored,
         "attention_bias": "layers.0.self_attn.q_proj.bias" in tensors,
         "own_head": HEAD in tensors,
@@ -164,35 +118,16 @@ def _contents(
         "logit_scale": nested.get("output_multiplier"),
         "softcap": nested.get("final_logit_softcapping") or None,
     }
-    if kind == "dflash2" or nested.get("conv_kernel_size"):
-        said = {**nested, **config}
+    if config.get(MODEL_TYPE) == "dflash2" or nested.get("conv_kernel_size"):
         usual = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
         taps, group, rank, top = (said.get(name) or usual[name] for name in usual)
         known |= {"taps": taps, "group": group, "selector_rank": rank, "top_k": top}
-    shape = draft_folder.shape_of(DFlashShape, known, folder, "DFlash", draft_folder.PUBLISHED)
-    vocabulary = sizes.get("vocab_size") or (None if members is None else len(members))
+    shape = draft_folder.shape_of(DFlashShape, known, theirs.folder, "DFlash", draft_folder.PUBLISHED)
     windows, causal = _attention(config, nested, sizes, shape.decoder_layers)
-    ours = shape.as_dict() | {
-        "layout": "speculators" if kind else "published",
-        "feature_layers": None if layers is None else [int(i) for i in layers],
-        "trained_length": sizes.get("max_position_embeddings"),
-        "windows": windows,
-        "causal": causal,
-        "target_vocabulary": vocabulary,
-        "draft_vocab_size": shape.vocabulary if OFFSETS in tensors else None,
-    }
-    target = {"hidden_size": target_size} | ({"vocab_size": vocabulary} if vocabulary and embedding is None else {})
-    return DraftFolder(KIND, ours, tensors, target)
-
-
-def _refuse(config: Mapping[str, Any], nested: Mapping[str, Any], sizes: Mapping[str, Any], folder: Path | str) -> None:
-    """Refuses settings that the module does not know."""
-    wrong = [name for name in ("attention_sink_bias", "attention_value_scale") if nested.get(name)]
-    wrong += [name for name in ("add_swa_attention_sink_bias",) if config.get(name)]
-    wrong += ["is_neox_style"] if config.get("is_neox_style") is False else []
-    wrong += ["hidden_act"] if sizes.get("hidden_act") not in (None, "silu") else []
-    if wrong:
-        raise CheckpointError(f"{folder} sets {', '.join(wrong)}: longdraft's DFlash has no such thing.")
+    more: dict[str, Any] = {
+        "feature_layers": None if layers is None else [int(i) for i in layers], "windows": windows, "causal": causal,
+    }  # fmt: skip
+    return shape, more if embedding is None else more | {"target": {"hidden_size": target_size}}
 
 
 def _attention(
@@ -210,3 +145,7 @@ def _attention(
     said = config.get("is_causal", nested.get("causal"))
     causal = usual if said is None else [bool(said)] * layers
     return [int(window) if slides and window else None for slides in sliding], causal
+
+
+# A confidence head says how likely a level's tokens are to be accepted: the planner learns that itself.
+FORMATS[KIND] = Format(_contents, ((r"^model\.", ""),), rf"confidence_head\.|{LEFT}", theta=1e6)

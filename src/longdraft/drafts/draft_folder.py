@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from longdraft.drafts import packed, tensor_files
 from longdraft.drafts.tensor_files import WEIGHTS
 from longdraft.errors import CheckpointError
-from longdraft.files import check_numbers, read_json
+from longdraft.files import check_numbers, read_json, replacing
 from longdraft.folders import is_gguf
 
 FORMAT = 1
@@ -94,23 +93,12 @@ def write(folder: Path | str, config: Mapping[str, Any], tensors: Mapping[str, t
     Raises:
         CheckpointError: when they cannot be written (no space, no permission).
     """
-    folder = Path(folder)
     tensors = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        part = folder / f".{WEIGHTS}.part"
-        save_file(tensors, part, metadata={"format": "pt"})
-        weights = part
-        part = folder / f".{CONFIG}.part"
-        part.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    with replacing(Path(folder) / CONFIG) as described, replacing(Path(folder) / WEIGHTS) as weights:
+        described.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        save_file(tensors, weights, metadata={"format": "pt"})
         # safetensors lets the owner alone read what it writes; a draft is as readable as any file of the folder.
-        weights.chmod(part.stat().st_mode)
-        weights.replace(folder / WEIGHTS)
-        part.replace(folder / CONFIG)
-    except (OSError, SafetensorError) as error:
-        for name in (WEIGHTS, CONFIG):
-            (folder / f".{name}.part").unlink(missing_ok=True)
-        raise CheckpointError(f"Could not write the draft to {folder}: {error}") from error
+        weights.chmod(described.stat().st_mode)
 
 
 def is_draft_folder(path: Path | str) -> bool:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from longdraft.drafts import eagle_formats
+from longdraft.drafts import formats
 from longdraft.drafts.draft import TrainedDraft
 from longdraft.drafts.draft_folder import CONFIG, OFFSETS, DraftFolder, shape_of
 from longdraft.drafts.eagle_formats import KIND, Eagle3Shape, usual_layers
@@ -63,7 +63,7 @@ class EagleDraft(TrainedDraft[Bound]):
         Raises:
             CheckpointError: unreadable, another kind of draft, or tensors missing, unexpected or of a wrong shape.
         """
-        return cls(folder, *eagle_formats.read(folder, rope_theta, head_dim, rope_factor, cls.kind))
+        return cls(folder, *formats.read(folder, rope_theta, head_dim, rope_factor, cls.kind))
 
     @cached_property
     def shape(self) -> Eagle3Shape:

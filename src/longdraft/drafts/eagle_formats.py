@@ -1,4 +1,4 @@
-"""Reads the layouts of EAGLE drafts into one: ours, the published ones, and that of `speculators`.
+"""EAGLE's layouts: sizes of its modules, and the rows of EAGLE-1 to EAGLE-3.1 and P-EAGLE in the table of formats.
 
 Names of a published EAGLE-3 draft are those of our module; `speculators`, EAGLE-1 and EAGLE-2 call the layer
 ``layers.0.`` instead of ``midlayer.``. All may carry the target's embedding, which is dropped unless the draft was
@@ -8,38 +8,27 @@ decoder layer i, so the output of layer i - 1.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-import torch
-
 from longdraft.drafts import draft_folder
-from longdraft.drafts.draft_folder import OFFSETS, DraftFolder
+from longdraft.drafts.formats import EMBEDDING, FORMATS, MODEL_TYPE, Format, Published, mask_token
 from longdraft.errors import CheckpointError
-from longdraft.model.layer_config import completed
-from longdraft.model.rotary import yarn
 
 KIND = "eagle3"
 EAGLE = "eagle"  # of EAGLE-1 and EAGLE-2
 PEAGLE = "peagle"
-MEMBERS = "t2d"
-THETA = 10000.0
-EMBEDDING = "embed_tokens.weight"
 # Flags of EAGLE-3.1, at the top of config.json or in eagle_config.
 _NORMS = ("norm_before_fc", "fc_norm", "norm_output")
 # Where a tensor's own name begins; what stands before is the name of the model around it.
-_BEGINNINGS = {
-    "fc", "midlayer", "layers", "norm", "lm_head", "embed_tokens", "input_norm", "fc_norm", "mask_hidden", OFFSETS,
-    MEMBERS,
-}  # fmt: skip
-# How `speculators` called parts of EAGLE-1 in its first versions.
-_OLD_NAMES = {"fusion_fc.": "fc.", "transformer.": "layers.0."}
-# Copies of the target's that training left.
-LEFT = ("verifier_norm.", "verifier_lm_head.")
-# How config.json calls the token that stands for one not known yet, in parallel drafting.
-MASK_TOKENS = ("mask_token_id", "ptd_token_id", "pard_token")
+_BEGINNINGS = "fc|midlayer|layers|norm|lm_head|embed_tokens|input_norm|fc_norm|mask_hidden|d2t|t2d"
+_RENAME = (
+    # How `speculators` called parts of EAGLE-1 in its first versions.
+    (r"^fusion_fc\.", "fc."),
+    (r"^transformer\.", "layers.0."),
+    (rf"^(?:[^.]+\.)*?(?=(?:{_BEGINNINGS})(?:\.|$))", ""),
+    (r"^layers\.0\.", "midlayer."),
+)
 
 
 @dataclass(frozen=True)
@@ -98,215 +87,72 @@ def usual_layers(layers: int) -> tuple[int, int, int]:
     return 1, layers // 2 - 1, layers - 4
 
 
-def read(
-    folder: Path | str,
-    rope_theta: float | None = None,
-    head_dim: int | None = None,
-    rope_factor: float | None = None,
-    kind: str = KIND,
-) -> tuple[DraftFolder, dict[str, Any]]:
-    """Contents of a folder of any layout, in ours. The config names the original ``layout`` of others.
-
-    Args:
-        rope_theta, head_dim, rope_factor: replace the values of config.json (or missing ones).
-        kind: the expected kind of draft. Only EAGLE's kinds come in other layouts.
-
-    Returns:
-        The contents, and RoPE's parameters as transformers names them.
-
-    Raises:
-        CheckpointError: unreadable, another kind of draft, or settings that cannot be right.
-    """
-    config = draft_folder.read_config(folder)
-    draft_folder.check_kind(draft_folder.kind(folder), kind, folder)
-    if kind not in (KIND, EAGLE, PEAGLE) and "longdraft_format" not in config:
-        raise CheckpointError(f"{folder} was not written by longdraft: drafts for {kind} come in its own layout alone.")
-    given = {"head_dim": head_dim} if head_dim else {}
-    tensors = draft_folder.read_tensors(config, folder)
-    tensors = {name: t for name, t in tensors.items() if not name.startswith(LEFT)}
-    if "longdraft_format" in config:
-        found, rope = _ours(config | given, tensors, folder, kind)
-    else:
-        found, rope = _foreign(config, given, _named_as_ours(tensors, folder), folder, kind)
-    return found, stretched(rope, found.config.get("trained_length"), rope_theta, rope_factor, folder)
+def _eagle3(theirs: Published) -> tuple[Eagle3Shape, dict[str, Any]]:
+    """EAGLE-3 and 3.1."""
+    return _shape(theirs, _has_own_embedding(theirs)), _read_layers(theirs)
 
 
-def _ours(
-    config: dict[str, Any], tensors: dict[str, torch.Tensor], folder: Path | str, kind: str
-) -> tuple[DraftFolder, dict[str, Any]]:
-    layers = config.get("feature_layers")
-    if not isinstance(layers, list) or not layers or not all(type(i) is int for i in layers):
-        raise CheckpointError(f"config.json of {folder} lacks feature_layers, the target's layers that it reads.")
-    length = config.get("rope_original_length") or config.get("trained_length")
-    # RoPE that a published draft brought into training, stretched otherwise than ours are.
-    rope = config.get("rope_parameters")
-    rope = dict(rope) if rope else yarn(config.get("rope_theta") or THETA, config.get("rope_factor"), length)
-    tensors.pop(MEMBERS, None)
-    own = {name: x for name, x in config.items() if name not in ("drafter", "target")}
-    own["draft_vocab_size"] = config.get("vocabulary") if OFFSETS in tensors else None
-    return DraftFolder(kind, own, tensors, dict(config.get("target") or {})), rope
+def _peagle(theirs: Published) -> tuple[Eagle3Shape, dict[str, Any]]:
+    """P-EAGLE, which has an embedding of its own always, as it embeds the mask token."""
+    config = theirs.config
+    methods = theirs.nested("speculators_config").get("proposal_methods") or [{}]
+    slots = methods[0].get("speculative_tokens") or config.get("num_speculative_tokens") or 8
+    more = {"slots": int(slots), "mask_token": mask_token(config, theirs.folder)}
+    return _shape(theirs, True), _read_layers(theirs) | more
 
 
-def _foreign(
-    config: dict[str, Any], given: dict[str, Any], tensors: dict[str, torch.Tensor], folder: Path | str, kind: str
-) -> tuple[DraftFolder, dict[str, Any]]:
-    speculators = "speculators_model_type" in config
-    sizes = whole_layer(config, folder) if speculators else dict(config)
-    sizes = draft_folder.filled_in(sizes | given)
-    if config.get("layernorms"):
-        raise CheckpointError(f"{folder} sets layernorms: longdraft's EAGLE has no such norms. Use a draft without.")
-    if sizes.get("hidden_act") not in (None, "silu"):
-        raise CheckpointError(f"{folder} has hidden_act {sizes['hidden_act']}: longdraft's EAGLE knows silu alone.")
-    members = tensors.pop(MEMBERS, None)
-    if not _has_own_embedding(config, sizes, kind):
-        tensors.pop(EMBEDDING, None)
-    for flag, part in (("attention_bias", "q_proj.bias"), ("output_bias", "o_proj.bias"), ("qk_norm", "q_norm.weight")):
-        sizes[flag] = f"midlayer.self_attn.{part}" in tensors
-    shape = (_eagle_shape if kind == EAGLE else _eagle3_shape)(config, sizes, tensors, folder)
-    ids = config.get("eagle_aux_hidden_state_layer_ids") or _nested(config).get("eagle_aux_hidden_state_layer_ids")
-    vocabulary = sizes.get("vocab_size") or (None if members is None else len(members))
-    target = {"hidden_size": config.get("target_hidden_size") or shape.hidden_size}
-    target |= {"vocab_size": vocabulary} if vocabulary else {}
-    ours = shape.as_dict() | {
-        "layout": "speculators" if speculators else "published",
-        "feature_layers": [int(i) - 1 for i in ids] if ids else None,
-        "trained_length": sizes.get("max_position_embeddings"),
-        "window": sizes.get("sliding_window") if "sliding_attention" in (sizes.get("layer_types") or ()) else None,
-        "draft_vocab_size": shape.vocabulary if OFFSETS in tensors and kind != EAGLE else None,
-    }
-    if kind == PEAGLE:
-        ours |= {"slots": proposed(config), "mask_token": mask_token(config, folder)}
-    return DraftFolder(kind, ours, tensors, target), foreign_rope(sizes)
+def _eagle(theirs: Published) -> tuple[EagleShape, dict[str, Any]]:
+    """EAGLE-1 and -2: one layer is read, and the head is the target's."""
+    known = _known(theirs, _has_own_embedding(theirs))
+    known |= {"norm_before_residual": False, "fc_bias": "fc.bias" in theirs.tensors}
+    names = draft_folder.PUBLISHED | {"feature_size": "hidden_size", "vocabulary": "vocab_size"}
+    shape = draft_folder.shape_of(EagleShape, known, theirs.folder, "EAGLE", names)
+    return shape, _read_layers(theirs) | {"draft_vocab_size": None}
 
 
-def whole_layer(config: Mapping[str, Any], folder: Path | str) -> dict[str, Any]:
-    """A layer's sizes in a folder of `speculators`, which leaves out those that transformers has as its defaults.
-
-    Raises:
-        CheckpointError: the folder describes no layer.
-    """
-    stated = config.get("transformer_layer_config")
-    if not isinstance(stated, dict):
-        raise CheckpointError(f"config.json of {folder} lacks transformer_layer_config: copy the draft again.")
-    return completed(stated)
-
-
-def proposed(config: Mapping[str, Any], usual: int = 8) -> int:
-    """Tokens that one forward of a parallel draft proposes, as its folder says."""
-    methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
-    return int(methods[0].get("speculative_tokens") or config.get("num_speculative_tokens") or usual)
-
-
-def mask_token(config: Mapping[str, Any], folder: Path | str) -> int:
-    """The token whose embedding stands for one that is not known yet.
-
-    Raises:
-        CheckpointError: the folder names none.
-    """
-    found = next((config[name] for name in MASK_TOKENS if config.get(name) is not None), None)
-    if type(found) is not int or found < 0:
-        raise CheckpointError(
-            f"config.json of {folder} has no {MASK_TOKENS[0]}, the token that stands for those not known yet: add it."
-        )
-    return found
-
-
-def check_mask(token: int, rows: int, folder: Path | str) -> None:
-    """Raises CheckpointError if an embedding of so many rows has none for the mask token."""
-    if token >= rows:
-        raise CheckpointError(
-            f"{MASK_TOKENS[0]} {token} of {folder} is no row of the embedding, which has {rows}: correct its "
-            "config.json."
-        )
-
-
-def _has_own_embedding(config: Mapping[str, Any], sizes: Mapping[str, Any], kind: str) -> bool:
+def _has_own_embedding(theirs: Published) -> bool:
     """True if the draft was trained with an embedding of its own, instead of the target's."""
-    other = config.get("target_hidden_size") not in (None, sizes.get("hidden_size"))
-    return kind == PEAGLE or other or bool(config.get("embed_requires_grad"))
+    other = theirs.config.get("target_hidden_size") not in (None, theirs.sizes.get("hidden_size"))
+    return other or bool(theirs.config.get("embed_requires_grad"))
 
 
-def _eagle3_shape(
-    config: Mapping[str, Any], sizes: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], folder: Path | str
-) -> Eagle3Shape:
+def _read_layers(theirs: Published) -> dict[str, Any]:
+    """The target's layers that it reads, and the keys that it sees."""
+    name, sizes = "eagle_aux_hidden_state_layer_ids", theirs.sizes
+    ids = theirs.config.get(name) or theirs.nested("eagle_config").get(name)
+    slides = "sliding_attention" in (sizes.get("layer_types") or ())
+    return {
+        "feature_layers": [int(i) - 1 for i in ids] if ids else None,
+        "window": sizes.get("sliding_window") if slides else None,
+    }
+
+
+def _known(theirs: Published, own_embedding: bool) -> dict[str, Any]:
+    """Sizes and flags that the tensors tell."""
+    if theirs.config.get("layernorms"):
+        raise CheckpointError(f"{theirs.folder} sets layernorms: longdraft's EAGLE has no such norms.")
+    if not own_embedding:
+        theirs.tensors.pop(EMBEDDING, None)
+    parts = {"attention_bias": "q_proj.bias", "output_bias": "o_proj.bias", "qk_norm": "q_norm.weight"}
+    return theirs.sizes | {flag: f"midlayer.self_attn.{part}" in theirs.tensors for flag, part in parts.items()}
+
+
+def _shape(theirs: Published, own_embedding: bool) -> Eagle3Shape:
+    known, config, tensors = _known(theirs, own_embedding), theirs.config, theirs.tensors
     fc, embedding = tensors.get("fc.weight"), tensors.get(EMBEDDING)
-    norms = {name: _nested(config).get(name, config.get(name)) for name in _NORMS}
+    norms = {name: theirs.nested("eagle_config").get(name, config.get(name)) for name in _NORMS}
     norms["fc_norm"] = sum(name.startswith("fc_norm.") for name in tensors) if norms["fc_norm"] else None
-    known = {
-        **sizes,
-        **norms,
-        "feature_size": 3 * sizes.get("hidden_size", 0) if fc is None else fc.shape[1],
-        "vocabulary": config.get("draft_vocab_size") or sizes.get("vocab_size"),
-        "norm_before_residual": bool(config.get("norm_before_residual")),
+    known |= norms | {
+        "feature_size": 3 * known.get("hidden_size", 0) if fc is None else fc.shape[1],
+        "vocabulary": config.get("draft_vocab_size") or known.get("vocab_size"),
+        # As vLLM reads folders of `speculators` that do not say.
+        "norm_before_residual": bool(config.get("norm_before_residual", theirs.config.get(MODEL_TYPE) == KIND)),
         "embedding": None if embedding is None else len(embedding),
         "decoder_layers": len({name.split(".")[1] for name in tensors if name.startswith("layers.")}) + 1,
     }
-    return draft_folder.shape_of(Eagle3Shape, known, folder, "EAGLE-3", draft_folder.PUBLISHED)
+    return draft_folder.shape_of(Eagle3Shape, known, theirs.folder, "EAGLE-3", draft_folder.PUBLISHED)
 
 
-def _eagle_shape(
-    config: Mapping[str, Any], sizes: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], folder: Path | str
-) -> EagleShape:
-    """Sizes of EAGLE-1 and -2: one layer is read, and the head is the target's."""
-    known = {**sizes, "norm_before_residual": False, "fc_bias": "fc.bias" in tensors}
-    names = draft_folder.PUBLISHED | {"feature_size": "hidden_size", "vocabulary": "vocab_size"}
-    return draft_folder.shape_of(EagleShape, known, folder, "EAGLE", names)
-
-
-def _nested(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The entry ``eagle_config``, in which some published configurations nest EAGLE's settings."""
-    nested = config.get("eagle_config")
-    return nested if isinstance(nested, dict) else {}
-
-
-def foreign_rope(config: Mapping[str, Any], usual: float = THETA) -> dict[str, Any]:
-    """RoPE's parameters from a configuration of transformers, old or new."""
-    stated = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = stated.get("rope_type") or stated.get("type") or "default"
-    theta = stated.get("rope_theta") or config.get("rope_theta") or usual
-    rest = {name: value for name, value in stated.items() if name != "type" and value is not None}
-    return rest | {"rope_type": kind, "rope_theta": float(theta)}
-
-
-def stretched(
-    rope: dict[str, Any], trained: int | None, theta: float | None, factor: float | None, folder: Path | str
-) -> dict[str, Any]:
-    """RoPE's parameters with the requested changes, and the length that YaRN stretches.
-
-    Args:
-        rope: the draft's own parameters.
-        trained: the length it was trained for, which is stretched unless ``rope`` names another.
-        theta, factor: replace its base and its stretching; None leaves them.
-    """
-    rope = rope if theta is None else rope | {"rope_theta": float(theta)}
-    length = rope.get("original_max_position_embeddings") or trained
-    if factor is not None:
-        rope = yarn(rope["rope_theta"], factor, length)
-    elif rope["rope_type"] == "yarn":
-        rope = rope | {"original_max_position_embeddings": length}
-    if rope["rope_type"] == "yarn" and not length:
-        raise CheckpointError(
-            f"config.json of {folder} stretches the context but does not say which: add the trained length "
-            "(rope_original_length)."
-        )
-    return rope
-
-
-def _named_as_ours(tensors: Mapping[str, torch.Tensor], folder: Path | str) -> dict[str, torch.Tensor]:
-    """Tensors by our module's names: without prefixes of a surrounding model, embedding and RoPE frequencies."""
-    found: dict[str, torch.Tensor] = {}
-    for name, tensor in tensors.items():
-        for old, new in _OLD_NAMES.items():
-            if name.startswith(old):
-                name = new + name.removeprefix(old)
-        parts = name.split(".")
-        start = next((i for i, part in enumerate(parts) if part in _BEGINNINGS), 0)
-        own = ".".join(parts[start:])
-        if own.startswith("layers.0."):
-            own = "midlayer." + own.removeprefix("layers.0.")
-        if own in found:
-            raise CheckpointError(f"{folder} holds {own} twice, once as {name}: is it one draft?")
-        # Old transformers saved the frequencies of RoPE too.
-        if parts[-1] != "inv_freq":
-            found[own] = tensor
-    return found
+FORMATS[EAGLE] = Format(_eagle, _RENAME)
+FORMATS[KIND] = Format(_eagle3, _RENAME)
+FORMATS[PEAGLE] = Format(_peagle, _RENAME)

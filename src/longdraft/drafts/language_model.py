@@ -63,19 +63,18 @@ class SmallLMDraft(Draft[BoundLM]):
             return TrainedLM(path, draft_folder.load(path))
         return PublishedLM(str(path) if path.is_dir() or is_gguf(path) else name)
 
-    def lighter(self, vocabulary: int | None = None, four_bits: bool = False) -> SmallLMDraft:
+    def lighter(self, vocabulary: int | None = None) -> SmallLMDraft:
         """The draft with fewer bytes to read.
 
         Args:
             vocabulary: the head has the target's first so many token ids alone (FR-Spec, arXiv:2502.14856).
-            four_bits: matrices that are stored in 5 to 8 bits are rounded to four, in int8 arithmetic.
 
         Raises:
             CapabilityError: the draft was trained, with a vocabulary and weights of its own.
         """
-        if vocabulary is None and not four_bits:
+        if vocabulary is None:
             return self
-        raise CapabilityError(f"{self.folder} was trained as it is: leave vocabulary and four_bits out.")
+        raise CapabilityError(f"{self.folder} was trained as it is: leave vocabulary out.")
 
 
 class TrainedLM(TrainedDraft[BoundLM], SmallLMDraft):
@@ -130,8 +129,7 @@ class PublishedLM(SmallLMDraft):
         self._described = companions.describe(name)
         self.trained_length = self._described.trained_length
         self._vocabulary: int | None = None
-        self._four_bits = False
-        self._lighter: dict[tuple[int | None, bool], PublishedLM] = {}
+        self._lighter: dict[int, PublishedLM] = {}
 
     @property
     def parameters(self) -> int:
@@ -141,15 +139,13 @@ class PublishedLM(SmallLMDraft):
     def vocabulary(self) -> int | None:
         return self._vocabulary
 
-    def lighter(self, vocabulary: int | None = None, four_bits: bool = False) -> PublishedLM:
-        if vocabulary is not None and vocabulary >= self._described.vocab_size:
-            vocabulary = None
-        if vocabulary is None and not four_bits:
+    def lighter(self, vocabulary: int | None = None) -> PublishedLM:
+        if vocabulary is None or vocabulary >= self._described.vocab_size:
             return self
-        if (vocabulary, four_bits) not in self._lighter:
-            made = self._lighter[vocabulary, four_bits] = PublishedLM(self._name)
-            made._vocabulary, made._four_bits = vocabulary, four_bits
-        return self._lighter[vocabulary, four_bits]
+        if vocabulary not in self._lighter:
+            made = self._lighter[vocabulary] = PublishedLM(self._name)
+            made._vocabulary = vocabulary
+        return self._lighter[vocabulary]
 
     def check(self, runner: TargetRunner) -> None:
         why = companions.difference(self._name, runner)
@@ -167,13 +163,6 @@ class PublishedLM(SmallLMDraft):
         model = companions.fit_vocabulary(model, runner.vocab_size)
         if self._vocabulary is not None:
             model = companions.fit_head(model, self._vocabulary)
-        if self._four_bits:
-            if stored.arithmetic_of(model) != "int8":
-                raise CapabilityError(
-                    f"four_bits is for a draft's file in int8 arithmetic; {self._name} is read in "
-                    f"{stored.arithmetic_of(model)}: leave it out."
-                )
-            stored.to_four_bits(model)
         hosted = TargetRunner(model)
         # In float32 it would take a second copy of the weights; in int8 arithmetic it is the model as it is.
         whole = WholeLM.of(hosted) if hosted.arithmetic == "int8" else None

@@ -68,7 +68,7 @@ def read(folder: Path | str) -> dict[str, torch.Tensor | Stored]:
             f"{folder} stores its further layer quantised ({scaled[0]}), which is not read: name a folder that has it "
             "in bfloat16 as the draft (draft=, or --draft DIR), such as the original model's."
         )
-    tensors = tensor_files.read_some(path, list(wanted))
+    tensors = tensor_files.read(path, list(wanted))
     return dict(stacked({wanted[name]: tensor for name, tensor in tensors.items()}))
 
 

@@ -14,7 +14,7 @@ import torch
 from longdraft.drafts import draft_folder
 from longdraft.drafts.draft_folder import OFFSETS
 from longdraft.drafts.eagle_draft import EagleDraft
-from longdraft.drafts.eagle_formats import MEMBERS
+from longdraft.drafts.formats import MEMBERS
 from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.native.boundary import FLOATS
 
@@ -54,25 +54,6 @@ def to_speculators(
             f"config.json of {draft.folder} does not say how large the target's vocabulary is, which the layout needs: "
             "add vocab_size to it."
         )
-    draft_folder.write(
-        out,
-        _config(draft, int(size), verifier, architecture, max_position, speculative_tokens),
-        _tensors(draft, int(size)),
-    )
-    lost = []
-    if draft.layers is None:
-        lost.append("The draft does not name the layers that it reads: the server takes its own default.")
-    return lost
-
-
-def _config(
-    draft: EagleDraft[Any],
-    size: int,
-    verifier: str,
-    architecture: str | None,
-    max_position: int,
-    speculative_tokens: int,
-) -> dict[str, Any]:
     shape, rope = draft.shape, dict(draft.rope)
     theta = rope.pop("rope_theta")
     layer = {
@@ -97,12 +78,8 @@ def _config(
     if draft.window is not None:
         # vLLM takes the window of layers that are called sliding, and of no others.
         layer |= {"sliding_window": draft.window, "layer_types": ["sliding_attention"] * shape.decoder_layers}
-    proposal = {
-        "proposal_type": "greedy",
-        "speculative_tokens": speculative_tokens,
-        "verifier_accept_k": 1,
-        "accept_tolerance": 0.0,
-    }
+    proposal = {"proposal_type": "greedy", "speculative_tokens": speculative_tokens}
+    proposal |= {"verifier_accept_k": 1, "accept_tolerance": 0.0}
     config: dict[str, Any] = {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
@@ -125,7 +102,10 @@ def _config(
     if draft.layers is not None:
         # What enters a layer is the output of the one before.
         config["eagle_aux_hidden_state_layer_ids"] = [i + 1 for i in draft.layers]
-    return config
+    draft_folder.write(out, config, _tensors(draft, int(size)))
+    if draft.layers is None:
+        return ["The draft does not name the layers that it reads: the server takes its own default."]
+    return []
 
 
 def _tensors(draft: EagleDraft[Any], size: int) -> dict[str, torch.Tensor]:

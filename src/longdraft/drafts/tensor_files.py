@@ -15,42 +15,27 @@ WEIGHTS, PICKLED = "model.safetensors", "pytorch_model.bin"
 _REMEDY = "It is truncated or damaged: copy the draft again."
 
 
-def read(folder: Path | str) -> dict[str, torch.Tensor]:
-    """A folder's tensors by name, on the CPU.
+def read(folder: Path | str, wanted: Iterable[str] | None = None) -> dict[str, torch.Tensor]:
+    """A folder's tensors by name, on the CPU: all, or those that are wanted, wherever they lie among its files.
 
     Raises:
         CheckpointError: missing, truncated, or holding more than tensors.
     """
-    safe, pickled = Path(folder) / WEIGHTS, Path(folder) / PICKLED
-    if pickled.exists() and not safe.exists():
-        return _unpickled(pickled)
-    if not safe.exists():
-        raise _missing(folder)
-    with opened(safe, _REMEDY) as file:
-        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-
-
-def read_some(folder: Path | str, names: Iterable[str]) -> dict[str, torch.Tensor]:
-    """Some of a folder's tensors, wherever they lie among its safetensors files.
-
-    Raises:
-        CheckpointError: missing or truncated.
-    """
-    safe = Path(folder) / WEIGHTS
-    index = safe.with_name(f"{WEIGHTS}.index.json")
-    files = read_index(index) if index.is_file() else {}
-    found: dict[str, torch.Tensor] = {}
-    for path in sorted({files.get(name, safe) for name in names}):
-        own = [name for name in names if files.get(name, safe) == path]
+    if not is_safe(folder):
+        if not (Path(folder) / PICKLED).exists():
+            raise _missing(folder)
+        return _unpickled(Path(folder) / PICKLED)
+    files, found = _files(folder), dict[str, torch.Tensor]()
+    own = files if wanted is None else {name: files[name] for name in wanted}
+    for path in sorted(set(own.values())):
         with opened(path, _REMEDY) as file:
-            found |= {name: file.get_tensor(name) for name in own}
+            found |= {name: file.get_tensor(name) for name, place in own.items() if place == path}
     return found
 
 
 def is_safe(folder: Path | str) -> bool:
     """True for a folder with safetensors files."""
-    safe = Path(folder) / WEIGHTS
-    return safe.is_file() or safe.with_name(f"{WEIGHTS}.index.json").is_file()
+    return any((Path(folder) / name).exists() for name in (WEIGHTS, f"{WEIGHTS}.index.json"))
 
 
 def names(folder: Path | str) -> Iterable[str]:
@@ -59,17 +44,25 @@ def names(folder: Path | str) -> Iterable[str]:
     Raises:
         CheckpointError: as :func:`read`.
     """
-    safe, pickled = Path(folder) / WEIGHTS, Path(folder) / PICKLED
-    indices = [path for file in (safe, pickled) if (path := file.with_name(f"{file.name}.index.json")).is_file()]
-    if pickled.exists() and not safe.exists() and not indices:
-        return _unpickled(pickled, mapped=True)
-    if not safe.exists() and not indices:
+    pickled = Path(folder) / PICKLED
+    index = pickled.with_name(f"{PICKLED}.index.json")
+    if is_safe(folder):
+        return list(_files(folder))
+    if index.is_file():
+        return list(read_index(index))
+    if not pickled.exists():
         raise _missing(folder)
-    path = indices[0] if indices else safe
-    if indices:
-        return list(read_index(path))
-    with opened(path, _REMEDY) as file:
-        return list(file.keys())
+    return _unpickled(pickled, mapped=True)
+
+
+def _files(folder: Path | str) -> dict[str, Path]:
+    """The safetensors file of each tensor."""
+    safe = Path(folder) / WEIGHTS
+    index = safe.with_name(f"{WEIGHTS}.index.json")
+    if index.is_file():
+        return read_index(index)
+    with opened(safe, _REMEDY) as file:
+        return dict.fromkeys(file.keys(), safe)
 
 
 @reads("The weights", "Get the draft as model.safetensors.")

@@ -37,7 +37,7 @@ def read(folder: Path | str) -> DraftFolder | None:
     if not holds(folder):
         return None
     wanted = _wanted(folder)
-    tensors = tensor_files.read_some(folder, list(wanted))
+    tensors = tensor_files.read(folder, list(wanted))
     config = draft_folder.read_config(folder)
     heads = {name.split(".")[1] for name in wanted.values()}
     size = next(iter(tensors.values())).shape[-1]

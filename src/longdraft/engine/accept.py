@@ -33,11 +33,6 @@ class Accepted:
     path: tuple[int, ...]
     tokens: tuple[int, ...]
 
-    @property
-    def from_draft(self) -> int:
-        """Number of emitted tokens that were drafted: all but the bonus token."""
-        return len(self.tokens) - 1
-
 
 def decide(
     nodes: Sequence[tuple[TokenTree, torch.Tensor, Sampler]], model: torch.nn.Module | None = None
@@ -49,8 +44,8 @@ def decide(
         model: whose logits they are, which an error names.
 
     Returns:
-        For each tree the tokens of its nodes, -1 where :func:`accept` has to ask; None if they depend on more than the
-        nodes' logits, as with processors that read the text.
+        For each tree the tokens of its nodes; None if they depend on more than the nodes' logits, as with processors
+        that read the text.
 
     Raises:
         NumericalError: a node's logits are NaN.
@@ -93,10 +88,6 @@ def accept(
     while True:
         if decided is not None:
             token = decided[node]
-            if token < 0:
-                asked = sampler.samples(logits[node : node + 1], [len(tokens)], sort=True)
-                assert asked is not None
-                token = int(asked)
         else:
             path_text = empty if prefix is None else torch.cat([prefix, on_device(tokens, prefix.device, torch.long)])
             token = sampler.sample(path_text, logits[node])

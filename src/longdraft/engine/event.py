@@ -25,8 +25,7 @@ class Event:
         tree: the drafted tree, rooted at the token before; a root alone if nothing was drafted.
         accepted: number of drafted tokens that were right.
         path: the accepted nodes of ``tree``, the root first.
-        emitted: tokens that are final now.
-        from_draft: how many of ``emitted``, from the first on, were drafted.
+        emitted: the new tokens: the accepted ones, and one that was not drafted.
         mode: what the logits were computed on. "prefill": the prompt has been read and the first token emitted; the
             first event of a sequence. Another one follows if the text was read anew, as its length has changed its
             rows: drafters begin anew, with all tokens but the last one read.
@@ -34,10 +33,6 @@ class Event:
             of the prompt's last tokens, as many as its query window says (fewer if a kept cache left fewer to read);
             later those of the deepest accepted node. The store's rows up to the last query's own can be read.
         replaced: first position whose row in the store has been replaced by an exact one; None if none has.
-        taken_back: number of tokens of earlier rounds that turned out wrong. The sequence is shorter, or goes on
-            differently, than earlier events said; its last token has no KV yet, and the store's other rows are right.
-        unconfirmed: number of tokens that were accepted on a part of the cache.
-        target_tokens: the target's tokens behind the tree's root, final or not; the last of them was not drafted.
     """
 
     sequence: Sequence
@@ -45,13 +40,9 @@ class Event:
     accepted: int = 0
     path: tuple[int, ...] = (0,)
     emitted: tuple[int, ...] = ()
-    from_draft: int = 0
     mode: Mode = "full"
     queries: Mapping[int, torch.Tensor] = field(default_factory=dict)
     replaced: int | None = None
-    taken_back: int = 0
-    unconfirmed: int = 0
-    target_tokens: tuple[int, ...] = ()
 
     @property
     def begins(self) -> bool:

@@ -57,10 +57,8 @@ def fitted(tree: TokenTree, sequence: Sequence, most: int) -> TokenTree:
     return fit.tree().best(most)
 
 
-def with_grammars(limit: NodeLimit | None, most: int) -> NodeLimit | None:
+def with_grammars(limit: NodeLimit, most: int) -> NodeLimit:
     """The limit of a round, where what grammars force counts among the proposals that cost nothing."""
-    if limit is None:
-        return None
 
     def choose(sequences: list[Any], trees: list[TokenTree]) -> list[Any]:
         fit = [fitted(tree, s, most) for s, tree in zip(sequences, trees, strict=True)]

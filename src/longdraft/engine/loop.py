@@ -12,15 +12,13 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Literal
-
-import torch
 
 from longdraft.engine.accept import accept, decide
 from longdraft.engine.drafter import Drafter
-from longdraft.engine.event import Event, Mode
+from longdraft.engine.event import Event
 from longdraft.engine.grammar import fitted, with_grammars
-from longdraft.engine.planner import NoPlan, Plan, Planner
+from longdraft.engine.planner import Plan, Planner
+from longdraft.engine.prompts import Prompts, prefill_chunk
 from longdraft.engine.schedule import Schedule
 from longdraft.engine.sequence import Sequence
 from longdraft.engine.stats import Stats, Step, step_of
@@ -28,23 +26,11 @@ from longdraft.errors import CapabilityError, ContextError, MemoryBudgetError, P
 from longdraft.memory.prompt_cache import PromptCache
 from longdraft.model import support
 from longdraft.model.clock import around
-from longdraft.model.fingerprints import hooked
-from longdraft.model.outputs import NO_TAPS, Taps, name_of
+from longdraft.model.outputs import Taps, name_of
 from longdraft.model.runner import TargetRunner
 from longdraft.trees.tree import TokenTree
 
 logger = logging.getLogger("longdraft")
-
-# Prompt tokens read between two rounds, and at most in one forward: enough to keep the matrix units busy, few enough to
-# bound memory and the time that the others wait. A GPU reads the prefix's keys once for more rows.
-PREFILL_CHUNK, PREFILL_CHUNK_ON_GPU = 1024, 4096
-
-
-def prefill_chunk(runner: TargetRunner) -> int:
-    """The number of prompt tokens that a target reads at most in one forward."""
-    # Buffers of windows and recurrent states have room for the smaller pieces.
-    bounded = bool(runner.twin.layout.windows) or runner.recurrent
-    return PREFILL_CHUNK if runner.device.type == "cpu" or bounded else PREFILL_CHUNK_ON_GPU
 
 
 class Engine:
@@ -82,26 +68,19 @@ class Engine:
         self.cache = PromptCache() if cache is None else cache
         self.planner, self.slots = planner, slots
         self.chunk = prefill_chunk(runner) if chunk is None else chunk
-        # A user's hooks may look at a prompt's last row: they see it whole, as in the model's own generate.
-        self._whole = bool(hooked(runner.model))
-        if self._whole:
-            self.chunk = runner.context_length
         self.stats: dict[int, Stats] = {}
         self._capacity = capacity
         self._waiting: deque[Sequence] = deque()
         self._active: list[Sequence] = []  # those that have a slot, in the order in which they came
         self._free: list[int] = []  # slots
         self._unreported: list[Step] = []  # of aborted sequences
-        # Sequence index -> layer -> query vectors (heads, rows, head size) of prompts still in prefill.
-        self._prompt_queries: dict[int, dict[int, list[torch.Tensor]]] = {}
-        self._plan: Plan = NoPlan()
+        self._plan: Plan | None = None
         self._drafting_ended = 0.0  # a time on the clock
         self._opened = -1  # the cache's count of runs when this one opened it
         self._read_last = False
         self._target = ""  # fingerprint of the target when the cache was opened
         if planner is not None:
             self.drafter.use_planner()
-            self.schedule.use_planner()
 
     # --- a round ---
 
@@ -109,16 +88,16 @@ class Engine:
         """Drafts, verifies and commits once for every sequence of a batch."""
         clock = self.runner.clock
         with around(clock, "draft"):
-            trees = self._propose([self.schedule.drafter_sequence(s) for s in batch])
-        trees = self._plan.prune(trees)
+            trees = self._propose(batch)
+        trees = trees if self._plan is None else self._plan.prune(trees)
         self._drafting_ended = time.perf_counter()
         self.schedule.query_layers = self._query_layers if self.drafter.reads_queries(batch) else ()
         with around(clock, "forward"):
             verified = self.schedule.verify(batch, trees)  # one target forward
-        decided = decide([(v.tree, v.logits, v.receiver.sampler) for v in verified], self.runner.model)
+        decided = decide([(v.tree, v.logits, v.sequence.sampler) for v in verified], self.runner.model)
         events = []
         for v, tokens in zip(verified, decided, strict=True):
-            accepted = accept(v.tree, v.logits, v.receiver.sampler, v.receiver.ids, v.receiver.emit, tokens)
+            accepted = accept(v.tree, v.logits, v.sequence.sampler, v.sequence.ids, v.sequence.emit, tokens)
             with around(clock, "commit"):
                 event = self.schedule.commit(v, accepted)
             with around(clock, "draft"):
@@ -129,7 +108,9 @@ class Engine:
     def _propose(self, batch: list[Sequence]) -> list[TokenTree]:
         """Returns a tree for each sequence: only the root if its text is about to end, or if drafting would not pay."""
         most = self.drafter.max_nodes
-        limit = with_grammars(self._plan.node_limit(batch, [self.schedule.length(s) for s in batch]), most)
+        lengths = [self.schedule.length(s) for s in batch]
+        limit = None if self._plan is None else self._plan.node_limit(batch, lengths)
+        limit = None if limit is None else with_grammars(limit, most)
         roots = {s.index: TokenTree((s.output[-1],), (-1,)) for s in batch}
         chosen = [s for s in batch if s.finish_reason is None]
         if limit is not None and not self.drafter.free:
@@ -152,10 +133,9 @@ class Engine:
         start, forwards = time.perf_counter(), self.drafter.forwards
         events = self._round(batch)
         seconds = time.perf_counter() - start
-        if self.planner is not None:
+        if self._plan is not None:
             drafting = self._drafting_ended - start
             self._plan.observe(events, self.drafter.forwards - forwards, drafting, seconds - drafting)
-            self.schedule.observe_round(events, seconds, self._plan.plain(batch))
         for s, event in zip(batch, events, strict=True):
             self.stats[s.index].count(event)
         # The first of a round's steps carries its seconds.
@@ -179,14 +159,6 @@ class Engine:
                 f"model's context holds {limit} ({name_of(self.runner.model)}). Shorten the prompt, ask for fewer new "
                 "tokens, or load the model with a rope_factor (YaRN), which stretches its context."
             )
-        switch = self.runner.rope_switch
-        # The last token of a text is never fed.
-        if switch is not None and len(s.prompt) <= switch < s.longest - 1 and not self.schedule.rereads:
-            raise ContextError(
-                f"The rows of a text change where it grows beyond {switch} tokens (longrope), and this method cannot "
-                f"read them anew. This text may grow from {len(s.prompt)} to {s.longest}: ask for fewer new tokens, or "
-                "take another method."
-            )
         if s.index in self.stats:
             raise ValueError(f"there is a sequence {s.index} already")
         self.stats[s.index] = Stats()
@@ -202,18 +174,13 @@ class Engine:
                     self._leave(s)
 
     @property
-    def busy(self) -> bool:
-        """True if a step is still to come, of any sequence."""
-        return bool(self._waiting or self._active or self._unreported)
-
-    def holds(self, index: int) -> bool:
-        """True if a step of this sequence is still to come."""
-        sequences = any(s.index == index for s in (*self._active, *self._waiting))
-        return sequences or any(step.sequence == index for step in self._unreported)
+    def held(self) -> set[int]:
+        """The sequences of which a step is still to come, by index."""
+        return {s.index for s in (*self._active, *self._waiting)} | {step.sequence for step in self._unreported}
 
     def run(self) -> Iterator[Step]:
         """Steps until all sequences have ended."""
-        while self.busy:
+        while self.held:
             yield from self.step()
 
     def step(self) -> list[Step]:
@@ -233,11 +200,11 @@ class Engine:
                 self._check_cache()
                 self._admit()
                 steps, self._unreported = self._unreported, []
-                reading = [s for s in self._active if self._is_read(s)]
-                decoding = [s for s in self._active if not self._is_read(s)]
+                reading = [s for s in self._active if self._prompts.pending(s)]
+                decoding = [s for s in self._active if not self._prompts.pending(s)]
                 self._read_last = bool(reading) and not (decoding and self._read_last)
                 if self._read_last:
-                    steps += self._read(reading)
+                    steps += self._prompts.read(reading, self.stats)
                 elif decoding:
                     steps += self._decode(decoding)
                 for s in [s for s in self._active if s.finish_reason is not None]:
@@ -300,7 +267,7 @@ class Engine:
             return
         self._active.remove(s)
         self._free.append(s.slot)
-        started = self._prompt_queries.pop(s.index, None) is not None or bool(s.output)
+        started = self._prompts.forget(s) or bool(s.output)
         # A sequence that was never started leaves its slot's contents unchanged. If another run has taken the cache,
         # the rows belong to that run.
         if started and self.cache.opened == self._opened:
@@ -330,6 +297,8 @@ class Engine:
                 self._store, self._query_layers = store, self.drafter.query_layers(runner)
                 self.drafter.bind(runner, store)
                 self.schedule.open(runner, store, nodes, self._query_layers)
+                keeps = self._keeps_outputs
+                self._prompts = Prompts(runner, self.drafter, self.schedule, self.cache, store, self.chunk, keeps)
                 if runner.share is not None:
                     runner.share.check_looks(bool(self.drafter.views or self.schedule.views or self._query_layers))
                 break
@@ -352,79 +321,3 @@ class Engine:
                 "Another run has taken this run's PromptCache before it had ended. Give runs that take turns a cache "
                 "each, or finish or close one before the next begins."
             )
-
-    # --- prompts ---
-
-    def _is_read(self, s: Sequence) -> bool:
-        """True if a sequence's prompt is still to be read; or its text, anew, as its length has changed its rows."""
-        if not s.output or s.index in self._prompt_queries:
-            return True
-        changes = self.runner.rope_switch is not None and s.finish_reason is None
-        return changes and self.cache.kinds[s.slot] != self.runner.rows_kind(s.length)
-
-    def _read(self, reading: list[Sequence]) -> list[Step]:
-        """Reads pieces of prompts, until they have :attr:`chunk` tokens together."""
-        steps: list[Step] = []
-        read = 0
-        for s in reading:
-            while self._is_read(s) and read < self.chunk:
-                start, anew = time.perf_counter(), bool(s.output)
-                # A token that has been emitted is the root of the next round.
-                text = s.tokens[:-1] if anew else s.prompt
-                if s.index not in self._prompt_queries:
-                    piece, kind = 1 if self._keeps_outputs else self.chunk, self.runner.rows_kind(s.length)
-                    if s.sampler.prompt_reader is not None or not s.reuse or self._whole:
-                        piece = len(text)  # nothing that was kept: it has no logits, or is not wanted
-                    kept = self.cache.begin(s.slot, text, piece, kind)
-                    if not anew:
-                        self.stats[s.index].cached = kept
-                    self._prompt_queries[s.index] = {layer: [] for layer in self._query_layers}
-                before = self._store.lengths[s.slot]
-                emitted = self._read_piece(s, text, before)
-                now = self._store.lengths[s.slot]
-                read += now - before
-                seconds = time.perf_counter() - start
-                # A text that is read anew was in decoding, which this takes a part of.
-                mode: Mode = "full" if anew else "prefill"
-                done = len(s.prompt) if anew else now
-                steps.append(Step(s.index, emitted, 0, 0, 0, mode, seconds, done, s.finish_reason))
-        return steps
-
-    def _read_piece(self, s: Sequence, text: list[int], start: int) -> tuple[int, ...]:
-        """Reads a text from token ``start`` on; the logits of a prompt's last token give the first new one, if it is
-        there.
-
-        Pieces end at multiples of :attr:`chunk`, whoever drafts and whoever else is there: rows that are read together
-        get the same bits.
-
-        Returns:
-            The token that was emitted, if any.
-        """
-        store, window = self._store, self.drafter.query_window
-        end = min(len(text), (start // self.chunk + 1) * self.chunk)
-        last, anew = end == len(text), bool(s.output)
-        taps = Taps(queries=self._query_layers) if end > len(text) - window else NO_TAPS
-        block = store.block([s.slot], [text[start:end]], prompt=True, text=s.length)
-        reader = None if anew else s.sampler.prompt_reader
-        logits: Literal["all", "last", "none"] = "last" if last and not anew else "none"
-        out = self.runner.forward(block, store, logits="all" if reader else logits, taps=taps, check=False)
-        store.commit(s.slot, range(end - start))
-        if reader is not None and out.logits is not None:
-            reader.prompt_logits(start, out.logits[0])
-            out.logits = out.logits[:, -1:]
-        for layer, q in out.queries.items():
-            self._prompt_queries[s.index][layer].append(q[0])
-        if not last:
-            return ()
-        root = TokenTree((text[-1],), (-1,))
-        emitted: tuple[int, ...] = ()
-        if out.logits is not None:
-            (decided,) = decide([(root, out.logits[0], s.sampler)], self.runner.model)
-            emitted = accept(root, out.logits[0], s.sampler, s.ids, s.emit, decided).tokens
-        pieces = self._prompt_queries.pop(s.index)
-        queries = {layer: torch.cat(q, dim=1)[:, -window:] for layer, q in pieces.items()}
-        self.cache.remember(s.slot, text)
-        sequence = self.schedule.drafter_sequence(s)
-        begun = emitted or (s.output[-1],)
-        self.drafter.observe(Event(sequence, root, emitted=begun, mode="prefill", queries=queries))
-        return emitted

@@ -1,6 +1,6 @@
 """A method: a drafter, a schedule and their options, under a name. :mod:`longdraft.methods` has the catalogue.
 
-Each method is one entry, registered in the file of its drafter (SpecPV's in :mod:`longdraft.engine.specpv`).
+Each method is one entry, registered in the file of its drafter (SpecPV's in :mod:`longdraft.engine.partial`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ class Method:
             the drafter of another method, which the option ``drafter`` names.
         drafters: without a drafter of its own, the methods whose drafters it accepts, the default first. Empty: any in
             :data:`DRAFTING`.
-        wraps: builds its drafter around the one it takes, from options of its own.
         draft_kind: the kind of trained draft it takes (:mod:`longdraft.drafts.kinds`).
         schedule: builds the schedule, from keyword options.
         joined: suffix lookup can join its drafter. It can join every trained draft.
@@ -57,7 +56,6 @@ class Method:
     draft_kind: str | None = None
     schedule: Callable[..., Schedule] = Schedule
     drafters: tuple[Method, ...] = ()
-    wraps: Callable[..., Drafter] | None = None
     joined: bool = False
     pays: Callable[[TargetRunner], bool] = lambda runner: True
 
@@ -78,12 +76,6 @@ class Method:
         return options_of(self.schedule)
 
     @property
-    def wrap_options(self) -> dict[str, Option]:
-        """The options of what it builds around the drafter it takes."""
-        own = {} if self.wraps is None else options_of(self.wraps)
-        return {name: each for name, each in own.items() if name != "inner"}
-
-    @property
     def choices(self) -> dict[str, Method]:
         """The methods whose drafters the option ``drafter`` may name."""
         if self.drafters:
@@ -94,7 +86,7 @@ class Method:
     @property
     def options(self) -> dict[str, Option]:
         """All options by name."""
-        own = self.schedule_options | self.wrap_options
+        own = self.schedule_options
         if self.drafter is not None:
             return own | self.drafter_options
         drafters: dict[str, Option] = {}

@@ -1,43 +1,58 @@
-"""SpecPV: verification on a partial cache, corrected by full passes (Tan et al. 2025, section 3), and its exact tier.
+"""SpecPV: verification on a partial cache, corrected by full passes (Tan et al. 2025, section 3).
 
 A round verifies the trees in one of three modes:
 
-* full: the text is not longer than a partial cache would be, or a :class:`~longdraft.engine.trial.Trial` found that
-  partial verification does not pay here;
+* full: the text is not longer than a partial cache would be;
 * refresh: on the whole cache. The waiting tokens stand before the tree as a chain, so that their KV becomes exact and
   is committed, and the partial cache is filled anew with the chunks that the tree's queries score highest;
 * partial: on the partial cache. What is accepted waits in its buffer.
 
-The two schedules differ in which tokens are final. As published (`specpv`), those that partial verification accepts
-are, and they are never looked at again: approximate. In the exact tier (`specpv-exact`) they are guesses. The next full
-pass has them in its tree, as a chain before what was drafted since, and the walk down that tree samples from the
-target's distribution as anywhere else. Every emitted token is such a sample, so the output is the target's for any
-partial cache. Guesses are sampled with the random numbers that the true samples will use (Sampler.rehearsal), so most
-of them turn out right.
+Tokens that partial verification accepts are emitted and never looked at again: the output is approximate.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence as SequenceOf
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from longdraft.attention.transfer import on_device
 from longdraft.engine.accept import Accepted
 from longdraft.engine.event import Event, Mode
+from longdraft.engine.method import Method, register
 from longdraft.engine.schedule import Schedule, Verified, verify_trees
 from longdraft.engine.sequence import Sequence
-from longdraft.engine.trial import Trial
 from longdraft.errors import UnsupportedModelError
 from longdraft.memory.store import KVStore
 from longdraft.model.outputs import Taps
 from longdraft.model.runner import TargetRunner
+from longdraft.options import Options, option, parse, takes
 from longdraft.trees.tree import TokenTree
 from longdraft.views.cache import TrueCache
 from longdraft.views.scorers import SCORERS
-from longdraft.views.view import View, check_multiples, check_name, check_sizes
+from longdraft.views.view import DTYPES, View, check_multiples, check_name, check_sizes, dtype_of
+
+
+@dataclass(frozen=True)
+class PartialOptions(Options):
+    """The partial KV that SpecPV verifies on (section 3.2).
+
+    Drafters take their options from the same words as the schedule: names differ where values may (``block``,
+    ``selector``), and are shared where one value suits both (``sink``, ``recent``).
+    """
+
+    budget: int = option(1024, min=1, help="KV rows that are chosen from the text")
+    selector: str = option("minmax", choices=tuple(SCORERS), help="how blocks are ranked")
+    reduction: str = option("mean", choices=("mean", "max", "last"), help="how scores of several queries become one")
+    margin: int = option(20, min=0, help="rows beyond a tree that a partial round leaves free before a full pass")
+    sink: int = option(32, min=0, help="first rows, always seen")
+    recent: int = option(128, min=1, help="last rows, always seen")
+    block: int = option(16, min=1, help="rows that are chosen together")
+    view_dtype: str | None = option(
+        choices=tuple(DTYPES), help="what the partial KV is rounded to", usual="not rounded"
+    )
 
 
 def partial_view(
@@ -51,15 +66,8 @@ def partial_view(
 ) -> View:
     """Returns what partial verification attends to (section 3.2): sink | chosen chunks | window | buffer.
 
-    Each layer and KV head has its own chunks: those that the queries of the last full pass score highest.
-
-    Args:
-        budget: tokens of the chosen chunks; what the paper calls SpecPV-4K has 4,096.
-        sink, window: the first and the last tokens, always there.
-        chunk: tokens that are chosen together (the paper's block); all sizes are multiples of it.
-        margin: tokens that may wait for a full pass.
-        scorer: one of ``SCORERS``; "streaming" chooses nothing.
-        reduction: one of ``REDUCTIONS``, over the queries.
+    Each layer and KV head has its own chunks: those that the queries of the last full pass score highest. What the
+    paper calls SpecPV-4K has a budget of 4,096; all sizes are multiples of a chunk, its block.
 
     Raises:
         ValueError: for sizes that make no view, or unknown names.
@@ -87,14 +95,11 @@ class SpecPV(Schedule):
     """
 
     exact = False
-    rereads = False
 
     def __init__(self, view: View, dtype: torch.dtype | None = None, start: int | None = None) -> None:
         self.view, self._dtype = view, dtype
         self._start = view.budget if start is None else start
         self.views = (view,)
-        self._trial: Trial | None = None  # with a planner
-        self._refreshes = 0  # of any sequence, since the trial's last cycle ended
 
     def extra_rows(self, max_nodes: int) -> int:
         # A refresh appends the waiting tokens too; the shorter of a batch are padded to the longest.
@@ -125,38 +130,12 @@ class SpecPV(Schedule):
         # Slot -> layer -> (Hq, rows, d): the queries of all rows of the full pass that is being committed.
         self._queries: dict[int, dict[int, torch.Tensor]] = {}
 
-    # --- which mode ---
-
     def mode(self, sequence: Sequence) -> Mode:
         """Returns how to verify a sequence next (the paper's SelectMode)."""
         slot = sequence.slot
-        pays = self._trial is None or self._trial.on
         if not self.partial.in_use(slot):
-            return "refresh" if pays and self.store.lengths[slot] > self._start else "full"
-        return "partial" if pays and self.partial.waiting(slot) <= self._margin(sequence) else "refresh"
-
-    def _margin(self, sequence: Sequence) -> int:
-        """Tokens that may wait while partial verification goes on."""
-        return self.view.room
-
-    def use_planner(self) -> None:
-        # The exact tier's guesses bring less than they seem to: it starts off, and has to prove that it pays.
-        self._trial = Trial(on=not self.exact)
-
-    def observe_round(self, events: SequenceOf[Event], seconds: float, plain: float) -> None:
-        assert self._trial is not None
-        modes = {event.mode for event in events}
-        # A cycle has a refresh of each sequence. The first one replaces no rows: a cycle begins there.
-        self._refreshes += sum(event.replaced is not None for event in events)
-        cycle_ended = modes == {"full"} or self._refreshes >= len(events)
-        self._refreshes = 0 if cycle_ended else self._refreshes
-        if modes != {"full"} or not self._trial.on:  # a text that a partial cache would hold says nothing
-            tokens = sum(len(event.emitted) for event in events)
-            self._trial.observe(tokens, seconds, cycle_ended, len(events) / max(plain, 1e-9))
-        if not self._trial.on:
-            for event in events:
-                if event.mode != "partial":  # nothing waits
-                    self.partial.forget(event.sequence.slot)
+            return "refresh" if self.store.lengths[slot] > self._start else "full"
+        return "partial" if self.partial.waiting(slot) <= self.view.room else "refresh"
 
     def length(self, sequence: Sequence) -> int:
         """Rows of the partial cache once there is one: refreshes come at a rate that drafting does not change."""
@@ -182,17 +161,20 @@ class SpecPV(Schedule):
 
     def _verify_full(self, sequences: list[Sequence], trees: list[TokenTree], modes: list[Mode]) -> list[Verified]:
         taps = self._all_queries if "refresh" in modes else Taps(queries=self.query_layers)
-        longer = [tree.prepended(self.waiting(s)) for s, tree in zip(sequences, trees, strict=True)]
-        out = self.forward(longer, sequences, taps)
+        # Tokens before the root whose KV the full store lacks.
+        waiting = [s.tokens[self.store.lengths[s.slot] : -1] for s in sequences]
+        longer = [tree.prepended(tokens) for tree, tokens in zip(trees, waiting, strict=True)]
+        # Waiting tokens are final: nobody reads their logits.
+        size = max(tree.size for tree in longer)
+        out = self.forward(longer, sequences, taps, size - min(map(len, waiting)))
         assert out.logits is not None
+        left_out = size - out.logits.shape[1]
         verified = []
         for b, (s, tree) in enumerate(zip(sequences, trees, strict=True)):
             if modes[b] == "refresh":
                 self._queries[s.slot] = {layer: q[b, :, : longer[b].size] for layer, q in out.queries.items()}
-            walked = self._walked(tree, longer[b])
-            start = longer[b].size - walked.size
-            queries = self.queries(out, b, start)
-            verified.append(Verified(s, tree, walked, s, out.logits[b][start:], queries=queries))
+            start = len(waiting[b])
+            verified.append(Verified(s, tree, out.logits[b][start - left_out :], queries=self.queries(out, b, start)))
         return verified
 
     def _verify_partial(self, sequences: list[Sequence], trees: list[TokenTree]) -> list[Verified]:
@@ -201,21 +183,9 @@ class SpecPV(Schedule):
         out = verify_trees(self.runner, self.partial.store, slots, trees, bases, Taps(queries=self.query_layers))
         assert out.logits is not None
         return [
-            Verified(s, tree, tree, self._guesser(s), out.logits[b], queries=self.queries(out, b))
+            Verified(s, tree, out.logits[b], queries=self.queries(out, b))
             for b, (s, tree) in enumerate(zip(sequences, trees, strict=True))
         ]
-
-    def waiting(self, sequence: Sequence) -> list[int]:
-        """Tokens before the root whose KV the full store lacks."""
-        return self.drafter_sequence(sequence).tokens[self.store.lengths[sequence.slot] : -1]
-
-    def _walked(self, drafted: TokenTree, longer: TokenTree) -> TokenTree:
-        """The tree to walk after a full pass over the longer one: the tokens before the drafted tree are final."""
-        return drafted
-
-    def _guesser(self, sequence: Sequence) -> Sequence:
-        """The sequence that receives a partial verification's tokens: the true one, since they are final."""
-        return sequence
 
     # --- what is kept ---
 
@@ -223,24 +193,21 @@ class SpecPV(Schedule):
         slot, event = verified.sequence.slot, verified.event(accepted)
         if verified.mode == "partial":
             self.partial.keep(slot, accepted.path)
-            return replace(event, unconfirmed=len(accepted.tokens))
+            return event
         start, waiting = self.store.lengths[slot], self.partial.waiting(slot)
         path = [*range(waiting), *(waiting + node for node in accepted.path)]
-        self._commit_full(verified.sequence, path, range(waiting, waiting + verified.drafted.size))
+        self.store.commit(slot, path)
+        queries = self._queries.pop(slot, None)
+        if queries is not None and self.store.lengths[slot] > self._start:
+            self._choose(slot, queries, path, range(waiting, waiting + verified.tree.size))
         return replace(event, replaced=start if waiting else None)
 
-    def _commit_full(self, sequence: Sequence, path: list[int], rows: SequenceOf[int]) -> None:
-        """Commits a full pass's rows; fills the partial cache if the pass brought queries and the text is long enough.
+    def _choose(self, slot: int, queries: dict[int, torch.Tensor], path: list[int], rows: SequenceOf[int]) -> None:
+        """Fills the partial cache with the chunks that the queries of a full pass's ``rows`` score highest.
 
         Args:
             path: the accepted rows.
-            rows: those whose queries choose the chunks.
         """
-        slot = sequence.slot
-        self.store.commit(slot, path)
-        queries = self._queries.pop(slot, None)
-        if queries is None or self.store.lengths[slot] <= self._start:
-            return
         if self.view.reduction == "last":
             rows = path[-1:]  # the newest verified token
         index = on_device(list(rows), self.runner.device)
@@ -255,77 +222,19 @@ class SpecPV(Schedule):
         self.store.unverified[sequence.slot] = 0
 
 
-class ExactSpecPV(SpecPV):
-    """Partial verification only guesses; a full pass confirms before anything is emitted: exact.
+@takes(PartialOptions)
+def _schedule(**options: Any) -> SpecPV:
+    (o,) = parse("SpecPV", options, PartialOptions)
+    view = partial_view(o.budget, o.sink, o.recent, o.block, o.margin, o.selector, o.reduction)
+    return SpecPV(view, dtype_of(o.view_dtype))
 
-    A wrong guess makes all behind it worthless, so the number that may wait follows the last ones: twice as many, up to
-    the view's margin, when all were right; as many as were right when not.
-    """
 
-    exact = True
-
-    def open(self, runner: TargetRunner, store: KVStore, max_nodes: int, query_layers: tuple[int, ...] = ()) -> None:
-        super().open(runner, store, max_nodes, query_layers)
-        # By index: sequences with their guesses appended, those of them whose samplers rehearse already, and margins.
-        self._guesses: dict[int, Sequence] = {}
-        self._rehearsing: set[int] = set()
-        self._margins: defaultdict[int, int] = defaultdict(lambda: (self.view.room + 1) // 2)
-
-    def drafter_sequence(self, sequence: Sequence) -> Sequence:
-        if sequence.index not in self._guesses:
-            self._guesses[sequence.index] = sequence.fork()
-        return self._guesses[sequence.index]
-
-    def _margin(self, sequence: Sequence) -> int:
-        ended = self.drafter_sequence(sequence).finish_reason is not None
-        return -1 if ended else self._margins[sequence.index]
-
-    def _guesser(self, sequence: Sequence) -> Sequence:
-        guess = self.drafter_sequence(sequence)
-        if sequence.index not in self._rehearsing:
-            self._rehearsing.add(sequence.index)
-            guess.sampler = sequence.sampler.rehearsal()
-        return guess
-
-    def _walked(self, drafted: TokenTree, longer: TokenTree) -> TokenTree:
-        """All of it: the guesses, then the drafted tree behind them."""
-        return longer
-
-    def commit(self, verified: Verified, accepted: Accepted) -> Event:
-        sequence, event = verified.sequence, verified.event(accepted)
-        if verified.mode == "partial":
-            self.partial.keep(sequence.slot, accepted.path)
-            return replace(event, emitted=(), from_draft=0, unconfirmed=len(accepted.tokens))
-        start, waiting = self.store.lengths[sequence.slot], self.partial.waiting(sequence.slot)
-        # If nothing waits, the root is the last certain token. If w rows wait, they are that token and the guesses but
-        # the last, which is the drafted tree's root: w guesses.
-        right = min(accepted.from_draft, waiting)
-        confirmed = right == waiting
-        # The queries of nodes under a wrong guess are of no use.
-        rows = range(waiting, verified.tree.size) if confirmed else accepted.path
-        self._commit_full(sequence, list(accepted.path), rows)
-        if waiting:
-            margin = 2 * self._margins[sequence.index] if confirmed else right
-            self._margins[sequence.index] = min(max(margin, 2), self.view.room)
-        guess = self.drafter_sequence(sequence)
-        self._rehearsing.discard(sequence.index)
-        guess.sampler = sequence.sampler
-        guess.copy_output(sequence)
-        return replace(
-            event,
-            sequence=guess,
-            # What was drafted behind a wrong guess is neither right nor wrong.
-            tree=event.tree if confirmed else event.tree.best(0),
-            path=tuple(node - waiting for node in accepted.path[waiting:]) if confirmed else (0,),
-            target_tokens=accepted.tokens[right:] if confirmed else (),
-            accepted=accepted.from_draft - right,
-            # A walk that ended with the text refuted nothing.
-            taken_back=0 if sequence.finish_reason else waiting - right,
-            replaced=start if waiting else None,
-        )
-
-    def close(self, sequence: Sequence) -> None:
-        super().close(sequence)
-        self._guesses.pop(sequence.index, None)
-        self._margins.pop(sequence.index, None)
-        self._rehearsing.discard(sequence.index)
+register(
+    Method(
+        "specpv",
+        False,
+        "Tan et al. 2025, SpecPV, arXiv:2512.02337",
+        "verifies on the part of a long context that matters, and on all of it every few rounds; any drafter",
+        schedule=_schedule,
+    )
+)

@@ -37,26 +37,6 @@ class Plan(Protocol):
         """
         ...
 
-    def plain(self, sequences: SequenceOf[Sequence]) -> float:
-        """Seconds of a plain decoding step of all sequences."""
-        ...
-
-
-class NoPlan:
-    """Plans nothing: trees have the drafter's own sizes and are verified whole."""
-
-    def node_limit(self, sequences: SequenceOf[Sequence], lengths: SequenceOf[int]) -> None:
-        return None
-
-    def prune(self, trees: list[TokenTree]) -> list[TokenTree]:
-        return trees
-
-    def observe(self, events: SequenceOf[Event], forwards: int, drafting: float, verifying: float) -> None:
-        """Learns nothing."""
-
-    def plain(self, sequences: SequenceOf[Sequence]) -> float:
-        return 0.0
-
 
 class Planner(Protocol):
     """Makes a plan for each run."""

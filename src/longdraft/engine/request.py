@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from numbers import Integral
-from typing import Any, cast
+from typing import Any, TypedDict, cast
 
 from longdraft.engine.sampler import Sampling
-from longdraft.errors import PromptError, RequestError
-from longdraft.options import class_with_suggestions, whole_number
+from longdraft.errors import ArgumentError, PromptError, RequestError
+from longdraft.options import listed, suggestion, whole_number
 
 Prompt = str | list[int]
 
@@ -24,7 +24,6 @@ _CHAT = (
 )
 
 
-@class_with_suggestions
 @dataclass(frozen=True)
 class Request:
     """A prompt with the settings of its continuation.
@@ -115,17 +114,38 @@ class Request:
         return self.sampling
 
 
-def requests_of(prompts: object, settings: Request) -> list[Request]:
+class Settings(TypedDict, total=False):
+    """The settings of a :class:`Request` that calls for several prompts take, one by one."""
+
+    max_new_tokens: int
+    sampling: Sampling | None
+    seed: int | None
+    eos_token_ids: SequenceOf[int] | int | None
+    stop: SequenceOf[str] | str | None
+    chat: bool
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float | None
+    repetition_window: int | None
+
+
+def requests_of(prompts: object, settings: Settings) -> list[Request]:
     """Makes one request a prompt.
 
     Args:
         prompts: one prompt or several, as :meth:`longdraft.Speculator.stream` takes them.
-        settings: of the prompts that are not requests themselves; its own prompt is ignored. Prompt i gets seed + i.
+        settings: of the prompts that are not requests themselves. Prompt i gets seed + i.
 
     Raises:
         PromptError: no prompt, or a value that cannot be one.
-        RequestError: a setting that cannot be used.
+        RequestError: a setting that cannot be used; as ArgumentError, one that there is not.
     """
+    known = Settings.__annotations__
+    for name in settings:
+        if name not in known:
+            raise ArgumentError(f"There is no setting {name}: {suggestion(name, known) or listed(known)}")
     one = isinstance(prompts, str | Request) or _is_ids(prompts := _plain(prompts))
     each = [prompts] if one else cast("list[Any]", prompts)
     if not each:
@@ -134,10 +154,9 @@ def requests_of(prompts: object, settings: Request) -> list[Request]:
     for i, prompt in enumerate(each):
         request = prompt
         if not isinstance(prompt, Request):
-            seed = settings.seed
-            if seed is not None:
-                seed = whole_number("seed", seed, *_SEEDS) + i
-            request = replace(settings, prompt=prompt, seed=seed)
+            request = Request(prompt, **settings)
+            if request.seed is not None:
+                request = replace(request, seed=whole_number("seed", request.seed, *_SEEDS) + i)
         try:
             requests.append(request.checked())
         except PromptError as error:

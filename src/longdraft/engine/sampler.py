@@ -22,10 +22,9 @@ from transformers import (
 )
 
 from longdraft.engine import processors as row_processors
-from longdraft.engine import top_p
-from longdraft.engine.draws import Draws, OwnDraws
+from longdraft.engine.draws import Draws
 from longdraft.errors import values_checked
-from longdraft.options import check_number, class_with_suggestions, whole_number
+from longdraft.options import check_number, whole_number
 
 # Takes token ids (1, n) and scores (1, vocabulary), returns scores: transformers' LogitsProcessor interface.
 Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -45,7 +44,6 @@ class RecentPenalty(LogitsProcessor):
         return penalised
 
 
-@class_with_suggestions
 @dataclass(frozen=True)
 class Sampling:
     """Settings that process the target's distribution.
@@ -145,7 +143,7 @@ class Sampler:
 
     greedy: bool
     processors: LogitsProcessorList
-    draws: Draws = field(default_factory=lambda: OwnDraws(None))
+    draws: Draws = field(default_factory=lambda: Draws(None))
 
     @property
     def prompt_reader(self) -> PromptReader | None:
@@ -204,17 +202,16 @@ class Sampler:
             return int(self._scores(text, logits).argmax())
         return self.draws.sample(self.distribution(text, logits))
 
-    def samples(self, logits: torch.Tensor, depths: Sequence[int], sort: bool = False) -> torch.Tensor | None:
+    def samples(self, logits: torch.Tensor, depths: Sequence[int]) -> torch.Tensor | None:
         """Computes what :meth:`sample` would choose at each of several nodes, without waiting for the device.
 
         Args:
             logits: (n, vocabulary) of the nodes.
             depths: for each node, the tokens that are sampled before its own.
-            sort: sort whole vocabularies for top-p, so that no node is left out.
 
         Returns:
-            (n,) token ids, -1 for a node whose token needs ``sort``; None if they depend on more than logits and known
-            random numbers. A caller that uses them then calls :meth:`Draws.advance`.
+            (n,) token ids; None if they depend on more than logits and known random numbers. A caller that uses them
+            then calls :meth:`Draws.advance`.
         """
         # On a CPU there is nothing to wait for, and processing nodes that are not visited takes longer.
         if logits.device.type == "cpu" or not all(isinstance(p, _BY_SCORES) for p in self.processors):
@@ -224,12 +221,8 @@ class Sampler:
         numbers = [x for x in map(self.draws.ahead, range(max(depths) + 1)) if x is not None]
         scores = logits.float()
         drawn = torch.stack([numbers[depth] for depth in depths])
-        *first, last = self.processors or [None]
-        for processor in first:
+        for processor in self.processors:
             scores = processor(None, scores)
-        if type(last) is TopPLogitsWarper and not sort and top_p.pays(scores.shape[-1]):
-            return top_p.samples(scores, last.top_p, drawn)
-        scores = scores if last is None else last(None, scores)
         return (scores.softmax(-1) / drawn).argmax(-1)
 
     def distribution(self, text: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 import torch
@@ -20,14 +19,10 @@ from longdraft.views.view import View
 
 @dataclass
 class Verified:
-    """A tree with the target's logits, ready to be walked.
+    """A drafted tree with the target's logits, ready to be walked.
 
     Attributes:
-        sequence: the batch's own sequence.
-        drafted: the tree that was drafted for it.
-        tree: the tree to walk: the drafted one, behind a chain of guesses or not.
-        receiver: the sequence that the walk's tokens are appended to. Its last token is the root of ``tree``, and its
-            sampler decides.
+        sequence: the tree's root is its last token.
         logits: (at least tree.size, vocabulary), the target's.
         mode: what the logits were computed on.
         queries: layer -> (query heads, at least tree.size, head size) of the nodes, after RoPE, for the layers that
@@ -35,26 +30,22 @@ class Verified:
     """
 
     sequence: Sequence
-    drafted: TokenTree
     tree: TokenTree
-    receiver: Sequence
     logits: torch.Tensor
     mode: Mode = "full"
     queries: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def event(self, accepted: Accepted) -> Event:
-        """The event of a walk whose tokens are all final."""
+        """The event of a walk."""
         node = accepted.path[-1]
         return Event(
-            self.receiver,
-            self.drafted,
-            accepted.from_draft,
+            self.sequence,
+            self.tree,
+            len(accepted.tokens) - 1,
             accepted.path,
             accepted.tokens,
-            accepted.from_draft,
             self.mode,
             {layer: q[:, node : node + 1] for layer, q in self.queries.items()},
-            target_tokens=accepted.tokens,
         )
 
 
@@ -63,12 +54,10 @@ class Schedule:
 
     Attributes:
         exact: it emits what the target alone would have emitted.
-        rereads: a text that is being decoded may be read anew, because its length has changed its rows.
         views: views of longer texts by partial verifications; empty if every verification sees all rows.
     """
 
     exact = True
-    rereads = True
     views: tuple[View, ...] = ()
 
     def extra_rows(self, max_nodes: int) -> int:
@@ -87,10 +76,6 @@ class Schedule:
         """
         self.runner, self.store, self.query_layers = runner, store, query_layers
 
-    def drafter_sequence(self, sequence: Sequence) -> Sequence:
-        """Returns the sequence as its drafter sees it: with tokens that are not final yet."""
-        return sequence
-
     def length(self, sequence: Sequence) -> int:
         """Rows of KV that a round usually reads of a sequence."""
         return sequence.length
@@ -99,12 +84,12 @@ class Schedule:
         """Computes the target's logits of a tree for each sequence; commits nothing.
 
         Args:
-            trees: rooted at the last token of :meth:`drafter_sequence`.
+            trees: rooted at the last tokens.
         """
         out = self.forward(trees, sequences, Taps(queries=self.query_layers))
         assert out.logits is not None
         return [
-            Verified(s, tree, tree, s, out.logits[b], queries=self.queries(out, b))
+            Verified(s, tree, out.logits[b], queries=self.queries(out, b))
             for b, (s, tree) in enumerate(zip(sequences, trees, strict=True))
         ]
 
@@ -112,28 +97,20 @@ class Schedule:
         """Views of sequence b's queries in :attr:`query_layers`, from row ``start`` of its block on."""
         return {layer: out.queries[layer][b, :, start:] for layer in self.query_layers}
 
-    def forward(self, trees: list[TokenTree], sequences: list[Sequence], taps: Taps = NO_TAPS) -> TargetOutput:
-        """Runs one full forward of a batch of trees, padded to the largest."""
-        return self.runner.verify(tree_block(self.store, [s.slot for s in sequences], trees), self.store, taps)
+    def forward(
+        self, trees: list[TokenTree], sequences: list[Sequence], taps: Taps = NO_TAPS, last: int | None = None
+    ) -> TargetOutput:
+        """Runs one full forward of a batch of trees, padded to the largest; ``last``: as of the target's ``verify``."""
+        block = tree_block(self.store, [s.slot for s in sequences], trees)
+        return self.runner.verify(block, self.store, taps, last)
 
     def commit(self, verified: Verified, accepted: Accepted) -> Event:
         """Keeps the KV rows of the accepted path, and returns what became of the sequence."""
         self.store.commit(verified.sequence.slot, accepted.path)
         return verified.event(accepted)
 
-    def use_planner(self) -> None:
-        """Called first if a planner plans the rounds: :meth:`observe_round` then follows each."""
-
-    def observe_round(self, events: SequenceOf[Event], seconds: float, plain: float) -> None:
-        """Called after a planned round.
-
-        Args:
-            seconds: what the round took, with drafting.
-            plain: seconds of a plain decoding step.
-        """
-
     def close(self, sequence: Sequence) -> None:
-        """Called when a sequence has finished: its slot keeps exact rows alone."""
+        """Called when a sequence has finished, or is read anew: its slot keeps exact rows alone."""
 
 
 def verify_trees(

@@ -117,9 +117,3 @@ class Sequence:
         twin.output, twin._written = list(self.output), self._written
         twin.sampler = self.sampler
         return twin
-
-    def copy_output(self, other: Sequence) -> None:
-        """Replaces its output by that of another sequence with the same prompt."""
-        self.output, self.finish_reason = list(other.output), other.finish_reason
-        self._ids.copy_(other._ids)
-        self._written = other._written

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from longdraft.engine.draws import OwnDraws
+from longdraft.engine.draws import Draws
 from longdraft.engine.loop import Engine
 from longdraft.engine.request import Prompt, Request, stops_of
 from longdraft.engine.sampler import Sampler, Sampling
@@ -125,7 +125,7 @@ class Session:
 
     @property
     def busy(self) -> bool:
-        return self._engine.busy
+        return bool(self._engine.held)
 
     def close(self) -> None:
         """Ends all requests where they are."""
@@ -144,7 +144,7 @@ class Session:
 
     def ended(self, number: int) -> bool:
         """True if a request has ended, with no step still to come."""
-        return not self._engine.holds(number)
+        return number not in self._engine.held
 
     def take(self, number: int) -> Result:
         """Returns the result of a request that has ended, and forgets it.
@@ -175,8 +175,7 @@ class Session:
             drafted=stats.drafted,
             accepted=stats.accepted,
             partial_rounds=stats.rounds_by_mode["partial"],
-            partial_tokens=stats.unconfirmed,
-            rolled_back=stats.taken_back,
+            partial_tokens=stats.partial_tokens,
             peak_memory_bytes=sizes.peak_bytes(self._engine.runner.device),
             from_draft=list(entry.from_draft),
             pieces=list(entry.pieces),
@@ -261,9 +260,7 @@ def _sequence(engine: Engine, texts: Texts, index: int, request: Request) -> Seq
         request.max_new_tokens,
         runner.device,
         greedy=sampling.greedy,
-        sampler=Sampler(
-            sampling.greedy, sampling.processors(request.processors), OwnDraws(generator, sampling.foresee)
-        ),
+        sampler=Sampler(sampling.greedy, sampling.processors(request.processors), Draws(generator, sampling.foresee)),
         rules=rules,
         tenant=request.tenant,
         predicted=request.predicted,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from longdraft.engine import notebook
 from longdraft.engine.event import Event, Mode
 from longdraft.engine.sequence import FinishReason, Sequence
 from longdraft.engine.streaming import Piece
@@ -65,13 +64,13 @@ class Result:
         rounds: target verification forwards that this sequence took part in, partial ones among them.
         partial_rounds: verification forwards on a partial cache.
         partial_tokens: tokens that those accepted.
-        rolled_back: how many of these a full verification refuted before they were emitted.
+        rolled_back: always 0; for scripts that read it.
         cached_tokens: prompt tokens whose keys and values were in the cache already.
         prefill_seconds: wall time of reading the prompts.
         decode_seconds: wall time of everything after.
         peak_memory_bytes: peak of the process (CPU) or of the allocator (GPU).
         from_draft: for each token, whether it was drafted.
-        pieces: the text again, each piece with whether it was drafted. A notebook shows these in colour.
+        pieces: the text again, each piece with whether it was drafted.
         arithmetic: the target's: "int8" or the dtype it computes in.
     """
 
@@ -98,10 +97,6 @@ class Result:
     def __repr__(self) -> str:
         text = self.text if len(self.text) <= _REPR_CHARACTERS else f"{self.text[:_REPR_CHARACTERS]}..."
         return f"Result({text!r}, {self.summary})"
-
-    def _repr_html_(self) -> str:
-        pieces = self.pieces or [Piece(self.text or " ".join(map(str, self.token_ids)), False)]
-        return notebook.page(pieces, self.summary)
 
     @property
     def summary(self) -> str:
@@ -131,7 +126,7 @@ class Stats:
     """Counts the rounds of one sequence."""
 
     def __init__(self) -> None:
-        self.drafted = self.accepted = self.unconfirmed = self.taken_back = 0
+        self.drafted = self.accepted = self.partial_tokens = 0
         self.cached = 0  # prompt tokens that need not be read
         self.rounds_by_mode: Counter[Mode] = Counter()
 
@@ -143,8 +138,7 @@ class Stats:
         self.rounds_by_mode[event.mode] += 1
         self.drafted += event.tree.drafted
         self.accepted += event.accepted
-        self.unconfirmed += event.unconfirmed
-        self.taken_back += event.taken_back
+        self.partial_tokens += len(event.emitted) if event.mode == "partial" else 0
 
 
 def step_of(sequence: Sequence, event: Event) -> Step:
@@ -152,7 +146,7 @@ def step_of(sequence: Sequence, event: Event) -> Step:
     return Step(
         sequence=sequence.index,
         token_ids=event.emitted,
-        from_draft=event.from_draft,
+        from_draft=event.accepted,
         drafted=event.tree.drafted,
         accepted=event.accepted,
         mode=event.mode,

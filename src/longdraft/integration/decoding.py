@@ -1,31 +1,43 @@
-"""transformers' ``generate(..., custom_generate=speculator)``: its inputs, its processors, its outputs.
+"""transformers' ``generate(..., custom_generate=speculator)``: its inputs, its processors, its ends, its outputs.
 
 By the time this runs, ``generate`` has merged the generation config, built the logits processors and stopping
 criteria, and expanded the inputs for ``num_return_sequences``. These are applied row by row, and the tokens are those
-that ``generate`` would have returned, or the call is refused before work begins.
+that ``generate`` would have returned, or the call is refused before work begins. Where a batch is sampled, each row has
+random numbers of its own: its distribution is that of ``generate``, its tokens are others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from typing import Any
 
 import torch
 from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation.stopping_criteria import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    StopStringCriteria,
+)
 
 from longdraft.engine import processors
 from longdraft.engine.drafter import Drafter
-from longdraft.engine.draws import StepDraws
+from longdraft.engine.draws import Draws
 from longdraft.engine.loop import Engine
 from longdraft.engine.planner import Planner
 from longdraft.engine.sampler import Sampler
 from longdraft.engine.schedule import Schedule
-from longdraft.engine.sequence import Sequence
+from longdraft.engine.sequence import FinishReason, Sequence
+from longdraft.errors import CapabilityError
 from longdraft.integration import requests
-from longdraft.integration.endings import Endings
 from longdraft.integration.handover import Given
 from longdraft.model import support
 from longdraft.model.runner import TargetRunner
+from longdraft.native.boundary import WHOLE
+
+# Criteria that look at a row alone.
+_OF_A_ROW = (MaxLengthCriteria, MaxTimeCriteria, EosTokenCriteria, StopStringCriteria)
 
 
 def decode(
@@ -42,7 +54,8 @@ def decode(
 ) -> Any:
     """Decodes ``input_ids`` (B, n), padded on either side, and returns what ``generate`` would.
 
-    Samples come from torch's global generator: after the same ``torch.manual_seed`` they are those of ``generate``.
+    Samples come from torch's global generator: after the same ``torch.manual_seed``, those of a single row are those of
+    ``generate``, and those of a batch are the same each time.
 
     Args:
         planner: called once everything has been checked, for it may measure first.
@@ -64,29 +77,103 @@ def decode(
     # generate asks its criteria after each token, so it returns at least one.
     limit = getattr(stopping_criteria, "max_length", None)
     new_tokens = max(1, (config.max_length if limit is None else limit) - width)
-    # generate takes the random numbers of all rows together; a processor that is not transformers' own may take some.
-    alone = all(type(p).__module__.startswith("transformers.") for p in logits_processor)
-    draws = StepDraws(rows, runner.device, alone) if config.do_sample else None
-    if draws is not None and runner.share is not None:
-        draws.generator.set_state(runner.share.first(draws.generator.get_state()))
+    # A processor that is not transformers' own may take random numbers meanwhile.
+    known = all(type(p).__module__.startswith("transformers.") for p in logits_processor)
+    draws = _draws(runner, rows, known) if config.do_sample else [Draws(None)] * rows
     sequences = []
     for i, row in enumerate(input_ids):
         prompt = row if mask is None else row[mask[i].bool().to(row.device)]
-        own = processors.of_row(logits_processor, i, rows)
-        sampler = Sampler(True, own) if draws is None else Sampler(False, own, draws.row(i))
-        sequences.append(Sequence(i, prompt.tolist(), new_tokens, runner.device, row.tolist(), draws is None, sampler))
+        sampler = Sampler(not config.do_sample, processors.of_row(logits_processor, i, rows), draws[i])
+        shown = row.tolist()
+        sequences.append(Sequence(i, prompt.tolist(), new_tokens, runner.device, shown, sampler.greedy, sampler))
     support.check_length(runner.model, max(len(s.prompt) for s in sequences) + new_tokens, drafter.max_nodes)
-    endings = Endings(sequences, input_ids.to(runner.device), stopping_criteria, _pad(config), given.streamer)
+    endings = Endings(sequences, stopping_criteria, _pad(config), given.streamer)
     # A planner may measure for a while: the last thing before work begins.
     engine = Engine(runner, drafter, schedule, planner=planner(), slots=rows)
     for s in sequences:
         s.rules = (endings.rule,)
         engine.add(s)
-    for step in engine.run():
-        if draws is not None and step.finish_reason is not None:
-            draws.close(step.sequence)
-    output = torch.cat([input_ids, endings.output().to(input_ids.device)], dim=1)
+    for _ in engine.run():
+        pass
+    draws[0].close()
+    output = torch.cat([input_ids, input_ids.new_tensor(endings.output())], dim=1)
     return GenerateDecoderOnlyOutput(sequences=output) if config.return_dict_in_generate else output
+
+
+def _draws(runner: TargetRunner, rows: int, known: bool) -> list[Draws]:
+    """Random numbers of each row: torch's global generator for a single one, else a generator each, seeded by it."""
+    generator = torch.default_generator
+    if runner.device.type == "cuda":
+        index = runner.device.index
+        generator = torch.cuda.default_generators[torch.cuda.current_device() if index is None else index]
+    if runner.share is not None:
+        generator.set_state(runner.share.first(generator.get_state()))
+    if rows == 1:
+        return [Draws(generator, known)]
+    seeds = torch.randint(2**62, (rows,), generator=generator, device=generator.device).tolist()
+    return [Draws(torch.Generator(generator.device).manual_seed(seed)) for seed in seeds]
+
+
+class Endings:
+    """Decides when each row ends, and cuts and pads the output, as ``generate`` does.
+
+    In ``generate`` a finished row goes on with padding only if one of the criteria is for end-of-sequence tokens; else
+    it goes on with real tokens until every row has finished.
+
+    Args:
+        sequences: the batch, in the order of its rows.
+        criteria: of ``generate``.
+        pad: the padding token, if there is one.
+        streamer: gets the tokens of a single row, one by one, on the host.
+
+    Raises:
+        CapabilityError: rows have to be padded, and there is no padding token; or something looks at all rows of a
+            batch, which are decoded at their own pace.
+    """
+
+    def __init__(
+        self, sequences: SequenceOf[Sequence], criteria: Any, pad: int | None = None, streamer: Any = None
+    ) -> None:
+        self._padded = any(hasattr(c, "eos_token_id") for c in criteria)  # as generate decides
+        if len(sequences) > 1:
+            if self._padded and pad is None:
+                raise CapabilityError(
+                    "Rows of a batch that end at an end-of-sequence token are padded, and there is no padding token: "
+                    "give pad_token_id."
+                )
+            joint = [type(c).__name__ for c in criteria if type(c) not in _OF_A_ROW]
+            if joint := [*joint, *(["streamer"] if streamer is not None else [])]:
+                raise CapabilityError(
+                    f"longdraft decodes the rows of a batch at their own pace, and {', '.join(joint)} would see all of "
+                    "them step by step: give one prompt at a time, or leave it out."
+                )
+        self._criteria, self._pad, self._streamer = criteria, pad or 0, streamer
+        self._sequences = sequences
+        self._ends: list[int | None] = [None] * len(sequences)  # tokens of each row up to its end, once that is known
+
+    def rule(self, s: Sequence) -> FinishReason | None:
+        """A stop rule of the engine, called after each emitted token."""
+        if self._streamer is not None:
+            self._streamer.put(torch.tensor(s.output[-1:], **WHOLE))
+        if self._ends[s.index] is None and (not s.remaining or bool(self._criteria(s.ids()[None], None).all())):
+            self._ends[s.index] = len(s.output)
+        end = self._ends[s.index] if self._padded else self._length
+        if end is None or len(s.output) < end:
+            return None
+        return "stop" if s.remaining else "length"
+
+    def output(self) -> list[list[int]]:
+        """The new tokens of each row, all rows equally long, when every row has ended."""
+        length = self._length or 0
+        ends = self._ends if self._padded else [length] * len(self._ends)
+        kept = [s.output[:end] for s, end in zip(self._sequences, ends, strict=True)]
+        return [row + [self._pad] * (length - len(row)) for row in kept]
+
+    @property
+    def _length(self) -> int | None:
+        """New tokens of the longest row; None if that is not known yet."""
+        known = [end for end in self._ends if end is not None]
+        return max(known) if len(known) == len(self._ends) else None
 
 
 def _pad(config: Any) -> int | None:

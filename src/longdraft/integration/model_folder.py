@@ -6,15 +6,13 @@ that loads the folder with ``trust_remote_code=True``, such as ``transformers se
 
 from __future__ import annotations
 
-import inspect
 import shutil
-import sys
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import PreTrainedModel
 
 from longdraft.errors import CapabilityError, CheckpointError, reason_of
 from longdraft.model.checkpoints import check_folder, quiet
@@ -59,19 +57,18 @@ def write(
     out, files = Path(out), _target(target)
     if draft is not None and out.resolve() == draft.resolve():
         raise CheckpointError(f"{out} is the draft itself: name another folder to write to.")
-    linked = False
     arguments = [repr(method), *([f"draft={DRAFT!r}"] if draft is not None else [])]
     arguments += [f"{name}={value!r}" for name, value in (options or {}).items()]
+    # PyTorch's own files of weights are taken along where there are no others.
+    kept = _KEPT if check_folder(files) else (*_KEPT, "pytorch_model*.bin")
+    linked = False
     try:
         (out / CODE).mkdir(parents=True, exist_ok=True)
-        if out.resolve() != files.resolve():
-            for file in _model_files(files):
+        for file in files.iterdir() if out.resolve() != files.resolve() else ():
+            if file.is_file() and any(fnmatch(file.name, pattern) for pattern in kept):
                 linked |= _placed(file, out / file.name)
         if draft is not None and (out / DRAFT).resolve() != draft.resolve():
-            (out / DRAFT).mkdir(exist_ok=True)
-            for file in draft.iterdir():
-                if file.is_file():
-                    shutil.copyfile(file, out / DRAFT / file.name)
+            shutil.copytree(draft, out / DRAFT, dirs_exist_ok=True)
         (out / CODE / "generate.py").write_text(_GENERATE.format(arguments=", ".join(arguments)), encoding="utf-8")
         (out / CODE / "requirements.txt").write_text("longdraft\n", encoding="utf-8")
     except OSError as error:
@@ -94,41 +91,30 @@ def generating(make: Callable[..., Any], method: str, draft: str | None = None, 
         if settings.get("custom_generate") is not None:  # another loop than the folder's
             return plain(model, *inputs, **settings)
         settings.pop("trust_remote_code", None)
-        drafts = {} if draft is None else {"draft": str(_draft(model, draft, _named_folder()))}
         made = vars(model).setdefault("_longdraft_made", _Made())
-        key = (folder, drafts.get("draft"))
-        speculator = made.get(key)
-        if speculator is None:
-            made[key] = speculator = make(method, target=model, **drafts, **options)
-        return plain(model, *inputs, **settings | {"custom_generate": speculator})
+        if folder not in made:
+            drafts = {} if draft is None else {"draft": str(_draft(model, draft))}
+            made[folder] = make(method, target=model, **drafts, **options)
+        return plain(model, *inputs, **settings | {"custom_generate": made[folder]})
 
     return generate
 
 
-def _named_folder() -> str | None:
-    """The folder or hub id of ``generate(custom_generate="...")``, which transformers does not hand on."""
-    caller = sys._getframe(2)
-    generate = inspect.unwrap(GenerationMixin.generate).__code__
-    named = caller.f_locals.get("custom_generate") if caller.f_code is generate else None
-    return named if isinstance(named, str) else None
-
-
-def _draft(model: PreTrainedModel, place: str, named: str | None) -> Path:
+def _draft(model: PreTrainedModel, place: str) -> Path:
     """Returns the draft's folder. It is beside ``generate.py``, but transformers runs a copy of that from elsewhere.
 
     Raises:
         CheckpointError: there is no such folder.
     """
-    origin = named or str(model.name_or_path)
+    origin = str(model.name_or_path)
     folder = Path(origin).expanduser()
     draft = folder / place if folder.is_dir() else None
     if draft is None and origin:
-        revision = None if named else getattr(model.config, "_commit_hash", None)
-        draft = _fetched(origin, [f"{place}/*"], revision) / place
+        draft = _fetched(origin, [f"{place}/*"], getattr(model.config, "_commit_hash", None)) / place
     if draft is None or not draft.is_dir():
         raise CheckpointError(
             f"There is no draft in {draft or place}: load the model from the folder that longdraft export wrote, or "
-            "name that folder, generate(custom_generate=folder, trust_remote_code=True)."
+            "name the draft yourself, generate(custom_generate=Speculator(draft_folder))."
         )
     return draft
 
@@ -156,11 +142,6 @@ def _fetched(name: str, patterns: list[str], revision: str | None = None) -> Pat
         raise CheckpointError(
             f"{name!r} is not a folder here, and fetching it from the Hugging Face hub failed: {reason_of(error)}."
         ) from error
-
-
-def _model_files(folder: Path) -> list[Path]:
-    kept = _KEPT if check_folder(folder) else (*_KEPT, "pytorch_model*.bin")
-    return sorted(f for f in folder.iterdir() if f.is_file() and any(fnmatch(f.name, pattern) for pattern in kept))
 
 
 def _placed(file: Path, at: Path) -> bool:

@@ -246,19 +246,11 @@ class HostStore(KVStore):
 
     @property
     def portions(self) -> list[slice]:
-        """Groups of neighbours of one kind, kept or streamed."""
-        runs: list[slice] = []
-        for layer in range(self.shape.layers):
-            if runs and (layer in self.streamed) == (layer - 1 in self.streamed):
-                runs[-1] = slice(runs[-1].start, layer + 1)
-            else:
-                runs.append(slice(layer, layer + 1))
-        return runs
+        return [slice(layer, layer + 1) for layer in range(self.shape.layers)]
 
     def stored(self, slot: int, layers: slice, start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        first, last, _ = layers.indices(self.shape.layers)
-        own = slice(self._places[first], self._places[first] + last - first)
-        if first not in self.streamed:
+        own = slice(self._places[layers.start], self._places[layers.start] + 1)
+        if layers.start not in self.streamed:
             keys, values = (rows[own, slot].transpose(1, 2) for rows in self._kept)
             return keys, values
         self._side.settle()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 import torch
 
 from longdraft.errors import CapabilityError, CheckpointError, RequestError
-from longdraft.memory.disk_store import DiskStore, default_folder
+from longdraft.memory.disk_store import DiskStore
 from longdraft.memory.host_store import HostStore
 from longdraft.memory.rooms import Rooms
 from longdraft.memory.store import KVShape, KVStore
@@ -21,7 +22,7 @@ _OFFLOADS = {"cuda": "host", "cpu": "disk"}
 
 
 def parse(option: str | Path | None) -> Offload:
-    """Reads a user's option: None, ``"host"``, ``"host:N"``, ``"disk"`` (the folder for temporary files), or a folder.
+    """Reads a user's option: None, ``"host"``, ``"host:N"``, ``"disk"`` (a folder for temporary files), or a folder.
 
     Raises:
         CheckpointError: there is no such folder.
@@ -34,7 +35,9 @@ def parse(option: str | Path | None) -> Offload:
         return option
     if not isinstance(option, str | Path):
         raise RequestError(f"offload takes host, disk or an existing folder, got {option!r}")
-    folder = default_folder() if option == "disk" else Path(option)
+    folder = Path(tempfile.gettempdir() if option == "disk" else option)
+    if option == "disk" and folder == Path("/tmp") and Path("/var/tmp").is_dir():
+        folder = Path("/var/tmp")  # the other one may be kept in memory
     if not folder.is_dir():
         raise CheckpointError(f"offload takes host, disk or an existing folder; there is no folder {folder}.")
     return folder
@@ -60,10 +63,11 @@ def new_store(
     feature_layers: tuple[int, ...] = (),
     feature_size: int = 0,
     rooms: Rooms | None = None,
+    dtype: torch.dtype | None = None,
 ) -> KVStore:
-    """Makes the kind of :class:`KVStore` that ``offload`` asks for; one on the device takes memory of ``rooms``."""
+    """Makes the kind of :class:`KVStore` that ``offload`` asks for; on the device with ``rooms`` and ``dtype``."""
     if offload is None:
-        return KVStore(shape, slots, capacity, device, transposed_keys, feature_layers, feature_size, rooms)
+        return KVStore(shape, slots, capacity, device, transposed_keys, feature_layers, feature_size, rooms, dtype)
     if isinstance(offload, str):
         resident = _resident(offload)
         return HostStore(shape, slots, capacity, device, feature_layers, feature_size, resident=resident)

@@ -213,10 +213,7 @@ class PromptCache:
 def _copy(old: KVStore, new: KVStore) -> None:
     """Copies all committed rows into a larger store."""
     for slot, n in enumerate(old.lengths):
-        # The finer division of the two, so that neither store holds too many layers at a time, or of two places.
-        count = new.shape.layers
-        starts = sorted({portion.indices(count)[0] for portion in (*new.portions, *old.portions)})
-        for layers in map(slice, starts, [*starts[1:], count]):
+        for layers in max(new.portions, old.portions, key=len):  # all layers at once, or one by one
             for rows, old_rows in zip(new.stored(slot, layers), old.stored(slot, layers), strict=True):
                 rows[:, :, :n] = old_rows[:, :, :n]
         if new.features is not None and old.features is not None:

@@ -8,9 +8,9 @@ are recorded; they are freed as soon as something else needs the memory.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 
 import torch
 
@@ -20,18 +20,14 @@ from longdraft.memory import sizes
 # Classes of capacities between a power of two and the next, so that rounding costs an eighth at most.
 CLASSES = 8
 
-Make = Callable[[int, int], tuple[torch.Tensor, ...]]
 
-
+@dataclass(eq=False)
 class Room:
-    """Tensors for a number of slots with a number of rows each.
+    """Tensors for a number of slots with a number of rows each."""
 
-    Attributes:
-        kind: everything else that the tensors depend on.
-    """
-
-    def __init__(self, kind: Hashable, slots: int, capacity: int, tensors: tuple[torch.Tensor, ...]) -> None:
-        self.kind, self.slots, self.capacity, self.tensors = kind, slots, capacity, tensors
+    slots: int
+    capacity: int
+    tensors: tuple[torch.Tensor, ...]
 
 
 class Rooms:
@@ -39,11 +35,19 @@ class Rooms:
     idle room of each kind is kept."""
 
     def __init__(self) -> None:
-        self._idle: list[Room] = []  # one of a kind
-        self._lock = threading.RLock()  # the garbage collector gives rooms back at any moment, in any thread
+        # By everything else that the tensors depend on. The garbage collector gives rooms back at any moment, in any
+        # thread: what happens to the dict is one operation each.
+        self._idle: dict[Hashable, Room] = {}
         sizes.spare.add(self)
 
-    def take(self, user: object, kind: Hashable, slots: int, capacity: int, make: Make) -> Room:
+    def take(
+        self,
+        user: object,
+        kind: Hashable,
+        slots: int,
+        capacity: int,
+        make: Callable[[int, int], tuple[torch.Tensor, ...]],
+    ) -> Room:
         """The idle room if it is large enough, or a new one; given back when ``user`` is freed.
 
         Args:
@@ -53,35 +57,24 @@ class Rooms:
         Raises:
             MemoryBudgetError: ``make`` does, for the smallest room that is large enough.
         """
-        room = self._idle_one(kind, slots, capacity) or self._made(kind, slots, capacity, make)
-        weakref.finalize(user, self._back, room).atexit = False
+        room = self._idle.pop(kind, None)
+        if room is None or room.slots < slots or room.capacity < capacity:
+            del room  # one that is too small is freed first
+            larger = rounded(capacity)
+            try:
+                room = Room(slots, larger, make(slots, larger))
+            except MemoryBudgetError:
+                if larger == capacity:
+                    raise
+                room = Room(slots, capacity, make(slots, capacity))
+        weakref.finalize(user, self._idle.__setitem__, kind, room).atexit = False
         return room
-
-    def _idle_one(self, kind: Hashable, slots: int, capacity: int) -> Room | None:
-        """Takes the idle room of a kind; if it is too small, frees it."""
-        with self._lock:
-            room = next((each for each in self._idle if each.kind == kind), None)
-            self._idle = [each for each in self._idle if each is not room]
-            return room if room is not None and room.slots >= slots and room.capacity >= capacity else None
-
-    def _made(self, kind: Hashable, slots: int, capacity: int, make: Make) -> Room:
-        larger = rounded(capacity)
-        try:
-            return Room(kind, slots, larger, make(slots, larger))
-        except MemoryBudgetError:
-            if larger == capacity:
-                raise
-        return Room(kind, slots, capacity, make(slots, capacity))
-
-    def _back(self, room: Room) -> None:
-        with self._lock:
-            self._idle = [each for each in self._idle if each.kind != room.kind] + [room]
 
     def drop(self) -> bool:
         """Frees idle rooms, and the recordings in them. Returns whether there were any."""
-        with self._lock:
-            idle, self._idle = self._idle, []
-            return bool(idle)
+        had = bool(self._idle)
+        self._idle.clear()
+        return had
 
 
 def rounded(capacity: int) -> int:

@@ -20,6 +20,7 @@ from longdraft.errors import CheckpointError, MemoryBudgetError
 from longdraft.files import naming, regular
 from longdraft.memory import sizes
 from longdraft.memory.store import KVStore
+from longdraft.native.boundary import WHOLE
 
 # What the names of all versions of the format begin with.
 _FAMILY = "longdraft-kv-"
@@ -63,17 +64,17 @@ def save(store: KVStore, slot: int, tokens: Sequence[int], fingerprint: str, pat
     n = store.lengths[slot]
     if len(tokens) != n:
         raise ValueError(f"{len(tokens)} tokens for {n} committed rows")
-    keys, values = _gathered(store, slot, n)
-    tensors = {"keys": keys, "values": values, "tokens": torch.tensor(list(tokens), dtype=torch.int64, device="cpu")}
+    sizes.require(store.shape.bytes_per_token * n, torch.device("cpu"), f"A snapshot of {n} tokens")
+    rows = store.rows(slot, 0, n)
+    tensors = {"keys": rows.keys, "values": rows.values, "tokens": torch.tensor(list(tokens), **WHOLE)}
     meta = {"format": FORMAT, "target": fingerprint}
     if kind:
         meta["kind"] = kind
-    if store.features is not None:
-        tensors["features"] = store.features[slot, :n].contiguous()
+    if rows.features is not None:
+        tensors["features"] = rows.features
         meta["feature_layers"] = ",".join(map(str, store.feature_layers))
     for number, states in enumerate(store.states):
         tensors |= {f"{_STATES}{number}.{name}": tensor for name, tensor in states.save(slot).items()}
-    tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
     sums = {name: _checksum(tensor) for name, tensor in tensors.items()}
     meta |= {"checksums": json.dumps(sums), "checksum": str(_header_checksum(meta, sums))}
     temporary = None
@@ -122,11 +123,16 @@ def load(store: KVStore, slot: int, fingerprint: str, path: Path | str, most: in
         end = n if most is None else min(most, n)
         if end > store.capacity:
             raise CheckpointError(f"{path} holds {end} tokens, the slot has room for {store.capacity}.")
-        end = _restored(store, slot, file, found, end)
         if store.features is not None and found.feature_layers != store.feature_layers:
             return []
+        for number, states in enumerate(store.states):
+            names = [name for name in found.checksums if name.startswith(f"{_STATES}{number}.")]
+            tensors = {name.split(".", 2)[2]: _tensor(file, name, found.checksums) for name in names}
+            states.load(slot, tensors, n)
+        store.lengths[slot] = n
+        end = store.restorable(slot, end)
+        store.truncate(slot, end)
         _read_rows(store, slot, file, found, end)
-    store.lengths[slot] = end
     return found.tokens[:end].tolist()
 
 
@@ -145,34 +151,6 @@ def _read_rows(store: KVStore, slot: int, file: Any, head: Head, end: int) -> No
                 kept[place, :, :end] = rows[:, :end].to(kept.device)
     if any(sums[name] != head.checksums[name] for name in sums):
         raise ValueError("its keys and values are not those that were written")
-
-
-def _restored(store: KVStore, slot: int, file: Any, head: Head, wanted: int) -> int:
-    """Restores a slot's states from a file; returns how many of its rows go with them, ``wanted`` at most."""
-    for number, states in enumerate(store.states):
-        names = [name for name in head.checksums if name.startswith(f"{_STATES}{number}.")]
-        tensors = {name.split(".", 2)[2]: _tensor(file, name, head.checksums) for name in names}
-        states.load(slot, tensors, len(head.tokens))
-    while (found := min((states.restorable(slot, wanted) for states in store.states), default=wanted)) != wanted:
-        wanted = found
-    for states in store.states:
-        states.truncate(slot, wanted)
-    return wanted
-
-
-def _gathered(store: KVStore, slot: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values (layers, kv_heads, n, head_dim) of a slot's first rows, contiguous.
-
-    Raises:
-        MemoryBudgetError: the rows do not fit the free memory.
-    """
-    shape = store.shape
-    sizes.require(shape.bytes_per_token * n, torch.device("cpu"), f"A snapshot of {n} tokens")
-    out = [torch.empty(shape.layers, shape.kv_heads, n, shape.head_dim, dtype=shape.dtype, device="cpu") for _ in "kv"]
-    for layers in store.portions:
-        for tensor, rows in zip(out, store.stored(slot, layers), strict=True):
-            tensor[layers] = rows[:, :, :n].to(shape.dtype)
-    return out[0], out[1]
 
 
 def head(path: Path | str) -> Head | None:

@@ -2,17 +2,19 @@
 
 Rows ``[0, length)`` of a slot are committed. A forward writes its block behind them, in scratch space, and
 :meth:`KVStore.commit` keeps the accepted path of it and moves it into place. A store may also keep the hidden states
-of some layers (features), one row a token, for drafters of the EAGLE kind.
+of some layers (features), one row a token, for drafters of the EAGLE kind. It may keep keys and values in fewer bytes
+than the model's: exact methods draft on copies in such a store, and a target whose own KV is in one is a slightly
+different model.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 
@@ -21,6 +23,7 @@ from longdraft.attention.transfer import on_device
 from longdraft.memory import sizes
 from longdraft.memory.rooms import Room, Rooms
 from longdraft.memory.states import LayerStates
+from longdraft.native.scaled import Scaled
 
 # Bytes of a cache line.
 _LINE = 64
@@ -77,8 +80,11 @@ class KVStore:
         transposed_keys: keep the keys of a head as a (head_dim, capacity) matrix in memory; only the strides differ.
             A CPU multiplies a few query rows with it much faster (docs/benchmarks.md).
         rooms: memory to take, with as many slots and rows or more; None allocates memory of the store's own.
+        dtype: what rows are rounded to as they are written; None for the shape's. With torch.int8 keys and values are
+            :class:`~longdraft.native.scaled.Scaled`. Read them with ``.to(shape.dtype)``.
 
     Attributes:
+        dtype: that keys and values are kept in.
         room: the memory that was taken; None for the store's own.
         keys, values: (layers, slots, kv_heads, capacity, head_dim).
         features: (slots, capacity, layers kept x feature_size), the layers side by side; None if none are kept.
@@ -104,8 +110,9 @@ class KVStore:
         feature_layers: tuple[int, ...] = (),
         feature_size: int = 0,
         rooms: Rooms | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        self.shape = shape
+        self.shape, self.dtype = shape, dtype or shape.dtype
         self.slots = slots
         self.capacity = capacity
         self.device = torch.device(device)
@@ -135,14 +142,16 @@ class KVStore:
 
     def _allocate(self, transposed_keys: bool, beside: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values, after a check that they and ``beside`` bytes of features fit."""
-        needed = self.bytes_for(self.shape, self.slots, self.capacity) + beside
+        size, small = self._size, self.dtype == torch.int8
+        needed = self.bytes_for(replace(self.shape, dtype=self.dtype), self.slots, self.capacity) + beside
+        needed += 2 * prod(size[:-1]) * torch.float32.itemsize if small else 0
         sizes.require(needed, self.device, self._name)
-        values = torch.empty(self._size, dtype=self.shape.dtype, device=self.device)
-        keys = turned_rows(self._size, values.dtype, self.device) if transposed_keys else torch.empty_like(values)
-        return self._zeroed(keys), self._zeroed(values)
-
-    def _zeroed(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows.zero_() if self.shape.padded else rows
+        values = torch.empty(size, dtype=self.dtype, device=self.device)
+        keys = turned_rows(size, self.dtype, self.device) if transposed_keys else torch.empty_like(values)
+        if small:  # they behave like tensors wherever rows are read and written
+            scaled = (Scaled(x, torch.empty(size[:-1], device=x.device, dtype=torch.float32)) for x in (keys, values))
+            keys, values = (cast(torch.Tensor, x) for x in scaled)
+        return (keys.zero_(), values.zero_()) if self.shape.padded else (keys, values)
 
     @property
     def _size(self) -> tuple[int, int, int, int, int]:
@@ -179,11 +188,6 @@ class KVStore:
             for states in self._own_states:
                 length = states.restorable(slot, length)
         return length
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype that keys and values are kept in."""
-        return self.shape.dtype
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of one layer, (slots, kv_heads, capacity, head_dim), as views."""

@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from longdraft.attention.block import Block
-from longdraft.memory.recurrent import LayerSlot, RecurrentStates
+from longdraft.memory.recurrent import LayerSlot
 from longdraft.model.hosting import Hosted
 from longdraft.model.layer_parts import is_gelu, is_untouched, norms_of, plus_of, products_of
 from longdraft.model.model_code import own_forward
+from longdraft.model.recurrent import states_of
 from longdraft.model.stored_parts import ArrangedLinear
 from longdraft.model.tree_paths import last_inputs, needed, parents_of
 from longdraft.native.boundary import FLOATS
@@ -88,7 +89,7 @@ def delta_rows(hosted: Hosted, layers: Sequence[DeltaLayer], numbers: Sequence[i
         yield None
         return
     block = hosted.block
-    states = next(states for states in hosted.store.states if isinstance(states, RecurrentStates))
+    states = states_of(hosted.store)
     slots = [[states.layer(slot, number) for slot in block.slots] for number in numbers]
     found = [[_begun(layer, slot, block) for slot in own] for layer, own in zip(layers, slots, strict=True)]
     parents, offset = parents_of(block), block.offset

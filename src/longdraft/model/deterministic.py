@@ -19,6 +19,8 @@ from torch import nn
 from longdraft.attention import fixed_order
 from longdraft.attention.block import Block
 from longdraft.errors import CapabilityError
+from longdraft.memory.store import KVStore
+from longdraft.model.outputs import Taps, TargetOutput
 from longdraft.native import kernels
 from longdraft.native.boundary import FLOATS
 
@@ -88,6 +90,16 @@ def check_products(model: nn.Module, rows: int) -> None:
                 f"deterministic=True cannot be kept here: the product of {name} gives a row other bits at another "
                 "place of the block. Leave it out."
             )
+
+
+def verify(runner: TargetRunner, block: Block, store: KVStore, taps: Taps) -> TargetOutput:
+    """The forwards of a runner's bucket of rows, one or several, that compute a block."""
+    found = TargetOutput(None)
+    assert runner.rows is not None
+    for sequences, part, padded in pieces(block, runner.rows):
+        out = runner.forward(padded, store, taps=taps, check=False, fixed=True)
+        found.put(out, block, sequences, part)
+    return found
 
 
 def pieces(block: Block, rows: int) -> Iterator[tuple[range, range, Block]]:

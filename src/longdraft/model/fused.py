@@ -7,13 +7,12 @@ the model's own code and once by the kernels, and the kernels are used only if b
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Literal
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from longdraft.attention.block import Block
@@ -27,9 +26,10 @@ from longdraft.model import gpu_layers, hosting, stored
 from longdraft.model.delta_parts import delta_layer_of, delta_rows
 from longdraft.model.few_rows import MOST
 from longdraft.model.gpu_layers import GpuForward, GpuLayer
-from longdraft.model.layer_parts import ends_of, layer_of, touched
+from longdraft.model.layer_parts import ends_of, layer_of
 from longdraft.model.layer_rows import CosSin, LayerKinds
 from longdraft.model.layout import layout_of
+from longdraft.model.model_copy import copy_without_hooks
 from longdraft.model.sharded import is_spread
 from longdraft.model.stored import light, parameters
 from longdraft.native import DecoderLayer, DecoderStack, Stored, kernels
@@ -95,7 +95,7 @@ class FusedLayers:
                 plus=ends.plus,
             ),
         )
-        if not self._agrees(lambda hosted: self.run(hosted, "all") if self._fits(hosted) else None):
+        if not self._agrees(self._model, lambda hosted: self.run(hosted, "all") if self._fits(hosted) else None):
             self.layers, self.stack = [], None
         elif self._int8:
             self.layers = [layer.changed(_in_int8) for layer in layers]
@@ -105,20 +105,21 @@ class FusedLayers:
         model, shape = self._model, hosting.kv_shape(self._model)
         if shape.padded or any(kind.window is not None for kind in kinds.of_layers):
             return
-        theirs, decoder = list(hosting.decoder_layers(model)), hosting.decoder_of(model)
-        found = [gpu_layers.layer_of(layer, shape.head_dim) for layer in theirs]
+        found = [gpu_layers.layer_of(layer, shape.head_dim) for layer in hosting.decoder_layers(model)]
         layers = [layer for layer in found if layer is not None]
-        around: Iterable[nn.Module] = (model, decoder, *decoder.children(), *theirs, model.get_output_embeddings())
-        if len(layers) < len(theirs) or any(map(touched, around)):
+        if len(layers) < len(found):
             logger.info("Layers are not of the kind that kernels compute on a GPU: their own code is taken.")
             return
-        for index, (layer, fast) in enumerate(zip(theirs, layers, strict=True)):
-            vars(layer)["forward"] = GpuForward(fast, kinds, index, layer.forward)
-        if self._agrees(lambda hosted: hosting.run(model, replace(hosted, fused=True)).logits):
+
+        def put_in(each: PreTrainedModel) -> None:
+            for index, (layer, fast) in enumerate(zip(hosting.decoder_layers(each), layers, strict=True)):
+                vars(layer)["forward"] = GpuForward(fast, kinds, index, layer.forward)
+
+        tried = copy_without_hooks(model)
+        put_in(tried)
+        if self._agrees(tried, lambda hosted: hosting.run(tried, replace(hosted, fused=True)).logits):
+            put_in(model)
             self.layers = layers
-            return
-        for layer in theirs:
-            del vars(layer)["forward"]
 
     @property
     def _deltas(self) -> list[DeltaLayer]:
@@ -158,7 +159,7 @@ class FusedLayers:
         # torch computes long prompts in float32; in int8 arithmetic our kernels take any number of rows.
         return not block.prompt or self._int8 or block.batch * block.size <= MOST
 
-    def run(self, hosted: hosting.Hosted, logits: Literal["all", "last", "none"]) -> torch.Tensor | None:
+    def run(self, hosted: hosting.Hosted, logits: int | Literal["all", "last", "none"]) -> torch.Tensor | None:
         """A forward of the whole model, which needs a :attr:`stack`. Queries and hidden states go to ``hosted``.
 
         Returns:
@@ -196,22 +197,27 @@ class FusedLayers:
         return all(turns[n][0].shape[-1] <= x.d for n, x in pairs if isinstance(x, DecoderLayer))
 
     @torch.inference_mode()
-    def _agrees(self, compute: Callable[[hosting.Hosted], torch.Tensor | None]) -> bool:
+    def _agrees(self, model: PreTrainedModel, compute: Callable[[hosting.Hosted], torch.Tensor | None]) -> bool:
         """Compares the logits, keys, values and states of made-up tokens, near and far, with the model's own code."""
-        model, layout = self._model, layout_of(self._model)
-        for far in (False, True):
-            block, stores = _made_up(model, far)
-            theirs, ours = (hosting.Hosted(store, block, attend, layout) for store in stores)
-            try:
+        layout, last = layout_of(model), len(hosting.decoder_layers(model)) - 1
+        # The last layer's output is compared too: the norm behind it would hide a factor.
+        hidden, tapped = frozenset([last]), hosting.tap(model, last)
+        try:
+            for far in (False, True):
+                block, stores = _made_up(model, far)
+                theirs, ours = (hosting.Hosted(s, block, attend, layout, hidden_layers=hidden) for s in stores)
                 expected, got = hosting.run(model, theirs).logits, compute(ours)
-            except Exception as error:  # a model, a compiler or a driver can raise any type
-                # On a GPU nothing but what is missing on the machine fails here.
-                level = logging.WARNING if self.on_gpu else logging.INFO
-                logger.log(level, "Layers run by their own code, not by fused kernels: %s", reason_of(error))
-                return False
-            if not (_close(got, expected) and all(_close(b, a) for a, b in zip(*map(_kept, stores), strict=True))):
-                logger.info("The model does more with its layers than our kernels: its own code is taken.")
-                return False
+                pairs = [(got, expected), (ours.hidden.get(last), theirs.hidden.get(last))]
+                if not all(_close(a, b) for a, b in [*pairs, *zip(*map(_kept, reversed(stores)), strict=True)]):
+                    logger.info("The model does more with its layers than our kernels: its own code is taken.")
+                    return False
+        except Exception as error:  # a model, a compiler or a driver can raise any type
+            # On a GPU nothing but what is missing on the machine fails here.
+            level = logging.WARNING if self.on_gpu else logging.INFO
+            logger.log(level, "Layers run by their own code, not by fused kernels: %s", reason_of(error))
+            return False
+        finally:
+            tapped.remove()
         return True
 
 

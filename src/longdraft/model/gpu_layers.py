@@ -144,28 +144,20 @@ def layer_of(layer: nn.Module, head_dim: int) -> GpuLayer | None:
 
 
 class GpuForward:
-    """The forward of one layer by the kernels, or by its own code (``original``) if they do not serve.
+    """The forward of one layer by the kernels, or by its own code (``original``) if they do not serve."""
 
-    Attributes:
-        d: size of a head.
-    """
-
-    def __init__(
-        self, layer: GpuLayer, kinds: LayerKinds, index: int, original: Callable[..., Any] | None = None
-    ) -> None:
-        self.d = layer.d
+    def __init__(self, layer: GpuLayer, kinds: LayerKinds, index: int, original: Callable[..., Any]) -> None:
         self._layer, self._original = layer, original
         self._place, self._rope = kinds.of_stack[index], kinds.of_layers[kinds.numbers[index]].rope
 
     def __call__(self, hidden_states: torch.Tensor, *more: Any, **named: Any) -> Any:
         hosted, weight = named["longdraft_hosted"], self._layer.norm
         cos_sin = named["position_embeddings"] if self._rope is not None else UNTURNED
-        if self._original is not None:
-            like = weight.dtype, weight.device
-            # A model may be cast or moved during a run.
-            fits = all((x.dtype, x.device) == like for x in (hidden_states, cos_sin[0]) if x.numel())
-            if not (hosted.fused and fits):
-                return self._original(hidden_states, *more, **named)
+        # A model may be cast or moved during a run.
+        like = weight.dtype, weight.device
+        fits = all((x.dtype, x.device) == like for x in (hidden_states, cos_sin[0]) if x.numel())
+        if not (hosted.fused and fits):
+            return self._original(hidden_states, *more, **named)
         if self._rope is None:
             cos_sin = tuple(x.to(weight) for x in cos_sin)
         return self._layer.run(hidden_states, cos_sin, hosted, self._place)

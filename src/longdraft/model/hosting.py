@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, PreTrainedModel
 
 from longdraft.attention.block import PLAIN, Block, Scoring
@@ -239,7 +240,7 @@ def sampled(model: PreTrainedModel) -> list[torch.Tensor]:
     return [stored.weight_sample(m) for m in (model.get_input_embeddings(), first)]
 
 
-def tap(model: PreTrainedModel, layer: int) -> None:
+def tap(model: PreTrainedModel, layer: int) -> RemovableHandle:
     """Adds a hook to a decoder layer that keeps its output (B, T, hidden) in forwards that ask for it."""
 
     def hook(_module: nn.Module, _inputs: Any, named: dict[str, Any], output: Any) -> None:
@@ -247,4 +248,4 @@ def tap(model: PreTrainedModel, layer: int) -> None:
         if hosted is not None and layer in hosted.hidden_layers:
             hosted.hidden[layer] = output[0] if isinstance(output, tuple) else output
 
-    decoder_layers(model)[layer].register_forward_hook(hook, with_kwargs=True)
+    return decoder_layers(model)[layer].register_forward_hook(hook, with_kwargs=True)

@@ -93,11 +93,6 @@ class LayerKinds(NamedTuple):
     def ropes(self) -> tuple[str | None, ...]:
         return tuple(kind.rope for kind in self.of_layers)
 
-    @property
-    def usual(self) -> str:
-        """The rope of some layer that has one."""
-        return next((rope for rope in self.ropes if rope is not None), ONLY)
-
     def decoder_layer(self, kv_layer: int) -> int:
         """The number of the decoder layer that keeps the rows ``kv_layer`` of the whole text."""
         found = enumerate(self.places)

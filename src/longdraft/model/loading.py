@@ -20,12 +20,10 @@ from longdraft.model.embedded import EMBEDDED_ID, packaged_file
 from longdraft.model.gguf.files import Arithmetic, Weights, no_int8, read_gguf
 from longdraft.model.quantised import unpack_into
 from longdraft.model.stored_experts import keep_experts
-from longdraft.options import with_suggestions
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-@with_suggestions
 @memory_checked()
 def load(
     model: str | os.PathLike[str] | None = None,

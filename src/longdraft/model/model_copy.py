@@ -48,6 +48,15 @@ def copy_of(model: PreTrainedModel) -> PreTrainedModel:
         ) from error
 
 
+def copy_without_hooks(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy to try something out with: the user's hooks shall not see made-up tokens. Raises as :func:`copy_of`."""
+    copy = copy_of(model)
+    for module in copy.modules():
+        module._forward_hooks.clear()
+        module._forward_pre_hooks.clear()
+    return copy
+
+
 class _Copying:
     """Makes one copy, which is its ``model``."""
 

@@ -7,47 +7,19 @@ target's class computes it, so gates, latent heads and experts need no code of o
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
 from longdraft.errors import UnsupportedModelError
 from longdraft.model import hosting
 from longdraft.model.few_rows import in_halves
-from longdraft.model.small_models import Attend
+from longdraft.model.small_models import GIVEN, Attend
 from longdraft.model.stored import StoredLinear, unpacked
 from longdraft.native import Stored, kernels
-
-OWN = "longdraft_own_layer"
-
-
-def _attend(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    longdraft_attend: Attend | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """Attention over one packed text by the caller's function, whose scale is that of the widest head."""
-    if longdraft_attend is None or any(kwargs.get(name) is not None for name in ("softcap", "s_aux", "sinks")):
-        raise UnsupportedModelError(f"{type(module).__name__} attends otherwise than further layers are computed.")
-    narrow, size = value.shape[-1], max(key.shape[-1], value.shape[-1])
-    factor = (query.shape[-1] ** -0.5 if scaling is None else scaling) * size**0.5
-    query = query if math.isclose(factor, 1.0) else query * factor
-    # Autocast rounds the value alone: RoPE's tables are float32.
-    q, k, v = (F.pad(x[0].to(value.dtype), (0, size - x.shape[-1])) for x in (query, key, value))
-    return longdraft_attend(q, k, v)[..., :narrow].transpose(0, 1)[None].contiguous(), None
-
-
-AttentionInterface.register(OWN, _attend)
 
 
 def layer_like(model: PreTrainedModel, sparse: bool) -> nn.Module:
@@ -60,7 +32,7 @@ def layer_like(model: PreTrainedModel, sparse: bool) -> nn.Module:
         UnsupportedModelError: the model's layers are of no such class.
     """
     config = copy.deepcopy(hosting.decoder_config(model))
-    config._attn_implementation = OWN
+    config._attn_implementation = GIVEN
     mlp = "sparse" if sparse else "dense"
     changes: dict[str, Any] = {
         "layer_types": ["full_attention"],

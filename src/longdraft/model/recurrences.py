@@ -1,7 +1,8 @@
 """Recurrences: how the recurrent layers of transformers' models go from one token's state to the next.
 
-A mixer of transformers calls one of two functions of its module: a rule for many tokens at once, and a step for one.
-Here the arguments of the first are divided into rows, which are computed by the second one after another.
+A mixer of transformers calls a function of its module for many tokens at once. Here the arguments of the known ones are
+brought to one form: a state (heads, keys, values) that decays, and gains the product of a key and a value in each row.
+Our kernel computes rows of this form one after another, and :func:`steps` where the kernel does not serve.
 """
 
 from __future__ import annotations
@@ -9,105 +10,84 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 
+from longdraft.model.rows import whole_vectors
 from longdraft.native.recurrent import LinearRecurrence, RecurrentInputs
 
 Arguments = Mapping[str, Any]
 Rows = tuple[torch.Tensor, ...]
 
-# Tokens of a prompt whose states are computed together where a rule takes no state to begin with.
+# Tokens whose decays are computed together, which are as large as states.
 _PIECE = 64
 
 
-class Recurrence(Protocol):
+class Recurrence:
     """A kind of recurrence. B sequences of T rows.
 
     Attributes:
-        step: name of the function that computes one token.
+        names: arguments of the function for many tokens that differ from row to row.
+        begins: name of its argument that is the state to begin with; None if it has none.
         turned: transformers keeps a head's state as (values, keys), and we as (keys, values).
-        begins: name of the argument of the function for many tokens that is the state to begin with; None if it has
-            none.
+        wants: name of its argument that asks for the last state; None if that is always returned.
     """
 
-    @property
-    def step(self) -> str: ...
-
-    @property
-    def begins(self) -> str | None: ...
-
-    @property
-    def turned(self) -> bool: ...
+    names: tuple[str, ...]
+    begins: str | None = None
+    turned = False
+    wants: str | None = None
 
     def rows(self, arguments: Arguments) -> Rows:
         """The arguments that differ from row to row, (B, T, ...)."""
+        return tuple(arguments[name] for name in self.names)
 
-    def linear(self, arguments: Arguments) -> LinearRecurrence | None:
-        """The recurrence for our kernel; None if that does not compute this kind."""
+    def form(self, arguments: Arguments) -> LinearRecurrence:
+        """The recurrence in the common form."""
+        raise NotImplementedError
 
     def inputs(self, rows: Rows) -> RecurrentInputs:
-        """Some rows for our kernel."""
-
-    def advance(
-        self, step: Callable[..., Any], arguments: Arguments, state: torch.Tensor, row: Rows
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Computes a row (each tensor without B and T) from its parent's state; returns its output and its state."""
+        """Some rows in the common form."""
+        raise NotImplementedError
 
     def result(self, arguments: Arguments, outputs: torch.Tensor, state: torch.Tensor) -> Any:
-        """Returns what the function for many tokens would: outputs (B, T, ...) and, if wanted, a last state."""
+        """Returns what the function for many tokens would: outputs (B, T, heads, values) and, if wanted, a state."""
+        state = state.transpose(1, 2)[None] if self.turned else state[None]
+        return (outputs, state) if self.wants is None or arguments.get(self.wants) else outputs
 
-    def scan(self, arguments: Arguments, state: torch.Tensor) -> tuple[Any, torch.Tensor]:
-        """Computes a piece of a prompt (B is 1) from a state, where the function does not carry one."""
+    def run(self, arguments: Arguments, rows: Rows, state: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Outputs (heads, values) of rows (T, ...) one behind the other, and the state after the last one."""
+        outputs: list[torch.Tensor] = []
+        for piece in zip(*(x.split(_PIECE) for x in rows), strict=True):
+            step = steps(self.form(arguments), self.inputs(piece))
+            for row in range(len(piece[0])):
+                out, state = step(row, state)
+                outputs.append(out)
+        return outputs, state
 
 
-class _Delta:
+class _Delta(Recurrence):
     """The gated delta rule (gated DeltaNet, Kimi's delta attention): state (heads, key size, value size)."""
 
-    begins, turned = "initial_state", False
-    _names = ("query", "key", "value", "g", "beta")
-    _left_out = frozenset({*_names, "initial_state", "output_final_state", "chunk_size", "cu_seqlens"})
+    names, begins = ("query", "key", "value", "g", "beta"), "initial_state"
 
-    def __init__(self, step: str) -> None:
-        self.step = step
-
-    def rows(self, arguments: Arguments) -> Rows:
-        return tuple(arguments[name] for name in self._names)
-
-    def linear(self, arguments: Arguments) -> LinearRecurrence | None:
+    def form(self, arguments: Arguments) -> LinearRecurrence:
         scale = float(arguments["key"].shape[-1] ** -0.5)
         return LinearRecurrence(True, bool(arguments.get("use_qk_l2norm_in_kernel")), scale)
 
     def inputs(self, rows: Rows) -> RecurrentInputs:
         return RecurrentInputs(*rows)
 
-    def advance(
-        self, step: Callable[..., Any], arguments: Arguments, state: torch.Tensor, row: Rows
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        more = {name: value for name, value in arguments.items() if name not in self._left_out}
-        named = {name: x[None, None] for name, x in zip(self._names, row, strict=True)}
-        out, after = step(**named, initial_state=state[None], output_final_state=True, **more)
-        return out[0, 0], after[0]
 
-    def result(self, arguments: Arguments, outputs: torch.Tensor, state: torch.Tensor) -> Any:
-        return outputs, state[None]
-
-    def scan(self, arguments: Arguments, state: torch.Tensor) -> tuple[Any, torch.Tensor]:
-        raise NotImplementedError
-
-
-class _Mamba2:
+class _Mamba2(Recurrence):
     """Mamba-2's selective scan: state (heads, state size, head size)."""
 
-    step, begins, turned = "mamba2_selective_state_update", "initial_states", True
+    names, begins, turned = ("hidden_states", "dt", "B", "C"), "initial_states", True
+    wants = "return_final_states"
 
-    def rows(self, arguments: Arguments) -> Rows:
-        return tuple(arguments[name] for name in ("hidden_states", "dt", "B", "C"))
-
-    def linear(self, arguments: Arguments) -> LinearRecurrence | None:
-        if not arguments.get("dt_softplus"):
-            return None
+    def form(self, arguments: Arguments) -> LinearRecurrence:
         bias, skip = (None if x is None else x.float().contiguous() for x in map(arguments.get, ("dt_bias", "D")))
         return LinearRecurrence(False, a=arguments["A"].float().contiguous(), bias=bias, skip=skip)
 
@@ -115,103 +95,70 @@ class _Mamba2:
         x, dt, b, c = rows
         return RecurrentInputs(c, b, x, dt, None)
 
-    def advance(
-        self, step: Callable[..., Any], arguments: Arguments, state: torch.Tensor, row: Rows
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        x, dt, b, c = row
-        heads, width, size = state.shape
-        bias, skip = (None if y is None else y[:, None].expand(-1, size) for y in map(arguments.get, ("dt_bias", "D")))
-        after = state.transpose(1, 2)[None].clone(memory_format=torch.contiguous_format)  # written to
-        out = step(
-            after,
-            x[None],
-            dt[None, :, None].expand(-1, -1, size),
-            arguments["A"].float()[:, None, None].expand(heads, size, width),
-            b[None],
-            c[None],
-            skip,
-            z=None,
-            dt_bias=bias,
-            dt_softplus=arguments.get("dt_softplus", False),
-        )
-        return out[0], after[0].transpose(1, 2)
 
-    def result(self, arguments: Arguments, outputs: torch.Tensor, state: torch.Tensor) -> Any:
-        return (outputs, state.transpose(1, 2)[None]) if arguments.get("return_final_states") else outputs
-
-    def scan(self, arguments: Arguments, state: torch.Tensor) -> tuple[Any, torch.Tensor]:
-        raise NotImplementedError
-
-
-class _Mamba1:
+class _Mamba1(Recurrence):
     """Mamba's selective scan: state (channels, state size). Its rows are the last dimension of most arguments."""
 
-    step, begins, turned = "mamba_selective_state_update", None, False
+    names, wants = ("hidden_states", "dt", "B", "C"), "return_last_state"
 
     def rows(self, arguments: Arguments) -> Rows:
-        names = ("hidden_states", "dt", "B", "C", "z")
-        return tuple(arguments[name].transpose(1, 2) for name in names if arguments.get(name) is not None)
+        return tuple(x.transpose(1, 2) for x in super().rows(arguments))
 
-    def linear(self, arguments: Arguments) -> LinearRecurrence | None:
-        return None
+    def form(self, arguments: Arguments) -> LinearRecurrence:
+        bias, skip = (None if x is None else x.float() for x in map(arguments.get, ("delta_bias", "D")))
+        return LinearRecurrence(False, a=arguments["A"].float(), bias=bias, skip=skip)
 
     def inputs(self, rows: Rows) -> RecurrentInputs:
-        raise NotImplementedError
-
-    def advance(
-        self, step: Callable[..., Any], arguments: Arguments, state: torch.Tensor, row: Rows
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        x, dt, b, c, *gate = (y[None] for y in row)
-        after = state[None].clone()
-        out = step(
-            after,
-            x,
-            dt,
-            arguments["A"],
-            b,
-            c,
-            arguments.get("D"),
-            z=gate[0] if gate else None,
-            dt_bias=arguments.get("delta_bias"),
-            dt_softplus=arguments.get("delta_softplus", False),
-        )
-        return out[0], after[0]
+        x, dt, b, c = rows
+        return RecurrentInputs(c[:, None], b[:, None], x[..., None], dt, None)
 
     def result(self, arguments: Arguments, outputs: torch.Tensor, state: torch.Tensor) -> Any:
-        outputs = outputs.transpose(1, 2)
-        return (outputs, state[None]) if arguments.get("return_last_state") else outputs
-
-    def scan(self, arguments: Arguments, state: torch.Tensor) -> tuple[Any, torch.Tensor]:
-        x, dt, a, b, c = (arguments[name] for name in ("hidden_states", "dt", "A", "B", "C"))
-        if (bias := arguments.get("delta_bias")) is not None:
-            dt = dt + bias.to(dt.dtype)[..., None]
-        if arguments.get("delta_softplus"):
-            dt = torch.nn.functional.softplus(dt)
-        outputs, now = [], state[None]
-        for first in range(0, x.shape[2], _PIECE):
-            piece = slice(first, first + _PIECE)
-            step = dt[:, :, piece, None]
-            decays = torch.exp(a[None, :, None, :] * step)
-            inputs = step * b.transpose(1, 2)[:, None, piece].float() * x[:, :, piece, None].float()
-            for i in range(decays.shape[2]):
-                now = decays[:, :, i] * now + inputs[:, :, i]
-                outputs.append(now.to(x.dtype) @ c[:, :, first + i, None])
-        out = torch.cat(outputs, dim=-1)
-        if (skip := arguments.get("D")) is not None:
-            out = out + x * skip[None, :, None]
-        if (gate := arguments.get("z")) is not None:
-            out = out * torch.nn.functional.silu(gate)
-        result = (out, now) if arguments.get("return_last_state") else out
-        return result, now[0]
+        outputs, gate = outputs[..., 0].transpose(1, 2), arguments.get("z")
+        outputs = outputs if gate is None else outputs * whole_vectors(F.silu, gate)
+        return super().result(arguments, outputs, state)
 
 
 # The function for many tokens -> its recurrence.
 RECURRENCES: dict[str, Recurrence] = {
-    "torch_chunk_gated_delta_rule": _Delta("torch_recurrent_gated_delta_rule"),
-    "chunk_kimi_delta_attention": _Delta("recurrent_kimi_delta_attention"),
+    "torch_chunk_gated_delta_rule": _Delta(),
+    "chunk_kimi_delta_attention": _Delta(),
     "mamba2_chunk_scan": _Mamba2(),
     "mamba_selective_scan": _Mamba1(),
 }
+Step = Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+def steps(form: LinearRecurrence, inputs: RecurrentInputs) -> Step:
+    """A function from a row's number and its parent's state, float32, to its output (heads, values) and its state.
+
+    It is the definition of what recurrent.cpp computes. A row's bits do not depend on the rows beside it.
+    """
+    heads, dtype = inputs.v.shape[1], inputs.v.dtype
+    q, k = (x.float().repeat_interleave(heads // x.shape[1], 1) for x in (inputs.q, inputs.k))
+    v, g = inputs.v.float(), inputs.g.float()
+    if form.normalised:
+        q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+    if form.a is None:
+        assert inputs.beta is not None
+        beta, logarithm = inputs.beta.float(), g
+    else:  # Mamba: the step size makes both the decay and the weight of the input
+        beta = whole_vectors(F.softplus, g if form.bias is None else g + form.bias)
+        logarithm = beta.view(*beta.shape, *[1] * (form.a.dim() - 1)) * form.a
+    decay = whole_vectors(torch.exp, logarithm).view(*g.shape[:2], -1, 1)
+    q, k = (form.scale * q)[..., None], k[..., None]
+    gain = None if form.corrected else k * (v * beta[..., None])[:, :, None]
+
+    def step(row: int, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        s = state.reshape(*state.shape[:2], -1) * decay[row]
+        new = gain[row] if gain is not None else None
+        if new is None:
+            new = k[row] * ((v[row] - (s * k[row]).sum(1)) * beta[row, :, None])[:, None]
+        s = s + new
+        out = (s * q[row]).sum(1)
+        out = out if form.skip is None else out + v[row] * form.skip[:, None]
+        return out.to(dtype), s.view(state.shape)
+
+    return step
 
 
 _signature = cache(inspect.signature)

@@ -25,10 +25,10 @@ from transformers.activations import ACT2FN
 from longdraft.attention.block import Block
 from longdraft.errors import UnsupportedModelError
 from longdraft.memory.recurrent import Checkpoint, LayerSlot, RecurrentShape, RecurrentStates
-from longdraft.model.hosting import running
+from longdraft.model.hosting import Store, running
 from longdraft.model.model_code import own_forward, present_forward, replace_forward
-from longdraft.model.recurrences import RECURRENCES, Recurrence, Rows, bound
-from longdraft.model.rows import RowExact, undisturbed, whole_vectors
+from longdraft.model.recurrences import RECURRENCES, Recurrence, bound, steps
+from longdraft.model.rows import undisturbed, whole_vectors
 from longdraft.model.tree_paths import last_inputs, needed, parents_of
 from longdraft.native import Kernels, kernels
 from longdraft.native.recurrent import RecurrentKernels, RecurrentTree
@@ -38,8 +38,6 @@ _CONVOLUTION = "causal_conv1d_fn"
 _CACHES = ("cache", "cache_params", "past_key_values")
 # Words in the code of a mixer.
 _WORDS = frozenset({"update_conv_state", "update_recurrent_state"})
-
-
 # Recurrent layers of the forward that learns their sizes, with what they were called with.
 _learning: ContextVar[dict[int, tuple[_Mixer, _Turn]] | None] = ContextVar("longdraft_learning", default=None)
 
@@ -83,13 +81,8 @@ class _Mixer:
         names = [n for n in RECURRENCES if n in code.words]
         caches = [name for name in _CACHES if name in code.parameters]
         stateful = "update_recurrent_state" in code.words
-        own = code.function
-        if own is None or not caches or len(names) != stateful:
-            raise UnsupportedModelError(self.unknown())
-        if (
-            _CONVOLUTION not in code.words
-            or getattr(present_forward(module), "__func__", None) is not type(module).forward
-        ):
+        own, replaced = code.function, getattr(present_forward(module), "__func__", None) is not type(module).forward
+        if own is None or replaced or not caches or _CONVOLUTION not in code.words or len(names) != stateful:
             raise UnsupportedModelError(self.unknown())
         self._cache_name = caches[0]
         self._signature = inspect.signature(own)
@@ -98,7 +91,7 @@ class _Mixer:
         self.recurrence = RECURRENCES[names[0]] if names else None
         if self.recurrence is not None:
             functions[names[0]] = undisturbed(self._scan)
-            self.rule, self._step = own.__globals__[names[0]], own.__globals__[self.recurrence.step]
+            self.rule = own.__globals__[names[0]]
         self._module, self._forward = module, code.calling(functions)
         self._turn: _Turn = _Turn()
         self._original = present_forward(module)
@@ -118,8 +111,7 @@ class _Mixer:
             return self._original(*args, **kwargs)
         given = self._signature.bind(self._module, *args, **kwargs)
         named = dict(given.arguments)
-        variadic = [p.name for p in self._signature.parameters.values() if p.kind is p.VAR_KEYWORD]
-        for name in variadic:
+        for name in [p.name for p in self._signature.parameters.values() if p.kind is p.VAR_KEYWORD]:
             named |= named.pop(name, {})
         # Our blocks have no padding that a mask would have to silence.
         named |= {"attention_mask": None} if "attention_mask" in self._signature.parameters else {}
@@ -133,15 +125,12 @@ class _Mixer:
             learning[self.index] = self, turn
             return self._run(turn, named)
         block = hosted.block
-        states = next(states for states in hosted.store.states if isinstance(states, RecurrentStates))
-        slots = [states.layer(slot, self.index) for slot in block.slots]
+        slots = [states_of(hosted.store).layer(slot, self.index) for slot in block.slots]
         if not block.prompt or block.size == 1:
             return self._run(_Rows(block, slots), named)
-        x = named["hidden_states"]
-        parts = [
-            self._run(_Piece(self, block, slot), {**named, "hidden_states": x[b : b + 1]})
-            for b, slot in enumerate(slots)
-        ]
+        parts = []
+        for rows, slot in zip(named["hidden_states"].split(1), slots, strict=True):
+            parts.append(self._run(_Piece(self, block, slot), {**named, "hidden_states": rows}))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _run(self, turn: _Turn, named: dict[str, Any]) -> Any:
@@ -154,11 +143,6 @@ class _Mixer:
     def _scan(self, *args: Any, **named: Any) -> Any:
         self._turn.scans += 1
         return self._turn.scan(self, bound(self.rule, args, named))
-
-    def step(self, arguments: dict[str, Any], state: torch.Tensor, row: Rows) -> tuple[torch.Tensor, torch.Tensor]:
-        """Computes a row from its parent's state; returns its output and its state."""
-        assert self.recurrence is not None
-        return self.recurrence.advance(self._step, arguments, state, row)
 
 
 class _Turn:
@@ -243,12 +227,11 @@ class _Piece(_Turn):
 
     def scan(self, mixer: _Mixer, arguments: dict[str, Any]) -> Any:
         assert mixer.recurrence is not None
-        replay(mixer, self._slot, arguments)
-        assert self._now.state is not None
-        if (name := mixer.recurrence.begins) is not None:
+        recurrence, state = mixer.recurrence, replay(mixer.recurrence, self._slot, arguments)
+        if (name := recurrence.begins) is not None:
             return mixer.rule(**{**arguments, name: self._theirs()})
-        result, self._next.state = mixer.recurrence.scan(arguments, self._now.state)
-        return result
+        outputs, self._next.state = recurrence.run(arguments, tuple(x[0] for x in recurrence.rows(arguments)), state)
+        return recurrence.result(arguments, torch.stack(outputs)[None], self._next.state)
 
 
 class _Rows(_Turn):
@@ -263,9 +246,6 @@ class _Rows(_Turn):
     def take_inputs(self, x: torch.Tensor, number: int) -> torch.Tensor:
         self._number = number
         return x
-
-    def take_state(self, state: torch.Tensor) -> None:
-        """The state is computed anew from the accepted rows' inputs."""
 
     def convolve(
         self,
@@ -297,55 +277,51 @@ class _Rows(_Turn):
         return y if activation is None else whole_vectors(ACT2FN[activation], y)
 
     def scan(self, mixer: _Mixer, arguments: dict[str, Any]) -> Any:
-        assert mixer.recurrence is not None
-        block = self._block
-        new = mixer.recurrence.rows(arguments)
+        recurrence, block = mixer.recurrence, self._block
+        assert recurrence is not None
+        new = recurrence.rows(arguments)
         for b, slot in enumerate(self._slots):
             slot.keep_rows(block.offset, tuple(x[b].contiguous() for x in new))
-        out = self._by_kernel(mixer.recurrence, arguments)
+        out = self._by_kernel(recurrence, arguments)
         if out is None:
-            out = torch.stack([self._one_by_one(mixer, arguments, b) for b in range(block.batch)])
+            out = torch.stack([self._one_by_one(recurrence, arguments, b) for b in range(block.batch)])
         state = self._slots[0].now.state
         assert state is not None
-        return mixer.recurrence.result(arguments, out, state)
+        return recurrence.result(arguments, out, state)
 
     def _by_kernel(self, recurrence: Recurrence, arguments: dict[str, Any]) -> torch.Tensor | None:
         """Outputs (B, T, ...) of the last rows; None if our kernel does not compute them."""
-        kind, rows = recurrence.linear(arguments), self._slots[0].rows
-        served = all(x.dtype == torch.float32 and x.device.type == "cpu" for x in rows)
-        if kind is None or not served or (own := recurrent_kernels()) is None:
+        kind = recurrence.form(arguments)
+        served = all(x.dtype == torch.float32 and x.device.type == "cpu" for x in self._slots[0].rows)
+        by_channel = kind.a is not None and kind.a.dim() > 1
+        if by_channel or not served or (own := recurrent_kernels()) is None:
             return None
         trees = []
         for slot, parents in zip(self._slots, parents_of(self._block), strict=True):
             assert slot.now.state is not None
-            waiting = slot.waiting
-            trees.append(
-                RecurrentTree(
-                    slot.now.state,
-                    None if waiting is None else recurrence.inputs(waiting),
-                    recurrence.inputs(slot.rows),
-                    parents,
-                    needed(parents, self._block.offset),
-                    self._block.offset,
-                )
-            )
+            pending = None if (waiting := slot.waiting) is None else recurrence.inputs(waiting)
+            rows, order = recurrence.inputs(slot.rows), needed(parents, self._block.offset)
+            trees.append(RecurrentTree(slot.now.state, pending, rows, parents, order, self._block.offset))
         out = own.rows(kind, trees)
         for slot in self._slots:
             slot.pending = []
         return out
 
-    def _one_by_one(self, mixer: _Mixer, arguments: dict[str, Any], b: int) -> torch.Tensor:
-        """Outputs (T, ...) of a sequence's last rows, by the model's own function for one token."""
+    def _one_by_one(self, recurrence: Recurrence, arguments: dict[str, Any], b: int) -> torch.Tensor:
+        """Outputs (T, ...) of a sequence's last rows."""
         slot, parents = self._slots[b], parents_of(self._block)[b]
-        with RowExact():
-            replay(mixer, slot, arguments)
-            assert slot.now.state is not None
-            outputs, states = [], {-1: slot.now.state}
-            for row in needed(parents, self._block.offset):
-                out, states[row] = mixer.step(arguments, states[parents[row]], tuple(x[row] for x in slot.rows))
-                if row >= self._block.offset:
-                    outputs.append(out)
+        outputs, states = [], {-1: replay(recurrence, slot, arguments)}
+        step = steps(recurrence.form(arguments), recurrence.inputs(slot.rows))
+        for row in needed(parents, self._block.offset):
+            out, states[row] = step(row, states[parents[row]])
+            if row >= self._block.offset:
+                outputs.append(out)
         return torch.stack(outputs)
+
+
+def states_of(store: Store) -> RecurrentStates:
+    """The states of a store's recurrent layers."""
+    return next(states for states in store.states if isinstance(states, RecurrentStates))
 
 
 @cache
@@ -407,15 +383,15 @@ class _Same:
         return self._value
 
 
-def replay(mixer: _Mixer, slot: LayerSlot, arguments: dict[str, Any]) -> None:
-    """Takes the committed rows' inputs into the recurrent state.
+def replay(recurrence: Recurrence, slot: LayerSlot, arguments: dict[str, Any]) -> torch.Tensor:
+    """Takes the committed rows' inputs into the recurrent state, which is returned.
 
     Args:
         arguments: of the present call: those that are the same for all rows are taken from here.
     """
     state = slot.now.state
+    assert state is not None
     for rows in slot.pending:
-        for i in range(len(rows[0])):
-            assert state is not None
-            _, state = mixer.step(arguments, state, tuple(x[i] for x in rows))
+        _, state = recurrence.run(arguments, rows, state)
     slot.now.state, slot.pending = state, []
+    return state

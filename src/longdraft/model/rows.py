@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from longdraft.model.few_rows import in_halves
+from longdraft.model.few_rows import in_halves, is_plain
 from longdraft.native import Stored, kernels
 from longdraft.native.experts import ExpertProducts, ExpertWeights
 
@@ -23,6 +23,9 @@ from longdraft.native.experts import ExpertProducts, ExpertWeights
 _SHARE, _VECTORS = 32768, 128
 _NAMES = ("sigmoid", "silu", "softplus", "tanh", "exp", "gelu", "logsigmoid", "softsign", "log", "log1p", "expm1")
 _MORE_NAMES = ("erf", "mish", "elu", "celu", "selu")
+
+# Tensors that torch's functions take by name as well; such calls have no rule.
+_OTHER_NAMES = frozenset({"input", "other", "mat2", "out"})
 
 Call = Callable[..., Any]
 
@@ -42,7 +45,7 @@ class RowExact(TorchFunctionMode):
         self, func: Call, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         rule, named = self._rules.get(func), kwargs or {}
-        found = None if rule is None else rule(func, *args, **named)
+        found = None if rule is None or _OTHER_NAMES & named.keys() else rule(func, *args, **named)
         return func(*args, **named) if found is None else found
 
 
@@ -69,7 +72,7 @@ def whole_vectors(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Ten
 
 
 def _elementwise(call: Call, *args: Any, **named: Any) -> Any:
-    if not args or "out" in named or not isinstance(args[0], torch.Tensor):
+    if not args or not is_plain(args[0]):
         return None
     return whole_vectors(lambda share: call(share, *args[1:], **named), args[0])
 
@@ -90,7 +93,7 @@ def _linear(
     _call: Call, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor | None:
     own = kernels()
-    if own is None or not isinstance(weight, torch.Tensor) or x.numel() == 0 or weight.dim() != 2:
+    if own is None or not is_plain(weight) or x.numel() == 0 or weight.dim() != 2:
         return None
     bias = None if bias is None else bias.detach().float()
     if _served(x, weight) and weight.stride(1) == 1:
@@ -102,7 +105,7 @@ def _linear(
 
 def _matmul(call: Call, x: torch.Tensor, other: torch.Tensor, **named: Any) -> torch.Tensor | None:
     """x (..., in) times a matrix (in, out), or a matrix (out, in) times rows (B, in, T)."""
-    if named or not isinstance(other, torch.Tensor) or x.dim() < 1:
+    if named or not is_plain(x) or not is_plain(other) or x.dim() < 1:
         return None
     if x.dim() == 2 and other.dim() == 3 and x.device.type == "cpu" and other.shape[0] * other.shape[2] > 1:
         each = [torch.cat([call(x, row) for row in one.split(1, 2)], dim=2) for one in other.split(1)]
@@ -113,6 +116,12 @@ def _matmul(call: Call, x: torch.Tensor, other: torch.Tensor, **named: Any) -> t
         return _linear(call, x, other.t())
     found = _bmm(call, x.reshape(1, -1, x.shape[-1]), other[None])
     return None if found is None else found.view(*x.shape[:-1], other.shape[1])
+
+
+def _addmm(call: Call, bias: torch.Tensor, x: torch.Tensor, other: torch.Tensor, **named: Any) -> torch.Tensor | None:
+    """A matrix times rows and a bias, as GPT-2 writes it."""
+    found = _matmul(call, x, other, **named)
+    return None if found is None else found + bias
 
 
 def _bmm(_call: Call, x: torch.Tensor, other: torch.Tensor, **named: Any) -> torch.Tensor | None:
@@ -132,11 +141,8 @@ def _bmm(_call: Call, x: torch.Tensor, other: torch.Tensor, **named: Any) -> tor
     return out
 
 
-def _served(x: Any, weight: Any) -> bool:
-    return all(
-        isinstance(each, torch.Tensor) and each.device.type == "cpu" and each.dtype == torch.float32
-        for each in (x, weight)
-    )
+def _served(*given: torch.Tensor) -> bool:
+    return all(is_plain(x) and x.device.type == "cpu" and x.dtype == torch.float32 for x in given)
 
 
 def _named(*names: str) -> list[Any]:
@@ -153,5 +159,6 @@ _FUNCTIONS: dict[Any, Call] = {
 _PRODUCTS: dict[Any, Call] = {
     **dict.fromkeys(_named("linear"), _linear),
     **dict.fromkeys(_named("matmul", "__matmul__", "mm"), _matmul),
+    **dict.fromkeys(_named("addmm"), _addmm),
     **dict.fromkeys(_named("bmm"), _bmm),
 }

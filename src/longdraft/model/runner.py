@@ -16,11 +16,10 @@ from longdraft.files import named
 from longdraft.memory import offload as offloading
 from longdraft.memory import sizes
 from longdraft.memory.offload import Offload
-from longdraft.memory.packed_store import PackedStore
 from longdraft.memory.rooms import Rooms
 from longdraft.memory.store import KVStore
 from longdraft.model import deterministic as one_bucket
-from longdraft.model import fingerprints, hosting, stored, support
+from longdraft.model import fingerprints, hosting, kv_dtypes, stored, support
 from longdraft.model.clock import Clock
 from longdraft.model.ends import stated_ends
 from longdraft.model.graphs import Computed, Graphs
@@ -28,7 +27,7 @@ from longdraft.model.lock import FairLock
 from longdraft.model.outputs import NO_TAPS, Taps, TargetOutput, not_a_number
 from longdraft.model.sharded import is_spread, share_of
 from longdraft.model.shared_parts import SharedParts
-from longdraft.model.twin import Twin, host
+from longdraft.model.twin import Twin, host, place_of
 
 
 class TargetRunner:
@@ -93,12 +92,8 @@ class TargetRunner:
         halves = self.arithmetic == "int8" and self.can_round_kv and offload is None
         self.own_kv_dtype = torch.float16 if halves else self.kv_shape.dtype
         self.kv_dtype = kv_dtype or self.own_kv_dtype
-        reason = self._unreadable(self.kv_dtype) if offload is None else "it is for KV that is not offloaded"
-        if self.kv_is_rounded and reason is not None:
-            advice = "leave it out"
-            if self.device.type == "cuda":
-                advice += '; offload="host" or a partial view (specpv, self) takes less of a GPU\'s memory'
-            raise CapabilityError(f"kv_dtype={_name(self.kv_dtype)} cannot be kept here: {reason}. So {advice}.")
+        if self.kv_is_rounded:
+            kv_dtypes.check(self)
         # Graphs cannot record what processes exchange within a forward.
         # A recording cannot move the rows of windows either, nor compute rows one after another.
         self.recurrent = bool(self.twin.layout.recurrent)
@@ -109,7 +104,7 @@ class TargetRunner:
         self.graphs = Graphs.on(self.device, self.attention_path) if recorded else Graphs(None)
         # Of stores of whole texts and windows, and of views, which would take each other's.
         self._rooms, self._resident = Rooms(), Rooms()
-        self._bound_to = _bound_to(model)
+        self._place = place_of(model)
         self.rows = one_bucket.rows_for(self) if deterministic else None
 
     @property
@@ -135,7 +130,7 @@ class TargetRunner:
     @property
     def outdated(self) -> bool:
         """True if the model was moved or cast, or got another embedding or head, so that it needs a new runner."""
-        return _bound_to(self.model) != self._bound_to
+        return place_of(self.model) != self._place
 
     def refresh(self) -> None:
         """Adopts changes that the user made to the model since the last run.
@@ -203,20 +198,6 @@ class TargetRunner:
         """True if the CPU's attention path reads keys and values rounded to any dtype."""
         return not self.attends_itself and self.attention_path == "cpu" and self.kv_shape.dtype == torch.float32
 
-    def _unreadable(self, dtype: torch.dtype) -> str | None:
-        """The reason why no attention path here reads keys and values rounded to a dtype; None if one does."""
-        shape = self.kv_shape
-        if dtype == shape.dtype or self.can_round_kv:
-            return None
-        if self.attends_itself or shape.padded:
-            return "the model attends with code of its own, or its layers' keys and values have several sizes"
-        if self.device.type != "cuda":
-            own = f"{shape.dtype} on {self.device} ({self.attention_path})"
-            return f"it is for models in float32 on a CPU with its own attention path, and this one is {own}"
-        if dtype != torch.int8:
-            return "on a GPU keys and values are in the model's dtype or in int8"
-        return dispatch.scaled_unavailable(self.device, shape.dtype, shape.head_dim)
-
     @property
     def eos_token_ids(self) -> frozenset[int]:
         """End-of-sequence ids of the model's generation config; empty if it has none."""
@@ -245,28 +226,21 @@ class TargetRunner:
             CheckpointError: no file can be made in the folder to offload to.
         """
         self.refresh()
+        on_gpu = self.device.type == "cuda"
         transposed = dispatch.prefers_transposed_keys(self.attention_path, self.kv_shape.dtype)
         size = int(hosting.decoder_config(self.model).hidden_size)
         dtype = dtype or self.kv_dtype
-        if (reason := self._unreadable(dtype)) is not None:
-            raise CapabilityError(
-                f"Views in {_name(dtype)} cannot be kept here: {reason}. Leave view_dtype out; a view of all rows "
-                "needs it, so take another."
-            )
+        kv_dtypes.check_view(self, dtype)
         rows = capacity + self.graphs.padding(slots) + (self.rows or 0)
         rooms = self._resident if resident and self.rooms is not None else self.rooms
-        store: KVStore
-        if dtype != self.kv_shape.dtype:
-            more = self.device, rooms
-            store = PackedStore(self.kv_shape, slots, rows, dtype, feature_layers, size, *more)
-            if self.device.type == "cuda":
-                dispatch.say_scaled(self.attention_path)
-                scaled.check(self.device, self.kv_shape.dtype, self.kv_shape.head_dim)
-        else:
-            place = None if resident else self.offload
-            store = offloading.new_store(
-                *(place, self.kv_shape, slots, rows, self.device, transposed, feature_layers, size, rooms)
-            )
+        small = dtype != self.kv_shape.dtype
+        place, turned = None if resident or small else self.offload, transposed or (small and not on_gpu)
+        store = offloading.new_store(
+            *(place, self.kv_shape, slots, rows, self.device, turned, feature_layers, size, rooms, dtype)
+        )
+        if small and on_gpu:
+            dispatch.say_scaled(self.attention_path)
+            scaled.check(self.device, self.kv_shape.dtype, self.kv_shape.head_dim)
         if states and (self.twin.layout.windows or self.recurrent):
             of_windows = dtype if dtype.is_floating_point else self.kv_shape.dtype
             packed = transposed or of_windows != self.kv_shape.dtype
@@ -279,7 +253,7 @@ class TargetRunner:
         block: Block,
         store: KVStore,
         *,
-        logits: Literal["all", "last", "none"] = "all",
+        logits: int | Literal["all", "last", "none"] = "all",
         taps: Taps = NO_TAPS,
         check: bool = True,
         fixed: bool = False,
@@ -288,7 +262,7 @@ class TargetRunner:
 
         Args:
             block: made by the store's :meth:`~longdraft.memory.store.KVStore.block`.
-            logits: the rows whose logits are computed.
+            logits: the rows whose logits are computed; a number: so many of each sequence's last.
             check: look for NaN, which waits for the device. Not needed for drafts, nor before
                 :func:`~longdraft.engine.accept.accept`, which checks for itself.
             fixed: attend in an order that depends on each row's rank alone.
@@ -317,18 +291,19 @@ class TargetRunner:
                 raise not_a_number(self.model)
             return out
 
-    def verify(self, block: Block, store: KVStore, taps: Taps = NO_TAPS) -> TargetOutput:
+    def verify(self, block: Block, store: KVStore, taps: Taps = NO_TAPS, last: int | None = None) -> TargetOutput:
         """One forward whose logits decide tokens: a plain step or a verification. Logits are not checked for NaN.
 
         With :attr:`rows`, forwards of that many rows, one or several.
+
+        Args:
+            last: of each sequence only so many rows, its last ones, need logits. Recorded forwards have those of all.
         """
-        if self.rows is None:
+        if self.rows is not None:
+            return one_bucket.verify(self, block, store, taps)
+        if last is None or last >= block.size or self.graphs.recording:
             return self.forward(block, store, taps=taps, check=False)
-        found = TargetOutput(None)
-        for sequences, part, padded in one_bucket.pieces(block, self.rows):
-            out = self.forward(padded, store, taps=taps, check=False, fixed=True)
-            found.put(out, block, sequences, part)
-        return found
+        return self.forward(block, store, logits=last, taps=taps, check=False)
 
     def _kept(self, taps: Taps, store: KVStore) -> Taps:
         return Taps(tuple(sorted({*taps.hidden, *store.feature_layers})), taps.queries)
@@ -370,15 +345,14 @@ class TargetRunner:
                 slots, lengths = range(batch), [length] * batch
                 block = Block.make(slots, lengths, size, device=self.device, tokens=zeros, positions=zeros)
                 self._replay(store, block, kept, True, self.rows is not None)
-            if sizes:
-                done(1.0)
+            done(1.0)
             return len(sizes)
 
     def _compute(
         self,
         store: KVStore,
         block: Block,
-        logits: Literal["all", "last", "none"],
+        logits: int | Literal["all", "last", "none"],
         taps: Taps,
         fixed: bool = False,
     ) -> Computed:
@@ -398,10 +372,10 @@ class TargetRunner:
         if logits == "none":
             self.run(hosted, head=False)
             return None, hosted.hidden, hosted.queries
-        last = logits == "last"
-        out = self.run(hosted, head=True, logits_to_keep=int(last))
+        last = logits if isinstance(logits, int) else int(logits == "last")  # 0: all of them
+        out = self.run(hosted, head=True, logits_to_keep=0 if last > 1 and self.attends_itself else last)
         # Some models do not know logits_to_keep.
-        return out.logits[:, -1:] if last else out.logits, hosted.hidden, hosted.queries
+        return out.logits[:, -last:], hosted.hidden, hosted.queries
 
     def run(self, hosted: hosting.Hosted, head: bool, **more: Any) -> Any:
         """Runs the model's own code on a block. The caller holds :attr:`lock`.
@@ -424,13 +398,3 @@ class TargetRunner:
                 f"{len(self.twin.layout.places)} before: its layers change from one forward to the next."
             )
         return out
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _bound_to(model: PreTrainedModel) -> tuple[object, ...]:
-    """The dependencies of a runner and its drafts: device, dtype, and the storage of embedding and head."""
-    ends = [stored.weight_place(m) for m in (model.get_input_embeddings(), model.get_output_embeddings())]
-    return model.device, model.dtype, *((w.data_ptr(), w.shape, w.dtype) for w in ends)

@@ -5,14 +5,16 @@ Embedding and head are the target's modules, by reference, and are never saved.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM, LlamaModel, PreTrainedModel
 
-from longdraft.errors import CheckpointError, ConfigError
+from longdraft.errors import CheckpointError, ConfigError, UnsupportedModelError
 from longdraft.model import hosting
 from longdraft.model.runner import TargetRunner
 from longdraft.model.sharded import whole
@@ -31,12 +33,20 @@ def _given(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    longdraft_attend: Attend,
+    scaling: float | None = None,
+    longdraft_attend: Attend | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention over one packed text by the caller's function."""
-    q, k, v = (x[0].to(value.dtype) for x in (query, key, value))
-    return longdraft_attend(q, k, v).transpose(0, 1)[None], None
+    """Attention over one packed text by the caller's function, whose scale is that of the widest head."""
+    if longdraft_attend is None or any(kwargs.get(name) is not None for name in ("softcap", "s_aux", "sinks")):
+        raise UnsupportedModelError(f"{type(module).__name__} attends otherwise than drafts' layers are computed.")
+    narrow, size = value.shape[-1], max(key.shape[-1], value.shape[-1])
+    factor = (query.shape[-1] ** -0.5 if scaling is None else scaling) * size**0.5
+    query = query if math.isclose(factor, 1.0) else query * factor
+    # Autocast rounds the value alone: RoPE's tables are float32.
+    rows = (x[0].to(value.dtype) for x in (query, key, value))
+    q, k, v = (x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1])) for x in rows)
+    return longdraft_attend(q, k, v)[..., :narrow].transpose(0, 1)[None].contiguous(), None
 
 
 AttentionInterface.register(GIVEN, _given)

@@ -225,15 +225,6 @@ def use_int8(model: nn.Module, on: bool = True) -> None:
             module.int8 = on
 
 
-def to_four_bits(model: nn.Module) -> None:
-    """Rounds the layers that int8 arithmetic reads in 5 to 8 bits to Q4_0, for a draft, which need not be exact."""
-    for module in model.modules():
-        if isinstance(module, StoredLinear) and module.int8:
-            matrix = light(module.matrix, 4)
-            assert isinstance(matrix, Stored)
-            module.format, module.data = matrix.format, matrix.data
-
-
 def light(weights: torch.Tensor | Stored, bits: Literal[4, 8] = 8) -> torch.Tensor | Stored:
     """A draft's matrix (out, in) for int8 arithmetic, as a draft need not be exact.
 

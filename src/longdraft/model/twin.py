@@ -38,7 +38,7 @@ from longdraft.model.model_copy import copy_of, signature, unchanged
 from longdraft.model.rows import RowExact
 from longdraft.model.sharded import is_spread, share_of
 from longdraft.model.shared_parts import SharedParts, shared_parts
-from longdraft.model.verdicts import tried
+from longdraft.model.trial import tried
 from longdraft.native import kernels
 
 
@@ -74,9 +74,11 @@ class Twin:
         self.few_rows = FewRowsModule(self.model)
         quantised.install(self.model, set(self.few_rows.layers), self._decoding)
         experts.install(self.model, self._decoding)
-        self._by_row = kernels() is not None and self.model.device.type == "cpu"
+        # In 16 bits attention rounds a row by the others, but experts had better be chosen alike.
+        exact = self.model.dtype == torch.float32 or any(map(experts.is_mixture, self.model.modules()))
+        self._by_row = exact and kernels() is not None and self.model.device.type == "cpu"
         self._tapped: set[int] = set()
-        self._place = _place(model)
+        self._place = place_of(model)
 
     def _decoding(self) -> bool:
         """True in forwards in which a row's bits must not depend on the rows beside it."""
@@ -101,7 +103,7 @@ class Twin:
     @property
     def moved(self) -> bool:
         """True if the model was moved or cast since, as far as a quick look can tell."""
-        return _place(self.model) != self._place
+        return place_of(self.model) != self._place
 
     def run(self, hosted: hosting.Hosted, head: bool, **more: Any) -> Any:
         """A forward of the model, or of its decoder alone without ``head``."""
@@ -178,6 +180,7 @@ def host(model: PreTrainedModel) -> HostedModel:
         return hosted
 
 
-def _place(model: PreTrainedModel) -> tuple[int, torch.dtype, torch.device]:
-    weight = stored.weight_place(model.get_input_embeddings())
-    return weight.data_ptr(), model.dtype, weight.device
+def place_of(model: PreTrainedModel) -> tuple[object, ...]:
+    """Device and dtype of a model, and the storage of its embedding and head."""
+    ends = [stored.weight_place(m) for m in (model.get_input_embeddings(), model.get_output_embeddings())]
+    return model.device, model.dtype, *((w.data_ptr(), w.shape, w.dtype) for w in ends)

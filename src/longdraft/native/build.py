@@ -41,7 +41,6 @@ LEVELS = {
         "x86-64-v4-vnni": "avx512_vnni",  # integer products
         "x86-64-v4": "avx512f avx512bw avx512cd avx512dq avx512vl",
         "x86-64-v3": "avx avx2 bmi1 bmi2 f16c fma abm movbe",
-        "x86-64-v2": "cx16 lahf_lm popcnt sse4_1 sse4_2 ssse3",
     },
     "aarch64": {"armv8-a": ""},  # all of them have NEON
 }
@@ -50,11 +49,8 @@ CALLED = {
     "x86-64-v4-vnni": "AVX-512 with VNNI",
     "x86-64-v4": "AVX-512",
     "x86-64-v3": "AVX2",
-    "x86-64-v2": "SSE4",
     "armv8-a": "NEON",
 }
-# Instruction sets that are used only if LONGDRAFT_NATIVE names them: without AVX torch's products are faster.
-ON_REQUEST = ("x86-64-v2",)
 # Compiler flags of instruction sets that -march has no name for.
 _TARGETS = {"x86-64-v4-vnni": ("-march=x86-64-v4", "-mavx512vnni")}
 # The folder of a wheel's shared objects.

@@ -10,27 +10,11 @@ from typing import ClassVar
 import torch
 
 from longdraft.native.boundary import address
-from longdraft.native.recurrent import Convolution, LinearRecurrence, Recurrence, RowsOf, SequenceOf, numbers_of
-from longdraft.native.structures import Long, Matrix, Norm, Pointer, Weights
+from longdraft.native.header import STRUCTURES, Pointer
+from longdraft.native.recurrent import Convolution, LinearRecurrence, SequenceOf, numbers_of, rows_of
+from longdraft.native.structures import Norm, Weights, matrix
 
 _NORMS = ("norm", "mlp_norm", "out_norm")
-_PRODUCTS = ("mixed", "z", "b", "a", "o", "gate", "up", "down")
-
-
-class _Layer(ctypes.Structure):
-    _fields_ = [
-        *((name, Pointer) for name in _NORMS),
-        *((name, ctypes.c_float) for name in ("eps", "mlp_eps", "out_eps", "plus")),
-        *((name, Matrix) for name in _PRODUCTS),
-        ("convolution", Convolution),
-        ("recurrence", Recurrence),
-        *((name, Pointer) for name in ("decay", "bias", "order")),
-        *((name, Long) for name in ("key_heads", "hidden", "inner", "gelu")),
-    ]
-
-
-class _DeltaRows(ctypes.Structure):
-    _fields_ = [(name, Pointer) for name in ("places", "inputs", "windows", "sequences")]
 
 
 @dataclass(frozen=True)
@@ -93,8 +77,8 @@ class DeltaLayer:
         self.inputs = weight.shape[1]
         rule = LinearRecurrence(corrected=True, normalised=True, scale=float(sizes.keys**-0.5))
         own = [norms[name] for name in _NORMS]
-        self.struct: ctypes.Structure = _Layer(
-            *(address(norm) for norm, _ in own), *(eps for _, eps in own), plus, *map(Matrix.of, products),
+        self.struct = STRUCTURES["DeltaLayer"](
+            *(address(norm) for norm, _ in own), *(eps for _, eps in own), plus, *map(matrix, products),
             Convolution(*weight.shape, address(weight), address(of_weight), True),
             rule.struct(sizes.heads, sizes.kept_heads, sizes.keys, sizes.values, by_key=False),
             *(address(x, size=sizes.heads) for x in (decay, bias)), address(order, torch.long, sizes.heads),
@@ -151,9 +135,9 @@ class DeltaRows:
         sequences = (SequenceOf * len(every))()
         for i, own in enumerate(every):
             tree = i % len(parents)
-            pending = RowsOf(0) if own.pending is None else _rows(own.pending)
             sequences[i] = SequenceOf(
-                *(address(own.state), pending, _rows(own.rows), *trees[tree], len(orders[tree]), first, None)
+                *(address(own.state), rows_of(own.pending), rows_of(own.rows)),
+                *(*trees[tree], len(orders[tree]), first, None),
             )
         tensors = [places, [each.inputs for each in every], [each.window for each in every]]
         kinds = torch.long, torch.float32, torch.float32
@@ -161,8 +145,4 @@ class DeltaRows:
             (Pointer * len(each))(*(address(x, kind) for x in each)) for each, kind in zip(tensors, kinds, strict=True)
         ]
         self._alive = every, numbers, sequences, tensors, pointers
-        self.struct: ctypes.Structure = _DeltaRows(*map(ctypes.addressof, pointers), ctypes.addressof(sequences))
-
-
-def _rows(tensors: Sequence[torch.Tensor]) -> RowsOf:
-    return RowsOf(len(tensors[0]), *map(address, tensors))
+        self.struct = STRUCTURES["DeltaRows"](*map(ctypes.addressof, pointers), sequences)

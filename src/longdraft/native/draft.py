@@ -1,4 +1,4 @@
-"""Structures of a draft's level, as kernels.h declares them. Each keeps the tensors alive that it points to."""
+"""What kernels.h calls Draft and Nodes: a draft's level, made of tensors, which the classes keep alive."""
 
 from __future__ import annotations
 
@@ -8,28 +8,11 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from longdraft.native.boundary import address
-from longdraft.native.structures import Long, Matrix, Pointer, Weights
+from longdraft.native.header import STRUCTURES, Long
+from longdraft.native.structures import Matrix, Weights, matrix
 
 NORMS = ("norm", "joined_norm", "cross_norm", "mlp_norm", "final_norm")
 PRODUCTS = ("q", "k", "v", "o", "cross_q", "cross_o", "gate", "up", "down", "head")
-
-
-class _Draft(ctypes.Structure):
-    _fields_ = [
-        *((name, Pointer) for name in NORMS),
-        *((name, ctypes.c_float) for name in ("eps", "scale")),
-        *((name, Matrix) for name in PRODUCTS),
-        *((name, Long) for name in ("hidden", "heads", "kv_heads", "d", "inner", "normed_residual")),
-    ]
-
-
-class _Nodes(ctypes.Structure):
-    _fields_ = [
-        *((name, Long) for name in ("sequences", "width")),
-        *((name, Pointer) for name in ("counts", "slots", "x", "joined", "cos", "sin", "begins", "ends", "masks")),
-        ("seen", Long),
-        ("lengths", Pointer),
-    ]
 
 
 class DraftBlock:
@@ -58,10 +41,10 @@ class DraftBlock:
     ) -> None:
         self._norms, self._products = norms, products  # the structure points into them
         self.hidden, self.vocabulary = norms["norm"].shape[0], products["head"][0].shape[0]
-        self.struct = _Draft(
+        self.struct = STRUCTURES["Draft"](
             *(address(norms.get(name), size=self.hidden) for name in NORMS),
             *(eps, d**-0.5),
-            *(Matrix.of(products[name]) if name in products else Matrix() for name in PRODUCTS),
+            *(matrix(products[name]) if name in products else Matrix() for name in PRODUCTS),
             *(self.hidden, heads, kv_heads, d, products["gate"][0].shape[0], normed_residual),
         )
 
@@ -100,7 +83,7 @@ class Nodes:
         self._alive = tensors, numbers
         x_, joined_, cos_, sin_, masks = (*map(address, tensors[:4]), address(tensors[4], torch.bool))
         counts_, slots_, begins_, ends_, lengths_ = (None if n is None else ctypes.addressof(n) for n in numbers)
-        self.struct = _Nodes(
+        self.struct = STRUCTURES["Nodes"](
             *(len(counts), width, counts_, slots_, x_, joined_, cos_, sin_, begins_, ends_, masks),
             *(0 if mask is None else mask.shape[-1], lengths_),
         )

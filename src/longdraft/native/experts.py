@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 
 from longdraft.native.boundary import FLOATS, address
+from longdraft.native.header import Long
 from longdraft.native.library import Kernels
-from longdraft.native.operators import declared, launch
 from longdraft.native.stored import Stored
-from longdraft.native.structures import Long, Matrix, Pointer
+from longdraft.native.structures import Matrix
 
 _BY_INPUT = -1
 
@@ -51,7 +51,7 @@ class ExpertWeights:
         data = self.matrices.data if isinstance(self.matrices, Stored) else self.matrices
         return (data,) if self.bias is None else (data, self.bias)
 
-    def expert(self, number: int) -> Matrix:
+    def expert(self, number: int) -> ctypes.Structure:
         """The structure of one expert's matrix, without a place for its results."""
         w, outs = self.matrices, self.shape[0]
         bias = None if self.bias is None else address(self.bias[number], size=outs)
@@ -79,8 +79,7 @@ class ExpertProducts:
         self._table = (Matrix * (self.count * len(weights)))(
             *(each.expert(e) for e in range(self.count) for each in weights)
         )
-        arrays = (Pointer, Long, ctypes.POINTER(Matrix), Long, *(ctypes.POINTER(Long),) * 2, Long, Pointer)
-        self._run = declared(kernels.library, "experts", *arrays, ctypes.c_int)
+        self._call = kernels.call
 
     def __call__(self, x: torch.Tensor, experts: Sequence[int], starts: Sequence[int]) -> torch.Tensor:
         """Rows x (rows, in) times the matrices of their experts -> (kinds, rows, out).
@@ -92,8 +91,7 @@ class ExpertProducts:
         x, kinds, groups = x.contiguous(), len(self._weights), len(experts)
         out = torch.empty(kinds, x.shape[0], self.shape[0], **FLOATS)
         numbers, places = (Long * groups)(*experts), (Long * (groups + 1))(*starts)
-        launch(
-            *("experts", [x, out], self._run, address(x), x.shape[1], self._table, kinds),
-            *(numbers, places, groups, address(out), torch.get_num_threads()),
+        self._call(
+            "experts", [x, out], address(x), x.shape[1], self._table, kinds, numbers, places, groups, address(out)
         )
         return out

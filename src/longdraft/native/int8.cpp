@@ -59,14 +59,6 @@ inline ivec dot(ivec sum, ivec w, const std::int8_t *four) {
   if constexpr (SIGNED<MOST>) a = veorq_s8(a, vdupq_n_s8(-128));
   const int32x4_t low = vpaddlq_s16(vmull_s8(vget_low_s8(a), vget_low_s8(b)));
   return sum + (ivec)vpaddq_s32(low, vpaddlq_s16(vmull_high_s8(a, b)));
-#elif defined(__SSSE3__)
-  __m128i a = (__m128i)w, b = (__m128i)x;
-  if constexpr (SIGNED<MOST>) {
-    a = _mm_xor_si128(a, _mm_set1_epi8(-128));
-    b = _mm_sign_epi8(b, a);
-    a = _mm_abs_epi8(a);
-  }
-  return sum + (ivec)_mm_madd_epi16(_mm_maddubs_epi16(a, b), _mm_set1_epi16(1));
 #else
   std::uint8_t a[4 * LANES];
   std::int8_t b[4 * LANES];

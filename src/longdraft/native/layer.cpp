@@ -95,11 +95,12 @@ Code longdraft_stack(const Stack *stack, const Batch *batches, const KeysValues 
       if (hidden[i]) std::copy_n(x, count * size, hidden[i]);
     }
     if (!logits && !best) return;
-    const int64_t step = last ? batches->size : 1, rows = count / step;
+    // The last rows of each sequence, so many; 0: all.
+    const int64_t each = last ? last : batches->size, rows = batches->sequences * each;
     static thread_local Scratch scratch;
     float *normed = scratch.of(Scratch::whole_lines(rows * size) + (logits ? 0 : rows * stack->head.outs));
     for (int64_t r = 0; r < rows; r++) {
-      rms_norm(x + ((r + 1) * step - 1) * size, 1, size, stack->norm, stack->eps, normed + r * size, stack->plus);
+      rms_norm(x + ((r / each + 1) * batches->size - each + r % each) * size, 1, size, stack->norm, stack->eps, normed + r * size, stack->plus);
     }
     const Matrix head = into(stack->head, logits ? logits : normed + Scratch::whole_lines(rows * size), false);
     must(longdraft_linear(normed, rows, size, &head, 1, threads));

@@ -17,9 +17,10 @@ from typing import Literal
 import torch
 
 from longdraft.native.boundary import FLOATS, WHOLE, address
-from longdraft.native.build import LEVELS, ON_REQUEST, levels, loaded
+from longdraft.native.build import LEVELS, levels, loaded
 from longdraft.native.draft import DraftBlock, Nodes
-from longdraft.native.operators import declared, launch
+from longdraft.native.header import STRUCTURES, Pointer
+from longdraft.native.operators import Functions
 from longdraft.native.scaled import FORMATS, KeptRows
 from longdraft.native.stored import Stored
 from longdraft.native.structures import (
@@ -27,12 +28,12 @@ from longdraft.native.structures import (
     DecoderStack,
     HasStructure,
     KeysValues,
-    Long,
     Matrix,
-    Pointer,
     Rows,
     Scoring,
     Weights,
+    keys_values,
+    matrix,
 )
 
 logger = logging.getLogger("longdraft")
@@ -52,33 +53,22 @@ class Kernels:
     Attributes:
         level: the instruction set.
         lanes: floats in a vector.
-        library: the loaded shared object.
+        call: calls a function of the loaded shared object by its name.
     """
 
     def __init__(self, library: ctypes.CDLL, level: str) -> None:
-        self.level, self.library = level, library
+        self.level, self.call = level, Functions(library)
         self.lanes = int(library.longdraft_lanes())
         library.longdraft_threads.argtypes = [Pointer]
         library.longdraft_threads(_parallel_entry())
-        kv, threads = ctypes.POINTER(KeysValues), ctypes.c_int
-        self._linear = declared(library, "linear", Pointer, Long, Long, ctypes.POINTER(Matrix), Long, threads)
-        self._unpack = declared(library, "unpack", Pointer, *(Long,) * 4, Pointer, threads)
-        # q; keys and values, their slot; heads, rows, d, n; mask, its shape; begins; scoring; out; threads
-        last = (Pointer, ctypes.POINTER(Scoring), Pointer, threads)
-        self._attend = declared(library, "attend", Pointer, kv, *(Long,) * 5, Pointer, Long, Long, *last)
-        # q; keys and values, their slot; heads, group, rows, d, n; begins; scoring; out; threads
-        self._chunk = declared(library, "attend_chunk", Pointer, kv, *(Long,) * 6, *last)
-        self._stack = declared(library, "stack", *(Pointer,) * 7, threads, Pointer, Long, Pointer, Pointer, threads)
-        self._draft = declared(library, "draft", *(Pointer,) * 4, Long, *(Pointer,) * 4, threads)
 
     def linear(self, x: torch.Tensor, products: Sequence[Weights]) -> list[torch.Tensor]:
         """x (..., in) times several matrices (out, in), plus their biases -> (..., out) for each matrix."""
         x = x.contiguous()
         size = x.shape[-1]
         outs = [torch.empty(*x.shape[:-1], w.shape[0], **FLOATS) for w, _ in products]
-        matrices = (Matrix * len(outs))(*(Matrix.of(w, out, size) for w, out in zip(products, outs, strict=True)))
-        rows, threads = x.numel() // size, torch.get_num_threads()
-        launch("linear", [x, *outs], self._linear, address(x), rows, size, matrices, len(outs), threads)
+        matrices = (Matrix * len(outs))(*(matrix(w, out, size) for w, out in zip(products, outs, strict=True)))
+        self.call("linear", [x, *outs], address(x), x.numel() // size, size, matrices, len(outs))
         return outs
 
     def unpack(self, weights: Stored) -> torch.Tensor:
@@ -86,7 +76,7 @@ class Kernels:
         out = torch.empty(weights.shape, **FLOATS)
         data = weights.data
         places = (address(data, torch.uint8, rows=True), weights.number, *weights.shape, data.stride(0), address(out))
-        launch("unpack", [data, out], self._unpack, *places, torch.get_num_threads())
+        self.call("unpack", [data, out], *places)
         return out
 
     def attend(
@@ -122,11 +112,11 @@ class Kernels:
         tree, begins, sinks = _laid_out(tree), _laid_out(begins, torch.int32), _laid_out(sinks, torch.float32)
         size = rows if sinks is None else rows * heads // len(sinks)
         size = next((len(x) for x in (tree, begins) if x is not None), size)
-        launch(
-            *("attend", [q, out], self._attend),
-            *(address(q), KeysValues.of(k[None, None], v[None, None]), 0, heads, rows, d, k.shape[1]),
+        self.call(
+            *("attend", [q, out], address(q)),
+            *(keys_values(k[None, None], v[None, None]), 0, heads, rows, d, k.shape[1]),
             *(address(tree, torch.bool), size, 0 if tree is None else tree.shape[1], address(begins, torch.int32)),
-            *(Scoring(scale, softcap or 0.0, address(sinks)), address(out), torch.get_num_threads()),
+            *(Scoring(scale, softcap or 0.0, address(sinks)), address(out)),
         )
         return out
 
@@ -156,11 +146,10 @@ class Kernels:
         out = torch.empty_like(q)
         heads, rows, d = q.shape
         begins, sinks = _laid_out(begins, torch.int32), _laid_out(sinks, torch.float32)
-        launch(
-            *("attend_chunk", [q, out], self._chunk),
-            *(address(q), KeysValues.of(k[None, None], v[None, None]), 0),
+        self.call(
+            *("attend_chunk", [q, out], address(q), keys_values(k[None, None], v[None, None]), 0),
             *(heads, heads // k.shape[0], rows, d, k.shape[1], address(begins, torch.int32, rows)),
-            *(Scoring(scale, softcap or 0.0, address(sinks)), address(out), torch.get_num_threads()),
+            *(Scoring(scale, softcap or 0.0, address(sinks)), address(out)),
         )
         return out
 
@@ -174,7 +163,7 @@ class Kernels:
         *,
         queries: Collection[int] = (),
         hidden: Collection[int] = (),
-        logits: Literal["all", "last", "none"] = "none",
+        logits: int | Literal["all", "last", "none"] = "none",
         best: int = 0,
         more: Sequence[tuple[Rows, KeptRows, KeptRows]] = (),
         recurrent: HasStructure | None = None,
@@ -185,7 +174,7 @@ class Kernels:
             rows, keys, values: for layers of the first kind; keys and values (layers, slots, kv_heads, capacity, d).
             x: (B, T, hidden), overwritten by the last layer's output.
             queries, hidden: indices of layers whose queries and outputs are returned.
-            logits: the rows whose logits are computed.
+            logits: the rows whose logits are computed; a number: so many of each sequence's last.
             best: return only so many of the likeliest tokens of these rows; 0 for all logits.
             more: the same rows, keys and values for each further kind of layer.
             recurrent: the rows of the recurrent layers (:class:`~longdraft.native.delta.DeltaRows`).
@@ -197,7 +186,7 @@ class Kernels:
             assert isinstance(layer, DecoderLayer), "a recurrent layer has no queries"
             out.queries[i] = torch.empty(batch, layer.heads, size, layer.d, **FLOATS)
         out.hidden = {i: torch.empty_like(x) for i in hidden}
-        rows_each = size if logits == "all" else 1
+        rows_each = logits if isinstance(logits, int) else size if logits == "all" else 1
         if best:
             out.log_probs, out.places = (torch.empty(batch, rows_each, best, **kind) for kind in (FLOATS, WHOLE))
         elif logits != "none":
@@ -207,15 +196,14 @@ class Kernels:
             for i, tensor in tensors.items():
                 places[i] = address(tensor)
         kinds = [(rows, keys, values), *more]
-        batches = (type(rows.struct) * len(kinds))(*(each.struct for each, _, _ in kinds))
-        kv = (KeysValues * len(kinds))(*(KeysValues.of(k, v) for _, k, v in kinds))
-        own = None if recurrent is None else recurrent.struct
-        structures = (None if s is None else ctypes.addressof(s) for s in (stack.struct, batches, kv, own))
-        arrays = (ctypes.addressof(places) for places in kept)
-        found, chosen = address(out.logits), (address(out.log_probs), address(out.places, torch.long))
-        place, last = address(x, size=batch * size * stack.layers[0].hidden), int(logits == "last")
-        arguments = (*structures, place, *arrays, last, found, best, *chosen)
-        launch("stack", [x], self._stack, *arguments, torch.get_num_threads())
+        last = 0 if logits == "all" else rows_each
+        batches = (STRUCTURES["Batch"] * len(kinds))(*(each.struct for each, _, _ in kinds))
+        kv = (KeysValues * len(kinds))(*(keys_values(k, v) for _, k, v in kinds))
+        self.call(
+            *("stack", [x], stack.struct, batches, kv, None if recurrent is None else recurrent.struct),
+            *(address(x, size=batch * size * stack.layers[0].hidden), *kept, last),
+            *(address(out.logits), best, address(out.log_probs), address(out.places, torch.long)),
+        )
         return out
 
     def draft(
@@ -241,10 +229,9 @@ class Kernels:
         out = torch.empty(nodes.size, block.hidden, **FLOATS)
         logits = torch.empty(0 if best else nodes.size, block.vocabulary, **FLOATS)
         log_probs, places = torch.empty(nodes.size, best, **FLOATS), torch.empty(nodes.size, best, **WHOLE)
-        caches = [None if kv is None else KeysValues.of(kv[0][None], kv[1][None]) for kv in (own, text)]
-        structures = [None if s is None else ctypes.addressof(s) for s in (block.struct, nodes.struct, *caches)]
+        caches = [None if kv is None else keys_values(kv[0][None], kv[1][None]) for kv in (own, text)]
         results = (*map(address, (out, logits, log_probs)), address(places, torch.long))
-        launch("draft", [out], self._draft, *structures, best, *results, torch.get_num_threads())
+        self.call("draft", [out], block.struct, nodes.struct, *caches, best, *results)
         return out, logits, log_probs, places
 
 
@@ -336,7 +323,7 @@ class _UnsupportedError(OSError):
 
 
 def _level() -> str:
-    """The widest instruction set, or the one that LONGDRAFT_NATIVE names (v2, v3, v4, v4-vnni)."""
+    """The widest instruction set, or the one that LONGDRAFT_NATIVE names (v3, v4, v4-vnni)."""
     try:
         executed = levels()
     except OSError as error:
@@ -346,10 +333,9 @@ def _level() -> str:
         if wanted not in executed:
             raise OSError(f"{SWITCH}={os.environ[SWITCH]}, which this processor does not execute")
         return wanted
-    usable = [level for level in executed if level not in ON_REQUEST]
-    if not usable:
+    if not executed:
         raise _UnsupportedError("the processor has no AVX2")
-    return usable[0]
+    return executed[0]
 
 
 @cache

@@ -14,11 +14,7 @@ from typing import Any
 import torch
 
 from longdraft.errors import MemoryBudgetError
-
-NAMES = (
-    *("linear", "unpack", "attend", "attend_chunk", "stack", "draft"),
-    *("summarise", "choose", "copy_view", "copy_rows", "recur", "convolve", "experts"),
-)
+from longdraft.native.header import FUNCTIONS
 
 _LIBRARY = torch.library.Library("longdraft", "DEF")
 _numbers = itertools.count()
@@ -30,20 +26,37 @@ def _run(tensors: list[torch.Tensor], call: int) -> None:
     _calls.pop(call)()
 
 
-for _name in NAMES:
+for _name in FUNCTIONS:
     _LIBRARY.define(f"{_name}(Tensor[] tensors, int call) -> ()")
     _LIBRARY.impl(_name, _run, "CPU")
 
 
-def declared(library: ctypes.CDLL, name: str, *arguments: Any) -> Callable[..., None]:
-    """A function of the compiled library, with the types of its arguments.
+class Functions:
+    """The functions of the compiled library, by the names of :data:`~longdraft.native.header.FUNCTIONS`."""
 
-    It raises MemoryBudgetError where the library's returns its only error code.
-    """
-    function = getattr(library, f"longdraft_{name}")
-    function.restype, function.argtypes, function.errcheck = ctypes.c_int, list(arguments), _checked
-    typed: Callable[..., None] = function
-    return typed
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._functions: dict[str, Callable[..., None]] = {}
+        for name, arguments in FUNCTIONS.items():
+            function = getattr(library, f"longdraft_{name}")
+            function.restype, function.argtypes, function.errcheck = ctypes.c_int, arguments, _checked
+            self._functions[name] = function
+
+    def __call__(self, name: str, tensors: Sequence[torch.Tensor], *arguments: Any) -> None:
+        """Calls a function with torch's number of threads, its last argument.
+
+        Args:
+            tensors: tensors that it reads and writes; a profiler may show their shapes.
+
+        Raises:
+            MemoryBudgetError: it got no memory to work in.
+        """
+        arguments = *arguments, torch.get_num_threads()
+        if not torch._C._autograd._profiler_enabled():
+            self._functions[name](*arguments)
+            return
+        number = next(_numbers)
+        _calls[number] = partial(self._functions[name], *arguments)
+        getattr(torch.ops.longdraft, name)(list(tensors), number)
 
 
 def _checked(code: int, function: Any, arguments: Any) -> None:
@@ -52,19 +65,3 @@ def _checked(code: int, function: Any, arguments: Any) -> None:
             "A kernel got no memory to work in: the limit of this process, or the machine's memory, is reached. "
             "Shorten the prompt or lower the batch, use fewer threads, or raise the limit (ulimit -v)."
         )
-
-
-def launch(name: str, tensors: Sequence[torch.Tensor], function: Callable[..., None], *arguments: Any) -> None:
-    """Calls a kernel.
-
-    Args:
-        name: one of :data:`NAMES`.
-        tensors: tensors that it reads and writes; a profiler may show their shapes.
-        function, arguments: the function of the compiled library, and its arguments.
-    """
-    if not torch._C._autograd._profiler_enabled():
-        function(*arguments)
-        return
-    number = next(_numbers)
-    _calls[number] = partial(function, *arguments)
-    getattr(torch.ops.longdraft, name)(list(tensors), number)

@@ -9,55 +9,10 @@ from dataclasses import dataclass
 import torch
 
 from longdraft.native.boundary import FLOATS, address
+from longdraft.native.header import STRUCTURES, Long
 from longdraft.native.library import Kernels
-from longdraft.native.operators import declared, launch
-from longdraft.native.structures import Long, Pointer
 
-
-class Recurrence(ctypes.Structure):
-    """See kernels.h."""
-
-    _fields_ = [
-        *((name, Long) for name in ("heads", "key_heads", "keys", "values", "corrected", "normalised", "by_key")),
-        *((name, ctypes.c_float) for name in ("scale", "eps")),
-        *((name, Pointer) for name in ("a", "bias", "skip")),
-    ]
-
-
-class RowsOf(ctypes.Structure):
-    """See kernels.h."""
-
-    _fields_ = [("count", Long), *((name, Pointer) for name in ("q", "k", "v", "g", "beta"))]
-
-
-class SequenceOf(ctypes.Structure):
-    """See kernels.h."""
-
-    _fields_ = [
-        ("state", Pointer),
-        *((name, RowsOf) for name in ("pending", "rows")),
-        *((name, Pointer) for name in ("parents", "order", "inner")),
-        *((name, Long) for name in ("needed", "first")),
-        ("out", Pointer),
-    ]
-
-
-class Convolution(ctypes.Structure):
-    """See kernels.h."""
-
-    _fields_ = [
-        *((name, Long) for name in ("channels", "inputs")),
-        *((name, Pointer) for name in ("weight", "bias")),
-        ("silu", Long),
-    ]
-
-
-class _Convolved(ctypes.Structure):
-    _fields_ = [
-        *((name, Pointer) for name in ("window", "rows", "places")),
-        ("count", Long),
-        ("out", Pointer),
-    ]
+Convolution, SequenceOf = STRUCTURES["Convolution"], STRUCTURES["RecurrentSequence"]
 
 
 @dataclass(frozen=True)
@@ -79,9 +34,9 @@ class LinearRecurrence:
     bias: torch.Tensor | None = None
     skip: torch.Tensor | None = None
 
-    def struct(self, heads: int, key_heads: int, keys: int, values: int, by_key: bool) -> Recurrence:
+    def struct(self, heads: int, key_heads: int, keys: int, values: int, by_key: bool) -> ctypes.Structure:
         """by_key: each key has a decay of its own."""
-        return Recurrence(
+        return STRUCTURES["Recurrence"](
             *(heads, key_heads, keys, values, self.corrected, self.normalised, by_key, self.scale, 1e-6),
             *(address(x, size=heads) for x in (self.a, self.bias, self.skip)),
         )
@@ -103,10 +58,6 @@ class RecurrentInputs:
     v: torch.Tensor
     g: torch.Tensor
     beta: torch.Tensor | None
-
-    @property
-    def struct(self) -> RowsOf:
-        return RowsOf(len(self.v), *map(address, self.tensors))
 
     @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
@@ -134,6 +85,14 @@ class RecurrentTree:
     first: int
 
 
+def rows_of(tensors: Sequence[torch.Tensor | None] | None) -> ctypes.Structure:
+    """The structure of inputs, in the order of :class:`RecurrentInputs`; of no rows for None."""
+    if tensors is None:
+        return STRUCTURES["RecurrentRows"]()
+    assert tensors[0] is not None
+    return STRUCTURES["RecurrentRows"](len(tensors[0]), *map(address, tensors))
+
+
 def numbers_of(parents: Sequence[int], order: Sequence[int]) -> list[ctypes.Array[ctypes.c_int64]]:
     """Parents, the order to compute rows in, and for each of these whether others come behind it."""
     behind = {parents[row] for row in order}
@@ -144,8 +103,7 @@ class RecurrentKernels:
     """Calls the kernels. Tensors are float32 on the CPU."""
 
     def __init__(self, kernels: Kernels) -> None:
-        self._recur = declared(kernels.library, "recur", Pointer, Pointer, Long, ctypes.c_int)
-        self._convolve = declared(kernels.library, "convolve", Pointer, Pointer, Long, ctypes.c_int)
+        self._call = kernels.call
 
     def convolve(
         self,
@@ -169,14 +127,14 @@ class RecurrentKernels:
         out = torch.empty(len(inputs), count, channels, **FLOATS)
         weight = weight.contiguous()
         kind = Convolution(channels, size, address(weight), address(bias, size=channels), silu)
-        sequences = (_Convolved * len(inputs))(
+        one = STRUCTURES["ConvolutionSequence"]
+        sequences = (one * len(inputs))(
             *(
-                _Convolved(address(window), address(rows), address(seen, torch.long), count, address(out[i]))
+                one(address(window), address(rows), address(seen, torch.long), count, address(out[i]))
                 for i, ((window, rows), seen) in enumerate(zip(inputs, places, strict=True))
             )
         )
-        where = (ctypes.addressof(kind), ctypes.addressof(sequences), len(inputs), torch.get_num_threads())
-        launch("convolve", [out], self._convolve, *where)
+        self._call("convolve", [out], kind, sequences, len(inputs))
         return out
 
     def rows(self, recurrence: LinearRecurrence, trees: Sequence[RecurrentTree]) -> torch.Tensor:
@@ -189,17 +147,10 @@ class RecurrentKernels:
         for i, tree in enumerate(trees):
             numbers = numbers_of(tree.parents, tree.order)
             alive.append(numbers)
-            pending = RowsOf(0) if tree.pending is None else tree.pending.struct
-            places = (ctypes.addressof(x) for x in numbers)
+            pending = rows_of(None if tree.pending is None else tree.pending.tensors)
             sequences[i] = SequenceOf(
-                address(tree.state),
-                pending,
-                tree.rows.struct,
-                *places,
-                len(tree.order),
-                tree.first,
-                address(out[i]),
+                *(address(tree.state), pending, rows_of(tree.rows.tensors), *map(ctypes.addressof, numbers)),
+                *(len(tree.order), tree.first, address(out[i])),
             )
-        where = (ctypes.addressof(kind), ctypes.addressof(sequences), len(trees), torch.get_num_threads())
-        launch("recur", [out], self._recur, *where)
+        self._call("recur", [out], kind, sequences, len(trees))
         return out

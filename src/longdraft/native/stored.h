@@ -147,8 +147,6 @@ static inline ivec looked_up(const byte *table, ivec x) {
 #elif defined(__AVX2__)
   const __m128i found = _mm_loadu_si128(reinterpret_cast<const __m128i *>(table));
   return (ivec)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(found), (__m256i)x);
-#elif defined(__SSSE3__) && !defined(__AVX__)
-  return (ivec)_mm_shuffle_epi8(_mm_loadu_si128(reinterpret_cast<const __m128i *>(table)), (__m128i)x);
 #elif defined(__aarch64__)
   return (ivec)vqtbl1q_u8(vld1q_u8(table), (uint8x16_t)x);
 #else

@@ -1,119 +1,59 @@
-"""The structures of kernels.h: same fields, same order. Each keeps the tensors alive that it points to."""
+"""What kernels.h calls Matrix, KeysValues, Layer, Stack and Batch, made of tensors. Classes keep these alive."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
 from longdraft.native.boundary import address
+from longdraft.native.header import STRUCTURES, Long, Pointer
 from longdraft.native.scaled import FORMATS, KeptRows, Scaled
 from longdraft.native.stored import Stored
-
-Long, Pointer = ctypes.c_int64, ctypes.c_void_p
 
 # A matrix (out, in), in float32 or stored, and its bias.
 Weights = tuple[torch.Tensor | Stored, torch.Tensor | None]
 
 
-class Matrix(ctypes.Structure):
-    """See kernels.h."""
+Matrix, Scoring, KeysValues = (STRUCTURES[name] for name in ("Matrix", "Scoring", "KeysValues"))
 
-    _fields_ = [
-        *((name, Pointer) for name in ("w", "bias", "y")),
-        *((name, Long) for name in ("w_row", "outs", "adds", "format", "int8")),
-    ]
 
-    @classmethod
-    def of(cls, weights: Weights, y: torch.Tensor | None = None, size: int | None = None) -> Matrix:
-        """size: of the rows that are multiplied with it; None if that was checked."""
-        w, bias = weights
-        if size not in (None, w.shape[1]):
-            raise TypeError(f"rows of {size} numbers are multiplied with a matrix {tuple(w.shape)}")
-        if isinstance(w, Stored):
-            data, number, int8 = w.data, w.number, w.int8
-        else:
-            data, number, int8 = w, 0, False
-        places = (
-            address(data, torch.uint8 if number else torch.float32, rows=True),
-            address(bias, size=w.shape[0]),
-            address(y),
-        )
-        return cls(*places, data.stride(0) * data.itemsize, w.shape[0], 0, number, int8)
+def matrix(weights: Weights, y: torch.Tensor | None = None, size: int | None = None) -> ctypes.Structure:
+    """A matrix, its bias, and the place of its products.
+
+    Args:
+        size: of the rows that are multiplied with it; None if that was checked.
+    """
+    w, bias = weights
+    if size not in (None, w.shape[1]):
+        raise TypeError(f"rows of {size} numbers are multiplied with a matrix {tuple(w.shape)}")
+    data, number, int8 = (w.data, w.number, w.int8) if isinstance(w, Stored) else (w, 0, False)
+    kind = torch.uint8 if number else torch.float32
+    places = address(data, kind, rows=True), address(bias, size=w.shape[0]), address(y)
+    return Matrix(*places, data.stride(0) * data.itemsize, w.shape[0], 0, number, int8)
+
+
+def keys_values(keys: KeptRows, values: KeptRows) -> ctypes.Structure:
+    """keys, values: (layers, slots, kv_heads, capacity, d), both of a dtype of :data:`FORMATS`."""
+    scales: tuple[int | None, int | None, int, int, int] = (None, None, 0, 0, 0)
+    if isinstance(keys, Scaled) and isinstance(values, Scaled):
+        layer, slot, head, _ = keys.scales.stride()
+        scales = (address(keys.scales, rows=True), address(values.scales, rows=True), layer, slot, head)
+        keys, values = keys.numbers, values.numbers
+    assert isinstance(keys, torch.Tensor) and isinstance(values, torch.Tensor)
+    k, v = keys.stride(), values.stride()
+    if keys.shape != values.shape or (v[4] != 1 and values is not keys):
+        raise TypeError(f"kernels take values by row, shaped like keys {keys.shape}; got {values.shape}, {v}")
+    places = (address(x if x.stride(4) == 1 else x.mT, keys.dtype, rows=True) for x in (keys, values))
+    return KeysValues(*places, k[0], v[0], *k[1:], *v[1:4], FORMATS.index(keys.dtype), *scales)
 
 
 # Rows of a prompt above which the kernels compute attention chunk by chunk (MANY in layer.cpp).
 CHUNK = 32
 
-_PRODUCTS = ("q", "k", "v", "o", "gate", "up", "down")
 NORMS = ("norm", "mlp_norm", "attended_norm", "done_norm", "q_norm", "k_norm")
-
-
-class Scoring(ctypes.Structure):
-    """See kernels.h."""
-
-    _fields_ = [("scale", ctypes.c_float), ("cap", ctypes.c_float), ("sinks", Pointer)]
-
-
-class _Layer(ctypes.Structure):
-    _fields_ = [
-        *((name, Pointer) for name in NORMS),
-        *((name.replace("norm", "eps"), ctypes.c_float) for name in NORMS),
-        ("plus", ctypes.c_float),
-        ("scoring", Scoring),
-        *((name, Matrix) for name in _PRODUCTS),
-        *((name, Long) for name in ("hidden", "heads", "kv_heads", "d", "inner", "gelu", "gates")),
-    ]
-
-
-class _Batch(ctypes.Structure):
-    _fields_ = [
-        *((name, Long) for name in ("sequences", "size")),
-        *((name, Pointer) for name in ("cos", "sin")),
-        ("turned", Long),
-        *((name, Pointer) for name in ("slots", "first", "ends", "masks", "begins")),
-        *((name, Long) for name in ("width", "prompt")),
-    ]
-
-
-class _Stack(ctypes.Structure):
-    _fields_ = [
-        *((name, Pointer) for name in ("layers", "deltas", "kinds", "places")),
-        *((name, Long) for name in ("count", "size")),
-        ("norm", Pointer),
-        *((name, ctypes.c_float) for name in ("eps", "plus", "cap")),
-        ("head", Matrix),
-    ]
-
-
-class KeysValues(ctypes.Structure):
-    """See kernels.h."""
-
-    _fields_ = [
-        *((name, Pointer) for name in ("k", "v")),
-        *((name, Long) for name in ("k_layer", "v_layer", "k_slot", "k_head", "k_row", "k_dim")),
-        *((name, Long) for name in ("v_slot", "v_head", "v_row", "format")),
-        *((name, Pointer) for name in ("k_scale", "v_scale")),
-        *((name, Long) for name in ("scale_layer", "scale_slot", "scale_head")),
-    ]
-
-    @classmethod
-    def of(cls, keys: KeptRows, values: KeptRows) -> KeysValues:
-        """keys, values: (layers, slots, kv_heads, capacity, d), both of a dtype of :data:`FORMATS`."""
-        scales: tuple[int | None, int | None, int, int, int] = (None, None, 0, 0, 0)
-        if isinstance(keys, Scaled) and isinstance(values, Scaled):
-            layer, slot, head, _ = keys.scales.stride()
-            scales = (address(keys.scales, rows=True), address(values.scales, rows=True), layer, slot, head)
-            keys, values = keys.numbers, values.numbers
-        assert isinstance(keys, torch.Tensor) and isinstance(values, torch.Tensor)
-        k, v = keys.stride(), values.stride()
-        if keys.shape != values.shape or (v[4] != 1 and values is not keys):
-            raise TypeError(f"kernels take values by row, shaped like keys {keys.shape}; got {values.shape}, {v}")
-        places = (address(x if x.stride(4) == 1 else x.mT, keys.dtype, rows=True) for x in (keys, values))
-        strides = (k[0], v[0], *k[1:], *v[1:4])
-        return cls(*places, *strides, FORMATS.index(keys.dtype), *scales)
 
 
 # The weight of a norm and its epsilon.
@@ -183,11 +123,11 @@ class DecoderLayer:
         self._sizes = heads, kv_heads, d, scale
         self._more = {"softcap": softcap, "sinks": sinks, "gelu": gelu, "plus": plus}
         own = [norms.get(name) for name in NORMS]
-        self.struct: ctypes.Structure = _Layer(
+        self.struct = STRUCTURES["Layer"](
             *(address(n and n[0], size=size) for n, size in zip(own, (*[self.hidden] * 4, d, d), strict=True)),
             *(0.0 if n is None else n[1] for n in own),
             plus, Scoring(scale, softcap or 0.0, address(sinks, size=heads)),
-            *map(Matrix.of, products), self.hidden, heads, kv_heads, d, products[4][0].shape[0], gelu,
+            *map(matrix, products), self.hidden, heads, kv_heads, d, products[4][0].shape[0], gelu,
             products[0][0].shape[0] == 2 * heads * d,
         )  # fmt: skip
 
@@ -226,28 +166,18 @@ class DecoderStack:
         self.layers = layers
         self.kinds, self.places = kinds or [0] * len(layers), places or range(len(layers))
         self.vocabulary = 0 if head is None else head[0].shape[0]
-        pointers = [
-            (Pointer * len(layers))(
-                *(ctypes.addressof(layer.struct) if layer.recurrent == recurrent else None for layer in layers)
-            )
-            for recurrent in (False, True)
+        count, structures = len(layers), [ctypes.addressof(layer.struct) for layer in layers]
+        self._alive: list[ctypes.Array[Any]] = [
+            (Pointer * count)(*(s if x.recurrent == kind else None for s, x in zip(structures, layers, strict=True)))
+            for kind in (False, True)
         ]
-        numbers = [(Long * len(layers))(*x) for x in (self.kinds, self.places)]
+        self._alive += [(Long * count)(*x) for x in (self.kinds, self.places)]
         self._norm, self._head, self._softcap, self._plus = norm, head, softcap, plus
-        self._alive = pointers, numbers
         weight, eps = (None, 0.0) if norm is None else (address(norm[0], size=layers[0].hidden), norm[1])
-        self.struct = _Stack(
-            *(*map(ctypes.addressof, pointers), *map(ctypes.addressof, numbers)),
-            *(
-                len(layers),
-                layers[0].hidden,
-                weight,
-                eps,
-                plus,
-                softcap or 0.0,
-                Matrix() if head is None else Matrix.of(head),
-            ),
-        )
+        self.struct = STRUCTURES["Stack"](
+            *map(ctypes.addressof, self._alive), count, layers[0].hidden, weight, eps, plus, softcap or 0.0,
+            Matrix() if head is None else matrix(head),
+        )  # fmt: skip
 
     def changed(
         self, change: Callable[[Weights], Weights], of_head: Callable[[Weights], Weights] | None = None
@@ -292,7 +222,7 @@ class Rows:
         mask = None if mask is None else mask.contiguous()
         begins = None if begins is None else begins.int().contiguous()
         self._alive = (cos := cos.contiguous(), sin := sin.contiguous(), numbers, mask, begins)
-        self.struct = _Batch(
+        self.struct = STRUCTURES["Batch"](
             self.sequences, self.size, address(cos), address(sin, size=cos.numel()), cos.shape[2],
             *(ctypes.addressof(x) for x in numbers), address(mask, torch.bool), address(begins, torch.int32),
             0 if mask is None else mask.shape[-1], prompt,

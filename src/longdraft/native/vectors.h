@@ -1,4 +1,4 @@
-// Vectors of floats in GNU C++'s own notation, which clang knows too: 16 lanes with AVX-512, 8 with AVX, else 4 (SSE, NEON).
+// Vectors of floats in GNU C++'s own notation, which clang knows too: 16 lanes with AVX-512, 8 with AVX2, else 4 (NEON).
 #pragma once
 
 #include <cstdint>
@@ -6,7 +6,7 @@
 #include <cstring>
 #include <new>
 #include <utility>
-#if defined(__SSSE3__)
+#if defined(__AVX2__)
 #include <immintrin.h>
 #elif defined(__aarch64__)
 #include <arm_neon.h>
@@ -15,7 +15,7 @@
 #if defined(__AVX512F__)
 constexpr int LANES = 16;
 constexpr int TILE = 24;  // sums that stay in registers, beside what they are made of
-#elif defined(__AVX__)
+#elif defined(__AVX2__)
 constexpr int LANES = 8;
 constexpr int TILE = 12;
 #elif defined(__aarch64__)

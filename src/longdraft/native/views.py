@@ -8,33 +8,15 @@ from collections.abc import Mapping
 import torch
 
 from longdraft.native.boundary import WHOLE, address
+from longdraft.native.header import STRUCTURES
 from longdraft.native.library import Kernels
-from longdraft.native.operators import declared, launch
 from longdraft.native.scaled import KeptRows
-from longdraft.native.structures import KeysValues, Long, Pointer
+from longdraft.native.structures import keys_values
 
 # Scorers in the order of kernels.h; the first three read only summaries. And the kinds of summaries.
 KINDS = ("mean-key", "minmax", "quest", "tokens", "attention", "snapkv")
 BY_SUMMARIES = KINDS[:3]
 SUMMARIES = ("largest", "smallest", "mean")
-
-
-class _Summaries(ctypes.Structure):
-    _fields_ = [
-        *((name, Pointer) for name in SUMMARIES),
-        *((name, Long) for name in ("layer", "head", "dim")),
-    ]
-
-
-class _Choice(ctypes.Structure):
-    _fields_ = [
-        *((name, Pointer) for name in SUMMARIES),
-        *((name, Long) for name in ("layer", "head", "dim")),
-        ("kv", ctypes.POINTER(KeysValues)),
-        *((name, Long) for name in ("slot", "n", "chunk")),
-        *((name, Long) for name in ("layers", "heads", "group", "rows", "d", "first", "behind", "count")),
-        *((name, Long) for name in ("kind", "most")),
-    ]
 
 
 class ViewKernels:
@@ -44,25 +26,15 @@ class ViewKernels:
     """
 
     def __init__(self, kernels: Kernels) -> None:
-        library, kv, threads = kernels.library, ctypes.POINTER(KeysValues), ctypes.c_int
-        # keys; slot, layers, heads, d, chunk; summaries; from, to; threads
-        summaries = ctypes.POINTER(_Summaries)
-        self._summarise = declared(library, "summarise", kv, *(Long,) * 5, summaries, Long, Long, threads)
-        self._choose = declared(library, "choose", ctypes.POINTER(_Choice), Pointer, Pointer, threads)
-        # text, copy; slot, layers, heads, d; chosen, held; count, chunk, sink, window, end; threads
-        places = (*(Long,) * 4, Pointer, Pointer, *(Long,) * 5)
-        self._copy = declared(library, "copy_view", kv, kv, *places, threads)
-        # text, copy; slot, layers, heads, d, from, to, count; threads
-        self._rows = declared(library, "copy_rows", kv, kv, *(Long,) * 7, threads)
+        self._call = kernels.call
 
     def summarise(
         self, keys: torch.Tensor, slot: int, chunk: int, kept: Mapping[str, torch.Tensor], first: int, behind: int
     ) -> None:
         """Writes the summaries of chunks [first, behind) of a slot's keys (layers, slots, KV heads, capacity, d)."""
         layers, _, heads, _, d = keys.shape
-        out = _Summaries(*_places(kept))
-        arguments = (KeysValues.of(keys, keys), slot, layers, heads, d, chunk, out, first, behind)
-        launch("summarise", [keys], self._summarise, *arguments, torch.get_num_threads())
+        out = STRUCTURES["Summaries"](*_places(kept))
+        self._call("summarise", [keys], keys_values(keys, keys), slot, layers, heads, d, chunk, out, first, behind)
 
     def choose(
         self,
@@ -99,11 +71,10 @@ class ViewKernels:
         sizes = (layers, heads, queries.shape[1] // heads, queries.shape[2], d)
         chosen = torch.empty(layers, heads, count, **WHOLE)
         places = (None, None, None, 0, 0, 0) if kept is None else _places(kept)
-        kv, span = KeysValues.of(keys, keys), (chunks.start, chunks.stop)
-        where = (ctypes.pointer(kv), slot, n, chunk)
-        choice = _Choice(*places, *where, *sizes, *span, count, KINDS.index(kind), int(most))
-        arguments = (choice, address(queries), address(chosen, torch.long))
-        launch("choose", [queries, chosen], self._choose, *arguments, torch.get_num_threads())
+        where = (ctypes.pointer(keys_values(keys, keys)), slot, n, chunk)
+        which = (chunks.start, chunks.stop, count, KINDS.index(kind), int(most))
+        choice = STRUCTURES["Choice"](*places, *where, *sizes, *which)
+        self._call("choose", [queries, chosen], choice, address(queries), address(chosen, torch.long))
         return chosen
 
     def copy(
@@ -129,8 +100,7 @@ class ViewKernels:
         layers, _, heads, _, d = text[0].shape
         sizes = (chosen.shape[2], chunk, sink, window.start, window.stop)
         where = (slot, layers, heads, d, address(chosen, torch.long), address(held, torch.long))
-        kv = (KeysValues.of(*text), KeysValues.of(*copies))
-        launch("copy_view", [*text], self._copy, *kv, *where, *sizes, torch.get_num_threads())
+        self._call("copy_view", [*text], keys_values(*text), keys_values(*copies), *where, *sizes)
 
     def copy_rows(
         self,
@@ -143,8 +113,7 @@ class ViewKernels:
         """Copies rows of a slot to its copy, starting at row ``to``. Text and copies are as for :meth:`copy`."""
         layers, _, heads, _, d = text[0].shape
         where = (slot, layers, heads, d, rows.start, to, len(rows))
-        kv = (KeysValues.of(*text), KeysValues.of(*copies))
-        launch("copy_rows", [*text], self._rows, *kv, *where, torch.get_num_threads())
+        self._call("copy_rows", [*text], keys_values(*text), keys_values(*copies), *where)
 
 
 def _places(kept: Mapping[str, torch.Tensor]) -> tuple[int | None, ...]:

@@ -1,4 +1,4 @@
-"""The costs of verifications on this machine: a table measured once, and the machine's present speed.
+"""The costs of verifications on this machine: a table measured once a model, and the machine's present speed.
 
 A forward of n rows on L tokens of text costs much less than n forwards of one row. How much less depends on machine,
 model and L, and no formula gives it. So it is measured at a few n and L, and kept on disk.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import platform
 import random
 import time
 import uuid
@@ -29,8 +30,6 @@ from longdraft.memory.store import KVStore
 from longdraft.model.checkpoints import Progress
 from longdraft.model.runner import TargetRunner
 from longdraft.model.stored import is_stored
-from longdraft.planning.load import OtherProcesses
-from longdraft.planning.machine import device_name
 from longdraft.trees.masks import tree_block
 from longdraft.trees.tree import TokenTree
 
@@ -48,13 +47,10 @@ FIRST_SHARE = 0.5
 STEPS = 20
 # Version of the tables on disk: raise it when one means something else than before.
 _FORMAT = 5
-# Rows of the forwards that wake a model up.
-WAKING = 4
+# Rows of a forward that wakes a model up.
+_WAKING = 4
 # Of the made-up trees.
 _tokens = random.Random(0)
-# A table is outdated if the machine now needs less than this share of the table's time: of a table that was measured
-# undisturbed, and of one that was measured beside other work.
-_UNDISTURBED, _DISTURBED = 0.6, 0.85
 # Weight of a new round in the estimate of the machine's present speed, and the factor by which one may seem off.
 _FOLLOW, OUTLIER = 0.15, 2.0
 
@@ -70,6 +66,19 @@ class Stage(str):
         return made
 
 
+def stages(line: str, progress: Progress | None) -> Callable[[float], None]:
+    """Returns a function of the share of a work that is done, which reports :data:`STEPS` of its calls."""
+    said = 0
+
+    def done(share: float) -> None:
+        nonlocal said
+        if progress is not None and share * STEPS >= said:
+            progress(Stage(line, share))
+            said += 1
+
+    return done
+
+
 @dataclass(frozen=True)
 class CostTable:
     """Seconds of a forward by rows and tokens of text.
@@ -78,13 +87,11 @@ class CostTable:
         lengths: tokens of text, ascending.
         rows: rows of a forward, ascending, the first of them 1.
         seconds: for each length, for each number of rows.
-        busy: whether other processes were in the way while it was measured.
     """
 
     lengths: tuple[int, ...]
     rows: tuple[int, ...]
     seconds: tuple[tuple[float, ...], ...]
-    busy: bool = False
 
     def __post_init__(self) -> None:
         shaped = len(self.seconds) == len(self.lengths) and all(len(s) == len(self.rows) for s in self.seconds)
@@ -150,18 +157,12 @@ class Costs:
         return bisect_right(self.table.rows, rows)
 
 
-def table_for(
-    runner: TargetRunner,
-    folder: Path | None = None,
-    progress: Progress | None = None,
-    seconds: float | None = None,
-) -> CostTable | None:
+def table_for(runner: TargetRunner, folder: Path | None = None, progress: Progress | None = None) -> CostTable | None:
     """Returns a target's costs on this machine: read from disk, or measured and kept.
 
     Args:
         folder: where tables are kept; None: in the package's cache.
         progress: called with a :class:`Stage` now and then while measuring.
-        seconds: result of :func:`wake`: a table that was measured on a busy machine is measured again on a quiet one.
 
     Returns:
         None if not even the shortest text fits the free memory.
@@ -170,24 +171,14 @@ def table_for(
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     file = (cache_folder() / "costs" if folder is None else folder) / f"{digest}.json"
     known = _read(file, key)
-    if known is not None and not outdated(known, seconds):
+    if known is not None:
+        with suppress(MemoryBudgetError):  # what the first forward does once (packing weights) is no round's cost
+            _time(runner, _filled_store(runner, 1, _WAKING), _WAKING)
         return known
     line = f"Measuring what a verification costs on this machine (once a model, {LIMIT_SECONDS:.0f} seconds at most)"
     logger.info(line)
-    reported = 0
-
-    def done(share: float) -> None:
-        nonlocal reported
-        if progress is not None and share >= reported / STEPS:
-            progress(Stage(line, share))
-            reported += 1
-
-    table = measure(runner, done=done)
+    table = measure(runner, done=stages(line, progress))
     if table is not None:
-        if table.busy:
-            logger.warning(
-                "Costs were measured beside other work on this machine, and are measured again when it has ended."
-            )
         _write(file, key, table)
     return table
 
@@ -215,7 +206,7 @@ def measure(
     """
     fitting = [n for n in lengths if n + rows[-1] <= runner.context_length]
     lengths = fitting or [max(1, runner.context_length - rows[-1])]
-    others, start, timed = OtherProcesses(), clock(), timed or _time
+    start, timed = clock(), timed or _time
     table: list[list[float]] = []  # seconds, for each length, for each number of rows
     for i, length in enumerate(lengths):
         try:
@@ -247,29 +238,7 @@ def measure(
     # Other work on the machine only ever adds, and fewer rows or less text cannot cost more.
     table = [[min(seconds[column] for seconds in table[i:]) for column in range(len(rows))] for i in range(len(table))]
     table = [[min(seconds[column:]) for column in range(len(rows))] for seconds in table]
-    return CostTable(tuple(lengths[: len(table)]), tuple(rows), tuple(map(tuple, table)), others.in_the_way)
-
-
-def wake(runner: TargetRunner) -> float | None:
-    """Verifies a few rows: what the first such forward does once (packing weights) is no round's cost.
-
-    Returns:
-        Seconds of one of ``WAKING`` rows on next to no text, the best of a few; None if memory does not allow it.
-    """
-    with suppress(MemoryBudgetError):
-        store = _filled_store(runner, 1, WAKING)
-        first = _time(runner, store, WAKING)
-        return min(_time(runner, store, WAKING) for _ in range(REPEATS)) if first < LIMIT_SECONDS / 20 else first
-    return None
-
-
-def outdated(table: CostTable, seconds: float | None) -> bool:
-    """True if the machine is faster than a table says, which was then measured beside other work.
-
-    Args:
-        seconds: result of :func:`wake`.
-    """
-    return seconds is not None and seconds < (_DISTURBED if table.busy else _UNDISTURBED) * table.at(WAKING, 1)
+    return CostTable(tuple(lengths[: len(table)]), tuple(rows), tuple(map(tuple, table)))
 
 
 def _filled_store(runner: TargetRunner, length: int, rows: int) -> KVStore:
@@ -326,8 +295,7 @@ def _read(file: Path, key: dict[str, object]) -> CostTable | None:
         if content["key"] != key:
             return None
         table = content["table"]
-        times = tuple(map(tuple, table["seconds"]))
-        return CostTable(tuple(table["lengths"]), tuple(table["rows"]), times, bool(table["busy"]))
+        return CostTable(tuple(table["lengths"]), tuple(table["rows"]), tuple(map(tuple, table["seconds"])))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
@@ -346,3 +314,19 @@ def _write(file: Path, key: dict[str, object], table: CostTable) -> None:
         logger.info("The table of costs cannot be kept in %s: %s", file, error.strerror)
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
+
+
+def cpu_name() -> str:
+    """Returns the processor's own name if Linux tells it, else what ``platform`` knows."""
+    with suppress(OSError, IndexError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith(("model name", "Model")):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def device_name(device: torch.device) -> str:
+    """Returns a GPU's name, or the CPU's with the number of threads that torch uses."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    return f"{cpu_name()}, {torch.get_num_threads()} threads"

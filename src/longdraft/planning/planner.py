@@ -99,10 +99,6 @@ class Plan:
         level = len(sequences) * planner.forward + self._row()
         return NodeLimit(round(planner.nodes) + 2, level * planner.rate, self._choose)
 
-    def plain(self, sequences: SequenceOf[Sequence]) -> float:
-        """Seconds of a plain step on all of the texts."""
-        return self._costs.verification(1, [len(s.prompt) + len(s.output) for s in sequences])
-
     def prune(self, trees: list[TokenTree]) -> list[TokenTree]:
         """Keeps the nodes worth verifying. A forward is as wide as its largest tree, so all trees may be as large."""
         self._trees = trees
@@ -218,7 +214,7 @@ class Plan:
         for event in events:
             if event.sequence.index in self._without_draft:
                 without, new = self._without_draft[event.sequence.index]
-                added = max(0, event.accepted - without.follows(event.target_tokens))
+                added = max(0, event.accepted - without.follows(event.emitted))
                 for gain in (self._gains[event.sequence.index], planner.gains[event.sequence.greedy]):
                     gain.observe(added, new, steps)
 

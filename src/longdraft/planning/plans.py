@@ -44,12 +44,12 @@ def planned(plan: PlanChoice, options: Mapping[str, Any], exact: bool = True) ->
 
 def planner_for(plan: PlanChoice, runner: TargetRunner, progress: Progress | None = None) -> Planner | None:
     """Makes a planner with given or measured costs; returns None if there is no memory to measure them in."""
-    from longdraft.planning.costs import table_for, wake
+    from longdraft.planning.costs import table_for
     from longdraft.planning.planner import Planner
 
     if isinstance(plan, Mapping):
         return Planner(_given(plan), timed=False)
-    table = table_for(runner, progress=progress, seconds=wake(runner))
+    table = table_for(runner, progress=progress)
     return None if table is None else Planner(table)
 
 

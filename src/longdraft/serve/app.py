@@ -13,13 +13,13 @@ from starlette.exceptions import HTTPException
 from longdraft.errors import LongdraftError
 from longdraft.serve import asked, schema
 from longdraft.serve.asked import SILENCE, Asked
-from longdraft.serve.body import read
 from longdraft.serve.choice import REASONS, Choice
 from longdraft.serve.errors import ApiError, api_error
 from longdraft.serve.guards import Guards
 from longdraft.serve.openai import DONE, Head, event, usage_so_far
 from longdraft.serve.page import page
 from longdraft.serve.responses import ResponseAnswer
+from longdraft.serve.schema import read
 from longdraft.serve.service import Service
 
 T = TypeVar("T")
@@ -95,7 +95,7 @@ class Endpoints:
         return await self._answer(*await self._read(request, schema.Completion, asked.complete), request)
 
     async def _answer(self, body: schema.Sampled, asked: Asked, request: Request) -> Response:
-        self._service.submit(asked.choices)
+        asked.submit()
         if body.stream:
             return self._streamed(self._chunks(body.stream_options, asked))
         whole = await _unless_left(request, asked.whole())
@@ -130,7 +130,7 @@ class Endpoints:
             return asked.chat(service, body.as_chat(), tenant)
 
         body, found = await self._read(request, schema.Responses, ask)
-        self._service.submit(found.choices)
+        found.submit()
         answer = ResponseAnswer(Head("resp", self._service.settings.name), body)
         events = self._response_events(answer, found)
         if body.stream:

@@ -11,7 +11,8 @@ import inspect
 import math
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from longdraft.model.chat import conversation, encode
@@ -22,6 +23,7 @@ from longdraft.serve.filling import filling_ends, filling_prompt
 from longdraft.serve.openai import Answer, ChatAnswer, Head, TextAnswer, usage
 from longdraft.serve.service import Service
 from longdraft.serve.thinking import THINK, UNTHINK, Thinking
+from longdraft.serve.worker import Update
 
 # The prompt's last tokens, which may open the model's thoughts.
 _TAIL = 24
@@ -34,11 +36,31 @@ _MANY = 64
 
 @dataclass(frozen=True)
 class Asked:
-    """The answers to a request: choices to be submitted to the service, and the builder of each one's answer."""
+    """The answers to a request: its choices, and the builder of each one's answer. First :meth:`submit` them.
+
+    Attributes:
+        updates: what the worker tells of the choices, each with the choice's index.
+    """
 
     service: Service
     choices: list[Choice]
     answers: Sequence[Answer]
+    updates: asyncio.Queue[tuple[int, Update]] = field(default_factory=asyncio.Queue)
+
+    def submit(self) -> None:
+        """Hands all choices to the worker, or none; from the loop that listens to them.
+
+        Raises:
+            QueueFull, Draining: no more requests are taken. RequestError: so many never are.
+        """
+        loop = asyncio.get_running_loop()
+
+        def hear(i: int, update: Update) -> None:
+            loop.call_soon_threadsafe(self.updates.put_nowait, (i, update))
+
+        for i, choice in enumerate(self.choices):
+            choice.listener = partial(hear, i)
+        self.service.worker.submit(*self.choices)
 
     async def whole(self) -> dict[str, Any]:
         """OpenAI's object of the answers once they have ended; raises as :meth:`deltas`."""
@@ -69,19 +91,8 @@ class Asked:
             TimeoutError: no token came in time. What the engine failed with.
         """
         settings, worker = self.service.settings, self.service.worker
-        until = time.monotonic() + settings.timeout
-        queue: asyncio.Queue[tuple[int, Delta | Exception]] = asyncio.Queue()
-
-        async def listen(i: int) -> None:
-            try:
-                async for delta in self.choices[i].deltas(worker):
-                    queue.put_nowait((i, delta))
-            except Exception as error:
-                queue.put_nowait((i, error))
-
-        running = len(self.choices)
-        tasks = [asyncio.create_task(listen(i)) for i in range(running)]
-        coming = asyncio.ensure_future(queue.get())
+        until, running = time.monotonic() + settings.timeout, len(self.choices)
+        coming = asyncio.ensure_future(self.updates.get())
         try:
             while running:
                 left = until - time.monotonic()
@@ -93,18 +104,18 @@ class Asked:
                     until = left = math.inf
                 # asyncio.wait_for of Python 3.10 and 3.11 may lose a cancellation that comes with a result.
                 await asyncio.wait((coming,), timeout=min(left, settings.keep_alive))
-                i, delta = coming.result() if coming.done() else (0, SILENCE)
-                if coming.done():
-                    coming = asyncio.ensure_future(queue.get())
-                if isinstance(delta, Exception):
-                    raise delta
-                if delta.finish is not None:
-                    running -= 1
-                    self.service.metrics.ended(self.choices[i], REASONS[delta.finish])
-                yield i, delta
+                if not coming.done():
+                    yield 0, SILENCE
+                    continue
+                i, update = coming.result()
+                coming = asyncio.ensure_future(self.updates.get())
+                for delta in self.choices[i].take(update):
+                    if delta.finish is not None:
+                        running -= 1
+                        self.service.metrics.ended(self.choices[i], REASONS[delta.finish])
+                    yield i, delta
         finally:
-            for task in (coming, *tasks):
-                task.cancel()
+            coming.cancel()
             for choice in self.choices:
                 worker.cancel(choice)
 

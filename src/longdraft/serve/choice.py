@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -14,8 +13,7 @@ from longdraft.engine.sequence import FinishReason
 from longdraft.engine.stats import Result, Step
 from longdraft.engine.streaming import Detokenizer
 from longdraft.serve.processors import LogProbs, Makers, PromptLogProbs
-from longdraft.serve.ticket import Restarted, Ticket, Update
-from longdraft.serve.worker import Worker
+from longdraft.serve.worker import Restarted, Ticket, Update
 from longdraft.trees.tree import TokenTree
 
 # longdraft's finish reason -> OpenAI's. Who hears of a cancelled answer had it cut by the server's limit of time.
@@ -119,11 +117,9 @@ class Choice(Ticket):
         traced: bool = False,
         echo: str | None = None,
     ) -> None:
-        super().__init__(request, method, self._receive, makers if log_probs is None else [self._record, *makers])
+        super().__init__(request, method, makers=makers if log_probs is None else [self._record, *makers])
         self._decode = decode
         self._log_probs, self._traced, self._echo = log_probs, traced, echo
-        self._updates: asyncio.Queue[Update] = asyncio.Queue()
-        self.loop: asyncio.AbstractEventLoop | None = None  # that of the one who listens
         self.text, self.tokens, self.read = "", 0, 0  # read: how much of the prompt is
         self._begin()
         self.result: Result | None = None
@@ -137,24 +133,6 @@ class Choice(Ticket):
         else:
             self._recorder = PromptLogProbs(self._log_probs, prompt=self._prompt)
         return self._recorder
-
-    def _receive(self, update: Update) -> None:
-        """Called from the engine thread."""
-        assert self.loop is not None
-        self.loop.call_soon_threadsafe(self._updates.put_nowait, update)
-
-    async def deltas(self, worker: Worker) -> AsyncIterator[Delta]:
-        """Yields the answer as it comes. The request is cancelled when the iteration stops early.
-
-        Raises:
-            LongdraftError and others: what the engine failed with.
-        """
-        try:
-            while self.result is None:
-                for delta in self.take(await self._updates.get()):
-                    yield delta
-        finally:
-            worker.cancel(self)
 
     def take(self, update: Update) -> Iterator[Delta]:
         """Yields the deltas that an update adds to the answer; raises the update if it is an error."""

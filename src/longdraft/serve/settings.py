@@ -25,6 +25,7 @@ class Settings:
     keep_alive: seconds after which a stream without news has a comment.
     think: whether templates that know it let the model think, unless the request says.
     max_body: bytes of a request. body_seconds: seconds that it may take to arrive, as its headers may.
+    connections: that may be open; None: half of the files that the process may have.
     keys: tenant -> API key; empty: no key is needed.
     hosts: names that requests may call the server by, with * for any part; 0.0.0.0: also any address.
     origins: pages of these origins may read answers, with * for all.
@@ -48,6 +49,7 @@ class Settings:
     foresee: bool = True
     max_body: int = 8 << 20
     body_seconds: float = 30.0
+    connections: int | None = None
     keys: dict[str, str] = field(default_factory=dict, repr=False)
     hosts: tuple[str, ...] = ("*",)
     origins: tuple[str, ...] = ()

@@ -241,7 +241,8 @@ class Constraint:
         return list(self._table.tokenize_bytes(self._matcher.compute_ff_bytes())[:1])
 
     def follow(self, token: int) -> bool:
-        return not self._matcher.is_stopped() and self._matcher.try_consume_tokens([token]) == 1
+        known = token < self._table.vocab_size  # a draft's may be none: models have more than their tokenizers
+        return known and not self._matcher.is_stopped() and self._matcher.try_consume_tokens([token]) == 1
 
     def back(self, count: int) -> None:
         if count:

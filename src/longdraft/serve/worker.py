@@ -13,16 +13,53 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
+from longdraft.engine.request import Request
 from longdraft.engine.session import Session
-from longdraft.engine.stats import Result
+from longdraft.engine.stats import Result, Step
 from longdraft.errors import LongdraftError, RequestError
-from longdraft.serve.ticket import Restarted, Ticket, Update
+from longdraft.serve.processors import Makers
 
 logger = logging.getLogger("longdraft")
 
 # The result of a request that was cancelled while it waited.
 _NOTHING = Result("", [], 0, "", True, "cancelled", 0.0, 0.0, 0)
+
+
+@dataclass(frozen=True)
+class Restarted:
+    """The request begins again; its tokens so far will be repeated."""
+
+
+# A listener hears steps and restarts, and at last the result or the error.
+Update = Step | Restarted | Result | Exception
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A submitted request.
+
+    Attributes:
+        listener: called from the engine thread; must return quickly.
+        makers: make its processors anew each time that it begins, because they have a state.
+        arrived, began, ended: ``time.monotonic()``; 0 if it has not happened yet.
+        alone: it was in a forward that failed, and is decoded with no other.
+    """
+
+    request: Request
+    method: str
+    listener: Callable[[Update], None] = lambda update: None
+    makers: Makers = ()
+    arrived: float = field(default_factory=time.monotonic)
+    began: float = 0.0
+    ended: float = 0.0
+    cancelled: bool = False
+    alone: bool = False
+
+    def made(self) -> Request:
+        """The request with new processors."""
+        return replace(self.request, processors=[*self.request.processors, *(make() for make in self.makers)])
 
 
 class QueueFull(LongdraftError):

@@ -1,21 +1,22 @@
-"""The target's answers as training text: their file, and those of a model in this process."""
+"""The target's answers as training text: their file, those of a model in this process, and those of a server."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 from longdraft.engine.request import Request
-from longdraft.errors import CheckpointError, ContextError, PromptError, reason_of
+from longdraft.errors import CapabilityError, CheckpointError, ContextError, PromptError, reason_of
 from longdraft.files import naming, regular
 from longdraft.memory.prompt_cache import PromptCache
-from longdraft.model.chat import chat_prompt, follow_up
+from longdraft.model.chat import chat_prompt
 from longdraft.speculator import Speculator
 from longdraft.training.prompts import Ask
 
@@ -25,8 +26,14 @@ PATIENCE = 32
 PERIOD, LOOP = 32, 96
 # Bytes of KV that are kept of passages, so that the next prompt about one does not read it again.
 SHARED = 1 << 30
+# How often a request is sent again, after 0.5, 1, 2, 4, 8, 8, ... seconds, while a server is away or busy.
+RETRIES = 8
+# Seconds for an answer of a server, and between two looks at ``stop``.
+_TIMEOUT, _LOOK = 3600.0, 0.2
 
 Asks = Iterator[tuple[int, list[Ask]]]
+# The passage, the prompt's number there, and how many the passage has.
+At = list[int]
 Row = dict[str, Any]
 
 
@@ -34,10 +41,15 @@ class AnswerFile:
     """A JSONL file of answers, to which rows are appended as they come. What an earlier run has written is kept.
 
     Args:
-        holds: what its rows hold. ``at`` of a row is its passage, its number there, and how many the passage has.
+        holds: what its rows hold: ``tokens`` (prompt and answer, the answer's end-of-sequence token included) and
+            ``start`` (the answer's first token) and ``text`` (the answer), as a model here writes them; or
+            ``messages``, ``cut`` (the answer was longer than allowed) and ``usage`` (tokens that the server reports to
+            have read and written). All have ``temperature``, ``source``, ``kind`` (of the prompt) and ``at`` (its
+            passage, its number there, and how many prompts the passage has).
+        total: rows that it has in the end. who: answers, in messages.
 
     Attributes:
-        rows: in the file. added: tokens of the answers that this run has added.
+        rows: in the file. added: tokens of the answers that this run has added. refused: prompts without an answer.
         done: (passage, number) of each row.
         shares: tokens of all answers, by ``source`` (the text's file or corpus) and by ``kind`` (of the prompt).
         usage: tokens that a server reports to have read and written, for all answers.
@@ -46,9 +58,11 @@ class AnswerFile:
         CheckpointError: the file cannot be read, or holds something else, so it must not be cut.
     """
 
-    def __init__(self, path: Path, holds: Literal["tokens", "messages"]) -> None:
-        self.path, self.holds = path, holds
-        self.rows = self.added = self._end = 0
+    def __init__(
+        self, path: Path, holds: Literal["tokens", "messages"], total: int = 1 << 60, who: str = "the target"
+    ) -> None:
+        self.path, self.holds, self.total, self.who = path, holds, total, who
+        self.rows = self.added = self.refused = self._in_a_row = self._end = 0
         self.done: set[tuple[int, int]] = set()
         self.shares: dict[str, Counter[str]] = {"source": Counter(), "kind": Counter()}
         self.usage = [0, 0]
@@ -59,12 +73,8 @@ class AnswerFile:
         for line in lines:
             if not line.endswith(b"\n"):
                 break  # torn
-            try:
+            with naming(path, f"{path} holds something else (at byte {self._end})", "Name another file."):
                 self._count(json.loads(line))
-            except (ValueError, KeyError, TypeError) as error:
-                raise CheckpointError(
-                    f"{path} holds something else (at byte {self._end}): name another file."
-                ) from error
             self._end += len(line)
 
     def append(self, row: Row) -> None:
@@ -80,6 +90,23 @@ class AnswerFile:
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be written: {error}. What is there is kept.") from error
         self.added += self._count(row)
+        self._in_a_row = 0
+
+    def refuse(self, reason: str) -> None:
+        """Counts a prompt without an answer. Raises PromptError if there are :data:`PATIENCE` of them in a row."""
+        self.refused, self._in_a_row = self.refused + 1, self._in_a_row + 1
+        if self._in_a_row == PATIENCE:
+            raise PromptError(
+                f"{PATIENCE} prompts in a row got no answer from {self.who} ({reason}): ask about shorter passages. "
+                f"{self.kept}"
+            )
+
+    def missing(self, passages: Asks) -> Iterator[tuple[At, Ask]]:
+        """The prompts that have no row, each with its place."""
+        for number, asks in passages:
+            for place, ask in enumerate(asks):
+                if (number, place) not in self.done:
+                    yield [number, place, len(asks)], ask
 
     def _count(self, row: Row) -> int:
         """Counts a row; returns the tokens of its answer."""
@@ -92,55 +119,14 @@ class AnswerFile:
         self.usage = [a + b for a, b in zip(self.usage, row.get("usage", (0, 0)), strict=True)]
         return tokens
 
-    def missing(self, passages: Asks) -> Iterator[tuple[list[int], Ask]]:
-        """The prompts that have no row, each with its place."""
-        for number, asks in passages:
-            for place, ask in enumerate(asks):
-                if (number, place) not in self.done:
-                    yield [number, place, len(asks)], ask
-
     @property
     def tokens(self) -> int:
         """Tokens of all answers in the file."""
         return self.shares["source"].total()
 
-
-class Refused:
-    """Counts the prompts without an answer. Raises PromptError if there are :data:`PATIENCE` of them in a row."""
-
-    def __init__(self, file: AnswerFile, who: str) -> None:
-        self.count = self._in_a_row = 0
-        self._file, self._who = file, who
-
-    def answered(self) -> None:
-        self._in_a_row = 0
-
-    def add(self, reason: str) -> None:
-        self.count, self._in_a_row = self.count + 1, self._in_a_row + 1
-        if self._in_a_row == PATIENCE:
-            raise PromptError(
-                f"{PATIENCE} prompts in a row got no answer from {self._who} ({reason}): ask about shorter passages. "
-                f"{kept(self._file)}"
-            )
-
-
-def kept(file: AnswerFile) -> str:
-    return f"The answers in {file.path} are kept; the same command continues from there."
-
-
-@dataclass
-class _Conversation:
-    """A prompt that is being answered.
-
-    Attributes:
-        tokens: so far. start: the first answer's first token. turns: what the user says next.
-    """
-
-    at: list[int]
-    ask: Ask
-    tokens: list[int]
-    start: int = 0
-    turns: deque[str] = field(default_factory=deque)
+    @property
+    def kept(self) -> str:
+        return f"The answers in {self.path} are kept; the same command continues from there."
 
 
 def answer(
@@ -150,27 +136,20 @@ def answer(
     *,
     batch: int,
     max_new_tokens: int,
-    total: int,
     seed: int = 0,
     progress: Callable[[], None] = lambda: None,
     stop: Callable[[], bool] = lambda: False,
-) -> int:
+) -> None:
     """Lets a target answer prompts, and appends a row for each as its answer ends.
 
-    A row has ``tokens`` (prompt and answer, the answer's end-of-sequence token included), ``start`` (the answer's first
-    token), ``temperature``, ``text`` (the answer), ``source`` and ``kind`` (of its prompt) and ``at`` (its passage, its
-    number there, and how many prompts the passage has). A killed run continues with the missing ones.
+    A killed run continues with the missing ones.
 
     Args:
         spec: the target with its tokenizer.
         passages: numbers of passages, and the prompts about each.
-        batch: answers decoded at a time. max_new_tokens: tokens of a turn. total: rows that the file has in the end.
-        seed: of sampling, with the prompt's place.
+        batch: answers decoded at a time. seed: of sampling, with the prompt's place.
         progress: called whenever a row is written.
         stop: called between steps; True ends the run, and unfinished answers are not written.
-
-    Returns:
-        How many prompts were too long for the context.
 
     Raises:
         PromptError: prompt after prompt is too long.
@@ -179,58 +158,27 @@ def answer(
     """
     tokenizer = spec.tokenizer
     assert tokenizer is not None
-    session = spec.session(batch, cache=PromptCache(tree_bytes=SHARED))
-    going: dict[int, _Conversation] = {}
-    missing, refused = file.missing(passages), Refused(file, "the target")
-
-    def ask(conversation: _Conversation, tokens: list[int]) -> None:
-        number, place, _ = conversation.at
-        own = random.Random(f"{seed}/{number}/{place}").getrandbits(31)
-        request = Request(tokens, max_new_tokens, seed=own, temperature=conversation.ask.temperature)
-        going[session.add(request)] = conversation
-        conversation.tokens = tokens
-
-    def further(conversation: _Conversation) -> bool:
-        """Asks the next turn, if there is one and the template and the context have a place for it."""
-        turn = follow_up(tokenizer, conversation.turns.popleft()) if conversation.turns else []
-        try:
-            if turn:
-                ask(conversation, conversation.tokens[:-1] + turn)  # which begins with the answer's end
-        except ContextError:
-            return False
-        return bool(turn)
-
+    session, missing = spec.session(batch, cache=PromptCache(tree_bytes=SHARED)), file.missing(passages)
+    going: dict[int, tuple[At, Ask, list[int]]] = {}
     while not stop():
-        while len(going) < min(batch, total - file.rows) and (following := next(missing, None)):
-            at, asked = following
+        while len(going) < min(batch, file.total - file.rows) and (following := next(missing, None)):
+            at, ask = following
+            own = random.Random(f"{seed}/{at[0]}/{at[1]}").getrandbits(31)
             try:
-                tokens = chat_prompt(tokenizer, asked.text)
-                ask(_Conversation(at, asked, tokens, len(tokens), deque(asked.then)), tokens)
+                prompt = chat_prompt(tokenizer, ask.text)
+                number = session.add(Request(prompt, max_new_tokens, seed=own, temperature=ask.temperature))
+                going[number] = at, ask, prompt
             except (ContextError, PromptError) as error:
-                refused.add(reason_of(error))
+                file.refuse(reason_of(error))
         if not going:
             break
         session.step()
         for number in filter(session.ended, list(going)):
-            result, conversation = session.take(number), going.pop(number)
-            conversation.tokens = conversation.tokens + unlooped(result.token_ids)
-            if result.finish_reason == "eos" and further(conversation):
-                continue
-            refused.answered()
-            file.append(
-                {
-                    "tokens": conversation.tokens,
-                    "start": conversation.start,
-                    "temperature": conversation.ask.temperature,
-                    "text": tokenizer.decode(conversation.tokens[conversation.start :], skip_special_tokens=True),
-                    "source": conversation.ask.source,
-                    "kind": conversation.ask.kind,
-                    "at": conversation.at,
-                }
-            )
+            (at, ask, prompt), said = going.pop(number), unlooped(session.take(number).token_ids)
+            text = tokenizer.decode(said, skip_special_tokens=True)
+            file.append({"tokens": prompt + said, "start": len(prompt), "text": text, **_about(at, ask)})
             progress()
     session.close()
-    return refused.count
 
 
 def unlooped(tokens: list[int]) -> list[int]:
@@ -242,3 +190,102 @@ def unlooped(tokens: list[int]) -> list[int]:
                 end -= 1
             return tokens[:end]
     return tokens
+
+
+def answer_by_server(
+    passages: Asks,
+    file: AnswerFile,
+    url: str,
+    key: str = "",
+    model: str | None = None,
+    *,
+    batch: int,
+    max_new_tokens: int,
+    progress: Callable[[], None] = lambda: None,
+    stop: Callable[[], bool] = lambda: False,
+) -> None:
+    """Lets an OpenAI-compatible server answer prompts; arguments as in :func:`answer`.
+
+    Args:
+        url: its address, with or without ``/v1``. key: sent as the bearer's token.
+        model: which of its models answers; None: the first that it lists.
+        batch: requests in flight. stop: asked a few times a second; answers on their way are then lost.
+
+    Raises:
+        CapabilityError: the package openai is missing; the server cannot be reached, breaks off, or is another kind of
+            server.
+        PromptError: it refuses prompt after prompt.
+        CheckpointError: the file cannot be written.
+    """
+    try:
+        from openai import APIError, AsyncOpenAI, BadRequestError, UnprocessableEntityError
+    except ImportError:
+        raise CapabilityError('--url needs the package openai: pip install "longdraft[train]".') from None
+    address = url.rstrip("/").removesuffix("/v1") + "/v1"
+
+    @contextmanager
+    def asking() -> Iterator[None]:
+        """What is wrong with the server is said with its address."""
+        try:
+            yield
+        except (BadRequestError, UnprocessableEntityError):
+            raise
+        except (APIError, ValueError) as error:
+            why = reason_of(error.__cause__ if isinstance(error.__cause__, Exception) else error)
+            raise CapabilityError(f"{url} cannot be asked any more: {why}. {file.kept}") from error
+
+    async def row(client: AsyncOpenAI, name: str, at: At, ask: Ask) -> Row | str:
+        """The row of a prompt's answer; why there is none."""
+        turn = {"role": "user", "content": ask.text}
+        settings: dict[str, Any] = {"max_tokens": max_new_tokens, "temperature": ask.temperature}
+        try:
+            with asking():
+                reply: Any = await client.chat.completions.create(model=name, messages=[turn], **settings)  # type: ignore[list-item]
+        except (BadRequestError, UnprocessableEntityError) as error:
+            return reason_of(error)
+        if not isinstance(getattr(reply, "choices", None), list) or not reply.choices:
+            raise CapabilityError(f"{url} does not answer as OpenAI's API does. {file.kept}")
+        choice, usage = reply.choices[0], reply.usage
+        said = choice.message.content or ""
+        if not said.strip():
+            return "no text"
+        used = [0, 0] if usage is None else [usage.prompt_tokens, usage.completion_tokens]
+        messages = [turn, {"role": "assistant", "content": said}]
+        return {"messages": messages, "cut": choice.finish_reason == "length", "usage": used, **_about(at, ask)}
+
+    async def run() -> None:
+        missing, flying = file.missing(passages), set[asyncio.Task[Row | str]]()
+        async with AsyncOpenAI(
+            base_url=address, api_key=key or "none", max_retries=RETRIES, timeout=_TIMEOUT
+        ) as client:
+            name = model
+            if name is None:
+                with asking():
+                    models = await client.models.list()
+                if not models.data:
+                    raise CapabilityError(f"{url} lists no model: name one with --target.")
+                name = models.data[0].id
+            try:
+                while not stop():
+                    while len(flying) < min(batch, file.total - file.rows) and (following := next(missing, None)):
+                        flying.add(asyncio.create_task(row(client, name, *following)))
+                    if not flying:
+                        break
+                    landed, flying = await asyncio.wait(flying, timeout=_LOOK, return_when=asyncio.FIRST_COMPLETED)
+                    # What came is kept, whatever else failed meanwhile.
+                    for task in sorted(landed, key=lambda task: task.exception() is not None):
+                        if isinstance(found := task.result(), str):
+                            file.refuse(found)
+                        else:
+                            file.append(found)
+                            progress()
+            finally:
+                for task in flying:
+                    task.cancel()
+                await asyncio.gather(*flying, return_exceptions=True)
+
+    asyncio.run(run())
+
+
+def _about(at: At, ask: Ask) -> Row:
+    return {"temperature": ask.temperature, "source": ask.source, "kind": ask.kind, "at": at}

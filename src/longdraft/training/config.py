@@ -1,41 +1,57 @@
-"""The settings of training runs, a class for each kind of draft."""
+"""Settings of training runs, a class for each kind of draft, and how they are read from YAML and ``key=value``."""
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
-from typing import Any
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, TypeVar
 
-from longdraft.errors import ConfigError
-from longdraft.training.settings import (
-    BESIDE,
-    BETAS,
-    GONE,
-    ONE_OR_MORE,
-    POSITIVE,
-    POSITIVE_SHARE,
-    SHARE,
-    ZERO_OR_MORE,
-    check,
-    one_of,
-    setting,
-)
+import yaml
+
+from longdraft.errors import ConfigError, values_checked
+from longdraft.files import named, regular
+from longdraft.options import Option, Options, declared, number, option
+
+Config = TypeVar("Config")
+
 
 # Settings of earlier versions, and what to do instead.
-GONE.update(
-    passages="Name the texts in data, beside the answers. ",
-    patience="log.jsonl has every measurement, out/best is the best draft, and Ctrl-C ends a run. ",
-    read_ahead="Features are read when they are learned from: leave it out. ",
-    shard_target="Each process holds the whole target: give one in fewer bytes, or leave it out. ",
-    tensorboard="Set track=tensorboard. ",
-    curves="Set track=tensorboard, or draw log.jsonl. ",
-)
+GONE = {
+    "top": "The loss follows the target's whole distribution (distill): leave it out. ",
+    "passages": "Name the texts in data, beside the answers. ",
+    "patience": "log.jsonl has every measurement, out/best is the best draft, and Ctrl-C ends a run. ",
+    "read_ahead": "Features are read when they are learned from: leave it out. ",
+    "shard_target": "Each process holds the whole target: give one in fewer bytes, or leave it out. ",
+    "tensorboard": "Set track=tensorboard. ",
+    "curves": "Set track=tensorboard, or draw log.jsonl. ",
+}
+
+# The values that a setting takes, as attributes of its option.
+POSITIVE = {"above": 0}
+ONE_OR_MORE = {"least": 1}
+ZERO_OR_MORE = {"least": 0}
+SHARE = {"least": 0, "most": 1}
+POSITIVE_SHARE = {"above": 0, "most": 1}
+BETAS = {"least": 0, "below": 1, "size": 2}
+
+
+def setting(default: Any, meaning: str, values: Mapping[str, Any] | None = None) -> Any:
+    """A field of a configuration class: its meaning for the help, and its values if not all of its type will do."""
+    return option(default, help=meaning, **values or {})
+
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+PRECISIONS = ("bf16", "no")
 # Levels that simulated acceptance drafts, whatever number a draft was trained for.
 DEPTH = 5
 
 
 @dataclass(frozen=True)
-class RunConfig:
+class RunConfig(Options):
     """The settings of every training run. Paths are relative to the working directory.
 
     Raises:
@@ -64,12 +80,14 @@ class RunConfig:
         0.0, "share of the loss that follows the target's distribution; 0: cross-entropy alone (the paper)", SHARE
     )
     cache: str | None = setting(None, "folder for the target's features; none: the target runs in every epoch")
-    target_dtype: str = setting("auto", "dtype of the target", one_of("auto", "float32", "bfloat16", "float16"))
+    target_dtype: str = setting("auto", "dtype of the target", {"choices": DTYPES})
     target_rope_factor: float | None = setting(
         None, "YaRN's factor for the target, for texts longer than its context; none: the target as it is", ONE_OR_MORE
     )
     precision: str = setting(
-        "bf16", "dtype of the draft's matrix products (no: float32); weights are always float32", one_of("bf16", "no")
+        "bf16",
+        "dtype of the draft's matrix products (no: float32); weights are always float32",
+        {"choices": PRECISIONS},
     )
     epochs: float = setting(1.0, "passes over the data; a fraction stops part of the way", POSITIVE)
     max_steps: int | None = setting(None, "steps after which the run ends; none: with its epochs", ONE_OR_MORE)
@@ -95,11 +113,11 @@ class RunConfig:
     fields_set: tuple[str, ...] = field(default=(), repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        check(self)
+        with values_checked(ConfigError):
+            super().__post_init__()
 
     def as_dict(self) -> dict[str, Any]:
-        values = dataclasses.asdict(self)
-        return {name: value for name, value in values.items() if name not in BESIDE}
+        return {name: value for name, value in dataclasses.asdict(self).items() if name != "fields_set"}
 
 
 @dataclass(frozen=True)
@@ -228,3 +246,66 @@ class HeadsConfig(RunConfig):
             raise ConfigError("anchor_offset is for drafts with positions, which heads do not have: leave it out.")
         if self.intermediate_size is not None:
             raise ConfigError("intermediate_size is for drafts with an MLP, which heads do not have: leave it out.")
+
+
+# --- reading ---
+
+
+def described(config: type[Any]) -> list[tuple[str, str, str, str]]:
+    """Name, default, values and meaning of a configuration's settings: those that its class adds or redefines first."""
+    added = inspect.get_annotations(config)
+    known = sorted(declared(config).values(), key=lambda each: each.name not in added)
+    return [(each.name, each.default_in_words or "none", each.range, each.help) for each in known]
+
+
+def read_config(path: Path | str | None, overrides: Sequence[str], config: type[Config]) -> Config:
+    """A configuration of class ``config``, from a YAML file and ``key=value`` overrides.
+
+    Raises:
+        ConfigError: an unreadable file, an unknown setting or a wrong value, which it names.
+    """
+    values = {} if path is None else _read_yaml(path)
+    for word in overrides:
+        key, equals, text = word.partition("=")
+        if not equals:
+            raise ConfigError(f"{word!r} is not of the form key=value.")
+        try:
+            values[key.strip()] = yaml.safe_load(text) if text.strip() else None
+        except yaml.YAMLError:
+            values[key.strip()] = text.strip()  # a path with a colon or the like
+    with named(path or ""):
+        known = declared(config)
+        if unknown := sorted(map(str, set(values) - {*known})):
+            close = get_close_matches(unknown[0], known, n=1)
+            advice = GONE.get(unknown[0]) or (f"Did you mean {close[0]}? " if close else "")
+            raise ConfigError(f"No setting {', '.join(unknown)}. {advice}Settings: {', '.join(sorted(known))}.")
+        made: Any = config
+        found: Config = made(**{n: _converted(known[n], v) for n, v in values.items()}, fields_set=tuple(values))
+        return found
+
+
+def _read_yaml(path: Path | str) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(regular(Path(path)).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"There is no configuration {path}: check the path.") from None
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} cannot be read as YAML: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} holds no settings: it takes lines of the form `key: value`.")
+    return values
+
+
+def _converted(each: Option, value: Any) -> Any:
+    """YAML's value as the setting's kind, where it can be: YAML reads 5e-4 as text, 1e3 as a float, no as false."""
+    if each.kind is tuple and value is not None:
+        item = replace(each, kind=each.items)
+        return tuple(_converted(item, one) for one in (value if isinstance(value, list) else [value]))
+    if isinstance(value, bool):
+        return "no" if "no" in each.choices and not value else value
+    if each.kind is str:
+        return value if value is None or isinstance(value, dict | list) else str(value)
+    value = number(value) if isinstance(value, str) and each.kind in (int, float) else value
+    if each.kind is int and isinstance(value, float) and value.is_integer():
+        return int(value)
+    return float(value) if each.kind is float and isinstance(value, int) and abs(value) < 2**53 else value

@@ -10,7 +10,7 @@ import gzip
 import json
 import lzma
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -52,49 +52,37 @@ NAMES: dict[str, tuple[Callable[[Row], Row], tuple[str, ...]]] = {
 }
 
 
-@dataclass(frozen=True)
-class Corpus:
-    """The files of a source, and what becomes of their rows.
-
-    Attributes:
-        place: the file or folder, which may not exist.
-    """
-
-    place: Path
-    files: list[Path]
-    convert: Callable[[Row], Row]
-
-
-def named(source: Path | str) -> Corpus:
-    """A source of text: ``NAME:FOLDER``, or a file as it is.
-
-    Raises:
-        PromptError: the folder has no files of the corpus.
-    """
+def place_of(source: Path | str) -> tuple[str, Path]:
+    """A corpus's name and folder of ``NAME:FOLDER``; of any other source no name, and its path."""
     name, _, folder = str(source).partition(":")
-    if not folder or name not in NAMES:
-        return Corpus(Path(source), [Path(source)], lambda row: row)
-    convert, endings = NAMES[name]
-
-    def converted(row: Row) -> Row:
-        try:
-            return convert(row)
-        except (KeyError, TypeError):
-            return {}  # counted as unusable, as a file's row would be
-
-    files = sorted(path for path in Path(folder).rglob("*") if path.name.endswith(endings) and path.is_file())
-    if not files:
-        raise PromptError(f"{folder} has no files of {name} ({', '.join(endings)}): check the path.")
-    return Corpus(Path(folder), files, converted)
+    return (name, Path(folder)) if folder and name in NAMES else ("", Path(source))
 
 
-def rows(path: Path) -> Iterator[Any]:
-    """The rows of a file, usually dictionaries; None for a line that is not JSON. ``.txt`` is one row.
+def rows(source: Path | str) -> Iterator[Any]:
+    """The rows of a file, or of a corpus by name, usually dictionaries; None for a line that is not JSON.
+
+    A row that is none of its corpus is empty, so that it counts as unusable. ``.txt`` is one row.
 
     Raises:
-        PromptError: it is missing or cannot be read.
+        PromptError: it is missing or cannot be read, or the folder has no files of the corpus.
         CapabilityError: its format needs a package that is not installed.
     """
+    name, place = place_of(source)
+    if not name:
+        yield from _rows(place)
+        return
+    convert, endings = NAMES[name]
+    files = sorted(path for path in place.rglob("*") if path.name.endswith(endings) and path.is_file())
+    if not files:
+        raise PromptError(f"{place} has no files of {name} ({', '.join(endings)}): check the path.")
+    for row in chain.from_iterable(map(_rows, files)):
+        try:
+            yield convert(row) if isinstance(row, dict) else row
+        except (KeyError, TypeError):
+            yield {}
+
+
+def _rows(path: Path) -> Iterator[Any]:
     try:
         if path.suffix == ".txt":
             yield {"text": path.read_text(encoding="utf-8", errors="replace")}

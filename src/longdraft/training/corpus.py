@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-import random
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from longdraft.errors import PromptError
 from longdraft.training.documents import Document, Skipped
-from longdraft.training.lazy import Lazy
-from longdraft.training.tokens import Tokens
+from longdraft.training.tokens import Lazy, Tokens
 
 # Documents with this many first tokens in common are about the same passage.
 SAME_PASSAGE = 48
 
 
-class Documents(Lazy[Document]):
+class Documents(Lazy):
     """Some pieces of documents, in a fixed order. Their tokens stay where they are: a piece takes 18 bytes here.
 
     Attributes:
@@ -48,41 +46,26 @@ class Documents(Lazy[Document]):
         return sum(self.lengths)
 
     def ordered(self) -> Documents:
-        """The same pieces in order of their tokens, so that those that begin alike are neighbours.
-
-        The target then reads the beginning once. Pieces of shards stay in the order of the shards.
-        """
-        if any(source.digest for source in self.sources):
+        """The same pieces in order of their tokens, whatever the order of the files; of shards, as they are."""
+        if any(source.mapped for source in self.sources):
             return self
-        return self._picked(sorted(range(len(self)), key=self._bytes))
 
-    def _bytes(self, i: int) -> bytes:
-        """A piece's tokens as bytes, which sort as they do and take less memory than lists."""
-        begin = self._begins[i]
-        return self.sources[self._source[i]].ids[begin : begin + self.lengths[i]].numpy().astype(">u4").tobytes()
+        def key(i: int) -> bytes:
+            """Bytes sort as the tokens do, and take less memory than lists."""
+            begin = self._begins[i]
+            ids = self.sources[self._source[i]].ids[begin : begin + self.lengths[i]]
+            return ids.numpy().astype(">u4").tobytes()
 
-    def learned_whole(self, length: int) -> Documents:
-        """The same pieces, all that have fewer than ``length`` tokens learned from their second token on."""
-        found = self._picked(range(len(self)))
-        found.starts = array("i", (1 if n < length else at for n, at in zip(self.lengths, self.starts, strict=True)))
-        return found
-
-    def _picked(self, order: Iterable[int]) -> Documents:
         found = Documents(self.sources)
-        for i in order:
+        for i in sorted(range(len(self)), key=key):
             found.add(self._source[i], self._begins[i], self.lengths[i], self.starts[i])
         return found
 
     def digest(self) -> str:
         """A name for the pieces that depends on their content; a resumed run must have the same."""
-        hashed = hashlib.sha256()
-        if any(source.digest for source in self.sources):
-            hashed.update(repr([source.digest or source.ids.tolist() for source in self.sources]).encode())
-            for column in (self._source, self._begins, self.lengths, self.starts):
-                hashed.update(column.tobytes())
-        else:
-            for document in self:
-                hashed.update(array("q", [len(document.tokens), document.start, *document.tokens]).tobytes())
+        hashed = hashlib.sha256(repr([source.digest for source in self.sources]).encode())
+        for column in (self._source, self._begins, self.lengths, self.starts):
+            hashed.update(column.tobytes())
         return hashed.hexdigest()[:16]
 
 
@@ -104,11 +87,13 @@ def collect(
     held_out: float,
     sample: float = 1.0,
     keep_end: bool = False,
+    learn_prompts: bool = False,
 ) -> Corpus:
     """Cuts, filters and splits documents.
 
     Plain text is cut into pieces of ``max_length`` tokens. A document with a prompt is cut at its end, and left out if
-    nothing learned would remain; with ``keep_end`` it is cut at its beginning.
+    nothing learned would remain; with ``keep_end`` it is cut at its beginning. With ``learn_prompts`` one that was not
+    cut is learned from its second token on.
 
     Args:
         skipped: counts the documents that are left out.
@@ -147,7 +132,8 @@ def collect(
                 if length < min_length or length - learned_from <= shortest_learned:
                     skipped.add("too short")
                 else:
-                    side.add(at, begin, length, learned_from)
+                    whole = learn_prompts and side is learned and length < max_length
+                    side.add(at, begin, length, 1 if whole else learned_from)
     if not len(learned):
         raise PromptError(
             f"Nothing to train on: no usable document in the data (left out: {skipped}; held out: {len(measured)}). "
@@ -160,9 +146,3 @@ def _share(passage: list[int], purpose: str) -> float:
     """A number in [0, 1) that depends on how a document begins."""
     hashed = hashlib.sha256(f"{purpose}{passage}".encode()).digest()
     return int.from_bytes(hashed[:6], "big") / 2**48
-
-
-def offsets(lengths: Iterable[int], anchor_offset: int, context_length: int, seed: int) -> Sequence[int]:
-    """A random offset for each document, uniform in 0 .. ``anchor_offset``, or less to stay in the context."""
-    rng = random.Random(f"{seed}/offsets")
-    return array("i", (rng.randint(0, max(0, min(anchor_offset, context_length - n))) for n in lengths))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from longdraft.errors import CheckpointError
+from longdraft.files import replacing
 from longdraft.model.chat import applied, encode
 from longdraft.training import corpora
 
@@ -51,61 +51,41 @@ class Skipped:
         return ", ".join(f"{count} {reason}" for reason, count in sorted(self.reasons.items())) or "none"
 
 
-def rows(paths: Iterable[Path | str], skipped: Skipped) -> Iterator[dict[str, Any]]:
-    """The rows of files, or of corpora by name (:mod:`longdraft.training.corpora`). Broken ones are counted.
+def rows(sources: Iterable[Path | str], skipped: Skipped) -> Iterator[dict[str, Any] | None]:
+    """Each row of files, or of corpora by name (:mod:`longdraft.training.corpora`); None for a broken one.
 
     Raises PromptError if a file is missing or cannot be read.
     """
-    return (row for row in _all_rows(paths, skipped) if row is not None)
-
-
-def _all_rows(sources: Iterable[Path | str], skipped: Skipped) -> Iterator[dict[str, Any] | None]:
-    """Each row; None for a broken one."""
-    for source in sources:
-        corpus = corpora.named(source)
-        for path in corpus.files:
-            for row in corpora.rows(path):
-                if isinstance(row, dict):
-                    yield corpus.convert(row)
-                else:
-                    skipped.add("not JSON" if row is None else "not an object")
-                    yield None
+    for row in chain.from_iterable(map(corpora.rows, sources)):
+        if not isinstance(row, dict):
+            skipped.add("not JSON" if row is None else "not an object")
+            row = None
+        yield row
 
 
 def documents(
-    paths: Iterable[Path | str], tokenizer: PreTrainedTokenizerBase, skipped: Skipped, vocab_size: int
-) -> Iterator[Document]:
-    """The documents of files, or of corpora by name.
-
-    A row has ``text``; or ``messages``, a chat that is learned from the first assistant turn on; or ``tokens`` (ids)
-    and ``start``, as ``longdraft train data`` writes them. Other rows, and rows that cannot be encoded, are skipped and
-    counted.
-    """
-    return filter(None, encoded(paths, tokenizer, skipped, vocab_size))
-
-
-def encoded(
-    paths: Iterable[Path | str],
+    sources: Iterable[Path | str],
     tokenizer: PreTrainedTokenizerBase,
     skipped: Skipped,
     vocab_size: int,
     done: int = 0,
 ) -> Iterator[Document | None]:
-    """The document of each row after the first ``done``; None for one that is left out. See :func:`documents`."""
-    for row in islice(_all_rows(paths, skipped), done, None):
-        if row is None:
-            yield None
-            continue
-        try:
-            document = _document(row, tokenizer)
-        except (KeyError, TypeError, ValueError, AttributeError):
-            skipped.add("without usable text, messages or tokens")
-            yield None
-            continue
-        usable = all(0 <= t < vocab_size for t in document.tokens)
-        if not usable:
+    """The document of each row after the first ``done``; None for one that is left out, and counted.
+
+    A row has ``text``; or ``messages``, a chat that is learned from the first assistant turn on; or ``tokens`` (ids)
+    and ``start``, as ``longdraft train data`` writes them.
+    """
+    for row in islice(rows(sources, skipped), done, None):
+        document = None
+        if row is not None:
+            try:
+                document = _document(row, tokenizer)
+            except (KeyError, TypeError, ValueError, AttributeError):
+                skipped.add("without usable text, messages or tokens")
+        if document is not None and not all(0 <= t < vocab_size for t in document.tokens):
             skipped.add("with token ids outside the vocabulary")
-        yield document if usable else None
+            document = None
+        yield document
 
 
 def _document(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Document:
@@ -149,12 +129,6 @@ def write(texts: Iterable[str], out: Path) -> int:
         PromptError: there are no texts to make rows of.
     """
     lines = [json.dumps({"text": text}) + "\n" for text in texts]
-    part = out.with_name(f".{out.name}.part")
-    try:
+    with replacing(out) as part:
         part.write_text("".join(lines), encoding="utf-8")
-        part.replace(out)
-    except OSError as error:
-        raise CheckpointError(f"{out} cannot be written: {error}.") from error
-    finally:
-        part.unlink(missing_ok=True)
     return len(lines)

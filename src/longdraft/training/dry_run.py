@@ -7,9 +7,8 @@ some of the MLP's; the factors are those of steps under fake tensors, which a te
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -26,6 +25,8 @@ from longdraft.training.tokens import Tokens, shards_of
 
 # Share of a GPU's peak that training is taken to reach.
 UTILISATION = 0.4
+# Tokens that hours are told for where the data are unknown.
+SOME = 1e9
 # Bytes that a row keeps: of outputs, for each number of the hidden size; of a layer, for each of it and of the MLP's.
 OUTPUTS, LAYER, MLP = 32, 20, 18
 # Name -> bfloat16 operations a second without sparsity, and bytes of memory, as its maker describes it.
@@ -35,43 +36,11 @@ GPUS = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """Memory, operations and steps of a run.
-
-    Attributes:
-        memory: bytes on each GPU, by part.
-        draft_weights: numbers that are trained.
-        draft, target: operations for a learned token: forward and backward of the draft, forward of the target.
-        step_tokens: learned tokens of a step of all GPUs.
-        steps: of the run; None if its data are unknown.
-        reads: how many times the target reads the data.
-    """
-
-    memory: dict[str, int]
-    draft_weights: int
-    draft: float
-    target: float
-    step_tokens: int
-    steps: int | None
-    reads: float
-
-    @property
-    def bytes(self) -> int:
-        return sum(self.memory.values())
-
-    def hours(self, tokens: float, gpu: str, gpus: int) -> float:
-        """Hours for so many learned tokens, each epoch's counted."""
-        operations = tokens * (self.draft + self.target * self.reads)
-        return operations / (gpus * GPUS[gpu][0] * UTILISATION) / 3600
-
-
-@dataclass(frozen=True)
-class _Draft:
+class _Draft(NamedTuple):
     """A draft's weights: of the layers that a row goes through, of a trained head, and others; and how it trains.
 
     Attributes:
-        steps: how often a row goes through the layers. heads: attentions of a layer. taps: numbers read of the target.
+        steps: how often a row goes through the layers. attentions: of a layer. taps: numbers read of the target.
     """
 
     layers: int
@@ -82,17 +51,25 @@ class _Draft:
     taps: int = 0
 
 
-def estimate(kind: str, config: Any, gpus: int = 1, tokens: float | None = None) -> Estimate:
+def estimate(kind: str, config: Any, gpu: str = "h100", gpus: int = 1, tokens: float | None = None) -> dict[str, Any]:
     """Estimates a run. A draft in ``init`` is taken to have the sizes of a new one.
 
     Args:
         kind: name of the command that trains it. gpus: processes of the run, one for each GPU.
         tokens: learned tokens of the data, where it is not in shards; None: unknown.
 
+    Returns:
+        ``memory_bytes`` on each GPU by part, ``total_bytes``, and whether it ``fits``; ``draft_weights`` that are
+        trained; ``draft_operations`` (forward and backward) and ``target_operations`` of a learned token;
+        ``target_reads``, how often the target reads the data; ``step_tokens``, of all GPUs; ``steps``, None if the data
+        are unknown; ``hours`` for ``tokens``, which are then :data:`SOME`.
+
     Raises:
-        ConfigError: the target is no model that can be trained for, or there is no formula for the kind.
+        ConfigError: an unknown GPU, a target that is no model to train for, or a kind without a formula.
     """
     run: RunConfig = config
+    if gpu not in GPUS:
+        raise ConfigError(f"--gpu {gpu} is not known. Known are {', '.join(GPUS)}.")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(_configuration(run), dtype=torch.bfloat16)
     parts, kv = shared_parts.shared_parts(model, shared_parts.sizes(model)), configured_shape(model)
@@ -137,19 +114,26 @@ def estimate(kind: str, config: Any, gpus: int = 1, tokens: float | None = None)
         + through * (LAYER * h + MLP * m * bool(draft.attentions))
         + 10 * LOGITS * v + 2 * weights + 4 * draft.head,
     }  # fmt: skip
-    step = rows * run.accumulate * gpus
-    tokens = _tokens(run) or tokens
+    step, data = rows * run.accumulate * gpus, _tokens(run) or tokens
     steps = run.max_steps
-    if tokens is not None:
-        steps = min(max(1, round(tokens * run.epochs / step)), run.max_steps or 1 << 62)
+    if data is not None:
+        steps = min(max(1, round(data * run.epochs / step)), run.max_steps or 1 << 62)
+    learned = SOME if steps is None else steps * step
     reads = min(1.0, 1 / run.epochs) if run.cache is not None else 1.0
-    target = 2 * (own - embedded) + 2 * kv.layers * width * length
-    return Estimate(memory, weights, operations, target, step, steps, reads)
+    target, (speed, room) = 2 * (own - embedded) + 2 * kv.layers * width * length, GPUS[gpu]
+    total = sum(memory.values())
+    return {
+        "memory_bytes": memory, "total_bytes": total, "fits": total <= room, "draft_weights": weights,
+        "draft_operations": operations, "target_operations": target, "target_reads": reads, "step_tokens": step,
+        "steps": steps, "tokens": learned,
+        "hours": learned * (operations + target * reads) / (gpus * speed * UTILISATION) / 3600,
+        "gpu": gpu, "gpus": gpus, "utilisation": UTILISATION,
+    }  # fmt: skip
 
 
 def _tokens(config: RunConfig) -> int:
     """Learned tokens of the run's shards; 0 if it has none."""
-    shards = [Tokens.mapped(path) for place in config.data for path in shards_of(Path(place))]
+    shards = [Tokens.read(path) for place in config.data for path in shards_of(Path(place))]
     return round(config.sample * (1 - config.held_out) * sum(int(s.ends[-1] - s.starts.sum()) for s in shards))
 
 

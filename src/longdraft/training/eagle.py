@@ -16,7 +16,8 @@ import torch
 from torch.nn import functional as F
 
 from longdraft.drafters.eagle import EagleBlock, EagleDraft
-from longdraft.drafts.eagle_formats import EAGLE, THETA, EagleShape
+from longdraft.drafts.eagle_formats import EAGLE, EagleShape
+from longdraft.drafts.formats import THETA
 from longdraft.errors import UnsupportedModelError
 from longdraft.model.rotary import Rotary, yarn
 from longdraft.model.shared_parts import SharedParts, norm_before_head

@@ -24,7 +24,8 @@ import torch
 
 from longdraft.drafters.eagle3 import Eagle3Draft
 from longdraft.drafters.shared.eagle3_block import Eagle3Block
-from longdraft.drafts.eagle_formats import KIND, THETA, Eagle3Shape, stretched, usual_layers
+from longdraft.drafts.eagle_formats import KIND, Eagle3Shape, usual_layers
+from longdraft.drafts.formats import THETA, stretched
 from longdraft.drafts.kinds import kind_of
 from longdraft.errors import CheckpointError, ConfigError
 from longdraft.model.rotary import Rotary, yarn
@@ -294,7 +295,7 @@ def run(
     yield from session.train(trainee, plan.layers, kind, plan.described(config), levels=config.ttt, fit=scale)
 
 
-def fit(block: Eagle3Block, layers: int, documents: Iterator[Features]) -> None:
+def fit(block: Eagle3Block, layers: int, document: Features) -> None:
     """Scales a fresh block to its target's features, and its logits to unit size.
 
     States of different layers differ by orders of magnitude, so ``fc`` is divided by the size of each layer's states:
@@ -303,7 +304,6 @@ def fit(block: Eagle3Block, layers: int, documents: Iterator[Features]) -> None:
     a norm of ones, a fresh draft is as sure as the target and always wrong, and takes a hundred steps to unlearn that;
     so the last norm scales logits to unit size.
     """
-    document = next(documents)
     features = document.hidden.cpu().float().chunk(layers, dim=-1)
     sizes = [part.square().mean(-1).sqrt().median().clamp_min(1e-6) for part in features]
     with torch.no_grad():

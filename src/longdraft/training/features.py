@@ -6,19 +6,29 @@ model only the text.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import shutil
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
+from longdraft.errors import CheckpointError
+from longdraft.files import opened, replacing
 from longdraft.memory.store import KVStore
-from longdraft.memory.token_ids import common_prefix
 from longdraft.model.runner import TargetRunner
 from longdraft.training.documents import Document
 
 # Tokens that the target reads in one forward.
 CHUNK = 1024
+# Share of the free bytes that a cache may take.
+USABLE = 0.95
+# What to do about a damaged file of a cache.
+ADVICE = "Delete the file: it is computed again."
 # The first tokens attract attention whatever they are, so they keep their positions.
 ANCHORS = 4
 
@@ -84,7 +94,7 @@ class Features:
 
 
 class FeatureReader:
-    """Computes features. Consecutive documents that begin alike share the forwards of their beginning.
+    """Computes features, of each document by itself.
 
     Args:
         dtype: of what the draft reads.
@@ -111,8 +121,6 @@ class FeatureReader:
         kept = {"hidden": bool(layers), "keys": kv, "values": kv, "last": bool(more)}
         self.names: tuple[str, ...] = tuple(name for name, wanted in kept.items() if wanted)
         self._store: KVStore | None = None
-        self._last_tokens: list[int] = []
-        self._last_offset = 0
 
     @property
     def bytes_per_token(self) -> int:
@@ -122,26 +130,19 @@ class FeatureReader:
         numbers += 2 * kv.kv_heads * kv.head_dim if "keys" in self.names else 0
         return numbers * self.dtype.itemsize
 
-    def forget(self) -> None:
-        """Makes the next document's features depend on it alone, to the last bit, as a resumed run needs them."""
-        self._last_tokens = []
-
     def read(self, document: Document, offset: int = 0) -> Features:
         """The features of a document with an anchor-offset. Raises MemoryBudgetError if its KV does not fit."""
         tokens, start = document.tokens, document.start
         if self._store is None or self._store.capacity < len(tokens):
             self._store = self.runner.new_store(1, max(2048, len(tokens)), self.taps)
-            self._last_tokens = []
         store = self._store
-        # Logits are needed from the row before the first learned token on, so these rows are always computed.
-        shared = common_prefix(self._last_tokens, tokens[: start - 1]) if offset == self._last_offset else 0
-        store.truncate(0, store.restorable(0, shared))
-        self._last_tokens, self._last_offset = tokens, offset
+        store.truncate(0, 0)
         positions = anchor_offset(len(tokens), offset).tolist()
         likeliest = []
-        done = store.lengths[0]
+        done = 0
         while done < len(tokens):
-            # Nothing is learned from the last token's logits, but its KV completes the document.
+            # Logits are needed from the row before the first learned token on. Nothing is learned from the last
+            # token's, but its KV completes the document.
             end = min(done + CHUNK, len(tokens) if done >= start - 1 else start - 1)
             depths = [[p - done for p in positions[done:end]]]
             block = store.block([0], [tokens[done:end]], depths=depths, prompt=True, text=len(tokens))
@@ -167,20 +168,71 @@ class FeatureReader:
         return rows
 
 
-class FeatureSource(Protocol):
-    """The features of a list of documents, from disk or computed when asked for."""
+class FeatureSource:
+    """The features of a list of documents, computed when they are asked for.
 
-    reader: FeatureReader
+    Args:
+        offset: (document's number, epoch) -> its anchor-offset.
+        cache: a folder that keeps them, a file for each document, whose name says what it was computed from. Files of
+            other documents, offsets and targets may lie beside them.
+        identity: what the features depend on besides: the target, the dtype.
+    """
 
-    def __getitem__(self, i: int) -> Features: ...
+    def __init__(
+        self,
+        reader: FeatureReader,
+        documents: Sequence[Document],
+        offset: Callable[[int, int], int] = lambda i, epoch: 0,
+        cache: Path | None = None,
+        identity: Any = None,
+    ) -> None:
+        self.reader, self.documents, self.offset, self.cache = reader, documents, offset, cache
+        self._identity = repr((identity, reader.names, reader.layers))
 
+    def read(self, i: int, epoch: int = 0) -> Features:
+        """The features of document ``i``.
 
-class LiveFeatures:
-    """Features that are computed when they are asked for, and not kept."""
+        Raises:
+            CheckpointError: a file of the cache is damaged, or cannot be written.
+            MemoryBudgetError: the document's KV does not fit.
+        """
+        document, offset = self.documents[i], self.offset(i, epoch)
+        path = self._path(document, offset)
+        if path is not None and path.exists():
+            with opened(path, ADVICE) as file:
+                rows = {name: file.get_tensor(name) for name in ("likeliest", *self.reader.names)}
+            return Features(torch.tensor(document.tokens), document.start, offset, rows, rows.pop("likeliest").long())
+        found = self.reader.read(document, offset)
+        if path is not None:
+            tensors = found.rows | {"likeliest": found.likeliest.int()}
+            with replacing(path) as part:
+                save_file({name: t.contiguous().cpu() for name, t in tensors.items()}, part)
+        return found
 
-    def __init__(self, reader: FeatureReader, documents: Sequence[Document], offsets: Sequence[int]) -> None:
-        self.reader, self.documents, self.offsets = reader, documents, offsets
+    def check(self) -> None:
+        """Raises CheckpointError if the cache is an earlier version's, or has no room for what it lacks."""
+        if self.cache is None:
+            return
+        if (self.cache / "index.json").exists():
+            raise CheckpointError(f"{self.cache} holds features of an earlier version: delete it, or name another.")
+        size, needed = self.reader.bytes_per_token, 0
+        for i, document in enumerate(self.documents):
+            path = self._path(document, self.offset(i, 0))
+            if path is not None and not path.exists():
+                needed += len(document.tokens) * size + 4 * (len(document.tokens) - document.start)
+        place = next(folder for folder in (self.cache, *self.cache.absolute().parents) if folder.is_dir())
+        free = shutil.disk_usage(place).free
+        if needed > USABLE * free:
+            raise CheckpointError(
+                f"The features need {needed / 1e9:.2f} GB in {self.cache}, and {free / 1e9:.2f} GB are free there. "
+                "Free some, give fewer documents (`sample`), name a folder on another disk, or leave `cache` out: the "
+                "target then runs in every epoch."
+            )
 
-    def __getitem__(self, i: int) -> Features:
-        self.reader.forget()
-        return self.reader.read(self.documents[i], self.offsets[i])
+    def _path(self, document: Document, offset: int) -> Path | None:
+        if self.cache is None:
+            return None
+        hashed = hashlib.sha256(f"{self._identity}/{document.start}/{offset}/".encode())
+        hashed.update(array("q", document.tokens).tobytes())
+        name = hashed.hexdigest()[:32]
+        return self.cache / name[:2] / f"{name}.safetensors"

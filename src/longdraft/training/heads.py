@@ -90,8 +90,8 @@ def train_heads(config: HeadsConfig, progress: Progress = silent, stop: Callable
     )  # fmt: skip
 
 
-def _fit(block: HeadsBlock, runner: TargetRunner, documents: Iterator[Features]) -> None:
+def _fit(block: HeadsBlock, runner: TargetRunner, document: Features) -> None:
     """Scales fresh heads to the target's final norm and to the size of its states."""
     # The median, because the first token's state can be a thousand times as large as the others.
-    size = float(next(documents).hidden.cpu().float().square().mean(-1).sqrt().median())
+    size = float(document.hidden.cpu().float().square().mean(-1).sqrt().median())
     block.initialise(final_norm(runner.model).cpu(), size)

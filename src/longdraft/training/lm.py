@@ -7,7 +7,6 @@ once (SpecExtend, section 3, keeps the keys that matter and rotates them to the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -45,13 +44,9 @@ class LmTrainee(Trainee):
 
 def train_lm(config: LmConfig, progress: Progress = silent, stop: Callable[[], bool] = never) -> Iterator[Report]:
     """Distils a small Llama from the target; see :mod:`longdraft.training.session`."""
-    session = begin(config, 0, progress, stop, keep_end=True)
+    session = begin(config, 0, progress, stop, keep_end=True, learn_prompts=config.learn_prompts)
     runner = session.runner
     decoder, sizes, kept = _draft(config, session)
-    if config.learn_prompts:  # learn every document that was not cut from its second token on
-        length = min(config.max_length, runner.context_length)
-        learned = session.data.learned.learned_whole(length)
-        session = replace(session, data=replace(session.data, learned=learned))
     trainee = LmTrainee(decoder, runner.parts, kept, config.distill, session.product_dtype)
     described = {"model": sizes, "trained_length": config.max_length}
     if config.retrieval_layer is not None:

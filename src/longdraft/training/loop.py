@@ -9,13 +9,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import re
 import shutil
 import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,8 @@ import torch
 from accelerate import Accelerator
 
 from longdraft.errors import CheckpointError, NumericalError, PromptError
-from longdraft.files import naming, read_json
-from longdraft.training.batches import Batch, Schedule
+from longdraft.files import naming, read_json, replacing
+from longdraft.training.batches import Schedule
 from longdraft.training.config import RunConfig
 from longdraft.training.corpus import Documents
 from longdraft.training.features import FeatureSource
@@ -89,8 +89,7 @@ class Loop:
     ) -> None:
         self.config, self.accelerator, self.features = config, accelerator, features
         self.measure, self.save_draft, self.levels = measure, save_draft, levels
-        self._documents, self._learned, self._digest = documents, trainee.learned, documents.digest()
-        self.out, self.checkpoints = Path(config.out), Checkpoints(accelerator, Path(config.out), config.keep)
+        self._documents, self._learned, self.out = documents, trainee.learned, Path(config.out)
         processes = accelerator.num_processes
         rows = array("i", (self._rows(i, 0) for i in range(len(documents))))
         self.schedule = Schedule(rows, config.rows, shifts, config.seed, config.epochs, processes, config.accumulate,
@@ -124,26 +123,28 @@ class Loop:
             NumericalError: the loss is not a number; checkpoints are kept.
         """
         self._resume()
-        steps, config = self.schedule.steps, self.config
+        steps, config, accelerator = self.schedule.steps, self.config, self.accelerator
         if self.step == steps:
             say(f"{self.out} holds this run with all of its {steps:,} steps: nothing is left to train")
         elif self.step:
             say(f"resuming at step {self.step:,} of {steps:,}")
         self._drop_log_after(self.step)
-        self.accelerator.init_trackers("longdraft")
+        accelerator.init_trackers("longdraft")
         try:
             while self.step < steps:
                 report = self._step()
                 self._log(report)
                 yield report
-                last, stopping = self.step == steps, self._any(stop())
+                if stop():
+                    accelerator.set_trigger()
+                last, stopping = self.step == steps, accelerator.check_trigger()
                 if last or stopping or _due(self.step, config.save_every):
                     self._save()
                 if stopping and not last:
                     return
             self._save_draft("last", *([] if self.best else ["best"]))
         finally:
-            for tracker in self.accelerator.trackers:
+            for tracker in accelerator.trackers:
                 tracker.finish()
 
     def _rows(self, document: int, shift: int) -> int:
@@ -160,12 +161,12 @@ class Loop:
         batches = self.schedule.at(self.step)
         # Every process knows the rows of all, so nothing has to be summed before the backward pass.
         rows = sum(self._rows(i, j) for b in batches for i, j in zip(b.documents, b.shifts, strict=True))
-        mine: list[Batch] = batches[self.accelerator.process_index :: world]
+        mine = batches[self.accelerator.process_index :: world]
         # The loss, then the hits of each depth, then the rows of each depth.
         sums = torch.zeros(1 + 2 * levels, dtype=torch.float64)
         self.module.train()
         for k, batch in enumerate(mine):
-            documents = [self.features[i] for i in batch.documents]
+            documents = [self.features.read(i, batch.epoch) for i in batch.documents]
             with self.accelerator.no_sync(self.module) if k < len(mine) - 1 else nullcontext():
                 out: StepOutput = self.module(documents, batch.shifts)
                 # Gradients are averaged over processes; times their number, the loss is the mean over all rows.
@@ -201,10 +202,6 @@ class Loop:
             self._save_draft("best")
         return simulated
 
-    def _any(self, flag: bool) -> bool:
-        """True if the flag is set in any process."""
-        return bool(self.accelerator.reduce(torch.tensor(float(flag), device=self.accelerator.device), "sum") > 0)
-
     def _save_draft(self, *names: str) -> None:
         weights = self.accelerator.get_state_dict(self.module)  # by every process, as each has its shards
         if self.accelerator.is_main_process:
@@ -219,127 +216,93 @@ class Loop:
         path, lines = self.out / LOG, []
         if not (self.accelerator.is_main_process and path.exists()):
             return
-        with _writing(path):
-            for line in path.read_text(encoding="utf-8").splitlines():
-                with suppress(ValueError, KeyError, TypeError):
-                    if json.loads(line)["step"] <= step:
-                        lines.append(line + "\n")
-            part = path.with_suffix(".part")
+        for line in path.read_text(encoding="utf-8").splitlines():
+            with suppress(ValueError, KeyError, TypeError):
+                if json.loads(line)["step"] <= step:
+                    lines.append(line + "\n")
+        with replacing(path) as part:
             part.write_text("".join(lines), encoding="utf-8")
-            part.replace(path)
 
     def _log(self, report: Report) -> None:
         """Appends a row to the log and tells the trackers."""
         row = {name: value for name, value in asdict(report).items() if name != "steps" and value is not None}
         if self.accelerator.is_main_process:
-            with _writing(self.out / LOG):
+            try:
                 self.out.mkdir(parents=True, exist_ok=True)
                 with (self.out / LOG).open("a", encoding="utf-8") as file:
                     file.write(json.dumps(row) + "\n")
+            except OSError as error:
+                raise CheckpointError(f"{self.out / LOG} cannot be written: {error}.") from error
         values = {"loss": report.loss, "lr": report.lr, "tokens_per_second": report.tokens_per_second}
         values |= {f"agreement/{level}": share for level, share in report.agreement.items()}
         if report.simulated is not None:
             values |= {"simulated/chain": report.simulated.chain, "simulated/tree": report.simulated.tree}
         self.accelerator.log(values, report.step)
 
-    # --- checkpoints ---
+    # --- checkpoints: a folder for each, whole once it has its state; all processes must see the same disk ---
+
+    def _checkpoints(self) -> list[Path]:
+        """Those that are whole, oldest first."""
+        return sorted(path.parent for path in (self.out / CHECKPOINTS).glob(f"step-*/{STATE}"))
 
     def _save(self) -> None:
-        state = {
-            "step": self.step,
-            "best": self.best,
+        """Writes a checkpoint and drops old ones. Raises CheckpointError if that fails; earlier ones are kept."""
+        path = self.out / CHECKPOINTS / f"step-{self.step:08d}"
+        state = {"step": self.step, "best": self.best, **self._identity}
+        try:
+            self.accelerator.save_state(str(path))
+            self.accelerator.wait_for_everyone()
+            if self.accelerator.is_main_process:
+                with replacing(path / STATE) as part:
+                    part.write_text(json.dumps(state), encoding="utf-8")
+                for old in {*path.parent.glob("step-*")} - {*self._checkpoints()[-self.config.keep :]}:
+                    shutil.rmtree(old, ignore_errors=True)
+        except (OSError, RuntimeError) as error:
+            shutil.rmtree(path, ignore_errors=True)
+            raise CheckpointError(f"Could not write the checkpoint {path}: {error}. Earlier ones are kept.") from error
+        self.accelerator.wait_for_everyone()
+
+    @cached_property
+    def _identity(self) -> dict[str, Any]:
+        """What a resumed run must have in common with its checkpoint."""
+        steps, width = self.schedule.steps, self.schedule.width
+        return {
             "config": _comparable(self.config),
-            "steps": self.schedule.steps,
-            "documents": self._digest,
-            "width": self.schedule.width,
+            "steps": steps,
+            "documents": self._documents.digest(),
+            "width": width,
         }
-        self.checkpoints.save(state)
 
     def _resume(self) -> None:
-        newest = self.checkpoints.newest()
-        if newest is None:
-            return
-        path, state = newest
+        """Loads the newest checkpoint, if there is one."""
+        for path in self._checkpoints()[-1:]:
+            with naming(
+                path, f"The checkpoint {path} cannot be read", "Delete it: the run continues from the one before."
+            ):
+                state, own = read_json(path / STATE), self._identity
+                self._compare({**own, **state}, own)
+                self.accelerator.load_state(str(path))
+                self.step, self.best = int(state["step"]), float(state["best"])
+
+    def _compare(self, there: dict[str, Any], here: dict[str, Any]) -> None:
+        """Raises CheckpointError if a checkpoint is of another run."""
         # A setting that came later than the checkpoint had its default.
-        usual = {f.name: f.default for f in dataclasses.fields(self.config)}
-        here, there = _comparable(self.config), {**usual, **state.get("config", {})}
-        different = sorted(f"{k}: {there.get(k)} there, {here[k]} here" for k in here if there.get(k) != here[k])
-        if (state.get("documents", self._digest), state.get("steps")) != (self._digest, self.schedule.steps):
-            different.append("the documents")
-        if self.config.distill and "top" in there:
+        usual = {f.name: f.default for f in dataclasses.fields(self.config)} | there["config"]
+        own = here["config"]
+        different = sorted(
+            f"{name}: {usual.get(name)} there, {own[name]} here" for name in own if usual.get(name) != own[name]
+        )
+        if self.config.distill and "top" in usual:
             different.append("an earlier version's loss")
-        if state.get("width", self.schedule.width) != self.schedule.width:
+        if (there["documents"], there["steps"]) != (here["documents"], here["steps"]):
+            different.append("the documents")
+        if there["width"] != here["width"]:
             different.append("processes times accumulate")
         if different:
             raise CheckpointError(
                 f"{self.out} holds a run with other settings or data ({'; '.join(different)}). Give another `out`, or "
                 "delete its checkpoints."
             )
-        with naming(path, f"The checkpoint {path} cannot be read", DAMAGED):
-            self.accelerator.load_state(str(path))
-        self.step, self.best = state["step"], state["best"]
-
-
-# What to do about a damaged checkpoint.
-DAMAGED = "Delete it: the run then continues from the one before."
-
-
-@dataclass(frozen=True)
-class Checkpoints:
-    """Checkpoints of the run in ``out``: a folder for each, which appears whole or not at all; the last ``keep``.
-
-    Every process calls all methods; all must see the same disk.
-    """
-
-    accelerator: Accelerator
-    out: Path
-    keep: int
-
-    def _whole(self) -> list[Path]:
-        """The checkpoints, oldest first."""
-        found = (path.parent for path in (self.out / CHECKPOINTS).glob(f"step-*/{STATE}"))
-        return sorted(path for path in found if re.fullmatch(r"step-\d+", path.name))
-
-    def save(self, state: Mapping[str, Any]) -> None:
-        """Writes a checkpoint. Raises CheckpointError if that fails; earlier ones are kept."""
-        final = self.out / CHECKPOINTS / f"step-{state['step']:08d}"
-        part, main = final.with_name(f".{final.name}.part"), self.accelerator.is_main_process
-        try:
-            if main:
-                for unfinished in final.parent.glob(".step-*.part"):  # left by a killed run
-                    shutil.rmtree(unfinished, ignore_errors=True)
-                part.mkdir(parents=True)
-            self.accelerator.wait_for_everyone()
-            self.accelerator.save_state(str(part))
-            self.accelerator.wait_for_everyone()
-            if main:
-                (part / STATE).write_text(json.dumps(state), encoding="utf-8")
-                shutil.rmtree(final, ignore_errors=True)
-                part.replace(final)
-                for old in self._whole()[: -self.keep]:
-                    shutil.rmtree(old, ignore_errors=True)
-        except (OSError, RuntimeError) as error:
-            shutil.rmtree(part, ignore_errors=True)
-            raise CheckpointError(f"Could not write the checkpoint {final}: {error}. Earlier ones are kept.") from error
-        self.accelerator.wait_for_everyone()
-
-    def newest(self) -> tuple[Path, dict[str, Any]] | None:
-        """The newest checkpoint and the state that :meth:`save` was given; None if there is none."""
-        for path in self._whole()[-1:]:
-            with naming(path, f"The checkpoint {path} cannot be read", DAMAGED):
-                state = read_json(path / STATE)
-                if not {"step", "best"} <= state.keys() or not isinstance(state.get("config", {}), dict):
-                    raise ValueError(f"its {STATE} lacks what a run goes on from")
-                return path, state
-        return None
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be written: {error}.") from error
 
 
 def _due(step: int, every: int) -> bool:

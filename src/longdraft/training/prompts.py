@@ -12,12 +12,12 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
-from itertools import accumulate
+from itertools import accumulate, cycle
 
 from longdraft.errors import PromptError
 
 # Texts before a passage (openings) and after it, by what is asked for; prompts without a passage, where {} is a few
-# words taken from a text (free); what a user may say after an answer (next).
+# words taken from a text (free).
 TEXTS: dict[str, list[str]] = json.loads(files(__package__).joinpath("prompts.json").read_text(encoding="utf-8"))
 SUMMARIES, QUESTIONS, TASKS, CODE, MEETING = (
     tuple(TEXTS[name]) for name in ("summaries", "questions", "tasks", "code", "meeting")
@@ -27,8 +27,8 @@ _ASKED = {"summary": SUMMARIES, "question": QUESTIONS, "task": TASKS, "code": CO
 KINDS = {text: kind for kind, texts in _ASKED.items() for text in texts}
 # Lines of programs.
 CODE_LINE = re.compile(r"^\s*(def|class|import|from|return|if|for|#include|fn|let|pub|self\.)\b", re.M)
-# Share of the passages that free prompts replace, and share of the prompts that have another turn.
-WITHOUT_PASSAGE, ANOTHER_TURN = 0.12, 0.15
+# Share of the passages that free prompts replace.
+WITHOUT_PASSAGE = 0.12
 
 
 @dataclass(frozen=True)
@@ -36,46 +36,43 @@ class Ask:
     """A prompt.
 
     Attributes:
-        temperature: of its answer. then: what the user says after each answer.
+        temperature: of its answer.
         kind: what is asked for. source: the file or corpus that the passage is from.
     """
 
     text: str
     temperature: float
-    then: tuple[str, ...] = ()
     kind: str = ""
     source: str = ""
 
 
 def asks(
-    texts: Sequence[str],
+    texts: Sequence[tuple[str, str]],
     tokens: tuple[int, int],
     per_passage: int,
     temperatures: Sequence[float],
     seed: int,
-    sources: Sequence[str] = (),
 ) -> Iterator[list[Ask]]:
     """An endless series of passages, each with at most ``per_passage`` prompts that begin alike.
 
     Args:
-        texts: the documents, each with a chance that grows with the square root of its length.
+        texts: the documents, each with the file or corpus that it is from, and with a chance that grows with the square
+            root of its length.
         tokens: shortest and longest passage, in tokens (four characters each); lengths are log-uniform.
         temperatures: temperatures of a passage's answers, repeated.
-        sources: the file or corpus that each text is from.
 
     Raises:
         PromptError: there is no text.
     """
-    if not any(text.strip() for text in texts):
+    if not any(text.strip() for text, _ in texts):
         raise PromptError("There is no text to ask about: rows need `text`.")
     rng = random.Random(seed)
-    weights = list(accumulate(len(text) ** 0.5 for text in texts))
+    weights = list(accumulate(len(text) ** 0.5 for text, _ in texts))
 
     def passage(length: int) -> tuple[str, str]:
-        (number,) = rng.choices(range(len(texts)), cum_weights=weights)
-        text = texts[number]
+        ((text, source),) = rng.choices(texts, cum_weights=weights)
         start = rng.randrange(max(1, len(text) - length))
-        return text[start : start + length].strip(), sources[number] if sources else ""
+        return text[start : start + length].strip(), source
 
     while True:
         low, high = tokens
@@ -93,10 +90,8 @@ def asks(
         else:
             continue
         if prompts:
-            yield [
-                Ask(text, temperatures[i % len(temperatures)], _turns(rng), kind, source)
-                for i, (text, kind) in enumerate(prompts)
-            ]
+            each = zip(prompts, cycle(temperatures), strict=False)
+            yield [Ask(text, temperature, kind, source) for (text, kind), temperature in each]
 
 
 def _closings(passage: str, count: int, rng: random.Random) -> list[str]:
@@ -107,7 +102,3 @@ def _closings(passage: str, count: int, rng: random.Random) -> list[str]:
     if len(CODE_LINE.findall(passage)) > len(passage) / 200:
         kinds = CODE + QUESTIONS[:2]
     return rng.sample(kinds, min(count, len(kinds)))
-
-
-def _turns(rng: random.Random) -> tuple[str, ...]:
-    return (rng.choice(TEXTS["next"]),) if rng.random() < ANOTHER_TURN else ()

@@ -5,15 +5,16 @@ target's features, and trains. What lies between is the kind of draft: its modul
 it is described.
 
 Every ``train_...`` function takes settings, a ``progress`` (called with what is being prepared, how much is done, and
-of how much, 0 if unknown), and a ``stop`` (called after each step and while the target reads; True writes a checkpoint
-and ends). It yields a report for each step, and resumes the run in ``config.out`` if there is one. The draft with the
-best simulated acceptance is saved in ``out/best``, the last one in ``out/last``. Under torchrun or ``accelerate
-launch``, every process calls it. It raises LongdraftError for bad data, a full disk, a draft or checkpoint that does
-not fit, or a target that takes no drafts.
+of how much, 0 if unknown), and a ``stop`` (called after each step; True writes a checkpoint and ends). It yields a
+report for each step, and resumes the run in ``config.out`` if there is one. The draft with the best simulated
+acceptance is saved in ``out/best``, the last one in ``out/last``. Under torchrun or ``accelerate launch``, every
+process calls it. It raises LongdraftError for bad data, a full disk, a draft or checkpoint that does not fit, or a
+target that takes no drafts.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -33,8 +34,7 @@ from longdraft.model.runner import TargetRunner
 from longdraft.training import corpus, tokens
 from longdraft.training.config import DEPTH, RunConfig
 from longdraft.training.documents import Document, Skipped
-from longdraft.training.feature_cache import FeatureCache
-from longdraft.training.features import FeatureReader, Features, FeatureSource, LiveFeatures
+from longdraft.training.features import FeatureReader, Features, FeatureSource
 from longdraft.training.loop import Loop, Report
 from longdraft.training.measure import Ranks, Simulated, by_step, simulate
 from longdraft.training.trainee import StepOutput, Trainee
@@ -50,8 +50,8 @@ PATIENCE = timedelta(days=7)
 
 # what is being prepared, how much is done, of how much (0: unknown)
 Progress = Callable[[str, int, int], None]
-# Fits a new draft to the documents' features.
-Fit = Callable[[Iterator[Features]], None]
+# Fits a new draft to the features of a document.
+Fit = Callable[[Features], None]
 
 
 def silent(what: str, done: int, total: int) -> None:
@@ -108,44 +108,28 @@ class Session:
             )
         return most_frequent(counted, runner.vocab_size, config.vocabulary, runner.eos_token_ids)
 
-    def features(self, layers: tuple[int, ...] | None, fit: Fit | None = None) -> FeatureSource | None:
-        """The features of the learned documents; None if ``stop`` ended the filling of the cache.
+    def features(self, layers: tuple[int, ...] | None) -> FeatureSource:
+        """The features of the learned documents.
 
         Args:
             layers: decoder layers whose hidden states the draft reads; (): the last layer's KV; None: the text alone.
-            fit: called with the documents' features, one after the other, before a cache is filled.
         """
-        config, runner, learned, accelerator = self.config, self.runner, self.data.learned, self.accelerator
-        reader = self._reader(layers)
-        offsets = corpus.offsets(learned.lengths, config.anchor_offset, runner.context_length, config.seed)
-        live = LiveFeatures(reader, learned, offsets)
-        if fit is not None:
-            fit(map(live.__getitem__, range(len(learned))))
-        if config.cache is None:
-            return live
-        identity: dict[str, Any] = {"target": runner.parts.description, "dtype": str(runner.kv_shape.dtype)}
-        if config.target_rope_factor is not None:
-            identity["rope_factor"] = config.target_rope_factor  # not in the description: drafts fit either way
-        if reader.layers:
-            identity["layers"] = list(reader.layers)
-        cache = FeatureCache(Path(config.cache), learned, offsets, identity, reader)
-        if accelerator.is_main_process:
-            cache.prepare()
-        accelerator.wait_for_everyone()
-        complete = cache.fill(
-            lambda done, total: self.progress("the target reads", done, total),
-            (accelerator.process_index, accelerator.num_processes),
-            self.stop,
-        )
-        return None if self._summed(torch.tensor(int(not complete))) else cache
+        config, runner, lengths = self.config, self.runner, self.data.learned.lengths
+        kept = config.cache is not None
 
-    def _reader(self, layers: tuple[int, ...] | None) -> FeatureReader:
-        config = self.config
-        dtype = torch.bfloat16 if config.precision == "bf16" else self.runner.kv_shape.dtype
-        return FeatureReader(self.runner, dtype, layers, config.distill > 0)
+        def offset(i: int, epoch: int) -> int:
+            """Uniform in 0 .. ``anchor_offset``, or less to stay in the context; anew in each epoch, unless kept."""
+            most = max(0, min(config.anchor_offset, runner.context_length - lengths[i]))
+            return random.Random(f"{config.seed}/{0 if kept else epoch}/{i}").randint(0, most) if most else 0
 
-    def held_out(self, reader: FeatureReader, levels: int) -> Measured | None:
-        """This process's share of the documents to measure on; None if there are none. Positions are plain.
+        dtype = torch.bfloat16 if config.precision == "bf16" else runner.kv_shape.dtype
+        # The factor is not in the description: drafts fit either way.
+        identity = runner.parts.description, str(runner.kv_shape.dtype), str(dtype), config.target_rope_factor
+        reader = FeatureReader(runner, dtype, layers, config.distill > 0)
+        return FeatureSource(reader, self.data.learned, offset, Path(config.cache) if config.cache else None, identity)
+
+    def held_out(self, reader: FeatureReader, levels: int) -> FeatureSource | None:
+        """The features of the documents to measure on; None if there are none. Positions are plain.
 
         Args:
             levels: documents have more learned tokens than this.
@@ -154,14 +138,7 @@ class Session:
         spans = zip(held_out.lengths, held_out.starts, strict=True)
         long = [i for i, (length, start) in enumerate(spans) if length - start > levels]
         chosen = [held_out[i] for i in long[:: max(1, len(long) // MEASURED)][:MEASURED]]
-        source = LiveFeatures(reader, chosen, [0] * len(chosen))
-        share = self.accelerator.process_index, self.accelerator.num_processes
-        return Measured(source, len(chosen), *share) if chosen else None
-
-    def _summed(self, counts: torch.Tensor) -> torch.Tensor:
-        """Whole numbers added up over the processes."""
-        total: torch.Tensor = self.accelerator.reduce(counts.to(self.accelerator.device), "sum")
-        return total.cpu()
+        return FeatureSource(reader, chosen) if chosen else None
 
     def train(
         self,
@@ -179,14 +156,17 @@ class Session:
         """Trains a module; yields a report for each step.
 
         Args:
-            layers, fit: of :meth:`features`.
+            layers: of :meth:`features`. fit: called with a document's features before the first step.
             kind, config: the draft's kind, and what its config.json adds to the common entries.
             levels: the largest depth that the trainee reports. measured: levels that simulated acceptance drafts.
             ranks_of: computes ranks for simulated acceptance. shifts: the largest shift that a document is given.
         """
-        run = self.config
-        if (features := self.features(layers, fit)) is None:
-            return
+        run, accelerator = self.config, self.accelerator
+        features = self.features(layers)
+        if accelerator.is_main_process:
+            features.check()
+        if fit is not None:
+            fit(features.read(0))
         trainee.recompute = run.recompute
         if run.distill:
             trainee.measure_scale(self.runner)
@@ -197,12 +177,18 @@ class Session:
             draft = draft_folder.trained(kind, config, own, trainee.kept, self.runner.parts.description)
             draft_folder.save(Path(run.out) / name, draft)
 
+        def summed(counts: torch.Tensor) -> torch.Tensor:
+            total: torch.Tensor = accelerator.reduce(counts.to(accelerator.device), "sum")
+            return total.cpu()
+
         def measure(module: Callable[..., StepOutput]) -> Simulated:
-            return simulate(module, held_out or (), measured, ranks_of, self._summed)
+            assert held_out is not None
+            share = shared_out(held_out, accelerator.process_index, accelerator.num_processes)
+            return simulate(module, share, measured, ranks_of, summed)
 
         loop = Loop(
             run,
-            self.accelerator,
+            accelerator,
             trainee.to(self.runner.device),
             self.data.learned,
             features,
@@ -214,33 +200,30 @@ class Session:
         yield from loop.run(self.stop, lambda line: self.progress(line, 0, 0))
 
 
-@dataclass(frozen=True)
-class Measured:
-    """One process's share of some documents: every n-th of them. They are read anew for every measurement.
+def shared_out(source: FeatureSource, process: int, processes: int) -> Iterator[tuple[Features, bool]]:
+    """One process's share of some documents, every n-th of them, each with whether this process counts it.
 
     All processes get equally many, because a sharded module computes in all of them or in none. So that it works out,
     the last ones may get a document that another process counts.
     """
-
-    source: FeatureSource
-    count: int
-    process: int = 0
-    processes: int = 1
-
-    def __iter__(self) -> Iterator[tuple[Features, bool]]:
-        """The features of each document of the share, and whether this process counts it."""
-        for i in range(self.process, -(-self.count // self.processes) * self.processes, self.processes):
-            yield self.source[i % self.count], i < self.count
+    count = len(source.documents)
+    for i in range(process, -(-count // processes) * processes, processes):
+        yield source.read(i % count), i < count
 
 
 def begin(
-    config: RunConfig, shortest_learned: int, progress: Progress, stop: Callable[[], bool], keep_end: bool = False
+    config: RunConfig,
+    shortest_learned: int,
+    progress: Progress,
+    stop: Callable[[], bool],
+    keep_end: bool = False,
+    learn_prompts: bool = False,
 ) -> Session:
     """Sets up torch and accelerate, loads the target, and reads the documents.
 
     Args:
         shortest_learned: a document must have more learned tokens than this.
-        keep_end: of a prompt and answer that are too long together, keep the end instead of the beginning.
+        keep_end, learn_prompts: see :func:`longdraft.training.corpus.collect`.
 
     Raises:
         CapabilityError: a tracker is asked for that is not installed, or that accelerate does not know.
@@ -283,6 +266,7 @@ def begin(
         held_out=config.held_out,
         sample=config.sample,
         keep_end=keep_end,
+        learn_prompts=learn_prompts,
     )
     progress(f"{len(data.learned):,} documents, {len(data.held_out):,} held out; left out: {skipped}", 0, 0)
     return Session(config, accelerator, runner, tokenizer, data, progress, stop)

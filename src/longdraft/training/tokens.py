@@ -9,24 +9,24 @@ from __future__ import annotations
 
 import hashlib
 import json
+from abc import abstractmethod
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
+from safetensors.torch import save_file
 
 from longdraft.errors import CheckpointError, PromptError
-from longdraft.files import opened
-from longdraft.training import feature_files
+from longdraft.files import naming, opened, read_json, replacing
 from longdraft.training.documents import Document, Skipped, documents
-from longdraft.training.feature_files import INDEX
-from longdraft.training.lazy import Lazy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+INDEX = "index.json"
 # Tokens of a shard, at least; the last one has fewer.
 SHARD = 1 << 26
 ADVICE = "Delete the file and run `longdraft train data` again: it encodes what is missing."
@@ -34,47 +34,60 @@ ADVICE = "Delete the file and run `longdraft train data` again: it encodes what 
 _PROBE = "Tokens, encodés once: 2 + 2 = 4\n\tdef f(x): return x  # 漢字 🙂"
 
 
+class Lazy(Sequence[Document]):
+    """Documents that are made when they are read, by :meth:`item`, so that millions of them take little memory."""
+
+    @abstractmethod
+    def item(self, i: int) -> Document:
+        """Makes the document at a place from 0 on."""
+
+    @overload
+    def __getitem__(self, i: int) -> Document: ...
+    @overload
+    def __getitem__(self, i: slice) -> list[Document]: ...
+    def __getitem__(self, i: int | slice) -> Document | list[Document]:
+        return [self.item(j) for j in range(*i.indices(len(self)))] if isinstance(i, slice) else self.item(i)
+
+
 @dataclass(frozen=True)
-class Tokens(Lazy[Document]):
+class Tokens(Lazy):
     """The documents of a file, or of a shard.
 
     Attributes:
         ids: (N,) int32, all documents end to end.
         ends: (D,) int64, where each document ends among them. starts: (D,) int32, its first learned token.
-        digest: names the content of a shard; empty in memory.
+        digest: names the content. mapped: the tokens are on disk.
     """
 
     ids: torch.Tensor
     ends: torch.Tensor
     starts: torch.Tensor
-    digest: str = ""
+    digest: str
+    mapped: bool = False
 
     @classmethod
-    def of(cls, documents: Iterable[Document]) -> Tokens:
+    def of(cls, documents: Iterable[Document | None]) -> Tokens:
         """Documents in memory."""
         ids, ends, starts = array("i"), array("q"), array("i")
-        for document in documents:
+        for document in filter(None, documents):
             ids.extend(document.tokens)
             ends.append(len(ids))
             starts.append(document.start)
-        return cls(torch.tensor(ids), torch.tensor(ends), torch.tensor(starts))
+        digest = hashlib.sha256(b"".join(each.tobytes() for each in (ids, ends, starts))).hexdigest()[:16]
+        return cls(torch.tensor(ids), torch.tensor(ends), torch.tensor(starts), digest)
 
     @classmethod
-    def mapped(cls, path: Path) -> Tokens:
+    def read(cls, path: Path) -> Tokens:
         """A shard on disk. Raises CheckpointError if it is missing or damaged."""
         with opened(path, ADVICE) as file:
             ids, ends, starts = (file.get_tensor(name) for name in ("ids", "ends", "starts"))
-            return cls(ids, ends, starts, file.metadata()["digest"])
+            return cls(ids, ends, starts, file.metadata()["digest"], True)
 
     def __len__(self) -> int:
         return len(self.ends)
 
     def item(self, i: int) -> Document:
-        return Document(self.slice(*self.span(i)), int(self.starts[i]))
-
-    def span(self, i: int) -> tuple[int, int]:
-        """Where a document begins and ends among the tokens."""
-        return int(self.ends[i - 1]) if i else 0, int(self.ends[i])
+        return Document(self.slice(int(self.ends[i - 1]) if i else 0, int(self.ends[i])), int(self.starts[i]))
 
     def slice(self, begin: int, end: int) -> list[int]:
         found: list[int] = self.ids[begin:end].tolist()
@@ -99,40 +112,37 @@ def write(
         CheckpointError: a shard cannot be written, or the folder's were encoded by another tokenizer.
         PromptError: there are no documents.
     """
-    path, index = folder / INDEX, {"tokenizer": _fingerprint(tokenizer)}
-    if path.exists():
+    if (folder / INDEX).exists():
         _check(folder, tokenizer)
     else:
-        folder.mkdir(parents=True, exist_ok=True)
-        feature_files.write_index(folder, index)
-    done, shard = rows_done(folder), len(shards_of(folder))
-    documents, waiting, total = 0, list[Document](), 0
-    size = 0
+        _write_index(folder, tokenizer)
+    done, documents, total, size, waiting = rows_done(folder), 0, 0, 0, list[Document]()
 
     def close() -> None:
-        nonlocal shard, waiting, size
         if waiting:
             held = Tokens.of(waiting)
-            tensors = {"ids": held.ids, "ends": held.ends, "starts": held.starts}
-            digest = hashlib.sha256(b"".join(t.numpy().tobytes() for t in tensors.values())).hexdigest()[:16]
-            feature_files.write(_path(folder, shard), tensors, {"rows": f"{done}", "digest": digest})
-            shard, waiting, size = shard + 1, [], 0
+            path = folder / f"tokens-{len(shards_of(folder)):05d}.safetensors"
+            with replacing(path) as part:
+                tensors = {"ids": held.ids, "ends": held.ends, "starts": held.starts}
+                save_file(tensors, part, {"rows": f"{done}", "digest": held.digest})
+            waiting.clear()
 
     for row in rows:
         done += 1
         if row is not None:
             waiting.append(row)
-            documents, size, total = documents + 1, size + len(row.tokens), total + len(row.tokens)
+            documents, total, size = documents + 1, total + len(row.tokens), size + len(row.tokens)
         if done % 100 == 0:
             progress(documents, total)
             if stop():
                 return documents
         if size >= SHARD:
             close()
+            size = 0
     close()
-    if not shard:
+    if not shards_of(folder):
         raise PromptError("There is nothing to write: rows need `text`, `messages` or `tokens`.")
-    feature_files.write_index(folder, index | {"rows": done})
+    _write_index(folder, tokenizer, rows=done)
     progress(documents, total)
     return documents
 
@@ -141,7 +151,7 @@ def read(folder: Path, tokenizer: PreTrainedTokenizerBase) -> list[Tokens]:
     """The shards of a folder. Raises CheckpointError if some lack, are damaged, or are of another tokenizer."""
     if "rows" not in _check(folder, tokenizer):
         raise CheckpointError(f"{folder} is not finished: the same `longdraft train data` command continues it.")
-    return [Tokens.mapped(path) for path in shards_of(folder)]
+    return [Tokens.read(path) for path in shards_of(folder)]
 
 
 def sources(
@@ -178,16 +188,17 @@ def rows_done(folder: Path) -> int:
 
 def _check(folder: Path, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """The folder's index. Raises CheckpointError if another tokenizer encoded it."""
-    with feature_files.readable(folder / INDEX, ADVICE):
-        index: dict[str, Any] = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+    with naming(folder / INDEX, f"{folder / INDEX} cannot be read", ADVICE):
+        index = read_json(folder / INDEX)
     if index.get("tokenizer") != _fingerprint(tokenizer):
         raise CheckpointError(f"{folder} was encoded by another tokenizer: encode the text again for this target.")
     return index
 
 
+def _write_index(folder: Path, tokenizer: PreTrainedTokenizerBase, **more: int) -> None:
+    with replacing(folder / INDEX) as part:
+        part.write_text(json.dumps({"tokenizer": _fingerprint(tokenizer), **more}), encoding="utf-8")
+
+
 def _fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.sha256(repr(tokenizer(_PROBE)["input_ids"]).encode()).hexdigest()[:16]
-
-
-def _path(folder: Path, shard: int) -> Path:
-    return folder / f"tokens-{shard:05d}.safetensors"

@@ -1,65 +1,113 @@
-"""Kinds of trees: their sizes, how they grow from a draft, and the sizes that a planner gives them."""
+"""Kinds of trees: how they grow from a draft level by level, their sizes, and the sizes that a planner gives them.
+
+All grow alike: the nodes of a level that are expanded get their most probable children, and those are the next level.
+The kinds differ in four numbers: children of a node, nodes that a level keeps, nodes of it that are expanded, and where
+they stop. Of all that was drafted, the most probable nodes by cumulative log-probability are verified; they are closed
+under parents, for a score only falls along a path. The last level is never expanded: D levels cost D draft forwards.
+
+* beam: a level keeps its best nodes, and all of them are expanded (LongSpec, appendix E);
+* static: all nodes of a level have the same number of children (TokenSwift);
+* dynamic: the ``top_k`` best nodes of a level have ``top_k`` children each, and all children are candidates: wide where
+  the draft hesitates, deep where it is sure (EAGLE-2, section 4; EAGLE-3 keeps it);
+* chain: first choices, ended where the draft grows unsure (MagicDec's gamma, Sadhukhan et al. 2024, section 3);
+* opt: OPT-Tree, the tree with the longest expected acceptance (Wang et al. 2025, section 3).
+"""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import log
 
 import torch
 
+from longdraft.attention.transfer import Fetched
 from longdraft.trees.level import Expand, Foresee, Growth, Lift, Likeliest, Scored, root_level, to_trees
 from longdraft.trees.node_limit import NodeLimit
 from longdraft.trees.tree import TokenTree
 
+# LongSpec, appendix E.
+BEAM = (4, 16, 16, 16, 16)
+# TokenSwift's widths, without its first level, which is the target's own token.
+STATIC = (3, 3, 3)
+# EAGLE-3's dynamic tree: levels, nodes of a level that are expanded, and drafted nodes (its 60 count the root).
+DYNAMIC = (8, 10, 59)
+# SpecExtend's OPT-Tree, appendix D: nodes, levels, threshold. The paper expands all nodes of a level; here it is 10.
+OPT, OPT_TOP_K = (50, 10, 0.7), 10
+# Tokens of a chain by default, and at most if a planner ends it.
+LENGTH, LONGEST = 4, 12
+
 
 @dataclass(frozen=True, kw_only=True)
-class TreeKind(ABC):
+class TreeKind:
     """A kind of tree with its sizes.
 
     Attributes:
+        name: what options call it.
+        children: of an expanded node, level by level; fewer if the vocabulary has no more.
+        narrow: a level keeps no more nodes than one node has children, the best; else all.
+        top_k: nodes of a level that are expanded at most, the best; None: all.
         nodes: drafted nodes that are verified, the most probable ones; None: all.
+        price: of a chain: it ends with the first token whose path is no likelier than this.
+        longest: of a chain: tokens at most if a planner ends it.
+        threshold: of an OPT-Tree: tokens by which a level has to lengthen the expected acceptance for another one to
+            follow; None: levels follow whatever they promise.
         chosen_by_user: whether the user chose the tree, so that a planner leaves it as it is.
     """
 
+    name: str
+    children: tuple[int, ...]
+    narrow: bool = False
+    top_k: int | None = None
     nodes: int | None = None
+    price: float = 0.0
+    longest: int = LONGEST
+    threshold: float | None = None
     chosen_by_user: bool = False
 
     @property
-    @abstractmethod
     def depth(self) -> int:
         """Levels at most, and so forwards of the draft."""
+        return len(self.children)
 
     @property
-    @abstractmethod
     def candidates(self) -> int:
         """Drafted nodes at most, before the most probable of them are chosen."""
+        return sum(size for size, _ in self._sizes())
 
     @property
-    @abstractmethod
     def max_expanded(self) -> int:
         """Drafted nodes that the draft expands in a round at most: rows of KV that it needs for a tree."""
+        return sum(expanded for _, expanded in list(self._sizes())[:-1])
 
     @property
     def max_nodes(self) -> int:
         """Drafted nodes of a tree at most."""
         return min(self.candidates, self.nodes or self.candidates)
 
-    @abstractmethod
-    def levels(self, growth: Growth, roots: Scored) -> list[Scored]:
-        """Runs the draft level by level; returns every level's candidates."""
+    def _sizes(self) -> Iterator[tuple[int, int]]:
+        """For each level its nodes, and those of them that may be expanded."""
+        expanded = 1
+        for children in self.children:
+            size = children if self.narrow else expanded * children
+            expanded = size if self.top_k is None else min(size, self.top_k)
+            yield size, expanded
 
-    @abstractmethod
     def limited(self, depth: int) -> TreeKind:
         """Returns the same kind with at most ``depth`` levels."""
-
-    @abstractmethod
-    def _fit(self, limit: NodeLimit) -> TreeKind:
-        """Returns the tree to grow within a planner's limit."""
+        return replace(self, children=self.children[:depth], longest=min(self.longest, depth))
 
     def fit(self, limit: NodeLimit | None) -> TreeKind:
-        """Returns the tree to grow within a planner's limit; this one without a limit, or if the user chose it."""
-        return self if limit is None or self.chosen_by_user else self._fit(limit)
+        """Returns the tree to grow within a planner's limit: a chain, or in place of any other kind an OPT-Tree.
+
+        Without a limit, or if the user chose it, it is this one.
+        """
+        if limit is None or self.chosen_by_user:
+            return self
+        if self.name == "chain":
+            return replace(self, children=(1,) * max(1, min(self.longest, limit.nodes)), price=limit.price)
+        nodes = max(1, min(self.max_nodes, OPT[0], limit.nodes))
+        return opt(nodes, self.depth, limit.price, self.top_k if self.name == "opt" else OPT_TOP_K)
 
     def grow(
         self,
@@ -69,7 +117,6 @@ class TreeKind(ABC):
         ids: torch.Tensor | None = None,
         device: torch.device | str = "cpu",
         *,
-        sampled: bool = False,
         likeliest: Likeliest | None = None,
         foresee: Foresee | None = None,
         lift: Lift | None = None,
@@ -79,12 +126,112 @@ class TreeKind(ABC):
         Args:
             roots: token id of each root.
             device: where the draft's logits are.
-            sampled: whether the target's tokens are sampled, not greedy.
             expand, depths, ids, likeliest, foresee, lift: as in :class:`~longdraft.trees.level.Growth`; no ``depths``:
                 as many levels as the kind has.
         """
         deepest = min(self.depth, self.max_nodes)  # a deeper node has more ancestors than there are nodes to keep
         depths = [deepest] * len(roots) if depths is None else [min(deepest, depth) for depth in depths]
-        growth = Growth(expand, depths, ids, sampled and foresee is None, likeliest, foresee, lift)
+        growth = Growth(expand, depths, ids, likeliest, foresee, lift)
         levels = self.levels(growth, root_level(roots, device))
         return [tree.best(self.max_nodes) for tree in to_trees(roots, levels)]
+
+    def levels(self, growth: Growth, roots: Scored) -> list[Scored]:
+        """Runs the draft level by level; returns every level's candidates."""
+        expanded, levels = roots, list[Scored]()
+        # (B', W): the places of the expanded nodes in their level, where they are only some of it.
+        places: torch.Tensor | None = None
+        promise = None if self.threshold is None else _Promise(self, self.threshold, roots)
+        going = growth.deeper(roots.level)
+        while going:
+            of = expanded.level.of
+            children = self.children[len(levels)]
+            level = growth.children(expanded.kept(going), children)
+            if self.narrow:
+                level, _ = level.best(children)
+            levels.append(level if places is None else level.under(of(going, places)))
+            going, width = growth.deeper(level.level), self.top_k
+            if self.price > 0 and going:
+                likely = dict(zip(level.level.rows, level.scores[:, 0].tolist(), strict=True))
+                going = [row for row in going if likely[row] > log(self.price)]
+            elif promise is not None and going:
+                going, width = promise.after(level, of, going)
+            expanded, places = (level, None) if width is None else level.best(width)
+        return levels
+
+
+# Picks the rows of a tensor for these sequences.
+Pick = Callable[[Sequence[int], torch.Tensor], torch.Tensor]
+
+
+class _Promise:
+    """Whether another level of an OPT-Tree pays, and how many nodes of the last one may have children in the tree.
+
+    A node is accepted with about the probability that the draft gives its path, so a tree's expected accepted length is
+    the sum of its nodes' path probabilities, and the best tree of N nodes holds the N most probable paths. Drafting
+    goes on while a level makes the expectation of the best N so far longer by more than the threshold: the price of a
+    draft forward in tokens. A node that is not better than the N-th best candidate so far has no descendant among the
+    best, and need not be expanded.
+
+    The host decides this. A GPU does not wait for it: while it computes a level, the host reads what the level before
+    it promised. So a tree there may have one level more than it would elsewhere, and expands as many nodes as it may.
+    """
+
+    def __init__(self, kind: TreeKind, threshold: float, roots: Scored) -> None:
+        self._nodes, self._top_k, self._threshold = kind.max_nodes, kind.top_k or kind.max_nodes, threshold
+        self._best = roots.scores[:, :0]  # (B', up to N) scores of the best candidates so far, the best first
+        self._expected = [0.0] * len(roots.level.rows)
+        self._late = roots.scores.device.type != "cpu"
+        self._waiting: tuple[Sequence[int], Fetched] | None = None
+
+    def after(self, level: Scored, of: Pick, deeper: list[int]) -> tuple[list[int], int]:
+        """Takes a level.
+
+        Args:
+            of: picks from the rows of the level before.
+            deeper: the sequences that may have another level.
+
+        Returns:
+            Those for which it pays, and the number of nodes to expand.
+        """
+        best = torch.cat([of(level.level.rows, self._best), level.scores], dim=1)
+        self._best = best = best.topk(min(self._nodes, best.shape[1]), dim=-1).values
+        # With fewer candidates than nodes, all of them may have children among the best.
+        promising = level.scores > (best[:, -1:] if best.shape[1] == self._nodes else float("-inf"))
+        promised = level.level.rows, Fetched(torch.stack([best.exp().sum(1), promising.float().sum(1)]))
+        read, self._waiting = (self._waiting, promised) if self._late else (promised, None)
+        if read is None:  # the first level of a GPU
+            return deeper, self._top_k
+        results = dict(zip(read[0], zip(*read[1].read(), strict=True), strict=True))
+        going, width = list[int](), self._top_k if self._late else 0
+        for row in deeper:
+            length, count = results[row]
+            if count and length - self._expected[row] > self._threshold:
+                going.append(row)
+                width = max(width, min(self._top_k, int(count)))
+            self._expected[row] = length
+        return going, width
+
+
+def beam(widths: Sequence[int] = BEAM, nodes: int | None = None) -> TreeKind:
+    """A beam tree. ``widths``: nodes of each level."""
+    return TreeKind(name="beam", children=tuple(widths), narrow=True, nodes=nodes)
+
+
+def static(widths: Sequence[int] = STATIC, nodes: int | None = None) -> TreeKind:
+    """A tree of a fixed shape. ``widths``: children of each node, level by level."""
+    return TreeKind(name="static", children=tuple(widths), nodes=nodes)
+
+
+def dynamic(depth: int = DYNAMIC[0], top_k: int = DYNAMIC[1], nodes: int | None = DYNAMIC[2]) -> TreeKind:
+    """A dynamic tree. ``top_k``: nodes of a level that are expanded, and children of each."""
+    return TreeKind(name="dynamic", children=(top_k,) * depth, top_k=top_k, nodes=nodes)
+
+
+def chain(depth: int = LENGTH, longest: int = LONGEST, nodes: int | None = None) -> TreeKind:
+    """The draft's first choices."""
+    return TreeKind(name="chain", children=(1,) * depth, longest=longest, nodes=nodes)
+
+
+def opt(nodes: int = OPT[0], depth: int = OPT[1], threshold: float = OPT[2], top_k: int | None = OPT_TOP_K) -> TreeKind:
+    """An OPT-Tree. ``top_k``: nodes of a level that are expanded at most; with ``nodes``, nothing is missed."""
+    return TreeKind(name="opt", children=(nodes,) * depth, narrow=True, top_k=top_k, nodes=nodes, threshold=threshold)

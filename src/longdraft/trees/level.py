@@ -60,11 +60,11 @@ class Scored:
         level = Level(self.level.rows, self.level.depth, tokens, parents)
         return Scored(level, self.log_probs.gather(1, chosen), scores), chosen
 
-    def first(self, width: int) -> Scored:
-        """Returns the first ``width`` nodes of each row, which keep their places."""
+    def under(self, places: torch.Tensor) -> Scored:
+        """Returns the level with parents that are nodes of the whole level above: its expanded ones' ``places``."""
         level = self.level
-        fewer = Level(level.rows, level.depth, level.tokens[:, :width], level.parents[:, :width])
-        return Scored(fewer, self.log_probs[:, :width], self.scores[:, :width])
+        parents = places.gather(1, level.parents)
+        return Scored(Level(level.rows, level.depth, level.tokens, parents), self.log_probs, self.scores)
 
 
 # The score of NaN: below all others, and sums of it can still be compared.
@@ -90,7 +90,6 @@ class Growth:
         expand: the draft. Called with the roots, then with the nodes of each level but the last that are expanded.
         depths: levels of each sequence's tree at most, 0 for a root alone.
         ids: (draft vocabulary,) target id of each draft id; None: they are the same.
-        sampled: whether the target's tokens are sampled with unknown random numbers.
         likeliest: used in place of ``expand`` by a draft that finds the likeliest tokens without computing logits.
         foresee: used if tokens are sampled and the random numbers are known; None: the draft's probabilities count.
         lift: corrects the draft's probabilities by how they fared; None: they count as they are.
@@ -99,7 +98,6 @@ class Growth:
     expand: Expand
     depths: Sequence[int]
     ids: torch.Tensor | None = None
-    sampled: bool = False
     likeliest: Likeliest | None = None
     foresee: Foresee | None = None
     lift: Lift | None = None

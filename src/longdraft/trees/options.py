@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from longdraft.options import Options, option
@@ -58,20 +58,16 @@ class TreeOptions(Options):
         Raises:
             ValueError: options of two kinds together, or sizes that make no tree.
         """
-        from longdraft.trees import beam, chain, dynamic, opt, static  # here, because they import torch
+        from longdraft.trees import kind  # here, because it imports torch
 
-        made: list[type[TreeKind]] = [chain.Chain, static.Static, beam.Beam, dynamic.Dynamic, opt.Opt]
         given: dict[str, Any] = self.given()
         chosen_by_user = bool(given)
         tree = given.pop("tree", None) or _implied(default, given)
         _check_of_one_kind(tree, given)
-        if "widths" in given:
-            given["widths"] = tuple(given["widths"])
-        elif tree == "dynamic" and depth is not None:
+        if tree == "dynamic" and depth is not None:
             given.setdefault("depth", depth)
-        elif tree == "beam":
-            given["sampled_widths"] = beam.SAMPLED_WIDTHS
-        return made[KINDS.index(tree)](**given, chosen_by_user=chosen_by_user)
+        made: kind.TreeKind = getattr(kind, tree)(**given)
+        return replace(made, chosen_by_user=chosen_by_user)
 
 
 def _implied(default: str, given: Collection[str]) -> str:

@@ -10,14 +10,12 @@ full store, and are never committed there. A text that is no longer than the vie
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
 import torch
 
 from longdraft.memory.store import KVStore
 from longdraft.native.scaled import KeptRows
 from longdraft.native.views import BY_SUMMARIES
-from longdraft.views.copied import Copied, gather
 from longdraft.views.kernels import view_kernels
 from longdraft.views.scorers import SCORERS
 from longdraft.views.summaries import Summaries
@@ -26,23 +24,6 @@ from longdraft.views.view import View
 
 # For each layer (Hq, M, d), after RoPE, the newest last.
 Queries = Mapping[int, torch.Tensor] | torch.Tensor
-
-
-class ViewCache(Protocol):
-    """The visible KV of a batch of texts, at true positions (:class:`TrueCache`) or at compact ones, 0, 1, 2, ...
-    (:class:`~longdraft.views.compact.CompactCache`).
-
-    Attributes:
-        store: forwards run on it, and write behind its committed rows.
-    """
-
-    store: KVStore
-
-    def whole(self, slot: int) -> bool:
-        """True if all of the text is there."""
-
-    def forget(self, slot: int, start: int = 0) -> None:
-        """Called when the text's rows from ``start`` on have been replaced or removed."""
 
 
 class TrueCache:
@@ -77,7 +58,8 @@ class TrueCache:
         # No text has more rows than the full store.
         self.store = new_store(full.slots, min(view.capacity, full.capacity) + scratch)
         self.store.share_states(full)
-        self._copied = Copied(full.slots, view.capacity)
+        # Rows of each slot's copies; the last of them are rows [start, end) of the text.
+        self._sizes, self._starts, self._ends = ([0] * full.slots for _ in range(3))
         scorer = SCORERS[view.scorer]
         kinds = scorer.summaries if summaries and scorer is not None else ()
         self._summaries = Summaries(full, view.chunk, kinds) if kinds else None
@@ -86,11 +68,11 @@ class TrueCache:
         self._chooses, self._copies = view_kernels(full), view_kernels(full, self.store)
 
     def whole(self, slot: int) -> bool:
-        return self._copied.whole(slot)
+        return self._starts[slot] == 0
 
     def in_use(self, slot: int) -> bool:
         """True if anything of the text is there."""
-        return self._copied.sizes[slot] > 0
+        return self._sizes[slot] > 0
 
     def update(self, slot: int, queries: Queries | None = None, due: bool = False) -> bool:
         """Appends the rows that the full store has gained; chooses anew if there is no room for them.
@@ -103,10 +85,12 @@ class TrueCache:
             Whether chunks were chosen.
         """
         end = self.full.readable(slot)
-        if not self._copied.appends(slot, end, due):
+        if not self._appends(slot, end, due):
             self.choose(slot, queries)
             return True
-        places, rows = self._copied.append(slot, end)
+        size, start = self._sizes[slot], self._ends[slot]
+        places, rows = slice(size, size + end - start), slice(start, end)
+        self._sizes[slot], self._ends[slot] = places.stop, end
         if rows.start < rows.stop and self._copies is not None:
             self._copies.copy_rows(*self._text_and_copies(), slot, range(rows.start, rows.stop), places.start)
         elif rows.start < rows.stop:
@@ -119,6 +103,30 @@ class TrueCache:
                     target[to, slot, :, places] = source[:, :, rows].to(self.full.shape.dtype)
         self.store.lengths[slot] = places.stop
         return False
+
+    def _appends(self, slot: int, end: int, due: bool) -> bool:
+        """True if the rows up to ``end`` can be appended to the copies; if not, rows have to be chosen anew.
+
+        Forgets copies of chosen rows if all of the text would fit.
+        """
+        self._cut(slot, end)
+        room = self.view.capacity
+        if self._sizes[slot] + end - self._ends[slot] <= room and (not due or self.whole(slot)):
+            return True
+        if end > room:
+            return False
+        self._cut(slot, 0)  # the text has become shorter, and now all of it fits
+        return True
+
+    def _cut(self, slot: int, start: int) -> None:
+        """Forgets copies of the text's rows from ``start`` on."""
+        if start >= self._ends[slot]:
+            return
+        if start < self._starts[slot]:
+            self._sizes[slot] = self._starts[slot] = self._ends[slot] = 0
+        else:
+            self._sizes[slot] -= self._ends[slot] - start
+            self._ends[slot] = start
 
     def choose(self, slot: int, queries: Queries | None = None) -> None:
         """Fills a slot anew from the full store; no rows wait then."""
@@ -139,7 +147,7 @@ class TrueCache:
         else:
             size = self._copy_each(slot, end, queries, chosen)
         self.store.lengths[slot] = size
-        self._copied.fill(slot, size, start, end)
+        self._sizes[slot], self._starts[slot], self._ends[slot] = size, start, end
 
     def _text_and_copies(self) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[KeptRows, KeptRows]]:
         layers = slice(self._first, None)
@@ -197,13 +205,13 @@ class TrueCache:
 
     def forget(self, slot: int, start: int = 0) -> None:
         """Called when the text's rows from ``start`` on have been replaced or removed. No rows wait then."""
-        self._copied.forget(slot, start)
-        self.store.truncate(slot, self._copied.sizes[slot])
+        self._cut(slot, start)
+        self.store.truncate(slot, self._sizes[slot])
         if self._summaries is not None:
             self._summaries.forget(slot, start)
 
     def waiting(self, slot: int) -> int:
-        return self.store.lengths[slot] - self._copied.sizes[slot]
+        return self.store.lengths[slot] - self._sizes[slot]
 
     def keep(self, slot: int, path: Sequence[int]) -> None:
         """Lets the accepted path of a forward on the view wait, and shows it to drafters.
@@ -221,8 +229,8 @@ class TrueCache:
         self.full.unverified[slot] += len(path)
 
     def drop(self, slot: int) -> None:
-        self.full.unverified[slot] -= self.waiting(slot)
-        self.store.truncate(slot, self._copied.sizes[slot])
+        """Drops rows that wait, which no drafter was shown."""
+        self.store.truncate(slot, self._sizes[slot])
 
 
 def _of(queries: Queries, layers: slice) -> torch.Tensor:
@@ -230,3 +238,22 @@ def _of(queries: Queries, layers: slice) -> torch.Tensor:
     if isinstance(queries, torch.Tensor):
         return queries[layers]
     return torch.stack([queries[layer] for layer in range(layers.start, layers.stop)])
+
+
+def gather(source: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Copies rows of a layer at once, or of several layers, whose dimension comes first.
+
+    Args:
+        source: (Hkv, n, d), with any strides.
+        rows: (Hkv, m) int64, each KV head's own, or (1, m), the same for all.
+
+    Returns:
+        (Hkv, m, d).
+    """
+    outer = len(source.shape) - 2
+    if rows.shape[:-1].numel() == 1:
+        return source.index_select(outer, rows.flatten())
+    sizes = enumerate(source.shape[:outer])
+    places = [torch.arange(n, device=source.device).view(-1, *[1] * (outer - i)) for i, n in sizes]
+    index = (*places, rows)
+    return source[index]

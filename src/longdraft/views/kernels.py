@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from longdraft.memory.packed_store import PackedStore
 from longdraft.memory.store import KVStore
 from longdraft.native import kernels
 from longdraft.native.library import HEAD_UNIT
@@ -18,9 +17,9 @@ def view_kernels(full: KVStore, copy: KVStore | None = None) -> ViewKernels | No
         full: the store that holds the text.
     """
     # Other kinds of stores fetch layers when they are read.
-    plain = type(full) is KVStore and full.dtype == torch.float32
-    readable = full.device.type == "cpu" and (plain or (type(full) is PackedStore and full.dtype == torch.float16))
+    halved = full.dtype == torch.float16 != full.shape.dtype
+    readable = type(full) is KVStore and full.device.type == "cpu" and (halved or full.dtype == torch.float32)
     aligned = full.shape.head_dim % HEAD_UNIT == 0
-    writable = copy is None or type(copy) is PackedStore or (type(copy) is KVStore and copy.device == full.device)
+    writable = copy is None or (type(copy) is KVStore and copy.device == full.device)
     library = kernels() if readable and aligned and writable else None
     return None if library is None else ViewKernels(library)

@@ -64,19 +64,18 @@ class Retrieval:
         return (count - 1 if self._layer is None else self._layer,) if self.view.query_count else ()
 
     @torch.inference_mode()
-    def observe(self, store: KVStore, slot: int, queries: Mapping[int, torch.Tensor], accepted: int = 0) -> None:
+    def observe(self, store: KVStore, slot: int, queries: Mapping[int, torch.Tensor]) -> None:
         """Called after the prompt and after each verification; scores the chunks when that is due.
 
         Args:
             store: the target's, readable up to the newest query's own row.
             queries: layer -> (Hq, n, d) after RoPE, for :meth:`layers`: of the prompt's last tokens, later of the
                 deepest accepted node.
-            accepted: drafted tokens that the verification accepted.
         """
         state = self._states[slot]
         self._queries.add(slot, queries)
         if state.chosen is not None:
-            self.refresh.note(slot, accepted)
+            self.refresh.note(slot)
             if not self.refresh.due(slot):
                 return
         (layer,), length = queries, store.readable(slot)
@@ -119,11 +118,3 @@ class Retrieval:
         self._states[slot] = _State(version=self._states[slot].version + 1)
         self._queries.forget(slot)
         self.refresh.done(slot)
-
-    def truncate(self, slot: int, length: int) -> None:
-        """Called when the text's rows from ``length`` on were taken back."""
-        state, end = self._states[slot], self.view.between(length).stop
-        state.scored = min(state.scored, end)
-        if state.chosen and state.chosen[-1] >= end:
-            state.chosen = [c for c in state.chosen if c < end]
-            state.version += 1

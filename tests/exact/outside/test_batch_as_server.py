@@ -53,7 +53,7 @@ def choices(body):
 def test_rows_of_openais_files_are_answered_as_the_server_answers_them(tmp_path):
     bodies = [{"messages": ASKED, "temperature": 0} | body for body in BODIES]
     rows, figures = answered([{"custom_id": str(i), "body": body} for i, body in enumerate(bodies)], tmp_path)
-    assert figures.mean_accepted_length > 1  # something was drafted and accepted
+    assert figures.speculation.mean_accepted_length > 1  # something was drafted and accepted
     with contextlib.closing(Running(make_service(MODEL, TOKENIZER, context=1200))) as running:
         for body, row in zip(bodies, rows, strict=True):
             status, answer = running.http("/v1/chat/completions", body)

@@ -15,7 +15,6 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from longdraft.serve import connections
 from tests import elsewhere
 from tests.cli.conftest import model_folder
 from tests.serve.conftest import Running, make_service
@@ -59,9 +58,11 @@ def test_headers_have_a_limit_of_time(sent):
         assert running.http("/health")[0] == 200
 
 
-def test_connections_that_ask_nothing_keep_nobody_out(monkeypatch):
-    monkeypatch.setattr(connections, "most", lambda: 8)
-    with contextlib.closing(Running(make_service(body_seconds=20))) as running, contextlib.ExitStack() as stack:
+def test_connections_that_ask_nothing_keep_nobody_out():
+    with (
+        contextlib.closing(Running(make_service(body_seconds=20, connections=8))) as running,
+        contextlib.ExitStack() as stack,
+    ):
         ones = [stack.enter_context(connected(running.server.port, HALF)) for _ in range(40)]
         for _ in range(3):
             assert running.http("/health")[0] == 200

@@ -106,7 +106,7 @@ class RequestTracker:
         mode = "prefill" if request.new else "full"
         self.drafter.observe(
             Event(
-                s, root, len(emitted) - 1, emitted=emitted, target_tokens=emitted, mode=mode,  # type: ignore[arg-type]
+                s, root, len(emitted) - 1, emitted=emitted, mode=mode,  # type: ignore[arg-type]
                 queries=request.queries,
             )
         )  # fmt: skip

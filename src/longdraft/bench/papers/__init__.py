@@ -1,14 +1,17 @@
-"""Papers' tables as data; :mod:`longdraft.bench.reproduce` measures them.
+"""Papers' tables as data: their lines and columns here, their figures in ``published.md``.
+:mod:`longdraft.bench.reproduce` measures them.
 
 May import: nothing but :mod:`longdraft.errors` and each other.
 """
+
+from dataclasses import replace
 
 from longdraft.bench.papers import abstracts, longspec, specextend, specpv
 from longdraft.bench.papers.table import Paper, Table
 from longdraft.errors import RequestError
 
 PAPERS: dict[str, Paper] = {
-    paper.name: paper
+    paper.name: replace(paper, tables=tuple(replace(table, paper=paper.name) for table in paper.tables))
     for paper in (
         longspec.PAPER,
         specextend.PAPER,

@@ -14,10 +14,6 @@ _MAGICDEC = Table(
     ),
     tuple(Column(f"batch {n}", "pg19", 32768, batch=n) for n in (1, 8, 32)),
     ("speedup", "accepted", "tokens_per_second"),
-    """
-         |        | batch 32
-    L-8B | SnapKV | 1.2
-    """,
     small=Small(shrink=8, prompts=1, max_tokens=32),
     remarks=(
         "Published: 1.2 to 1.5 times at 32K tokens and batches of 32 to 128; in a later version up to 2.51 times.",
@@ -47,10 +43,6 @@ _TRIFORCE = Table(
     ),
     (Column("120K", "pg19", 122880),),
     ("speedup", "accepted", "tokens_per_second"),
-    """
-        |          | 120K
-    7B  | TriForce | 2.31
-    """,
     temperatures=(0.0, 0.6),
     small=Small(shrink=16, prompts=2),
     remarks=(
@@ -81,10 +73,6 @@ _TOKENSWIFT = Table(
     ),
     (Column("4K", "pg19", 4096),),
     ("speedup", "accepted", "tokens_per_second"),
-    """
-         |            | 4K
-    L-8B | TokenSwift | 3.1
-    """,
     temperatures=(1.0,),
     max_tokens=100_000,
     prompts=1,

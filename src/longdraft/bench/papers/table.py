@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cached_property
+from functools import cache, cached_property
+from importlib import resources
 from typing import Any
 
 
@@ -35,9 +36,6 @@ FIGURES = {
 
 IN_ROWS = ("budget", "chunks")
 """Options that count rows or chunks of a text, which shrink with it."""
-
-LARGE = ("whole_prompt",)
-"""Options of the paper's scale alone: drafts of the small one were trained on shorter texts than they draft behind."""
 
 
 @dataclass(frozen=True)
@@ -108,13 +106,12 @@ class Table:
         name: "1", or "fig4" of a figure.
         hardware, models: the paper's.
         figures: keys of :data:`FIGURES`.
-        numbers: the paper's figures, in blocks with a blank line between. A block's first row names its columns; then
-            a row is ``model | line | figures of the first column | ...``, in the order of ``figures``; ``-``: none.
         baseline: the line, or a method, that speed-ups are over.
         bonus: the paper counts the bonus token in accepted lengths.
         prefill: the paper's tokens/s and speed-ups include reading the prompt.
         prompts: of each column; None: all rows.
         remarks: on the paper's figures.
+        paper: its name.
     """
 
     name: str
@@ -125,7 +122,6 @@ class Table:
     lines: tuple[Line, ...]
     columns: tuple[Column, ...]
     figures: tuple[str, ...]
-    numbers: str = ""
     temperatures: tuple[float, ...] = (0.0,)
     max_tokens: int = 256
     prompts: int | None = None
@@ -134,6 +130,7 @@ class Table:
     prefill: bool = False
     small: Small = Small()
     remarks: tuple[str, ...] = ()
+    paper: str = ""
 
     @property
     def heading(self) -> str:
@@ -152,8 +149,8 @@ class Table:
 
     @cached_property
     def published(self) -> dict[Key, float]:
-        """The paper's figures, with speed-ups from its tokens/s where it does not print them."""
-        found = _published(self.numbers, self.figures)
+        """The figures of ``published.md``, and speed-ups from its tokens/s where the paper does not print them."""
+        found = _published(f"{self.paper} {self.name}", self.figures)
         if self.kind is Kind.speed and not any(figure == "speedup" for *_, figure in found):
             for model, line, column, figure in list(found):
                 base = found.get((model, self.baseline, column, "tokens_per_second"))
@@ -186,12 +183,19 @@ class Paper:
     tables: tuple[Table, ...]
 
 
-def _published(text: str, figures: Sequence[str]) -> dict[Key, float]:
+@cache
+def _sections() -> dict[str, str]:
+    """The sections of ``published.md``."""
+    text = resources.files(__package__).joinpath("published.md").read_text("utf-8")
+    sections = (section.partition("\n") for section in text.split("\n## ")[1:])
+    return {name: content.strip() for name, _, content in sections}
+
+
+def _published(name: str, figures: Sequence[str]) -> dict[Key, float]:
     found = {}
-    for block in text.strip().split("\n\n"):
-        rows = [[part.strip() for part in row.split("|")] for row in block.splitlines()]
-        (_, _, *columns), *rest = rows if len(rows) > 1 else [["", ""]]
-        for model, line, *cells in rest:
+    for block in filter(None, _sections().get(name, "").split("\n\n")):
+        (_, _, *columns), _, *rows = [[part.strip() for part in row.split("|")[1:-1]] for row in block.splitlines()]
+        for model, line, *cells in rows:
             for column, cell in zip(columns, cells, strict=True):
                 for figure, value in zip(figures, cell.split(), strict=False):
                     if value != "-":

@@ -1,27 +1,36 @@
-"""A table's measurement: which file fills it, what its results file depends on."""
+"""A table ready to be measured, and its report: the paper's rows beside ours."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from longdraft.bench import record_files
-from longdraft.bench.experiment import Experiment
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from longdraft.bench import charts
+from longdraft.bench.acceptance import called
+from longdraft.bench.experiment import Experiment, Record, of_units
 from longdraft.bench.json_lines import fingerprint
-from longdraft.bench.papers.table import Kind, Paper
+from longdraft.bench.papers.table import FIGURES, Column, Kind, Paper, Table
 from longdraft.bench.prompts import Prompt
-from longdraft.bench.record_files import Record
-from longdraft.bench.reproduce.needles import Needles
-from longdraft.bench.reproduce.quality import Likenesses
-from longdraft.bench.reproduce.scaled import Cell, Measuring, Scaled, drafts_by_kind
-from longdraft.bench.reproduce.speed import Speed
+from longdraft.bench.reproduce import measures
+from longdraft.bench.reproduce.scaled import Plan, Scaled, drafts_by_kind
 from longdraft.bench.reproduce.texts import Sources, prompts_of
+from longdraft.bench.results import header_of_units
+from longdraft.bench.tables import Report, circumstances, figure, grouped, table
 from longdraft.model.checkpoints import LoadedModel, Progress
 from longdraft.model.embedded import EMBEDDED_ID
 
 FORMAT = "longdraft-reproduce"
+# Columns of figures beside each other.
+WIDE = 8
+
+Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -34,7 +43,7 @@ class Reproduction:
 
     paper: Paper
     scaled: Scaled
-    measuring: Measuring
+    plan: Plan
     header: Mapping[str, Any]
 
     def experiment(self, results: Path | None) -> Experiment[str, Record]:
@@ -43,11 +52,44 @@ class Reproduction:
         Raises:
             ConfigError: it holds a run with other settings. CheckpointError: it cannot be used.
         """
-        return record_files.experiment(self.measuring.units, self.measuring.measure, results, self.header)
+        return of_units(self.plan.units, results, self.header)
 
-    def cells(self, found: Sequence[Record]) -> list[Cell]:
-        """Our figures, from what has been measured."""
-        return self.measuring.cells({record["unit"]: record["measured"] for record in found})
+    def report(self, found: Sequence[Record], complete: bool) -> Report:
+        """The report of what has been measured.
+
+        Args:
+            complete: no unit is missing.
+        """
+        own, model = self.scaled.table, self.header["model"]
+        rows = self.plan.rows(own, {record["unit"]: record["measured"] for record in found})
+        hardware = self.header["hardware"]
+        gpus = ", ".join(gpu["name"] for gpu in hardware["gpus"]) if model["device"] == "cuda" else ""
+        differs = [
+            f"model: {model['name']} (paper: {own.models})",
+            f"hardware: {gpus or '{cores} cores of {cpu}'.format(**hardware)} (paper: {own.hardware})",
+            *self.scaled.differs(),
+        ]
+        document = {
+            "paper": self.paper.name,
+            "reference": self.paper.reference,
+            "table": own.name,
+            "title": own.title,
+            "scale": self.header["scale"],
+            "model": model["name"],
+            "figures": list(own.shown),
+            "rows": rows,
+            "differs": differs,
+            "remarks": list(own.remarks),
+            "notes": list(self.plan.notes),
+            **circumstances(),
+            "complete": complete,
+        }
+        name = f"{own.heading} of {self.paper.name}"
+        remarks = [f"All rows: {'; '.join(differs)}.", *_remarks(rows), *own.remarks, *self.plan.notes]
+        charted = {"figure": partial(_chart, name, own, rows)} if rows else {}
+        return Report(
+            document, list(_tables(name, own, rows)), list(map(Text, remarks)), _definitions(own), charted, name
+        )
 
 
 def prepare(
@@ -58,7 +100,7 @@ def prepare(
     sources: Sources,
     drafts: Sequence[Path] = (),
     unpacked: Callable[[], LoadedModel] | None = None,
-    progress: Progress | None = None,
+    progress: Progress = lambda message: None,
 ) -> Reproduction:
     """Encodes a table's prompts and settles its methods.
 
@@ -67,40 +109,119 @@ def prepare(
         drafts: draft folders and files, one of a kind; others are those that come with longdraft.
         unpacked: as of :class:`~longdraft.bench.run.Bench`.
     """
-    by_kind, table = drafts_by_kind(drafts), scaled.table
+    by_kind, own = drafts_by_kind(drafts), scaled.table
     prompts: dict[str, list[Prompt]] = {}
-    measuring: Measuring
-    if table.kind is Kind.needle:
-        measuring = Needles(scaled, loaded, sources, by_kind)
+    if own.kind is Kind.needle:
+        plan = measures.needles(scaled, loaded, sources, by_kind)
     else:
         differs: dict[str, list[str]] = {}
-        count = scaled.prompts and max(scaled.prompts, *(column.batch for column in table.columns))
-        rows = {name: sources.rows(name, count) for name in table.data}
+        count = scaled.prompts and max(scaled.prompts, *(column.batch for column in own.columns))
+        rows = {name: sources.rows(name, count) for name in own.data}
         seen: dict[tuple[Any, ...], tuple[list[Prompt], list[str]]] = {}
-        for column in table.columns:
+        for column in own.columns:
             key = column.data, scaled.tokens(column), column.batch
             if key not in seen:
-                if progress is not None:
-                    progress(f"Encoding {column.name}")
+                progress(f"Encoding {column.name}")
                 seen[key] = prompts_of(column, scaled, sources, loaded, rows[column.data])
             prompts[column.name], differs[column.name] = seen[key]
-        if table.kind is Kind.quality:
-            measuring = Likenesses(scaled, loaded, prompts, differs, by_kind)
+        if own.kind is Kind.quality:
+            plan = measures.likenesses(scaled, loaded, prompts, by_kind)
         else:
-            measuring = Speed(scaled, loaded, prompts, differs, by_kind, unpacked, progress)
+            plan = measures.speed(scaled, loaded, prompts, by_kind, unpacked, progress)
+        plan.differs = differs
     content = {
         "paper": paper.name,
-        "table": table.name,
+        "table": own.name,
         "scale": "small" if scaled.small else "paper",
         "settings": {
             "max_tokens": scaled.max_tokens,
             "prompts": scaled.prompts,
             "plan": scaled.plan,
-            **({"foresee": False} if any(table.temperatures) else {}),
+            **({"foresee": False} if any(own.temperatures) else {}),
         },
-        "units": list(measuring.units),
+        "units": list(plan.units),
         "drafts": {kind: fingerprint(folder) for kind, folder in by_kind.items()},
     }
-    tokens = {name: [prompt.tokens for prompt in own] for name, own in prompts.items()}
-    header = record_files.header(FORMAT, content, loaded, model or EMBEDDED_ID, tokens)
-    return Reproduction(paper, scaled, measuring, header)
+    tokens = {name: [prompt.tokens for prompt in texts] for name, texts in prompts.items()}
+    header = header_of_units(FORMAT, content, loaded, model or EMBEDDED_ID, tokens)
+    return Reproduction(paper, scaled, plan, header)
+
+
+def _definitions(own: Table) -> list[str]:
+    """Definitions of the figures, where the paper's are not this package's."""
+    found = ["Definitions are the paper's; --json has this package's too (docs/figures.md)."]
+    if "accepted" in own.figures:
+        counted = "counts" if own.bonus else "does not count"
+        found.append(f"accepted length: the paper {counted} the bonus token, and ours is shown as the paper counts.")
+    if own.kind is Kind.speed and not own.profiled:
+        over = own.baseline if own.baseline != "hf-eager" else "transformers' generate with eager attention"
+        prefill = "with the prompt's reading" if own.prefill else "without the prompt's reading"
+        found.append(f"tokens/s and speed-ups: {prefill}; speed-ups are over {over}.")
+    return found
+
+
+def _tables(name: str, own: Table, rows: Sequence[Row]) -> Iterator[tuple[str, RichTable]]:
+    """A title and a table for each temperature, figure and group of columns: ours, and below it the paper's by model;
+    what has no figure is left out."""
+    for alike in grouped(rows, "temperature"):
+        t = alike[0]["temperature"]
+        for key in own.shown:
+            figures = {("ours", row["line"], row["column"]): row["as_published"].get(key) for row in alike}
+            for (model, line, column, which), value in own.published.items():
+                if which == key and t == own.temperatures[0]:
+                    figures["paper" if model == "-" else f"paper, {model}", line, column] = value
+            for columns in _beside(own.columns):
+                made = table(["method", "whose"], [column.name for column in columns])
+                for head in (line.name for line in own.lines):
+                    said = head
+                    for whose in dict.fromkeys(whose for whose, *_ in figures):
+                        values = [figures.get((whose, head, column.name)) for column in columns]
+                        if any(value is not None for value in values):
+                            style = "" if whose == "ours" else "dim"
+                            texts = [Text(figure(value, FIGURES[key][1]), style=style) for value in values]
+                            made.add_row(Text(said), Text(whose, style=style), *texts)
+                            said = ""
+                if made.row_count:
+                    yield f"{name}: {FIGURES[key][0]}, {called(t)}", made
+
+
+def _beside(columns: Sequence[Column]) -> Iterator[Sequence[Column]]:
+    """Columns of one data set together where there are many."""
+    groups = [list(columns)]
+    if len(columns) > WIDE:
+        groups = [list(own) for _, own in groupby(columns, key=lambda column: (column.data, column.only))]
+    for own in groups:
+        yield from (own[i : i + WIDE] for i in range(0, len(own), WIDE))
+
+
+def _remarks(rows: Sequence[Row]) -> list[str]:
+    """Differences from the paper in single lines or columns, and what methods see of a text."""
+    found = []
+    every = {row["line"] for row in rows}
+    for text in dict.fromkeys(text for row in rows for text in row["differs"]):
+        own = [row for row in rows if text in row["differs"]]
+        lines, columns = (list(dict.fromkeys(row[key] for row in own)) for key in ("line", "column"))
+        where = lines if set(lines) != every else columns if len(columns) < 4 else ["all columns"]
+        found.append(f"{', '.join(where)}: {text}.")
+    views: dict[str, dict[str, None]] = {}
+    for row in rows:
+        if row.get("view"):
+            views.setdefault(row["line"], {})[row["view"]] = None
+    if views:
+        seen = (f"{line}: {', '.join(own) if len(own) < 4 else 'see --json'}" for line, own in views.items())
+        found.append(f"Rows that are seen of a longer text (docs/figures.md): {'; '.join(seen)}.")
+    return found
+
+
+def _chart(name: str, own: Table, rows: Sequence[Row]) -> Any:
+    """The table's first figure as bars, at its first temperature; marks are the paper's, of all its models."""
+    t, key, columns = rows[0]["temperature"], own.figures[0], list(dict.fromkeys(row["column"] for row in rows))
+    shown = {(r["line"], r["column"]): r["as_published"].get(key) for r in rows if r["temperature"] == t}
+    lines = dict.fromkeys(line for (line, _), value in shown.items() if value is not None)
+    mine = {line: [shown.get((line, column)) for column in columns] for line in lines}
+    marks: dict[str, list[list[float]]] = {line: [[] for _ in columns] for line in lines}
+    for (_, line, column, which), value in own.published.items():
+        if which == key and line in marks and column in columns:
+            marks[line][columns.index(column)].append(value)
+    title = f"{name}: ours (bars) and the paper's (marks), {called(t)}"
+    return charts.grouped(title, columns, mine, marks, FIGURES[key][0])

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from longdraft.bench.experiment import Tick
 from longdraft.bench.needle import NAMED, SMALL
-from longdraft.bench.papers.table import IN_ROWS, LARGE, Column, Line, Table
+from longdraft.bench.papers.table import IN_ROWS, Column, Line, Table
 from longdraft.bench.settings import written
 from longdraft.drafts.kinds import KINDS, kind_of
 from longdraft.errors import LongdraftError
@@ -19,6 +18,10 @@ from longdraft.model.runner import TargetRunner
 from longdraft.recipes import recipe_for, resolve
 
 Record = Mapping[str, Any]
+"""What a unit measured, as JSON has it."""
+Figures = tuple[dict[str, float | None], dict[str, Any]]
+"""By key of :data:`~longdraft.bench.papers.table.FIGURES`, as the paper defines them; and a row for programs, as this
+package defines its figures."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +66,7 @@ class Scaled:
         """Options of a line's method in a column."""
         known = METHODS[line.method].options if line.method in METHODS else ()
         given = {**line.options, **{name: x for name, x in column.options.items() if name in known}}
-        kept = {name: x for name, x in given.items() if not (self.small and name in LARGE)}
-        return {name: max(1, x // self.shrink) if name in IN_ROWS else x for name, x in kept.items()}
+        return {name: max(1, x // self.shrink) if name in IN_ROWS else x for name, x in given.items()}
 
     def differs(self) -> list[str]:
         """Differences from the paper in all rows, by this scale."""
@@ -102,60 +104,59 @@ class Entry:
     temperature: float = 0.0
 
 
-@dataclass(frozen=True)
-class Cell:
-    """Our figures of one line in one column.
+class Unit(NamedTuple):
+    """What is measured and kept at once. ``ticks``: how often ``measure`` calls its ``tick``."""
+
+    ticks: int
+    measure: Callable[[Tick], Record]
+
+
+@dataclass
+class Plan:
+    """How a table is measured.
 
     Attributes:
-        shown: by key of :data:`~longdraft.bench.papers.table.FIGURES`, as the paper defines them.
-        row: for programs, as this package defines its figures (docs/figures.md).
-        differs: what differs from the paper in this cell.
+        units: by name. entries: lines in columns, and their units.
+        figures: an entry's figures of its units: as the paper defines them, and a row for programs.
+        notes: remarks on texts and methods. differs: differences from the paper by column.
     """
 
-    line: Line
-    column: Column
-    temperature: float
-    shown: Mapping[str, float | None]
-    row: Mapping[str, Any]
-    differs: Sequence[str]
-
-
-class Measuring(ABC):
-    """A table's measurement, in units that are measured one by one and kept.
-
-    Attributes:
-        units: by name, how often each calls its ``tick``. entries: lines in columns, and their units.
-        differs: differences from the paper by column. notes: remarks on texts and methods.
-    """
-
-    units: dict[str, int]
-    entries: list[Entry]
-    differs: Mapping[str, Sequence[str]]
+    units: Mapping[str, Unit]
+    entries: Sequence[Entry]
+    figures: Callable[[Entry, Sequence[Record]], Figures]
     notes: Sequence[str] = ()
+    differs: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
-    @abstractmethod
-    def measure(self, unit: str, tick: Tick) -> Record:
-        """Measures a unit; returns an object for JSON."""
-
-    @abstractmethod
-    def figures(self, entry: Entry, own: Sequence[Record]) -> tuple[dict[str, float | None], dict[str, Any]]:
-        """An entry's figures of its units: as the paper defines them, and a row for programs."""
-
-    def cells(self, done: Mapping[str, Record]) -> list[Cell]:
-        """Our figures, from the units that are done."""
-        found = []
+    def rows(self, table: Table, done: Mapping[str, Record]) -> list[dict[str, Any]]:
+        """Rows for programs, with the keys that docs/figures.md defines, from the units that are done."""
+        rows = []
         for each in self.entries:
-            if own := [done[unit] for unit in each.units if unit in done]:
-                differs = differing(each.line, each.options, self.differs[each.column.name])
-                found.append(Cell(each.line, each.column, each.temperature, *self.figures(each, own), differs))
-        return found
+            if not (own := [done[unit] for unit in each.units if unit in done]):
+                continue
+            shown, row = self.figures(each, own)
+            beside: dict[str, dict[str, Any]] = {}
+            for (model, line, column, key), value in table.published.items():
+                # The papers' figures in numbers are of the table's first temperature.
+                if (line, column, table.temperatures[0]) == (each.line.name, each.column.name, each.temperature):
+                    beside.setdefault(model, {"model": model})[key] = value
+            rows.append(
+                {
+                    "line": each.line.name,
+                    "column": each.column.name,
+                    "temperature": each.temperature,
+                    **row,
+                    "as_published": shown,
+                    "published": list(beside.values()),
+                    "differs": _differing(each.line, each.options, self.differs.get(each.column.name, ())),
+                }
+            )
+        return rows
 
 
-def differing(line: Line, options: Mapping[str, Any], more: Sequence[str]) -> tuple[str, ...]:
+def _differing(line: Line, options: Mapping[str, Any], more: Sequence[str]) -> list[str]:
     """Differences of a cell from the paper: the line's note, ``more``, and options that are not the paper's."""
     changed = [f"{name} {written(x)}" for name, x in options.items() if x != line.options.get(name)]
-    changed += [f"{name} off" for name in LARGE if name in line.options and name not in options]
-    return tuple(filter(None, (line.note, *more, f"with {', '.join(changed)}" if changed else "")))
+    return [*filter(None, (line.note, *more, f"with {', '.join(changed)}" if changed else ""))]
 
 
 def drafts_by_kind(folders: Sequence[Path]) -> dict[str, Path]:

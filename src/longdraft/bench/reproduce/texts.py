@@ -85,21 +85,16 @@ class Sources:
             CapabilityError: the hub cannot be reached; says which file to give.
         """
         limit = None if count is None else _SPARE * count
-        if file := self.file(dataset):
-            return [replace(sample, dataset=dataset) for sample in _read(dataset, file, limit)]
-        if self.stand_ins:
-            return stand_ins(dataset)
-        return tasks.read([dataset], limit)
-
-
-def _read(dataset: str, file: str, limit: int | None) -> list[Sample]:
-    if dataset in tasks.TASKS:
+        file = self.file(dataset)
+        if not file:
+            return stand_ins(dataset) if self.stand_ins else tasks.read([dataset], limit)
         try:
-            return tasks.read([f"{dataset}={file}"], limit)
+            found = tasks.read([f"{dataset}={file}"], limit)
         except PromptError:
             if not file.endswith(".jsonl"):
                 raise
-    return data.read([Path(file).expanduser()], limit)  # rows of whole prompts
+            found = data.read([Path(file).expanduser()], limit)  # rows of whole prompts
+        return [replace(sample, dataset=dataset) for sample in found]
 
 
 def stand_ins(dataset: str) -> list[Sample]:

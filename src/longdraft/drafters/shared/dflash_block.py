@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from longdraft.attention.sdpa import one_text
-from longdraft.drafters.shared.layers import SwiGLU, rotate
+from longdraft.drafters.shared.layers import Attention, SwiGLU
 from longdraft.drafts.dflash_formats import DFlashShape
 
 
@@ -38,31 +38,6 @@ class Convolution(nn.Module):
         return sum((F.pad(x, (0, 0, i, 0))[:, :rows] * kernels[i] for i in range(taps)), torch.zeros_like(x))
 
 
-class Attention(nn.Module):
-    """Projections of a layer, with norms of each head of q and k."""
-
-    def __init__(self, shape: DFlashShape) -> None:
-        super().__init__()
-        size, inner, kv = shape.hidden_size, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-        self.head_dim, bias = shape.head_dim, shape.attention_bias
-        self.q_proj = nn.Linear(size, inner, bias=bias)
-        self.k_proj = nn.Linear(size, kv, bias=bias)
-        self.v_proj = nn.Linear(size, kv, bias=bias)
-        self.o_proj = nn.Linear(inner, size, bias=bias)
-        self.q_norm = nn.RMSNorm(shape.head_dim, shape.rms_norm_eps)
-        self.k_norm = nn.RMSNorm(shape.head_dim, shape.rms_norm_eps)
-
-    def keys_values(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows (T, hidden) -> keys after RoPE, and values (Hkv, T, d)."""
-        k, v = (part(x).unflatten(-1, (-1, self.head_dim)).transpose(0, 1) for part in (self.k_proj, self.v_proj))
-        return rotate(self.k_norm(k), cos, sin), v
-
-    def queries(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Rows (T, hidden) -> queries after RoPE (Hq, T, d)."""
-        q = self.q_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(0, 1)
-        return rotate(self.q_norm(q), cos, sin)
-
-
 class Layer(nn.Module):
     """A decoder layer."""
 
@@ -70,7 +45,8 @@ class Layer(nn.Module):
         super().__init__()
         size, eps = shape.hidden_size, shape.rms_norm_eps
         self.input_layernorm = nn.RMSNorm(size, eps)
-        self.self_attn = Attention(shape)
+        heads = shape.heads, shape.kv_heads, shape.head_dim
+        self.self_attn = Attention(size, size, *heads, shape.attention_bias, shape.attention_bias, eps)
         self.post_attention_layernorm = nn.RMSNorm(size, eps)
         self.mlp = SwiGLU(size, shape.intermediate_size)
         if shape.taps is not None and shape.group is not None:
@@ -146,9 +122,9 @@ class DFlashBlock(nn.Module):
     def keys_values(
         self, x: torch.Tensor, g: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys (after RoPE) and values (layers * Hkv, T, d) of rows c (T, hidden) of the text, which ``g`` holds."""
+        """Keys (after RoPE) and values (layers, Hkv, T, d) of rows c (T, hidden) of the text, which ``g`` holds."""
         each = [layer.self_attn.keys_values(g, cos, sin) for layer in self._decoder]
-        return torch.cat([k for k, _ in each]), torch.cat([v for _, v in each])
+        return torch.stack([k for k, _ in each]), torch.stack([v for _, v in each])
 
     def forward(
         self,
@@ -161,7 +137,7 @@ class DFlashBlock(nn.Module):
 
         Args:
             cos, sin: (B * S, d) rotary embedding at the rows' positions.
-            texts: each sequence's keys and values (layers * Hkv, n, d) of its text, as :meth:`keys_values` gives them.
+            texts: each sequence's keys and values (layers, Hkv, n, d) of its text, as :meth:`keys_values` gives them.
         """
         for i, layer in enumerate(self._decoder):
             n = layer.input_layernorm(x)
@@ -193,7 +169,7 @@ class DFlashBlock(nn.Module):
         sin: torch.Tensor,
         texts: list[tuple[torch.Tensor, torch.Tensor]],
     ) -> torch.Tensor:
-        attention, heads, rows = self._decoder[index].self_attn, self.shape.kv_heads, n.shape[1]
+        attention, rows = self._decoder[index].self_attn, n.shape[1]
         flat = n.flatten(0, 1)
         # In the order in which the products of the same rows are computed together.
         q = attention.queries(flat, cos, sin).split(rows, 1)
@@ -201,10 +177,8 @@ class DFlashBlock(nn.Module):
         seen, window = self._seen(index, rows, n.device), self.windows[index]
         outputs = []
         for i, text in enumerate(texts):
-            first = 0 if window is None else max(0, text[0].shape[1] - window)
-            k, v = (
-                torch.cat([t[index * heads : (index + 1) * heads, first:], own[j][i]], 1) for j, t in enumerate(text)
-            )
+            first = 0 if window is None else max(0, text[0].shape[2] - window)
+            k, v = (torch.cat([t[index, :, first:], own[j][i]], 1) for j, t in enumerate(text))
             mask = None if seen is None else F.pad(seen, (k.shape[1] - rows, 0), value=True)
             outputs.append(one_text(q[i], k, v, mask).transpose(0, 1).flatten(1))
         out: torch.Tensor = attention.o_proj(torch.stack(outputs))

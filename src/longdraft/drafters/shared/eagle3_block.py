@@ -7,62 +7,43 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from longdraft.drafters.shared.layers import SelfAttend, SwiGLU, rotate
+from longdraft.drafters.shared.layers import ALL, Attention, Going, SelfAttend, SwiGLU, initialise
 from longdraft.drafts.eagle_formats import Eagle3Shape
-from longdraft.native.boundary import FLOATS
-
-
-class _Attention(nn.Module):
-    def __init__(self, shape: Eagle3Shape, size: int) -> None:
-        super().__init__()
-        self.head_dim = shape.head_dim
-        inner, kv, bias = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.attention_bias
-        self.q_proj = nn.Linear(size, inner, bias=bias)
-        self.k_proj = nn.Linear(size, kv, bias=bias)
-        self.v_proj = nn.Linear(size, kv, bias=bias)
-        self.o_proj = nn.Linear(inner, shape.hidden_size, bias=shape.output_bias)
-        self.q_norm, self.k_norm = (
-            nn.RMSNorm(shape.head_dim, shape.rms_norm_eps) if shape.qk_norm else nn.Identity() for _ in "qk"
-        )
-
-    def split(self, x: torch.Tensor) -> torch.Tensor:
-        """(T, heads * d) -> (heads, T, d)."""
-        return x.view(x.shape[0], -1, self.head_dim).transpose(0, 1)
 
 
 class Layer(nn.Module):
-    """The decoder layer.
+    """A decoder layer, whose input the block norms and joins.
 
     Args:
-        joins: the attention reads x and g side by side, each normalised by its own norm; else one vector, as it is.
+        size: of the attention's input.
+        norms: names of the norms before it.
     """
 
-    def __init__(self, shape: Eagle3Shape, joins: bool = True) -> None:
+    input_layernorm: nn.RMSNorm
+    hidden_norm: nn.RMSNorm
+
+    def __init__(self, shape: Eagle3Shape, size: int, *norms: str) -> None:
         super().__init__()
-        size, eps = shape.hidden_size, shape.rms_norm_eps
-        if joins:
-            self.input_layernorm = nn.RMSNorm(size, eps)
-            self.hidden_norm = nn.RMSNorm(size, eps)
-        self.self_attn = _Attention(shape, 2 * size if joins else size)
-        self.post_attention_layernorm = nn.RMSNorm(size, eps)
-        self.mlp = SwiGLU(size, shape.intermediate_size)
+        hidden, eps = shape.hidden_size, shape.rms_norm_eps
+        for name in norms:
+            self.add_module(name, nn.RMSNorm(hidden, eps))
+        heads = shape.heads, shape.kv_heads, shape.head_dim
+        norm = eps if shape.qk_norm else None
+        self.self_attn = Attention(size, hidden, *heads, shape.attention_bias, shape.output_bias, norm)
+        self.post_attention_layernorm = nn.RMSNorm(hidden, eps)
+        self.mlp = SwiGLU(hidden, shape.intermediate_size)
 
-
-class DeeperLayer(Layer):
-    """A layer behind the first one: it reads the output of the layer before, normed."""
-
-    def __init__(self, shape: Eagle3Shape) -> None:
-        super().__init__(shape, joins=False)
-        self.input_layernorm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: SelfAttend) -> torch.Tensor:
-        """Rows (T, hidden) -> (T, hidden). Arguments as of :meth:`Eagle3Block.forward`."""
-        own, n = self.self_attn, self.input_layernorm(x)
-        q, k = (
-            rotate(norm(own.split(part(n))), cos, sin)
-            for norm, part in ((own.q_norm, own.q_proj), (own.k_norm, own.k_proj))
-        )
-        a = x + own.o_proj(attend(q, k, own.split(own.v_proj(n))).transpose(0, 1).flatten(1))
+    def forward(
+        self,
+        n: torch.Tensor,
+        residual: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        attend: SelfAttend,
+        queries: Going = ALL,
+    ) -> torch.Tensor:
+        """The attention's input (T, size) and the residual (T, hidden) -> (Tq, hidden)."""
+        a = residual[queries] + self.self_attn(n, cos, sin, attend, queries)
         out: torch.Tensor = a + self.mlp(self.post_attention_layernorm(a))
         return out
 
@@ -83,9 +64,10 @@ class Eagle3Block(nn.Module):
         if shape.embedding is not None:
             self.embed_tokens = nn.Embedding(shape.embedding, shape.hidden_size)
         self.fc = nn.Linear(size, shape.hidden_size, bias=False)
-        self.midlayer = Layer(shape)
-        if shape.decoder_layers > 1:
-            self.layers = nn.ModuleDict({str(i): DeeperLayer(shape) for i in range(1, shape.decoder_layers)})
+        hidden, further = shape.hidden_size, range(1, shape.decoder_layers)
+        self.midlayer = Layer(shape, 2 * hidden, "input_layernorm", "hidden_norm")
+        if further:
+            self.layers = nn.ModuleDict({str(i): Layer(shape, hidden, "input_layernorm") for i in further})
         self.norm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.lm_head = nn.Linear(shape.hidden_size, shape.vocabulary, bias=False)
 
@@ -95,16 +77,9 @@ class Eagle3Block(nn.Module):
         Args:
             head: (vocabulary, hidden) rows of the target's head to start from.
         """
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for name, parameter in self.named_parameters():
-                if "norm" in name:
-                    parameter.fill_(1.0)
-                elif name.endswith(("bias", "o_proj.weight", "down_proj.weight")):
-                    parameter.zero_()
-                else:
-                    parameter.copy_(torch.empty(parameter.shape, **FLOATS).normal_(0.0, std, generator=generator))
-            if head is not None:
+        initialise(self, seed, std)
+        if head is not None:
+            with torch.no_grad():
                 self.lm_head.weight.copy_(head)
 
     def project(self, features: torch.Tensor) -> torch.Tensor:
@@ -130,16 +105,11 @@ class Eagle3Block(nn.Module):
         normed: torch.Tensor = layer.hidden_norm(g)
         return torch.cat([layer.input_layernorm(x), normed], -1), normed if self.shape.norm_before_residual else g
 
-    def _keys_values(self, n: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        attention = self.midlayer.self_attn
-        k = attention.k_norm(attention.split(attention.k_proj(n)))
-        return rotate(k, cos, sin), attention.split(attention.v_proj(n))
-
     def keys_values(
         self, x: torch.Tensor, g: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys (after RoPE) and values (Hkv, T, d) of rows: all that a prefill needs of the draft."""
-        return self._keys_values(self.joined(x, g)[0], cos, sin)
+        return self.midlayer.self_attn.keys_values(self.joined(x, g)[0], cos, sin)
 
     def forward(
         self,
@@ -148,7 +118,7 @@ class Eagle3Block(nn.Module):
         cos: torch.Tensor,
         sin: torch.Tensor,
         attend: SelfAttend,
-        queries: slice | torch.Tensor = slice(None),
+        queries: Going = ALL,
     ) -> torch.Tensor:
         """The first layer over T rows, usually the only one.
 
@@ -162,14 +132,7 @@ class Eagle3Block(nn.Module):
         Returns:
             (Tq, hidden): o, before the last norm: the input of :meth:`logits` and of :meth:`following`.
         """
-        layer, attention = self.midlayer, self.midlayer.self_attn
-        n, residual = self.joined(x, g)
-        k, v = self._keys_values(n, cos, sin)
-        n, residual, cos, sin = n[queries], residual[queries], cos[queries], sin[queries]
-        q = rotate(attention.q_norm(attention.split(attention.q_proj(n))), cos, sin)
-        attended = attend(q, k, v).transpose(0, 1).reshape(n.shape[0], -1)
-        a = residual + attention.o_proj(attended)
-        out: torch.Tensor = a + layer.mlp(layer.post_attention_layernorm(a))
+        out: torch.Tensor = self.midlayer(*self.joined(x, g), cos, sin, attend, queries)
         return out
 
     def through(
@@ -178,7 +141,8 @@ class Eagle3Block(nn.Module):
         """All rows through all layers, each with its own attention: :meth:`forward` is the first layer alone."""
         out: torch.Tensor = self(x, g, cos, sin, attends[0])
         for layer, attend in zip(self.layers.values(), attends[1:], strict=True):
-            out = layer(out, cos, sin, attend)
+            assert isinstance(layer, Layer)
+            out = layer(layer.input_layernorm(out), out, cos, sin, attend)
         return out
 
     def logits(self, out: torch.Tensor) -> torch.Tensor:

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from longdraft.drafters.shared.layers import SelfAttend, SwiGLU, rotate
-from longdraft.native.boundary import FLOATS
+from longdraft.drafters.shared.layers import ALL, Attention, Going, SelfAttend, SwiGLU, initialise
 
 # q (Hq, T, d) -> output (Hq, T, d)
 CrossAttend = Callable[[torch.Tensor], torch.Tensor]
@@ -35,29 +34,6 @@ class LongSpecShape:
         return asdict(self)
 
 
-class _Attention(nn.Module):
-    """Projections of an attention: biased q (and k, v), unbiased o."""
-
-    def __init__(self, shape: LongSpecShape, own_keys: bool) -> None:
-        super().__init__()
-        inner, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-        self.head_dim = shape.head_dim
-        self.q_proj = nn.Linear(shape.hidden_size, inner)
-        if own_keys:
-            self.k_proj = nn.Linear(shape.hidden_size, kv)
-            self.v_proj = nn.Linear(shape.hidden_size, kv)
-        self.o_proj = nn.Linear(inner, shape.hidden_size, bias=False)
-
-    def split(self, x: torch.Tensor) -> torch.Tensor:
-        """(T, heads * d) -> (heads, T, d)."""
-        return x.view(x.shape[0], -1, self.head_dim).transpose(0, 1)
-
-    def merge(self, x: torch.Tensor) -> torch.Tensor:
-        """(heads, T, d) -> (T, hidden)."""
-        out: torch.Tensor = self.o_proj(x.transpose(0, 1).reshape(x.shape[1], -1))
-        return out
-
-
 class LongSpecBlock(nn.Module):
     """The block. Its state dict is the published layout without the cross-attention's unused k and v."""
 
@@ -66,35 +42,27 @@ class LongSpecBlock(nn.Module):
         self.shape = shape
         size, eps = shape.hidden_size, shape.rms_norm_eps
         self.input_layernorm = nn.RMSNorm(size, eps)
-        self.self_attn = _Attention(shape, own_keys=True)
+        sizes = size, size, shape.heads
+        self.self_attn = Attention(*sizes, shape.kv_heads, shape.head_dim, bias=True)
         self.post_self_attention_layernorm = nn.RMSNorm(size, eps)
-        self.cross_attn = _Attention(shape, own_keys=False)
+        self.cross_attn = Attention(*sizes, 0, shape.head_dim, bias=True)
         self.post_cross_attention_layernorm = nn.RMSNorm(size, eps)
         self.mlp = SwiGLU(shape.hidden_size, shape.intermediate_size)
         self.norm = nn.RMSNorm(size, eps) if shape.final_norm else nn.Identity()
 
     def initialise(self, seed: int = 0, std: float = 0.02) -> None:
         """Normal weights, zero biases, and zero output projections: the block starts as the identity."""
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for name, parameter in self.named_parameters():
-                if name.endswith("layernorm.weight"):
-                    parameter.fill_(1.0)
-                elif name == "norm.weight":
-                    parameter.fill_(0.5)  # small logits: at first the block repeats its input
-                elif name.endswith(("bias", "o_proj.weight", "down_proj.weight")):
-                    parameter.zero_()
-                else:
-                    parameter.copy_(torch.empty(parameter.shape, **FLOATS).normal_(0.0, std, generator=generator))
+        initialise(self, seed, std)
+        if self.shape.final_norm:
+            with torch.no_grad():
+                self.norm.get_parameter("weight").fill_(0.5)  # small logits: at first the block repeats its input
 
     def keys_values(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Self-attention's keys (after RoPE) and values (Hkv, T, d) of embeddings x (T, hidden).
 
         They depend only on token and position, so a prefill computes just these, for the last window.
         """
-        n = self.input_layernorm(x)
-        own = self.self_attn
-        return rotate(own.split(own.k_proj(n)), cos, sin), own.split(own.v_proj(n))
+        return self.self_attn.keys_values(self.input_layernorm(x), cos, sin)
 
     def forward(
         self,
@@ -103,7 +71,7 @@ class LongSpecBlock(nn.Module):
         sin: torch.Tensor,
         self_attend: SelfAttend,
         cross_attend: CrossAttend,
-        queries: slice | torch.Tensor = slice(None),
+        queries: Going = ALL,
     ) -> torch.Tensor:
         """The block over T rows.
 
@@ -117,13 +85,9 @@ class LongSpecBlock(nn.Module):
         Returns:
             (Tq, hidden): the head's input.
         """
-        own, cross = self.self_attn, self.cross_attn
-        n = self.input_layernorm(x)
-        k, v = rotate(own.split(own.k_proj(n)), cos, sin), own.split(own.v_proj(n))
-        x, n, cos, sin = x[queries], n[queries], cos[queries], sin[queries]
-        q = rotate(own.split(own.q_proj(n)), cos, sin)
-        h = x + own.merge(self_attend(q, k, v))
-        q = rotate(cross.split(cross.q_proj(self.post_self_attention_layernorm(h))), cos, sin)
+        cross = self.cross_attn
+        h = x[queries] + self.self_attn(self.input_layernorm(x), cos, sin, self_attend, queries)
+        q = cross.queries(self.post_self_attention_layernorm(h), cos[queries], sin[queries])
         h = h + cross.merge(cross_attend(q))
         out: torch.Tensor = self.norm(h + self.mlp(self.post_cross_attention_layernorm(h)))
         return out

@@ -28,7 +28,6 @@ class ChunkOptions(Options):
     refresh: int | None = option(
         min=1, aliases=("every",), help="verifications from one choice to the next", usual="8, of a small model 4"
     )
-    adaptive: bool | None = option(help="choose earlier when acceptance falls", usual="false")
     sink: int = option(32, min=0, help="first tokens, always seen")
     recent: int | None = option(min=1, help="last tokens, always seen", usual="128")
     layer: int | None = option(
@@ -99,23 +98,20 @@ class RetrievingDrafter(TreeDrafter):
         return () if self.retrieval is None else self.retrieval.layers(runner.kv_shape.layers)
 
     def tell(self, store: KVStore, event: Event) -> None:
-        """Passes an event on to the retrieval: queries, accepted tokens, tokens taken back."""
+        """Passes an event on to the retrieval: queries."""
         slot = event.sequence.slot
         if self.retrieval is None:
             return
         if event.begins:
             self.retrieval.reset(slot)
         if event.queries:
-            self.retrieval.observe(store, slot, event.queries, event.accepted)
-        if event.taken_back:
-            self.retrieval.truncate(slot, store.readable(slot))
+            self.retrieval.observe(store, slot, event.queries)
 
 
 def retrieval_of(
     chunk: int = 32,
     chunks: int | None = None,
     refresh: int = 4,
-    adaptive: bool = False,
     sink: int = 32,
     recent: int = 128,
     layer: int | None = None,
@@ -131,7 +127,6 @@ def retrieval_of(
         chunk: positions that are retrieved together.
         chunks: how many are retrieved (the paper's k); None: the ``usual`` number, or as many as fit the room.
         refresh: verifications from one scoring to the next.
-        adaptive: score earlier when acceptance falls.
         sink, recent: the first and the last rows, always there; multiples of ``chunk``.
         layer: of the target, from 0, whose attention ranks the chunks; None: the last.
         scorer: how it ranks them, of :data:`~longdraft.views.scorers.SCORERS`.
@@ -165,4 +160,4 @@ def retrieval_of(
     if fresh is None:
         fresh = recent if room is None else room - ends - count * chunk
     view = View(scorer, chunk * count, sink, recent, chunk, fresh, shared=True)
-    return Retrieval(view, Refresh(refresh, adaptive), layer)
+    return Retrieval(view, Refresh(refresh), layer)

@@ -3,7 +3,7 @@
 Each token knows where it stood last, so the occurrences of a token are a chain, latest first. A match is followed from
 token to token: the positions where the text's end stood before are those of one token earlier that go on alike, and the
 latest occurrences of the new token. So a token costs the same however long the text is and however long its matches
-are, and texts can be taken off either end: tokens that turned out wrong, and the oldest request.
+are, and the oldest texts can be dropped.
 """
 
 from __future__ import annotations
@@ -41,14 +41,6 @@ class Suffixes:
         self.tokens.append(token)
         self._before.append(self._last.get(token, 0))
         self._last[token] = self.dropped + len(self.tokens)
-
-    def pop(self) -> None:
-        """Takes back the last token."""
-        token, before = self.tokens.pop(), self._before.pop()
-        if before > self.dropped:
-            self._last[token] = before
-        else:
-            del self._last[token]
 
     def drop(self, count: int) -> None:
         """Forgets the first tokens that are kept."""

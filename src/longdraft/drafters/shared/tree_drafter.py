@@ -8,8 +8,7 @@ import torch
 
 from longdraft.engine.drafter import Drafter
 from longdraft.engine.sequence import Sequence
-from longdraft.trees.chain import Chain
-from longdraft.trees.kind import TreeKind
+from longdraft.trees.kind import TreeKind, chain
 from longdraft.trees.level import Expand, Level, Lift, Likeliest
 from longdraft.trees.node_limit import LARGEST, NodeLimit
 from longdraft.trees.tree import TokenTree
@@ -34,9 +33,9 @@ class TreeDrafter(Drafter):
 
     def avoid_forks(self) -> bool:
         """Drafts a chain, as long as the tree would have been deep, unless the user chose the tree."""
-        if not self.tree.chosen_by_user and not isinstance(self.tree, Chain):
-            self.tree = Chain(depth=self.tree.depth, longest=self.tree.depth)
-        return isinstance(self.tree, Chain)
+        if not self.tree.chosen_by_user and self.tree.name != "chain":
+            self.tree = chain(self.tree.depth, self.tree.depth)
+        return self.tree.name == "chain"
 
     def grow(
         self,
@@ -68,7 +67,6 @@ class TreeDrafter(Drafter):
             [s.remaining - 1 for s in sequences],
             ids,
             device,
-            sampled=sampled,
             likeliest=likeliest,
             lift=lift,
             foresee=foresee if sampled and all(s.sampler.foresees for s in sequences) else None,

@@ -7,11 +7,13 @@ whole numbers.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
-from longdraft.drafters.shared.levels import Fed, Inputs
+from longdraft.drafters.shared.layers import Attention, SwiGLU
+from longdraft.drafters.shared.rows import Rows
 from longdraft.model.runner import TargetRunner
 from longdraft.model.stored import light
 from longdraft.native import Kernels, kernels
@@ -19,10 +21,12 @@ from longdraft.native.draft import DraftBlock, Nodes
 from longdraft.native.library import HEAD_UNIT
 from longdraft.native.stored import Stored
 from longdraft.native.structures import Weights
-from longdraft.views.window import Window
+from longdraft.views.draft_cache import DraftCache
 
 # Keys and values (slots, kv_heads, capacity, d) of the target's last layer, and how many of each sequence's are seen.
 Text = tuple[torch.Tensor, torch.Tensor, Sequence[int]]
+# Rows (T, ...) of all sequences: embeddings, what EAGLE's drafts join with them, cos and sin.
+Flat = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]
 
 
 def serves(runner: TargetRunner, head_dim: int) -> Kernels | None:
@@ -31,10 +35,10 @@ def serves(runner: TargetRunner, head_dim: int) -> Kernels | None:
     return kernels() if plain and runner.attention_path == "cpu" and head_dim % HEAD_UNIT == 0 else None
 
 
-def products_of(layers: Mapping[str, nn.Linear], **others: torch.Tensor | Stored) -> dict[str, Weights]:
-    """A :class:`~longdraft.native.draft.DraftBlock`'s products, rounded: those of linear layers, and others."""
-    found: dict[str, Weights] = {name: (light(x.weight), x.bias) for name, x in layers.items()}
-    return found | {name: (light(w), None) for name, w in others.items()}
+def products_of(attention: Attention, mlp: SwiGLU) -> dict[str, nn.Linear]:
+    """A layer's products by the kernels' names."""
+    own = {name: getattr(attention, f"{name}_proj") for name in "qkvo"}
+    return own | {name: getattr(mlp, f"{name}_proj") for name in ("gate", "up", "down")}
 
 
 class WholeLevel:
@@ -42,21 +46,37 @@ class WholeLevel:
 
     Args:
         found: the kernels.
-        block: of products that :func:`products_of` made.
+        shape: has ``heads``, ``kv_heads``, ``head_dim`` and ``rms_norm_eps``.
+        norms, products: of the block, by the kernels' names. head: (draft vocabulary, hidden).
+        normed_residual: True if the residual of the attention is the normalised joined input.
     """
 
-    def __init__(self, found: Kernels, block: DraftBlock) -> None:
-        self._kernels, self._block = found, block
+    def __init__(
+        self,
+        found: Kernels,
+        shape: Any,
+        norms: Mapping[str, nn.Module],
+        products: Mapping[str, nn.Linear],
+        head: torch.Tensor | Stored,
+        normed_residual: bool = False,
+    ) -> None:
+        weights = {name: norm.get_parameter("weight") for name, norm in norms.items()}
+        rounded: dict[str, Weights] = {name: (light(x.weight), x.bias) for name, x in products.items()}
+        rounded["head"] = light(head), None
+        sizes = shape.heads, shape.kv_heads, shape.head_dim, shape.rms_norm_eps
+        self._kernels, self._block = found, DraftBlock(weights, rounded, *sizes, normed_residual)
 
     def __call__(
-        self, fed: Fed, rows: Inputs, window: Window, text: Text | None, best: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        self, rows: Rows, inputs: Flat, cache: DraftCache, text: Text | None, best: int
+    ) -> tuple[torch.Tensor, ...]:
         """The rows that go on: outputs (rows, hidden) before the last norm; logits (rows, draft vocabulary) where
-        ``best`` is 0; else log-probabilities and draft ids (rows, k) of the ``best`` likeliest tokens. Keys and values
-        enter the window.
+        ``best`` is 0, else log-probabilities and draft ids (rows, k) of the ``best`` likeliest tokens. Keys and values
+        enter the cache.
         """
-        begins, ends = zip(*fed.places(window), strict=True)
+        begins, ends = zip(*rows.places, strict=True)
         lengths = None if text is None else text[2]
-        nodes = Nodes(fed.width, fed.counts, fed.slots, *rows, begins, ends, fed.mask, lengths)
-        caches = (window.keys, window.values), None if text is None else text[:2]
-        return self._kernels.draft(self._block, nodes, *caches, best)
+        counts = (rows.width,) * len(rows.slots)
+        nodes = Nodes(rows.going, counts, rows.slots, *inputs, begins, ends, rows.mask, lengths)
+        caches = cache.store.layer(0), None if text is None else text[:2]
+        out, logits, *found = self._kernels.draft(self._block, nodes, *caches, best)
+        return (out, *found) if best else (out, logits)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import nn
 
-from longdraft.model.experts import joined
+from longdraft.model.experts import is_mixture, joined
 from longdraft.model.stored_experts import LAST, StoredExperts
 from longdraft.native import Stored
 
@@ -18,8 +18,7 @@ _LAYER = re.compile(r"\.layers\.(\d+)\.")
 def mixtures(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """A model's modules of experts, by name."""
     for path, module in model.named_modules():
-        own = dict(module.named_parameters(recurse=False))
-        if {"gate_up_proj", "down_proj"} <= own.keys() and own["down_proj"].dim() == 3:
+        if is_mixture(module):
             yield path, module
 
 
@@ -31,7 +30,7 @@ def put_in(
     Args:
         tensors: the file's, by name: matrices as they are stored, (experts * out, in), or floats (experts, out, in).
     """
-    turned = bool(getattr(module, "is_transposed", False))
+    turned = bool(module.is_transposed)
     last = module.down_proj
     assert isinstance(last, torch.Tensor)
     count, *sizes = last.shape
@@ -59,7 +58,7 @@ def put_in(
         parent, _, child = path.rpartition(".")
         setattr(model.get_submodule(parent), child, StoredExperts(module, stored, biases, count))
         return
-    side_by_side = bool(getattr(module, "is_concatenated", True))
+    side_by_side = bool(module.is_concatenated)
     for saved, kinds in (("gate_up_proj", first), ("down_proj", [LAST])):
         floats = [w.floats().unflatten(0, (count, -1)) if isinstance(w := found[kind], Stored) else w for kind in kinds]
         whole = joined(floats, side_by_side)

@@ -1,4 +1,4 @@
-"""The working cache of a small language model: what lies in it after any sequence of events."""
+"""The caches of drafts: what lies in them after any sequence of events."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longdraft.drafters.shared.retrieval import retrieval_of
+from longdraft.drafters.small_lm import compact_cache, whole_cache
+from longdraft.memory.store import KVShape, KVStore
 from longdraft.model.key_rotation import KeyRotation
 from longdraft.model.runner import TargetRunner
-from longdraft.views import compact
-from longdraft.views.compact import CompactCache, FullCache
+from longdraft.views import draft_cache
+from longdraft.views.draft_cache import DraftCache
 from longdraft.views.refresh import Refresh
 from longdraft.views.retrieval import Retrieval
 from longdraft.views.view import View
@@ -23,7 +25,7 @@ TRAINED, SLOTS = 60, 2
 
 @pytest.fixture(autouse=True)
 def _small_sizes(monkeypatch):
-    monkeypatch.setattr(compact, "PIECE", 16)
+    monkeypatch.setattr(draft_cache, "PIECE", 16)
 
 
 # One layer: keys and values depend on token and position alone, whatever was attended to.
@@ -41,7 +43,7 @@ def read(cache, slot: int, tokens: list[int]) -> None:
 
 def feed(cache, slot: int, tokens: list[int]) -> None:
     forward(RUNNER, [tokens], cache.store, [slot], logits="none")
-    cache.store.commit(slot, range(len(tokens)))
+    cache.extend(slot, len(tokens))
 
 
 def computed(tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -104,7 +106,7 @@ EVENTS = st.one_of(
 def test_a_working_cache_holds_the_rows_it_should_and_the_rest_is_kept(events):
     """Rows of the selection and all that was fed since, at compact positions; keys as if they were computed there."""
     chosen = Chosen()
-    cache = CompactCache(RUNNER, SLOTS, 1000, 4, chosen, TRAINED)
+    cache = compact_cache(RUNNER, SLOTS, 1000, 4, chosen, TRAINED)
     texts: list[list[int]] = [[], []]
     for name, slot, what in events:
         text = texts[slot]
@@ -139,7 +141,7 @@ def test_a_working_cache_holds_the_rows_it_should_and_the_rest_is_kept(events):
             cache.forget(slot)
             text.clear()
         for s, own in enumerate(texts):
-            assert cache.full.lengths[s] <= len(own) and cache.store.lengths[s] <= cache.reach
+            assert cache.full.lengths[s] <= len(own) and cache.store.lengths[s] <= cache._reach
             kept = cache.full.lengths[s]
             if kept:
                 keys, values = computed(own[:kept])
@@ -151,7 +153,7 @@ def test_a_working_cache_holds_the_rows_it_should_and_the_rest_is_kept(events):
 
 def test_a_prompt_is_read_behind_a_sliding_window():
     """No position beyond those of training, and no piece that sees less than sink and recent tokens."""
-    cache = CompactCache(RUNNER, 1, 400, 4, streaming(3, 5), 40)
+    cache = compact_cache(RUNNER, 1, 400, 4, streaming(3, 5), 40)
     seen: list[tuple[int, int]] = []
     text = [i % 61 for i in range(300)]
     at = 0
@@ -160,9 +162,9 @@ def test_a_prompt_is_read_behind_a_sliding_window():
         seen.append((cache.store.lengths[0], count))
         feed(cache, 0, text[at : at + count])
         at += count
-    assert all(n + count <= cache.reach <= 40 for n, count in seen)
+    assert all(n + count <= cache._reach <= 40 for n, count in seen)
     assert all(n >= 8 for n, _ in seen[1:])
-    assert len(seen) == 300 / cache.piece
+    assert len(seen) == 300 / cache._piece
     cache.ready(0, 1)
     assert_holds(cache, 0, text[:3] + text[-5:])
     for token in range(20):  # recent rows slide on
@@ -174,28 +176,9 @@ def test_a_prompt_is_read_behind_a_sliding_window():
         assert_holds(cache, 0, text[:3] + text[-(n - 3) :])
 
 
-def test_a_prompt_can_be_read_whole():
-    """In two layers what was attended to shows in the keys: they are those of one forward over all of the text."""
-    runner = TargetRunner(tiny_model(layers=2, vocab=61))
-    cache = CompactCache(runner, 1, 400, 4, streaming(3, 5), 40, whole_prompt=True)
-    text, at = [(i * i) % 61 for i in range(300)], 0
-    while at < len(text):
-        count = cache.reading(0, len(text) - at)
-        forward(runner, [text[at : at + count]], cache.store, [0], logits="none")
-        cache.store.commit(0, range(count))
-        at += count
-    cache.ready(0, 1)
-    assert cache.store.lengths[0] == 8 and cache.full.lengths[0] == 300
-    store = runner.new_store(1, 300)
-    forward(runner, [text], store, [0], logits="none")
-    turned = KeyRotation(runner, 300).turn(cache.full.keys[:, 0, :, :300], torch.arange(300))
-    assert torch.allclose(turned, store.keys[:, 0, :, :300], atol=1e-4)
-    assert torch.allclose(cache.full.values[:, 0, :, :300], store.values[:, 0, :, :300], atol=1e-4)
-
-
 def test_a_retrievals_choice_is_gathered():
-    retrieval = retrieval_of(4, 3, 1, False, 4, 8, fresh=6)
-    cache = CompactCache(RUNNER, 1, 400, 4, retrieval, TRAINED)
+    retrieval = retrieval_of(4, 3, 1, 4, 8, fresh=6)
+    cache = compact_cache(RUNNER, 1, 400, 4, retrieval, TRAINED)
     text = [(i * i) % 61 for i in range(99)]
     read(cache, 0, text)
     cache.ready(0, 1)
@@ -210,7 +193,7 @@ def test_a_retrievals_choice_is_gathered():
 
 
 def test_all_of_a_text_at_true_positions():
-    cache = FullCache(RUNNER, 2, 50, 4)
+    cache = whole_cache(RUNNER, 2, 50, 4)
     for slot in (0, 1):
         read(cache, slot, list(range(40)))
         cache.ready(slot, 5)
@@ -220,3 +203,23 @@ def test_all_of_a_text_at_true_positions():
     assert_holds(cache, 1, list(range(20)))
     cache.forget(0)
     assert cache.store.lengths == [0, 20]
+
+
+@given(st.integers(2, 9), st.lists(st.integers(1, 9), min_size=1, max_size=99), st.integers(0, 40))
+def test_a_window_holds_the_last_tokens(size, pieces, begin):
+    """From any position on; and what a query of any depth sees of them."""
+    store = KVStore(KVShape(1, 1, 4, torch.float32), 1, size + draft_cache.SPARE + 1)
+    cache, position = DraftCache(store, 0, size), begin
+    cache.forget(0, begin)
+    for n in pieces:
+        n = min(n, size)
+        k = torch.arange(position, position + n).float().view(1, 1, n, 1).expand(1, 1, n, 4)
+        cache.append(0, k, -k)
+        position += n
+    last = list(range(max(begin, position - size), position))
+    first, end = cache.begin(0), store.lengths[0]
+    assert cache.end(0) == cache.position(0) == position and cache.begin(0, depth=1) == max(0, end - size + 1)
+    assert store.keys[0, 0, 0, first:end].tolist() == [[p] * 4 for p in last]
+    assert store.values[0, 0, 0, first:end].tolist() == [[-p] * 4 for p in last]
+    cache.forget(0, position - 1)
+    assert cache.end(0) == position - 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from longdraft.planning.load import OtherProcesses, Usage
+from longdraft.cli.load import OtherProcesses, Usage
 
 
 @pytest.mark.parametrize(("others", "cores", "threads", "expected"), [

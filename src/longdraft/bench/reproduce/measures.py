@@ -1,0 +1,345 @@
+"""What fills a table, by its kind: the bench, ``bench needle``, or ``bench quality``."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import partial
+from itertools import product
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from longdraft.attention import dispatch
+from longdraft.bench import report, tasks
+from longdraft.bench.experiment import Tick
+from longdraft.bench.json_lines import restored
+from longdraft.bench.needle import Foreseen, NeedleDrafts, accuracy, depth_of, haystacks, perplexity, view
+from longdraft.bench.papers.table import Column, Line
+from longdraft.bench.peers import PEERS
+from longdraft.bench.prompts import Group, Prompt
+from longdraft.bench.quality import FULL, METHOD, VARIED, Quality, QualitySettings, Variants
+from longdraft.bench.quality import figures as figures_of_texts
+from longdraft.bench.reproduce.scaled import Entry, Figures, Plan, Record, Scaled, Unit, lacking, with_draft
+from longdraft.bench.reproduce.texts import MODULES, Sources
+from longdraft.bench.run import Bench, Measured
+from longdraft.bench.scores import rouge_l
+from longdraft.bench.settings import REFERENCE, Settings, contender
+from longdraft.bench.tables import median_of, ratio
+from longdraft.drafts.kinds import KINDS
+from longdraft.engine.sampler import Sampling
+from longdraft.errors import CapabilityError, ContextError, PromptError
+from longdraft.model.checkpoints import LoadedModel, Progress
+from longdraft.model.runner import TargetRunner
+
+Prompts = Mapping[str, Sequence[Prompt]]
+"""The prompts of each column, by its name."""
+Drafts = Mapping[str, Path]
+"""Drafts by kind, that the user gave."""
+
+
+# --- speed ---
+
+
+def speed(
+    scaled: Scaled,
+    loaded: LoadedModel,
+    prompts: Prompts,
+    drafts: Drafts,
+    unpacked: Callable[[], LoadedModel] | None = None,
+    progress: Progress | None = None,
+) -> Plan:
+    """A table that the bench fills: every line is a contender, every column prompts of one length and batch.
+
+    Args:
+        unpacked: as of :class:`~longdraft.bench.run.Bench`.
+
+    Raises:
+        CapabilityError: no line has the draft that it needs.
+    """
+    table = scaled.table
+    fitting, notes = _fitting(scaled, TargetRunner(loaded.model), drafts)
+    named = {line.name: contender(line.method, options) for line, _, options in fitting}
+    baseline = named.get(table.baseline, table.baseline)
+    paths: dict[str, dict[str, dict[str, Any]]] = {}  # attention path -> contender -> options
+    for line, _, options in fitting:
+        given = with_draft(line.method, options, drafts)
+        paths.setdefault(line.attention, {})[contender(line.method, options)] = given
+    for own in paths.values():
+        if baseline in PEERS:
+            own.setdefault(baseline, {})
+    held: dict[tuple[str, float], Bench] = {}  # one at a time
+
+    def measure(path: str, settings: Settings, group: Group, tick: Tick) -> Record:
+        key = path, settings.sampling.temperature
+        with _forced(path):
+            if key not in held:
+                held.clear()
+                gc.collect()
+                held[key] = Bench(loaded, settings, (), progress, unpacked)
+                held[key].wake(group[0])
+            return asdict(held[key].measure(group, tick))
+
+    units: dict[str, Unit] = {}
+    places: dict[tuple[Any, ...], list[str]] = {}
+    for t, (path, options) in product(table.temperatures, paths.items()):
+        settings = _settings(scaled, options, t)
+        cold = sum(settings.cold or name == REFERENCE or name in PEERS for name in settings.contenders)
+        ticks = cold + len(settings.contenders) * settings.repeats
+        for column in table.columns:
+            texts, n = prompts[column.name], column.batch
+            place = _place(path, t, column, texts)
+            if place in places:  # columns that differ in options alone share their units
+                continue
+            places[place] = []
+            for i in range(len(texts) // n):
+                about = f"{column.data}, {texts[0].context or 'whole'} tokens, batch {n}, T = {t:g}"
+                name = f"{about}{path and ', ' + path}, {i + 1}"
+                units[name] = Unit(ticks, partial(measure, path, settings, tuple(texts[i * n : (i + 1) * n])))
+                places[place].append(name)
+
+    def rate(measured: Measured, name: str) -> float | None:
+        """New tokens a second as the paper counts seconds, the median of the rounds."""
+        # Seconds of the prompts' reading are the method's own, or those of plain decoding.
+        read = measured.cold.get(name, measured.cold[REFERENCE]).first_token_seconds if table.prefill else None
+        return median_of(run.rate(read or 0.0) for run in measured.rounds.get(name, ()))
+
+    def figures(entry: Entry, own: Sequence[Record]) -> Figures:
+        measured = [restored(Measured, each) for each in own]
+        pairs = [(rate(m, entry.name), rate(m, baseline)) for m in measured]
+        accepted = median_of(run.mean_accepted_length for m in measured for run in m.rounds[entry.name])
+        found = {
+            "accepted": table.counted(accepted),
+            "tokens_per_second": median_of(own for own, _ in pairs),
+            "speedup": median_of(ratio(*pair) for pair in pairs),
+            **_parts([m.profiles[entry.name]["seconds"] for m in measured if entry.name in m.profiles]),
+        }
+        (row,) = report.rows([entry.name], measured)
+        return {key: found.get(key) for key in (*table.figures, "speedup")}, row
+
+    entries = [
+        Entry(
+            line, column, contender(line.method, options), options,
+            places[_place(line.attention, t, column, prompts[column.name])], t,
+        )
+        for t, (line, column, options) in product(table.temperatures, fitting)
+    ]  # fmt: skip
+    return Plan(units, entries, figures, notes)
+
+
+def _place(path: str, t: float, column: Column, texts: Sequence[Prompt]) -> tuple[Any, ...]:
+    return path, t, column.data, texts[0].context, column.batch
+
+
+def _settings(scaled: Scaled, options: Mapping[str, Mapping[str, Any]], temperature: float) -> Settings:
+    return Settings(
+        tuple(options),
+        scaled.max_tokens,
+        repeats=1 if scaled.small else 3,
+        sampling=Sampling(temperature, foresee=False),  # the papers' drafts know no random numbers
+        ignore_eos=scaled.small,
+        cold=scaled.table.prefill,
+        own_options={name: own for name, own in options.items() if own},
+        plan=scaled.plan,
+        profile=scaled.table.profiled,
+    )
+
+
+def _fitting(
+    scaled: Scaled, runner: TargetRunner, drafts: Drafts
+) -> tuple[list[tuple[Line, Column, dict[str, Any]]], list[str]]:
+    """Lines, columns and options, and notes on lines that are left out since their draft is missing.
+
+    At the small scale there are fewer chunks where the draft was trained for fewer, unless the column sweeps them.
+    """
+    table = scaled.table
+    reasons: dict[tuple[str, str], str | None] = {}  # why a contender cannot run on a path; None: it can
+    found: list[tuple[Line, Column, dict[str, Any]]] = []
+    refused: dict[tuple[str, str], list[str]] = {}  # (line, reason) -> columns
+
+    def reason_of(line: Line, options: Mapping[str, Any]) -> str | None:
+        key = line.attention, contender(line.method, options)
+        if key not in reasons:
+            path, shape = line.attention, runner.kv_shape
+            missing = dispatch.unavailable(path, runner.device, shape.dtype, shape.head_dim) if path else None
+            reasons[key] = lacking(line.method, with_draft(line.method, options, drafts), runner) or missing
+        return reasons[key]
+
+    for line, column in table.cells():
+        options = scaled.options(line, column)
+        fixed = not scaled.small or "chunks" in column.options
+        while (reason := reason_of(line, options)) and not fixed and options.get("chunks", 1) > 1:
+            options = {**options, "chunks": options["chunks"] // 2}
+        if reason is None:
+            found.append((line, column, options))
+        else:
+            refused.setdefault((line.name, reason), []).append(column.name)
+    notes = []
+    for (name, reason), columns in refused.items():
+        everywhere = len(columns) == sum(line.name == name for line, _ in table.cells())
+        where = "" if everywhere else f" in {', '.join(columns)}"
+        notes.append(f"{name} is left out{where}: {reason.rstrip('.')}.")
+    if not found:
+        raise CapabilityError(f"Nothing of {table.heading} can run: {' '.join(notes)}")
+    return found, notes
+
+
+@contextmanager
+def _forced(path: str) -> Iterator[None]:
+    """Forces an attention path on models that are hosted meanwhile; empty: none."""
+    before = os.environ.get(dispatch.ENVIRONMENT)
+    if path:
+        os.environ[dispatch.ENVIRONMENT] = path
+    try:
+        yield
+    finally:
+        os.environ.pop(dispatch.ENVIRONMENT, None)
+        if before is not None:
+            os.environ[dispatch.ENVIRONMENT] = before
+
+
+def _parts(seconds: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Parts of a round in milliseconds, means of the prompts."""
+    if not seconds:
+        return {}
+    parts = {f"{part}_ms": 1000 * mean(each[part] for each in seconds) for part in seconds[0]}
+    return {**parts, "verify_ms": parts["attention_ms"] + parts["forward_ms"]}
+
+
+# --- needles ---
+
+
+def needles(scaled: Scaled, loaded: LoadedModel, sources: Sources, drafts: Drafts) -> Plan:
+    """A table that ``bench needle`` fills: how well drafters foresee a sentence that lies in a long text. A line's
+    method is one of its views.
+
+    Raises:
+        CapabilityError: a view's draft is missing.
+        ContextError: the haystacks do not fit the model's context.
+        PromptError: the paper's scale without a file.
+    """
+    (column,) = scaled.table.columns
+    options = {line.name: scaled.options(line, column) for line in scaled.table.lines}
+    views = {line.name: view(line.method, options[line.name]) for line in scaled.table.lines}
+    asked = NeedleDrafts(loaded, list(views.values()), {kind: KINDS[kind].load(own) for kind, own in drafts.items()})
+    tokens, limit = scaled.tokens(column) or 0, asked.runner.context_length
+    if tokens > limit and not scaled.small:
+        raise ContextError(
+            f"Haystacks have {tokens:,} tokens, and the model's context is {limit:,}: take --scale small."
+        )
+    (length,) = asked.contexts([min(tokens, limit)])
+    if given := sources.file(column.data):
+        file, of = Path(given).expanduser(), ""
+    elif sources.stand_ins:
+        file, of = tasks.source(MODULES[0]), " of Python's library"
+    else:
+        raise PromptError(
+            f"Needles lie in a long text: give one, plain or JSONL, as --data {column.data}=FILE (a book of PG-19)."
+        )
+
+    def measure(haystack: Prompt, tick: Tick) -> Record:
+        found = asked.measure(haystack, tick)
+        own = {name: found["tokens"][each.name] for name, each in views.items()}
+        return {"tokens": own, "context_tokens": found["context_tokens"]}
+
+    def figures(entry: Entry, own: Sequence[Record]) -> Figures:
+        tokens = [Foreseen(*each) for unit in own for each in unit["tokens"][entry.name]]
+        shown = {"accuracy": accuracy(tokens), "perplexity": perplexity(tokens)}
+        return shown, {
+            "view": views[entry.name].name,
+            "context_tokens": round(mean(unit["context_tokens"] for unit in own)),
+            "haystacks": len(own),
+            "tokens": len(tokens),
+            **shown,
+        }
+
+    found = haystacks(file, length, loaded.tokenizer, samples=scaled.prompts or 1, **scaled.asked)
+    units = {
+        f"haystack {i}, needle at {depth_of(each):g}": Unit(len(asked.names), partial(measure, each))
+        for i, each in enumerate(found, 1)
+    }
+    entries = [Entry(line, column, line.name, options[line.name], list(units)) for line in scaled.table.lines]
+    differs = {column.name: [f"haystacks of {length:,} tokens", f"the text is {file.name}{of}"]}
+    return Plan(units, entries, figures, differs=differs)
+
+
+# --- quality ---
+
+# Figures of a row, of those that ``bench quality`` has.
+_KEYS = ("rouge_l_mean", "score", "view", "surprise", "mean_accepted_length", "tokens_per_second", "partial_share")
+
+
+def likenesses(scaled: Scaled, loaded: LoadedModel, prompts: Prompts, drafts: Drafts) -> Plan:
+    """A table that ``bench quality`` fills: texts of partial verification beside those of full verification. Lines
+    whose options differ in more than a variant's are compared apart.
+
+    Raises:
+        CapabilityError: the drafter's draft is missing, or rouge-score is not installed.
+        ContextError: no prompt is longer than a partial cache.
+    """
+    rouge_l()  # missing, it is missed before anything is measured
+    table = scaled.table
+    comparisons: list[tuple[dict[str, Any], Variants]] = []  # common options, and the variants'
+    lines: list[tuple[Line, int, str, dict[str, Any]]] = []  # line, comparison, contender, options
+    for line in table.lines:
+        options = scaled.options(line, table.columns[0])
+        if line.method == FULL:
+            lines.append((line, 0, FULL, options))
+            continue
+        common = {name: x for name, x in options.items() if name not in VARIED}
+        if common not in (own for own, _ in comparisons):
+            comparisons.append((common, {}))
+        index = next(i for i, (own, _) in enumerate(comparisons) if own == common)
+        varied = {name: options.get(name, usual) for name, usual in VARIED.items()}
+        name = contender(METHOD, varied)
+        comparisons[index][1][name] = varied
+        lines.append((line, index, name, options))
+    texts = [len(prompt.tokens) + scaled.max_tokens for own in prompts.values() for prompt in own]
+    held: dict[int, Quality] = {}  # one at a time
+
+    def compared(index: int) -> Quality:
+        if index not in held:
+            held.clear()
+            gc.collect()
+            common, variants = comparisons[index]
+            own = with_draft(METHOD, common, drafts)
+            settings = QualitySettings(variants, scaled.max_tokens, ignore_eos=scaled.small, options=own)
+            held[index] = Quality(loaded, settings)
+            held[index].uncut(texts)
+        return held[index]
+
+    def measure(index: int, prompt: Prompt, tick: Tick) -> Record:
+        return compared(index).measure(prompt, tick)
+
+    def figures(entry: Entry, own: Sequence[Record]) -> Figures:
+        found = figures_of_texts([unit["runs"][entry.name] for unit in own])
+        shown = {
+            "rouge_l": 100 * found["rouge_l_mean"],
+            "score": None if found["score"] is None else 100 * found["score"],
+            "accepted": table.counted(found["mean_accepted_length"]),
+            "tokens_per_second": found["tokens_per_second"],
+        }
+        return shown, {
+            "method": entry.name,
+            "dataset": entry.column.data,
+            "context_tokens": round(median(unit["context_tokens"] for unit in own)),
+            "samples": len(own),
+            **{key: found[key] for key in _KEYS},
+        }
+
+    compared(0)  # what is missing is missed before anything is measured
+    units: dict[str, Unit] = {}
+    of: dict[tuple[int, str], list[str]] = {}  # units by comparison and column
+    for (index, (_, variants)), column in product(enumerate(comparisons), table.columns):
+        for i, prompt in enumerate(prompts[column.name], 1):
+            name = f"{column.name}, prompt {i}, comparison {index + 1}"
+            units[name] = Unit(2 + len(variants), partial(measure, index, prompt))
+            of.setdefault((index, column.name), []).append(name)
+    entries = [
+        Entry(line, column, name, options, of[index, column.name])
+        for column, (line, index, name, options) in product(table.columns, lines)
+    ]
+    return Plan(units, entries, figures)

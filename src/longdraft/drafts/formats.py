@@ -1,0 +1,220 @@
+"""Reads folders of EAGLE's kind of any layout into ours: a table of those that others publish, a row for each kind.
+
+Authors publish folders of their own; `speculators` has one for all kinds, whose layer's sizes are nested. The rows are
+in ``eagle_formats`` and ``dflash_formats``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from longdraft.drafts import draft_folder
+from longdraft.drafts.draft_folder import OFFSETS, DraftFolder
+from longdraft.errors import CheckpointError
+from longdraft.model.layer_config import completed
+from longdraft.model.rotary import yarn
+
+MEMBERS, EMBEDDING, MODEL_TYPE = "t2d", "embed_tokens.weight", "speculators_model_type"
+# RoPE's base where a folder states none.
+THETA = 10000.0
+# Copies of the target's that training left, and frequencies of RoPE, which old transformers saved too.
+LEFT = r"verifier_norm\.|verifier_lm_head\.|(.*\.)?inv_freq$"
+# How config.json calls the token that stands for one not known yet, in parallel drafting.
+MASK_TOKENS = ("mask_token_id", "ptd_token_id", "pard_token")
+
+
+@dataclass(frozen=True)
+class Published:
+    """A folder that others made.
+
+    Attributes:
+        config: its config.json. sizes: those of its layers, as transformers names them, all of them.
+        tensors: by names of ours. speculators: it is a folder of `speculators`.
+    """
+
+    folder: Path | str
+    config: dict[str, Any]
+    sizes: dict[str, Any]
+    tensors: dict[str, torch.Tensor]
+    speculators: bool
+
+    def nested(self, name: str) -> Mapping[str, Any]:
+        """An entry of its config.json that holds settings; empty if there is none."""
+        found = self.config.get(name)
+        return found if isinstance(found, dict) else {}
+
+
+@dataclass(frozen=True)
+class Format:
+    """A kind's layout.
+
+    Attributes:
+        contents: what was read -> the module's sizes, and what our config.json says beside the usual. It may take
+            tensors away. An entry ``target`` replaces what the draft was made for.
+        rename: patterns of tensors' names and what stands in their place, one after the other.
+        drop: pattern of the names, then, that are no part of the draft.
+        theta: RoPE's base where a folder of the authors states none.
+    """
+
+    contents: Callable[[Published], tuple[Any, dict[str, Any]]]
+    rename: tuple[tuple[str, str], ...]
+    drop: str = LEFT
+    theta: float = THETA
+
+    def renamed(self, tensors: Mapping[str, torch.Tensor], folder: Path | str) -> dict[str, torch.Tensor]:
+        """Tensors by our module's names. Raises CheckpointError if two have one name."""
+        found: dict[str, torch.Tensor] = {}
+        for name, tensor in tensors.items():
+            own = name
+            for pattern, other in self.rename:
+                own = re.sub(pattern, other, own)
+            if re.match(self.drop, own):
+                continue
+            if own in found:
+                raise CheckpointError(f"{folder} holds {own} twice, once as {name}: is it one draft?")
+            found[own] = tensor
+        return found
+
+
+FORMATS: dict[str, Format] = {}
+
+
+def read(
+    folder: Path | str,
+    rope_theta: float | None = None,
+    head_dim: int | None = None,
+    rope_factor: float | None = None,
+    kind: str = "eagle3",
+) -> tuple[DraftFolder, dict[str, Any]]:
+    """Contents of a folder of any layout, in ours. The config names the original ``layout`` of others.
+
+    Args:
+        rope_theta, head_dim, rope_factor: replace the values of config.json (or missing ones).
+        kind: the expected kind of draft.
+
+    Returns:
+        The contents, and RoPE's parameters as transformers names them.
+
+    Raises:
+        CheckpointError: unreadable, another kind of draft, or settings that cannot be right.
+    """
+    config = draft_folder.read_config(folder)
+    draft_folder.check_kind(draft_folder.kind(folder), kind, folder)
+    tensors, given = draft_folder.read_tensors(config, folder), {"head_dim": head_dim} if head_dim else {}
+    if "longdraft_format" in config:
+        found, rope = _ours(config | given, tensors, folder, kind)
+    elif kind in FORMATS:
+        found, rope = _published(FORMATS[kind], config, given, tensors, folder, kind)
+    else:
+        raise CheckpointError(f"{folder} was not written by longdraft: drafts for {kind} come in its own layout alone.")
+    return found, stretched(rope, found.config.get("trained_length"), rope_theta, rope_factor, folder)
+
+
+def _ours(
+    config: dict[str, Any], tensors: dict[str, torch.Tensor], folder: Path | str, kind: str
+) -> tuple[DraftFolder, dict[str, Any]]:
+    layers = config.get("feature_layers")
+    if not isinstance(layers, list) or not layers or not all(type(i) is int for i in layers):
+        raise CheckpointError(f"config.json of {folder} lacks feature_layers, the target's layers that it reads.")
+    length = config.get("rope_original_length") or config.get("trained_length")
+    # RoPE that a published draft brought into training, stretched otherwise than ours are.
+    rope = config.get("rope_parameters")
+    rope = dict(rope) if rope else yarn(config.get("rope_theta") or THETA, config.get("rope_factor"), length)
+    tensors.pop(MEMBERS, None)
+    own = {name: x for name, x in config.items() if name not in ("drafter", "target")}
+    own["draft_vocab_size"] = config.get("vocabulary") if OFFSETS in tensors else None
+    return DraftFolder(kind, own, tensors, dict(config.get("target") or {})), rope
+
+
+def _published(
+    form: Format,
+    config: dict[str, Any],
+    given: dict[str, Any],
+    tensors: dict[str, torch.Tensor],
+    folder: Path | str,
+    kind: str,
+) -> tuple[DraftFolder, dict[str, Any]]:
+    speculators = MODEL_TYPE in config
+    sizes = draft_folder.filled_in((_layer(config, folder) if speculators else config) | given)
+    if sizes.get("hidden_act") not in (None, "silu"):
+        raise CheckpointError(f"{folder} has hidden_act {sizes['hidden_act']}: longdraft's drafts know silu alone.")
+    theirs = Published(folder, config, sizes, form.renamed(tensors, folder), speculators)
+    members = theirs.tensors.pop(MEMBERS, None)
+    shape, more = form.contents(theirs)
+    vocabulary = sizes.get("vocab_size") or (None if members is None else len(members))
+    target = {"hidden_size": config.get("target_hidden_size") or shape.hidden_size}
+    target = more.pop("target", target | ({"vocab_size": vocabulary} if vocabulary else {}))
+    ours = shape.as_dict() | {
+        "layout": "speculators" if speculators else "published",
+        "trained_length": sizes.get("max_position_embeddings"),
+        "draft_vocab_size": shape.vocabulary if OFFSETS in theirs.tensors else None,
+        "target_vocabulary": vocabulary,
+    }
+    rope = foreign_rope(sizes, THETA if speculators else form.theta)
+    return DraftFolder(kind, ours | more, theirs.tensors, target), rope
+
+
+def _layer(config: Mapping[str, Any], folder: Path | str) -> dict[str, Any]:
+    """A layer's sizes in a folder of `speculators`, which leaves out those that transformers has as its defaults."""
+    stated = config.get("transformer_layer_config")
+    if not isinstance(stated, dict):
+        raise CheckpointError(f"config.json of {folder} lacks transformer_layer_config: copy the draft again.")
+    return completed(stated)
+
+
+def mask_token(config: Mapping[str, Any], folder: Path | str) -> int:
+    """The token whose embedding stands for one that is not known yet. Raises CheckpointError if none is named."""
+    found = next((config[name] for name in MASK_TOKENS if config.get(name) is not None), None)
+    if type(found) is not int or found < 0:
+        raise CheckpointError(
+            f"config.json of {folder} has no {MASK_TOKENS[0]}, the token that stands for those not known yet: add it."
+        )
+    return found
+
+
+def check_mask(token: int, rows: int, folder: Path | str) -> None:
+    """Raises CheckpointError if an embedding of so many rows has none for the mask token."""
+    if token >= rows:
+        raise CheckpointError(
+            f"{MASK_TOKENS[0]} {token} of {folder} is no row of the embedding, which has {rows}: correct its "
+            "config.json."
+        )
+
+
+def foreign_rope(config: Mapping[str, Any], usual: float = THETA) -> dict[str, Any]:
+    """RoPE's parameters from a configuration of transformers, old or new."""
+    stated = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = stated.get("rope_type") or stated.get("type") or "default"
+    theta = stated.get("rope_theta") or config.get("rope_theta") or usual
+    rest = {name: value for name, value in stated.items() if name != "type" and value is not None}
+    return rest | {"rope_type": kind, "rope_theta": float(theta)}
+
+
+def stretched(
+    rope: dict[str, Any], trained: int | None, theta: float | None, factor: float | None, folder: Path | str
+) -> dict[str, Any]:
+    """RoPE's parameters with the requested changes, and the length that YaRN stretches.
+
+    Args:
+        rope: the draft's own parameters.
+        trained: the length it was trained for, which is stretched unless ``rope`` names another.
+        theta, factor: replace its base and its stretching; None leaves them.
+    """
+    rope = rope if theta is None else rope | {"rope_theta": float(theta)}
+    length = rope.get("original_max_position_embeddings") or trained
+    if factor is not None:
+        rope = yarn(rope["rope_theta"], factor, length)
+    elif rope["rope_type"] == "yarn":
+        rope = rope | {"original_max_position_embeddings": length}
+    if rope["rope_type"] == "yarn" and not length:
+        raise CheckpointError(
+            f"config.json of {folder} stretches the context but does not say which: add the trained length "
+            "(rope_original_length)."
+        )
+    return rope

@@ -1,0 +1,140 @@
+"""Reading of prompts, in pieces that take turns with the rounds of others."""
+
+from __future__ import annotations
+
+import time
+from typing import Literal
+
+import torch
+
+from longdraft.engine.accept import accept, decide
+from longdraft.engine.drafter import Drafter
+from longdraft.engine.event import Event, Mode
+from longdraft.engine.schedule import Schedule
+from longdraft.engine.sequence import Sequence
+from longdraft.engine.stats import Stats, Step
+from longdraft.memory.prompt_cache import PromptCache
+from longdraft.memory.store import KVStore
+from longdraft.model.fingerprints import hooked
+from longdraft.model.outputs import NO_TAPS, Taps
+from longdraft.model.runner import TargetRunner
+from longdraft.trees.tree import TokenTree
+
+# Prompt tokens read between two rounds, and at most in one forward: enough to keep the matrix units busy, few enough to
+# bound memory and the time that the others wait. A GPU reads the prefix's keys once for more rows.
+PREFILL_CHUNK, PREFILL_CHUNK_ON_GPU = 1024, 4096
+
+
+def prefill_chunk(runner: TargetRunner) -> int:
+    """The number of prompt tokens that a target reads at most in one forward."""
+    # Buffers of windows and recurrent states have room for the smaller pieces.
+    bounded = bool(runner.twin.layout.windows) or runner.recurrent
+    return PREFILL_CHUNK if runner.device.type == "cpu" or bounded else PREFILL_CHUNK_ON_GPU
+
+
+class Prompts:
+    """Reads the prompts of sequences into their slots.
+
+    Args:
+        chunk: prompt tokens read between two rounds, and at most in one forward.
+        keeps_outputs: rows of earlier outputs may be reused, which were not computed in whole pieces.
+    """
+
+    def __init__(
+        self,
+        runner: TargetRunner,
+        drafter: Drafter,
+        schedule: Schedule,
+        cache: PromptCache,
+        store: KVStore,
+        chunk: int,
+        keeps_outputs: bool,
+    ) -> None:
+        self._runner, self._drafter, self._schedule = runner, drafter, schedule
+        self._cache, self._store, self._keeps_outputs = cache, store, keeps_outputs
+        self._layers = drafter.query_layers(runner)
+        # A user's hooks may look at a prompt's last row: they see it whole, as in the model's own generate.
+        self._whole = bool(hooked(runner.model))
+        self.chunk = runner.context_length if self._whole else chunk
+        # Sequence index -> layer -> query vectors (heads, rows, head size) of prompts still in prefill.
+        self._queries: dict[int, dict[int, list[torch.Tensor]]] = {}
+
+    def forget(self, s: Sequence) -> bool:
+        """Drops what is known of a sequence; True if its prompt was begun and is not read to the end."""
+        return self._queries.pop(s.index, None) is not None
+
+    def pending(self, s: Sequence) -> bool:
+        """True if a sequence's prompt is still to be read; or its text, anew, as its length has changed its rows."""
+        if not s.output or s.index in self._queries:
+            return True
+        changes = self._runner.rope_switch is not None and s.finish_reason is None
+        return changes and self._cache.kinds[s.slot] != self._runner.rows_kind(s.length)
+
+    def read(self, reading: list[Sequence], stats: dict[int, Stats]) -> list[Step]:
+        """Reads pieces of prompts, until they have :attr:`chunk` tokens together."""
+        steps: list[Step] = []
+        read = 0
+        for s in reading:
+            while self.pending(s) and read < self.chunk:
+                # A text that is read anew was in decoding, which this takes a part of.
+                mode: Mode = "full" if s.output else "prefill"
+                start = time.perf_counter()
+                # A token that has been emitted is the root of the next round.
+                text = s.tokens[:-1] if s.output else s.prompt
+                if s.index not in self._queries:
+                    kept = self._begin(s, text)
+                    if not s.output:
+                        stats[s.index].cached = kept
+                before = self._store.lengths[s.slot]
+                emitted = self._read_piece(s, text, before)
+                now = self._store.lengths[s.slot]
+                read += now - before
+                seconds, done = time.perf_counter() - start, min(now, len(s.prompt))
+                steps.append(Step(s.index, emitted, 0, 0, 0, mode, seconds, done, s.finish_reason))
+        return steps
+
+    def _begin(self, s: Sequence, text: list[int]) -> int:
+        """Puts what was kept of a text's beginning into its slot; returns its tokens."""
+        if s.output:
+            self._schedule.close(s)  # rows of the shorter text
+        piece = 1 if self._keeps_outputs else self.chunk
+        if s.sampler.prompt_reader is not None or not s.reuse or self._whole:
+            piece = len(text)  # nothing that was kept: it has no logits, or is not wanted
+        self._queries[s.index] = {layer: [] for layer in self._layers}
+        return self._cache.begin(s.slot, text, piece, self._runner.rows_kind(s.length))
+
+    def _read_piece(self, s: Sequence, text: list[int], start: int) -> tuple[int, ...]:
+        """Reads a text from token ``start`` on; the logits of a prompt's last token give the first new one.
+
+        Pieces end at multiples of :attr:`chunk`, whoever drafts and whoever else is there: rows that are read together
+        get the same bits.
+
+        Returns:
+            The token that was emitted, if any.
+        """
+        store, window = self._store, self._drafter.query_window
+        end = min(len(text), (start // self.chunk + 1) * self.chunk)
+        last, anew = end == len(text), bool(s.output)
+        taps = Taps(queries=self._layers) if end > len(text) - window else NO_TAPS
+        block = store.block([s.slot], [text[start:end]], prompt=True, text=s.length)
+        reader = None if anew else s.sampler.prompt_reader
+        logits: Literal["all", "last", "none"] = "all" if reader else "last" if last and not anew else "none"
+        out = self._runner.forward(block, store, logits=logits, taps=taps, check=False)
+        store.commit(s.slot, range(end - start))
+        if reader is not None and out.logits is not None:
+            reader.prompt_logits(start, out.logits[0])
+            out.logits = out.logits[:, -1:]
+        for layer, q in out.queries.items():
+            self._queries[s.index][layer].append(q[0])
+        if not last:
+            return ()
+        root = TokenTree((text[-1],), (-1,))
+        emitted: tuple[int, ...] = ()
+        if not anew and out.logits is not None:
+            (decided,) = decide([(root, out.logits[0], s.sampler)], self._runner.model)
+            emitted = accept(root, out.logits[0], s.sampler, s.ids, s.emit, decided).tokens
+        pieces = self._queries.pop(s.index)
+        queries = {layer: torch.cat(q, dim=1)[:, -window:] for layer, q in pieces.items()}
+        self._cache.remember(s.slot, text)
+        self._drafter.observe(Event(s, root, emitted=emitted or (s.output[-1],), mode="prefill", queries=queries))
+        return emitted

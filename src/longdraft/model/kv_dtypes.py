@@ -1,0 +1,52 @@
+"""Refuses dtypes of keys and values that no attention path of this machine reads."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from longdraft.attention import dispatch
+from longdraft.errors import CapabilityError
+
+if TYPE_CHECKING:
+    from longdraft.model.runner import TargetRunner
+
+
+def check(runner: TargetRunner) -> None:
+    """Raises CapabilityError for a dtype of a runner's that is not the arithmetic's own, where it cannot be kept."""
+    offloaded = runner.offload is not None
+    reason = "it is for KV that is not offloaded" if offloaded else _unreadable(runner, runner.kv_dtype)
+    if reason is not None:
+        advice = "leave it out"
+        if runner.device.type == "cuda":
+            advice += '; offload="host" or a partial view (specpv, self) takes less of a GPU\'s memory'
+        raise CapabilityError(f"kv_dtype={_name(runner.kv_dtype)} cannot be kept here: {reason}. So {advice}.")
+
+
+def check_view(runner: TargetRunner, dtype: torch.dtype) -> None:
+    """Raises CapabilityError for a dtype of a view that cannot be kept."""
+    if (reason := _unreadable(runner, dtype)) is not None:
+        raise CapabilityError(
+            f"Views in {_name(dtype)} cannot be kept here: {reason}. Leave view_dtype out; a view of all rows "
+            "needs it, so take another."
+        )
+
+
+def _unreadable(runner: TargetRunner, dtype: torch.dtype) -> str | None:
+    """The reason why no attention path here reads keys and values rounded to a dtype; None if one does."""
+    shape = runner.kv_shape
+    if dtype == shape.dtype or runner.can_round_kv:
+        return None
+    if runner.attends_itself or shape.padded:
+        return "the model attends with code of its own, or its layers' keys and values have several sizes"
+    if runner.device.type != "cuda":
+        own = f"{shape.dtype} on {runner.device} ({runner.attention_path})"
+        return f"it is for models in float32 on a CPU with its own attention path, and this one is {own}"
+    if dtype != torch.int8:
+        return "on a GPU keys and values are in the model's dtype or in int8"
+    return dispatch.scaled_unavailable(runner.device, shape.dtype, shape.head_dim)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

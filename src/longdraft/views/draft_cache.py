@@ -1,0 +1,228 @@
+"""The keys and values of a draft's own, a slot a text: at true positions, or of chosen rows at compact ones.
+
+    true:     all of the text, or its last rows | tree
+    compact:  sink | retrieved chunks | window | new tokens | tree                (SpecExtend, section 2.2)
+
+A forward writes behind the committed rows of the store; only emitted tokens are committed. A cache of the last rows is
+moved back to its beginning when they reach the end of their room, so its memory is the same at any length. Compact
+positions are 0, 1, 2, ...: a draft meets none beyond those of its training. All keys of the text are then kept a second
+time, without a position, and rows are gathered from them when their choice has changed, or when there is no room for
+new ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from longdraft.memory.store import KVStore
+from longdraft.views.refresh import Refresh
+from longdraft.views.retrieval import Retrieval
+from longdraft.views.view import View
+
+# Rows beside the last ones: they are moved once in this many tokens.
+SPARE = 256
+# Tokens of a prompt that are read in one forward.
+PIECE = 512
+# Tokens that may be appended to gathered rows before they are gathered anew; more if a tree is deeper.
+FRESH = 64
+
+# Keys (..., n, d) and positions (n,) -> the keys, turned by these positions.
+Turn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def fresh_room(depth: int) -> int:
+    """Tokens that there is room for behind gathered rows: at least those of a round."""
+    return max(FRESH, depth + 1)
+
+
+class DraftCache:
+    """Rows at their true positions.
+
+    Args:
+        store: holds them.
+        scratch: rows that a round writes behind the text.
+        last: rows that stay when there is no room for more; None: there is room for any text.
+        window: keys that a query sees, its own included; None: as many as stay.
+
+    Attributes:
+        fresh: tokens that may be fed at once before drafting.
+    """
+
+    fresh = FRESH
+
+    def __init__(self, store: KVStore, scratch: int, last: int | None = None, window: int | None = None) -> None:
+        self.store, self.scratch, self.last = store, scratch, last
+        self.window = last if window is None else window
+        self._firsts = [0] * store.slots  # position of each slot's first row
+
+    def end(self, slot: int) -> int:
+        """Tokens of the text that were read."""
+        return self._firsts[slot] + self.store.lengths[slot]
+
+    def position(self, slot: int) -> int:
+        """Position of the next row."""
+        return self.end(slot)
+
+    def whole(self, slot: int) -> bool:
+        """True if all of the text is there."""
+        return self._firsts[slot] == 0
+
+    def tail(self, slot: int) -> int:
+        """The last rows of the text that are there, one behind the other."""
+        return self.store.lengths[slot]
+
+    def begin(self, slot: int, depth: int = 0) -> int:
+        """The first row that a query sees; nodes of a tree see fewer of the oldest rows the deeper they are."""
+        return 0 if self.window is None else max(0, self.store.lengths[slot] - self.window + depth)
+
+    def ready(self, slot: int, count: int) -> None:
+        """Makes room for ``count`` new rows of a round."""
+        n = self.store.lengths[slot]
+        if self.last is None or n + count <= self.last + SPARE:
+            return
+        kept = max(0, min(n, self.last - count))
+        for rows in self.store.stored(slot, slice(None)):
+            rows[:, :, :kept] = rows[:, :, n - kept : n].clone()
+        self._firsts[slot] += n - kept
+        self.store.lengths[slot] = kept
+
+    def reading(self, slot: int, wanted: int) -> int:
+        """Makes room for the next piece of a text that is read; returns how many of ``wanted`` tokens it may have."""
+        return min(wanted, PIECE)
+
+    def places(self, slot: int, count: int) -> torch.Tensor:
+        """The positions (count,) at which :meth:`append` takes keys."""
+        return torch.arange(self.end(slot), self.end(slot) + count, device=self.store.device)
+
+    def append(self, slot: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Commits rows of the text that were computed elsewhere.
+
+        Args:
+            keys, values: (layers, Hkv, n, d), n at most the rows that stay.
+        """
+        self.ready(slot, keys.shape[2])
+        self.store.put_rows(slot, self.store.lengths[slot], keys, values)
+        self.extend(slot, keys.shape[2])
+
+    def extend(self, slot: int, count: int) -> None:
+        """Commits the next ``count`` rows behind the others."""
+        self.store.commit(slot, range(count))
+
+    def forget(self, slot: int, start: int = 0) -> None:
+        """Forgets the text's rows from ``start`` on. If none is left, the next row is ``start``."""
+        kept = max(0, start - self._firsts[slot])
+        if kept > self.store.lengths[slot]:
+            kept = 0
+        self.store.truncate(slot, kept)
+        if not kept:
+            self._firsts[slot] = start
+
+    def restorable(self, slot: int, length: int) -> int:
+        """The largest number of a text's tokens, ``length`` at most, that :meth:`forget` can leave."""
+        return self.store.restorable(slot, length)
+
+
+class CompactCache(DraftCache):
+    """Chosen rows at positions 0, 1, 2, ..., and new tokens behind them.
+
+    Args:
+        store: a slot's first rows are gathered, the committed rows behind them are new.
+        full: keys without a position, and values, of all tokens but the new ones.
+        retrieval: chooses the rows.
+        turn, back: turn keys without a position to places, and back.
+        piece: tokens of a text that are read in one forward, behind a sliding window of the store.
+        reach: rows of the store while a text is read.
+    """
+
+    def __init__(
+        self,
+        store: KVStore,
+        full: KVStore,
+        scratch: int,
+        retrieval: Retrieval,
+        turn: Turn,
+        back: Turn,
+        piece: int = PIECE,
+        reach: int = 0,
+    ) -> None:
+        super().__init__(store, scratch)
+        self.full, self.retrieval, self.fresh = full, retrieval, retrieval.view.room
+        self._turn, self._back, self._piece, self._reach = turn, back, piece, reach
+        sink = retrieval.view.sink
+        self._reading = Retrieval(View("streaming", 0, sink, max(1, reach - sink - piece), shared=True), Refresh(0))
+        self._gathered = [0] * store.slots
+        # Version of the choice that the rows were gathered by; None: others are there.
+        self._versions: list[int | None] = [None] * store.slots
+
+    def end(self, slot: int) -> int:
+        return self.full.lengths[slot] + self.store.lengths[slot] - self._gathered[slot]
+
+    def position(self, slot: int) -> int:
+        return self.store.lengths[slot]
+
+    def whole(self, slot: int) -> bool:
+        return self._gathered[slot] == self.full.lengths[slot]
+
+    def tail(self, slot: int) -> int:
+        return min(self.end(slot), self.retrieval.view.window)
+
+    def reading(self, slot: int, wanted: int) -> int:
+        count = min(wanted, self._piece)
+        if self.store.lengths[slot] + count > self._reach or (self._gathered[slot] == 0 < self.full.lengths[slot]):
+            self._gather(slot, self._reading)
+            self._versions[slot] = None
+        return count
+
+    def ready(self, slot: int, count: int) -> None:
+        version = self.retrieval.version(slot)
+        room = self.store.lengths[slot] + count <= self.retrieval.view.capacity
+        if not room or not (self.whole(slot) or self._versions[slot] == version):
+            self._gather(slot, self.retrieval)
+            self._versions[slot] = version
+
+    def places(self, slot: int, count: int) -> torch.Tensor:
+        return torch.zeros(count, dtype=torch.long, device=self.store.device)
+
+    def append(self, slot: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self._settle(slot)
+        self._drop(slot)
+        self._keep(slot, keys, values)
+
+    def restorable(self, slot: int, length: int) -> int:
+        return length
+
+    def forget(self, slot: int, start: int = 0) -> None:
+        kept = self.full.lengths[slot]
+        if start >= kept:
+            self.store.truncate(slot, min(self.store.lengths[slot], self._gathered[slot] + start - kept))
+            return
+        self.full.truncate(slot, start)
+        self._drop(slot)
+
+    def _drop(self, slot: int) -> None:
+        """Drops the gathered rows: they are gathered anew when they are needed."""
+        self.store.truncate(slot, 0)
+        self._gathered[slot], self._versions[slot] = 0, None
+
+    def _keep(self, slot: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self.full.put_rows(slot, self.full.lengths[slot], keys, values)
+        self.full.lengths[slot] += keys.shape[2]
+
+    def _settle(self, slot: int) -> None:
+        """Moves new tokens' rows to the whole text."""
+        start, end = self._gathered[slot], self.store.lengths[slot]
+        if start < end:
+            keys, values = (x[:, slot, :, start:end] for x in (self.store.keys, self.store.values))
+            self._keep(slot, self._back(keys, torch.arange(start, end, device=self.store.device)), values)
+        self._gathered[slot] = end
+
+    def _gather(self, slot: int, retrieval: Retrieval) -> None:
+        """Fills the store with the chosen rows."""
+        self._settle(slot)
+        rows = retrieval.rows(slot, self.full.lengths[slot]).to(self.full.device)
+        keys, values = (x[:, slot].index_select(2, rows) for x in (self.full.keys, self.full.values))
+        places = torch.arange(len(rows), device=self.full.device)
+        self.store.put_rows(slot, 0, self._turn(keys, places), values)
+        self.store.lengths[slot] = self._gathered[slot] = len(rows)

@@ -1,0 +1,119 @@
+"""TriForce: what a level writes and emits, and what is left of it. That the output is the target's: tests/exact."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from longdraft import PromptCache, Sampling, Speculator
+from longdraft.drafters import self_drafter
+from longdraft.drafters.self_drafter import SelfDrafter
+from longdraft.drafters.small_lm import SmallLMDrafter
+from longdraft.drafters.triforce import TriForceDrafter
+from longdraft.drafts.language_model import SmallLMDraft
+from longdraft.engine.draws import Draws
+from longdraft.engine.loop import Engine
+from longdraft.engine.sampler import Sampler
+from longdraft.engine.sequence import Sequence
+from longdraft.model.runner import TargetRunner
+from tests import chi_square
+from tests.drafters.watching import Watching
+from tests.drafts import small_lm
+from tests.events import decoded
+from tests.forwards import forward
+from tests.tiny import tiny_model
+
+pytestmark = pytest.mark.usefixtures("small_sizes")
+PROMPTS = [[3, 9, 4, 7, 2, 5] * 8, [(i * i) % 11 for i in range(130)]]
+VIEW = {"budget": 24, "chunk": 4, "sink": 4, "window": 4}
+DRAWN_HARD = Sampling(temperature=0.9, top_k=8, repetition_penalty=1.2)
+
+
+def target():
+    return tiny_model(vocab=11, dtype=torch.float64)
+
+
+def small(folder, vocab=11, **options):
+    return SmallLMDrafter(SmallLMDraft.load(small_lm(folder, vocab)), tree="chain", view="streaming", **options)
+
+
+def run(drafter, model, prompts, n=30, cache=None, sampling=None):
+    sampling = sampling or Sampling()
+    sequences = [Sequence(i, list(p), n, greedy=sampling.greedy) for i, p in enumerate(prompts)]
+    for i, s in enumerate(sequences):
+        draws = Draws(torch.Generator().manual_seed(i))
+        s.sampler = Sampler(sampling.greedy, sampling.processors(), draws)
+    decoded(Engine(TargetRunner(model), drafter, cache=cache or PromptCache()), sequences)
+    return sequences
+
+
+def test_nothing_of_a_level_is_left_in_the_full_store(tmp_path):
+    """The KV after a run is that of one forward over the text, and no row counts as shown."""
+    model, cache = target(), PromptCache()
+    drafter = TriForceDrafter(small(tmp_path, depth=2), SelfDrafter(view="chunks", **VIEW))
+    (s,) = run(drafter, model, [PROMPTS[1]], 40, cache)
+    expected = Speculator("ar", target=model).generate([PROMPTS[1]], max_new_tokens=40)
+    assert s.output == expected[0].token_ids and s.drafted > s.accepted > 0
+    store, runner, n = cache.store, TargetRunner(model), cache.store.lengths[0]
+    assert len(s.tokens) - 1 <= n <= len(s.tokens) and store.unverified == [0]
+    other = runner.new_store(1, n)
+    forward(runner, [s.tokens[:n]], other, [0], logits="none")
+    for own, exact in ((store.keys, other.keys), (store.values, other.values)):
+        torch.testing.assert_close(own[:, 0, :, :n], exact[:, 0, :, :n], rtol=0, atol=1e-4)
+
+
+def test_a_level_draws_with_the_draws_to_come(tmp_path):
+    """Where it sees what the target sees, all that it drew is drawn."""
+    drafter = TriForceDrafter(small(tmp_path, depth=2), SelfDrafter(budget=400), 5)
+    (s,) = run(drafter, target(), [PROMPTS[0]], 37, sampling=DRAWN_HARD)
+    assert s.rounds == 6 and s.accepted == 30
+
+
+def test_a_draft_that_knows_what_a_level_says_saves_it_forwards(tmp_path):
+    """The small model is the target itself: the level needs a forward for several tokens."""
+    model = target()
+    model.save_pretrained(tmp_path / "same")
+    found = []
+    for folder in (small_lm(tmp_path / "other"), tmp_path / "same"):
+        draft = SmallLMDrafter(SmallLMDraft.load(folder), tree="chain", depth=3)
+        drafter = TriForceDrafter(draft, SelfDrafter(budget=400), 6)
+        (s,) = run(drafter, model, [PROMPTS[0]], 43)
+        assert s.rounds == 6
+        found.append(drafter.forwards)
+    assert found[1] == 12 < found[0] <= 36
+
+
+def law(model, prompt, rows, sampling):
+    """[root, one, two]: how likely the model, on these rows of the prompt's KV, says two tokens after a root."""
+    runner, n, size = TargetRunner(model), len(prompt), model.config.vocab_size
+    full, part = runner.new_store(1, n), runner.new_store(1, len(rows) + 2)
+    forward(runner, [prompt], full, [0], logits="none")
+    for source, copy in ((full.keys, part.keys), (full.values, part.values)):
+        copy[:, 0, :, : len(rows)] = source[:, 0, :, rows]
+    part.lengths[0] = len(rows)
+
+    def following(*path):
+        logits = forward(runner, [list(path)], part, [0], bases=[n]).logits[0, -1:]
+        return torch.softmax(sampling.processors()(torch.tensor([[*prompt, *path]]), logits), -1)[0].double()
+
+    pairs = [[following(r)[t] * following(r, t) for t in range(size)] for r in range(size)]
+    return torch.stack([torch.stack(of_root) for of_root in pairs])
+
+
+@pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(1.2, top_p=0.9)], ids=str)
+@pytest.mark.slow
+def test_what_a_level_emits_follows_the_level(tmp_path, monkeypatch, sampling):
+    """Chi-square of the two tokens that it proposes after the target's first, against its own law on its own rows."""
+    monkeypatch.setattr(self_drafter, "FRESH", 0)
+    model, prompt, counts = tiny_model(vocab=4, layers=1), [1, 2, 3, 1, 2, 0, 1] * 3, torch.zeros(4, 4, 4)
+    level = SelfDrafter(view="streaming", budget=4, sink=1, window=3)
+    watching = Watching(TriForceDrafter(small(tmp_path, 4, depth=1), level, 2))
+    run(watching, model, [prompt] * 1000, 4, sampling=sampling)
+    for _, tree in watching.rounds[:1000]:
+        root, one, two = tree.tokens
+        counts[root, one, two] += 1
+    own = law(model, prompt, [0, 18, 19, 20], sampling)
+    assert chi_square.p_value(counts, own * counts.sum((1, 2), keepdim=True)) > 0.01
+    # The target's own is another one, or this would say nothing.
+    theirs = law(model, prompt, list(range(21)), sampling)
+    assert chi_square.p_value(counts, theirs * counts.sum((1, 2), keepdim=True)) < 1e-6
