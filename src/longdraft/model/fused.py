@@ -133,8 +133,8 @@ class FusedLayers:
     @cached_property
     def draft_stack(self) -> DecoderStack | None:
         """The whole model for drafting for itself: layers in four bits, the head in eight. None without a stack or
-        without memory for this copy, or with recurrent layers. In int8 arithmetic, and once rounded, it is :attr:`stack`,
-        and weights in fewer bits stay."""
+        without memory for this copy, or with recurrent layers. In int8 arithmetic, and where :meth:`round` was called,
+        it is :attr:`stack`; weights in fewer bits stay."""
         if self.stack is None or self._deltas:
             return None
         if self._int8 or self._rounded:
