@@ -144,7 +144,8 @@ class TestAnswers:
         ask(page, question)
         page.until(ANSWERED)
         press_button(page, "Who wrote it")
-        assert page.value(f"document.querySelector('.pieces').textContent === {LAST}.text")
+        pieces, text = page.value(f"[document.querySelector('.pieces').textContent, {LAST}.text]")
+        assert text in (pieces, pieces + "\ufffd")  # a part of a character at the end
         for each in (source, "target"):
             assert page.value(f"document.querySelectorAll('.pieces .{each}').length") > 3
         page.value(f"document.querySelector('.pieces .{source}').click()")
