@@ -75,18 +75,12 @@ def pytest_sessionfinish() -> None:
     gc.unfreeze()
 
 
-@pytest.fixture(scope="session")
-def _kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
 @pytest.fixture(autouse=True)
-def _fixed_start(monkeypatch: pytest.MonkeyPatch, _kept: Path) -> None:
+def _fixed_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test depends on the one before it, nor on what the shell has set."""
     torch.set_num_threads(1)  # tests of thread counts set their own
     torch.manual_seed(0)
     logging.getLogger("longdraft").filters.clear()  # a server bounds its log
-    monkeypatch.setattr("longdraft.model.gguf_cache.cache_folder", lambda: _kept)  # of hundreds of tiny models
     monkeypatch.delenv("LONGDRAFT_ATTENTION", raising=False)
     # What is drafted must not depend on how busy the machine is; tests of the planner ask for it.
     monkeypatch.setenv("LONGDRAFT_PLAN", "fixed")

@@ -83,7 +83,7 @@ def test_they_are_those_of_the_same_models_configuration(kind, family, tmp_path)
     options = {"max_new_tokens": 14, "do_sample": False, "pad_token_id": 0}
     options["eos_token_id"] = model.generation_config.eos_token_id
     assert decoded(model, tokenizer) == written.generate(TEXT, **options)[0, TEXT.shape[1] :].tolist()
-    half = load(file, device="cpu", dtype="bfloat16").model  # unpacked by transformers
+    half = load(file, device="cpu", dtype="bfloat16").model
     assert half.config.rope_parameters == found and half.name_or_path == str(file)
 
 

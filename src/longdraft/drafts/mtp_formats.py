@@ -18,7 +18,7 @@ import torch
 from longdraft.drafts import tensor_files
 from longdraft.errors import CheckpointError
 from longdraft.folders import is_gguf
-from longdraft.model import gguf_further
+from longdraft.model.gguf import further
 from longdraft.native import Stored
 
 _OF_OTHERS = re.compile(r"^(?:model\.)?mtp\.(.+)$")
@@ -41,7 +41,7 @@ def holds(folder: Path | str) -> bool:
     """True if a checkpoint holds such a layer."""
     path = Path(folder)
     if is_gguf(path):
-        return path.is_file() and gguf_further.holds(path)
+        return path.is_file() and further.holds(path)
     try:
         return tensor_files.is_safe(path) and bool(_wanted(tensor_files.names(path)))
     except CheckpointError:
@@ -56,7 +56,7 @@ def read(folder: Path | str) -> dict[str, torch.Tensor | Stored]:
     """
     path = Path(folder)
     if is_gguf(path):
-        found = gguf_further.read(path) if path.is_file() else None
+        found = further.read(path) if path.is_file() else None
         if found is None:
             raise _none(folder)
         return {_named(name): tensor for name, tensor in found.items() if not name.startswith(_SHARED)}

@@ -1,4 +1,4 @@
-"""Reading checkpoints: folders, hub ids, and with gguf_files.py GGUF files.
+"""Reading checkpoints: folders, hub ids, and with gguf/ GGUF files.
 
 transformers does the reading. This file adds that a bad checkpoint raises a CheckpointError with the file and the
 remedy, that missing weights are refused rather than filled with random numbers, that no code from a checkpoint runs,

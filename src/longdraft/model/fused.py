@@ -60,7 +60,7 @@ class FusedLayers:
     def __init__(self, model: PreTrainedModel) -> None:
         self.layers: list[DecoderLayer | DeltaLayer] | list[GpuLayer] = []
         self.stack: DecoderStack | None = None
-        self._model = model
+        self._model, self._rounded = model, False
         here = not is_spread(model)  # else a layer's weights come when its own code is called
         own = kernels() if here and model.device.type == "cpu" and model.dtype == torch.float32 else None
         self.on_gpu = here and gpu_layers.serves(model)
@@ -128,16 +128,16 @@ class FusedLayers:
     def round(self) -> None:
         """Rounds the weights of :attr:`stack` to eight bits, for a draft. Prompts are read with the exact weights."""
         if self.stack is not None:
-            self.stack = self.stack.changed(_lighter)
+            self.stack, self._rounded = self.stack.changed(_lighter), True
 
     @cached_property
     def draft_stack(self) -> DecoderStack | None:
         """The whole model for drafting for itself: layers in four bits, the head in eight. None without a stack or
-        without memory for this copy, or with recurrent layers. In int8 arithmetic it is :attr:`stack`, and weights in
-        fewer bits stay."""
+        without memory for this copy, or with recurrent layers. In int8 arithmetic, and where :meth:`round` was called,
+        it is :attr:`stack`; weights in fewer bits stay."""
         if self.stack is None or self._deltas:
             return None
-        if self._int8:
+        if self._int8 or self._rounded:
             return self.stack
         try:
             sizes.require(parameters(self._model), torch.device("cpu"), "A model that drafts for itself")

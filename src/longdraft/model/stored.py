@@ -181,11 +181,17 @@ def keep_stored(model: PreTrainedModel) -> PreTrainedModel:
     return mark(model) if known else model
 
 
-def in_float32(model: PreTrainedModel) -> PreTrainedModel:
-    """A model with the same weights, all unpacked."""
+def in_floats(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """A model with the same weights, all unpacked, one after the other."""
     with without_memory():
         made = type(model)(copy.deepcopy(model.config))
-    made.load_state_dict(model.state_dict(), assign=True)
+    weights: dict[str, torch.Tensor] = {}
+    for path, module in model.named_modules():
+        own: dict[str, Any] = {}
+        module._save_to_state_dict(own, f"{path}." if path else "", keep_vars=False)
+        weights |= {name: x.to(dtype) if x.is_floating_point() else x for name, x in own.items()}
+    made.load_state_dict(weights, assign=True)
+    made.config.dtype = dtype
     made.tie_weights()
     made.generation_config = copy.deepcopy(model.generation_config)
     return made.requires_grad_(False).train(model.training)

@@ -21,8 +21,7 @@ from safetensors.torch import save_file
 import longdraft
 from longdraft import Speculator
 from longdraft.errors import CheckpointError, LongdraftError
-from longdraft.model import gguf_cache
-from longdraft.model.gguf_files import File
+from longdraft.model.gguf.files import File
 from tests.drafts import random_draft
 from tests.fuzz.case import bounded, verdict
 from tests.fuzz.formats import FORMATS, IDS, target
@@ -178,34 +177,6 @@ def test_metadata_that_nothing_uses_takes_no_memory(tmp_path):
         assert tracemalloc.get_traced_memory()[1] < 2 << 20
     finally:
         tracemalloc.stop()
-
-
-def entries(folder: Path) -> list[Path]:
-    return sorted((folder / "gguf").iterdir())
-
-
-@pytest.mark.parametrize("file", ["config.json", "tokenizer.json", "tokenizer_config.json", "seal"])
-@pytest.mark.parametrize("harm", ["flipped", "pipe", "gone", "empty"])
-def test_a_damaged_entry_of_the_cache_is_made_anew(file, harm, tmp_path, monkeypatch):
-    monkeypatch.setattr(gguf_cache, "cache_folder", lambda: tmp_path / "cache")
-    write_gguf(tmp_path / "m.gguf")
-    words = load(tmp_path / "m.gguf").tokenizer.get_vocab()
-    (entry,) = entries(tmp_path / "cache")
-    whole = (entry / file).read_bytes()
-    (entry / file).unlink()
-    if harm == "pipe":
-        os.mkfifo(entry / file)
-    elif harm != "gone":
-        (entry / file).write_bytes(b"" if harm == "empty" else whole.replace(b"2", b"3"))
-    with bounded():
-        assert load(tmp_path / "m.gguf").tokenizer.get_vocab() == words
-    assert entries(tmp_path / "cache") == [entry] and (entry / file).read_bytes() == whole
-
-
-def test_an_entry_of_the_cache_belongs_to_all_metadata():
-    """Where the digested parts end is part of the digest: other metadata never shares an entry."""
-    parts = [(b"abcd",), (b"ab", b"cd"), (b"abc", b"d"), (b"abcd", b""), (b"", b"abcd")]
-    assert len({gguf_cache.folder_of(*each) for each in parts}) == len(parts)
 
 
 def test_pickled_drafts_hold_plain_tensors_by_name(tmp_path):

@@ -9,6 +9,8 @@ from tokenizers import pre_tokenizers
 from transformers import Qwen2Tokenizer
 
 import longdraft
+from longdraft.errors import CapabilityError
+from tests.gguf_architectures import write
 from tests.gguf_files import write_gguf
 
 TEXT = "x = [\n    1,\n    2234]  # It's I'LL caf\u00e9\r\n\tfoo(\u4f60\u597d\u3042)!!\n\n  \u00bd"
@@ -80,7 +82,16 @@ def test_texts_begin_with_bos_as_the_file_says_or_as_its_rule_does(rule, said, f
     assert ids == ([1] if first else []) + ids[-1:] and ids[-1] != 1
 
 
-def test_a_rule_that_is_not_known_is_named_once_in_a_warning(tmp_path, caplog):
-    with caplog.at_level(logging.WARNING):
-        assert loaded(tmp_path, pre="of-tomorrow")("the")["input_ids"]
-    assert "of-tomorrow" in caplog.text
+@pytest.mark.parametrize("family", ["llama", "qwen35"])
+def test_a_rule_that_is_not_known_is_named_in_a_warning_or_refused(family, tmp_path, caplog):
+    """transformers may know the architecture's usual rule, in some versions."""
+    try:
+        with caplog.at_level(logging.WARNING):
+            if family == "llama":
+                tokenizer = loaded(tmp_path, pre="of-tomorrow")
+            else:
+                write(tmp_path / "a.gguf", family, split="of-tomorrow")
+                tokenizer = longdraft.load(tmp_path / "a.gguf", device="cpu").tokenizer
+        assert tokenizer("the")["input_ids"] and "of-tomorrow" in caplog.text
+    except CapabilityError as error:
+        assert "of-tomorrow" in str(error) and family != "llama"

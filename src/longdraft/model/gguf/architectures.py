@@ -1,14 +1,16 @@
-"""Configurations of GGUF files whose architectures transformers does not read, or not in every version of it."""
+"""The table of architectures: what a GGUF file's fields are in a configuration, and what its converter changes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from transformers import AutoConfig
 
 from longdraft.errors import CapabilityError
+from longdraft.model.gguf.header import Header
 
 # Field of a file behind its architecture's name -> field of the configuration.
 _FIELDS = {
@@ -19,9 +21,8 @@ _FIELDS = {
     "attention.head_count_kv": "num_key_value_heads",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
 }
-# Fields that may have a number for each layer, and architectures of whose layers we know how they then differ.
+# Fields that may have a number for each layer.
 SIZES = ("feed_forward_length", "attention.head_count", "attention.head_count_kv")
-BY_LAYER = ("lfm2", "lfm2moe", "gemma4")
 _EXPERTS = {
     "expert_count": "num_experts",
     "expert_used_count": "num_experts_per_tok",
@@ -31,55 +32,33 @@ _EXPERTS = {
 _TOKENS = {"eos_token_id": "eos_token_id", "bos_token_id": "bos_token_id", "padding_token_id": "pad_token_id"}
 
 
-@dataclass(frozen=True)
-class Header:
-    """The fields of a file.
-
-    Attributes:
-        whole: gives the value of a whole name, or None.
-        tensors: names of the tensors.
-        tokens: size of the vocabulary.
-        rotated: share of the frequencies that the tensor ``rope_freqs`` does not turn off.
-    """
-
-    architecture: str
-    whole: Callable[[str], Any]
-    tensors: Collection[str]
-    tokens: int
-    rotated: float = 1.0
-
-    def __call__(self, name: str, default: Any = None) -> Any:
-        """The value of a name behind the architecture's."""
-        found = self.whole(f"{self.architecture}.{name}")
-        return default if found is None else found
-
-    @property
-    def layers(self) -> int:
-        """The number of layers, without those that predict further tokens."""
-        return int(self("block_count")) - int(self("nextn_predict_layers", 0))
-
-    @property
-    def head_dim(self) -> int:
-        size = self("attention.key_length")
-        return int(self("embedding_length")) // int(self("attention.head_count")) if size is None else int(size)
-
-
 Settings = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Kind:
+class Arch:
     """An architecture.
 
     Attributes:
         model_type: transformers' name of it.
         fields: more of the file's fields -> the configuration's.
-        more: what follows from several fields.
+        more: what follows from several fields, or is not in the file.
+        paired: rows of queries and keys lie in pairs, as the first Llama rotated them.
+        one_more: the model multiplies by 1 + the weight of a norm, and the file has the sum.
+        tiled: value heads of gated DeltaNet lie as the key heads repeat: those of the first key head are not side by
+            side.
+        by_layer: it is known how layers differ whose :data:`SIZES` are numbers for each.
+        factors_scale: the tensor ``rope_freqs`` scales frequencies; else it says which are not used.
     """
 
     model_type: str
     fields: Mapping[str, str] = field(default_factory=dict)
     more: Callable[[Header], Settings] = lambda header: {}
+    paired: bool = False
+    one_more: bool = False
+    tiled: bool = False
+    by_layer: bool = False
+    factors_scale: bool = True
 
 
 def _delta(header: Header) -> Settings:
@@ -124,6 +103,20 @@ def _lfm2(header: Header) -> Settings:
 _LFM2 = {"attention.layer_norm_rms_epsilon": "norm_eps", "shortconv.l_cache": "conv_L_cache"}
 
 
+def _qwen2_moe(header: Header) -> Settings:
+    # Its code makes a mask of a window even where no layer uses one.
+    return {"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": [], "sliding_window": 0}
+
+
+def _qwen3_moe(header: Header) -> Settings:
+    return {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+
+
+def _gpt_oss(header: Header) -> Settings:
+    rope: Settings = {"truncate": False} if header("rope.scaling.type") == "yarn" else {}
+    return _windows(2)(header) | {"rope_parameters": rope}
+
+
 def _partial(header: Header) -> Settings:
     """RoPE that rotates a part of each head."""
     size = int(header("rope.dimension_count", header.head_dim))
@@ -165,6 +158,23 @@ def _windows(every: int) -> Callable[[Header], Settings]:
     return settings
 
 
+def _gemma(every: int, largest: int) -> Callable[[Header], Settings]:
+    """Gemma 2 and 3. In files of as many layers as the ``largest`` scores are scaled by the hidden size."""
+
+    def settings(header: Header) -> Settings:
+        hidden, heads = int(header("embedding_length")), int(header("attention.head_count"))
+        scale = hidden // heads if header.layers == largest else header.head_dim
+        return _windows(every)(header) | {"query_pre_attn_scalar": scale}
+
+    return settings
+
+
+def _gemma3(header: Header) -> Settings:
+    bases = {"sliding_attention": header("rope.freq_base_swa", 1e4), "full_attention": header("rope.freq_base", 1e6)}
+    rope = {kind: {"rope_type": "default", "rope_theta": float(base)} for kind, base in bases.items()}
+    return _gemma(6, 62)(header) | {"rope_parameters": rope}
+
+
 def _olmo2(header: Header) -> Settings:
     if header("attention.sliding_window") is not None:
         raise CapabilityError("OLMo 3 is not read from GGUF files: give the model's Hugging Face folder or id.")
@@ -194,13 +204,13 @@ def _gemma4(header: Header) -> Settings:
         "use_double_wide_mlp": max(inners) > min(inners),
         "enable_moe_block": bool(experts),
         "num_experts": experts,
-        "vocab_size_per_layer_input": int(header("vocab_size", header.tokens)),
+        "vocab_size_per_layer_input": int(header("vocab_size", header.words)),
         "rope_parameters": {
             "sliding_attention": {"rope_type": "default", "rope_theta": float(header("rope.freq_base_swa", 1e4))},
             "full_attention": {
                 "rope_type": "proportional",
                 "rope_theta": float(header("rope.freq_base", 1e6)),
-                "partial_rotary_factor": header.rotated,
+                "partial_rotary_factor": 1.0 if header.factors is None else float(np.mean(header.factors < 1e9)),
             },
         },
     }
@@ -214,6 +224,7 @@ _GEMMA4 = {
     "expert_feed_forward_length": "moe_intermediate_size",
 }
 _COHERE2 = {"attention.layer_norm_epsilon": "layer_norm_eps", "logit_scale": "logit_scale"}
+_MIXTRAL = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
 _GRANITE = {
     "attention.scale": "attention_multiplier",
     "embedding_scale": "embedding_multiplier",
@@ -221,46 +232,59 @@ _GRANITE = {
     "logit_scale": "logits_scaling",
 }
 
-KINDS = {
-    "qwen35": Kind("qwen3_5_text", _DELTA, _delta),
-    "qwen35moe": Kind("qwen3_5_moe_text", _DELTA | _EXPERTS, _delta),
-    "qwen3next": Kind("qwen3_next", _DELTA | _EXPERTS, _delta),
-    "lfm2": Kind("lfm2", _LFM2, _lfm2),
-    "lfm2moe": Kind("lfm2_moe", _LFM2 | _EXPERTS | {"leading_dense_block_count": "num_dense_layers"}, _lfm2),
-    "gemma4": Kind("gemma4_text", _GEMMA4, _gemma4),
-    "glm4": Kind("glm4", {}, _glm4),
-    "glm4moe": Kind("glm4_moe", _GLM4_MOE, _glm4_moe),
-    "smollm3": Kind("smollm3"),
-    "olmo2": Kind("olmo2", {}, _olmo2),
-    "exaone4": Kind("exaone4", {}, _windows(4)),
-    "cohere2": Kind("cohere2", _COHERE2, lambda header: _windows(4)(header) | _partial(header)),
-    "seed_oss": Kind("seed_oss", {}, _seed_oss),
-    "granite": Kind("granite", _GRANITE),
+ARCHITECTURES = {
+    "llama": Arch("llama", paired=True),
+    "qwen2": Arch("qwen2"),
+    "qwen3": Arch("qwen3"),
+    "qwen2moe": Arch("qwen2_moe", _EXPERTS, _qwen2_moe),
+    "qwen3moe": Arch("qwen3_moe", _EXPERTS, _qwen3_moe),
+    "gpt-oss": Arch("gpt_oss", _MIXTRAL | {"expert_feed_forward_length": "intermediate_size"}, _gpt_oss),
+    "gemma2": Arch("gemma2", {}, _gemma(2, 46), one_more=True),
+    "gemma3": Arch("gemma3_text", {}, _gemma3, one_more=True),
+    "gemma4": Arch("gemma4_text", _GEMMA4, _gemma4, by_layer=True, factors_scale=False),
+    "qwen35": Arch("qwen3_5_text", _DELTA, _delta, one_more=True, tiled=True),
+    "qwen35moe": Arch("qwen3_5_moe_text", _DELTA | _EXPERTS, _delta, one_more=True, tiled=True),
+    "qwen3next": Arch("qwen3_next", _DELTA | _EXPERTS, _delta, one_more=True),
+    "lfm2": Arch("lfm2", _LFM2, _lfm2, by_layer=True),
+    "lfm2moe": Arch(
+        "lfm2_moe", _LFM2 | _EXPERTS | {"leading_dense_block_count": "num_dense_layers"}, _lfm2, by_layer=True
+    ),
+    "glm4": Arch("glm4", {}, _glm4),
+    "glm4moe": Arch("glm4_moe", _GLM4_MOE, _glm4_moe),
+    "smollm3": Arch("smollm3", paired=True),
+    "olmo2": Arch("olmo2", {}, _olmo2),
+    "exaone4": Arch("exaone4", {}, _windows(4)),
+    "cohere2": Arch("cohere2", _COHERE2, lambda header: _windows(4)(header) | _partial(header)),
+    "seed_oss": Arch("seed_oss", {}, _seed_oss),
+    "granite": Arch("granite", _GRANITE, paired=True),
 }
-# Files of the first Llama's architecture with experts.
-_MIXTRAL = Kind("mixtral", {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"})
+# Models whose files have the architecture of the first Llama.
+_MISTRAL = Arch("mistral", {}, lambda header: {"sliding_window": header("attention.sliding_window")}, paired=True)
+_WITH_EXPERTS = Arch("mixtral", _MIXTRAL, paired=True)
 
 
-def kind_of(header: Header) -> Kind | None:
-    """The kind of a file's architecture; None if transformers reads it, or nobody."""
+def arch_of(header: Header) -> Arch | None:
+    """The row of a file's architecture; None if there is none."""
     if header.architecture == "llama" and header("expert_count"):
-        return _MIXTRAL
-    return KINDS.get(header.architecture)
+        return _WITH_EXPERTS
+    if header.architecture == "llama" and "mistral" in str(header.whole("general.name")).lower():
+        return _MISTRAL
+    return ARCHITECTURES.get(header.architecture)
 
 
-def config_of(header: Header, kind: Kind) -> Any:
+def config_of(header: Header, arch: Arch) -> Any:
     """The configuration of a file, with rotary frequencies that are not scaled."""
     found: Settings = {"num_hidden_layers": header.layers, "head_dim": header.head_dim}
     for names, value in (
-        (_FIELDS | dict(kind.fields), header),
+        (_FIELDS | dict(arch.fields), header),
         (_TOKENS, lambda n: header.whole(f"tokenizer.ggml.{n}")),
     ):
         found |= {ours: x for theirs, ours in names.items() if (x := value(theirs)) is not None}
-    found |= kind.more(header)
+    found |= arch.more(header)
     rope = found.get("rope_parameters", {})
     if not any(isinstance(each, dict) for each in rope.values()):
         plain = {"rope_type": "default", "rope_theta": float(header("rope.freq_base", 1e4))}
         found["rope_parameters"] = plain | rope
-    found["vocab_size"] = int(header("vocab_size", header.tokens))
+    found["vocab_size"] = int(header("vocab_size", header.words))
     found["tie_word_embeddings"] = "output.weight" not in header.tensors
-    return AutoConfig.for_model(kind.model_type, **found)
+    return AutoConfig.for_model(arch.model_type, **found)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from longdraft.model.gguf.architectures import Arch
 from longdraft.model.stored_parts import Arranged
 from longdraft.native import Stored
 from longdraft.native.stored import FORMATS
@@ -20,12 +21,6 @@ if TYPE_CHECKING:
 
 Weight = torch.Tensor | Stored | Arranged
 
-# Rows of queries and keys lie in pairs, as the first Llama rotated them.
-_PAIRED = ("llama", "smollm3", "granite")
-# These models multiply by 1 + the weight of a norm, and their files have the sum.
-_ONE_MORE = ("gemma2", "gemma3", "qwen3next", "qwen35", "qwen35moe")
-# Value heads of gated DeltaNet lie as the key heads repeat: those of the first key head are not side by side.
-_TILED = ("qwen35", "qwen35moe")
 # Tensors of another shape, by the first part of their name in a layer.
 _RESHAPED = ("ffn_gate_inp_shexp", "ssm_conv1d", "shortconv", "ssm_a", "ssm_d", "ssm_norm")
 
@@ -73,7 +68,7 @@ def tensor_names(parameter: str, known: Callable[[str], str | None], present: Co
     return () if name is None else (f"{name}.{leaf}",)
 
 
-def weight(architecture: str, tensors: Sequence[ReaderTensor], config: Any, wanted: Sequence[int]) -> Weight:
+def weight(arch: Arch, tensors: Sequence[ReaderTensor], config: Any, wanted: Sequence[int]) -> Weight:
     """A parameter of the model, of one tensor or several: as it is stored, or floats.
 
     Args:
@@ -82,7 +77,7 @@ def weight(architecture: str, tensors: Sequence[ReaderTensor], config: Any, want
     tensor = tensors[0]
     part = _part(tensor.name)
     parts = [as_stored(each) for each in tensors]
-    rows, columns = _rows(architecture, part, parts, config), _columns(architecture, part, config)
+    rows, columns = _rows(arch, part, parts, config), _columns(arch, part, config)
     packed = tuple(each for each in parts if isinstance(each, Stored))
     if len(packed) == len(parts):
         if len(packed) > 1 or columns is not None:
@@ -96,7 +91,7 @@ def weight(architecture: str, tensors: Sequence[ReaderTensor], config: Any, want
         data = (-data).log()  # the file has -exp of it
     if part in _RESHAPED and data.numel() == torch.Size(wanted).numel():
         data = data.reshape(*wanted)
-    more = architecture in _ONE_MORE and tensor.name.endswith("norm.weight") and part != "ssm_norm"
+    more = arch.one_more and tensor.name.endswith("norm.weight") and part != "ssm_norm"
     return data - 1 if more else data
 
 
@@ -124,15 +119,15 @@ def experts_of(tensor: ReaderTensor) -> torch.Tensor:
     return data.floats().unflatten(0, (int(tensor.shape[2]), -1)) if isinstance(data, Stored) else data
 
 
-def _rows(architecture: str, part: str, parts: Sequence[torch.Tensor | Stored], config: Any) -> torch.Tensor | None:
+def _rows(arch: Arch, part: str, parts: Sequence[torch.Tensor | Stored], config: Any) -> torch.Tensor | None:
     """Place in the file of each row; None if they are in order."""
-    if architecture in _PAIRED and part in ("attn_q", "attn_k"):
+    if arch.paired and part in ("attn_q", "attn_k"):
         heads = config.num_attention_heads if part == "attn_q" else config.num_key_value_heads
         count = parts[0].shape[0]
         return torch.arange(count, device="cpu").view(heads, -1, 2).transpose(1, 2).reshape(-1)
-    if architecture == "qwen3next" and len(parts) == 2:
+    if len(parts) == 2:  # queries, keys and values, and gates
         return _by_key_head(config)
-    if architecture in _TILED and (heads := _value_heads(config)) is not None:
+    if arch.tiled and (heads := _value_heads(config)) is not None:
         if part in ("attn_qkv", "ssm_conv1d"):
             keys = 2 * config.linear_num_key_heads * config.linear_key_head_dim
             return torch.cat([torch.arange(keys, device="cpu"), keys + _each(heads, config.linear_value_head_dim)])
@@ -143,9 +138,9 @@ def _rows(architecture: str, part: str, parts: Sequence[torch.Tensor | Stored], 
     return None
 
 
-def _columns(architecture: str, part: str, config: Any) -> torch.Tensor | None:
+def _columns(arch: Arch, part: str, config: Any) -> torch.Tensor | None:
     """Place in the file of each column; None if they are in order."""
-    if architecture in _TILED and part == "ssm_out" and (heads := _value_heads(config)) is not None:
+    if arch.tiled and part == "ssm_out" and (heads := _value_heads(config)) is not None:
         return _each(heads, config.linear_value_head_dim)
     return None
 

@@ -10,10 +10,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from longdraft.errors import CapabilityError
-from longdraft.model import gguf_experts, gguf_layout, stored
+from longdraft.model import stored
 from longdraft.model.checkpoints import quiet, reading
-from longdraft.model.gguf_files import File
-from longdraft.model.gguf_reader import needs
+from longdraft.model.gguf import experts, layout
+from longdraft.model.gguf.files import File
+from longdraft.model.gguf.reader import needs
 from longdraft.model.stored_parts import Arranged
 from longdraft.native import Stored
 
@@ -44,33 +45,33 @@ def read(path: Path) -> dict[str, torch.Tensor | Stored] | None:
     needs("gguf", path)
     with reading(path, f"{path} cannot be read as a GGUF file", _REMEDY), quiet():
         file = _Further(path)
-        return file.tensors() if file.count else None
+        return file.parameters() if file.count else None
 
 
 class _Further(File):
     @property
     def count(self) -> int:
         """The number of such layers."""
-        return int(self._value(f"{self.architecture}.nextn_predict_layers") or 0)
+        return int(self("nextn_predict_layers", 0))
 
-    def tensors(self) -> dict[str, torch.Tensor | Stored]:
-        if self.kind is None:
+    def parameters(self) -> dict[str, torch.Tensor | Stored]:
+        if self.arch is None:
             raise CapabilityError(
                 f"{self.path}: layers of {self.architecture} that predict further tokens are not read from GGUF files."
             )
         config = self.config()
         number = int(config.num_hidden_layers)
-        tensors = {t.name: t for t in self._tensors if t.name.startswith(f"blk.{number}.")}
+        tensors = {name: t for name, t in self.tensors.items() if name.startswith(f"blk.{number}.")}
         model = _alone(config)
-        experts = {
-            name.replace(f"blk.{number}.", "blk.0."): gguf_layout.experts_of(tensor)
+        own = {
+            name.replace(f"blk.{number}.", "blk.0."): layout.experts_of(tensor)
             for name, tensor in tensors.items()
             if "_exps." in name
         }
-        for path, module in list(gguf_experts.mixtures(model)):
-            list(gguf_experts.put_in(model, path, module, experts))
+        for path, module in list(experts.mixtures(model)):
+            list(experts.put_in(model, path, module, own))
         config.num_hidden_layers = number + 1  # gguf has names for so many
-        known, begin = self._known(config), "model.layers.0."
+        known, begin = self.known(config), "model.layers.0."
         found: dict[str, torch.Tensor | Stored] = {}
         for whole, parameter in model.named_parameters():
             name, theirs = whole.removeprefix(begin), whole.replace(begin, f"model.layers.{number}.")
@@ -79,20 +80,20 @@ class _Further(File):
             if not parameter.is_meta:
                 found[name] = parameter.detach()  # an expert's
                 continue
-            parts = [tensors[each] for each in gguf_layout.tensor_names(theirs, known, tensors) if each in tensors]
+            parts = [tensors[each] for each in layout.tensor_names(theirs, known, tensors) if each in tensors]
             if parts:
-                found[name] = self._weight(parts, config, parameter.shape)
+                found[name] = self._ordered(parts, config, parameter.shape)
         for whole, buffer in model.named_buffers():
             theirs = whole.replace(begin, f"model.layers.{number}.")
-            if (at := gguf_layout.buffer_name(theirs)) in tensors:
+            if (at := layout.buffer_name(theirs)) in tensors:
                 found[whole.removeprefix(begin)] = torch.from_numpy(tensors[at].data).view(buffer.shape)
         for name in _BESIDE:
             if (tensor := tensors.get(f"blk.{number}.nextn.{name}.weight")) is not None:
-                found[f"{name}.weight"] = self._weight([tensor], config, ())
+                found[f"{name}.weight"] = self._ordered([tensor], config, ())
         return found
 
-    def _weight(self, parts: list[Any], config: Any, shape: Any) -> torch.Tensor | Stored:
-        weight = gguf_layout.weight(self.architecture, parts, config, shape)
+    def _ordered(self, parts: list[Any], config: Any, shape: Any) -> torch.Tensor | Stored:
+        weight = self.weight(parts, config, shape)
         if isinstance(weight, Arranged):
             raise CapabilityError(f"{self.path} has rows of {parts[0].name} in an order that is not read.")
         return weight

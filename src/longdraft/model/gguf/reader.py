@@ -147,7 +147,6 @@ def reader_of(path: Path) -> GGUFReader:
         first.tensors += [tensor for other in others for tensor in other.tensors]  # which keep the files mapped
         if len({tensor.name for tensor in first.tensors}) < len(first.tensors):
             raise ValueError("two of its parts have a tensor of the same name")
-        first.headers = [memoryview(each.data)[: each.data_offset] for each in (first, *others)]
         return first
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import nn
@@ -13,36 +12,7 @@ from longdraft.model.experts import is_mixture, joined
 from longdraft.model.stored_experts import LAST, StoredExperts
 from longdraft.native import Stored
 
-# Architectures as files name them, and whether a router's weights are divided by their sum (the files do not say so).
-ARCHITECTURES = {"qwen2moe": False, "qwen3moe": True, "gpt-oss": None}
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
-# Fields that transformers 5.24 misreads.
-MISREAD = ("gpt-oss.rope.scaling.",)
-
-
-def complete(config: Any, architecture: str, value: Callable[[str], Any]) -> None:
-    """Sets what transformers does not read of a mixture.
-
-    Args:
-        value: gives the file's value of a name behind the architecture's, or None.
-    """
-    size = value("expert_feed_forward_length")
-    if architecture == "gpt-oss":
-        config.intermediate_size = int(size or config.intermediate_size)
-        config.sliding_window = int(value("attention.sliding_window") or config.sliding_window)
-        # transformers takes the scaling of the published models for any file.
-        config.rope_parameters = {"rope_type": "default", "rope_theta": float(value("rope.freq_base"))}
-        if value("rope.scaling.type") == "yarn":
-            config.rope_parameters["truncate"] = False
-        return
-    if architecture == "qwen2moe":
-        config.sliding_window = 0  # its code makes a mask of it even where no layer uses one
-    config.norm_topk_prob = ARCHITECTURES[architecture]
-    config.decoder_sparse_step, config.mlp_only_layers = 1, []
-    if size is not None:
-        config.moe_intermediate_size = int(size)
-    if (shared := value("expert_shared_feed_forward_length")) is not None:
-        config.shared_expert_intermediate_size = int(shared)
 
 
 def mixtures(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

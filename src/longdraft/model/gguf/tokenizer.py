@@ -8,7 +8,6 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from longdraft.errors import CapabilityError
 from longdraft.model.ends import KNOWN
 
 _ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
@@ -54,21 +53,13 @@ _COMPOSED = ("qwen2", "qwen35", "command-r", "olmo", "mpt")  # texts are normali
 
 
 def tokenizer_of(value: Callable[[str], Any], strings: Callable[[str], Sequence[str]]) -> PreTrainedTokenizerBase:
-    """The tokenizer of a file whose model of words is gpt2.
+    """The tokenizer of a file whose model of words is gpt2 and which names one of :data:`RULES`.
 
     Args:
         value: gives the value of a name behind ``tokenizer.``, or None.
         strings: gives the strings of an array.
-
-    Raises:
-        CapabilityError: it splits texts in a way that is not known here.
     """
     split = value("ggml.pre")
-    if split not in RULES:
-        raise CapabilityError(
-            f"the tokenizer (gpt2, {split}) is not read from a file of this architecture: give the model's Hugging "
-            "Face folder."
-        )
     tokens = strings("ggml.tokens")
     merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in strings("ggml.merges"))]
     vocabulary = {token: number for number, token in enumerate(tokens)}

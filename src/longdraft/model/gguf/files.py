@@ -1,0 +1,323 @@
+"""Reads GGUF files, whose weights our kernels use as they are stored.
+
+The package gguf reads the file. The weights are mapped, not read, so a model of any size loads in about a second.
+Architectures that have no row in architectures.py are left to transformers, which unpacks them.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import mmap
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from longdraft.errors import CapabilityError, CheckpointError
+from longdraft.model import stored
+from longdraft.model.checkpoints import DType, LoadedModel, Progress, quiet, read_checkpoint, reading, stretch_rope
+from longdraft.model.ends import ends_of, stated_ends
+from longdraft.model.gguf import experts, layout
+from longdraft.model.gguf.architectures import SIZES, Arch, arch_of, config_of
+from longdraft.model.gguf.header import FACTORS, LAYER, Header
+from longdraft.model.gguf.reader import instead, needs
+from longdraft.model.gguf.rope import RopeError, scaling
+from longdraft.model.gguf.tokenizer import RULES, tokenizer_of
+from longdraft.model.stored_parts import Arranged, ArrangedLinear
+from longdraft.native import Stored, kernels, missing
+from longdraft.native.stored import FORMATS
+
+logger = logging.getLogger(__name__)
+
+# "stored" keeps matrices as they are stored, "float32" unpacks them.
+Weights = Literal["stored", "float32"]
+Arithmetic = Literal["int8", "float32"]
+_REMEDY = (
+    "It may be truncated, or of an architecture that transformers cannot read: fetch it again, or give the model's "
+    "Hugging Face folder."
+)
+# Factors for short and for long texts (LongRoPE).
+_BY_LENGTH = "rope_factors_"
+
+
+class File(Header):
+    """A GGUF file as a model.
+
+    Raises:
+        CapabilityError: its layers have several sizes.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        for name in (f"{self.architecture}.{size}" for size in SIZES if self.arch is None or not self.arch.by_layer):
+            field = self.reader.get_field(name)
+            if field is None or not isinstance(values := field.contents(), list):
+                continue
+            if len(set(values)) > 1:
+                raise CapabilityError(f"{path} has layers of several sizes ({name}): give the model's folder or id.")
+            same = field.parts[field.data[0]]  # for all layers: as if the file gave one
+            self.reader.fields[name] = field._replace(parts=[same], data=[0], types=field.types[-1:])
+        self.check()
+
+    @cached_property
+    def arch(self) -> Arch | None:
+        """The row of its architecture; None if transformers reads it, or nobody."""
+        return arch_of(self)
+
+    def config(self) -> Any:
+        """The configuration, with scaled rotary frequencies.
+
+        Raises:
+            CapabilityError: transformers does not know this scaling of rotary frequencies.
+        """
+        if self.arch is None:
+            with instead(self.reader):
+                config = AutoConfig.from_pretrained(
+                    self.path.parent, gguf_file=self.parts[0].name, local_files_only=True
+                )
+            self._scaling(None)
+            return config
+        config = config_of(self, self.arch)
+        if not self.arch.factors_scale:
+            return config
+        if scaled := self._scaling(config):
+            # With parameters by kind of layer, windowed layers have their own base and are never scaled.
+            full = config.rope_parameters.get("full_attention")
+            changed = {**(config.rope_parameters if full is None else full), **scaled}
+            config.rope_parameters = changed if full is None else {**config.rope_parameters, "full_attention": changed}
+        return config
+
+    def _scaling(self, config: Any) -> dict[str, Any]:
+        """Additions to the configuration's ``rope_parameters``, for scaled frequencies."""
+        factors = None if self.factors is None else torch.from_numpy(self.factors)
+        try:
+            if any(name.startswith(_BY_LENGTH) for name in self.tensors):
+                raise RopeError("longrope")
+            return scaling(lambda name: self(f"rope.{name}"), factors, config)
+        except RopeError as error:
+            raise CapabilityError(
+                f"{self.path} scales its rotary frequencies ({error}), which is not read from GGUF files: give the "
+                "model's Hugging Face folder or id."
+            ) from error
+
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        kind, rule = (self.whole(f"tokenizer.ggml.{name}") for name in ("model", "pre"))
+        if kind == "gpt2" and rule in RULES:
+            return tokenizer_of(lambda name: self.whole(f"tokenizer.{name}"), self.strings)
+        reader = copy.copy(self.reader)
+        if self.arch is not None:  # transformers, which makes a configuration first, may misread the other fields
+            kept = ((n, f) for n, f in reader.fields.items() if n.startswith(("GGUF.", "general.", "tokenizer.")))
+            reader.fields = type(reader.fields)(kept)
+        try:
+            with instead(reader):
+                tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+                    str(self.path.parent), gguf_file=self.parts[0].name, local_files_only=True
+                )
+        except Exception as error:
+            if kind != "gpt2":
+                raise
+            raise CapabilityError(
+                f"the tokenizer ({kind}, {rule}) is not read from a file of this architecture: give the model's "
+                "Hugging Face folder."
+            ) from error
+        if kind == "gpt2":
+            logger.warning("%s: how it splits texts (%s) is not known here, so tokens may differ.", self.path, rule)
+        return tokenizer
+
+    def unserved(self) -> str | None:
+        """The reason why the weights cannot stay as they are stored; None if they can."""
+        if self.arch is None:
+            return f"models of the kind {self.architecture} are not read as they are stored"
+        kinds = {t.tensor_type.name: name for name, t in self.tensors.items() if len(t.shape) in (2, 3)}
+        odd = sorted(kind for kind in kinds if kind not in (*FORMATS, "F32"))
+        return f"blocks of the type {odd[0]} ({kinds[odd[0]]}) are not read as they are stored" if odd else None
+
+    def model(self, config: Any) -> PreTrainedModel:
+        """The model, in float32, with matrices as they are stored, mapped from the file.
+
+        Raises:
+            CheckpointError: a weight is missing, or has another size than the configuration says.
+        """
+        with stored.without_memory():
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        known, tensors = self.known(config), self.tensors
+        mixtures = {name: layout.as_stored(t) for name, t in tensors.items() if "_exps." in name}
+        wrong = [
+            each
+            for path, module in list(experts.mixtures(model))
+            for each in experts.put_in(model, path, module, mixtures)
+        ]
+        weights, used = {}, {FACTORS, *mixtures}
+        for name, parameter in model.named_parameters():
+            if parameter.is_meta:  # otherwise an expert's, which is there already
+                found = layout.tensor_names(name, known, tensors)
+                if found and all(each in tensors for each in found):
+                    used.update(found)
+                    weights[name] = self.weight([tensors[each] for each in found], config, parameter.shape)
+        _put_in(model, weights, self.path, wrong)
+        for name, buffer in model.named_buffers():
+            if (at := layout.buffer_name(name)) in tensors:
+                used.add(at)
+                buffer.copy_(torch.from_numpy(tensors[at].data).view_as(buffer))
+        if unused := sorted(each for each in tensors.keys() - used if not self._spare(each, config)):
+            raise CheckpointError(
+                f"{self.path} has {len(unused)} tensors that a model of its configuration has no place for: "
+                f"{', '.join(unused[:5])}. It is damaged, or of another architecture than it says: fetch it again."
+            )
+        if hasattr(mmap, "MADV_WILLNEED"):  # not on Windows
+            self.reader.data._mmap.madvise(mmap.MADV_WILLNEED)
+        return stored.mark(model, *self.parts)
+
+    def _spare(self, name: str, config: Any) -> bool:
+        """True for a tensor that a model may leave unused: of layers that predict further tokens, or share rows."""
+        layer = LAYER.match(name)
+        shared = int(getattr(config, "num_kv_shared_layers", None) or 0) if ".attn_" in name else 0
+        return layer is not None and int(layer[1]) >= config.num_hidden_layers - shared
+
+    def weight(self, parts: list[Any], config: Any, shape: Any) -> layout.Weight:
+        """A parameter that consists of these tensors."""
+        assert self.arch is not None
+        return layout.weight(self.arch, parts, config, shape)
+
+    def known(self, config: Any) -> Callable[[str], str | None]:
+        """Gives gguf's name of a module or parameter of transformers, or None."""
+        import gguf
+
+        kind = next((kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == self.architecture), None)
+        if kind is None:
+            raise CheckpointError(
+                f"{self.path} is a model of the kind {self.architecture}, which the installed package gguf does not "
+                "know: pip install -U gguf"
+            )
+        known = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
+        return lambda name: known.get_name(name)
+
+
+def _put_in(model: PreTrainedModel, weights: dict[str, layout.Weight], file: Path, wrong: list[str]) -> None:
+    """Gives the modules of a model without memory their weights, and raises an error if some are ``wrong``."""
+    wanted = {name: tuple(p.shape) for name, p in model.named_parameters() if p.is_meta}
+    wrong += [f"{n} (not there)" for n in wanted if n not in weights]
+    wrong += [f"{n} ({tuple(t.shape)}, not {wanted[n]})" for n, t in weights.items() if wanted[n] != tuple(t.shape)]
+    if wrong:
+        raise CheckpointError(
+            f"{file} does not fit its own configuration; weights at fault: {', '.join(wrong[:5])}. It is incomplete or "
+            "of another architecture than it says: fetch it again."
+        )
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    modules: dict[str, dict[str, Any]] = {}
+    for name, tensor in weights.items():
+        path, _, leaf = name.rpartition(".")
+        modules.setdefault(path, {})[leaf] = tensor
+    for path, leaves in modules.items():
+        module, weight = model.get_submodule(path), leaves.get("weight")
+        parent, _, own = path.rpartition(".")
+        if isinstance(weight, Arranged):
+            setattr(model.get_submodule(parent), own, ArrangedLinear(weight))
+            continue
+        if isinstance(weight, Stored) and not isinstance(module, nn.Linear | nn.Embedding):
+            leaves["weight"] = weight = stored.unpacked(weight)  # a router's
+        if isinstance(weight, Stored):
+            embeds = isinstance(module, nn.Embedding)
+            made = (
+                stored.StoredEmbedding(weight, getattr(module, "scalar_embed_scale", 1.0))
+                if embeds
+                else stored.StoredLinear(weight, leaves.get("bias"))
+            )
+            setattr(model.get_submodule(parent), own, made)
+        else:
+            for leaf, floats in leaves.items():
+                setattr(module, leaf, nn.Parameter(floats, requires_grad=False))
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if tied and isinstance(embedding, stored.StoredEmbedding):
+        model.set_output_embeddings(stored.StoredLinear(embedding.matrix))
+    elif tied:
+        head.weight = embedding.weight
+
+
+def read_gguf(
+    path: Path,
+    dtype: DType,
+    rope_factor: float | None,
+    weights: Weights | None,
+    say: Progress,
+    arithmetic: Arithmetic | None = None,
+) -> LoadedModel:
+    """Reads a GGUF file, after :func:`check_gguf`, on the CPU.
+
+    Args:
+        dtype: any dtype but float32 has the weights unpacked.
+        weights, arithmetic: see :func:`longdraft.model.loading.load`.
+
+    Raises:
+        CheckpointError: the file is damaged or of an unknown architecture.
+        CapabilityError: the weights cannot stay as they are stored, or be computed in int8, as required; or the RoPE
+            is of an unknown kind.
+    """
+    needs("gguf", path)
+    failure = f"{path} cannot be read as a GGUF model"
+    with reading(path, failure, _REMEDY), quiet():
+        file = File(path)
+        why = file.unserved()
+        if file.arch is None and len(file.parts) > 1:
+            raise CapabilityError(f"{path}: {why}, so join its parts with llama-gguf-split --merge and give that file.")
+        config = file.config()
+        if weights == "stored" and why:
+            raise CapabilityError(f'{path}: {why}: give weights="float32" (--weights float32), which unpacks them.')
+        if rope_factor is not None:
+            stretch_rope(config.get_text_config(), rope_factor)
+        config._name_or_path = str(path)
+        loaded = None if file.arch is None else LoadedModel(file.model(config), file.tokenizer())
+    unpacking = f"Unpacking {path.name}, as at every start" + (f": {why}" if why else "")
+    if loaded is None:
+        needs("accelerate", path)
+        say(unpacking)
+        folder, name = str(path.parent), path.name
+        with instead(file.reader):
+            model = read_checkpoint(
+                *(folder, dtype, None), config=config, failure=failure, remedy=_REMEDY, with_tokenizer=False,
+                gguf_file=name, local_files_only=True,
+            ).model  # fmt: skip
+        with reading(path, failure, _REMEDY), quiet():
+            loaded = LoadedModel(model, file.tokenizer())
+        # transformers names the folder here; a draft for this model finds its tokenizer by the name.
+        loaded.model.config._name_or_path = loaded.model.name_or_path = str(path)
+    elif why or dtype != torch.float32 or weights == "float32" or (weights is None and kernels() is None):
+        say(unpacking)
+        unpacked = dtype if isinstance(dtype, torch.dtype) else torch.float32
+        loaded = LoadedModel(stored.in_floats(loaded.model, unpacked), loaded.tokenizer)
+    elif arithmetic != "float32" and kernels() is not None:
+        stored.use_int8(loaded.model)
+    if arithmetic == "int8" and stored.arithmetic_of(loaded.model) != "int8":
+        raise no_int8(path, why or _why_no_int8(dtype, weights))
+    with reading(path, failure, _REMEDY):
+        # Some versions of transformers give the tokenizer BOS for EOS, and let it remove the space before a comma.
+        for role in ("bos_token", "eos_token", "pad_token"):
+            token_id = getattr(loaded.model.config, f"{role}_id")
+            if isinstance(token_id, int):
+                setattr(loaded.tokenizer, role, loaded.tokenizer.convert_ids_to_tokens(token_id))
+        loaded.tokenizer.clean_up_tokenization_spaces = False
+        loaded.tokenizer.name_or_path = str(path)
+        settings = loaded.model.generation_config
+        ends = dict.fromkeys([*stated_ends(settings), *file.ends, *sorted(ends_of(loaded.tokenizer))])
+        settings.eos_token_id = list(ends) or None
+    return loaded
+
+
+def no_int8(name: object, why: str) -> CapabilityError:
+    """The error to raise if int8 arithmetic is required and not possible."""
+    return CapabilityError(f"{name} cannot be computed in int8 arithmetic: {why}. Leave arithmetic out.")
+
+
+def _why_no_int8(dtype: DType, weights: Weights | None) -> str:
+    if weights == "float32":
+        return "its weights were to be unpacked (weights)"
+    if dtype != torch.float32:
+        return f"it is for float32 on a CPU, not for {dtype}"
+    if kernels() is None:
+        return f"there are no kernels for it here ({missing()})"
+    return "none of its weights are stored in 8 bits or fewer"
