@@ -144,7 +144,6 @@ def part_kernel(
         ok = keys < end
         k_tile = load_rows(k_base, k_scales + of_scales, at, k_n, ok, k_d, SCALED, HEAD_DIM, BLOCK_D, DOT)
         v_tile = load_rows(v_base, v_scales + of_scales, at, v_n, ok, v_d, SCALED, HEAD_DIM, BLOCK_D, DOT)
-        scores = scores_of(q_tile, k_tile, tl.zeros((BLOCK_M, BLOCK_N), tl.float32), scale, cap, CAPPED, DOT)
         sees = ok[None, :]
         if CAUSAL:
             sees = sees & (keys[None, :] <= offset + i[:, None])
@@ -154,11 +153,13 @@ def part_kernel(
             sees = tl.load(mask + b * mask_b + offsets, mask=sees & (rows < R)[:, None], other=0) != 0
         if WINDOWED:
             sees = sees & (keys[None, :] >= begin[:, None])
+        scores = scores_of(q_tile, k_tile, tl.zeros((BLOCK_M, BLOCK_N), tl.float32), scale, cap, CAPPED, DOT)
         m, z, acc = online_softmax(m, z, acc, tl.where(sees, scores, float("-inf")), v_tile, DOT)
 
     # o_p = acc / z and l_p = log sum exp s; o_p = 0 and l_p = -inf for a row that saw no key.
     total = tl.where(z > 0.0, z, 1.0)  # for such a row m = -inf gives l_p
-    flat = (split.to(tl.int64) * tl.num_programs(1) + sequence_head) * R + rows
+    part = sequence_head.to(tl.int64) if TREE else split.to(tl.int64) * tl.num_programs(1) + sequence_head
+    flat = part * R + rows
     dims = tl.arange(0, BLOCK_D)
     tl.store(lse + flat, (m + tl.log2(total)) * LN2, mask=rows < R)
     tl.store(
