@@ -12,7 +12,7 @@ from longdraft.errors import CapabilityError
 from longdraft.model.few_rows import FewRowsModule
 from longdraft.model.loading import load
 from longdraft.model.runner import TargetRunner
-from longdraft.model.stored import StoredEmbedding, StoredLinear, in_float32
+from longdraft.model.stored import StoredEmbedding, StoredLinear, in_floats
 from tests.forwards import forward
 from tests.native.levels import needs_kernels
 from tests.quick import in_turn
@@ -64,7 +64,7 @@ def test_stored_weights_are_saved_once_they_are_unpacked(tmp_path):
     model = load(folder(tmp_path / "a"), device="cpu", weights="stored").model
     with pytest.raises(CapabilityError):
         model.save_pretrained(tmp_path / "b")
-    in_float32(model).save_pretrained(tmp_path / "b")
+    in_floats(model, torch.float32).save_pretrained(tmp_path / "b")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "b").state_dict()
     assert all(torch.equal(t, again[name]) for name, t in model.state_dict().items())
 
