@@ -1,4 +1,4 @@
 """The settings of longdraft's own tests."""
 
 from tests.conftest import *  # noqa: F403
-from tests.conftest import _fixed_start, _kept  # noqa: F401
+from tests.conftest import _fixed_start  # noqa: F401
