@@ -141,7 +141,7 @@ def part_kernel(
     for start in range(lo, end, BLOCK_N):
         keys = start + tl.arange(0, BLOCK_N)
         at = keys.to(tl.int64)
-        ok = keys < end
+        ok = keys < (offset + T if TREE else end)
         k_tile = load_rows(k_base, k_scales + of_scales, at, k_n, ok, k_d, SCALED, HEAD_DIM, BLOCK_D, DOT)
         v_tile = load_rows(v_base, v_scales + of_scales, at, v_n, ok, v_d, SCALED, HEAD_DIM, BLOCK_D, DOT)
         sees = ok[None, :]
