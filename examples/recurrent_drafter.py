@@ -165,7 +165,7 @@ def train(config: Any, progress: Callable[..., None] = lambda *_: None, stop: Ca
     yield from session.train(trainee, layers, NAME, sizes, levels=LEVELS, measured=LEVELS)
 
 
-# 5. From here on it is a method like any other, with or without --draft, under specpv and nested, on the command line.
+# 5. From here on it is a method like any other, with or without --draft, under specpv, on the command line.
 longdraft.register(
     Kind(
         NAME,
