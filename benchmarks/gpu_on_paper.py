@@ -5,7 +5,7 @@
 Two Markdown tables a model: what each forward moves and computes; what a round of each method then costs in plain
 steps, and the speed-up with the tokens that papers report for it. Times are lower bounds, of plain decoding too. Not
 counted: activations, hidden states and logits between operators, sampling, making trees, launches and waiting.
-tests/test_gpu_on_paper.py holds the formulas against what operators read and compute in runs of a tiny model.
+tests/gpu/test_gpu_on_paper.py holds the formulas against what operators read and compute in runs of a tiny model.
 
 m is the target; b texts are decoded at a time; each has n rows of KV (``prefix``: those seen); a round brings a tokens.
 """

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from longdraft.attention import dispatch, prefix
 from longdraft.model.runner import TargetRunner
-from tests import torch_kernels
 from tests.attention.cases import HEADS, TOLERANCE, assert_like_reference, case, scored
-from tests.tiny import tiny_model
+from tests.support import torch_kernels
+from tests.support.tiny import tiny_model
 
 # Triton's, which is interpreted here, has the same contract in a file of its own.
 PATHS = ["cpu", "cpu without kernels", "sdpa", "hybrid"]

@@ -18,7 +18,7 @@ from longdraft.attention.block import PLAIN, Block, Scoring  # noqa: E402
 from longdraft.errors import CapabilityError  # noqa: E402
 from longdraft.native.scaled import Scaled  # noqa: E402
 from tests.attention.cases import TOLERANCE, assert_like_reference, case, random_tree  # noqa: E402
-from tests.quick import slow  # noqa: E402
+from tests.support.quick import slow  # noqa: E402
 
 
 def by_kernel(monkeypatch):

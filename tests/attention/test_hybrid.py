@@ -10,8 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from longdraft.attention import hybrid, reference
 from longdraft.attention.block import Block
-from tests import torch_kernels
 from tests.attention.cases import TOLERANCE, assert_like_reference, case
+from tests.support import torch_kernels
 
 
 @pytest.fixture(autouse=True)

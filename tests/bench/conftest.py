@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from longdraft import LoadedModel
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.support.tiny import tiny_model, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")

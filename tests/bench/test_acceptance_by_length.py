@@ -18,8 +18,8 @@ from longdraft.bench.data import Sample
 from longdraft.bench.settings import Settings
 from longdraft.model.checkpoints import stretch_rope
 from longdraft.model.runner import TargetRunner
-from tests.drafts import random_draft, random_eagle3, small_lm
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.support.drafts import random_draft, random_eagle3, small_lm
+from tests.support.tiny import tiny_model, tiny_tokenizer
 
 SAMPLES = [Sample(f"the cat {i} sat on the mat. " * n, "why?", "a", f"a:{i}") for i, n in enumerate((9, 20, 3))]
 TOKENS = 8

@@ -9,7 +9,7 @@ import pytest
 from longdraft.bench import tasks
 from longdraft.bench.data import Sample, fitted, place, read
 from longdraft.errors import ContextError, PromptError
-from tests.tiny import tiny_tokenizer
+from tests.support.tiny import tiny_tokenizer
 
 
 @pytest.fixture

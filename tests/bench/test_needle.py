@@ -16,8 +16,8 @@ from longdraft.drafters.eagle3 import Eagle3Draft
 from longdraft.drafters.longspec import LongSpecDraft, LongSpecDrafter
 from longdraft.drafts.language_model import SmallLMDraft
 from longdraft.errors import ContextError, PromptError
-from tests.drafts import random_draft, random_eagle3
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.support.drafts import random_draft, random_eagle3
+from tests.support.tiny import tiny_model, tiny_tokenizer
 
 SIZES = {"budget": 48, "sink": 8, "window": 8, "chunk": 8}
 

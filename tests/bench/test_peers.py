@@ -23,8 +23,8 @@ from longdraft.model.runner import TargetRunner
 from tests.bench import measuring
 from tests.bench.measuring import settings
 from tests.drafters.test_small_lm_draft import KEPT
-from tests.drafts import random_lm, small_lm
-from tests.tiny import tiny_model
+from tests.support.drafts import random_lm, small_lm
+from tests.support.tiny import tiny_model
 
 SAMPLES = [Sample("one two one two " * 4, "", "a", "a:1"), Sample("three four three", "", "a", "a:2")]
 

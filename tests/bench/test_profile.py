@@ -8,8 +8,8 @@ import torch
 from longdraft import LoadedModel, Sampling, Speculator
 from longdraft.bench.contenders import Job
 from longdraft.bench.profile import PARTS, held_bytes, profile
-from tests.drafts import random_draft, random_eagle3
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.support.drafts import random_draft, random_eagle3
+from tests.support.tiny import tiny_model, tiny_tokenizer
 
 PROMPT = tuple(range(5, 45))
 PARTIAL = {"drafter": "prompt-lookup", "budget": 16, "sink": 4, "recent": 8, "block": 4}

@@ -15,8 +15,8 @@ from longdraft.bench.prompts import Prompt
 from longdraft.bench.quality import FULL, Quality, QualitySettings, thoughtful, turn, variants
 from longdraft.cli import options
 from longdraft.cli.main import main
-from tests.drafts import random_draft, random_eagle3
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.support.drafts import random_draft, random_eagle3
+from tests.support.tiny import tiny_model, tiny_tokenizer
 
 SIZES = {"sink": 4, "recent": 4, "block": 4}
 TEXT = "the cat sat on the mat. the dog sat on the cat. " * 4

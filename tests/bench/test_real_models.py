@@ -12,7 +12,7 @@ import torch
 
 import longdraft
 from longdraft.model.checkpoints import LoadedModel
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.support.tiny import tiny_model, tiny_tokenizer
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="stand-ins are scripts with a first line")

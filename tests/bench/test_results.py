@@ -17,8 +17,8 @@ from longdraft.bench.run import Bench, Disagreement, Measured
 from longdraft.bench.settings import Settings
 from longdraft.errors import CheckpointError, ConfigError
 from tests.bench.results_files import line, write
-from tests.drafts import small_lm
-from tests.tiny import tiny_model
+from tests.support.drafts import small_lm
+from tests.support.tiny import tiny_model
 
 SAMPLES = [Sample(f"one two {i} " * 8, "why?", "a", f"a:{i}") for i in range(4)]
 

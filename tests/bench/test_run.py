@@ -18,10 +18,10 @@ from longdraft.memory.prompt_cache import PromptCache
 from longdraft.planning.costs import CostTable
 from tests.bench import measuring
 from tests.bench.measuring import settings
-from tests.drafts import random_eagle3
-from tests.planned import given_table
-from tests.quick import slow
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.support.drafts import random_eagle3
+from tests.support.planned import given_table
+from tests.support.quick import slow
+from tests.support.tiny import tiny_model, tiny_tokenizer
 
 SAMPLES = [
     Sample(text, "", name, f"{name}.jsonl:{i}")

@@ -11,7 +11,7 @@ import pytest
 from longdraft.bench import ruler, scores, tasks
 from longdraft.bench.data import Sample, fitted
 from longdraft.errors import CapabilityError, PromptError
-from tests.tiny import tiny_tokenizer
+from tests.support.tiny import tiny_tokenizer
 
 datasets = pytest.importorskip("datasets")
 LONGBENCH = [

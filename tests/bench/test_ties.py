@@ -10,7 +10,7 @@ import torch
 from longdraft import PromptCache, Sampling, Speculator
 from longdraft.bench.ties import compare, first_difference, near_tie
 from longdraft.model.runner import TargetRunner
-from tests.tiny import tiny_model
+from tests.support.tiny import tiny_model
 
 PROMPT = [5, 6, 7, 8, 9]
 

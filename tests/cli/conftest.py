@@ -12,7 +12,7 @@ import pytest
 
 from longdraft.cli import options
 from longdraft.cli.main import main
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.support.tiny import tiny_model, tiny_tokenizer
 
 
 class Ended(NamedTuple):

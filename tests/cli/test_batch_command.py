@@ -9,7 +9,7 @@ import time
 import pytest
 
 from longdraft.batch.output import Output
-from tests import elsewhere
+from tests.support import elsewhere
 
 ROWS = 300
 

@@ -8,7 +8,7 @@ import pytest
 
 from longdraft.bench.run import Bench
 from longdraft.bench.tasks import TASKS
-from tests.gguf_files import write_gguf
+from tests.support.gguf_files import write_gguf
 
 ROW = [
     "method", "dataset", "context_tokens", "batch", "samples", "tokens_per_second", "speedup_vs_ar", "speedup_vs_hf",

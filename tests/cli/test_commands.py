@@ -9,7 +9,7 @@ import sys
 
 import longdraft
 from longdraft.methods import METHODS
-from tests.tiny import tiny_tokenizer
+from tests.support.tiny import tiny_tokenizer
 from tests.zoo import tiny_models as zoo
 
 

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from tests.drafts import published_eagle3, random_draft, random_eagle3
-from tests.gguf_files import write_gguf
-from tests.tiny import tiny_model
+from tests.support.drafts import published_eagle3, random_draft, random_eagle3
+from tests.support.gguf_files import write_gguf
+from tests.support.tiny import tiny_model
 
 
 def last(ended):

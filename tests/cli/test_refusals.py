@@ -9,8 +9,8 @@ import shutil
 import pytest
 
 from longdraft.cli.console import in_flags
-from tests.drafts import random_draft, random_eagle3
-from tests.tiny import tiny_model
+from tests.support.drafts import random_draft, random_eagle3
+from tests.support.tiny import tiny_model
 
 # Behind `generate -p hi --model BARE`, a folder with a configuration alone: said before anything is loaded.
 BEFORE = [

@@ -10,8 +10,8 @@ import pytest
 from longdraft import Speculator
 from longdraft.bench.papers import PAPERS, table_of
 from longdraft.bench.quality import FULL
-from tests.drafts import random_draft, random_eagle3, random_lm
-from tests.tiny import tiny_model
+from tests.support.drafts import random_draft, random_eagle3, random_lm
+from tests.support.tiny import tiny_model
 
 
 @pytest.fixture(scope="session")

@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from tests import elsewhere
 from tests.serve.over_http import http
+from tests.support import elsewhere
 
 pytest.importorskip("fastapi")
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from longdraft import Result, Speculator, load
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.support.tiny import tiny_model, tiny_tokenizer
 
 # The tiny template, which also knows how to think.
 THINKS = (

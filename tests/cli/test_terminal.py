@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from longdraft.methods import METHODS
-from tests import elsewhere
+from tests.support import elsewhere
 
 
 class Terminal:

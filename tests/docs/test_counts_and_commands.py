@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from longdraft.cli.main import app
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.support.tiny import tiny_model, tiny_tokenizer
 from tests.zoo.table import PAGE, rows
 
 ROOT = Path(__file__).parents[2]

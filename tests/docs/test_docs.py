@@ -21,7 +21,7 @@ from longdraft import errors
 from longdraft.cli.main import app
 from longdraft.methods import METHODS
 from tests import options_page
-from tests.tiny import tiny_model
+from tests.support.tiny import tiny_model
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

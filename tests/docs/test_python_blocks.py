@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import longdraft
 from longdraft import PromptCache, Speculator
 from longdraft.cli.main import main
-from tests.drafts import random_draft
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.support.drafts import random_draft
+from tests.support.tiny import tiny_model, tiny_tokenizer
 
 DOCS = Path(__file__).parents[2] / "docs"
 QUESTION = "why is the sea blue? the sea is blue, the sea is blue"

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import longdraft
 from longdraft.cli.main import app
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.support.tiny import tiny_model, tiny_tokenizer
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 BLOCKS = re.findall(r"```(\w*)\n(.*?)```", README, re.DOTALL)

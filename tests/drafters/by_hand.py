@@ -8,9 +8,9 @@ import torch
 
 from longdraft import Speculator
 from longdraft.engine.sequence import Sequence
-from tests.events import begun, replaced
-from tests.forwards import forward
 from tests.support.definitions import Says, assert_defined
+from tests.support.events import begun, replaced
+from tests.support.forwards import forward
 
 
 class Decoding:

@@ -11,8 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from longdraft import Speculator
 from longdraft.errors import CheckpointError
 from tests.drafters.watching import run
-from tests.recurrent_models import some_prompt
-from tests.tiny import tiny_model
+from tests.support.recurrent_models import some_prompt
+from tests.support.tiny import tiny_model
 
 WINDOW = 16
 PROMPTS = [[1, 2, 3], list(range(8)), some_prompt(60), [8]]

@@ -16,12 +16,12 @@ from longdraft.trees.node_limit import NodeLimit
 from longdraft.views.draft_cache import SPARE
 from tests.drafters.by_hand import Decoding
 from tests.drafters.test_definitions import target
-from tests.drafts import random_draft, random_eagle3, random_onepass
-from tests.events import attended, begun, replaced
-from tests.forwards import forward
 from tests.support import definitions as said
 from tests.support.definitions import weights_of
-from tests.tiny import tiny_model
+from tests.support.drafts import random_draft, random_eagle3, random_onepass
+from tests.support.events import attended, begun, replaced
+from tests.support.forwards import forward
+from tests.support.tiny import tiny_model
 
 pytestmark = pytest.mark.usefixtures("float32_weights")
 MAKE = {"eagle3": random_eagle3, "onepass": random_onepass, "longspec": random_draft}

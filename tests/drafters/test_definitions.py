@@ -20,14 +20,14 @@ from longdraft import Speculator
 from longdraft.drafters.onepass import CANDIDATES
 from longdraft.model.rotary import Rotary
 from longdraft.native import kernels
-from tests.drafts import random_draft, random_eagle3, random_heads, random_onepass, small_lm
-from tests.recurrent_models import some_prompt
 from tests.support import definitions as said
 from tests.support import published
 from tests.support.definitions import MASK, assert_defined, drafted, weights_of
+from tests.support.drafts import random_draft, random_eagle3, random_heads, random_onepass, small_lm
 from tests.support.mtp_models import SPARSE, definition, with_further
 from tests.support.published import LAYER
-from tests.tiny import tiny_model
+from tests.support.recurrent_models import some_prompt
+from tests.support.tiny import tiny_model
 
 pytestmark = pytest.mark.usefixtures("float32_weights")
 # Shorter than the windows, just as long, several times as long: together, so in one ragged batch.

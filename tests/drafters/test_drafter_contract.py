@@ -17,7 +17,7 @@ from longdraft.trees.options import TreeOptions
 from longdraft.trees.tree import TokenTree
 from tests.drafters.watching import run
 from tests.support.methods import METHODS, PARTIAL, Case, target
-from tests.tiny import tiny_model
+from tests.support.tiny import tiny_model
 
 CASES = {name: case for name, case in METHODS.items() if name != "ar"}
 each_drafter = pytest.mark.parametrize("case", CASES.values(), ids=CASES)

@@ -24,7 +24,8 @@ from longdraft.drafts.kinds import kind_of
 from longdraft.drafts.speculators import to_speculators
 from longdraft.errors import CapabilityError, CheckpointError, UnsupportedModelError
 from longdraft.model.runner import TargetRunner
-from tests.drafts import (
+from tests.support import published
+from tests.support.drafts import (
     edit,
     published_eagle3,
     random_draft,
@@ -35,10 +36,9 @@ from tests.drafts import (
     random_onepass,
     saved,
 )
-from tests.support import published
 from tests.support.mtp_models import with_further
 from tests.support.published import KEPT, LAYER, LAYOUTS
-from tests.tiny import tiny_model
+from tests.support.tiny import tiny_model
 
 Make = Callable[[Path, Any], Path]
 OURS: dict[str, Make] = {

@@ -11,8 +11,8 @@ from transformers import BloomConfig, BloomForCausalLM, PreTrainedModel
 
 from longdraft import Speculator
 from longdraft.errors import UnsupportedModelError
-from tests.recurrent_models import recurrent_model
 from tests.support.methods import METHODS, Case, target
+from tests.support.recurrent_models import recurrent_model
 
 # Each token twice, before two others: lookups see two continuations.
 PROMPT = [7 * i % 61 for i in range(61)] + [11 * i % 61 for i in range(61)]

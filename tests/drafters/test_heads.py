@@ -20,10 +20,10 @@ from longdraft.engine.sequence import Sequence
 from longdraft.model.runner import TargetRunner
 from longdraft.trees.node_limit import NodeLimit
 from tests.drafters.watching import Watching
-from tests.drafts import random_heads
-from tests.events import begun, decoded
 from tests.support import definitions
-from tests.tiny import tiny_model
+from tests.support.drafts import random_heads
+from tests.support.events import begun, decoded
+from tests.support.tiny import tiny_model
 
 PROMPT = [3, 9, 4, 7, 2, 5, 1]
 

@@ -10,8 +10,8 @@ from longdraft.drafts import mtp_formats
 from longdraft.drafts.mtp_formats import read
 from longdraft.errors import CheckpointError
 from longdraft.native import Stored, kernels
-from tests.gguf_architectures import write
-from tests.quick import few
+from tests.support.gguf_architectures import write
+from tests.support.quick import few
 
 pytest.importorskip("gguf")
 DELTA = {

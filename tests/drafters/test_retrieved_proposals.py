@@ -16,9 +16,9 @@ from longdraft.engine.sampler import Sampler
 from longdraft.engine.sequence import Sequence
 from longdraft.model.runner import TargetRunner
 from tests.drafters.watching import Watching
-from tests.drafts import random_draft, random_eagle3
-from tests.events import decoded
-from tests.tiny import tiny_model
+from tests.support.drafts import random_draft, random_eagle3
+from tests.support.events import decoded
+from tests.support.tiny import tiny_model
 
 PROMPTS = [[3, 9, 4, 7, 2, 5] * 8, [1, 2, 3], [i * i % 11 for i in range(70)], [8]]
 # A working cache that is soon smaller than the text.

@@ -16,9 +16,9 @@ from longdraft.engine.sampler import Sampler
 from longdraft.engine.sequence import Sequence
 from longdraft.errors import MemoryBudgetError
 from longdraft.model.runner import TargetRunner
-from tests.events import decoded
-from tests.forwards import forward
-from tests.tiny import tiny_model
+from tests.support.events import decoded
+from tests.support.forwards import forward
+from tests.support.tiny import tiny_model
 
 pytestmark = pytest.mark.usefixtures("small_sizes")
 PROMPTS = [[3, 9, 4, 7, 2, 5] * 8, [1, 2, 3], [(i * i) % 11 for i in range(130)], [8]]

@@ -15,9 +15,9 @@ from longdraft.model.loading import load
 from longdraft.model.runner import TargetRunner
 from longdraft.native import kernels
 from longdraft.trees.level import Level
-from tests.drafts import random_lm
-from tests.forwards import forward
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.support.drafts import random_lm
+from tests.support.forwards import forward
+from tests.support.tiny import tiny_model, tiny_tokenizer
 
 KEPT = [0, 3, 7, 20, 41, 60]
 

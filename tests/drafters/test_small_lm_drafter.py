@@ -15,9 +15,9 @@ from longdraft.engine.sequence import Sequence
 from longdraft.model.runner import TargetRunner
 from longdraft.views import draft_cache
 from tests.drafters.watching import run
-from tests.drafts import saved, small_lm
-from tests.events import begun
-from tests.tiny import tiny_model
+from tests.support.drafts import saved, small_lm
+from tests.support.events import begun
+from tests.support.tiny import tiny_model
 
 pytestmark = pytest.mark.usefixtures("small_sizes")
 STREAMING = {"view": "streaming", "sink": 4, "recent": 12}

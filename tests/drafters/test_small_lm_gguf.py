@@ -16,9 +16,9 @@ from longdraft.model import stored
 from longdraft.model.loading import load
 from longdraft.model.runner import TargetRunner
 from longdraft.model.stored import StoredEmbedding, StoredLinear
-from tests.forwards import forward
-from tests.gguf_files import write_gguf
-from tests.tiny import tiny_model
+from tests.support.forwards import forward
+from tests.support.gguf_files import write_gguf
+from tests.support.tiny import tiny_model
 
 pytest.importorskip("gguf")
 

@@ -14,9 +14,9 @@ from longdraft.drafters.suffix import LEAST, SuffixDrafter, Trust, mixed
 from longdraft.engine.sequence import Sequence
 from longdraft.trees.node_limit import NodeLimit
 from longdraft.trees.tree import TokenTree
-from tests.drafts import random_draft
-from tests.events import begun, verified
-from tests.tiny import tiny_model
+from tests.support.drafts import random_draft
+from tests.support.events import begun, verified
+from tests.support.tiny import tiny_model
 
 PLANNED = NodeLimit(15, 0.0)
 small_texts = st.lists(st.integers(0, 2), max_size=40)

@@ -13,9 +13,9 @@ from longdraft.drafters.shared import rows
 from longdraft.drafters.shared.rows import Rows
 from longdraft.memory.store import KVShape, KVStore
 from longdraft.views.draft_cache import SPARE, DraftCache
-from tests import torch_kernels
-from tests.drafts import random_draft, random_eagle3
-from tests.tiny import tiny_model
+from tests.support import torch_kernels
+from tests.support.drafts import random_draft, random_eagle3
+from tests.support.tiny import tiny_model
 
 HEADS, KV_HEADS, D, WINDOW = 4, 2, 8, 12
 

@@ -16,12 +16,12 @@ from longdraft.engine.loop import Engine
 from longdraft.engine.sampler import Sampler
 from longdraft.engine.sequence import Sequence
 from longdraft.model.runner import TargetRunner
-from tests import chi_square
 from tests.drafters.watching import Watching
-from tests.drafts import small_lm
-from tests.events import decoded
-from tests.forwards import forward
-from tests.tiny import tiny_model
+from tests.support import chi_square
+from tests.support.drafts import small_lm
+from tests.support.events import decoded
+from tests.support.forwards import forward
+from tests.support.tiny import tiny_model
 
 pytestmark = pytest.mark.usefixtures("small_sizes")
 PROMPTS = [[3, 9, 4, 7, 2, 5] * 8, [(i * i) % 11 for i in range(130)]]

@@ -15,9 +15,9 @@ from longdraft.engine.sampler import Sampler
 from longdraft.engine.sequence import Sequence
 from longdraft.trees.builders import merged, union
 from longdraft.trees.tree import TokenTree
-from tests.drafts import random_draft, random_eagle3, small_lm
-from tests.events import decoded
-from tests.tiny import tiny_model
+from tests.support.drafts import random_draft, random_eagle3, small_lm
+from tests.support.events import decoded
+from tests.support.tiny import tiny_model
 
 PROMPTS = [[3, 9, 4, 7, 2, 5] * 8, [1, 2, 3], [(i * i) % 11 for i in range(130)], [8]]
 METHODS = ["longspec", "eagle3", "small-lm"]

@@ -18,8 +18,8 @@ from longdraft.model.stored import light
 from longdraft.native import Stored, build, kernels
 from longdraft.native.library import kernels_for
 from longdraft.views.draft_cache import SPARE, DraftCache
-from tests.drafts import random_block, random_draft, random_eagle3, random_eagle3_block
-from tests.tiny import tiny_model
+from tests.support.drafts import random_block, random_draft, random_eagle3, random_eagle3_block
+from tests.support.tiny import tiny_model
 
 HEADS, KV_HEADS, D, WINDOW = 4, 2, 16, 40
 

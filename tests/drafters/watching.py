@@ -12,7 +12,7 @@ from longdraft.engine.sampler import Sampler, Sampling
 from longdraft.engine.sequence import Sequence
 from longdraft.trees.node_limit import NodeLimit
 from longdraft.trees.tree import TokenTree
-from tests.events import decoded
+from tests.support.events import decoded
 
 
 @dataclass

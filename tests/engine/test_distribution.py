@@ -20,7 +20,7 @@ from longdraft.engine.draws import Draws
 from longdraft.engine.sampler import Sampler, Sampling
 from longdraft.trees.builders import chain, union
 from longdraft.trees.tree import TokenTree
-from tests import chi_square
+from tests.support import chi_square
 
 RUNS = 10_000
 # Tokens whose joint distribution is compared: computed, and sampled.

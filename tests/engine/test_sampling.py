@@ -11,7 +11,7 @@ from longdraft.bench.contenders import Job
 from longdraft.bench.peers import Generate
 from longdraft.engine.draws import Draws
 from longdraft.engine.sampler import Sampler, Sampling
-from tests.tiny import tiny_model
+from tests.support.tiny import tiny_model
 
 SETTINGS = {
     "plain": {"temperature": 1.0},

@@ -21,10 +21,10 @@ from longdraft.model.outputs import Taps
 from longdraft.model.runner import TargetRunner
 from longdraft.trees.tree import TokenTree
 from longdraft.views.view import View
-from tests.drafts import random_draft, random_eagle3
-from tests.events import begun, decoded
-from tests.forwards import forward
-from tests.tiny import tiny_model
+from tests.support.drafts import random_draft, random_eagle3
+from tests.support.events import begun, decoded
+from tests.support.forwards import forward
+from tests.support.tiny import tiny_model
 
 SMALL = {"sink": 4, "window": 4, "chunk": 4, "margin": 6}
 PROMPTS = [[(7 * i * i + 3 * i) % 11 for i in range(n)] for n in (70, 33, 8)]

@@ -18,8 +18,8 @@ from transformers.distributed import DistributedConfig
 
 from longdraft import PromptCache, Speculator
 from longdraft.errors import LongdraftError
-from tests import drafts
-from tests.tiny import Family, tiny_model
+from tests.support import drafts
+from tests.support.tiny import Family, tiny_model
 
 PROMPTS = [[5, 9, 7, 11, 5, 9, 7, 11, 5, 9], list(range(3, 40)), [8] * 5]
 NEW = 12

@@ -11,7 +11,7 @@ import torch
 import longdraft
 from longdraft import PromptCache, Request, Sampling, Speculator
 from longdraft.engine.request import Settings
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.support.tiny import tiny_model, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")

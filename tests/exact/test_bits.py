@@ -21,11 +21,11 @@ from longdraft import native
 from longdraft.model.loading import load
 from longdraft.model.runner import TargetRunner
 from longdraft.native import library
-from tests.forwards import forward
-from tests.gguf_files import write_gguf
 from tests.native.cases import random_tree
 from tests.native.levels import LEVELS, kernels_of
-from tests.tiny import FAMILIES, tiny_model
+from tests.support.forwards import forward
+from tests.support.gguf_files import write_gguf
+from tests.support.tiny import FAMILIES, tiny_model
 
 pytestmark = pytest.mark.skipif(not LEVELS, reason=f"no kernels here: {native.missing()}")
 

@@ -11,7 +11,7 @@ import torch
 
 import longdraft
 from longdraft import Result, Speculator
-from tests.tiny import tiny_model
+from tests.support.tiny import tiny_model
 
 ROOT = Path(__file__).parents[2]
 LENGTH, NEW = 5000, 64

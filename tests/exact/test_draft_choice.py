@@ -16,8 +16,8 @@ from longdraft.drafts.draft_folder import kind
 from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.methods import METHODS
 from longdraft.model.shared_parts import describe
-from tests.drafts import random_draft, random_eagle3
-from tests.tiny import tiny_model
+from tests.support.drafts import random_draft, random_eagle3
+from tests.support.tiny import tiny_model
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from transformers.generation.streamers import BaseStreamer
 from longdraft import Speculator
 from longdraft.errors import CapabilityError
 from tests.support.methods import EXACT, Specs
-from tests.tiny import FAMILIES, tiny_model, tiny_tokenizer
+from tests.support.tiny import FAMILIES, tiny_model, tiny_tokenizer
 
 PAD = 0
 ROWS = [[3, 9, 14, 7, 22, 5] * 3, [8, 6, 8, 6, 8, 6, 8, 30], [(7 * i * i + 3) % 59 + 1 for i in range(13)]]

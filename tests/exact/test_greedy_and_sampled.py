@@ -23,7 +23,7 @@ from tests.support.methods import (
     target,
     tokens,
 )
-from tests.tiny import FAMILIES
+from tests.support.tiny import FAMILIES
 
 pytestmark = pytest.mark.usefixtures("small_sizes")
 every_method = pytest.mark.parametrize("name", METHODS)

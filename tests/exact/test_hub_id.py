@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from longdraft import Speculator, load
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.support.tiny import tiny_model, tiny_tokenizer
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 ID = "made-up/tiny-model"

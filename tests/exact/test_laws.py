@@ -15,8 +15,8 @@ import torch
 from transformers import LogitsProcessor
 
 from longdraft import Request, Sampling, Speculator
-from tests import chi_square
-from tests.drafts import random_onepass
+from tests.support import chi_square
+from tests.support.drafts import random_onepass
 from tests.support.methods import METHODS, generate, target, tokens
 
 SIZE, NEW, BATCH = 4, 3, 500

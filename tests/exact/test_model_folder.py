@@ -14,10 +14,10 @@ from longdraft import Speculator
 from longdraft.cli.main import main
 from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.integration import model_folder
-from tests.drafts import random_eagle3
-from tests.quick import few
+from tests.support.drafts import random_eagle3
 from tests.support.methods import EXACT, Specs
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.support.quick import few
+from tests.support.tiny import tiny_model, tiny_tokenizer
 
 IDS = torch.tensor([[3, 9, 14, 7, 22, 5] * 4])
 SETTINGS = {"max_new_tokens": 20, "do_sample": False, "attention_mask": torch.ones_like(IDS)}

@@ -21,8 +21,8 @@ from longdraft.methods import METHODS
 from longdraft.methods import methods as listed
 from longdraft.model.loading import load
 from longdraft.training.config import RunConfig
-from tests.drafts import random_heads
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.support.drafts import random_heads
+from tests.support.tiny import tiny_model, tiny_tokenizer
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "recurrent_drafter.py"
 PROMPTS = [[7, 8, 9] * 6, [11, 5]]

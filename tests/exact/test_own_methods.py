@@ -20,8 +20,8 @@ from longdraft.engine.partial import SpecPV, partial_view
 from longdraft.methods import METHODS
 from longdraft.methods import methods as listed
 from longdraft.views.view import View
-from tests.drafts import small_lm
-from tests.tiny import tiny_model
+from tests.support.drafts import small_lm
+from tests.support.tiny import tiny_model
 
 PROMPTS = [[3, 9, 4, 7, 2, 5] * 8, [1, 2, 3], [(i * i) % 11 for i in range(130)]]
 EVERYTHING = Path(__file__).parents[2] / "examples" / "everything.py"

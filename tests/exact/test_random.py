@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from longdraft import PromptCache, Sampling, Speculator
 from tests.exact.test_planned import TABLES
 from tests.support.methods import CASES, DRAWN, GREEDY, PENALISED, VOCABULARY, target, tokens
-from tests.tiny import FAMILIES
+from tests.support.tiny import FAMILIES
 
 token = st.integers(0, VOCABULARY - 1)
 # A phrase a few times over and something behind it, so that lookups find something.

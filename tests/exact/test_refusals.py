@@ -38,8 +38,8 @@ from longdraft.errors import (
     UnknownMethodError,
     UnsupportedModelError,
 )
-from tests.drafts import random_draft, random_eagle3, random_heads, random_lm, saved, small_lm
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.support.drafts import random_draft, random_eagle3, random_heads, random_lm, saved, small_lm
+from tests.support.tiny import tiny_model, tiny_tokenizer
 
 model = cache(lambda **sizes: tiny_model(**{"vocab": 11, **sizes}))
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import longdraft
 from longdraft import PromptCache, Request, Sampling, Speculator
 from longdraft.errors import CapabilityError, MemoryBudgetError, RequestError
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.support.tiny import tiny_model, tiny_tokenizer
 
 SAMPLED = Sampling(temperature=0.9, top_k=8)
 

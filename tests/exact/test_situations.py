@@ -19,7 +19,7 @@ from tests.support.methods import (
     target,
     tokens,
 )
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.support.tiny import tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.usefixtures("small_sizes")
 

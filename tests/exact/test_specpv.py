@@ -7,7 +7,7 @@ import torch
 
 from longdraft import PromptCache, Speculator
 from longdraft.errors import UnknownMethodError
-from tests.tiny import tiny_model
+from tests.support.tiny import tiny_model
 
 SMALL = {"budget": 8, "sink": 4, "recent": 4, "block": 4, "margin": 6}
 PROMPTS = [[(7 * i * i + 3 * i) % 11 for i in range(n)] for n in (90, 41, 8)]

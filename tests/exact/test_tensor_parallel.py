@@ -26,7 +26,7 @@ from tests.exact.tensor_parallel_cases import (
     make,
     speculator,
 )
-from tests.tiny import tiny_model
+from tests.support.tiny import tiny_model
 
 slow = pytest.mark.slow
 Found = dict[str, Any]

@@ -13,9 +13,9 @@ import torch
 
 from longdraft import PromptCache, Sampling, Speculator
 from longdraft.errors import CapabilityError
-from tests.drafts import random_draft
+from tests.support.drafts import random_draft
 from tests.support.methods import Specs
-from tests.tiny import tiny_model
+from tests.support.tiny import tiny_model
 
 PROMPTS = [[3, 9, 4, 7, 2, 5] * 4, [1, 2, 3], [(i * i) % 61 for i in range(40)], [8, 8, 8, 8]]
 DRAWN = Sampling(temperature=0.9, top_k=8)

@@ -14,7 +14,7 @@ import torch
 
 from longdraft.cli.main import main
 from tests.serve.over_http import http, wait_until
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.support.tiny import tiny_model, tiny_tokenizer
 
 PORT = 8977
 ASKED = [{"role": "user", "content": "ship, ship, ship"}]

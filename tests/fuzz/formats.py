@@ -18,12 +18,12 @@ from longdraft.batch.output import Output
 from longdraft.bench import results
 from longdraft.bench.json_lines import JsonLines
 from longdraft.bench.run import Measured
-from tests import drafts
 from tests.bench import results_files
 from tests.fuzz import damage
-from tests.gguf_files import write_gguf
+from tests.support import drafts
+from tests.support.gguf_files import write_gguf
 from tests.support.published import small_dflash, small_peagle
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.support.tiny import tiny_model, tiny_tokenizer
 
 IDS = [[4, 5, 6, 4, 5, 6, 4, 5, 6, 4]]
 Change = Callable[[Random, Path], None]

@@ -19,7 +19,7 @@ from longdraft import PromptCache, Speculator
 from longdraft.engine.stats import Result
 from longdraft.methods import METHODS
 from longdraft.model.chat import chat_prompt
-from tests.quick import few
+from tests.support.quick import few
 
 pytestmark = [
     pytest.mark.model,

@@ -20,10 +20,10 @@ from longdraft.model.outputs import Taps
 from longdraft.model.runner import TargetRunner
 from longdraft.trees.masks import tree_block
 from longdraft.trees.tree import TokenTree
-from tests.nominal import StandIn, card, moved
-from tests.quick import few
 from tests.support.methods import Specs
-from tests.tiny import tiny_model
+from tests.support.nominal import StandIn, card, moved
+from tests.support.quick import few
+from tests.support.tiny import tiny_model
 
 PROMPTS = [[3, 9, 4, 7, 2, 5] * 8, [8, 1, 1, 6] * 9]
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear")

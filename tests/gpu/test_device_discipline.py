@@ -17,10 +17,10 @@ from longdraft.attention.transfer import on_device
 from longdraft.engine.prompts import prefill_chunk
 from longdraft.model.graphs import Graphs
 from longdraft.model.runner import TargetRunner
-from tests.nominal import DEVICE, Card, Mixed, OnCard, StandIn, card, moved
-from tests.quick import few, slow
 from tests.support.methods import EXACT, METHODS, Case, Specs
-from tests.tiny import tiny_model
+from tests.support.nominal import DEVICE, Card, Mixed, OnCard, StandIn, card, moved
+from tests.support.quick import few, slow
+from tests.support.tiny import tiny_model
 
 PROMPTS = [[3, 9, 4, 7, 2, 5] * 8, [8, 1, 1, 6] * 9]
 TOKENS, TREE = "decide", "to_trees"

@@ -25,7 +25,7 @@ from longdraft.training.longspec import train_longspec
 from longdraft.trees.tree import TokenTree
 from tests.attention.cases import case
 from tests.support.methods import EXACT, Specs
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.support.tiny import tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.gpu
 GPU = torch.cuda.is_available()

@@ -7,9 +7,9 @@ import torch
 
 from longdraft import PromptCache, Speculator
 from longdraft.errors import CapabilityError
-from tests.drafts import random_draft, small_lm
-from tests.quick import in_turn
-from tests.tiny import tiny_model
+from tests.support.drafts import random_draft, small_lm
+from tests.support.quick import in_turn
+from tests.support.tiny import tiny_model
 from tests.zoo.tiny_models import tiny_model as zoo_model
 
 PROMPTS = [[3, 9, 4, 7, 2, 5] * 8, [1, 2, 3], [(i * i) % 11 for i in range(130)]]

@@ -14,11 +14,11 @@ from longdraft.memory.store import KVShape, KVStore
 from longdraft.model.graphs import Graphs
 from longdraft.model.runner import TargetRunner
 from longdraft.native.scaled import Scaled
-from tests.forwards import forward
-from tests.nominal import DEVICE, StandIn, card, moved
-from tests.quick import few, slow
+from tests.support.forwards import forward
 from tests.support.methods import EXACT, Specs
-from tests.tiny import tiny_model
+from tests.support.nominal import DEVICE, StandIn, card, moved
+from tests.support.quick import few, slow
+from tests.support.tiny import tiny_model
 
 PROMPTS = [[3, 9, 4, 7, 2, 5] * 4, [8, 1, 1, 6] * 5]
 SETTINGS = {"max_new_tokens": 9, "eos_token_ids": []}

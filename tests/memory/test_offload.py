@@ -22,11 +22,11 @@ from longdraft.memory.disk_store import DiskStore
 from longdraft.memory.host_store import HostStore
 from longdraft.memory.store import KVShape, KVStore
 from longdraft.model.runner import TargetRunner
-from tests import elsewhere
-from tests.drafts import random_draft
 from tests.memory.test_store_contract import LazySide
-from tests.quick import slow
-from tests.tiny import tiny_model
+from tests.support import elsewhere
+from tests.support.drafts import random_draft
+from tests.support.quick import slow
+from tests.support.tiny import tiny_model
 
 SHAPE = KVShape(layers=4, kv_heads=2, head_dim=3, dtype=torch.float64)
 PROMPTS = [[3, 9, 4, 7, 2, 5] * 8, [1, 2, 3], [i % 11 for i in range(40)], [8]]

@@ -18,7 +18,7 @@ from longdraft.model.runner import TargetRunner
 from longdraft.model.stored import StoredLinear
 from tests.native.levels import needs_kernels
 from tests.support.quantised_folders import NEW, PROMPTS, SIZES, own_tokens, plain_folder, quantised_folder
-from tests.tiny import tiny_model
+from tests.support.tiny import tiny_model
 
 peft = pytest.importorskip("peft")
 

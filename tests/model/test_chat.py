@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from longdraft.errors import PromptError
 from longdraft.model.chat import chat_prompt, encode, follow_up
-from tests.tiny import tiny_tokenizer
+from tests.support.tiny import tiny_tokenizer
 
 
 def with_first_token(chat: bool) -> PreTrainedTokenizerFast:

@@ -10,12 +10,12 @@ from longdraft.errors import UnsupportedModelError
 from longdraft.memory.windows import WindowStates
 from longdraft.model.runner import TargetRunner
 from longdraft.model.whole_lm import WholeLM
-from tests.forwards import forward
 from tests.native.levels import needs_kernels
-from tests.recurrent_models import recurrent_model
 from tests.support.forward_outputs import DEPTHS, TREE, outputs
+from tests.support.forwards import forward
+from tests.support.recurrent_models import recurrent_model
+from tests.support.tiny import FAMILIES, tiny_model
 from tests.support.window_models import NAMES, WINDOW, window_model
-from tests.tiny import FAMILIES, tiny_model
 
 pytestmark = needs_kernels
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}

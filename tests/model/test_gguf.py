@@ -19,7 +19,7 @@ from longdraft.model.checkpoints import quiet
 from longdraft.model.loading import load
 from longdraft.model.runner import TargetRunner
 from longdraft.native.stored import FORMATS
-from tests.gguf_files import ids, write_gguf
+from tests.support.gguf_files import ids, write_gguf
 
 gguf = pytest.importorskip("gguf")
 pytest.importorskip("accelerate")

@@ -16,10 +16,10 @@ from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.model.loading import load
 from longdraft.model.stored import is_stored
 from longdraft.native import kernels
-from tests.gguf_architectures import ARCHITECTURES, write
-from tests.gguf_files import write_gguf
-from tests.quick import in_turn, slow
-from tests.tiny import FAMILIES
+from tests.support.gguf_architectures import ARCHITECTURES, write
+from tests.support.gguf_files import write_gguf
+from tests.support.quick import in_turn, slow
+from tests.support.tiny import FAMILIES
 
 pytest.importorskip("gguf")
 PROMPT = (torch.arange(40) * 7 % 61 + 1)[None]

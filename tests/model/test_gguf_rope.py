@@ -11,8 +11,8 @@ import longdraft
 from longdraft.errors import CapabilityError
 from longdraft.model.loading import load
 from longdraft.model.shared_parts import rotary_module
-from tests.gguf_files import write_gguf
-from tests.quick import in_turn
+from tests.support.gguf_files import write_gguf
+from tests.support.quick import in_turn
 
 pytest.importorskip("gguf")
 pytest.importorskip("accelerate")

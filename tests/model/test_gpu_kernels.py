@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 from longdraft.model import gpu_kernels, gpu_operators
 from longdraft.native.scaled import Scaled
-from tests.quick import in_turn
+from tests.support.quick import in_turn
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []  # one is to be seen with `-m gpu` alone

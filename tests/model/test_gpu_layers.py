@@ -12,12 +12,12 @@ import torch
 from longdraft.model import side_by_side
 from longdraft.model.graphs import Graphs
 from longdraft.model.runner import TargetRunner
-from tests.forwards import forward
-from tests.nominal import StandIn, card, moved
-from tests.quick import in_turn
 from tests.support.forward_outputs import outputs
+from tests.support.forwards import forward
 from tests.support.launches import Launches, watch
-from tests.tiny import FAMILIES, tiny_model
+from tests.support.nominal import StandIn, card, moved
+from tests.support.quick import in_turn
+from tests.support.tiny import FAMILIES, tiny_model
 
 pytest.importorskip("triton")
 

@@ -25,12 +25,12 @@ from longdraft.model.outputs import NO_TAPS, Taps
 from longdraft.model.runner import TargetRunner
 from longdraft.trees.masks import padded_mask
 from longdraft.trees.tree import TokenTree
-from tests import torch_kernels
-from tests.forwards import forward
-from tests.nominal import StandIn, card, moved
-from tests.quick import slow
+from tests.support import torch_kernels
+from tests.support.forwards import forward
 from tests.support.methods import Specs
-from tests.tiny import tiny_model
+from tests.support.nominal import StandIn, card, moved
+from tests.support.quick import slow
+from tests.support.tiny import tiny_model
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 CLOSE = {"atol": 1e-4, "rtol": 1e-4}

@@ -13,7 +13,7 @@ from longdraft.model.runner import TargetRunner
 from longdraft.model.stored import keep_stored, parameters
 from longdraft.native.build import CALLED
 from tests.native.levels import needs_kernels
-from tests.tiny import tiny_model
+from tests.support.tiny import tiny_model
 
 SIZES = {"hidden": 64, "head_dim": 32, "heads": 2, "kv_heads": 2}
 

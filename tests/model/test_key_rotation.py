@@ -16,8 +16,8 @@ from transformers import (
 from longdraft.errors import UnsupportedModelError
 from longdraft.model.key_rotation import KeyRotation
 from longdraft.model.runner import TargetRunner
-from tests.forwards import forward
-from tests.tiny import FAMILIES, tiny_model
+from tests.support.forwards import forward
+from tests.support.tiny import FAMILIES, tiny_model
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
 LLAMA3 = {

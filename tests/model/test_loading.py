@@ -17,7 +17,7 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from longdraft.errors import CapabilityError, CheckpointError, ContextError
 from longdraft.model.loading import dtype_on, load
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.support.tiny import tiny_model, tiny_tokenizer
 
 CONTEXT = 64
 IDS = torch.arange(5, 25)[None]

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from longdraft import PromptCache, Request, Speculator
-from tests.quick import few, in_turn
 from tests.support.long_rope_models import KINDS, SWITCH, as_a_whole, long_rope_model
 from tests.support.methods import EXACT, Specs
+from tests.support.quick import few, in_turn
 
 NEW = 14
 # Below the switch to the end, across it (at once, early and late), and beyond it from the start.

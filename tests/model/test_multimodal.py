@@ -8,7 +8,7 @@ import torch
 import longdraft
 from longdraft import Speculator
 from longdraft.errors import CapabilityError, UnsupportedModelError
-from tests.tiny import tiny_tokenizer
+from tests.support.tiny import tiny_tokenizer
 from tests.zoo.judging import NEW, own_text, prompts, same
 from tests.zoo.tiny_models import tiny_image_model
 

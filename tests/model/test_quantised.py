@@ -32,7 +32,7 @@ from tests.support.quantised_folders import (
     plain_folder,
     quantised_folder,
 )
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.support.tiny import tiny_model, tiny_tokenizer
 
 
 def decoded(model: PreTrainedModel, method: str, batch: int, **options: Any) -> list[list[int]]:

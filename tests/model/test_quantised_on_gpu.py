@@ -10,8 +10,8 @@ from torch import nn
 from longdraft import Speculator
 from longdraft.model.graphs import Graphs
 from longdraft.model.runner import TargetRunner
-from tests.nominal import StandIn, card, moved
-from tests.tiny import tiny_model
+from tests.support.nominal import StandIn, card, moved
+from tests.support.tiny import tiny_model
 
 PROMPTS = [[3, 9, 4, 7, 2, 5] * 5, [8, 1, 1, 6] * 7]
 

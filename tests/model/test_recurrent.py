@@ -17,12 +17,12 @@ from longdraft.memory import snapshot
 from longdraft.memory.prompt_cache import PromptCache
 from longdraft.memory.store import KVStore
 from longdraft.model.runner import TargetRunner
-from tests.drafts import random_eagle3, random_heads, random_onepass
-from tests.forwards import forward
 from tests.native.levels import needs_kernels
-from tests.quick import few, in_turn, slow
-from tests.recurrent_models import FAMILIES, KINDS, generated, recurrent_model, some_prompt
-from tests.tiny import tiny_tokenizer
+from tests.support.drafts import random_eagle3, random_heads, random_onepass
+from tests.support.forwards import forward
+from tests.support.quick import few, in_turn, slow
+from tests.support.recurrent_models import FAMILIES, KINDS, generated, recurrent_model, some_prompt
+from tests.support.tiny import tiny_tokenizer
 
 NEW = 24
 in_bits = needs_kernels  # without them torch's products round a row by the number of rows

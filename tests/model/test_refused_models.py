@@ -17,9 +17,9 @@ from transformers import (
 from longdraft import Speculator
 from longdraft.errors import CapabilityError, ContextError, NumericalError, UnsupportedModelError
 from longdraft.model.runner import TargetRunner
-from tests.forwards import forward
-from tests.nominal import card, moved
-from tests.tiny import tiny_model
+from tests.support.forwards import forward
+from tests.support.nominal import card, moved
+from tests.support.tiny import tiny_model
 from tests.zoo.tiny_models import tiny_model as zoo_model
 
 

@@ -12,10 +12,10 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from longdraft.memory.store import KVStore
 from longdraft.model.outputs import Taps
 from longdraft.model.runner import TargetRunner
-from tests.forwards import forward
+from tests.support.forwards import forward
+from tests.support.tiny import FAMILIES, tiny_model
 from tests.support.tree_rows import check_rows
 from tests.support.tree_rows import text as tree_text
-from tests.tiny import FAMILIES, tiny_model
 
 CLOSE = {"atol": 1e-4, "rtol": 1e-4}  # float32 through three layers; logits are of the order of 5
 every_family = pytest.mark.parametrize("family", FAMILIES)

@@ -13,10 +13,10 @@ from longdraft.model.few_rows import FewRowsModule
 from longdraft.model.loading import load
 from longdraft.model.runner import TargetRunner
 from longdraft.model.stored import StoredEmbedding, StoredLinear, in_floats
-from tests.forwards import forward
 from tests.native.levels import needs_kernels
-from tests.quick import in_turn
-from tests.tiny import FAMILIES, tiny_model, tiny_tokenizer
+from tests.support.forwards import forward
+from tests.support.quick import in_turn
+from tests.support.tiny import FAMILIES, tiny_model, tiny_tokenizer
 
 HALVES = (torch.bfloat16, torch.float16)
 IDS = torch.arange(3, 23)[None]

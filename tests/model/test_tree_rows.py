@@ -17,13 +17,13 @@ from longdraft.model.runner import TargetRunner
 from longdraft.model.stored import keep_stored
 from longdraft.model.stored_experts import keep_experts
 from longdraft.speculator import Speculator
-from tests.gguf_architectures import write
 from tests.native.levels import needs_kernels
-from tests.quick import few
-from tests.recurrent_models import FAMILIES, KINDS, recurrent_model
+from tests.support.gguf_architectures import write
+from tests.support.quick import few
+from tests.support.recurrent_models import FAMILIES, KINDS, recurrent_model
+from tests.support.tiny import tiny_model
 from tests.support.tree_rows import check_rows, text
 from tests.support.window_models import NAMES, window_model
-from tests.tiny import tiny_model
 from tests.zoo.tiny_models import tiny_config
 from tests.zoo.tiny_models import tiny_model as zoo_model
 

@@ -19,10 +19,10 @@ from longdraft.errors import CapabilityError, UnsupportedModelError
 from longdraft.model import trial
 from longdraft.model.outputs import Taps
 from longdraft.model.runner import TargetRunner
-from tests.forwards import forward
-from tests.quick import in_turn
-from tests.recurrent_models import recurrent_model
-from tests.tiny import FAMILIES, tiny_model
+from tests.support.forwards import forward
+from tests.support.quick import in_turn
+from tests.support.recurrent_models import recurrent_model
+from tests.support.tiny import FAMILIES, tiny_model
 
 CLOSE = {"atol": 2e-4, "rtol": 1e-4}
 TEXT = [3, 9, 4, 7, 2, 5] * 3

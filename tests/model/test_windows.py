@@ -12,7 +12,7 @@ from longdraft.memory import snapshot
 from longdraft.memory.prompt_cache import PromptCache
 from longdraft.model.runner import TargetRunner
 from longdraft.speculator import Speculator
-from tests.drafts import random_draft, random_eagle3
+from tests.support.drafts import random_draft, random_eagle3
 from tests.support.tree_rows import text
 from tests.support.window_models import window_model
 

@@ -16,9 +16,9 @@ import pytest
 from longdraft import folders, native
 from longdraft.model.runner import TargetRunner
 from longdraft.native import build, library
-from tests.forwards import forward
 from tests.native.levels import needs_kernels
-from tests.tiny import tiny_model
+from tests.support.forwards import forward
+from tests.support.tiny import tiny_model
 
 
 @needs_kernels

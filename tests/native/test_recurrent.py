@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from longdraft.native.recurrent import LinearRecurrence, RecurrentInputs, RecurrentKernels, RecurrentTree
 from tests.native.levels import needs_kernels
-from tests.quick import in_turn
+from tests.support.quick import in_turn
 
 pytestmark = needs_kernels
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from longdraft.model.runner import TargetRunner
 from longdraft.planning import costs
 from longdraft.planning.costs import Costs, CostTable, measure, table_for
-from tests.tiny import tiny_model
+from tests.support.tiny import tiny_model
 
 TABLE = CostTable((0, 1000), (1, 2, 8), ((1.0, 1.5, 3.0), (2.0, 3.0, 9.0)))
 

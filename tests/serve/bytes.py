@@ -5,7 +5,7 @@ from __future__ import annotations
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from tests.tiny import CHAT_TEMPLATE, SPECIAL, tiny_model
+from tests.support.tiny import CHAT_TEMPLATE, SPECIAL, tiny_model
 
 
 def byte_tokenizer(template: str | None = CHAT_TEMPLATE) -> PreTrainedTokenizerFast:

@@ -18,7 +18,7 @@ from longdraft.serve.run import Server
 from longdraft.serve.service import Service
 from longdraft.serve.settings import Settings
 from tests.serve.over_http import http, wait_until
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.support.tiny import tiny_model, tiny_tokenizer
 
 MODEL = tiny_model(context=600)
 TOKENIZER = tiny_tokenizer(chat=True)

@@ -18,9 +18,9 @@ pytest.importorskip("fastapi")
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests import elsewhere
 from tests.serve.over_http import http, wait_until
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.support import elsewhere
+from tests.support.tiny import tiny_model, tiny_tokenizer
 
 CHAT = "/v1/chat/completions"
 LIMIT = 2**30 // 100  # --snapshot-gib 0.01

@@ -17,9 +17,9 @@ from longdraft.memory import snapshot
 from longdraft.model.checkpoints import LoadedModel
 from longdraft.serve.service import service_of
 from longdraft.serve.settings import Settings
-from tests import elsewhere
 from tests.serve.kept_texts import HEAD, NEW, OLD, POINTS, ROW, Texts, files, kill_at_every_point
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.support import elsewhere
+from tests.support.tiny import tiny_model, tiny_tokenizer
 
 TEXT = list(range(100))
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from longdraft import Request, Speculator
 from longdraft.engine.stats import Result
 from longdraft.serve.prefixes import DiskPrefixes
-from tests.drafts import random_eagle3
-from tests.tiny import tiny_model
+from tests.support.drafts import random_eagle3
+from tests.support.tiny import tiny_model
 
 VOCAB = 61
 MODEL = tiny_model(context=512)

@@ -21,7 +21,7 @@ from longdraft.errors import CapabilityError, RequestError
 from longdraft.serve.ray import connected, deployment, reason, replicas_of, require
 from longdraft.serve.settings import Settings
 from tests.serve.over_http import http, wait_until
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.support.tiny import tiny_model, tiny_tokenizer
 
 ENVIRONMENT = os.environ | {"COLUMNS": "200", "LONGDRAFT_PLAN": "fixed", "RAY_USAGE_STATS_ENABLED": "0"}
 SETTINGS = Settings("m", ("ar",), slots=3, queue=5)

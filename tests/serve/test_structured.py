@@ -23,7 +23,7 @@ from longdraft.serve import structured, tools
 from longdraft.serve.schema import Message
 from longdraft.trees.builders import union
 from tests.serve.bytes import byte_model, byte_tokenizer
-from tests.tiny import tiny_tokenizer
+from tests.support.tiny import tiny_tokenizer
 
 # ruff: noqa: E402
 MODEL, TOKENIZER = byte_model(), byte_tokenizer()

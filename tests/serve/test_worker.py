@@ -22,9 +22,9 @@ from longdraft.engine.stats import Step
 from longdraft.errors import LongdraftError, NumericalError
 from longdraft.serve import asked, schema
 from longdraft.serve.worker import Draining, QueueFull, Restarted, Ticket, Worker
-from tests.events import forgotten
 from tests.serve.conftest import MODEL, TOKENIZER, make_service
 from tests.serve.over_http import wait_until
+from tests.support.events import forgotten
 
 SPECS = {m: Speculator(m, MODEL, TOKENIZER, plan="fixed") for m in ("prompt-lookup", "ar")}
 

@@ -9,7 +9,7 @@ import torch
 from longdraft.memory.windows import WindowStates
 from longdraft.model.outputs import Taps
 from longdraft.model.runner import TargetRunner
-from tests.forwards import forward
+from tests.support.forwards import forward
 
 TREE = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]], dtype=torch.bool)
 DEPTHS = [0, 1, 1, 2]

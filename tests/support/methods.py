@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from longdraft import Result, Sampling, Speculator
-from tests.drafts import (
+from tests.support.drafts import (
     published_eagle,
     random_draft,
     random_eagle3,
@@ -26,7 +26,7 @@ from tests.drafts import (
     small_lm,
 )
 from tests.support.published import small_dflash, small_peagle
-from tests.tiny import Family, tiny_model
+from tests.support.tiny import Family, tiny_model
 
 RETRIEVAL = {"chunk": 2, "chunks": 3, "every": 2, "sink": 2, "recent": 4}  # soon smaller than the text
 TREE = {"widths": (3, 3, 2)}

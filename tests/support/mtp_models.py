@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from tests.recurrent_models import recurrent_model
+from tests.support.recurrent_models import recurrent_model
 
 _BASE: dict[str, Any] = {
     "vocab_size": 61, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,

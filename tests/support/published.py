@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from tests.drafts import random_eagle3_block
 from tests.support.definitions import MASK
-from tests.tiny import tiny_model
+from tests.support.drafts import random_eagle3_block
+from tests.support.tiny import tiny_model
 
 Shapes = dict[str, tuple[int, ...]]
 Tensors = dict[str, torch.Tensor]

@@ -8,7 +8,7 @@ import torch
 
 from longdraft.memory.store import KVStore
 from longdraft.model.runner import TargetRunner
-from tests.forwards import forward
+from tests.support.forwards import forward
 
 PIECE = 32
 

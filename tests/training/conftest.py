@@ -11,7 +11,7 @@ import pytest
 from accelerate.state import AcceleratorState, GradientState
 
 from longdraft.training.config import RunConfig
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.support.tiny import tiny_model, tiny_tokenizer
 from tests.training.helpers import WORDS, settings
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from longdraft.drafts.kinds import KINDS
 from longdraft.training.config import RunConfig
 from longdraft.training.loop import Report
-from tests import elsewhere
+from tests.support import elsewhere
 
 WORDS = ["the", "rain", "in", "spain", "stays", "mainly", "plain", "and", "so", "it", "goes", "on", "old", "man", "sea"]
 ROOT = Path(__file__).parents[2]

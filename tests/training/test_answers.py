@@ -18,7 +18,7 @@ from longdraft.training import answers
 from longdraft.training.answers import AnswerFile, answer_by_server
 from longdraft.training.documents import Skipped, documents
 from longdraft.training.prompts import Ask
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.support.tiny import tiny_model, tiny_tokenizer
 
 pytest.importorskip("openai")
 ASKED = [[Ask(f"{n} {k}?", float(k % 2), "task", "a.txt") for k in range(3)] for n in range(4)]

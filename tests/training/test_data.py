@@ -17,7 +17,7 @@ from longdraft.training.documents import Document, Skipped, documents
 from longdraft.training.prompts import CODE, MEETING, QUESTIONS, SUMMARIES, asks
 from longdraft.training.tokens import Tokens
 from longdraft.training.vocabulary import most_frequent, to_draft
-from tests.tiny import tiny_tokenizer
+from tests.support.tiny import tiny_tokenizer
 
 
 def read(path, tokenizer=None, skipped=None):

@@ -24,8 +24,8 @@ from longdraft.training.dry_run import GPUS, estimate
 from longdraft.training.eagle3 import Eagle3Trainee
 from longdraft.training.features import Features
 from longdraft.training.longspec import LongSpecTrainee
-from tests.quick import few
-from tests.tiny import tiny_model
+from tests.support.quick import few
+from tests.support.tiny import tiny_model
 from tests.training.helpers import SMALL, TRAININGS, settings, steps
 
 SIZES = {

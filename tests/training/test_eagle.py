@@ -17,7 +17,7 @@ from longdraft.model.shared_parts import norm_before_head
 from longdraft.training.documents import Document
 from longdraft.training.eagle import EagleTrainee
 from longdraft.training.features import FeatureReader
-from tests.tiny import tiny_model
+from tests.support.tiny import tiny_model
 from tests.training.helpers import begun, checkpoint_tensors, masked_attention, same, steps
 from tests.training.trainees import filled
 

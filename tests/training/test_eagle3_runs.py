@@ -20,7 +20,7 @@ from longdraft.model.rotary import yarn
 from longdraft.training.config import DEPTH, Eagle3Config
 from longdraft.training.eagle3 import Eagle3Trainee
 from longdraft.training.session import begin, never, silent
-from tests.drafts import published_eagle3
+from tests.support.drafts import published_eagle3
 from tests.training.helpers import begun, losses_of, steps
 
 KEPT = [i for i in range(61) if i % 3]

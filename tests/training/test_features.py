@@ -10,7 +10,7 @@ from longdraft.model.runner import TargetRunner
 from longdraft.training import features
 from longdraft.training.documents import Document
 from longdraft.training.features import FeatureReader, FeatureSource, anchor_offset
-from tests.tiny import FAMILIES, tiny_model
+from tests.support.tiny import FAMILIES, tiny_model
 
 LAYERS = (0, 2)
 

@@ -27,9 +27,9 @@ from longdraft.model.loading import load
 from longdraft.training import session
 from longdraft.training.measure import Simulated
 from longdraft.training.session import begin, never, silent
-from tests.drafts import random_draft
-from tests.quick import slow
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.support.drafts import random_draft
+from tests.support.quick import slow
+from tests.support.tiny import tiny_model, tiny_tokenizer
 from tests.training.helpers import SMALL, begun, checkpoint_tensors, losses_of, run_elsewhere, same, steps
 
 

@@ -14,8 +14,8 @@ from longdraft.errors import CheckpointError, PromptError
 from longdraft.training import corpora, tokens
 from longdraft.training.corpus import collect
 from longdraft.training.documents import Document, Skipped, documents
-from tests import elsewhere
-from tests.tiny import tiny_tokenizer
+from tests.support import elsewhere
+from tests.support.tiny import tiny_tokenizer
 from tests.training.helpers import checkpoint_tensors, losses_of, run_elsewhere, same
 
 TOKENIZER = tiny_tokenizer(chat=True)

@@ -21,8 +21,8 @@ from longdraft.errors import CheckpointError
 from longdraft.training.config import described
 from longdraft.training.loop import Report
 from longdraft.training.measure import Simulated
-from tests import elsewhere
-from tests.quick import few, slow
+from tests.support import elsewhere
+from tests.support.quick import few, slow
 from tests.training.helpers import ROOT, SMALL, TRAININGS, losses_of
 
 FAST = ["max_length=64", "min_length=16", "rows=256", "precision=no", "device=cpu", "threads=1", "held_out=0.2"]

@@ -21,8 +21,8 @@ from longdraft.training.features import FeatureReader, Features, FeatureSource
 from longdraft.training.lm import LmTrainee
 from longdraft.training.measure import UNSEEN, by_shift, by_step, by_text, simulate
 from longdraft.training.session import shared_out
-from tests.quick import in_turn
-from tests.tiny import FAMILIES, tiny_model
+from tests.support.quick import in_turn
+from tests.support.tiny import FAMILIES, tiny_model
 from tests.training.helpers import same
 from tests.training.trainees import KINDS, READS, STEPS, make_trainee, predictions
 

@@ -17,8 +17,8 @@ from longdraft.views.draft_cache import DraftCache
 from longdraft.views.refresh import Refresh
 from longdraft.views.retrieval import Retrieval
 from longdraft.views.view import View
-from tests.forwards import forward
-from tests.tiny import tiny_model
+from tests.support.forwards import forward
+from tests.support.tiny import tiny_model
 
 TRAINED, SLOTS = 60, 2
 

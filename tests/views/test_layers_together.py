@@ -14,8 +14,8 @@ from longdraft.views import together
 from longdraft.views.cache import TrueCache
 from longdraft.views.scorers import SCORERS
 from longdraft.views.view import View
-from tests.nominal import DEVICE, OnCard, StandIn, card, moved
-from tests.tiny import tiny_model
+from tests.support.nominal import DEVICE, OnCard, StandIn, card, moved
+from tests.support.tiny import tiny_model
 
 SHAPE = KVShape(layers=2, kv_heads=2, head_dim=4, dtype=torch.float32)
 CHOOSING = [name for name, scorer in SCORERS.items() if scorer is not None]

@@ -16,8 +16,8 @@ from longdraft.memory.store import KVShape, KVStore
 from longdraft.views.retrieval import Retrieval
 from longdraft.views.retrieved import RetrievedKV
 from longdraft.views.scorers import SCORERS
-from tests.drafts import random_draft, random_eagle3, small_lm
-from tests.tiny import tiny_model
+from tests.support.drafts import random_draft, random_eagle3, small_lm
+from tests.support.tiny import tiny_model
 
 SHAPE = KVShape(2, 2, 8, torch.float32)
 CHOOSING = [name for name, each in SCORERS.items() if each is not None]

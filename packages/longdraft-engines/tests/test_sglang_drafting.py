@@ -16,8 +16,8 @@ from longdraft.drafters.longspec import LongSpecDrafter
 from longdraft.errors import CapabilityError, CheckpointError
 from longdraft_engines.sglang.drafting import Drafting, rows
 from longdraft_engines.sglang.plugin import config
-from tests.drafts import random_draft
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.support.drafts import random_draft
+from tests.support.tiny import tiny_model, tiny_tokenizer
 
 LONGEST, PAGE, NODES, ROUNDS = 160, 4, 20, 5
 MODEL = tiny_model(context=LONGEST)

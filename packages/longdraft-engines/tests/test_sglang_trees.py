@@ -13,8 +13,8 @@ from longdraft.errors import CapabilityError, CheckpointError, RequestError
 from longdraft.trees.tree import TokenTree
 from longdraft_engines.sglang.arguments import DRAFT_TOKENS, settle
 from longdraft_engines.sglang.trees import tree_arrays
-from tests.drafts import random_draft
-from tests.tiny import tiny_model
+from tests.support.drafts import random_draft
+from tests.support.tiny import tiny_model
 
 NODES = 9
 

@@ -19,8 +19,8 @@ from longdraft.model.runner import TargetRunner
 from longdraft_engines.vllm import LongSpec, Lookup, SpecExtend
 from longdraft_engines.vllm.layer import Layer, StepQueries, packed, side_by_side
 from longdraft_engines.vllm.sampling import spread
-from tests.drafts import random_draft
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.support.drafts import random_draft
+from tests.support.tiny import tiny_model, tiny_tokenizer
 
 LONGEST, BLOCK, DRAFTED, ROUNDS = 160, 32, 3, 6
 MODEL = tiny_model(context=LONGEST)

@@ -13,7 +13,7 @@ import pytest
 from longdraft.errors import LongdraftError, PromptError
 from longdraft.model import rendering
 from longdraft.model.chat import applied, conversation
-from tests.tiny import tiny_tokenizer
+from tests.support.tiny import tiny_tokenizer
 
 MESSAGES: list[dict[str, Any]] = [
     {"role": "system", "content": "  be brief <&> "},

@@ -22,11 +22,11 @@ import longdraft
 from longdraft import Speculator
 from longdraft.errors import CheckpointError, LongdraftError
 from longdraft.model.gguf.files import File
-from tests.drafts import random_draft
 from tests.fuzz.case import bounded, verdict
 from tests.fuzz.formats import FORMATS, IDS, target
-from tests.gguf_files import write_gguf
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.support.drafts import random_draft
+from tests.support.gguf_files import write_gguf
+from tests.support.tiny import tiny_model, tiny_tokenizer
 
 # Cases of a format in the fast suite: fewer of those whose work takes long.
 CASES = dict.fromkeys(FORMATS, 8) | {"batch": 30, "bench.jsonl": 2, "small-lm": 5, "lm": 5, "llama.gguf": 16}

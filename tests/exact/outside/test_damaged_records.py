@@ -18,7 +18,7 @@ import longdraft
 from longdraft.cli.main import main
 from longdraft.errors import LongdraftError, MemoryBudgetError, NumericalError
 from longdraft.planning import costs
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.support.tiny import tiny_model, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")

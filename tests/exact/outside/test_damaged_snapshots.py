@@ -20,8 +20,8 @@ from longdraft.errors import CheckpointError
 from longdraft.memory import snapshot
 from longdraft.memory.store import KVShape, KVStore
 from longdraft.serve.prefixes import DiskPrefixes
-from tests.recurrent_models import recurrent_model
-from tests.tiny import tiny_model
+from tests.support.recurrent_models import recurrent_model
+from tests.support.tiny import tiny_model
 
 PROMPT = random.Random(7).choices(range(61), k=60)
 

@@ -18,9 +18,9 @@ from longdraft import Speculator
 from longdraft.native import kernels
 from longdraft.native.boundary import address
 from longdraft.native.stored import Stored
-from tests.recurrent_models import recurrent_model
 from tests.support.methods import ALWAYS_RIGHT, EXACT, Specs
-from tests.tiny import tiny_model
+from tests.support.recurrent_models import recurrent_model
+from tests.support.tiny import tiny_model
 
 SOURCES = Path(longdraft.__file__).parent
 # Rooms that make no tensor of a run.

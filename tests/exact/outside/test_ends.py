@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerFast
 
 import longdraft
 from longdraft import Request, Speculator
-from tests.gguf_files import write_gguf
-from tests.tiny import tiny_model
+from tests.support.gguf_files import write_gguf
+from tests.support.tiny import tiny_model
 
 WORDS = ["a", "b", "c", "d", "e", "f", "g", "h", "i", "j"]
 PROMPT = [0, 1, 2, 3, 0, 1, 2, 3, 0]

@@ -8,7 +8,7 @@ import torch
 import longdraft
 from longdraft import Speculator
 from longdraft.errors import CapabilityError, CheckpointError
-from tests.gguf_files import write_gguf
+from tests.support.gguf_files import write_gguf
 
 IDS = [[4, 5, 6, 4, 5, 6, 4, 5]]
 

@@ -15,8 +15,8 @@ import torch
 import longdraft
 from longdraft import PromptCache, Speculator
 from longdraft.errors import CheckpointError
-from tests.gguf_files import write_gguf
-from tests.tiny import tiny_model
+from tests.support.gguf_files import write_gguf
+from tests.support.tiny import tiny_model
 
 PROMPT = [3, 9, 14, 7, 22, 5] * 6
 Change = Callable[[Any], Any]

@@ -108,7 +108,7 @@ def test_a_kernel_without_memory_raises_and_works_again_with_it(threads):
 LIMITED = """
 import resource, sys, psutil, torch
 import longdraft
-from tests.tiny import tiny_model
+from tests.support.tiny import tiny_model
 model = tiny_model(hidden=256, heads=4, kv_heads=2, vocab=4000)
 torch.set_num_threads(2)  # the second one starts at the first work
 longdraft.Speculator  # imported while there is room

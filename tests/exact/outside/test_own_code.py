@@ -21,8 +21,8 @@ from transformers.models.llama import modeling_llama
 
 from longdraft import PromptCache, Speculator
 from longdraft.errors import CapabilityError, RequestError, UnsupportedModelError
-from tests.recurrent_models import recurrent_model
-from tests.tiny import tiny_model
+from tests.support.recurrent_models import recurrent_model
+from tests.support.tiny import tiny_model
 
 IDS = torch.tensor([[3, 9, 14, 7, 22, 5] * 6])
 ONES = torch.ones_like(IDS)

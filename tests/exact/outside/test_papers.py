@@ -12,8 +12,8 @@ from longdraft.drafts.speculators import to_speculators
 from longdraft.training.corpus import collect
 from longdraft.training.documents import Document, Skipped
 from longdraft.training.tokens import Tokens
-from tests.drafts import published_eagle, published_eagle3, random_heads
-from tests.tiny import tiny_model
+from tests.support.drafts import published_eagle, published_eagle3, random_heads
+from tests.support.tiny import tiny_model
 
 SPECPV = {"budget": 8, "sink": 4, "recent": 4, "block": 4, "margin": 6, "drafter": "prompt-lookup", "min_n": 1}
 PROMPTS = [[(7 * i * i + 3 * i) % 11 for i in range(n)] for n in (90, 61, 47)]

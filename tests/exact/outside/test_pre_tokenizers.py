@@ -10,8 +10,8 @@ from transformers import Qwen2Tokenizer
 
 import longdraft
 from longdraft.errors import CapabilityError
-from tests.gguf_architectures import write
-from tests.gguf_files import write_gguf
+from tests.support.gguf_architectures import write
+from tests.support.gguf_files import write_gguf
 
 TEXT = "x = [\n    1,\n    2234]  # It's I'LL caf\u00e9\r\n\tfoo(\u4f60\u597d\u3042)!!\n\n  \u00bd"
 # The words of "a\n   1234 b's" by each rule, with dots for spaces.

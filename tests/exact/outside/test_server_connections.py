@@ -15,10 +15,10 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from tests import elsewhere
 from tests.cli.conftest import model_folder
 from tests.serve.conftest import Running, make_service
 from tests.serve.over_http import http
+from tests.support import elsewhere
 
 __all__ = ["model_folder"]  # a fixture
 

@@ -21,7 +21,7 @@ from tests.exact.outside.test_tools import IN_ROME, TAGGED, TOOLS, LedService
 from tests.serve.bytes import byte_model, byte_tokenizer
 from tests.serve.conftest import Running, make_service
 from tests.serve.over_http import wait_until
-from tests.tiny import tiny_model
+from tests.support.tiny import tiny_model
 
 THINKS = (
     "{% for m in messages %}<{{ m['role'] }}>{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>"

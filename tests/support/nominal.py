@@ -25,7 +25,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests import torch_kernels
+from tests.support import torch_kernels
 
 DEVICE = torch.device("cuda", 0)
 aten = torch.ops.aten
@@ -43,7 +43,7 @@ _FREE = {
     "lift_fresh",
     "detach",
 }
-_SOURCES = str(Path(__file__).parents[1] / "src" / "longdraft")
+_SOURCES = str(Path(__file__).parents[2] / "src" / "longdraft")
 
 
 class Mixed(AssertionError):

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from tests.tiny import Family, tiny_model
+from tests.support.tiny import Family, tiny_model
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType
@@ -68,7 +68,7 @@ def write_gguf(
         tokens: the first ones of the tokenizer, in place of its usual ones.
         pre: the rule by which the tokenizer splits texts. numbers: more fields, or other values, by their whole names.
         split: tensors of a part; 0: one file.
-        over: options of the model, as :func:`tests.tiny.tiny_model` takes them.
+        over: options of the model, as :func:`tests.support.tiny.tiny_model` takes them.
 
     Returns:
         The model of the weights that the file stands for.

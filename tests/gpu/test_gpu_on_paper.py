@@ -34,12 +34,12 @@ from longdraft.engine.sequence import Sequence
 from longdraft.model.runner import TargetRunner
 from longdraft.views.cache import TrueCache
 from longdraft.views.retrieval import Retrieval
-from tests.drafts import random_draft, random_eagle3
-from tests.events import decoded
-from tests.quick import slow
-from tests.tiny import tiny_model
+from tests.support.drafts import random_draft, random_eagle3
+from tests.support.events import decoded
+from tests.support.quick import slow
+from tests.support.tiny import tiny_model
 
-FOLDER = Path(__file__).parent.parent / "benchmarks"
+FOLDER = Path(__file__).parents[2] / "benchmarks"
 PROMPT = [(7 * i * i + 3 * i) % 61 for i in range(70)]
 # Of what they are given, these read what comes out.
 CHOOSING = {"embedding", "index", "index_select"}

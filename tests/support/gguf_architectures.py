@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from tests.gguf_files import blocks_of
+from tests.support.gguf_files import blocks_of
 
 VOCABULARY = 64
 _BASE: dict[str, Any] = {

@@ -22,7 +22,7 @@ from longdraft.drafts.eagle_formats import Eagle3Shape, EagleShape
 from longdraft.model import small_models
 from longdraft.model.runner import TargetRunner
 from longdraft.model.shared_parts import describe
-from tests.tiny import Family, tiny_model
+from tests.support.tiny import Family, tiny_model
 
 
 def random_block(model: PreTrainedModel, window: int = 8, seed: int = 0, final_norm: bool = False) -> LongSpecBlock:
@@ -214,7 +214,7 @@ def small_lm(folder: Path, vocab: int = 11, family: Family = "llama", **over: An
     """A small random language model with a target's vocabulary, as transformers saves it.
 
     Args:
-        over: of :func:`tests.tiny.tiny_model`.
+        over: of :func:`tests.support.tiny.tiny_model`.
     """
     sizes = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "seed": 1}
     tiny_model(family, vocab=vocab, **(sizes | over)).save_pretrained(folder)

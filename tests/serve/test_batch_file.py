@@ -16,9 +16,9 @@ from longdraft.errors import CapabilityError, CheckpointError, ConfigError, Long
 from longdraft.serve.errors import ApiError
 from longdraft.serve.service import Service
 from longdraft.serve.settings import Settings
-from tests.quick import few
 from tests.support.methods import EXACT, Specs
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.support.quick import few
+from tests.support.tiny import tiny_model, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer(chat=True)
 MADE = {"input": "a", "seed": 0}
