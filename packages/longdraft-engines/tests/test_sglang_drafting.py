@@ -88,8 +88,8 @@ def ours(draft):
 
     def recorded(self, sequences, budget=None):
         (s,) = sequences
-        keys, values = self._store.layer(self._store.shape.layers - 1)
-        n = self._store.lengths[s.slot]
+        keys, values = self.store.layer(self.store.shape.layers - 1)
+        n = self.store.lengths[s.slot]
         cached[str(len(rounds))] = keys[s.slot, :, :n].clone(), values[s.slot, :, :n].clone()
         return propose(self, sequences, budget)
 

@@ -80,13 +80,13 @@ from longdraft import native
 from longdraft.errors import MemoryBudgetError
 torch.set_num_threads(int(sys.argv[1]))
 kernels = native.kernels()
-q, k, v = torch.randn(8, 64, 64), torch.randn(8, 64, 4096).transpose(1, 2), torch.randn(8, 4096, 64)
+q, k, v = torch.randn(8, 64, 64), torch.randn(8, 64, 32768).transpose(1, 2), torch.randn(8, 32768, 64)
 x, w = torch.randn(256, 4096), torch.randn(64, 4096)
 calls = [lambda: kernels.attend(q, k, v, None, 1.0), lambda: kernels.linear(x, [(w, None)])[0]]
 kernels.linear(x[:1, :64], [(w[:, :64].contiguous(), None)])  # threads start
 for call in calls:
     limit = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms, limit[1]))
+    resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + 2**20, limit[1]))
     try:
         for _ in range(3):
             call()
