@@ -132,10 +132,10 @@ def attention(m: Model, b: int, rows: int, seen: int, written: int, layers: int 
     return Part(layers * b * (seen + written) * m.kv_bytes, layers * b * rows * seen * 4 * m.q)
 
 
-def forward(m: Model, b: int, rows: int, prefix: int) -> Cost:
+def forward(m: Model, b: int, rows: int, prefix: int, waiting: int = 0) -> Cost:
     """``rows`` rows of each text behind ``prefix`` rows of KV: one is a plain step, a tree's nodes are a verification;
-    in a partial round of SpecPV, the prefix is the partial cache."""
-    multiplied = b * rows * (m.layers * layer_matrices(m) + m.vocabulary * m.hidden)
+    in a partial round of SpecPV, the prefix is the partial cache. ``waiting`` ones of them need no logits."""
+    multiplied = b * (rows * m.layers * layer_matrices(m) + (rows - waiting) * m.vocabulary * m.hidden)
     once = products(m, weights(m), b * rows, multiplied)
     return [once, attention(m, b, rows, prefix + rows, rows, m.layers)]
 
@@ -171,7 +171,7 @@ def refresh(m: Model, b: int, nodes: int, waiting: int, prefix: int) -> Cost:
     largest and the smallest keys of each block choose the partial cache anew."""
     blocks = (prefix - RECENT) // BLOCK - SINK // BLOCK
     scores = Part(m.layers * b * blocks * m.kv_bytes, m.layers * b * nodes * blocks * 4 * m.q)
-    return [*forward(m, b, nodes + waiting, prefix), scores, gather(m, b, PARTIAL, m.layers)]
+    return [*forward(m, b, nodes + waiting, prefix, waiting), scores, gather(m, b, PARTIAL, m.layers)]
 
 
 def retrieval_update(m: Model, b: int, prefix: int, rows: int, draft: Model | None = None) -> Cost:

@@ -153,10 +153,10 @@ def target(paper, family="llama", **over):
 def run(watch, model, drafter, schedule, texts=1, tokens=24) -> None:
     """Decodes equal texts, so that their lengths stay equal, and notes every forward behind a text."""
 
-    def forward(runner, block, store, **_):
+    def forward(runner, block, store, logits="all", **_):
         watch.caches += [store.keys, store.values]
-        partial = store is not engine.cache.store
-        return None if block.prompt else {"rows": block.size, "lengths": block.lengths, "partial": partial}
+        noted = {"partial": store is not engine.cache.store, "waiting": 0 if logits == "all" else block.size - logits}
+        return None if block.prompt else {"rows": block.size, "lengths": block.lengths, **noted}
 
     watch.on(TargetRunner, "forward", forward)
     watch.weights += list(model.parameters())
@@ -280,10 +280,11 @@ def test_specpv(paper, watch, tmp_path, resized):
     rounds, choices = watch.named("forward"), watch.named("choose")
     for seen in rounds:
         (n,) = seen.about["lengths"]
-        assert seen.counted == says(paper.forward(m, 1, seen.about["rows"], n))
+        assert seen.counted == says(paper.forward(m, 1, seen.about["rows"], n, seen.about["waiting"]))
         # Partial rounds: 24 to 27 rows that were copied, and those that wait.
         assert not seen.about["partial"] or 24 <= n <= 24 + 3 + 6
     assert 1 < sum(seen.about["partial"] for seen in rounds) < len(rounds) and len(choices) > 1
+    assert any(seen.about["waiting"] for seen in rounds)
     for seen in choices:
         n, nodes = seen.about["prefix"], seen.about["queries"]
         whole = paper.refresh(m, 1, nodes, 0, n)
