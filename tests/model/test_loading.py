@@ -77,7 +77,7 @@ REFUSED = [
     *((None, {"rope_factor": x}, ContextError, "rope_factor") for x in (1.0, 0, -2.0, math.nan, math.inf)),
     ("notes.txt", {}, CheckpointError, "notes.txt is not a GGUF file"),
     ("bad.gguf", {}, CheckpointError, "bad.gguf"),
-    *((name, {}, CheckpointError, "") for name in ("", "  ")),  # which is not the working folder
+    *((name, {}, CheckpointError, "empty") for name in ("", "  ")),  # which is not the working folder
     # Not taken for hub ids:
     *(
         (name, {}, CheckpointError, Path(name).name)

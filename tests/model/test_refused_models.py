@@ -88,7 +88,7 @@ def by_torchao(layer):
 QUANTISED = r"model\.layers\.\d\.\w+\.\w+ \(Linear"
 # What is given as a target, and what the refusal names.
 REFUSED = {
-    "a name": (lambda: "meta-llama/Llama-3.2-1B", ""),
+    "a name": (lambda: "meta-llama/Llama-3.2-1B", r"\bstr\b"),
     "no head": (lambda: tiny_model().model, "LlamaModel"),
     "no weights": (without_weights, r"model\.embed_tokens\.weight.*'meta'"),
     "sparse attention": (with_sparse_attention, "indexed_attention"),
