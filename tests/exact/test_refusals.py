@@ -219,6 +219,11 @@ def test_what_makes_no_speculator(tmp_path, shipped_in):
         (lambda: Speculator(5), RequestError, "target"), (lambda: Speculator(""), UnknownMethodError, "''"),
         (lambda: Speculator("longspecs"), UnknownMethodError, "longspec"),
         (lambda: Speculator("lookahead"), UnknownMethodError, "lookahead"),
+        # What is gone, by what takes its place.
+        (lambda: Speculator("nested"), UnknownMethodError, "triforce"),
+        (lambda: Speculator("specpv-exact"), UnknownMethodError, "prompt-lookup"),
+        (lambda: Speculator("self", adaptive=True), RequestError, "refresh"),
+        (lambda: Speculator("small-lm", four_bits=True), RequestError, "Q4_0"),
         (lambda: Speculator("ar").generate("one"), RequestError, "target"),
         (lambda: Speculator().method, RequestError, "target"),
         (lambda: Speculator("ar", target=whole).generate("text"), CapabilityError, "tokenizer"),
