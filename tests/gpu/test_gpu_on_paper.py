@@ -155,7 +155,8 @@ def run(watch, model, drafter, schedule, texts=1, tokens=24) -> None:
 
     def forward(runner, block, store, logits="all", **_):
         watch.caches += [store.keys, store.values]
-        noted = {"partial": store is not engine.cache.store, "waiting": 0 if logits == "all" else block.size - logits}
+        waiting = block.size - logits if isinstance(logits, int) else 0
+        noted = {"partial": store is not engine.cache.store, "waiting": waiting}
         return None if block.prompt else {"rows": block.size, "lengths": block.lengths, **noted}
 
     watch.on(TargetRunner, "forward", forward)

@@ -85,7 +85,7 @@ class Rows:
             parts = (x.split(x.shape[1] // len(self.slots), 1) for x in (q, k, v))
             for slot, (begin, end, mask), q_, k_, v_ in zip(self.slots, seen, *parts, strict=True):
                 keys[slot, :, end - self.width : end], values[slot, :, end - self.width : end] = k_, v_
-                seen_ = None if mask is None else mask.to(q.device)
+                seen_ = None if mask is None else on_device(mask, q.device)
                 outputs.append(one_text(q_, keys[slot, :, begin:end], values[slot, :, begin:end], seen_))
             return torch.cat(outputs, dim=1)
 
