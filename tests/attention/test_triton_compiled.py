@@ -91,5 +91,6 @@ FIXED_ORDER = {"tree", "prefix_sums", "path_sums", "join"}
 def test_the_parts_of_a_layer(target, dtype, tmp_path):
     rows = compiled(tmp_path, "--parts", "--targets", str(target), "--dtypes", dtype)
     assert {row["kernel"] for row in rows} == (PARTS if dtype == "float32" else PARTS | FIXED_ORDER)
-    # One operation for a product and a sum would not round the product, as the model's own code does.
-    assert not [row for row in rows if row["kernel"] in PARTS and row["fma"]]
+    # One operation for a product and a sum would not round the product, as the model's own code does. On an A100,
+    # products and sums of bfloat16 are such operations themselves, with -0 or 1.
+    assert (target, dtype) == (80, "bfloat16") or not [r for r in rows if r["kernel"] in PARTS and r["fma"]]
