@@ -24,7 +24,7 @@ from longdraft.native.boundary import WHOLE
 
 # What the names of all versions of the format begin with.
 _FAMILY = "longdraft-kv-"
-FORMAT = f"{_FAMILY}2"
+FORMAT = f"{_FAMILY}3"
 # Prefix of the tensors of layers that keep a state instead of rows.
 _STATES = "states."
 # What earlier versions wrote of a file that has a part of a text's rows.
@@ -75,7 +75,7 @@ def save(store: KVStore, slot: int, tokens: Sequence[int], fingerprint: str, pat
         meta["feature_layers"] = ",".join(map(str, store.feature_layers))
     for number, states in enumerate(store.states):
         tensors |= {f"{_STATES}{number}.{name}": tensor for name, tensor in states.save(slot).items()}
-    sums = {name: _checksum(tensor) for name, tensor in tensors.items()}
+    sums = {name: _checksum(tensor, _kind(tensor.dtype, tensor.shape)) for name, tensor in tensors.items()}
     meta |= {"checksums": json.dumps(sums), "checksum": str(_header_checksum(meta, sums))}
     temporary = None
     try:
@@ -142,12 +142,12 @@ def _read_rows(store: KVStore, slot: int, file: Any, head: Head, end: int) -> No
         return
     if store.features is not None:
         store.features[slot, :end] = _tensor(file, "features", head.checksums)[:end].to(store.device)
-    sums = {"keys": 0, "values": 0}
+    sums: dict[str, int] = {}
     for layers in store.portions:
-        for name, kept in zip(sums, store.stored(slot, layers), strict=True):
+        for name, kept in zip(("keys", "values"), store.stored(slot, layers), strict=True):
             for place, layer in enumerate(range(*layers.indices(store.shape.layers))):
-                rows = file.get_slice(name)[layer]
-                sums[name] = _checksum(rows, sums[name])
+                rows = (whole := file.get_slice(name))[layer]
+                sums[name] = _checksum(rows, sums.get(name, _kind(rows.dtype, whole.get_shape())))
                 kept[place, :, :end] = rows[:, :end].to(kept.device)
     if any(sums[name] != head.checksums[name] for name in sums):
         raise ValueError("its keys and values are not those that were written")
@@ -205,13 +205,18 @@ def _head(file: Any, meta: dict[str, str]) -> Head:
 
 def _tensor(file: Any, name: str, checksums: Mapping[str, int]) -> torch.Tensor:
     tensor: torch.Tensor = file.get_tensor(name)
-    if _checksum(tensor) != checksums[name]:
+    if _checksum(tensor, _kind(tensor.dtype, tensor.shape)) != checksums[name]:
         raise ValueError(f"its {name} are not what was written")
     return tensor
 
 
-def _checksum(tensor: torch.Tensor, before: int = 0) -> int:
-    """The CRC-32 of a tensor's bytes, going on from that of others: about a second a GB."""
+def _kind(dtype: torch.dtype, shape: Sequence[int]) -> int:
+    """What a tensor's checksum begins with: the same bytes say something else as another dtype or shape."""
+    return zlib.crc32(f"{dtype} {[*shape]}".encode())
+
+
+def _checksum(tensor: torch.Tensor, before: int) -> int:
+    """The CRC-32 of a tensor's bytes, going on from that of its kind or of other rows: about a second a GB."""
     return zlib.crc32(tensor.contiguous().flatten().view(torch.uint8).numpy().data, before)
 
 

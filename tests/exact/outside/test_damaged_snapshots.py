@@ -60,6 +60,15 @@ def decoder(request, tmp_path_factory):
     return Decoder(model, tmp_path_factory.mktemp("kept"))
 
 
+@pytest.mark.parametrize(("name", "dtype"), [("keys", "I32"), ("values", "I32"), ("keys", "U32"), ("tokens", "F64")])
+def test_the_same_bytes_as_another_dtype_change_no_text(name, dtype, decoder):
+    size = struct.unpack("<Q", decoder.written[:8])[0]
+    header = json.loads(decoder.written[8 : 8 + size])
+    header[name]["dtype"] = dtype
+    told = json.dumps(header, separators=(",", ":")).encode()
+    assert decoder.again(struct.pack("<Q", len(told)) + told + decoder.written[8 + size :]) in (0, None)
+
+
 def test_a_flipped_bit_changes_no_text(decoder, caplog):
     assert decoder.again(decoder.written) == len(PROMPT)  # it is used as it is
     header = 8 + struct.unpack("<Q", decoder.written[:8])[0]
