@@ -33,8 +33,14 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: object) -> None:
-    """Keeps a page's text for `on_post_build`."""
-    TEXTS[page.file.src_uri] = (str(page.title), markdown)
+    """Keeps a page's text for `on_post_build`, with the parts of the README that it shows."""
+    text = re.sub(r'--8<-- "README.md:(\w+)"', lambda part: _of_readme(part[1]), markdown)
+    TEXTS[page.file.src_uri] = (str(page.title), text)
+
+
+def _of_readme(name: str) -> str:
+    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    return readme.partition(f"[start:{name}] -->\n")[2].partition(f"<!-- --8<-- [end:{name}]")[0].strip()
 
 
 def on_post_build(config: MkDocsConfig) -> None:

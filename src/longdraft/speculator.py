@@ -46,7 +46,7 @@ Prompts = Prompt | Request | SequenceOf[Prompt | Request]
 
 @dataclass
 class _Target:
-    """What a speculator knows of a target. ``planner`` is None where rounds are not planned, and if that is not known
+    """A target as a speculator knows it. ``planner`` is None where rounds are not planned, and if that is not known
     yet, in which case ``weighed`` is False."""
 
     runner: TargetRunner
@@ -262,7 +262,7 @@ class Speculator:
         return next((r for r in each if r.model is model and not r.outdated), None)
 
     def _target(self, runner: TargetRunner | None = None) -> _Target:
-        """What is known of a target, by default the first."""
+        """The record of a target, by default the first."""
         runner = self.runner() if runner is None else runner
         return next((each for each in self._targets if each.runner is runner), None) or _Target(runner)
 

@@ -56,3 +56,4 @@ def test_pages_are_there_for_language_models_too(site):
     listed = (site / "llms.txt").read_text()
     for page in (ROOT / "docs").glob("*.md"):
         assert f"]({page.name}): " in listed and (site / page.name).read_text().startswith("# "), page.name
+    assert "longdraft.Speculator(" in (site / "index.md").read_text()  # the README's part

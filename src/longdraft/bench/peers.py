@@ -1,4 +1,4 @@
-"""What this package is measured against, by name: ``transformers``' own ``generate``, and llama.cpp."""
+"""Contenders of other projects, by name: ``transformers``' own ``generate``, and llama.cpp."""
 
 from __future__ import annotations
 
@@ -289,7 +289,7 @@ PEERS: dict[str, Callable[[TargetRunner, Sources], Contender]] = {
     ASSISTED: _assisted,
     LLAMA: lambda target, sources: LlamaCpp(sources.gguf, target.vocab_size, target.device),
 }  # fmt: skip
-"""What makes each peer on a target. All but llama.cpp run on its model object, which must not hold packed weights."""
+"""Makers of each peer by name. All but llama.cpp run on the target's model object, which must hold no packed weights."""
 BATCHED = (HF, "hf-eager")
 """Peers that take several prompts at once."""
 

@@ -87,7 +87,7 @@ class Hosting(Group):
 
     @property
     def name(self) -> str:
-        """What clients and people call the model, if they are told nothing else."""
+        """The name that clients and people call the model by, if they are told no other."""
         return Path(self.loading.model or EMBEDDED_ID).name
 
     def own(self, method: str | None, pairs: Iterable[str] | None) -> dict[str, Any]:

@@ -93,7 +93,7 @@ class DFlashDrafter(OnePassDrafter):
     draft: DFlashDraft  # type: ignore[assignment]
 
     def keys_values(self, sequence: Sequence, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of c alone: no token is embedded."""
+        """Computes keys and values of c alone: no token is embedded."""
         c = self._bound.block.project(self.features(sequence.slot, start, end))
         cos, sin = self._bound.rotary(self.cache.places(sequence.slot, end - start))
         found: tuple[torch.Tensor, torch.Tensor] = self._bound.block.keys_values(c, c, cos, sin)

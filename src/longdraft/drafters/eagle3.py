@@ -206,7 +206,7 @@ class Eagle3Drafter(NeuralDrafter):
         return Eagle3Round(self, bound, sequences, depth)
 
     def features(self, slot: int, start: int, end: int) -> torch.Tensor:
-        """What the target says of rows [start, end): hidden states (T, feature_size)."""
+        """The target's hidden states (T, feature_size) of rows [start, end)."""
         assert self.store.features is not None
         return self.store.features[slot, start:end]
 

@@ -89,7 +89,7 @@ class OnePassBlock(Eagle3Block):
         return found
 
     def correction(self, before: torch.Tensor, beside: torch.Tensor) -> torch.Tensor:
-        """What is added to the scores (B, W, M) of tokens behind draft ids (B, W), given what is beside them."""
+        """The numbers added to the scores (B, W, M) of tokens behind draft ids (B, W), given what is beside them."""
         return (self.known(before) @ beside).float()
 
 
@@ -212,7 +212,7 @@ class OneForwardRound(Eagle3Round):
 
 
 def rows_of(log_probs: torch.Tensor, ids: torch.Tensor, beside: torch.Tensor, vocabulary: int) -> list[Row]:
-    """What was said of each depth: (B, depth, M) log-probabilities and ids, and (B, depth, ...) what corrects them."""
+    """Log-probabilities and ids (B, depth, M) of each depth, and what corrects them (B, depth, ...)."""
     rest = torch.log1p(-log_probs.exp().sum(-1, keepdim=True).clamp(max=1 - 1e-6))
     if log_probs.shape[-1] == vocabulary:
         rest.fill_(float("-inf"))

@@ -140,8 +140,9 @@ REFRESH, USUAL_REFRESH = {"snapkv": 16}, 8
 ALL, SOME, DOUBLED, MOST = 0.95, 0.4, 0.225, 0.85
 # Rows of a view by attention where nobody says how many (docs/self-drafting.md).
 MANY = 2048
-# Time of a forward on lighter weights, of one on the target's; in int8 arithmetic there are no lighter ones.
-LIGHTER = 0.6
+# Time of a forward on lighter weights, of one on the target's (docs/self-drafting.md); in int8 arithmetic there are no
+# lighter ones.
+LIGHTER = 0.8
 
 
 @dataclass(frozen=True)

@@ -211,7 +211,7 @@ def _tensor(file: Any, name: str, checksums: Mapping[str, int]) -> torch.Tensor:
 
 
 def _kind(dtype: torch.dtype, shape: Sequence[int]) -> int:
-    """What a tensor's checksum begins with: the same bytes say something else as another dtype or shape."""
+    """The beginning of a tensor's checksum: the same bytes say something else as another dtype or shape."""
     return zlib.crc32(f"{dtype} {[*shape]}".encode())
 
 

@@ -71,7 +71,7 @@ class Experts:
         return inputs
 
     def after(self, found: torch.Tensor) -> torch.Tensor:
-        """What follows the last product."""
+        """Finishes what the last product has left."""
         out: torch.Tensor = self.module.post_expert_norm(found) if has_norm(self.module) else found
         return out
 

@@ -1,4 +1,4 @@
-"""What kernels.h calls Draft and Nodes: a draft's level, made of tensors, which the classes keep alive."""
+"""The structures Draft and Nodes of kernels.h: a draft's level, made of tensors, which the classes keep alive."""
 
 from __future__ import annotations
 

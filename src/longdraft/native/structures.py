@@ -1,4 +1,4 @@
-"""What kernels.h calls Matrix, KeysValues, Layer, Stack and Batch, made of tensors. Classes keep these alive."""
+"""The structures Matrix, KeysValues, Layer, Stack and Batch of kernels.h, made of tensors. Classes keep these alive."""
 
 from __future__ import annotations
 

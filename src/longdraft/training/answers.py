@@ -225,7 +225,7 @@ def answer_by_server(
 
     @contextmanager
     def asking() -> Iterator[None]:
-        """What is wrong with the server is said with its address."""
+        """Says errors of the server with its address."""
         try:
             yield
         except (BadRequestError, UnprocessableEntityError):

@@ -264,7 +264,7 @@ class Loop:
 
     @cached_property
     def _identity(self) -> dict[str, Any]:
-        """What a resumed run must have in common with its checkpoint."""
+        """Settings and data that a resumed run must have in common with its checkpoint."""
         steps, width = self.schedule.steps, self.schedule.width
         return {
             "config": _comparable(self.config),

@@ -1,4 +1,4 @@
-"""What fills a table, by its kind: the bench, ``bench needle``, or ``bench quality``."""
+"""Measurements that fill a table, by its kind: the bench, ``bench needle``, or ``bench quality``."""
 
 from __future__ import annotations
 

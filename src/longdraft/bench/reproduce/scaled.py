@@ -18,7 +18,7 @@ from longdraft.model.runner import TargetRunner
 from longdraft.recipes import recipe_for, resolve
 
 Record = Mapping[str, Any]
-"""What a unit measured, as JSON has it."""
+"""The result of a unit, as JSON has it."""
 Figures = tuple[dict[str, float | None], dict[str, Any]]
 """By key of :data:`~longdraft.bench.papers.table.FIGURES`, as the paper defines them; and a row for programs, as this
 package defines its figures."""
@@ -105,7 +105,7 @@ class Entry:
 
 
 class Unit(NamedTuple):
-    """What is measured and kept at once. ``ticks``: how often ``measure`` calls its ``tick``."""
+    """A part of a table that is measured and kept at once. ``ticks``: how often ``measure`` calls its ``tick``."""
 
     ticks: int
     measure: Callable[[Tick], Record]
@@ -113,7 +113,7 @@ class Unit(NamedTuple):
 
 @dataclass
 class Plan:
-    """How a table is measured.
+    """The measurement of a table.
 
     Attributes:
         units: by name. entries: lines in columns, and their units.

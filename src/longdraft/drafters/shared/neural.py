@@ -33,7 +33,7 @@ class NeuralDrafter(RetrievingDrafter):
     """
 
     ahead: ClassVar[int] = 0
-    """How far behind a row's position the token lies that it embeds."""
+    """The distance from a row's position to the token behind it that it embeds."""
     cache: DraftCache
     _bound: BoundDraft
 

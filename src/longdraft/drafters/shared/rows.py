@@ -92,12 +92,12 @@ class Rows:
         return attend
 
     def _seen(self, i: int) -> _Seen:
-        """What the rows that go on see of a sequence."""
+        """The part of a sequence that the rows that go on see."""
         (begin, end), mask = self.places[i], self.mask
         return begin, end, None if mask is None else F.pad(mask[i], (end - begin - mask.shape[2], 0), value=True)
 
     def _all(self, cache: DraftCache, i: int) -> _Seen:
-        """What all rows see of a sequence, each its own window of a text that is fed in pieces."""
+        """The part of a sequence that all rows see, each its own window of a text that is fed in pieces."""
         if self.going == self.width and not self.behind and self.mask is not None:
             return self._seen(i)
         end, window = self.places[i][1], cache.window or self.places[i][1]
@@ -173,7 +173,7 @@ class Placed(NamedTuple):
 
 
 def attending(cache: DraftCache, at: Placed, bound: int) -> SelfAttend:
-    """What attends for all sequences at once: q (Hq, B * T, d), k and v (Hkv, B * W, d), which enter the cache.
+    """Attends for all sequences at once: q (Hq, B * T, d), k and v (Hkv, B * W, d), which enter the cache.
 
     Args:
         bound: upper bound on the numbers of visible rows; the work is split by it.
