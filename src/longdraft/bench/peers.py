@@ -289,7 +289,7 @@ PEERS: dict[str, Callable[[TargetRunner, Sources], Contender]] = {
     ASSISTED: _assisted,
     LLAMA: lambda target, sources: LlamaCpp(sources.gguf, target.vocab_size, target.device),
 }  # fmt: skip
-"""Makers of each peer by name. All but llama.cpp run on the target's model object, which must hold no packed weights."""
+"""Makers of each peer by name. All but llama.cpp run on the target's model object, without packed weights."""
 BATCHED = (HF, "hf-eager")
 """Peers that take several prompts at once."""
 
