@@ -241,7 +241,8 @@ def no_option(name: str, known: Iterable[str], methods: Mapping[str, Iterable[st
     """
     owners = [method for method, options in methods.items() if name in options]
     advice = f"it is one of {', '.join(owners)}; name the method." if owners else ""
-    advice = advice or suggestion(name, ["target", "tokenizer", *known]) or "no method has one."
+    advice = advice or RETIRED_OPTIONS.get(name) or suggestion(name, ["target", "tokenizer", *known])
+    advice = advice or "no method has one."
     return ValueError(f"There is no option {name}: {advice}")
 
 

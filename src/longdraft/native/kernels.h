@@ -1,5 +1,5 @@
-// The functions that Python calls, and their structures. header.py reads both from this text: a declaration is on lines of its own,
-// a comment begins with two slashes.
+// The functions that Python calls, and their structures. header.py reads both from this text: a declaration is on lines
+// of its own, a comment begins with two slashes.
 #pragma once
 
 #include <cstdint>

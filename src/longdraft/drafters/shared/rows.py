@@ -76,7 +76,7 @@ class Rows:
         layers = cache.store.shape.layers
         if layers == 1 and together(cache):
             return [attending(cache, Placed.of(cache, self), self.longest)]
-        seen = [self._all(cache, i) if layers > 1 else self._seen(i) for i in range(len(self.slots))]
+        seen = [self._all(cache, i) if layers > 1 else self._seen(cache, i) for i in range(len(self.slots))]
         return [self._one_by_one(*cache.store.layer(layer), seen) for layer in range(layers)]
 
     def _one_by_one(self, keys: torch.Tensor, values: torch.Tensor, seen: list[_Seen]) -> SelfAttend:
@@ -85,21 +85,23 @@ class Rows:
             parts = (x.split(x.shape[1] // len(self.slots), 1) for x in (q, k, v))
             for slot, (begin, end, mask), q_, k_, v_ in zip(self.slots, seen, *parts, strict=True):
                 keys[slot, :, end - self.width : end], values[slot, :, end - self.width : end] = k_, v_
-                seen_ = None if mask is None else on_device(mask, q.device)
-                outputs.append(one_text(q_, keys[slot, :, begin:end], values[slot, :, begin:end], seen_))
+                outputs.append(one_text(q_, keys[slot, :, begin:end], values[slot, :, begin:end], mask))
             return torch.cat(outputs, dim=1)
 
         return attend
 
-    def _seen(self, i: int) -> _Seen:
+    def _seen(self, cache: DraftCache, i: int) -> _Seen:
         """The part of a sequence that the rows that go on see."""
         (begin, end), mask = self.places[i], self.mask
-        return begin, end, None if mask is None else F.pad(mask[i], (end - begin - mask.shape[2], 0), value=True)
+        if mask is None:
+            return begin, end, None
+        whole = F.pad(mask[i], (end - begin - mask.shape[2], 0), value=True)
+        return begin, end, on_device(whole, cache.store.device)
 
     def _all(self, cache: DraftCache, i: int) -> _Seen:
         """The part of a sequence that all rows see, each its own window of a text that is fed in pieces."""
         if self.going == self.width and not self.behind and self.mask is not None:
-            return self._seen(i)
+            return self._seen(cache, i)
         end, window = self.places[i][1], cache.window or self.places[i][1]
         first = end - self.width
         begin = max(0, first + 1 - window)
