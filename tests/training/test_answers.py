@@ -14,10 +14,11 @@ from longdraft import Speculator
 from longdraft.cli.main import main
 from longdraft.errors import CapabilityError, CheckpointError, PromptError
 from longdraft.model.chat import chat_prompt
-from longdraft.training import answers
-from longdraft.training.answers import AnswerFile, answer_by_server
+from longdraft.training import answers, served_answers
+from longdraft.training.answers import AnswerFile
 from longdraft.training.documents import Skipped, documents
 from longdraft.training.prompts import Ask
+from longdraft.training.served_answers import answer_by_server
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
 pytest.importorskip("openai")
@@ -71,7 +72,7 @@ class Stub(BaseHTTPRequestHandler):
 @pytest.fixture
 def stub(monkeypatch):
     """A server, and its state: what it was asked, and ``fault``, which says what goes wrong with an answer."""
-    monkeypatch.setattr(answers, "RETRIES", 0)
+    monkeypatch.setattr(served_answers, "RETRIES", 0)
     server = ThreadingHTTPServer(("127.0.0.1", 0), Stub)
     server.state = {
         "lock": threading.Lock(), "asked": [], "flying": 0, "most": 0, "answered": 0, "fault": lambda text, count: None
@@ -204,7 +205,7 @@ def test_prompts_that_a_server_refuses(stub, tmp_path, monkeypatch):
 
 
 def test_no_server(tmp_path, monkeypatch):
-    monkeypatch.setattr(answers, "RETRIES", 0)
+    monkeypatch.setattr(served_answers, "RETRIES", 0)
     with pytest.raises(CapabilityError, match="cannot be asked"):
         run({"url": "http://127.0.0.1:9"}, tmp_path / "a.jsonl")
 

@@ -79,7 +79,12 @@ class Settings:
 
 
 class Chat:
-    """Args: decoder: makes a speculator of a method's name and options. documents: go before the first question."""
+    """A conversation with a model, its commands included.
+
+    Args:
+        decoder: makes a speculator of a method's name and options.
+        documents: go before the first question.
+    """
 
     def __init__(
         self,

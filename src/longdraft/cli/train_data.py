@@ -97,7 +97,7 @@ def data(
         raise CheckpointError(f"--out {out}: its folder does not exist, or it is a folder itself.")
 
     from longdraft.model.stored import weight_shape
-    from longdraft.training import answers, documents, prompts, repeats, tokens
+    from longdraft.training import answers, documents, prompts, repeats, served_answers, tokens
 
     skipped = documents.Skipped()
     if kind is Kind.tokens:
@@ -131,7 +131,7 @@ def data(
         if url is None:
             answers.answer(spec, passages, file, seed=seed, **how)
         else:
-            answers.answer_by_server(passages, file, url, api_key, target, **how)
+            served_answers.answer_by_server(passages, file, url, api_key, target, **how)
     if file.refused:
         console.note(f"{file.refused:,} prompts were refused, or answered without text.")
     figures = _told(file, display.seconds)

@@ -67,8 +67,10 @@ def _files(folder: Path | str) -> dict[str, Path]:
 
 @reads("The weights", "Get the draft as model.safetensors.")
 def _unpickled(path: Path, mapped: bool = False) -> dict[str, torch.Tensor]:
-    """Args:
-    mapped: leave the numbers in the file, where its format allows that.
+    """Tensors of a file of torch's, by name.
+
+    Args:
+        mapped: leave the numbers in the file, where its format allows that.
     """
     zipped = zipfile.is_zipfile(regular(path))
     if zipped and any(each.compress_type for each in zipfile.ZipFile(path).infolist()):

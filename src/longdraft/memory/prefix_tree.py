@@ -29,9 +29,11 @@ class _Node:
 
 
 class PrefixTree:
-    """Args:
-    max_bytes: limit of all rows. Blocks behind which no other comes are dropped first, the least recently used before
-        others.
+    """Rows of texts' beginnings, each kept once, in blocks that lie behind one another.
+
+    Args:
+        max_bytes: limit of all rows. Blocks behind which no other comes are dropped first, the least recently used
+            before others.
 
     Attributes:
         nbytes: of all rows now.

@@ -14,8 +14,11 @@ _PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
 
 
 class Metrics:
-    """Args:
-    model: the label of every figure. load: gives how many requests run, and how many wait.
+    """Figures of the server for Prometheus.
+
+    Args:
+        model: the label of every figure.
+        load: gives how many requests run, and how many wait.
     """
 
     def __init__(self, model: str, load: Callable[[], tuple[int, int]]) -> None:

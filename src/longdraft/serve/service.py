@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -23,6 +21,7 @@ from longdraft.methods import method_named
 from longdraft.model.checkpoints import LoadedModel, Progress
 from longdraft.model.runner import TargetRunner
 from longdraft.serve import schema
+from longdraft.serve.aside import Aside
 from longdraft.serve.choice import Choice
 from longdraft.serve.errors import ApiError
 from longdraft.serve.metrics import Metrics
@@ -31,51 +30,16 @@ from longdraft.serve.prefixes import DiskPrefixes, check_folder
 from longdraft.serve.processors import Bias, NotBefore, Penalties, Processor
 from longdraft.serve.settings import Settings
 from longdraft.serve.structured import table_of
-from longdraft.serve.worker import QueueFull, Worker
+from longdraft.serve.worker import Worker
 from longdraft.speculator import Speculator
-
-T = TypeVar("T")
-# Bytes of a request that counts as large: one of these is prepared at a time, and the others pass it.
-_LARGE = 1 << 18
-
-
-class Aside:
-    """Does work that grows with a request in a few threads beside the event loop, which answers everybody meanwhile.
-
-    Args:
-        waiting: how many requests may wait for a thread. seconds: that the work of
-            one may take, waiting included.
-    """
-
-    def __init__(self, waiting: int, seconds: float) -> None:
-        self._waiting, self._seconds = waiting, seconds
-        self._small, self._large = (ThreadPoolExecutor(n, "longdraft request") for n in (3, 1))
-        self._asked = 0
-
-    async def __call__(self, work: Callable[[], T], size: int = 0) -> T:
-        """Returns what the work returns.
-
-        Args:
-            size: bytes of the request; 0: it is an answer's, which waits as long as it takes.
-
-        Raises:
-            QueueFull: too many wait. TimeoutError: it takes too long.
-        """
-        if size and self._asked >= self._waiting:
-            raise QueueFull(self._asked, 1.0)
-        future = (self._large if size > _LARGE else self._small).submit(work)
-        self._asked += 1
-        try:
-            return await asyncio.wait_for(asyncio.wrap_future(future), self._seconds if size else None)
-        except asyncio.TimeoutError:
-            raise TimeoutError from None
-        finally:
-            self._asked -= 1
 
 
 class Service:
-    """Args:
-    speculator: makes the speculator of a method. tokenizer: the model's.
+    """A model with the engine thread that decodes all requests for it.
+
+    Args:
+        speculator: makes the speculator of a method.
+        tokenizer: the model's.
 
     Attributes:
         aside: does what takes long beside the event loop.

@@ -11,8 +11,10 @@ _END = regex.compile(rf"\n*{UNTHINK}")
 
 
 class Thinking:
-    """Args:
-    inside: the prompt ends within the tags.
+    """Tells the thoughts of an answer from what it says, as its text comes.
+
+    Args:
+        inside: the prompt ends within the tags.
     """
 
     def __init__(self, inside: bool = False) -> None:

@@ -75,10 +75,13 @@ class Draining(LongdraftError):
 
 
 class Worker:
-    """Args:
-    session: makes a session for a method.
-    slots: how many requests a session decodes at a time. queue: how many may wait.
-    idle: called when there is nothing to decode, again as long as it returns True.
+    """The engine thread: decodes submitted requests together, those of one method at a time.
+
+    Args:
+        session: makes a session for a method.
+        slots: how many requests a session decodes at a time.
+        queue: how many may wait.
+        idle: called when there is nothing to decode, again as long as it returns True.
     """
 
     def __init__(

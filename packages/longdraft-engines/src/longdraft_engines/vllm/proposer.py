@@ -13,7 +13,9 @@ from longdraft_engines.requests import RequestTracker
 
 
 class Proposer(RequestTracker, ABC):
-    """Args:
+    """Proposes drafts inside vLLM, in the place of its own proposer.
+
+    Args:
         config: vLLM's ``VllmConfig``.
 
     Attributes:
