@@ -75,7 +75,7 @@ class Draining(LongdraftError):
 
 
 class Worker:
-    """The engine thread: decodes submitted requests together, those of one method at a time.
+    """The engine thread: decodes submitted requests, those of a method together.
 
     Args:
         session: makes a session for a method.
