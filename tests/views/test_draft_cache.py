@@ -26,6 +26,7 @@ TRAINED, SLOTS = 60, 2
 @pytest.fixture(autouse=True)
 def _small_sizes(monkeypatch):
     monkeypatch.setattr(draft_cache, "PIECE", 16)
+    monkeypatch.setattr(draft_cache, "SPARE", 5)  # rows are moved after a few tokens
 
 
 # One layer: keys and values depend on token and position alone, whatever was attended to.
