@@ -33,7 +33,6 @@ PLANNED = {
     "self": Case("self", None, {"view": "snapkv", "budget": 24, "window": 4}),
     "magicdec": Case("magicdec", None, {"budget": 24, "window": 4}),
     "magicdec streaming": Case("magicdec", None, {"budget": 24, "view": "streaming"}),
-    "magicdec small-lm": Case("magicdec", "small-lm", {"drafter": "small-lm", "budget": 24}),
     "triforce": METHODS["triforce"],
     "heads": METHODS["heads"],
     "heads opt": Case("heads", "heads", {"tree": "opt", "nodes": 6}),

@@ -306,11 +306,11 @@ def _forward(
 register(
     Kind(
         "eagle3",
-        Eagle3Draft.load,
         Eagle3Drafter,
         "a trained one-layer draft that reads the model's hidden states; published drafts load as they are",
         "Li et al. 2025, EAGLE-3, arXiv:2503.01840",
-        Training(
+        load=Eagle3Draft.load,
+        training=Training(
             "longdraft.training.config:Eagle3Config",
             "longdraft.training.eagle3:train_eagle3",
             "Train an EAGLE-3 draft",
@@ -323,10 +323,9 @@ register(
 method.register(
     Method(
         "specextend-eagle3",
-        True,
-        "Cha et al. 2025, SpecExtend, arXiv:2505.20776",
-        "EAGLE-3 that sees the chunks of a long text which the model attends to, at positions it knows",
         partial(Eagle3Drafter, retrieval=True),  # and so an OPT-Tree
-        "eagle3",
+        "EAGLE-3 that sees the chunks of a long text which the model attends to, at positions it knows",
+        "Cha et al. 2025, SpecExtend, arXiv:2505.20776",
+        draft_kind="eagle3",
     )
 )

@@ -319,10 +319,9 @@ class SelfDrafter(TreeDrafter):
 method.register(
     Method(
         "self",
-        True,
-        "Sun et al. 2024, TriForce, arXiv:2404.11912; Sadhukhan et al. 2024, MagicDec, arXiv:2408.11049",
-        "the model itself drafts on a part of its KV cache, and verifies on all of it",
         SelfDrafter,
+        "the model itself drafts on a part of its KV cache, and verifies on all of it",
+        "Sun et al. 2024, TriForce, arXiv:2404.11912; Sadhukhan et al. 2024, MagicDec, arXiv:2408.11049",
         joined=True,
         pays=drafts_lightly,
     )
@@ -330,10 +329,9 @@ method.register(
 method.register(
     Method(
         "quantspec",
-        True,
-        "after Tiwari et al. 2025, QuantSpec, arXiv:2502.10424",
-        "the model itself drafts on all of its KV cache in eight bits, and verifies on it as it is",
         partial(SelfDrafter, view="all"),
+        "the model itself drafts on all of its KV cache in eight bits, and verifies on it as it is",
+        "after Tiwari et al. 2025, QuantSpec, arXiv:2502.10424",
         joined=True,
     )
 )

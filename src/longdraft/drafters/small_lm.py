@@ -309,11 +309,11 @@ class SmallLMRound(HostedRound):
 register(
     Kind(
         "small-lm",
-        SmallLMDraft.load,
         SmallLMDrafter,
         "a small language model with the model's vocabulary, on all of the text or on a part of it",
         "Leviathan et al. 2023, arXiv:2211.17192; Chen et al. 2023, arXiv:2302.01318",
-        Training(
+        load=SmallLMDraft.load,
+        training=Training(
             "longdraft.training.config:LmConfig",
             "longdraft.training.lm:train_lm",
             "Train a small language model to draft",
@@ -325,10 +325,9 @@ register(
 method.register(
     Method(
         "specextend",
-        True,
-        "Cha et al. 2025, SpecExtend, arXiv:2505.20776",
-        "a small language model that sees the chunks of a long text which the model attends to",
         partial(SmallLMDrafter, view="retrieval"),  # and so an OPT-Tree
-        "small-lm",
+        "a small language model that sees the chunks of a long text which the model attends to",
+        "Cha et al. 2025, SpecExtend, arXiv:2505.20776",
+        draft_kind="small-lm",
     )
 )
