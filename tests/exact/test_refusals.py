@@ -232,6 +232,8 @@ def test_what_makes_no_speculator(tmp_path, shipped_in):
         (lambda: Speculator("longspec", draft=tmp_path / "nowhere"), CheckpointError, "nowhere"),
         (lambda: Speculator("longspec", target=whole), CapabilityError, "--draft"),
         (lambda: Speculator("tokenswift", target=whole), CapabilityError, "tokenswift"),
+        (lambda: Speculator("triforce", target=whole, draft=longspec), CheckpointError, "longspec"),
+        (lambda: Speculator("triforce", target=model(vocab=12), draft=lm), CheckpointError, ""),
         *((lambda m=m: Speculator(m, target=half, view_dtype="int8", **({} if m == "self" else {"drafter": "ar"}))
            .generate([[1] * 50], max_new_tokens=4), CapabilityError, "view_dtype") for m in ("self", "specpv")),
         (lambda: Speculator(learned, target=whole, widths=(2, 2)).generate([[4] * 10], max_new_tokens=31),

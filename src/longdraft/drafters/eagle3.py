@@ -18,12 +18,10 @@ itself is in shared/eagle3_block.py, since drafts of its kin share it.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
-from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -53,10 +51,6 @@ from longdraft.trees.kind import TreeKind
 from longdraft.trees.level import Level
 from longdraft.trees.options import TreeOptions
 from longdraft.views.draft_cache import CompactCache, DraftCache
-
-logger = logging.getLogger("longdraft")
-# Drafts of which it has been said that texts are longer than they were trained for: said once, not once a run.
-_outgrown: WeakSet[Eagle3Draft] = WeakSet()
 
 
 class Eagle3Draft(EagleDraft[BoundDraft]):
@@ -235,20 +229,14 @@ class Eagle3Drafter(NeuralDrafter):
         self._bound.block.through(*inputs, Rows.new(cache, (slot,), end - start).attends(cache))
 
     def _warn(self, s: Sequence) -> None:
-        """Says once per draft that a text is longer than it was trained for, and what that means."""
+        """Warns if a text is longer than the draft was trained for."""
         reach, length = self.draft.reach, s.longest
         what, then = "this one has", f"it sees the last {reach} tokens (another: window=N)"
         if self.retrieval is not None:
             length = min(length, self.retrieval.view.capacity + self.tree.depth)
             what, then = "its working cache has", "acceptance will be lower: give fewer chunks"
-        if self.draft in _outgrown or self.window is not None or reach is None or length <= reach:
-            return
-        _outgrown.add(self.draft)
-        logger.warning(
-            "The draft in %s was trained for texts of %d tokens; %s up to %d. Output stays exact; %s, or load the "
-            "draft with a rope_factor.",
-            self.draft.folder, reach, what, length, then,
-        )  # fmt: skip
+        if self.window is None and reach is not None and length > reach:
+            self.draft.outgrown(reach, f"{what} up to {length}", f"{then}, or load the draft with a rope_factor")
 
 
 class Eagle3Round(DraftRound):

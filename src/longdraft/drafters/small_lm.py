@@ -12,11 +12,9 @@ costs the same at any length.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-from weakref import WeakSet
 
 import torch
 
@@ -41,17 +39,12 @@ from longdraft.trees.options import TreeOptions
 from longdraft.trees.tree import TokenTree
 from longdraft.views import draft_cache
 from longdraft.views.draft_cache import FRESH, CompactCache, DraftCache, fresh_room
-from longdraft.views.refresh import Refresh
 from longdraft.views.retrieval import Retrieval
 from longdraft.views.view import View, check_sizes
 
 VIEWS = ("full", "streaming", "retrieval")
 # A working cache of about 1K tokens is best for a draft of 68M parameters (SpecExtend, appendix E.1).
 STREAMED, RECENT = 1024, 128
-
-logger = logging.getLogger("longdraft")
-# Drafts of which it has been said that texts are longer than they were trained for: said once, not once a run.
-_outgrown: WeakSet[SmallLMDraft] = WeakSet()
 
 
 @dataclass(frozen=True)
@@ -206,13 +199,8 @@ def check_length(draft: SmallLMDraft, bound: BoundLM, s: Sequence) -> None:
             f"The text has up to {length} tokens, and the draft {draft.folder} has positions for {positions} "
             "(learned ones, which cannot be stretched). Use a draft with a longer context, or prompt-lookup."
         )
-    if draft not in _outgrown:
-        _outgrown.add(draft)
-        logger.warning(
-            "The draft in %s was trained for texts of %d tokens; this one has up to %d. Output stays exact, "
-            "acceptance will be lower: leave view out, or use view=retrieval (method specextend).",
-            draft.folder, trained, length,
-        )  # fmt: skip
+    then = "acceptance will be lower: leave view out, or use view=retrieval (method specextend)"
+    draft.outgrown(trained, f"this one has up to {length}", then)
 
 
 def _streaming(sink: int, recent: int | None, room: int, fresh: int) -> Retrieval:
@@ -226,7 +214,7 @@ def _streaming(sink: int, recent: int | None, room: int, fresh: int) -> Retrieva
             f"a working cache of {sink + recent} tokens does not fit the {room} that the draft was trained for, beside "
             "those of a round: lower sink, recent or the tree's depth"
         )
-    return Retrieval(View("streaming", 0, sink, recent, room=fresh, shared=True), Refresh(0))
+    return Retrieval(View("streaming", 0, sink, recent, room=fresh, shared=True))
 
 
 def whole_cache(runner: TargetRunner, slots: int, capacity: int, shown: int) -> DraftCache:
