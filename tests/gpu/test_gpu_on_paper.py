@@ -182,7 +182,7 @@ def level(watch, drafter) -> None:
     """Watches a draft's levels: how many rows are fed, how many go on, and what they see."""
 
     def about(round_, level, best):
-        bound, cache = drafter._bound, drafter.cache
+        bound, cache = drafter.bound, drafter.cache
         watch.weights += [*bound.block.parameters(), getattr(bound.logits, "weight", drafter.runner.parts.head)]
         watch.caches += [cache.store.keys, cache.store.values]
         s = round_.sequences[0]

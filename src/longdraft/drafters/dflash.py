@@ -82,32 +82,11 @@ class DFlashDraft(Eagle3Draft):
         raise CapabilityError(f"{self.folder} holds a DFlash draft, which longdraft does not train.")
 
 
-class DFlashDrafter(OnePassDrafter):
-    """Drafts trees with one forward a round.
-
-    Args:
-        draft: a trained draft.
-        options: as of the one-pass drafter.
-    """
-
-    draft: DFlashDraft  # type: ignore[assignment]
-
-    def keys_values(self, sequence: Sequence, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Computes keys and values of c alone: no token is embedded."""
-        c = self._bound.block.project(self.features(sequence.slot, start, end))
-        cos, sin = self._bound.rotary(self.cache.places(sequence.slot, end - start))
-        found: tuple[torch.Tensor, torch.Tensor] = self._bound.block.keys_values(c, c, cos, sin)
-        return found
-
-    def round_of(self, bound: BoundDraft, sequences: list[Sequence], depth: int) -> DFlashRound:
-        return DFlashRound(self, bound, sequences, depth)
-
-
 class DFlashRound(OneForwardRound):
     """One round of a batch."""
 
-    def __init__(self, drafter: DFlashDrafter, bound: BoundDraft, sequences: list[Sequence], depth: int) -> None:
-        super().__init__(drafter, bound, sequences, depth)
+    def __init__(self, drafter: DFlashDrafter, sequences: list[Sequence], depth: int) -> None:
+        super().__init__(drafter, sequences, depth)
         self._shape: DFlashShape = drafter.draft.shape
         # Of each sequence, the states (W, rank) of the level's nodes: what the recurrent head knows of their paths.
         self._states: dict[int, torch.Tensor] = {}
@@ -178,6 +157,25 @@ class DFlashRound(OneForwardRound):
         selector = self._bound.block.candidate_selector
         known = selector.predecessor_codebook[level.tokens] * selector.hidden_projection(row.beside)
         return (known @ selector.successor_codebook[row.ids[:, 0]].mT).float()
+
+
+class DFlashDrafter(OnePassDrafter):
+    """Drafts trees with one forward a round.
+
+    Args:
+        draft: a trained draft.
+        options: as of the one-pass drafter.
+    """
+
+    rounds = DFlashRound
+    draft: DFlashDraft  # type: ignore[assignment]
+
+    def keys_values(self, sequence: Sequence, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Computes keys and values of c alone: no token is embedded."""
+        c = self.bound.block.project(self.features(sequence.slot, start, end))
+        cos, sin = self.bound.rotary(self.cache.places(sequence.slot, end - start))
+        found: tuple[torch.Tensor, torch.Tensor] = self.bound.block.keys_values(c, c, cos, sin)
+        return found
 
 
 register(

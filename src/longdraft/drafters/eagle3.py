@@ -18,7 +18,7 @@ itself is in shared/eagle3_block.py, since drafts of its kin share it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -31,7 +31,7 @@ from longdraft.drafters.shared.eagle3_block import Eagle3Block
 from longdraft.drafters.shared.layers import Going, SelfAttend
 from longdraft.drafters.shared.neural import CHUNK, NeuralDrafter
 from longdraft.drafters.shared.retrieval import RetrievalOptions
-from longdraft.drafters.shared.round import BoundDraft, DraftRound, Inputs, flat, said_of
+from longdraft.drafters.shared.round import BoundDraft, DraftRound, Inputs, Layer
 from longdraft.drafters.shared.rows import Rows
 from longdraft.drafters.shared.whole_level import WholeLevel, products_of, serves
 from longdraft.drafts.eagle_draft import EagleDraft
@@ -104,6 +104,50 @@ class WindowOptions(Options):
     )
 
 
+class Eagle3Round(DraftRound):
+    """One round of a batch."""
+
+    def roots(self, level: Level) -> tuple[Rows, Inputs]:
+        """The rows that the cache lacks join what the target says of them."""
+        rows, inputs, starts = self.entering(level)
+        each = zip(rows.slots, starts, strict=True)
+        joined = torch.stack([self._owner.features(slot, start, start + rows.width) for slot, start in each])
+        return rows, replace(inputs, joined=joined)
+
+    def nodes(self, level: Level) -> tuple[Rows, Inputs]:
+        """A node joins its parent's output."""
+        rows, inputs = super().nodes(level)
+        assert self._last is not None
+        above = self._last[0].of(level.rows, self._last[1])
+        return rows, replace(inputs, joined=above.gather(1, level.parents[..., None].expand(-1, -1, above.shape[2])))
+
+    def following(self, out: torch.Tensor) -> torch.Tensor:
+        following: torch.Tensor = self._bound.block.following(out)
+        return following
+
+    def layer(self, rows: Rows, entering: bool) -> tuple[Layer, tuple[torch.Tensor, ...], Hashable]:
+        return partial(_layer, self._bound.block, entering), (), ("eagle3", entering)
+
+
+def _layer(
+    block: Eagle3Block,
+    entering: bool,
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    joined: torch.Tensor,
+    attends: list[SelfAttend],
+    going: Going,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The block; a node joins its parent's output."""
+    g = block.project(joined) if entering else joined
+    if len(attends) > 1:
+        out = block.through(x, g, cos, sin, attends)[going]
+    else:
+        out = block(x, g, cos, sin, attends[0], going)
+    return out, block.following(out)
+
+
 class Eagle3Drafter(NeuralDrafter):
     """Drafts trees with an EAGLE-3 layer.
 
@@ -121,7 +165,9 @@ class Eagle3Drafter(NeuralDrafter):
     """
 
     options: ClassVar[tuple[type[Options], ...]] = (TreeOptions, WindowOptions, RetrievalOptions)
+    rounds: ClassVar[type[DraftRound]] = Eagle3Round
     ahead = 1
+    draft: Eagle3Draft
 
     def __init__(self, draft: Eagle3Draft, **options: Any) -> None:
         tree, own, *others = parse(draft.label, options, *self.options)
@@ -146,10 +192,6 @@ class Eagle3Drafter(NeuralDrafter):
         """The tree as the draft can grow it. ``options`` are the user's."""
         return tree
 
-    @property
-    def trained(self) -> Eagle3Draft:
-        return self.draft
-
     def feature_layers(self, runner: TargetRunner) -> tuple[int, ...]:
         """The layers that the draft's folder names, usually three."""
         return self.draft.feature_layers(runner)
@@ -172,7 +214,7 @@ class Eagle3Drafter(NeuralDrafter):
     def make_cache(self) -> DraftCache:
         capacity, own = self.store.capacity, self.own_kv()
         if self.retrieval is not None:
-            rotary = self._bound.rotary
+            rotary = self.bound.rotary
             store = self.own_store(own, self.retrieval.view.capacity + self.scratch)
             full = KVStore(own, self.store.slots, capacity, self.runner.device)
             return CompactCache(
@@ -196,9 +238,6 @@ class Eagle3Drafter(NeuralDrafter):
         if event.replaced is not None:  # the row before joins the first of their tokens
             self.cache.forget(event.sequence.slot, max(0, event.replaced - 1))
 
-    def round_of(self, bound: BoundDraft, sequences: list[Sequence], depth: int) -> DraftRound:
-        return Eagle3Round(self, bound, sequences, depth)
-
     def features(self, slot: int, start: int, end: int) -> torch.Tensor:
         """The target's hidden states (T, feature_size) of rows [start, end)."""
         assert self.store.features is not None
@@ -206,12 +245,12 @@ class Eagle3Drafter(NeuralDrafter):
 
     def inputs(self, sequence: Sequence, start: int, end: int) -> tuple[torch.Tensor, ...]:
         """Embeddings and projected features (T, hidden) of rows, the next of the cache, with cos and sin (T, d)."""
-        x = self._bound.embedding(on_device(self.tokens(sequence, start, end), self.runner.device))
-        g = self._bound.block.project(self.features(sequence.slot, start, end))
-        return x, g, *self._bound.rotary(self.cache.places(sequence.slot, end - start))
+        x = self.bound.embedding(on_device(self.tokens(sequence, start, end), self.runner.device))
+        g = self.bound.block.project(self.features(sequence.slot, start, end))
+        return x, g, *self.bound.rotary(self.cache.places(sequence.slot, end - start))
 
     def keys_values(self, sequence: Sequence, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        k, v = self._bound.block.keys_values(*self.inputs(sequence, start, end))
+        k, v = self.bound.block.keys_values(*self.inputs(sequence, start, end))
         return k[None], v[None]
 
     def goes_back(self, end: int) -> int:
@@ -226,7 +265,7 @@ class Eagle3Drafter(NeuralDrafter):
         cache, slot, inputs = self.cache, sequence.slot, self.inputs(sequence, start, end)
         cache.ready(slot, end - start)
         cache.extend(slot, end - start)
-        self._bound.block.through(*inputs, Rows.new(cache, (slot,), end - start).attends(cache))
+        self.bound.block.through(*inputs, Rows.new(cache, (slot,), end - start).attends(cache))
 
     def _warn(self, s: Sequence) -> None:
         """Warns if a text is longer than the draft was trained for."""
@@ -237,58 +276,6 @@ class Eagle3Drafter(NeuralDrafter):
             what, then = "its working cache has", "acceptance will be lower: give fewer chunks"
         if self.window is None and reach is not None and length > reach:
             self.draft.outgrown(reach, f"{what} up to {length}", f"{then}, or load the draft with a rope_factor")
-
-
-class Eagle3Round(DraftRound):
-    """One round of a batch."""
-
-    def __init__(self, drafter: Eagle3Drafter, bound: BoundDraft, sequences: list[Sequence], depth: int) -> None:
-        super().__init__(drafter, bound, sequences, depth)
-        self._drafter = drafter
-
-    def roots(self, level: Level) -> tuple[Rows, Inputs]:
-        """The rows that the cache lacks join what the target says of them."""
-        rows, inputs, starts = self.entering(level)
-        each = zip(rows.slots, starts, strict=True)
-        joined = torch.stack([self._drafter.features(slot, start, start + rows.width) for slot, start in each])
-        return rows, replace(inputs, joined=joined)
-
-    def nodes(self, level: Level) -> tuple[Rows, Inputs]:
-        """A node joins its parent's output."""
-        rows, inputs = super().nodes(level)
-        assert self._last is not None
-        above = self._last[0].of(level.rows, self._last[1])
-        return rows, replace(inputs, joined=above.gather(1, level.parents[..., None].expand(-1, -1, above.shape[2])))
-
-    def following(self, out: torch.Tensor) -> torch.Tensor:
-        following: torch.Tensor = self._bound.block.following(out)
-        return following
-
-    def forward(
-        self, rows: Rows, best: int, entering: bool
-    ) -> tuple[Callable[..., tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...], Hashable]:
-        return partial(_forward, self._bound, best, entering), (), ("eagle3", self._bound.block, best, entering)
-
-
-def _forward(
-    bound: BoundDraft,
-    best: int,
-    entering: bool,
-    tokens: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    joined: torch.Tensor,
-    attends: list[SelfAttend],
-    going: Going,
-) -> tuple[torch.Tensor, ...]:
-    """Outputs, as further levels join them, and what they say."""
-    block, (x, cos, sin), g = bound.block, flat(bound, tokens, cos, sin), joined.flatten(0, 1)
-    g = block.project(g) if entering else g
-    if len(attends) > 1:
-        out = block.through(x, g, cos, sin, attends)[going]
-    else:
-        out = block(x, g, cos, sin, attends[0], going)
-    return block.following(out), *said_of(bound.logits(out), best)
 
 
 register(

@@ -13,7 +13,7 @@ block; then the tree grows level by level.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from functools import cached_property, partial
@@ -31,7 +31,7 @@ from longdraft.drafters.shared.layers import Going, SelfAttend
 from longdraft.drafters.shared.longspec_block import LongSpecBlock, LongSpecShape
 from longdraft.drafters.shared.neural import NeuralDrafter
 from longdraft.drafters.shared.retrieval import RetrievalOptions
-from longdraft.drafters.shared.round import BoundDraft, DraftRound, flat, said_of
+from longdraft.drafters.shared.round import BoundDraft, DraftRound, Layer
 from longdraft.drafters.shared.rows import Rows
 from longdraft.drafters.shared.whole_level import Text, WholeLevel, products_of, serves
 from longdraft.drafts.draft import TrainedDraft
@@ -125,6 +125,59 @@ def _as_ours(folder: Path | str, published: DraftFolder) -> DraftFolder:
     return DraftFolder(KIND, ours, tensors, target | published.target)
 
 
+class LongSpecRound(DraftRound):
+    """One round of a batch."""
+
+    def __init__(self, drafter: LongSpecDrafter, sequences: list[Sequence], depth: int) -> None:
+        super().__init__(drafter, sequences, depth)
+        # Forwards of other texts move keys and values, by numbers on the host.
+        self.records = drafter.store.in_place and drafter.retrieval is None
+        self._prefixes: Block | None = None  # of the last level's sequences
+
+    def layer(self, rows: Rows, entering: bool) -> tuple[Layer, tuple[torch.Tensor, ...], Hashable]:
+        """Every row attends to the target's last-layer KV before its sequence's root."""
+        keys, values, lengths = self._owner.text(rows.slots)
+        if self._prefixes is None or self._prefixes.slots != rows.slots:
+            self._prefixes = Block.make(rows.slots, lengths, rows.going, device=keys.device)
+        block, longest = replace(self._prefixes, size=rows.going), self._graphs.bound(max(lengths), keys.shape[2])
+        layer = partial(_layer, self._bound.block, self._owner.runner.prefix_attend, keys, values, block, longest)
+        # Recordings are of these keys and values.
+        return layer, (block.slots_t, block.lengths_t), ("longspec", keys.data_ptr(), values.data_ptr(), longest)
+
+
+def _layer(
+    layer: LongSpecBlock,
+    prefix_attend: PrefixAttend,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    block: Block,
+    longest: int,
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    slots: torch.Tensor,
+    lengths: torch.Tensor,
+    attends: list[SelfAttend],
+    going: Going,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The block; a node joins nothing of its parent's.
+
+    Args:
+        block: of the sequences. slots, lengths: its own, or those of a recorded graph, with ``longest`` rows at most.
+    """
+
+    def cross_attend(q: torch.Tensor) -> torch.Tensor:
+        seen, size = block, q.shape[1] // len(slots)
+        if lengths is not block.lengths_t:
+            nowhere = (-1,) * len(slots)
+            seen = Block(nowhere, (longest,) * len(slots), size, None, slots, lengths, captured=True)
+        rows = q.unflatten(1, (-1, size)).transpose(0, 1)
+        return prefix_attend(rows, keys, values, seen, keys.shape[3] ** -0.5).transpose(0, 1).flatten(1, 2)
+
+    out: torch.Tensor = layer(x, cos, sin, attends[0], cross_attend, going)
+    return out, out
+
+
 class LongSpecDrafter(NeuralDrafter):
     """Drafts trees with a LongSpec block.
 
@@ -140,6 +193,8 @@ class LongSpecDrafter(NeuralDrafter):
     """
 
     options = (TreeOptions, RetrievalOptions)
+    rounds = LongSpecRound
+    draft: LongSpecDraft
 
     def __init__(self, draft: LongSpecDraft, **options: Any) -> None:
         tree, retrieval = parse("LongSpec", options, *self.options)
@@ -148,10 +203,6 @@ class LongSpecDrafter(NeuralDrafter):
             raise ValueError(f"{self.tree.depth} levels do not fit the draft's window of {draft.shape.window} tokens")
         self.retrieval = retrieval.made(draft)
         self.draft = draft
-
-    @property
-    def trained(self) -> LongSpecDraft:
-        return self.draft
 
     def make_cache(self) -> DraftCache:
         """The last keys, which depend on token and position alone; and the retrieved rows of the target's."""
@@ -173,78 +224,15 @@ class LongSpecDrafter(NeuralDrafter):
 
     def keys_values(self, sequence: Sequence, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         tokens = on_device(self.tokens(sequence, start, end), self.runner.device)
-        cos_sin = self._bound.rotary(self.cache.places(sequence.slot, end - start))
-        k, v = self._bound.block.keys_values(self._bound.embedding(tokens), *cos_sin)
+        cos_sin = self.bound.rotary(self.cache.places(sequence.slot, end - start))
+        k, v = self.bound.block.keys_values(self.bound.embedding(tokens), *cos_sin)
         return k[None], v[None]
-
-    def round_of(self, bound: BoundDraft, sequences: list[Sequence], depth: int) -> LongSpecRound:
-        return LongSpecRound(self, bound, sequences, depth)
 
     def text(self, slots: SequenceOf[int]) -> Text:
         """The target's last-layer keys and values that cross-attention sees: the whole text or the retrieved part."""
         if self.retrieved is not None:
             return self.retrieved.read(slots)
         return *self.store.layer(self.store.shape.layers - 1), [self.store.readable(slot) for slot in slots]
-
-
-class LongSpecRound(DraftRound):
-    """One round of a batch."""
-
-    def __init__(self, drafter: LongSpecDrafter, bound: BoundDraft, sequences: list[Sequence], depth: int) -> None:
-        super().__init__(drafter, bound, sequences, depth)
-        self._drafter = drafter
-        # Forwards of other texts move keys and values, by numbers on the host.
-        self.records = drafter.store.in_place and drafter.retrieval is None
-        self._prefixes: Block | None = None  # of the last level's sequences
-
-    def forward(
-        self, rows: Rows, best: int, entering: bool
-    ) -> tuple[Callable[..., tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...], Hashable]:
-        """Every row attends to the target's last-layer KV before its sequence's root."""
-        keys, values, lengths = self._drafter.text(rows.slots)
-        if self._prefixes is None or self._prefixes.slots != rows.slots:
-            self._prefixes = Block.make(rows.slots, lengths, rows.going, device=keys.device)
-        block, longest = replace(self._prefixes, size=rows.going), self._graphs.bound(max(lengths), keys.shape[2])
-        attend = self._drafter.runner.prefix_attend
-        forward = partial(_forward, self._bound, attend, keys, values, block, longest, best)
-        # Recordings are of the block's weights, and of these keys and values.
-        kind = "longspec", self._bound.block, keys.data_ptr(), values.data_ptr(), longest, best
-        return forward, (block.slots_t, block.lengths_t), kind
-
-
-def _forward(
-    bound: BoundDraft,
-    prefix_attend: PrefixAttend,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    block: Block,
-    longest: int,
-    best: int,
-    tokens: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    slots: torch.Tensor,
-    lengths: torch.Tensor,
-    attends: list[SelfAttend],
-    going: Going,
-) -> tuple[torch.Tensor, ...]:
-    """Outputs and what they say.
-
-    Args:
-        block: of the sequences. slots, lengths: its own, or those of a recorded graph, with ``longest`` rows at most.
-    """
-    x, cos, sin = flat(bound, tokens, cos, sin)
-
-    def cross_attend(q: torch.Tensor) -> torch.Tensor:
-        seen, size = block, q.shape[1] // len(slots)
-        if lengths is not block.lengths_t:
-            nowhere = (-1,) * len(slots)
-            seen = Block(nowhere, (longest,) * len(slots), size, None, slots, lengths, captured=True)
-        rows = q.unflatten(1, (-1, size)).transpose(0, 1)
-        return prefix_attend(rows, keys, values, seen, keys.shape[3] ** -0.5).transpose(0, 1).flatten(1, 2)
-
-    out = bound.block(x, cos, sin, attends[0], cross_attend, going)
-    return out, *said_of(bound.logits(out), best)
 
 
 register(

@@ -27,7 +27,6 @@ from longdraft.drafters.shared.round import BoundDraft
 from longdraft.drafts import draft_folder, mtp_formats
 from longdraft.drafts.draft import Draft
 from longdraft.drafts.kinds import Kind, register
-from longdraft.engine.sequence import Sequence
 from longdraft.errors import CapabilityError, CheckpointError, UnsupportedModelError
 from longdraft.memory.store import KVShape, KVStore
 from longdraft.model import own_layer
@@ -178,6 +177,12 @@ class MtpDraft(Eagle3Draft):
         return BoundDraft(block, runner.parts.embedding, rotary, block.logits, None, None, few)
 
 
+class MtpRound(Eagle3Round):
+    """One round. Its forwards are not recorded, because the target's class may choose experts."""
+
+    records = False
+
+
 class MtpDrafter(Eagle3Drafter):
     """Drafts with the further layer of a target's own checkpoint.
 
@@ -190,12 +195,12 @@ class MtpDrafter(Eagle3Drafter):
     """
 
     options: ClassVar[tuple[type[Options], ...]] = (TreeOptions, WindowOptions)
-
+    rounds = MtpRound
     draft: MtpDraft
 
     @torch.inference_mode()
     def own_kv(self) -> KVShape:
-        runner, bound = self.runner, self._bound
+        runner, bound = self.runner, self.bound
         row = torch.zeros(1, runner.parts.hidden_size, dtype=runner.kv_shape.dtype, device=runner.device)
         cos, sin = bound.rotary(torch.zeros(1, dtype=torch.long, device=runner.device))
         keys, _ = bound.block.keys_values(row, row, cos, sin)
@@ -206,15 +211,6 @@ class MtpDrafter(Eagle3Drafter):
         if self.window is None and length is not None and store.capacity > length > self.tree.depth:
             self.window = length
         super().bind(runner, store)
-
-    def round_of(self, bound: BoundDraft, sequences: list[Sequence], depth: int) -> MtpRound:
-        return MtpRound(self, bound, sequences, depth)
-
-
-class MtpRound(Eagle3Round):
-    """One round. Its forwards are not recorded, because the target's class may choose experts."""
-
-    records = False
 
 
 register(

@@ -14,14 +14,14 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
 
 from longdraft.drafters.eagle3 import Eagle3Draft, Eagle3Drafter, Eagle3Round
 from longdraft.drafters.shared.eagle3_block import Eagle3Block
-from longdraft.drafters.shared.round import BoundDraft, Inputs
+from longdraft.drafters.shared.round import DraftRound, Inputs
 from longdraft.drafters.shared.rows import Rows
 from longdraft.drafts.draft_folder import shape_of
 from longdraft.drafts.eagle_formats import Eagle3Shape
@@ -115,41 +115,6 @@ CANDIDATES = 24
 LEVEL = 0.1
 
 
-class OnePassDrafter(Eagle3Drafter):
-    """Drafts trees with one forward a round.
-
-    Args:
-        draft: a trained draft.
-        options: as of :class:`Eagle3Drafter`. A tree has no more levels than the draft has rows.
-
-    Raises:
-        ValueError: for sizes that make no tree; ``widths`` or a ``depth`` of more levels.
-    """
-
-    draft: OnePassDraft
-
-    def shaped(self, tree: TreeKind, draft: Eagle3Draft, options: Mapping[str, Any]) -> TreeKind:
-        slots: int = draft.shape.slots  # type: ignore[attr-defined]
-        deep = [name for name in ("widths", "depth") if options.get(name) is not None]
-        if deep and tree.depth > slots:
-            raise ValueError(
-                f"a tree of {tree.depth} levels is deeper than the {slots} tokens that the draft proposes: "
-                f"give {deep[0]} of {slots} levels at most"
-            )
-        return tree.limited(slots)
-
-    @property
-    def scratch(self) -> int:
-        return self.draft.shape.slots - 1
-
-    def propose(self, sequences: list[Sequence], limit: NodeLimit | None = None) -> list[TokenTree]:
-        # A planner's price is a forward's, which is taken by then whatever the depth.
-        return super().propose(sequences, None if limit is None else replace(limit, price=LEVEL * limit.price))
-
-    def round_of(self, bound: BoundDraft, sequences: list[Sequence], depth: int) -> OneForwardRound:
-        return OnePassRound(self, bound, sequences, depth)
-
-
 class Row(NamedTuple):
     """The forward's output for one depth of B sequences: the M likeliest tokens.
 
@@ -169,8 +134,8 @@ class OneForwardRound(Eagle3Round):
     """One round of a batch, in which one forward says the likeliest tokens of every level, and a small correction
     follows the tokens that a node comes after."""
 
-    def __init__(self, drafter: Eagle3Drafter, bound: BoundDraft, sequences: list[Sequence], depth: int) -> None:
-        super().__init__(drafter, bound, sequences, depth)
+    def __init__(self, drafter: Eagle3Drafter, sequences: list[Sequence], depth: int) -> None:
+        super().__init__(drafter, sequences, depth)
         self._finds_likeliest = True  # without kernels too
         # The level of the sequences, and what was said of each depth.
         self._roots: Level | None = None
@@ -241,6 +206,39 @@ class OnePassRound(OneForwardRound):
         table = self._bound.draft_ids
         before = level.tokens if table is None else table[level.tokens]
         return row.log_probs + self._bound.block.correction(before, row.beside[:, 0])
+
+
+class OnePassDrafter(Eagle3Drafter):
+    """Drafts trees with one forward a round.
+
+    Args:
+        draft: a trained draft.
+        options: as of :class:`Eagle3Drafter`. A tree has no more levels than the draft has rows.
+
+    Raises:
+        ValueError: for sizes that make no tree; ``widths`` or a ``depth`` of more levels.
+    """
+
+    rounds: ClassVar[type[DraftRound]] = OnePassRound
+    draft: OnePassDraft
+
+    def shaped(self, tree: TreeKind, draft: Eagle3Draft, options: Mapping[str, Any]) -> TreeKind:
+        slots: int = draft.shape.slots  # type: ignore[attr-defined]
+        deep = [name for name in ("widths", "depth") if options.get(name) is not None]
+        if deep and tree.depth > slots:
+            raise ValueError(
+                f"a tree of {tree.depth} levels is deeper than the {slots} tokens that the draft proposes: "
+                f"give {deep[0]} of {slots} levels at most"
+            )
+        return tree.limited(slots)
+
+    @property
+    def scratch(self) -> int:
+        return self.draft.shape.slots - 1
+
+    def propose(self, sequences: list[Sequence], limit: NodeLimit | None = None) -> list[TokenTree]:
+        # A planner's price is a forward's, which is taken by then whatever the depth.
+        return super().propose(sequences, None if limit is None else replace(limit, price=LEVEL * limit.price))
 
 
 register(

@@ -38,7 +38,7 @@ from longdraft.trees.tree import TokenTree
 from longdraft.views.cache import TrueCache
 from longdraft.views.refresh import Refresh
 from longdraft.views.scorers import SCORERS
-from longdraft.views.view import DTYPES, View, check_sizes, dtype_of
+from longdraft.views.view import DTYPES, View, dtype_of
 
 BUDGET = 512
 # StreamingLLM's first tokens, which MagicDec and TokenSwift take over.
@@ -96,30 +96,23 @@ def self_view(view: str, budget: int | None, sink: int | None, window: int | Non
         chunk: 8 by default, 1 with "snapkv"; not of "streaming" or "tokens".
 
     Raises:
-        ValueError: no such view, sizes that make none, or sizes of a view without.
+        ValueError: sizes that make no view, or sizes of a view without.
     """
     if view == "all":
         sizes = {"budget": budget, "sink": sink, "window": window, "chunk": chunk}
         if given := [name for name, size in sizes.items() if size is not None]:
             raise ValueError(f"view=all sees all rows: leave {' and '.join(given)} out, or take another view")
         return View("streaming", 0, 0, EVERYTHING)
-    if view not in VIEWS:
-        *others, last = VIEWS
-        raise ValueError(f"view must be {', '.join(others)} or {last}, got {view!r}")
     scorer, usual = VIEWS[view]
     if chunk is not None and usual is None:
         raise ValueError(f"chunk shapes views that choose chunks, such as view=chunks, and not view={view}")
     size = chunk if chunk is not None else usual or 1
-    check_sizes(1, chunk=size)
     sink = -(-SINK // size) * size if sink is None else sink
-    check_sizes(0, sink=sink)
     streaming = SCORERS[scorer] is None
     if budget is None:
-        budget = sink + window if streaming and type(window) is int else BUDGET
-    # What is too small is refused for what it is, not for the window that nobody gave.
-    usual_window = max(budget - sink, 1) if streaming and type(budget) is int else WINDOW
-    window = usual_window if window is None else window
-    check_sizes(1, budget=budget, window=window)
+        budget = sink + window if streaming and window is not None else BUDGET
+    if window is None:
+        window = max(budget - sink, 1) if streaming else WINDOW
     least = sink + window + (size if size > 1 else 0)
     if budget < least:
         raise ValueError(

@@ -40,7 +40,7 @@ from longdraft.trees.tree import TokenTree
 from longdraft.views import draft_cache
 from longdraft.views.draft_cache import FRESH, CompactCache, DraftCache, fresh_room
 from longdraft.views.retrieval import Retrieval
-from longdraft.views.view import View, check_sizes
+from longdraft.views.view import View
 
 VIEWS = ("full", "streaming", "retrieval")
 # A working cache of about 1K tokens is best for a draft of 68M parameters (SpecExtend, appendix E.1).
@@ -205,10 +205,8 @@ def check_length(draft: SmallLMDraft, bound: BoundLM, s: Sequence) -> None:
 
 def _streaming(sink: int, recent: int | None, room: int, fresh: int) -> Retrieval:
     """A view of the first and the last tokens."""
-    check_sizes(0, sink=sink)
     if recent is None:
         recent = max(1, min(STREAMED, room - sink))
-    check_sizes(1, recent=recent)
     if sink + recent > room:
         raise ValueError(
             f"a working cache of {sink + recent} tokens does not fit the {room} that the draft was trained for, beside "

@@ -5,14 +5,13 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from longdraft.drafters.shared.retrieval import RetrievingDrafter
 from longdraft.drafters.shared.round import BoundDraft, DraftRound
 from longdraft.drafters.shared.whole_level import Text
-from longdraft.drafts.draft import TrainedDraft
 from longdraft.engine.event import Event
 from longdraft.engine.sequence import Sequence
 from longdraft.memory.store import KVShape, KVStore
@@ -29,13 +28,17 @@ class NeuralDrafter(RetrievingDrafter):
     """Drafts trees with a block, level by level.
 
     Attributes:
-        cache: the draft's own keys and values; from :meth:`bind` on.
+        draft: the trained draft.
+        bound, cache: the draft on its target, and its own keys and values; from :meth:`bind` on.
     """
 
     ahead: ClassVar[int] = 0
     """The distance from a row's position to the token behind it that it embeds."""
+    rounds: ClassVar[type[DraftRound]]
+    """What drafts the trees of one round."""
+    draft: Any
     cache: DraftCache
-    _bound: BoundDraft
+    bound: BoundDraft
 
     def bind(self, runner: TargetRunner, store: KVStore) -> None:
         """Takes what the draft shares of the target, and memory for its own keys and values.
@@ -45,22 +48,13 @@ class NeuralDrafter(RetrievingDrafter):
             UnsupportedModelError: the target has nothing that a draft could share.
             MemoryBudgetError: they do not fit the memory that is free.
         """
-        self._bound = self.trained.bound(runner)
+        self.bound = self.draft.bound(runner)
         self.runner, self.store = runner, store
         self.cache = self.make_cache()
-
-    @property
-    @abstractmethod
-    def trained(self) -> TrainedDraft[BoundDraft]:
-        """The draft."""
 
     @abstractmethod
     def make_cache(self) -> DraftCache:
         """Its own keys and values, empty."""
-
-    @abstractmethod
-    def round_of(self, bound: BoundDraft, sequences: list[Sequence], depth: int) -> DraftRound:
-        """A round of trees of ``depth`` levels at most."""
 
     @abstractmethod
     def keys_values(self, sequence: Sequence, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -77,8 +71,8 @@ class NeuralDrafter(RetrievingDrafter):
 
     @torch.inference_mode()
     def propose(self, sequences: list[Sequence], limit: NodeLimit | None = None) -> list[TokenTree]:
-        drafted = self.round_of(self._bound, sequences, self.tree.fit(limit).depth)
-        return self.grow(sequences, drafted.expand, self._bound.ids, self.runner.device, limit, drafted.likeliest)
+        drafted = self.rounds(self, sequences, self.tree.fit(limit).depth)
+        return self.grow(sequences, drafted.expand, self.bound.ids, self.runner.device, limit, drafted.likeliest)
 
     def known(self, sequence: Sequence) -> int:
         """Rows of the text that the draft can feed."""

@@ -13,7 +13,7 @@ from longdraft.model.runner import TargetRunner
 from longdraft.options import Options, declared, option
 from longdraft.views.retrieval import Retrieval
 from longdraft.views.scorers import SCORERS
-from longdraft.views.view import View, check_multiples, check_sizes
+from longdraft.views.view import View, check_multiples
 
 
 @dataclass(frozen=True)
@@ -137,8 +137,6 @@ def retrieval_of(
         ValueError: sizes that make no working cache, or one larger than the room.
     """
     count = usual if chunks is None else chunks
-    check_sizes(1, chunk=chunk, chunks=count, refresh=refresh, recent=recent)
-    check_sizes(0, sink=sink, **({} if layer is None else {"layer": layer}))
     check_multiples("chunk", chunk, sink=sink, recent=recent)
     ends = sink + recent + chunk - 1  # the recent window starts up to a chunk early
     if room is not None and ends + count * chunk > room:

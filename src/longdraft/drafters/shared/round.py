@@ -11,7 +11,8 @@ from collections.abc import Callable, Hashable
 from collections.abc import Sequence as SequenceOf
 from copy import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,9 +26,9 @@ from longdraft.model.graphs import padded
 from longdraft.trees.level import Level, Likeliest, likeliest
 from longdraft.trees.masks import Ancestors
 
-if TYPE_CHECKING:
-    from longdraft.drafters.shared.neural import NeuralDrafter
-
+# A block: embeddings, cos and sin, what joins them, further tensors, what attends, the rows that go on -> the head's
+# input (rows, hidden), and what the next level's rows join.
+Layer = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 # New rows of a text that are fed in a round; more are read before, keys and values alone.
 MOST = 64
 
@@ -85,13 +86,15 @@ def flat(bound: BoundDraft, tokens: torch.Tensor, *others: torch.Tensor) -> list
     ]
 
 
-def said_of(logits: torch.Tensor, best: int) -> tuple[torch.Tensor, ...]:
-    """The logits where ``best`` is 0; else log-probabilities and ids of the ``best`` likeliest."""
-    return likeliest(logits, best) if best else (logits,)
+def _forward(bound: BoundDraft, layer: Layer, best: int, count: int, *given: Any) -> tuple[torch.Tensor, ...]:
+    """A layer on ``count`` inputs and what else it takes: what its nodes' children join, and what is said of them."""
+    out, following = layer(*flat(bound, *given[:count]), *given[count:])
+    logits = bound.logits(out)
+    return following, *(likeliest(logits, best) if best else (logits,))
 
 
 class DraftRound(ABC):
-    """One round of a batch. A subclass defines what a level's rows join, and the forward.
+    """One round of a batch. A subclass defines what a level's rows join, and the layer.
 
     Args:
         depth: levels of the trees at most.
@@ -102,9 +105,11 @@ class DraftRound(ABC):
 
     records = True
 
-    def __init__(self, drafter: NeuralDrafter, bound: BoundDraft, sequences: list[Sequence], depth: int) -> None:
-        self.sequences, self._bound, self._cache, self._depth = sequences, bound, drafter.cache, depth
-        self._owner, self._graphs, self._device = drafter, drafter.runner.graphs, drafter.runner.device
+    def __init__(self, drafter: Any, sequences: list[Sequence], depth: int) -> None:
+        self.sequences, self._cache, self._depth = sequences, drafter.cache, depth
+        bound: BoundDraft = drafter.bound
+        self._bound, self._owner = bound, drafter
+        self._graphs, self._device = drafter.runner.graphs, drafter.runner.device
         # On a GPU the likeliest tokens are found within the level's recording.
         self._finds_likeliest = bound.whole is not None or self._device.type != "cpu"
         self._ancestors = Ancestors()
@@ -185,14 +190,10 @@ class DraftRound(ABC):
     # --- the one step ---
 
     @abstractmethod
-    def forward(
-        self, rows: Rows, best: int, entering: bool
-    ) -> tuple[Callable[..., tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...], Hashable]:
-        """The forward of some rows in torch, further tensors (B, ...) that it takes, and its recordings' key.
+    def layer(self, rows: Rows, entering: bool) -> tuple[Layer, tuple[torch.Tensor, ...], Hashable]:
+        """The block on some rows in torch, further tensors (B, ...) that it takes, and its recordings' key.
 
-        The forward takes inputs as :meth:`step` gives them, the further tensors, what attends and the rows that go on.
-        It depends on these alone: a recording outlives the round. It returns outputs (rows, hidden), and what
-        :meth:`said` does.
+        It depends on what it is given alone: a recording outlives the round.
         """
 
     def following(self, out: torch.Tensor) -> torch.Tensor:
@@ -213,8 +214,9 @@ class DraftRound(ABC):
             text = self._owner.text(rows.slots)
             out, *said = self._bound.whole(rows, (x, entered, cos, sin), self._cache, text, best)
             return self.following(out), *said
-        forward, beside, kind = self.forward(rows, best, entering)
+        layer, beside, kind = self.layer(rows, entering)
         each = [inputs.tokens, inputs.cos, inputs.sin, *([] if inputs.joined is None else [inputs.joined])]
+        forward, kind = partial(_forward, self._bound, layer, best, len(each)), (kind, self._bound.block, best)
         recordable = self.records and not inputs.embedded and together(self._cache)
         found = self._replayed(rows, each, beside, forward, kind) if recordable else None
         if found is not None:
