@@ -292,6 +292,7 @@ def read_gguf(
         loaded = LoadedModel(stored.in_floats(loaded.model, unpacked), loaded.tokenizer)
     elif arithmetic != "float32" and kernels() is not None:
         stored.use_int8(loaded.model)
+        stored.weave(loaded.model, say)
     if arithmetic == "int8" and stored.arithmetic_of(loaded.model) != "int8":
         raise no_int8(path, why or _why_no_int8(dtype, weights))
     with reading(path, failure, _REMEDY):
