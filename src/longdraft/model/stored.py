@@ -243,7 +243,8 @@ def use_int8(model: nn.Module, on: bool = True) -> None:
 
 
 def weave(model: nn.Module, progress: Callable[[str], None]) -> None:
-    """Lays matrices out for int8 arithmetic, which reads them faster then, if memory holds them twice and as much again.
+    """Lays matrices out for int8 arithmetic, which reads them faster then. Not where memory is short: it takes as much
+    as the matrices themselves, which stay mapped from the file.
 
     progress is called with a line of text before it takes seconds.
     """
