@@ -150,6 +150,15 @@ def specs(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.fixture
+def there(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A simulated GPU."""
+    from tests.support.nominal import card
+
+    with card(monkeypatch) as found:
+        yield found
+
+
+@pytest.fixture
 def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Views are chosen and compacted in small pieces, so that short texts pass through several."""
     from longdraft.drafters import self_drafter

@@ -21,7 +21,7 @@ from longdraft.model.runner import TargetRunner
 from longdraft.trees.masks import tree_block
 from longdraft.trees.tree import TokenTree
 from tests.support.methods import Specs
-from tests.support.nominal import StandIn, card, moved
+from tests.support.nominal import StandIn, moved
 from tests.support.quick import few
 from tests.support.tiny import tiny_model
 
@@ -45,12 +45,6 @@ class Shapes(TorchDispatchMode):
             shapes = (tuple(x.shape) for x in flat)
             self.found[(name, *shapes)] += 1
         return func(*args, **(kwargs or {}))
-
-
-@pytest.fixture
-def there(monkeypatch):
-    with card(monkeypatch) as found:
-        yield found
 
 
 def on_card(dtype: torch.dtype = torch.float32):

@@ -28,18 +28,12 @@ from longdraft.trees.tree import TokenTree
 from tests.support import torch_kernels
 from tests.support.forwards import forward
 from tests.support.methods import Specs
-from tests.support.nominal import StandIn, card, moved
+from tests.support.nominal import StandIn, moved
 from tests.support.quick import slow
 from tests.support.tiny import tiny_model
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 CLOSE = {"atol": 1e-4, "rtol": 1e-4}
-
-
-@pytest.fixture
-def there(monkeypatch):
-    with card(monkeypatch) as found:
-        yield found
 
 
 def static_attend(q, keys, values, block: Block, scale, scoring=None):
