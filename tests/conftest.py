@@ -51,7 +51,7 @@ settings.load_profile("longdraft")
 LONG = (
     "cli/test_terminal", "training/test_runs", "exact/outside/test_damaged", "training/test_tokens", "docs/test_site",
     "training/test_train_command", "gpu/test_rehearsal", "exact/outside/test_light_imports", "cli/test_serve_command",
-    "exact/test_random", "exact/test_laws", "gpu/test_device_discipline", "plugins/", "exact/test_bits",
+    "exact/test_random", "exact/test_laws", "gpu/test_device_discipline", "test_vllm_proposers", "exact/test_bits",
 )  # fmt: skip
 
 

@@ -69,7 +69,8 @@ def drafter(kind: str, model, folder) -> Drafter:
 
 
 def model_of(family: str = "llama", **shape):
-    return tiny_model(family, **{"vocab": 11, "dtype": torch.float64} | shape)
+    kinds = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]} if family == "gemma3" else {}
+    return tiny_model(family, **{"vocab": 11, "dtype": torch.float64} | kinds | shape)
 
 
 # --- all schedules ---
@@ -77,7 +78,12 @@ def model_of(family: str = "llama", **shape):
 
 @pytest.mark.parametrize(
     ("name", "drafted"),
-    [("full", ("mistral", "longspec")), ("eager", ("llama", "ngram")), ("eager", ("qwen3", "none"))],
+    [
+        ("full", ("mistral", "longspec")),
+        ("eager", ("llama", "ngram")),
+        ("eager", ("qwen3", "none")),
+        ("eager", ("gemma3", "ngram")),  # whose windows see what waits
+    ],
     ids=str,
 )
 def test_a_schedule_that_sees_all_rows_gives_the_tokens_of_plain_decoding(tmp_path, name, drafted):

@@ -74,7 +74,7 @@ def test_a_model_of_the_folder_decodes_with_the_draft(exported, target, calls):
     assert torch.equal(model.generate(IDS, **SETTINGS), expected)  # by position, which a partial makes a trap
     assert torch.equal(model.generate(inputs=IDS, **SETTINGS), expected)
     assert calls == [("eagle3", str(exported / "draft"))] * 2
-    assert len(model._longdraft_made) == 1
+    assert len(vars(model)["_longdraft_made"]) == 1
     again = model.generate(IDS, custom_generate=str(exported), trust_remote_code=True, **SETTINGS)
     assert torch.equal(again, expected) and len(calls) == 3
     assert torch.equal(model.generate(IDS, custom_generate=Speculator("ar", target=model), **SETTINGS), expected)
@@ -120,7 +120,8 @@ def test_streams_and_stop_strings_reach_the_loop(exported):
 def test_a_model_with_the_folders_loop_can_be_copied(exported):
     model = AutoModelForCausalLM.from_pretrained(exported, trust_remote_code=True)
     expected = model.generate(IDS, **SETTINGS)
-    assert not copy.deepcopy(model)._longdraft_made and not pickle.loads(pickle.dumps(model._longdraft_made))
+    made = [vars(each)["_longdraft_made"] for each in (copy.deepcopy(model), model)]
+    assert not made[0] and not pickle.loads(pickle.dumps(made[1]))
     assert torch.equal(copy.deepcopy(model).generate(IDS, **SETTINGS), expected)
 
 

@@ -182,7 +182,7 @@ def level(watch, drafter) -> None:
     """Watches a draft's levels: how many rows are fed, how many go on, and what they see."""
 
     def about(round_, level, best):
-        bound, cache = drafter._bound, drafter.cache
+        bound, cache = drafter.draft.bound(drafter.runner), drafter.cache
         watch.weights += [*bound.block.parameters(), getattr(bound.logits, "weight", drafter.runner.parts.head)]
         watch.caches += [cache.store.keys, cache.store.values]
         s = round_.sequences[0]
@@ -272,8 +272,8 @@ def test_specpv(paper, watch, tmp_path, resized):
     resized(SINK=4, RECENT=8, BLOCK=4, PARTIAL=24)
 
     def choose(cache, slot, queries):
-        cache._summaries.update(slot, cache.full.readable(slot))
-        watch.caches += [cache.store.keys, cache.store.values, *cache._summaries._kept.values()]
+        cache.summaries.update(slot, cache.full.readable(slot))
+        watch.caches += [cache.store.keys, cache.store.values, *cache.summaries.of(slot).values()]
         return {"prefix": cache.full.readable(slot), "queries": queries[0].shape[1]}
 
     watch.on(TrueCache, "choose", choose)

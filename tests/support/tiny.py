@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
@@ -92,6 +92,15 @@ def tiny_model(
                 if weight.dim() == 1:
                     weight.normal_(0.0 if name.endswith("bias") else 1.0, 0.2)
     return model.eval()
+
+
+def own_text(model: PreTrainedModel, prompt: list[int], new: int, **more: Any) -> list[int]:
+    """What the model's own ``generate`` writes, greedily and with its cache; or a ``custom_generate`` in its place."""
+    ids = torch.tensor([prompt])
+    settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "use_cache": True, **more}
+    with torch.inference_mode():
+        written = model.generate(input_ids=ids, max_new_tokens=new, **settings)
+    return written[0, len(prompt) :].tolist()
 
 
 def tiny_tokenizer(*, chat: bool = False, eos: bool = False) -> PreTrainedTokenizerFast:
