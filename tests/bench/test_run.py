@@ -7,14 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from longdraft import LoadedModel, Sampling, Speculator
+from longdraft import LoadedModel, PromptCache, Sampling, Speculator
 from longdraft.bench import report
 from longdraft.bench.contenders import Kept, Ours
 from longdraft.bench.data import Sample
 from longdraft.bench.prompts import grid, prepare
 from longdraft.bench.run import Bench
 from longdraft.errors import UnknownMethodError
-from longdraft.memory.prompt_cache import PromptCache
 from tests.bench import measuring
 from tests.bench.measuring import settings
 from tests.support.drafts import random_eagle3

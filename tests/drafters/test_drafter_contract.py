@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from longdraft import Speculator
+from longdraft import Sampling, Speculator
 from longdraft.drafters.autoregressive import NoDrafter
-from longdraft.engine.sampler import Sampler, Sampling
+from longdraft.engine.sampler import Sampler
 from longdraft.engine.sequence import Sequence
 from longdraft.options import declared
 from longdraft.trees.node_limit import NodeLimit

@@ -11,7 +11,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
 
-from longdraft import Speculator, compose, register
+from longdraft import Speculator, compose, load, register
 from longdraft.cli.main import main
 from longdraft.drafters.suffix import SuffixDrafter
 from longdraft.drafters.united import UnitedDrafter
@@ -19,7 +19,6 @@ from longdraft.drafts.kinds import KINDS, Kind
 from longdraft.errors import CheckpointError
 from longdraft.methods import METHODS
 from longdraft.methods import methods as listed
-from longdraft.model.loading import load
 from longdraft.training.config import RunConfig
 from tests.support.drafts import random_heads
 from tests.support.tiny import tiny_model, tiny_tokenizer

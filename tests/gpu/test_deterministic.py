@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from longdraft import Speculator
+from longdraft import PromptCache, Speculator
 from longdraft.engine.schedule import verify_trees
 from longdraft.errors import CapabilityError
-from longdraft.memory.prompt_cache import PromptCache
 from longdraft.model import deterministic
 from longdraft.model.graphs import Graphs
 from longdraft.model.outputs import Taps

@@ -12,11 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longdraft import Speculator
+from longdraft import Request, Speculator
 from longdraft.attention import hybrid
 from longdraft.attention.block import Block
 from longdraft.attention.reference import partial_attention
-from longdraft.engine.request import Request
 from longdraft.errors import MemoryBudgetError
 from longdraft.memory.host_store import HostStore
 from longdraft.model import graphs

@@ -15,8 +15,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
+from longdraft import load
 from longdraft.errors import CapabilityError, CheckpointError, ContextError
-from longdraft.model.loading import dtype_on, load
+from longdraft.model.loading import dtype_on
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
 CONTEXT = 64

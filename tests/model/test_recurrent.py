@@ -11,10 +11,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from longdraft import Request, Result, Sampling, Speculator
+from longdraft import PromptCache, Request, Result, Sampling, Speculator
 from longdraft.errors import UnsupportedModelError
 from longdraft.memory import snapshot
-from longdraft.memory.prompt_cache import PromptCache
 from longdraft.memory.store import KVStore
 from longdraft.model.runner import TargetRunner
 from tests.native.levels import needs_kernels

@@ -12,11 +12,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from longdraft.model.loading import load
+from longdraft import Speculator, load
 from longdraft.model.runner import TargetRunner
 from longdraft.model.stored import keep_stored
 from longdraft.model.stored_experts import keep_experts
-from longdraft.speculator import Speculator
 from tests.native.levels import needs_kernels
 from tests.support.gguf_architectures import write
 from tests.support.quick import few

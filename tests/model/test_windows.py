@@ -7,11 +7,10 @@ from functools import partial
 import pytest
 import torch
 
+from longdraft import PromptCache, Speculator
 from longdraft.errors import UnsupportedModelError
 from longdraft.memory import snapshot
-from longdraft.memory.prompt_cache import PromptCache
 from longdraft.model.runner import TargetRunner
-from longdraft.speculator import Speculator
 from tests.support.drafts import random_draft, random_eagle3
 from tests.support.tiny import own_text
 from tests.support.tree_rows import text

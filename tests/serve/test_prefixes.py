@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from longdraft import LoadedModel
 from longdraft.errors import CheckpointError
 from longdraft.memory import snapshot
-from longdraft.model.checkpoints import LoadedModel
 from longdraft.serve.service import service_of
 from longdraft.serve.settings import Settings
 from tests.serve.kept_texts import HEAD, NEW, OLD, POINTS, ROW, Texts, files, kill_at_every_point

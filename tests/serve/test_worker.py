@@ -19,9 +19,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("fastapi")
 
-from longdraft import PromptCache, Request, Speculator
-from longdraft.engine.stats import Step
-from longdraft.errors import LongdraftError, NumericalError
+from longdraft import LongdraftError, PromptCache, Request, Speculator, Step
+from longdraft.errors import NumericalError
 from longdraft.serve import asked, schema
 from longdraft.serve.worker import Draining, QueueFull, Restarted, Ticket, Worker
 from tests.serve.conftest import MODEL, TOKENIZER, make_service

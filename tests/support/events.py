@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 import torch
 
+from longdraft import Step
 from longdraft.engine.event import Event
 from longdraft.engine.loop import Engine
 from longdraft.engine.sequence import Sequence
-from longdraft.engine.stats import Step
 from longdraft.trees.tree import TokenTree
 
 

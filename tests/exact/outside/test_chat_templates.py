@@ -10,7 +10,8 @@ from typing import Any
 import psutil
 import pytest
 
-from longdraft.errors import LongdraftError, PromptError
+from longdraft import LongdraftError
+from longdraft.errors import PromptError
 from longdraft.model.chat import applied, conversation
 from longdraft.model.rendering import Renderer
 from tests.support.tiny import tiny_tokenizer

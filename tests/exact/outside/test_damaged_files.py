@@ -19,8 +19,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import longdraft
-from longdraft import Speculator
-from longdraft.errors import CheckpointError, LongdraftError
+from longdraft import LongdraftError, Speculator
+from longdraft.errors import CheckpointError
 from longdraft.model.gguf.files import File
 from tests.fuzz.case import bounded, verdict
 from tests.fuzz.formats import FORMATS, IDS, target

@@ -15,8 +15,9 @@ import pytest
 import torch
 
 import longdraft
+from longdraft import LongdraftError
 from longdraft.cli.main import main
-from longdraft.errors import LongdraftError, MemoryBudgetError, NumericalError
+from longdraft.errors import MemoryBudgetError, NumericalError
 from longdraft.planning.costs import CostTable, table_for
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
