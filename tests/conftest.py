@@ -178,6 +178,19 @@ def shipped_in(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
 
 
 @pytest.fixture
+def as_before() -> Iterator[None]:
+    """Methods and kinds of drafts that a test registers are forgotten."""
+    from longdraft.drafts.kinds import KINDS
+    from longdraft.methods import METHODS
+
+    known = [(table, dict(table)) for table in (METHODS, KINDS)]
+    yield
+    for table, before in known:
+        table.clear()
+        table.update(before)
+
+
+@pytest.fixture
 def press_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """``press_ctrl_c(owner, name, call, times)`` presses it where ``owner.name`` is called for the n-th time."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it

@@ -23,17 +23,9 @@ from longdraft.training.config import RunConfig
 from tests.support.drafts import random_heads
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
+pytestmark = pytest.mark.usefixtures("as_before")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "recurrent_drafter.py"
 PROMPTS = [[7, 8, 9] * 6, [11, 5]]
-
-
-@pytest.fixture(autouse=True)
-def kinds_as_before():
-    methods, kinds = dict(METHODS), dict(KINDS)
-    yield
-    for now, before in ((METHODS, methods), (KINDS, kinds)):
-        now.clear()
-        now.update(before)
 
 
 @pytest.fixture(scope="module")
