@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from longdraft import LoadedModel
 from longdraft.errors import CheckpointError
 from longdraft.memory import snapshot
+from longdraft.memory.store import KVShape, KVStore
+from longdraft.serve.prefixes import DiskPrefixes
 from longdraft.serve.service import service_of
 from longdraft.serve.settings import Settings
 from tests.serve.kept_texts import HEAD, NEW, OLD, POINTS, ROW, Texts, files, kill_at_every_point
@@ -214,7 +221,6 @@ def test_a_full_disk_is_reported_once_and_nothing_is_lost(tmp_path, caplog, free
 
 def test_writing_that_fails_leaves_nothing_behind_but_what_was_there(tmp_path, caplog):
     """It fails by the system's limit for files; after that nothing is tried for a while."""
-    resource = pytest.importorskip("resource")
     kept(tmp_path, TEXT[:20])
     before = files(tmp_path)
     cache = Texts(tmp_path)
@@ -303,6 +309,50 @@ def test_a_server_whose_folder_cannot_be_written_does_not_start(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError):
         service_of(model, replace(settings, snapshots=tmp_path / "file" / "kept"), {}, {})
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"feature_layers": "one"}, {"target": ""}, {"format": "longdraft-kv-9"}, {"checksums": "[" * 100_000},
+     {"checksums": "5"}, {"kind": "another"}, {"checksum": "9" * 5000}],
+    ids=lambda each: "-".join(each),
+)  # fmt: skip
+def test_wrong_metadata_are_a_miss(changed, tmp_path):
+    path = kept(tmp_path, TEXT)
+    with safe_open(path, framework="pt") as file:
+        save_file(load_file(path), path, metadata=file.metadata() | changed)
+    assert Texts(tmp_path).read(TEXT) == 0
+
+
+def test_a_file_that_memory_has_no_room_for_is_a_miss_and_stays(tmp_path, caplog):
+    shape, path = KVShape(2, 1, 8192, torch.float32), tmp_path / "a.kv.safetensors"
+
+    def opened() -> DiskPrefixes:
+        cache = DiskPrefixes(tmp_path, "target", 1 << 30, 4)
+        cache.open(lambda slots, rows: KVStore(shape, 1, 200), 1, 200)
+        return cache
+
+    whole = KVStore(shape, 1, 200)
+    whole.lengths[0] = 100
+    snapshot.save(whole, 0, TEXT, "target", path)
+    cache = opened()
+    _, hard = limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + (4 << 20), hard))
+    try:
+        found, _ = cache.begin(0, TEXT), DiskPrefixes(tmp_path, "target", 1 << 30, 4)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+    assert found == 0 and path.is_file() and path.name in caplog.text
+    assert cache.begin(0, TEXT) == opened().begin(0, TEXT) == 99
+
+
+def test_a_folder_that_cannot_be_written_ends_the_start(tmp_path, monkeypatch):
+    def full(*arguments, **options):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", full)
+    with pytest.raises(CheckpointError, match=str(tmp_path)):
+        DiskPrefixes(tmp_path, "target", 1 << 30)
 
 
 # --- kill -9 ---

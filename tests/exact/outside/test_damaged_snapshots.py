@@ -4,22 +4,14 @@ from __future__ import annotations
 
 import json
 import random
-import resource
 import struct
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 
 import longdraft
 from longdraft.errors import CheckpointError
-from longdraft.memory import snapshot
-from longdraft.memory.store import KVShape, KVStore
-from longdraft.serve.prefixes import DiskPrefixes
-from tests.serve.kept_texts import Texts, files
 from tests.support.recurrent_models import recurrent_model
 from tests.support.tiny import tiny_model
 
@@ -95,57 +87,3 @@ def flipped(content: bytes, place: int, bit: int) -> bytes:
     changed = bytearray(content)
     changed[place] ^= 1 << bit
     return bytes(changed)
-
-
-# --- a server's folder ---
-
-TEXT = list(range(100))
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [{"feature_layers": "one"}, {"target": ""}, {"format": "longdraft-kv-9"}, {"checksums": "[" * 100_000},
-     {"checksums": "5"}, {"kind": "another"}, {"checksum": "9" * 5000}],
-    ids=lambda each: "-".join(each),
-)  # fmt: skip
-def test_wrong_metadata_are_a_miss(changed, tmp_path):
-    writing = Texts(tmp_path)
-    writing.read(TEXT)
-    assert writing.keep()
-    (path,) = files(tmp_path)
-    with safe_open(path, framework="pt") as file:
-        save_file(load_file(path), path, metadata=file.metadata() | changed)
-    assert Texts(tmp_path).read(TEXT) == 0
-
-
-def test_a_file_that_memory_has_no_room_for_is_a_miss_and_stays(tmp_path, caplog):
-    shape, path = KVShape(2, 1, 8192, torch.float32), tmp_path / "a.kv.safetensors"
-
-    def opened() -> DiskPrefixes:
-        cache = DiskPrefixes(tmp_path, "target", 1 << 30, 4)
-        cache.open(lambda slots, rows: KVStore(shape, 1, 200), 1, 200)
-        return cache
-
-    whole = KVStore(shape, 1, 200)
-    whole.lengths[0] = 100
-    snapshot.save(whole, 0, TEXT, "target", path)
-    cache = opened()
-    _, hard = limits = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + (4 << 20), hard))
-    try:
-        found, _ = cache.begin(0, TEXT), DiskPrefixes(tmp_path, "target", 1 << 30, 4)
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, limits)
-    assert found == 0 and path.is_file() and path.name in caplog.text
-    assert cache.begin(0, TEXT) == opened().begin(0, TEXT) == 99
-
-
-def test_a_folder_that_cannot_be_written_ends_the_start(tmp_path, monkeypatch):
-    import tempfile
-
-    def full(*arguments, **options):
-        raise OSError(30, "Read-only file system")
-
-    monkeypatch.setattr(tempfile, "TemporaryFile", full)
-    with pytest.raises(CheckpointError, match=str(tmp_path)):
-        DiskPrefixes(tmp_path, "target", 1 << 30)
