@@ -70,7 +70,6 @@ def test_dtype_is_obeyed(folder, dtype):
     assert {weight.dtype for weight in load(folder, dtype=dtype, device="cpu").model.parameters()} == {wanted}
 
 
-NO_HUB_IDS = ("no/such/folder", "./nothing", "/nothing", "~/nothing-here", "gone.gguf")
 # What is loaded (None: a good folder) and how, the class of the error, and what it names.
 REFUSED = [
     *((None, {"dtype": dtype}, CapabilityError, "give auto") for dtype in ("int8", torch.int32)),

@@ -145,7 +145,7 @@ def test_random_damage_to_costs_never_ends_a_run(tmp_path):
         assert found is not None and found.at(3, 100) > 0
 
 
-def test_numbers_that_are_none_name_the_model(folder, tmp_path):
+def test_numbers_that_are_none_name_the_model(tmp_path):
     model = tiny_model()
     with torch.no_grad():
         model.get_input_embeddings().weight[:] = float("nan")
