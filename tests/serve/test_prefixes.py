@@ -78,15 +78,16 @@ def test_a_prompt_survives_a_restart(tmp_path, prompt, piece, rows, reused):
     assert Texts(tmp_path, rows=rows).read(prompt, piece=piece) == reused
 
 
-def test_a_file_is_not_read_for_what_slots_have_too(tmp_path, monkeypatch):
+def test_a_file_is_not_read_for_what_slots_have_too(tmp_path):
     cache = Texts(tmp_path)
     cache.read(TEXT)
     cache.keep_all()
-    monkeypatch.setattr(snapshot, "load", None)
+    (kept_as,) = files(tmp_path)
+    file = kept_as.rename(tmp_path / "elsewhere")
     assert cache.read([*TEXT[:60], 7], slot=1) == 60  # from slot 0
     assert cache.read([*TEXT[:63], 7], slot=0) == 63
     assert cache.read([*TEXT[:66], 7], slot=0) == 63  # three tokens are not worth reading a file
-    monkeypatch.undo()
+    file.rename(kept_as)
     assert cache.read([*TEXT[:80], 7], slot=0) == 80
 
 
