@@ -17,7 +17,7 @@ from longdraft.integration import model_folder
 from tests.support.drafts import random_eagle3
 from tests.support.methods import EXACT, Specs
 from tests.support.quick import few
-from tests.support.tiny import tiny_model, tiny_tokenizer
+from tests.support.tiny import tiny_folder, tiny_model, tiny_tokenizer
 
 IDS = torch.tensor([[3, 9, 14, 7, 22, 5] * 4])
 SETTINGS = {"max_new_tokens": 20, "do_sample": False, "attention_mask": torch.ones_like(IDS)}
@@ -26,9 +26,7 @@ SETTINGS = {"max_new_tokens": 20, "do_sample": False, "attention_mask": torch.on
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
     folder = tmp_path_factory.mktemp("target")
-    tiny_model(layers=5).save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
+    return tiny_folder(folder, layers=5, chat=False)
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from longdraft.methods import METHODS
 from longdraft.methods import methods as listed
 from longdraft.training.config import RunConfig
 from tests.support.drafts import random_heads
-from tests.support.tiny import tiny_model, tiny_tokenizer
+from tests.support.tiny import tiny_folder, tiny_model
 
 pytestmark = pytest.mark.usefixtures("as_before")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "recurrent_drafter.py"
@@ -32,8 +32,7 @@ PROMPTS = [[7, 8, 9] * 6, [11, 5]]
 def place(tmp_path_factory):
     """A tiny model's folder, texts, and a run of some steps, with what the example defines."""
     folder = tmp_path_factory.mktemp("recurrent")
-    tiny_model(context=512).save_pretrained(folder / "target")
-    tiny_tokenizer(chat=True).save_pretrained(folder / "target")
+    tiny_folder(folder / "target", context=512)
     rng = random.Random(0)
     rows = [{"text": " ".join(rng.choices(["rain", "in", "spain", "the", "plain"], k=30))} for _ in range(30)]
     (folder / "text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

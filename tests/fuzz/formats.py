@@ -20,7 +20,7 @@ from tests.fuzz import damage
 from tests.support import drafts
 from tests.support.gguf_files import write_gguf
 from tests.support.published import small_dflash, small_peagle, with_heads
-from tests.support.tiny import tiny_model, tiny_tokenizer
+from tests.support.tiny import tiny_folder, tiny_model, tiny_tokenizer
 
 IDS = [[4, 5, 6, 4, 5, 6, 4, 5, 6, 4]]
 Change = Callable[[Random, Path], None]
@@ -91,8 +91,7 @@ _SHARD = "model-00001-of-00002.safetensors"
 
 
 def _model(path: Path) -> None:
-    tiny_model(layers=2).save_pretrained(path)
-    tiny_tokenizer(chat=True).save_pretrained(path)
+    tiny_folder(path, layers=2)
 
 
 def _sharded(path: Path) -> None:

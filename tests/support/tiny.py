@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -123,3 +124,10 @@ def tiny_tokenizer(*, chat: bool = False, eos: bool = False) -> PreTrainedTokeni
         extra_special_tokens=["<user>", "<assistant>"],
         chat_template=CHAT_TEMPLATE if chat else None,
     )
+
+
+def tiny_folder(folder: Path, chat: bool = True, **sizes: Any) -> Path:
+    """A tiny model and its tokenizer as transformers saves them."""
+    tiny_model(**sizes).save_pretrained(folder)
+    tiny_tokenizer(chat=chat).save_pretrained(folder)
+    return folder

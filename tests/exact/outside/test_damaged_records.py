@@ -19,15 +19,13 @@ from longdraft import LongdraftError
 from longdraft.cli.main import main
 from longdraft.errors import MemoryBudgetError, NumericalError
 from longdraft.planning.costs import CostTable, table_for
-from tests.support.tiny import tiny_model, tiny_tokenizer
+from tests.support.tiny import tiny_folder, tiny_model, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("model")
-    tiny_model().save_pretrained(path)
-    tiny_tokenizer(chat=True).save_pretrained(path)
-    return path
+    return tiny_folder(path)
 
 
 def test_a_full_disk_at_the_end_costs_no_answer(folder, tmp_path, capfd):
@@ -159,8 +157,7 @@ def test_numbers_that_are_none_name_the_model(tmp_path):
 
 
 def test_a_file_that_memory_has_no_room_for_is_not_called_damaged(tmp_path):
-    tiny_model(hidden=960, vocab=8000, layers=2).save_pretrained(tmp_path)
-    tiny_tokenizer(chat=True).save_pretrained(tmp_path)
+    tiny_folder(tmp_path, hidden=960, vocab=8000, layers=2)
     longdraft.load(tmp_path)
     limit = resource.getrlimit(resource.RLIMIT_AS)
     for room in (1 << 20, 8 << 20, 24 << 20, 48 << 20):
