@@ -16,7 +16,7 @@ from longdraft.model.runner import TargetRunner
 from longdraft.native.scaled import Scaled
 from tests.support.forwards import forward
 from tests.support.methods import EXACT, Specs
-from tests.support.nominal import DEVICE, StandIn, card, moved
+from tests.support.nominal import DEVICE, StandIn, moved
 from tests.support.quick import few, slow
 from tests.support.tiny import tiny_model
 
@@ -24,12 +24,6 @@ PROMPTS = [[3, 9, 4, 7, 2, 5] * 4, [8, 1, 1, 6] * 5]
 SETTINGS = {"max_new_tokens": 9, "eos_token_ids": []}
 QUICK = ("prompt-lookup", "longspec")
 GPU_PAGE = Path(__file__).parents[2] / "docs" / "gpu.md"
-
-
-@pytest.fixture
-def there(monkeypatch):
-    with card(monkeypatch) as found:
-        yield found
 
 
 def tokens(spec: Speculator) -> list[list[int]]:

@@ -26,12 +26,6 @@ GPU_PAGE = Path(__file__).parents[2] / "docs" / "gpu.md"
 MOST_LAUNCHES = 20
 
 
-@pytest.fixture
-def there(monkeypatch):
-    with card(monkeypatch) as found:
-        yield found
-
-
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
 
 

@@ -12,11 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longdraft import Speculator
+from longdraft import Request, Speculator
 from longdraft.attention import hybrid
 from longdraft.attention.block import Block
 from longdraft.attention.reference import partial_attention
-from longdraft.engine.request import Request
 from longdraft.errors import MemoryBudgetError
 from longdraft.memory.host_store import HostStore
 from longdraft.model import graphs
@@ -28,18 +27,12 @@ from longdraft.trees.tree import TokenTree
 from tests.support import torch_kernels
 from tests.support.forwards import forward
 from tests.support.methods import Specs
-from tests.support.nominal import StandIn, card, moved
+from tests.support.nominal import StandIn, moved
 from tests.support.quick import slow
 from tests.support.tiny import tiny_model
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 CLOSE = {"atol": 1e-4, "rtol": 1e-4}
-
-
-@pytest.fixture
-def there(monkeypatch):
-    with card(monkeypatch) as found:
-        yield found
 
 
 def static_attend(q, keys, values, block: Block, scale, scoring=None):

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from longdraft import load
 from longdraft.errors import CapabilityError
 from longdraft.model.few_rows import FewRowsModule
-from longdraft.model.loading import load
 from longdraft.model.runner import TargetRunner
 from longdraft.model.stored import StoredEmbedding, StoredLinear, in_floats
 from tests.native.levels import needs_kernels

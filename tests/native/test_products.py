@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from longdraft.model.stored import light
 from longdraft.native import Stored
+from longdraft.native.boundary import address
 from longdraft.native.experts import ExpertProducts, ExpertWeights
 from longdraft.native.stored import FORMATS, HALVES, rounded_to_int8
 from tests.native.cases import (
@@ -187,6 +188,28 @@ def test_a_drafts_matrix_keeps_the_bytes_that_are_few_enough(kind):
 def test_what_is_no_matrix_of_these_is_refused(made, says):
     with pytest.raises(ValueError, match=says):
         made()
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.zeros(4, 8, dtype=torch.bfloat16),
+        torch.zeros(4, 8, dtype=torch.float64),
+        torch.zeros(8, 4, dtype=torch.float32).T,
+        torch.zeros(4, 8, dtype=torch.float32, device="meta"),
+        torch.zeros(3, 8, dtype=torch.float32),
+    ],
+)
+def test_what_a_kernel_would_misread_is_refused(tensor):
+    with pytest.raises(TypeError):
+        address(tensor, size=32)
+
+
+def test_a_product_of_other_sizes_is_refused(kernels):
+    weights = torch.ones(8, 64, dtype=torch.float32)
+    for wrong in (weights[:, :32].contiguous(), weights.double(), Stored.of(weights[:, :32].bfloat16())):
+        with pytest.raises(TypeError):
+            kernels.linear(torch.ones(2, 64, dtype=torch.float32), [(wrong, None)])
 
 
 # --- products with the matrices of chosen experts ---

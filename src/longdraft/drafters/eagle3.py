@@ -76,7 +76,7 @@ class Eagle3Draft(EagleDraft[BoundDraft]):
         block, shape = self.placed(runner), self.shape
         plain = not shape.qk_norm and not shape.output_bias and shape.decoder_layers == 1
         found = serves(runner, shape.head_dim) if plain else None
-        return self.bind_block(runner, block, None if found is None else _whole(found, block))
+        return self.bind_block(runner, block, None if found is None else whole_level(found, block))
 
     def bind_block(self, runner: TargetRunner, block: Any, whole: WholeLevel | None = None) -> BoundDraft:
         """The draft with what it shares of the target."""
@@ -89,7 +89,7 @@ class Eagle3Draft(EagleDraft[BoundDraft]):
         return BoundDraft(block, embedding, rotary, block.logits, ids, whole, FewRowsModule(block), draft_ids)
 
 
-def _whole(found: Kernels, block: Eagle3Block) -> WholeLevel:
+def whole_level(found: Kernels, block: Eagle3Block) -> WholeLevel:
     layer = block.midlayer
     norms: dict[str, nn.Module] = {
         "norm": layer.input_layernorm,

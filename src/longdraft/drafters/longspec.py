@@ -83,12 +83,12 @@ class LongSpecDraft(TrainedDraft[BoundDraft]):
         block = self.placed(runner)
         head, ids = self.head(runner)
         found = serves(runner, self.shape.head_dim)
-        whole = None if found is None else _whole(found, block, head)
+        whole = None if found is None else whole_level(found, block, head)
         parts, few = runner.parts, FewRowsModule(block)
         return BoundDraft(block, parts.embedding, parts.rotary, product(head), ids, whole, few)
 
 
-def _whole(found: Kernels, block: LongSpecBlock, head: torch.Tensor | Stored) -> WholeLevel:
+def whole_level(found: Kernels, block: LongSpecBlock, head: torch.Tensor | Stored) -> WholeLevel:
     norms: dict[str, nn.Module] = {
         "norm": block.input_layernorm,
         "cross_norm": block.post_self_attention_layernorm,

@@ -42,7 +42,7 @@ class TargetRunner:
 
     Attributes:
         attention_path: name of the attention path on this machine. attend: its function, which may be replaced.
-        graphs: recorded forwards of the target and of the drafts that read it.
+        graphs: recorded forwards of the target and of the drafts that read it; may be replaced as well.
         share: this process's share of the target if several processes share it; None for all of it.
         depth: number of decoder layers.
         kv_shape: shape of the stores, with this process's heads, and dtype of the rows that are written.
