@@ -22,7 +22,7 @@ from longdraft.bench import machine
 from longdraft.bench.contenders import Ours, Run
 from longdraft.bench.data import Sample, Short, fitted
 from longdraft.bench.experiment import Step, Tick, in_turn
-from longdraft.bench.json_lines import JsonLines, fingerprint, plain, signed
+from longdraft.bench.records import Records, fingerprint, plain, signed
 from longdraft.bench.results import model_of
 from longdraft.bench.run import Bench
 from longdraft.bench.settings import Settings
@@ -110,7 +110,7 @@ class Accepted:
     first_token_seconds: float | None = field(default=None, compare=False)
 
 
-def opened(path: Path, settings: Settings, model: Mapping[str, Any]) -> JsonLines[Accepted]:
+def opened(path: Path, settings: Settings, model: Mapping[str, Any]) -> Records[Accepted]:
     """A file of runs, to which other methods, lengths, temperatures and prompts may be added later.
 
     Args:
@@ -124,7 +124,7 @@ def opened(path: Path, settings: Settings, model: Mapping[str, Any]) -> JsonLine
     if not settings.sampling.foresee:
         fixed["foresee"] = False
     content = {"settings": fixed, "model": model, "versions": machine.versions()}
-    return JsonLines(path, signed(FORMAT, VERSION, content), Accepted)
+    return Records(path, signed(FORMAT, VERSION, content), Accepted)
 
 
 def by_default(target: TargetRunner) -> tuple[str, ...]:

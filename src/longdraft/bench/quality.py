@@ -22,8 +22,8 @@ from rich.text import Text
 from longdraft.bench.contenders import Job, Kept, Ours, Run, ends_of
 from longdraft.bench.data import Sample
 from longdraft.bench.experiment import Tick
-from longdraft.bench.json_lines import fingerprint, plain
 from longdraft.bench.prompts import Prompt
+from longdraft.bench.records import fingerprint, plain
 from longdraft.bench.run import WAKE_PROMPT, WAKE_TOKENS
 from longdraft.bench.scores import rouge_l, score
 from longdraft.bench.settings import contender

@@ -105,9 +105,9 @@ def bench(
 
     from longdraft.bench import report
     from longdraft.bench.experiment import Experiment
-    from longdraft.bench.json_lines import JsonLines
     from longdraft.bench.peers import Sources
     from longdraft.bench.prompts import grid, prepare
+    from longdraft.bench.records import Records
     from longdraft.bench.results import header
     from longdraft.bench.run import Bench, Measured
     from longdraft.bench.settings import Settings
@@ -156,7 +156,7 @@ def bench(
     file = None
     if output.results is not None:
         about = header(hosted, prompts, loading.model or EMBEDDED_ID, prompting.named, prompting.limit)
-        file = JsonLines(output.results, about, Measured)
+        file = Records(output.results, about, Measured)
     for size, left in left_over.items():
         if left:
             console.note(f"{left} sample{'s are' if left > 1 else ' is'} left out of batches of {size}.")

@@ -49,8 +49,8 @@ def needle(
     output: measuring.Rendered,
 ) -> None:
     """Measure how well drafters foresee a needle in a long text: full, streaming and retrieved caches (SpecExtend)."""
-    from longdraft.bench.json_lines import fingerprint
     from longdraft.bench.needle import NeedleDrafts, checked, depth_of, haystacks
+    from longdraft.bench.records import fingerprint
     from longdraft.bench.reproduce.scaled import drafts_by_kind
     from longdraft.bench.results import header_of_units
     from longdraft.drafts.kinds import KINDS

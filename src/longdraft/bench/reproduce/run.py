@@ -15,9 +15,9 @@ from rich.text import Text
 from longdraft.bench import charts
 from longdraft.bench.acceptance import called
 from longdraft.bench.experiment import Experiment, Record, of_units
-from longdraft.bench.json_lines import fingerprint
 from longdraft.bench.papers.table import FIGURES, Column, Kind, Paper, Table
 from longdraft.bench.prompts import Prompt
+from longdraft.bench.records import fingerprint
 from longdraft.bench.reproduce import measures
 from longdraft.bench.reproduce.scaled import Plan, Scaled, drafts_by_kind
 from longdraft.bench.reproduce.texts import Sources, prompts_of
