@@ -32,7 +32,7 @@ class JsonLines:
             of longdraft's own.
     """
 
-    def __init__(self, path: Path, take: Callable[[int, Any], None], seconds: float = 0.0) -> None:
+    def __init__(self, path: Path, take: Callable[[int, Any], object], seconds: float = 0.0) -> None:
         self.path, self.count = path, 0
         self._end, self._seconds, self._synced = 0, seconds, time.monotonic()
         if not path.exists():
