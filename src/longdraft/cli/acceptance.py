@@ -115,13 +115,11 @@ def bench_length(
     from longdraft.bench import length
     from longdraft.bench import servers as serving
     from longdraft.bench.acceptance import by_default, opened
-    from longdraft.bench.break_even import free
     from longdraft.bench.experiment import Experiment
     from longdraft.bench.settings import REFERENCE, Settings
 
     output.check()
     asked_for = None if lengths is None else method_options.whole_numbers("--lengths", lengths)
-    hosted = None
     if url:
         if methods is not None or prompting.asked:
             raise options.SettingError("--methods, --system and --no-think are for methods here: leave them out.")
@@ -145,16 +143,7 @@ def bench_length(
     file = None if output.results is None else opened(output.results, own, model)
     # Runs without seconds, as files of earlier versions have them, are made again.
     experiment = Experiment(steps, lambda run: run.asked, file, usable=lambda run: run.seconds is not None)
-
-    def made(complete: bool) -> Any:
-        calculated = []
-        if complete and hosted is not None and hosted.target is not None:
-            with console.status() as status:
-                status("Timing verifications behind made-up texts")
-                calculated = free(hosted.target, lengths_of(hosted.context))
-        return length.break_even(experiment.found, names, calculated, notes, complete)
-
-    output.measure(experiment, made)
+    output.measure(experiment, lambda complete: length.break_even(experiment.found, names, notes, complete))
 
 
 def _default(target: TargetRunner) -> tuple[str, ...]:
