@@ -89,9 +89,7 @@ def load_file(paths: list[Path] | None) -> list[Path] | None:
     for path in paths or []:
         try:
             runpy.run_path(str(path))
-        except OSError as error:
-            raise SettingError(f"--load {path}: {error.strerror or error}.") from error
-        except Exception as error:
+        except Exception as error:  # whatever the user's own code raises
             raise SettingError(f"--load {path}: {type(error).__name__}: {error}") from error
     return paths
 
