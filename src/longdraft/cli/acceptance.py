@@ -12,7 +12,6 @@ import longdraft
 from longdraft.bench.data import Short
 from longdraft.cli import console, measuring, method_options, options
 from longdraft.errors import CapabilityError
-from longdraft.model.embedded import EMBEDDED_ID
 
 if TYPE_CHECKING:
     from longdraft.bench.acceptance import Acceptance, Accepted, Asked
@@ -220,9 +219,8 @@ def _hosted(
             again = factor != loading.rope_factor  # then the runs' progress is on the screen
             return replace(loading, rope_factor=factor).load((lambda message: None) if again else status)
 
-        name = loading.model or EMBEDDED_ID
         with options.settings_checked():
-            hosted = Acceptance(load, settings, temperatures, name, loading.rope_factor, status, repeats)
+            hosted = Acceptance(load, settings, temperatures, loading.name, loading.rope_factor, status, repeats)
         cut_to = lengths(hosted.context)
         status(f"Cutting {len(samples)} texts to {len(set(cut_to))} lengths")
         steps = hosted.steps(samples, cut_to, short)

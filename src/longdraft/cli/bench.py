@@ -13,7 +13,6 @@ from longdraft.bench import scores
 from longdraft.bench.tables import Report
 from longdraft.cli import console, measuring, method_options, options, processes
 from longdraft.cli.load import OtherProcesses
-from longdraft.model.embedded import EMBEDDED_ID
 
 DRAFTED = "self:lookup=true"  # the default method on a CPU
 METHODS_BY_DEFAULT = ("ar", "prompt-lookup", DRAFTED, "hf")
@@ -155,7 +154,7 @@ def bench(
             hosted = Bench(loaded, settings, progress=status, unpacked=unpacked)
     file = None
     if output.results is not None:
-        about = header(hosted, prompts, loading.model or EMBEDDED_ID, prompting.named, prompting.limit)
+        about = header(hosted, prompts, loading.name, prompting.named, prompting.limit)
         file = Records(output.results, about, Measured)
     for size, left in left_over.items():
         if left:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from longdraft.cli import console, measuring, method_options, options
-from longdraft.model.embedded import EMBEDDED_ID
 
 if TYPE_CHECKING:
     from longdraft.bench.needle import View
@@ -84,7 +83,7 @@ def needle(
             )
         }
     content = {"views": hosted.names, "drafts": {kind: fingerprint(own.folder) for kind, own in drafts.items()}}
-    header = partial(header_of_units, "longdraft-needle", content, loaded, loading.model or EMBEDDED_ID)
+    header = partial(header_of_units, "longdraft-needle", content, loaded, loading.name)
     output.measure_prompts(hosted, found, header, "haystacks")
 
 

@@ -22,6 +22,7 @@ from typer.models import OptionInfo
 import longdraft
 from longdraft.cli import console, processes
 from longdraft.errors import LongdraftError, values_checked
+from longdraft.model.embedded import EMBEDDED_ID
 
 if TYPE_CHECKING:
     from longdraft.model.checkpoints import Progress
@@ -244,6 +245,11 @@ class ModelOptions(Group):
         float | None, typer.Option("--rope-factor", help="Stretch the model's context this many times (YaRN).")
     ] = None
     threads: Threads = None
+
+    @property
+    def name(self) -> str:
+        """The model as the user named it, or the embedded one."""
+        return self.model or EMBEDDED_ID
 
     @property
     def on_gpu(self) -> bool:
