@@ -54,7 +54,8 @@ class JsonLines:
         line = json.dumps(row, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
         try:
             with regular(self.path).open("ab", buffering=0) as file:
-                file.truncate(self._end)
+                if file.tell() > self._end:
+                    file.truncate(self._end)
                 left = memoryview(line)
                 while left:
                     left = left[file.write(left) or 0 :]
