@@ -175,11 +175,6 @@ class Acceptance:
         ours = self._bench.ours.items()
         self._drafts = {name: "" if c.draft is None else fingerprint(c.draft) for name, c in ours}
 
-    @property
-    def target(self) -> TargetRunner | None:
-        """The hosted model, as it is stretched now; None if it could not be."""
-        return None if self._bench is None else self._bench.target
-
     def _stretch(self, factor: float | None) -> None:
         """Replaces the target with the one of this YaRN factor; where it cannot be stretched, a note says so."""
         if factor != self._factor:
@@ -231,7 +226,7 @@ class Acceptance:
         options = {n: json.dumps(plain(self.settings.options(n)), sort_keys=True) for n in self.settings.methods}
         return [
             Asked(
-                name, options[name], self._drafts[name], temperature, text.context, factor,
+                name, options[name], self._drafts[name], temperature, text.context or 0, factor,
                 text.sample.dataset, text.sample.origin, text.digest,
             )
             for text, name, temperature in product(own, self.settings.methods, self._temperatures)
