@@ -31,7 +31,6 @@ def doctor(
 ) -> None:
     """Examine machine and model. Ends with code 1 where the model, or the draft that is named, cannot be used."""
     from longdraft.bench import machine
-    from longdraft.bench.break_even import break_even
     from longdraft.model.runner import TargetRunner
 
     with console.status() as status:
@@ -51,12 +50,6 @@ def doctor(
         found["drafts"] = [_draft(folder, runner, True) for folder in shipped.folders()]
         if draft is not None:
             found["drafts"].append(_draft(draft, runner, False))
-            if loaded is not None and found["drafts"][-1]["fits"]:
-                status("Measuring what must be accepted for the draft to pay")
-                found["break_even"] = [
-                    asdict(each) | {"accepted": each.accepted, "line": str(each)}
-                    for each in break_even(loaded, draft, status)
-                ]
     _show(found, console.stdout())
     output.json(found)
     if not found["model"]["hosted"] or any(d["reason"] is not None for d in found["drafts"] if not d["shipped"]):
@@ -194,8 +187,8 @@ def _show(found: dict[str, Any], out: Console) -> None:
             row("draft", f"{name}; cannot be used: {d['reason']}", "red")
         for remark in d["remarks"]:
             row("", remark, "yellow")
-    for i, each in enumerate(found.get("break_even", ())):
-        row("" if i else "break-even", each["line"])
+        if d["fits"] and not d["shipped"]:
+            row("", f"what must be accepted for it to pay: longdraft bench length --draft {d['name']}", "dim")
     if not found["drafts"]:
         row("draft", "none comes with longdraft; --draft DIR checks one", "dim")
     console.show(out, grid)
