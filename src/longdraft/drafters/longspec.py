@@ -250,11 +250,11 @@ def _forward(
 register(
     Kind(
         "longspec",
-        LongSpecDraft.load,
         LongSpecDrafter,
         "a trained one-block draft that reads the model's own KV cache, at the same cost for any context",
         "Yang et al. 2025, LongSpec, arXiv:2502.17421",
-        Training(
+        load=LongSpecDraft.load,
+        training=Training(
             "longdraft.training.config:TrainConfig",
             "longdraft.training.longspec:train_longspec",
             "Train a LongSpec draft",

@@ -220,10 +220,10 @@ class MtpRound(Eagle3Round):
 register(
     Kind(
         KIND,
-        MtpDraft.load,
         MtpDrafter,
         "the layer inside the model's own checkpoint that predicts further tokens (Qwen3.5, GLM-4.5, DeepSeek-V3)",
         "DeepSeek-AI 2024, DeepSeek-V3, arXiv:2412.19437",
+        load=MtpDraft.load,
         inside=mtp_formats.holds,
     )
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ from longdraft.native.stored import Stored
 
 REMEDY = "A value that cannot be right can be corrected in its config.json; otherwise copy the draft again."
 _IDS = (torch.int64, torch.int32)
+logger = logging.getLogger("longdraft")
 Bound = TypeVar("Bound")
 Own = TypeVar("Own", bound="TrainedDraft[Any]")
 
@@ -48,6 +50,7 @@ class Draft(ABC, Generic[Bound]):
         self.folder = Path(folder)
         self.made_for: dict[str, Any] = {}
         self._bound: weakref.WeakKeyDictionary[TargetRunner, Bound] = weakref.WeakKeyDictionary()
+        self._outgrown = False  # whether that was said
 
     def __repr__(self) -> str:
         length = "" if self.trained_length is None else f", trained on {self.trained_length:,} tokens"
@@ -93,6 +96,19 @@ class Draft(ABC, Generic[Bound]):
                 self.check(runner)
                 self._bound[runner] = found = self.make(runner)
         return found
+
+    def outgrown(self, trained: int, what: str, then: str) -> None:
+        """Warns, once a draft and not once a run, that it sees more tokens than it was trained for.
+
+        Args:
+            what: how many it sees. then: what follows, and what to do.
+        """
+        if not self._outgrown:
+            self._outgrown = True
+            logger.warning(
+                f"The draft in {self.folder} was trained for texts of {trained} tokens; {what}. Output stays exact; "
+                f"{then}."
+            )
 
     @abstractmethod
     def make(self, runner: TargetRunner) -> Bound:
