@@ -211,7 +211,7 @@ def test_a_bar_on_a_terminal(monkeypatch, tmp_path):
     with (tmp_path / "screen").open("w") as screen:
         monkeypatch.setattr(console, "stderr", lambda: Console(file=screen, force_terminal=True, width=160))
         with TrainingDisplay() as display:
-            display.prepare("the target reads", 5, 10)
+            display.say("the target reads")
             display.step(report(1))
             display.step(report(2, True))
         with RowsDisplay("Encoding") as counter:

@@ -154,11 +154,11 @@ def _train(path: Path | None, words: Sequence[str], training: Training, output: 
         raise CapabilityError('Training needs the package accelerate: pip install "longdraft[train]"')
     with TrainingDisplay(silent=not main) as display:
         # After the settings are checked, because this takes seconds.
-        display.prepare("Loading what training needs", 0, 0)
+        display.say("Loading what training needs")
         run = training.load_run()
         report = None
         with Cancel(terminate=True) as cancel:
-            for report in run(settings_, display.prepare, cancel):
+            for report in run(settings_, display.say, cancel):
                 display.step(report)
     if not main:
         raise typer.Exit(cancel.exit_code if cancel() else 0)
