@@ -25,6 +25,7 @@ from longdraft.drafts import draft_folder
 from longdraft.drafts.draft_folder import DraftFolder
 from longdraft.errors import CheckpointError, NumericalError, PromptError
 from longdraft.files import naming, read_json, replacing
+from longdraft.training import command
 from longdraft.training.batches import Schedule
 from longdraft.training.config import RunConfig
 from longdraft.training.features import FeatureSource
@@ -111,6 +112,7 @@ class Loop:
         )
         self.module, self.optimizer = accelerator.prepare(trainee, optimizer)
         self.step, self.best = 0, 0.0
+        self._record = command.train_command(config.as_dict(), processes)
 
     def run(self) -> Iterator[Report]:
         """Trains to the end and yields a report for each step. The session's ``stop`` writes a checkpoint and ends.
@@ -130,6 +132,8 @@ class Loop:
         elif self.step:
             self.session.progress(f"resuming at step {self.step:,} of {steps:,}")
         self._drop_log_after(self.step)
+        if accelerator.is_main_process and self.step < steps:
+            command.write(self.out, self._record)
         accelerator.init_trackers("longdraft")
         try:
             while self.step < steps:
@@ -215,6 +219,7 @@ class Loop:
             draft = self.described({name.removeprefix("block."): t for name, t in weights.items()})
             for name in names:
                 draft_folder.save(self.out / name, draft)
+                command.write(self.out / name, self._record)
         self.accelerator.wait_for_everyone()
 
     # --- the log ---
@@ -261,6 +266,7 @@ class Loop:
             self.accelerator.save_state(str(path))
             self.accelerator.wait_for_everyone()
             if self.accelerator.is_main_process:
+                command.write(path, self._record)
                 with replacing(path / STATE) as part:
                     part.write_text(json.dumps(state), encoding="utf-8")
                 for old in {*path.parent.glob("step-*")} - {*self._checkpoints()[-self.config.keep :]}:

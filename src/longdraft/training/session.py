@@ -27,13 +27,14 @@ from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import InitProcessGroupKwargs
 
-from longdraft.drafts import draft_folder
+from longdraft.drafts import draft_folder, hub
 from longdraft.errors import CapabilityError
 from longdraft.model.loading import load
 from longdraft.model.runner import TargetRunner
 from longdraft.training import corpus, tokens
 from longdraft.training.config import DEPTH, RunConfig
 from longdraft.training.documents import Document, Skipped
+from longdraft.training.extracted import ExtractedStates
 from longdraft.training.features import FeatureReader, Features, FeatureSource
 from longdraft.training.loop import Loop, Report
 from longdraft.training.measure import Ranks, by_step, simulate
@@ -125,7 +126,10 @@ class Session:
         dtype = torch.bfloat16 if config.precision == "bf16" else runner.kv_shape.dtype
         # The factor is not in the description: drafts fit either way.
         identity = runner.parts.description, str(runner.kv_shape.dtype), str(dtype), config.target_rope_factor
-        reader = FeatureReader(runner, dtype, layers, config.distill > 0)
+        if config.hidden_states is None:
+            reader = FeatureReader(runner, dtype, layers, config.distill > 0)
+        else:
+            reader = ExtractedStates(runner, dtype, layers, config.hidden_states)
         return FeatureSource(reader, self.data.learned, offset, Path(config.cache) if config.cache else None, identity)
 
     def held_out(self, reader: FeatureReader, levels: int) -> FeatureSource | None:
@@ -171,6 +175,7 @@ class Session:
             trainee.measure_scale(self.runner)
         held_out = self.held_out(features.reader, measured)
         simulated = partial(simulate, levels=measured, ranks_of=ranks_of)
+        config = {"base_model": hub.base_model(self.config.target), **config}
         described = partial(draft_folder.trained, kind, config, kept=trainee.kept, target=self.runner.parts.description)
         loop = Loop(self, trainee.to(self.runner.device), features, held_out, simulated, described, levels, shifts)
         yield from loop.run()
