@@ -159,7 +159,7 @@ def _show(found: dict[str, Any], out: Console) -> None:
         row("GPU", f"{gpu['name']}, {free(gpu)}")
     if not hardware["gpus"]:
         row("GPU", "none that torch can use")
-    idle = () if hardware["gpus"] else ("hybrid", "triton")  # nothing to do about them here
+    idle = () if hardware["gpus"] else ("hybrid", "triton")  # a path and a package: nothing to do about them here
     versions = [f"{name} {version or 'none'}" for name, version in found["versions"].items() if name not in idle]
     row("versions", ", ".join(versions))
     row("kernels", found["kernels"]["line"], "yellow" if found["kernels"]["cost"] else "")

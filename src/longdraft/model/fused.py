@@ -151,7 +151,7 @@ class FusedLayers:
         if not self.layers or not store.in_place:
             return False
         if self.on_gpu:
-            return True
+            return store.dtype == store.shape.dtype
         if block.captured:
             return False
         if self._deltas and block.prompt:  # the model's own rule reads prompts

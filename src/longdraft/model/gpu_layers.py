@@ -21,7 +21,6 @@ from longdraft.model import hosting
 from longdraft.model.layer_parts import is_gelu, norm_of, plus_of, touched
 from longdraft.model.layer_rows import UNTURNED, CosSin, LayerKinds
 from longdraft.model.side_by_side import Products
-from longdraft.native.scaled import Scaled
 
 # Numbers of a row that a program of the norm kernel holds in registers.
 MAX_HIDDEN = 32768
@@ -69,14 +68,11 @@ class GpuLayer(NamedTuple):
             layer: index of its rows in the store.
         """
         block, (keys, values) = hosted.block, hosted.store.layer(layer)
-        rows, scales = (keys, values), ()
-        if isinstance(keys, Scaled) and isinstance(values, Scaled):
-            rows, scales = (keys.numbers, values.numbers), (keys.scales, values.scales)
         q, k, v = self.qkv(ops.rms_norm(x, self.norm, self.eps))
         into = block.into_t  # where a recorded block is written, if not behind its prefix
         first = (block.lengths_t, block.offset) if into is None else (into, 0)
         queries = ops.rope_write(
-            *(q, k, v, *cos_sin, self.q_norm, self.k_norm, self.head_eps, *rows, block.slots_t, *first, *scales)
+            *(q, k, v, *cos_sin, self.q_norm, self.k_norm, self.head_eps, keys, values, block.slots_t, *first)
         )
         if layer in hosted.query_layers:
             hosted.queries[layer] = queries
