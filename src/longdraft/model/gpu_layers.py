@@ -147,7 +147,7 @@ class GpuForward:
         self._place, self._rope = kinds.of_stack[index], kinds.of_layers[kinds.numbers[index]].rope
 
     def __call__(self, hidden_states: torch.Tensor, *more: Any, **named: Any) -> Any:
-        hosted, weight = named["longdraft_hosted"], self._layer.norm
+        hosted, weight = named["longdraft_attend"], self._layer.norm
         cos_sin = named["position_embeddings"] if self._rope is not None else UNTURNED
         # A model may be cast or moved during a run.
         like = weight.dtype, weight.device

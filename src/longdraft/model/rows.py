@@ -34,7 +34,7 @@ class RowExact(TorchFunctionMode):
     """While it is on, a row's results do not depend on the rows beside it. It takes a microsecond for a call of torch.
 
     Args:
-        products: products of matrices too, and not functions of single numbers alone.
+        products: all products of matrices, and not those of linear layers alone.
     """
 
     def __init__(self, products: bool = True) -> None:
@@ -155,9 +155,9 @@ _FUNCTIONS: dict[Any, Call] = {
     **dict.fromkeys(_named(*_NAMES, *_MORE_NAMES), _elementwise),
     **dict.fromkeys(_named("glu"), _gated),
     **dict.fromkeys(_named("mul", "__mul__"), _times),
+    **dict.fromkeys(_named("linear"), _linear),
 }
 _PRODUCTS: dict[Any, Call] = {
-    **dict.fromkeys(_named("linear"), _linear),
     **dict.fromkeys(_named("matmul", "__matmul__", "mm"), _matmul),
     **dict.fromkeys(_named("addmm"), _addmm),
     **dict.fromkeys(_named("bmm"), _bmm),
