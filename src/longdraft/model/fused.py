@@ -31,7 +31,7 @@ from longdraft.model.layer_rows import CosSin, LayerKinds
 from longdraft.model.layout import layout_of
 from longdraft.model.model_copy import copy_without_hooks
 from longdraft.model.sharded import is_spread
-from longdraft.model.stored import light, parameters
+from longdraft.model.stored import light, light_bytes
 from longdraft.native import DecoderLayer, DecoderStack, Stored, kernels
 from longdraft.native.boundary import FLOATS, WHOLE
 from longdraft.native.delta import DeltaLayer
@@ -139,8 +139,16 @@ class FusedLayers:
             return None
         if self._int8 or self._rounded:
             return self.stack
+        needed = 0
+
+        def count(weights: Weights, bits: Literal[4, 8] = 8) -> Weights:
+            nonlocal needed
+            needed += light_bytes(weights[0], bits)
+            return weights
+
+        self.stack.changed(partial(count, bits=4), count)
         try:
-            sizes.require(parameters(self._model), torch.device("cpu"), "A model that drafts for itself")
+            sizes.require(needed, torch.device("cpu"), "A model that drafts for itself")
         except MemoryBudgetError as error:
             logger.info("Drafts read the weights that verifications read: %s", error)
             return None
