@@ -43,7 +43,7 @@ from longdraft.drafts import draft_folder
 from longdraft.drafts.eagle_formats import Eagle3Shape
 from longdraft.engine import loop
 from longdraft.engine.schedule import verify_trees
-from longdraft.model import side_by_side
+from longdraft.model.gpu import side_by_side
 from longdraft.model.runner import TargetRunner
 from longdraft.model.shared_parts import describe
 from longdraft.trees.tree import TokenTree

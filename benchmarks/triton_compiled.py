@@ -35,7 +35,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from longdraft.attention import fixed_order_kernel, tree_kernel
-from longdraft.model import gpu_kernels
+from longdraft.model.gpu import kernels as gpu_kernels
 
 KIB = 1024
 REGISTERS, THREADS, TENSOR_COLUMNS = 65536, 2048, 512  # of a processor

@@ -14,8 +14,8 @@ from longdraft import Speculator
 from longdraft.engine.schedule import verify_trees
 from longdraft.errors import CapabilityError, RequestError
 from longdraft.memory.prompt_cache import PromptCache
-from longdraft.model import deterministic
-from longdraft.model.graphs import Graphs
+from longdraft.model.gpu import deterministic
+from longdraft.model.gpu.graphs import Graphs
 from longdraft.model.outputs import Taps
 from longdraft.model.runner import TargetRunner
 from longdraft.trees.masks import tree_block

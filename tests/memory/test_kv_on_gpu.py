@@ -10,7 +10,7 @@ import torch
 from longdraft import Speculator
 from longdraft.errors import CapabilityError
 from longdraft.memory.store import KVShape, KVStore
-from longdraft.model.graphs import Graphs
+from longdraft.model.gpu.graphs import Graphs
 from longdraft.model.runner import TargetRunner
 from longdraft.native.scaled import Scaled
 from tests.support.forwards import forward

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from longdraft.model import gpu_kernels, gpu_operators
+from longdraft.model.gpu import kernels as gpu_kernels
+from longdraft.model.gpu import operators as gpu_operators
 from tests.support.quick import in_turn
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

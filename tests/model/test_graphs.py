@@ -18,8 +18,8 @@ from longdraft.attention.reference import partial_attention
 from longdraft.engine.request import Request
 from longdraft.errors import MemoryBudgetError
 from longdraft.memory.host_store import HostStore
-from longdraft.model import graphs
-from longdraft.model.graphs import BUCKETS, Graphs, batches, padded, unavailable
+from longdraft.model.gpu import graphs
+from longdraft.model.gpu.graphs import BUCKETS, Graphs, batches, padded, unavailable
 from longdraft.model.outputs import NO_TAPS, Taps
 from longdraft.model.runner import TargetRunner
 from longdraft.trees.masks import padded_mask

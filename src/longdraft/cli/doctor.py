@@ -66,7 +66,8 @@ def doctor(
 def _examine(found: dict[str, Any], model: Any, runner: TargetRunner | None) -> None:
     """Adds what a loaded model is, what its KV takes, and which attention runs on it."""
     from longdraft.attention import dispatch
-    from longdraft.model import graphs, hosting
+    from longdraft.model import hosting
+    from longdraft.model.gpu import graphs
     from longdraft.model.kinds import described
     from longdraft.model.stored import parameters
 

@@ -22,10 +22,11 @@ from longdraft.memory import sizes
 from longdraft.memory.recurrent import RecurrentStates
 from longdraft.memory.store import KVStore
 from longdraft.memory.windows import WindowStates
-from longdraft.model import gpu_layers, hosting, stored
+from longdraft.model import hosting, stored
 from longdraft.model.delta_parts import delta_layer_of, delta_rows
 from longdraft.model.few_rows import MOST
-from longdraft.model.gpu_layers import GpuForward, GpuLayer
+from longdraft.model.gpu import layers as gpu_layers
+from longdraft.model.gpu.layers import GpuForward, GpuLayer
 from longdraft.model.layer_parts import ends_of, layer_of
 from longdraft.model.layer_rows import CosSin, LayerKinds
 from longdraft.model.layout import layout_of

@@ -19,11 +19,11 @@ from longdraft.memory import sizes
 from longdraft.memory.offload import Offload
 from longdraft.memory.rooms import Rooms
 from longdraft.memory.store import KVStore
-from longdraft.model import deterministic as one_bucket
 from longdraft.model import fingerprints, hosting, kv_dtypes, stored, support
 from longdraft.model.clock import Clock
 from longdraft.model.ends import stated_ends
-from longdraft.model.graphs import Computed, Graphs
+from longdraft.model.gpu import deterministic as one_bucket
+from longdraft.model.gpu.graphs import Computed, Graphs
 from longdraft.model.lock import FairLock
 from longdraft.model.outputs import NO_TAPS, Taps, TargetOutput, not_a_number
 from longdraft.model.sharded import is_spread, share_of
@@ -39,7 +39,7 @@ class TargetRunner:
             is never changed: its twin computes (:mod:`longdraft.model.twin`).
         offload: place of the keys and values; see :func:`longdraft.memory.offload.parse`.
         kv_dtype: dtype that keys and values are rounded to; None for the arithmetic's own.
-        deterministic: plain steps and verifications agree to the bit on a GPU too (:mod:`.deterministic`).
+        deterministic: plain steps and verifications agree to the bit on a GPU too (:mod:`.gpu.deterministic`).
 
     Attributes:
         attention_path: name of the attention path on this machine. attend: its function, which may be replaced.

@@ -20,7 +20,7 @@ from longdraft.attention.transfer import on_device
 from longdraft.drafters.shared.rows import Placed, Rows, attending, together
 from longdraft.drafters.shared.whole_level import WholeLevel
 from longdraft.engine.sequence import Sequence
-from longdraft.model.graphs import padded
+from longdraft.model.gpu.graphs import padded
 from longdraft.trees.level import Level, Likeliest, likeliest
 from longdraft.trees.masks import Ancestors
 

@@ -1,7 +1,7 @@
 """Parts of a decoder layer as operators of torch, such as ``longdraft::rms_norm``: one launch each on a GPU.
 
 The functions here are their definitions in plain torch, which serve on a CPU. On a GPU the kernels of
-:mod:`.gpu_kernels` compute the same.
+:mod:`.kernels` compute the same.
 """
 
 from __future__ import annotations
@@ -89,4 +89,4 @@ for _definition, _schema in (
     ),
     (silu_times, "(Tensor gate, Tensor up) -> Tensor"),
 ):
-    fusing.define(_definition.__name__ + _schema, _definition, "longdraft.model.gpu_kernels")
+    fusing.define(_definition.__name__ + _schema, _definition, "longdraft.model.gpu.kernels")

@@ -2,7 +2,8 @@
 
 A layer of the Llama kind launches some fifty kernels by its own code, each of a microsecond or two for the rows of a
 verification. Here it launches nine and those of its attention. Products are torch's; those of the same rows are one if
-the weights lie side by side (:mod:`.side_by_side`). :mod:`.fused` compares a layer with its own code before it is used.
+the weights lie side by side (:mod:`.side_by_side`). A layer is compared with its own code before it is used
+(:mod:`longdraft.model.fused`).
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from longdraft.attention import fusing
-from longdraft.model import gpu_operators as gpu_operators  # defines the operators
 from longdraft.model import hosting
+from longdraft.model.gpu import operators as operators  # defines the operators
+from longdraft.model.gpu.side_by_side import Products
 from longdraft.model.layer_parts import is_gelu, norm_of, plus_of, touched
 from longdraft.model.layer_rows import UNTURNED, CosSin, LayerKinds
-from longdraft.model.side_by_side import Products
 
 # Numbers of a row that a program of the norm kernel holds in registers.
 MAX_HIDDEN = 32768

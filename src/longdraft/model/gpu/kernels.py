@@ -1,7 +1,7 @@
 """Triton kernels for the parts of a decoder layer between its products: norm with residual, RoPE with KV write, SwiGLU.
 
 A row is computed by programs of its own, so its bits do not depend on the rows beside it. Sums are float32, and results
-are rounded to the layer's dtype wherever the model's own code rounds them. :mod:`.gpu_operators` has the definitions.
+are rounded to the layer's dtype wherever the model's own code rounds them. :mod:`.operators` has the definitions.
 """
 
 # Triton reads the annotations of a kernel's parameters, so run-time parameters have none.
@@ -131,7 +131,7 @@ def silu_kernel(gate, up, out, gate_row, up_row, SIZE: tl.constexpr, BLOCK: tl.c
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Launches :func:`norm_kernel`; see :func:`longdraft.model.gpu_operators.rms_norm`."""
+    """Launches :func:`norm_kernel`; see :func:`longdraft.model.gpu.operators.rms_norm`."""
     x = x.contiguous()
     out = torch.empty_like(x)
     _launch_norm(x, x, weight, out, out, eps, False)
@@ -141,7 +141,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(
     x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launches :func:`norm_kernel`; see :func:`longdraft.model.gpu_operators.add_rms_norm`."""
+    """Launches :func:`norm_kernel`; see :func:`longdraft.model.gpu.operators.add_rms_norm`."""
     x, delta = x.contiguous(), delta.contiguous()
     total, out = torch.empty_like(x), torch.empty_like(x)
     _launch_norm(x, delta, weight, total, out, eps, True)
@@ -184,7 +184,7 @@ def rope_write(
     lengths: torch.Tensor,
     offset: int,
 ) -> torch.Tensor:
-    """Launches :func:`rope_kernel`; see :func:`longdraft.model.gpu_operators.rope_write`."""
+    """Launches :func:`rope_kernel`; see :func:`longdraft.model.gpu.operators.rope_write`."""
     (batch, size, width), d = q.shape, keys.shape[3]
     heads, kv_heads = width // d, k.shape[2] // d
     out = q.new_empty(batch, heads, size, d)
@@ -206,7 +206,7 @@ def rope_write(
 
 
 def silu_times(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Launches :func:`silu_kernel`; see :func:`longdraft.model.gpu_operators.silu_times`."""
+    """Launches :func:`silu_kernel`; see :func:`longdraft.model.gpu.operators.silu_times`."""
     size = gate.shape[-1]
     out = gate.new_empty(gate.shape)
     if not out.numel():
