@@ -74,7 +74,7 @@ class _Mixer:
         caches = [name for name in _CACHES if name in code.parameters]
         stateful = "update_recurrent_state" in code.words
         own, replaced = code.function, getattr(present_forward(module), "__func__", None) is not type(module).forward
-        if own is None or replaced or not caches or _CONVOLUTION not in code.words or len(names) != stateful:
+        if own is None or replaced or not caches or _CONVOLUTION not in code.words or len(names) != int(stateful):
             raise UnsupportedModelError(self.unknown())
         self._cache_name = caches[0]
         self._signature = inspect.signature(own)
@@ -179,7 +179,11 @@ class _Turn:
     def shape(self, unknown: str, recurrence: Recurrence | None) -> RecurrentShape:
         """The sizes of the state; raises UnsupportedModelError, with this message, if not all calls were made."""
         stateful = recurrence is not None
-        if self._windows.keys() != self._inputs.keys() or self.scans != stateful or (self._after is None) == stateful:
+        if (
+            self._windows.keys() != self._inputs.keys()
+            or self.scans != int(stateful)
+            or stateful is (self._after is None)
+        ):
             raise UnsupportedModelError(unknown)
         windows = {n: (self._windows[n], x.shape[1]) for n, x in self._inputs.items()}
         dtype = next(iter(self._inputs.values())).dtype
