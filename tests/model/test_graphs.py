@@ -24,6 +24,7 @@ from longdraft.model.outputs import NO_TAPS, Taps
 from longdraft.model.runner import TargetRunner
 from longdraft.trees.masks import padded_mask
 from longdraft.trees.tree import TokenTree
+from tests.memory.test_store_contract import LazySide
 from tests.support import torch_kernels
 from tests.support.forwards import forward
 from tests.support.methods import Specs
@@ -373,7 +374,7 @@ def test_prefills_and_stores_outside_the_device_are_computed_without():
     for logits in ("last", "none"):
         forward(target.runner, [[1, 2, 3]], target.stores[0], [0], logits=logits)
     forward(target.runner, [text(97, 0)], target.stores[0], [0])  # larger than any tree
-    forward(target.runner, [[1, 2]], HostStore(target.runner.kv_shape, 1, 64, "cpu"), [0])
+    forward(target.runner, [[1, 2]], HostStore(target.runner.kv_shape, 1, 64, "cpu", side=LazySide()), [0])
     assert target.recorder.captures == 0
 
 
