@@ -5,7 +5,6 @@ torch's plain product reads a matrix badly for a few rows. Our own kernel reads 
 
 from __future__ import annotations
 
-import math
 from functools import cache
 
 import torch
@@ -38,21 +37,26 @@ class FewRowsLinear:
 
     def __init__(self, weight: torch.Tensor | Stored, bias: torch.Tensor | None = None) -> None:
         self.weight, self.bias, self._kernels = weight, bias, kernels()
-        self._most: float = math.inf
-        if isinstance(weight, torch.Tensor):
-            self._most = MOST if _plain(weight) else _most_halves() if in_halves(weight) else 0
+        self._most = _most_halves() if isinstance(weight, torch.Tensor) and in_halves(weight) else MOST
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x (..., in) -> (..., out)."""
-        weight = self.weight
-        if self._kernels is not None and x.numel() <= self._most * x.shape[-1]:
-            if isinstance(weight, torch.Tensor) and x.dtype != torch.float32:
-                weight = Stored.of(weight)
-            bias = None if self.bias is None else self.bias.float()
-            # Sums are float32; the results of a layer in half precision are rounded once.
-            return self._kernels.linear(x.float(), [(weight, bias)])[0].to(x.dtype)
-        assert isinstance(weight, torch.Tensor)
-        return F.linear(x, weight, self.bias)
+        if not isinstance(self.weight, torch.Tensor):
+            assert self._kernels is not None
+            return self._kernels.linear(x, [(self.weight, self.bias)])[0]
+        found = by_kernel(x, self.weight, self.bias) if x.numel() <= self._most * x.shape[-1] else None
+        return F.linear(x, self.weight, self.bias) if found is None else found
+
+
+def by_kernel(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
+    """x (..., in) times a matrix (out, in) by our kernel, in their dtype; None if it does not serve."""
+    own, read = kernels(), weight.detach()
+    plain, halves = _plain(weight), in_halves(weight)
+    if own is None or x.dtype != weight.dtype or x.device.type != "cpu" or not (plain or halves) or not x.numel():
+        return None
+    bias = None if bias is None else bias.detach().float()
+    # Sums are float32; the results of a layer in half precision are rounded once.
+    return own.linear(x.float(), [(read if plain else Stored.of(read), bias)])[0].to(x.dtype)
 
 
 def quicken(module: nn.Module) -> None:

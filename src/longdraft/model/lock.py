@@ -42,14 +42,6 @@ class FairLock:
         # The compiled release itself: a signal cannot interrupt it.
         return self._held.__exit__
 
-    def take_if_free(self) -> bool:
-        """Takes the lock if it is free; :meth:`release` gives it back. Returns True if taken."""
-        return self._held.acquire(blocking=False)
-
-    def release(self) -> None:
-        """Gives back a lock from :meth:`take_if_free`."""
-        self._held.release()
-
 
 _locks: WeakKeyDictionary[nn.Module, FairLock] = WeakKeyDictionary()
 # Re-entrant, as the garbage collector may run any code while it is held. No other lock is awaited inside.
