@@ -15,7 +15,7 @@ import torch
 from longdraft import Speculator
 from longdraft.attention.transfer import on_device
 from longdraft.engine.prompts import prefill_chunk
-from longdraft.model.graphs import Graphs
+from longdraft.model.gpu.graphs import Graphs
 from longdraft.model.runner import TargetRunner
 from tests.support.methods import EXACT, METHODS, Case, Specs
 from tests.support.nominal import DEVICE, Card, Mixed, OnCard, StandIn, moved

@@ -42,7 +42,7 @@ from longdraft.engine.event import Event
 from longdraft.engine.method import Method
 from longdraft.engine.sequence import Sequence
 from longdraft.memory.store import KVShape, KVStore
-from longdraft.model.few_rows import FewRowsModule
+from longdraft.model.few_rows import quicken
 from longdraft.model.key_rotation import turned
 from longdraft.model.runner import TargetRunner
 from longdraft.native import Kernels
@@ -80,7 +80,8 @@ class Eagle3Draft(EagleDraft[BoundDraft]):
         if ids is not None:
             draft_ids = torch.full((runner.parts.head.shape[0],), -1, device=runner.device, dtype=torch.long)
             draft_ids[ids] = torch.arange(len(ids), device=runner.device)
-        return BoundDraft(block, embedding, rotary, block.logits, ids, whole, FewRowsModule(block), draft_ids)
+        quicken(block)
+        return BoundDraft(block, embedding, rotary, block.logits, ids, whole, draft_ids)
 
 
 def whole_level(found: Kernels, block: Eagle3Block) -> WholeLevel:

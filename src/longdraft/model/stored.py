@@ -27,7 +27,7 @@ from longdraft.model.few_rows import MOST, in_halves, is_plain
 from longdraft.model.sharded import local, whole
 from longdraft.native import Kernels, Stored, kernels
 from longdraft.native.boundary import FLOATS
-from longdraft.native.stored import rounded_blocks, rounded_to_int8
+from longdraft.native.stored import FORMATS, rounded_blocks, rounded_to_int8
 
 # Attribute of a model for the files that its weights are mapped from.
 _FILE = "_longdraft_mapped"
@@ -89,7 +89,8 @@ class StoredLinear(StoredWeights):
         """x (..., in) -> (..., out), in x's dtype."""
         own = _kernels_for(x)
         if own is not None and (self.int8 or x.numel() <= MOST * x.shape[-1]):
-            return own.linear(x, [(self.matrix, self.bias)])[0]
+            with torch._C.DisableTorchFunction():  # what the kernel is handed is exact by row as it is
+                return own.linear(x, [(self.matrix, self.bias)])[0]
         rows = rounded_to_int8(x).to(x.dtype) if self.int8 else x
         return F.linear(rows, self.weight.to(x.dtype), self.bias)
 
@@ -275,6 +276,14 @@ def light(weights: torch.Tensor | Stored, bits: Literal[4, 8] = 8) -> torch.Tens
     rows = weights.data.split(_TOGETHER)
     floats = (unpacked(Stored(x, weights.format)) if isinstance(weights, Stored) else x for x in rows)
     return woven(Stored(torch.cat([rounded_blocks(x, kind) for x in floats]), kind, int8=True))
+
+
+def light_bytes(weights: torch.Tensor | Stored, bits: Literal[4, 8] = 8) -> int:
+    """Bytes of the copy that :func:`light` makes; 0 if it makes none."""
+    rows, size = weights.shape
+    if size % 32 or (isinstance(weights, Stored) and weights.bits <= bits + 1):
+        return 0
+    return rows * size // 32 * FORMATS["Q4_0" if bits == 4 else "Q8_0"][1]
 
 
 def check_unchanged(model: nn.Module) -> None:
