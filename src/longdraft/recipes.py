@@ -16,7 +16,7 @@ from longdraft.drafters.self_drafter import SelfDrafter
 from longdraft.drafters.shared.suffixes import Earlier
 from longdraft.drafters.suffix import SuffixDrafter
 from longdraft.drafters.united import UnitedDrafter
-from longdraft.drafts import shipped
+from longdraft.drafts import hub, shipped
 from longdraft.drafts.draft import Draft
 from longdraft.drafts.kinds import KINDS, kind_of
 from longdraft.engine.drafter import Drafter
@@ -124,7 +124,10 @@ def _method_of(name: str | Path | Method | None, options: dict[str, Any]) -> Met
         )
     if draft is None:
         return None
-    return method_named(draft.kind) if isinstance(draft, Draft) else method_of(draft)
+    if isinstance(draft, Draft):
+        return method_named(draft.kind)
+    options["draft"] = hub.local(draft)
+    return method_of(options["draft"])
 
 
 def recipe_for(method: Method | None, options: Mapping[str, Any], runner: TargetRunner, lookup: bool = False) -> Recipe:

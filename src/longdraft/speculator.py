@@ -75,8 +75,8 @@ class Speculator:
             GPU, which keeps as many layers as fit; ``"host:N"`` keeps N), ``"disk"`` (a temporary file, for a CPU) or a
             folder for that file. Slower, and the same output.
         kv_dtype: what the KV cache is rounded to, ``"bfloat16"`` or ``"int8"`` (a scale for each row), where the model
-            computes in float32 on a CPU; ``"int8"`` on a GPU with Triton. Fewer bytes to read and to hold, whatever the
-            method; the text is that of a slightly different model. None: nothing is rounded.
+            computes in float32 on a CPU; ``"int8"`` on a GPU too. Fewer bytes to hold, and on a CPU to read, whatever
+            the method; the text is that of a slightly different model. None: nothing is rounded.
         plan: ``"auto"`` sizes trees by what they cost on this machine and by what is accepted, round by round, and
             decodes plainly where that is faster; the first run with a model measures the costs, for 20 s at
             most, and keeps them. ``"fixed"`` grows the method's own trees. Left out: fixed where the options say what

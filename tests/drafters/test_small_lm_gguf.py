@@ -7,13 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from longdraft import Speculator
+from longdraft import Speculator, load
 from longdraft.bench.settings import Settings
 from longdraft.drafts.language_model import PublishedLM, SmallLMDraft
 from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.methods import METHODS
 from longdraft.model import stored
-from longdraft.model.loading import load
 from longdraft.model.runner import TargetRunner
 from longdraft.model.stored import StoredEmbedding, StoredLinear
 from tests.support.forwards import forward

@@ -127,7 +127,6 @@ def test_memory_that_there_is_not(spec, forwards, free_memory):
 
 # --- options of methods ---
 
-WHOLE = {"retrieval": True, "chunk": 2, "sink": 2, "recent": 4}
 # The draft of a row is a name of DRAFTS.
 DRAFTS = {
     "lm": lambda folder: small_lm(folder), "longspec": lambda folder: random_draft(folder, model()),

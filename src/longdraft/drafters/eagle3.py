@@ -42,7 +42,7 @@ from longdraft.engine.event import Event
 from longdraft.engine.method import Method
 from longdraft.engine.sequence import Sequence
 from longdraft.memory.store import KVShape, KVStore
-from longdraft.model.few_rows import FewRowsModule
+from longdraft.model.few_rows import quicken
 from longdraft.model.key_rotation import turned
 from longdraft.model.runner import TargetRunner
 from longdraft.native import Kernels
@@ -70,7 +70,7 @@ class Eagle3Draft(EagleDraft[BoundDraft]):
         block, shape = self.placed(runner), self.shape
         plain = not shape.qk_norm and not shape.output_bias and shape.decoder_layers == 1
         found = serves(runner, shape.head_dim) if plain else None
-        return self.bind_block(runner, block, None if found is None else _whole(found, block))
+        return self.bind_block(runner, block, None if found is None else whole_level(found, block))
 
     def bind_block(self, runner: TargetRunner, block: Any, whole: WholeLevel | None = None) -> BoundDraft:
         """The draft with what it shares of the target."""
@@ -80,10 +80,11 @@ class Eagle3Draft(EagleDraft[BoundDraft]):
         if ids is not None:
             draft_ids = torch.full((runner.parts.head.shape[0],), -1, device=runner.device, dtype=torch.long)
             draft_ids[ids] = torch.arange(len(ids), device=runner.device)
-        return BoundDraft(block, embedding, rotary, block.logits, ids, whole, FewRowsModule(block), draft_ids)
+        quicken(block)
+        return BoundDraft(block, embedding, rotary, block.logits, ids, whole, draft_ids)
 
 
-def _whole(found: Kernels, block: Eagle3Block) -> WholeLevel:
+def whole_level(found: Kernels, block: Eagle3Block) -> WholeLevel:
     layer = block.midlayer
     norms: dict[str, nn.Module] = {
         "norm": layer.input_layernorm,

@@ -30,7 +30,7 @@ from longdraft.drafts.kinds import Kind, register
 from longdraft.errors import CapabilityError, CheckpointError, UnsupportedModelError
 from longdraft.memory.store import KVShape, KVStore
 from longdraft.model import own_layer
-from longdraft.model.few_rows import FewRowsModule
+from longdraft.model.few_rows import quicken
 from longdraft.model.rotary import SharedRotary
 from longdraft.model.runner import TargetRunner
 from longdraft.model.sharded import product
@@ -173,8 +173,8 @@ class MtpDraft(Eagle3Draft):
         found = {name: torch.empty(t.shape, dtype=torch.float32, device="meta") for name, t in tensors.items()}
         draft_folder.check_tensors(found, sizes, self.folder, self.label)
         own_layer.put_in(block, tensors, runner.device, runner.kv_shape.dtype, int8=runner.arithmetic == "int8")
-        rotary, few = SharedRotary(runner.parts.rotary), FewRowsModule(block)
-        return BoundDraft(block, runner.parts.embedding, rotary, block.logits, None, None, few)
+        quicken(block)
+        return BoundDraft(block, runner.parts.embedding, SharedRotary(runner.parts.rotary), block.logits, None, None)
 
 
 class MtpRound(Eagle3Round):

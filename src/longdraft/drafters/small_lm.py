@@ -117,7 +117,7 @@ class SmallLMDrafter(RetrievingDrafter):
             else compact_cache(*sizes, self.retrieval, self.draft.trained_length)
         )
         # What was fed of each slot's text, token by token.
-        self._fed: list[list[int]] = [[] for _ in range(store.slots)]
+        self.fed_text: list[list[int]] = [[] for _ in range(store.slots)]
 
     @torch.inference_mode()
     def observe(self, event: Event) -> None:
@@ -146,15 +146,15 @@ class SmallLMDrafter(RetrievingDrafter):
 
     def go_back(self, sequence: Sequence, length: int) -> None:
         """Forgets what was read behind the first ``length`` tokens of a text."""
-        if length < len(self._fed[sequence.slot]):
+        if length < len(self.fed_text[sequence.slot]):
             self._cut(sequence.slot, length)
 
     def new_tokens(self, sequence: Sequence) -> list[int]:
         """The tokens that the draft has not read, the root last, short enough to be fed at once."""
         slot, text = sequence.slot, sequence.tokens
-        if len(self._fed[slot]) >= len(text):
+        if len(self.fed_text[slot]) >= len(text):
             self._cut(slot, len(text) - 1)
-        new = text[len(self._fed[slot]) :]
+        new = text[len(self.fed_text[slot]) :]
         if len(new) > self.cache.fresh:
             self._read(slot, new[:-1])
             new = new[-1:]
@@ -164,17 +164,17 @@ class SmallLMDrafter(RetrievingDrafter):
     def fed(self, slot: int, tokens: list[int]) -> None:
         """Commits tokens that were fed: the first rows of the slot's block."""
         self.cache.extend(slot, len(tokens))
-        self._fed[slot] += tokens
+        self.fed_text[slot] += tokens
 
     def _cut(self, slot: int, length: int) -> None:
         length = self.cache.restorable(slot, length)
         self.cache.forget(slot, length)
-        del self._fed[slot][length:]
+        del self.fed_text[slot][length:]
 
     def _read(self, slot: int, tokens: list[int]) -> None:
         """Feeds tokens in pieces, without drafting from them."""
         assert self._bound is not None
-        text = len(self._fed[slot]) + len(tokens)
+        text = len(self.fed_text[slot]) + len(tokens)
         while tokens:
             count = self.cache.reading(slot, len(tokens))
             piece, tokens = tokens[:count], tokens[count:]

@@ -9,7 +9,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from longdraft.drafts import draft_folder, shipped
+from longdraft.drafts import draft_folder, hub, shipped
 from longdraft.drafts.draft import Draft
 from longdraft.engine import method
 from longdraft.engine.method import Method
@@ -87,11 +87,12 @@ def register(kind: Kind) -> Method:
 
 @reads("The draft in", "Copy it again.")
 def kind_of(folder: Path | str) -> Kind:
-    """The kind of draft that a folder holds.
+    """The kind of draft that a folder holds, or a repository on the hub.
 
     Raises:
         CheckpointError: not a draft folder, or one of a kind that is not known.
     """
+    folder = hub.local(folder)
     name = draft_folder.kind(folder)
     if name:
         found = KINDS.get(name)
