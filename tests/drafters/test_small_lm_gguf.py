@@ -26,7 +26,6 @@ PROMPTS = [[3, 9, 4, 7, 2, 5] * 8, [1, 2, 3], [(i * i) % 11 for i in range(130)]
 SMALL = {"view": "retrieval", "sink": 4, "recent": 8, "chunk": 4, "chunks": 4}
 METHODS_WITH = [
     ("small-lm", {"view": "streaming", "sink": 4, "recent": 16}), ("specextend", SMALL),
-    ("magicdec", {"budget": 64}),
 ]  # fmt: skip
 
 

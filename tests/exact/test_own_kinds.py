@@ -111,9 +111,9 @@ def test_what_is_refused(place, tmp_path):
 
 def test_what_cannot_be_registered():
     with pytest.raises(ValueError, match="longspec"):
-        register(Kind("longspec", str, lambda draft: SuffixDrafter(), "mine"))
+        register(Kind("longspec", lambda draft: SuffixDrafter(), "mine", load=str))
     with pytest.raises(ValueError, match="draft"):
-        register(Kind("mine", str, SuffixDrafter, "mine"))
+        register(Kind("mine", SuffixDrafter, "mine", load=str))
 
 
 def test_on_the_command_line(place, capsys):

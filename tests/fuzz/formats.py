@@ -13,7 +13,7 @@ import longdraft
 from longdraft import Speculator
 from longdraft.batch.output import Output
 from longdraft.bench import results
-from longdraft.bench.json_lines import JsonLines
+from longdraft.bench.records import Records
 from longdraft.bench.run import Measured
 from tests.bench import results_files
 from tests.fuzz import damage
@@ -102,7 +102,7 @@ def _sharded(path: Path) -> None:
 def _report(path: Path) -> None:
     """A page, and a run that goes on."""
     results.report_of(path)
-    JsonLines(path, results_files.header(("ar", "longspec")), Measured)
+    Records(path, results_files.header(("ar", "longspec")), Measured)
 
 
 def _results(path: Path) -> None:

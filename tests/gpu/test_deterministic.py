@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from longdraft import PromptCache, Speculator
 from longdraft.engine.schedule import verify_trees
 from longdraft.errors import CapabilityError
-from longdraft.model import deterministic
-from longdraft.model.graphs import Graphs
+from longdraft.model.gpu import deterministic
+from longdraft.model.gpu.graphs import Graphs
 from longdraft.model.outputs import Taps
 from longdraft.model.runner import TargetRunner
 from longdraft.trees.masks import tree_block

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from longdraft.model import side_by_side
-from longdraft.model.graphs import Graphs
+from longdraft.model.gpu import side_by_side
+from longdraft.model.gpu.graphs import Graphs
 from longdraft.model.runner import TargetRunner
 from tests.support.forward_outputs import outputs
 from tests.support.forwards import forward

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from longdraft import Speculator
-from longdraft.model.graphs import Graphs
+from longdraft.model.gpu.graphs import Graphs
 from longdraft.model.runner import TargetRunner
 from tests.support.nominal import StandIn, moved
 from tests.support.tiny import tiny_model

@@ -19,8 +19,7 @@ from longdraft.training.documents import Document
 from longdraft.training.eagle3 import Plan
 from longdraft.training.features import FeatureReader, Features, FeatureSource
 from longdraft.training.lm import LmTrainee
-from longdraft.training.measure import UNSEEN, by_shift, by_step, by_text, simulate
-from longdraft.training.session import shared_out
+from longdraft.training.measure import UNSEEN, by_shift, by_step, by_text, shared_out, simulate
 from tests.support.quick import in_turn
 from tests.support.tiny import FAMILIES, tiny_model
 from tests.training.helpers import same

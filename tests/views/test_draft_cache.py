@@ -14,7 +14,6 @@ from longdraft.model.key_rotation import KeyRotation
 from longdraft.model.runner import TargetRunner
 from longdraft.views import draft_cache
 from longdraft.views.draft_cache import DraftCache
-from longdraft.views.refresh import Refresh
 from longdraft.views.retrieval import Retrieval
 from longdraft.views.view import View
 from tests.support.forwards import forward
@@ -90,7 +89,7 @@ class Chosen:
 
 
 def streaming(sink: int, window: int) -> Retrieval:
-    return Retrieval(View("streaming", 0, sink, window, room=6, shared=True), Refresh(0))
+    return Retrieval(View("streaming", 0, sink, window, room=6, shared=True))
 
 
 slots = st.integers(0, SLOTS - 1)
