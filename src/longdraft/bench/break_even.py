@@ -37,10 +37,19 @@ class Free:
     steps: float
 
 
-def free(runner: TargetRunner, lengths: Sequence[int]) -> list[Free]:
-    """Times verifications behind made-up texts; lengths that do not fit context, memory or time are left out."""
-    fitting = [n for n in sorted(lengths) if n + VERIFIED[-1] <= runner.context_length]
-    measured = costs.measure(runner, fitting, VERIFIED) if fitting else None
+def verifications(runner: TargetRunner, lengths: Sequence[int], more: Sequence[int] = ()) -> costs.CostTable | None:
+    """Times verifications behind made-up texts; lengths that do not fit context, memory or time are left out.
+
+    Args:
+        more: numbers of rows besides :data:`VERIFIED`, all of them larger.
+    """
+    rows = (*VERIFIED, *more)
+    fitting = [n for n in sorted(lengths) if n + rows[-1] <= runner.context_length]
+    return costs.measure(runner, fitting, rows) if fitting else None
+
+
+def free(measured: costs.CostTable | None) -> list[Free]:
+    """What verifications cost in plain steps; nothing where none were timed."""
     if measured is None:
         return []
     return [Free(n, r, measured.at(r, n) / measured.at(1, n)) for n in measured.lengths for r in measured.rows[1:]]

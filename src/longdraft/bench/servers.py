@@ -72,12 +72,13 @@ class Server:
         before, start = self._counters(), time.perf_counter()
         times: list[float] = []
         accepted, usage = None, {"prompt_tokens": 0, "completion_tokens": 0}
-        extra = {"tools": json.loads(prompt.tools)} if prompt.tools else {}
+        messages: Any = [_sent(message) for message in prompt.messages]
+        extra: dict[str, Any] = {"tools": json.loads(prompt.tools)} if prompt.tools else {}
         extra |= {"ignore_eos": True} if ignore_eos else {}
         try:
             stream: Any = self._client.chat.completions.create(
-                model=self.model, messages=[_sent(message) for message in prompt.messages], max_tokens=max_tokens,
-                temperature=0, stream=True, stream_options={"include_usage": True}, extra_body=extra,
+                model=self.model, messages=messages, max_tokens=max_tokens, temperature=0,
+                stream=True, stream_options={"include_usage": True}, extra_body=extra,
             )  # fmt: skip
             for event in stream:
                 chunk: dict[str, Any] = event.to_dict()

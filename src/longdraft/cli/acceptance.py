@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -104,6 +104,15 @@ def bench_length(
     ] = None,
     api_key: Annotated[str, typer.Option("--api-key", help="For servers that ask for one.")] = "",
     repeats: Annotated[int, typer.Option(min=1, help="Runs of each; the fastest counts.")] = 2,
+    to: Annotated[
+        Literal["vllm"] | None,
+        typer.Option(
+            "--to",
+            help="vllm: print draft lengths by batch and context as its speculative config takes them.",
+            show_default="none",
+        ),
+    ] = None,
+    batch: Annotated[str, typer.Option(help="Of --to: batch sizes, with commas between.")] = "1,4,16,64",
     loading: options.ModelOptions,
     output: measuring.Rendered,
     composed: options.Load = None,
@@ -115,14 +124,18 @@ def bench_length(
     from longdraft.bench import length
     from longdraft.bench import servers as serving
     from longdraft.bench.acceptance import by_default, opened
-    from longdraft.bench.break_even import free
+    from longdraft.bench.break_even import VERIFIED, free, verifications
     from longdraft.bench.experiment import Experiment
+    from longdraft.bench.schedule import schedule
     from longdraft.bench.settings import REFERENCE, Settings
 
     output.check()
+    batches = method_options.whole_numbers("--batch", batch)
     asked_for = None if lengths is None else method_options.whole_numbers("--lengths", lengths)
     hosted = None
     if url:
+        if to is not None:
+            raise options.SettingError("--to vllm calculates from forwards of a model here: give --model, not --url.")
         if methods is not None or prompting.asked:
             raise options.SettingError("--methods, --system and --no-think are for methods here: leave them out.")
         named = {name: address or name for name, _, address in (each.partition("=") for each in url)}
@@ -147,12 +160,17 @@ def bench_length(
     experiment = Experiment(steps, lambda run: run.asked, file, usable=lambda run: run.seconds is not None)
 
     def made(complete: bool) -> Any:
-        calculated = []
+        timed, found = None, []
         if complete and hosted is not None and hosted.target is not None:
             with console.status() as status:
                 status("Timing verifications behind made-up texts")
-                calculated = free(hosted.target, lengths_of(hosted.context))
-        return length.break_even(experiment.found, names, calculated, notes, complete)
+                more = () if to is None else (4 * VERIFIED[-1],)
+                timed = verifications(hosted.target, lengths_of(hosted.context), more)
+        if to is not None and timed is not None:
+            found = [schedule(name, experiment.found, timed, batches) for name in names if name != REFERENCE]
+        return length.break_even(
+            experiment.found, names, free(timed), notes, complete, [each for each in found if each is not None]
+        )
 
     output.measure(experiment, made)
 
