@@ -24,8 +24,10 @@ from tests import options_page
 from tests.support.tiny import tiny_model
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SOURCE = ROOT / "src" / "longdraft"
+PAGES = [
+    ROOT / "README.md", ROOT / "benchmarks" / "records.md", SOURCE / "PAPERS.md", *sorted((ROOT / "docs").glob("*.md")),
+]  # fmt: skip
 API = (ROOT / "docs" / "api.md").read_text()
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 
