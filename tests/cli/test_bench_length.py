@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -216,6 +217,37 @@ def test_servers(shell, says, data_file, tmp_path):
         assert drafts["break_even"] == pytest.approx(2.5 / drafts["speedup_vs_ar"])
     assert drafts["context_tokens"] > 64 and drafts["ttft_seconds"] > 0 and drafts["tokens_per_second"] > 0
     assert len((tmp_path / "r.jsonl").read_text().splitlines()) == 1 + 2
+
+
+def test_a_server_gets_what_an_agent_did_as_messages(shell, tmp_path):
+    asked = []
+
+    class Handler(Stub):
+        def do_POST(self):
+            length = int(self.headers["Content-Length"])
+            body = self.rfile.read(length)
+            asked.append(json.loads(body))
+            self.rfile = io.BytesIO(body)
+            super().do_POST()
+
+    call = {"id": "1", "type": "function", "function": {"name": "run", "arguments": '{"command": "ls"}'}}
+    done = [
+        {"role": "user", "content": "mend it"}, {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "a.py"}, {"role": "assistant", "content": "mended"},
+    ]  # fmt: skip
+    tools = [{"type": "function", "function": {"name": "run"}}]
+    (tmp_path / "runs.jsonl").write_text(json.dumps({"messages": done, "tools": tools}))
+    stub = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=stub.serve_forever, daemon=True).start()
+    ended = shell("bench", "length", "--url", f"ar=http://127.0.0.1:{stub.server_port}", "--lengths", "4000",
+                  "--data", f"trajectories={tmp_path / 'runs.jsonl'}", "--repeats", 1, "--json")  # fmt: skip
+    stub.shutdown()
+    stub.server_close()
+    assert last(ended)["rows"][0]["prompts"] == 2
+    first, second = (each["messages"] for each in asked)
+    assert [m["role"] for m in first] == ["user"] and [m["role"] for m in second] == ["user", "assistant", "tool"]
+    assert json.loads(second[1]["tool_calls"][0]["function"]["arguments"]) == {"command": "ls"}
+    assert all(each["tools"] == tools for each in asked)
 
 
 def test_needles_stay_in_a_text_that_is_cut_for_servers():
