@@ -9,6 +9,8 @@ import pytest
 from longdraft.bench import scores, tasks
 from longdraft.bench.acceptance import texts
 from longdraft.bench.data import Short, fitted
+from longdraft.bench.prompts import grid, prepare
+from longdraft.bench.run import Bench
 from longdraft.errors import ContextError, PromptError
 from tests.bench.measuring import measured, settings
 from tests.support.tiny import tiny_tokenizer
@@ -135,13 +137,18 @@ def test_rows_without_turns_are_named(tmp_path, row):
 def test_a_turn_starts_from_what_the_turn_before_has_read(tmp_path, loaded):
     path = lines(tmp_path / "runs.jsonl", {"messages": DONE}, {"messages": DONE[1:]})
     samples = tasks.read([f"trajectories={path}"])
-    bench, kept = measured(loaded, settings(methods=("prompt-lookup",), cold=False, ignore_eos=True), samples)
-    _, anew = measured(loaded, settings(methods=("prompt-lookup",), ignore_eos=True), samples)
+    asked = {"methods": ("prompt-lookup",), "ignore_eos": True, "max_tokens": 40, "plan": "fixed"}
+    wanted = settings(**asked, cold=False)
+    bench, kept, caches = Bench(loaded, wanted), [], []
+    for group in grid(prepare(samples, loaded, wanted), (1,))[0]:
+        kept.append(bench.measure(group))
+        caches.append(bench.ours["ar"].kept.cache)
     assert [m.samples for m in kept] == [(f"{path}:{line}.{turn}",) for line in (1, 2) for turn in (1, 2)]
+    assert caches[0] is caches[1] is not caches[2] is caches[3]  # each trajectory begins with nothing
+    assert len(caches[3].tokens[0]) >= kept[3].prompt_tokens[0]
+    _, anew = measured(loaded, settings(**asked), samples)
     for own, other in zip(kept, anew, strict=True):
         assert own.rounds["prompt-lookup"][0].tokens == other.rounds["prompt-lookup"][0].tokens
         assert not own.differences
-    rounds = [pair for m in kept for pair in m.rounds["prompt-lookup"][0].accepted]
-    assert rounds
-    read = bench.ours["ar"].kept.cache.tokens[0]  # of the last turn; every trajectory begins with nothing
-    assert len(read) >= kept[-1].prompt_tokens[0]
+    pairs = [pair for m in kept for pair in m.rounds["prompt-lookup"][0].accepted]
+    assert any(accepted for accepted, _ in pairs) and any(not accepted for accepted, _ in pairs)
