@@ -7,9 +7,8 @@ import json
 import pytest
 
 from longdraft.bench import scores, tasks
-from longdraft.bench.acceptance import texts
 from longdraft.bench.data import Short, fitted
-from longdraft.bench.prompts import grid, prepare
+from longdraft.bench.prompts import grid, prepare, texts
 from longdraft.bench.run import Bench
 from longdraft.errors import ContextError, PromptError
 from tests.bench.measuring import measured, settings

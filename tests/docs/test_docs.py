@@ -19,7 +19,6 @@ import typer.main
 import longdraft
 from longdraft import errors
 from longdraft.cli.main import app
-from longdraft.methods import METHODS
 from tests import options_page
 from tests.support.tiny import tiny_model
 
@@ -161,15 +160,8 @@ def test_the_table_of_options_is_the_catalogue():
     assert text == options_page.HEAD + options_page.table(), "run: python -m tests.options_page"
 
 
-@pytest.fixture
-def methods_as_before():
-    before = dict(METHODS)
-    yield
-    METHODS.clear()
-    METHODS.update(before)
-
-
-def test_the_drafter_of_your_own_decodes_as_the_target_does(methods_as_before):
+@pytest.mark.usefixtures("as_before")
+def test_the_drafter_of_your_own_decodes_as_the_target_does():
     runpy.run_path(str(ROOT / "examples" / "last_seen.py"))
     model, prompts = tiny_model(vocab=11), [[3, 9, 4, 7, 2, 5] * 8, [1, 2, 3]]
     want = longdraft.Speculator("ar", target=model).generate(prompts, max_new_tokens=30)

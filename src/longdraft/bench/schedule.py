@@ -15,11 +15,14 @@ from typing import Any
 
 from rich.table import Table
 
-from longdraft.bench.acceptance import Accepted
+from longdraft.bench.acceptance import Acceptance, Accepted
 from longdraft.bench.tables import depth_accepted, table
+from longdraft.planning import costs
 from longdraft.planning.costs import Costs, CostTable
 
 BATCHES = (1, 4, 16, 64)
+# Rows of the forwards that are timed.
+ROWS = (1, 4, 8, 16, 64)
 ABOUT = (
     "draft length: drafted tokens a round; 0: decode plainly. Calculated from what was accepted and from forwards on "
     "this machine: for another engine a first table, to be measured there."
@@ -69,8 +72,17 @@ class Schedule:
         return f'{self.method}: "num_speculative_tokens_per_batch_size": {entries}'
 
 
+def schedules(
+    hosted: Acceptance, runs: Sequence[Accepted], lengths: Sequence[int], batches: Sequence[int] = BATCHES
+) -> list[Schedule]:
+    """The schedules of the methods that had drafted tokens accepted; forwards are timed behind made-up texts."""
+    measured = None if hosted.target is None else costs.measure(hosted.target, sorted(lengths), ROWS)
+    made = [] if measured is None else [schedule(name, runs, measured, batches) for name in hosted.settings.methods]
+    return [each for each in made if each is not None]
+
+
 def schedule(
-    method: str, runs: Sequence[Accepted], costs: CostTable, batches: Sequence[int] = BATCHES
+    method: str, runs: Sequence[Accepted], measured: CostTable, batches: Sequence[int] = BATCHES
 ) -> Schedule | None:
     """The schedule of a method from its runs at several lengths; None if none of them drafted anything."""
     own = [run for run in runs if run.asked.method == method and run.accepted and run.seconds]
@@ -80,21 +92,21 @@ def schedule(
         return None
     batches = sorted(set(batches))
     lengths = tuple(
-        tuple(_best(there, costs, batch, length) for there, length in zip(by_context, contexts, strict=True))
+        tuple(_best(there, measured, batch, length) for there, length in zip(by_context, contexts, strict=True))
         for batch in batches
     )
     return Schedule(method, tuple(batches), contexts, lengths)
 
 
-def _best(runs: Sequence[Accepted], table: CostTable, batch: int, length: int) -> int:
-    costs, lengths = Costs(table), [length] * batch
+def _best(runs: Sequence[Accepted], measured: CostTable, batch: int, length: int) -> int:
+    forwards, lengths = Costs(measured), [length] * batch
     shares = depth_accepted([pair for run in runs for pair in run.accepted])
     deepest = len(shares)
     if not deepest:
         return 0
     round_ = median((run.seconds or 0.0) / len(run.accepted) for run in runs)
-    draft = max(0.0, round_ - costs.verification(deepest + 1, [length])) / deepest
-    rates = [(1 + sum(shares[:k])) / (costs.verification(k + 1, lengths) + k * draft) for k in range(deepest + 1)]
+    draft = max(0.0, round_ - forwards.verification(deepest + 1, [length])) / deepest
+    rates = [(1 + sum(shares[:k])) / (forwards.verification(k + 1, lengths) + k * draft) for k in range(deepest + 1)]
     return rates.index(max(rates))
 
 

@@ -12,7 +12,6 @@ import longdraft
 from longdraft.bench.data import Short
 from longdraft.cli import console, measuring, method_options, options
 from longdraft.errors import CapabilityError
-from longdraft.model.embedded import EMBEDDED_ID
 
 if TYPE_CHECKING:
     from longdraft.bench.acceptance import Acceptance, Accepted, Asked
@@ -124,9 +123,8 @@ def bench_length(
     from longdraft.bench import length
     from longdraft.bench import servers as serving
     from longdraft.bench.acceptance import by_default, opened
-    from longdraft.bench.break_even import VERIFIED, free, verifications
     from longdraft.bench.experiment import Experiment
-    from longdraft.bench.schedule import schedule
+    from longdraft.bench.schedule import schedules
     from longdraft.bench.settings import REFERENCE, Settings
 
     output.check()
@@ -160,17 +158,12 @@ def bench_length(
     experiment = Experiment(steps, lambda run: run.asked, file, usable=lambda run: run.seconds is not None)
 
     def made(complete: bool) -> Any:
-        timed, found = None, []
-        if complete and hosted is not None and hosted.target is not None:
+        found = []
+        if to is not None and hosted is not None:
             with console.status() as status:
                 status("Timing verifications behind made-up texts")
-                more = () if to is None else (4 * VERIFIED[-1],)
-                timed = verifications(hosted.target, lengths_of(hosted.context), more)
-        if to is not None and timed is not None:
-            found = [schedule(name, experiment.found, timed, batches) for name in names if name != REFERENCE]
-        return length.break_even(
-            experiment.found, names, free(timed), notes, complete, [each for each in found if each is not None]
-        )
+                found = schedules(hosted, experiment.found, lengths_of(hosted.context), batches)
+        return length.break_even(experiment.found, names, notes, complete, found)
 
     output.measure(experiment, made)
 
@@ -249,9 +242,8 @@ def _hosted(
             again = factor != loading.rope_factor  # then the runs' progress is on the screen
             return replace(loading, rope_factor=factor).load((lambda message: None) if again else status)
 
-        name = loading.model or EMBEDDED_ID
         with options.settings_checked():
-            hosted = Acceptance(load, settings, temperatures, name, loading.rope_factor, status, repeats)
+            hosted = Acceptance(load, settings, temperatures, loading.name, loading.rope_factor, status, repeats)
         cut_to = lengths(hosted.context)
         status(f"Cutting {len(samples)} texts to {len(set(cut_to))} lengths")
         steps = hosted.steps(samples, cut_to, short)
