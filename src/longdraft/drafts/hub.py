@@ -31,11 +31,11 @@ def local(draft: Path | str) -> Path | str:
         CheckpointError: the hub has no such repository, or cannot be reached.
     """
     name = os.fspath(draft)
-    return draft if not _ID.fullmatch(name) or Path(name).parent.exists() else _fetched(name)
+    return draft if not _ID.fullmatch(name) or Path(name).parent.exists() else fetched(name)
 
 
 @cache
-def _fetched(name: str) -> Path:
+def fetched(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     with naming(name, f"{name} is no folder here, and fetching it from the Hugging Face hub failed", "Check the name."):
