@@ -16,7 +16,7 @@ from longdraft.drafters.self_drafter import SelfDrafter
 from longdraft.drafters.shared.suffixes import Earlier
 from longdraft.drafters.suffix import SuffixDrafter
 from longdraft.drafters.united import UnitedDrafter
-from longdraft.drafts import shipped
+from longdraft.drafts import hub, shipped
 from longdraft.drafts.draft import Draft
 from longdraft.drafts.kinds import KINDS, kind_of
 from longdraft.engine.drafter import Drafter
@@ -124,7 +124,10 @@ def _method_of(name: str | Path | Method | None, options: dict[str, Any]) -> Met
         )
     if draft is None:
         return None
-    return method_named(draft.kind) if isinstance(draft, Draft) else method_of(draft)
+    if isinstance(draft, Draft):
+        return method_named(draft.kind)
+    options["draft"] = hub.local(draft)
+    return method_of(options["draft"])
 
 
 def recipe_for(method: Method | None, options: Mapping[str, Any], runner: TargetRunner, lookup: bool = False) -> Recipe:
@@ -216,8 +219,6 @@ def _drafting(method: Method, options: Mapping[str, Any], runner: TargetRunner |
         if kind is not None and kind != choices[name].draft_kind:
             raise ValueError(f"the draft is for {kind}, not for {name}: leave drafter out, or name another draft")
         return choices[name]
-    if method.drafters:
-        return method.drafters[0]
     own = set(options) - set(method.schedule_options) - {"drafter"}
     able = [m for m in choices.values() if own <= set(m.drafter_options)]
     ready = (m for m in able if runner is None or _ready(m, options, runner))

@@ -182,7 +182,7 @@ def test_gguf_files_draft(shell, tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"text": "the hen the hen"}))
     ended = shell("bench", "--model", target, "--data", rows, "-n", 4, "--repeats", 1, "--draft", small, "--json",
-                  "--methods", "ar,small-lm,magicdec")  # fmt: skip
+                  "--methods", "ar,small-lm")  # fmt: skip
     assert ended.code == 0, ended.err
     ended = shell("export", small, tmp_path / "out", "--to", "custom-generate", "--verifier", target)
     assert ended.code == 2 and "is a GGUF file, and a model folder holds a draft's folder" in ended.err

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from longdraft import Request, Speculator
+from longdraft import LongdraftError, Request, Speculator
 from longdraft.batch.output import Output
 from longdraft.batch.rows import Defaults, Line, Row, lines, measured
 from longdraft.batch.run import Answer, Engine, run
-from longdraft.errors import CapabilityError, CheckpointError, ConfigError, LongdraftError
+from longdraft.errors import CapabilityError, CheckpointError, ConfigError
 from longdraft.serve.errors import ApiError
 from longdraft.serve.service import Service
 from longdraft.serve.settings import Settings

@@ -21,7 +21,7 @@ from tests.support.tiny import tiny_tokenizer
 
 
 def read(path, tokenizer=None, skipped=None):
-    found = documents([path], tokenizer or tiny_tokenizer(chat=True), skipped or Skipped(), 61)
+    found = documents([path], tokenizer or tiny_tokenizer(chat=True), Skipped() if skipped is None else skipped, 61)
     return [document for document in found if document]
 
 
@@ -54,12 +54,12 @@ def test_chats_that_cannot_be_used(tmp_path):
             {"tokens": [1, 2], "start": 2}, {"tokens": "no"}, {"tokens": [5]}]  # fmt: skip
     path.write_text("\n".join(map(json.dumps, rows)))
     assert read(path, skipped=skipped) == []
-    assert skipped.total == len(rows)
+    assert skipped.total() == len(rows)
 
 
 def collect(found, skipped=None, **over):
     settings = {"max_length": 20, "min_length": 4, "shortest_learned": 3, "held_out": 0.3} | over
-    made = corpus.collect([Tokens.of(found)], skipped or Skipped(), **settings)
+    made = corpus.collect([Tokens.of(found)], Skipped() if skipped is None else skipped, **settings)
     return SimpleNamespace(learned=list(made.learned), held_out=list(made.held_out), digest=made.learned.digest())
 
 
@@ -71,7 +71,7 @@ def test_cut_split_and_ordered():
     everything = found.learned + found.held_out
     assert len(everything) == 20 * 3 + 5
     assert {len(d.tokens) for d in everything} == {20, 11}
-    assert skipped.reasons == {"with a prompt longer than max_length": 1, "too short": 1}
+    assert skipped == {"with a prompt longer than max_length": 1, "too short": 1}
     assert found.learned == sorted(found.learned, key=lambda d: d.tokens) and found.held_out
     assert not {tuple(d.tokens) for d in found.learned} & {tuple(d.tokens) for d in found.held_out}
     assert collect(texts).learned == collect(reversed(texts)).learned

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import GPT2Config, GPT2LMHeadModel, PhiConfig, PhiForCausalLM
 
-from longdraft import Speculator
+from longdraft import Speculator, load
 from longdraft.drafters.longspec import LongSpecDraft
 from longdraft.drafts import draft_folder
 from longdraft.errors import (
@@ -23,7 +23,6 @@ from longdraft.errors import (
     PromptError,
     UnsupportedModelError,
 )
-from longdraft.model.loading import load
 from longdraft.training import session
 from longdraft.training.measure import Simulated
 from longdraft.training.session import begin, never, silent
@@ -174,7 +173,7 @@ def test_broken_rows_are_skipped_counted_and_told(config, text, tmp_path):
     broken = tmp_path / "broken.jsonl"
     broken.write_text('{"text": \n[1]\n{"tokens": [99999, 1]}\n{"text": ""}\n{"x": 1}\n' + text.read_text())
     told = []
-    next(begun(config(data=broken), lambda what, done, total: told.append(what)))
+    next(begun(config(data=broken), lambda what: told.append(what)))
     line = next(t for t in told if "left out" in t)
     assert "1 not JSON" in line and "1 not an object" in line and "1 with token ids outside" in line
     assert "2 without usable text" in line
@@ -337,7 +336,7 @@ def test_trackers(config, tmp_path):
 
 def test_the_best_draft_is_kept(config, tmp_path, monkeypatch):
     trees = iter([2.0, 1.5, 1.75])
-    monkeypatch.setattr(session, "simulate", lambda *given: Simulated((0.5,), 1.0, next(trees)))
+    monkeypatch.setattr(session, "simulate", lambda *given, **more: Simulated((0.5,), 1.0, next(trees)))
     reports = steps(config(max_steps=6, measure_every=2, save_every=0))
     assert [r.simulated and r.simulated.tree for r in reports] == [None, 2.0, None, 1.5, None, 1.75]
     best, last = (draft_folder.load(tmp_path / "run" / name).tensors for name in ("best", "last"))

@@ -115,7 +115,7 @@ def test_parquet_and_rows_of_another_corpus(tmp_path):
     parquet.write_table(arrow.table({"text": ["abc", "de"]}), tmp_path / "a.parquet")
     skipped = Skipped()
     assert len(list(documents([f"slimpajama:{tmp_path}"], TOKENIZER, skipped, 61))) == 2
-    assert list(documents([f"sharegpt:{tmp_path}"], TOKENIZER, skipped, 61)) == [None, None] and skipped.total == 2
+    assert list(documents([f"sharegpt:{tmp_path}"], TOKENIZER, skipped, 61)) == [None, None] and skipped.total() == 2
 
 
 def _used(folder: str, out: str) -> None:

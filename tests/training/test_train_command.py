@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -69,6 +70,11 @@ def test_every_kind(shell, target, text, tmp_path, kind):
     payload = json.loads(trained.out)
     assert payload["draft"] == str(out / "best") and set(payload) == {"draft", "steps", "loss", "simulated"}
     assert draft_folder.load(out / "best").tensors
+    for place in (out, out / "best", out / "last", *(out / "checkpoints").iterdir()):
+        *header, command = (place / "train_command.txt").read_text().splitlines()
+        told = dict(line.removeprefix("# ").split(": ", 1) for line in header)
+        assert told.keys() >= {"Timestamp", "Git SHA", "World size", "longdraft", "torch", "transformers"}, place
+        assert json.loads(told["Settings"])["data"] == [str(text)] and shlex.split(command) == sys.argv
 
 
 def test_tokens_once_and_for_all(shell, target, text, tmp_path):
@@ -211,7 +217,7 @@ def test_a_bar_on_a_terminal(monkeypatch, tmp_path):
     with (tmp_path / "screen").open("w") as screen:
         monkeypatch.setattr(console, "stderr", lambda: Console(file=screen, force_terminal=True, width=160))
         with TrainingDisplay() as display:
-            display.prepare("the target reads", 5, 10)
+            display.say("the target reads")
             display.step(report(1))
             display.step(report(2, True))
         with RowsDisplay("Encoding") as counter:

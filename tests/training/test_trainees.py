@@ -7,20 +7,19 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, CohereConfig, GraniteConfig
 
+from longdraft import Speculator
 from longdraft.drafts import draft_folder
 from longdraft.errors import UnsupportedModelError
 from longdraft.model import small_models
 from longdraft.model.rotary import yarn
 from longdraft.model.runner import TargetRunner
 from longdraft.model.shared_parts import SharedParts
-from longdraft.speculator import Speculator
 from longdraft.training.config import DEPTH, Eagle3Config
 from longdraft.training.documents import Document
 from longdraft.training.eagle3 import Plan
 from longdraft.training.features import FeatureReader, Features, FeatureSource
 from longdraft.training.lm import LmTrainee
-from longdraft.training.measure import UNSEEN, by_shift, by_step, by_text, simulate
-from longdraft.training.session import shared_out
+from longdraft.training.measure import UNSEEN, by_shift, by_step, by_text, shared_out, simulate
 from tests.support.quick import in_turn
 from tests.support.tiny import FAMILIES, tiny_model
 from tests.training.helpers import same

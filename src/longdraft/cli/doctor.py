@@ -59,7 +59,8 @@ def doctor(
 def _examine(found: dict[str, Any], model: Any, runner: TargetRunner | None) -> None:
     """Adds what a loaded model is, what its KV takes, and which attention runs on it."""
     from longdraft.attention import dispatch
-    from longdraft.model import graphs, hosting
+    from longdraft.model import hosting
+    from longdraft.model.gpu import graphs
     from longdraft.model.kinds import described
     from longdraft.model.stored import parameters
 
@@ -152,7 +153,7 @@ def _show(found: dict[str, Any], out: Console) -> None:
         row("GPU", f"{gpu['name']}, {free(gpu)}")
     if not hardware["gpus"]:
         row("GPU", "none that torch can use")
-    idle = () if hardware["gpus"] else ("hybrid", "triton")  # nothing to do about them here
+    idle = () if hardware["gpus"] else ("hybrid", "triton")  # a path and a package: nothing to do about them here
     versions = [f"{name} {version or 'none'}" for name, version in found["versions"].items() if name not in idle]
     row("versions", ", ".join(versions))
     row("kernels", found["kernels"]["line"], "yellow" if found["kernels"]["cost"] else "")

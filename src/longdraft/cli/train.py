@@ -134,6 +134,8 @@ def _command(name: str, summary: str) -> Any:
 
 def _train(path: Path | None, words: Sequence[str], training: Training, output: options.Output) -> None:
     """Reads the settings, trains, shows the steps, and prints where the draft is."""
+    from longdraft.drafts import hub
+
     # Of several processes (torchrun, accelerate launch) only the first prints.
     main = int(os.environ.get("RANK", "0")) == 0
     try:
@@ -142,7 +144,7 @@ def _train(path: Path | None, words: Sequence[str], training: Training, output: 
             raise ConfigError("No data: name JSONL files, as in data=text.jsonl, or data: [a.jsonl, b.jsonl.gz].")
         for source in (*settings_.data, *settings_.vocabulary_from):
             _check_source(source)
-        if settings_.init and not Path(settings_.init).is_dir():
+        if settings_.init and not Path(hub.local(settings_.init)).is_dir():
             raise ConfigError(
                 f"There is no draft folder {settings_.init}: check init, or leave it out for a new draft."
             )
@@ -154,11 +156,11 @@ def _train(path: Path | None, words: Sequence[str], training: Training, output: 
         raise CapabilityError('Training needs the package accelerate: pip install "longdraft[train]"')
     with TrainingDisplay(silent=not main) as display:
         # After the settings are checked, because this takes seconds.
-        display.prepare("Loading what training needs", 0, 0)
+        display.say("Loading what training needs")
         run = training.load_run()
         report = None
         with Cancel(terminate=True) as cancel:
-            for report in run(settings_, display.prepare, cancel):
+            for report in run(settings_, display.say, cancel):
                 display.step(report)
     if not main:
         raise typer.Exit(cancel.exit_code if cancel() else 0)

@@ -161,12 +161,12 @@ def _texts(files: list[Path], skipped: Skipped) -> list[tuple[str, str]]:
             if row is not None and isinstance(row.get("text"), str):
                 texts.append((row["text"], source))
             elif row is not None:
-                skipped.add("without text")
+                skipped["without text"] += 1
     return texts
 
 
 def _stopped(cancel: Cancel, skipped: Skipped) -> None:
-    if skipped.total:
+    if skipped:
         console.note(f"Left out: {skipped}.")
     console.note("Stopped. The same command continues from there.")
     raise typer.Exit(cancel.exit_code)
@@ -193,7 +193,7 @@ def _told(file: AnswerFile, seconds: float) -> dict[str, Any]:
 
 
 def _written(out: Path, rows: int, skipped: Skipped, figures: dict[str, Any], output: options.Output) -> None:
-    if skipped.total:
+    if skipped:
         console.note(f"Left out: {skipped}.")
     console.note(f"{out}: {rows:,} rows. Train on them: longdraft train longspec --config FILE data={out}")
-    output.json({"out": str(out), "rows": rows, "left_out": skipped.reasons} | figures)
+    output.json({"out": str(out), "rows": rows, "left_out": dict(skipped)} | figures)

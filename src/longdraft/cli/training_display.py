@@ -13,13 +13,9 @@ if TYPE_CHECKING:
 
 
 class TrainingDisplay(Bar):
-    """Shows the preparation and the steps of a run."""
+    """Shows the steps of a run."""
 
     _agreement = ""
-
-    def prepare(self, what: str, done: int, total: int) -> None:
-        """Says what is being prepared."""
-        self.say(what)
 
     def step(self, report: Report) -> None:
         """Shows a step's figures on the bar, and a line for every measurement."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -11,7 +13,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 from torch import nn
 
-from longdraft.drafts import draft_folder
+from longdraft.drafts import draft_folder, hub
 from longdraft.drafts.draft_folder import CONFIG, OFFSETS, DraftFolder
 from longdraft.errors import CheckpointError
 from longdraft.files import naming, reads
@@ -21,6 +23,7 @@ from longdraft.native.stored import Stored
 
 REMEDY = "A value that cannot be right can be corrected in its config.json; otherwise copy the draft again."
 _IDS = (torch.int64, torch.int32)
+logger = logging.getLogger("longdraft")
 Bound = TypeVar("Bound")
 Own = TypeVar("Own", bound="TrainedDraft[Any]")
 
@@ -36,18 +39,25 @@ class Draft(ABC, Generic[Bound]):
     """
 
     kind: ClassVar[str]
+    fetched: ClassVar[bool] = True
+    """``load`` gets the folder of a hub id's files, not the id."""
     trained_length: int | None = None
 
     def __init_subclass__(cls, **named: Any) -> None:
-        """Makes ``load`` a boundary: whatever a bad folder sets off is an error that names it."""
+        """Makes ``load`` a boundary: whatever a bad folder sets off is an error that names it. A hub id is fetched."""
         super().__init_subclass__(**named)
         if (load := vars(cls).get("load")) is not None:
-            setattr(cls, "load", classmethod(reads("The draft in", REMEDY)(load.__func__)))  # noqa: B010
+
+            def loaded(own: type[Any], folder: Path | str, *args: Any, **options: Any) -> Any:
+                return load.__func__(own, hub.local(folder) if own.fetched else folder, *args, **options)
+
+            setattr(cls, "load", classmethod(reads("The draft in", REMEDY)(functools.wraps(load.__func__)(loaded))))  # noqa: B010
 
     def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder)
         self.made_for: dict[str, Any] = {}
         self._bound: weakref.WeakKeyDictionary[TargetRunner, Bound] = weakref.WeakKeyDictionary()
+        self._outgrown = False  # whether that was said
 
     def __repr__(self) -> str:
         length = "" if self.trained_length is None else f", trained on {self.trained_length:,} tokens"
@@ -93,6 +103,19 @@ class Draft(ABC, Generic[Bound]):
                 self.check(runner)
                 self._bound[runner] = found = self.make(runner)
         return found
+
+    def outgrown(self, trained: int, what: str, then: str) -> None:
+        """Warns, once a draft and not once a run, that it sees more tokens than it was trained for.
+
+        Args:
+            what: how many it sees. then: what follows, and what to do.
+        """
+        if not self._outgrown:
+            self._outgrown = True
+            logger.warning(
+                f"The draft in {self.folder} was trained for texts of {trained} tokens; {what}. Output stays exact; "
+                f"{then}."
+            )
 
     @abstractmethod
     def make(self, runner: TargetRunner) -> Bound:
@@ -162,6 +185,19 @@ class TrainedDraft(Draft[Bound]):
         """
         table = {} if self.ids is None else {OFFSETS: self.ids - torch.arange(len(self.ids), device="cpu")}
         draft_folder.save(folder, DraftFolder(self.kind, self.config, self.weights | table, self.made_for), bits)
+
+    def push_to_hub(self, repo_id: str, token: str | None = None, private: bool | None = None) -> str:
+        """Uploads the draft's folder to the Hugging Face hub; returns the address of the commit.
+
+        Args:
+            repo_id: ``owner/name``; the repository is made if there is none.
+            token: the user's; None: that of ``hf auth login`` or of HF_TOKEN.
+            private: of a new repository; None: as the owner's are.
+
+        Raises:
+            CapabilityError: there is no token, the hub cannot be reached, or it refuses.
+        """
+        return hub.push(self.folder, self.kind, self.config, repo_id, token, private)
 
     @abstractmethod
     def module(self) -> nn.Module:

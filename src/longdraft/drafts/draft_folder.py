@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from safetensors.torch import save_file
 
-from longdraft.drafts import packed, tensor_files
+from longdraft.drafts import hub, packed, tensor_files
 from longdraft.drafts.tensor_files import WEIGHTS
 from longdraft.errors import CheckpointError
 from longdraft.files import check_numbers, read_json, replacing
@@ -73,7 +73,7 @@ def trained(
 
 
 def save(folder: Path | str, draft: DraftFolder, bits: int | Mapping[str, int] | None = None) -> None:
-    """Writes a draft folder; each file appears whole or not at all.
+    """Writes a draft folder, with a card if it has none; each file appears whole or not at all.
 
     Args:
         bits: 8 or 4 packs matrices (:mod:`longdraft.drafts.packed`), by a matrix's name where they differ; None: as
@@ -85,6 +85,7 @@ def save(folder: Path | str, draft: DraftFolder, bits: int | Mapping[str, int] |
     """
     config = {"longdraft_format": FORMAT, "drafter": draft.kind, "target": draft.target} | draft.config
     write(folder, config, draft.tensors if bits is None else packed.packed(draft.tensors, bits))
+    hub.write_card(folder, draft.kind, config)
 
 
 def write(folder: Path | str, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:

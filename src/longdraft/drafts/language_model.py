@@ -48,6 +48,7 @@ class SmallLMDraft(Draft[BoundLM]):
     """A language model that drafts."""
 
     kind = KIND
+    fetched = False  # transformers fetches models by itself
     trained_length: int
 
     @classmethod

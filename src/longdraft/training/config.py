@@ -80,6 +80,9 @@ class RunConfig(Options):
         0.0, "share of the loss that follows the target's distribution; 0: cross-entropy alone (the paper)", SHARE
     )
     cache: str | None = setting(None, "folder for the target's features; none: the target runs in every epoch")
+    hidden_states: str | None = setting(
+        None, "folder of hidden states that vLLM extracted for the rows of data; none: the target computes them"
+    )
     target_dtype: str = setting("auto", "dtype of the target", {"choices": DTYPES})
     target_rope_factor: float | None = setting(
         None, "YaRN's factor for the target, for texts longer than its context; none: the target as it is", ONE_OR_MORE
@@ -115,6 +118,8 @@ class RunConfig(Options):
     def __post_init__(self) -> None:
         with values_checked(ConfigError):
             super().__post_init__()
+        if self.hidden_states is not None and (self.cache is not None or self.anchor_offset):
+            raise ConfigError("hidden_states takes the place of cache, and has plain positions: leave the others out.")
 
     def as_dict(self) -> dict[str, Any]:
         return {name: value for name, value in dataclasses.asdict(self).items() if name != "fields_set"}

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from longdraft.errors import CapabilityError, PromptError
+from longdraft.files import opened
 
 Row = dict[str, Any]
 _SPEAKERS = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
@@ -48,6 +49,7 @@ NAMES: dict[str, tuple[Callable[[Row], Row], tuple[str, ...]]] = {
     "ultrachat": (_dialogue, _TABLES),
     "slimpajama": (_text, _TABLES),
     "long-data-collections": (_text, _TABLES),
+    "hidden-states": (dict, (".safetensors",)),
     "pg19": (_text, (*_TABLES, ".txt")),
 }
 
@@ -88,6 +90,9 @@ def _rows(path: Path) -> Iterator[Any]:
             yield {"text": path.read_text(encoding="utf-8", errors="replace")}
         elif path.suffix == ".json":
             yield from json.loads(path.read_text(encoding="utf-8"))
+        elif path.suffix == ".safetensors":
+            with opened(path, "Extract it again.") as file:
+                yield {"tokens": file.get_tensor("token_ids").tolist()}
         elif path.suffix == ".parquet":
             for batch in _arrow(path).parquet.ParquetFile(path).iter_batches(256):
                 yield from batch.to_pylist()

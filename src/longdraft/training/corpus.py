@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 from longdraft.errors import PromptError
 from longdraft.training.documents import Document, Skipped
-from longdraft.training.tokens import Lazy, Tokens
+from longdraft.training.tokens import Tokens
 
 # Documents with this many first tokens in common are about the same passage.
 SAME_PASSAGE = 48
 
 
-class Documents(Lazy):
+class Documents(Sequence[Document]):
     """Some pieces of documents, in a fixed order. Their tokens stay where they are: a piece takes 18 bytes here.
 
     Attributes:
@@ -36,7 +36,7 @@ class Documents(Lazy):
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def item(self, i: int) -> Document:
+    def __getitem__(self, i: int) -> Document:  # type: ignore[override]  # no slices
         source, begin = self.sources[self._source[i]], self._begins[i]
         return Document(source.slice(begin, begin + self.lengths[i]), self.starts[i])
 
@@ -121,7 +121,7 @@ def collect(
             elif end - first > max_length:
                 pieces = [(first, max_length, start)] if start < max_length else []
                 if not pieces:
-                    skipped.add("with a prompt longer than max_length")
+                    skipped["with a prompt longer than max_length"] += 1
             # A document is assigned by how it begins, with all its pieces.
             passage = source.slice(first, min(end, first + SAME_PASSAGE))
             side = measured if _share(passage, "held out") < held_out else learned
@@ -130,7 +130,7 @@ def collect(
                 if sample < 1 and _share(sampled, "sample") >= sample:
                     continue
                 if length < min_length or length - learned_from <= shortest_learned:
-                    skipped.add("too short")
+                    skipped["too short"] += 1
                 else:
                     whole = learn_prompts and side is learned and length < max_length
                     side.add(at, begin, length, 1 if whole else learned_from)

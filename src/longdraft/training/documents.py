@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,21 +35,11 @@ class Document:
             raise ValueError(f"start {self.start} leaves nothing to learn of {len(self.tokens)} tokens")
 
 
-@dataclass
-class Skipped:
+class Skipped(Counter[str]):
     """The rows that were left out, counted by reason."""
 
-    reasons: dict[str, int] = field(default_factory=dict)
-
-    def add(self, reason: str) -> None:
-        self.reasons[reason] = self.reasons.get(reason, 0) + 1
-
-    @property
-    def total(self) -> int:
-        return sum(self.reasons.values())
-
     def __str__(self) -> str:
-        return ", ".join(f"{count} {reason}" for reason, count in sorted(self.reasons.items())) or "none"
+        return ", ".join(f"{count} {reason}" for reason, count in sorted(self.items())) or "none"
 
 
 def rows(sources: Iterable[Path | str], skipped: Skipped) -> Iterator[dict[str, Any] | None]:
@@ -58,7 +49,7 @@ def rows(sources: Iterable[Path | str], skipped: Skipped) -> Iterator[dict[str, 
     """
     for row in chain.from_iterable(map(corpora.rows, sources)):
         if not isinstance(row, dict):
-            skipped.add("not JSON" if row is None else "not an object")
+            skipped["not JSON" if row is None else "not an object"] += 1
             row = None
         yield row
 
@@ -81,9 +72,9 @@ def documents(
             try:
                 document = _document(row, tokenizer)
             except (KeyError, TypeError, ValueError, AttributeError):
-                skipped.add("without usable text, messages or tokens")
+                skipped["without usable text, messages or tokens"] += 1
         if document is not None and not all(0 <= t < vocab_size for t in document.tokens):
-            skipped.add("with token ids outside the vocabulary")
+            skipped["with token ids outside the vocabulary"] += 1
             document = None
         yield document
 

@@ -158,14 +158,17 @@ class FeatureReader:
         """Copies, because the next document overwrites the store."""
         rows: dict[str, torch.Tensor] = {}
         if store.features is not None:
-            states = store.features[0, :length].to(self.dtype, copy=True)
-            width = len(self.layers) * self.runner.parts.hidden_size
-            parts = {"hidden": states[:, :width], "last": states[:, width:]}
-            rows |= {name: part for name, part in parts.items() if name in self.names}
+            rows |= self.named(store.features[0, :length].to(self.dtype, copy=True))
         if "keys" in self.names:
             keys, values = (x[0, :, :length].transpose(0, 1).to(self.dtype, copy=True) for x in store.layer(-1))
             rows |= {"keys": keys.contiguous(), "values": values.contiguous()}
         return rows
+
+    def named(self, states: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The taps' states (L, taps * hidden size), by name."""
+        width = len(self.layers) * self.runner.parts.hidden_size
+        parts = {"hidden": states[:, :width], "last": states[:, width:]}
+        return {name: part for name, part in parts.items() if name in self.names}
 
 
 class FeatureSource:

@@ -17,19 +17,23 @@ from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate import Accelerator
 
+from longdraft.drafts import draft_folder
+from longdraft.drafts.draft_folder import DraftFolder
 from longdraft.errors import CheckpointError, NumericalError, PromptError
 from longdraft.files import naming, read_json, replacing
+from longdraft.training import command
 from longdraft.training.batches import Schedule
 from longdraft.training.config import RunConfig
-from longdraft.training.corpus import Documents
 from longdraft.training.features import FeatureSource
-from longdraft.training.measure import Simulated
+from longdraft.training.measure import Simulated, shared_out
 from longdraft.training.trainee import StepOutput, Trainee
+
+if TYPE_CHECKING:
+    from longdraft.training.session import Session
 
 LOG, CHECKPOINTS, STATE = "log.jsonl", "checkpoints", "state.json"
 # Devices on which torch updates all weights in one kernel.
@@ -62,14 +66,12 @@ class Report:
 
 
 class Loop:
-    """Trains one module.
+    """Trains one module on the learned documents of a session; a resumed run must have the same.
 
     Args:
-        documents: the learned documents; a resumed run must have the same. features: theirs.
-        measure: simulated acceptance of the module on held-out documents, called by every process, the same in all;
-            None if there are none.
-        save_draft: writes weights to the folder of a name under ``config.out``; called by the main process.
-        shifts: the largest shift that a document is given. levels: the largest depth that the module reports.
+        features: of the learned documents. held_out: of those to measure on; None if there are none.
+        simulated: simulated acceptance of the module on held-out documents, as :func:`simulate` returns it.
+        described: the draft's folder, from its weights. Others are those of :meth:`Session.train`.
 
     Raises:
         PromptError: the data make fewer batches than there are processes.
@@ -77,18 +79,19 @@ class Loop:
 
     def __init__(
         self,
-        config: RunConfig,
-        accelerator: Accelerator,
+        session: Session,
         trainee: Trainee,
-        documents: Documents,
         features: FeatureSource,
-        measure: Callable[[Callable[..., StepOutput]], Simulated] | None,
-        save_draft: Callable[[Mapping[str, torch.Tensor], str], None],
-        shifts: int,
+        held_out: FeatureSource | None,
+        simulated: Callable[..., Simulated],
+        described: Callable[[Mapping[str, torch.Tensor]], DraftFolder],
         levels: int,
+        shifts: int,
     ) -> None:
-        self.config, self.accelerator, self.features = config, accelerator, features
-        self.measure, self.save_draft, self.levels = measure, save_draft, levels
+        config, accelerator, documents = session.config, session.accelerator, session.data.learned
+        self.session, self.config, self.accelerator = session, config, accelerator
+        self.features, self.held_out = features, held_out
+        self.simulated, self.described, self.levels = simulated, described, levels
         self._documents, self._learned, self.out = documents, trainee.learned, Path(config.out)
         processes = accelerator.num_processes
         rows = array("i", (self._rows(i, 0) for i in range(len(documents))))
@@ -109,14 +112,12 @@ class Loop:
         )
         self.module, self.optimizer = accelerator.prepare(trainee, optimizer)
         self.step, self.best = 0, 0.0
+        self._record = command.train_command(config.as_dict(), processes)
 
-    def run(self, stop: Callable[[], bool], say: Callable[[str], None]) -> Iterator[Report]:
-        """Trains to the end and yields a report for each step. If ``stop`` returns True, writes a checkpoint and ends.
+    def run(self) -> Iterator[Report]:
+        """Trains to the end and yields a report for each step. The session's ``stop`` writes a checkpoint and ends.
 
         Every process iterates and gets the same reports; the ``stop`` of any of them stops all.
-
-        Args:
-            say: called with a line that says where a resumed run continues.
 
         Raises:
             CheckpointError: a checkpoint is damaged or of other settings or data, or the disk is full.
@@ -125,17 +126,21 @@ class Loop:
         self._resume()
         steps, config, accelerator = self.schedule.steps, self.config, self.accelerator
         if self.step == steps:
-            say(f"{self.out} holds this run with all of its {steps:,} steps: nothing is left to train")
+            self.session.progress(
+                f"{self.out} holds this run with all of its {steps:,} steps: nothing is left to train"
+            )
         elif self.step:
-            say(f"resuming at step {self.step:,} of {steps:,}")
+            self.session.progress(f"resuming at step {self.step:,} of {steps:,}")
         self._drop_log_after(self.step)
+        if accelerator.is_main_process and self.step < steps:
+            command.write(self.out, self._record)
         accelerator.init_trackers("longdraft")
         try:
             while self.step < steps:
                 report = self._step()
                 self._log(report)
                 yield report
-                if stop():
+                if self.session.stop():
                     accelerator.set_trigger()
                 last, stopping = self.step == steps, accelerator.check_trigger()
                 if last or stopping or _due(self.step, config.save_every):
@@ -175,7 +180,7 @@ class Loop:
             sums[1 : 1 + levels] += _by_depth(out.depths[out.ranks == 0], levels)
             sums[1 + levels :] += _by_depth(out.depths, levels)
         if world > 1:
-            sums = self.accelerator.reduce(sums.float().to(self.accelerator.device), "sum").double().cpu()
+            sums = self._summed(sums.float()).double()
         loss = float(sums[0]) / rows
         if not math.isfinite(loss):
             raise NumericalError(
@@ -193,20 +198,28 @@ class Loop:
 
     def _measure(self) -> Simulated | None:
         """Simulated acceptance. Saves the draft if it is the best so far."""
-        if self.measure is None:
+        if self.held_out is None:
             return None
         self.module.eval()
-        simulated = self.measure(self.module)
+        share = shared_out(self.held_out, self.accelerator.process_index, self.accelerator.num_processes)
+        simulated = self.simulated(self.module, share, summed=self._summed)
         if simulated.tree > self.best:
             self.best = simulated.tree
             self._save_draft("best")
         return simulated
 
+    def _summed(self, counts: torch.Tensor) -> torch.Tensor:
+        """Sums over all processes."""
+        total: torch.Tensor = self.accelerator.reduce(counts.to(self.accelerator.device), "sum")
+        return total.cpu()
+
     def _save_draft(self, *names: str) -> None:
         weights = self.accelerator.get_state_dict(self.module)  # by every process, as each has its shards
         if self.accelerator.is_main_process:
+            draft = self.described({name.removeprefix("block."): t for name, t in weights.items()})
             for name in names:
-                self.save_draft(weights, name)
+                draft_folder.save(self.out / name, draft)
+                command.write(self.out / name, self._record)
         self.accelerator.wait_for_everyone()
 
     # --- the log ---
@@ -253,6 +266,7 @@ class Loop:
             self.accelerator.save_state(str(path))
             self.accelerator.wait_for_everyone()
             if self.accelerator.is_main_process:
+                command.write(path, self._record)
                 with replacing(path / STATE) as part:
                     part.write_text(json.dumps(state), encoding="utf-8")
                 for old in {*path.parent.glob("step-*")} - {*self._checkpoints()[-self.config.keep :]}:
@@ -264,14 +278,12 @@ class Loop:
 
     @cached_property
     def _identity(self) -> dict[str, Any]:
-        """Settings and data that a resumed run must have in common with its checkpoint."""
+        """Settings and data that a resumed run must have in common with its checkpoint, as JSON returns them."""
+        config = {name: value for name, value in self.config.as_dict().items() if name not in FREE}
         steps, width = self.schedule.steps, self.schedule.width
-        return {
-            "config": _comparable(self.config),
-            "steps": steps,
-            "documents": self._documents.digest(),
-            "width": width,
-        }
+        own = {"config": config, "steps": steps, "documents": self._documents.digest(), "width": width}
+        found: dict[str, Any] = json.loads(json.dumps(own))
+        return found
 
     def _resume(self) -> None:
         """Loads the newest checkpoint, if there is one."""
@@ -288,16 +300,12 @@ class Loop:
         """Raises CheckpointError if a checkpoint is of another run."""
         # A setting that came later than the checkpoint had its default.
         usual = {f.name: f.default for f in dataclasses.fields(self.config)} | there["config"]
-        own = here["config"]
-        different = sorted(
-            f"{name}: {usual.get(name)} there, {own[name]} here" for name in own if usual.get(name) != own[name]
-        )
+        each = sorted(here["config"].items())
+        different = [f"{name}: {usual.get(name)} there, {own} here" for name, own in each if usual.get(name) != own]
         if self.config.distill and "top" in usual:
             different.append("an earlier version's loss")
-        if (there["documents"], there["steps"]) != (here["documents"], here["steps"]):
-            different.append("the documents")
-        if there["width"] != here["width"]:
-            different.append("processes times accumulate")
+        words = {"documents": "the documents", "steps": "their number", "width": "processes times accumulate"}
+        different += [what for name, what in words.items() if there[name] != here[name]]
         if different:
             raise CheckpointError(
                 f"{self.out} holds a run with other settings or data ({'; '.join(different)}). Give another `out`, or "
@@ -312,12 +320,6 @@ def _due(step: int, every: int) -> bool:
 def _by_depth(depths: torch.Tensor, levels: int) -> torch.Tensor:
     """The number of rows of each of the depths 1 .. levels."""
     return torch.bincount(depths.cpu(), minlength=levels + 1)[1:].double()
-
-
-def _comparable(config: RunConfig) -> dict[str, Any]:
-    """The settings that a resumed run may not change, as JSON returns them."""
-    values: dict[str, Any] = json.loads(json.dumps(config.as_dict()))
-    return {k: v for k, v in values.items() if k not in FREE}
 
 
 def learning_rate(step: int, steps: int, config: RunConfig) -> float:

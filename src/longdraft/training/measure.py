@@ -11,13 +11,13 @@ emits the accepted tokens and one more, and that one is the next root.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 
 from longdraft.training.config import DEPTH
-from longdraft.training.features import Features
+from longdraft.training.features import Features, FeatureSource
 from longdraft.training.trainee import StepOutput
 
 WIDTHS = (4, 3, 2, 1, 1)
@@ -100,6 +100,17 @@ def simulate(
     (hits, learned), walked = counts[: 2 * levels].view(2, levels), counts[2 * levels :].view(2, 2)
     chain, tree = (tokens / max(1, rounds) for tokens, rounds in walked.tolist())
     return Simulated(tuple((hits / learned.clamp_min(1)).tolist()), chain, tree)
+
+
+def shared_out(source: FeatureSource, process: int, processes: int) -> Iterator[tuple[Features, bool]]:
+    """One process's share of some documents, every n-th of them, each with whether this process counts it.
+
+    All processes get equally many, because a sharded module computes in all of them or in none. So that it works out,
+    the last ones may get a document that another process counts.
+    """
+    count = len(source.documents)
+    for i in range(process, -(-count // processes) * processes, processes):
+        yield source.read(i % count), i < count
 
 
 def _walk(within: torch.Tensor, position: int) -> tuple[int, int]:

@@ -14,7 +14,7 @@ import torch
 
 from longdraft.drafters.onepass import KIND, OnePassBlock, OnePassDraft, OnePassShape
 from longdraft.drafters.shared.eagle3_block import Eagle3Block
-from longdraft.drafts import draft_folder
+from longdraft.drafts.kinds import kind_of
 from longdraft.errors import ConfigError
 from longdraft.training import eagle3
 from longdraft.training.config import OnePassConfig
@@ -52,7 +52,7 @@ def train_onepass(
     config: OnePassConfig, progress: Progress = silent, stop: Callable[[], bool] = never
 ) -> Iterator[Report]:
     """Trains a one-pass draft; see :mod:`longdraft.training.session`."""
-    if config.init is not None and draft_folder.kind(config.init) == KIND:
+    if config.init is not None and kind_of(config.init).name == KIND:
         config = _further(config, config.init)
 
     def with_slots(block: Eagle3Block) -> Eagle3Block:

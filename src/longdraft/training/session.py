@@ -4,12 +4,11 @@
 target's features, and trains. What lies between is the kind of draft: its module, new or read from a folder, and how
 it is described.
 
-Every ``train_...`` function takes settings, a ``progress`` (called with what is being prepared, how much is done, and
-of how much, 0 if unknown), and a ``stop`` (called after each step; True writes a checkpoint and ends). It yields a
-report for each step, and resumes the run in ``config.out`` if there is one. The draft with the best simulated
-acceptance is saved in ``out/best``, the last one in ``out/last``. Under torchrun or ``accelerate launch``, every
-process calls it. It raises LongdraftError for bad data, a full disk, a draft or checkpoint that does not fit, or a
-target that takes no drafts.
+Every ``train_...`` function takes settings, a ``progress`` (called with what is being prepared), and a ``stop`` (called
+after each step; True writes a checkpoint and ends). It yields a report for each step, and resumes the run in
+``config.out`` if there is one. The draft with the best simulated acceptance is saved in ``out/best``, the last one in
+``out/last``. Under torchrun or ``accelerate launch``, every process calls it. It raises LongdraftError for bad data, a
+full disk, a draft or checkpoint that does not fit, or a target that takes no drafts.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,17 +27,18 @@ from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import InitProcessGroupKwargs
 
-from longdraft.drafts import draft_folder
+from longdraft.drafts import draft_folder, hub
 from longdraft.errors import CapabilityError
 from longdraft.model.loading import load
 from longdraft.model.runner import TargetRunner
 from longdraft.training import corpus, tokens
 from longdraft.training.config import DEPTH, RunConfig
 from longdraft.training.documents import Document, Skipped
+from longdraft.training.extracted import ExtractedStates
 from longdraft.training.features import FeatureReader, Features, FeatureSource
 from longdraft.training.loop import Loop, Report
-from longdraft.training.measure import Ranks, Simulated, by_step, simulate
-from longdraft.training.trainee import StepOutput, Trainee
+from longdraft.training.measure import Ranks, by_step, simulate
+from longdraft.training.trainee import Trainee
 from longdraft.training.vocabulary import most_frequent
 
 if TYPE_CHECKING:
@@ -48,13 +49,13 @@ MEASURED = 48
 # The other processes wait while one downloads a model or reads a shard. Ending a hung one is left to the launcher.
 PATIENCE = timedelta(days=7)
 
-# what is being prepared, how much is done, of how much (0: unknown)
-Progress = Callable[[str, int, int], None]
+# Called with what is being prepared.
+Progress = Callable[[str], None]
 # Fits a new draft to the features of a document.
 Fit = Callable[[Features], None]
 
 
-def silent(what: str, done: int, total: int) -> None:
+def silent(what: str) -> None:
     """A ``progress`` that shows nothing."""
 
 
@@ -125,7 +126,10 @@ class Session:
         dtype = torch.bfloat16 if config.precision == "bf16" else runner.kv_shape.dtype
         # The factor is not in the description: drafts fit either way.
         identity = runner.parts.description, str(runner.kv_shape.dtype), str(dtype), config.target_rope_factor
-        reader = FeatureReader(runner, dtype, layers, config.distill > 0)
+        if config.hidden_states is None:
+            reader = FeatureReader(runner, dtype, layers, config.distill > 0)
+        else:
+            reader = ExtractedStates(runner, dtype, layers, config.hidden_states)
         return FeatureSource(reader, self.data.learned, offset, Path(config.cache) if config.cache else None, identity)
 
     def held_out(self, reader: FeatureReader, levels: int) -> FeatureSource | None:
@@ -161,54 +165,20 @@ class Session:
             levels: the largest depth that the trainee reports. measured: levels that simulated acceptance drafts.
             ranks_of: computes ranks for simulated acceptance. shifts: the largest shift that a document is given.
         """
-        run, accelerator = self.config, self.accelerator
         features = self.features(layers)
-        if accelerator.is_main_process:
+        if self.accelerator.is_main_process:
             features.check()
         if fit is not None:
             fit(features.read(0))
-        trainee.recompute = run.recompute
-        if run.distill:
+        trainee.recompute = self.config.recompute
+        if self.config.distill:
             trainee.measure_scale(self.runner)
         held_out = self.held_out(features.reader, measured)
-
-        def save_draft(weights: Mapping[str, torch.Tensor], name: str) -> None:
-            own = {name.removeprefix("block."): t for name, t in weights.items()}
-            draft = draft_folder.trained(kind, config, own, trainee.kept, self.runner.parts.description)
-            draft_folder.save(Path(run.out) / name, draft)
-
-        def summed(counts: torch.Tensor) -> torch.Tensor:
-            total: torch.Tensor = accelerator.reduce(counts.to(accelerator.device), "sum")
-            return total.cpu()
-
-        def measure(module: Callable[..., StepOutput]) -> Simulated:
-            assert held_out is not None
-            share = shared_out(held_out, accelerator.process_index, accelerator.num_processes)
-            return simulate(module, share, measured, ranks_of, summed)
-
-        loop = Loop(
-            run,
-            accelerator,
-            trainee.to(self.runner.device),
-            self.data.learned,
-            features,
-            measure if held_out else None,
-            save_draft,
-            shifts,
-            levels,
-        )
-        yield from loop.run(self.stop, lambda line: self.progress(line, 0, 0))
-
-
-def shared_out(source: FeatureSource, process: int, processes: int) -> Iterator[tuple[Features, bool]]:
-    """One process's share of some documents, every n-th of them, each with whether this process counts it.
-
-    All processes get equally many, because a sharded module computes in all of them or in none. So that it works out,
-    the last ones may get a document that another process counts.
-    """
-    count = len(source.documents)
-    for i in range(process, -(-count // processes) * processes, processes):
-        yield source.read(i % count), i < count
+        simulated = partial(simulate, levels=measured, ranks_of=ranks_of)
+        config = {"base_model": hub.base_model(self.config.target), **config}
+        described = partial(draft_folder.trained, kind, config, kept=trainee.kept, target=self.runner.parts.description)
+        loop = Loop(self, trainee.to(self.runner.device), features, held_out, simulated, described, levels, shifts)
+        yield from loop.run()
 
 
 def begin(
@@ -253,7 +223,7 @@ def begin(
             dtype=config.target_dtype,
             device=place,
             rope_factor=config.target_rope_factor,
-            progress=lambda line: progress(line, 0, 0),
+            progress=progress,
         )
     runner, skipped = TargetRunner(model), Skipped()
     sources = tokens.sources(config.data, tokenizer, skipped, runner.vocab_size)
@@ -268,5 +238,5 @@ def begin(
         keep_end=keep_end,
         learn_prompts=learn_prompts,
     )
-    progress(f"{len(data.learned):,} documents, {len(data.held_out):,} held out; left out: {skipped}", 0, 0)
+    progress(f"{len(data.learned):,} documents, {len(data.held_out):,} held out; left out: {skipped}")
     return Session(config, accelerator, runner, tokenizer, data, progress, stop)

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from abc import abstractmethod
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
@@ -34,24 +33,9 @@ ADVICE = "Delete the file and run `longdraft train data` again: it encodes what 
 _PROBE = "Tokens, encodés once: 2 + 2 = 4\n\tdef f(x): return x  # 漢字 🙂"
 
 
-class Lazy(Sequence[Document]):
-    """Documents that are made when they are read, by :meth:`item`, so that millions of them take little memory."""
-
-    @abstractmethod
-    def item(self, i: int) -> Document:
-        """Makes the document at a place from 0 on."""
-
-    @overload
-    def __getitem__(self, i: int) -> Document: ...
-    @overload
-    def __getitem__(self, i: slice) -> list[Document]: ...
-    def __getitem__(self, i: int | slice) -> Document | list[Document]:
-        return [self.item(j) for j in range(*i.indices(len(self)))] if isinstance(i, slice) else self.item(i)
-
-
 @dataclass(frozen=True)
-class Tokens(Lazy):
-    """The documents of a file, or of a shard.
+class Tokens(Sequence[Document]):
+    """The documents of a file, or of a shard, made when they are read, so that millions take little memory.
 
     Attributes:
         ids: (N,) int32, all documents end to end.
@@ -86,7 +70,7 @@ class Tokens(Lazy):
     def __len__(self) -> int:
         return len(self.ends)
 
-    def item(self, i: int) -> Document:
+    def __getitem__(self, i: int) -> Document:  # type: ignore[override]  # no slices
         return Document(self.slice(int(self.ends[i - 1]) if i else 0, int(self.ends[i])), int(self.starts[i]))
 
     def slice(self, begin: int, end: int) -> list[int]:

@@ -1,0 +1,110 @@
+"""Drafts on the Hugging Face hub: the card of a folder, fetching by hub id, and pushing."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import re
+import tempfile
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from longdraft.errors import CapabilityError
+from longdraft.files import naming, replacing
+from longdraft.model.embedded import EMBEDDED_ID
+
+CARD = "README.md"
+_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+# Files of a draft, or of a small language model; torch's own only where a repository has no others.
+_FILES = ("*.json", "*.safetensors", "*.md", "*.txt", "*.model", "*.jinja")
+_PICKLED = ("*.bin",)
+
+
+def local(draft: Path | str) -> Path | str:
+    """The folder of a hub id's files, fetched if need be; anything else as it is.
+
+    A name is a hub id if it has the form ``owner/name`` and its first half is no folder here.
+
+    Raises:
+        CheckpointError: the hub has no such repository, or cannot be reached.
+    """
+    name = os.fspath(draft)
+    return draft if not _ID.fullmatch(name) or Path(name).parent.exists() else _fetched(name)
+
+
+@cache
+def _fetched(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    with naming(name, f"{name} is no folder here, and fetching it from the Hugging Face hub failed", "Check the name."):
+        folder = Path(snapshot_download(name, allow_patterns=list(_FILES)))
+        if not any(folder.glob("*.safetensors")):
+            folder = Path(snapshot_download(name, allow_patterns=[*_FILES, *_PICKLED]))
+        return folder
+
+
+def base_model(target: str | None) -> str:
+    """How a card names a draft's target, given as to :func:`longdraft.load`: a hub id, or the name of a folder."""
+    if target is None:
+        return EMBEDDED_ID
+    return target if _ID.fullmatch(target) and not Path(target).exists() else Path(target).resolve().name
+
+
+def write_card(folder: Path | str, kind: str, config: Mapping[str, Any]) -> None:
+    """Writes the card of a draft's folder, unless there is one. Raises CheckpointError if it cannot be written."""
+    path = Path(folder) / CARD
+    if not path.exists():
+        with replacing(path) as part:
+            part.write_text(card(kind, config), encoding="utf-8")
+
+
+def card(kind: str, config: Mapping[str, Any]) -> str:
+    """A draft's card, with the header that the hub reads.
+
+    Args:
+        config: the draft's config.json; ``base_model`` and ``license`` are used where it has them.
+    """
+    from huggingface_hub import ModelCardData
+
+    base, length = config.get("base_model"), config.get("trained_length")
+    header = ModelCardData(
+        base_model=base,
+        library_name="longdraft",
+        license=config.get("license") or "other",
+        tags=["longdraft", "speculative-decoding", kind],
+        pipeline_tag="text-generation",
+    )
+    target, trained = base or "its target", f" It was trained on texts of up to {length} tokens." if length else ""
+    return (
+        f"---\n{header}\n---\n\n# {kind} draft for {target}\n\n"
+        f"A draft model for speculative decoding with longdraft, of the kind `{kind}`. It proposes tokens and {target} "
+        f"verifies them, so the text is that of {target} alone.{trained}\n\n"
+        f"```\nlongdraft generate --model {base or 'TARGET'} --draft THIS -p '...'\n```\n\n"
+        "`THIS` is this folder or its hub id. `train_command.txt`, if it is here, says what trained it.\n"
+    )
+
+
+def push(
+    folder: Path, kind: str, config: Mapping[str, Any], repo_id: str, token: str | None, private: bool | None
+) -> str:
+    """Uploads a draft's folder, with a card if it has none; returns the address of the commit.
+
+    Raises:
+        CapabilityError: there is no token, the hub cannot be reached, or it refuses.
+    """
+    from huggingface_hub import HfApi, get_token
+
+    if not (token or get_token()):
+        raise CapabilityError("There is no token for the hub: run `hf auth login`, set HF_TOKEN, or give token.")
+    api = HfApi(token=token)
+    with tempfile.TemporaryDirectory() as staged:
+        for file in folder.iterdir():
+            if any(fnmatch.fnmatch(file.name, pattern) for pattern in (*_FILES, *_PICKLED)):
+                Path(staged, file.name).symlink_to(file.resolve())
+        write_card(staged, kind, config)
+        failure = f"{folder} could not be pushed to {repo_id} at {api.endpoint}"
+        with naming(folder, failure, "Check the name, the token and the network.", CapabilityError):
+            repo = api.create_repo(repo_id, private=private, exist_ok=True)
+            return str(api.upload_folder(repo_id=repo.repo_id, folder_path=staged, commit_message=f"A {kind} draft"))

@@ -1,0 +1,52 @@
+"""The record of what a run was made with: ``train_command.txt``, named and laid out as `speculators` does.
+
+Comment lines say when, the commit, the number of processes, versions of packages and all settings; then follows the
+command. It lies in a run's folder, in each of its checkpoints, and beside each draft that it saves.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from longdraft.files import replacing
+
+COMMAND = "train_command.txt"
+PACKAGES = ("longdraft", "torch", "transformers", "accelerate", "safetensors")
+
+
+def train_command(settings: Mapping[str, Any], processes: int) -> str:
+    """The record of this process's run."""
+    lines = {"Timestamp": datetime.now(timezone.utc).isoformat(), "Git SHA": _commit(), "World size": processes}
+    lines |= {package: _version(package) for package in PACKAGES} | {"Settings": json.dumps(settings)}
+    return "".join(f"# {name}: {value}\n" for name, value in lines.items()) + f"{shlex.join(sys.argv)}\n"
+
+
+def write(folder: Path, record: str) -> None:
+    """Writes a record to a folder. Raises CheckpointError if it cannot be written."""
+    with replacing(folder / COMMAND) as part:
+        part.write_text(record, encoding="utf-8")
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _commit() -> str:
+    """The commit of the checkout that this package runs from; "unknown" if it was installed."""
+    # The second revision fails where the package only lies inside somebody's repository.
+    words = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD", f"HEAD:./{Path(__file__).name}"]
+    try:
+        return subprocess.run(words, capture_output=True, text=True, check=True, timeout=10).stdout.split()[0]
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
