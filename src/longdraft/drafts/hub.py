@@ -15,7 +15,8 @@ from longdraft.errors import CapabilityError
 from longdraft.files import naming, replacing
 from longdraft.model.embedded import EMBEDDED_ID
 
-CARD = "README.md"
+# A folder's card, and the record of what trained the draft (:mod:`longdraft.training.command`).
+CARD, COMMAND = "README.md", "train_command.txt"
 _ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 # Files of a draft, or of a small language model; torch's own only where a repository has no others.
 _FILES = ("*.json", "*.safetensors", "*.md", "*.txt", "*.model", "*.jinja")
@@ -58,6 +59,14 @@ def write_card(folder: Path | str, kind: str, config: Mapping[str, Any]) -> None
     if not path.exists():
         with replacing(path) as part:
             part.write_text(card(kind, config), encoding="utf-8")
+
+
+def carry(folder: Path, out: Path) -> None:
+    """Copies what a draft's folder says about it to another that does not. Raises CheckpointError if that fails."""
+    for name in (CARD, COMMAND):
+        if (folder / name).is_file() and not (out / name).exists():
+            with replacing(out / name) as part:
+                part.write_bytes((folder / name).read_bytes())
 
 
 def card(kind: str, config: Mapping[str, Any]) -> str:

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import longdraft
+from longdraft.drafts.hub import COMMAND
 from longdraft.files import replacing
 
-COMMAND = "train_command.txt"
 PACKAGES = ("torch", "transformers", "accelerate", "safetensors")
 
 
