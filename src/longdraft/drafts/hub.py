@@ -13,6 +13,7 @@ from typing import Any
 
 from longdraft.errors import CapabilityError
 from longdraft.files import naming, replacing
+from longdraft.folders import is_gguf
 from longdraft.model.embedded import EMBEDDED_ID
 
 # A folder's card, and the record of what trained the draft (:mod:`longdraft.training.command`).
@@ -32,7 +33,8 @@ def local(draft: Path | str) -> Path | str:
         CheckpointError: the hub has no such repository, or cannot be reached.
     """
     name = os.fspath(draft)
-    return draft if not _ID.fullmatch(name) or Path(name).parent.exists() else _fetched(name)
+    here = is_gguf(name) or not _ID.fullmatch(name) or Path(name).parent.exists()
+    return draft if here else _fetched(name)
 
 
 @cache
