@@ -1,16 +1,14 @@
 """Compiles the Triton kernels and prints their registers, spills and shared memory. No GPU is needed.
 
-    python benchmarks/triton_compiled.py [--targets 80 90 100] [--dtypes bfloat16 float16 float32] [--heads 64 128]
-                                         [--sizes 1 4 8 64] [--defaults | --parts] [--json FILE]
+    python benchmarks/triton_compiled.py [--targets 80 90 100] [--dtypes bfloat16 float16 float32] [--json FILE]
 
-The launches are those of the backend itself: it is called on tensors without storage (device "meta"), its launches are
-recorded instead of made, and Triton compiles exactly what it would at that launch. With --parts they are those of the
-other kernels in a layer of Llama-3.1-8B, of Qwen3-8B (heads with norms), of QwQ-32B and of Llama-3.2-1B.
-Every number of splits is among them, unless --defaults. It ends with code 1 where a kernel spills, does not fit a
-processor, or does not compile.
+The launches are those of a layer of Llama-3.1-8B, of Qwen3-8B (heads with norms), of QwQ-32B and of Llama-3.2-1B: it is
+called on tensors without storage (device "meta"), its launches are recorded instead of made, and Triton compiles
+exactly what it would at that launch. It ends with code 1 where a kernel spills, does not fit a processor, or does not
+compile.
 
 shared: bytes of a program; programs: how many a processor holds at once; spills: bytes a thread. A tile is query rows x
-keys, and for the merge output rows x parts.
+keys.
 """
 
 from __future__ import annotations
@@ -22,9 +20,8 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import chain, product
 from pathlib import Path
 from typing import Any
@@ -37,24 +34,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from longdraft.attention import fixed_order_kernel, tree_kernel, triton_backend
-from longdraft.attention.block import Block, Scoring
-from longdraft.model import gpu_kernels
-from longdraft.native.scaled import Scaled
+from longdraft.attention import fixed_order_kernel, tree_kernel
+from longdraft.model.gpu import kernels as gpu_kernels
 
 KIB = 1024
 REGISTERS, THREADS, TENSOR_COLUMNS = 65536, 2048, 512  # of a processor
-QUERY_HEADS, KV_HEADS = 32, 8
 # So many rows that a slot's offset does not fit 32 bits any more: the larger of two kinds of offset is compiled.
-CAPACITY, PREFIX = 2**22 + 64, 32768
-# Rows of a tree: with the heads of a group folded, a tile of 16 rows (for one row and for several), 32 and 64.
-SIZES = (1, 4, 8, 64)
-SPLITS = (1, 3, 7, 15, 31, 63)
-# What a kernel computes besides, and the flag that says so.
-MORE = {"int8": "SCALED", "windows": "WINDOWED", "caps": "CAPPED", "sinks": "WITH_SINKS"}
+CAPACITY = 2**22 + 64
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-# Bytes a thread that the kernels below may spill: two registers.
-SPILLED = 8
 # Bytes of shared memory that one program may have; a processor has a KiB more.
 SHARED = {80: 163 * KIB, 90: 227 * KIB, 100: 227 * KIB}
 
@@ -81,9 +68,7 @@ class Launch:
 
     @property
     def name(self) -> str:
-        """The kernel's name, and of the one for parts which part it computes."""
-        name = str(self.kernel.__name__).removesuffix("_kernel")
-        return {None: name, True: "block", False: "prefix"}[self.options.get("TREE")]
+        return str(self.kernel.__name__).removesuffix("_kernel")
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -119,59 +104,11 @@ class Offline:
 
 recorded: list[Launch] = []
 for module, names in {
-    triton_backend: ("part", "merge"), gpu_kernels: ("norm", "rope", "silu"), tree_kernel: ("tree",),
+    gpu_kernels: ("norm", "rope", "silu"), tree_kernel: ("tree",),
     fixed_order_kernel: ("prefix_sums", "path_sums", "join"),
 }.items():  # fmt: skip
     for name in names:
         setattr(module, f"{name}_kernel", Recorder(getattr(module, f"{name}_kernel"), recorded))
-triton_backend._processors = lambda device: 132
-
-
-def inputs(
-    dtype: torch.dtype,
-    head_dim: int,
-    size: int,
-    tree: bool,
-    heads: tuple[int, int] = (QUERY_HEADS, KV_HEADS),
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Block]:
-    """q as a model has it (heads inside rows), keys and values as the store has them, and the block."""
-    q = torch.empty(1, size, heads[0], head_dim, dtype=dtype, device="meta").transpose(1, 2)
-    keys = torch.empty(1, heads[1], CAPACITY, head_dim, dtype=dtype, device="meta")
-    mask = torch.ones(1, size, size, dtype=torch.bool) if tree else None
-    return q, keys, keys, Block.make([0], [PREFIX], size, mask, "meta")
-
-
-def in_int8(rows: torch.Tensor) -> Scaled:
-    """Rows like these of a store in eight bits."""
-    return Scaled(rows.to(torch.int8), torch.empty(rows.shape[:-1], device="meta"))
-
-
-def launches(dtype: torch.dtype, head_dim: int, sizes: list[int], defaults: bool) -> Iterable[Launch]:
-    """Every launch that the backend may make for a dtype and a head size, each once."""
-    recorded.clear()
-    scoring = Scoring(30.0, torch.empty(QUERY_HEADS, device="meta"))
-    attend = triton_backend.attend
-    for size in sizes:
-        q, keys, values, block = inputs(dtype, head_dim, size, tree=size > 1)
-        attend(q, keys, values, block, 1.0)
-        for tree in {False, size > 1}:
-            q, keys, values, block = inputs(dtype, head_dim, size, tree)
-            windowed = replace(block, begins=torch.zeros(1, size, dtype=torch.int32, device="meta"))
-            # In float32, which is there to check by, heads of 256 spill with eight bits: slow, and not wrong.
-            in_bits = [(in_int8(keys), in_int8(values))] if dtype != torch.float32 or head_dim <= 128 else []
-            for k, v in [(keys, values), *in_bits]:
-                attend(q, k, v, block, 1.0)
-                attend(q, k, v, windowed if k is keys else block, 1.0, scoring)
-    if 1 in sizes:  # Triton makes constants of numbers that are 1: all at once
-        q, keys, values, block = inputs(dtype, head_dim, 1, tree=False, heads=(1, 1))
-        with replaced("_choose_splits", lambda *args: 1):
-            attend(q, keys, values, replace(block, offset=1), 1.0)
-    q, keys, values, block = inputs(dtype, head_dim, sizes[-1], tree=True)
-    for splits in () if defaults else SPLITS:
-        with replaced("_choose_splits", lambda *args, splits=splits: splits):
-            attend(q, keys, values, block, 1.0)
-            triton_backend.attend_prefix(q, keys, values, block, 1.0)
-    return {launch.key: launch for launch in recorded}.values()
 
 
 def parts(dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
@@ -203,8 +140,6 @@ def _layer(
     qkv = empty(1, rows, (heads + 2 * kv_heads) * d).split([heads * d, kv_heads * d, kv_heads * d], dim=-1)
     cos = empty(1, rows, d)
     q = gpu_kernels.rope_write(*qkv, cos, cos, head, head, 1e-6, keys, keys, numbers, numbers, 0)
-    in_int8, scales = keys.to(torch.int8), empty(1, kv_heads, CAPACITY, dtype=torch.float32)
-    gpu_kernels.rope_write(*(*qkv, cos, cos, head, head, 1e-6, in_int8, in_int8, numbers, numbers, 0, scales, scales))
     if dtype == torch.float32:  # not launched
         return
     lse, hidden_rows = empty(1, heads, rows, dtype=torch.float32), empty(1, 1, 1, rows, rows, dtype=torch.float32)
@@ -213,41 +148,23 @@ def _layer(
     fixed_order_kernel.fixed_order_attention(q, keys, keys, numbers, numbers, paths, counts, 65536, d**-0.5)
 
 
-@contextmanager
-def replaced(name: str, by: Callable[..., Any]) -> Iterator[None]:
-    """The backend with one of its decisions made here."""
-    own = getattr(triton_backend, name)
-    setattr(triton_backend, name, by)
-    try:
-        yield
-    finally:
-        setattr(triton_backend, name, own)
-
-
 def compiled(launch: Launch, target: int) -> Row:
     """Compiles for one target, as the launch on such a GPU would."""
     driver.set_active(Offline(target))
     made = launch.kernel.warmup(*launch.args, grid=launch.grid, **launch.options)
     o, ptx, warps, shared = launch.options, made.asm["ptx"], made.metadata.num_warps, made.metadata.shared
     registers, spills = usage(made.asm["cubin"])
-    merge = "BLOCK_P" in o
-    dtype = str(launch.args[2 if merge else 0].dtype).removeprefix("torch.")
+    dtype = str(launch.args[0].dtype).removeprefix("torch.")
     # Registers are given out to warps by 256, and each program's shared memory has a KiB more for the system's use.
     of_a_program = (registers * 32 + 255) // 256 * 256 * warps
     most = [THREADS // (32 * warps), REGISTERS // of_a_program, (SHARED[target] + KIB) // (shared + KIB)]
     if columns := getattr(made.metadata, "tmem_size", 0):
         most.append(TENSOR_COLUMNS // columns)
-    more = " ".join(name for name, flag in MORE.items() if o.get(flag))
-    # float32 is there to check by, and one merge of head size 256 spills; for sm_100 two kernels that read eight bits
-    # and cap scores do.
-    may = SPILLED * (dtype == "float32" or (target, more) == (100, "int8 caps"))
     return {
         "kernel": launch.name,
         "dtype": dtype,
         "head_dim": o.get("HEAD_DIM", ""),
-        "tile": f"{o.get('BLOCK_R', o.get('BLOCK_M', ''))} x {o.get('BLOCK_P', o.get('BLOCK_N', ''))}".strip(" x"),
-        "mask": ("causal" if o["CAUSAL"] else "tree") if o.get("TREE") else "",
-        "more": more,
+        "tile": f"{o.get('BLOCK_R', o.get('BLOCK_M', ''))} x {o.get('BLOCK_N', '')}".strip(" x"),
         "target": target,
         "warps": warps,
         "stages": o.get("num_stages", ""),
@@ -257,7 +174,7 @@ def compiled(launch: Launch, target: int) -> Row:
         "programs": min(most),
         "product": next((name for name in ("tcgen05.mma", "wgmma", "mma.sync") if name in ptx), ""),
         "fma": len(re.findall(r"fma\.rn\.(?:bf16|f16)", ptx)),  # these do not round the product
-        "wrong": spills > may or shared > SHARED[target] or not min(most),
+        "wrong": spills > 0 or shared > SHARED[target] or not min(most),
     }
 
 
@@ -276,22 +193,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--targets", type=int, nargs="+", default=list(SHARED), choices=list(SHARED))
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float16", "float32"])
-    parser.add_argument("--heads", type=int, nargs="+", default=[64, 128])
-    parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES))
-    parser.add_argument("--defaults", action="store_true", help="only one number of splits")
-    parser.add_argument("--parts", action="store_true", help="the kernels of a layer's parts beside attention")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     dtypes = [getattr(torch, name) for name in args.dtypes]
-    found: Iterable[tuple[str, Launch]] = (
-        ("", launch)
-        for dtype, head_dim in product(dtypes, args.heads)
-        for launch in launches(dtype, head_dim, args.sizes, args.defaults)
-    )
     rows: list[Row] = []
     failed: list[str] = []
-    if args.parts:
-        found = chain.from_iterable(map(parts, dtypes))
+    found = chain.from_iterable(map(parts, dtypes))
     for (name, launch), target in product(found, args.targets):
         try:
             row = compiled(launch, target) | {"model": name}

@@ -169,9 +169,9 @@ def train(config: Any, progress: Callable[..., None] = lambda *_: None, stop: Ca
 longdraft.register(
     Kind(
         NAME,
-        RecurrentDraft.load,
         RecurrentDrafter,
         "a recurrent cell that goes on from the model's last hidden state; examples/recurrent_drafter.py",
+        load=RecurrentDraft.load,
         training=Training("longdraft.training.config:RunConfig", train, "Train a recurrent drafter"),
     )
 )

@@ -51,7 +51,7 @@ settings.load_profile("longdraft")
 LONG = (
     "cli/test_terminal", "training/test_runs", "exact/outside/test_damaged", "training/test_tokens", "docs/test_site",
     "training/test_train_command", "gpu/test_rehearsal", "exact/outside/test_light_imports", "cli/test_serve_command",
-    "exact/test_random", "exact/test_laws", "gpu/test_device_discipline", "plugins/", "exact/test_bits",
+    "exact/test_random", "exact/test_laws", "gpu/test_device_discipline", "test_vllm_proposers", "exact/test_bits",
 )  # fmt: skip
 
 
@@ -150,6 +150,15 @@ def specs(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.fixture
+def there(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A simulated GPU."""
+    from tests.support.nominal import card
+
+    with card(monkeypatch) as found:
+        yield found
+
+
+@pytest.fixture
 def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Views are chosen and compacted in small pieces, so that short texts pass through several."""
     from longdraft.drafters import self_drafter
@@ -166,6 +175,19 @@ def shipped_in(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
     from longdraft.drafts import shipped
 
     return lambda folder: monkeypatch.setattr(shipped, "FOLDER", folder)
+
+
+@pytest.fixture
+def as_before() -> Iterator[None]:
+    """Methods and kinds of drafts that a test registers are forgotten."""
+    from longdraft.drafts.kinds import KINDS
+    from longdraft.methods import METHODS
+
+    known = [(table, dict(table)) for table in (METHODS, KINDS)]
+    yield
+    for table, before in known:
+        table.clear()
+        table.update(before)
 
 
 @pytest.fixture

@@ -22,8 +22,7 @@ BEGIN, END = "<!-- options -->\n", "<!-- /options -->\n"
 
 def groups_of(method: Method) -> list[type[Options]]:
     """The option dataclasses of a method's own drafter, schedule and wrapper."""
-    inner = [factory for each in method.drafters for factory in (each.drafter,)]
-    factories = [method.drafter, method.schedule, *inner]
+    factories = [method.drafter, method.schedule]
     plain = [factory.func if isinstance(factory, partial) else factory for factory in factories]
     found = [group for factory in plain for group in getattr(factory, "options", ())]
     return found + ([LookupOptions] if method.needs_draft or method.joined else [])

@@ -114,7 +114,7 @@ def compose(
         raise ValueError(f"the drafter of {name} {wanted}")
     if both := {*own} & {*other}:
         raise ValueError(f"drafter and schedule of {name} both have an option {', '.join(sorted(both))}")
-    return _register(Method(name, schedule().exact, paper, summary, drafter, draft, schedule))
+    return _register(Method(name, drafter, summary, paper, draft_kind=draft, schedule=schedule))
 
 
 @values_checked(instead_of=(ValueError, TypeError))
@@ -130,7 +130,7 @@ def register(kind: kinds.Kind) -> Method:
     if not isinstance(kind, kinds.Kind):
         raise TypeError(f"register takes a Kind, got {kind!r}")
     _check_name(kind.name)
-    if "draft" not in options_of(kind.drafter):
+    if kind.drafter is None or "draft" not in options_of(kind.drafter):
         raise ValueError(f"the drafter of {kind.name} takes no `draft`")
     return kinds.register(kind)
 

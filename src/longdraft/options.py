@@ -221,7 +221,8 @@ def checked(owner: str, given: Mapping[str, Any], known: Mapping[str, Option]) -
     found = {names.get(name, name): value for name, value in given.items()}
     for name, value in found.items():
         if name not in known:
-            advice = RETIRED_OPTIONS.get(name) or suggestion(name, known) or f"it has {listed(known)}."
+            advice = RETIRED_OPTIONS.get(name) or RETIRED_OPTIONS.get(f"{owner}: {name}") or suggestion(name, known)
+            advice = advice or f"it has {listed(known)}."
             raise ValueError(f"{owner} has no option {name}: {advice}")
         known[name].check(value)
     return found
@@ -251,11 +252,14 @@ RETIRED = {
     "specpv-exact": "prompt-lookup and longspec with lookup=true are exact and faster; specpv is approximate.",
     "nested": "triforce drafts in levels.",
 }
-# The same of methods' options.
+# The same of methods' options; those of one method alone stand behind its name.
+_STREAMING = "a chain of a small model on the first and last tokens is small-lm with view=streaming and tree=chain."
 RETIRED_OPTIONS = {
     "adaptive": "refresh says after how many verifications rows are chosen anew.",
     "four_bits": "a draft's GGUF file in Q4_0 has four bits a weight.",
     "whole_prompt": "prompts are read behind a window of recent and sink rows.",
+    "Method magicdec: drafter": _STREAMING,
+    "Method magicdec: draft": _STREAMING,
 }
 
 

@@ -219,8 +219,6 @@ def _drafting(method: Method, options: Mapping[str, Any], runner: TargetRunner |
         if kind is not None and kind != choices[name].draft_kind:
             raise ValueError(f"the draft is for {kind}, not for {name}: leave drafter out, or name another draft")
         return choices[name]
-    if method.drafters:
-        return method.drafters[0]
     own = set(options) - set(method.schedule_options) - {"drafter"}
     able = [m for m in choices.values() if own <= set(m.drafter_options)]
     ready = (m for m in able if runner is None or _ready(m, options, runner))

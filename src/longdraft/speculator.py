@@ -75,8 +75,8 @@ class Speculator:
             GPU, which keeps as many layers as fit; ``"host:N"`` keeps N), ``"disk"`` (a temporary file, for a CPU) or a
             folder for that file. Slower, and the same output.
         kv_dtype: what the KV cache is rounded to, ``"bfloat16"`` or ``"int8"`` (a scale for each row), where the model
-            computes in float32 on a CPU; ``"int8"`` on a GPU with Triton. Fewer bytes to read and to hold, whatever the
-            method; the text is that of a slightly different model. None: nothing is rounded.
+            computes in float32 on a CPU; ``"int8"`` on a GPU too. Fewer bytes to hold, and on a CPU to read, whatever
+            the method; the text is that of a slightly different model. None: nothing is rounded.
         plan: ``"auto"`` sizes trees by what they cost on this machine and by what is accepted, round by round, and
             decodes plainly where that is faster; the first run with a model measures the costs, for 20 s at
             most, and keeps them. ``"fixed"`` grows the method's own trees. Left out: fixed where the options say what
@@ -123,8 +123,8 @@ class Speculator:
             raise RequestError(f"deterministic is True or False, got {deterministic!r}")
         self.deterministic = deterministic
         self.tokenizer = tokenizer
-        # One a target. Never changed in place, so it can be read without a lock. Whoever holds the lock waits for none.
-        self._targets: list[_Target] = []
+        # By a model's id. Never changed in place, so it is read without a lock. Whoever holds the lock waits for none.
+        self._targets: dict[int, _Target] = {}
         self._changing = Lock()
         if target is not None:
             self.use(target, tokenizer)
@@ -140,15 +140,9 @@ class Speculator:
         self.recipe(self.runner(target))
 
     @classmethod
-    def from_pretrained(
-        cls,
-        name: str | Path,
-        target: PreTrainedModel | None = None,
-        tokenizer: PreTrainedTokenizerBase | None = None,
-        **options: Any,
-    ) -> Speculator:
-        """A speculator from a draft folder or a method's name; see :class:`Speculator`."""
-        return cls(name, target, tokenizer, **options)
+    def from_pretrained(cls, name: str | Path, *arguments: Any, **options: Any) -> Speculator:
+        """A speculator from a draft folder or a method's name, with the arguments of :class:`Speculator`."""
+        return cls(name, *arguments, **options)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise RequestError(
@@ -157,12 +151,13 @@ class Speculator:
         )
 
     def __repr__(self) -> str:
-        found = self._targets[0].recipe if self._targets else None
+        targets = list(self._targets.values())
+        found = targets[0].recipe if targets else None
         method, options = (self._named, self.options) if found is None else (found.method, found.options)
         plan = "auto" if planned(self._plan, options, method is None or method.exact) else "fixed"
         said = [repr(method.name) if method else "method of the target's", f"plan={plan}"]
         said += [f"{name}={value!r}" for name, value in options.items()]
-        said += [f"target={type(each.runner.model).__name__}" for each in self._targets]
+        said += [f"target={type(each.runner.model).__name__}" for each in targets]
         return f"Speculator({', '.join(said)})"
 
     @property
@@ -243,7 +238,7 @@ class Speculator:
         """The hosted target; made once a model, and anew for one that was moved or cast since."""
         if target is None and not self._targets:
             raise RequestError("This Speculator has no target: Speculator(name, target=model).")
-        model = self._targets[0].runner.model if target is None else target
+        model = next(iter(self._targets.values())).runner.model if target is None else target
         if (found := self._known(model)) is not None:
             return found
         support.check_model(model)
@@ -251,20 +246,18 @@ class Speculator:
             if (found := self._known(model)) is None:
                 found = TargetRunner(model, self.offload, self._kv_dtype, self.deterministic)
                 with self._changing:
-                    targets = list(self._targets)
-                    places = [i for i, each in enumerate(targets) if each.runner.model is model] or [len(targets)]
-                    targets[places[0] : places[0] + 1] = [_Target(found)]
-                    self._targets = targets
+                    self._targets = self._targets | {id(model): _Target(found)}  # an older one's place stays
         return found
 
     def _known(self, model: PreTrainedModel) -> TargetRunner | None:
-        each = (t.runner for t in self._targets)
-        return next((r for r in each if r.model is model and not r.outdated), None)
+        target = self._targets.get(id(model))
+        return None if target is None or target.runner.outdated else target.runner
 
     def _target(self, runner: TargetRunner | None = None) -> _Target:
         """The record of a target, by default the first."""
         runner = self.runner() if runner is None else runner
-        return next((each for each in self._targets if each.runner is runner), None) or _Target(runner)
+        found = self._targets.get(id(runner.model))
+        return found if found is not None and found.runner is runner else _Target(runner)
 
     def feature_layers(self) -> tuple[int, ...]:
         """Layers whose hidden states its drafter reads; see :class:`~longdraft.memory.prompt_cache.PromptCache`."""
@@ -348,12 +341,7 @@ class Speculator:
         return Generation(engine, self.texts, chosen.method.name, chosen.method.exact, requests, cancelled)
 
     def session(
-        self,
-        batch: int | None = None,
-        *,
-        context: int = 0,
-        cache: PromptCache | None = None,
-        piece: int | None = None,
+        self, batch: int | None = None, *, context: int = 0, cache: PromptCache | None = None, piece: int | None = None
     ) -> Session:
         """A session, to which requests are added while others are decoded.
 
@@ -374,12 +362,7 @@ class Speculator:
 
     @memory_checked()
     def _engine(
-        self,
-        batch: int | None,
-        cache: PromptCache | None,
-        most: int | None,
-        context: int = 0,
-        piece: int | None = None,
+        self, batch: int | None, cache: PromptCache | None, most: int | None, context: int = 0, piece: int | None = None
     ) -> tuple[Recipe, Engine]:
         if cache is not None and not isinstance(cache, PromptCache):
             raise RequestError(f"cache takes a longdraft.PromptCache(), got {cache!r}")
@@ -399,38 +382,19 @@ class Speculator:
 
     # --- transformers: model.generate(**inputs, custom_generate=speculator) ---
 
-    __signature__ = integration.HandedOver()
+    __signature__ = integration.HandedOver(integration.decode)
 
     def __call__(
-        self,
-        model: PreTrainedModel,
-        input_ids: torch.Tensor,
-        logits_processor: Any,
-        stopping_criteria: Any,
-        generation_config: Any,
-        tokenizer: PreTrainedTokenizerBase | None = None,
-        given: integration.Given | None = None,
-        **model_kwargs: Any,
+        self, model: PreTrainedModel, input_ids: torch.Tensor, *, given: integration.Given | None = None, **call: Any
     ) -> Any:
         """The decoding loop that ``generate`` calls in place of its own. See :mod:`longdraft.integration`.
 
         Args:
-            tokenizer: named so that ``generate`` finds it for its stop strings.
             given: what ``generate`` would keep to itself, such as a streamer.
+            call: as of :func:`longdraft.integration.decode`.
         """
         given = given or integration.Given()
         with integration.streaming(given.streamer):
             runner = self.runner(model)
             chosen = self._settled(runner)
-            return integration.decode(
-                runner,
-                chosen.drafter(),
-                chosen.schedule(),
-                lambda: self.planner(runner=runner),
-                input_ids,
-                logits_processor,
-                stopping_criteria,
-                generation_config,
-                given,
-                model_kwargs,
-            )
+            return integration.decode(runner, chosen, lambda: self.planner(runner=runner), input_ids, given, **call)

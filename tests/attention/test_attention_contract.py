@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 
 import pytest
@@ -16,7 +15,6 @@ from tests.attention.cases import HEADS, TOLERANCE, assert_like_reference, case,
 from tests.support import torch_kernels
 from tests.support.tiny import tiny_model
 
-# Triton's, which is interpreted here, has the same contract in a file of its own.
 PATHS = ["cpu", "cpu without kernels", "sdpa", "hybrid"]
 # Texts that end around the length from which a CPU takes one product a head, and blocks around that of a few rows.
 LENGTHS = st.lists(st.one_of(st.integers(0, 130), st.integers(1015, 1030)), min_size=1, max_size=2)
@@ -57,14 +55,12 @@ def test_any_shape(path, lengths, size, heads, head_dim, dtype, tree, transposed
         head_dim, transposed = max(8, head_dim // 8 * 8), False
     elif dtype == torch.float16:
         dtype = torch.bfloat16
-    if path not in dispatch.SERVE_WINDOWS:
-        window, softcap, sinks = None, None, False
     q, keys, values, block, scale = case(
         lengths, size, heads=heads, head_dim=head_dim, tree=tree, transposed=transposed, dtype=dtype, behind=behind,
         window=window, seed=seed,
     )  # fmt: skip
     before = keys.nan_to_num(9), values.nan_to_num(9)
-    attend = importlib.import_module(dispatch.PATHS[path]).attend
+    attend = dispatch.PATHS[path]
     close = max(5e-6, TOLERANCE[dtype])
     assert_like_reference(attend, q, keys, values, block, scale, scored(softcap, sinks, heads[0]), close)
     assert torch.equal(keys.nan_to_num(9), before[0]) and torch.equal(values.nan_to_num(9), before[1])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 
 import pytest
@@ -13,17 +12,6 @@ from longdraft.attention import cpu, dispatch, reference, sdpa
 from longdraft.errors import CapabilityError
 
 CPU, CUDA, MPS = torch.device("cpu"), torch.device("cuda", 0), torch.device("mps")
-
-
-@pytest.fixture(params=[True, False], ids=["triton", "no triton"])
-def triton(request, monkeypatch):
-    """Says whether the machine has triton."""
-    found = importlib.util.find_spec("json") if request.param else None
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *rest: found if name == "triton" else find(name, *rest)
-    )
-    return request.param
 
 
 @pytest.mark.parametrize(
@@ -38,7 +26,7 @@ def triton(request, monkeypatch):
         (MPS, torch.float16, 64, "sdpa"),
     ],
 )
-def test_a_path_is_chosen_by_device_dtype_and_head_size(triton, caplog, device, dtype, head_dim, expected):
+def test_a_path_is_chosen_by_device_dtype_and_head_size(caplog, device, dtype, head_dim, expected):
     with caplog.at_level(logging.INFO, logger="longdraft"):
         name, attend = dispatch.resolve(device, dtype, head_dim)
     assert name == expected and (name != "cpu" or attend is cpu.attend)
@@ -56,7 +44,7 @@ def test_a_path_can_be_forced(monkeypatch, name, attend):
     assert dispatch.resolve(CPU, torch.float32, 64) == (name, attend)
 
 
-@pytest.mark.parametrize("name", ["turbo", "hybrid"])
+@pytest.mark.parametrize("name", ["turbo", "triton", "hybrid"])
 def test_a_forced_path_that_cannot_run_is_an_error_not_another_path(monkeypatch, name):
     monkeypatch.setenv(dispatch.ENVIRONMENT, name)
     with pytest.raises(CapabilityError, match=name):
@@ -72,19 +60,12 @@ def test_a_forced_path_that_cannot_run_is_an_error_not_another_path(monkeypatch,
         ("hybrid", CUDA, torch.float64, 64, "float64"),
         ("hybrid", CUDA, torch.bfloat16, 320, "up to 256"),
         ("hybrid", CUDA, torch.bfloat16, 36, "multiples of 8"),
-        ("triton", CPU, torch.float32, 64, "TRITON_INTERPRET=1"),
-        ("triton", CUDA, torch.float32, 320, "up to 256"),
-        ("triton", CUDA, torch.bfloat16, 256, None),
         *((name, device, torch.float64, 1000, None) for name in ("reference", "sdpa") for device in (CPU, CUDA)),
     ],
 )
-def test_a_path_that_cannot_run_says_why(monkeypatch, triton, name, device, dtype, head_dim, reason):
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    reason = "longdraft[gpu]" if name == "triton" and not triton else reason
+def test_a_path_that_cannot_run_says_why(name, device, dtype, head_dim, reason):
     found = dispatch.unavailable(name, device, dtype, head_dim)
     assert found is None if reason is None else reason in found
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert not triton or dispatch.unavailable("triton", CPU, torch.float32, 64) is None
 
 
 def test_keys_are_transposed_for_the_float32_cpu_path_alone():

@@ -1,4 +1,4 @@
-"""The reference against torch, the merge of parts, and the block."""
+"""The reference against torch, and the block."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
 
 from longdraft.attention import reference
 from longdraft.attention.block import Block
-from longdraft.attention.reference import merge, partial_attention
+from longdraft.attention.reference import partial_attention
 from tests.attention.cases import case
 
 # --- the reference ---
@@ -56,41 +54,6 @@ def test_rows_that_see_nothing_give_zero_and_minus_infinity():
     assert torch.isfinite(o[0, 0]).all() and torch.isfinite(lse[0, 0])
     o, lse = partial_attention(torch.randn(2, 3, 4), torch.randn(1, 0, 4), torch.randn(1, 0, 4), 1.0)
     assert torch.equal(o, torch.zeros(2, 3, 4)) and (lse == -math.inf).all()
-
-
-def test_merging_with_parts_that_saw_nothing_changes_nothing():
-    nothing, unseen = torch.zeros(2, 3, 4), torch.full((2, 3), -math.inf)
-    for o, lse in ((torch.randn(2, 3, 4), torch.randn(2, 3)), (nothing, unseen)):
-        merged, total = merge([nothing, o], [unseen, lse])
-        torch.testing.assert_close(merged, o)
-        torch.testing.assert_close(total, lse)
-
-
-@st.composite
-def parts_of_a_whole(draw):
-    """q, k, v, a random mask, and the keys' indices cut into parts, in any order, some of them empty."""
-    keys, parts = draw(st.integers(1, 12)), draw(st.integers(1, 5))
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 10**6)))
-    spread = draw(st.sampled_from([0.1, 1.0, 30.0]))  # scores from nearly equal to nearly one-hot
-    q = spread * torch.randn(4, 3, 8, generator=generator)
-    k, v = (torch.randn(2, keys, 8, generator=generator) for _ in range(2))
-    mask = torch.rand(3, keys, generator=generator) < draw(st.sampled_from([0.3, 0.7, 1.0]))
-    owner = torch.randint(parts, (keys,), generator=generator)
-    return q, k, v, mask, [(owner == i).nonzero().flatten() for i in range(parts)]
-
-
-@given(parts_of_a_whole())
-def test_merging_any_split_of_the_keys_in_any_order_gives_the_whole(case):
-    q, k, v, mask, split = case
-    parts = [partial_attention(q, k[:, i], v[:, i], 0.4, mask[:, i]) for i in split]
-    at_once = merge([o for o, _ in parts], [lse for _, lse in parts])
-    in_turn = parts[-1]
-    for o, lse in reversed(parts[:-1]):
-        in_turn = merge([o, in_turn[0]], [lse, in_turn[1]])
-    whole = partial_attention(q, k, v, 0.4, mask)
-    for merged in (at_once, in_turn):
-        for got, expected in zip(merged, whole, strict=True):
-            torch.testing.assert_close(got, expected, atol=2e-5, rtol=2e-5)
 
 
 # --- the block ---

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from longdraft import LoadedModel, Sampling, Speculator
 from longdraft.bench import charts
 from longdraft.bench import length as reports
-from longdraft.bench.acceptance import Acceptance, Accepted, Asked, Short, by_default, stretches, texts
-from longdraft.bench.data import Sample
+from longdraft.bench.acceptance import Acceptance, Accepted, Asked, by_default, stretches
+from longdraft.bench.data import Sample, Short
+from longdraft.bench.prompts import texts
 from longdraft.bench.settings import Settings
 from longdraft.model.checkpoints import stretch_rope
 from longdraft.model.runner import TargetRunner

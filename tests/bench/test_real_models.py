@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import longdraft
-from longdraft.model.checkpoints import LoadedModel
+from longdraft import LoadedModel
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"

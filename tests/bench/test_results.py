@@ -10,8 +10,8 @@ import pytest
 from longdraft import LoadedModel
 from longdraft.bench.data import Sample
 from longdraft.bench.experiment import Experiment
-from longdraft.bench.json_lines import JsonLines
 from longdraft.bench.prompts import grid, prepare
+from longdraft.bench.records import Records
 from longdraft.bench.results import header, read
 from longdraft.bench.run import Bench, Disagreement, Measured
 from longdraft.bench.settings import Settings
@@ -35,7 +35,7 @@ class Session:
         self.header = header(self.bench, prompts, "tiny", list(data), None)
 
     def open(self, path):
-        return JsonLines(path, self.header, Measured)
+        return Records(path, self.header, Measured)
 
 
 @pytest.fixture
@@ -80,9 +80,9 @@ def test_another_run_is_refused(session, loaded, tmp_path, monkeypatch):
         Session(LoadedModel(tiny_model(context=512, layers=2, seed=5), loaded.tokenizer)).open(path)
     for change in ({"hardware": {"cores": 4096}}, {"versions": {"torch": "0.1"}}):
         with pytest.raises(ConfigError, match=r"4096 here|0\.1"):
-            JsonLines(path, {**session.header, **{k: {**session.header[k], **v} for k, v in change.items()}}, Measured)
+            Records(path, {**session.header, **{k: {**session.header[k], **v} for k, v in change.items()}}, Measured)
     free = {**session.header["hardware"], "memory_available_bytes": 1}
-    JsonLines(path, {**session.header, "hardware": free}, Measured)  # free memory changes by itself
+    Records(path, {**session.header, "hardware": free}, Measured)  # free memory changes by itself
     monkeypatch.setenv("LONGDRAFT_NATIVE", "0")
     with pytest.raises(ConfigError):
         Session(loaded).open(path)

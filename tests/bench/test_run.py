@@ -7,19 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from longdraft import LoadedModel, Sampling, Speculator
+from longdraft import LoadedModel, PromptCache, Sampling, Speculator
 from longdraft.bench import report
 from longdraft.bench.contenders import Kept, Ours
 from longdraft.bench.data import Sample
 from longdraft.bench.prompts import grid, prepare
 from longdraft.bench.run import Bench
 from longdraft.errors import UnknownMethodError
-from longdraft.memory.prompt_cache import PromptCache
-from longdraft.planning.costs import CostTable
 from tests.bench import measuring
 from tests.bench.measuring import settings
 from tests.support.drafts import random_eagle3
-from tests.support.planned import given_table
 from tests.support.quick import slow
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
@@ -228,12 +225,11 @@ def test_rows_say_how_much_a_draft_sees(loaded):
     assert "view" in [column.header for column in shown.columns]
 
 
-def test_each_contender_may_have_a_plan_of_its_own(loaded, monkeypatch):
-    given_table(monkeypatch, CostTable((0,), (1, 2), ((1e-9, 1.0),)))  # a second row costs an age
+def test_each_contender_may_have_a_plan_of_its_own(loaded):
     planned = "prompt-lookup:plan=auto"
     wanted = settings(
         methods=("prompt-lookup", planned), plan="fixed", max_tokens=40, ignore_eos=True,
-        own_options={planned: {"plan": "auto"}},
+        own_options={planned: {"plan": {1: 1e-9, 2: 1.0}}},  # a second row costs an age
     )  # fmt: skip
     accepted = {r["method"]: r["mean_accepted_length"] for r in rows(loaded, wanted, SAMPLES[2:3])}
     assert accepted[planned] == 1.0 < accepted["prompt-lookup"]

@@ -77,9 +77,7 @@ def test_doctor_examines_drafts(doctor, draft, other, shipped_in, tmp_path):
     ended, found = doctor()
     assert found is None and "none comes with longdraft" in ended.out
     ended, found = doctor(draft)
-    needed = last(ended)["break_even"]
-    assert 1 <= len(needed) <= 3 and needed[0]["accepted"] == needed[0]["verification"] + needed[0]["drafting"] > 0
-    assert "break-even" in ended.out and needed[0]["line"].startswith("behind ")
+    assert f"longdraft bench length --draft {draft}" in ended.out
     assert (ended.code, found["method"], found["fits"], found["reason"]) == (0, "longspec", True, None)
     assert (found["shipped"], found["trained_length"], found["vocabulary"]) == (False, 64, None)
     ended, found = doctor(other)
@@ -184,7 +182,7 @@ def test_gguf_files_draft(shell, tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"text": "the hen the hen"}))
     ended = shell("bench", "--model", target, "--data", rows, "-n", 4, "--repeats", 1, "--draft", small, "--json",
-                  "--methods", "ar,small-lm,magicdec")  # fmt: skip
+                  "--methods", "ar,small-lm")  # fmt: skip
     assert ended.code == 0, ended.err
     ended = shell("export", small, tmp_path / "out", "--to", "custom-generate", "--verifier", target)
     assert ended.code == 2 and "is a GGUF file, and a model folder holds a draft's folder" in ended.err

@@ -13,9 +13,9 @@ from longdraft.cli.load import OtherProcesses, Usage
 def test_in_the_way(others, cores, threads, expected):
     usage = [Usage(0.0, 100.0, 50.0, cores, threads)]
     seen = OtherProcesses(lambda: usage[-1])
-    assert seen.cores == 0.0 and not seen.in_the_way
+    assert seen.cores == 0.0 and seen.advice is None
     usage.append(Usage(2.0, 100.0 + 2 * (others + threads), 50.0 + 2 * threads, cores, threads))
-    assert seen.cores == pytest.approx(others) and seen.in_the_way is expected
+    assert seen.cores == pytest.approx(others)
     assert (seen.advice is not None) is expected
     if expected:
         assert f"{others:.1f} of {cores} cores" in seen.advice and ("--threads 1" in seen.advice) is (threads == 2)

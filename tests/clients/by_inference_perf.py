@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
+
+from program import MODEL, ROOT, TOKENIZER, folder, run
 
 lengths = {
     name: {"type": "fixed", "min": size, "max": size, "mean": size, "std_dev": 0, "total_count": 6}
@@ -20,7 +17,6 @@ for kind, data in (
     ("completion", {"type": "synthetic", **lengths}),
     ("chat", {"type": "shared_prefix", "shared_prefix": shared}),
 ):
-    folder = Path(tempfile.mkdtemp())
     settings = {
         "api": {"type": kind, "streaming": True},
         "data": data,
@@ -29,18 +25,14 @@ for kind, data in (
             "worker_max_concurrency": 2, "request_timeout": 300,
         },
         "server": {
-            "type": "vllm", "model_name": os.environ["MODEL"], "base_url": os.environ["BASE_URL"].removesuffix("/v1")
+            "type": "vllm", "model_name": MODEL, "base_url": ROOT
         },
-        "tokenizer": {"pretrained_model_name_or_path": os.environ["TOKENIZER"]},
-        "storage": {"local_storage": {"path": str(folder / "reports")}},
+        "tokenizer": {"pretrained_model_name_or_path": TOKENIZER},
+        "storage": {"local_storage": {"path": str(folder / kind)}},
     }  # fmt: skip
     (folder / "config.yml").write_text(json.dumps(settings))  # JSON is YAML
-    command = [str(Path(sys.executable).with_name("inference-perf")), "-c", str(folder / "config.yml")]
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HOME": str(folder)}
-    done = subprocess.run(command, cwd=folder, env=environment, text=True, capture_output=True)
-    print(done.stdout, done.stderr)
-    done.check_returncode()
-    report = json.loads((folder / "reports" / "summary_lifecycle_metrics.json").read_text())
+    run("inference-perf", "-c", str(folder / "config.yml"))
+    report = json.loads((folder / kind / "summary_lifecycle_metrics.json").read_text())
     assert report["successes"]["count"] == 6 and report["failures"]["count"] == 0, report["failures"]
     said, latency = report["successes"]["output_tokens"], report["successes"]["latency"]
     assert said["min"] == said["max"] == 32, said

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
 
-folder = Path(tempfile.mkdtemp())
+from program import MODEL, TOKENIZER, URL, folder, run
+
 rows = [
     ("The capital of France is", ["Paris", "Rome", "Oslo"], 0),
     ("Two plus two is", ["five", "four", "nine"], 1),
@@ -33,16 +29,12 @@ doc_to_text: "{{{{question}}}}"
     'generation_kwargs: {until: ["\\n", "."], max_gen_toks: 8, do_sample: false}\n'
     "metric_list: [{metric: exact_match, ignore_case: true}]\n"
 )
-settings = f"model={os.environ['MODEL']},base_url={os.environ['BASE_URL']}/completions,num_concurrent=1"
-command = [
-    str(Path(sys.executable).with_name("lm_eval")), "--model", "local-completions", "--include_path", str(folder),
-    "--model_args", f"{settings},tokenizer={os.environ['TOKENIZER']}", "--tasks", "own_choices,own_text",
-    "--output_path", str(folder / "out"),
-]  # fmt: skip
-environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(folder / "cache")}
-done = subprocess.run(command, env=environment, text=True, capture_output=True)
-print(done.stdout, done.stderr)
-done.check_returncode()
+run(
+    "lm_eval", "--model", "local-completions", "--include_path", str(folder),
+    "--model_args", f"model={MODEL},base_url={URL}/completions,num_concurrent=1,tokenizer={TOKENIZER}",
+    "--tasks", "own_choices,own_text", "--output_path", str(folder / "out"),
+    HF_DATASETS_CACHE=str(folder / "cache"),
+)  # fmt: skip
 (file,) = (folder / "out").rglob("results*.json")
 results = json.loads(file.read_text())["results"]
 assert results["own_choices"]["acc,none"] == 1, results

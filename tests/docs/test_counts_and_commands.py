@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from longdraft.cli.main import app
-from tests.support.tiny import tiny_model, tiny_tokenizer
+from tests.support.tiny import tiny_folder
 from tests.zoo.table import PAGE, rows
 
 ROOT = Path(__file__).parents[2]
@@ -35,8 +35,7 @@ def demo() -> list[str]:
 def test_make_demo_is_a_command_that_runs(tmp_path, monkeypatch, width):
     words = demo()
     assert words[:2] == ["$(BIN)/longdraft", "generate"] and {"--compare", "--file", "--prompt"} <= set(words)
-    tiny_model(context=1024).save_pretrained(tmp_path)
-    tiny_tokenizer(chat=True).save_pretrained(tmp_path)
+    tiny_folder(tmp_path, context=1024)
     (tmp_path / "textwrap.py").write_text("def wrap(text):\n    return text\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", width)

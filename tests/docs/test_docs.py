@@ -19,7 +19,6 @@ import typer.main
 import longdraft
 from longdraft import errors
 from longdraft.cli.main import app
-from longdraft.methods import METHODS
 from tests import options_page
 from tests.support.tiny import tiny_model
 
@@ -164,15 +163,8 @@ OWN_DRAFTER = options_page.PAGE.read_text(encoding="utf-8").partition("## A draf
 (OWN_FILE,) = re.findall(r"```python\n(.*?)```", OWN_DRAFTER, re.DOTALL)
 
 
-@pytest.fixture
-def methods_as_before():
-    before = dict(METHODS)
-    yield
-    METHODS.clear()
-    METHODS.update(before)
-
-
-def test_the_drafter_of_your_own_decodes_as_the_target_does(tmp_path, methods_as_before):
+@pytest.mark.usefixtures("as_before")
+def test_the_drafter_of_your_own_decodes_as_the_target_does(tmp_path):
     (tmp_path / "last_seen.py").write_text(OWN_FILE)
     assert OWN_FILE.partition("\n")[2] in (ROOT / "examples" / "last_seen.py").read_text(encoding="utf-8")
     runpy.run_path(str(tmp_path / "last_seen.py"))

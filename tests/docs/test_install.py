@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -132,11 +133,16 @@ def test_as_a_wheel(installed):
     before = installed._git("ls-files", cwd=installed.checkout).split()
     installed.shell(WHEEL, installed.checkout)
     (wheel,) = (installed.checkout / "dist").glob("*.whl")
-    held = set(zipfile.ZipFile(wheel).namelist())
+    assert wheel.name.endswith(f"-py3-none-linux_{platform.machine()}.whl")
+    archive = zipfile.ZipFile(wheel)
+    held = set(archive.namelist())
     wanted = {name.removeprefix("src/") for name in before if name.startswith("src/")}
     assert wanted <= held
-    carried = {f"longdraft/native/{build.CARRIED}/{build._name(x)}" for x in build.machine_levels()} & held
-    assert len(carried) == len(build.machine_levels())
+    carried = re.findall(rf"longdraft/native/{build.CARRIED}/kernels-(.*)-[0-9a-f]+\.so", "\n".join(held))
+    assert {*carried} == {*build.machine_levels()}
+    for name in (name for name in held if name.endswith(".so")):
+        # Of the C library no more than torch's own wheels need.
+        assert max(int(minor) for minor in re.findall(rb"GLIBC_2\.(\d+)", archive.read(name))) <= 28
     shutil.rmtree(installed.checkout)
     found = installed.works(**NO_COMPILER)
     assert found["kernels"]["level"] == build.levels()[0] and not (installed.folder / "cache/native").exists()

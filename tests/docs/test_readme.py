@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import longdraft
 from longdraft.cli.main import app
-from tests.support.tiny import tiny_model, tiny_tokenizer
+from tests.support.tiny import tiny_folder, tiny_model, tiny_tokenizer
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 BLOCKS = re.findall(r"```(\w*)\n(.*?)```", README, re.DOTALL)
@@ -30,8 +30,7 @@ COMMANDS = [
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """Returns a working folder with the files that the commands name, and a tiny chat model."""
-    tiny_model(context=1024).save_pretrained(tmp_path / "model")
-    tiny_tokenizer(chat=True).save_pretrained(tmp_path / "model")
+    tiny_folder(tmp_path / "model", context=1024)
     (tmp_path / "report.txt").write_text("the rain in spain stays mainly in the plain. " * 3)
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"text": "one two three one two"}) + "\n")
     monkeypatch.chdir(tmp_path)

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from longdraft import Speculator
+from longdraft import Sampling, Speculator
 from longdraft.drafters.autoregressive import NoDrafter
-from longdraft.engine.sampler import Sampler, Sampling
+from longdraft.engine.sampler import Sampler
 from longdraft.engine.sequence import Sequence
 from longdraft.options import declared
 from longdraft.trees.node_limit import NodeLimit
@@ -21,7 +21,6 @@ from tests.support.tiny import tiny_model
 
 CASES = {name: case for name, case in METHODS.items() if name != "ar"}
 each_drafter = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-NEEDING = {case.method: case for case in CASES.values() if case.draft is not None}
 PROMPTS = ([3, 9, 4, 7, 2, 5] * 8, [1, 2, 3], [(i * i) % 11 for i in range(70)])
 NEW = 14
 

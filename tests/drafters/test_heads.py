@@ -10,12 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longdraft import Speculator
+from longdraft import Sampling, Speculator
 from longdraft.drafters.heads import HeadsDraft, HeadsDrafter
 from longdraft.drafters.self_drafter import SelfDrafter
 from longdraft.drafters.tokenswift import Phrases, ReuseDrafter, tokenswift
 from longdraft.engine.loop import Engine
-from longdraft.engine.sampler import Sampler, Sampling
+from longdraft.engine.sampler import Sampler
 from longdraft.engine.sequence import Sequence
 from longdraft.model.runner import TargetRunner
 from longdraft.trees.node_limit import NodeLimit

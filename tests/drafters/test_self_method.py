@@ -122,14 +122,6 @@ def test_specpv_takes_it_for_a_drafter(view):
     assert [s.partial_rounds > 0 for s in texts] == [True, False, True, False]  # of the short ones none
 
 
-def test_magicdec_with_a_small_model(tmp_path):
-    model = tiny_model(vocab=11, dtype=torch.float64)
-    model.save_pretrained(tmp_path)
-    small = Speculator("magicdec", target=model, draft=tmp_path, budget=24).generate(PROMPTS, max_new_tokens=20)
-    assert tokens(small) == tokens(plain(model, n=20)) and small[0].method == "magicdec" and small[0].exact
-    assert sum(r.drafted for r in small) > sum(r.accepted for r in small) > 0
-
-
 def test_a_view_of_the_targets_own_dtype():
     model = tiny_model(vocab=11)
     given = Speculator("self", target=model, view_dtype="float32").generate(PROMPTS, max_new_tokens=20)

@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, OpenAIGPTConfig
 
+from longdraft import load
 from longdraft.drafters.shared.hosted import feed_level
 from longdraft.drafts.language_model import PublishedLM, SmallLMDraft, TrainedLM
 from longdraft.errors import CheckpointError, UnsupportedModelError
-from longdraft.model.loading import load
 from longdraft.model.runner import TargetRunner
 from longdraft.native import kernels
 from longdraft.trees.level import Level

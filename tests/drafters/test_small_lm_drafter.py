@@ -36,7 +36,7 @@ def rounds(spec: Speculator, new: int, prompts=PROMPTS) -> tuple[PreTrainedModel
 def seen(drafter: SmallLMDrafter, s: Sequence) -> list[int]:
     """The tokens in a drafter's cache, in its order, the root last."""
     cache, text = drafter.cache, s.tokens
-    assert s.remaining <= 1 or drafter._fed[s.slot] == text  # nothing is drafted for the last token
+    assert s.remaining <= 1 or drafter.fed_text[s.slot] == text  # nothing is drafted for the last token
     if drafter.view == "full" or cache.whole(s.slot):
         return text
     kept = cache.full.lengths[s.slot]

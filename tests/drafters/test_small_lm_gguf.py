@@ -7,13 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from longdraft import Speculator
+from longdraft import Speculator, load
 from longdraft.bench.settings import Settings
 from longdraft.drafts.language_model import PublishedLM, SmallLMDraft
 from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.methods import METHODS
 from longdraft.model import stored
-from longdraft.model.loading import load
 from longdraft.model.runner import TargetRunner
 from longdraft.model.stored import StoredEmbedding, StoredLinear
 from tests.support.forwards import forward
@@ -27,7 +26,6 @@ PROMPTS = [[3, 9, 4, 7, 2, 5] * 8, [1, 2, 3], [(i * i) % 11 for i in range(130)]
 SMALL = {"view": "retrieval", "sink": 4, "recent": 8, "chunk": 4, "chunks": 4}
 METHODS_WITH = [
     ("small-lm", {"view": "streaming", "sink": 4, "recent": 16}), ("specextend", SMALL),
-    ("magicdec", {"budget": 64}),
 ]  # fmt: skip
 
 

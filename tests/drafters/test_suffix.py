@@ -94,12 +94,13 @@ def test_trust_is_learned_without_verifying():
     """Nothing of what is proposed is in the trees that are verified, and still it is known to have been right."""
     drafter = SuffixDrafter(max_draft=3, branches=1)
     s = started(drafter, [1, 2, 3, 4] * 4, [1], 60)
-    trust = drafter._texts[0].trust
     for i in range(12):
         assert proposal(drafter, s).drafted == 3
         s.append([2, 3, 4, 1][i % 4])
         drafter.observe(verified(s, TokenTree((s.tokens[-2],), (-1,)), 0))
-    assert trust.shift > 0 and trust.chance(0.8) > 0.8
+    untaught = SuffixDrafter(max_draft=3, branches=1)
+    found, before = proposal(drafter, s), proposal(untaught, started(untaught, s.prompt, s.output, 60))
+    assert found.tokens == before.tokens and found.log_probs[1] > before.log_probs[1]
 
 
 # --- the drafter ---

@@ -21,8 +21,8 @@ def index_of(text: list[int]) -> Suffixes:
 
 def state(suffixes: Suffixes) -> tuple[object, ...]:
     """All that it keeps, positions counted from what it has not dropped."""
-    latest = {token: [p - suffixes.dropped for p in suffixes.occurrences(token, ALL)] for token in suffixes._last}
-    return suffixes.tokens, len(suffixes._before), latest
+    every = (*range(4), END)
+    return suffixes.tokens, [[p - suffixes.dropped for p in suffixes.occurrences(token, ALL)] for token in every]
 
 
 def followed(text: list[int], most: int = ALL, longest: int = ALL, resumed: int | None = None) -> Matches:

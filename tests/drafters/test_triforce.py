@@ -37,7 +37,7 @@ class Read(SmallLMDrafter):
     """Has read tokens of the text alone, whatever the target refuted, whenever it drafts."""
 
     def new_tokens(self, s):
-        fed = self._fed[s.slot]
+        fed = self.fed_text[s.slot]
         assert fed == s.tokens[: len(fed)]
         return super().new_tokens(s)
 

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from longdraft.attention.reference import partial_attention
-from longdraft.drafters import eagle3 as eagle3_draft
-from longdraft.drafters import longspec as longspec_draft
+from longdraft.drafters import eagle3, longspec
 from longdraft.drafters.eagle3 import Eagle3Draft
 from longdraft.drafters.longspec import LongSpecDraft
 from longdraft.drafters.shared.rows import Rows
@@ -40,9 +39,9 @@ class Desk:
         self.block.requires_grad_(False)
         found = kernels_for(level)
         if self.longspec:
-            self.whole = longspec_draft._whole(found, self.block, self.head)
+            self.whole = longspec.whole_level(found, self.block, self.head)
         else:
-            self.whole = eagle3_draft._whole(found, self.block)
+            self.whole = eagle3.whole_level(found, self.block)
         shape = KVShape(1, KV_HEADS, D, torch.float32, padded=True)
         self.caches = [DraftCache(KVStore(shape, 3, WINDOW + SPARE + 17), 16, WINDOW) for _ in range(2)]
         self.text = torch.randn(3, KV_HEADS, D, 70).transpose(2, 3), torch.randn(3, KV_HEADS, 70, D), [70, 33]
@@ -114,10 +113,10 @@ def test_a_level_is_what_the_module_says(kind, level):
 def test_a_drafts_weights_are_rounded(tmp_path):
     """And so is the head, which is the target's or a part of it."""
     model = tiny_model(layers=6, vocab=11, hidden=64, heads=4)
-    longspec = LongSpecDraft.load(random_draft(tmp_path / "a", model, kept=[1, 2, 5]))
-    eagle3 = Eagle3Draft.load(random_eagle3(tmp_path / "b", model, head_dim=16))
+    one = LongSpecDraft.load(random_draft(tmp_path / "a", model, kept=[1, 2, 5]))
+    two = Eagle3Draft.load(random_eagle3(tmp_path / "b", model, head_dim=16))
     runner = TargetRunner(model)
-    held = [draft.bound(runner).whole._block._products for draft in (longspec, eagle3)]
+    held = [draft.bound(runner).whole.block.products for draft in (one, two)]
     assert all(isinstance(w, Stored) and w.int8 for products in held for w, _ in products.values())
     wanted = light(model.get_output_embeddings().weight[[1, 2, 5]])
     assert torch.equal(held[0]["head"][0].data, wanted.data)

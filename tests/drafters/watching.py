@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from longdraft import Speculator
+from longdraft import Sampling, Speculator
 from longdraft.engine.drafter import Drafter
 from longdraft.engine.loop import Engine
-from longdraft.engine.sampler import Sampler, Sampling
+from longdraft.engine.sampler import Sampler
 from longdraft.engine.sequence import Sequence
 from longdraft.trees.node_limit import NodeLimit
 from longdraft.trees.tree import TokenTree

@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LogitsProcessorList
 
+from longdraft import Sampling
 from longdraft.engine.accept import Accepted, accept
 from longdraft.engine.draws import Draws
-from longdraft.engine.sampler import Sampler, Sampling
+from longdraft.engine.sampler import Sampler
 from longdraft.trees.builders import chain, union
 from longdraft.trees.tree import TokenTree
 

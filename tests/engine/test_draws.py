@@ -7,8 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from longdraft import Sampling
 from longdraft.engine.draws import Draws
-from longdraft.engine.sampler import Sampler, Sampling
+from longdraft.engine.sampler import Sampler
 
 STEPS, VOCABULARY = 12, 20
 

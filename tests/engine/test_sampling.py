@@ -6,11 +6,11 @@ import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from longdraft import Speculator
+from longdraft import Sampling, Speculator
 from longdraft.bench.contenders import Job
 from longdraft.bench.peers import Generate
 from longdraft.engine.draws import Draws
-from longdraft.engine.sampler import Sampler, Sampling
+from longdraft.engine.sampler import Sampler
 from tests.support.tiny import tiny_model
 
 SETTINGS = {

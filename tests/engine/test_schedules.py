@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from longdraft import Sampling
 from longdraft.drafters.autoregressive import NoDrafter
 from longdraft.drafters.eagle3 import Eagle3Draft, Eagle3Drafter
 from longdraft.drafters.longspec import LongSpecDraft, LongSpecDrafter
@@ -13,7 +14,7 @@ from longdraft.engine.drafter import Drafter
 from longdraft.engine.draws import Draws
 from longdraft.engine.loop import Engine
 from longdraft.engine.partial import SpecPV, partial_view
-from longdraft.engine.sampler import Sampler, Sampling
+from longdraft.engine.sampler import Sampler
 from longdraft.engine.schedule import Schedule
 from longdraft.engine.sequence import Sequence
 from longdraft.engine.stopping import eos_rule
@@ -69,7 +70,8 @@ def drafter(kind: str, model, folder) -> Drafter:
 
 
 def model_of(family: str = "llama", **shape):
-    return tiny_model(family, **{"vocab": 11, "dtype": torch.float64} | shape)
+    kinds = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]} if family == "gemma3" else {}
+    return tiny_model(family, **{"vocab": 11, "dtype": torch.float64} | kinds | shape)
 
 
 # --- all schedules ---
@@ -77,7 +79,12 @@ def model_of(family: str = "llama", **shape):
 
 @pytest.mark.parametrize(
     ("name", "drafted"),
-    [("full", ("mistral", "longspec")), ("eager", ("llama", "ngram")), ("eager", ("qwen3", "none"))],
+    [
+        ("full", ("mistral", "longspec")),
+        ("eager", ("llama", "ngram")),
+        ("eager", ("qwen3", "none")),
+        ("eager", ("gemma3", "ngram")),  # whose windows see what waits
+    ],
     ids=str,
 )
 def test_a_schedule_that_sees_all_rows_gives_the_tokens_of_plain_decoding(tmp_path, name, drafted):

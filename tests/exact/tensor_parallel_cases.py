@@ -16,8 +16,7 @@ import torch.distributed
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
-from longdraft import PromptCache, Speculator
-from longdraft.errors import LongdraftError
+from longdraft import LongdraftError, PromptCache, Speculator
 from tests.support import drafts
 from tests.support.tiny import Family, tiny_model
 

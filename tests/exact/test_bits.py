@@ -17,8 +17,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from longdraft import native
-from longdraft.model.loading import load
+from longdraft import load, native
 from longdraft.model.runner import TargetRunner
 from longdraft.native import library
 from tests.native.cases import random_tree

@@ -7,22 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import longdraft
 from longdraft import Result, Speculator
-from tests.support.tiny import tiny_model
+from tests.support.tiny import own_text, tiny_model
 
 ROOT = Path(__file__).parents[2]
 LENGTH, NEW = 5000, 64
-
-
-def own_text(model: Any, prompt: list[int], new: int) -> list[int]:
-    """What transformers' own ``generate`` writes."""
-    ids = torch.tensor([prompt])
-    with torch.inference_mode():
-        written = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new)
-    return written[0, len(prompt) :].tolist()
 
 
 def default(model: Any, prompt: list[int], new: int, arithmetic: str) -> Result:

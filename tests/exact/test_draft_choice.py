@@ -10,12 +10,8 @@ import torch
 
 import longdraft
 from longdraft import Speculator
-from longdraft.drafters.eagle3 import Eagle3Draft
-from longdraft.drafts import shipped as coming_along
-from longdraft.drafts.draft_folder import kind
 from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.methods import METHODS
-from longdraft.model.shared_parts import describe
 from tests.support.drafts import random_draft, random_eagle3
 from tests.support.tiny import tiny_model
 
@@ -94,7 +90,7 @@ def test_shipped_drafts_of_several_kinds(shipped):
     for name, folder in (("eagle3", "a-eagle3"), ("longspec", "b-longspec")):
         assert Speculator(name, target=model).generate([[1, 2]], max_new_tokens=3)[0].method == name
         assert listed(name)["available"] is True
-        assert coming_along.fitting(describe(model), name) == shipped / folder
+        assert Speculator(name, target=model).draft().folder == shipped / folder
 
 
 def test_options_narrow_the_default(model, shipped):
@@ -112,35 +108,36 @@ def test_the_default_waits_for_the_target(model, shipped):
 
 
 def test_the_shipped_draft_of_these_weights_comes_first(model, shipped):
+    def chosen(**over):
+        spec = Speculator(target=tiny_model(**{"vocab": 11} | over))
+        return spec.method.name == "longspec" and spec.draft().folder.name
+
     random_draft(shipped / "a", tiny_model(vocab=11, seed=1))
-    own = describe(model)
-    assert coming_along.fitting(own) == shipped / "a"  # of another fine-tune: it fits all the same
+    assert chosen() == "a"  # of another fine-tune: it fits all the same
     random_draft(shipped / "b", model)
     random_draft(shipped / "c", tiny_model(vocab=11, seed=2))
-    assert coming_along.fitting(own) == shipped / "b"
-    assert coming_along.fitting(own | {"rope_theta": 5e5}) is None
-    assert coming_along.fitting(own | {"vocab_size": 12}) is None
+    assert chosen() == "b"
+    assert not chosen(rope_parameters={"rope_type": "default", "rope_theta": 5e5}) and not chosen(vocab=12)
 
 
 def test_a_damaged_shipped_draft_is_named(model, shipped):
     folder = random_draft(shipped / "a", model)
     (folder / "config.json").write_text("{")
-    with pytest.raises(CheckpointError):
-        coming_along.fitting(describe(model))
+    with pytest.raises(CheckpointError, match=str(folder)):
+        Speculator(target=model)
 
 
 def test_a_draft_for_a_method_that_is_not_known(model, tmp_path):
     folder = random_draft(tmp_path, model)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"drafter": "oracle"}))
-    assert kind(folder) == "oracle"
     with pytest.raises(CheckpointError):
         Speculator(folder)
 
 
 def test_a_draft_that_has_been_read_names_its_method(tmp_path):
     model = tiny_model(vocab=11, layers=6)
-    draft = Eagle3Draft.load(random_eagle3(tmp_path, model), rope_theta=500.0)
+    draft = Speculator(random_eagle3(tmp_path, model), target=model).draft()
     assert Speculator(target=model, draft=draft).method.name == "eagle3"
     with pytest.raises(CheckpointError):
         Speculator("longspec", target=model, draft=draft)

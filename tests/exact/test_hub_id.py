@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from longdraft import Speculator, load
-from tests.support.tiny import tiny_model, tiny_tokenizer
+from tests.support.tiny import tiny_folder
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 ID = "made-up/tiny-model"
@@ -21,8 +21,7 @@ ID = "made-up/tiny-model"
 def cache(tmp_path: Path) -> Path:
     """A cache as huggingface_hub lays it out, with one model."""
     snapshot = tmp_path / f"models--{ID.replace('/', '--')}" / "snapshots" / COMMIT
-    tiny_model(context=512).save_pretrained(snapshot)
-    tiny_tokenizer(chat=True).save_pretrained(snapshot)
+    tiny_folder(snapshot, context=512)
     refs = snapshot.parents[1] / "refs"
     refs.mkdir()
     (refs / "main").write_text(COMMIT)

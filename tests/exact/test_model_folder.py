@@ -17,7 +17,7 @@ from longdraft.integration import model_folder
 from tests.support.drafts import random_eagle3
 from tests.support.methods import EXACT, Specs
 from tests.support.quick import few
-from tests.support.tiny import tiny_model, tiny_tokenizer
+from tests.support.tiny import tiny_folder, tiny_model, tiny_tokenizer
 
 IDS = torch.tensor([[3, 9, 14, 7, 22, 5] * 4])
 SETTINGS = {"max_new_tokens": 20, "do_sample": False, "attention_mask": torch.ones_like(IDS)}
@@ -26,9 +26,7 @@ SETTINGS = {"max_new_tokens": 20, "do_sample": False, "attention_mask": torch.on
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
     folder = tmp_path_factory.mktemp("target")
-    tiny_model(layers=5).save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
+    return tiny_folder(folder, layers=5, chat=False)
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +72,7 @@ def test_a_model_of_the_folder_decodes_with_the_draft(exported, target, calls):
     assert torch.equal(model.generate(IDS, **SETTINGS), expected)  # by position, which a partial makes a trap
     assert torch.equal(model.generate(inputs=IDS, **SETTINGS), expected)
     assert calls == [("eagle3", str(exported / "draft"))] * 2
-    assert len(model._longdraft_made) == 1
+    assert len(vars(model)["_longdraft_made"]) == 1
     again = model.generate(IDS, custom_generate=str(exported), trust_remote_code=True, **SETTINGS)
     assert torch.equal(again, expected) and len(calls) == 3
     assert torch.equal(model.generate(IDS, custom_generate=Speculator("ar", target=model), **SETTINGS), expected)
@@ -120,7 +118,8 @@ def test_streams_and_stop_strings_reach_the_loop(exported):
 def test_a_model_with_the_folders_loop_can_be_copied(exported):
     model = AutoModelForCausalLM.from_pretrained(exported, trust_remote_code=True)
     expected = model.generate(IDS, **SETTINGS)
-    assert not copy.deepcopy(model)._longdraft_made and not pickle.loads(pickle.dumps(model._longdraft_made))
+    made = [vars(each)["_longdraft_made"] for each in (copy.deepcopy(model), model)]
+    assert not made[0] and not pickle.loads(pickle.dumps(made[1]))
     assert torch.equal(copy.deepcopy(model).generate(IDS, **SETTINGS), expected)
 
 

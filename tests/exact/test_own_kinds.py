@@ -11,7 +11,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
 
-from longdraft import Speculator, compose, register
+from longdraft import Speculator, compose, load, register
 from longdraft.cli.main import main
 from longdraft.drafters.suffix import SuffixDrafter
 from longdraft.drafters.united import UnitedDrafter
@@ -19,30 +19,20 @@ from longdraft.drafts.kinds import KINDS, Kind
 from longdraft.errors import CheckpointError
 from longdraft.methods import METHODS
 from longdraft.methods import methods as listed
-from longdraft.model.loading import load
 from longdraft.training.config import RunConfig
 from tests.support.drafts import random_heads
-from tests.support.tiny import tiny_model, tiny_tokenizer
+from tests.support.tiny import tiny_folder, tiny_model
 
+pytestmark = pytest.mark.usefixtures("as_before")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "recurrent_drafter.py"
 PROMPTS = [[7, 8, 9] * 6, [11, 5]]
-
-
-@pytest.fixture(autouse=True)
-def kinds_as_before():
-    methods, kinds = dict(METHODS), dict(KINDS)
-    yield
-    for now, before in ((METHODS, methods), (KINDS, kinds)):
-        now.clear()
-        now.update(before)
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """A tiny model's folder, texts, and a run of some steps, with what the example defines."""
     folder = tmp_path_factory.mktemp("recurrent")
-    tiny_model(context=512).save_pretrained(folder / "target")
-    tiny_tokenizer(chat=True).save_pretrained(folder / "target")
+    tiny_folder(folder / "target", context=512)
     rng = random.Random(0)
     rows = [{"text": " ".join(rng.choices(["rain", "in", "spain", "the", "plain"], k=30))} for _ in range(30)]
     (folder / "text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -121,9 +111,9 @@ def test_what_is_refused(place, tmp_path):
 
 def test_what_cannot_be_registered():
     with pytest.raises(ValueError, match="longspec"):
-        register(Kind("longspec", str, lambda draft: SuffixDrafter(), "mine"))
+        register(Kind("longspec", lambda draft: SuffixDrafter(), "mine", load=str))
     with pytest.raises(ValueError, match="draft"):
-        register(Kind("mine", str, SuffixDrafter, "mine"))
+        register(Kind("mine", SuffixDrafter, "mine", load=str))
 
 
 def test_on_the_command_line(place, capsys):

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from longdraft import PromptCache, Speculator
-from longdraft.errors import UnknownMethodError
 from tests.support.tiny import tiny_model
 
 SMALL = {"budget": 8, "sink": 4, "recent": 4, "block": 4, "margin": 6}
@@ -56,8 +55,3 @@ def test_a_full_pass_computes_no_logits_that_nobody_reads(dtype):
         rows.clear()
     assert sizes.count("refresh") > 3
     assert [r.token_ids for r in run.results()] == plain[:1]
-
-
-def test_the_exact_tier_is_refused_by_name(model):
-    with pytest.raises(UnknownMethodError, match="prompt-lookup"):
-        Speculator("specpv-exact", target=model)

@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 
-from longdraft.errors import LongdraftError, MemoryBudgetError
+from longdraft import LongdraftError
+from longdraft.errors import MemoryBudgetError
 from tests.fuzz.formats import Format
 
 # Seconds of the processor and of the clock, and bytes beyond those in use.

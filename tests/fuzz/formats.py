@@ -9,21 +9,18 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import torch
-from safetensors.torch import load_file, save_file
-
 import longdraft
 from longdraft import Speculator
 from longdraft.batch.output import Output
 from longdraft.bench import results
-from longdraft.bench.json_lines import JsonLines
+from longdraft.bench.records import Records
 from longdraft.bench.run import Measured
 from tests.bench import results_files
 from tests.fuzz import damage
 from tests.support import drafts
 from tests.support.gguf_files import write_gguf
-from tests.support.published import small_dflash, small_peagle
-from tests.support.tiny import tiny_model, tiny_tokenizer
+from tests.support.published import small_dflash, small_peagle, with_heads
+from tests.support.tiny import tiny_folder, tiny_model, tiny_tokenizer
 
 IDS = [[4, 5, 6, 4, 5, 6, 4, 5, 6, 4]]
 Change = Callable[[Random, Path], None]
@@ -94,8 +91,7 @@ _SHARD = "model-00001-of-00002.safetensors"
 
 
 def _model(path: Path) -> None:
-    tiny_model(layers=2).save_pretrained(path)
-    tiny_tokenizer(chat=True).save_pretrained(path)
+    tiny_folder(path, layers=2)
 
 
 def _sharded(path: Path) -> None:
@@ -106,7 +102,7 @@ def _sharded(path: Path) -> None:
 def _report(path: Path) -> None:
     """A page, and a run that goes on."""
     results.report_of(path)
-    JsonLines(path, results_files.header(("ar", "longspec")), Measured)
+    Records(path, results_files.header(("ar", "longspec")), Measured)
 
 
 def _results(path: Path) -> None:
@@ -128,18 +124,6 @@ def _output(path: Path) -> None:
 def _go_on(path: Path) -> None:
     with Output(path / "out.jsonl", _ORIGIN) as file:
         file.write({"line": file.rows + 1, "text": "c"}, False)
-
-
-def _tokenswift(path: Path) -> Any:
-    """A model's folder with heads, as TokenSwift publishes them."""
-    tiny_model(layers=2).save_pretrained(path)
-    (file,) = path.glob("*.safetensors")
-    heads = {}
-    for i in range(2):
-        begin = f"model.medusa_layers.{i}"
-        heads |= {f"{begin}.linear.weight": 0.1 * torch.randn(48, 48)}
-        heads |= {f"{begin}.{norm}.weight": torch.ones(48) for norm in ("input_layernorm", "post_layernorm")}
-    save_file(load_file(file) | heads, file, metadata={"format": "pt"})
 
 
 def _kept(path: Path) -> None:
@@ -185,7 +169,7 @@ FORMATS: dict[str, Format] = {
     ),
     "dflash": _draft(lambda path: small_dflash(path, target())),
     "peagle": _draft(lambda path: small_peagle(path, target())),
-    "tokenswift": Format(_tokenswift, _FOLDER, lambda path: _as_draft(path, "heads"), plain),
+    "tokenswift": Format(with_heads, _FOLDER, lambda path: _as_draft(path, "heads"), plain),
     "small-lm.gguf": Format(
         lambda path: write_gguf(path, vocab=61, tokens=[]),
         {"": _OF_GGUF},

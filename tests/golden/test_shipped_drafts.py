@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 
 import longdraft
-from longdraft import PromptCache, Speculator
-from longdraft.engine.stats import Result
+from longdraft import PromptCache, Result, Speculator
 from longdraft.methods import METHODS
 from longdraft.model.chat import chat_prompt
 from tests.support.quick import few

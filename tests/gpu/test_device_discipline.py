@@ -15,10 +15,10 @@ import torch
 from longdraft import Speculator
 from longdraft.attention.transfer import on_device
 from longdraft.engine.prompts import prefill_chunk
-from longdraft.model.graphs import Graphs
+from longdraft.model.gpu.graphs import Graphs
 from longdraft.model.runner import TargetRunner
 from tests.support.methods import EXACT, METHODS, Case, Specs
-from tests.support.nominal import DEVICE, Card, Mixed, OnCard, StandIn, card, moved
+from tests.support.nominal import DEVICE, Card, Mixed, OnCard, StandIn, moved
 from tests.support.quick import few, slow
 from tests.support.tiny import tiny_model
 
@@ -51,7 +51,7 @@ COUNTED = {
     "prompt-lookup": {"min_n": 1}, "longspec": {"widths": (4, 2)}, "eagle3": FLAT, "eagle": FLAT, "mtp": FLAT,
     "onepass": {"depth": 3, "top_k": 3}, "small-lm": {"depth": 3, "nodes": 8}, "specextend": {"depth": 2, "nodes": 8},
     "specextend-eagle3": {"depth": 2, "nodes": 8}, "self": {"depth": 2, **OWN_VIEW}, "heads": {"nodes": 8},
-    "magicdec": {"drafter": "self", "depth": 2}, "tokenswift": {"reuse_n": 2, **OWN_VIEW}, "triforce": {},
+    "magicdec": {"depth": 2}, "tokenswift": {"reuse_n": 2, **OWN_VIEW}, "triforce": {},
 }  # fmt: skip
 
 
@@ -82,12 +82,6 @@ def rounds(
         if step.seconds:
             found.waits.clear()
     return outputs, waits[1:]
-
-
-@pytest.fixture
-def there(monkeypatch):
-    with card(monkeypatch) as found:
-        yield found
 
 
 @pytest.fixture

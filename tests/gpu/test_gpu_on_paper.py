@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
+from longdraft import Sampling
 from longdraft.drafters.autoregressive import NoDrafter
 from longdraft.drafters.eagle3 import Eagle3Draft, Eagle3Drafter
 from longdraft.drafters.longspec import LongSpecDraft, LongSpecDrafter
@@ -28,7 +29,7 @@ from longdraft.drafters.shared.round import DraftRound
 from longdraft.engine.draws import Draws
 from longdraft.engine.loop import Engine
 from longdraft.engine.partial import SpecPV, partial_view
-from longdraft.engine.sampler import Sampler, Sampling
+from longdraft.engine.sampler import Sampler
 from longdraft.engine.schedule import Schedule
 from longdraft.engine.sequence import Sequence
 from longdraft.model.runner import TargetRunner
@@ -182,7 +183,7 @@ def level(watch, drafter) -> None:
     """Watches a draft's levels: how many rows are fed, how many go on, and what they see."""
 
     def about(round_, level, best):
-        bound, cache = drafter._bound, drafter.cache
+        bound, cache = drafter.draft.bound(drafter.runner), drafter.cache
         watch.weights += [*bound.block.parameters(), getattr(bound.logits, "weight", drafter.runner.parts.head)]
         watch.caches += [cache.store.keys, cache.store.values]
         s = round_.sequences[0]
@@ -272,8 +273,8 @@ def test_specpv(paper, watch, tmp_path, resized):
     resized(SINK=4, RECENT=8, BLOCK=4, PARTIAL=24)
 
     def choose(cache, slot, queries):
-        cache._summaries.update(slot, cache.full.readable(slot))
-        watch.caches += [cache.store.keys, cache.store.values, *cache._summaries._kept.values()]
+        cache.summaries.update(slot, cache.full.readable(slot))
+        watch.caches += [cache.store.keys, cache.store.values, *cache.summaries.of(slot).values()]
         return {"prefix": cache.full.readable(slot), "queries": queries[0].shape[1]}
 
     watch.on(TrueCache, "choose", choose)

@@ -30,7 +30,7 @@ from tests.support.tiny import tiny_model, tiny_tokenizer
 pytestmark = pytest.mark.gpu
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
-PATHS = ("hybrid", "triton") if GPU else ("cpu", "sdpa")
+PATHS = ("hybrid",) if GPU else ("cpu", "sdpa")
 HALF = torch.bfloat16 if GPU else torch.float32
 # Head size 64 and more layers than tiny models have: the kernels are those of real models.
 SIZES: dict[str, Any] = {"layers": 4, "hidden": 256, "heads": 8, "kv_heads": 2, "head_dim": 64}

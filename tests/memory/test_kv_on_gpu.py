@@ -8,15 +8,14 @@ import pytest
 import torch
 
 from longdraft import Speculator
-from longdraft.attention import dispatch
 from longdraft.errors import CapabilityError
 from longdraft.memory.store import KVShape, KVStore
-from longdraft.model.graphs import Graphs
+from longdraft.model.gpu.graphs import Graphs
 from longdraft.model.runner import TargetRunner
 from longdraft.native.scaled import Scaled
 from tests.support.forwards import forward
 from tests.support.methods import EXACT, Specs
-from tests.support.nominal import DEVICE, StandIn, card, moved
+from tests.support.nominal import DEVICE, StandIn, moved
 from tests.support.quick import few, slow
 from tests.support.tiny import tiny_model
 
@@ -24,12 +23,6 @@ PROMPTS = [[3, 9, 4, 7, 2, 5] * 4, [8, 1, 1, 6] * 5]
 SETTINGS = {"max_new_tokens": 9, "eos_token_ids": []}
 QUICK = ("prompt-lookup", "longspec")
 GPU_PAGE = Path(__file__).parents[2] / "docs" / "gpu.md"
-
-
-@pytest.fixture
-def there(monkeypatch):
-    with card(monkeypatch) as found:
-        yield found
 
 
 def tokens(spec: Speculator) -> list[list[int]]:
@@ -65,14 +58,12 @@ def test_a_view_of_all_rows_in_eight_bits_drafts_for_a_target_that_keeps_its_own
     assert found[0].mean_accepted_length > 2
 
 
-@pytest.mark.parametrize("fused", [True, False])
-def test_rows_are_those_that_the_models_own_dtype_would_hold(fused, there, monkeypatch):
-    """Prefill and a tree, ragged, by the fused kernels and by the model's own code: the first layer's rows, rounded."""
-    monkeypatch.setenv("LONGDRAFT_FUSED", str(int(fused)))
+def test_rows_are_those_that_the_models_own_dtype_would_hold(there, monkeypatch):
+    """Prefill and a tree, ragged: the first layer's rows, rounded."""
+    monkeypatch.setenv("LONGDRAFT_FUSED", "0")
     model, stores = moved(tiny_model(layers=2, dtype=torch.bfloat16)), []
     for kv_dtype in (torch.int8, None):
         runner = TargetRunner(model, kv_dtype=kv_dtype)
-        assert bool(runner.twin.fused.layers) is fused
         store = runner.new_store(2, 40)
         for slot, n in ((1, 9), (0, 4)):
             forward(runner, [list(range(1, n + 1))], store, [slot], logits="none")
@@ -99,16 +90,7 @@ def test_the_page_says_how_many_bytes_it_takes():
     assert row.format(*found) in GPU_PAGE.read_text(), found
 
 
-def test_another_path_than_the_targets_is_said_once(there, caplog):
-    dispatch.say_scaled.cache_clear()
-    runner = TargetRunner(moved(tiny_model(layers=1)), kv_dtype=torch.int8)
-    with caplog.at_level("INFO"):
-        for _ in range(2):
-            runner.new_store(1, 20)
-    assert caplog.text.count("in int8: triton, as hybrid reads") == 1
-
-
-def test_what_a_gpu_does_not_keep_is_refused_with_what_serves_instead(there, monkeypatch):
+def test_what_a_gpu_does_not_keep_is_refused_with_what_serves_instead(there):
     model = moved(tiny_model(layers=1))
     with pytest.raises(CapabilityError, match="in int8"):
         Speculator("ar", target=model, kv_dtype="bfloat16")
@@ -116,6 +98,3 @@ def test_what_a_gpu_does_not_keep_is_refused_with_what_serves_instead(there, mon
         Speculator("ar", target=model, kv_dtype="int8", offload="host")
     with pytest.raises(CapabilityError, match="deterministic=True"):
         Speculator("ar", target=model, kv_dtype="int8", deterministic=True)
-    monkeypatch.setenv(dispatch.ENVIRONMENT, "hybrid")
-    with pytest.raises(CapabilityError, match="forces a path"):
-        Speculator("ar", target=model, kv_dtype="int8")

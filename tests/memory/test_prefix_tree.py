@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from longdraft import PromptCache
 from longdraft.memory.prefix_tree import BLOCK, PrefixTree
-from longdraft.memory.prompt_cache import PromptCache
 from longdraft.memory.store import KVStore, Rows
 from longdraft.memory.token_ids import common_prefix, packed
 from tests.memory.test_prompt_cache import SHAPE, held, new_store, run

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from longdraft import PromptCache
 from longdraft.errors import CheckpointError, MemoryBudgetError
-from longdraft.memory.prompt_cache import PromptCache
 from longdraft.memory.store import KVShape, KVStore
 from longdraft.memory.token_ids import common_prefix
 

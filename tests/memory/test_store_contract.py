@@ -13,7 +13,7 @@ from longdraft.attention.block import Block
 from longdraft.errors import MemoryBudgetError
 from longdraft.memory import snapshot
 from longdraft.memory.disk_store import DiskStore
-from longdraft.memory.host_store import HostStore, Side
+from longdraft.memory.host_store import HostStore
 from longdraft.memory.store import KVShape, KVStore
 from longdraft.native.scaled import Scaled
 
@@ -23,8 +23,8 @@ SLOTS, BLOCK, FEATURES = 3, 6, 5
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
-class LazySide(Side):
-    """Copies as late as possible: without a wait, the rows are not there."""
+class LazySide:
+    """In the place of a stream: copies as late as possible: without a wait, the rows are not there."""
 
     def __init__(self) -> None:
         self.queue: list[tuple[torch.Tensor, torch.Tensor]] = []

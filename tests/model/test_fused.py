@@ -7,12 +7,15 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from longdraft.errors import UnsupportedModelError
+from longdraft.memory import sizes
 from longdraft.memory.windows import WindowStates
+from longdraft.model.loading import load
 from longdraft.model.runner import TargetRunner
 from longdraft.model.whole_lm import WholeLM
 from tests.native.levels import needs_kernels
 from tests.support.forward_outputs import DEPTHS, TREE, outputs
 from tests.support.forwards import forward
+from tests.support.gguf_files import write_gguf
 from tests.support.recurrent_models import recurrent_model
 from tests.support.tiny import FAMILIES, tiny_model
 from tests.support.window_models import NAMES, WINDOW, window_model
@@ -172,3 +175,12 @@ def test_a_model_with_windows_drafts_for_itself_in_one_call():
         for row, node in enumerate(nodes):
             log_probs = wanted[0, node].log_softmax(-1)
             torch.testing.assert_close(found[0, row], log_probs[places[0, row]], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("kind", "copied"), [("Q4_0", False), ("Q8_0", True), ("F16", True)])
+def test_a_model_that_drafts_for_itself_needs_memory_for_what_is_copied_alone(kind, copied, tmp_path, monkeypatch):
+    """Weights in so few bits already are read as they are stored."""
+    write_gguf(tmp_path / "a.gguf", kind=kind, words=kind)
+    runner = TargetRunner(load(tmp_path / "a.gguf", device="cpu", arithmetic="float32").model)
+    monkeypatch.setattr(sizes, "available_bytes", lambda device: 0)
+    assert (runner.twin.fused.draft_stack is None) is copied

@@ -12,11 +12,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import longdraft
+from longdraft import load
 from longdraft.errors import CapabilityError, CheckpointError, NumericalError
 from longdraft.folders import cache_folder
 from longdraft.model.chat import chat_prompt
 from longdraft.model.checkpoints import quiet
-from longdraft.model.loading import load
 from longdraft.model.runner import TargetRunner
 from longdraft.native.stored import FORMATS
 from tests.support.gguf_files import ids, write_gguf

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from transformers.integrations import ggml
 
 import longdraft
+from longdraft import load
 from longdraft.errors import CapabilityError, CheckpointError
-from longdraft.model.loading import load
 from longdraft.model.stored import is_stored
 from longdraft.native import kernels
 from tests.support.gguf_architectures import ARCHITECTURES, write

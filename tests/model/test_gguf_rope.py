@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import longdraft
+from longdraft import load
 from longdraft.errors import CapabilityError
-from longdraft.model.loading import load
 from longdraft.model.shared_parts import rotary_module
 from tests.support.gguf_files import write_gguf
 from tests.support.quick import in_turn

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from longdraft.model import side_by_side
-from longdraft.model.graphs import Graphs
+from longdraft.model.gpu import side_by_side
+from longdraft.model.gpu.graphs import Graphs
 from longdraft.model.runner import TargetRunner
 from tests.support.forward_outputs import outputs
 from tests.support.forwards import forward
@@ -24,12 +24,6 @@ pytest.importorskip("triton")
 DTYPES = torch.float32, torch.bfloat16
 GPU_PAGE = Path(__file__).parents[2] / "docs" / "gpu.md"
 MOST_LAUNCHES = 20
-
-
-@pytest.fixture
-def there(monkeypatch):
-    with card(monkeypatch) as found:
-        yield found
 
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}

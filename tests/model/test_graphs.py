@@ -5,41 +5,34 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
-from contextlib import nullcontext
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longdraft import Speculator
+from longdraft import Request, Speculator
 from longdraft.attention import hybrid
 from longdraft.attention.block import Block
 from longdraft.attention.reference import partial_attention
-from longdraft.engine.request import Request
 from longdraft.errors import MemoryBudgetError
 from longdraft.memory.host_store import HostStore
-from longdraft.model import graphs
-from longdraft.model.graphs import BUCKETS, Graphs, batches, padded, unavailable
+from longdraft.model.gpu import graphs
+from longdraft.model.gpu.graphs import BUCKETS, Graphs, batches, padded, unavailable
 from longdraft.model.outputs import NO_TAPS, Taps
 from longdraft.model.runner import TargetRunner
 from longdraft.trees.masks import padded_mask
 from longdraft.trees.tree import TokenTree
+from tests.memory.test_store_contract import LazySide
 from tests.support import torch_kernels
 from tests.support.forwards import forward
 from tests.support.methods import Specs
-from tests.support.nominal import StandIn, card, moved
+from tests.support.nominal import StandIn, moved
 from tests.support.quick import slow
 from tests.support.tiny import tiny_model
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 CLOSE = {"atol": 1e-4, "rtol": 1e-4}
-
-
-@pytest.fixture
-def there(monkeypatch):
-    with card(monkeypatch) as found:
-        yield found
 
 
 def static_attend(q, keys, values, block: Block, scale, scoring=None):
@@ -148,22 +141,10 @@ def test_every_size_is_padded_to_a_recorded_one(size):
     assert target.recorder.replays == 1
 
 
-@pytest.mark.parametrize("path", ["triton", "hybrid"])
-def test_a_capturable_path_reads_nothing_of_the_hosts_numbers(monkeypatch, path):
-    if path == "triton":
-        pytest.importorskip("triton")
-        if torch.cuda.is_available():
-            pytest.skip("the interpreter is not in use")
-        from longdraft.attention import triton_backend
-
-        monkeypatch.setattr(triton_backend, "_processors", lambda device: 8)  # so that there are splits
-        monkeypatch.setattr(triton_backend, "MIN_KEYS_PER_SPLIT", 16)
-        attend = triton_backend.attend
-    else:
-        monkeypatch.setenv("LONGDRAFT_ATTENTION", "sdpa")  # keys by row, as on a GPU
-        attend = hybrid.attend
-    with torch_kernels.registered() if path == "hybrid" else nullcontext():
-        target = Target(attend, layers=1)
+def test_a_capturable_path_reads_nothing_of_the_hosts_numbers(monkeypatch):
+    monkeypatch.setenv("LONGDRAFT_ATTENTION", "sdpa")  # keys by row, as on a GPU
+    with torch_kernels.registered():
+        target = Target(hybrid.attend, layers=1)
         target.read(50, 0, 7)
         for slots, sizes in (([0, 2], [3, 4]), ([2, 1], [4, 1])):
             target.check(slots, trees_of(*sizes, seed=5), Taps((0,), (0,)))
@@ -386,7 +367,7 @@ def test_prefills_and_stores_outside_the_device_are_computed_without():
     for logits in ("last", "none"):
         forward(target.runner, [[1, 2, 3]], target.stores[0], [0], logits=logits)
     forward(target.runner, [text(97, 0)], target.stores[0], [0])  # larger than any tree
-    forward(target.runner, [[1, 2]], HostStore(target.runner.kv_shape, 1, 64, "cpu"), [0])
+    forward(target.runner, [[1, 2]], HostStore(target.runner.kv_shape, 1, 64, "cpu", side=LazySide()), [0])
     assert target.recorder.captures == 0
 
 
@@ -428,13 +409,12 @@ def test_a_size_that_cannot_be_recorded_is_said_once_and_runs_without(caplog):
 
 
 def test_where_there_are_graphs(monkeypatch, caplog):
-    for device, path in ((CPU, "cpu"), (CPU, "triton"), (CUDA, "sdpa")):
+    for device, path in ((CPU, "cpu"), (CPU, "hybrid"), (CUDA, "sdpa")):
         assert unavailable(device, path) and not Graphs.on(device, path).recording
     assert "LONGDRAFT_ATTENTION=hybrid" in (unavailable(CUDA, "sdpa") or "")
-    for path in ("hybrid", "triton"):
-        assert unavailable(CUDA, path) is None and Graphs.on(CUDA, path).recording
-    assert Graphs.on(CUDA, "triton").padding(1) == 15 and Graphs.on(CUDA, "triton").padding(4) == 111
+    assert unavailable(CUDA, "hybrid") is None and Graphs.on(CUDA, "hybrid").recording
+    assert Graphs.on(CUDA, "hybrid").padding(1) == 15 and Graphs.on(CUDA, "hybrid").padding(4) == 111
     monkeypatch.setenv("LONGDRAFT_GRAPHS", "0")
     with caplog.at_level(logging.INFO, logger="longdraft"):
-        switched_off = Graphs.on(CUDA, "triton")
+        switched_off = Graphs.on(CUDA, "hybrid")
     assert not switched_off.recording and switched_off.padding(4) == 0 and "LONGDRAFT_GRAPHS=0" in caplog.text

@@ -15,8 +15,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
+from longdraft import load
 from longdraft.errors import CapabilityError, CheckpointError, ContextError
-from longdraft.model.loading import dtype_on, load
+from longdraft.model.loading import dtype_on
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
 CONTEXT = 64
@@ -69,7 +70,6 @@ def test_dtype_is_obeyed(folder, dtype):
     assert {weight.dtype for weight in load(folder, dtype=dtype, device="cpu").model.parameters()} == {wanted}
 
 
-NO_HUB_IDS = ("no/such/folder", "./nothing", "/nothing", "~/nothing-here", "gone.gguf")
 # What is loaded (None: a good folder) and how, the class of the error, and what it names.
 REFUSED = [
     *((None, {"dtype": dtype}, CapabilityError, "give auto") for dtype in ("int8", torch.int32)),

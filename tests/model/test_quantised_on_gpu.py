@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from longdraft import Speculator
-from longdraft.model.graphs import Graphs
+from longdraft.model.gpu.graphs import Graphs
 from longdraft.model.runner import TargetRunner
-from tests.support.nominal import StandIn, card, moved
+from tests.support.nominal import StandIn, moved
 from tests.support.tiny import tiny_model
 
 PROMPTS = [[3, 9, 4, 7, 2, 5] * 5, [8, 1, 1, 6] * 7]
@@ -44,12 +44,6 @@ def quantised(kind: type[Int8Linear]):
             for name in names:
                 setattr(part, f"{name}_proj", kind(getattr(part, f"{name}_proj")))
     return model
-
-
-@pytest.fixture
-def there(monkeypatch):
-    with card(monkeypatch) as found:
-        yield found
 
 
 @pytest.mark.parametrize(("kind", "recorded"), [(Int8Linear, True), (Waiting, False)])

@@ -11,18 +11,17 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from longdraft import Request, Result, Sampling, Speculator
+from longdraft import PromptCache, Request, Result, Sampling, Speculator
 from longdraft.errors import UnsupportedModelError
 from longdraft.memory import snapshot
-from longdraft.memory.prompt_cache import PromptCache
 from longdraft.memory.store import KVStore
 from longdraft.model.runner import TargetRunner
 from tests.native.levels import needs_kernels
 from tests.support.drafts import random_eagle3, random_heads, random_onepass
 from tests.support.forwards import forward
 from tests.support.quick import few, in_turn, slow
-from tests.support.recurrent_models import FAMILIES, KINDS, generated, recurrent_model, some_prompt
-from tests.support.tiny import tiny_tokenizer
+from tests.support.recurrent_models import FAMILIES, KINDS, recurrent_model, some_prompt
+from tests.support.tiny import own_text, tiny_tokenizer
 
 NEW = 24
 in_bits = needs_kernels  # without them torch's products round a row by the number of rows
@@ -164,7 +163,7 @@ def test_a_whole_run_is_the_models_own_generate(family):
     model = recurrent_model(family)
     spec = Speculator("prompt-lookup", target=model, plan="fixed", branches=2, min_n=1)
     for prompt in PROMPTS:
-        assert spec.generate([prompt], max_new_tokens=NEW)[0].token_ids == generated(model, prompt, NEW)
+        assert spec.generate([prompt], max_new_tokens=NEW)[0].token_ids == own_text(model, prompt, NEW)
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", slow("falcon_h1")])
@@ -172,10 +171,10 @@ def test_a_long_prompt_is_read_piece_by_piece(family):
     model, prompt = recurrent_model(family), some_prompt(2600)
     spec = Speculator("prompt-lookup", target=model, plan="fixed", branches=2, min_n=1)
     cache = PromptCache()
-    own = generated(model, prompt, 12)
+    own = own_text(model, prompt, 12)
     assert spec.generate([prompt], max_new_tokens=12, cache=cache)[0].token_ids == own
     (again,) = spec.generate([[*prompt[:2500], 7, 8, 9]], max_new_tokens=12, cache=cache)
-    assert again.token_ids == generated(model, [*prompt[:2500], 7, 8, 9], 12)
+    assert again.token_ids == own_text(model, [*prompt[:2500], 7, 8, 9], 12)
     assert cache.store is not None
     assert cache.store.restorable(0, 2100) == 2048
 

@@ -163,7 +163,7 @@ def test_attention_that_drops_our_argument_is_hosted():
     model, changed = tiny_model(), tiny_model()
     attention = changed.model.layers[1].self_attn
     own = attention.forward
-    attention.forward = lambda longdraft_hosted=None, **kept: own(**kept)
+    attention.forward = lambda longdraft_attend=None, **kept: own(**kept)
     logits = []
     for each in (model, changed):
         runner = TargetRunner(each)

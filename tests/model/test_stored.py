@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from longdraft import load
 from longdraft.errors import CapabilityError
-from longdraft.model.few_rows import FewRowsModule
-from longdraft.model.loading import load
+from longdraft.model.few_rows import MOST, quicken
 from longdraft.model.runner import TargetRunner
 from longdraft.model.stored import StoredEmbedding, StoredLinear, in_floats
 from tests.native.levels import needs_kernels
@@ -77,8 +77,7 @@ def test_a_layer_in_halves_is_computed_in_its_own_dtype_and_rounded_once(dtype, 
     layer = nn.Linear(96, 40, bias=bias, dtype=dtype)
     x = torch.randn(5, 96, dtype=dtype)
     exact = F.linear(x.double(), layer.weight.double(), layer.bias.double() if bias else None)
-    fast = FewRowsModule(layer)
-    assert fast.layers == [layer]
+    quicken(layer)
     found = layer(x)
     assert found.dtype == dtype
     torch.testing.assert_close(found.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-3)
@@ -86,23 +85,13 @@ def test_a_layer_in_halves_is_computed_in_its_own_dtype_and_rounded_once(dtype, 
     assert torch.equal(torch.cat([layer(row[None]) for row in x]), found)
 
 
-class Gated(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gate_proj, self.up_proj = nn.Linear(16, 24), nn.Linear(16, 24, bias=False)
-
-    def forward(self, x, y):
-        return self.gate_proj(x), self.up_proj(y), self.up_proj(x)
-
-
 @needs_kernels
-@pytest.mark.parametrize(("most", "rows", "ours"), [(128, 128, True), (128, 129, False), (None, 129, True)])
-def test_layers_of_the_same_rows_are_one_product_of_as_many_rows_as_are_ours(most, rows, ours):
-    module, (x, y) = Gated(), torch.randn(2, 1, rows, 16)
-    expected = module(x, y)
-    fast = FewRowsModule(module)
-    fast.most = most
-    assert fast.serves(x, torch.float32) == ours and not fast.serves(x[:, :1].double(), torch.float32)
-    with torch.inference_mode():
-        for found, wanted in zip(module(x, y), expected, strict=True):
-            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize(("rows", "ours"), [(MOST, True), (MOST + 1, False)])
+@torch.no_grad()
+def test_few_rows_are_our_kernels_and_more_are_torchs(rows, ours):
+    layer, x = nn.Linear(80, 24), torch.randn(1, rows, 80)
+    expected = layer(x)
+    quicken(layer)
+    found = layer(x)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(found, expected) is not ours

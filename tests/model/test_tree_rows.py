@@ -12,16 +12,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from longdraft.model.loading import load
+from longdraft import Speculator, load
 from longdraft.model.runner import TargetRunner
 from longdraft.model.stored import keep_stored
 from longdraft.model.stored_experts import keep_experts
-from longdraft.speculator import Speculator
 from tests.native.levels import needs_kernels
 from tests.support.gguf_architectures import write
 from tests.support.quick import few
 from tests.support.recurrent_models import FAMILIES, KINDS, recurrent_model
-from tests.support.tiny import tiny_model
+from tests.support.tiny import own_text, tiny_model
 from tests.support.tree_rows import check_rows, text
 from tests.support.window_models import NAMES, window_model
 from tests.zoo.tiny_models import tiny_config
@@ -102,8 +101,7 @@ def test_without_kernels_rows_are_equal_up_to_rounding_and_the_text_is_the_model
     check_rows(TargetRunner(model), partial(torch.allclose, rtol=1e-3, atol=1e-3))
     prompt = text(20)
     (result,) = Speculator("prompt-lookup", target=model).generate([prompt], max_new_tokens=16)
-    own = model.generate(torch.tensor([prompt]), max_new_tokens=16, do_sample=False)[0, 20:].tolist()
-    assert result.token_ids == own
+    assert result.token_ids == own_text(model, prompt, 16)
 
 
 @pytest.mark.parametrize("kind", ["bloom", "gpt_neo", "falcon"])

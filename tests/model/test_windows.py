@@ -7,21 +7,14 @@ from functools import partial
 import pytest
 import torch
 
+from longdraft import PromptCache, Speculator
 from longdraft.errors import UnsupportedModelError
 from longdraft.memory import snapshot
-from longdraft.memory.prompt_cache import PromptCache
 from longdraft.model.runner import TargetRunner
-from longdraft.speculator import Speculator
 from tests.support.drafts import random_draft, random_eagle3
+from tests.support.tiny import own_text
 from tests.support.tree_rows import text
 from tests.support.window_models import window_model
-
-
-def own(model, prompt, new):
-    """What the model's own ``generate`` writes."""
-    with torch.inference_mode():
-        return model.generate(torch.tensor([prompt]), max_new_tokens=new, do_sample=False)[0, len(prompt) :].tolist()
-
 
 METHODS = {
     "ar": {},
@@ -45,7 +38,7 @@ def test_a_model_with_windows_writes_its_own_text(name, method, tmp_path):
     spec = Speculator(method, target=model, plan="fixed", **options)
     prompts = [text(300 if name == "gemma3" else 60), text(20, 1), text(3, 2)]
     results = spec.generate(prompts, max_new_tokens=20)
-    assert [r.token_ids for r in results] == [own(model, prompt, 20) for prompt in prompts]
+    assert [r.token_ids for r in results] == [own_text(model, prompt, 20) for prompt in prompts]
     assert method == "ar" or sum(r.drafted for r in results) > 0
     assert method not in ("self", "quantspec", "magicdec") or all(r.mean_accepted_length > 1 for r in results)
 
@@ -67,7 +60,7 @@ def test_the_rows_of_a_window_do_not_grow_with_the_text_and_a_cache_goes_back_as
     assert short.bytes_per_slot == long.bytes_per_slot and long.rows < len(first)
     for prompt in (first, first[:2690] + text(30, 6), first[:900] + text(40, 7)):
         (result,) = spec.generate([prompt], max_new_tokens=6, cache=cache)
-        assert result.token_ids == own(model, prompt, 6)
+        assert result.token_ids == own_text(model, prompt, 6)
 
 
 def test_a_snapshot_restores_windows(tmp_path):

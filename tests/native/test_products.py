@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from longdraft.model.stored import light
 from longdraft.native import Stored
+from longdraft.native.boundary import address
 from longdraft.native.experts import ExpertProducts, ExpertWeights
 from longdraft.native.stored import FORMATS, HALVES, rounded_to_int8
 from tests.native.cases import (
@@ -68,10 +69,12 @@ def test_a_product_is_its_definition_and_a_row_has_its_bits(kernels, form, rows,
 
 @pytest.mark.parametrize("form", [form for form in FORMS if form not in ("float32", *FORMATS)])
 @settings(max_examples=3)
-@given(rows=st.integers(1, 20), outs=st.integers(1, 60), seed=st.integers(0, 99))
-def test_whole_numbers_give_the_same_bits_with_every_instruction_set(form, rows, outs, seed):
+@given(rows=st.integers(1, 40), outs=st.sampled_from([1, 16, 41, 48]), seed=st.integers(0, 99))
+def test_whole_numbers_give_the_same_bits_with_every_instruction_set_and_woven(form, rows, outs, seed):
     w, x = matrix(form, outs, 512, seed), torch.randn(rows, 512, generator=generator(seed))
-    found = [kernels_of(level).linear(x, [(w, None)])[0] for level in LEVELS]
+    ways = [(own, each) for own in map(kernels_of, LEVELS) for each in (w, own.weave(w))]
+    assert all((each is w) == (outs % own.lanes > 0) for own, each in ways[1::2])
+    found = [own.linear(x, [(each, None)])[0] for own, each in ways]
     assert all(torch.equal(each, found[0]) for each in found)
 
 
@@ -187,25 +190,48 @@ def test_what_is_no_matrix_of_these_is_refused(made, says):
         made()
 
 
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.zeros(4, 8, dtype=torch.bfloat16),
+        torch.zeros(4, 8, dtype=torch.float64),
+        torch.zeros(8, 4, dtype=torch.float32).T,
+        torch.zeros(4, 8, dtype=torch.float32, device="meta"),
+        torch.zeros(3, 8, dtype=torch.float32),
+    ],
+)
+def test_what_a_kernel_would_misread_is_refused(tensor):
+    with pytest.raises(TypeError):
+        address(tensor, size=32)
+
+
+def test_a_product_of_other_sizes_is_refused(kernels):
+    weights = torch.ones(8, 64, dtype=torch.float32)
+    for wrong in (weights[:, :32].contiguous(), weights.double(), Stored.of(weights[:, :32].bfloat16())):
+        with pytest.raises(TypeError):
+            kernels.linear(torch.ones(2, 64, dtype=torch.float32), [(wrong, None)])
+
+
 # --- products with the matrices of chosen experts ---
 
-COUNT, OUT = 5, 50
+COUNT = 5
 # Experts, and the first of their rows.
 CHOSEN, STARTS = [4, 0, 2], [0, 1, 8, 19]
 
 
-def of_experts(form: str) -> tuple[ExpertWeights, list]:
-    """Weights of all experts together, and each expert's own matrix."""
-    whole, bias = matrix(form, COUNT * OUT, 256), torch.randn(COUNT, OUT, generator=generator(1))
+def of_experts(kernels, form: str, outs: int) -> tuple[ExpertWeights, list]:
+    """Weights of all experts together, woven where that is possible, and each expert's own matrix."""
+    whole, bias = matrix(form, COUNT * outs, 256), torch.randn(COUNT, outs, generator=generator(1))
     if isinstance(whole, Stored):
-        each = [Stored(rows, whole.format, whole.int8) for rows in whole.data.split(OUT)]
-        return ExpertWeights(whole, bias, count=COUNT), each
-    return ExpertWeights(whole.view(COUNT, OUT, 256), bias), list(whole.split(OUT))
+        each = [Stored(rows, whole.format, whole.int8) for rows in whole.data.split(outs)]
+        return ExpertWeights(kernels.weave(whole, outs), bias, count=COUNT), each
+    return ExpertWeights(whole.view(COUNT, outs, 256), bias), list(whole.split(outs))
 
 
+@pytest.mark.parametrize("outs", [48, 50])
 @pytest.mark.parametrize("form", ["float32", "Q8_0", "Q8_0 in int8", "Q4_K", "Q4_K in int8", "MXFP4"])
-def test_a_row_of_an_expert_has_the_bits_of_a_product_with_its_matrix(kernels, form):
-    weights, own = of_experts(form)
+def test_a_row_of_an_expert_has_the_bits_of_a_product_with_its_matrix(kernels, form, outs):
+    weights, own = of_experts(kernels, form, outs)
     x = torch.randn(STARTS[-1], 256, generator=generator(0))
     (found,) = ExpertProducts(kernels, [weights])(x, CHOSEN, STARTS)
     for expert, start, end in zip(CHOSEN, STARTS, STARTS[1:], strict=False):

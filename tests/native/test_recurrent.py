@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-from longdraft.native.recurrent import LinearRecurrence, RecurrentInputs, RecurrentKernels, RecurrentTree
+from longdraft.native.recurrent import LinearRecurrence, RecurrentInputs, RecurrentTree, convolve, recur
 from tests.native.levels import needs_kernels
 from tests.support.quick import in_turn
 
@@ -60,7 +61,7 @@ def by_formula(
 
 @pytest.mark.parametrize(("kind", "sizes"), in_turn(KINDS, SIZES, each=2), ids=str)
 def test_rows_are_what_the_formula_says_and_have_their_bits_whatever_is_beside_them(kernels, kind, sizes):
-    kernel, r = RecurrentKernels(kernels).rows, recurrence(kind, sizes)
+    kernel, r = partial(recur, kernels), recurrence(kind, sizes)
     start = torch.randn(sizes[0], sizes[2], sizes[3], generator=torch.manual_seed(1))
     pending, rows = rows_of(kind, sizes, 2, 2), rows_of(kind, sizes, len(PARENTS), 3)
     state = start.clone()
@@ -96,11 +97,11 @@ def test_rows_are_convolved_with_what_they_see(kernels, channels, size):
     g = torch.Generator().manual_seed(0)
     weight, bias = torch.randn(channels, size, generator=g), torch.randn(channels, generator=g)
     window, rows = torch.randn(size - 1, channels, generator=g), torch.randn(4, channels, generator=g)
-    places, convolve = torch.randint(0, size + 3, (6, size), generator=g), RecurrentKernels(kernels).convolve
+    places = torch.randint(0, size + 3, (6, size), generator=g)
     for silu in (False, True):
-        out = convolve(weight, bias, silu, [(window, rows)] * 2, [places, places.flip(0)])
+        out = convolve(kernels, weight, bias, silu, [(window, rows)] * 2, [places, places.flip(0)])
         expected = torch.einsum("tkc,ck->tc", torch.cat([window, rows])[places], weight) + bias
         torch.testing.assert_close(out[0], F.silu(expected) if silu else expected, rtol=1e-4, atol=1e-5)
         assert torch.equal(out[1], out[0].flip(0))
-        alone = convolve(weight, bias, silu, [(window, rows)], [places[2:3]])
+        alone = convolve(kernels, weight, bias, silu, [(window, rows)], [places[2:3]])
         assert torch.equal(alone[0, 0], out[0, 2])

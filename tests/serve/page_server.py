@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from longdraft import Speculator
-from longdraft.errors import LongdraftError
+from longdraft import LongdraftError, Speculator
 from longdraft.serve.choice import Choice
 from longdraft.serve.errors import ApiError
 from longdraft.serve.service import Service

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
+import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
+from longdraft import LoadedModel
 from longdraft.errors import CheckpointError
 from longdraft.memory import snapshot
-from longdraft.model.checkpoints import LoadedModel
+from longdraft.memory.store import KVShape, KVStore
+from longdraft.serve.prefixes import DiskPrefixes
 from longdraft.serve.service import service_of
 from longdraft.serve.settings import Settings
 from tests.serve.kept_texts import HEAD, NEW, OLD, POINTS, ROW, Texts, files, kill_at_every_point
@@ -70,15 +78,16 @@ def test_a_prompt_survives_a_restart(tmp_path, prompt, piece, rows, reused):
     assert Texts(tmp_path, rows=rows).read(prompt, piece=piece) == reused
 
 
-def test_a_file_is_not_read_for_what_slots_have_too(tmp_path, monkeypatch):
+def test_a_file_is_not_read_for_what_slots_have_too(tmp_path):
     cache = Texts(tmp_path)
     cache.read(TEXT)
     cache.keep_all()
-    monkeypatch.setattr(snapshot, "load", None)
+    (kept_as,) = files(tmp_path)
+    file = kept_as.rename(tmp_path / "elsewhere")
     assert cache.read([*TEXT[:60], 7], slot=1) == 60  # from slot 0
     assert cache.read([*TEXT[:63], 7], slot=0) == 63
     assert cache.read([*TEXT[:66], 7], slot=0) == 63  # three tokens are not worth reading a file
-    monkeypatch.undo()
+    file.rename(kept_as)
     assert cache.read([*TEXT[:80], 7], slot=0) == 80
 
 
@@ -213,7 +222,6 @@ def test_a_full_disk_is_reported_once_and_nothing_is_lost(tmp_path, caplog, free
 
 def test_writing_that_fails_leaves_nothing_behind_but_what_was_there(tmp_path, caplog):
     """It fails by the system's limit for files; after that nothing is tried for a while."""
-    resource = pytest.importorskip("resource")
     kept(tmp_path, TEXT[:20])
     before = files(tmp_path)
     cache = Texts(tmp_path)
@@ -245,15 +253,23 @@ def test_files_that_are_not_snapshots_are_damaged_or_somebody_elses(tmp_path):
     assert files(tmp_path) == [other]
 
 
-@pytest.mark.parametrize("end", [-1, 0, None])
-def test_a_file_that_is_damaged_or_gone_after_the_start_is_not_used(tmp_path, caplog, end):
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "gone": Path.unlink,
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "empty": lambda path: path.write_bytes(b""),
+    "flipped": lambda path: path.write_bytes(path.read_bytes()[:-5] + b"\7" + path.read_bytes()[-4:]),
+    "another text's": lambda path: path.write_bytes(kept(path.parent / "other", [7] * 100).read_bytes()),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_file_that_is_damaged_or_gone_after_the_start_is_not_used(tmp_path, caplog, change):
     file = kept(tmp_path, TEXT)
     cache = Texts(tmp_path)
     cache.read([*TEXT[:10], 9])
-    whole = file.read_bytes()
-    file.unlink() if end is None else file.write_bytes(whole[:end])
+    CHANGES[change](file)
     assert cache.read([*TEXT, 7]) == 0  # the ten of the slot are lost: they could have been overwritten
-    assert not files(tmp_path) and "snapshot" in caplog.text
+    assert change == "another text's" or (not files(tmp_path) and "snapshot" in caplog.text)
 
 
 def test_a_file_that_may_not_be_read_is_left_alone(tmp_path, caplog, monkeypatch):
@@ -287,12 +303,6 @@ def test_a_file_is_read_only_if_it_has_the_hidden_states_that_are_needed(tmp_pat
         assert Texts(tmp_path, layers=layers).read(TEXT) == reused
 
 
-def test_a_folder_that_cannot_be_created_is_an_error(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError):
-        Texts(tmp_path / "file" / "folder")
-
-
 def test_a_server_whose_folder_cannot_be_written_does_not_start(tmp_path):
     model = LoadedModel(tiny_model(context=64), tiny_tokenizer(chat=True))
     settings = Settings("m", ("ar",), slots=1, context=64, tree_bytes=0, snapshots=tmp_path / "kept")
@@ -300,6 +310,50 @@ def test_a_server_whose_folder_cannot_be_written_does_not_start(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError):
         service_of(model, replace(settings, snapshots=tmp_path / "file" / "kept"), {}, {})
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"feature_layers": "one"}, {"target": ""}, {"format": "longdraft-kv-9"}, {"checksums": "[" * 100_000},
+     {"checksums": "5"}, {"kind": "another"}, {"checksum": "9" * 5000}],
+    ids=lambda each: "-".join(each),
+)  # fmt: skip
+def test_wrong_metadata_are_a_miss(changed, tmp_path):
+    path = kept(tmp_path, TEXT)
+    with safe_open(path, framework="pt") as file:
+        save_file(load_file(path), path, metadata=file.metadata() | changed)
+    assert Texts(tmp_path).read(TEXT) == 0
+
+
+def test_a_file_that_memory_has_no_room_for_is_a_miss_and_stays(tmp_path, caplog):
+    shape, path = KVShape(2, 1, 8192, torch.float32), tmp_path / "a.kv.safetensors"
+
+    def opened() -> DiskPrefixes:
+        cache = DiskPrefixes(tmp_path, "target", 1 << 30, 4)
+        cache.open(lambda slots, rows: KVStore(shape, 1, 200), 1, 200)
+        return cache
+
+    whole = KVStore(shape, 1, 200)
+    whole.lengths[0] = 100
+    snapshot.save(whole, 0, TEXT, "target", path)
+    cache = opened()
+    _, hard = limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + (4 << 20), hard))
+    try:
+        found, _ = cache.begin(0, TEXT), DiskPrefixes(tmp_path, "target", 1 << 30, 4)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+    assert found == 0 and path.is_file() and path.name in caplog.text
+    assert cache.begin(0, TEXT) == opened().begin(0, TEXT) == 99
+
+
+def test_a_folder_that_cannot_be_written_ends_the_start(tmp_path, monkeypatch):
+    def full(*arguments, **options):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", full)
+    with pytest.raises(CheckpointError, match=str(tmp_path)):
+        DiskPrefixes(tmp_path, "target", 1 << 30)
 
 
 # --- kill -9 ---

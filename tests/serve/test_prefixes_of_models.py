@@ -11,8 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longdraft import Request, Speculator
-from longdraft.engine.stats import Result
+from longdraft import Request, Result, Speculator
 from longdraft.serve.prefixes import DiskPrefixes
 from tests.support.drafts import random_eagle3
 from tests.support.tiny import tiny_model

@@ -154,7 +154,6 @@ WEATHER = {
                        "additionalProperties": False},
     },
 }  # fmt: skip
-TIME = {"type": "function", "function": {"name": "time"}}
 
 
 @settings(max_examples=30)

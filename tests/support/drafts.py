@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -24,6 +24,46 @@ from longdraft.model.runner import TargetRunner
 from longdraft.model.shared_parts import describe
 from tests.support.tiny import Family, tiny_model
 
+M = TypeVar("M", bound=torch.nn.Module)
+# What drafts of EAGLE-3's kind say of positions.
+ROPE = {
+    "rope_theta": 1e4, "rope_factor": None, "rope_factor_trained": None, "rope_original_length": 512,
+    "trained_length": 512,
+}  # fmt: skip
+
+
+def noise(shapes: Mapping[str, Sequence[int]], seed: int = 0) -> dict[str, torch.Tensor]:
+    """Tensors in which every part matters: no weight is zero, no norm is one."""
+    generator, found = torch.Generator().manual_seed(seed), {}
+    for name, shape in shapes.items():
+        numbers = torch.randn(tuple(shape), generator=generator)
+        found[name] = 1 + 0.2 * numbers if "norm" in name else 0.25 * numbers
+    return found
+
+
+def filled(block: M, seed: int = 0) -> M:
+    """A module with such weights."""
+    with torch.no_grad():
+        weights = dict(block.named_parameters())
+        for name, numbers in noise({name: weight.shape for name, weight in weights.items()}, seed).items():
+            weights[name].copy_(numbers)
+    return block
+
+
+def table(kept: list[int] | None, vocabulary: int = 0) -> dict[str, torch.Tensor]:
+    """The tensors of a smaller vocabulary: from a draft's ids to the target's, and which of those it has."""
+    if kept is None:
+        return {}
+    whole = {"t2d": torch.isin(torch.arange(vocabulary), torch.tensor(kept))} if vocabulary else {}
+    return {"d2t": torch.tensor(kept) - torch.arange(len(kept))} | whole
+
+
+def _written(folder: Path, kind: str, model: PreTrainedModel, block: Any, kept: Any, **config: Any) -> Path:
+    """A folder of ours."""
+    said = block.shape.as_dict() | {"draft_vocab_size": kept and len(kept)} | config
+    draft_folder.save(folder, DraftFolder(kind, said, dict(block.state_dict()) | table(kept), describe(model)))
+    return folder
+
 
 def random_block(model: PreTrainedModel, window: int = 8, seed: int = 0, final_norm: bool = False) -> LongSpecBlock:
     """A block for this target in which every part matters: no weight is zero, no norm is one."""
@@ -34,12 +74,7 @@ def random_block(model: PreTrainedModel, window: int = 8, seed: int = 0, final_n
             model.config.rms_norm_eps, window, final_norm,
         )
     )  # fmt: skip
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, weight in block.named_parameters():
-            noise = torch.randn(weight.shape, generator=generator)
-            weight.copy_(1 + 0.2 * noise if name.endswith("norm.weight") else 0.25 * noise)
-    return block
+    return filled(block, seed)
 
 
 def random_draft(
@@ -56,13 +91,7 @@ def random_draft(
     Args:
         kept: target ids of a smaller vocabulary, in increasing order.
     """
-    block = random_block(model, window, seed, final_norm)
-    tensors = dict(block.state_dict())
-    config = block.shape.as_dict() | {"draft_vocab_size": kept and len(kept), "trained_length": 64}
-    if kept is not None:
-        tensors["d2t"] = torch.tensor(kept) - torch.arange(len(kept))
-    draft_folder.save(folder, DraftFolder("longspec", config, tensors, describe(model)))
-    return folder
+    return _written(folder, "longspec", model, random_block(model, window, seed, final_norm), kept, trained_length=64)
 
 
 def random_eagle3_block(
@@ -75,13 +104,7 @@ def random_eagle3_block(
         "hidden_size": hidden, "intermediate_size": 2 * hidden, "heads": 4, "kv_heads": 2, "head_dim": 12,
         "feature_size": 3 * hidden, "vocabulary": len(kept) if kept else shape["vocab_size"],
     }  # fmt: skip
-    block = Eagle3Block(Eagle3Shape(**(sizes | over)))
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, weight in block.named_parameters():
-            noise = torch.randn(weight.shape, generator=generator)
-            weight.copy_(1 + 0.2 * noise if "norm" in name else 0.25 * noise)
-    return block
+    return filled(Eagle3Block(Eagle3Shape(**(sizes | over))), seed)
 
 
 def random_eagle3(
@@ -102,32 +125,19 @@ def random_eagle3(
         settings: more of config.json, such as ``rope_factor``.
         over: sizes of the module.
     """
-    block = random_eagle3_block(model, kept, seed, **over)
-    config = block.shape.as_dict() | {
-        "feature_layers": list(layers), "draft_vocab_size": kept and len(kept), "window": window, "rope_theta": 1e4,
-        "rope_factor": None, "rope_factor_trained": None, "rope_original_length": 512, "trained_length": 512,
-    } | (settings or {})  # fmt: skip
-    tensors = dict(block.state_dict())
-    if kept is not None:
-        tensors["d2t"] = torch.tensor(kept) - torch.arange(len(kept))
-    draft_folder.save(folder, DraftFolder("eagle3", config, tensors, describe(model)))
-    return folder
+    block, reads = random_eagle3_block(model, kept, seed, **over), {"feature_layers": list(layers), "window": window}
+    return _written(folder, "eagle3", model, block, kept, **reads, **ROPE | (settings or {}))
 
 
 def random_mtp(folder: Path, model: PreTrainedModel, seed: int = 0) -> Path:
     """A folder with a layer that predicts further tokens, of the class of this target's layers."""
-    generator = torch.Generator().manual_seed(seed)
     size = model.config.hidden_size
     shapes = {f"layers.0.{name}": tuple(t.shape) for name, t in model.model.layers[0].state_dict().items()}
     shapes |= {f"{name}.weight": (size,) for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")}
     shapes["fc.weight"] = (size, 2 * size)
-    tensors = {}
-    for name, shape in shapes.items():
-        noise = torch.randn(shape, generator=generator)
-        tensors[f"mtp.{name}"] = 1 + 0.2 * noise if "norm" in name else 0.25 * noise
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({"model_type": model.config.model_type}))
-    save_file(tensors, folder / "model.safetensors")
+    save_file({f"mtp.{name}": t for name, t in noise(shapes, seed).items()}, folder / "model.safetensors")
     return folder
 
 
@@ -148,15 +158,8 @@ def random_onepass(
     block = OnePassBlock(OnePassShape(**plain.shape.as_dict(), slots=slots, rank=rank))
     generator = torch.Generator().manual_seed(seed + 1)
     own = {n: 0.5 * torch.randn(t.shape, generator=generator) for n, t in block.state_dict().items()}
-    tensors = own | dict(plain.state_dict())
-    config = block.shape.as_dict() | {
-        "feature_layers": list(layers), "draft_vocab_size": kept and len(kept), "window": window, "rope_theta": 1e4,
-        "rope_factor": None, "rope_factor_trained": None, "rope_original_length": 512, "trained_length": 512,
-    }  # fmt: skip
-    if kept is not None:
-        tensors["d2t"] = torch.tensor(kept) - torch.arange(len(kept))
-    draft_folder.save(folder, DraftFolder("onepass", config, tensors, describe(model)))
-    return folder
+    block.load_state_dict(own | dict(plain.state_dict()))
+    return _written(folder, "onepass", model, block, kept, feature_layers=list(layers), window=window, **ROPE)
 
 
 def published_eagle3(folder: Path, model: PreTrainedModel, kept: list[int] | None = None, **over: Any) -> Path:
@@ -168,9 +171,7 @@ def published_eagle3(folder: Path, model: PreTrainedModel, kept: list[int] | Non
     block = random_eagle3_block(model, kept)
     tensors = {n: t.clone() for n, t in block.state_dict().items()}
     vocabulary = describe(model)["vocab_size"]
-    if kept is not None:
-        tensors["d2t"] = torch.tensor(kept) - torch.arange(len(kept))
-        tensors["t2d"] = torch.isin(torch.arange(vocabulary), torch.tensor(kept))
+    tensors |= table(kept, vocabulary)
     config = {
         "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": 48,
         "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12,
@@ -188,11 +189,8 @@ def published_eagle(folder: Path, model: PreTrainedModel) -> Path:
     shape = describe(model)
     hidden, vocabulary = shape["hidden_size"], shape["vocab_size"]
     block = EagleBlock(EagleShape(hidden, 2 * hidden, 4, 2, 24, hidden, vocabulary))
-    generator = torch.Generator().manual_seed(0)
     tensors = {"embed_tokens.weight": torch.zeros(vocabulary, hidden)}
-    for name, weight in block.state_dict().items():
-        noise = torch.randn(weight.shape, generator=generator)
-        tensors[name.replace("midlayer", "layers.0")] = 1 + 0.2 * noise if "norm" in name else 0.25 * noise
+    tensors |= {n.replace("midlayer", "layers.0"): t for n, t in filled(block).state_dict().items()}
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": hidden,
         "intermediate_size": 2 * hidden, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24,
@@ -230,18 +228,8 @@ def random_heads(
         kept: target ids of a smaller vocabulary, in increasing order.
     """
     shape = describe(model)
-    block = HeadsBlock(HeadsShape(shape["hidden_size"], heads, model.config.rms_norm_eps))
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, weight in block.named_parameters():
-            noise = torch.randn(weight.shape, generator=generator)
-            weight.copy_(1 + 0.2 * noise if "norm" in name else 0.25 * noise)
-    tensors = dict(block.state_dict())
-    if kept is not None:
-        tensors["d2t"] = torch.tensor(kept) - torch.arange(len(kept))
-    config = block.shape.as_dict() | {"draft_vocab_size": kept and len(kept), "trained_length": 64}
-    draft_folder.save(folder, DraftFolder("heads", config, tensors, describe(model)))
-    return folder
+    block = filled(HeadsBlock(HeadsShape(shape["hidden_size"], heads, model.config.rms_norm_eps)), seed)
+    return _written(folder, "heads", model, block, kept, trained_length=64)
 
 
 def random_lm(folder: Path, model: PreTrainedModel, *, kept: list[int] | None = None, length: int = 64) -> Path:
@@ -253,8 +241,7 @@ def random_lm(folder: Path, model: PreTrainedModel, *, kept: list[int] | None = 
         name: torch.randn(t.shape, generator=generator) * 0.2 + (t.ndim == 1)
         for name, t in small_models.decoder(sizes).state_dict().items()
     }
-    if kept is not None:
-        tensors["d2t"] = torch.tensor(kept) - torch.arange(len(kept))
+    tensors |= table(kept)
     config = {"model": sizes, "draft_vocab_size": kept and len(kept), "trained_length": length}
     draft_folder.save(folder, DraftFolder("small-lm", config, tensors, runner.parts.description))
     return folder

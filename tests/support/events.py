@@ -6,11 +6,10 @@ from collections.abc import Mapping
 
 import torch
 
+from longdraft import Step
 from longdraft.engine.event import Event
 from longdraft.engine.loop import Engine
 from longdraft.engine.sequence import Sequence
-from longdraft.engine.session import Session
-from longdraft.engine.stats import Step
 from longdraft.trees.tree import TokenTree
 
 
@@ -36,12 +35,6 @@ def attended(s: Sequence, queries: Mapping[int, torch.Tensor]) -> Event:
 def replaced(s: Sequence, start: int) -> Event:
     """A round without a draft that made the rows from ``start`` on exact."""
     return Event(s, _root(s), replaced=start)
-
-
-def forgotten(session: Session) -> bool:
-    """Whether nothing is kept of requests that have ended."""
-    engine = session._engine
-    return not session._entries and not engine.stats and sorted(engine._free) == [*range(engine.slots)]
 
 
 def decoded(engine: Engine, sequences: list[Sequence]) -> list[Step]:

@@ -76,7 +76,6 @@ METHODS = {
     "specextend": Case("specextend", "small-lm", SMALL_RETRIEVAL | {"threshold": 0.2}),
     "self": Case("self", None, SNAPKV),
     "magicdec": Case("magicdec", None, STREAMING),
-    "magicdec small-lm": Case("magicdec", "small-lm", {"drafter": "small-lm", "depth": 3, **STREAMING}),
     "triforce": Case("triforce", "small-lm", TRIFORCE),
     "heads": Case("heads", "heads"),
     "tokenswift": Case("tokenswift", "heads", {"reuse_n": 2, "budget": 24, "sink": 4, "window": 8}),

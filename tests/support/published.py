@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from tests.support.definitions import MASK
-from tests.support.drafts import random_eagle3_block
+from tests.support.drafts import noise, random_eagle3_block, table
 from tests.support.tiny import tiny_model
 
 Shapes = dict[str, tuple[int, ...]]
@@ -27,13 +27,7 @@ LAYER = {
 
 
 def random(shapes: Shapes, half: bool = False) -> Tensors:
-    """Tensors in which every part matters: no weight is zero, no norm is one."""
-    generator, found = torch.Generator().manual_seed(3), {}
-    for name, shape in shapes.items():
-        noise = torch.randn(shape, generator=generator)
-        found[name] = 1 + 0.2 * noise if "norm" in name else 0.25 * noise
-        found[name] = found[name].half() if half else found[name]
-    return found
+    return {name: t.half() if half else t for name, t in noise(shapes, 3).items()}
 
 
 def save(folder: Path, config: dict[str, Any], tensors: Tensors, pickled: bool = False) -> Path:
@@ -51,10 +45,7 @@ def save(folder: Path, config: dict[str, Any], tensors: Tensors, pickled: bool =
 
 def with_vocabulary(tensors: Tensors, kept: list[int] | None, vocabulary: int = 11) -> Tensors:
     """And the tables of a smaller vocabulary."""
-    if kept is None:
-        return tensors
-    tables = {"d2t": torch.tensor(kept) - torch.arange(len(kept))}
-    return tensors | tables | {"t2d": torch.isin(torch.arange(vocabulary), torch.tensor(kept))}
+    return tensors | table(kept, vocabulary)
 
 
 # --- LongSpec, EAGLE-1, EAGLE-2 and EAGLE-3, by their authors ---

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.tiny import tiny_model, tiny_tokenizer
+from tests.support.tiny import own_text, tiny_model, tiny_tokenizer
 
 GROUP = 32
 # Sizes that the kernels of all packages take.
@@ -24,12 +24,7 @@ NEW = 24
 
 def own_tokens(model: Any) -> list[list[int]]:
     """What the model's own ``generate`` continues each prompt with."""
-    outputs = []
-    for prompt in PROMPTS:
-        ids = torch.tensor([prompt])
-        out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False)
-        outputs.append(out[0, len(prompt) :].tolist())
-    return outputs
+    return [own_text(model, prompt, NEW) for prompt in PROMPTS]
 
 
 def plain_folder(out: Path, dtype: torch.dtype = torch.float32, **over: Any) -> Path:

@@ -61,11 +61,5 @@ def recurrent_model(family: str = "qwen3_5_text", seed: int = 0, **over: Any) ->
     return model.eval()
 
 
-def generated(model: PreTrainedModel, prompt: list[int], new: int) -> list[int]:
-    """The greedy text of the model's own generate."""
-    out = model.generate(torch.tensor([prompt]), max_new_tokens=new, do_sample=False)
-    return [int(t) for t in out[0, len(prompt) :]]
-
-
 def some_prompt(length: int, seed: int = 1) -> list[int]:
     return torch.randint(0, VOCABULARY, (length,), generator=torch.Generator().manual_seed(seed)).tolist()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
@@ -94,6 +95,15 @@ def tiny_model(
     return model.eval()
 
 
+def own_text(model: PreTrainedModel, prompt: list[int], new: int, **more: Any) -> list[int]:
+    """What the model's own ``generate`` writes, greedily and with its cache; or a ``custom_generate`` in its place."""
+    ids = torch.tensor([prompt])
+    settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "use_cache": True, **more}
+    with torch.inference_mode():
+        written = model.generate(input_ids=ids, max_new_tokens=new, **settings)
+    return written[0, len(prompt) :].tolist()
+
+
 def tiny_tokenizer(*, chat: bool = False, eos: bool = False) -> PreTrainedTokenizerFast:
     """One token a character, lower case, 61 in all, as many as :func:`tiny_model` knows.
 
@@ -114,3 +124,10 @@ def tiny_tokenizer(*, chat: bool = False, eos: bool = False) -> PreTrainedTokeni
         extra_special_tokens=["<user>", "<assistant>"],
         chat_template=CHAT_TEMPLATE if chat else None,
     )
+
+
+def tiny_folder(folder: Path, chat: bool = True, **sizes: Any) -> Path:
+    """A tiny model and its tokenizer as transformers saves them."""
+    tiny_model(**sizes).save_pretrained(folder)
+    tiny_tokenizer(chat=chat).save_pretrained(folder)
+    return folder

@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from longdraft import Speculator
+from longdraft import Speculator, load
 from longdraft.drafters.eagle import EagleBlock, EagleDraft
 from longdraft.drafts.eagle_formats import EagleShape
 from longdraft.errors import ConfigError
-from longdraft.model.loading import load
 from longdraft.model.rotary import Rotary, yarn
 from longdraft.model.runner import TargetRunner
 from longdraft.model.shared_parts import norm_before_head

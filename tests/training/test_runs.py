@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import GPT2Config, GPT2LMHeadModel, PhiConfig, PhiForCausalLM
 
-from longdraft import Speculator
+from longdraft import Speculator, load
 from longdraft.drafters.longspec import LongSpecDraft
 from longdraft.drafts import draft_folder
 from longdraft.errors import (
@@ -23,7 +23,6 @@ from longdraft.errors import (
     PromptError,
     UnsupportedModelError,
 )
-from longdraft.model.loading import load
 from longdraft.training import session
 from longdraft.training.measure import Simulated
 from longdraft.training.session import begin, never, silent

@@ -7,13 +7,13 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, CohereConfig, GraniteConfig
 
+from longdraft import Speculator
 from longdraft.drafts import draft_folder
 from longdraft.errors import UnsupportedModelError
 from longdraft.model import small_models
 from longdraft.model.rotary import yarn
 from longdraft.model.runner import TargetRunner
 from longdraft.model.shared_parts import SharedParts
-from longdraft.speculator import Speculator
 from longdraft.training.config import DEPTH, Eagle3Config
 from longdraft.training.documents import Document
 from longdraft.training.eagle3 import Plan

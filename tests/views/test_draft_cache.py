@@ -14,7 +14,6 @@ from longdraft.model.key_rotation import KeyRotation
 from longdraft.model.runner import TargetRunner
 from longdraft.views import draft_cache
 from longdraft.views.draft_cache import DraftCache
-from longdraft.views.refresh import Refresh
 from longdraft.views.retrieval import Retrieval
 from longdraft.views.view import View
 from tests.support.forwards import forward
@@ -90,7 +89,7 @@ class Chosen:
 
 
 def streaming(sink: int, window: int) -> Retrieval:
-    return Retrieval(View("streaming", 0, sink, window, room=6, shared=True), Refresh(0))
+    return Retrieval(View("streaming", 0, sink, window, room=6, shared=True))
 
 
 slots = st.integers(0, SLOTS - 1)
@@ -142,7 +141,7 @@ def test_a_working_cache_holds_the_rows_it_should_and_the_rest_is_kept(events):
             cache.forget(slot)
             text.clear()
         for s, own in enumerate(texts):
-            assert cache.full.lengths[s] <= len(own) and cache.store.lengths[s] <= cache._reach
+            assert cache.full.lengths[s] <= len(own) and cache.store.lengths[s] <= TRAINED
             kept = cache.full.lengths[s]
             if kept:
                 keys, values = computed(own[:kept])
@@ -163,9 +162,9 @@ def test_a_prompt_is_read_behind_a_sliding_window():
         seen.append((cache.store.lengths[0], count))
         feed(cache, 0, text[at : at + count])
         at += count
-    assert all(n + count <= cache._reach <= 40 for n, count in seen)
+    assert all(n + count <= 40 for n, count in seen)
     assert all(n >= 8 for n, _ in seen[1:])
-    assert len(seen) == 300 / cache._piece
+    assert len(seen) == 300 / max(count for _, count in seen)
     cache.ready(0, 1)
     assert_holds(cache, 0, text[:3] + text[-5:])
     for token in range(20):  # recent rows slide on

@@ -9,7 +9,7 @@ import torch
 
 from longdraft import Speculator
 from longdraft.memory.store import KVShape, KVStore
-from longdraft.model.graphs import Graphs
+from longdraft.model.gpu.graphs import Graphs
 from longdraft.views import together
 from longdraft.views.cache import TrueCache
 from longdraft.views.scorers import SCORERS

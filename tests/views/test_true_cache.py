@@ -16,6 +16,7 @@ from longdraft.views.cache import TrueCache
 from longdraft.views.kernels import view_kernels
 from longdraft.views.scorers import SCORERS
 from longdraft.views.view import View
+from tests.memory.test_store_contract import LazySide
 
 SHAPE = KVShape(layers=2, kv_heads=2, head_dim=4, dtype=torch.float32)
 
@@ -125,7 +126,11 @@ def test_rows_are_chosen_when_there_is_no_room_and_when_it_is_due():
 @pytest.mark.parametrize("scorer", list(SCORERS))
 def test_an_offloaded_text(tmp_path, scorer):
     """On disk and on a host: what is chosen of a text in memory."""
-    stores = KVStore(SHAPE, 1, 100), DiskStore(tmp_path, SHAPE, 1, 100), HostStore(SHAPE, 1, 100, "cpu")
+    stores = (
+        KVStore(SHAPE, 1, 100),
+        DiskStore(tmp_path, SHAPE, 1, 100),
+        HostStore(SHAPE, 1, 100, "cpu", side=LazySide()),
+    )
     queries, found = [torch.randn(4, 4, 4)] * 2, []
     for full in stores:
         view = View(scorer, 8, 4, 4, 2, room=4)

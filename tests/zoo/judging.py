@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from longdraft import Speculator, compose
 from longdraft.errors import UnsupportedModelError
 from longdraft.model.kinds import layer_kinds
+from tests.support.tiny import own_text
 from tests.zoo.planted import Planted
 from tests.zoo.tiny_models import VOCABULARY, WINDOW, tiny_model
 
@@ -47,15 +48,6 @@ def prompts() -> list[list[int]]:
     return [torch.randint(5, VOCABULARY - 5, (n,), generator=generator).tolist() for n in LENGTHS]
 
 
-def own_text(model: PreTrainedModel, prompt: list[int], **loop: Speculator) -> list[int]:
-    """What the model's own ``generate`` writes, greedily and with its cache; or a ``custom_generate`` in its place."""
-    ids = torch.tensor([prompt])
-    settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "use_cache": True, **loop}
-    with torch.inference_mode():
-        written = model.generate(ids, max_new_tokens=NEW, **settings)
-    return written[0, len(prompt) :].tolist()
-
-
 def judge(model_type: str) -> Verdict:
     """Hosts the tiny model of a type, and compares its texts.
 
@@ -69,7 +61,7 @@ def judge(model_type: str) -> Verdict:
         first = plain.generate(texts[:1], max_new_tokens=NEW, eos_token_ids=[])[0].token_ids
     except UnsupportedModelError as error:
         return Verdict(layer_kinds(model), in_few_words(error))
-    own = [own_text(model, text) for text in texts]
+    own = [own_text(model, text, NEW) for text in texts]
     assert len(set(own[0])) > 3, "a text that hardly changes tests little: take another seed"
     same(model, texts[0], own[0], first, "plain decoding")
 
@@ -87,7 +79,7 @@ def judge(model_type: str) -> Verdict:
             "nothing was accepted, or nothing rejected"
         )
         for spec, how in ((plain, "plain decoding"), (planted, "trees")):
-            same(model, text, wanted, own_text(model, text, custom_generate=spec), f"{how}, through generate")
+            same(model, text, wanted, own_text(model, text, NEW, custom_generate=spec), f"{how}, through generate")
     return Verdict(layer_kinds(model))
 
 

@@ -15,8 +15,16 @@ import triton
 import triton.language as tl
 
 from longdraft.attention.fixed_order import SPLIT
-from longdraft.attention.triton_backend import DOT_TYPES, LOG2_E, WARPS, key_tile
-from longdraft.attention.triton_kernels import load_queries, load_tile, online_softmax, scores_of
+from longdraft.attention.triton_kernels import (
+    DOT_TYPES,
+    LOG2_E,
+    WARPS,
+    key_tile,
+    load_queries,
+    load_tile,
+    online_softmax,
+    scores_of,
+)
 from longdraft.errors import CapabilityError
 
 # Rows of a program that joins splits.
@@ -64,7 +72,7 @@ def prefix_sums_kernel(
         ok = ranks < hi
         k_tile = load_tile(k_base, at * k_n, ok, k_d, HEAD_DIM, BLOCK_D)
         v_tile = load_tile(v_base, at * v_n, ok, v_d, HEAD_DIM, BLOCK_D)
-        scores = scores_of(q_tile, k_tile, tl.zeros((BLOCK_M, BLOCK_N), tl.float32), scale, 0.0, False, DOT)
+        scores = scores_of(q_tile, k_tile, tl.zeros((BLOCK_M, BLOCK_N), tl.float32), scale, DOT)
         scores = tl.where(ok[None, :], scores, float("-inf"))
         m, z, acc = online_softmax(m, z, acc, scores, v_tile, DOT)
     flat = (split.to(tl.int64) * tl.num_programs(1) + sequence_head) * R + rows
@@ -112,7 +120,7 @@ def path_sums_kernel(
         at = tl.where(ranks < n, ranks, n + node).to(tl.int64)
         k_tile = load_tile(k_base, at * k_n, ok, k_d, HEAD_DIM, BLOCK_D)
         v_tile = load_tile(v_base, at * v_n, ok, v_d, HEAD_DIM, BLOCK_D)
-        scores = scores_of(q_tile, k_tile, tl.zeros((BLOCK_M, BLOCK_N), tl.float32), scale, 0.0, False, DOT)
+        scores = scores_of(q_tile, k_tile, tl.zeros((BLOCK_M, BLOCK_N), tl.float32), scale, DOT)
         scores = tl.where(ok[None, :], scores, float("-inf"))
         m, z, acc = online_softmax(m, z, acc, scores, v_tile, DOT)
         flat = start // SPLIT * per_split + own

@@ -37,12 +37,6 @@ def _cpu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tor
     return kernels.attend(q.reshape(k.shape[0], -1, q.shape[-1]), k, v, None, scale).reshape(q.shape)
 
 
-def _triton(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Block, scale: float) -> torch.Tensor:
-    from longdraft.attention.triton_backend import attend_prefix  # where Triton is installed
-
-    return attend_prefix(q, keys, values, block, scale)
-
-
 def _each(one: _One) -> PrefixAttend:
     """Makes a path that computes one sequence at a time."""
 
@@ -61,5 +55,4 @@ PATHS: dict[str, PrefixAttend] = {
     "cpu": _each(_cpu),
     "sdpa": _each(lambda q, k, v, scale: sdpa.one_text(q, k, v, scale=scale)),
     "hybrid": hybrid.attend_prefix,
-    "triton": _triton,
 }

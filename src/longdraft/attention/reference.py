@@ -1,14 +1,7 @@
-"""Plain attention: the definition against which every fast path is tested.
-
-Notation, as in LongSpec (section 3.3, hybrid tree attention): q attends to the prefix without a mask and to
-the tree with one. Each part gives an output o and a log-sum-exp l, and the parts are merged by
-
-    l = log(sum_i exp(l_i)),    o = sum_i exp(l_i - l) o_i.
-"""
+"""Plain attention: the definition against which every fast path is tested."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -64,23 +57,6 @@ def partial_attention(
     # exp(-inf - -inf) is NaN: a fully masked row gets weight zero instead.
     weights = torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1))
     return weights @ v, lse
-
-
-def merge(outputs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merges parts of one attention by their log-sum-exp, in float32.
-
-    Args:
-        outputs: each (..., T, d); lses: each (..., T), -inf for a part that saw nothing.
-
-    Returns:
-        The output (..., T, d) and log-sum-exp (..., T) of the union of the parts, float32.
-    """
-    stacked = torch.stack([lse.float() for lse in lses])
-    total = torch.logsumexp(stacked, dim=0)
-    weights = torch.exp(stacked - total.masked_fill(total == float("-inf"), 0.0))
-    output = sum(w.unsqueeze(-1) * o.float() for w, o in zip(weights, outputs, strict=True))
-    assert isinstance(output, torch.Tensor)
-    return output, total
 
 
 def attend(

@@ -12,8 +12,16 @@ import torch
 import triton
 import triton.language as tl
 
-from longdraft.attention.triton_backend import DOT_TYPES, LOG2_E, WARPS, key_tile
-from longdraft.attention.triton_kernels import load_queries, load_tile, online_softmax, scores_of
+from longdraft.attention.triton_kernels import (
+    DOT_TYPES,
+    LOG2_E,
+    WARPS,
+    key_tile,
+    load_queries,
+    load_tile,
+    online_softmax,
+    scores_of,
+)
 
 # Rows of a tile, whatever the number of rows: a tree has few keys, and small tiles busy more of the GPU.
 BLOCK_M = 16
@@ -52,7 +60,7 @@ def tree_kernel(
         at = tl.load(tree + b * W + j, mask=ok, other=0).to(tl.int64)
         k_tile = load_tile(k + h * k_head, at * k_n, ok, 1, HEAD_DIM, BLOCK_D)
         v_tile = load_tile(v + h * v_head, at * v_n, ok, 1, HEAD_DIM, BLOCK_D)
-        scores = scores_of(q_tile, k_tile, tl.zeros((BLOCK_M, BLOCK_N), tl.float32), scale, 0.0, False, DOT)
+        scores = scores_of(q_tile, k_tile, tl.zeros((BLOCK_M, BLOCK_N), tl.float32), scale, DOT)
         offsets = b * hidden_b + i[:, None] * hidden_i + j[None, :] * hidden_j
         scores += tl.load(hidden + offsets, mask=ok_rows[:, None] & ok[None, :], other=float("-inf"))
         m, z, acc = online_softmax(m, z, acc, scores, v_tile, DOT)

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from longdraft.engine.sampler import Sampling
-from longdraft.errors import CheckpointError
-from longdraft.files import regular
+from longdraft.files import naming, regular
 from longdraft.serve import asked, schema
 from longdraft.serve.asked import Asked
 from longdraft.serve.errors import ApiError
@@ -58,16 +57,13 @@ def lines(path: Path, skip: int = 0) -> Iterator[Line]:
     Raises:
         CheckpointError: the file cannot be read.
     """
-    number = 0
-    try:
-        with regular(path).open("rb") as file:
-            for place, content in enumerate(file, 1):
-                if content.strip():
-                    if number >= skip:
-                        yield Line(number, place, content)
-                    number += 1
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
+    with naming(path, f"{path} cannot be read"):
+        file = regular(path).open("rb")
+    with file:
+        rows = ((place, content) for place, content in enumerate(file, 1) if content.strip())
+        for number, (place, content) in enumerate(rows):
+            if number >= skip:
+                yield Line(number, place, content)
 
 
 def measured(path: Path) -> tuple[int, str]:

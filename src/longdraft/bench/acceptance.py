@@ -8,21 +8,21 @@ that KV. Trees are the methods' own: no planner.
 from __future__ import annotations
 
 import gc
-import hashlib
 import json
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from longdraft.bench import machine
 from longdraft.bench.contenders import Ours, Run
-from longdraft.bench.data import Sample, Short, fitted
+from longdraft.bench.data import Sample, Short
 from longdraft.bench.experiment import Step, Tick, in_turn
-from longdraft.bench.json_lines import JsonLines, fingerprint, plain, signed
+from longdraft.bench.prompts import Prompt, texts
+from longdraft.bench.records import Records, fingerprint, plain, signed
 from longdraft.bench.results import model_of
 from longdraft.bench.run import Bench
 from longdraft.bench.settings import Settings
@@ -34,37 +34,10 @@ from longdraft.methods import METHODS
 from longdraft.model.checkpoints import LoadedModel, Progress
 from longdraft.model.runner import TargetRunner
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 FORMAT, VERSION = "longdraft-acceptance", 1
 # The last tokens of a prompt are read again in every run: some drafters choose their view by these tokens' queries,
 # which a kept KV does not have.
 READ_ANEW = 64
-
-
-@dataclass(frozen=True)
-class Text:
-    """A prompt of one length.
-
-    Attributes:
-        length: requested tokens of context. joined: it holds the texts of several rows.
-    """
-
-    sample: Sample
-    length: int
-    tokens: tuple[int, ...]
-    joined: bool = False
-
-    @cached_property
-    def digest(self) -> str:
-        """A fingerprint of its tokens."""
-        return hashlib.sha256(json.dumps(self.tokens).encode()).hexdigest()[:16]
-
-    @property
-    def seed(self) -> int:
-        """A seed of its own, so that the texts' samples are independent."""
-        return int(self.digest[:8], 16)
 
 
 @dataclass(frozen=True)
@@ -110,7 +83,7 @@ class Accepted:
     first_token_seconds: float | None = field(default=None, compare=False)
 
 
-def opened(path: Path, settings: Settings, model: Mapping[str, Any]) -> JsonLines[Accepted]:
+def opened(path: Path, settings: Settings, model: Mapping[str, Any]) -> Records[Accepted]:
     """A file of runs, to which other methods, lengths, temperatures and prompts may be added later.
 
     Args:
@@ -124,7 +97,7 @@ def opened(path: Path, settings: Settings, model: Mapping[str, Any]) -> JsonLine
     if not settings.sampling.foresee:
         fixed["foresee"] = False
     content = {"settings": fixed, "model": model, "versions": machine.versions()}
-    return JsonLines(path, signed(FORMAT, VERSION, content), Accepted)
+    return Records(path, signed(FORMAT, VERSION, content), Accepted)
 
 
 def by_default(target: TargetRunner) -> tuple[str, ...]:
@@ -159,54 +132,6 @@ def stretches(lengths: Sequence[int], context: int) -> dict[float | None, list[i
         factor = None if length <= context else 2.0 ** math.ceil(math.log2(length / context))
         found.setdefault(factor, []).append(length)
     return found
-
-
-def texts(
-    samples: Sequence[Sample],
-    length: int,
-    room: int,
-    tokenizer: PreTrainedTokenizerBase,
-    short: Short,
-    raw: bool = False,
-    **asked: Any,
-) -> tuple[list[Text], list[str]]:
-    """Every sample's prompt of a length, and notes on the texts that are shorter.
-
-    Args:
-        length: tokens of context. room: largest count of prompt tokens, since new ones have to fit behind it.
-        raw, asked: of :meth:`~longdraft.bench.data.Sample.encode`.
-    """
-    size, found, lacking = min(length, room), [], []
-    for i, sample in enumerate(samples):
-        longer = sample
-        if short is Short.join:
-            longer = _joined(sample, [*samples[i + 1 :], *samples[:i]], size, tokenizer, raw, **asked)
-        tokens = fitted(longer, tokenizer, size, raw, **asked)
-        # A text that was cut lacks a token or two where one more would have been too many.
-        if uncut := len(tokens) < size and len(longer.encode(tokenizer, raw, **asked)) < size:
-            lacking.append(len(tokens))
-        if not uncut or short is Short.keep:
-            found.append(Text(sample, length, tuple(tokens), joined=longer is not sample))
-    notes = []
-    if joined := sum(text.joined for text in found):
-        notes.append(f"{length:,} tokens: {joined} of {len(samples)} texts go on with those of the rows after them.")
-    if lacking:
-        none = "no text is" if len(lacking) == len(samples) else f"{len(lacking)} of {len(samples)} texts are not"
-        fate = "taken as they are" if short is Short.keep else "left out"
-        notes.append(f"{length:,} tokens: {none} that long (the longest of them: {max(lacking):,}); {fate}.")
-    return found, notes
-
-
-def _joined(
-    sample: Sample, others: Sequence[Sample], size: int, tokenizer: PreTrainedTokenizerBase, raw: bool, **asked: Any
-) -> Sample:
-    """The sample with the texts of others of its dataset behind its own, each text once, until it is long enough."""
-    more = dict.fromkeys(s.document for s in others if s.dataset == sample.dataset and s.document != sample.document)
-    for document in more:
-        if len(sample.encode(tokenizer, raw, **asked)) >= size:
-            break
-        sample = replace(sample, document=f"{sample.document}\n\n{document}")
-    return sample
 
 
 class Acceptance:
@@ -250,11 +175,6 @@ class Acceptance:
         ours = self._bench.ours.items()
         self._drafts = {name: "" if c.draft is None else fingerprint(c.draft) for name, c in ours}
 
-    @property
-    def target(self) -> TargetRunner | None:
-        """The hosted model, as it is stretched now; None if it could not be."""
-        return None if self._bench is None else self._bench.target
-
     def _stretch(self, factor: float | None) -> None:
         """Replaces the target with the one of this YaRN factor; where it cannot be stretched, a note says so."""
         if factor != self._factor:
@@ -285,7 +205,7 @@ class Acceptance:
             whole = self.context if factor == given else int(self.context * (factor or 1.0))
             if whole <= own.max_tokens:
                 raise ContextError(f"A context of {whole:,} tokens has no room for {own.max_tokens:,} new ones.")
-            work: dict[Sample, list[Text]] = {}
+            work: dict[Sample, list[Prompt]] = {}
             for length in some:
                 room = whole - own.max_tokens
                 found, said = texts(samples, length, room, self.tokenizer, short, own.raw, **own.asked)
@@ -301,19 +221,19 @@ class Acceptance:
             raise PromptError(" ".join(self.notes))
         return steps
 
-    def _asked(self, own: Sequence[Text], factor: float | None) -> list[Asked]:
+    def _asked(self, own: Sequence[Prompt], factor: float | None) -> list[Asked]:
         """The runs of a row's prompts, on the target with that YaRN factor."""
         options = {n: json.dumps(plain(self.settings.options(n)), sort_keys=True) for n in self.settings.methods}
         return [
             Asked(
-                name, options[name], self._drafts[name], temperature, text.length, factor,
+                name, options[name], self._drafts[name], temperature, text.context or 0, factor,
                 text.sample.dataset, text.sample.origin, text.digest,
             )
             for text, name, temperature in product(own, self.settings.methods, self._temperatures)
         ]  # fmt: skip
 
     def _measure(
-        self, own: Sequence[Text], factor: float | None, missing: Collection[Asked], tick: Tick
+        self, own: Sequence[Prompt], factor: float | None, missing: Collection[Asked], tick: Tick
     ) -> Iterator[Accepted]:
         """The missing runs of a row's prompts; none if the target cannot be stretched by the factor."""
         self._stretch(factor)
@@ -322,7 +242,7 @@ class Acceptance:
         methods = {name: c for name, c in self._bench.ours.items() if name in self.settings.methods}
         for kept in {id(c.kept): c.kept for c in methods.values()}.values():  # each reads the texts once
             for text in own:
-                asked = [a for a in missing if methods[a.method].kept is kept and a.length == text.length]
+                asked = [a for a in missing if methods[a.method].kept is kept and a.length == text.context]
                 runs: dict[Asked, list[Run]] = {each: [] for each in asked}
                 for _, each in in_turn(asked, self._repeats):
                     tick(f"{each.length:,} tokens, {each.method}, {called(each.temperature)}")
@@ -334,7 +254,7 @@ class Acceptance:
             kept.clear()
             gc.collect()
 
-    def _run(self, bench: Bench, method: Ours, asked: Asked, text: Text) -> Run:
+    def _run(self, bench: Bench, method: Ours, asked: Asked, text: Prompt) -> Run:
         sampling = replace(self.settings.sampling, temperature=asked.temperature)
         job = bench.job([text.tokens], self.settings.max_tokens)
         cached = method.kept.cache.tokens

@@ -5,7 +5,7 @@ the file already are left out, so a run that was stopped goes on where it was; C
 
 Another measure plugs in with three things, and gets resuming, progress and Ctrl-C:
 
-1. a frozen dataclass for its records, and their file: ``JsonLines(path, signed(FORMAT, VERSION, {...}), parsed)``;
+1. a frozen dataclass for its records, and their file: ``Records(path, signed(FORMAT, VERSION, {...}), parsed)``;
 2. steps: ``Step(what, keys, measure)``, where ``measure(missing, tick)`` yields the records whose keys are missing,
    each as soon as it is there, and calls ``tick(contender)`` before each run;
 3. ``Experiment(steps, key, file)``, where ``key`` tells a record's key. The command line runs it with
@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from longdraft.bench.json_lines import JsonLines
+from longdraft.bench.records import Records
 
 R = TypeVar("R")
 K = TypeVar("K")
@@ -59,7 +59,7 @@ class Experiment(Generic[K, R]):
         self,
         steps: Sequence[Step[K, R]],
         key: Callable[[R], K],
-        file: JsonLines[R] | None = None,
+        file: Records[R] | None = None,
         usable: Callable[[R], bool] = lambda record: True,
     ) -> None:
         self._steps, self._key, self.file = steps, key, file
@@ -113,7 +113,7 @@ def of_units(
         yield {"unit": unit, "measured": units[unit][1](tick)}
 
     steps = [Step(unit, (unit,), partial(measured, unit), ticks) for unit, (ticks, _) in units.items()]
-    file = None if path is None else JsonLines[Record](path, header, dict)
+    file = None if path is None else Records[Record](path, header, dict)
     return Experiment(steps, lambda record: str(record["unit"]), file)
 
 

@@ -19,7 +19,6 @@ from rich.text import Text
 
 from longdraft.bench import charts
 from longdraft.bench.acceptance import Accepted, called
-from longdraft.bench.break_even import Free
 from longdraft.bench.settings import REFERENCE
 from longdraft.bench.tables import (
     Report,
@@ -47,11 +46,8 @@ BREAK_EVEN = (
     ACCEPTED,
     "break-even: a round's seconds / a plain step's, behind the same text: what must be accepted for the method to be "
     "as fast as plain decoding. Measured on its own rounds, medians of the prompts. Plain decoding: 1.",
-    "free: calculated from forwards behind made-up texts: the break-even of a chain or tree of so many rows, root "
-    "included, whose drafting takes no time.",
     "tokens/s: new tokens / decode seconds, the fastest of the runs, medians of the prompts; vs ar: over ar's.",
 )
-FREE = "{} rows, free"
 
 Row = Mapping[str, Any]
 
@@ -106,11 +102,9 @@ def acceptance(
     return Report(document, tables, list(map(Text, notes)), definitions, figures, "longdraft bench acceptance")
 
 
-def break_even(
-    runs: Iterable[Accepted], methods: Sequence[str], free: Sequence[Free], notes: Sequence[str], complete: bool
-) -> Report:
-    """The report of ``bench length``: a table of accepted length beside break-even at all lengths, with drafts that
-    cost nothing; one of tokens/s. Arguments as of :func:`acceptance`."""
+def break_even(runs: Iterable[Accepted], methods: Sequence[str], notes: Sequence[str], complete: bool) -> Report:
+    """The report of ``bench length``: a table of accepted length beside break-even at all lengths, and one of tokens/s.
+    Arguments as of :func:`acceptance`."""
     runs = _decoded(runs)
     plain = {(run.asked.sample, run.asked.length): run for run in runs if run.asked.method == REFERENCE}
     rows = []
@@ -129,21 +123,11 @@ def break_even(
                     "pays": None if needed is None or accepted is None else accepted > needed,
                 }
             )
-    made = pivot("accepted / break-even", rows, _head, _needed)
-    steps = {(f.rows, f.tokens): f.steps for f in free}
-    for n in dict.fromkeys(f.rows for f in free):
-        made.add_row(FREE.format(n), *(figure(steps.get((n, x)), "/ {:.2f}") for x in _lengths(runs)), style="dim")
     tables = [
-        ("Accepted length and break-even by tokens of text", made),
+        ("Accepted length and break-even by tokens of text", pivot("accepted / break-even", rows, _head, _needed)),
         ("Speed by tokens of text", pivot("tokens/s, vs ar", rows, _head, _speed)),
     ]
-    document = {
-        "rows": rows,
-        "free": [{"length": f.tokens, "rows": f.rows, "break_even": f.steps} for f in free],
-        "notes": list(notes),
-        **circumstances(),
-        "complete": complete,
-    }
+    document = {"rows": rows, "notes": list(notes), **circumstances(), "complete": complete}
     figures = {"": partial(_needed_chart, rows)} if rows else {}
     return Report(document, tables, list(map(Text, notes)), BREAK_EVEN, figures, "longdraft bench length")
 

@@ -2,23 +2,45 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
-from longdraft.bench.data import Sample, fitted
+from longdraft.bench.data import Sample, Short, fitted
 from longdraft.bench.settings import Settings
 from longdraft.errors import ContextError, PromptError
 from longdraft.model.checkpoints import LoadedModel
 from longdraft.model.runner import TargetRunner
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 @dataclass(frozen=True)
 class Prompt:
-    """A sample's tokens. ``context``: the length that it was cut to; None: it is whole."""
+    """A sample's tokens.
+
+    Attributes:
+        context: the length that it was to have; None: it is whole. joined: it holds the texts of several rows.
+    """
 
     sample: Sample
     tokens: tuple[int, ...]
     context: int | None = None
+    joined: bool = False
+
+    @cached_property
+    def digest(self) -> str:
+        """A fingerprint of its tokens."""
+        return hashlib.sha256(json.dumps(self.tokens).encode()).hexdigest()[:16]
+
+    @property
+    def seed(self) -> int:
+        """A seed of its own, so that the texts' samples are independent."""
+        return int(self.digest[:8], 16)
 
 
 Group = tuple[Prompt, ...]
@@ -45,6 +67,54 @@ def prepare(samples: Sequence[Sample], loaded: LoadedModel, settings: Settings) 
                 )
             prompts.append(Prompt(sample, tuple(tokens), context))
     return prompts
+
+
+def texts(
+    samples: Sequence[Sample],
+    length: int,
+    room: int,
+    tokenizer: PreTrainedTokenizerBase,
+    short: Short,
+    raw: bool = False,
+    **asked: Any,
+) -> tuple[list[Prompt], list[str]]:
+    """Every sample's prompt of a length, and notes on the texts that are shorter.
+
+    Args:
+        length: tokens of context. room: largest count of prompt tokens, since new ones have to fit behind it.
+        raw, asked: of :meth:`~longdraft.bench.data.Sample.encode`.
+    """
+    size, found, lacking = min(length, room), [], []
+    for i, sample in enumerate(samples):
+        longer = sample
+        if short is Short.join:
+            longer = _joined(sample, [*samples[i + 1 :], *samples[:i]], size, tokenizer, raw, **asked)
+        tokens = fitted(longer, tokenizer, size, raw, **asked)
+        # A text that was cut lacks a token or two where one more would have been too many.
+        if uncut := len(tokens) < size and len(longer.encode(tokenizer, raw, **asked)) < size:
+            lacking.append(len(tokens))
+        if not uncut or short is Short.keep:
+            found.append(Prompt(sample, tuple(tokens), length, longer is not sample))
+    notes = []
+    if joined := sum(text.joined for text in found):
+        notes.append(f"{length:,} tokens: {joined} of {len(samples)} texts go on with those of the rows after them.")
+    if lacking:
+        none = "no text is" if len(lacking) == len(samples) else f"{len(lacking)} of {len(samples)} texts are not"
+        fate = "taken as they are" if short is Short.keep else "left out"
+        notes.append(f"{length:,} tokens: {none} that long (the longest of them: {max(lacking):,}); {fate}.")
+    return found, notes
+
+
+def _joined(
+    sample: Sample, others: Sequence[Sample], size: int, tokenizer: PreTrainedTokenizerBase, raw: bool, **asked: Any
+) -> Sample:
+    """The sample with the texts of others of its dataset behind its own, each text once, until it is long enough."""
+    more = dict.fromkeys(s.document for s in others if s.dataset == sample.dataset and s.document != sample.document)
+    for document in more:
+        if len(sample.encode(tokenizer, raw, **asked)) >= size:
+            break
+        sample = replace(sample, document=f"{sample.document}\n\n{document}")
+    return sample
 
 
 def grid(prompts: Sequence[Prompt], sizes: Sequence[int]) -> tuple[list[Group], dict[int, int]]:

@@ -19,14 +19,14 @@ import torch
 from rich.table import Table
 from rich.text import Text
 
-from longdraft.bench.contenders import Job, Kept, Ours, Run, ends_of
+from longdraft.bench.contenders import Job, Run, ends_of
 from longdraft.bench.data import Sample
 from longdraft.bench.experiment import Tick
-from longdraft.bench.json_lines import fingerprint, plain
 from longdraft.bench.prompts import Prompt
-from longdraft.bench.run import WAKE_PROMPT, WAKE_TOKENS
+from longdraft.bench.records import fingerprint, plain
+from longdraft.bench.run import Bench
 from longdraft.bench.scores import rouge_l, score
-from longdraft.bench.settings import contender
+from longdraft.bench.settings import REFERENCE, Settings, contender
 from longdraft.bench.tables import (
     Column,
     Report,
@@ -44,7 +44,6 @@ from longdraft.bench.ties import first_difference, read
 from longdraft.engine.partial import SpecPV
 from longdraft.engine.sampler import Sampling
 from longdraft.errors import CapabilityError, ContextError
-from longdraft.memory.prompt_cache import PromptCache
 from longdraft.methods import method_named
 from longdraft.model.chat import follow_up
 from longdraft.model.checkpoints import LoadedModel
@@ -62,7 +61,7 @@ THINK = "Do not answer yet: first think step by step about what the text says on
 ANSWER = "Now give the final answer alone, in the form that was asked for."
 TURN = 64
 """Tokens that the turn between thought and answer has at most."""
-METHOD, FULL, REFERENCE = "specpv", "full", "ar"
+METHOD, FULL = "specpv", "full"
 VARIED = {"selector": "minmax", "budget": 1024, "margin": 20}
 """Options that variants of specpv differ in."""
 Variants = dict[str, dict[str, Any]]
@@ -180,29 +179,26 @@ class Quality:
     """
 
     def __init__(self, loaded: LoadedModel, settings: QualitySettings) -> None:
-        self.settings, self._loaded = settings, loaded
-        options = settings.options
-        first = self._method(METHOD, {**options, **next(iter(settings.variants.values()))}).recipe()
-        self.drafter = first.drafting.name
+        self.settings, self._tokenizer = settings, loaded.tokenizer
+        first = {**settings.options, **next(iter(settings.variants.values()))}
+        recipe = Speculator(METHOD, loaded.model, loaded.tokenizer, plan="fixed", **first).recipe()
+        self.drafter = recipe.drafting.name
         # A draft that has been read is not read again.
-        own = {name: first.options[name] for name in first.drafting.drafter_options if name in first.options}
-        shared = {**options, **own, "drafter": self.drafter}
-        specs = {REFERENCE: self._method(REFERENCE, {}), FULL: self._method(self.drafter, own)}
-        specs |= {name: self._method(METHOD, {**shared, **each}) for name, each in settings.variants.items()}
-        layers = specs[FULL].feature_layers()
-        self._kept = Kept(PromptCache(layers), layers)
-        self._contenders = {name: Ours(name, spec, self._kept) for name, spec in specs.items()}
-        for dtype in settings.kv_dtypes:  # its prompt's KV is rounded too
-            name, spec = f"{REFERENCE}:kv_dtype={dtype}", self._method(REFERENCE, {"kv_dtype": dtype})
-            self._contenders[name] = Ours(name, spec, Kept(PromptCache()))
+        drafting = {name: recipe.options[name] for name in recipe.drafting.drafter_options if name in recipe.options}
+        shared = {**settings.options, **drafting, "drafter": self.drafter}
+        own: dict[str, dict[str, Any]] = {self.drafter: drafting}
+        own |= {name: {**shared, **each} for name, each in settings.variants.items()}
+        own |= {contender(REFERENCE, {"kv_dtype": dtype}): {"kv_dtype": dtype} for dtype in settings.kv_dtypes}
+        wanted = Settings(
+            tuple(own), settings.max_tokens, sampling=Sampling(settings.temperature), ignore_eos=settings.ignore_eos,
+            own_options=own, plan="fixed",
+        )  # fmt: skip
+        self._bench = Bench(loaded, wanted)
+        self._contenders = {FULL if name == self.drafter else name: c for name, c in self._bench.ours.items()}
         self.names = tuple(self._contenders)
-        self._runner = specs[REFERENCE].runner()
-        self._ends = ends_of(self._runner, loaded.tokenizer, ignore_eos=False)
+        self._ends = ends_of(self._bench.target, loaded.tokenizer, ignore_eos=False)
         self._turn = turn(loaded.tokenizer) if settings.answer_tokens else []
         self._awake = False
-
-    def _method(self, name: str, options: Mapping[str, Any]) -> Speculator:
-        return Speculator(name, self._loaded.model, self._loaded.tokenizer, plan="fixed", **options)
 
     def reference(self, name: str) -> str | None:
         """The contender whose text is the reference of another's."""
@@ -244,22 +240,22 @@ class Quality:
             An object for JSON: the prompt's data set, origin and length, and ``runs`` by contender, with each run's
             text, likeness to its reference, figures and score.
         """
-        if not self._awake:  # the first run does not pay for work that is done once
+        if not self._awake:
+            self._bench.wake(prompt)
             self._awake = True
-            for name in (REFERENCE, FULL):
-                self._run(name, prompt.tokens[:WAKE_PROMPT], WAKE_TOKENS)
-        self._kept.clear()
+        for each in self._contenders.values():
+            each.release()
         tokens: dict[str, tuple[int, ...]] = {}
         runs: dict[str, dict[str, Any]] = {}
         for name in self.names:
             tick(name)
-            run = self._run(name, prompt.tokens, self.settings.max_tokens)
+            run = self._run(name, self._bench.job([prompt.tokens], self.settings.max_tokens))
             (tokens[name],) = run.tokens
             answer = text = self._text(tokens[name])
             if self._turn:  # the text is a chain of thought, behind which the answer is asked for
                 thought = tokens[name][:-1] if tokens[name][-1] in self._ends else tokens[name]
-                asked = (*prompt.tokens, *thought, *self._turn)
-                answer = self._text(self._run(name, asked, self.settings.answer_tokens, self._ends).tokens[0])
+                asked = self._bench.job([(*prompt.tokens, *thought, *self._turn)], self.settings.answer_tokens)
+                answer = self._text(self._run(name, replace(asked, eos=self._ends)).tokens[0])
             runs[name] = {
                 "text": text,
                 "tokens": run.new_tokens,
@@ -278,11 +274,8 @@ class Quality:
         about = {"dataset": sample.dataset, "origin": sample.origin, "scored": sample.score or None}
         return {**about, "context_tokens": len(prompt.tokens), "runs": runs}
 
-    def _run(self, name: str, prompt: Sequence[int], max_tokens: int, eos: frozenset[int] | None = None) -> Run:
-        if eos is None:
-            eos = frozenset() if self.settings.ignore_eos else self._ends
+    def _run(self, name: str, job: Job) -> Run:
         gc.collect()  # or a collection falls due inside somebody's turn
-        job = Job((tuple(prompt),), max_tokens, Sampling(self.settings.temperature), 0, eos)
         return self._contenders[name].warm(job)
 
     @torch.inference_mode()
@@ -290,7 +283,7 @@ class Quality:
         """Mean -log p of an output's tokens by the target with all of the KV, in nats."""
         first, total = len(prompt) - 1, 0.0
         text = [*prompt, *output[:-1]]
-        for start, piece, out in read(self._runner, self._kept.cache, text, prompt, first):
+        for start, piece, out in read(self._bench.target, self._contenders[REFERENCE].kept.cache, text, prompt, first):
             if start >= first:
                 assert out.logits is not None
                 tokens = torch.tensor(output[start - first : start - first + len(piece)], device=out.logits.device)
@@ -298,7 +291,7 @@ class Quality:
         return total / len(output)
 
     def _text(self, tokens: Sequence[int]) -> str:
-        return str(self._loaded.tokenizer.decode(list(tokens), skip_special_tokens=True))
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     def report(self, compared: Sequence[Mapping[str, Any]], complete: bool = True) -> Report:
         """The report of prompts that were compared; keys are those that docs/figures.md defines."""

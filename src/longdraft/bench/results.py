@@ -13,9 +13,9 @@ from typing import Any
 from rich.text import Text
 
 from longdraft.bench import report
-from longdraft.bench.json_lines import contents, fingerprint, mapping, plain, signed
 from longdraft.bench.peers import PEERS
 from longdraft.bench.prompts import Prompt
+from longdraft.bench.records import contents, fingerprint, mapping, plain, signed
 from longdraft.bench.run import Bench, Measured
 from longdraft.bench.tables import Report, circumstances
 from longdraft.errors import CheckpointError
@@ -93,8 +93,7 @@ def read(path: Path) -> tuple[dict[str, Any], list[Measured]]:
     Raises:
         CheckpointError: it cannot be read, or is no results file.
     """
-    _, found, measured = contents(path, FORMAT, VERSION, Measured)
-    return found, measured
+    return contents(path, FORMAT, VERSION, Measured)
 
 
 def report_of(path: Path) -> Report:

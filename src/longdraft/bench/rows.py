@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path, PurePath
 from typing import Any
 
 from longdraft.errors import CapabilityError, PromptError, reason_of
-from longdraft.files import regular
+from longdraft.files import naming, regular
 
 _TEXTS = (".jsonl", ".json", ".txt")
 _TABLES = {".parquet": "parquet", ".csv": "csv"}
@@ -101,19 +101,9 @@ def _some(rows: Iterable[Row], path: Path) -> list[Row]:
     raise PromptError(f"{path} has no rows.")
 
 
-@contextmanager
-def _reading(shown: object) -> Iterator[None]:
+def _reading(file: object) -> AbstractContextManager[None]:
     """Errors of the file system, and of what is no text or JSON, name the file."""
-    try:
-        yield
-    except PromptError:
-        raise
-    except FileNotFoundError:
-        raise PromptError(f"There is no file {shown}: check the path.") from None
-    except OSError as error:
-        raise PromptError(f"{shown} cannot be read: {error.strerror}.") from None
-    except (ValueError, RecursionError) as error:
-        raise PromptError(f"{shown} cannot be read as text in UTF-8 of this format: {error}.") from None
+    return naming(str(file), f"{file} cannot be read", "Check the path; it is text in UTF-8.", PromptError)
 
 
 def _of_file(file: Any, limit: int | None) -> Iterator[Row]:

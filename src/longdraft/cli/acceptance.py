@@ -12,7 +12,6 @@ import longdraft
 from longdraft.bench.data import Short
 from longdraft.cli import console, measuring, method_options, options
 from longdraft.errors import CapabilityError
-from longdraft.model.embedded import EMBEDDED_ID
 
 if TYPE_CHECKING:
     from longdraft.bench.acceptance import Acceptance, Accepted, Asked
@@ -115,13 +114,11 @@ def bench_length(
     from longdraft.bench import length
     from longdraft.bench import servers as serving
     from longdraft.bench.acceptance import by_default, opened
-    from longdraft.bench.break_even import free
     from longdraft.bench.experiment import Experiment
     from longdraft.bench.settings import REFERENCE, Settings
 
     output.check()
     asked_for = None if lengths is None else method_options.whole_numbers("--lengths", lengths)
-    hosted = None
     if url:
         if methods is not None or prompting.asked:
             raise options.SettingError("--methods, --system and --no-think are for methods here: leave them out.")
@@ -145,16 +142,7 @@ def bench_length(
     file = None if output.results is None else opened(output.results, own, model)
     # Runs without seconds, as files of earlier versions have them, are made again.
     experiment = Experiment(steps, lambda run: run.asked, file, usable=lambda run: run.seconds is not None)
-
-    def made(complete: bool) -> Any:
-        calculated = []
-        if complete and hosted is not None and hosted.target is not None:
-            with console.status() as status:
-                status("Timing verifications behind made-up texts")
-                calculated = free(hosted.target, lengths_of(hosted.context))
-        return length.break_even(experiment.found, names, calculated, notes, complete)
-
-    output.measure(experiment, made)
+    output.measure(experiment, lambda complete: length.break_even(experiment.found, names, notes, complete))
 
 
 def _default(target: TargetRunner) -> tuple[str, ...]:
@@ -231,9 +219,8 @@ def _hosted(
             again = factor != loading.rope_factor  # then the runs' progress is on the screen
             return replace(loading, rope_factor=factor).load((lambda message: None) if again else status)
 
-        name = loading.model or EMBEDDED_ID
         with options.settings_checked():
-            hosted = Acceptance(load, settings, temperatures, name, loading.rope_factor, status, repeats)
+            hosted = Acceptance(load, settings, temperatures, loading.name, loading.rope_factor, status, repeats)
         cut_to = lengths(hosted.context)
         status(f"Cutting {len(samples)} texts to {len(set(cut_to))} lengths")
         steps = hosted.steps(samples, cut_to, short)

@@ -13,7 +13,6 @@ from longdraft.bench import scores
 from longdraft.bench.tables import Report
 from longdraft.cli import console, measuring, method_options, options, processes
 from longdraft.cli.load import OtherProcesses
-from longdraft.model.embedded import EMBEDDED_ID
 
 DRAFTED = "self:lookup=true"  # the default method on a CPU
 METHODS_BY_DEFAULT = ("ar", "prompt-lookup", DRAFTED, "hf")
@@ -105,9 +104,9 @@ def bench(
 
     from longdraft.bench import report
     from longdraft.bench.experiment import Experiment
-    from longdraft.bench.json_lines import JsonLines
     from longdraft.bench.peers import Sources
     from longdraft.bench.prompts import grid, prepare
+    from longdraft.bench.records import Records
     from longdraft.bench.results import header
     from longdraft.bench.run import Bench, Measured
     from longdraft.bench.settings import Settings
@@ -155,8 +154,8 @@ def bench(
             hosted = Bench(loaded, settings, progress=status, unpacked=unpacked)
     file = None
     if output.results is not None:
-        about = header(hosted, prompts, loading.model or EMBEDDED_ID, prompting.named, prompting.limit)
-        file = JsonLines(output.results, about, Measured)
+        about = header(hosted, prompts, loading.name, prompting.named, prompting.limit)
+        file = Records(output.results, about, Measured)
     for size, left in left_over.items():
         if left:
             console.note(f"{left} sample{'s are' if left > 1 else ' is'} left out of batches of {size}.")

@@ -31,7 +31,6 @@ def doctor(
 ) -> None:
     """Examine machine and model. Ends with code 1 where the model, or the draft that is named, cannot be used."""
     from longdraft.bench import machine
-    from longdraft.bench.break_even import break_even
     from longdraft.model.runner import TargetRunner
 
     with console.status() as status:
@@ -51,12 +50,6 @@ def doctor(
         found["drafts"] = [_draft(folder, runner, True) for folder in shipped.folders()]
         if draft is not None:
             found["drafts"].append(_draft(draft, runner, False))
-            if loaded is not None and found["drafts"][-1]["fits"]:
-                status("Measuring what must be accepted for the draft to pay")
-                found["break_even"] = [
-                    asdict(each) | {"accepted": each.accepted, "line": str(each)}
-                    for each in break_even(loaded, draft, status)
-                ]
     _show(found, console.stdout())
     output.json(found)
     if not found["model"]["hosted"] or any(d["reason"] is not None for d in found["drafts"] if not d["shipped"]):
@@ -66,7 +59,8 @@ def doctor(
 def _examine(found: dict[str, Any], model: Any, runner: TargetRunner | None) -> None:
     """Adds what a loaded model is, what its KV takes, and which attention runs on it."""
     from longdraft.attention import dispatch
-    from longdraft.model import graphs, hosting
+    from longdraft.model import hosting
+    from longdraft.model.gpu import graphs
     from longdraft.model.kinds import described
     from longdraft.model.stored import parameters
 
@@ -159,7 +153,7 @@ def _show(found: dict[str, Any], out: Console) -> None:
         row("GPU", f"{gpu['name']}, {free(gpu)}")
     if not hardware["gpus"]:
         row("GPU", "none that torch can use")
-    idle = () if hardware["gpus"] else ("hybrid", "triton")  # nothing to do about them here
+    idle = () if hardware["gpus"] else ("hybrid", "triton")  # a path and a package: nothing to do about them here
     versions = [f"{name} {version or 'none'}" for name, version in found["versions"].items() if name not in idle]
     row("versions", ", ".join(versions))
     row("kernels", found["kernels"]["line"], "yellow" if found["kernels"]["cost"] else "")
@@ -194,8 +188,8 @@ def _show(found: dict[str, Any], out: Console) -> None:
             row("draft", f"{name}; cannot be used: {d['reason']}", "red")
         for remark in d["remarks"]:
             row("", remark, "yellow")
-    for i, each in enumerate(found.get("break_even", ())):
-        row("" if i else "break-even", each["line"])
+        if d["fits"] and not d["shipped"]:
+            row("", f"what must be accepted for it to pay: longdraft bench length --draft {d['name']}", "dim")
     if not found["drafts"]:
         row("draft", "none comes with longdraft; --draft DIR checks one", "dim")
     console.show(out, grid)

@@ -27,13 +27,13 @@ class Usage(NamedTuple):
 
     @classmethod
     def read(cls) -> Usage:
+        import torch
+
         times, own = psutil.cpu_times()._asdict(), os.times()
         # Guests' seconds are counted among user's.
         busy = sum(times.get(name, 0.0) for name in ("user", "nice", "system", "irq", "softirq", "steal"))
-        import torch
-
-        threads = torch.get_num_threads()
-        return cls(time.perf_counter(), float(busy), own.user + own.system, psutil.cpu_count() or 1, threads)
+        cores, threads = psutil.cpu_count() or 1, torch.get_num_threads()
+        return cls(time.perf_counter(), float(busy), own.user + own.system, cores, threads)
 
 
 class OtherProcesses:
@@ -49,25 +49,15 @@ class OtherProcesses:
     @property
     def cores(self) -> float:
         """Busy cores on average; 0 before the system's clock has moved."""
-        return self._cores(self._usage())
-
-    def _cores(self, usage: Usage) -> float:
-        elapsed = usage.now - self._start.now
-        others = (usage.busy - self._start.busy) - (usage.own - self._start.own)
+        now, start = self._usage(), self._start
+        elapsed, others = now.now - start.now, (now.busy - start.busy) - (now.own - start.own)
         return max(0.0, others) / elapsed if elapsed > 0.1 else 0.0
 
     @property
-    def in_the_way(self) -> bool:
-        """True if they leave fewer cores than torch has threads."""
-        usage = self._usage()
-        return self._cores(usage) > usage.cores - usage.threads + SLACK
-
-    @property
     def advice(self) -> str | None:
-        """A sentence for the user; None if they are not in the way."""
-        if not self.in_the_way:
+        """A sentence for the user; None if they leave as many cores as torch has threads."""
+        busy, cores, threads = self.cores, self._start.cores, self._start.threads
+        if busy <= cores - threads + SLACK:
             return None
-        usage = self._usage()
-        threads, cores = usage.threads, f"{self._cores(usage):.1f} of {usage.cores} cores"
-        sentence = f"Other processes kept {cores} busy beside {threads} thread{'s' if threads > 1 else ''} of this run"
-        return f"{sentence}: try --threads {threads - 1}." if threads > 1 else f"{sentence}."
+        said = f"Other processes kept {busy:.1f} of {cores} cores busy beside {threads} thread"
+        return f"{said}s of this run: try --threads {threads - 1}." if threads > 1 else f"{said} of this run."

@@ -19,6 +19,7 @@ from longdraft.cli import console, options, processes
 from longdraft.cli.cancel import EXIT_CODE
 from longdraft.cli.progress import Runs
 from longdraft.errors import CheckpointError
+from longdraft.files import naming
 from longdraft.planning import plans
 
 
@@ -170,7 +171,5 @@ def write(path: Path, content: str | bytes) -> None:
     Raises:
         CheckpointError: it cannot be written.
     """
-    try:
+    with naming(path, f"{path} cannot be written"):
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be written: {error.strerror}.") from error

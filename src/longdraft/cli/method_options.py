@@ -19,7 +19,6 @@ import typer
 
 from longdraft.cli import options
 from longdraft.cli.options import Group, SettingError, settings_checked
-from longdraft.model.embedded import EMBEDDED_ID
 from longdraft.options import Option, checked, declared, method_in, no_option, number
 from longdraft.trees.options import TreeOptions
 
@@ -88,7 +87,7 @@ class Hosting(Group):
     @property
     def name(self) -> str:
         """The name that clients and people call the model by, if they are told no other."""
-        return Path(self.loading.model or EMBEDDED_ID).name
+        return Path(self.loading.name).name
 
     def own(self, method: str | None, pairs: Iterable[str] | None) -> dict[str, Any]:
         """The options of a method, those of its draft and tree among them; for errors, see :func:`method_options`."""

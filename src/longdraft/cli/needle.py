@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from longdraft.cli import console, measuring, method_options, options
-from longdraft.model.embedded import EMBEDDED_ID
 
 if TYPE_CHECKING:
     from longdraft.bench.needle import View
@@ -49,8 +48,8 @@ def needle(
     output: measuring.Rendered,
 ) -> None:
     """Measure how well drafters foresee a needle in a long text: full, streaming and retrieved caches (SpecExtend)."""
-    from longdraft.bench.json_lines import fingerprint
     from longdraft.bench.needle import NeedleDrafts, checked, depth_of, haystacks
+    from longdraft.bench.records import fingerprint
     from longdraft.bench.reproduce.scaled import drafts_by_kind
     from longdraft.bench.results import header_of_units
     from longdraft.drafts.kinds import KINDS
@@ -84,7 +83,7 @@ def needle(
             )
         }
     content = {"views": hosted.names, "drafts": {kind: fingerprint(own.folder) for kind, own in drafts.items()}}
-    header = partial(header_of_units, "longdraft-needle", content, loaded, loading.model or EMBEDDED_ID)
+    header = partial(header_of_units, "longdraft-needle", content, loaded, loading.name)
     output.measure_prompts(hosted, found, header, "haystacks")
 
 

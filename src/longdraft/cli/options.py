@@ -22,6 +22,7 @@ from typer.models import OptionInfo
 import longdraft
 from longdraft.cli import console, processes
 from longdraft.errors import LongdraftError, values_checked
+from longdraft.model.embedded import EMBEDDED_ID
 
 if TYPE_CHECKING:
     from longdraft.model.checkpoints import Progress
@@ -89,9 +90,7 @@ def load_file(paths: list[Path] | None) -> list[Path] | None:
     for path in paths or []:
         try:
             runpy.run_path(str(path))
-        except OSError as error:
-            raise SettingError(f"--load {path}: {error.strerror or error}.") from error
-        except Exception as error:
+        except Exception as error:  # whatever the user's own code raises
             raise SettingError(f"--load {path}: {type(error).__name__}: {error}") from error
     return paths
 
@@ -246,6 +245,11 @@ class ModelOptions(Group):
         float | None, typer.Option("--rope-factor", help="Stretch the model's context this many times (YaRN).")
     ] = None
     threads: Threads = None
+
+    @property
+    def name(self) -> str:
+        """The model as the user named it, or the embedded one."""
+        return self.model or EMBEDDED_ID
 
     @property
     def on_gpu(self) -> bool:

@@ -10,7 +10,6 @@ import typer
 
 from longdraft.bench.scores import rouge_l
 from longdraft.cli import console, measuring, method_options, options
-from longdraft.model.embedded import EMBEDDED_ID
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,5 +96,5 @@ def quality(
             hosted = Quality(loaded, settings)
         for note in hosted.uncut([len(p.tokens) + settings.new_tokens for p in prompts.values()]):
             console.note(note)
-    header = partial(header_of_units, "longdraft-quality", settings.header(), loaded, loading.model or EMBEDDED_ID)
+    header = partial(header_of_units, "longdraft-quality", settings.header(), loaded, loading.name)
     output.measure_prompts(hosted, prompts, header, "prompts")

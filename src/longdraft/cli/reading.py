@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from longdraft.cli import console
 from longdraft.errors import PromptError, reason_of
-from longdraft.files import regular
+from longdraft.files import naming, regular
 
 STDIN = "-"
 # Seconds without a byte on standard input before we say that we are waiting for it.
@@ -70,12 +70,8 @@ def _file_text(name: str) -> str:
     path = Path(name).expanduser()
     if path.is_dir():
         raise PromptError(f"{name} is a folder: --file takes a text file; give the option once for each file.")
-    try:
+    with naming(name, f"{name} cannot be read", "Check the path.", PromptError):
         data = (path if path.parent.name == "fd" else regular(path)).read_bytes()  # <(...) of a shell
-    except FileNotFoundError:
-        raise PromptError(f"There is no file {name}: check the path.") from None
-    except OSError as error:
-        raise PromptError(f"{name} cannot be read: {error.strerror}.") from None
     return _text(data, name)
 
 

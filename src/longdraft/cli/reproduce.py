@@ -76,7 +76,7 @@ def reproduce(
         plain = replace(loading, weights=options.WeightsKind.float32, arithmetic=None)
         unpacked = (lambda: plain.load(lambda message: None)) if is_stored(loaded.model) else None
         with options.settings_checked():
-            made = prepare(chosen, scaled, loaded, loading.model, sources, draft or [], unpacked, status)
+            made = prepare(chosen, scaled, loaded, loading.name, sources, draft or [], unpacked, status)
     for note in made.plan.notes:
         console.note(note)
     experiment = made.experiment(output.results)

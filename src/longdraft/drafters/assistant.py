@@ -152,10 +152,10 @@ class AssistantDrafter(TreeDrafter):
 register(
     Kind(
         KIND,
-        AssistantDraft.load,
         AssistantDrafter,
         "Gemma 4's assistants: a small model that reads the model's own KV cache and its last hidden state",
         "Google 2026, Gemma 4",
+        load=AssistantDraft.load,
         tensors=lambda names: {"pre_projection.weight", "post_projection.weight"} <= set(names),
     )
 )

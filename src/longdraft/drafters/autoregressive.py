@@ -21,4 +21,4 @@ class NoDrafter(Drafter):
         return [TokenTree((s.output[-1],), (-1,)) for s in sequences]
 
 
-register(Method("ar", True, "", "plain decoding, one token a forward", NoDrafter))
+register(Method("ar", NoDrafter, "plain decoding, one token a forward"))

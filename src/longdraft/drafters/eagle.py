@@ -94,11 +94,11 @@ class EagleDraft(Eagle3Draft):
 register(
     Kind(
         EAGLE,
-        EagleDraft.load,
         Eagle3Drafter,
         "published drafts of EAGLE-1 and EAGLE-2: one layer that foresees the model's last hidden states",
         "Li et al. 2024, EAGLE, arXiv:2401.15077; EAGLE-2, arXiv:2406.16858",
-        Training(
+        load=EagleDraft.load,
+        training=Training(
             "longdraft.training.config:EagleConfig",
             "longdraft.training.eagle:train_eagle",
             "Train an EAGLE-1 draft",

@@ -18,12 +18,10 @@ itself is in shared/eagle3_block.py, since drafts of its kin share it.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
-from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -44,7 +42,7 @@ from longdraft.engine.event import Event
 from longdraft.engine.method import Method
 from longdraft.engine.sequence import Sequence
 from longdraft.memory.store import KVShape, KVStore
-from longdraft.model.few_rows import FewRowsModule
+from longdraft.model.few_rows import quicken
 from longdraft.model.key_rotation import turned
 from longdraft.model.runner import TargetRunner
 from longdraft.native import Kernels
@@ -53,10 +51,6 @@ from longdraft.trees.kind import TreeKind
 from longdraft.trees.level import Level
 from longdraft.trees.options import TreeOptions
 from longdraft.views.draft_cache import CompactCache, DraftCache
-
-logger = logging.getLogger("longdraft")
-# Drafts of which it has been said that texts are longer than they were trained for: said once, not once a run.
-_outgrown: WeakSet[Eagle3Draft] = WeakSet()
 
 
 class Eagle3Draft(EagleDraft[BoundDraft]):
@@ -76,7 +70,7 @@ class Eagle3Draft(EagleDraft[BoundDraft]):
         block, shape = self.placed(runner), self.shape
         plain = not shape.qk_norm and not shape.output_bias and shape.decoder_layers == 1
         found = serves(runner, shape.head_dim) if plain else None
-        return self.bind_block(runner, block, None if found is None else _whole(found, block))
+        return self.bind_block(runner, block, None if found is None else whole_level(found, block))
 
     def bind_block(self, runner: TargetRunner, block: Any, whole: WholeLevel | None = None) -> BoundDraft:
         """The draft with what it shares of the target."""
@@ -86,10 +80,11 @@ class Eagle3Draft(EagleDraft[BoundDraft]):
         if ids is not None:
             draft_ids = torch.full((runner.parts.head.shape[0],), -1, device=runner.device, dtype=torch.long)
             draft_ids[ids] = torch.arange(len(ids), device=runner.device)
-        return BoundDraft(block, embedding, rotary, block.logits, ids, whole, FewRowsModule(block), draft_ids)
+        quicken(block)
+        return BoundDraft(block, embedding, rotary, block.logits, ids, whole, draft_ids)
 
 
-def _whole(found: Kernels, block: Eagle3Block) -> WholeLevel:
+def whole_level(found: Kernels, block: Eagle3Block) -> WholeLevel:
     layer = block.midlayer
     norms: dict[str, nn.Module] = {
         "norm": layer.input_layernorm,
@@ -235,20 +230,14 @@ class Eagle3Drafter(NeuralDrafter):
         self._bound.block.through(*inputs, Rows.new(cache, (slot,), end - start).attends(cache))
 
     def _warn(self, s: Sequence) -> None:
-        """Says once per draft that a text is longer than it was trained for, and what that means."""
+        """Warns if a text is longer than the draft was trained for."""
         reach, length = self.draft.reach, s.longest
         what, then = "this one has", f"it sees the last {reach} tokens (another: window=N)"
         if self.retrieval is not None:
             length = min(length, self.retrieval.view.capacity + self.tree.depth)
             what, then = "its working cache has", "acceptance will be lower: give fewer chunks"
-        if self.draft in _outgrown or self.window is not None or reach is None or length <= reach:
-            return
-        _outgrown.add(self.draft)
-        logger.warning(
-            "The draft in %s was trained for texts of %d tokens; %s up to %d. Output stays exact; %s, or load the "
-            "draft with a rope_factor.",
-            self.draft.folder, reach, what, length, then,
-        )  # fmt: skip
+        if self.window is None and reach is not None and length > reach:
+            self.draft.outgrown(reach, f"{what} up to {length}", f"{then}, or load the draft with a rope_factor")
 
 
 class Eagle3Round(DraftRound):
@@ -306,11 +295,11 @@ def _forward(
 register(
     Kind(
         "eagle3",
-        Eagle3Draft.load,
         Eagle3Drafter,
         "a trained one-layer draft that reads the model's hidden states; published drafts load as they are",
         "Li et al. 2025, EAGLE-3, arXiv:2503.01840",
-        Training(
+        load=Eagle3Draft.load,
+        training=Training(
             "longdraft.training.config:Eagle3Config",
             "longdraft.training.eagle3:train_eagle3",
             "Train an EAGLE-3 draft",
@@ -323,10 +312,9 @@ register(
 method.register(
     Method(
         "specextend-eagle3",
-        True,
-        "Cha et al. 2025, SpecExtend, arXiv:2505.20776",
-        "EAGLE-3 that sees the chunks of a long text which the model attends to, at positions it knows",
         partial(Eagle3Drafter, retrieval=True),  # and so an OPT-Tree
-        "eagle3",
+        "EAGLE-3 that sees the chunks of a long text which the model attends to, at positions it knows",
+        "Cha et al. 2025, SpecExtend, arXiv:2505.20776",
+        draft_kind="eagle3",
     )
 )

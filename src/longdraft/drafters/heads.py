@@ -296,11 +296,11 @@ def _fitted(tree: TreeKind, levels: int, ahead: bool) -> TreeKind:
 register(
     Kind(
         "heads",
-        HeadsDraft.load,
         HeadsDrafter,
         "a few trained heads say the next tokens from one hidden state of the model, at next to no cost",
         "Wu et al. 2025, TokenSwift, arXiv:2502.18890; Cai et al. 2024, Medusa, arXiv:2401.10774",
-        Training(
+        load=HeadsDraft.load,
+        training=Training(
             "longdraft.training.config:HeadsConfig",
             "longdraft.training.heads:train_heads",
             "Train chained heads (TokenSwift)",

@@ -40,7 +40,7 @@ from longdraft.drafts.kinds import Kind, Training, register
 from longdraft.engine.event import Event
 from longdraft.engine.sequence import Sequence
 from longdraft.errors import UnsupportedModelError
-from longdraft.model.few_rows import FewRowsModule
+from longdraft.model.few_rows import quicken
 from longdraft.model.runner import TargetRunner
 from longdraft.model.sharded import product
 from longdraft.native import Kernels
@@ -83,12 +83,13 @@ class LongSpecDraft(TrainedDraft[BoundDraft]):
         block = self.placed(runner)
         head, ids = self.head(runner)
         found = serves(runner, self.shape.head_dim)
-        whole = None if found is None else _whole(found, block, head)
-        parts, few = runner.parts, FewRowsModule(block)
-        return BoundDraft(block, parts.embedding, parts.rotary, product(head), ids, whole, few)
+        whole = None if found is None else whole_level(found, block, head)
+        parts = runner.parts
+        quicken(block)
+        return BoundDraft(block, parts.embedding, parts.rotary, product(head), ids, whole)
 
 
-def _whole(found: Kernels, block: LongSpecBlock, head: torch.Tensor | Stored) -> WholeLevel:
+def whole_level(found: Kernels, block: LongSpecBlock, head: torch.Tensor | Stored) -> WholeLevel:
     norms: dict[str, nn.Module] = {
         "norm": block.input_layernorm,
         "cross_norm": block.post_self_attention_layernorm,
@@ -250,11 +251,11 @@ def _forward(
 register(
     Kind(
         "longspec",
-        LongSpecDraft.load,
         LongSpecDrafter,
         "a trained one-block draft that reads the model's own KV cache, at the same cost for any context",
         "Yang et al. 2025, LongSpec, arXiv:2502.17421",
-        Training(
+        load=LongSpecDraft.load,
+        training=Training(
             "longdraft.training.config:TrainConfig",
             "longdraft.training.longspec:train_longspec",
             "Train a LongSpec draft",

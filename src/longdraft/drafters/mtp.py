@@ -31,7 +31,7 @@ from longdraft.engine.sequence import Sequence
 from longdraft.errors import CapabilityError, CheckpointError, UnsupportedModelError
 from longdraft.memory.store import KVShape, KVStore
 from longdraft.model import own_layer
-from longdraft.model.few_rows import FewRowsModule
+from longdraft.model.few_rows import quicken
 from longdraft.model.rotary import SharedRotary
 from longdraft.model.runner import TargetRunner
 from longdraft.model.sharded import product
@@ -174,8 +174,8 @@ class MtpDraft(Eagle3Draft):
         found = {name: torch.empty(t.shape, dtype=torch.float32, device="meta") for name, t in tensors.items()}
         draft_folder.check_tensors(found, sizes, self.folder, self.label)
         own_layer.put_in(block, tensors, runner.device, runner.kv_shape.dtype, int8=runner.arithmetic == "int8")
-        rotary, few = SharedRotary(runner.parts.rotary), FewRowsModule(block)
-        return BoundDraft(block, runner.parts.embedding, rotary, block.logits, None, None, few)
+        quicken(block)
+        return BoundDraft(block, runner.parts.embedding, SharedRotary(runner.parts.rotary), block.logits, None, None)
 
 
 class MtpDrafter(Eagle3Drafter):
@@ -220,10 +220,10 @@ class MtpRound(Eagle3Round):
 register(
     Kind(
         KIND,
-        MtpDraft.load,
         MtpDrafter,
         "the layer inside the model's own checkpoint that predicts further tokens (Qwen3.5, GLM-4.5, DeepSeek-V3)",
         "DeepSeek-AI 2024, DeepSeek-V3, arXiv:2412.19437",
+        load=MtpDraft.load,
         inside=mtp_formats.holds,
     )
 )

@@ -246,11 +246,11 @@ class OnePassRound(OneForwardRound):
 register(
     Kind(
         KIND,
-        OnePassDraft.load,
         OnePassDrafter,
         "a trained one-layer draft that proposes all levels of a tree in one forward",
         "P-EAGLE, arXiv:2602.01469; DSpark, arXiv:2607.05147",
-        Training(
+        load=OnePassDraft.load,
+        training=Training(
             "longdraft.training.config:OnePassConfig",
             "longdraft.training.onepass:train_onepass",
             "Train a one-pass draft",

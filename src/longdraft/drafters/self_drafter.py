@@ -36,7 +36,6 @@ from longdraft.trees.node_limit import NodeLimit
 from longdraft.trees.options import TreeOptions
 from longdraft.trees.tree import TokenTree
 from longdraft.views.cache import TrueCache
-from longdraft.views.queries import LastQueries
 from longdraft.views.refresh import Refresh
 from longdraft.views.scorers import SCORERS
 from longdraft.views.view import DTYPES, View, check_sizes, dtype_of
@@ -190,7 +189,8 @@ class SelfDrafter(TreeDrafter):
         self._many = view == "attention" and own.budget is None and own.view_dtype is None
         sizes = self_view(view, MANY if self._many else own.budget, own.sink, own.window, own.chunk)
         self.view = replace(sizes, room=max(FRESH, sizes.budget // FRESH_SHARE))
-        self.refresh = Refresh(REFRESH.get(view, USUAL_REFRESH) if own.refresh is None else own.refresh)
+        interval = REFRESH.get(view, USUAL_REFRESH) if own.refresh is None else own.refresh
+        self.refresh = Refresh(interval, self.view.query_count)
         self.tree = tree.kind("chain")
         more = log2(max(1.0, self.view.budget / BUDGET))
         self.prior_acceptance = ALL if view == "all" else min(SOME + DOUBLED * more, MOST)
@@ -244,7 +244,6 @@ class SelfDrafter(TreeDrafter):
 
         self.cache = TrueCache(full, new_store, self.view, self.rows)
         self.whole = WholeLM.of(runner)
-        self._queries = LastQueries(self.view.query_count)
 
     @property
     def rows(self) -> int:
@@ -271,7 +270,7 @@ class SelfDrafter(TreeDrafter):
         """Updates the views to the readable rows of each text, and chooses rows again where that is due."""
         for s in sequences:
             due = self.view.query_count > 0 and self.refresh.due(s.slot)
-            if self.cache.update(s.slot, self._queries.of(s.slot), due):
+            if self.cache.update(s.slot, self.refresh.queries(s.slot), due):
                 self.refresh.done(s.slot)
 
     def observe(self, event: Event) -> None:
@@ -280,12 +279,10 @@ class SelfDrafter(TreeDrafter):
         if event.begins:  # nothing is kept of the last text in the slot
             self._begin(slot)
         if self.view.query_count and event.queries:
-            self._queries.add(slot, event.queries)
+            self.refresh.add(slot, event.queries)
         if event.replaced is not None:
             self.cache.forget(slot, event.replaced)
-        if (
-            event.begins
-        ):  # the view is filled as part of reading the prompt: the first round takes no longer than others
+        if event.begins:  # as part of reading the prompt: the first round takes no longer than others
             self.follow([event.sequence])
         elif event.tree.drafted:  # a plain round says nothing of the view
             self.refresh.note(slot)
@@ -312,17 +309,15 @@ class SelfDrafter(TreeDrafter):
 
     def _begin(self, slot: int) -> None:
         self.cache.forget(slot)
-        self._queries.forget(slot)
-        self.refresh.done(slot)
+        self.refresh.forget(slot)
 
 
 method.register(
     Method(
         "self",
-        True,
-        "Sun et al. 2024, TriForce, arXiv:2404.11912; Sadhukhan et al. 2024, MagicDec, arXiv:2408.11049",
-        "the model itself drafts on a part of its KV cache, and verifies on all of it",
         SelfDrafter,
+        "the model itself drafts on a part of its KV cache, and verifies on all of it",
+        "Sun et al. 2024, TriForce, arXiv:2404.11912; Sadhukhan et al. 2024, MagicDec, arXiv:2408.11049",
         joined=True,
         pays=drafts_lightly,
     )
@@ -330,10 +325,9 @@ method.register(
 method.register(
     Method(
         "quantspec",
-        True,
-        "after Tiwari et al. 2025, QuantSpec, arXiv:2502.10424",
-        "the model itself drafts on all of its KV cache in eight bits, and verifies on it as it is",
         partial(SelfDrafter, view="all"),
+        "the model itself drafts on all of its KV cache in eight bits, and verifies on it as it is",
+        "after Tiwari et al. 2025, QuantSpec, arXiv:2502.10424",
         joined=True,
     )
 )

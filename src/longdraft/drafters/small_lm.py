@@ -12,11 +12,9 @@ costs the same at any length.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-from weakref import WeakSet
 
 import torch
 
@@ -41,17 +39,12 @@ from longdraft.trees.options import TreeOptions
 from longdraft.trees.tree import TokenTree
 from longdraft.views import draft_cache
 from longdraft.views.draft_cache import FRESH, CompactCache, DraftCache, fresh_room
-from longdraft.views.refresh import Refresh
 from longdraft.views.retrieval import Retrieval
 from longdraft.views.view import View, check_sizes
 
 VIEWS = ("full", "streaming", "retrieval")
 # A working cache of about 1K tokens is best for a draft of 68M parameters (SpecExtend, appendix E.1).
 STREAMED, RECENT = 1024, 128
-
-logger = logging.getLogger("longdraft")
-# Drafts of which it has been said that texts are longer than they were trained for: said once, not once a run.
-_outgrown: WeakSet[SmallLMDraft] = WeakSet()
 
 
 @dataclass(frozen=True)
@@ -124,7 +117,7 @@ class SmallLMDrafter(RetrievingDrafter):
             else compact_cache(*sizes, self.retrieval, self.draft.trained_length)
         )
         # What was fed of each slot's text, token by token.
-        self._fed: list[list[int]] = [[] for _ in range(store.slots)]
+        self.fed_text: list[list[int]] = [[] for _ in range(store.slots)]
 
     @torch.inference_mode()
     def observe(self, event: Event) -> None:
@@ -153,15 +146,15 @@ class SmallLMDrafter(RetrievingDrafter):
 
     def go_back(self, sequence: Sequence, length: int) -> None:
         """Forgets what was read behind the first ``length`` tokens of a text."""
-        if length < len(self._fed[sequence.slot]):
+        if length < len(self.fed_text[sequence.slot]):
             self._cut(sequence.slot, length)
 
     def new_tokens(self, sequence: Sequence) -> list[int]:
         """The tokens that the draft has not read, the root last, short enough to be fed at once."""
         slot, text = sequence.slot, sequence.tokens
-        if len(self._fed[slot]) >= len(text):
+        if len(self.fed_text[slot]) >= len(text):
             self._cut(slot, len(text) - 1)
-        new = text[len(self._fed[slot]) :]
+        new = text[len(self.fed_text[slot]) :]
         if len(new) > self.cache.fresh:
             self._read(slot, new[:-1])
             new = new[-1:]
@@ -171,17 +164,17 @@ class SmallLMDrafter(RetrievingDrafter):
     def fed(self, slot: int, tokens: list[int]) -> None:
         """Commits tokens that were fed: the first rows of the slot's block."""
         self.cache.extend(slot, len(tokens))
-        self._fed[slot] += tokens
+        self.fed_text[slot] += tokens
 
     def _cut(self, slot: int, length: int) -> None:
         length = self.cache.restorable(slot, length)
         self.cache.forget(slot, length)
-        del self._fed[slot][length:]
+        del self.fed_text[slot][length:]
 
     def _read(self, slot: int, tokens: list[int]) -> None:
         """Feeds tokens in pieces, without drafting from them."""
         assert self._bound is not None
-        text = len(self._fed[slot]) + len(tokens)
+        text = len(self.fed_text[slot]) + len(tokens)
         while tokens:
             count = self.cache.reading(slot, len(tokens))
             piece, tokens = tokens[:count], tokens[count:]
@@ -206,13 +199,8 @@ def check_length(draft: SmallLMDraft, bound: BoundLM, s: Sequence) -> None:
             f"The text has up to {length} tokens, and the draft {draft.folder} has positions for {positions} "
             "(learned ones, which cannot be stretched). Use a draft with a longer context, or prompt-lookup."
         )
-    if draft not in _outgrown:
-        _outgrown.add(draft)
-        logger.warning(
-            "The draft in %s was trained for texts of %d tokens; this one has up to %d. Output stays exact, "
-            "acceptance will be lower: leave view out, or use view=retrieval (method specextend).",
-            draft.folder, trained, length,
-        )  # fmt: skip
+    then = "acceptance will be lower: leave view out, or use view=retrieval (method specextend)"
+    draft.outgrown(trained, f"this one has up to {length}", then)
 
 
 def _streaming(sink: int, recent: int | None, room: int, fresh: int) -> Retrieval:
@@ -226,7 +214,7 @@ def _streaming(sink: int, recent: int | None, room: int, fresh: int) -> Retrieva
             f"a working cache of {sink + recent} tokens does not fit the {room} that the draft was trained for, beside "
             "those of a round: lower sink, recent or the tree's depth"
         )
-    return Retrieval(View("streaming", 0, sink, recent, room=fresh, shared=True), Refresh(0))
+    return Retrieval(View("streaming", 0, sink, recent, room=fresh, shared=True))
 
 
 def whole_cache(runner: TargetRunner, slots: int, capacity: int, shown: int) -> DraftCache:
@@ -309,11 +297,11 @@ class SmallLMRound(HostedRound):
 register(
     Kind(
         "small-lm",
-        SmallLMDraft.load,
         SmallLMDrafter,
         "a small language model with the model's vocabulary, on all of the text or on a part of it",
         "Leviathan et al. 2023, arXiv:2211.17192; Chen et al. 2023, arXiv:2302.01318",
-        Training(
+        load=SmallLMDraft.load,
+        training=Training(
             "longdraft.training.config:LmConfig",
             "longdraft.training.lm:train_lm",
             "Train a small language model to draft",
@@ -325,10 +313,9 @@ register(
 method.register(
     Method(
         "specextend",
-        True,
-        "Cha et al. 2025, SpecExtend, arXiv:2505.20776",
-        "a small language model that sees the chunks of a long text which the model attends to",
         partial(SmallLMDrafter, view="retrieval"),  # and so an OPT-Tree
-        "small-lm",
+        "a small language model that sees the chunks of a long text which the model attends to",
+        "Cha et al. 2025, SpecExtend, arXiv:2505.20776",
+        draft_kind="small-lm",
     )
 )

@@ -255,18 +255,16 @@ class SuffixDrafter(Drafter):
 register(
     Method(
         "prompt-lookup",
-        True,
-        "Saxena 2023, prompt lookup decoding; Yang et al. 2023, arXiv:2304.04487",
-        "drafts what followed the same words before, in prompt or output",
         SuffixDrafter,
+        "drafts what followed the same words before, in prompt or output",
+        "Saxena 2023, prompt lookup decoding; Yang et al. 2023, arXiv:2304.04487",
     )
 )
 register(
     Method(
         "suffix",
-        True,
-        "Oliaro et al. 2024, SuffixDecoding, arXiv:2411.04975",
-        "the same drafter by the name of its paper: earlier=N looks N tokens of earlier requests up too",
         SuffixDrafter,
+        "the same drafter by the name of its paper: earlier=N looks N tokens of earlier requests up too",
+        "Oliaro et al. 2024, SuffixDecoding, arXiv:2411.04975",
     )
 )

@@ -179,10 +179,9 @@ def tokenswift(draft: HeadsDraft, **options: Any) -> Drafter:
 register(
     Method(
         "tokenswift",
-        True,
-        "Wu et al. 2025, TokenSwift, arXiv:2502.18890",
-        "the heads, behind a forward of the model on a part of its KV cache, and phrases of the output",
         tokenswift,
-        "heads",
+        "the heads, behind a forward of the model on a part of its KV cache, and phrases of the output",
+        "Wu et al. 2025, TokenSwift, arXiv:2502.18890",
+        draft_kind="heads",
     )
 )

@@ -217,10 +217,9 @@ def triforce(draft: SmallLMDraft, **options: Any) -> TriForceDrafter:
 register(
     Method(
         "triforce",
-        True,
-        "Sun et al. 2024, TriForce, arXiv:2404.11912",
-        "a small language model drafts for the model on a part of its KV cache, which drafts for it on all of it",
         triforce,
-        "small-lm",
+        "a small language model drafts for the model on a part of its KV cache, which drafts for it on all of it",
+        "Sun et al. 2024, TriForce, arXiv:2404.11912",
+        draft_kind="small-lm",
     )
 )

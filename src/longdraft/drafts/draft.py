@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -22,6 +23,7 @@ from longdraft.native.stored import Stored
 
 REMEDY = "A value that cannot be right can be corrected in its config.json; otherwise copy the draft again."
 _IDS = (torch.int64, torch.int32)
+logger = logging.getLogger("longdraft")
 Bound = TypeVar("Bound")
 Own = TypeVar("Own", bound="TrainedDraft[Any]")
 
@@ -55,6 +57,7 @@ class Draft(ABC, Generic[Bound]):
         self.folder = Path(folder)
         self.made_for: dict[str, Any] = {}
         self._bound: weakref.WeakKeyDictionary[TargetRunner, Bound] = weakref.WeakKeyDictionary()
+        self._outgrown = False  # whether that was said
 
     def __repr__(self) -> str:
         length = "" if self.trained_length is None else f", trained on {self.trained_length:,} tokens"
@@ -114,6 +117,19 @@ class Draft(ABC, Generic[Bound]):
             CheckpointError: the draft is no folder here, but a GGUF file or a model on the hub.
         """
         return hub.push(self.folder, self.kind, draft_folder.read_config(self.folder), repo_id, token, private)
+
+    def outgrown(self, trained: int, what: str, then: str) -> None:
+        """Warns, once a draft and not once a run, that it sees more tokens than it was trained for.
+
+        Args:
+            what: how many it sees. then: what follows, and what to do.
+        """
+        if not self._outgrown:
+            self._outgrown = True
+            logger.warning(
+                f"The draft in {self.folder} was trained for texts of {trained} tokens; {what}. Output stays exact; "
+                f"{then}."
+            )
 
     @abstractmethod
     def make(self, runner: TargetRunner) -> Bound:

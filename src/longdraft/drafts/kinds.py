@@ -5,14 +5,13 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from longdraft.drafts import draft_folder, hub, shipped
 from longdraft.drafts.draft import Draft
 from longdraft.engine import method
-from longdraft.engine.drafter import Drafter
 from longdraft.engine.method import Method
 from longdraft.errors import CheckpointError
 from longdraft.files import reads
@@ -45,15 +44,12 @@ class Training:
         return pkgutil.resolve_name(self.run) if isinstance(self.run, str) else self.run
 
 
-@dataclass(frozen=True)
-class Kind:
-    """A kind of trained draft, and the method of its name.
+@dataclass(frozen=True, eq=False)
+class Kind(Method):
+    """A kind of trained draft: a method whose name draft folders carry, and whose drafter takes a ``draft``.
 
     Attributes:
-        name: what draft folders call it, and users the method.
         load: reads a folder of it.
-        drafter: builds a drafter from keyword options; ``draft`` is one of them.
-        summary, paper: of the method, for the list of methods.
         training: how one is trained; None if ``longdraft train`` cannot.
         tensors: recognises a published folder by the names of its tensors.
         claims: recognises any other folder that does not name its kind.
@@ -61,16 +57,16 @@ class Kind:
         layouts: functions that write a draft for other programs, by the layout's name.
     """
 
-    name: str
+    _: KW_ONLY
     load: Callable[[Path | str], Draft[Any]]
-    drafter: Callable[..., Drafter]
-    summary: str
-    paper: str = ""
     training: Training | None = None
     tensors: Callable[[list[str]], bool] | None = None
     claims: Callable[[Path | str], bool] | None = None
     inside: Callable[[Path], bool] | None = None
     layouts: Mapping[str, Callable[..., list[str]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "draft_kind", self.name)
 
     @property
     def shipped(self) -> bool:
@@ -82,11 +78,11 @@ KINDS: dict[str, Kind] = {}
 
 
 def register(kind: Kind) -> Method:
-    """Adds a kind, and the method of its name, to the catalogue. One of the same name is replaced."""
+    """Adds a kind to the catalogue. One of the same name is replaced."""
     KINDS[kind.name] = kind
     if kind.tensors is not None:
         draft_folder.RECOGNISERS[kind.name] = kind.tensors
-    return method.register(Method(kind.name, True, kind.paper, kind.summary, kind.drafter, kind.name))
+    return method.register(kind)
 
 
 @reads("The draft in", "Copy it again.")

@@ -6,7 +6,8 @@ Each method is one entry, registered in the file of its drafter (SpecPV's in :mo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
 from typing import Any
 
 from longdraft.engine.drafter import Drafter
@@ -30,39 +31,40 @@ class DrafterName(Options):
     drafter: str | None = option(help="method whose drafter it takes", usual="the first whose weights are available")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Method:
     """One entry of the catalogue.
 
     Attributes:
         name: what users call it.
-        exact: same greedy tokens and same sampling distribution as the target alone.
-        paper, summary: for the list of methods.
         drafter: builds its drafter from keyword options, with ``draft`` if it needs trained weights. None if it takes
             the drafter of another method, which the option ``drafter`` names.
-        drafters: without a drafter of its own, the methods whose drafters it accepts, the default first. Empty: any in
-            :data:`DRAFTING`.
-        draft_kind: the kind of trained draft it takes (:mod:`longdraft.drafts.kinds`).
+        summary, paper: for the list of methods.
+        draft_kind: the kind of trained draft it takes: the name of a :class:`~longdraft.drafts.kinds.Kind`.
         schedule: builds the schedule, from keyword options.
         joined: suffix lookup can join its drafter. It can join every trained draft.
         pays: whether the method is worthwhile on a target, if rounds are planned; for methods chosen by default.
     """
 
     name: str
-    exact: bool
-    paper: str
+    drafter: Callable[..., Drafter] | None
     summary: str
-    drafter: Callable[..., Drafter] | None = None
+    paper: str = ""
+    _: KW_ONLY
     draft_kind: str | None = None
     schedule: Callable[..., Schedule] = Schedule
-    drafters: tuple[Method, ...] = ()
     joined: bool = False
     pays: Callable[[TargetRunner], bool] = lambda runner: True
+
+    @cached_property
+    def exact(self) -> bool:
+        """True for the same greedy tokens and the same sampling distribution as the target alone."""
+        return self.schedule().exact
 
     @property
     def needs_draft(self) -> bool:
         """True if it drafts with trained weights from a folder."""
-        return self.drafter is not None and self.draft_kind is not None
+        return self.draft_kind is not None
 
     @property
     def drafter_options(self) -> dict[str, Option]:
@@ -78,8 +80,6 @@ class Method:
     @property
     def choices(self) -> dict[str, Method]:
         """The methods whose drafters the option ``drafter`` may name."""
-        if self.drafters:
-            return {m.name: m for m in self.drafters}
         trained = (m.name for m in METHODS.values() if m.needs_draft and m.name == m.draft_kind)
         return {name: METHODS[name] for name in dict.fromkeys([*DRAFTING, *trained]) if name in METHODS}
 

@@ -232,9 +232,9 @@ def _schedule(**options: Any) -> SpecPV:
 register(
     Method(
         "specpv",
-        False,
-        "Tan et al. 2025, SpecPV, arXiv:2512.02337",
+        None,
         "verifies on the part of a long context that matters, and on all of it every few rounds; any drafter",
+        "Tan et al. 2025, SpecPV, arXiv:2512.02337",
         schedule=_schedule,
     )
 )

@@ -22,12 +22,10 @@ from transformers.generation.stopping_criteria import (
 )
 
 from longdraft.engine import processors
-from longdraft.engine.drafter import Drafter
 from longdraft.engine.draws import Draws
 from longdraft.engine.loop import Engine
 from longdraft.engine.planner import Planner
 from longdraft.engine.sampler import Sampler
-from longdraft.engine.schedule import Schedule
 from longdraft.engine.sequence import FinishReason, Sequence
 from longdraft.errors import CapabilityError
 from longdraft.integration import requests
@@ -35,6 +33,7 @@ from longdraft.integration.handover import Given
 from longdraft.model import support
 from longdraft.model.runner import TargetRunner
 from longdraft.native.boundary import WHOLE
+from longdraft.recipes import Recipe
 
 # Criteria that look at a row alone.
 _OF_A_ROW = (MaxLengthCriteria, MaxTimeCriteria, EosTokenCriteria, StopStringCriteria)
@@ -42,15 +41,16 @@ _OF_A_ROW = (MaxLengthCriteria, MaxTimeCriteria, EosTokenCriteria, StopStringCri
 
 def decode(
     runner: TargetRunner,
-    drafter: Drafter,
-    schedule: Schedule,
+    chosen: Recipe,
     planner: Callable[[], Planner | None],
     input_ids: torch.Tensor,
+    given: Given,
+    *,
     logits_processor: Any,
     stopping_criteria: Any,
-    config: Any,
-    given: Given,
-    model_kwargs: dict[str, Any],
+    generation_config: Any,
+    tokenizer: Any = None,
+    **model_kwargs: Any,
 ) -> Any:
     """Decodes ``input_ids`` (B, n), padded on either side, and returns what ``generate`` would.
 
@@ -60,6 +60,7 @@ def decode(
     Args:
         planner: called once everything has been checked, for it may measure first.
         given: arguments that ``generate`` does not hand on by itself.
+        tokenizer: named so that ``generate`` finds it for its stop strings.
 
     Returns:
         (B, n + new tokens), right-padded; or a ``GenerateDecoderOnlyOutput`` if the config asks for a dict.
@@ -69,6 +70,7 @@ def decode(
         PromptError: token ids that the model does not have, or none.
         ContextError: prompt and new tokens exceed the target's context.
     """
+    config, drafter = generation_config, chosen.drafter()
     requests.check(config, model_kwargs, input_ids, given)
     support.check_tokens(runner.model, input_ids)
     mask = model_kwargs.get("attention_mask")
@@ -89,7 +91,7 @@ def decode(
     support.check_length(runner.model, max(len(s.prompt) for s in sequences) + new_tokens, drafter.max_nodes)
     endings = Endings(sequences, stopping_criteria, _pad(config), given.streamer)
     # A planner may measure for a while: the last thing before work begins.
-    engine = Engine(runner, drafter, schedule, planner=planner(), slots=rows)
+    engine = Engine(runner, drafter, chosen.schedule(), planner=planner(), slots=rows)
     for s in sequences:
         s.rules = (endings.rule,)
         engine.add(s)

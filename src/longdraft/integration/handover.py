@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -47,15 +47,23 @@ def given_cache(keywords: dict[str, Any]) -> Any:
 
 
 class HandedOver:
-    """The ``__signature__`` of a custom loop's class, whose ``__call__`` names ``tokenizer`` and ``given``."""
+    """The ``__signature__`` of a custom loop's class, whose ``__call__`` names ``given``.
+
+    Args:
+        decode: takes the keywords that the loop passes on; it names ``tokenizer``.
+    """
+
+    def __init__(self, decode: Callable[..., Any]) -> None:
+        self._decode = decode
 
     def __get__(self, loop: Any, owner: type) -> inspect.Signature:
         if loop is None:  # the class has the signature of its constructor
             raise AttributeError("__signature__")
-        own = inspect.signature(owner.__call__)
         if (asking := _generate()) is not None:
             _hand_over(asking.f_locals)
-        return own.replace(parameters=list(own.parameters.values())[1:])
+        own, others = (list(inspect.signature(f).parameters.values()) for f in (owner.__call__, self._decode))
+        keywords = [p for p in others if p.kind in (p.KEYWORD_ONLY, p.VAR_KEYWORD)]
+        return inspect.Signature([*own[1:-1], *keywords])
 
 
 def _generate() -> FrameType | None:

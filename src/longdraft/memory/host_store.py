@@ -27,36 +27,18 @@ SHARE = 0.6
 
 
 class Side:
-    """Runs copies beside the computation. This one copies at once, for a device that is the host."""
-
-    def begin(self) -> None:
-        """Makes the next copies wait for all computations that the device has queued so far."""
-
-    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        """Queues a copy. Both tensors are contiguous and the one on the host is pinned, or it would not overlap."""
-        to.copy_(source)
-
-    def mark(self) -> Any:
-        """Returns a mark behind all copies queued so far."""
-
-    def wait(self, mark: Any) -> None:
-        """Makes the computation, not the host, wait for the copies before the mark."""
-
-    def settle(self) -> None:
-        """Makes the host wait for all copies."""
-
-
-class CudaSide(Side):
-    """A CUDA stream."""
+    """Runs copies on a CUDA stream beside the computation."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
 
     def begin(self) -> None:
+        """Makes the next copies wait for all computations that the device has queued so far."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        """Queues a copy. Both tensors are contiguous and the one on the host is pinned, or it would not overlap."""
         with torch.cuda.stream(self._stream):
             to.copy_(source, non_blocking=True)
         for tensor in (to, source):
@@ -64,12 +46,15 @@ class CudaSide(Side):
                 tensor.record_stream(self._stream)
 
     def mark(self) -> Any:
+        """Returns a mark behind all copies queued so far."""
         return self._stream.record_event()
 
     def wait(self, mark: Any) -> None:
+        """Makes the computation, not the host, wait for the copies before the mark."""
         torch.cuda.current_stream(self._device).wait_event(mark)
 
     def settle(self) -> None:
+        """Makes the host wait for all copies."""
         self._stream.synchronize()
 
 
@@ -123,7 +108,7 @@ class HostStore(KVStore):
     ) -> None:
         self._wanted = resident
         super().__init__(shape, slots, capacity, device, False, feature_layers, feature_size)
-        self._side = side or (CudaSide(self.device) if self.device.type == "cuda" else Side())
+        self._side = side or Side(self.device)
         staged = self._host[0].shape[1:]
         self._stages = []
         for layer in self.streamed[:2]:

@@ -1,7 +1,7 @@
 """Rooms: device memory of stores and windows that is kept from one run to the next.
 
-A recorded forward (:mod:`longdraft.model.graphs`) holds for the addresses that it was recorded with. So the memory that
-it reads outlives the store that used it: the next store of its kind takes the same memory, and finds the recordings.
+A recorded forward (:mod:`longdraft.model.gpu.graphs`) holds for the addresses that it was recorded with. So the memory
+that it reads outlives the store that used it: the next store of its kind takes that memory, and finds the recordings.
 Capacities are rounded up, so that texts of similar lengths share a room. Rooms are only used on devices where forwards
 are recorded; they are freed as soon as something else needs the memory.
 """

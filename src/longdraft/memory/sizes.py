@@ -39,7 +39,7 @@ def available_bytes(device: torch.device) -> int | None:
         # Memory that torch's allocator holds but does not use is available too.
         return int(free) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     if device.type == "cpu":
-        return min(int(psutil.virtual_memory().available), *_process_available(), *_cgroup_available())
+        return min(int(psutil.virtual_memory().available), *_process_available(), *cgroup_available())
     return None
 
 
@@ -59,7 +59,7 @@ def _process_available() -> Iterator[int]:
             yield max(0, most - size - (torch.get_num_threads() - 1) * _STACK)
 
 
-def _cgroup_available(own: Path = Path("/proc/self/cgroup"), mounted: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
+def cgroup_available(own: Path = Path("/proc/self/cgroup"), mounted: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
     """Bytes that the cgroups of this process leave: the container's or job's, and those around. Page cache is free."""
     lines = own.read_text().splitlines() if own.is_file() else ["0::/"]
     for kinds, place in (line.split(":", 2)[1:] for line in lines):

@@ -27,8 +27,6 @@ _FAMILY = "longdraft-kv-"
 FORMAT = f"{_FAMILY}3"
 # Prefix of the tensors of layers that keep a state instead of rows.
 _STATES = "states."
-# What earlier versions wrote of a file that has a part of a text's rows.
-_PARTS = ("start", "parent", "features_from")
 # Suffix of unfinished files.
 PART = ".part"
 
@@ -198,8 +196,6 @@ def _head(file: Any, meta: dict[str, str]) -> Head:
         raise ValueError("its header is not what was written")
     tokens = array("q", _tensor(file, "tokens", sums).tolist())
     layers = tuple(int(n) for n in meta.get("feature_layers", "").split(",") if n)
-    if any(meta.get(name, "0") != "0" for name in _PARTS):
-        raise ValueError("it has a part of a text's rows, as earlier versions of longdraft wrote it")
     return Head(tokens, meta["target"], layers, meta.get("kind", ""), sums)
 
 

@@ -8,46 +8,35 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from longdraft.attention.block import Block
 from longdraft.attention.sdpa import one_text
 from longdraft.errors import CheckpointError, UnsupportedModelError
 from longdraft.memory.store import KVStore
 from longdraft.memory.windows import WindowStates
-from longdraft.model import calls
+from longdraft.model import calls, hosting
 from longdraft.model.checkpoints import check_folder, load_weights, quiet, reading
 from longdraft.model.layout import Layout
 from longdraft.model.runner import TargetRunner
 
-IMPLEMENTATION = "longdraft_assistant"
 FULL, SLIDING = "full_attention", "sliding_attention"
 # (kind of layer, q (Hq, N, d), scale) -> (Hq, N, d)
 Attend = Callable[[str, torch.Tensor, float], torch.Tensor]
 
 
 def _attend(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float = 1.0,
-    longdraft_attend: Attend | None = None,
-    **kwargs: Any,
+    attend: Attend, module: nn.Module, query: torch.Tensor, *_: Any, scaling: float = 1.0, **__: Any
 ) -> tuple[torch.Tensor, None]:
     """Attention by the caller's function; keys and values are stand-ins."""
-    assert longdraft_attend is not None
-    out = longdraft_attend(str(module.layer_type), query[:, :, 0].transpose(0, 1), scaling)
+    out = attend(str(module.layer_type), query[:, :, 0].transpose(0, 1), scaling)
     return out.transpose(0, 1)[:, None].contiguous(), None
-
-
-AttentionInterface.register(IMPLEMENTATION, _attend)
 
 
 @dataclass(frozen=True)
@@ -112,7 +101,7 @@ class Assistant:
         self._rows = rows
         self._text: Any = self._model.model
         config = model.config.get_text_config()
-        config._attn_implementation = self._text.config._attn_implementation = IMPLEMENTATION
+        config._attn_implementation = self._text.config._attn_implementation = hosting.IMPLEMENTATION
         for kind in set(config.layer_types):
             layer = next(x.self_attn for x in self._text.layers if x.self_attn.layer_type == kind)
             found = rows.get(kind)
@@ -144,7 +133,7 @@ class Assistant:
             position_ids=positions[:, None],
             shared_kv_states=dict.fromkeys(kinds, (stand_in, stand_in)),
             use_cache=False,
-            longdraft_attend=attend,
+            longdraft_attend=partial(_attend, attend),
         ).last_hidden_state[:, 0]
         return self._logits(out), model.post_projection(out)
 

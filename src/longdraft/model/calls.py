@@ -5,18 +5,16 @@ A configuration does not always say it: layers may share keys, attend twice, run
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextvars import ContextVar
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from transformers import AttentionInterface, PreTrainedModel
+from torch import nn
+from transformers import PreTrainedModel
 
 from longdraft.memory.recurrent import RecurrentShape
-
-RECORDING = "longdraft-recording"
 
 
 @dataclass(frozen=True)
@@ -56,44 +54,39 @@ class Recorded:
     own: bool = False
 
 
+class Recording:
+    """Records a forward; it stands in the place of attention.
+
+    Attributes:
+        calls: of the attention function, in order.
+        mixers: recurrent layers by their number, with what they were called with (:mod:`.recurrent`).
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self.mixers: dict[int, Any] = {}
+        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def __call__(
+        self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **more: Any
+    ) -> tuple[torch.Tensor, None]:
+        """Notes a call. The result has the right shape, and no meaning."""
+        number, window = getattr(module, "layer_idx", None), more.get("sliding_window")
+        call = Call(
+            type(module).__name__,
+            key.shape[1],
+            key.shape[-1],
+            value.shape[-1],
+            number if isinstance(number, int) else None,
+            window if isinstance(window, int) else None,
+            next((i for i, (k, v) in enumerate(self._kept) if k is key and v is value), None),
+        )
+        self.calls.append(call)
+        self._kept.append((key, value))
+        return value.new_zeros(*query.shape[:3], value.shape[-1]).transpose(1, 2).contiguous(), None
+
+
 _recorded: WeakKeyDictionary[PreTrainedModel, Recorded] = WeakKeyDictionary()
-# Calls so far, each with its keys and values.
-_recording: ContextVar[list[tuple[Call, torch.Tensor, torch.Tensor]]] = ContextVar("longdraft_recording")
-
-
-def _record(
-    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **more: Any
-) -> tuple[torch.Tensor, None]:
-    """Notes a call. The result has the right shape, and no meaning."""
-    recorded = _recording.get()
-    number, window = getattr(module, "layer_idx", None), more.get("sliding_window")
-    call = Call(
-        type(module).__name__,
-        key.shape[1],
-        key.shape[-1],
-        value.shape[-1],
-        number if isinstance(number, int) else None,
-        window if isinstance(window, int) else None,
-        next((i for i, (_, *own) in enumerate(recorded) if own[0] is key and own[1] is value), None),
-    )
-    recorded.append((call, key, value))
-    return value.new_zeros(*query.shape[:3], value.shape[-1]).transpose(1, 2).contiguous(), None
-
-
-AttentionInterface.register(RECORDING, _record)
-
-
-def record(model: PreTrainedModel, run: Callable[[], object]) -> tuple[Call, ...]:
-    """The calls of a forward, which ``run`` makes. The model must be a copy of our own."""
-    config = model.config.get_text_config(decoder=True)
-    before, token = config._attn_implementation, _recording.set([])
-    try:
-        config._attn_implementation = RECORDING
-        run()
-        return tuple(call for call, *_ in _recording.get())
-    finally:
-        config._attn_implementation = before
-        _recording.reset(token)
 
 
 def remember(model: PreTrainedModel, recorded: Recorded) -> None:

@@ -7,7 +7,6 @@ pickled or not, and that transformers' bars and warnings stay silent.
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 import warnings
@@ -26,7 +25,6 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers import modeling_gguf_pytorch_utils as gguf_reading
 from transformers.distributed import DistributedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
@@ -73,7 +71,6 @@ def read_checkpoint(
     dtype: DType,
     rope_factor: float | None,
     *,
-    config: Any = None,
     failure: str | None = None,
     remedy: str = _REMEDY,
     use_safetensors: bool | None = None,
@@ -85,7 +82,6 @@ def read_checkpoint(
     """Reads model and tokenizer on the CPU with transformers, silently, and refuses incomplete weights.
 
     Args:
-        config: the configuration; None reads it too.
         failure, remedy: beginning and end of the CheckpointError's message.
         with_tokenizer: False leaves the tokenizer None.
         quantised_dtype: in place of ``dtype`` for a checkpoint whose layers another package quantised and computes.
@@ -94,8 +90,7 @@ def read_checkpoint(
     """
     tokenizer: Any = None
     with reading(name, failure or f"The model in {name} cannot be read", remedy), quiet():
-        if config is None:
-            config = AutoConfig.from_pretrained(name, trust_remote_code=False, **source)
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False, **source)
         if quantised_dtype is not None and stays_quantised(config):
             dtype = quantised_dtype
         if rope_factor is not None:
@@ -222,15 +217,12 @@ def quiet() -> Iterator[None]:
         warnings.simplefilter("ignore")
         levels = [logger.level for logger in loggers]
         bars = transformers.utils.logging.is_progress_bar_enabled()
-        gguf_bar = gguf_reading.tqdm
         try:
             for logger in loggers:
                 logger.setLevel(logging.CRITICAL)
             transformers.utils.logging.disable_progress_bar()
-            gguf_reading.tqdm = functools.partial(gguf_bar, disable=True)  # it obeys no switch
             yield
         finally:
-            gguf_reading.tqdm = gguf_bar
             if bars:
                 transformers.utils.logging.enable_progress_bar()
             for logger, level in zip(loggers, levels, strict=True):

@@ -5,22 +5,19 @@ torch's plain product reads a matrix badly for a few rows. Our own kernel reads 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from longdraft.native import Kernels, Stored, kernels
+from longdraft.native import Stored, kernels
 from longdraft.native.structures import Weights
 
 # Number of rows up to which our kernel is faster; more are bound by arithmetic, which torch's product does as well.
 MOST = 128
 # The same for bfloat16 and float16 if the machine has instructions that multiply them.
 MOST_HALVES = 8
-# Layers of one module that get the same input: their products are one call.
-TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 @cache
@@ -39,109 +36,35 @@ class FewRowsLinear:
     """
 
     def __init__(self, weight: torch.Tensor | Stored, bias: torch.Tensor | None = None) -> None:
-        self.weight, self.bias = weight, bias
-        self._kernels = kernels() if not isinstance(weight, torch.Tensor) or _plain(weight) else None
+        self.weight, self.bias, self._kernels = weight, bias, kernels()
+        self._most = _most_halves() if isinstance(weight, torch.Tensor) and in_halves(weight) else MOST
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x (..., in) -> (..., out)."""
-        rows = x.numel() // x.shape[-1]
-        if self._kernels is not None and (rows <= MOST or not isinstance(self.weight, torch.Tensor)):
+        if not isinstance(self.weight, torch.Tensor):
+            assert self._kernels is not None
             return self._kernels.linear(x, [(self.weight, self.bias)])[0]
-        assert isinstance(self.weight, torch.Tensor)
-        return F.linear(x, self.weight, self.bias)
+        found = by_kernel(x, self.weight, self.bias) if x.numel() <= self._most * x.shape[-1] else None
+        return F.linear(x, self.weight, self.bias) if found is None else found
 
 
-class FewRowsModule:
-    """Makes the linear layers of a module fast for few rows, for good. One thread at a time may use the module.
-
-    Args:
-        module: a module of our own. Plain ``nn.Linear`` on the CPU take part, and layers with ``kernel_weights``
-            (:class:`~longdraft.native.Stored`).
-
-    Attributes:
-        most: our kernel computes up to this number of rows, and torch more rows; None: our kernel computes any number.
-            The two differ in the last bits, so a row's result is independent of the rows beside it only with None.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self.most: int | None = MOST
-        plain_forward = [m for m in module.modules() if "forward" not in vars(m)]
-        layers = [m for m in plain_forward if weights_of(m) is not None]
-        own = kernels() if layers else None
-        self._groups = [] if own is None else [_Group(self, own, members) for members in _together(module, layers)]
-
-    @property
-    def layers(self) -> list[nn.Module]:
-        """The layers that take part."""
-        return [layer for group in self._groups for layer in group.layers]
-
-    def serves(self, x: torch.Tensor, dtype: torch.dtype) -> bool:
-        """True if our kernel multiplies the rows x (..., in) with layers that compute in ``dtype``."""
-        if self.most is not None:
-            most = self.most if dtype == torch.float32 else min(self.most, _most_halves())
-            if x.numel() > most * x.shape[-1]:
-                return False
-        # A model may be cast or moved during a run.
-        return x.dtype == dtype and x.device.type == "cpu"
-
-    def forget(self) -> None:
-        """Drops products that an interrupted forward has left."""
-        for group in self._groups:
-            group.forget()
+def by_kernel(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
+    """x (..., in) times a matrix (out, in) by our kernel, in their dtype; None if it does not serve."""
+    own, read = kernels(), weight.detach()
+    plain, halves = _plain(weight), in_halves(weight)
+    if own is None or x.dtype != weight.dtype or x.device.type != "cpu" or not (plain or halves) or not x.numel():
+        return None
+    bias = None if bias is None else bias.detach().float()
+    # Sums are float32; the results of a layer in half precision are rounded once.
+    return own.linear(x.float(), [(read if plain else Stored.of(read), bias)])[0].to(x.dtype)
 
 
-class _Group:
-    """Layers that are called with the same rows one after the other: the first call computes all products."""
-
-    def __init__(self, owner: FewRowsModule, kernels: Kernels, layers: list[nn.Module]) -> None:
-        self._owner, self._kernels, self.layers = owner, kernels, layers
-        # If a weight gets another storage, the kernel still reads the one that it has here.
-        self._pairs = [pair for x in layers if (pair := weights_of(x)) is not None]
-        self._dtype = _computes_in(layers[0])
-        self.forget()
-        for number, layer in enumerate(layers):
-            vars(layer)["forward"] = self._member(number)
-
-    def forget(self) -> None:
-        self._x: torch.Tensor | None = None
-        self._products: list[torch.Tensor | None] = []
-
-    def _member(self, number: int) -> Callable[[torch.Tensor], torch.Tensor]:
-        layer = self.layers[number]
-        original, weight = layer.forward, layer._parameters.get("weight")
-
-        def forward(x: torch.Tensor) -> torch.Tensor:
-            # An adapter may have another weight in its place for this forward.
-            if not self._owner.serves(x, self._dtype) or layer._parameters.get("weight") is not weight:
-                return original(x)
-            with torch._C.DisableTorchFunction():
-                return products(x)
-
-        def products(x: torch.Tensor) -> torch.Tensor:
-            if x is not self._x or self._products[number] is None:
-                # Sums are float32; the results of a layer in half precision are rounded once.
-                self._x, self._products = x, [y.to(x.dtype) for y in self._kernels.linear(x.float(), self._pairs)]
-            out = self._products[number]
-            assert out is not None
-            self._products[number] = None  # a second call of the layer computes again: x may have changed
-            if all(other is None for other in self._products):
-                self.forget()
-            return out
-
-        return forward
-
-
-def _together(module: nn.Module, layers: list[nn.Module]) -> Iterator[list[nn.Module]]:
-    """Groups the layers that get the same rows."""
-    remaining = dict.fromkeys(layers)
-    for parent in module.modules():
-        for names in TOGETHER:
-            members = [m for m in (getattr(parent, name, None) for name in names) if m in remaining]
-            if len(members) == len(names) and len({*map(_computes_in, members)}) == 1:
-                yield members
-                remaining = {layer: None for layer in remaining if layer not in members}
-    for layer in remaining:
-        yield [layer]
+def quicken(module: nn.Module) -> None:
+    """Makes the plain linear layers of a module of our own fast for few rows, for good."""
+    for layer in module.modules():
+        if type(layer) is nn.Linear and weights_of(layer) is not None:
+            bias = None if layer.bias is None else layer.bias.detach()
+            vars(layer)["forward"] = FewRowsLinear(layer.weight.detach(), bias)
 
 
 def weights_of(layer: nn.Module) -> Weights | None:
@@ -176,10 +99,6 @@ def in_halves(weight: torch.Tensor) -> bool:
 def is_shared_out(weight: object) -> bool:
     """True if a weight is a DTensor, of which each of several processes has a share."""
     return hasattr(weight, "device_mesh")
-
-
-def _computes_in(layer: nn.Module) -> torch.dtype:
-    return layer.weight.dtype if type(layer) is nn.Linear else torch.float32
 
 
 def _plain(weight: torch.Tensor) -> bool:

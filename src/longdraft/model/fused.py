@@ -22,16 +22,17 @@ from longdraft.memory import sizes
 from longdraft.memory.recurrent import RecurrentStates
 from longdraft.memory.store import KVStore
 from longdraft.memory.windows import WindowStates
-from longdraft.model import gpu_layers, hosting, stored
+from longdraft.model import hosting, stored
 from longdraft.model.delta_parts import delta_layer_of, delta_rows
 from longdraft.model.few_rows import MOST
-from longdraft.model.gpu_layers import GpuForward, GpuLayer
+from longdraft.model.gpu import layers as gpu_layers
+from longdraft.model.gpu.layers import GpuForward, GpuLayer
 from longdraft.model.layer_parts import ends_of, layer_of
 from longdraft.model.layer_rows import CosSin, LayerKinds
 from longdraft.model.layout import layout_of
 from longdraft.model.model_copy import copy_without_hooks
 from longdraft.model.sharded import is_spread
-from longdraft.model.stored import light, parameters
+from longdraft.model.stored import light, light_bytes
 from longdraft.native import DecoderLayer, DecoderStack, Stored, kernels
 from longdraft.native.boundary import FLOATS, WHOLE
 from longdraft.native.delta import DeltaLayer
@@ -139,8 +140,16 @@ class FusedLayers:
             return None
         if self._int8 or self._rounded:
             return self.stack
+        needed = 0
+
+        def count(weights: Weights, bits: Literal[4, 8] = 8) -> Weights:
+            nonlocal needed
+            needed += light_bytes(weights[0], bits)
+            return weights
+
+        self.stack.changed(partial(count, bits=4), count)
         try:
-            sizes.require(parameters(self._model), torch.device("cpu"), "A model that drafts for itself")
+            sizes.require(needed, torch.device("cpu"), "A model that drafts for itself")
         except MemoryBudgetError as error:
             logger.info("Drafts read the weights that verifications read: %s", error)
             return None
@@ -151,7 +160,7 @@ class FusedLayers:
         if not self.layers or not store.in_place:
             return False
         if self.on_gpu:
-            return True
+            return store.dtype == store.shape.dtype
         if block.captured:
             return False
         if self._deltas and block.prompt:  # the model's own rule reads prompts

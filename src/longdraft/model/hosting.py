@@ -1,18 +1,18 @@
 """Hosting: runs a transformers model, without a fork of its code, with our attention and our KV store.
 
-transformers lets a model's attention be any registered function. Ours receives the block's queries, keys (after
-RoPE) and values of one layer, writes the keys and values into the store, and attends to the store's rows. The model's
-own cache is never used. The state of a forward is one keyword argument, which transformers hands through to the
-attention function. All this is done to a copy of the model (``model/twin.py``).
+transformers lets a model's attention be any registered function. Ours calls the state of the forward (:class:`Hosted`),
+which is one keyword argument that transformers hands through. It receives the block's queries, keys (after RoPE) and
+values of one layer, writes the keys and values into the store, and attends to the store's rows. The model's own cache
+is never used. All this is done to a copy of the model (``model/twin.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,33 +24,16 @@ from longdraft.attention.reference import Attend
 from longdraft.errors import UnsupportedModelError
 from longdraft.memory.recurrent import RecurrentStates
 from longdraft.memory.states import LayerStates
-from longdraft.memory.store import KVShape
+from longdraft.memory.store import KVShape, KVStore
 from longdraft.memory.windows import WindowStates
 from longdraft.model import stored
+from longdraft.model.calls import Recording
 from longdraft.model.layout import Layout, Place, layout_of
 from longdraft.model.layout import decoder_config as decoder_config
-from longdraft.model.rows import undisturbed
 
 IMPLEMENTATION = "longdraft"
 # The context of models without a limit, in tokens.
 UNBOUNDED = 1 << 20
-
-
-class Store(Protocol):
-    """The part of :class:`~longdraft.memory.store.KVStore` that a forward uses."""
-
-    keys: torch.Tensor
-    values: torch.Tensor
-
-    @property
-    def shape(self) -> KVShape: ...
-
-    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, block: Block) -> None: ...
-
-    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-    @property
-    def states(self) -> tuple[LayerStates, ...]: ...
 
 
 @dataclass
@@ -64,7 +47,7 @@ class Hosted:
         layers_seen: number of layers that went through our attention.
     """
 
-    store: Store
+    store: KVStore
     block: Block
     attend: Attend
     layout: Layout
@@ -75,20 +58,85 @@ class Hosted:
     hidden: dict[int, torch.Tensor] = field(default_factory=dict)
     layers_seen: int = 0
 
+    def __call__(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float | None = None,
+        softcap: float | None = None,
+        s_aux: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
+        position_bias: torch.Tensor | None = None,
+        **_: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """query (B, Hq, T, d), key and value (B, Hkv, T, d) -> (B, T, Hq, d), as transformers expects."""
+        name = type(module).__name__
+        if position_bias is not None:
+            raise UnsupportedModelError(f"{name} uses position_bias, which longdraft does not host exactly.")
+        if attention_mask is not None:
+            raise UnsupportedModelError(
+                f"{name} does not attend to the whole text before each token (it brings its own mask), so longdraft "
+                "cannot host it exactly."
+            )
+        if self.layers_seen >= len(self.layout.places):
+            raise UnsupportedModelError(f"{name} attends more often than in another forward.")
+        # Calls are counted: modules of several depths may be one, and a layer may attend twice.
+        place = self.layout.places[self.layers_seen]
+        self.layers_seen += 1
+        with torch._C.DisableTorchFunction():  # what is called inside is exact by row as it is
+            block, (keys, values) = self._stored(place, key, value)
+            if place.window is None and place.writes and place.layer in self.query_layers:
+                self.queries[place.layer] = query
+            heads, size = key.shape[1], max(key.shape[3], value.shape[3])
+            if keys.shape[1::2] != (heads, key.shape[3]) or values.shape[3] != size:
+                # Narrow values are read with the zeros behind them, as wide as keys.
+                keys, values = keys[:, :heads, :, : key.shape[3]], values[:, :heads, :, :size]
+            sinks = s_aux if sinks is None else sinks
+            plain = softcap is None and sinks is None
+            scoring = PLAIN if plain else Scoring(softcap, None if sinks is None else sinks.detach())
+            scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+            rows = query, keys, values, block.last_rows(query.shape[2]), scale
+            out = self.attend(*rows) if plain else self.attend(*rows, scoring)
+            return out[..., : value.shape[3]].transpose(1, 2).contiguous(), None
+
+    def _stored(
+        self, place: Place, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[Block, tuple[torch.Tensor, torch.Tensor]]:
+        """Writes a layer's keys and values. Returns all of its rows, and the block as it lies on them."""
+        if place.window is None:
+            if place.writes:
+                self.store.write(place.layer, key, value, self.block)
+            return self.block, self.store.layer(place.layer)
+        windows = [states for states in self.store.states if isinstance(states, WindowStates)][place.window]
+        placed = windows.placed(self.block)
+        if place.writes:
+            windows.write(place.layer, key, value, placed)
+        return placed, windows.layer(place.layer)
+
 
 # A model may drop keyword arguments on the way to its attention, so the forward is found here too.
-_running: ContextVar[Hosted | None] = ContextVar("longdraft_running", default=None)
+_running: ContextVar[Hosted | Recording | None] = ContextVar("longdraft_running", default=None)
 
 
 def running() -> Hosted | None:
     """The forward that this thread is computing; None outside of :func:`run`."""
-    return _running.get()
+    found = _running.get()
+    return found if isinstance(found, Hosted) else None
+
+
+def recording() -> Recording | None:
+    """The forward that this thread is recording; None where it records none."""
+    found = _running.get()
+    return found if isinstance(found, Recording) else None
 
 
 @contextmanager
-def computing(hosted: Hosted) -> Iterator[None]:
-    """Inside, :func:`running` is this forward."""
-    before = _running.set(hosted)
+def computing(forward: Hosted | Recording) -> Iterator[None]:
+    """Inside, :func:`running` or :func:`recording` is this forward."""
+    before = _running.set(forward)
     try:
         yield
     finally:
@@ -105,74 +153,22 @@ def run(module: nn.Module, hosted: Hosted, **more: Any) -> Any:
     block = hosted.block
     with computing(hosted):
         return module(
-            input_ids=block.tokens, position_ids=block.positions, use_cache=False, longdraft_hosted=hosted, **more
+            input_ids=block.tokens, position_ids=block.positions, use_cache=False, longdraft_attend=hosted, **more
         )
 
 
 def _attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    longdraft_hosted: Hosted | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    **kwargs: Any,
+    module: nn.Module, *given: Any, longdraft_attend: Callable[..., Any] | None = None, **named: Any
 ) -> tuple[torch.Tensor, None]:
-    """query (B, Hq, T, d), key and value (B, Hkv, T, d) -> (B, T, Hq, d), as transformers expects."""
-    hosted = longdraft_hosted or running()
-    if hosted is None:
+    """The attention of every model that we run: that which the caller hands through, or the forward's."""
+    attend = longdraft_attend or _running.get()
+    if attend is None:
         raise UnsupportedModelError(f"{type(module).__name__} was called outside of longdraft's forward.")
-    if kwargs.get("position_bias") is not None:
-        raise UnsupportedModelError(
-            f"{type(module).__name__} uses position_bias, which longdraft does not host exactly."
-        )
-    if attention_mask is not None:
-        raise UnsupportedModelError(
-            f"{type(module).__name__} does not attend to the whole text before each token (it brings its own mask), so "
-            "longdraft cannot host it exactly."
-        )
-    if hosted.layers_seen >= len(hosted.layout.places):
-        raise UnsupportedModelError(f"{type(module).__name__} attends more often than in another forward.")
-    # Calls are counted: modules of several depths may be one, and a layer may attend twice.
-    place = hosted.layout.places[hosted.layers_seen]
-    hosted.layers_seen += 1
-    block, (keys, values) = _stored(hosted, place, key, value)
-    if place.window is None and place.writes and place.layer in hosted.query_layers:
-        hosted.queries[place.layer] = query
-    heads, size = key.shape[1], max(key.shape[3], value.shape[3])
-    if keys.shape[1::2] != (heads, key.shape[3]) or values.shape[3] != size:
-        # Narrow values are read with the zeros behind them, as wide as keys.
-        keys, values = keys[:, :heads, :, : key.shape[3]], values[:, :heads, :, :size]
-    sinks = s_aux if sinks is None else sinks
-    scoring = (
-        PLAIN if softcap is None and sinks is None else Scoring(softcap, None if sinks is None else sinks.detach())
-    )
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    rows = query, keys, values, block.last_rows(query.shape[2]), scale
-    out = hosted.attend(*rows) if scoring is PLAIN else hosted.attend(*rows, scoring)
-    return out[..., : value.shape[3]].transpose(1, 2).contiguous(), None
+    out: tuple[torch.Tensor, None] = attend(module, *given, **named)
+    return out
 
 
-def _stored(
-    hosted: Hosted, place: Place, key: torch.Tensor, value: torch.Tensor
-) -> tuple[Block, tuple[torch.Tensor, torch.Tensor]]:
-    """Writes a layer's keys and values. Returns all of its rows, and the block as it lies on them."""
-    if place.window is None:
-        if place.writes:
-            hosted.store.write(place.layer, key, value, hosted.block)
-        return hosted.block, hosted.store.layer(place.layer)
-    windows = [states for states in hosted.store.states if isinstance(states, WindowStates)][place.window]
-    placed = windows.placed(hosted.block)
-    if place.writes:
-        windows.write(place.layer, key, value, placed)
-    return placed, windows.layer(place.layer)
-
-
-AttentionInterface.register(IMPLEMENTATION, undisturbed(_attention))
+AttentionInterface.register(IMPLEMENTATION, _attention)
 
 
 def switch_on(model: PreTrainedModel) -> None:
@@ -244,7 +240,7 @@ def tap(model: PreTrainedModel, layer: int) -> RemovableHandle:
     """Adds a hook to a decoder layer that keeps its output (B, T, hidden) in forwards that ask for it."""
 
     def hook(_module: nn.Module, _inputs: Any, named: dict[str, Any], output: Any) -> None:
-        hosted = named.get("longdraft_hosted") or running()
+        hosted = named.get("longdraft_attend") or running()
         if hosted is not None and layer in hosted.hidden_layers:
             hosted.hidden[layer] = output[0] if isinstance(output, tuple) else output
 

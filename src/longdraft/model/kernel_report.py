@@ -65,7 +65,7 @@ def kernel_report(runner: TargetRunner | None) -> KernelReport:
         return KernelReport(own.level)
     sizes: Counter[str] = Counter()
     twin = runner.twin
-    for layer in twin.few_rows.layers:
+    for layer in twin.model.modules():
         weights = weights_of(layer)
         if weights is not None:
             sizes[_format(weights[0])] += weights[0].shape[0] * weights[0].shape[1]

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from longdraft.attention import dispatch
 from longdraft.errors import CapabilityError
 
 if TYPE_CHECKING:
@@ -43,9 +42,7 @@ def _unreadable(runner: TargetRunner, dtype: torch.dtype) -> str | None:
     if runner.device.type != "cuda":
         own = f"{shape.dtype} on {runner.device} ({runner.attention_path})"
         return f"it is for models in float32 on a CPU with its own attention path, and this one is {own}"
-    if dtype != torch.int8:
-        return "on a GPU keys and values are in the model's dtype or in int8"
-    return dispatch.scaled_unavailable(runner.device, shape.dtype, shape.head_dim)
+    return None if dtype == torch.int8 else "on a GPU keys and values are in the model's dtype or in int8"
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from longdraft.errors import UnsupportedModelError
 from longdraft.model import hosting
 from longdraft.model.few_rows import in_halves
-from longdraft.model.small_models import GIVEN, Attend
+from longdraft.model.small_models import Attend, packed
 from longdraft.model.stored import StoredLinear, unpacked
 from longdraft.native import Stored, kernels
 
@@ -32,7 +32,7 @@ def layer_like(model: PreTrainedModel, sparse: bool) -> nn.Module:
         UnsupportedModelError: the model's layers are of no such class.
     """
     config = copy.deepcopy(hosting.decoder_config(model))
-    config._attn_implementation = GIVEN
+    config._attn_implementation = hosting.IMPLEMENTATION
     mlp = "sparse" if sparse else "dense"
     changes: dict[str, Any] = {
         "layer_types": ["full_attention"],
@@ -126,13 +126,14 @@ def keys_values(
         hidden_states=rows,
         position_embeddings=(cos[None], sin[None]),
         attention_mask=None,
-        longdraft_attend=keep,
+        longdraft_attend=packed(keep),
     )
     return kept[0]
 
 
 def run(layer: nn.Module, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend) -> torch.Tensor:
     """The layer's output (T, hidden) for rows x (T, hidden) of packed texts; cos, sin (T, rotated dimensions)."""
-    out = layer(x[None], attention_mask=None, position_embeddings=(cos[None], sin[None]), longdraft_attend=attend)
+    given = {"attention_mask": None, "position_embeddings": (cos[None], sin[None]), "longdraft_attend": packed(attend)}
+    out = layer(x[None], **given)
     rows: torch.Tensor = out[0] if isinstance(out, tuple) else out
     return rows.view(x.shape)

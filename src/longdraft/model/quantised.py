@@ -9,7 +9,7 @@ is decoded, so that a drafted token gets the bits that it would get alone.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -140,18 +140,17 @@ def check(model: nn.Module) -> None:
             raise _refusal(model, name, module, why)
 
 
-def install(model: nn.Module, served: Collection[nn.Module], wanted: Callable[[], bool]) -> None:
+def install(model: nn.Module, wanted: Callable[[], bool]) -> None:
     """Tries the layers, and gives those that need it their rows in blocks. The model must be a copy of our own.
 
     Args:
-        served: layers that our kernels compute.
         wanted: called in each forward; while it returns False, layers get their rows as they come.
 
     Raises:
         UnsupportedModelError: a row's result depends on the rows beside it, or a layer cannot compute here.
     """
     warned: set[str] = set()
-    for module, tried in _all_tried(model, served):
+    for module, tried in _all_tried(model):
         forward = module.forward
         if tried.outside:
             forward = vars(module)["forward"] = _outside(forward)
@@ -179,19 +178,17 @@ def install_for_trial(model: nn.Module) -> None:
     Raises:
         UnsupportedModelError: as :func:`install` does.
     """
-    for module, tried in _all_tried(model, ()):
+    for module, tried in _all_tried(model):
         if tried.rounds:
             vars(module)["forward"] = _made_up_product(module)
         elif tried.outside:
             vars(module)["forward"] = _outside(module.forward)
 
 
-def _all_tried(model: nn.Module, served: Collection[nn.Module]) -> Iterator[tuple[nn.Module, _Tried]]:
-    """The layers that our kernels do not compute, with what was found of their kind and size."""
+def _all_tried(model: nn.Module) -> Iterator[tuple[nn.Module, _Tried]]:
+    """The layers that are not torch's own, with what was found of their kind and size."""
     known: dict[tuple[object, ...], _Tried] = {}
     for name, module in list(layers_of_others(model)):
-        if module in served:
-            continue
         weight = getattr(module, "weight", None)
         like = (type(module), type(weight), module.in_features, module.out_features)
         if like in known:

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from contextvars import ContextVar
-from functools import cache
 from typing import Any
 
 import torch
@@ -25,21 +23,21 @@ from transformers.activations import ACT2FN
 from longdraft.attention.block import Block
 from longdraft.errors import UnsupportedModelError
 from longdraft.memory.recurrent import Checkpoint, LayerSlot, RecurrentShape, RecurrentStates
-from longdraft.model.hosting import Store, running
+from longdraft.memory.store import KVStore
+from longdraft.model.calls import Recording
+from longdraft.model.hosting import recording, running
 from longdraft.model.model_code import own_forward, present_forward, replace_forward
 from longdraft.model.recurrences import RECURRENCES, Recurrence, bound, steps
 from longdraft.model.rows import undisturbed, whole_vectors
 from longdraft.model.tree_paths import last_inputs, needed, parents_of
-from longdraft.native import Kernels, kernels
-from longdraft.native.recurrent import RecurrentKernels, RecurrentTree
+from longdraft.native import kernels
+from longdraft.native.recurrent import RecurrentTree, convolve, recur
 
 _CONVOLUTION = "causal_conv1d_fn"
 # Names of a mixer's argument for the cache.
 _CACHES = ("cache", "cache_params", "past_key_values")
 # Words in the code of a mixer.
 _WORDS = frozenset({"update_conv_state", "update_recurrent_state"})
-# Recurrent layers of the forward that learns their sizes, with what they were called with.
-_learning: ContextVar[dict[int, tuple[_Mixer, _Turn]] | None] = ContextVar("longdraft_learning", default=None)
 
 
 def install(model: PreTrainedModel) -> None:
@@ -52,19 +50,13 @@ def install(model: PreTrainedModel) -> None:
         _Mixer(module, index)
 
 
-def learn(run: Callable[[], object]) -> dict[int, RecurrentShape]:
-    """The sizes of all layers' states. ``run`` makes a forward of at least two tokens, which is not hosted.
+def shapes_of(recorded: Recording) -> dict[int, RecurrentShape]:
+    """The sizes of all layers' states, from a recorded forward of at least two tokens.
 
     Raises:
         UnsupportedModelError: a mixer computes in another way than those that we know.
     """
-    token = _learning.set({})
-    try:
-        run()
-        turns = _learning.get() or {}
-        return {index: turn.shape(mixer.unknown(), mixer.recurrence) for index, (mixer, turn) in turns.items()}
-    finally:
-        _learning.reset(token)
+    return {index: turn.shape(mixer.unknown(), mixer.recurrence) for index, (mixer, turn) in recorded.mixers.items()}
 
 
 def mixers_of(model: nn.Module) -> list[nn.Module]:
@@ -82,7 +74,7 @@ class _Mixer:
         caches = [name for name in _CACHES if name in code.parameters]
         stateful = "update_recurrent_state" in code.words
         own, replaced = code.function, getattr(present_forward(module), "__func__", None) is not type(module).forward
-        if own is None or replaced or not caches or _CONVOLUTION not in code.words or len(names) != stateful:
+        if own is None or replaced or not caches or _CONVOLUTION not in code.words or len(names) != int(stateful):
             raise UnsupportedModelError(self.unknown())
         self._cache_name = caches[0]
         self._signature = inspect.signature(own)
@@ -106,8 +98,8 @@ class _Mixer:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The mixer's forward on the present block."""
-        hosted, learning = running(), _learning.get()
-        if hosted is None and learning is None:
+        hosted, recorded = running(), recording()
+        if hosted is None and recorded is None:
             return self._original(*args, **kwargs)
         given = self._signature.bind(self._module, *args, **kwargs)
         named = dict(given.arguments)
@@ -116,13 +108,13 @@ class _Mixer:
         # Our blocks have no padding that a mask would have to silence.
         named |= {"attention_mask": None} if "attention_mask" in self._signature.parameters else {}
         if hosted is None:
-            assert learning is not None
-            if self.index in learning:
+            assert recorded is not None
+            if self.index in recorded.mixers:
                 raise UnsupportedModelError(
                     f"{self._kind} is one module in several layers, which longdraft cannot host."
                 )
             turn = _Turn()
-            learning[self.index] = self, turn
+            recorded.mixers[self.index] = self, turn
             return self._run(turn, named)
         block = hosted.block
         slots = [states_of(hosted.store).layer(slot, self.index) for slot in block.slots]
@@ -187,7 +179,11 @@ class _Turn:
     def shape(self, unknown: str, recurrence: Recurrence | None) -> RecurrentShape:
         """The sizes of the state; raises UnsupportedModelError, with this message, if not all calls were made."""
         stateful = recurrence is not None
-        if self._windows.keys() != self._inputs.keys() or self.scans != stateful or (self._after is None) == stateful:
+        if (
+            self._windows.keys() != self._inputs.keys()
+            or self.scans != int(stateful)
+            or stateful is (self._after is None)
+        ):
             raise UnsupportedModelError(unknown)
         windows = {n: (self._windows[n], x.shape[1]) for n, x in self._inputs.items()}
         dtype = next(iter(self._inputs.values())).dtype
@@ -265,8 +261,8 @@ class _Rows(_Turn):
             inputs.append((slot.now.windows[number], rows))
         weights = [weight] if bias is None else [weight, bias]
         served = all(y.dtype == torch.float32 and y.device.type == "cpu" for y in (x, *weights))
-        if served and activation in (None, "silu", "swish") and (own := recurrent_kernels()) is not None:
-            return own.convolve(weight, bias, activation is not None, inputs, places).transpose(1, 2)
+        if served and activation in (None, "silu", "swish") and (own := kernels()) is not None:
+            return convolve(own, weight, bias, activation is not None, inputs, places).transpose(1, 2)
         seen = [torch.cat(both)[chosen] for both, chosen in zip(inputs, places, strict=True)]
         each = torch.stack(seen).float()  # (B, T, inputs, channels)
         # Products and sums one by one, which no vector unit rounds differently.
@@ -294,7 +290,7 @@ class _Rows(_Turn):
         kind = recurrence.form(arguments)
         served = all(x.dtype == torch.float32 and x.device.type == "cpu" for x in self._slots[0].rows)
         by_channel = kind.a is not None and kind.a.dim() > 1
-        if by_channel or not served or (own := recurrent_kernels()) is None:
+        if by_channel or not served or (own := kernels()) is None:
             return None
         trees = []
         for slot, parents in zip(self._slots, parents_of(self._block), strict=True):
@@ -302,7 +298,7 @@ class _Rows(_Turn):
             pending = None if (waiting := slot.waiting) is None else recurrence.inputs(waiting)
             rows, order = recurrence.inputs(slot.rows), needed(parents, self._block.offset)
             trees.append(RecurrentTree(slot.now.state, pending, rows, parents, order, self._block.offset))
-        out = own.rows(kind, trees)
+        out = recur(own, kind, trees)
         for slot in self._slots:
             slot.pending = []
         return out
@@ -319,20 +315,9 @@ class _Rows(_Turn):
         return torch.stack(outputs)
 
 
-def states_of(store: Store) -> RecurrentStates:
+def states_of(store: KVStore) -> RecurrentStates:
     """The states of a store's recurrent layers."""
     return next(states for states in store.states if isinstance(states, RecurrentStates))
-
-
-@cache
-def _kernel_of(own: Kernels) -> RecurrentKernels:
-    return RecurrentKernels(own)
-
-
-def recurrent_kernels() -> RecurrentKernels | None:
-    """Our kernels for rows of recurrent layers; None if there are none here."""
-    own = kernels()
-    return None if own is None else _kernel_of(own)
 
 
 class _Cache:

@@ -24,16 +24,21 @@ import jinja2.sandbox
 
 from longdraft.errors import PromptError
 
-# Of the processor for one text, and by the clock, which also runs while the machine does other work.
-SECONDS, LIMIT_SECONDS = 3, 60
+# For one text by the clock, which also runs while the machine does other work.
+LIMIT_SECONDS = 60
 # Bytes of memory, and characters of the text, beside so many times what the template is given.
 _MEMORY, _CHARACTERS, _TIMES = 256 << 20, 1 << 22, 32
 
 
-class _Renderer:
-    """The process, as this one sees it."""
+class Renderer:
+    """The process, as this one sees it.
 
-    def __init__(self) -> None:
+    Args:
+        seconds: of the processor, which a text may take.
+    """
+
+    def __init__(self, seconds: int = 3) -> None:
+        self._seconds = seconds
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -42,7 +47,7 @@ class _Renderer:
         request = json.dumps([template, variables], default=str).encode() + b"\n"
         with self._lock:
             if self._process is None or self._process.poll() is not None:
-                self._process = _started()
+                self._process = _started(self._seconds)
             process = self._process
             assert process.stdin is not None and process.stdout is not None
             timer = threading.Timer(LIMIT_SECONDS, process.kill)
@@ -58,7 +63,7 @@ class _Renderer:
             if not answer.endswith(b"\n"):
                 self.close()
                 raise PromptError(
-                    f"takes more than {SECONDS} seconds or the memory that it may (exit {process.poll()})"
+                    f"takes more than {self._seconds} seconds or the memory that it may (exit {process.poll()})"
                 )
         text, problem = json.loads(answer)
         if problem is not None:
@@ -72,16 +77,16 @@ class _Renderer:
             self._process = None
 
 
-def _started() -> subprocess.Popen[bytes]:
+def _started(seconds: int) -> subprocess.Popen[bytes]:
     # The path is set before anything is imported: not from the folder that this process happens to be in.
-    program = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve({SECONDS})"
+    program = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve({seconds})"
     pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
     return subprocess.Popen(
         [sys.executable, "-c", program], stdin=pipe, stdout=pipe, stderr=nothing, start_new_session=True
     )
 
 
-rendered = _Renderer()
+rendered = Renderer()
 atexit.register(rendered.close)
 if hasattr(os, "register_at_fork"):  # the pipes are the parent's
     os.register_at_fork(after_in_child=lambda: rendered.__init__())  # type: ignore[misc]

@@ -88,11 +88,6 @@ class Rotary:
         return cos[0], sin[0]
 
     @property
-    def frequencies(self) -> torch.Tensor:
-        """(head_dim / 2,) radians a position, float32, with the scaling of the parameters."""
-        return self.module.inv_freq.float()
-
-    @property
     def scale(self) -> float:
         """YaRN's attention factor, by which cos and sin are multiplied."""
         return float(self.module.attention_scaling)

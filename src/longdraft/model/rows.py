@@ -15,8 +15,8 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from longdraft.model.few_rows import in_halves, is_plain
-from longdraft.native import Stored, kernels
+from longdraft.model.few_rows import by_kernel, is_plain
+from longdraft.native import kernels
 from longdraft.native.experts import ExpertProducts, ExpertWeights
 
 # Numbers that torch gives to one thread (its grain size), and a multiple of the numbers of any CPU's vectors.
@@ -34,7 +34,7 @@ class RowExact(TorchFunctionMode):
     """While it is on, a row's results do not depend on the rows beside it. It takes a microsecond for a call of torch.
 
     Args:
-        products: products of matrices too, and not functions of single numbers alone.
+        products: all products of matrices, and not those of linear layers alone.
     """
 
     def __init__(self, products: bool = True) -> None:
@@ -92,15 +92,7 @@ def _times(_call: Call, a: Any, b: Any, **named: Any) -> torch.Tensor | None:
 def _linear(
     _call: Call, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor | None:
-    own = kernels()
-    if own is None or not is_plain(weight) or x.numel() == 0 or weight.dim() != 2:
-        return None
-    bias = None if bias is None else bias.detach().float()
-    if _served(x, weight) and weight.stride(1) == 1:
-        return own.linear(x, [(weight.detach(), bias)])[0]
-    if x.dtype == weight.dtype and in_halves(weight):
-        return own.linear(x.float(), [(Stored.of(weight), bias)])[0].to(x.dtype)
-    return None
+    return by_kernel(x, weight, bias) if is_plain(x) and is_plain(weight) and weight.dim() == 2 else None
 
 
 def _matmul(call: Call, x: torch.Tensor, other: torch.Tensor, **named: Any) -> torch.Tensor | None:
@@ -155,9 +147,9 @@ _FUNCTIONS: dict[Any, Call] = {
     **dict.fromkeys(_named(*_NAMES, *_MORE_NAMES), _elementwise),
     **dict.fromkeys(_named("glu"), _gated),
     **dict.fromkeys(_named("mul", "__mul__"), _times),
+    **dict.fromkeys(_named("linear"), _linear),
 }
 _PRODUCTS: dict[Any, Call] = {
-    **dict.fromkeys(_named("linear"), _linear),
     **dict.fromkeys(_named("matmul", "__matmul__", "mm"), _matmul),
     **dict.fromkeys(_named("addmm"), _addmm),
     **dict.fromkeys(_named("bmm"), _bmm),

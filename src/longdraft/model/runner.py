@@ -9,8 +9,9 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedModel
 
-from longdraft.attention import dispatch, fixed_order, prefix, scaled
+from longdraft.attention import dispatch, fixed_order, prefix
 from longdraft.attention.block import Block
+from longdraft.attention.scaled import or_scaled
 from longdraft.errors import CapabilityError, UnsupportedModelError
 from longdraft.files import named
 from longdraft.memory import offload as offloading
@@ -18,11 +19,11 @@ from longdraft.memory import sizes
 from longdraft.memory.offload import Offload
 from longdraft.memory.rooms import Rooms
 from longdraft.memory.store import KVStore
-from longdraft.model import deterministic as one_bucket
 from longdraft.model import fingerprints, hosting, kv_dtypes, stored, support
 from longdraft.model.clock import Clock
 from longdraft.model.ends import stated_ends
-from longdraft.model.graphs import Computed, Graphs
+from longdraft.model.gpu import deterministic as one_bucket
+from longdraft.model.gpu.graphs import Computed, Graphs
 from longdraft.model.lock import FairLock
 from longdraft.model.outputs import NO_TAPS, Taps, TargetOutput, not_a_number
 from longdraft.model.sharded import is_spread, share_of
@@ -38,11 +39,11 @@ class TargetRunner:
             is never changed: its twin computes (:mod:`longdraft.model.twin`).
         offload: place of the keys and values; see :func:`longdraft.memory.offload.parse`.
         kv_dtype: dtype that keys and values are rounded to; None for the arithmetic's own.
-        deterministic: plain steps and verifications agree to the bit on a GPU too (:mod:`.deterministic`).
+        deterministic: plain steps and verifications agree to the bit on a GPU too (:mod:`.gpu.deterministic`).
 
     Attributes:
         attention_path: name of the attention path on this machine. attend: its function, which may be replaced.
-        graphs: recorded forwards of the target and of the drafts that read it.
+        graphs: recorded forwards of the target and of the drafts that read it; may be replaced as well.
         share: this process's share of the target if several processes share it; None for all of it.
         depth: number of decoder layers.
         kv_shape: shape of the stores, with this process's heads, and dtype of the rows that are written.
@@ -85,7 +86,7 @@ class TargetRunner:
         self.attention_path, self.attend = dispatch.resolve(self.device, self.kv_shape.dtype, self.kv_shape.head_dim)
         attend = prefix.PATHS[self.attention_path]
         if self.device.type == "cuda":
-            self.attend, attend = scaled.or_scaled(self.attend), scaled.prefix_or_scaled(attend)
+            self.attend, attend = or_scaled(self.attend), or_scaled(attend)
         self.prefix_attend: prefix.PrefixAttend = attend if self.share is None else self.share.attending(attend)
         self.arithmetic = stored.arithmetic_of(model)
         # Int8 arithmetic keeps keys and values in 16 bits.
@@ -226,7 +227,6 @@ class TargetRunner:
             CheckpointError: no file can be made in the folder to offload to.
         """
         self.refresh()
-        on_gpu = self.device.type == "cuda"
         transposed = dispatch.prefers_transposed_keys(self.attention_path, self.kv_shape.dtype)
         size = int(hosting.decoder_config(self.model).hidden_size)
         dtype = dtype or self.kv_dtype
@@ -234,13 +234,10 @@ class TargetRunner:
         rows = capacity + self.graphs.padding(slots) + (self.rows or 0)
         rooms = self._resident if resident and self.rooms is not None else self.rooms
         small = dtype != self.kv_shape.dtype
-        place, turned = None if resident or small else self.offload, transposed or (small and not on_gpu)
+        place, turned = None if resident or small else self.offload, transposed or (small and self.can_round_kv)
         store = offloading.new_store(
             *(place, self.kv_shape, slots, rows, self.device, turned, feature_layers, size, rooms, dtype)
         )
-        if small and on_gpu:
-            dispatch.say_scaled(self.attention_path)
-            scaled.check(self.device, self.kv_shape.dtype, self.kv_shape.head_dim)
         if states and (self.twin.layout.windows or self.recurrent):
             of_windows = dtype if dtype.is_floating_point else self.kv_shape.dtype
             packed = transposed or of_windows != self.kv_shape.dtype

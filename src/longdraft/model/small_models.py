@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM, LlamaModel, PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel, PreTrainedModel
 
 from longdraft.errors import CheckpointError, ConfigError, UnsupportedModelError
 from longdraft.model import hosting
@@ -22,34 +22,33 @@ from longdraft.model.sharded import whole
 # q (Hq, T, d), k and v (Hkv, T, d) after RoPE -> (Hq, T, d)
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
-GIVEN = "longdraft_given"
 # A draft has no special tokens.
 _NO_TOKENS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
 
 
-def _given(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    longdraft_attend: Attend | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """Attention over one packed text by the caller's function, whose scale is that of the widest head."""
-    if longdraft_attend is None or any(kwargs.get(name) is not None for name in ("softcap", "s_aux", "sinks")):
-        raise UnsupportedModelError(f"{type(module).__name__} attends otherwise than drafts' layers are computed.")
-    narrow, size = value.shape[-1], max(key.shape[-1], value.shape[-1])
-    factor = (query.shape[-1] ** -0.5 if scaling is None else scaling) * size**0.5
-    query = query if math.isclose(factor, 1.0) else query * factor
-    # Autocast rounds the value alone: RoPE's tables are float32.
-    rows = (x[0].to(value.dtype) for x in (query, key, value))
-    q, k, v = (x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1])) for x in rows)
-    return longdraft_attend(q, k, v)[..., :narrow].transpose(0, 1)[None].contiguous(), None
+def packed(attend: Attend) -> Callable[..., tuple[torch.Tensor, None]]:
+    """Attention over one packed text, for ``longdraft_attend``; the function's scale is that of the widest head."""
 
+    def given(
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        if any(kwargs.get(name) is not None for name in ("softcap", "s_aux", "sinks")):
+            raise UnsupportedModelError(f"{type(module).__name__} attends otherwise than drafts' layers are computed.")
+        narrow, size = value.shape[-1], max(key.shape[-1], value.shape[-1])
+        factor = (query.shape[-1] ** -0.5 if scaling is None else scaling) * size**0.5
+        query = query if math.isclose(factor, 1.0) else query * factor
+        # Autocast rounds the value alone: RoPE's tables are float32.
+        rows = (x[0].to(value.dtype) for x in (query, key, value))
+        q, k, v = (x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1])) for x in rows)
+        return attend(q, k, v)[..., :narrow].transpose(0, 1)[None].contiguous(), None
 
-AttentionInterface.register(GIVEN, _given)
+    return given
 
 
 def sizes_for(
@@ -91,7 +90,7 @@ def decoder(config: Mapping[str, Any]) -> PreTrainedModel:
     """
     model = _built(LlamaModel, config)
     model.embed_tokens = None
-    model.config._attn_implementation = GIVEN
+    model.config._attn_implementation = hosting.IMPLEMENTATION
     return model
 
 
@@ -103,7 +102,7 @@ def hidden_states(decoder: nn.Module, x: torch.Tensor, positions: torch.Tensor, 
         positions: (T,).
         attend: the attention, which decides which rows attend to which.
     """
-    out = decoder(inputs_embeds=x[None], position_ids=positions[None], use_cache=False, longdraft_attend=attend)
+    out = decoder(inputs_embeds=x[None], position_ids=positions[None], use_cache=False, longdraft_attend=packed(attend))
     hidden: torch.Tensor = out.last_hidden_state[0]
     return hidden
 

@@ -11,7 +11,7 @@ import copy
 import os
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -22,31 +22,42 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from longdraft.errors import CapabilityError, CheckpointError
+from longdraft.memory.sizes import available_bytes
 from longdraft.model.few_rows import MOST, in_halves, is_plain
 from longdraft.model.sharded import local, whole
 from longdraft.native import Kernels, Stored, kernels
 from longdraft.native.boundary import FLOATS
-from longdraft.native.stored import rounded_blocks, rounded_to_int8
+from longdraft.native.stored import FORMATS, rounded_blocks, rounded_to_int8
 
 # Attribute of a model for the files that its weights are mapped from.
 _FILE = "_longdraft_mapped"
 _MAKING = threading.RLock()
+_SECONDS = 1 << 30  # bytes that are laid out in about a second
 _TOGETHER = 4096  # rows of a draft's matrix that are rounded at a time, which bounds the memory for a large head
 
 
 class StoredWeights(nn.Module):
-    """A module with a frozen stored matrix: (out, in) of a layer, or (tokens, size) of an embedding."""
+    """A module with a frozen stored matrix: (out, in) of a layer, or (tokens, size) of an embedding.
+
+    Attributes:
+        outs: outputs of each matrix, where several lie one behind the other.
+    """
 
     data: torch.Tensor
+    outs: int | None = None
 
     def __init__(self, matrix: Stored) -> None:
         super().__init__()
-        self.format, self.int8 = matrix.format, matrix.int8
+        self.format, self.int8, self._woven = matrix.format, matrix.int8, matrix.woven
         self.register_buffer("data", matrix.data, persistent=False)
 
     @property
     def matrix(self) -> Stored:
-        return Stored(self.data, self.format, self.int8)
+        return Stored(self.data, self.format, self.int8, self._woven)
+
+    def weave(self) -> None:
+        """Lays the matrix out for int8 arithmetic, in memory of its own."""
+        self._woven = woven(self.matrix, self.outs).woven
 
     @property
     def weight(self) -> torch.Tensor:
@@ -78,7 +89,8 @@ class StoredLinear(StoredWeights):
         """x (..., in) -> (..., out), in x's dtype."""
         own = _kernels_for(x)
         if own is not None and (self.int8 or x.numel() <= MOST * x.shape[-1]):
-            return own.linear(x, [(self.matrix, self.bias)])[0]
+            with torch._C.DisableTorchFunction():  # what the kernel is handed is exact by row as it is
+                return own.linear(x, [(self.matrix, self.bias)])[0]
         rows = rounded_to_int8(x).to(x.dtype) if self.int8 else x
         return F.linear(rows, self.weight.to(x.dtype), self.bias)
 
@@ -100,6 +112,12 @@ class StoredEmbedding(StoredWeights):
         rows = unpacked(self.matrix.rows(ids.flatten()))
         rows = rows.to(self.like.dtype).view(*ids.shape, self.embedding_dim)
         return rows if self.scale == 1.0 else rows * torch.tensor(self.scale, dtype=rows.dtype, device="cpu")
+
+
+def woven(stored: Stored, outs: int | None = None) -> Stored:
+    """A stored matrix with a copy for int8 arithmetic, if there are kernels for it: :meth:`Kernels.weave`."""
+    own = kernels()
+    return stored if own is None else own.weave(stored, outs)
 
 
 def unpacked(stored: Stored) -> torch.Tensor:
@@ -225,6 +243,22 @@ def use_int8(model: nn.Module, on: bool = True) -> None:
             module.int8 = on
 
 
+def weave(model: nn.Module, progress: Callable[[str], None]) -> None:
+    """Lays matrices out for int8 arithmetic, which reads them faster then. Not where memory is short: it takes as much
+    as the matrices themselves, which stay mapped from the file.
+
+    progress is called with a line of text before it takes seconds.
+    """
+    modules = [m for m in model.modules() if isinstance(m, StoredWeights) and m.int8]
+    size, free = sum(m.data.nbytes for m in modules), available_bytes(torch.device("cpu"))
+    if free is not None and free < 2 * size:
+        return
+    if size > _SECONDS:
+        progress("Laying out the weights for this processor, as at every start")
+    for module in modules:
+        module.weave()
+
+
 def light(weights: torch.Tensor | Stored, bits: Literal[4, 8] = 8) -> torch.Tensor | Stored:
     """A draft's matrix (out, in) for int8 arithmetic, as a draft need not be exact.
 
@@ -241,7 +275,15 @@ def light(weights: torch.Tensor | Stored, bits: Literal[4, 8] = 8) -> torch.Tens
     kind: Literal["Q4_0", "Q8_0"] = "Q4_0" if bits == 4 else "Q8_0"
     rows = weights.data.split(_TOGETHER)
     floats = (unpacked(Stored(x, weights.format)) if isinstance(weights, Stored) else x for x in rows)
-    return Stored(torch.cat([rounded_blocks(x, kind) for x in floats]), kind, int8=True)
+    return woven(Stored(torch.cat([rounded_blocks(x, kind) for x in floats]), kind, int8=True))
+
+
+def light_bytes(weights: torch.Tensor | Stored, bits: Literal[4, 8] = 8) -> int:
+    """Bytes of the copy that :func:`light` makes; 0 if it makes none."""
+    rows, size = weights.shape
+    if size % 32 or (isinstance(weights, Stored) and weights.bits <= bits + 1):
+        return 0
+    return rows * size // 32 * FORMATS["Q4_0" if bits == 4 else "Q8_0"][1]
 
 
 def check_unchanged(model: nn.Module) -> None:

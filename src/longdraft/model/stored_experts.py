@@ -45,14 +45,16 @@ class StoredExperts(nn.Module):
         self.count = count
         self.replaced: Any = module
         for kind, matrix in matrices.items():
-            setattr(self, kind, StoredMatrices(matrix))
+            own = StoredMatrices(matrix)
+            own.outs = matrix.shape[0] // count
+            setattr(self, kind, own)
             self.register_buffer(f"{kind}_bias", biases.get(kind), persistent=False)
         self._parts: tuple[object, Experts] | None = None
 
     @property
     def parts(self) -> Experts:
         """The parts for our kernels."""
-        key = [(m.data.data_ptr(), m.int8) for m in self.children() if isinstance(m, StoredMatrices)]
+        key = [m.matrix.place() for m in self.children() if isinstance(m, StoredMatrices)]
         if self._parts is None or self._parts[0] != key:
             first = [self._weights(kind) for kind in _FIRST if hasattr(self, kind)]
             self._parts = key, Experts(self.replaced, first, self._weights(LAST))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,7 +18,6 @@ from transformers import PreTrainedModel
 from longdraft.attention.reference import attend
 from longdraft.attention.transfer import on_device
 from longdraft.errors import LongdraftError, UnsupportedModelError, reason_of
-from longdraft.memory.recurrent import RecurrentShape
 from longdraft.memory.store import KVStore
 from longdraft.model import calls, fingerprints, hosting, own_code, positions, quantised, recurrent, stored
 from longdraft.model.checkpoints import quiet
@@ -206,13 +204,13 @@ def _hosted(copy: PreTrainedModel, tokens: list[int], by_itself: bool) -> torch.
 @torch.inference_mode()
 def _recorded(copy: PreTrainedModel, tokens: list[int], by_itself: bool) -> calls.Recorded:
     """The records of a forward of two tokens."""
-    few = on_device([tokens[:2]], copy.device)
-    shapes: dict[int, RecurrentShape] = {}
+    few, recording = on_device([tokens[:2]], copy.device), calls.Recording()
     if by_itself:
-        found = own_code.learn(copy, few)
+        recording.calls += own_code.learn(copy, few)
     else:
-        run = partial(copy, input_ids=few, position_ids=_positions(few), use_cache=False)
-        found = calls.record(copy, lambda: shapes.update(recurrent.learn(run)))
+        with hosting.computing(recording):
+            copy(input_ids=few, position_ids=_positions(few), use_cache=False)
+    found, shapes = tuple(recording.calls), recurrent.shapes_of(recording)
     if not (found or shapes):
         raise UnsupportedModelError(
             f"{type(copy).__name__} does not go through transformers' attention interface, so longdraft cannot host it."

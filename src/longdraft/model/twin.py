@@ -13,7 +13,6 @@ from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
-import torch
 from transformers import PreTrainedModel
 
 from longdraft.attention import fusing
@@ -30,7 +29,6 @@ from longdraft.model import (
     stored,
     support,
 )
-from longdraft.model.few_rows import MOST, FewRowsModule
 from longdraft.model.fused import FusedLayers
 from longdraft.model.layout import has_windows, layout_of
 from longdraft.model.lock import lock_of
@@ -65,24 +63,21 @@ class Twin:
             raise UnsupportedModelError("Models with windows cannot be shared among processes.")
         if windows:
             self._try(model)
-        # Before other products take the place of the layers' own, with which it compares the kernels.
         self.fused = FusedLayers(self.model)
         compared = self.fused.stack is not None and _is_bare(model)
         if not (compared or shared or spread or windows):
             self._try(model)
         self.layout = layout_of(self.model)
-        self.few_rows = FewRowsModule(self.model)
-        quantised.install(self.model, set(self.few_rows.layers), self._decoding)
+        quantised.install(self.model, self._decoding)
         experts.install(self.model, self._decoding)
-        # In 16 bits attention rounds a row by the others, but experts had better be chosen alike.
-        exact = self.model.dtype == torch.float32 or any(map(experts.is_mixture, self.model.modules()))
-        self._by_row = exact and kernels() is not None and self.model.device.type == "cpu"
+        self._by_row = kernels() is not None and self.model.device.type == "cpu"
         self._tapped: set[int] = set()
+        self._reading = False
         self._place = place_of(model)
 
     def _decoding(self) -> bool:
         """True in forwards in which a row's bits must not depend on the rows beside it."""
-        return self.few_rows.most is None
+        return not self._reading
 
     def _try(self, model: PreTrainedModel) -> None:
         found = tried(model)
@@ -110,16 +105,12 @@ class Twin:
         for layer in hosted.hidden_layers - self._tapped:
             hosting.tap(self.model, layer)
             self._tapped.add(layer)
-        # While text is decoded, one kind of product computes any number of rows: see Block.prompt.
-        self.few_rows.most = MOST if hosted.block.prompt else None
+        self._reading = hosted.block.prompt
         run = self.model if head else hosting.decoder_of(self.model)
         own = bool(self.layout.own)
-        exact = RowExact(products=not own) if self._by_row and not hosted.block.prompt else nullcontext()
-        try:
-            with exact:
-                return (own_code.run if own else hosting.run)(run, hosted, **more)
-        finally:
-            self.few_rows.forget()
+        # While text is decoded, one kind of product computes any number of rows: see Block.prompt.
+        with RowExact(products=not own) if self._by_row and not self._reading else nullcontext():
+            return (own_code.run if own else hosting.run)(run, hosted, **more)
 
 
 def _is_bare(model: PreTrainedModel) -> bool:

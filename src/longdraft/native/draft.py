@@ -39,7 +39,7 @@ class DraftBlock:
         eps: float,
         normed_residual: bool = False,
     ) -> None:
-        self._norms, self._products = norms, products  # the structure points into them
+        self._norms, self.products = norms, products  # the structure points into them
         self.hidden, self.vocabulary = norms["norm"].shape[0], products["head"][0].shape[0]
         self.struct = STRUCTURES["Draft"](
             *(address(norms.get(name), size=self.hidden) for name in NORMS),

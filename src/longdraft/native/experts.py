@@ -56,8 +56,8 @@ class ExpertWeights:
         w, outs = self.matrices, self.shape[0]
         bias = None if self.bias is None else address(self.bias[number], size=outs)
         if isinstance(w, Stored):
-            place = address(w.data[number * outs : (number + 1) * outs], torch.uint8, rows=True)
-            return Matrix(place, bias, None, w.data.stride(0), outs, 0, w.number, w.int8)
+            place, row, int8 = w.place(number * outs)
+            return Matrix(place, bias, None, row, outs, 0, w.number, int8)
         return Matrix(
             address(w[number], rows=True), bias, None, w.stride(1) * 4, outs, 0, _BY_INPUT if self.by_input else 0, 0
         )

@@ -114,20 +114,26 @@ inline void with_width(int64_t width, const What &what) {
 
 // LANES outputs of a matrix. At the end of the matrix they overlap with the previous ones: outputs before `skip` are done.
 struct Outputs {
-  Lines lines;
   int64_t out, skip;
 
-  // The matrix has fewer rows than lanes: use a copy that is padded with zeros.
-  Outputs(const Matrix &m, int64_t out_, int64_t bytes, Scratch &scratch)
-      : lines{static_cast<const byte *>(m.w), m.w_row}, out(std::max<int64_t>(0, std::min(out_, m.outs - LANES))), skip(out_ - out) {
-    if (m.outs >= LANES) {
-      lines = lines.at(out * m.w_row);
-      return;
+  Outputs(const Matrix &m, int64_t out_) : out(std::max<int64_t>(0, std::min(out_, m.outs - LANES))), skip(out_ - out) {}
+
+  const byte *first(const Matrix &m) const { return static_cast<const byte *>(m.w) + out * m.w_row; }
+
+  // The rows of W, woven here if they are not. Of fewer rows than lanes, the rest is zeros.
+  template <typename F>
+  Woven woven(const Matrix &m, int64_t size, Scratch &scratch) const {
+    if (m.int8 == LANES) return {first(m)};
+    const int64_t blocks = size / F::WEIGHTS, bytes = blocks * F::BYTES;
+    byte *made = reinterpret_cast<byte *>(scratch.of((2 * LANES * bytes + 3) / 4)), *copy = made + LANES * bytes;
+    Lines lines{first(m), m.w_row};
+    if (m.outs < LANES) {
+      std::memset(copy, 0, LANES * bytes);
+      for (int64_t o = 0; o < m.outs; o++) std::memcpy(copy + o * bytes, lines.first + o * m.w_row, bytes);
+      lines = {copy, bytes};
     }
-    byte *copy = reinterpret_cast<byte *>(scratch.of((LANES * bytes + 3) / 4));
-    std::memset(copy, 0, LANES * bytes);
-    for (int64_t o = 0; o < m.outs; o++) std::memcpy(copy + o * bytes, lines.first + o * m.w_row, bytes);
-    lines = {copy, bytes};
+    weave<F>(lines, blocks, made);
+    return {made};
   }
 
   void finish(const Matrix &m, int64_t row, vec found) const {
@@ -149,14 +155,13 @@ struct Outputs {
 
 // Few rows, those of one group: weights are unpacked in registers. fetch: prefetch the next outputs.
 template <typename F, int R>
-void few(const Int8Rows &x, int64_t row, const Matrix &m, const Outputs &outputs, bool fetch) {
+void few(const Int8Rows &x, int64_t row, const Matrix &m, const Outputs &outputs, Woven in, bool fetch) {
   constexpr int64_t EACH = F::BYTES * LANES * PIECE / F::WEIGHTS;  // bytes of a piece
   vec y[R] = {};
   const int64_t place = x.place(row, 0);
   const std::int8_t *numbers = x.numbers + place * PIECE;
   const Int8Rows::Block *ends = x.blocks + place;
-  const byte *next = outputs.lines.first + LANES * outputs.lines.row, *wanted = next;
-  Lines in = outputs.lines;
+  const byte *next = outputs.first(m) + LANES * m.w_row, *wanted = next;
   for (int64_t i = 0; i < x.size; i += F::WEIGHTS, in = in.at(F::BYTES)) {
     F::block(in, [&](int piece, const auto &w, const vec *scale, const vec *least) INLINED {
       // A few cache lines at a time: many at once would delay the ones that are needed now.
@@ -184,7 +189,7 @@ using PieceOf = Piece<F::SCALES, F::LEAST>;
 
 // All blocks of LANES rows, piece by piece in the order of block().
 template <typename F>
-void unpack_rows(Lines in, int64_t size, PieceOf<F> *to) {
+void unpack_rows(Woven in, int64_t size, PieceOf<F> *to) {
   for (int64_t i = 0; i < size; i += F::WEIGHTS, in = in.at(F::BYTES)) {
     F::block(in, [&](int, const auto &w, const vec *scale, const vec *least) INLINED {
       UNROLLED for (int i = 0; i < COLUMNS_OF_PIECE; i++) to->w[i] = w(i);
@@ -220,11 +225,10 @@ void many(const Int8Rows &x, const Matrix &m, int64_t from, int64_t to) {
   const int64_t each = x.size / PIECE, floats_each = each * sizeof(PieceOf<F>) / 4;
   const int64_t most = std::max<int64_t>(1, CACHED / (4 * floats_each));
   auto *pieces = reinterpret_cast<PieceOf<F> *>(scratch.of(std::min(most, (to - from + LANES - 1) / LANES) * floats_each));
-  const int64_t bytes = x.size / F::WEIGHTS * F::BYTES;
   for (int64_t first = from; first < to; first += most * LANES) {
     const int64_t end = std::min(to, first + most * LANES);
     for (int64_t out = first, i = 0; out < end; out += LANES, i++) {
-      unpack_rows<F>(Outputs(m, out, bytes, copies).lines, x.size, pieces + i * each);
+      unpack_rows<F>(Outputs(m, out).woven<F>(m, x.size, copies), x.size, pieces + i * each);
     }
     for (int64_t row = 0; row < x.rows; row += Int8Rows::TOGETHER) {
       const int64_t rows = std::min(Int8Rows::TOGETHER, x.rows - row);
@@ -232,7 +236,7 @@ void many(const Int8Rows &x, const Matrix &m, int64_t from, int64_t to) {
         for (int64_t out = first, i = 0; out < end; out += LANES, i++) {
           vec y[width.value];
           multiply<F, width.value>(pieces + i * each, x, row, y);
-          const Outputs outputs(m, out, bytes, copies);
+          const Outputs outputs(m, out);
           for (int64_t r = 0; r < rows; r++) outputs.finish(m, row + r, y[r]);
         }
       });
@@ -245,9 +249,10 @@ void outputs_of(const Int8Rows &x, const Matrix &m, int64_t from, int64_t to) {
   if (x.rows > MANY) return many<F>(x, m, from, to);
   static thread_local Scratch copies;
   for (int64_t out = from; out < to; out += LANES) {
-    const Outputs outputs(m, out, x.size / F::WEIGHTS * F::BYTES, copies);
+    const Outputs outputs(m, out);
+    const Woven in = outputs.woven<F>(m, x.size, copies);
     for (int64_t row = 0; row < x.rows; row += Int8Rows::TOGETHER) {
-      with_width(x.width(row), [&](auto width) { few<F, width.value>(x, row, m, outputs, row == 0); });
+      with_width(x.width(row), [&](auto width) { few<F, width.value>(x, row, m, outputs, in, row == 0); });
     }
   }
 }
@@ -347,20 +352,37 @@ Int8Rows int8_rows(const float *x, int64_t rows, int64_t size, int threads) {
   return made;
 }
 
-void int8_outputs(const Int8Rows &x, const Matrix &m, int64_t from, int64_t to) {
-  switch (m.format) {  // as stored.h numbers them
-    case 1: return outputs_of<Int8Q4_0>(x, m, from, to);
-    case 2: return outputs_of<Int8Q4_1>(x, m, from, to);
-    case 3: return outputs_of<Int8Q8_0>(x, m, from, to);
-    case 4: return outputs_of<Int8Q4_K>(x, m, from, to);
-    case 5: return outputs_of<Int8Q5_K>(x, m, from, to);
-    case 6: return outputs_of<Int8Q6_K>(x, m, from, to);
-    case 9: return outputs_of<Int8Q5_0>(x, m, from, to);
-    case 10: return outputs_of<Int8Q5_1>(x, m, from, to);
-    case 11: return outputs_of<Int8Q2_K>(x, m, from, to);
-    case 12: return outputs_of<Int8Q3_K>(x, m, from, to);
-    case 13: return outputs_of<Int8IQ4_NL>(x, m, from, to);
-    case 14: return outputs_of<Int8IQ4_XS>(x, m, from, to);
-    case 15: return outputs_of<Int8MXFP4>(x, m, from, to);
+template <typename What>
+void with_format(int64_t format, const What &what) {
+  switch (format) {  // as stored.h numbers them
+    case 1: return what(Int8Q4_0{});
+    case 2: return what(Int8Q4_1{});
+    case 3: return what(Int8Q8_0{});
+    case 4: return what(Int8Q4_K{});
+    case 5: return what(Int8Q5_K{});
+    case 6: return what(Int8Q6_K{});
+    case 9: return what(Int8Q5_0{});
+    case 10: return what(Int8Q5_1{});
+    case 11: return what(Int8Q2_K{});
+    case 12: return what(Int8Q3_K{});
+    case 13: return what(Int8IQ4_NL{});
+    case 14: return what(Int8IQ4_XS{});
+    case 15: return what(Int8MXFP4{});
   }
+}
+
+void int8_outputs(const Int8Rows &x, const Matrix &m, int64_t from, int64_t to) {
+  with_format(m.format, [&](auto f) { outputs_of<decltype(f)>(x, m, from, to); });
+}
+
+Code longdraft_weave(const void *w, int64_t format, int64_t outs, int64_t size, int64_t w_row, void *woven, int threads) {
+  with_format(format, [=](auto f) {
+    using F = decltype(f);
+    share_out(threads, outs / LANES, [=](int64_t i) {
+      const int64_t blocks = size / F::WEIGHTS;
+      weave<F>({static_cast<const byte *>(w) + i * LANES * w_row, w_row}, blocks,
+               static_cast<byte *>(woven) + i * LANES * blocks * F::BYTES);
+    });
+  });
+  return DONE;
 }

@@ -1,11 +1,12 @@
 // Stored blocks as bytes, for int8 arithmetic: the weights of LANES outputs beside one another, and their scales.
 //
-// Rows of W lie one behind the other in a file. Read LANES rows at a time and transposed in registers, lane l holds four
-// weights of output l: products with four numbers of x are one operation for all outputs, a block's scale is one vector,
-// and no sum is ever gathered from lanes. So each output's blocks are added in their order on every processor.
+// Of LANES rows of W that are woven (transposed.h), a vector holds four weights of each output: products with four numbers of x
+// are one operation for all outputs, a block's scale is one vector, and no sum is ever gathered from lanes. So each output's
+// blocks are added in their order on every processor.
 //
-// A format says how many weights and bytes a block has, and how block() unpacks one into pieces of 32 weights. It calls
-// use(piece, w, scale, least) for each: w(i) gives weights 4i to 4i + 3 of each output, i < COLUMNS_OF_PIECE.
+// A format says how many weights and bytes a block has, which of its first and last bytes are no part of four, and how block()
+// unpacks one into pieces of 32 weights. It calls use(piece, w, scale, least) for each: w(i) gives weights 4i to 4i + 3 of each
+// output, i < COLUMNS_OF_PIECE.
 //   SCALES  scales of a piece: one for all 32 weights, or one for each 16
 //   LEAST   a weight is scale * byte + least; else scale * (byte - ZERO)
 //   MOST    the largest byte
@@ -24,9 +25,9 @@ using std::int64_t;
 
 constexpr int COLUMNS_OF_PIECE = 8;  // vectors of four weights an output
 
-template <int W, int S>
+template <int W, int S, int F = 0, int L = 0>
 struct InOrder {
-  static constexpr int WEIGHTS = W, SCALES = S;
+  static constexpr int WEIGHTS = W, SCALES = S, FIRST = F, LAST = L;
   static constexpr int nth(int i) { return i; }
 };
 
@@ -53,13 +54,13 @@ INLINED inline ivec fifths(ivec bits, int i) {
 #endif
 }
 
-struct Int8Q4_0 : InOrder<32, 1> {
+struct Int8Q4_0 : InOrder<32, 1, 2> {
   static constexpr int BYTES = 18, MOST = 15, ZERO = 8;
   static constexpr bool LEAST = false;
   template <typename Use>
-  INLINED static void block(Lines in, const Use &use) {
+  INLINED static void block(Woven in, const Use &use) {
     ivec bytes[4];
-    columns(in.at(2), bytes);
+    columns<4>(in.at(2), bytes);
     const vec scale = halves(in);
     use(0, [&](int i) { return nibble(bytes, i); }, &scale, nullptr);
   }
@@ -69,22 +70,22 @@ struct Int8Q4_1 : InOrder<32, 1> {
   static constexpr int BYTES = 20, MOST = 15, ZERO = 0;
   static constexpr bool LEAST = true;
   template <typename Use>
-  INLINED static void block(Lines in, const Use &use) {
+  INLINED static void block(Woven in, const Use &use) {
     ivec bytes[4];
-    columns(in.at(4), bytes);
+    columns<4>(in.at(4), bytes);
     const ivec ends = fours(in);
     const vec scale = halves(ends), least = halves(ends >> 16);
     use(0, [&](int i) { return nibble(bytes, i); }, &scale, &least);
   }
 };
 
-struct Int8Q5_0 : InOrder<32, 1> {
+struct Int8Q5_0 : InOrder<32, 1, 2> {
   static constexpr int BYTES = 22, MOST = 31, ZERO = 16;
   static constexpr bool LEAST = false;
   template <typename Use>
-  INLINED static void block(Lines in, const Use &use) {
+  INLINED static void block(Woven in, const Use &use) {
     ivec bytes[4];
-    columns(in.at(6), bytes);
+    columns<4>(in.at(6), bytes);
     const ivec bits = fours(in.at(2));
     const vec scale = halves(in);
     use(0, [&](int i) { return nibble(bytes, i) | fifths(bits, i); }, &scale, nullptr);
@@ -95,48 +96,48 @@ struct Int8Q5_1 : InOrder<32, 1> {
   static constexpr int BYTES = 24, MOST = 31, ZERO = 0;
   static constexpr bool LEAST = true;
   template <typename Use>
-  INLINED static void block(Lines in, const Use &use) {
+  INLINED static void block(Woven in, const Use &use) {
     ivec bytes[4];
-    columns(in.at(8), bytes);
+    columns<4>(in.at(8), bytes);
     const ivec ends = fours(in), bits = fours(in.at(4));
     const vec scale = halves(ends), least = halves(ends >> 16);
     use(0, [&](int i) { return nibble(bytes, i) | fifths(bits, i); }, &scale, &least);
   }
 };
 
-struct Int8Q8_0 : InOrder<32, 1> {
+struct Int8Q8_0 : InOrder<32, 1, 2> {
   static constexpr int BYTES = 34, MOST = 255, ZERO = 128;
   static constexpr bool LEAST = false;
   template <typename Use>
-  INLINED static void block(Lines in, const Use &use) {
+  INLINED static void block(Woven in, const Use &use) {
     ivec bytes[8];
-    columns_of_32(in.at(2), bytes);
+    columns<8>(in.at(2), bytes);
     const vec scale = halves(in);
     use(0, [&](int i) { return bytes[i] ^ static_cast<std::int32_t>(0x80808080); }, &scale, nullptr);
   }
 };
 
-struct Int8IQ4_NL : InOrder<32, 1> {
+struct Int8IQ4_NL : InOrder<32, 1, 2> {
   static constexpr int BYTES = 18, MOST = OfIQ4::MOST, ZERO = OfIQ4::ZERO;
   static constexpr bool LEAST = false;
   template <typename Use>
-  INLINED static void block(Lines in, const Use &use) {
+  INLINED static void block(Woven in, const Use &use) {
     ivec bytes[4];
-    columns(in.at(2), bytes);
+    columns<4>(in.at(2), bytes);
     const vec scale = halves(in);
     use(0, [&](int i) { return looked_up(OfIQ4::LIST, nibble(bytes, i)); }, &scale, nullptr);
   }
 };
 
-struct Int8MXFP4 : InOrder<32, 1> {
+struct Int8MXFP4 : InOrder<32, 1, 1> {
   static constexpr int BYTES = 17, MOST = OfMXFP4::MOST, ZERO = OfMXFP4::ZERO;
   static constexpr bool LEAST = false;
   template <typename Use>
-  INLINED static void block(Lines in, const Use &use) {
+  INLINED static void block(Woven in, const Use &use) {
     ivec bytes[4];
-    columns(in.at(1), bytes);
+    columns<4>(in.at(1), bytes);
     // Half of 2^(e - 127), the smallest two of which are no normal floats.
-    const ivec e = fours(in) & 255, bits = e < 2 ? every(0x00200000) << e : (e - 1) << 23;
+    const ivec e = unsigned_bytes(in.first), bits = e < 2 ? every(0x00200000) << e : (e - 1) << 23;
     const vec scale = (vec)bits;
     use(0, [&](int i) { return looked_up(OfMXFP4::LIST, nibble(bytes, i)); }, &scale, nullptr);
   }
@@ -146,13 +147,13 @@ struct Int8Q2_K : InOrder<256, 2> {
   static constexpr int BYTES = 84, MOST = 3, ZERO = 0;
   static constexpr bool LEAST = true;
   template <typename Use>
-  INLINED static void block(Lines in, const Use &use) {
+  INLINED static void block(Woven in, const Use &use) {
     ivec sixteen[4], bytes[8];
-    columns(in, sixteen);
+    columns<4>(in, sixteen);
     const ivec ends = fours(in.at(80));
     const vec scale = halves(ends), least = -halves(ends >> 16);
     for (int piece = 0; piece < 8; piece++) {
-      if (piece % 4 == 0) columns_of_32(in.at(16 + piece * 8), bytes);
+      if (piece % 4 == 0) columns<8>(in.at(16 + piece * 8), bytes);
       vec scales[2], leasts[2];
       UNROLLED for (int s = 0; s < 2; s++) {
         const ivec both = sixteen[piece / 2] >> (piece % 2 * 16 + s * 8) & 255;
@@ -164,23 +165,21 @@ struct Int8Q2_K : InOrder<256, 2> {
   }
 };
 
-struct Int8Q3_K : InOrder<256, 2> {
+struct Int8Q3_K : InOrder<256, 2, 0, 2> {
   static constexpr int BYTES = 110, MOST = 7, ZERO = 4;
   static constexpr bool LEAST = false;
   template <typename Use>
-  INLINED static void block(Lines in, const Use &use) {
-    ivec packed[4], high[8], bytes[8];
-    columns(in.at(94), packed);  // twelve bytes of scales, the block's own, and the last of the numbers before
-    columns_of_32(in, high);
-    const vec scale = halves(packed[3] >> 16);
-    // Two bytes lie before the scales, so each four of them straddle two columns.
-    ivec own[3], sixteen[4];
-    UNROLLED for (int i = 0; i < 3; i++) own[i] = (packed[i] >> 16 & 0xffff) | packed[i + 1] << 16;
+  INLINED static void block(Woven in, const Use &use) {
+    ivec own[3], high[8], bytes[8];
+    columns<3>(in.at(96), own);
+    columns<8>(in, high);
+    const vec scale = halves(in.at(108));
+    ivec sixteen[4];
     UNROLLED for (int i = 0; i < 4; i++) {
       sixteen[i] = (own[i % 2] >> (i / 2 * 4) & 0x0f0f0f0f) | (own[2] >> (2 * i) & 0x03030303) << 4;
     }
     for (int piece = 0; piece < 8; piece++) {
-      if (piece % 4 == 0) columns_of_32(in.at(32 + piece * 8), bytes);
+      if (piece % 4 == 0) columns<8>(in.at(32 + piece * 8), bytes);
       vec scales[2];
       UNROLLED for (int s = 0; s < 2; s++) {
         scales[s] = scale * floats((sixteen[piece / 2] >> (piece % 2 * 16 + s * 8) & 255) - 32);
@@ -198,8 +197,8 @@ struct SixBits {
   ivec packed[4];
   vec scale, least;
 
-  INLINED explicit SixBits(Lines in) {
-    columns(in, packed);
+  INLINED explicit SixBits(Woven in) {
+    columns<4>(in, packed);
     scale = halves(packed[0]);
     least = -halves(packed[0] >> 16);
     // Of the last four pieces the lower bits lie in the last column, the upper two in those of the first four.
@@ -221,11 +220,11 @@ struct Int8Q4_K : InOrder<256, 1> {
   static constexpr int BYTES = 144, MOST = 15, ZERO = 0;
   static constexpr bool LEAST = true;
   template <typename Use>
-  INLINED static void block(Lines in, const Use &use) {
+  INLINED static void block(Woven in, const Use &use) {
     const SixBits ends(in);
     for (int pair = 0; pair < 4; pair++) {
       ivec bytes[8];
-      columns_of_32(in.at(16 + 32 * pair), bytes);
+      columns<8>(in.at(16 + 32 * pair), bytes);
       const vec scale = ends.scale_of(2 * pair), least = ends.least_of(2 * pair);
       use(2 * pair, [&](int i) { return low_nibbles(bytes[i]); }, &scale, &least);
       const vec scale2 = ends.scale_of(2 * pair + 1), least2 = ends.least_of(2 * pair + 1);
@@ -238,12 +237,12 @@ struct Int8Q5_K : InOrder<256, 1> {
   static constexpr int BYTES = 176, MOST = 31, ZERO = 0;
   static constexpr bool LEAST = true;
   template <typename Use>
-  INLINED static void block(Lines in, const Use &use) {
+  INLINED static void block(Woven in, const Use &use) {
     const SixBits ends(in);
     ivec high[8], bytes[8];
-    columns_of_32(in.at(16), high);
+    columns<8>(in.at(16), high);
     for (int pair = 0; pair < 4; pair++) {
-      columns_of_32(in.at(48 + 32 * pair), bytes);
+      columns<8>(in.at(48 + 32 * pair), bytes);
       UNROLLED for (int upper = 0; upper < 2; upper++) {
         const auto w = [&](int i) {
           return joined(upper ? bytes[i] >> 4 : bytes[i], high[i] << (4 - upper), 0x0f0f0f0f) & 0x1f1f1f1f;
@@ -257,21 +256,21 @@ struct Int8Q5_K : InOrder<256, 1> {
 };
 
 struct Int8Q6_K {
-  static constexpr int WEIGHTS = 256, SCALES = 2, BYTES = 210, MOST = 63, ZERO = 32;
+  static constexpr int WEIGHTS = 256, SCALES = 2, FIRST = 0, LAST = 2, BYTES = 210, MOST = 63, ZERO = 32;
   static constexpr bool LEAST = false;
   static constexpr int nth(int i) { return (i & 4) | (i & 1) << 1 | (i & 2) >> 1; }
   template <typename Use>
-  INLINED static void block(Lines in, const Use &use) {
+  INLINED static void block(Woven in, const Use &use) {
     ivec sixteen[4];
-    columns(in.at(192), sixteen);
+    columns<4>(in.at(192), sixteen);
     const vec scale = halves(in.at(208));
     // Piece 4 side + t takes nibbles t / 2 of 32 bytes, the first or the second of the side, and bits 2t of the high ones.
     for (int side = 0; side < 2; side++) {
       ivec high[8];
-      columns_of_32(in.at(128 + 32 * side), high);
+      columns<8>(in.at(128 + 32 * side), high);
       UNROLLED for (int half = 0; half < 2; half++) {
         ivec low[8];
-        columns_of_32(in.at(64 * side + 32 * half), low);
+        columns<8>(in.at(64 * side + 32 * half), low);
         UNROLLED for (int upper = 0; upper < 2; upper++) {
           vec scales[2];
           UNROLLED for (int s = 0; s < 2; s++) {
@@ -293,12 +292,12 @@ struct Int8IQ4_XS : InOrder<256, 1> {
   static constexpr int BYTES = 136, MOST = OfIQ4::MOST, ZERO = OfIQ4::ZERO;
   static constexpr bool LEAST = false;
   template <typename Use>
-  INLINED static void block(Lines in, const Use &use) {
+  INLINED static void block(Woven in, const Use &use) {
     const ivec ends = fours(in), low = fours(in.at(4));
     const vec scale = halves(ends);
     for (int piece = 0; piece < 8; piece++) {
       ivec bytes[4];
-      columns(in.at(8 + 16 * piece), bytes);
+      columns<4>(in.at(8 + 16 * piece), bytes);
       const ivec s = (low >> (4 * piece) & 15) | (ends >> (16 + 2 * piece) & 3) << 4;
       const vec own = scale * floats(s - 32);
       use(piece, [&](int i) { return looked_up(OfIQ4::LIST, nibble(bytes, i)); }, &own, nullptr);

@@ -29,7 +29,8 @@ struct Matrix {
   std::int64_t adds;    // 1 to add to y, 0 to overwrite it
   std::int64_t format;  // how w is stored: 0 for float32, else a place in stored.h's list of formats, counted from 1;
                         // BY_INPUT for floats of experts (outputs.h)
-  std::int64_t int8;    // whether x is rounded to eight bits for it (int8.h): not of floats and halves
+  // Whether x is rounded to eight bits for it (int8.h), not of floats and halves: 1, or the lanes of a vector if w is woven.
+  std::int64_t int8;
 };
 
 // How attention weighs keys: by exp(s), s = scale * (q . k), or cap * tanh(s / cap) of it.
@@ -218,6 +219,10 @@ Code longdraft_experts(const float *x, std::int64_t size, const Matrix *matrices
 // Unpacks rows of a stored matrix to floats (rows, size).
 Code longdraft_unpack(const void *w, std::int64_t format, std::int64_t rows, std::int64_t size, std::int64_t w_row, float *out,
                       int threads);
+
+// Lays rows of a stored matrix, a multiple of the lanes of a vector, as int8 arithmetic reads them (transposed.h), in as many bytes.
+Code longdraft_weave(const void *w, std::int64_t format, std::int64_t outs, std::int64_t size, std::int64_t w_row, void *woven,
+                     int threads);
 
 // out, q (heads, rows, d) contiguous, heads those of the KV; row r of a head is row r % mask_rows of the tree.
 // kv: n keys and values of a slot; one of k_row and k_dim is 1, and rows of v are contiguous.

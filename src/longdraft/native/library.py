@@ -9,7 +9,7 @@ import re
 import threading
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -78,6 +78,24 @@ class Kernels:
         places = (address(data, torch.uint8, rows=True), weights.number, *weights.shape, data.stride(0), address(out))
         self.call("unpack", [data, out], *places)
         return out
+
+    def weave(self, weights: Stored, outs: int | None = None) -> Stored:
+        """Stored weights with a copy that int8 arithmetic reads faster: a vector's worth of rows beside one another.
+
+        Args:
+            outs: outputs of each matrix, where several lie one behind the other; None for one matrix.
+
+        Returns:
+            The weights as they are if these outputs do not fill whole vectors.
+        """
+        rows, size = weights.shape
+        if (outs or rows) % self.lanes or not weights.in_blocks:
+            return weights
+        data = weights.data
+        woven = torch.empty(rows // self.lanes, self.lanes, data.shape[1], dtype=torch.uint8, device="cpu")
+        places = address(data, torch.uint8, rows=True), weights.number, rows, size, data.stride(0)
+        self.call("weave", [data, woven], *places, address(woven, torch.uint8))
+        return replace(weights, woven=woven)
 
     def attend(
         self,

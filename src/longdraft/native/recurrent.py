@@ -99,58 +99,53 @@ def numbers_of(parents: Sequence[int], order: Sequence[int]) -> list[ctypes.Arra
     return [(Long * len(x))(*x) for x in (parents, order, [row in behind for row in order])]
 
 
-class RecurrentKernels:
-    """Calls the kernels. Tensors are float32 on the CPU."""
+def convolve(
+    kernels: Kernels,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    silu: bool,
+    inputs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    places: Sequence[torch.Tensor],
+) -> torch.Tensor:
+    """Convolves the rows of some sequences -> (B, T, channels). Tensors are float32 on the CPU.
 
-    def __init__(self, kernels: Kernels) -> None:
-        self._call = kernels.call
-
-    def convolve(
-        self,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        silu: bool,
-        inputs: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        places: Sequence[torch.Tensor],
-    ) -> torch.Tensor:
-        """Convolves the rows of some sequences -> (B, T, channels).
-
-        Args:
-            weight, bias: (channels, inputs), (channels,).
-            silu: apply SiLU to the results.
-            inputs: for each sequence the inputs before its rows (inputs - 1, channels), and those of rows.
-            places: for each sequence (T, inputs) int64: the inputs that a row sees, the oldest first, counted from the
-                first one before the rows.
-        """
-        channels, size = weight.shape
-        count = len(places[0])
-        out = torch.empty(len(inputs), count, channels, **FLOATS)
-        weight = weight.contiguous()
-        kind = Convolution(channels, size, address(weight), address(bias, size=channels), silu)
-        one = STRUCTURES["ConvolutionSequence"]
-        sequences = (one * len(inputs))(
-            *(
-                one(address(window), address(rows), address(seen, torch.long), count, address(out[i]))
-                for i, ((window, rows), seen) in enumerate(zip(inputs, places, strict=True))
-            )
+    Args:
+        weight, bias: (channels, inputs), (channels,).
+        silu: apply SiLU to the results.
+        inputs: for each sequence the inputs before its rows (inputs - 1, channels), and those of rows.
+        places: for each sequence (T, inputs) int64: the inputs that a row sees, the oldest first, counted from the
+            first one before the rows.
+    """
+    channels, size = weight.shape
+    count = len(places[0])
+    out = torch.empty(len(inputs), count, channels, **FLOATS)
+    weight = weight.contiguous()
+    kind = Convolution(channels, size, address(weight), address(bias, size=channels), silu)
+    one = STRUCTURES["ConvolutionSequence"]
+    sequences = (one * len(inputs))(
+        *(
+            one(address(window), address(rows), address(seen, torch.long), count, address(out[i]))
+            for i, ((window, rows), seen) in enumerate(zip(inputs, places, strict=True))
         )
-        self._call("convolve", [out], kind, sequences, len(inputs))
-        return out
+    )
+    kernels.call("convolve", [out], kind, sequences, len(inputs))
+    return out
 
-    def rows(self, recurrence: LinearRecurrence, trees: Sequence[RecurrentTree]) -> torch.Tensor:
-        """Computes the trees' rows; returns outputs (B, T, heads, values), where each has T rows from ``first`` on."""
-        heads, keys, values = trees[0].state.shape
-        rows = trees[0].rows
-        kind = recurrence.struct(heads, rows.k.shape[1], keys, values, by_key=rows.g.dim() == 3)
-        out = torch.empty(len(trees), len(rows.v) - trees[0].first, heads, values, **FLOATS)
-        sequences, alive = (SequenceOf * len(trees))(), []
-        for i, tree in enumerate(trees):
-            numbers = numbers_of(tree.parents, tree.order)
-            alive.append(numbers)
-            pending = rows_of(None if tree.pending is None else tree.pending.tensors)
-            sequences[i] = SequenceOf(
-                *(address(tree.state), pending, rows_of(tree.rows.tensors), *map(ctypes.addressof, numbers)),
-                *(len(tree.order), tree.first, address(out[i])),
-            )
-        self._call("recur", [out], kind, sequences, len(trees))
-        return out
+
+def recur(kernels: Kernels, recurrence: LinearRecurrence, trees: Sequence[RecurrentTree]) -> torch.Tensor:
+    """Computes the trees' rows; returns outputs (B, T, heads, values), where each has T rows from ``first`` on."""
+    heads, keys, values = trees[0].state.shape
+    rows = trees[0].rows
+    kind = recurrence.struct(heads, rows.k.shape[1], keys, values, by_key=rows.g.dim() == 3)
+    out = torch.empty(len(trees), len(rows.v) - trees[0].first, heads, values, **FLOATS)
+    sequences, alive = (SequenceOf * len(trees))(), []
+    for i, tree in enumerate(trees):
+        numbers = numbers_of(tree.parents, tree.order)
+        alive.append(numbers)
+        pending = rows_of(None if tree.pending is None else tree.pending.tensors)
+        sequences[i] = SequenceOf(
+            *(address(tree.state), pending, rows_of(tree.rows.tensors), *map(ctypes.addressof, numbers)),
+            *(len(tree.order), tree.first, address(out[i])),
+        )
+    kernels.call("recur", [out], kind, sequences, len(trees))
+    return out

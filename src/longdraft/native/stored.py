@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from longdraft.native.boundary import FLOATS
+from longdraft.native.boundary import FLOATS, address
 
 # GGUF's name of a format, in the order of stored.h -> weights and bytes of a block.
 FORMATS = {
@@ -28,6 +28,8 @@ class Stored:
         format: one of :data:`FORMATS`.
         int8: use int8 arithmetic: rows that are multiplied with the matrix are rounded to eight bits in blocks of 32.
             Not for bfloat16 and float16.
+        woven: the same bytes as int8 arithmetic reads them fastest (:meth:`Kernels.weave`), (groups, lanes, bytes of a
+            row); None if they were not laid out.
 
     Raises:
         ValueError: a row is not a whole number of blocks, or the format is unknown.
@@ -36,6 +38,7 @@ class Stored:
     data: torch.Tensor
     format: str
     int8: bool = False
+    woven: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
@@ -60,7 +63,7 @@ class Stored:
 
     def computing(self, int8: bool) -> Stored:
         """The same weights with int8 arithmetic, if they are stored in blocks, or with float32 arithmetic."""
-        return Stored(self.data, self.format, int8 and self.in_blocks)
+        return Stored(self.data, self.format, int8 and self.in_blocks, self.woven)
 
     @classmethod
     def of(cls, weight: torch.Tensor) -> Stored:
@@ -81,6 +84,14 @@ class Stored:
     def number(self) -> int:
         """The format's number for the kernels."""
         return 1 + list(FORMATS).index(self.format)
+
+    def place(self, first: int = 0) -> tuple[int | None, int, int]:
+        """Where the kernels find the rows from number ``first`` on: an address, the bytes of a row, and whether int8
+        arithmetic reads them there: 0, 1, or the lanes that they are woven for."""
+        if not self.int8 or self.woven is None:
+            return address(self.data[first:], torch.uint8, rows=True), self.data.stride(0), int(self.int8)
+        lanes, size = self.woven.shape[1:]
+        return address(self.woven[first // lanes :], torch.uint8, rows=True), size, lanes
 
     def rows(self, ids: torch.Tensor) -> Stored:
         """The rows with the given ids (n,)."""

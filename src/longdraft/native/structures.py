@@ -29,10 +29,11 @@ def matrix(weights: Weights, y: torch.Tensor | None = None, size: int | None = N
     w, bias = weights
     if size not in (None, w.shape[1]):
         raise TypeError(f"rows of {size} numbers are multiplied with a matrix {tuple(w.shape)}")
-    data, number, int8 = (w.data, w.number, w.int8) if isinstance(w, Stored) else (w, 0, False)
-    kind = torch.uint8 if number else torch.float32
-    places = address(data, kind, rows=True), address(bias, size=w.shape[0]), address(y)
-    return Matrix(*places, data.stride(0) * data.itemsize, w.shape[0], 0, number, int8)
+    if isinstance(w, Stored):
+        number, (place, row, int8) = w.number, w.place()
+    else:
+        number, (place, row, int8) = 0, (address(w, rows=True), w.stride(0) * w.itemsize, 0)
+    return Matrix(place, address(bias, size=w.shape[0]), address(y), row, w.shape[0], 0, number, int8)
 
 
 def keys_values(keys: KeptRows, values: KeptRows) -> ctypes.Structure:

@@ -1,4 +1,6 @@
-// Columns of LANES rows of bytes: four bytes of each row, or a half, become one vector with a lane a row.
+// LANES rows of bytes woven: what stands at one place in each of them lies side by side, four bytes or a half together.
+//
+// Rows are woven once, as they are loaded, or each time before they are read. Then a vector has a lane for each row.
 #pragma once
 
 #include "stored.h"
@@ -28,7 +30,7 @@ inline __m256i of_32(const byte *p) { return _mm256_loadu_si256(reinterpret_cast
 #endif
 
 // The next 16 bytes of each row as four columns: lane l of out[i] holds bytes 4i to 4i + 3 of row l.
-INLINED inline void columns(Lines in, ivec *out) {
+INLINED inline void columns_of_16(Lines in, ivec *out) {
 #if defined(__AVX512F__)
   // Rows j, j + 4, j + 8 and j + 12 in one register: then four dwords by four rows are transposed within its quarters.
   const auto of_four = [=](int64_t j) INLINED {
@@ -89,8 +91,8 @@ INLINED inline void columns_of_32(Lines in, ivec *out) {
     out[k + 4] = (ivec)_mm512_shuffle_i32x4(quarters[0][k], quarters[1][k], 0xdd);
   }
 #else
-  columns(in, out);
-  columns(in.at(16), out + 4);
+  columns_of_16(in, out);
+  columns_of_16(in.at(16), out + 4);
 #endif
 }
 
@@ -140,32 +142,46 @@ INLINED inline vec halves(ivec x) {
 #endif
 }
 
-// The half that each row begins with, as a float.
-INLINED inline vec halves(Lines in) {
-#if defined(__AVX2__)
-  const auto eight = [=](int64_t first) INLINED {
-    __m128i found = _mm_setzero_si128();
-    const byte *p = in.first + first * in.row;
-    const auto of = [&](int64_t l) { return *reinterpret_cast<const std::uint16_t *>(p + l * in.row); };
-    found = _mm_insert_epi16(found, of(0), 0);
-    found = _mm_insert_epi16(found, of(1), 1);
-    found = _mm_insert_epi16(found, of(2), 2);
-    found = _mm_insert_epi16(found, of(3), 3);
-    found = _mm_insert_epi16(found, of(4), 4);
-    found = _mm_insert_epi16(found, of(5), 5);
-    found = _mm_insert_epi16(found, of(6), 6);
-    return _mm_insert_epi16(found, of(7), 7);
+// LANES rows of a file, woven: a row's byte b stands at LANES * b, or beside those that belong to it.
+struct Woven {
+  const byte *first;
+
+  Woven at(int64_t bytes) const { return {first + LANES * bytes}; }
+};
+
+INLINED inline ivec fours(Woven in) { return (ivec)load(reinterpret_cast<const float *>(in.first)); }
+
+template <int N>
+INLINED inline void columns(Woven in, ivec *out) {
+  UNROLLED for (int i = 0; i < N; i++) out[i] = fours(in.at(4 * i));
+}
+
+INLINED inline vec halves(Woven in) { return halves(shorts(in.first)); }
+
+// Single bytes or halves of each row.
+template <int SIZE>
+inline void weave_some(Lines in, byte *to) {
+  for (int l = 0; l < LANES; l++) std::memcpy(to + l * SIZE, in.first + l * in.row, SIZE);
+}
+
+// Weaves blocks of F of LANES rows.
+template <typename F>
+void weave(Lines in, int64_t blocks, byte *to) {
+  const auto put = [&](const ivec *columns, int count) INLINED {
+    for (int i = 0; i < count; i++, to += 4 * LANES) store(reinterpret_cast<float *>(to), (vec)columns[i]);
   };
-#if defined(__AVX512F__)
-  return (vec)_mm512_cvtph_ps(_mm256_inserti128_si256(_mm256_castsi128_si256(eight(0)), eight(8), 1));
-#else
-  return (vec)_mm256_cvtph_ps(eight(0));
-#endif
-#else
-  vec found;
-  for (int l = 0; l < LANES; l++) found[l] = half(in.first + l * in.row);
-  return found;
-#endif
+  for (; blocks > 0; blocks--, in = in.at(F::BYTES)) {
+    constexpr int END = F::BYTES - F::LAST;
+    if constexpr (F::FIRST > 0) weave_some<F::FIRST>(in, to);
+    to += LANES * F::FIRST;
+    int at = F::FIRST;
+    ivec found[8];
+    for (; at + 32 <= END; at += 32, put(found, 8)) columns_of_32(in.at(at), found);
+    for (; at + 16 <= END; at += 16, put(found, 4)) columns_of_16(in.at(at), found);
+    for (; at < END; at += 4, put(found, 1)) found[0] = fours(in.at(at));
+    if constexpr (F::LAST > 0) weave_some<F::LAST>(in.at(END), to);
+    to += LANES * F::LAST;
+  }
 }
 
 }  // namespace

@@ -12,6 +12,6 @@ def page() -> str:
     text = folder.joinpath("page.html").read_text(encoding="utf-8")
 
     def inside(script: re.Match[str]) -> str:
-        return "<script>" + folder.joinpath("vendored").joinpath(script[1]).read_text(encoding="utf-8")
+        return "<script>" + folder.joinpath(script[1]).read_text(encoding="utf-8")
 
-    return re.sub(r'<script src="([\w.]+)">', inside, text)
+    return re.sub(r'<script src="([\w./]+)">', inside, text)

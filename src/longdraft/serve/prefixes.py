@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from longdraft.errors import CheckpointError, MemoryBudgetError
+from longdraft.files import naming
 from longdraft.memory import snapshot
 from longdraft.memory.prompt_cache import PromptCache
 from longdraft.memory.token_ids import common_prefix, packed
@@ -44,12 +45,9 @@ class _File:
 
 def check_folder(folder: Path) -> None:
     """Creates the folder. Raises CheckpointError if nothing can be written there."""
-    try:
+    with naming(folder, f"Prompts cannot be kept in {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise CheckpointError(f"Prompts cannot be kept in {folder}: {error}.") from error
+        tempfile.TemporaryFile(dir=folder).close()
 
 
 class DiskPrefixes(PromptCache):
@@ -94,10 +92,8 @@ class DiskPrefixes(PromptCache):
         self._warned: set[str] = set()
         self._next_attempt = 0.0  # time.monotonic() from which writing is tried again
         check_folder(folder)
-        try:
+        with naming(folder, f"Prompts cannot be kept in {folder}"):
             self._find()
-        except OSError as error:
-            raise CheckpointError(f"Prompts cannot be kept in {folder}: {error}.") from error
 
     def begin(self, slot: int, prompt: Sequence[int], piece: int = 1, kind: str = "") -> int:
         """Like :meth:`PromptCache.begin`, but first reads a file that has more of the prompt than any slot."""

@@ -21,7 +21,7 @@ from typing import Any
 from fastapi import FastAPI
 
 from longdraft.errors import CapabilityError, RequestError
-from longdraft.files import regular
+from longdraft.files import naming, regular
 from longdraft.serve.app import make_app
 from longdraft.serve.service import Service
 from longdraft.serve.settings import Settings
@@ -111,10 +111,8 @@ def deployment(
     if config is not None:
         import yaml
 
-        try:
+        with naming(config, f"--ray-config {config} cannot be read", kind=RequestError):
             more = yaml.safe_load(regular(config).read_text(encoding="utf-8"))
-        except (OSError, ValueError, yaml.YAMLError) as error:
-            raise RequestError(f"--ray-config {config}: {error}.") from error
         if not isinstance(more, dict):
             raise RequestError(f"--ray-config {config} holds no options: name: value, of Ray Serve's deployment.")
     scaling = {"min_replicas": least, "max_replicas": most, "target_ongoing_requests": settings.slots}

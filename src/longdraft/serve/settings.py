@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from longdraft.errors import RequestError
-from longdraft.files import regular
+from longdraft.files import naming, regular
 
 LOCAL = ("localhost", "127.0.0.1", "::1")
 
@@ -79,10 +79,8 @@ def read_keys(file: Path) -> dict[str, str]:
     Raises:
         RequestError: the file cannot be read, has no key, or names a tenant or key twice.
     """
-    try:
+    with naming(file, f"--api-key-file {file} cannot be read", kind=RequestError):
         lines = [line.split("#")[0].split() for line in regular(file).read_text(encoding="utf-8").splitlines()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"--api-key-file {file}: {error}.") from error
     keys: dict[str, str] = {}
     for number, words in enumerate(lines, 1):
         if not words:

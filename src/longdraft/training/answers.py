@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -11,8 +9,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from longdraft.engine.request import Request
-from longdraft.errors import CheckpointError, ContextError, PromptError, reason_of
-from longdraft.files import naming, regular
+from longdraft.errors import ContextError, PromptError, reason_of
+from longdraft.json_lines import JsonLines
 from longdraft.memory.prompt_cache import PromptCache
 from longdraft.model.chat import chat_prompt
 from longdraft.speculator import Speculator
@@ -43,7 +41,7 @@ class AnswerFile:
         total: rows that it has in the end. who: answers, in messages.
 
     Attributes:
-        rows: in the file. added: tokens of the answers that this run has added. refused: prompts without an answer.
+        added: tokens of the answers that this run has added. refused: prompts without an answer.
         done: (passage, number) of each row.
         shares: tokens of all answers, by ``source`` (the text's file or corpus) and by ``kind`` (of the prompt).
         usage: tokens that a server reports to have read and written, for all answers.
@@ -56,33 +54,15 @@ class AnswerFile:
         self, path: Path, holds: Literal["tokens", "messages"], total: int = 1 << 60, who: str = "the target"
     ) -> None:
         self.path, self.holds, self.total, self.who = path, holds, total, who
-        self.rows = self.added = self.refused = self._in_a_row = self._end = 0
+        self.added = self.refused = self._in_a_row = 0
         self.done: set[tuple[int, int]] = set()
         self.shares: dict[str, Counter[str]] = {"source": Counter(), "kind": Counter()}
         self.usage = [0, 0]
-        if not path.exists():
-            return
-        with naming(regular(path), f"{path} cannot be read", "Name another file."):
-            lines = path.read_bytes().splitlines(keepends=True)
-        for line in lines:
-            if not line.endswith(b"\n"):
-                break  # torn
-            with naming(path, f"{path} holds something else (at byte {self._end})", "Name another file."):
-                self._count(json.loads(line))
-            self._end += len(line)
+        self._file = JsonLines(path, lambda number, row: self._count(row))
 
     def append(self, row: Row) -> None:
         """Writes a row at the end, where a torn one may have been. Raises CheckpointError if that fails."""
-        try:
-            with self.path.open("r+b" if self.path.exists() else "wb") as file:
-                file.truncate(self._end)
-                file.seek(self._end)
-                file.write((json.dumps(row, ensure_ascii=False) + "\n").encode())
-                file.flush()
-                os.fsync(file.fileno())
-                self._end = file.tell()
-        except OSError as error:
-            raise CheckpointError(f"{self.path} cannot be written: {error}. What is there is kept.") from error
+        self._file.append(row)
         self.added += self._count(row)
         self._in_a_row = 0
 
@@ -107,11 +87,15 @@ class AnswerFile:
         number, place, _ = row["at"]
         tokens: int = row["usage"][1] if self.holds == "messages" else len(row["tokens"]) - row["start"]
         self.done.add((number, place))
-        self.rows += 1
         for name, share in self.shares.items():
             share[row.get(name, "")] += tokens
         self.usage = [a + b for a, b in zip(self.usage, row.get("usage", (0, 0)), strict=True)]
         return tokens
+
+    @property
+    def rows(self) -> int:
+        """How many rows are in the file."""
+        return self._file.count
 
     @property
     def tokens(self) -> int:

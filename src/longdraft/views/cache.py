@@ -62,7 +62,7 @@ class TrueCache:
         self._sizes, self._starts, self._ends = ([0] * full.slots for _ in range(3))
         scorer = SCORERS[view.scorer]
         kinds = scorer.summaries if summaries and scorer is not None else ()
-        self._summaries = Summaries(full, view.chunk, kinds) if kinds else None
+        self.summaries = Summaries(full, view.chunk, kinds) if kinds else None
         # Slot -> chunks (layers, Hkv, c) that each place of its copy holds, if our kernels copy.
         self._held: dict[int, torch.Tensor] = {}
         self._chooses, self._copies = view_kernels(full), view_kernels(full, self.store)
@@ -131,8 +131,8 @@ class TrueCache:
     def choose(self, slot: int, queries: Queries | None = None) -> None:
         """Fills a slot anew from the full store; no rows wait then."""
         end = self.full.readable(slot)
-        if self._summaries is not None:
-            self._summaries.update(slot, end)
+        if self.summaries is not None:
+            self.summaries.update(slot, end)
         chosen = self._chosen(slot, end, queries)
         view, start = self.view, self.view.window_start(end)
         sink = min(view.sink, end)
@@ -161,10 +161,10 @@ class TrueCache:
             return torch.arange(latest.start, latest.stop, device=self.full.device).expand(len(layers), 1, -1)
         assert queries is not None
         scorer, reduction = self.view.scorer, self.view.reduction
-        supported = self._summaries is not None if scorer in BY_SUMMARIES else reduction != "max"
+        supported = self.summaries is not None if scorer in BY_SUMMARIES else reduction != "max"
         if self._chooses is None or self.view.shared or not supported:
             return None
-        kept = None if self._summaries is None else self._summaries.of(slot)
+        kept = None if self.summaries is None else self.summaries.of(slot)
         kept = None if kept is None else {kind: x[self._first :] for kind, x in kept.items()}
         stacked = _of(queries, slice(layers.start, layers.stop))
         stacked = stacked[:, :, -1:] if reduction == "last" else stacked
@@ -175,7 +175,7 @@ class TrueCache:
 
     def _copy_each(self, slot: int, end: int, queries: Queries | None, chosen: torch.Tensor | None) -> int:
         """Copies the rows of the layers, as many at a time as may be; returns the number of rows."""
-        kept = None if self._summaries is None else self._summaries.of(slot)
+        kept = None if self.summaries is None else self.summaries.of(slot)
         dtype, size = self.full.shape.dtype, 0
         for layers in together(self.full, self._bytes(end, queries), self._first):
             keys, values = (x[:, :, :end] for x in text_of(self.full, layers, slot))
@@ -197,7 +197,7 @@ class TrueCache:
         if queries is None or not self.view.chunks:
             return copied
         query_heads, count, _ = queries[self._first].shape
-        if self._summaries is not None:
+        if self.summaries is not None:
             scored = end // self.view.chunk
             return copied + 4 * scored * (2 * query_heads * count + heads * size)
         # Of one head after the other: its keys in float32, scores, weights and what is made of them.
@@ -207,8 +207,8 @@ class TrueCache:
         """Called when the text's rows from ``start`` on have been replaced or removed. No rows wait then."""
         self._cut(slot, start)
         self.store.truncate(slot, self._sizes[slot])
-        if self._summaries is not None:
-            self._summaries.forget(slot, start)
+        if self.summaries is not None:
+            self.summaries.forget(slot, start)
 
     def waiting(self, slot: int) -> int:
         return self.store.lengths[slot] - self._sizes[slot]

@@ -17,7 +17,6 @@ from collections.abc import Callable
 import torch
 
 from longdraft.memory.store import KVStore
-from longdraft.views.refresh import Refresh
 from longdraft.views.retrieval import Retrieval
 from longdraft.views.view import View
 
@@ -151,7 +150,7 @@ class CompactCache(DraftCache):
         self.full, self.retrieval, self.fresh = full, retrieval, retrieval.view.room
         self._turn, self._back, self._piece, self._reach = turn, back, piece, reach
         sink = retrieval.view.sink
-        self._reading = Retrieval(View("streaming", 0, sink, max(1, reach - sink - piece), shared=True), Refresh(0))
+        self._reading = Retrieval(View("streaming", 0, sink, max(1, reach - sink - piece), shared=True))
         self._gathered = [0] * store.slots
         # Version of the choice that the rows were gathered by; None: others are there.
         self._versions: list[int | None] = [None] * store.slots

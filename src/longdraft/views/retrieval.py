@@ -17,7 +17,6 @@ import torch
 
 from longdraft.memory.store import KVStore
 from longdraft.native.boundary import WHOLE
-from longdraft.views.queries import LastQueries
 from longdraft.views.refresh import Refresh
 from longdraft.views.view import View
 
@@ -42,15 +41,14 @@ class Retrieval:
 
     Args:
         view: shared by all heads. A "streaming" one shows sink and window alone.
-        refresh: decides when chunks are scored anew.
+        interval: verifications from one scoring to the next; 0: chunks are scored once.
         layer: decoder layer of the target, from 0, whose queries and keys score the chunks; None: the last, as in the
             paper. Layers in the middle, where heads look things up, find better what will be quoted.
     """
 
-    def __init__(self, view: View, refresh: Refresh, layer: int | None = None) -> None:
+    def __init__(self, view: View, interval: int = 0, layer: int | None = None) -> None:
         assert view.shared
-        self.view, self.refresh, self._layer = view, refresh, layer
-        self._queries = LastQueries(view.query_count)
+        self.view, self.refresh, self._layer = view, Refresh(interval, view.query_count), layer
         self._states: defaultdict[int, _State] = defaultdict(_State)
 
     def layers(self, count: int) -> tuple[int, ...]:
@@ -73,13 +71,13 @@ class Retrieval:
                 deepest accepted node.
         """
         state = self._states[slot]
-        self._queries.add(slot, queries)
+        self.refresh.add(slot, queries)
         if state.chosen is not None:
             self.refresh.note(slot)
             if not self.refresh.due(slot):
                 return
         (layer,), length = queries, store.readable(slot)
-        last_queries = self._queries.of(slot)
+        last_queries = self.refresh.queries(slot)
         assert last_queries is not None
         keys = store.layer(layer)[0][slot, :, :length].to(store.shape.dtype)
         chosen = self.view.choose(keys, last_queries[0])[0].tolist()
@@ -116,5 +114,4 @@ class Retrieval:
     def reset(self, slot: int) -> None:
         """Forgets a slot: another text begins there."""
         self._states[slot] = _State(version=self._states[slot].version + 1)
-        self._queries.forget(slot)
-        self.refresh.done(slot)
+        self.refresh.forget(slot)

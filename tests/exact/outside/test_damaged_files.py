@@ -19,14 +19,14 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import longdraft
-from longdraft import Speculator
-from longdraft.errors import CheckpointError, LongdraftError
+from longdraft import LongdraftError, Speculator
+from longdraft.errors import CheckpointError
 from longdraft.model.gguf.files import File
 from tests.fuzz.case import bounded, verdict
 from tests.fuzz.formats import FORMATS, IDS, target
 from tests.support.drafts import random_draft
 from tests.support.gguf_files import write_gguf
-from tests.support.tiny import tiny_model, tiny_tokenizer
+from tests.support.tiny import tiny_folder
 
 # Cases of a format in the fast suite: fewer of those whose work takes long.
 CASES = dict.fromkeys(FORMATS, 8) | {"batch": 30, "bench.jsonl": 2, "small-lm": 5, "lm": 5, "llama.gguf": 16}
@@ -68,8 +68,7 @@ def load(path):
 )
 def test_only_regular_files_are_opened(name, kind, tmp_path):
     folder = tmp_path / "model"
-    tiny_model(layers=1).save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
+    tiny_folder(folder, layers=1, chat=False)
     draft = random_draft(tmp_path / "draft", target())
     for place in (folder, draft):
         (place / name).unlink(missing_ok=True)
@@ -95,9 +94,7 @@ def changed(file: Path, **values) -> Path:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("one") / "a-model"
-    tiny_model(layers=1).save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
+    return tiny_folder(folder, layers=1, chat=False)
 
 
 @pytest.mark.parametrize(

@@ -15,18 +15,17 @@ import pytest
 import torch
 
 import longdraft
+from longdraft import LongdraftError
 from longdraft.cli.main import main
-from longdraft.errors import LongdraftError, MemoryBudgetError, NumericalError
-from longdraft.planning import costs
-from tests.support.tiny import tiny_model, tiny_tokenizer
+from longdraft.errors import MemoryBudgetError, NumericalError
+from longdraft.planning.costs import CostTable, table_for
+from tests.support.tiny import tiny_folder, tiny_model, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("model")
-    tiny_model().save_pretrained(path)
-    tiny_tokenizer(chat=True).save_pretrained(path)
-    return path
+    return tiny_folder(path)
 
 
 def test_a_full_disk_at_the_end_costs_no_answer(folder, tmp_path, capfd):
@@ -109,13 +108,14 @@ DAMAGES = [
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_file_of_costs_is_measured_anew(damage, tmp_path, monkeypatch):
-    table = costs.CostTable((64,), (1, 2), ((1.0, 1.5),))
-    measured: list[str] = []
-    monkeypatch.setattr(costs, "measure", lambda *_, **__: measured.append("") or table)
+def test_a_damaged_file_of_costs_is_measured_anew(damage, tmp_path):
+    table, measured = CostTable((64,), (1, 2), ((1.0, 1.5),)), list[str]()
     runner = longdraft.Speculator("ar", target=tiny_model()).runner()
-    assert costs.table_for(runner, tmp_path) == table == costs.table_for(runner, tmp_path)
-    assert len(measured) == 1
+
+    def found() -> CostTable | None:
+        return table_for(runner, tmp_path, measured_by=lambda *_, **__: measured.append("") or table)
+
+    assert found() == table == found() and len(measured) == 1
     (file,) = tmp_path.glob("*.json")
     kept = json.loads(file.read_text())
     names = {"SECONDS": "seconds", "ROWS": "rows", "LENGTHS": "lengths"}
@@ -125,14 +125,13 @@ def test_a_damaged_file_of_costs_is_measured_anew(damage, tmp_path, monkeypatch)
     elif what == "TABLE":
         kept["table"] = "HERE"
     file.write_text(json.dumps(kept).replace('"HERE"', value) if what in (*names, "TABLE") else damage)
-    assert costs.table_for(runner, tmp_path) == table and len(measured) == 2
+    assert found() == table and len(measured) == 2
 
 
-def test_random_damage_to_costs_never_ends_a_run(tmp_path, monkeypatch):
-    table = costs.CostTable((64, 128), (1, 2), ((1.0, 1.5), (2.0, 3.0)))
-    monkeypatch.setattr(costs, "measure", lambda *_, **__: table)
+def test_random_damage_to_costs_never_ends_a_run(tmp_path):
+    table = CostTable((64, 128), (1, 2), ((1.0, 1.5), (2.0, 3.0)))
     runner = longdraft.Speculator("ar", target=tiny_model()).runner()
-    costs.table_for(runner, tmp_path)
+    table_for(runner, tmp_path, measured_by=lambda *_, **__: table)
     (file,) = tmp_path.glob("*.json")
     whole, chosen = file.read_bytes(), random.Random(5)
     for _ in range(80):
@@ -140,11 +139,11 @@ def test_random_damage_to_costs_never_ends_a_run(tmp_path, monkeypatch):
         for _ in range(chosen.randrange(1, 4)):
             content[chosen.randrange(len(content))] = chosen.choice(b'0123456789-.e[]{}",: \xff')
         file.write_bytes(content)
-        found = costs.table_for(runner, tmp_path)
-        assert found.at(3, 100) > 0
+        found = table_for(runner, tmp_path, measured_by=lambda *_, **__: table)
+        assert found is not None and found.at(3, 100) > 0
 
 
-def test_numbers_that_are_none_name_the_model(folder, tmp_path):
+def test_numbers_that_are_none_name_the_model(tmp_path):
     model = tiny_model()
     with torch.no_grad():
         model.get_input_embeddings().weight[:] = float("nan")
@@ -158,8 +157,7 @@ def test_numbers_that_are_none_name_the_model(folder, tmp_path):
 
 
 def test_a_file_that_memory_has_no_room_for_is_not_called_damaged(tmp_path):
-    tiny_model(hidden=960, vocab=8000, layers=2).save_pretrained(tmp_path)
-    tiny_tokenizer(chat=True).save_pretrained(tmp_path)
+    tiny_folder(tmp_path, hidden=960, vocab=8000, layers=2)
     longdraft.load(tmp_path)
     limit = resource.getrlimit(resource.RLIMIT_AS)
     for room in (1 << 20, 8 << 20, 24 << 20, 48 << 20):

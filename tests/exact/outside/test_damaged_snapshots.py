@@ -4,22 +4,14 @@ from __future__ import annotations
 
 import json
 import random
-import resource
 import struct
-from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 
 import longdraft
 from longdraft.errors import CheckpointError
-from longdraft.memory import snapshot
-from longdraft.memory.store import KVShape, KVStore
-from longdraft.serve.prefixes import DiskPrefixes
 from tests.support.recurrent_models import recurrent_model
 from tests.support.tiny import tiny_model
 
@@ -95,111 +87,3 @@ def flipped(content: bytes, place: int, bit: int) -> bytes:
     changed = bytearray(content)
     changed[place] ^= 1 << bit
     return bytes(changed)
-
-
-# --- a server's folder ---
-
-SHAPE = KVShape(2, 1, 4, torch.float32)
-TEXT = list(range(100))
-
-
-def store(tokens: list[int]) -> KVStore:
-    made = KVStore(SHAPE, 1, 200)
-    for tensor in (made.keys, made.values):
-        tensor[:, 0, :, : len(tokens)] = torch.tensor(tokens, dtype=torch.float32)[:, None]
-    made.lengths[0] = len(tokens)
-    return made
-
-
-def kept(folder: Path) -> Path:
-    path = folder / "a.kv.safetensors"
-    snapshot.save(store(TEXT), 0, TEXT, "target", path)
-    return path
-
-
-def opened(folder: Path) -> DiskPrefixes:
-    cache = DiskPrefixes(folder, "target", 1 << 30, 4)
-    cache.open(lambda slots, rows: KVStore(SHAPE, slots, rows), 1, 200)
-    return cache
-
-
-def reused(cache: DiskPrefixes) -> int:
-    rows = cache.begin(0, TEXT)
-    assert cache.store.keys[0, 0, 0, :rows, 0].tolist() == TEXT[:rows]
-    return rows
-
-
-def with_meta(path: Path, **changed: str) -> None:
-    """Rewrites a snapshot with other metadata, and checksums that are right."""
-    tensors = load_file(path)
-    with safe_open(path, framework="pt") as file:
-        meta = {**file.metadata(), **changed}
-    meta.pop("checksum")
-    sums = json.loads(meta.pop("checksums"))
-    meta["checksum"] = str(snapshot._header_checksum(meta, sums))
-    save_file(tensors, path, metadata={**meta, "checksums": json.dumps(sums)})
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [{"start": "x"}, {"start": "50", "parent": "b"}, {"features_from": "none"}, {"feature_layers": "one"},
-     {"start": "50"}, {"parent": "b"}, {"target": ""}, {"format": "longdraft-kv-9"}, {"checksums": "[" * 100_000},
-     {"checksums": "5"}, {"kind": "another"}, {"features_from": "9" * 5000}],
-    ids=lambda each: "-".join(each),
-)  # fmt: skip
-def test_wrong_metadata_are_a_miss(changed, tmp_path):
-    path = kept(tmp_path)
-    if "checksums" in changed:
-        tensors = load_file(path)
-        with safe_open(path, framework="pt") as file:
-            save_file(tensors, path, metadata={**file.metadata(), **changed})
-    else:
-        with_meta(path, **changed)
-    assert reused(opened(tmp_path)) == 0
-
-
-def test_a_file_that_changes_after_the_start_is_a_miss(tmp_path):
-    changes: list[Callable[[Path], object]] = [
-        lambda path: path.unlink(),
-        lambda path: with_meta(path, start="50", parent=path.name),
-        lambda path: path.write_bytes(flipped(path.read_bytes(), -5, 3)),
-        lambda path: snapshot.save(store([7] * 100), 0, [7] * 100, "target", path),
-    ]
-    for number, change in enumerate(changes):
-        (tmp_path / str(number)).mkdir()
-        path = kept(tmp_path / str(number))
-        running = opened(path.parent)
-        change(path)
-        assert [reused(running), reused(running)] == [0, 0]
-
-
-def test_a_file_that_memory_has_no_room_for_is_a_miss_and_stays(tmp_path, caplog):
-    shape = KVShape(2, 1, 8192, torch.float32)
-
-    def made() -> KVStore:
-        return KVStore(shape, 1, 200)
-
-    whole, path = made(), tmp_path / "a.kv.safetensors"
-    whole.lengths[0] = 100
-    snapshot.save(whole, 0, TEXT, "target", path)
-    cache = DiskPrefixes(tmp_path, "target", 1 << 30, 4)
-    cache.open(lambda slots, rows: made(), 1, 200)
-    _, hard = limits = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + (4 << 20), hard))
-    try:
-        found, started = cache.begin(0, TEXT), DiskPrefixes(tmp_path, "target", 1 << 30, 4)
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, limits)
-    assert found == 0 and not started._files and path.is_file() and path.name in caplog.text
-    assert cache.begin(0, TEXT) == 99
-
-
-def test_a_folder_that_cannot_be_written_ends_the_start(tmp_path, monkeypatch):
-    import tempfile
-
-    def full(*arguments, **options):
-        raise OSError(30, "Read-only file system")
-
-    monkeypatch.setattr(tempfile, "TemporaryFile", full)
-    with pytest.raises(CheckpointError, match=str(tmp_path)):
-        DiskPrefixes(tmp_path, "target", 1 << 30)

@@ -15,9 +15,6 @@ import torch
 
 import longdraft
 from longdraft import Speculator
-from longdraft.native import kernels
-from longdraft.native.boundary import address
-from longdraft.native.stored import Stored
 from tests.support.methods import ALWAYS_RIGHT, EXACT, Specs
 from tests.support.recurrent_models import recurrent_model
 from tests.support.tiny import tiny_model
@@ -135,28 +132,3 @@ def test_while_another_thread_loads_a_model_in_16_bits(tmp_path: Path) -> None:
         thread.join()
         torch.set_default_dtype(torch.float32)
     assert loads[0]
-
-
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.zeros(4, 8, dtype=torch.bfloat16),
-        torch.zeros(4, 8, dtype=torch.float64),
-        torch.zeros(8, 4, dtype=torch.float32).T,
-        torch.zeros(4, 8, dtype=torch.float32, device="meta"),
-        torch.zeros(3, 8, dtype=torch.float32),
-    ],
-)
-def test_what_a_kernel_would_misread_is_refused(tensor: torch.Tensor) -> None:
-    with pytest.raises(TypeError):
-        address(tensor, size=32)
-
-
-def test_a_product_of_other_sizes_is_refused() -> None:
-    own = kernels()
-    if own is None:
-        pytest.skip("no kernels here")
-    weights = torch.ones(8, 64, dtype=torch.float32)
-    for wrong in (weights[:, :32].contiguous(), weights.double(), Stored.of(weights[:, :32].bfloat16())):
-        with pytest.raises(TypeError):
-            own.linear(torch.ones(2, 64, dtype=torch.float32), [(wrong, None)])

@@ -16,6 +16,7 @@ IDS = [[4, 5, 6, 4, 5, 6, 4, 5]]
 def texts(model, tokenizer) -> list[int]:
     spec = Speculator("prompt-lookup", target=model, tokenizer=tokenizer, min_n=1, plan="fixed")
     (result,) = spec.generate(IDS, max_new_tokens=12, eos_token_ids=[])
+    assert result.drafted > result.accepted
     return result.token_ids
 
 

@@ -82,13 +82,41 @@ def hook(m: Any) -> None:
     m.model.layers[0].register_forward_hook(lambda module, inputs, out: out * 1.1)
 
 
+def a_buffer(m: Any) -> None:
+    m.model.rotary_emb.inv_freq = m.model.rotary_emb.inv_freq * 0.5
+
+
+def a_forward(m: Any) -> None:
+    m.model.norm.forward = lambda x: x * 0.5
+
+
+class Adapted(torch.nn.Module):
+    """As adapters are: a layer around a layer."""
+
+    def __init__(self, inner: torch.nn.Linear) -> None:
+        super().__init__()
+        self.inner, self.enabled = inner, True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * (3 if self.enabled else 1)
+
+
+def adapter(m: Any) -> None:
+    m.model.layers[1].mlp.up_proj = Adapted(m.model.layers[1].mlp.up_proj)
+
+
+def adapter_off(m: Any) -> None:
+    """Of a model that had one when its rows were kept."""
+    m.model.layers[1].mlp.up_proj.enabled = False
+
+
 def other(m: Any) -> Any:
     return model(seed=1)
 
 
 CHANGES: tuple[Change, ...] = (
     in_place, one_number, one_row_of_data, a_token_of_data, norm_of_data, by_numpy, loaded, assigned, new_parameter,
-    merged, epsilon, scaling, hook, other,
+    merged, epsilon, scaling, hook, a_buffer, a_forward, adapter, adapter_off, other,
 )  # fmt: skip
 
 
@@ -96,6 +124,8 @@ CHANGES: tuple[Change, ...] = (
 @pytest.mark.parametrize("where", ["cache", "tree", "session", "snapshot"])
 def test_a_changed_model_computes_its_rows_anew(tmp_path: Path, where: str, change: Change) -> None:
     first = model()
+    if change is adapter_off:
+        adapter(first)
     spec = Speculator("prompt-lookup", target=first, min_n=1, plan="fixed")
     cache = PromptCache(tree_bytes=1 << 20 if where == "tree" else 0)
     session = spec.session(batch=1, cache=None)

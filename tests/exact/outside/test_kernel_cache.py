@@ -150,4 +150,4 @@ def test_what_is_available_looks_at_every_cgroup_around_the_process(version, tmp
         (place / f"memory.{use}").write_text("1000000\n")
         (place / "memory.stat").write_text("anon 5\ninactive_file 500\ntotal_inactive_file 500\n")
     own.write_text("5:cpu:/job/step\n4:memory:/job/step\n" if version == 1 else "0::/job/step\n")
-    assert min(sizes._cgroup_available(own, root)) == 4_000_500
+    assert min(sizes.cgroup_available(own, root)) == 4_000_500

@@ -178,9 +178,6 @@ def own_class(model: Any, hook: Callable[..., Any]) -> Any:
     return types.SimpleNamespace(remove=lambda: None)
 
 
-PUT = (hook_layer, hook_part, pre_hook, replaced, own_class)
-
-
 @pytest.mark.parametrize(
     ("put", "hook"),
     [(hook_layer, only_alone), (hook_part, few), (pre_hook, last), (replaced, few), (own_class, only_alone),

@@ -6,7 +6,6 @@ import contextlib
 import json
 import threading
 import time
-import urllib.error
 import urllib.request
 from dataclasses import replace
 

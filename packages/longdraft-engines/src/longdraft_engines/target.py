@@ -12,7 +12,7 @@ from longdraft.attention import dispatch, prefix
 from longdraft.engine.drafter import Drafter
 from longdraft.errors import CapabilityError
 from longdraft.memory.store import KVShape, KVStore
-from longdraft.model.graphs import Graphs
+from longdraft.model.gpu.graphs import Graphs
 from longdraft.model.rotary import Rotary
 from longdraft.model.shared_parts import SharedParts
 from longdraft_engines.requests import Tracked

@@ -16,13 +16,13 @@ from typing import Any
 from longdraft.attention import dispatch
 from longdraft.bench import report, tasks
 from longdraft.bench.experiment import Tick
-from longdraft.bench.json_lines import restored
 from longdraft.bench.needle import Foreseen, NeedleDrafts, accuracy, depth_of, haystacks, perplexity, view
 from longdraft.bench.papers.table import Column, Line
 from longdraft.bench.peers import PEERS
 from longdraft.bench.prompts import Group, Prompt
 from longdraft.bench.quality import FULL, METHOD, VARIED, Quality, QualitySettings, Variants
 from longdraft.bench.quality import figures as figures_of_texts
+from longdraft.bench.records import restored
 from longdraft.bench.reproduce.scaled import Entry, Figures, Plan, Record, Scaled, Unit, lacking, with_draft
 from longdraft.bench.reproduce.texts import MODULES, Sources
 from longdraft.bench.run import Bench, Measured
@@ -83,23 +83,19 @@ def speed(
                 held[key].wake(group[0])
             return asdict(held[key].measure(group, tick))
 
+    def groups(path: str, t: float, column: Column) -> dict[str, Group]:
+        """The prompts that are decoded together, by unit; columns that differ in options alone have the same units."""
+        texts, n = prompts[column.name], column.batch
+        about = f"{column.data}, {texts[0].context or 'whole'} tokens, batch {n}, T = {t:g}{path and ', ' + path}"
+        return {f"{about}, {i + 1}": tuple(texts[i * n : (i + 1) * n]) for i in range(len(texts) // n)}
+
     units: dict[str, Unit] = {}
-    places: dict[tuple[Any, ...], list[str]] = {}
     for t, (path, options) in product(table.temperatures, paths.items()):
         settings = _settings(scaled, options, t)
         cold = sum(settings.cold or name == REFERENCE or name in PEERS for name in settings.contenders)
         ticks = cold + len(settings.contenders) * settings.repeats
-        for column in table.columns:
-            texts, n = prompts[column.name], column.batch
-            place = _place(path, t, column, texts)
-            if place in places:  # columns that differ in options alone share their units
-                continue
-            places[place] = []
-            for i in range(len(texts) // n):
-                about = f"{column.data}, {texts[0].context or 'whole'} tokens, batch {n}, T = {t:g}"
-                name = f"{about}{path and ', ' + path}, {i + 1}"
-                units[name] = Unit(ticks, partial(measure, path, settings, tuple(texts[i * n : (i + 1) * n])))
-                places[place].append(name)
+        for name, group in (pair for column in table.columns for pair in groups(path, t, column).items()):
+            units.setdefault(name, Unit(ticks, partial(measure, path, settings, group)))
 
     def rate(measured: Measured, name: str) -> float | None:
         """New tokens a second as the paper counts seconds, the median of the rounds."""
@@ -121,17 +117,10 @@ def speed(
         return {key: found.get(key) for key in (*table.figures, "speedup")}, row
 
     entries = [
-        Entry(
-            line, column, contender(line.method, options), options,
-            places[_place(line.attention, t, column, prompts[column.name])], t,
-        )
+        Entry(line, column, contender(line.method, options), options, list(groups(line.attention, t, column)), t)
         for t, (line, column, options) in product(table.temperatures, fitting)
-    ]  # fmt: skip
+    ]
     return Plan(units, entries, figures, notes)
-
-
-def _place(path: str, t: float, column: Column, texts: Sequence[Prompt]) -> tuple[Any, ...]:
-    return path, t, column.data, texts[0].context, column.batch
 
 
 def _settings(scaled: Scaled, options: Mapping[str, Mapping[str, Any]], temperature: float) -> Settings:
@@ -330,16 +319,19 @@ def likenesses(scaled: Scaled, loaded: LoadedModel, prompts: Prompts, drafts: Dr
             **{key: found[key] for key in _KEYS},
         }
 
+    def texts_of(index: int, column: Column) -> dict[str, Prompt]:
+        """The prompts of a column, by unit."""
+        of = f"comparison {index + 1}"
+        return {f"{column.name}, prompt {i}, {of}": each for i, each in enumerate(prompts[column.name], 1)}
+
     compared(0)  # what is missing is missed before anything is measured
-    units: dict[str, Unit] = {}
-    of: dict[tuple[int, str], list[str]] = {}  # units by comparison and column
-    for (index, (_, variants)), column in product(enumerate(comparisons), table.columns):
-        for i, prompt in enumerate(prompts[column.name], 1):
-            name = f"{column.name}, prompt {i}, comparison {index + 1}"
-            units[name] = Unit(2 + len(variants), partial(measure, index, prompt))
-            of.setdefault((index, column.name), []).append(name)
+    units = {
+        name: Unit(2 + len(variants), partial(measure, index, prompt))
+        for (index, (_, variants)), column in product(enumerate(comparisons), table.columns)
+        for name, prompt in texts_of(index, column).items()
+    }
     entries = [
-        Entry(line, column, name, options, of[index, column.name])
+        Entry(line, column, name, options, list(texts_of(index, column)))
         for column, (line, index, name, options) in product(table.columns, lines)
     ]
     return Plan(units, entries, figures)

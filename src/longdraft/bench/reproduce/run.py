@@ -15,16 +15,15 @@ from rich.text import Text
 from longdraft.bench import charts
 from longdraft.bench.acceptance import called
 from longdraft.bench.experiment import Experiment, Record, of_units
-from longdraft.bench.json_lines import fingerprint
 from longdraft.bench.papers.table import FIGURES, Column, Kind, Paper, Table
 from longdraft.bench.prompts import Prompt
+from longdraft.bench.records import fingerprint
 from longdraft.bench.reproduce import measures
 from longdraft.bench.reproduce.scaled import Plan, Scaled, drafts_by_kind
 from longdraft.bench.reproduce.texts import Sources, prompts_of
 from longdraft.bench.results import header_of_units
 from longdraft.bench.tables import Report, circumstances, figure, grouped, table
 from longdraft.model.checkpoints import LoadedModel, Progress
-from longdraft.model.embedded import EMBEDDED_ID
 
 FORMAT = "longdraft-reproduce"
 # Columns of figures beside each other.
@@ -96,7 +95,7 @@ def prepare(
     paper: Paper,
     scaled: Scaled,
     loaded: LoadedModel,
-    model: str | None,
+    model: str,
     sources: Sources,
     drafts: Sequence[Path] = (),
     unpacked: Callable[[], LoadedModel] | None = None,
@@ -105,7 +104,7 @@ def prepare(
     """Encodes a table's prompts and settles its methods.
 
     Args:
-        model: as the user named it; None: the embedded one.
+        model: as the user named it.
         drafts: draft folders and files, one of a kind; others are those that come with longdraft.
         unpacked: as of :class:`~longdraft.bench.run.Bench`.
     """
@@ -143,7 +142,7 @@ def prepare(
         "drafts": {kind: fingerprint(folder) for kind, folder in by_kind.items()},
     }
     tokens = {name: [prompt.tokens for prompt in texts] for name, texts in prompts.items()}
-    header = header_of_units(FORMAT, content, loaded, model or EMBEDDED_ID, tokens)
+    header = header_of_units(FORMAT, content, loaded, model, tokens)
     return Reproduction(paper, scaled, plan, header)
 
 

@@ -7,10 +7,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from longdraft.bench import data, tasks
-from longdraft.bench.acceptance import texts
 from longdraft.bench.data import Sample, Short, fitted
 from longdraft.bench.papers.table import Column
-from longdraft.bench.prompts import Prompt
+from longdraft.bench.prompts import Prompt, texts
 from longdraft.bench.reproduce.scaled import Scaled
 from longdraft.errors import ContextError, PromptError
 from longdraft.model.checkpoints import LoadedModel
@@ -139,4 +138,4 @@ def prompts_of(
     found = found[:wanted]
     if any(text.joined for text in found):
         differs.append("texts are joined with those of the rows after them")
-    return [Prompt(text.sample, text.tokens, length) for text in found], differs
+    return found, differs

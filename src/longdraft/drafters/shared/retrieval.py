@@ -11,7 +11,6 @@ from longdraft.engine.event import Event
 from longdraft.memory.store import KVStore
 from longdraft.model.runner import TargetRunner
 from longdraft.options import Options, declared, option
-from longdraft.views.refresh import Refresh
 from longdraft.views.retrieval import Retrieval
 from longdraft.views.scorers import SCORERS
 from longdraft.views.view import View, check_multiples, check_sizes
@@ -160,4 +159,4 @@ def retrieval_of(
     if fresh is None:
         fresh = recent if room is None else room - ends - count * chunk
     view = View(scorer, chunk * count, sink, recent, chunk, fresh, shared=True)
-    return Retrieval(view, Refresh(refresh), layer)
+    return Retrieval(view, refresh, layer)

@@ -20,8 +20,7 @@ from longdraft.attention.transfer import on_device
 from longdraft.drafters.shared.rows import Placed, Rows, attending, together
 from longdraft.drafters.shared.whole_level import WholeLevel
 from longdraft.engine.sequence import Sequence
-from longdraft.model.few_rows import FewRowsModule
-from longdraft.model.graphs import padded
+from longdraft.model.gpu.graphs import padded
 from longdraft.trees.level import Level, Likeliest, likeliest
 from longdraft.trees.masks import Ancestors
 
@@ -42,7 +41,6 @@ class BoundDraft:
         ids: (draft vocabulary,) target id of each draft id; None if they are the same.
         draft_ids: (vocabulary,) draft id of each target id, -1 for one that the draft does not know; None: the same.
         whole: computes a level in one kernel call; None without such kernels.
-        few_rows: speeds up the block's layers on a CPU.
     """
 
     block: Any
@@ -51,7 +49,6 @@ class BoundDraft:
     logits: Callable[[torch.Tensor], torch.Tensor]
     ids: torch.Tensor | None
     whole: WholeLevel | None
-    few_rows: FewRowsModule
     draft_ids: torch.Tensor | None = None
 
 

@@ -64,7 +64,7 @@ class WholeLevel:
         rounded: dict[str, Weights] = {name: (light(x.weight), x.bias) for name, x in products.items()}
         rounded["head"] = light(head), None
         sizes = shape.heads, shape.kv_heads, shape.head_dim, shape.rms_norm_eps
-        self._kernels, self._block = found, DraftBlock(weights, rounded, *sizes, normed_residual)
+        self._kernels, self.block = found, DraftBlock(weights, rounded, *sizes, normed_residual)
 
     def __call__(
         self, rows: Rows, inputs: Flat, cache: DraftCache, text: Text | None, best: int
@@ -78,5 +78,5 @@ class WholeLevel:
         counts = (rows.width,) * len(rows.slots)
         nodes = Nodes(rows.going, counts, rows.slots, *inputs, begins, ends, rows.mask, lengths)
         caches = cache.store.layer(0), None if text is None else text[:2]
-        out, logits, *found = self._kernels.draft(self._block, nodes, *caches, best)
+        out, logits, *found = self._kernels.draft(self.block, nodes, *caches, best)
         return (out, *found) if best else (out, logits)

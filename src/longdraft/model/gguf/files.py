@@ -1,7 +1,6 @@
 """Reads GGUF files, whose weights our kernels use as they are stored.
 
 The package gguf reads the file. The weights are mapped, not read, so a model of any size loads in about a second.
-Architectures that have no row in architectures.py are left to transformers, which unpacks them.
 """
 
 from __future__ import annotations
@@ -10,17 +9,16 @@ import copy
 import logging
 import mmap
 from collections.abc import Callable
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.model import stored
-from longdraft.model.checkpoints import DType, LoadedModel, Progress, quiet, read_checkpoint, reading, stretch_rope
+from longdraft.model.checkpoints import DType, LoadedModel, Progress, quiet, reading, stretch_rope
 from longdraft.model.ends import ends_of, stated_ends
 from longdraft.model.gguf import experts, layout
 from longdraft.model.gguf.architectures import SIZES, Arch, arch_of, config_of
@@ -46,15 +44,23 @@ _BY_LENGTH = "rope_factors_"
 
 
 class File(Header):
-    """A GGUF file as a model.
+    """A GGUF file as a model; ``arch`` is the row of its architecture.
 
     Raises:
+        CheckpointError: there is no such row.
         CapabilityError: its layers have several sizes.
     """
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        for name in (f"{self.architecture}.{size}" for size in SIZES if self.arch is None or not self.arch.by_layer):
+        arch = arch_of(self)
+        if arch is None:
+            raise CheckpointError(
+                f"{path} is a model of the kind {self.architecture}, which is not read from GGUF files: give "
+                "the model's folder or id."
+            )
+        self.arch: Arch = arch
+        for name in (f"{self.architecture}.{size}" for size in SIZES if not arch.by_layer):
             field = self.reader.get_field(name)
             if field is None or not isinstance(values := field.contents(), list):
                 continue
@@ -64,24 +70,12 @@ class File(Header):
             self.reader.fields[name] = field._replace(parts=[same], data=[0], types=field.types[-1:])
         self.check()
 
-    @cached_property
-    def arch(self) -> Arch | None:
-        """The row of its architecture; None if transformers reads it, or nobody."""
-        return arch_of(self)
-
     def config(self) -> Any:
         """The configuration, with scaled rotary frequencies.
 
         Raises:
             CapabilityError: transformers does not know this scaling of rotary frequencies.
         """
-        if self.arch is None:
-            with instead(self.reader):
-                config = AutoConfig.from_pretrained(
-                    self.path.parent, gguf_file=self.parts[0].name, local_files_only=True
-                )
-            self._scaling(None)
-            return config
         config = config_of(self, self.arch)
         if not self.arch.factors_scale:
             return config
@@ -109,10 +103,10 @@ class File(Header):
         kind, rule = (self.whole(f"tokenizer.ggml.{name}") for name in ("model", "pre"))
         if kind == "gpt2" and rule in RULES:
             return tokenizer_of(lambda name: self.whole(f"tokenizer.{name}"), self.strings)
+        # transformers, which makes a configuration first, may misread the other fields.
         reader = copy.copy(self.reader)
-        if self.arch is not None:  # transformers, which makes a configuration first, may misread the other fields
-            kept = ((n, f) for n, f in reader.fields.items() if n.startswith(("GGUF.", "general.", "tokenizer.")))
-            reader.fields = type(reader.fields)(kept)
+        kept = ((n, f) for n, f in reader.fields.items() if n.startswith(("GGUF.", "general.", "tokenizer.")))
+        reader.fields = type(reader.fields)(kept)
         try:
             with instead(reader):
                 tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
@@ -131,8 +125,6 @@ class File(Header):
 
     def unserved(self) -> str | None:
         """The reason why the weights cannot stay as they are stored; None if they can."""
-        if self.arch is None:
-            return f"models of the kind {self.architecture} are not read as they are stored"
         kinds = {t.tensor_type.name: name for name, t in self.tensors.items() if len(t.shape) in (2, 3)}
         odd = sorted(kind for kind in kinds if kind not in (*FORMATS, "F32"))
         return f"blocks of the type {odd[0]} ({kinds[odd[0]]}) are not read as they are stored" if odd else None
@@ -181,7 +173,6 @@ class File(Header):
 
     def weight(self, parts: list[Any], config: Any, shape: Any) -> layout.Weight:
         """A parameter that consists of these tensors."""
-        assert self.arch is not None
         return layout.weight(self.arch, parts, config, shape)
 
     def known(self, config: Any) -> Callable[[str], str | None]:
@@ -263,35 +254,20 @@ def read_gguf(
     with reading(path, failure, _REMEDY), quiet():
         file = File(path)
         why = file.unserved()
-        if file.arch is None and len(file.parts) > 1:
-            raise CapabilityError(f"{path}: {why}, so join its parts with llama-gguf-split --merge and give that file.")
         config = file.config()
         if weights == "stored" and why:
             raise CapabilityError(f'{path}: {why}: give weights="float32" (--weights float32), which unpacks them.')
         if rope_factor is not None:
             stretch_rope(config.get_text_config(), rope_factor)
         config._name_or_path = str(path)
-        loaded = None if file.arch is None else LoadedModel(file.model(config), file.tokenizer())
-    unpacking = f"Unpacking {path.name}, as at every start" + (f": {why}" if why else "")
-    if loaded is None:
-        needs("accelerate", path)
-        say(unpacking)
-        folder, name = str(path.parent), path.name
-        with instead(file.reader):
-            model = read_checkpoint(
-                *(folder, dtype, None), config=config, failure=failure, remedy=_REMEDY, with_tokenizer=False,
-                gguf_file=name, local_files_only=True,
-            ).model  # fmt: skip
-        with reading(path, failure, _REMEDY), quiet():
-            loaded = LoadedModel(model, file.tokenizer())
-        # transformers names the folder here; a draft for this model finds its tokenizer by the name.
-        loaded.model.config._name_or_path = loaded.model.name_or_path = str(path)
-    elif why or dtype != torch.float32 or weights == "float32" or (weights is None and kernels() is None):
-        say(unpacking)
+        loaded = LoadedModel(file.model(config), file.tokenizer())
+    if why or dtype != torch.float32 or weights == "float32" or (weights is None and kernels() is None):
+        say(f"Unpacking {path.name}, as at every start" + (f": {why}" if why else ""))
         unpacked = dtype if isinstance(dtype, torch.dtype) else torch.float32
         loaded = LoadedModel(stored.in_floats(loaded.model, unpacked), loaded.tokenizer)
     elif arithmetic != "float32" and kernels() is not None:
         stored.use_int8(loaded.model)
+        stored.weave(loaded.model, say)
     if arithmetic == "int8" and stored.arithmetic_of(loaded.model) != "int8":
         raise no_int8(path, why or _why_no_int8(dtype, weights))
     with reading(path, failure, _REMEDY):

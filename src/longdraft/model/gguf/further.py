@@ -55,10 +55,6 @@ class _Further(File):
         return int(self("nextn_predict_layers", 0))
 
     def parameters(self) -> dict[str, torch.Tensor | Stored]:
-        if self.arch is None:
-            raise CapabilityError(
-                f"{self.path}: layers of {self.architecture} that predict further tokens are not read from GGUF files."
-            )
         config = self.config()
         number = int(config.num_hidden_layers)
         tensors = {name: t for name, t in self.tensors.items() if name.startswith(f"blk.{number}.")}

@@ -26,18 +26,14 @@ def scaling(value: Callable[[str], Any], factors: torch.Tensor | None, config: A
     Args:
         value: gives the file's value of a name behind ``{architecture}.rope.``, or None.
         factors: the tensor ``rope_freqs``, which divides each frequency, or None.
-        config: the model's configuration; None if the architecture is unknown, whose frequencies must be plain.
+        config: the model's configuration.
 
     Raises:
         RopeError: transformers does not know this scaling, or another part of each head is rotated than it says.
     """
     if factors is not None and bool((factors == 1).all()):
         factors = None
-    named = _named(value, 0 if config is None else config.max_position_embeddings)
-    if config is None:
-        if named or factors is not None:
-            raise RopeError(named.get("rope_type", "rope_freqs"))
-        return {}
+    named = _named(value, config.max_position_embeddings)
     rotated, size = value("dimension_count"), _size(config)
     if rotated is not None and int(rotated) != size:
         raise RopeError(f"{rotated} of each head's {config.head_dim} dimensions are rotated")

@@ -13,7 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from longdraft.model.few_rows import TOGETHER, is_plain
+from longdraft.model.few_rows import is_plain
+
+# Layers of one module that get the same input.
+TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class Products:

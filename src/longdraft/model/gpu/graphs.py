@@ -100,8 +100,8 @@ def unavailable(device: torch.device, path: str) -> str | None:
         return f"{SWITCH}=0 switches them off"
     if device.type != "cuda":
         return f"they need an NVIDIA GPU, the model is on {device}"
-    if path not in CAPTURABLE:
-        return f"the {path} attention takes lengths from the host; LONGDRAFT_ATTENTION={CAPTURABLE[0]} does not"
+    if path != CAPTURABLE:
+        return f"the {path} attention takes lengths from the host; LONGDRAFT_ATTENTION={CAPTURABLE} does not"
     return None
 
 

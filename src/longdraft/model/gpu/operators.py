@@ -1,7 +1,7 @@
 """Parts of a decoder layer as operators of torch, such as ``longdraft::rms_norm``: one launch each on a GPU.
 
 The functions here are their definitions in plain torch, which serve on a CPU. On a GPU the kernels of
-:mod:`.gpu_kernels` compute the same.
+:mod:`.kernels` compute the same.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 
 from longdraft.attention import fusing
-from longdraft.native.scaled import Scaled
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -41,8 +40,6 @@ def rope_write(
     slots: torch.Tensor,
     lengths: torch.Tensor,
     offset: int,
-    key_scales: torch.Tensor | None = None,
-    value_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """RoPE of queries and keys; keys and values are written into a layer's rows.
 
@@ -53,8 +50,6 @@ def rope_write(
         q_weight, k_weight: (d,) of the :func:`rms_norm` of each head before RoPE; None without.
         keys, values: (slots, Hkv, capacity, d), any strides.
         slots, lengths: (B,) int32: row t of sequence b goes to row ``lengths[b] + offset + t`` of ``slots[b]``.
-        key_scales, value_scales: (slots, Hkv, capacity) float32, where keys and values are int8, else None: rows are
-            written as :class:`~longdraft.native.scaled.Scaled` rounds them.
 
     Returns:
         The queries (B, Hq, T, d), contiguous.
@@ -66,9 +61,8 @@ def rope_write(
     queries, new_keys = _turned(queries, cos, sin), _turned(new_keys, cos, sin)
     rows = lengths.long()[:, None] + torch.arange(offset, offset + q.shape[1], device=q.device)
     places = slots.long()[:, None].expand_as(rows), rows
-    for rows, scales, new in ((keys, key_scales, new_keys), (values, value_scales, new_values)):
-        kept = rows if scales is None else Scaled(rows, scales)
-        kept.transpose(1, 2)[places] = new.transpose(1, 2)
+    keys.transpose(1, 2)[places] = new_keys.transpose(1, 2)
+    values.transpose(1, 2)[places] = new_values.transpose(1, 2)
     return queries.contiguous()
 
 
@@ -91,9 +85,8 @@ for _definition, _schema in (
     (
         rope_write,
         "(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor? q_weight, Tensor? k_weight, float eps, "
-        "Tensor(a!) keys, Tensor(b!) values, Tensor slots, Tensor lengths, int offset, "
-        "Tensor(c!)? key_scales=None, Tensor(d!)? value_scales=None) -> Tensor",
+        "Tensor(a!) keys, Tensor(b!) values, Tensor slots, Tensor lengths, int offset) -> Tensor",
     ),
     (silu_times, "(Tensor gate, Tensor up) -> Tensor"),
 ):
-    fusing.define(_definition.__name__ + _schema, _definition, "longdraft.model.gpu_kernels")
+    fusing.define(_definition.__name__ + _schema, _definition, "longdraft.model.gpu.kernels")

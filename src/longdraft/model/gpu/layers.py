@@ -2,7 +2,8 @@
 
 A layer of the Llama kind launches some fifty kernels by its own code, each of a microsecond or two for the rows of a
 verification. Here it launches nine and those of its attention. Products are torch's; those of the same rows are one if
-the weights lie side by side (:mod:`.side_by_side`). :mod:`.fused` compares a layer with its own code before it is used.
+the weights lie side by side (:mod:`.side_by_side`). A layer is compared with its own code before it is used
+(:mod:`longdraft.model.fused`).
 """
 
 from __future__ import annotations
@@ -16,12 +17,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from longdraft.attention import fusing
-from longdraft.model import gpu_operators as gpu_operators  # defines the operators
 from longdraft.model import hosting
+from longdraft.model.gpu import operators as operators  # defines the operators
+from longdraft.model.gpu.side_by_side import Products
 from longdraft.model.layer_parts import is_gelu, norm_of, plus_of, touched
 from longdraft.model.layer_rows import UNTURNED, CosSin, LayerKinds
-from longdraft.model.side_by_side import Products
-from longdraft.native.scaled import Scaled
 
 # Numbers of a row that a program of the norm kernel holds in registers.
 MAX_HIDDEN = 32768
@@ -69,14 +69,11 @@ class GpuLayer(NamedTuple):
             layer: index of its rows in the store.
         """
         block, (keys, values) = hosted.block, hosted.store.layer(layer)
-        rows, scales = (keys, values), ()
-        if isinstance(keys, Scaled) and isinstance(values, Scaled):
-            rows, scales = (keys.numbers, values.numbers), (keys.scales, values.scales)
         q, k, v = self.qkv(ops.rms_norm(x, self.norm, self.eps))
         into = block.into_t  # where a recorded block is written, if not behind its prefix
         first = (block.lengths_t, block.offset) if into is None else (into, 0)
         queries = ops.rope_write(
-            *(q, k, v, *cos_sin, self.q_norm, self.k_norm, self.head_eps, *rows, block.slots_t, *first, *scales)
+            *(q, k, v, *cos_sin, self.q_norm, self.k_norm, self.head_eps, keys, values, block.slots_t, *first)
         )
         if layer in hosted.query_layers:
             hosted.queries[layer] = queries
@@ -151,7 +148,7 @@ class GpuForward:
         self._place, self._rope = kinds.of_stack[index], kinds.of_layers[kinds.numbers[index]].rope
 
     def __call__(self, hidden_states: torch.Tensor, *more: Any, **named: Any) -> Any:
-        hosted, weight = named["longdraft_hosted"], self._layer.norm
+        hosted, weight = named["longdraft_attend"], self._layer.norm
         cos_sin = named["position_embeddings"] if self._rope is not None else UNTURNED
         # A model may be cast or moved during a run.
         like = weight.dtype, weight.device

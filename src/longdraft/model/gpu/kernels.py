@@ -1,7 +1,7 @@
 """Triton kernels for the parts of a decoder layer between its products: norm with residual, RoPE with KV write, SwiGLU.
 
 A row is computed by programs of its own, so its bits do not depend on the rows beside it. Sums are float32, and results
-are rounded to the layer's dtype wherever the model's own code rounds them. :mod:`.gpu_operators` has the definitions.
+are rounded to the layer's dtype wherever the model's own code rounds them. :mod:`.operators` has the definitions.
 """
 
 # Triton reads the annotations of a kernel's parameters, so run-time parameters have none.
@@ -17,10 +17,6 @@ import triton.language as tl
 
 # Triton's interpreter cuts a float32 down to bfloat16, where a GPU rounds it to the nearest.
 CUTS = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
-# A float32 that is added to this and has it taken away again is the nearest whole number, the even one of two.
-WHOLE = tl.constexpr(12582912.0)
-# The least divisor of a row of zeros: float32's smallest normal number.
-TINY = tl.constexpr(1.1754943508222875e-38)
 # Numbers of a row that one program of the SwiGLU kernel computes.
 SHARE = 1024
 MAX_WARPS = 16
@@ -86,23 +82,11 @@ def _turned(
     return _rounded(x, DTYPE)
 
 
-@triton.jit
-def _write(row, scale, places, x, ok, SCALED: tl.constexpr):
-    """Writes a row of keys or values; with SCALED in eight bits, rounded as :class:`Scaled` does it."""
-    if SCALED:
-        x = x.to(tl.float32)
-        # x - x is 0, but NaN if a number is not finite, and the scale is to tell.
-        factor = tl.div_rn(tl.max(tl.abs(x), axis=0), 127.0) + tl.sum(x - x, axis=0)
-        x = ((tl.div_rn(x, tl.maximum(factor, TINY)) + WHOLE) - WHOLE).to(tl.int8)
-        tl.store(scale, factor)
-    tl.store(row + places, x, mask=ok)
-
-
 @triton.jit(do_not_specialize=["offset", "T"])  # or each new kind of number would be compiled in the midst of decoding
 def rope_kernel(
-    q, k, v, cos, sin, q_weight, k_weight, out, keys, values, k_scales, v_scales, slots, lengths, offset, eps, T,
-    q_row, k_row, v_row, cos_b, cos_t, sin_b, sin_t, k_slot, k_head, k_n, k_d, v_slot, v_head, v_n, v_d, s_slot, s_head,
-    SCALED: tl.constexpr, NORMED: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+    q, k, v, cos, sin, q_weight, k_weight, out, keys, values, slots, lengths, offset, eps, T,
+    q_row, k_row, v_row, cos_b, cos_t, sin_b, sin_t, k_slot, k_head, k_n, k_d, v_slot, v_head, v_n, v_d,
+    NORMED: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     D: tl.constexpr, ROTARY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One head of one row: query heads go to ``out`` (B, HEADS, T, D); keys and values go into the store, behind the
@@ -126,13 +110,11 @@ def rope_kernel(
         if head < HEADS + KV_HEADS:
             own = head - HEADS
             turned = _turned(k + row * k_row + own * D, k_weight, cos, sin, eps, dtype, NORMED, D, ROTARY, BLOCK)
-            at = keys + slot * k_slot + own * k_head + n * k_n
-            _write(at, k_scales + slot * s_slot + own * s_head + n, i * k_d, turned, ok, SCALED)
+            tl.store(keys + slot * k_slot + own * k_head + n * k_n + i * k_d, turned, mask=ok)
         else:
             own = head - HEADS - KV_HEADS
             value = tl.load(v + row * v_row + own * D + i, mask=ok, other=0.0)
-            at = values + slot * v_slot + own * v_head + n * v_n
-            _write(at, v_scales + slot * s_slot + own * s_head + n, i * v_d, value, ok, SCALED)
+            tl.store(values + slot * v_slot + own * v_head + n * v_n + i * v_d, value, mask=ok)
 
 
 @triton.jit
@@ -149,7 +131,7 @@ def silu_kernel(gate, up, out, gate_row, up_row, SIZE: tl.constexpr, BLOCK: tl.c
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Launches :func:`norm_kernel`; see :func:`longdraft.model.gpu_operators.rms_norm`."""
+    """Launches :func:`norm_kernel`; see :func:`longdraft.model.gpu.operators.rms_norm`."""
     x = x.contiguous()
     out = torch.empty_like(x)
     _launch_norm(x, x, weight, out, out, eps, False)
@@ -159,7 +141,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(
     x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launches :func:`norm_kernel`; see :func:`longdraft.model.gpu_operators.add_rms_norm`."""
+    """Launches :func:`norm_kernel`; see :func:`longdraft.model.gpu.operators.add_rms_norm`."""
     x, delta = x.contiguous(), delta.contiguous()
     total, out = torch.empty_like(x), torch.empty_like(x)
     _launch_norm(x, delta, weight, total, out, eps, True)
@@ -201,10 +183,8 @@ def rope_write(
     slots: torch.Tensor,
     lengths: torch.Tensor,
     offset: int,
-    key_scales: torch.Tensor | None = None,
-    value_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Launches :func:`rope_kernel`; see :func:`longdraft.model.gpu_operators.rope_write`."""
+    """Launches :func:`rope_kernel`; see :func:`longdraft.model.gpu.operators.rope_write`."""
     (batch, size, width), d = q.shape, keys.shape[3]
     heads, kv_heads = width // d, k.shape[2] // d
     out = q.new_empty(batch, heads, size, d)
@@ -213,15 +193,11 @@ def rope_write(
     rows = [x if x.stride() == (size * x.stride(1), x.stride(1), 1) else x.contiguous() for x in (q, k, v)]
     cos, sin = (x.expand(batch, size, -1) for x in (cos, sin))
     normed = q_weight is not None and k_weight is not None
-    scaled = key_scales is not None and value_scales is not None
-    s_slot, s_head, _ = key_scales.stride() if key_scales is not None else (0, 0, 1)
     with torch.cuda.device_of(q):
         rope_kernel[(batch * size, heads + 2 * kv_heads)](
-            *rows, cos, sin, q_weight if normed else q, k_weight if normed else q, out, keys, values,
-            key_scales if scaled else q, value_scales if scaled else q, slots, lengths,
+            *rows, cos, sin, q_weight if normed else q, k_weight if normed else q, out, keys, values, slots, lengths,
             offset, eps, size, *(x.stride(1) for x in rows), *cos.stride()[:2], *sin.stride()[:2],
-            *keys.stride(), *values.stride(), s_slot, s_head, SCALED=scaled, NORMED=normed,
-            HEADS=heads, KV_HEADS=kv_heads, D=d,
+            *keys.stride(), *values.stride(), NORMED=normed, HEADS=heads, KV_HEADS=kv_heads, D=d,
             ROTARY=cos.shape[2], BLOCK=triton.next_power_of_2(d), num_warps=1,
             # Or a product and the sum behind it are one operation, which does not round the product.
             enable_fp_fusion=False,
@@ -230,7 +206,7 @@ def rope_write(
 
 
 def silu_times(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Launches :func:`silu_kernel`; see :func:`longdraft.model.gpu_operators.silu_times`."""
+    """Launches :func:`silu_kernel`; see :func:`longdraft.model.gpu.operators.silu_times`."""
     size = gate.shape[-1]
     out = gate.new_empty(gate.shape)
     if not out.numel():

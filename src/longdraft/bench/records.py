@@ -1,4 +1,4 @@
-"""Files of records: a header, then a line for each record, written at once.
+"""Files of records: JSON lines, a header first, then one for each record.
 
 The header holds everything that figures depend on. A run with another header may not continue the file.
 """
@@ -8,18 +8,17 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 import shlex
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
 from datetime import datetime, timezone
 from pathlib import Path
 from types import UnionType
 from typing import Any, Generic, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from longdraft.errors import CheckpointError, ConfigError
-from longdraft.files import naming, regular
+from longdraft.files import naming
+from longdraft.json_lines import JsonLines
 
 T = TypeVar("T")
 
@@ -30,7 +29,7 @@ _LOOSE = ("memory_available_bytes",)
 _REMARKS = ("created", "command")
 
 
-class JsonLines(Generic[T]):
+class Records(Generic[T]):
     """A file that records are added to.
 
     Args:
@@ -46,30 +45,59 @@ class JsonLines(Generic[T]):
     """
 
     def __init__(self, path: Path, header: Mapping[str, Any], kind: type[T]) -> None:
-        self.path = path
-        self.records: list[T] = []
-        if path.exists() and path.stat().st_size:
-            kept, there, self.records = contents(path, header["format"], header["version"], kind)
-            if differing := list(_differences(decisive(there), decisive(header))):
-                shown = "; ".join(differing[:5]) + (f"; and {len(differing) - 5} more" if len(differing) > 5 else "")
-                raise ConfigError(
-                    f"{path} holds another run ({shown}). Go on with the same settings, or name another file."
-                )
-            with _failures(path, "written"), path.open("r+b") as file:
-                file.truncate(kept)
-        else:
-            self._append(header)
+        self.path, self.records = path, list[T]()
+        there, self._file = _opened(path, header["format"], header["version"], kind, self.records)
+        if there is None:
+            self._file.append(header)
+        elif differing := list(_differences(decisive(there), decisive(header))):
+            shown = "; ".join(differing[:5]) + (f"; and {len(differing) - 5} more" if len(differing) > 5 else "")
+            raise ConfigError(
+                f"{path} holds another run ({shown}). Go on with the same settings, or name another file."
+            )
 
     def append(self, record: T) -> None:
         """Adds a record, whose line is on the disk when this returns."""
-        self._append(dataclasses.asdict(record) if dataclasses.is_dataclass(record) else record)  # type: ignore[arg-type]
+        self._file.append(dataclasses.asdict(record) if dataclasses.is_dataclass(record) else record)  # type: ignore[arg-type]
         self.records.append(record)
 
-    def _append(self, content: Mapping[str, Any]) -> None:
-        with _failures(self.path, "written"), self.path.open("ab") as file:
-            file.write(json.dumps(content).encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
+
+def contents(path: Path, form: str, version: int, kind: type[T]) -> tuple[dict[str, Any], list[T]]:
+    """Header and records of a file, without a torn last line.
+
+    Raises:
+        CheckpointError: it cannot be read, or is no file of this format and version.
+    """
+    records: list[T] = []
+    with naming(path, f"{path} cannot be read"):
+        path.stat()
+    found, _ = _opened(path, form, version, kind, records)
+    return found or {}, records
+
+
+def _opened(
+    path: Path, form: str, version: int, kind: type[T], records: list[T]
+) -> tuple[dict[str, Any] | None, JsonLines]:
+    """The header of a file, None where there is nothing yet, and the file, whose records are added to a list."""
+    header: dict[str, Any] | None = None
+
+    def take(number: int, row: Any) -> None:
+        nonlocal header
+        if number > 1:
+            records.append(restored(kind, row))
+        elif not isinstance(row, dict) or row.get("format") != form:
+            raise CheckpointError(f"{path} is not a results file of this bench: give another name.")
+        elif row.get("version") != version:
+            raise CheckpointError(
+                f"{path} has format version {row.get('version')}, and this version of longdraft reads {version}: name "
+                "another file."
+            )
+        else:
+            header = row
+
+    file = JsonLines(path, take)
+    if header is None and path.exists() and path.stat().st_size:
+        raise CheckpointError(f"{path} is not a results file of this bench: give another name.")
+    return header, file
 
 
 def signed(form: str, version: int, content: Mapping[str, Any]) -> dict[str, Any]:
@@ -77,39 +105,6 @@ def signed(form: str, version: int, content: Mapping[str, Any]) -> dict[str, Any
     said = {"created": datetime.now(timezone.utc).isoformat(timespec="seconds"), "command": _command()}
     found: dict[str, Any] = json.loads(json.dumps({"format": form, "version": version, **content, **said}))
     return found
-
-
-def contents(path: Path, form: str, version: int, kind: type[T]) -> tuple[int, dict[str, Any], list[T]]:
-    """Size in bytes, header and records of a file, without a torn last line.
-
-    Raises:
-        CheckpointError: it cannot be read, or is no file of this format and version.
-    """
-    with _failures(path, "read"):
-        content = regular(path).read_bytes()
-    whole = content.rfind(b"\n") + 1
-    first, *rest = content[:whole].splitlines() or [b""]
-    try:
-        found = json.loads(first)
-        known = found["format"] == form
-    except (ValueError, KeyError, TypeError, RecursionError):
-        known = False
-    if not known:
-        raise CheckpointError(f"{path} is not a results file of this bench: give another name.")
-    if found.get("version") != version:
-        raise CheckpointError(
-            f"{path} has format version {found.get('version')}, and this version of longdraft reads {version}: name "
-            "another file."
-        )
-    measured = []
-    for number, text in enumerate(rest, 2):
-        try:
-            measured.append(restored(kind, json.loads(text)))
-        except Exception as error:  # no list of types would be complete
-            raise CheckpointError(
-                f"{path}:{number} is damaged ({error!r}): delete that line, and run again to measure it anew."
-            ) from None
-    return whole, found, measured
 
 
 def decisive(header: Mapping[str, Any]) -> dict[str, Any]:
@@ -159,11 +154,6 @@ def _differences(there: Any, here: Any, name: str = "") -> Iterator[str]:
             yield from _differences(there.get(key), here.get(key), f"{name}.{key}" if name else key)
     elif there != here:
         yield f"{name}: {json.dumps(there)} there, {json.dumps(here)} here"
-
-
-def _failures(path: Path, what: str) -> AbstractContextManager[None]:
-    """Turns errors of the file system into CheckpointErrors."""
-    return naming(path, f"{path} cannot be {what}")
 
 
 def restored(kind: Any, value: Any) -> Any:

@@ -1,0 +1,75 @@
+"""Files of JSON lines that a run adds to and a later one goes on with, such as results, answers and training text."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from longdraft.errors import CheckpointError
+from longdraft.files import naming, regular
+
+
+class JsonLines:
+    """A file that rows are appended to, behind its last whole line: what a killed process left of one is overwritten.
+
+    Nothing is written before the first row.
+
+    Args:
+        take: called with the number of each line that is there, from 1, and what it holds. An exception says that it is
+            none of this file's.
+        seconds: between two calls of fsync; 0: a row is on the disk once :meth:`append` returns.
+
+    Attributes:
+        count: lines of the file.
+
+    Raises:
+        CheckpointError: it cannot be read, or has a line that is damaged or none of this file's. What ``take`` raises
+            of longdraft's own.
+    """
+
+    def __init__(self, path: Path, take: Callable[[int, Any], object], seconds: float = 0.0) -> None:
+        self.path, self.count = path, 0
+        self._end, self._seconds, self._synced = 0, seconds, time.monotonic()
+        if not path.exists():
+            return
+        with naming(path, f"{path} cannot be read"), regular(path).open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if not line.endswith(b"\n"):
+                    break
+                with naming(path, f"{path}:{number} is damaged, or none of this file's", _ADVICE):
+                    take(number, json.loads(line))
+                self.count, self._end = number, self._end + len(line)
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Adds a row.
+
+        Raises:
+            CheckpointError: it cannot be written, as on a full disk. The rows before it are kept.
+        """
+        line = json.dumps(row, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
+        try:
+            with regular(self.path).open("ab", buffering=0) as file:
+                if file.tell() > self._end:
+                    file.truncate(self._end)
+                left = memoryview(line)
+                while left:
+                    left = left[file.write(left) or 0 :]
+                if time.monotonic() - self._synced >= self._seconds:
+                    os.fsync(file.fileno())
+                    self._synced = time.monotonic()
+        except OSError as error:
+            with suppress(OSError):
+                os.truncate(self.path, self._end)
+            raise CheckpointError(
+                f"{self.path} cannot be written: {error.strerror}. Its {self.count} lines are whole: make room, and "
+                "run the same command again to go on."
+            ) from error
+        self.count, self._end = self.count + 1, self._end + len(line)
+
+
+_ADVICE = "Cut the file off before that line, or name another, and run again."
