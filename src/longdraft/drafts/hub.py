@@ -34,11 +34,12 @@ def local(draft: Path | str) -> Path | str:
     """
     name = os.fspath(draft)
     here = is_gguf(name) or not _ID.fullmatch(name) or Path(name).parent.exists()
-    return draft if here else _fetched(name)
+    return draft if here else fetched(name)
 
 
 @cache
-def _fetched(name: str) -> Path:
+def fetched(name: str) -> Path:
+    """The folder of a hub id's files, asked for once a process. Raises CheckpointError if it cannot be fetched."""
     from huggingface_hub import snapshot_download
 
     with naming(name, f"{name} is no folder here, and fetching it from the Hugging Face hub failed", "Check the name."):
