@@ -1,8 +1,11 @@
-"""Measures longdraft and llama.cpp on the same GGUF files, in turns, and prints where we stand.
+"""Measures longdraft and other engines on the same GGUF files, in turns, and prints where we stand.
 
     python benchmarks/real_models.py --model NAME=PATH.gguf [--model ...] --llama-bench PATH/llama-bench
+        [--ik-bench PATH/llama-bench] [--openvino PATH/python]
         --prompts FOLDER_OR_JSONL... [--rows plain prompt verify default] [--lengths 512 4096 16384]
         [--repeats 3] [--json OUT] [--fresh]
+
+Engines: llama.cpp, and where they are named ik_llama.cpp and OpenVINO GenAI (engines.py). ratio: over the best of them.
 
 With --json, a cell that is finished is in OUT at once, and is not measured again by a later run with the same settings
 unless --fresh is given: a run that was interrupted goes on where it was. Rows of the table:
@@ -14,7 +17,7 @@ prompt        tokens/s of reading a prompt of random tokens, to its first new to
 verify        seconds of a forward over a chain of so many rows, over those of a plain step of one row. Medians.
 default       decode tokens/s (new tokens / decode seconds, prefill excluded) of the default method at T = 0 on prompts
               of real text, end of sequence ignored; against `ar`, our plain decoding, on the same prompts in the same
-              process, and against llama-bench's plain decoding at the median length of the file's prompts, before and
+              process, and against the engines' plain decoding at the median length of the file's prompts, before and
               after them. A prompt's rate is the median of its repeats; a file's the geometric mean of its prompts.
               mean accepted length: new tokens / target verification forwards, bonus included, prefill's token not
               counted; `ar` is 1.0. different: prompts whose text was not that of `ar`.
@@ -27,7 +30,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -37,6 +39,7 @@ from statistics import geometric_mean, median
 from typing import Any
 
 import torch
+from engines import Engine, LlamaBench, OpenVino
 from rich.console import Console
 from rich.table import Table
 
@@ -66,11 +69,16 @@ class Model:
     """A GGUF file, and how it is measured.
 
     Attributes:
-        build: what llama-bench says of itself; empty before its first run.
+        engines: name -> engine to measure beside it.
     """
 
     def __init__(self, path: Path, args: Any) -> None:
-        self.path, self.args, self.build = path, args, dict[str, Any]()
+        self.path, self.args = path, args
+        self.engines: dict[str, Engine] = {"llama": LlamaBench(args.llama_bench, path, args.threads)}
+        if args.ik_bench:
+            self.engines["ik"] = LlamaBench(args.ik_bench, path, args.threads, ik=True)
+        if args.openvino:
+            self.engines["openvino"] = OpenVino(args.openvino, path, args.threads)
 
     @cached_property
     def loaded(self) -> LoadedModel:
@@ -79,17 +87,6 @@ class Model:
     @cached_property
     def runner(self) -> TargetRunner:
         return TargetRunner(self.loaded.model)
-
-    def llama(self, *, prompt: int = 0, new: int = 0, depth: int = 0) -> float:
-        """Tokens a second of one llama-bench run: ``prompt`` tokens read, or ``new`` ones decoded behind ``depth``."""
-        command = [self.args.llama_bench, "-m", self.path, "-t", self.args.threads, "-fa", 1]
-        words = [str(word) for word in (*command, "-p", prompt, "-n", new, "-d", depth, "-r", 1, "-o", "json")]
-        done = subprocess.run(words, capture_output=True, text=True, errors="replace", check=False)
-        if done.returncode:
-            raise SystemExit(f"{' '.join(words)} failed:\n{done.stderr[-2000:]}")
-        (found,) = json.loads(done.stdout)
-        self.build = {name: found.get(name) for name in ("build_commit", "build_number", "model_type")}
-        return float(found["avg_ts"])
 
     def text(self, tokens: int) -> list[int]:
         """Token ids of a made-up text, always the same."""
@@ -119,25 +116,26 @@ class Model:
         return store
 
 
-def in_turns(model: Model, theirs: Callable[[], float], ours: Callable[[], float]) -> Cell:
-    """Tokens a second of llama.cpp and of ours, one after the other: medians and their ratio."""
-    rates: dict[str, list[float]] = {"ours": [], "llama": []}
+def in_turns(model: Model, theirs: Callable[[Engine], float], ours: Callable[[], float]) -> Cell:
+    """Tokens a second of the engines and of ours, one after the other: medians, and ours over the best."""
+    rates: dict[str, list[float]] = {"ours": [], **{name: [] for name in model.engines}}
     busy = []
     for turn in range(model.args.repeats):
-        console.print(f"  turn {turn + 1} of {model.args.repeats}: llama-bench, then ours")
-        rates["llama"].append(theirs())
+        console.print(f"  turn {turn + 1} of {model.args.repeats}: {', '.join(model.engines)}, then ours")
+        for name, engine in model.engines.items():
+            rates[name].append(theirs(engine))
         others = OtherProcesses()
         rates["ours"].append(ours())
         busy.append(others.cores)
-    own, llama = median(rates["ours"]), median(rates["llama"])
-    return {"ours": own, "llama": llama, "ratio": own / llama, "turns": rates, "other_cores": max(busy)}
+    found = {name: median(own) for name, own in rates.items()}
+    best = max(rate for name, rate in found.items() if name != "ours")
+    return {**found, "ratio": found["ours"] / best, "turns": rates, "other_cores": max(busy)}
 
 
 def plain(model: Model, length: int) -> Cell:
     steps, store = model.args.steps, model.filled(length)
     decoding(model, store, WARM_UP)
-    theirs = partial(model.llama, new=steps, depth=length)
-    return in_turns(model, theirs, lambda: steps / decoding(model, store, steps))
+    return in_turns(model, lambda engine: engine.writes(steps, length), lambda: steps / decoding(model, store, steps))
 
 
 def decoding(model: Model, store: KVStore, steps: int) -> float:
@@ -162,7 +160,7 @@ def prompt(model: Model, length: int) -> Cell:
         return length / result.prefill_seconds
 
     spec.generate([model.text(64)], max_new_tokens=2, eos_token_ids=[])
-    return in_turns(model, partial(model.llama, prompt=length), ours)
+    return in_turns(model, lambda engine: engine.reads(length), ours)
 
 
 def verify(model: Model, length: int) -> Cell:
@@ -187,7 +185,8 @@ def default(model: Model, file: Path) -> Cell:
     for each in specs:  # what only a first run does
         each.generate([model.text(64)], max_new_tokens=8, eos_token_ids=[])
     new, depth = model.args.new_tokens, int(median(map(len, prompts)))
-    theirs, others, found = [model.llama(new=new, depth=depth)], OtherProcesses(), []
+    theirs = {name: [engine.writes(new, depth)] for name, engine in model.engines.items()}
+    others, found = OtherProcesses(), []
     for i, tokens in enumerate(prompts, 1):
         console.print(f"  prompt {i} of {len(prompts)}: {len(tokens):,} tokens")
         cache = PromptCache()
@@ -199,7 +198,9 @@ def default(model: Model, file: Path) -> Cell:
         figures = {name: _figures(own) for name, own in runs.items()}
         found.append({**figures, "prompt_tokens": len(tokens), "same_tokens": len(texts) == 1})
     busy = others.cores
-    theirs.append(model.llama(new=new, depth=depth))
+    for name, engine in model.engines.items():
+        theirs[name].append(engine.writes(new, depth))
+    engines = {name: median(rates) for name, rates in theirs.items()}
     plain_rate, own = (geometric_mean(each[name]["tokens_per_second"] for each in found) for name in ("ar", "default"))
     rounds, tokens = (sum(each["default"][name] for each in found) for name in ("rounds", "new_tokens"))
     return {
@@ -208,9 +209,10 @@ def default(model: Model, file: Path) -> Cell:
         "default": own,
         "mean_accepted_length": (tokens - len(found)) / rounds,
         "ar": plain_rate,
-        "llama": median(theirs),
+        **engines,
         "over_ar": own / plain_rate,
-        "over_llama": own / median(theirs),
+        "lowest_over_ar": min(each["default"]["tokens_per_second"] / each["ar"]["tokens_per_second"] for each in found),
+        "ratio": own / max(engines.values()),
         "prompts": found,
         "different": sum(not each["same_tokens"] for each in found),
         "other_cores": busy,
@@ -245,6 +247,8 @@ def parsed(arguments: list[str] | None) -> Any:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", action="append", required=True, metavar="NAME=PATH", dest="models", type=_model)
     parser.add_argument("--llama-bench", type=Path, required=True)
+    parser.add_argument("--ik-bench", type=Path, help="llama-bench of ik_llama.cpp")
+    parser.add_argument("--openvino", type=Path, metavar="PYTHON", help="of an environment with openvino-genai")
     parser.add_argument("--prompts", type=Path, nargs="+", default=[], help="JSONL files, or folders of them")
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS))
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 4096, 16384], help="contexts of plain")
@@ -279,7 +283,7 @@ def main(arguments: list[str] | None = None) -> None:
     args = parsed(arguments)
     torch.set_num_threads(args.threads)
     about = {"hardware": machine.hardware(), "versions": machine.versions()}
-    found: dict[str, Any] = {"llama_cpp": {}, "cells": {}}
+    found: dict[str, Any] = {"engines": {}, "cells": {}}
     if args.json and args.json.exists() and not args.fresh:
         found = json.loads(args.json.read_text())
     found |= about
@@ -295,17 +299,18 @@ def main(arguments: list[str] | None = None) -> None:
             else:
                 console.print(f"{key} ...")
                 found["cells"][key] = measure() | {"settings": settings}
-                found["llama_cpp"] = model.build or found["llama_cpp"]
+                found["engines"] |= {name: engine.build for name, engine in model.engines.items() if engine.build}
                 if args.json:  # whole or not at all, so that an interrupted run loses no finished cell
                     part = args.json.with_name(f".{args.json.name}.part")
                     part.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
                     part.replace(args.json)
             tables.setdefault(row, {})[name, cell] = found["cells"][key]
-    hardware, versions, build = (found[each] for each in ("hardware", "versions", "llama_cpp"))
+    hardware, versions = found["hardware"], found["versions"]
+    builds = "; ".join(f"{name} {' '.join(map(str, build.values()))}" for name, build in found["engines"].items())
     console.print(
         f"\n{hardware['cpu']}, {args.threads} threads of {hardware['cores']} cores; "
         f"longdraft {versions['longdraft']} ({args.arithmetic or 'default'} arithmetic), torch {versions['torch']}, "
-        f"llama.cpp {build.get('build_number')} ({build.get('build_commit')})"
+        f"{builds}"
     )
     console.print(__doc__.partition("Rows of the table:\n\n")[2], highlight=False, markup=False)
     for row, own in tables.items():

@@ -28,8 +28,8 @@ from hypothesis import HealthCheck, settings
 # GPUs are hidden, so that tests compute the same on every machine; `pytest -m gpu` runs those that need one, and says
 # so to its workers. Now, as CUDA and triton read it when they are first asked for: other conftest.py import them.
 # LONGDRAFT_TEST_GPU=rehearse runs them on the CPU.
-_marks = re.search(r"\s-m[\s=]?(.*)", " " + " ".join(sys.argv[1:]))
-if _marks and re.search(r"(?<!not )\bgpu\b", _marks[1]):
+_marks = [word[2:] or after for word, after in zip(sys.argv, [*sys.argv[1:], ""], strict=True) if word[:2] == "-m"]
+if any(re.search(r"(?<!not )\bgpu\b", each) for each in _marks):
     os.environ["LONGDRAFT_TEST_GPU"] = "1"
 if os.environ.get("LONGDRAFT_TEST_GPU") != "1":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""

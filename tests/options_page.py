@@ -1,5 +1,5 @@
-"""What is made from the catalogue, and written by ``python -m tests.options_page``: the table of options in
-docs/methods.md, and the file in which the command line looks up methods without loading them.
+"""What is made from the catalogue, and written by ``python -m tests.options_page``: a page with all options, and the
+file in which the command line looks up methods without loading them.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ import inspect
 import json
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 
 from longdraft.cli.method_options import CATALOGUE
 from longdraft.drafts.kinds import KINDS
@@ -16,8 +15,11 @@ from longdraft.engine.method import LookupOptions, Method
 from longdraft.methods import DEFAULTS, METHODS
 from longdraft.options import Option, Options, declared
 
-PAGE = Path(__file__).parent.parent / "docs" / "methods.md"
-BEGIN, END = "<!-- options -->\n", "<!-- /options -->\n"
+PAGE = CATALOGUE.with_name("options.md")
+HEAD = (
+    "# Options of all methods\n\n"
+    "Written by `python -m tests.options_page`; `longdraft methods NAME` has those of one method.\n\n"
+)
 
 
 def groups_of(method: Method) -> list[type[Options]]:
@@ -76,6 +78,5 @@ def _kept(each: Option) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    PAGE.write_text(before + BEGIN + table() + END + rest.partition(END)[2], encoding="utf-8")
+    PAGE.write_text(HEAD + table(), encoding="utf-8")
     CATALOGUE.write_text(catalogue(), encoding="utf-8")

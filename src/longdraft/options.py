@@ -6,7 +6,7 @@ An option is a field of a dataclass, and everything else is derived from that::
     class LookupOptions(Options):
         lookup: bool = option(False, help="also propose tokens by suffix lookup")
 
-Python keywords, ``-o name=value``, ``--help``, the tables of docs/methods.md and error messages come from these fields.
+Python keywords, ``-o name=value``, ``--help``, the page of options and error messages come from these fields.
 A drafter, or a function that builds one, lists its dataclasses in ``options`` (:func:`takes`).
 """
 

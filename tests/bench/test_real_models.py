@@ -26,6 +26,20 @@ print(json.dumps([{{"avg_ts": 50.0, "build_commit": "abc", "build_number": 7, "m
 """
 
 
+# Stands for openvino and openvino_genai: reads two tokens a second and writes four.
+OPENVINO = {
+    "openvino": "__version__ = '26'\nTensor = list",
+    "openvino_genai": """
+from types import SimpleNamespace as Of
+TokenizedInputs, GenerationConfig = (lambda ids, mask: ids), (lambda **given: given)
+class LLMPipeline:
+    def __init__(self, *given, **more): print("reading", *given)
+    def generate(self, ids, config):
+        return Of(perf_metrics=Of(get_ttft=lambda: Of(mean=500 * len(ids[0])), get_tpot=lambda: Of(mean=250)))
+""",
+}
+
+
 @pytest.fixture
 def module(monkeypatch):
     """Imports a module of benchmarks/."""
@@ -77,8 +91,8 @@ def test_all_rows(module, loads, command, tmp_path, capsys):
     module("real_models").main(command)
     found = json.loads((tmp_path / "out.json").read_text())
     cells = found["cells"]
-    assert found["llama_cpp"] == {"build_commit": "abc", "build_number": 7, "model_type": "tiny"}
-    assert set(found) == {"hardware", "versions", "llama_cpp", "cells"}
+    assert found["engines"] == {"llama": {"build_commit": "abc", "build_number": 7, "model_type": "tiny"}}
+    assert set(found) == {"hardware", "versions", "engines", "cells"}
     assert set(cells) == {
         "tiny/plain/32", "tiny/plain/4096", "tiny/prompt/32", "tiny/verify/32", "tiny/default/texts_1K",
     }  # fmt: skip
@@ -93,11 +107,28 @@ def test_all_rows(module, loads, command, tmp_path, capsys):
     calls = [json.loads(line) for line in (tmp_path / "calls").read_text().splitlines()]
     assert [call[call.index("-p") : call.index("-r")] for call in calls[:2]] == [
         ["-p", "0", "-n", "4", "-d", "32"],
-        ["-p", "32", "-n", "0", "-d", "0"],
+        ["-p", "32", "-n", "0"],
     ]
     shown = capsys.readouterr().out
-    assert "the model's context is 768" in shown and "llama.cpp 7 (abc)" in shown
+    assert "the model's context is 768" in shown and "llama abc 7 tiny" in shown
     assert "bonus included" in shown and "threads of" in shown
+
+
+def test_the_best_of_three_engines(module, loads, command, tmp_path, monkeypatch):
+    for name, text in OPENVINO.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    words = ["--rows", "plain", "prompt", "default", "--ik-bench", command[3], "--openvino", sys.executable]
+    module("real_models").main([*command, *words])
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["engines"]["openvino"] == {"version": "26"} and found["engines"]["ik"]["build_number"] == 7
+    for cell, rate in (("plain/32", 4.0), ("prompt/32", 2.0), ("default/texts_1K", 4.0)):
+        own = found["cells"][f"tiny/{cell}"]
+        assert (own["llama"], own["ik"], own["openvino"]) == (50.0, 50.0, rate)
+        assert own["ratio"] == pytest.approx(own.get("ours", own.get("default")) / 50)
+    calls = [json.loads(line) for line in (tmp_path / "calls").read_text().splitlines()]
+    of_ik = next(call for call in calls if "-rtr" in call)
+    assert " ".join(of_ik).endswith("-rtr 1 -p 0 -n 0 -gp 32,4 -r 1 -o json")
 
 
 def test_finished_cells_are_kept(module, loads, command, tmp_path, capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -145,6 +146,16 @@ def test_break_even_here(measured, tmp_path):
     assert "accepted / break-even" in ended.out and "break-even" in (tmp_path / "r.md").read_text()
 
 
+def test_draft_lengths_for_vllm(measured):
+    found = last(measured("length", "--lengths", "64", "--short", "keep", "-n", 24, "--to", "vllm", "--batch", "1,2"))
+    (table,) = found["vllm"]
+    entries = table["num_speculative_tokens_per_batch_size"]
+    assert table["method"] == "prompt-lookup" and [entry[:4] for entry in entries] == [[1, 1, 1, 64], [2, 2, 1, 64]]
+    assert all(0 <= entry[4] <= table["num_speculative_tokens"] for entry in entries)
+    ended = measured("length", "--to", "sglang")
+    assert ended.code == 2 and "vllm" in ended.err
+
+
 def test_lengths_double():
     assert doubled(1024, 8192) == (1024, 2048, 4096, 8192)
     assert doubled(1024, 5000) == (1024, 2048, 4096, 5000)
@@ -206,6 +217,37 @@ def test_servers(shell, says, data_file, tmp_path):
     assert len((tmp_path / "r.jsonl").read_text().splitlines()) == 1 + 2
 
 
+def test_a_server_gets_what_an_agent_did_as_messages(shell, tmp_path):
+    asked = []
+
+    class Handler(Stub):
+        def do_POST(self):
+            length = int(self.headers["Content-Length"])
+            body = self.rfile.read(length)
+            asked.append(json.loads(body))
+            self.rfile = io.BytesIO(body)
+            super().do_POST()
+
+    call = {"id": "1", "type": "function", "function": {"name": "run", "arguments": '{"command": "ls"}'}}
+    done = [
+        {"role": "user", "content": "mend it"}, {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "a.py"}, {"role": "assistant", "content": "mended"},
+    ]  # fmt: skip
+    tools = [{"type": "function", "function": {"name": "run"}}]
+    (tmp_path / "runs.jsonl").write_text(json.dumps({"messages": done, "tools": tools}))
+    stub = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=stub.serve_forever, daemon=True).start()
+    ended = shell("bench", "length", "--url", f"ar=http://127.0.0.1:{stub.server_port}", "--lengths", "4000",
+                  "--data", f"trajectories={tmp_path / 'runs.jsonl'}", "--repeats", 1, "--json")  # fmt: skip
+    stub.shutdown()
+    stub.server_close()
+    assert last(ended)["rows"][0]["prompts"] == 2
+    first, second = (each["messages"] for each in asked)
+    assert [m["role"] for m in first] == ["user"] and [m["role"] for m in second] == ["user", "assistant", "tool"]
+    assert json.loads(second[1]["tool_calls"][0]["function"]["arguments"]) == {"command": "ls"}
+    assert all(each["tools"] == tools for each in asked)
+
+
 def test_needles_stay_in_a_text_that_is_cut_for_servers():
     asked: list[str] = []
 
@@ -213,8 +255,8 @@ def test_needles_stay_in_a_text_that_is_cut_for_servers():
         name, model, url = "ar", "stub", "http://stub"
 
         def answer(self, asked_for, prompt, *more):
-            asked.append(prompt)
-            return Accepted(asked_for, len(prompt), 2, 2, (), 0.1, 0.1)
+            asked.append(prompt.text)
+            return Accepted(asked_for, len(prompt.text), 2, 2, (), 0.1, 0.1)
 
     samples = tasks.read(["niah_single"], 1)
     experiment = Experiment(steps([Recording()], samples, [200], 4), lambda run: run.asked)
@@ -227,3 +269,5 @@ def test_a_server_that_is_not_there(shell, data_file):
         Server("x", "http://127.0.0.1:9")
     ended = shell("bench", "length", "--url", "http://127.0.0.1:9", "--data", data_file)
     assert ended.code == 2 and "cannot be reached" in ended.err
+    ended = shell("bench", "length", "--url", "http://127.0.0.1:9", "--data", data_file, "--to", "vllm")
+    assert ended.code == 2 and "--url" in ended.err

@@ -19,6 +19,7 @@ RUN: dict[str, tuple[list[object], str]] = {
     "last_seen.py": ([], "The same tokens: True"),
     "train_a_draft.py": ([*TEXTS, "--answers", 2, "--epochs", 1], "eagle3:draft=my-draft/eagle3/best"),
     "transformers_generate.py": ([], "Same tokens as generate alone: True"),
+    "temperature_zero.py": ([], "custom_generate the same tokens: True"),
     "recurrent_drafter.py": ([], "the same tokens as without a draft"),
 }
 # These are loaded by longdraft, or started by servers and clusters: tests/exact/test_own_methods.py, docs.
@@ -38,6 +39,7 @@ def test_it_runs(name, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert said in done.stdout
+    assert "the same tokens: False" not in done.stdout
 
 
 @pytest.mark.model

@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from longdraft import LongdraftError, PromptCache, Speculator
-from tests.support import drafts
+from tests.support.methods import DRAFTS, Case
+from tests.support.methods import METHODS as TABLE
 from tests.support.tiny import Family, tiny_model
 
 PROMPTS = [[5, 9, 7, 11, 5, 9, 7, 11, 5, 9], list(range(3, 40)), [8] * 5]
@@ -33,64 +34,44 @@ def make(folder: Path) -> None:
         tiny_model(family, layers=5, tie=name == "tied").save_pretrained(folder / name)
     tiny_model(heads=6, kv_heads=3).save_pretrained(folder / "odd")
     model = tiny_model(layers=5)
-    drafts.random_draft(folder / "longspec", model)
-    drafts.random_draft(folder / "trimmed", model, kept=list(range(0, 61, 2)))
-    drafts.random_eagle3(folder / "eagle3", model)
-    drafts.random_heads(folder / "heads", model)
-    drafts.random_onepass(folder / "onepass", model)
-    drafts.published_eagle(folder / "eagle", model)
-    drafts.small_lm(folder / "lm", vocab=61)
+    for kind in {case.draft for case in (METHODS | REFUSED).values() if case.draft}:
+        DRAFTS[kind](folder / kind, model)
 
 
 def cases(folder: Path) -> dict[str, Callable[[PreTrainedModel], Any]]:
     """What is decoded of the model ``llama``, by name; what comes out can be written as JSON."""
     found: dict[str, Callable[[PreTrainedModel], Any]] = {}
-    for name, options in METHODS.items():
-        found[f"{name}, greedy"] = _decoding(folder, options, {})
-        found[f"{name}, sampled"] = _decoding(folder, options, SAMPLED)
+    for name, case in METHODS.items():
+        found[f"{name}, greedy"] = _decoding(folder, case, {})
+        found[f"{name}, sampled"] = _decoding(folder, case, SAMPLED)
     return found | {
-        "rounded cache": _decoding(folder, {"method": "prompt-lookup", "kv_dtype": "bfloat16"}, {}),
-        "cache on disk": _decoding(folder, {"method": "longspec", "draft": "longspec", "offload": "disk"}, {}),
-        "two at a time": _decoding(folder, {"method": "eagle3", "draft": "eagle3"}, {"batch": 2}),
+        "rounded cache": _decoding(folder, Case("prompt-lookup", None, {"kv_dtype": "bfloat16"}), {}),
+        "cache on disk": _decoding(folder, Case("longspec", "longspec", {"offload": "disk"}), {}),
+        "two at a time": _decoding(folder, METHODS["eagle3"], {"batch": 2}),
         "kept cache": lambda model: _kept(model),
         "custom_generate": lambda model: _generated(model, do_sample=False),
         "custom_generate, sampled": lambda model: _generated(model, do_sample=True, temperature=0.9),
     }
 
 
-METHODS: dict[str, dict[str, Any]] = {
-    "ar": {"method": "ar"},
-    "prompt-lookup": {"method": "prompt-lookup"},
-    "longspec": {"method": "longspec", "draft": "longspec"},
-    "longspec with lookups": {"method": "longspec", "draft": "trimmed", "lookup": True},
-    "eagle3": {"method": "eagle3", "draft": "eagle3"},
-    "eagle": {"method": "eagle", "draft": "eagle"},
-    "heads": {"method": "heads", "draft": "heads"},
-    "onepass": {"method": "onepass", "draft": "onepass"},
-    "small-lm": {"method": "small-lm", "draft": "lm"},
-    "quantspec": {"method": "quantspec"},
-}
-REFUSED: dict[str, dict[str, Any]] = {
-    "self": {"method": "self"},
-    "magicdec": {"method": "magicdec"},
-    "triforce": {"method": "triforce", "draft": "lm"},
-    "tokenswift": {"method": "tokenswift", "draft": "heads"},
-    "specextend": {"method": "specextend", "draft": "lm"},
-    "specpv": {"method": "specpv"},
-    "retrieval": {"method": "longspec", "draft": "longspec", "retrieval": True},
-    "planned": {"method": "prompt-lookup", "plan": "auto"},
-}
+SHARED = ("ar", "prompt-lookup", "longspec", "eagle3", "eagle", "heads", "onepass", "small-lm")
+METHODS = {name: TABLE[name].with_its_own_tree() for name in SHARED} | {
+    "longspec with lookups": Case("longspec", "longspec kept", {"lookup": True}), "quantspec": Case("quantspec"),
+}  # fmt: skip
+REFUSED = {name: TABLE[name] for name in (
+    "self", "magicdec", "triforce", "tokenswift", "specextend", "longspec retrieval"
+)} | {"specpv": Case("specpv"), "planned": Case("prompt-lookup", None, {"plan": "auto"})}  # fmt: skip
 
 
-def speculator(model: PreTrainedModel, folder: Path, options: dict[str, Any]) -> Speculator:
-    """Of a case's options, whose draft is a folder's name."""
-    named = {"draft": folder / options["draft"]} if "draft" in options else {}
-    return Speculator(target=model, **(options | named))
+def speculator(model: PreTrainedModel, folder: Path, case: Case) -> Speculator:
+    """Of a case, whose draft is a folder's name."""
+    draft = {"draft": folder / case.draft} if case.draft else {}
+    return Speculator(case.method, target=model, **draft, **case.options)
 
 
-def _decoding(folder: Path, options: dict[str, Any], settings: dict[str, Any]) -> Callable[[PreTrainedModel], Any]:
+def _decoding(folder: Path, case: Case, settings: dict[str, Any]) -> Callable[[PreTrainedModel], Any]:
     def decode(model: PreTrainedModel) -> Any:
-        results = speculator(model, folder, options).generate(PROMPTS, max_new_tokens=NEW, **settings)
+        results = speculator(model, folder, case).generate(PROMPTS, max_new_tokens=NEW, **settings)
         return [[r.token_ids, r.rounds, r.drafted, r.accepted] for r in results]
 
     return decode
@@ -139,8 +120,8 @@ def decode_shared(folder: Path) -> dict[str, Any]:
         ids, custom_generate=spec, max_new_tokens=NEW, do_sample=True
     ).tolist()
     refused = {
-        name: _refusal(lambda options=options: _decoding(folder, options, {})(model))  # type: ignore[misc]
-        for name, options in REFUSED.items()
+        name: _refusal(lambda case=case: _decoding(folder, case, {})(model))  # type: ignore[misc]
+        for name, case in REFUSED.items()
     }
     refused["odd"] = _refusal(lambda: Speculator("ar", target=load("odd")))
     return found | {"refused": refused}

@@ -151,7 +151,7 @@ def test_a_draft_that_is_not_beside_the_code(tmp_path, exported, target, draft, 
     model = AutoModelForCausalLM.from_pretrained(target)
     model.name_or_path, model.config._commit_hash = "some/model", "abc"
     asked = []
-    monkeypatch.setattr(model_folder, "_fetched", lambda *of: asked.append(of) or exported)
+    monkeypatch.setattr(model_folder, "fetched", lambda *of: asked.append(of) or exported)
     assert torch.equal(generate(IDS, model=model, **SETTINGS), tiny_model(layers=5).generate(IDS, **SETTINGS))
     assert asked == [("some/model", ["draft/*"], "abc")]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import cycle
 
 import pytest
@@ -18,16 +17,9 @@ TABLES = {
     "some": {1: 1e-4, 64: 2e-3},
     "dear": {1: 1e-9, 2: 1.0},
 }
-# With trees that nobody asked for, which may be deeper than small windows are.
-TREE = ("widths", "depth", "top_k", "nodes", "tree", "threshold", "branches")
+# With trees that nobody asked for.
 LOOKUPS = ("longspec lookup earlier", "eagle3 lookup", "small-lm lookup", "heads opt", "tokenswift no view")
-WIDE = {"longspec": "longspec wide", "eagle3 window": "eagle3", "onepass window": "onepass"}
-PLANNED = {
-    name: replace(
-        case, draft=WIDE.get(case.draft, case.draft), options={n: x for n, x in case.options.items() if n not in TREE}
-    )
-    for name, case in CASES.items() if name in (*METHODS, *LOOKUPS) and name != "ar"
-}  # fmt: skip
+PLANNED = {name: CASES[name].with_its_own_tree() for name in (*METHODS, *LOOKUPS) if name != "ar"}
 SITUATIONS = (("free", GREEDY), ("some", DRAWN), ("dear", GREEDY), ("some", GREEDY), ("free", DRAWN))
 
 

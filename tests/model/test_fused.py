@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
+from longdraft import load
 from longdraft.errors import UnsupportedModelError
 from longdraft.memory import sizes
 from longdraft.memory.windows import WindowStates
-from longdraft.model.loading import load
 from longdraft.model.runner import TargetRunner
 from longdraft.model.whole_lm import WholeLM
 from tests.native.levels import needs_kernels

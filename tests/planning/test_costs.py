@@ -118,7 +118,7 @@ def test_noise_makes_nothing_cheaper_than_less_of_it(runner):
 
 @pytest.mark.parametrize("each", [0.5, 3.0])
 def test_measuring_ends_in_time(runner, each):
-    """A forward takes half a second, or three seconds: what there is after 20 is the table."""
+    """A forward takes half a second, or three seconds: what there is after ten is the table."""
     now = [0.0]
 
     def slow(runner, store, rows):
@@ -127,7 +127,7 @@ def test_measuring_ends_in_time(runner, each):
 
     shares: list[float] = []
     table = measure(runner, (16, 32, 64), (1, 2, 4, 8, 16), shares.append, slow, lambda: now[0])
-    assert table is not None and len(table.rows) >= 2 and now[0] <= 20.0
+    assert table is not None and len(table.rows) >= 2 and now[0] <= 10.0
     assert all(0.0 <= share <= 1.0 for share in shares) and shares == sorted(shares)
     assert table.at(8, 16) == pytest.approx(each * 3)  # also where eight rows were not measured
 

@@ -76,6 +76,30 @@ def test_a_stream_is_the_answer_in_pieces_with_usage_at_the_end(running):
     assert counts == sorted(counts) and counts[0] > 0 and counts[-1] == usage.completion_tokens
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_clients_of_vllm_and_llama_cpp_find_what_was_accepted(running, stream):
+    options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+    answer = chat(running, max_tokens=30, **options)
+    last = list(answer)[-1] if stream else answer
+    own, timings = last.usage.model_extra["speculation"], last.model_extra["timings"]
+    found = last.model_extra["metrics"]["speculative_decoding"]
+    histogram, steps = found["acceptance_histogram"], found["num_spec_steps"]
+    accepted = sum(n * times for n, times in enumerate(histogram))
+    assert 0 < accepted < own["num_draft_tokens"] and steps == own["num_drafts"] == sum(histogram)
+    assert accepted == found["num_accepted_draft_tokens"] == own["num_accepted_tokens"] == timings["draft_n_accepted"]
+    assert found["num_draft_tokens"] == own["num_draft_tokens"] == timings["draft_n"]
+    assert found["mean_acceptance_length"] == 1 + accepted / steps
+    assert found["draft_acceptance_rate"] == accepted / found["num_draft_tokens"]
+    assert timings["predicted_n"] == last.usage.completion_tokens and timings["predicted_per_second"] > 0
+    assert timings["prompt_n"] + timings["cache_n"] == last.usage.prompt_tokens
+
+
+def test_what_was_not_drafted_or_not_alone_has_no_acceptance(running):
+    plain = chat(running, max_tokens=8, extra_body={"method": "ar"})
+    assert "metrics" not in plain.model_extra and "draft_n" not in plain.model_extra["timings"]
+    assert not {"metrics", "timings"} & chat(running, max_tokens=8, n=2, temperature=1).model_extra.keys()
+
+
 def test_a_trace_has_the_source_of_each_token(running):
     options = {"stream_options": {"include_trace": True}}
     chunks = list(chat(running, max_tokens=40, stream=True, extra_body=options))

@@ -6,7 +6,7 @@ VARIANTS and meets a ragged batch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,13 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     alike: bool = True
     kept_alike: bool = False
+
+    def with_its_own_tree(self) -> Case:
+        """Without the tree that it asks for, and with a draft whose window holds a deeper one."""
+        wide = {"longspec": "longspec wide", "eagle3 window": "eagle3", "onepass window": "onepass"}
+        asked = ("widths", "depth", "top_k", "nodes", "tree", "threshold", "branches")
+        options = {name: x for name, x in self.options.items() if name not in asked}
+        return replace(self, draft=wide.get(self.draft or "", self.draft), options=options)
 
 
 # The case that meets every situation, method by method.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from longdraft.bench import rows, scores
 from longdraft.bench.rows import Row
 from longdraft.errors import ContextError, PromptError
-from longdraft.model.chat import chat_prompt, encode
+from longdraft.model.chat import chat_prompt, conversation, encode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -40,9 +41,14 @@ class Sample:
         answers: references, any of which is right.
         score: how an answer is scored, one of :data:`longdraft.bench.scores.SCORES`; empty: not at all.
         classes: where the answer is one of several classes, all of them.
+        opening: what an answer has to begin with; the rest of it is scored.
         plain: never in a chat template, as LongBench asks for code and few-shot tasks.
         middle: a document that is too long loses its middle instead of its end.
         needles: depth, 0 to 1, and text of sentences that stand in the document however it is cut.
+        last: of a conversation, the last message as JSON; its content is the instruction, and each line of the document
+            is an earlier message.
+        tools: of a conversation, the functions that may be called, as JSON; empty: none.
+        goes_on: it begins with the conversation of the sample before it.
     """
 
     document: str
@@ -56,11 +62,17 @@ class Sample:
     classes: tuple[str, ...] = ()
     plain: bool = False
     middle: bool = False
+    opening: str = ""
     needles: tuple[tuple[float, str], ...] = ()
+    last: str = ""
+    tools: str = ""
+    goes_on: bool = False
 
     def cut(self, characters: int) -> Sample:
-        """The sample with so many characters of its document."""
+        """The sample with so many characters of its document; of a conversation, with the whole messages in them."""
         text = self.document
+        if self.last and characters < len(text):
+            return replace(self, document=text[: characters + 1].rpartition("\n")[0])
         if self.middle and characters < len(text):
             text = text[: characters - characters // 2] + text[len(text) - characters // 2 :]
         return replace(self, document=text[:characters])
@@ -68,16 +80,33 @@ class Sample:
     @property
     def text(self) -> str:
         """The whole prompt: preface, document with its needles, instruction."""
+        if self.last:
+            return "\n\n".join(message["content"] for message in self.messages)
         parts = self.preface, place(self.document, self.needles), self.instruction
         return self.joint.join(part for part in parts if part)
 
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The prompt as messages of a chat: the user's, or a conversation's."""
+        if not self.last:
+            return [{"role": "user", "content": self.text}]
+        earlier = [json.loads(line) for line in self.document.splitlines()]
+        return [*earlier, json.loads(self.last) | {"content": self.instruction}]
+
     def encode(self, tokenizer: PreTrainedTokenizerBase, raw: bool = False, **asked: Any) -> list[int]:
-        """Token ids: one user turn of a chat, or plain text with ``raw``.
+        """Token ids: one user turn of a chat, a conversation, or plain text with ``raw``.
 
         Args:
             asked: of :func:`longdraft.model.chat.chat_prompt`: ``system``, and arguments of the chat template.
         """
-        return encode(tokenizer, self.text) if raw or self.plain else chat_prompt(tokenizer, self.text, **asked)
+        if raw or self.plain:
+            return encode(tokenizer, self.text)
+        if not self.last:
+            return chat_prompt(tokenizer, self.text, **asked)
+        messages, system = self.messages, asked.pop("system", None)
+        if system and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": system})
+        return conversation(tokenizer, messages, tools=json.loads(self.tools or "null"), **asked)
 
 
 def read(paths: Iterable[Path], limit: int | None = None) -> list[Sample]:

@@ -19,6 +19,7 @@ from rich.text import Text
 
 from longdraft.bench import charts
 from longdraft.bench.acceptance import Accepted, called
+from longdraft.bench.schedule import ABOUT, Schedule
 from longdraft.bench.settings import REFERENCE
 from longdraft.bench.tables import (
     Report,
@@ -102,9 +103,15 @@ def acceptance(
     return Report(document, tables, list(map(Text, notes)), definitions, figures, "longdraft bench acceptance")
 
 
-def break_even(runs: Iterable[Accepted], methods: Sequence[str], notes: Sequence[str], complete: bool) -> Report:
-    """The report of ``bench length``: a table of accepted length beside break-even at all lengths, and one of tokens/s.
-    Arguments as of :func:`acceptance`."""
+def break_even(
+    runs: Iterable[Accepted],
+    methods: Sequence[str],
+    notes: Sequence[str],
+    complete: bool,
+    schedules: Sequence[Schedule] = (),
+) -> Report:
+    """The report of ``bench length``: a table of accepted length beside break-even at all lengths, one of tokens/s, and
+    those of schedules. Arguments as of :func:`acceptance`."""
     runs = _decoded(runs)
     plain = {(run.asked.sample, run.asked.length): run for run in runs if run.asked.method == REFERENCE}
     rows = []
@@ -126,10 +133,15 @@ def break_even(runs: Iterable[Accepted], methods: Sequence[str], notes: Sequence
     tables = [
         ("Accepted length and break-even by tokens of text", pivot("accepted / break-even", rows, _head, _needed)),
         ("Speed by tokens of text", pivot("tokens/s, vs ar", rows, _head, _speed)),
+        *(each.shown() for each in schedules),
     ]
     document = {"rows": rows, "notes": list(notes), **circumstances(), "complete": complete}
+    if schedules:
+        document["vllm"] = [each.as_dict() for each in schedules]
     figures = {"": partial(_needed_chart, rows)} if rows else {}
-    return Report(document, tables, list(map(Text, notes)), BREAK_EVEN, figures, "longdraft bench length")
+    remarks = [*map(Text, notes), *(Text(str(each)) for each in schedules)]
+    definitions = (*BREAK_EVEN, *([ABOUT] if schedules else []))
+    return Report(document, tables, remarks, definitions, figures, "longdraft bench length")
 
 
 def _decoded(runs: Iterable[Accepted]) -> list[Accepted]:

@@ -87,7 +87,7 @@ def texts(
     size, found, lacking = min(length, room), [], []
     for i, sample in enumerate(samples):
         longer = sample
-        if short is Short.join:
+        if short is Short.join and not sample.last:  # a conversation ends where it ends
             longer = _joined(sample, [*samples[i + 1 :], *samples[:i]], size, tokenizer, raw, **asked)
         tokens = fitted(longer, tokenizer, size, raw, **asked)
         # A text that was cut lacks a token or two where one more would have been too many.

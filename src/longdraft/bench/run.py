@@ -2,7 +2,7 @@
 
 For each batch of prompts every contender decodes once from nothing, which warms it up and gives its time to first
 token. Then come the rounds that are timed: all contenders in turn, each from the prompts' KV. Memory is looked at
-between the runs.
+between the runs. With one prefill for all, a turn of a conversation starts from the KV of the turn before.
 """
 
 from __future__ import annotations
@@ -176,9 +176,11 @@ class Bench:
         s, device = self.settings, self.target.device
         job = self.job([p.tokens for p in prompts], s.max_tokens)
         cold: dict[str, Run] = {}
+        goes_on = not s.cold and all(p.sample.goes_on for p in prompts)  # what was read for the turn before is there
         for name in self._reading:
             tick(name)
-            cold[name] = self.contenders[name].cold(job)
+            contender = self.contenders[name]
+            cold[name] = contender.warm(job) if goes_on and name in self.ours else contender.cold(job)
         rounds: dict[str, list[Run]] = {name: [] for name in self.names}
         peaks: dict[str, int | None] = dict.fromkeys(self.names)
         for _, name in in_turn(self.names, s.repeats):
@@ -194,8 +196,9 @@ class Bench:
         comparable = [name for name, c in self.contenders.items() if c.comparable(s.sampling.greedy, len(prompts))]
         outputs = {name: [*rounds[name], *([cold[name]] if name in cold else [])] for name in comparable}
         differences = [d for name, runs in outputs.items() for d in self._disagreements(prompts, name, runs, rounds)]
-        for contender in self.contenders.values():
-            contender.release()
+        for name, contender in self.contenders.items():
+            if s.cold or name not in self.ours or not prompts[0].sample.last:
+                contender.release()
         return Measured(
             prompts[0].sample.dataset,
             prompts[0].context,

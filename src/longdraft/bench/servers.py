@@ -7,6 +7,7 @@ else.
 
 from __future__ import annotations
 
+import json
 import re
 import time
 import urllib.request
@@ -59,8 +60,8 @@ class Server:
             "OpenAI-compatible server."
         )
 
-    def answer(self, asked: Asked, prompt: str, max_tokens: int, ignore_eos: bool = False) -> Accepted:
-        """A greedy answer to one user's turn.
+    def answer(self, asked: Asked, prompt: Sample, max_tokens: int, ignore_eos: bool = False) -> Accepted:
+        """A greedy answer to a prompt.
 
         Args:
             ignore_eos: ask for ``max_tokens`` whatever the model ends; not every server takes it.
@@ -71,15 +72,18 @@ class Server:
         before, start = self._counters(), time.perf_counter()
         times: list[float] = []
         accepted, usage = None, {"prompt_tokens": 0, "completion_tokens": 0}
+        messages: Any = [_sent(message) for message in prompt.messages]
+        extra: dict[str, Any] = {"tools": json.loads(prompt.tools)} if prompt.tools else {}
+        extra |= {"ignore_eos": True} if ignore_eos else {}
         try:
             stream: Any = self._client.chat.completions.create(
-                model=self.model, messages=[{"role": "user", "content": prompt}], max_tokens=max_tokens, temperature=0,
-                stream=True, stream_options={"include_usage": True},
-                extra_body={"ignore_eos": True} if ignore_eos else None,
+                model=self.model, messages=messages, max_tokens=max_tokens, temperature=0,
+                stream=True, stream_options={"include_usage": True}, extra_body=extra,
             )  # fmt: skip
             for event in stream:
                 chunk: dict[str, Any] = event.to_dict()
-                if any((choice.get("delta") or {}).get("content") for choice in chunk.get("choices") or ()):
+                deltas = [choice.get("delta") or {} for choice in chunk.get("choices") or ()]
+                if any(delta.get("content") or delta.get("tool_calls") for delta in deltas):
                     times.append(time.perf_counter())
                 usage = chunk.get("usage") or usage
                 found = next((n for name in _ACCEPTED if (n := _found(chunk, name)) is not None), None)
@@ -133,7 +137,7 @@ def steps(
             run = by_name[asked.method].answer(asked, prompt, max_tokens, ignore_eos)
             runs.setdefault(asked, []).append(run)
             if run.prompt_tokens:
-                densities.append(len(prompt) / run.prompt_tokens)
+                densities.append(len(prompt.text) / run.prompt_tokens)
             if len(runs[asked]) == repeats:
                 yield min(runs[asked], key=lambda run: (run.seconds or 0.0) / max(1, run.new_tokens))
 
@@ -152,11 +156,18 @@ def steps(
     ]
 
 
-def cut(sample: Sample, length: int, characters: float) -> str:
-    """A prompt of about so many tokens."""
+def cut(sample: Sample, length: int, characters: float) -> Sample:
+    """The sample with a prompt of about so many tokens."""
     rest = [part for part in (sample.preface, sample.instruction) if part]
     room = max(1, round(length * characters) - sum(map(len, rest)))
-    return sample.cut(room).text
+    return sample.cut(room)
+
+
+def _sent(message: dict[str, Any]) -> dict[str, Any]:
+    """A message as requests have it: the arguments of calls are JSON in a text."""
+    for call in message.get("tool_calls", ()):
+        call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
+    return message
 
 
 def _found(content: Any, name: str) -> Any:

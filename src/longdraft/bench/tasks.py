@@ -15,7 +15,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from longdraft.bench import data, rows, ruler
+from longdraft.bench import conversations, data, rows, ruler
 from longdraft.bench.data import Sample
 from longdraft.bench.rows import Row
 from longdraft.bench.scores import ROUGE, of_dataset
@@ -26,6 +26,8 @@ _LONGBENCH = "zip://data/{name}.jsonl::hf://datasets/THUDM/LongBench/data.zip"
 # LongBench found chat models better off without a chat template here.
 _PLAIN = ("trec", "triviaqa", "samsum", "lcc", "repobench-p")
 _TEMPLATES: dict[str, str] = json.loads(resources.files(__package__).joinpath("templates.json").read_text("utf-8"))
+# How SPEED-Bench's published rows begin whose text is fetched from elsewhere.
+_MASKED = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 BUILT_IN = "stdlib"
 """The default data: source files of Python's standard library."""
 _MODULES = ("textwrap", "argparse", "typing")
@@ -49,6 +51,7 @@ class Task:
         plain, middle: as of :class:`~longdraft.bench.data.Sample`.
         columns: makes the prompts' columns of a row, one or several; ``part`` among them names a part of the data set,
             ``score`` how it is scored.
+        samples: makes the samples of a row that is a conversation, by the data set's name; None: it is none.
     """
 
     template: str
@@ -58,6 +61,7 @@ class Task:
     plain: bool = False
     middle: bool = False
     columns: Callable[[Row], Iterable[Columns]] = lambda row: [row.columns]
+    samples: Callable[[str, Row], Iterable[Sample]] | None = None
 
 
 def _longbench(name: str) -> Task:
@@ -83,12 +87,32 @@ def _spec_bench(row: Row) -> Iterable[Columns]:
     return [{"context": (row.columns.get("turns") or [""])[0], "part": category if category in own else "mt_bench"}]
 
 
+def _speed_bench(row: Row) -> Iterable[Columns]:
+    """The first turn of a question of SPEED-Bench; a part is a category, and of the throughput splits one of a length.
+
+    Raises:
+        PromptError: the row stands for a text that its authors may not publish.
+    """
+    messages = row.columns.get("messages") or [{}]
+    (turn, *_) = row.columns.get("turns") or [messages[0].get("content") or ""]
+    if str(turn).startswith(_MASKED):
+        raise PromptError(
+            f"{row.origin} is a place for a text that SPEED-Bench may not publish: fetch the texts with its "
+            "prepare_data.py (docs/benchmarks.md), and give the file that it writes."
+        )
+    split = re.findall(r"throughput_\d+k", row.origin)
+    return [{"context": turn, "part": "/".join([*split[-1:], str(row.columns.get("category", ""))])}]
+
+
 TASKS = {
     **{name: _longbench(name) for name in _TEMPLATES if name.split("-")[0] not in ("longbench", "niah", "vt")},
     "longbench-v2": Task(_TEMPLATES["longbench-v2"], hub={"path": "THUDM/LongBench-v2", "split": "train"}, middle=True),
     "leval": Task("{context}\n\n{instruction}{brief}", columns=_leval),
     "ruler": Task("{context}", ("input",), ("outputs",)),
     "spec-bench": Task("{context}", columns=_spec_bench),
+    "speed-bench": Task("{context}", columns=_speed_bench),
+    "mrcr": Task("", hub={"path": "openai/mrcr", "split": "train"}, samples=conversations.mrcr),
+    "trajectories": Task("", samples=conversations.turns),
     "pg19": Task(
         "{context}\n\nWrite on where this book stops.", ("text",), hub={"path": "emozilla/pg19", "split": "test"}
     ),
@@ -136,7 +160,7 @@ def _read(name: str, limit: int | None) -> list[Sample]:
         if not equals and not TASKS[task].hub:
             raise CapabilityError(f"{task} is read from its files: --data {task}=FILE, a folder or an archive of them.")
         found = rows.of_path(path, task, limit) if equals else rows.of_hub(task, TASKS[task].hub, limit)
-        return [_sample(task, row, columns) for row in found for columns in TASKS[task].columns(row)]
+        return [sample for row in found for sample in _samples(task, row)]
     path = Path(name).expanduser()
     if not path.exists() and not path.suffix:
         raise PromptError(f"{name} is neither a file nor a data set that is known by name ({', '.join(NAMES)}).")
@@ -168,6 +192,13 @@ def source(module: str) -> Path:
     if path.suffix != ".py" or not path.is_file():
         raise PromptError("This Python comes without the sources of its modules: name data with --data.")
     return path
+
+
+def _samples(name: str, row: Row) -> Iterable[Sample]:
+    task = TASKS[name]
+    if task.samples is not None:
+        return task.samples(name, row)
+    return [_sample(name, row, columns) for columns in task.columns(row)]
 
 
 def _sample(name: str, row: Row, columns: Columns) -> Sample:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -103,6 +103,17 @@ def bench_length(
     ] = None,
     api_key: Annotated[str, typer.Option("--api-key", help="For servers that ask for one.")] = "",
     repeats: Annotated[int, typer.Option(min=1, help="Runs of each; the fastest counts.")] = 2,
+    to: Annotated[
+        Literal["vllm"] | None,
+        typer.Option(
+            "--to",
+            help="vllm: print draft lengths by batch and context as its speculative config takes them.",
+            show_default="none",
+        ),
+    ] = None,
+    batch: Annotated[
+        str | None, typer.Option(help="Of --to: batch sizes, with commas between.", show_default="1,4,16,64")
+    ] = None,
     loading: options.ModelOptions,
     output: measuring.Rendered,
     composed: options.Load = None,
@@ -115,11 +126,18 @@ def bench_length(
     from longdraft.bench import servers as serving
     from longdraft.bench.acceptance import by_default, opened
     from longdraft.bench.experiment import Experiment
+    from longdraft.bench.schedule import BATCHES, schedules
     from longdraft.bench.settings import REFERENCE, Settings
 
     output.check()
+    batches = BATCHES if batch is None else method_options.whole_numbers("--batch", batch)
+    if batch is not None and to is None:
+        raise options.SettingError("--batch is for --to: give --to vllm, or leave --batch out.")
     asked_for = None if lengths is None else method_options.whole_numbers("--lengths", lengths)
+    hosted = None
     if url:
+        if to is not None:
+            raise options.SettingError("--to vllm calculates from forwards of a model here: give --model, not --url.")
         if methods is not None or prompting.asked:
             raise options.SettingError("--methods, --system and --no-think are for methods here: leave them out.")
         named = {name: address or name for name, _, address in (each.partition("=") for each in url)}
@@ -142,7 +160,16 @@ def bench_length(
     file = None if output.results is None else opened(output.results, own, model)
     # Runs without seconds, as files of earlier versions have them, are made again.
     experiment = Experiment(steps, lambda run: run.asked, file, usable=lambda run: run.seconds is not None)
-    output.measure(experiment, lambda complete: length.break_even(experiment.found, names, notes, complete))
+
+    def made(complete: bool) -> Any:
+        found = []
+        if to is not None and hosted is not None:
+            with console.status() as status:
+                status("Timing verifications behind made-up texts")
+                found = schedules(hosted, experiment.found, lengths_of(hosted.context), batches)
+        return length.break_even(experiment.found, names, notes, complete, found)
+
+    output.measure(experiment, made)
 
 
 def _default(target: TargetRunner) -> tuple[str, ...]:

@@ -110,7 +110,7 @@ def _draft(model: PreTrainedModel, place: str) -> Path:
     folder = Path(origin).expanduser()
     draft = folder / place if folder.is_dir() else None
     if draft is None and origin:
-        draft = _fetched(origin, [f"{place}/*"], getattr(model.config, "_commit_hash", None)) / place
+        draft = fetched(origin, [f"{place}/*"], getattr(model.config, "_commit_hash", None)) / place
     if draft is None or not draft.is_dir():
         raise CheckpointError(
             f"There is no draft in {draft or place}: load the model from the folder that longdraft export wrote, or "
@@ -127,12 +127,12 @@ def _target(name: str) -> Path:
             f"{folder} is a file, and transformers' generate needs a folder: give the Hugging Face folder or id."
         )
     if not folder.is_dir():
-        folder = _fetched(name, list(_KEPT))
+        folder = fetched(name, list(_KEPT))
     check_folder(folder)
     return folder
 
 
-def _fetched(name: str, patterns: list[str], revision: str | None = None) -> Path:
+def fetched(name: str, patterns: list[str], revision: str | None = None) -> Path:
     from huggingface_hub import snapshot_download
 
     try:

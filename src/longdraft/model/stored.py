@@ -228,6 +228,11 @@ def is_stored(model: nn.Module) -> bool:
     return any(isinstance(m, StoredWeights) for m in model.modules())
 
 
+def is_woven(model: nn.Module) -> bool:
+    """True if stored weights are laid out for int8 arithmetic."""
+    return any(isinstance(m, StoredWeights) and m.matrix.woven is not None for m in model.modules())
+
+
 def arithmetic_of(model: nn.Module) -> str:
     """The arithmetic of a model's products: ``"int8"``, or the name of its dtype, such as ``"float32"``."""
     if any(isinstance(m, StoredWeights) and m.int8 for m in model.modules()):

@@ -29,7 +29,7 @@ from longdraft.folders import cache_folder
 from longdraft.memory.store import KVStore
 from longdraft.model.checkpoints import Progress
 from longdraft.model.runner import TargetRunner
-from longdraft.model.stored import is_stored
+from longdraft.model.stored import is_stored, is_woven
 from longdraft.trees.masks import tree_block
 from longdraft.trees.tree import TokenTree
 
@@ -38,15 +38,17 @@ logger = logging.getLogger(__name__)
 # What is measured: rows of a forward, tokens of text, and how often.
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 LENGTHS = (64, 2048, 7168)
-REPEATS = 3
+REPEATS = 2
+# Of a longer text each third number of rows, since attention's time grows evenly with them.
+_EACH = 3
 # Measuring ends after this many seconds with what there is by then: the model may be large, or the machine busy.
-LIMIT_SECONDS = 20.0
+LIMIT_SECONDS = 10.0
 # The share of that time that the shortest text may take, without which there is no table.
 FIRST_SHARE = 0.5
 # Progress is reported this many times.
 STEPS = 20
 # Version of the tables on disk: raise it when one means something else than before.
-_FORMAT = 5
+_FORMAT = 6
 # Rows of a forward that wakes a model up.
 _WAKING = 4
 # Of the made-up trees.
@@ -220,24 +222,29 @@ def measure(
         except MemoryBudgetError:
             break
         until = start + LIMIT_SECONDS * (FIRST_SHARE if i == 0 else 1.0)
-        best: list[float] = []
+        own = (*rows[:-1:_EACH], rows[-1]) if table else tuple(rows)
         # The first pass warms up and is not kept, unless the machine is so slow that there is no other.
-        for turn, (column, n) in product(range(REPEATS + 1), enumerate(rows)):
+        turns = REPEATS + (i == 0)
+        best: list[float] = []
+        for turn, (column, n) in product(range(turns), enumerate(own)):
             spent = clock() - start
-            done(max((i + turn / (REPEATS + 1)) / len(lengths), spent / LIMIT_SECONDS))
+            done(max((i + turn / turns) / len(lengths), spent / LIMIT_SECONDS))
             # The next forward takes what one of this size took, or twice what a smaller one did.
-            expected = best[column] if turn else table[-1][column] if table else 2 * best[-1] if best else 0.0
-            if start + spent + expected > until and (table or turn or column > 1):
+            shorter = table[-1][rows.index(n)] if table else 2 * best[-1] if best else 0.0
+            if start + spent + (best[column] if turn else shorter) > until and (table or turn or column > 1):
                 break
             seconds = timed(runner, store, n)
             if turn == 0:
                 best.append(seconds)
             else:
-                best[column] = seconds if turn == 1 else min(best[column], seconds)
+                best[column] = seconds if turn == 1 and i == 0 else min(best[column], seconds)
         if i == 0:
             rows = rows[: len(best)]
-        if len(best) < len(rows):
+        elif len(best) < len(own):
             break
+        else:
+            more = [seconds - table[0][rows.index(n)] for n, seconds in zip(own, best, strict=True)]
+            best = [table[0][column] + _between(own, more, n) for column, n in enumerate(rows)]
         table.append(best)
     if not table:
         return None
@@ -286,7 +293,7 @@ def _key(runner: TargetRunner) -> dict[str, object]:
         "format": _FORMAT,
         "target": runner.fingerprint,
         "kv": str(runner.kv_dtype),
-        "weights": "stored" if is_stored(runner.model) else "floats",
+        "weights": "woven" if is_woven(runner.model) else "stored" if is_stored(runner.model) else "floats",
         "attention": str(runner.attention_path),
         "kernels": native.missing() or "ours",
         "device": device_name(runner.device),

@@ -121,8 +121,7 @@ class Endpoints:
             for chunk in chunks:
                 yield event(head.object(kind, [chunk], **usage))
         if options.include_usage:
-            total = await self._service.aside(asked.usage)
-            yield event(head.object(kind, [], usage=total))
+            yield event(head.object(kind, [], **await self._service.aside(asked.figures)))
         yield DONE
 
     async def respond(self, request: Request) -> Response:

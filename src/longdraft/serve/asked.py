@@ -20,7 +20,7 @@ from longdraft.serve import schema, structured, tools
 from longdraft.serve.choice import REASONS, Choice, Delta
 from longdraft.serve.errors import ApiError
 from longdraft.serve.filling import filling_ends, filling_prompt
-from longdraft.serve.openai import Answer, ChatAnswer, Head, TextAnswer, usage
+from longdraft.serve.openai import Answer, ChatAnswer, Head, TextAnswer, as_others, usage
 from longdraft.serve.service import Service
 from longdraft.serve.thinking import THINK, UNTHINK, Thinking
 from longdraft.serve.worker import Update
@@ -68,11 +68,15 @@ class Asked:
             await self.chunks(i, delta)
         head, kind = self.head(), self.answers[0].kind
         return await self.service.aside(
-            lambda: head.object(kind, [answer.whole() for answer in self.answers], usage=self.usage())
+            lambda: head.object(kind, [answer.whole() for answer in self.answers], **self.figures())
         )
 
     def head(self) -> Head:
         return Head(self.answers[0].prefix, self.service.settings.name)
+
+    def figures(self) -> dict[str, Any]:
+        """The fields that tell of the answers: usage, and for a single one those of other servers."""
+        return {"usage": self.usage(), **(as_others(self.choices[0]) if len(self.choices) == 1 else {})}
 
     def usage(self) -> dict[str, Any]:
         return usage(self.choices, sum(a.thought_tokens for a in self.answers if isinstance(a, ChatAnswer)))

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, cast
 
 from longdraft.engine.request import Request
@@ -66,6 +67,19 @@ class Speculation:
             "num_accepted_tokens": self.accepted,
             "accepted_tokens_per_pos": [self.accepted_at[i] for i in range(max(self.accepted_at, default=-1) + 1)],
             "mean_accepted_length": self.mean_accepted_length,
+        }
+
+    def as_vllm(self) -> dict[str, Any]:
+        """The same as vLLM's responses have it; without a longest draft, which differs from round to round here."""
+        at_least = [self.drafts, *(self.accepted_at[i] for i in range(max(self.accepted_at, default=-1) + 1)), 0]
+        return {
+            "mean_acceptance_length": 1 + self.accepted / self.drafts if self.drafts else 1.0,
+            "draft_acceptance_rate": self.accepted / self.drafted if self.drafted else 0.0,
+            "acceptance_histogram": [more - most for more, most in pairwise(at_least)],
+            "num_spec_steps": self.drafts,
+            "num_accepted_draft_tokens": self.accepted,
+            "num_draft_tokens": self.drafted,
+            "num_spec_tokens": None,
         }
 
 

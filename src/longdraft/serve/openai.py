@@ -214,6 +214,32 @@ def usage(choices: Sequence[Choice], thought: int = 0) -> dict[str, Any]:
     }
 
 
+def as_others(choice: Choice) -> dict[str, Any]:
+    """The figures of an answer that has ended where clients of vLLM look, and those of llama.cpp."""
+    result, spec = choice.result, choice.speculation
+    if result is None:
+        return {}
+    read, new = result.prompt_tokens - result.cached_tokens, result.new_tokens
+    first = choice.first_token or choice.ended
+    reading, decoding = 1e3 * (first - choice.arrived), 1e3 * (choice.ended - first)
+    timings = {
+        "cache_n": result.cached_tokens, **_timed("prompt", read, reading), **_timed("predicted", new, decoding),
+    }  # fmt: skip
+    if not spec.drafts:
+        return {"timings": timings}
+    timings |= {"draft_n": spec.drafted, "draft_n_accepted": spec.accepted}
+    return {"timings": timings, "metrics": {"speculative_decoding": spec.as_vllm()}}
+
+
+def _timed(name: str, tokens: int, milliseconds: float) -> dict[str, float]:
+    return {
+        f"{name}_n": tokens,
+        f"{name}_ms": milliseconds,
+        f"{name}_per_token_ms": milliseconds / tokens if tokens else 0.0,
+        f"{name}_per_second": 1e3 * tokens / milliseconds if milliseconds > 0 else 0.0,
+    }
+
+
 def usage_so_far(choices: Sequence[Choice]) -> dict[str, int]:
     """The token counts of answers in progress."""
     prompt, new = max(len(c.request.prompt) for c in choices), sum(c.tokens for c in choices)

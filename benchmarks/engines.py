@@ -1,0 +1,102 @@
+"""Engines that real_models.py times beside longdraft. Nothing of them is part of longdraft: a user installs each.
+
+llama.cpp       a llama-bench: cmake -DGGML_NATIVE=ON, target llama-bench.
+ik_llama.cpp    its llama-bench, with rows of weights interleaved at load (-rtr 1).
+OpenVINO GenAI  the Python of an environment with openvino-genai, which reads GGUF files.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any, Protocol
+
+# Answers a line [tokens read, tokens written] by the seconds of reading and of each written token.
+SERVER = """
+import json, sys
+import numpy, openvino, openvino_genai as genai
+path, threads = sys.argv[1], int(sys.argv[2])
+pipeline = genai.LLMPipeline(path, "CPU", INFERENCE_NUM_THREADS=threads)
+print(json.dumps({"version": openvino.__version__}), flush=True)
+for line in sys.stdin:
+    read, new = json.loads(line)
+    ids = numpy.random.default_rng(read).integers(1000, 20000, (1, read))
+    inputs = genai.TokenizedInputs(openvino.Tensor(ids), openvino.Tensor(numpy.ones_like(ids)))
+    config = genai.GenerationConfig(max_new_tokens=new, ignore_eos=True, do_sample=False)
+    figures = pipeline.generate(inputs, config).perf_metrics
+    print(json.dumps([figures.get_ttft().mean / 1000, figures.get_tpot().mean / 1000]), flush=True)
+"""
+
+
+class Engine(Protocol):
+    """An engine with a model.
+
+    Attributes:
+        build: what it says of itself; empty before its first figure.
+    """
+
+    build: dict[str, Any]
+
+    def reads(self, tokens: int) -> float:
+        """Tokens a second of reading a prompt."""
+
+    def writes(self, tokens: int, depth: int) -> float:
+        """Tokens a second of plain decoding behind ``depth`` tokens."""
+
+
+class LlamaBench:
+    """llama-bench of llama.cpp, or of ik_llama.cpp, which names a depth in another way."""
+
+    def __init__(self, program: Path, model: Path, threads: int, ik: bool = False) -> None:
+        self.build: dict[str, Any] = {}
+        self._ik, self._command = ik, [program, "-m", model, "-t", threads, "-fa", 1, *(("-rtr", 1) if ik else ())]
+
+    def reads(self, tokens: int) -> float:
+        return self._rate("-p", tokens, "-n", 0)
+
+    def writes(self, tokens: int, depth: int) -> float:
+        if self._ik:
+            return self._rate("-p", 0, "-n", 0, "-gp", f"{depth},{tokens}")
+        return self._rate("-p", 0, "-n", tokens, "-d", depth)
+
+    def _rate(self, *words: object) -> float:
+        command = [str(word) for word in (*self._command, *words, "-r", 1, "-o", "json")]
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+        if done.returncode:
+            raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
+        (found,) = json.loads(done.stdout)
+        self.build = {name: found.get(name) for name in ("build_commit", "build_number", "model_type")}
+        return float(found["avg_ts"])
+
+
+class OpenVino:
+    """OpenVINO GenAI, in a process that keeps the model."""
+
+    def __init__(self, python: Path, model: Path, threads: int) -> None:
+        self.build: dict[str, Any] = {}
+        self._command = [str(python), "-c", SERVER, str(model), str(threads)]
+        self._process: subprocess.Popen[str] | None = None
+
+    def reads(self, tokens: int) -> float:
+        return tokens / self._seconds(tokens, 1)[0]
+
+    def writes(self, tokens: int, depth: int) -> float:
+        return 1 / self._seconds(depth, tokens + 1)[1]
+
+    def _seconds(self, read: int, new: int) -> tuple[float, float]:
+        if self._process is None:
+            pipe = subprocess.PIPE
+            self._process = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, text=True)
+            self.build = self._answer()
+        assert self._process.stdin is not None
+        print(json.dumps([read, new]), file=self._process.stdin, flush=True)
+        first, each = self._answer()
+        return first, each
+
+    def _answer(self) -> Any:
+        assert self._process is not None and self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(("{", "[")):  # it prints of itself too
+                return json.loads(line)
+        raise SystemExit(f"{self._command[0]} ended: OpenVINO GenAI read no model, or not this one")
