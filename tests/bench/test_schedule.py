@@ -46,6 +46,7 @@ def test_drafts_are_as_long_as_pays():
     assert list(free.lengths) == sorted(free.lengths, reverse=True) and free.lengths[-1] < (4,)
     rarely = schedule("m", [run_of(64, [4, 0, 0, 0, 0, 0, 0, 0, 0, 0], seconds=3.0)], TABLE, (1,))
     assert rarely is not None and rarely.lengths == ((0,),)  # drafting takes more than it gives
+    assert rarely.as_dict()["num_speculative_tokens"] == 1  # the least that vLLM takes
     # Behind a long text a step costs more, and so does more drafting pay.
     both = schedule("m", [run_of(n, [3, 3, 1], seconds=1.9 + n / 8192) for n in (64, 8192)], TABLE, (1,))
     assert both is not None and both.lengths[0][0] <= both.lengths[0][1]

@@ -89,6 +89,13 @@ def test_a_file_that_is_none(shell, tmp_path, lines):
     assert ended.code == 1 and "x.jsonl" in ended.err and not (tmp_path / "x.html").exists()
 
 
+def test_a_round_that_accepted_more_than_any_tree_has_ends_with_a_page(shell, tmp_path):
+    damaged = line({"ar": 4.0, "longspec": 2.0})
+    damaged["rounds"]["longspec"][0]["accepted"][0][0] = 10**80
+    ended = shell("bench", "report", write(tmp_path / "x.jsonl", header(("ar", "longspec")), damaged))
+    assert ended.code == 0 and (tmp_path / "x.html").exists()
+
+
 def test_a_run_in_every_form(shell, model_folder, tmp_path):
     data = tmp_path / "data.jsonl"
     rows = [{"text": "one two three one two three one two", "dataset": name} for name in ("a/b", "c|<i>")]

@@ -55,7 +55,7 @@ PUBLIC = re.compile(
     rf"^from longdraft\.\S+ import .*\b({'|'.join({*longdraft.__all__} - {'methods'})})\b(?! as)", re.MULTILINE
 )
 # Names that torch and transformers have too.
-THEIRS = {"_attn_implementation", "_schema", "_tokenizer"}
+THEIRS = {"_attn_implementation", "_schema", "_subclasses", "_tokenizer", "_tools"}
 
 
 def test_tests_take_nothing_private_and_import_public_names_as_users_do():

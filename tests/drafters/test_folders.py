@@ -81,7 +81,7 @@ def outcome(folder: Any, model: Any, new: int = 16, **options: Any) -> list[tupl
 
 
 def file_of(folder: Path) -> Path:
-    return next(path for path in folder.iterdir() if path.name != "config.json")
+    return next(path for path in folder.iterdir() if path.name not in ("config.json", "README.md"))
 
 
 def damaged(folder: Path) -> str:

@@ -126,7 +126,7 @@ def random_eagle3(
         over: sizes of the module.
     """
     block, reads = random_eagle3_block(model, kept, seed, **over), {"feature_layers": list(layers), "window": window}
-    return _written(folder, "eagle3", model, block, kept, **reads, **ROPE | (settings or {}))
+    return _written(folder, "eagle3", model, block, kept, **reads | ROPE | (settings or {}))
 
 
 def random_mtp(folder: Path, model: PreTrainedModel, seed: int = 0) -> Path:

@@ -99,7 +99,7 @@ def own_text(model: PreTrainedModel, prompt: list[int], new: int, **more: Any) -
     """What the model's own ``generate`` writes, greedily and with its cache; or a ``custom_generate`` in its place."""
     ids = torch.tensor([prompt])
     settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "use_cache": True, **more}
-    with torch.inference_mode():
+    with torch.no_grad():  # some layers of other packages do not compute in inference mode
         written = model.generate(input_ids=ids, max_new_tokens=new, **settings)
     return written[0, len(prompt) :].tolist()
 

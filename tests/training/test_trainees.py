@@ -19,7 +19,7 @@ from longdraft.training.documents import Document
 from longdraft.training.eagle3 import Plan
 from longdraft.training.features import FeatureReader, Features, FeatureSource
 from longdraft.training.lm import LmTrainee
-from longdraft.training.measure import UNSEEN, by_shift, by_step, by_text, shared_out, simulate
+from longdraft.training.measure import UNSEEN, ranks_of, shared_out, simulate
 from tests.support.quick import in_turn
 from tests.support.tiny import FAMILIES, tiny_model
 from tests.training.helpers import same
@@ -206,13 +206,13 @@ def test_simulated_acceptance_is_a_chain_decoded_by_the_engine(kind, window, tmp
     results = [spec.generate(p, max_new_tokens=40)[0] for p in prompts]
     assert [r.token_ids for r in results] == [r.token_ids for r in answers]
     decoded = sum(r.new_tokens - 1 for r in results) / sum(r.rounds for r in results)
-    found = simulate(trainee.eval(), counted(texts), levels, by_shift if kind == "longspec" else by_step)
+    found = simulate(trainee.eval(), counted(texts), levels, "shift" if kind == "longspec" else "step")
     assert found.chain == pytest.approx(decoded) and found.tree >= found.chain > 1.5
 
 
 def test_a_language_model_has_the_same_ranks_at_every_level(runner, features):
     trainee, text = make_trainee("lm", runner), features("lm")[1]
-    ranks = by_text(trainee, text, 5)
+    ranks = ranks_of(trainee, text, 5, "text")
     assert ranks.shape == (5, 18) and (ranks[:, :7] == UNSEEN).all() and (ranks == ranks[0]).all()
     assert torch.equal(ranks[0, 7:], trainee([text]).ranks)
 
@@ -221,7 +221,7 @@ def test_agreement_is_measured_head_by_head(runner, features):
     trainee = make_trainee("heads", runner)
     out = trainee(features("heads"))
     wanted = [float((out.ranks[out.depths == i] == 0).float().mean()) for i in (1, 2, 3)]
-    assert simulate(trainee, counted(features("heads")), 3, by_step).agreement == pytest.approx(wanted)
+    assert simulate(trainee, counted(features("heads")), 3, "step").agreement == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize(("documents", "processes"), [(5, 1), (5, 2), (6, 3), (2, 4)])
@@ -230,12 +230,12 @@ def test_processes_share_what_is_measured(runner, features, documents, processes
     trainee, counts = make_trainee("heads", runner).eval(), []
     texts = [Document(d.tokens.tolist(), d.start) for d in features("heads")[:documents]]
     source = FeatureSource(FeatureReader(runner, torch.float32, READS["heads"], last=True), texts)
-    alone = simulate(trainee, shared_out(source, 0, 1), 3, by_step)
+    alone = simulate(trainee, shared_out(source, 0, 1), 3, "step")
     for rank in range(processes):
         share = [*shared_out(source, rank, processes)]
         assert len(share) == -(-documents // processes)
-        simulate(trainee, share, 3, by_step, lambda own: counts.append(own) or own)
-    assert simulate(trainee, [], 3, by_step, lambda none: none + sum(counts)) == alone
+        simulate(trainee, share, 3, "step", lambda own: counts.append(own) or own)
+    assert simulate(trainee, [], 3, "step", lambda none: none + sum(counts)) == alone
 
 
 # --- new drafts ---

@@ -48,7 +48,7 @@ class Schedule:
         batches, contexts = _ranges(self.batches), _ranges(self.contexts)
         return {
             "method": self.method,
-            "num_speculative_tokens": max(max(row) for row in self.lengths),
+            "num_speculative_tokens": max(1, *(max(row) for row in self.lengths)),  # vLLM takes no 0 here
             "num_speculative_tokens_per_batch_size": [
                 [*batch, *context, k]
                 for batch, row in zip(batches, self.lengths, strict=True)

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from longdraft.bench import charts
 
+DEEPEST = 1 << 12
 Column = tuple[str, str, str]
 """A column of a table: its heading, the row's key, and a format."""
 
@@ -158,7 +159,9 @@ def depth_accepted(rounds: Sequence[tuple[int, int]]) -> list[float]:
     Args:
         rounds: for each, drafted tokens that it accepted, and how many the token budget had room for.
     """
-    levels = range(1, max((accepted for accepted, _ in rounds), default=0) + 1)
+    # No tree is deeper: a damaged file may say anything.
+    deepest = min(DEEPEST, max((accepted for accepted, _ in rounds), default=0))
+    levels = range(1, deepest + 1)
     return [sum(accepted >= d for accepted, _ in rounds) / len(rounds) for d in levels]
 
 

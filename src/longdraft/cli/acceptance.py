@@ -111,7 +111,9 @@ def bench_length(
             show_default="none",
         ),
     ] = None,
-    batch: Annotated[str, typer.Option(help="Of --to: batch sizes, with commas between.")] = "1,4,16,64",
+    batch: Annotated[
+        str | None, typer.Option(help="Of --to: batch sizes, with commas between.", show_default="1,4,16,64")
+    ] = None,
     loading: options.ModelOptions,
     output: measuring.Rendered,
     composed: options.Load = None,
@@ -124,11 +126,13 @@ def bench_length(
     from longdraft.bench import servers as serving
     from longdraft.bench.acceptance import by_default, opened
     from longdraft.bench.experiment import Experiment
-    from longdraft.bench.schedule import schedules
+    from longdraft.bench.schedule import BATCHES, schedules
     from longdraft.bench.settings import REFERENCE, Settings
 
     output.check()
-    batches = method_options.whole_numbers("--batch", batch)
+    batches = BATCHES if batch is None else method_options.whole_numbers("--batch", batch)
+    if batch is not None and to is None:
+        raise options.SettingError("--batch is for --to: give --to vllm, or leave --batch out.")
     asked_for = None if lengths is None else method_options.whole_numbers("--lengths", lengths)
     hosted = None
     if url:

@@ -44,7 +44,7 @@ class DraftOptions(Group):
         Path | None,
         typer.Option(
             "--draft",
-            help="Draft folder, or a small model's .gguf file, for a method that needs one.",
+            help="Draft folder, hub id, or a small model's .gguf file, for a method that needs one.",
             show_default="the one that comes along",
         ),
     ] = None

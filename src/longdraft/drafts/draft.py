@@ -104,6 +104,20 @@ class Draft(ABC, Generic[Bound]):
                 self._bound[runner] = found = self.make(runner)
         return found
 
+    def push_to_hub(self, repo_id: str, token: str | None = None, private: bool | None = None) -> str:
+        """Uploads the draft's folder to the Hugging Face hub; returns the address of the commit.
+
+        Args:
+            repo_id: ``owner/name``; the repository is made if there is none.
+            token: the user's; None: that of ``hf auth login`` or of HF_TOKEN.
+            private: of a new repository; None: as the owner's are.
+
+        Raises:
+            CapabilityError: there is no token, the hub cannot be reached, or it refuses.
+            CheckpointError: the draft is no folder here, but a GGUF file or a model on the hub.
+        """
+        return hub.push(self.folder, self.kind, draft_folder.read_config(self.folder), repo_id, token, private)
+
     def outgrown(self, trained: int, what: str, then: str) -> None:
         """Warns, once a draft and not once a run, that it sees more tokens than it was trained for.
 
@@ -174,7 +188,7 @@ class TrainedDraft(Draft[Bound]):
         return cls(folder, draft_folder.load(folder))
 
     def save(self, folder: Path | str, bits: int | Mapping[str, int] | None = None) -> None:
-        """Writes the draft to a folder, in our layout.
+        """Writes the draft to a folder, in our layout, with its card and the record of its training.
 
         Args:
             bits: 8 or 4 packs its matrices, by a matrix's name where they differ; None: in the dtype they have.
@@ -183,21 +197,9 @@ class TrainedDraft(Draft[Bound]):
             CheckpointError: it cannot be written.
             ValueError: other bits, or a name that is no matrix's.
         """
+        hub.carry(self.folder, Path(folder))
         table = {} if self.ids is None else {OFFSETS: self.ids - torch.arange(len(self.ids), device="cpu")}
         draft_folder.save(folder, DraftFolder(self.kind, self.config, self.weights | table, self.made_for), bits)
-
-    def push_to_hub(self, repo_id: str, token: str | None = None, private: bool | None = None) -> str:
-        """Uploads the draft's folder to the Hugging Face hub; returns the address of the commit.
-
-        Args:
-            repo_id: ``owner/name``; the repository is made if there is none.
-            token: the user's; None: that of ``hf auth login`` or of HF_TOKEN.
-            private: of a new repository; None: as the owner's are.
-
-        Raises:
-            CapabilityError: there is no token, the hub cannot be reached, or it refuses.
-        """
-        return hub.push(self.folder, self.kind, self.config, repo_id, token, private)
 
     @abstractmethod
     def module(self) -> nn.Module:

@@ -13,9 +13,11 @@ from typing import Any
 
 from longdraft.errors import CapabilityError
 from longdraft.files import naming, replacing
+from longdraft.folders import is_gguf
 from longdraft.model.embedded import EMBEDDED_ID
 
-CARD = "README.md"
+# A folder's card, and the record of what trained the draft (:mod:`longdraft.training.command`).
+CARD, COMMAND = "README.md", "train_command.txt"
 _ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 # Files of a draft, or of a small language model; torch's own only where a repository has no others.
 _FILES = ("*.json", "*.safetensors", "*.md", "*.txt", "*.model", "*.jinja")
@@ -31,11 +33,13 @@ def local(draft: Path | str) -> Path | str:
         CheckpointError: the hub has no such repository, or cannot be reached.
     """
     name = os.fspath(draft)
-    return draft if not _ID.fullmatch(name) or Path(name).parent.exists() else fetched(name)
+    here = is_gguf(name) or not _ID.fullmatch(name) or Path(name).parent.exists()
+    return draft if here else fetched(name)
 
 
 @cache
 def fetched(name: str) -> Path:
+    """The folder of a hub id's files, asked for once a process. Raises CheckpointError if it cannot be fetched."""
     from huggingface_hub import snapshot_download
 
     with naming(name, f"{name} is no folder here, and fetching it from the Hugging Face hub failed", "Check the name."):
@@ -58,6 +62,14 @@ def write_card(folder: Path | str, kind: str, config: Mapping[str, Any]) -> None
     if not path.exists():
         with replacing(path) as part:
             part.write_text(card(kind, config), encoding="utf-8")
+
+
+def carry(folder: Path, out: Path) -> None:
+    """Copies what a draft's folder says about it to another that does not. Raises CheckpointError if that fails."""
+    for name in (CARD, COMMAND):
+        if (folder / name).is_file() and not (out / name).exists():
+            with replacing(out / name) as part:
+                part.write_bytes((folder / name).read_bytes())
 
 
 def card(kind: str, config: Mapping[str, Any]) -> str:

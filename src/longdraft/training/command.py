@@ -12,20 +12,22 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import longdraft
+from longdraft.drafts.hub import COMMAND
 from longdraft.files import replacing
 
-COMMAND = "train_command.txt"
-PACKAGES = ("longdraft", "torch", "transformers", "accelerate", "safetensors")
+PACKAGES = ("torch", "transformers", "accelerate", "safetensors")
 
 
 def train_command(settings: Mapping[str, Any], processes: int) -> str:
     """The record of this process's run."""
     lines = {"Timestamp": datetime.now(timezone.utc).isoformat(), "Git SHA": _commit(), "World size": processes}
-    lines |= {package: _version(package) for package in PACKAGES} | {"Settings": json.dumps(settings)}
+    lines |= {"longdraft": longdraft.__version__} | {package: version(package) for package in PACKAGES}
+    lines |= {"Settings": json.dumps(settings)}
     return "".join(f"# {name}: {value}\n" for name, value in lines.items()) + f"{shlex.join(sys.argv)}\n"
 
 
@@ -33,13 +35,6 @@ def write(folder: Path, record: str) -> None:
     """Writes a record to a folder. Raises CheckpointError if it cannot be written."""
     with replacing(folder / COMMAND) as part:
         part.write_text(record, encoding="utf-8")
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def _commit() -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -30,20 +30,6 @@ GONE = {
     "curves": "Set track=tensorboard, or draw log.jsonl. ",
 }
 
-# The values that a setting takes, as attributes of its option.
-POSITIVE = {"above": 0}
-ONE_OR_MORE = {"least": 1}
-ZERO_OR_MORE = {"least": 0}
-SHARE = {"least": 0, "most": 1}
-POSITIVE_SHARE = {"above": 0, "most": 1}
-BETAS = {"least": 0, "below": 1, "size": 2}
-
-
-def setting(default: Any, meaning: str, values: Mapping[str, Any] | None = None) -> Any:
-    """A field of a configuration class: its meaning for the help, and its values if not all of its type will do."""
-    return option(default, help=meaning, **values or {})
-
-
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 PRECISIONS = ("bf16", "no")
 # Levels that simulated acceptance drafts, whatever number a draft was trained for.
@@ -58,61 +44,66 @@ class RunConfig(Options):
         ConfigError: a value is outside its range.
     """
 
-    data: tuple[str, ...] = setting(
-        (), "JSONL files, corpora as NAME:FOLDER, or folders of tokens; see `train data` and docs/training.md"
+    data: tuple[str, ...] = option(
+        (), help="JSONL files, corpora as NAME:FOLDER, or folders of tokens; see `train data` and docs/training.md"
     )
-    out: str = setting("draft", "folder of the run: checkpoints, log, and the draft in best and last")
-    target: str | None = setting(None, "the target's folder, GGUF file or hub id; none: the embedded model")
-    init: str | None = setting(None, "draft folder to continue from (a later stage); none: a new draft")
-    sample: float = setting(1.0, "share of the documents to use, chosen by how they begin", SHARE)
-    held_out: float = setting(0.02, "share of the documents kept for measuring, chosen by how they begin", SHARE)
-    max_length: int = setting(1024, "tokens: longer texts are cut into pieces, chats at their end", ONE_OR_MORE)
-    min_length: int = setting(32, "tokens: shorter documents are left out", ONE_OR_MORE)
-    anchor_offset: int = setting(0, "largest random offset of anchor-offset indices; 0: plain indices", ZERO_OR_MORE)
-    intermediate_size: int | None = setting(
-        None, "size of the draft's MLP; none: the target's, or that of the draft in init", ONE_OR_MORE
+    out: str = option("draft", help="folder of the run: checkpoints, log, and the draft in best and last")
+    target: str | None = option(None, help="the target's folder, GGUF file or hub id; none: the embedded model")
+    init: str | None = option(None, help="draft folder to continue from (a later stage); none: a new draft")
+    sample: float = option(1.0, help="share of the documents to use, chosen by how they begin", min=0, most=1)
+    held_out: float = option(
+        0.02, help="share of the documents kept for measuring, chosen by how they begin", min=0, most=1
     )
-    vocabulary: int | None = setting(
-        None, "tokens that the draft can propose; none: all, or those of the draft in init", ONE_OR_MORE
+    max_length: int = option(1024, help="tokens: longer texts are cut into pieces, chats at their end", min=1)
+    min_length: int = option(32, help="tokens: shorter documents are left out", min=1)
+    anchor_offset: int = option(0, help="largest random offset of anchor-offset indices; 0: plain indices", min=0)
+    intermediate_size: int | None = option(
+        None, help="size of the draft's MLP; none: the target's, or that of the draft in init", min=1
     )
-    vocabulary_from: tuple[str, ...] = setting((), "JSONL files to count the vocabulary's tokens on; none: data")
-    distill: float = setting(
-        0.0, "share of the loss that follows the target's distribution; 0: cross-entropy alone (the paper)", SHARE
+    vocabulary: int | None = option(
+        None, help="tokens that the draft can propose; none: all, or those of the draft in init", min=1
     )
-    cache: str | None = setting(None, "folder for the target's features; none: the target runs in every epoch")
-    hidden_states: str | None = setting(
-        None, "folder of hidden states that vLLM extracted for the rows of data; none: the target computes them"
+    vocabulary_from: tuple[str, ...] = option((), help="JSONL files to count the vocabulary's tokens on; none: data")
+    distill: float = option(
+        0.0,
+        help="share of the loss that follows the target's distribution; 0: cross-entropy alone (the paper)",
+        min=0,
+        most=1,
     )
-    target_dtype: str = setting("auto", "dtype of the target", {"choices": DTYPES})
-    target_rope_factor: float | None = setting(
-        None, "YaRN's factor for the target, for texts longer than its context; none: the target as it is", ONE_OR_MORE
+    cache: str | None = option(None, help="folder for the target's features; none: the target runs in every epoch")
+    hidden_states: str | None = option(
+        None, help="folder of hidden states that vLLM extracted for the rows of data; none: the target computes them"
     )
-    precision: str = setting(
+    target_dtype: str = option("auto", help="dtype of the target", choices=DTYPES)
+    target_rope_factor: float | None = option(
+        None, help="YaRN's factor for the target, for texts longer than its context; none: the target as it is", min=1
+    )
+    precision: str = option(
         "bf16",
-        "dtype of the draft's matrix products (no: float32); weights are always float32",
-        {"choices": PRECISIONS},
+        help="dtype of the draft's matrix products (no: float32); weights are always float32",
+        choices=PRECISIONS,
     )
-    epochs: float = setting(1.0, "passes over the data; a fraction stops part of the way", POSITIVE)
-    max_steps: int | None = setting(None, "steps after which the run ends; none: with its epochs", ONE_OR_MORE)
-    rows: int = setting(4096, "learned tokens in a batch (documents are packed)", ONE_OR_MORE)
-    accumulate: int = setting(1, "batches per step and process", ONE_OR_MORE)
-    lr: float = setting(5e-4, "peak of the learning rate", POSITIVE)
-    warmup: float = setting(0.1, "share of the steps spent rising to the peak; a cosine leads down", SHARE)
-    min_lr: float = setting(0.0, "share of the peak that is left at the end", SHARE)
-    betas: tuple[float, ...] = setting((0.9, 0.95), "betas of AdamW", BETAS)
-    eps: float = setting(1e-6, "epsilon of AdamW", ZERO_OR_MORE)
-    weight_decay: float = setting(0.1, "weight decay of AdamW; norms and biases do not decay", ZERO_OR_MORE)
-    clip: float = setting(1.0, "largest norm of the gradient", POSITIVE)
-    seed: int = setting(0, "seed of initial weights, batches and offsets")
-    save_every: int = setting(200, "steps between checkpoints; 0: only at the end", ZERO_OR_MORE)
-    measure_every: int = setting(200, "steps between measurements; 0: only at the end", ZERO_OR_MORE)
-    keep: int = setting(2, "checkpoints to keep", ONE_OR_MORE)
-    recompute: bool = setting(
-        False, "compute the draft's layers again in the backward pass: less memory, about a third more work"
+    epochs: float = option(1.0, help="passes over the data; a fraction stops part of the way", above=0)
+    max_steps: int | None = option(None, help="steps after which the run ends; none: with its epochs", min=1)
+    rows: int = option(4096, help="learned tokens in a batch (documents are packed)", min=1)
+    accumulate: int = option(1, help="batches per step and process", min=1)
+    lr: float = option(5e-4, help="peak of the learning rate", above=0)
+    warmup: float = option(0.1, help="share of the steps spent rising to the peak; a cosine leads down", min=0, most=1)
+    min_lr: float = option(0.0, help="share of the peak that is left at the end", min=0, most=1)
+    betas: tuple[float, ...] = option((0.9, 0.95), help="betas of AdamW", min=0, below=1, size=2)
+    eps: float = option(1e-6, help="epsilon of AdamW", min=0)
+    weight_decay: float = option(0.1, help="weight decay of AdamW; norms and biases do not decay", min=0)
+    clip: float = option(1.0, help="largest norm of the gradient", above=0)
+    seed: int = option(0, help="seed of initial weights, batches and offsets")
+    save_every: int = option(200, help="steps between checkpoints; 0: only at the end", min=0)
+    measure_every: int = option(200, help="steps between measurements; 0: only at the end", min=0)
+    keep: int = option(2, help="checkpoints to keep", min=1)
+    recompute: bool = option(
+        False, help="compute the draft's layers again in the backward pass: less memory, about a third more work"
     )
-    track: tuple[str, ...] = setting((), "trackers of accelerate that get the figures too: tensorboard, wandb, ...")
-    threads: int | None = setting(None, "CPU threads; none: torch's choice", ONE_OR_MORE)
-    device: str | None = setting(None, "cpu, cuda, cuda:N, mps; none: the best there is, a GPU for each process")
+    track: tuple[str, ...] = option((), help="trackers of accelerate that get the figures too: tensorboard, wandb, ...")
+    threads: int | None = option(None, help="CPU threads; none: torch's choice", min=1)
+    device: str | None = option(None, help="cpu, cuda, cuda:N, mps; none: the best there is, a GPU for each process")
     fields_set: tuple[str, ...] = field(default=(), repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -129,40 +120,38 @@ class RunConfig(Options):
 class TrainConfig(RunConfig):
     """A LongSpec run."""
 
-    noise: int = setting(
-        5, "largest shift j of flash noisy training; 1 turns it off, five levels of drafting need 5", ONE_OR_MORE
+    noise: int = option(
+        5, help="largest shift j of flash noisy training; 1 turns it off, five levels of drafting need 5", min=1
     )
-    window: int = setting(512, "keys that self-attention sees, the query's own included", ONE_OR_MORE)
-    final_norm: bool = setting(True, "put an RMSNorm before the head; the paper's block has none")
+    window: int = option(512, help="keys that self-attention sees, the query's own included", min=1)
+    final_norm: bool = option(True, help="put an RMSNorm before the head; the paper's block has none")
 
 
 @dataclass(frozen=True)
 class Eagle3Config(RunConfig):
     """An EAGLE-3 run. The draft has the target's head counts, head size and rotary base."""
 
-    ttt: int = setting(5, "steps of the training-time test: how deep the draft drafts on its own outputs", ONE_OR_MORE)
-    decay: float = setting(0.8, "weight of a step relative to the step before it", POSITIVE_SHARE)
-    retain: float = setting(
-        1.0, "share of a batch's documents that goes on from a step to the next; less is cheaper", POSITIVE_SHARE
+    ttt: int = option(5, help="steps of the training-time test: how deep the draft drafts on its own outputs", min=1)
+    decay: float = option(0.8, help="weight of a step relative to the step before it", above=0, most=1)
+    retain: float = option(
+        1.0, help="share of a batch's documents that goes on from a step to the next; less is cheaper", above=0, most=1
     )
-    feature_layers: tuple[int, ...] = setting(
-        (), "decoder layers whose output is read (0: the first); none: 1, L//2-1 and L-4, or those of init"
+    feature_layers: tuple[int, ...] = option(
+        (), help="decoder layers whose output is read (0: the first); none: 1, L//2-1 and L-4, or those of init"
     )
-    window: int | None = setting(
-        None, "keys of its own that the draft sees, a row's own included; none: all", ONE_OR_MORE
+    window: int | None = option(
+        None, help="keys of its own that the draft sees, a row's own included; none: all", min=1
     )
-    distill: float = setting(1.0, "share of the loss that follows the target's distribution", SHARE)
-    rope_theta: float | None = setting(
-        None, "base of the draft's rotary embedding; none: that of init, or the target's", POSITIVE
+    distill: float = option(1.0, help="share of the loss that follows the target's distribution", min=0, most=1)
+    rope_theta: float | None = option(
+        None, help="base of the draft's rotary embedding; none: that of init, or the target's", above=0
     )
-    rope_factor: float | None = setting(
-        None, "YaRN's factor in training; none: positions are not stretched, or as in init", ONE_OR_MORE
+    rope_factor: float | None = option(
+        None, help="YaRN's factor in training; none: positions are not stretched, or as in init", min=1
     )
-    rope_factor_inference: float | None = setting(
-        None, "YaRN's factor in decoding; none: that of training", ONE_OR_MORE
-    )
-    rope_original_length: int | None = setting(
-        None, "tokens, the length that is stretched; none: what init names or was trained for", ONE_OR_MORE
+    rope_factor_inference: float | None = option(None, help="YaRN's factor in decoding; none: that of training", min=1)
+    rope_original_length: int | None = option(
+        None, help="tokens, the length that is stretched; none: what init names or was trained for", min=1
     )
 
     def __post_init__(self) -> None:
@@ -177,16 +166,16 @@ class Eagle3Config(RunConfig):
 class EagleConfig(RunConfig):
     """An EAGLE-1 run (Li et al. 2024, EAGLE). The draft has the target's head counts and vocabulary."""
 
-    classification: float = setting(
-        0.1, "weight of the cross-entropy beside the regression on the next state (its code: 0.1)", ZERO_OR_MORE
+    classification: float = option(
+        0.1, help="weight of the cross-entropy beside the regression on the next state (its code: 0.1)", min=0
     )
-    feature_noise: float = setting(
-        0.1, "states that are read are moved by uniform noise of this size; 0: not", ZERO_OR_MORE
+    feature_noise: float = option(
+        0.1, help="states that are read are moved by uniform noise of this size; 0: not", min=0
     )
-    distill: float = setting(1.0, "share of the loss that follows the target's distribution", SHARE)
-    lr: float = setting(3e-5, "peak of the learning rate (its code: 3e-5)", POSITIVE)
-    clip: float = setting(0.5, "largest norm of the gradient", POSITIVE)
-    rope_theta: float | None = setting(None, "base of a new draft's rotary embedding; none: the target's", POSITIVE)
+    distill: float = option(1.0, help="share of the loss that follows the target's distribution", min=0, most=1)
+    lr: float = option(3e-5, help="peak of the learning rate (its code: 3e-5)", above=0)
+    clip: float = option(0.5, help="largest norm of the gradient", above=0)
+    rope_theta: float | None = option(None, help="base of a new draft's rotary embedding; none: the target's", above=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -198,29 +187,27 @@ class EagleConfig(RunConfig):
 class OnePassConfig(Eagle3Config):
     """A one-pass run. ``init`` may be an EAGLE-3 draft or a one-pass draft."""
 
-    ttt: int = setting(6, "tokens that one forward proposes; a one-pass draft in init keeps its own", ONE_OR_MORE)
-    rank: int = setting(128, "rank of the bigram; a one-pass draft in init keeps its own", ONE_OR_MORE)
+    ttt: int = option(6, help="tokens that one forward proposes; a one-pass draft in init keeps its own", min=1)
+    rank: int = option(128, help="rank of the bigram; a one-pass draft in init keeps its own", min=1)
 
 
 @dataclass(frozen=True)
 class LmConfig(RunConfig):
     """A run that distils a small language model. The draft has the target's head counts and head size."""
 
-    layers: int = setting(3, "decoder layers; a draft in init keeps its layers, sizes and rotary base", ONE_OR_MORE)
-    start_from: tuple[int, ...] | None = setting(
-        None, "layers of the target (0: the first) to copy into a new draft's layers; none: random weights"
+    layers: int = option(3, help="decoder layers; a draft in init keeps its layers, sizes and rotary base", min=1)
+    start_from: tuple[int, ...] | None = option(
+        None, help="layers of the target (0: the first) to copy into a new draft's layers; none: random weights"
     )
-    learn_prompts: bool = setting(True, "also learn an answer's prompt, if both together fit max_length")
-    rope_theta: float = setting(10000.0, "base of the draft's rotary embedding", POSITIVE)
-    retrieval_layer: int | None = setting(
-        None, "layer of the target (0: the first) that the draft names for retrieval; none: the last", ZERO_OR_MORE
+    learn_prompts: bool = option(True, help="also learn an answer's prompt, if both together fit max_length")
+    rope_theta: float = option(10000.0, help="base of the draft's rotary embedding", above=0)
+    retrieval_layer: int | None = option(
+        None, help="layer of the target (0: the first) that the draft names for retrieval; none: the last", min=0
     )
-    max_length: int = setting(
-        1024,
-        "tokens, the longest text that it sees while drafting; of a longer prompt and answer, the end",
-        ONE_OR_MORE,
+    max_length: int = option(
+        1024, help="tokens, the longest text that it sees while drafting; of a longer prompt and answer, the end", min=1
     )
-    distill: float = setting(0.8, "share of the loss that follows the target's distribution", SHARE)
+    distill: float = option(0.8, help="share of the loss that follows the target's distribution", min=0, most=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -236,14 +223,16 @@ class LmConfig(RunConfig):
 class HeadsConfig(RunConfig):
     """A run that trains chained heads (TokenSwift, Wu et al. 2025)."""
 
-    heads: int = setting(3, "number of heads, one for each token ahead; those in init keep their number", ONE_OR_MORE)
-    decay: float = setting(
-        1.0, "weight of a head relative to the head before it; 1: all alike (the paper)", POSITIVE_SHARE
+    heads: int = option(3, help="number of heads, one for each token ahead; those in init keep their number", min=1)
+    decay: float = option(
+        1.0, help="weight of a head relative to the head before it; 1: all alike (the paper)", above=0, most=1
     )
-    lr: float = setting(
-        2e-3, "peak of the learning rate, for heads that begin as large as the target's states (paper: 5e-3)", POSITIVE
+    lr: float = option(
+        2e-3,
+        help="peak of the learning rate, for heads that begin as large as the target's states (paper: 5e-3)",
+        above=0,
     )
-    weight_decay: float = setting(0.0, "weight decay of AdamW", ZERO_OR_MORE)
+    weight_decay: float = option(0.0, help="weight decay of AdamW", min=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -40,11 +40,6 @@ class Documents(Sequence[Document]):
         source, begin = self.sources[self._source[i]], self._begins[i]
         return Document(source.slice(begin, begin + self.lengths[i]), self.starts[i])
 
-    @property
-    def tokens(self) -> int:
-        """Tokens of all pieces."""
-        return sum(self.lengths)
-
     def ordered(self) -> Documents:
         """The same pieces in order of their tokens, whatever the order of the files; of shards, as they are."""
         if any(source.mapped for source in self.sources):

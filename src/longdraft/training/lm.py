@@ -18,7 +18,6 @@ from longdraft.training.attention import attend
 from longdraft.training.config import LmConfig
 from longdraft.training.features import Features
 from longdraft.training.loop import Report
-from longdraft.training.measure import by_text
 from longdraft.training.session import Progress, Session, begin, never, silent
 from longdraft.training.trainee import StepOutput, Trainee
 from longdraft.training.vocabulary import rows_of
@@ -51,7 +50,7 @@ def train_lm(config: LmConfig, progress: Progress = silent, stop: Callable[[], b
     described = {"model": sizes, "trained_length": config.max_length}
     if config.retrieval_layer is not None:
         described["retrieval_layer"] = config.retrieval_layer
-    yield from session.train(trainee, None, KIND, described, levels=1, ranks_of=by_text)
+    yield from session.train(trainee, None, KIND, described, levels=1, by="text")
 
 
 def _draft(config: LmConfig, session: Session) -> tuple[nn.Module, dict[str, Any], torch.Tensor | None]:

@@ -18,7 +18,6 @@ from longdraft.training.attention import attend
 from longdraft.training.config import TrainConfig
 from longdraft.training.features import Features
 from longdraft.training.loop import Report
-from longdraft.training.measure import by_shift
 from longdraft.training.session import Progress, Session, begin, never, silent
 from longdraft.training.trainee import StepOutput, Trainee
 
@@ -65,7 +64,7 @@ def train_longspec(
     trainee = LongSpecTrainee(block, runner.parts, kept, config.distill, session.product_dtype)
     lengths = {"trained_length": config.max_length, "trained_positions": config.max_length + config.anchor_offset}
     described = block.shape.as_dict() | lengths
-    yield from session.train(trainee, (), KIND, described, levels=config.noise, ranks_of=by_shift, shifts=config.noise)
+    yield from session.train(trainee, (), KIND, described, levels=config.noise, by="shift", shifts=config.noise)
 
 
 def _draft(config: TrainConfig, session: Session) -> tuple[LongSpecBlock, torch.Tensor | None]:

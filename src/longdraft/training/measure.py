@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -39,36 +40,25 @@ class Simulated:
     tree: float
 
 
-# trainee, document, levels -> (levels, L - 1) ranks of the text's next token; UNSEEN where a level has none. Column t
-# is for the token after t, which level d predicts as the d-th token beyond what the target has read.
-Ranks = Callable[[Callable[..., StepOutput], Features, int], torch.Tensor]
+# How a draft computes its levels: a forward for each (LongSpec's shifts), all in one (the others), or, of a language
+# model, which reads the text itself, the same at every level.
+By = Literal["shift", "step", "text"]
+# The rank where a level has none.
 UNSEEN = 1 << 30
 
 
-def by_shift(trainee: Callable[..., StepOutput], document: Features, levels: int) -> torch.Tensor:
-    """Ranks of a LongSpec draft: a forward for each level."""
+def ranks_of(trainee: Callable[..., StepOutput], document: Features, levels: int, by: By) -> torch.Tensor:
+    """Ranks of the text's next tokens (levels, L - 1).
+
+    Column t is for the token after t, which level d predicts as the d-th token beyond what the target has read.
+    """
     ranks = torch.full((levels, len(document.tokens) - 1), UNSEEN)
-    for j in range(1, levels + 1):
-        first = max(document.start - 1, j)
-        if first < ranks.shape[1]:
-            ranks[j - 1, first:] = trainee([document], [j]).ranks.cpu()
-    return ranks
-
-
-def by_step(trainee: Callable[..., StepOutput], document: Features, levels: int) -> torch.Tensor:
-    """Ranks of a draft that computes all levels in one forward: EAGLE-3, one-pass, heads."""
-    ranks = torch.full((levels, len(document.tokens) - 1), UNSEEN)
-    out = trainee([document], [1], levels)
-    for i in range(int(out.depths.max())):  # a one-pass draft may have fewer levels
-        ranks[i, document.start + i :] = out.ranks[out.depths == i + 1].cpu()
-    return ranks
-
-
-def by_text(trainee: Callable[..., StepOutput], document: Features, levels: int) -> torch.Tensor:
-    """Ranks of a language model, which reads the text itself: the same at every level."""
-    ranks = torch.full((levels, len(document.tokens) - 1), UNSEEN)
-    ranks[:, document.start - 1 :] = trainee([document], [1]).ranks.cpu()
-    return ranks
+    for shift in range(1, min(levels + 1, ranks.shape[1])) if by == "shift" else (1,):
+        out = trainee([document], [shift], *([levels] if by == "step" else []))
+        for depth in out.depths.unique().tolist():  # a one-pass draft may have fewer levels
+            row = out.ranks[out.depths == depth].cpu()
+            ranks[depth - 1, ranks.shape[1] - len(row) :] = row
+    return ranks[:1].repeat(levels, 1) if by == "text" else ranks
 
 
 @torch.no_grad()
@@ -76,13 +66,13 @@ def simulate(
     trainee: Callable[..., StepOutput],
     documents: Iterable[tuple[Features, bool]],
     levels: int = DEPTH,
-    ranks_of: Ranks = by_shift,
+    by: By = "step",
     summed: Callable[[torch.Tensor], torch.Tensor] = lambda counts: counts,
 ) -> Simulated:
     """Simulated acceptance over documents.
 
     Args:
-        trainee: in eval mode. ranks_of: computes its ranks.
+        trainee: in eval mode. by: how it computes its levels.
         documents: each with whether it counts; one that does not is computed all the same.
         levels: of the tree, whatever number the draft was trained for.
         summed: adds up whole numbers over processes that have documents of their own.
@@ -91,7 +81,7 @@ def simulate(
     levelled, walked = torch.zeros(2, levels, dtype=torch.long), torch.zeros(2, 2, dtype=torch.long)
     widths = [1] * levels, [*WIDTHS, *[1] * levels][:levels]
     for document, counted in documents:
-        ranks = ranks_of(trainee, document, levels)
+        ranks = ranks_of(trainee, document, levels, by)
         if counted:
             levelled += torch.stack([(ranks == 0).sum(1), (ranks < UNSEEN).sum(1)])
             within = [ranks < torch.tensor(width)[:, None] for width in widths]

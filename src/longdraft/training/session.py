@@ -37,7 +37,7 @@ from longdraft.training.documents import Document, Skipped
 from longdraft.training.extracted import ExtractedStates
 from longdraft.training.features import FeatureReader, Features, FeatureSource
 from longdraft.training.loop import Loop, Report
-from longdraft.training.measure import Ranks, by_step, simulate
+from longdraft.training.measure import By, simulate
 from longdraft.training.trainee import Trainee
 from longdraft.training.vocabulary import most_frequent
 
@@ -154,7 +154,7 @@ class Session:
         levels: int,
         fit: Fit | None = None,
         measured: int = DEPTH,
-        ranks_of: Ranks = by_step,
+        by: By = "step",
         shifts: int = 1,
     ) -> Iterator[Report]:
         """Trains a module; yields a report for each step.
@@ -163,7 +163,8 @@ class Session:
             layers: of :meth:`features`. fit: called with a document's features before the first step.
             kind, config: the draft's kind, and what its config.json adds to the common entries.
             levels: the largest depth that the trainee reports. measured: levels that simulated acceptance drafts.
-            ranks_of: computes ranks for simulated acceptance. shifts: the largest shift that a document is given.
+            by: how the module computes its levels (:mod:`longdraft.training.measure`).
+            shifts: the largest shift that a document is given.
         """
         features = self.features(layers)
         if self.accelerator.is_main_process:
@@ -174,7 +175,7 @@ class Session:
         if self.config.distill:
             trainee.measure_scale(self.runner)
         held_out = self.held_out(features.reader, measured)
-        simulated = partial(simulate, levels=measured, ranks_of=ranks_of)
+        simulated = partial(simulate, levels=measured, by=by)
         config = {"base_model": hub.base_model(self.config.target), **config}
         described = partial(draft_folder.trained, kind, config, kept=trainee.kept, target=self.runner.parts.description)
         loop = Loop(self, trainee.to(self.runner.device), features, held_out, simulated, described, levels, shifts)

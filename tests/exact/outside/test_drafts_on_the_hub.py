@@ -123,11 +123,13 @@ def test_a_saved_draft_has_a_card_that_the_hub_reads(folder, tmp_path):
     assert (out / "README.md").read_text() == "mine"
 
 
-def test_the_drafts_that_ship_have_headers():
+def test_the_drafts_that_ship_have_headers(tmp_path):
     for place in shipped.folders():
         found = metadata_load(place / "README.md")
         assert found["base_model"] == EMBEDDED_ID and found["license"] == "apache-2.0", place
         assert found["library_name"] == "longdraft" and kind_of(place).name in found["tags"]
+    kind_of(place).load(place).save(tmp_path / "out")
+    assert metadata_load(tmp_path / "out" / "README.md") == found
 
 
 def test_pushed_and_used_by_its_id(folder, online):
