@@ -26,13 +26,13 @@ from longdraft.memory.sizes import available_bytes
 from longdraft.model.few_rows import MOST, in_halves, is_plain
 from longdraft.model.sharded import local, whole
 from longdraft.native import Kernels, Stored, kernels
-from longdraft.native.boundary import FLOATS
+from longdraft.native.boundary import FLOATS, memory_of
 from longdraft.native.stored import FORMATS, rounded_blocks, rounded_to_int8
 
 # Attribute of a model for the files that its weights are mapped from.
 _FILE = "_longdraft_mapped"
 _MAKING = threading.RLock()
-_SECONDS = 1 << 30  # bytes that are laid out in about a second
+_SECONDS = 4 << 30  # bytes that are laid out in about two seconds
 _TOGETHER = 4096  # rows of a draft's matrix that are rounded at a time, which bounds the memory for a large head
 
 
@@ -55,9 +55,9 @@ class StoredWeights(nn.Module):
     def matrix(self) -> Stored:
         return Stored(self.data, self.format, self.int8, self._woven)
 
-    def weave(self) -> None:
-        """Lays the matrix out for int8 arithmetic, in memory of its own."""
-        self._woven = woven(self.matrix, self.outs).woven
+    def weave(self, own: Kernels, place: torch.Tensor) -> None:
+        """Lays the matrix out for int8 arithmetic in so many bytes of memory."""
+        self._woven = own.weave(self.matrix, place).woven
 
     @property
     def weight(self) -> torch.Tensor:
@@ -114,10 +114,10 @@ class StoredEmbedding(StoredWeights):
         return rows if self.scale == 1.0 else rows * torch.tensor(self.scale, dtype=rows.dtype, device="cpu")
 
 
-def woven(stored: Stored, outs: int | None = None) -> Stored:
-    """A stored matrix with a copy for int8 arithmetic, if there are kernels for it: :meth:`Kernels.weave`."""
+def woven(stored: Stored) -> Stored:
+    """A stored matrix with a copy for int8 arithmetic, where kernels can make one: :meth:`Kernels.weave`."""
     own = kernels()
-    return stored if own is None else own.weave(stored, outs)
+    return own.weave(stored) if own is not None and own.weaves(stored) else stored
 
 
 def unpacked(stored: Stored) -> torch.Tensor:
@@ -254,14 +254,19 @@ def weave(model: nn.Module, progress: Callable[[str], None]) -> None:
 
     progress is called with a line of text before it takes seconds.
     """
-    modules = [m for m in model.modules() if isinstance(m, StoredWeights) and m.int8]
-    size, free = sum(m.data.nbytes for m in modules), available_bytes(torch.device("cpu"))
-    if free is not None and free < 2 * size:
+    own = kernels()
+    if own is None:
         return
-    if size > _SECONDS:
+    found = [m for m in model.modules() if isinstance(m, StoredWeights) and m.int8 and own.weaves(m.matrix, m.outs)]
+    # Each begins at a line of the cache.
+    sizes = [-(-m.data.numel() // 64) * 64 for m in found]
+    free = available_bytes(torch.device("cpu"))
+    if free is not None and free < 2 * sum(sizes):
+        return
+    if sum(sizes) > _SECONDS:
         progress("Laying out the weights for this processor, as at every start")
-    for module in modules:
-        module.weave()
+    for module, place in zip(found, memory_of(sum(sizes)).split(sizes), strict=True):
+        module.weave(own, place[: module.data.numel()])
 
 
 def light(weights: torch.Tensor | Stored, bits: Literal[4, 8] = 8) -> torch.Tensor | Stored:

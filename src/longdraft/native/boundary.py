@@ -6,6 +6,8 @@ tensor has its dtype and device said where it is made, and :func:`address` check
 
 from __future__ import annotations
 
+import mmap
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -13,6 +15,8 @@ import torch
 # For tensors on the host: torch.empty(n, **FLOATS).
 FLOATS: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
 WHOLE: dict[str, Any] = {"dtype": torch.long, "device": "cpu"}
+
+_LARGE = 4 << 20  # bytes that hold a large page wherever they begin
 
 
 def address(
@@ -34,3 +38,14 @@ def address(
         expected = f"{dtype} on the CPU, contiguous{'' if size is None else f', {size} numbers'}"
         raise TypeError(f"a kernel takes {expected}; got {x.dtype} on {x.device}, {tuple(x.shape)}, {x.stride()}")
     return x.data_ptr()
+
+
+def memory_of(size: int) -> torch.Tensor:
+    """So many bytes, in large pages where Linux has some: what is read once a step is mostly not in the caches, and
+    with small pages the processor would look for a page's place every 4 KiB."""
+    if size < _LARGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(size, dtype=torch.uint8, device="cpu")
+    pages = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel without them
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=torch.uint8)

@@ -16,7 +16,7 @@ from typing import Literal
 
 import torch
 
-from longdraft.native.boundary import FLOATS, WHOLE, address
+from longdraft.native.boundary import FLOATS, WHOLE, address, memory_of
 from longdraft.native.build import LEVELS, levels, loaded
 from longdraft.native.draft import DraftBlock, Nodes
 from longdraft.native.header import STRUCTURES, Pointer
@@ -79,23 +79,26 @@ class Kernels:
         self.call("unpack", [data, out], *places)
         return out
 
-    def weave(self, weights: Stored, outs: int | None = None) -> Stored:
-        """Stored weights with a copy that int8 arithmetic reads faster: a vector's worth of rows beside one another.
+    def weaves(self, weights: Stored, outs: int | None = None) -> bool:
+        """True if these weights can be laid out by :meth:`weave`: their outputs fill whole vectors.
 
         Args:
             outs: outputs of each matrix, where several lie one behind the other; None for one matrix.
-
-        Returns:
-            The weights as they are if these outputs do not fill whole vectors.
         """
-        rows, size = weights.shape
-        if (outs or rows) % self.lanes or not weights.in_blocks:
-            return weights
-        data = weights.data
-        woven = torch.empty(rows // self.lanes, self.lanes, data.shape[1], dtype=torch.uint8, device="cpu")
+        return weights.in_blocks and (outs or weights.shape[0]) % self.lanes == 0
+
+    def weave(self, weights: Stored, place: torch.Tensor | None = None) -> Stored:
+        """Stored weights with a copy that int8 arithmetic reads faster: a vector's worth of rows beside one another.
+
+        Args:
+            weights: such as :meth:`weaves` allows.
+            place: memory for the copy, as many bytes as the weights have; None takes some.
+        """
+        data, (rows, size) = weights.data, weights.shape
+        place = memory_of(data.numel()) if place is None else place
         places = address(data, torch.uint8, rows=True), weights.number, rows, size, data.stride(0)
-        self.call("weave", [data, woven], *places, address(woven, torch.uint8))
-        return replace(weights, woven=woven)
+        self.call("weave", [data, place], *places, address(place, torch.uint8, data.numel()))
+        return replace(weights, woven=place.view(rows // self.lanes, self.lanes, data.shape[1]))
 
     def attend(
         self,
