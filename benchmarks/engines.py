@@ -21,7 +21,7 @@ pipeline = genai.LLMPipeline(path, "CPU", INFERENCE_NUM_THREADS=threads)
 print(json.dumps({"version": openvino.__version__}), flush=True)
 for line in sys.stdin:
     read, new = json.loads(line)
-    ids = numpy.random.default_rng(read).integers(1000, 20000, (1, read))
+    ids = numpy.random.default_rng().integers(1000, 20000, (1, read))  # it remembers prompts
     inputs = genai.TokenizedInputs(openvino.Tensor(ids), openvino.Tensor(numpy.ones_like(ids)))
     config = genai.GenerationConfig(max_new_tokens=new, ignore_eos=True, do_sample=False)
     figures = pipeline.generate(inputs, config).perf_metrics

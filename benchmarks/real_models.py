@@ -181,7 +181,7 @@ def default(model: Model, file: Path) -> Cell:
     if not (prompts := model.prompts(file)):
         return {"skipped": "no prompt of these lengths"}
     _, spec = specs = [Speculator(name, model.loaded.model, model.loaded.tokenizer) for name in ("ar", None)]
-    spec.planner(console.print)
+    spec.planner()
     for each in specs:  # what only a first run does
         each.generate([model.text(64)], max_new_tokens=8, eos_token_ids=[])
     new, depth = model.args.new_tokens, int(median(map(len, prompts)))
