@@ -60,7 +60,7 @@ FILLED, WARM_UP = 1024, 3  # rows of a KV store that are filled at a time; token
 # Settings that a cell depends on, besides its file.
 SETTINGS = (
     "threads", "arithmetic", "repeats", "steps", "new_tokens", "real_kv", "verify_rows", "verify_turns", "data_rows",
-    "prompt_tokens",
+    "prompt_tokens", "engines",
 )  # fmt: skip
 console = Console(width=None if sys.stdout.isatty() else 200)
 
@@ -269,6 +269,8 @@ def parsed(arguments: list[str] | None) -> Any:
     args = parser.parse_args(arguments)
     folders = [sorted(each.glob("*.jsonl")) if each.is_dir() else [each] for each in args.prompts]
     args.prompt_files = [file for files in folders for file in files]
+    named = {"llama": True, "ik": args.ik_bench, "openvino": args.openvino}
+    args.engines = [name for name, given in named.items() if given]
     return args
 
 
@@ -285,7 +287,7 @@ def main(arguments: list[str] | None = None) -> None:
     about = {"hardware": machine.hardware(), "versions": machine.versions()}
     found: dict[str, Any] = {"engines": {}, "cells": {}}
     if args.json and args.json.exists() and not args.fresh:
-        found = json.loads(args.json.read_text())
+        found |= json.loads(args.json.read_text())
     found |= about
     tables: dict[str, dict[tuple[str, str], Cell]] = {}
     for name, path in args.models:

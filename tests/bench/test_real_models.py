@@ -142,6 +142,13 @@ def test_finished_cells_are_kept(module, loads, command, tmp_path, capsys):
     script.main([*command, "--steps", "5"])  # other settings
     assert len((tmp_path / "calls").read_text()) > len(calls)
     calls = (tmp_path / "calls").read_text()
+    script.main([*command, "--steps", "5", "--ik-bench", command[3]])  # another engine
+    assert "-rtr" in (tmp_path / "calls").read_text().removeprefix(calls)
+    older = json.loads((tmp_path / "out.json").read_text())
+    del older["engines"]  # as files of earlier versions
+    (tmp_path / "out.json").write_text(json.dumps(older))
+    script.main([*command, "--steps", "6"])
+    calls = (tmp_path / "calls").read_text()
     script.main([*command, "--steps", "5", "--fresh"])
     assert len((tmp_path / "calls").read_text()) > len(calls)
 
