@@ -12,9 +12,10 @@ from longdraft import load
 from longdraft.errors import CapabilityError
 from longdraft.model.few_rows import MOST, quicken
 from longdraft.model.runner import TargetRunner
-from longdraft.model.stored import StoredEmbedding, StoredLinear, in_floats
+from longdraft.model.stored import StoredEmbedding, StoredLinear, in_floats, is_woven
 from tests.native.levels import needs_kernels
 from tests.support.forwards import forward
+from tests.support.gguf_files import write_gguf
 from tests.support.quick import in_turn
 from tests.support.tiny import FAMILIES, tiny_model, tiny_tokenizer
 
@@ -95,3 +96,22 @@ def test_few_rows_are_our_kernels_and_more_are_torchs(rows, ours):
     found = layer(x)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     assert torch.equal(found, expected) is not ours
+
+
+@needs_kernels
+def test_matrices_are_laid_out_where_memory_allows_and_give_the_same_bits(tmp_path, free_memory):
+    pytest.importorskip("gguf")
+    write_gguf(tmp_path / "a.gguf", hidden=64)
+    wide = load(tmp_path / "a.gguf").model
+    held = sum(m.data.nbytes for m in wide.modules() if isinstance(m, StoredLinear) and m.int8)
+    free_memory(2 * held - 1)
+    narrow = load(tmp_path / "a.gguf").model
+    assert held and is_woven(wide) and not is_woven(narrow)
+    tokens = [1, 5, 2, 7, 3, 4, 6, 2, 8, 1]
+    for size in (1, 3, 10):
+        both = []
+        for model in (wide, narrow):
+            runner = TargetRunner(model)
+            store = runner.new_store(1, 16)
+            both.append(runner.forward(store.block([0], [tokens[:size]], prompt=True), store, logits="all").logits)
+        assert torch.equal(*both)

@@ -22,7 +22,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from longdraft.errors import CapabilityError, CheckpointError
-from longdraft.memory.sizes import available_bytes
+from longdraft.memory import sizes
 from longdraft.model.few_rows import MOST, in_halves, is_plain
 from longdraft.model.sharded import local, whole
 from longdraft.native import Kernels, Stored, kernels
@@ -32,7 +32,7 @@ from longdraft.native.stored import FORMATS, rounded_blocks, rounded_to_int8
 # Attribute of a model for the files that its weights are mapped from.
 _FILE = "_longdraft_mapped"
 _MAKING = threading.RLock()
-_SECONDS = 4 << 30  # bytes that are laid out in about two seconds
+_SECONDS = 1 << 30  # bytes that it may take two seconds to lay out
 _TOGETHER = 4096  # rows of a draft's matrix that are rounded at a time, which bounds the memory for a large head
 
 
@@ -259,13 +259,13 @@ def weave(model: nn.Module, progress: Callable[[str], None]) -> None:
         return
     found = [m for m in model.modules() if isinstance(m, StoredWeights) and m.int8 and own.weaves(m.matrix, m.outs)]
     # Each begins at a line of the cache.
-    sizes = [-(-m.data.numel() // 64) * 64 for m in found]
-    free = available_bytes(torch.device("cpu"))
-    if free is not None and free < 2 * sum(sizes):
+    lengths = [-(-m.data.numel() // 64) * 64 for m in found]
+    free = sizes.available_bytes(torch.device("cpu"))
+    if free is not None and free < 2 * sum(lengths):
         return
-    if sum(sizes) > _SECONDS:
+    if sum(lengths) > _SECONDS:
         progress("Laying out the weights for this processor, as at every start")
-    for module, place in zip(found, memory_of(sum(sizes)).split(sizes), strict=True):
+    for module, place in zip(found, memory_of(sum(lengths)).split(lengths), strict=True):
         module.weave(own, place[: module.data.numel()])
 
 
@@ -289,11 +289,11 @@ def light(weights: torch.Tensor | Stored, bits: Literal[4, 8] = 8) -> torch.Tens
 
 
 def light_bytes(weights: torch.Tensor | Stored, bits: Literal[4, 8] = 8) -> int:
-    """Bytes of the copy that :func:`light` makes; 0 if it makes none."""
+    """Bytes of what :func:`light` makes, which is laid out for vectors too; 0 if it makes nothing."""
     rows, size = weights.shape
     if size % 32 or (isinstance(weights, Stored) and weights.bits <= bits + 1):
         return 0
-    return rows * size // 32 * FORMATS["Q4_0" if bits == 4 else "Q8_0"][1]
+    return 2 * rows * size // 32 * FORMATS["Q4_0" if bits == 4 else "Q8_0"][1]
 
 
 def check_unchanged(model: nn.Module) -> None:
