@@ -140,9 +140,15 @@ class Speculator:
         self.recipe(self.runner(target))
 
     @classmethod
-    def from_pretrained(cls, name: str | Path, *arguments: Any, **options: Any) -> Speculator:
-        """A speculator from a draft folder or a method's name, with the arguments of :class:`Speculator`."""
-        return cls(name, *arguments, **options)
+    def from_pretrained(
+        cls,
+        name: str | Path,
+        target: PreTrainedModel | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        **options: Any,
+    ) -> Speculator:
+        """A speculator from a draft folder or a method's name; see :class:`Speculator`."""
+        return cls(name, target, tokenizer, **options)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise RequestError(

@@ -1,4 +1,4 @@
-"""What our Triton kernels for attention have in common: tiles, and the running softmax over them.
+"""Parts of our Triton kernels for attention: tiles, and the running softmax over them.
 
 Rows are the G = Hq/Hkv query heads of one KV head, folded: row r = g*T + t, R = G*T of them. The G heads read the same
 keys, so each key and value tile is loaded once for all of them. Scores are in base 2, because the hardware has exp2.

@@ -50,7 +50,7 @@ class Output:
 
     @property
     def rows(self) -> int:
-        """How many rows the file has."""
+        """The number of rows in the file."""
         return self._file.count
 
     def write(self, row: Mapping[str, Any], failed: bool) -> None:

@@ -86,7 +86,7 @@ def _plain(value: Any) -> Any:
 
 
 def _read(value: Any) -> Any:
-    """What a text of JSON says; any other value, and text that is none, as it is."""
+    """The value of a text of JSON; any other value, and text that is none, as it is."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):

@@ -50,7 +50,7 @@ def fetched(name: str) -> Path:
 
 
 def base_model(target: str | None) -> str:
-    """How a card names a draft's target, given as to :func:`longdraft.load`: a hub id, or the name of a folder."""
+    """The name on its card of a draft's target, given as to :func:`longdraft.load`: a hub id, or a folder's."""
     if target is None:
         return EMBEDDED_ID
     return target if _ID.fullmatch(target) and not Path(target).exists() else Path(target).resolve().name

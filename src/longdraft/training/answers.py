@@ -94,7 +94,7 @@ class AnswerFile:
 
     @property
     def rows(self) -> int:
-        """How many rows are in the file."""
+        """The number of rows in the file."""
         return self._file.count
 
     @property

@@ -35,7 +35,7 @@ class NeuralDrafter(RetrievingDrafter):
     ahead: ClassVar[int] = 0
     """The distance from a row's position to the token behind it that it embeds."""
     rounds: ClassVar[type[DraftRound]]
-    """What drafts the trees of one round."""
+    """The class that drafts the trees of one round."""
     draft: Any
     cache: DraftCache
     bound: BoundDraft

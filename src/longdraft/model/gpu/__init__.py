@@ -1,1 +1,1 @@
-"""What makes a target fast on a GPU, and exact: recorded forwards, layers in few launches, forwards of one size."""
+"""A target on a GPU, fast and exact: recorded forwards, layers in few launches, forwards of one size."""
