@@ -251,6 +251,7 @@ def no_option(name: str, known: Iterable[str], methods: Mapping[str, Iterable[st
 RETIRED = {
     "specpv-exact": "prompt-lookup and longspec with lookup=true are exact and faster; specpv is approximate.",
     "nested": "triforce drafts in levels.",
+    "assistant": "Gemma 4's assistants are not read any more; self and prompt-lookup need no draft.",
 }
 # The same of methods' options; those of one method alone stand behind its name.
 _STREAMING = "a chain of a small model on the first and last tokens is small-lm with view=streaming and tree=chain."

@@ -123,6 +123,8 @@ def _kind(config: Mapping[str, Any], folder: Path | str) -> str:
         return VARIANTS.get(named, named)
     if "longdraft_format" in config:
         return ""
+    if str(config.get("model_type")).endswith("_assistant"):  # Gemma 4's, which read the target's own KV
+        return "assistant"
     if config.get("dflash_config") or config.get("markov_rank"):
         return "dflash"
     if "eagle3" in str(config.get("architectures")).lower():

@@ -30,8 +30,8 @@ class Step:
         finish_reason: set on a sequence's last step.
         pieces: the emitted text, each piece with whether it was drafted; none without a tokenizer. An incomplete
             character, and what may be the beginning of a stop string, come with a later step.
-        tree: the verified tree, rooted at the token before; None if nothing was verified: the text was read, perhaps
-            anew ("full"), or the sequence was aborted.
+        tree: the verified tree, rooted at the token before; None if nothing was verified: the prompt was
+            read, or the sequence was aborted.
         path: its accepted nodes, the root first.
     """
 

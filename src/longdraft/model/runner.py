@@ -169,6 +169,12 @@ class TargetRunner:
         None if rows do not depend on how long their text is."""
         return self.twin.rope_switch
 
+    def longest_text(self, prompt: int) -> int:
+        """Tokens of the longest text that may begin with a prompt of so many: one that crosses the switch would have to
+        be read anew."""
+        switch = self.rope_switch
+        return self.context_length if switch is None or prompt > switch else switch
+
     def rows_kind(self, length: int) -> str:
         """Names the rows of a text of ``length`` tokens: texts of two kinds share none, even if they begin alike."""
         return "long" if self.rope_switch is not None and length > self.rope_switch else ""
