@@ -229,13 +229,6 @@ class HeadsDrafter(TreeDrafter):
         return () if self.level is None else self.level.query_layers(runner)
 
     def bind(self, runner: TargetRunner, store: KVStore) -> None:
-        """Takes the target's head, and memory for the level's views.
-
-        Raises:
-            CheckpointError: the heads were made for another target.
-            UnsupportedModelError: the target has nothing that a draft could share.
-            MemoryBudgetError: the views do not fit.
-        """
         self._bound, self._store = self.draft.bound(runner), store
         if self.level is not None:
             self.level.host(runner, store, (runner.depth - 1,))

@@ -218,12 +218,6 @@ class SelfDrafter(TreeDrafter):
         return self.runner.graphs.recording or any(s.length + FRESH > self.view.budget for s in sequences)
 
     def bind(self, runner: TargetRunner, store: KVStore) -> None:
-        """Takes memory for the views.
-
-        Raises:
-            MemoryBudgetError: they do not fit the memory that is free.
-            CapabilityError: nothing here reads them in the dtype that was asked for.
-        """
         self.host(runner, store, store.feature_layers)
 
     def host(self, runner: TargetRunner, full: KVStore, feature_layers: tuple[int, ...] = ()) -> None:

@@ -96,13 +96,6 @@ class SmallLMDrafter(RetrievingDrafter):
         self._bound: BoundLM | None = None
 
     def bind(self, runner: TargetRunner, store: KVStore) -> None:
-        """Hosts the model, and takes memory for its keys and values.
-
-        Raises:
-            CheckpointError: its vocabulary is not the target's, or its weights cannot be read.
-            UnsupportedModelError: it cannot be hosted, or its keys cannot be moved, which the full view need not do.
-            MemoryBudgetError: they do not fit the memory that is free.
-        """
         self._bound = bound = self.draft.bound(runner)
         self._store = store
         # A text has no more tokens than the target's store has rows.

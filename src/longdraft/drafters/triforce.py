@@ -24,7 +24,7 @@ from longdraft.drafters.self_drafter import SINK, SelfDrafter, ViewOptions
 from longdraft.drafters.small_lm import SmallLMDrafter
 from longdraft.drafts.language_model import SmallLMDraft
 from longdraft.engine.accept import accept, decide
-from longdraft.engine.drafter import Drafter
+from longdraft.engine.drafter import Drafter, of_part
 from longdraft.engine.event import Event
 from longdraft.engine.method import Method, register
 from longdraft.engine.sequence import Sequence
@@ -85,18 +85,14 @@ class TriForceDrafter(Drafter):
         self.max_nodes, self._asked = depth or LENGTH, depth is not None
         self._walks: dict[int, _Walk] = {}
 
-    @property
-    def forwards(self) -> int:  # type: ignore[override]
-        """Forwards of the level. The small model is cheaper: its forwards count as part of these."""
-        return self.level.forwards
+    # The small model is cheaper than the level: its forwards count as part of the level's.
+    forwards, query_window, query_layers = (
+        of_part("level", name) for name in ("forwards", "query_window", "query_layers")
+    )
 
     @property
     def views(self) -> tuple[View, ...]:
         return self.small.views + self.level.views
-
-    @property
-    def query_window(self) -> int:  # type: ignore[override]
-        return self.level.query_window
 
     def use_planner(self) -> None:
         """The level stops where another token does not pay, unless a length was asked for."""
@@ -108,15 +104,7 @@ class TriForceDrafter(Drafter):
         """Returns True: the level emits chains."""
         return True
 
-    def query_layers(self, runner: TargetRunner) -> tuple[int, ...]:
-        return self.level.query_layers(runner)
-
     def bind(self, runner: TargetRunner, store: KVStore) -> None:
-        """Binds both.
-
-        Raises:
-            MemoryBudgetError, CheckpointError, UnsupportedModelError: as they do.
-        """
         if runner.recurrent:
             raise UnsupportedModelError(
                 f"{type(runner.model).__name__} has recurrent layers, so it cannot verify on a part of its KV as "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Any
 
 from longdraft.engine.event import Event
 from longdraft.engine.sequence import Sequence
@@ -72,7 +73,13 @@ class Drafter(ABC):
         return True
 
     def bind(self, runner: TargetRunner, store: KVStore) -> None:  # noqa: B027
-        """Called once a run, before anything else, with the target and its KV (readable rows may be read)."""
+        """Called once a run, before anything else, with the target and its KV (readable rows may be read).
+
+        Raises:
+            CheckpointError: a draft was made for another target, or its weights cannot be read.
+            UnsupportedModelError: the target has nothing that the draft could share, or is not one to draft for so.
+            MemoryBudgetError: what it needs beside the KV does not fit the memory that is free.
+        """
 
     @abstractmethod
     def propose(self, sequences: list[Sequence], limit: NodeLimit | None = None) -> list[TokenTree]:
@@ -89,3 +96,8 @@ class Drafter(ABC):
 
     def release(self, sequence: Sequence) -> None:  # noqa: B027
         """Called when a sequence has finished."""
+
+
+def of_part(part: str, name: str) -> Any:
+    """An attribute of a drafter that one of its parts has: what it reads of the target, or what it costs."""
+    return property(lambda drafter: getattr(getattr(drafter, part), name))

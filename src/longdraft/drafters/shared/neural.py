@@ -41,13 +41,6 @@ class NeuralDrafter(RetrievingDrafter):
     bound: BoundDraft
 
     def bind(self, runner: TargetRunner, store: KVStore) -> None:
-        """Takes what the draft shares of the target, and memory for its own keys and values.
-
-        Raises:
-            CheckpointError: the draft was made for another target.
-            UnsupportedModelError: the target has nothing that a draft could share.
-            MemoryBudgetError: they do not fit the memory that is free.
-        """
         self.bound = self.draft.bound(runner)
         self.runner, self.store = runner, store
         self.cache = self.make_cache()
