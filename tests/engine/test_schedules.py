@@ -17,7 +17,7 @@ from longdraft.engine.partial import SpecPV, partial_view
 from longdraft.engine.sampler import Sampler
 from longdraft.engine.schedule import Schedule
 from longdraft.engine.sequence import Sequence
-from longdraft.engine.stopping import eos_rule
+from longdraft.engine.session import eos_rule
 from longdraft.model.outputs import Taps
 from longdraft.model.runner import TargetRunner
 from longdraft.trees.tree import TokenTree

@@ -105,7 +105,7 @@ class WindowOptions(Options):
     )
 
 
-class Eagle3Round(DraftRound):
+class Eagle3Round(DraftRound["Eagle3Drafter"]):
     """One round of a batch."""
 
     def roots(self, level: Level) -> tuple[Rows, Inputs]:
@@ -166,7 +166,7 @@ class Eagle3Drafter(NeuralDrafter):
     """
 
     options: ClassVar[tuple[type[Options], ...]] = (TreeOptions, WindowOptions, RetrievalOptions)
-    rounds: ClassVar[type[DraftRound]] = Eagle3Round
+    rounds: ClassVar[type[DraftRound[Any]]] = Eagle3Round
     ahead = 1
     draft: Eagle3Draft
 

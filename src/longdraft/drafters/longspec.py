@@ -126,7 +126,7 @@ def _as_ours(folder: Path | str, published: DraftFolder) -> DraftFolder:
     return DraftFolder(KIND, ours, tensors, target | published.target)
 
 
-class LongSpecRound(DraftRound):
+class LongSpecRound(DraftRound["LongSpecDrafter"]):
     """One round of a batch."""
 
     def __init__(self, drafter: LongSpecDrafter, sequences: list[Sequence], depth: int) -> None:

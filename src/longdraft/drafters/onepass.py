@@ -219,7 +219,7 @@ class OnePassDrafter(Eagle3Drafter):
         ValueError: for sizes that make no tree; ``widths`` or a ``depth`` of more levels.
     """
 
-    rounds: ClassVar[type[DraftRound]] = OnePassRound
+    rounds: ClassVar[type[DraftRound[Any]]] = OnePassRound
     draft: OnePassDraft
 
     def shaped(self, tree: TreeKind, draft: Eagle3Draft, options: Mapping[str, Any]) -> TreeKind:

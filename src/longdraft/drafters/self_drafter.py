@@ -30,7 +30,7 @@ from longdraft.engine.sequence import Sequence
 from longdraft.memory.store import KVStore
 from longdraft.model.runner import TargetRunner
 from longdraft.model.whole_lm import WholeLM
-from longdraft.options import Options, option, parse
+from longdraft.options import Options, option, parse, takes
 from longdraft.trees.level import Level
 from longdraft.trees.node_limit import NodeLimit
 from longdraft.trees.options import TreeOptions
@@ -299,6 +299,31 @@ class SelfDrafter(TreeDrafter):
         self.refresh.forget(slot)
 
 
+@dataclass(frozen=True)
+class MagicDecOptions(ViewOptions):
+    """The view that a chain is drafted on."""
+
+    view: str = option(
+        "snapkv",
+        choices=("streaming", "snapkv"),
+        help="streaming: the first and last rows; snapkv: these and the best",
+    )
+    depth: int | None = option(
+        min=1, help="tokens of the chain (the paper's gamma)", usual="4, planned: as many as pay"
+    )
+
+
+@takes(MagicDecOptions)
+def magicdec(**options: Any) -> SelfDrafter:
+    """MagicDec's drafter: the target drafts a chain on a view of a fixed size (Sadhukhan et al. 2024).
+
+    Raises:
+        ValueError: another view, or sizes that make none.
+    """
+    (own,) = parse("magicdec", options, MagicDecOptions)
+    return SelfDrafter(**own.given())
+
+
 method.register(
     Method(
         "self",
@@ -316,5 +341,13 @@ method.register(
         "the model itself drafts on all of its KV cache in eight bits, and verifies on it as it is",
         "after Tiwari et al. 2025, QuantSpec, arXiv:2502.10424",
         joined=True,
+    )
+)
+method.register(
+    Method(
+        "magicdec",
+        magicdec,
+        "the model itself drafts a chain, on a part of its KV cache; for large batches",
+        "Sadhukhan et al. 2024, MagicDec, arXiv:2408.11049",
     )
 )

@@ -11,9 +11,8 @@ from longdraft.engine.draws import Draws
 from longdraft.engine.loop import Engine
 from longdraft.engine.request import Prompt, Request, stops_of
 from longdraft.engine.sampler import Sampler, Sampling
-from longdraft.engine.sequence import Sequence, StopRule
+from longdraft.engine.sequence import FinishReason, Sequence, StopRule
 from longdraft.engine.stats import Result, Step
-from longdraft.engine.stopping import eos_rule, stop_string_rule
 from longdraft.engine.streaming import Piece, TextStream
 from longdraft.engine.texts import Texts
 from longdraft.errors import RequestError
@@ -234,6 +233,31 @@ class Generation(Session):
         for _ in self._steps:
             pass
         return [self._result(number, self.prefill_seconds, self.decode_seconds) for number in self._entries]
+
+
+def eos_rule(eos: frozenset[int]) -> StopRule:
+    """Finishes at any of several end-of-sequence tokens."""
+
+    def rule(s: Sequence) -> FinishReason | None:
+        return "eos" if s.output[-1] in eos else None
+
+    return rule
+
+
+def stop_string_rule(stops: tuple[str, ...], decode: Callable[[list[int]], str]) -> StopRule:
+    """Finishes when a stop string appears in the output's text, wherever token borders fall.
+
+    Args:
+        decode: token ids to text, with special tokens if a stop string names one.
+    """
+    # A stop string of k bytes spans at most k tokens, and k UTF-8 characters are at most 4k bytes.
+    window = 4 * max(map(len, stops)) + 8
+
+    def rule(s: Sequence) -> FinishReason | None:
+        tail = decode(s.output[-window:])
+        return "stop" if any(stop in tail for stop in stops) else None
+
+    return rule
 
 
 def _sequence(engine: Engine, texts: Texts, index: int, request: Request) -> Sequence:

@@ -269,7 +269,7 @@ def _filled_store(runner: TargetRunner, length: int, rows: int) -> KVStore:
 
 
 def _time(runner: TargetRunner, store: KVStore, rows: int) -> float:
-    """Seconds of a forward over a chain, or a tree with a branch at every second node, as what is drafted for the target.
+    """Seconds of a forward over a chain, or a tree with a branch at every second node, as what is drafted.
     Its tokens differ, as a draft's do: a mixture of experts reads more of them for more tokens."""
     tokens = tuple(_tokens.randrange(runner.vocab_size) for _ in range(rows))
     parents = tuple(i - 1 if runner.forks_cost or not i else (i - 1) // 2 * 2 for i in range(rows))

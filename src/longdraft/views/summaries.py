@@ -8,8 +8,7 @@ from __future__ import annotations
 import torch
 
 from longdraft.memory.store import KVStore, turned_rows
-from longdraft.views.kernels import view_kernels
-from longdraft.views.together import text_of, together
+from longdraft.views.kernels import text_of, together, view_kernels
 
 
 def summarise(kind: str, keys: torch.Tensor) -> torch.Tensor:

@@ -34,7 +34,7 @@ class NeuralDrafter(RetrievingDrafter):
 
     ahead: ClassVar[int] = 0
     """The distance from a row's position to the token behind it that it embeds."""
-    rounds: ClassVar[type[DraftRound]]
+    rounds: ClassVar[type[DraftRound[Any]]]
     """The class that drafts the trees of one round."""
     draft: Any
     cache: DraftCache
