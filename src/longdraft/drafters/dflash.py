@@ -31,7 +31,6 @@ from longdraft.drafters.onepass import CANDIDATES, OneForwardRound, OnePassDraft
 from longdraft.drafters.shared.dflash_block import DFlashBlock
 from longdraft.drafters.shared.round import BoundDraft
 from longdraft.drafts.dflash_formats import KIND, DFlashShape
-from longdraft.drafts.draft_folder import shape_of
 from longdraft.drafts.formats import check_mask
 from longdraft.drafts.kinds import Kind, register
 from longdraft.engine.sequence import Sequence
@@ -45,15 +44,16 @@ class DFlashDraft(Eagle3Draft):
     """A draft in the layout of its authors, or of `speculators`."""
 
     kind, label = KIND, "DFlash"
+    shape_type = DFlashShape
 
     @cached_property
-    def shape(self) -> DFlashShape:  # type: ignore[override]
-        shape = shape_of(DFlashShape, self.config, self.folder, self.label)
-        if shape.slots < 1 or shape.heads % shape.kv_heads or (shape.group and shape.hidden_size % shape.group):
+    def shape(self) -> DFlashShape:
+        shape: DFlashShape = super().shape
+        if shape.slots < 1 or (shape.group and shape.hidden_size % shape.group):
             raise CheckpointError(f"config.json of {self.folder} has sizes that cannot be right: copy the draft again.")
         return shape
 
-    def module(self) -> DFlashBlock:  # type: ignore[override]
+    def module(self) -> DFlashBlock:
         tokens = self.config.get("target_vocabulary") or self.shape.vocabulary
         return DFlashBlock(self.shape, tokens, self.config["causal"], self.config["windows"])
 

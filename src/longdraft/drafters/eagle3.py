@@ -56,15 +56,13 @@ from longdraft.views.draft_cache import CompactCache, DraftCache
 class Eagle3Draft(EagleDraft[BoundDraft]):
     """A trained draft of any layout."""
 
+    module_type: ClassVar[type[Any]] = Eagle3Block
     levels: int | None = None  # of a dynamic tree; None: as usual
 
     @property
     def reads_through(self) -> bool:
         """True if the rows of a text go through several layers, which see the rows before in each."""
         return self.decoder_layers > 1
-
-    def module(self) -> Eagle3Block:
-        return Eagle3Block(self.shape)
 
     def make(self, runner: TargetRunner) -> BoundDraft:
         block, shape = self.placed(runner), self.shape

@@ -27,7 +27,6 @@ from longdraft.drafters.shared.tree_drafter import TreeDrafter
 from longdraft.drafters.shared.whole_level import serves
 from longdraft.drafts import draft_folder, tokenswift_heads
 from longdraft.drafts.draft import TrainedDraft
-from longdraft.drafts.draft_folder import shape_of
 from longdraft.drafts.kinds import Kind, Training, register
 from longdraft.engine.event import Event
 from longdraft.engine.sequence import Sequence
@@ -143,6 +142,7 @@ class HeadsDraft(TrainedDraft[BoundHeads]):
     """Trained heads, as their folder holds them."""
 
     kind, counted = KIND, "heads"
+    shape_type, module_type = HeadsShape, HeadsBlock
 
     @classmethod
     def load(cls, folder: Path | str) -> HeadsDraft:
@@ -153,13 +153,6 @@ class HeadsDraft(TrainedDraft[BoundHeads]):
         """
         contents = tokenswift_heads.read(folder)
         return cls(folder, draft_folder.load(folder) if contents is None else contents)
-
-    @cached_property
-    def shape(self) -> HeadsShape:
-        return shape_of(HeadsShape, self.config, self.folder, KIND)
-
-    def module(self) -> HeadsBlock:
-        return HeadsBlock(self.shape)
 
     def needs(self) -> dict[str, Any]:
         return {"hidden_size": self.shape.hidden_size}

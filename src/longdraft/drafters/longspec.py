@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,17 +59,11 @@ class LongSpecDraft(TrainedDraft[BoundDraft]):
     """A trained draft, ours or one as LongSpec's authors published them."""
 
     kind, label = KIND, "LongSpec"
+    shape_type, module_type = LongSpecShape, LongSpecBlock
 
     def __init__(self, folder: Path | str, contents: DraftFolder) -> None:
         theirs = contents.kind == KIND and "longdraft_format" not in contents.config
         super().__init__(folder, _as_ours(folder, contents) if theirs else contents)
-
-    @cached_property
-    def shape(self) -> LongSpecShape:
-        return shape_of(LongSpecShape, self.config, self.folder, self.label)
-
-    def module(self) -> LongSpecBlock:
-        return LongSpecBlock(self.shape)
 
     def needs(self) -> dict[str, Any]:
         """The target's KV is read with the draft's heads."""

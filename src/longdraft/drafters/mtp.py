@@ -20,21 +20,19 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from longdraft.drafters.eagle import EagleBlock
 from longdraft.drafters.eagle3 import Eagle3Draft, Eagle3Drafter, Eagle3Round, WindowOptions
-from longdraft.drafters.shared.eagle3_block import Eagle3Block
 from longdraft.drafters.shared.layers import ALL, Going, SelfAttend
 from longdraft.drafters.shared.round import BoundDraft
 from longdraft.drafts import draft_folder, mtp_formats
 from longdraft.drafts.draft import Draft
 from longdraft.drafts.kinds import Kind, register
-from longdraft.errors import CapabilityError, CheckpointError, UnsupportedModelError
+from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.memory.store import KVShape, KVStore
 from longdraft.model import own_layer
 from longdraft.model.few_rows import quicken
 from longdraft.model.rotary import SharedRotary
 from longdraft.model.runner import TargetRunner
-from longdraft.model.sharded import product
-from longdraft.model.shared_parts import norm_before_head
 from longdraft.native import Stored
 from longdraft.options import Options
 from longdraft.trees.options import TreeOptions
@@ -42,7 +40,7 @@ from longdraft.trees.options import TreeOptions
 KIND = "mtp"
 
 
-class MtpBlock(Eagle3Block):
+class MtpBlock(EagleBlock):
     """The module around a layer of the target's class.
 
     Args:
@@ -64,18 +62,7 @@ class MtpBlock(Eagle3Block):
             self.add_module(name, own_layer.norm_like(self.layer, size, eps))
         with torch.device("meta"):
             self.eh_proj = nn.Linear(2 * size, size, bias=False)
-        norm = norm_before_head(runner.model)
-        if norm is None:
-            raise UnsupportedModelError(
-                f"{type(runner.model).__name__} has no norm before its head, behind which MTP reads it."
-            )
-        # Calls, not modules: they are the target's, and no part of the block.
-        self._target_norm, self._head = norm.__call__, product(runner.parts.head)
-
-    def project(self, features: torch.Tensor) -> torch.Tensor:
-        """Outputs of the target's last layer (T, hidden) -> f (T, hidden)."""
-        out: torch.Tensor = self._target_norm(features)
-        return out
+        self.borrow(runner)
 
     def joined(self, x: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         n = self.eh_proj(torch.cat([self.enorm(x), self.hnorm(g)], -1))
@@ -106,9 +93,6 @@ class MtpBlock(Eagle3Block):
 
         out: torch.Tensor = self.norm(own_layer.run(self.layer, n[queries], cos[queries], sin[queries], sees))
         return out
-
-    def logits(self, out: torch.Tensor) -> torch.Tensor:
-        return self._head(out)
 
 
 class MtpDraft(Eagle3Draft):

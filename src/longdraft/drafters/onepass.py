@@ -13,7 +13,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -23,7 +22,6 @@ from longdraft.drafters.eagle3 import Eagle3Draft, Eagle3Drafter, Eagle3Round
 from longdraft.drafters.shared.eagle3_block import Eagle3Block
 from longdraft.drafters.shared.round import DraftRound, Inputs
 from longdraft.drafters.shared.rows import Rows
-from longdraft.drafts.draft_folder import shape_of
 from longdraft.drafts.eagle_formats import Eagle3Shape
 from longdraft.drafts.kinds import Kind, Training, register
 from longdraft.engine.sequence import Sequence
@@ -100,13 +98,7 @@ class OnePassDraft(Eagle3Draft):
     """A trained draft."""
 
     kind, label = KIND, "one-pass"
-
-    @cached_property
-    def shape(self) -> OnePassShape:
-        return shape_of(OnePassShape, self.config, self.folder, self.label)
-
-    def module(self) -> OnePassBlock:
-        return OnePassBlock(self.shape)
+    shape_type, module_type = OnePassShape, OnePassBlock
 
 
 # Likely tokens of a row that the bigram chooses among; the rest keep the share of the distribution that they have.
@@ -223,7 +215,7 @@ class OnePassDrafter(Eagle3Drafter):
     draft: OnePassDraft
 
     def shaped(self, tree: TreeKind, draft: Eagle3Draft, options: Mapping[str, Any]) -> TreeKind:
-        slots: int = draft.shape.slots  # type: ignore[attr-defined]
+        slots: int = draft.shape.slots
         deep = [name for name in ("widths", "depth") if options.get(name) is not None]
         if deep and tree.depth > slots:
             raise ValueError(

@@ -11,7 +11,6 @@ Levels do not know each other's tokens: those of a level are the same behind eve
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import nn
@@ -19,7 +18,6 @@ from torch import nn
 from longdraft.drafters.eagle3 import Eagle3Draft
 from longdraft.drafters.onepass import OnePassDrafter
 from longdraft.drafters.shared.eagle3_block import Eagle3Block
-from longdraft.drafts.draft_folder import shape_of
 from longdraft.drafts.eagle_formats import PEAGLE, Eagle3Shape
 from longdraft.drafts.formats import check_mask
 from longdraft.drafts.kinds import Kind, register
@@ -69,13 +67,7 @@ class PEagleDraft(Eagle3Draft):
     """A draft as `speculators` writes it, or as EAGLE-3's are published."""
 
     kind, label = PEAGLE, "P-EAGLE"
-
-    @cached_property
-    def shape(self) -> PEagleShape:
-        return shape_of(PEagleShape, self.config, self.folder, self.label)
-
-    def module(self) -> PEagleBlock:
-        return PEagleBlock(self.shape)
+    shape_type, module_type = PEagleShape, PEagleBlock
 
     def check(self, runner: TargetRunner) -> None:
         super().check(runner)

@@ -156,6 +156,10 @@ class TrainedDraft(Draft[Bound]):
     """The kind in messages, where its name is not enough: "EAGLE-3"."""
     counted: ClassVar[str] = "decoder_layers"
     """The number in its configuration of parts that have tensors each."""
+    shape_type: ClassVar[type[Any]]
+    """The dataclass of the module's sizes."""
+    module_type: ClassVar[type[Any]]
+    """The module, made of its sizes."""
 
     def __init__(self, folder: Path | str, contents: DraftFolder) -> None:
         super().__init__(folder)
@@ -201,9 +205,15 @@ class TrainedDraft(Draft[Bound]):
         table = {} if self.ids is None else {OFFSETS: self.ids - torch.arange(len(self.ids), device="cpu")}
         draft_folder.save(folder, DraftFolder(self.kind, self.config, self.weights | table, self.made_for), bits)
 
-    @abstractmethod
+    @functools.cached_property
+    def shape(self) -> Any:
+        """The module's sizes."""
+        return draft_folder.shape_of(self.shape_type, self.config, self.folder, self.label or self.kind)
+
     def module(self) -> nn.Module:
         """The module that :attr:`config` describes, without its weights."""
+        module: nn.Module = self.module_type(self.shape)
+        return module
 
     def needs(self) -> dict[str, Any]:
         """Entries of a target's description that must match even if the folder names no target."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
 from longdraft.drafts import formats
 from longdraft.drafts.draft import TrainedDraft
-from longdraft.drafts.draft_folder import CONFIG, OFFSETS, DraftFolder, shape_of
+from longdraft.drafts.draft_folder import CONFIG, OFFSETS, DraftFolder
 from longdraft.drafts.eagle_formats import KIND, Eagle3Shape, usual_layers
 from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.model.rotary import Rotary
@@ -33,6 +33,7 @@ class EagleDraft(TrainedDraft[Bound]):
     """
 
     kind, label = KIND, "EAGLE-3"
+    shape_type: ClassVar[type[Any]] = Eagle3Shape
     decoder_layers = 1
 
     def __init__(self, folder: Path | str, contents: DraftFolder, rope: dict[str, Any]) -> None:
@@ -66,8 +67,8 @@ class EagleDraft(TrainedDraft[Bound]):
         return cls(folder, *formats.read(folder, rope_theta, head_dim, rope_factor, cls.kind))
 
     @cached_property
-    def shape(self) -> Eagle3Shape:
-        shape = shape_of(Eagle3Shape, self.config, self.folder, self.label)
+    def shape(self) -> Any:
+        shape = super().shape
         if shape.heads % shape.kv_heads:
             raise CheckpointError(f"{self.folder}: {shape.heads} heads are no multiple of {shape.kv_heads} KV heads.")
         return shape
