@@ -157,10 +157,6 @@ class Eagle3Drafter(NeuralDrafter):
     Args:
         draft: a trained draft.
         options: of :class:`TreeOptions`, :class:`WindowOptions` and :class:`RetrievalOptions`.
-
-    Raises:
-        ValueError: for sizes that make no tree, one deeper than the window, or no retrieval; ``window`` and
-            ``retrieval`` together.
     """
 
     options: ClassVar[tuple[type[Options], ...]] = (TreeOptions, WindowOptions, RetrievalOptions)

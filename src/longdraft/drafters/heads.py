@@ -179,9 +179,6 @@ class HeadsDrafter(TreeDrafter):
             planner is given its best nodes instead.
         _level: the target on a part of its KV, whose forward gives the roots' own hidden states and the first level of
             the trees (TokenSwift); None: the heads go on from the states of the last verified tokens.
-
-    Raises:
-        ValueError: more heads than there are, or sizes that make no tree or a deeper one than heads can say.
     """
 
     options = (HeadOptions, TreeOptions)

@@ -182,9 +182,6 @@ class LongSpecDrafter(NeuralDrafter):
     Args:
         draft: a trained draft.
         options: of :class:`TreeOptions` and :class:`RetrievalOptions`.
-
-    Raises:
-        ValueError: for sizes that make no tree, one deeper than the draft's window, or no retrieval.
     """
 
     options = (TreeOptions, RetrievalOptions)

@@ -173,9 +173,6 @@ class MtpDrafter(Eagle3Drafter):
     Args:
         draft: the layer.
         options: of :class:`TreeOptions` and :class:`WindowOptions`.
-
-    Raises:
-        ValueError: for sizes that make no tree, or one deeper than the window.
     """
 
     options: ClassVar[tuple[type[Options], ...]] = (TreeOptions, WindowOptions)

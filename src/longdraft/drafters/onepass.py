@@ -206,9 +206,6 @@ class OnePassDrafter(Eagle3Drafter):
     Args:
         draft: a trained draft.
         options: as of :class:`Eagle3Drafter`. A tree has no more levels than the draft has rows.
-
-    Raises:
-        ValueError: for sizes that make no tree; ``widths`` or a ``depth`` of more levels.
     """
 
     rounds: ClassVar[type[DraftRound[Any]]] = OnePassRound

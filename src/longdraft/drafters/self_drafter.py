@@ -94,9 +94,6 @@ def self_view(view: str, budget: int | None, sink: int | None, window: int | Non
         sink: 16 by default, or as many of the first chunks as hold so many.
         window: 32 by default; with "streaming", all that the budget leaves.
         chunk: 8 by default, 1 with "snapkv"; not of "streaming" or "tokens".
-
-    Raises:
-        ValueError: sizes that make no view, or sizes of a view without.
     """
     if view == "all":
         sizes = {"budget": budget, "sink": sink, "window": window, "chunk": chunk}
@@ -168,9 +165,6 @@ class SelfDrafter(TreeDrafter):
 
     Attributes:
         cache: the views' KV; from :meth:`bind` on.
-
-    Raises:
-        ValueError: no such view, or sizes that make none, or no tree.
     """
 
     options: ClassVar[tuple[type[Options], ...]] = (SelfOptions, TreeOptions)
@@ -315,11 +309,7 @@ class MagicDecOptions(ViewOptions):
 
 @takes(MagicDecOptions)
 def magicdec(**options: Any) -> SelfDrafter:
-    """MagicDec's drafter: the target drafts a chain on a view of a fixed size (Sadhukhan et al. 2024).
-
-    Raises:
-        ValueError: another view, or sizes that make none.
-    """
+    """MagicDec's drafter: the target drafts a chain on a view of a fixed size (Sadhukhan et al. 2024)."""
     (own,) = parse("magicdec", options, MagicDecOptions)
     return SelfDrafter(**own.given())
 

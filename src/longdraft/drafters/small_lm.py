@@ -70,9 +70,6 @@ class SmallLMDrafter(RetrievingDrafter):
         draft: the model.
         options: of :class:`TreeOptions` and :class:`SmallLMOptions`. The tree is an OPT-Tree with view="retrieval",
             which is SpecExtend, and a dynamic tree without.
-
-    Raises:
-        ValueError: no such view, sizes that make no tree or no working cache, or options of another view.
     """
 
     options = (TreeOptions, SmallLMOptions)

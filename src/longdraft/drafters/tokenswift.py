@@ -160,9 +160,6 @@ def tokenswift(draft: HeadsDraft, **options: Any) -> Drafter:
     Args:
         options: of :class:`HeadOptions`, :class:`TreeOptions` (``nodes`` counts those of the heads alone; the first of
             ``widths`` is the level that the target itself drafts) and :class:`TokenSwiftOptions`.
-
-    Raises:
-        ValueError: a value that cannot be used.
     """
     heads, tree, own = parse("tokenswift", options, HeadOptions, TreeOptions, TokenSwiftOptions)
     sizes = {name: getattr(own, name) for name in declared(ViewOptions)}

@@ -190,11 +190,7 @@ class TriForceOptions(ViewOptions):
 
 @takes(TriForceOptions)
 def triforce(draft: SmallLMDraft, **options: Any) -> TriForceDrafter:
-    """A small language model on the first and last tokens drafts for the target on the chunks that it retrieves.
-
-    Raises:
-        ValueError: sizes that make no view, or more than the small model was trained for.
-    """
+    """A small language model on the first and last tokens drafts for the target on the chunks that it retrieves."""
     (own,) = parse("triforce", options, TriForceOptions)
     streaming = {"view": "streaming", "sink": SINK, "recent": own.streamed - SINK}
     small = SmallLMDrafter(draft, tree="chain", depth=own.drafted, **streaming)

@@ -6,7 +6,6 @@ import functools
 import logging
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -191,15 +190,15 @@ class TrainedDraft(Draft[Bound]):
         """
         return cls(folder, draft_folder.load(folder))
 
-    def save(self, folder: Path | str, bits: int | Mapping[str, int] | None = None) -> None:
+    def save(self, folder: Path | str, bits: int | None = None) -> None:
         """Writes the draft to a folder, in our layout, with its card and the record of its training.
 
         Args:
-            bits: 8 or 4 packs its matrices, by a matrix's name where they differ; None: in the dtype they have.
+            bits: 8 or 4 packs its matrices; None: in the dtype they have.
 
         Raises:
             CheckpointError: it cannot be written.
-            ValueError: other bits, or a name that is no matrix's.
+            ValueError: other bits.
         """
         hub.carry(self.folder, Path(folder))
         table = {} if self.ids is None else {OFFSETS: self.ids - torch.arange(len(self.ids), device="cpu")}

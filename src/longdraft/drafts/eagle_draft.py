@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -106,7 +105,7 @@ class EagleDraft(TrainedDraft[Bound]):
     def needs(self) -> dict[str, Any]:
         return {"hidden_size": self.shape.hidden_size} if self.shape.embedding is None else {}
 
-    def save(self, folder: Path | str, bits: int | Mapping[str, int] | None = None) -> None:
+    def save(self, folder: Path | str, bits: int | None = None) -> None:
         if self.layout != "longdraft":
             raise CapabilityError(f"{self.folder} has a layout that others publish: copy the folder as it is.")
         super().save(folder, bits)

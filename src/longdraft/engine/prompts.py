@@ -75,7 +75,7 @@ class Prompts:
             while self.pending(s) and read < self.chunk:
                 start = time.perf_counter()
                 if s.index not in self._queries:
-                    stats[s.index].cached = self._begin(s)
+                    stats[s.index].cached_tokens = self._begin(s)
                 before = self._store.lengths[s.slot]
                 emitted = self._read_piece(s, before)
                 now = self._store.lengths[s.slot]

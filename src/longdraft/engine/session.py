@@ -67,6 +67,7 @@ class Session:
         self._engine, self._texts, self._method, self._exact = engine, texts, method, exact
         self._entries: dict[int, _Entry] = {}
         self._next = 0
+        self.prefill_seconds = self.decode_seconds = 0.0
 
     def __repr__(self) -> str:
         ended = sum(map(self.ended, self._entries))
@@ -106,8 +107,10 @@ class Session:
         """
         steps = self._engine.step()
         decoding = sum(step.seconds for step in steps if step.mode != "prefill")
+        self.decode_seconds += decoding
         for step in steps:
             if step.mode == "prefill":
+                self.prefill_seconds += step.seconds
                 self._entries[step.sequence].prefill_seconds += step.seconds
             else:
                 self._entries[step.sequence].decode_seconds += decoding
@@ -158,27 +161,22 @@ class Session:
         return result
 
     def _result(self, number: int, prefill_seconds: float, decode_seconds: float) -> Result:
-        entry, stats = self._entries[number], self._engine.stats[number]
+        entry, runner = self._entries[number], self._engine.runner
         s = entry.sequence
         return Result(
             text=self._text(entry),
             token_ids=list(s.output),
             prompt_tokens=len(s.prompt),
-            cached_tokens=stats.cached,
             method=self._method,
-            exact=self._exact and not self._engine.runner.kv_is_rounded,
+            exact=self._exact and not runner.kv_is_rounded,
             finish_reason=s.finish_reason or "cancelled",
             prefill_seconds=prefill_seconds,
             decode_seconds=decode_seconds,
-            rounds=stats.rounds,
-            drafted=stats.drafted,
-            accepted=stats.accepted,
-            partial_rounds=stats.rounds_by_mode["partial"],
-            partial_tokens=stats.partial_tokens,
-            peak_memory_bytes=sizes.peak_bytes(self._engine.runner.device),
+            peak_memory_bytes=sizes.peak_bytes(runner.device),
             from_draft=list(entry.from_draft),
             pieces=list(entry.pieces),
-            arithmetic=self._engine.runner.arithmetic,
+            arithmetic=runner.arithmetic,
+            **vars(self._engine.stats[number]),
         )
 
     def _text(self, entry: _Entry) -> str:
@@ -204,8 +202,6 @@ class Generation(Session):
         for request in requests:
             self.add(request)
         self._cancelled = cancelled
-        self.prefill_seconds = 0.0
-        self.decode_seconds = 0.0
         self._steps = self._run()
 
     @property
@@ -218,12 +214,7 @@ class Generation(Session):
             if self._cancelled():
                 for number in self._entries:
                     self.abort(number)
-            for step in self.step():
-                if step.mode == "prefill":
-                    self.prefill_seconds += step.seconds
-                else:
-                    self.decode_seconds += step.seconds
-                yield step
+            yield from self.step()
 
     def __iter__(self) -> Iterator[Step]:
         return self._steps

@@ -15,7 +15,7 @@ from longdraft.trees.tree import TokenTree
 
 
 class TreeDrafter(Drafter):
-    """Drafts trees of one kind.
+    """Drafts trees of one kind. Options that make no tree, or that do not go together, are a ValueError.
 
     Attributes:
         tree: the kind, and its sizes.
