@@ -259,6 +259,7 @@ RETIRED_OPTIONS = {
     "adaptive": "refresh says after how many verifications rows are chosen anew.",
     "four_bits": "a draft's GGUF file in Q4_0 has four bits a weight.",
     "whole_prompt": "prompts are read behind a window of recent and sink rows.",
+    "Method longspec: retrieval": "it reads the model's last layer whole; specextend and eagle3 see retrieved chunks.",
     "Method magicdec: drafter": _STREAMING,
     "Method magicdec: draft": _STREAMING,
 }

@@ -231,7 +231,7 @@ def test_small_language_models_by_default_and_one_warning(command, tmp_path, cap
 def test_what_is_measured_where_nobody_names_views(drafts):
     assert [each.name for each in needle.default_views({})] == ["full", "streaming", "retrieval", RETRIEVED]
     assert [each.name for each in needle.default_views(drafts)] == [
-        "longspec", "longspec:retrieval=True", "eagle3", "eagle3:retrieval=True", RETRIEVED,
+        "longspec", "eagle3", "eagle3:retrieval=True", RETRIEVED,
     ]  # fmt: skip
 
 

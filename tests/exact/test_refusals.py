@@ -223,6 +223,7 @@ def test_what_makes_no_speculator(tmp_path, shipped_in):
         (lambda: Speculator("assistant"), UnknownMethodError, "prompt-lookup"),
         (lambda: Speculator(tmp_path / "gemma"), CheckpointError, "Gemma 4's assistants"),
         (lambda: Speculator("self", adaptive=True), RequestError, "refresh"),
+        (lambda: Speculator("longspec", retrieval=True), RequestError, "specextend"),
         (lambda: Speculator("small-lm", four_bits=True), RequestError, "Q4_0"),
         (lambda: Speculator("ar").generate("one"), RequestError, "target"),
         (lambda: Speculator().method, RequestError, "target"),

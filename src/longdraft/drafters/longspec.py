@@ -23,21 +23,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from longdraft.attention import dispatch
 from longdraft.attention.block import Block
 from longdraft.attention.prefix import PrefixAttend
 from longdraft.attention.transfer import on_device
 from longdraft.drafters.shared.layers import Going, SelfAttend
 from longdraft.drafters.shared.longspec_block import LongSpecBlock, LongSpecShape
 from longdraft.drafters.shared.neural import NeuralDrafter
-from longdraft.drafters.shared.retrieval import RetrievalOptions
 from longdraft.drafters.shared.round import BoundDraft, DraftRound, Layer
 from longdraft.drafters.shared.rows import Rows
 from longdraft.drafters.shared.whole_level import Text, WholeLevel, products_of, serves
 from longdraft.drafts.draft import TrainedDraft
 from longdraft.drafts.draft_folder import PUBLISHED, DraftFolder, filled_in, shape_of
 from longdraft.drafts.kinds import Kind, Training, register
-from longdraft.engine.event import Event
 from longdraft.engine.sequence import Sequence
 from longdraft.errors import UnsupportedModelError
 from longdraft.model.few_rows import quicken
@@ -48,7 +45,6 @@ from longdraft.native.stored import Stored
 from longdraft.options import parse
 from longdraft.trees.options import TreeOptions
 from longdraft.views.draft_cache import DraftCache
-from longdraft.views.retrieved import RetrievedKV
 
 KIND = "longspec"
 # Published drafts carry these; the block never uses what they compute.
@@ -126,7 +122,7 @@ class LongSpecRound(DraftRound["LongSpecDrafter"]):
     def __init__(self, drafter: LongSpecDrafter, sequences: list[Sequence], depth: int) -> None:
         super().__init__(drafter, sequences, depth)
         # Forwards of other texts move keys and values, by numbers on the host.
-        self.records = drafter.store.in_place and drafter.retrieval is None
+        self.records = drafter.store.in_place
         self._prefixes: Block | None = None  # of the last level's sequences
 
     def layer(self, rows: Rows, entering: bool) -> tuple[Layer, tuple[torch.Tensor, ...], Hashable]:
@@ -176,43 +172,26 @@ def _layer(
 class LongSpecDrafter(NeuralDrafter):
     """Drafts trees with a LongSpec block.
 
-    With retrieval, cross-attention sees the chunks of the text that the target attends to, at their true positions
-    (SpecExtend, section 2.2); its time then does not grow with the context.
-
     Args:
         draft: a trained draft.
-        options: of :class:`TreeOptions` and :class:`RetrievalOptions`.
+        options: of :class:`TreeOptions`.
     """
 
-    options = (TreeOptions, RetrievalOptions)
+    options = (TreeOptions,)
     rounds = LongSpecRound
     draft: LongSpecDraft
 
     def __init__(self, draft: LongSpecDraft, **options: Any) -> None:
-        tree, retrieval = parse("LongSpec", options, *self.options)
+        (tree,) = parse("LongSpec", options, *self.options)
         self.tree = tree.kind("beam")
         if self.tree.depth >= draft.shape.window:
             raise ValueError(f"{self.tree.depth} levels do not fit the draft's window of {draft.shape.window} tokens")
-        self.retrieval = retrieval.made(draft)
         self.draft = draft
 
     def make_cache(self) -> DraftCache:
-        """The last keys, which depend on token and position alone; and the retrieved rows of the target's."""
-        runner, store = self.runner, self.store
-        self.retrieved: RetrievedKV | None = None
-        if self.retrieval is not None:
-            transposed = dispatch.prefers_transposed_keys(runner.attention_path, store.shape.dtype)
-            self.retrieved = RetrievedKV(store, self.retrieval, transposed)
-        own = replace(runner.kv_shape, layers=1, kv_heads=self.draft.shape.kv_heads)
+        """The last keys, which depend on token and position alone."""
+        own = replace(self.runner.kv_shape, layers=1, kv_heads=self.draft.shape.kv_heads)
         return self.last_rows(own, self.draft.shape.window, self.tree.max_expanded)
-
-    @torch.inference_mode()
-    def observe(self, event: Event) -> None:
-        super().observe(event)
-        slot = event.sequence.slot
-        # The store's rows are read where they lie; what was gathered of them is gathered again.
-        if self.retrieved is not None and (event.begins or event.replaced is not None):
-            self.retrieved.forget(slot, event.replaced or 0)
 
     def keys_values(self, sequence: Sequence, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         tokens = on_device(self.tokens(sequence, start, end), self.runner.device)
@@ -221,9 +200,7 @@ class LongSpecDrafter(NeuralDrafter):
         return k[None], v[None]
 
     def text(self, slots: SequenceOf[int]) -> Text:
-        """The target's last-layer keys and values that cross-attention sees: the whole text or the retrieved part."""
-        if self.retrieved is not None:
-            return self.retrieved.read(slots)
+        """The target's last-layer keys and values, which cross-attention sees."""
         return *self.store.layer(self.store.shape.layers - 1), [self.store.readable(slot) for slot in slots]
 
 

@@ -73,6 +73,11 @@ def _of_row(processor: Any, row: int, rows: int) -> Any:
     copied = _copy(processor)
     # The repetition penalty knows how much padding each row has.
     if isinstance(ignored := getattr(copied, "prompt_ignore_length", None), torch.Tensor):
+        if ignored.shape[0] != rows:
+            raise CapabilityError(
+                f"The prompt_ignore_length of a {name} is for {ignored.shape[0]} rows, but the batch has {rows}. Give "
+                "it one number a row."
+            )
         copied.prompt_ignore_length = ignored[row : row + 1]
     return copied
 

@@ -28,8 +28,8 @@ def view_kernels(full: KVStore, copy: KVStore | None = None) -> ViewKernels | No
     return None if library is None else ViewKernels(library)
 
 
-def together(store: KVStore, each: int, first: int = 0) -> list[slice]:
-    """Groups a store's layers, from ``first`` on.
+def together(store: KVStore, each: int) -> list[slice]:
+    """Groups a store's layers.
 
     On a CPU, where a layer's numbers stay in its caches, and in a store that holds few layers at a time, each layer is
     a group of its own.
@@ -39,7 +39,7 @@ def together(store: KVStore, each: int, first: int = 0) -> list[slice]:
     """
     at_once = max(1, MOST // max(1, each)) if store.device.type != "cpu" and _lies_there(store) else 1
     end = store.shape.layers
-    return [slice(i, min(i + at_once, end)) for i in range(first, end, at_once)]
+    return [slice(i, min(i + at_once, end)) for i in range(0, end, at_once)]
 
 
 def text_of(store: KVStore, layers: slice, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
