@@ -12,7 +12,7 @@ import torch
 from longdraft import Speculator
 from longdraft.engine.sequence import Sequence
 from longdraft.model.runner import TargetRunner
-from longdraft.trees.node_limit import NodeLimit
+from longdraft.trees.tree import NodeLimit
 from longdraft.views.draft_cache import SPARE
 from tests.drafters.by_hand import Decoding
 from tests.drafters.test_definitions import target

@@ -10,9 +10,8 @@ import torch
 
 from longdraft import Sampling, Speculator
 from longdraft.drafts.kinds import KINDS
-from longdraft.engine.draws import Draws
 from longdraft.engine.loop import Engine
-from longdraft.engine.sampler import Sampler
+from longdraft.engine.sampler import Draws, Sampler
 from longdraft.engine.sequence import Sequence
 from longdraft.model.runner import TargetRunner
 from tests.drafters.watching import Watching

@@ -11,10 +11,9 @@ from longdraft.drafters.eagle3 import Eagle3Draft, Eagle3Drafter
 from longdraft.drafters.longspec import LongSpecDraft, LongSpecDrafter
 from longdraft.drafters.suffix import SuffixDrafter
 from longdraft.engine.drafter import Drafter
-from longdraft.engine.draws import Draws
 from longdraft.engine.loop import Engine
 from longdraft.engine.partial import SpecPV, partial_view
-from longdraft.engine.sampler import Sampler
+from longdraft.engine.sampler import Draws, Sampler
 from longdraft.engine.schedule import Schedule
 from longdraft.engine.sequence import Sequence
 from longdraft.engine.session import eos_rule

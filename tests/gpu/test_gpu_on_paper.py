@@ -26,10 +26,9 @@ from longdraft.drafters.autoregressive import NoDrafter
 from longdraft.drafters.eagle3 import Eagle3Draft, Eagle3Drafter
 from longdraft.drafters.longspec import LongSpecDraft, LongSpecDrafter
 from longdraft.drafters.shared.round import DraftRound
-from longdraft.engine.draws import Draws
 from longdraft.engine.loop import Engine
 from longdraft.engine.partial import SpecPV, partial_view
-from longdraft.engine.sampler import Sampler
+from longdraft.engine.sampler import Draws, Sampler
 from longdraft.engine.schedule import Schedule
 from longdraft.engine.sequence import Sequence
 from longdraft.model.runner import TargetRunner

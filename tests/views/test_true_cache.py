@@ -13,8 +13,8 @@ from longdraft.memory.disk_store import DiskStore
 from longdraft.memory.host_store import HostStore
 from longdraft.memory.store import KVShape, KVStore
 from longdraft.views.cache import TrueCache
-from longdraft.views.kernels import view_kernels
 from longdraft.views.scorers import SCORERS
+from longdraft.views.summaries import view_kernels
 from longdraft.views.view import View
 from tests.memory.test_store_contract import LazySide
 

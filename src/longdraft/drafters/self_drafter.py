@@ -32,11 +32,10 @@ from longdraft.model.runner import TargetRunner
 from longdraft.model.whole_lm import WholeLM
 from longdraft.options import Options, option, parse, takes
 from longdraft.trees.level import Level
-from longdraft.trees.node_limit import NodeLimit
 from longdraft.trees.options import TreeOptions
-from longdraft.trees.tree import TokenTree
+from longdraft.trees.tree import NodeLimit, TokenTree
 from longdraft.views.cache import TrueCache
-from longdraft.views.refresh import Refresh
+from longdraft.views.retrieval import Refresh
 from longdraft.views.scorers import SCORERS
 from longdraft.views.view import DTYPES, View, dtype_of
 

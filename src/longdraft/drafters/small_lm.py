@@ -34,9 +34,8 @@ from longdraft.model.runner import TargetRunner
 from longdraft.model.shared_parts import rotary_module
 from longdraft.options import option, parse
 from longdraft.trees.level import Level, likeliest
-from longdraft.trees.node_limit import NodeLimit
 from longdraft.trees.options import TreeOptions
-from longdraft.trees.tree import TokenTree
+from longdraft.trees.tree import NodeLimit, TokenTree
 from longdraft.views import draft_cache
 from longdraft.views.draft_cache import FRESH, CompactCache, DraftCache, fresh_room
 from longdraft.views.retrieval import Retrieval

@@ -25,10 +25,8 @@ from longdraft.engine.event import Event
 from longdraft.engine.method import Method, register
 from longdraft.engine.sequence import Sequence
 from longdraft.options import declared, option, parse, takes
-from longdraft.trees.builders import union
-from longdraft.trees.node_limit import NodeLimit
 from longdraft.trees.options import TreeOptions
-from longdraft.trees.tree import TokenTree
+from longdraft.trees.tree import NodeLimit, TokenTree, union
 from longdraft.views.view import check_sizes
 
 # TokenSwift: phrases of four tokens, twenty of them.

@@ -34,8 +34,7 @@ from longdraft.memory.token_ids import common_prefix
 from longdraft.model.runner import TargetRunner
 from longdraft.options import declared, option, parse, takes
 from longdraft.trees.kind import LONGEST
-from longdraft.trees.node_limit import NodeLimit
-from longdraft.trees.tree import TokenTree
+from longdraft.trees.tree import NodeLimit, TokenTree
 from longdraft.views.view import View
 
 # Section 5.1: tokens that the level emits before the target verifies them (gamma_2), tokens that the small model drafts

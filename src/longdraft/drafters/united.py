@@ -13,9 +13,7 @@ from longdraft.engine.event import Event
 from longdraft.engine.sequence import Sequence
 from longdraft.memory.store import KVStore
 from longdraft.model.runner import TargetRunner
-from longdraft.trees.builders import merged
-from longdraft.trees.node_limit import NodeLimit
-from longdraft.trees.tree import TokenTree
+from longdraft.trees.tree import NodeLimit, TokenTree, merged
 
 
 class UnitedDrafter(Drafter):

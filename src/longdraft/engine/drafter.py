@@ -1,16 +1,16 @@
-"""The contract of a drafter."""
+"""The contracts of a drafter, and of a planner, which :mod:`longdraft.planning` implements."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from collections.abc import Sequence as SequenceOf
+from typing import Any, Protocol
 
 from longdraft.engine.event import Event
 from longdraft.engine.sequence import Sequence
 from longdraft.memory.store import KVStore
 from longdraft.model.runner import TargetRunner
-from longdraft.trees.node_limit import NodeLimit
-from longdraft.trees.tree import TokenTree
+from longdraft.trees.tree import NodeLimit, TokenTree
 from longdraft.views.view import View
 
 
@@ -101,3 +101,37 @@ class Drafter(ABC):
 def of_part(part: str, name: str) -> Any:
     """An attribute of a drafter that one of its parts has: what it reads of the target, or what it costs."""
     return property(lambda drafter: getattr(getattr(drafter, part), name))
+
+
+class Plan(Protocol):
+    """Plans the rounds of one run: each asks for a node limit, prunes its trees, and reports what happened."""
+
+    def node_limit(self, sequences: SequenceOf[Sequence], lengths: SequenceOf[int]) -> NodeLimit | None:
+        """Returns how large this round's trees may be; None for no limit.
+
+        Args:
+            lengths: KV rows that a verification reads of each sequence.
+        """
+        ...
+
+    def prune(self, trees: list[TokenTree]) -> list[TokenTree]:
+        """Keeps the nodes of each tree that are worth verifying."""
+        ...
+
+    def observe(self, events: SequenceOf[Event], forwards: int, drafting: float, verifying: float) -> None:
+        """Learns from a round.
+
+        Args:
+            events: one for each sequence.
+            forwards: forwards of the draft.
+            drafting, verifying: seconds.
+        """
+        ...
+
+
+class Planner(Protocol):
+    """Makes a plan for each run."""
+
+    def start(self, drafter: Drafter) -> Plan:
+        """Begins a run of this drafter."""
+        ...

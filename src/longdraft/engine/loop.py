@@ -14,10 +14,9 @@ from dataclasses import replace
 from functools import partial
 
 from longdraft.engine.accept import accept, decide
-from longdraft.engine.drafter import Drafter
+from longdraft.engine.drafter import Drafter, Plan, Planner
 from longdraft.engine.event import Event
 from longdraft.engine.grammar import fitted, with_grammars
-from longdraft.engine.planner import Plan, Planner
 from longdraft.engine.prompts import Prompts, prefill_chunk
 from longdraft.engine.schedule import Schedule
 from longdraft.engine.sequence import Sequence

@@ -7,10 +7,9 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from longdraft.engine.draws import Draws
 from longdraft.engine.loop import Engine
 from longdraft.engine.request import Prompt, Request, stops_of
-from longdraft.engine.sampler import Sampler, Sampling
+from longdraft.engine.sampler import Draws, Sampler, Sampling
 from longdraft.engine.sequence import FinishReason, Sequence, StopRule
 from longdraft.engine.stats import Result, Step
 from longdraft.engine.streaming import Piece, TextStream

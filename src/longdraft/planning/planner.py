@@ -22,8 +22,7 @@ from longdraft.engine.event import Event
 from longdraft.engine.sequence import Sequence
 from longdraft.planning.chances import Chances, Gain, PriorGain
 from longdraft.planning.costs import OUTLIER, Costs, CostTable
-from longdraft.trees.node_limit import NodeLimit
-from longdraft.trees.tree import TokenTree
+from longdraft.trees.tree import NodeLimit, TokenTree
 
 # Plain steps that a draft forward is believed to take before one was measured.
 FORWARD = 0.15
@@ -71,7 +70,7 @@ class Planner:
 
 
 class Plan:
-    """The plan of one run, as :class:`longdraft.engine.planner.Plan` says it."""
+    """The plan of one run, as :class:`longdraft.engine.drafter.Plan` says it."""
 
     def __init__(self, planner: Planner, drafter: Drafter | None = None) -> None:
         self._planner, self._costs, self._drafter = planner, planner.costs, drafter

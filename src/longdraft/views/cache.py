@@ -16,9 +16,8 @@ import torch
 from longdraft.memory.store import KVStore
 from longdraft.native.scaled import KeptRows
 from longdraft.native.views import BY_SUMMARIES
-from longdraft.views.kernels import text_of, together, view_kernels
 from longdraft.views.scorers import SCORERS
-from longdraft.views.summaries import Summaries
+from longdraft.views.summaries import Summaries, text_of, together, view_kernels
 from longdraft.views.view import View
 
 # For each layer (Hq, M, d), after RoPE, the newest last.

@@ -16,8 +16,7 @@ from longdraft.engine.event import Event
 from longdraft.engine.sequence import Sequence
 from longdraft.memory.store import KVShape, KVStore
 from longdraft.model.runner import TargetRunner
-from longdraft.trees.node_limit import NodeLimit
-from longdraft.trees.tree import TokenTree
+from longdraft.trees.tree import NodeLimit, TokenTree
 from longdraft.views.draft_cache import SPARE, DraftCache
 
 # Rows whose keys and values are computed together: bounds the memory that reading a long prompt takes.

@@ -10,8 +10,7 @@ from longdraft.engine.drafter import Drafter
 from longdraft.engine.sequence import Sequence
 from longdraft.trees.kind import TreeKind, chain
 from longdraft.trees.level import Expand, Level, Lift, Likeliest
-from longdraft.trees.node_limit import LARGEST, NodeLimit
-from longdraft.trees.tree import TokenTree
+from longdraft.trees.tree import LARGEST, NodeLimit, TokenTree
 
 
 class TreeDrafter(Drafter):
