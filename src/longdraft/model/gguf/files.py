@@ -139,11 +139,7 @@ class File(Header):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         known, tensors = self.known(config), self.tensors
         mixtures = {name: layout.as_stored(t) for name, t in tensors.items() if "_exps." in name}
-        wrong = [
-            each
-            for path, module in list(experts.mixtures(model))
-            for each in experts.put_in(model, path, module, mixtures)
-        ]
+        wrong = list(experts.put_in(model, mixtures))
         weights, used = {}, {FACTORS, *mixtures}
         for name, parameter in model.named_parameters():
             if parameter.is_meta:  # otherwise an expert's, which is there already

@@ -64,8 +64,7 @@ class _Further(File):
             for name, tensor in tensors.items()
             if "_exps." in name
         }
-        for path, module in list(experts.mixtures(model)):
-            list(experts.put_in(model, path, module, own))
+        list(experts.put_in(model, own))
         config.num_hidden_layers = number + 1  # gguf has names for so many
         known, begin = self.known(config), "model.layers.0."
         found: dict[str, torch.Tensor | Stored] = {}
