@@ -9,7 +9,7 @@ is decoded, so that a drafted token gets the bits that it would get alone.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -32,12 +32,8 @@ _FEWER = (1, 3, 5)
 # rounding is less, and a scale that depends on them is more.
 _LARGER_ROWS = 100.0
 _TOLERANCE, _TOLERANCE_OF_HALVES = 1e-3, 2e-2
-# By how much the result for a row between two others may differ from the value between theirs, of its largest number:
-# a product rounds by less, and rounding the row itself to eight bits or fewer changes it by more.
-_STRAIGHT, _STRAIGHT_IN_HALVES = 1e-4, 1e-2
 # Smallest share of different numbers among results in float32 that are not rounded to fewer bits afterwards.
 _DIFFERENT = 0.9
-_SCALED = "scales all rows of its input together"
 # Methods whose weights transformers unpacks while it loads them where it has no kernels for them.
 _UNPACKED = ("fp8", "mxfp4", "mxfp8")
 
@@ -47,12 +43,10 @@ class _Tried:
     """Attributes:
     sizes: sizes of blocks that give the same bits; (1,) if any number of rows does, empty if no size was found.
     outside: the layer does not compute in torch's inference mode.
-    rounds: the layer rounds its rows before it multiplies them.
     """
 
     sizes: tuple[int, ...]
     outside: bool
-    rounds: bool
 
 
 def stays_quantised(config: Any) -> bool:
@@ -131,12 +125,16 @@ def layers_of_others(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def check(model: nn.Module) -> None:
-    """Raises UnsupportedModelError, with the layer's name, if what a layer computes for a row depends on the others.
+    """Raises UnsupportedModelError, with the layer's name, for layers whose settings say that they depend on all rows.
 
-    This looks at settings only; :func:`install` tries the layers.
+    :func:`install` tries those of other packages.
     """
     for name, module in model.named_modules():
-        if (why := _depends_on_rows(module)) is not None:
+        kind = type(module)
+        if ".quantized.dynamic." in f"{kind.__module__}.":  # torch.ao.quantization.quantize_dynamic
+            raise _refusal(model, name, module, "scales all rows of its input together")
+        if kind.__name__ == "Linear8bitLt" and getattr(getattr(module, "state", None), "threshold", 0.0) > 0:
+            why = "finds outliers in all rows of its input together (load it with llm_int8_threshold=0)"
             raise _refusal(model, name, module, why)
 
 
@@ -168,29 +166,21 @@ def install(model: nn.Module, wanted: Callable[[], bool]) -> None:
             )
 
 
-def install_for_trial(model: nn.Module) -> None:
-    """Tries the layers of a copy that is compared with the model's own forward: none of them rounds its rows then.
+def make_plain(model: nn.Module) -> None:
+    """Gives the layers of a copy that is compared with the model's own forward a product of made-up weights.
 
     Two ways to attend differ in last bits, which decide now and then how a number is rounded: a layer that rounds its
-    rows to eight bits makes a percent of that, which hides what is compared. Such layers get a product of made-up
-    weights, for the model's own forward too.
-
-    Raises:
-        UnsupportedModelError: as :func:`install` does.
+    rows to eight bits makes a percent of that, which hides what is compared.
     """
-    for module, tried in _all_tried(model):
-        if tried.rounds:
-            vars(module)["forward"] = _made_up_product(module)
-        elif tried.outside:
-            vars(module)["forward"] = _outside(module.forward)
+    for _, module in layers_of_others(model):
+        vars(module)["forward"] = _made_up_product(module)
 
 
 def _all_tried(model: nn.Module) -> Iterator[tuple[nn.Module, _Tried]]:
     """The layers that are not torch's own, with what was found of their kind and size."""
     known: dict[tuple[object, ...], _Tried] = {}
     for name, module in list(layers_of_others(model)):
-        weight = getattr(module, "weight", None)
-        like = (type(module), type(weight), module.in_features, module.out_features)
+        like = (type(module), type(getattr(module, "weight", None)), module.in_features, module.out_features)
         if like in known:
             _first_call(model, module)
         yield module, known[like] if like in known else known.setdefault(like, _try(model, name, module))
@@ -242,7 +232,7 @@ def _try(model: nn.Module, name: str, module: nn.Module) -> _Tried:
         ) from error
     if depends:
         raise _refusal(model, name, module, "computes another result for a row beside larger ones")
-    return _Tried(sizes, _only_outside(compute, rows[:1]), _rounds(compute, rows[:2]))
+    return _Tried(sizes, _only_outside(compute, rows[:1]))
 
 
 def _depends(compute: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor) -> bool:
@@ -251,15 +241,6 @@ def _depends(compute: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor
     alone, beside = (compute(x)[0].double() for x in (rows, larger))
     tolerance = _TOLERANCE_OF_HALVES if rows.dtype in (torch.bfloat16, torch.float16) else _TOLERANCE
     return not bool((alone - beside).abs().max() <= tolerance * alone.abs().max())
-
-
-@torch.no_grad()
-def _rounds(compute: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor) -> bool:
-    """True if the result for the row between two rows is not between their results."""
-    between = compute(rows.mean(0, keepdim=True)).double()
-    straight = compute(rows).double().mean(0, keepdim=True)
-    tolerance = _STRAIGHT_IN_HALVES if rows.dtype in (torch.bfloat16, torch.float16) else _STRAIGHT
-    return not bool((between - straight).abs().max() <= tolerance * between.abs().max())
 
 
 def _steady_sizes(compute: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor) -> tuple[int, ...]:
@@ -327,26 +308,6 @@ def _kind(module: nn.Module) -> str:
     weight = getattr(module, "weight", None)
     kind = type(module).__name__
     return kind if weight is None or is_plain(weight) else f"{kind}, {type(weight).__name__}"
-
-
-def _depends_on_rows(module: nn.Module) -> str | None:
-    """Describes how a quantised layer's result for a row depends on the other rows; None if its settings do not."""
-    kind = type(module)
-    if ".quantized.dynamic." in f"{kind.__module__}.":  # torch.ao.quantization.quantize_dynamic
-        return _SCALED
-    if kind.__name__ == "Linear8bitLt" and getattr(getattr(module, "state", None), "threshold", 0.0) > 0:
-        return "finds outliers in all rows of its input together (load it with llm_int8_threshold=0)"
-    scheme = getattr(getattr(module, "quantization_scheme", None), "input_activations", None)
-    if getattr(scheme, "dynamic", False) is True and _word(getattr(scheme, "strategy", None)) == "tensor":
-        return _SCALED  # compressed-tensors
-    # torchao keeps its settings for activations in the weight.
-    weight = dict(module.named_parameters(recurse=False)).get("weight")
-    settings = getattr(weight, "act_quant_kwargs", None) or getattr(weight, "quant_kwargs", None)
-    if type(getattr(settings, "granularity", None)).__name__ == "PerTensor":
-        return _SCALED
-    if isinstance(settings, Mapping) and type(settings.get("activation_granularity")).__name__ == "PerTensor":
-        return _SCALED
-    return None
 
 
 def _word(value: Any) -> str:

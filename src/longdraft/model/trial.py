@@ -73,8 +73,7 @@ def try_out(model: PreTrainedModel) -> calls.Recorded:
     """
     copy = copy_without_hooks(model)
     stored.use_int8(copy, False)
-    # Layers of other packages are tried first: a refusal then names them.
-    quantised.install_for_trial(copy)
+    quantised.make_plain(copy)
     positions.install(copy)
     recurrent.install(copy)
     try:
