@@ -263,7 +263,9 @@ def test_a_model_that_hqq_quantises(bits):
 @pytest.mark.parametrize("config", TOGETHER)
 def test_activations_that_are_scaled_or_searched_together_are_refused(config, tmp_path):
     model = loaded(tmp_path, config)
-    with pytest.raises(UnsupportedModelError, match=r"layers\.0\.self_attn\.q_proj \(Linear.* (input together|larger ones)"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"layers\.0\.self_attn\.q_proj \(Linear.* (input together|larger ones)"
+    ):
         TargetRunner(model)
 
 
