@@ -81,21 +81,13 @@ class FusedLayers:
             stored.use_int8(model, self._int8)
 
     def _fuse(self, kinds: LayerKinds) -> None:
-        theirs, size = list(hosting.decoder_layers(self._model)), hosting.kv_shape(self._model).head_dim
+        theirs, size = list(hosting.decoder_layers(self._model)), layout_of(self._model).shape.head_dim
         found = [layer_of(layer, size) or delta_layer_of(layer) for layer in theirs]
         layers, ends = [layer for layer in found if layer is not None], ends_of(self._model, theirs)
         if len(layers) < len(theirs) or ends is None:
             return
-        self.layers, self.stack = (
-            layers,
-            DecoderStack(
-                *(layers, ends.norm, ends.head),
-                kinds=kinds.numbers,
-                places=kinds.of_stack,
-                softcap=ends.softcap,
-                plus=ends.plus,
-            ),
-        )
+        self.layers = layers
+        self.stack = DecoderStack(layers, **ends, kinds=kinds.numbers, places=kinds.of_stack)
         if not self._agrees(self._model, lambda hosted: self.run(hosted, "all") if self._fits(hosted) else None):
             self.layers, self.stack = [], None
         elif self._int8:
@@ -247,7 +239,7 @@ def _made_up(model: PreTrainedModel, far: bool) -> tuple[Block, list[KVStore]]:
     """
     text, vocabulary = 5, int(hosting.decoder_config(model).vocab_size)
     tree = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], **WHOLE).bool()
-    stores = [KVStore(hosting.kv_shape(model), 1, text + 3, model.device) for _ in range(2)]
+    stores = [KVStore(layout_of(model).shape, 1, text + 3, model.device) for _ in range(2)]
     for store in stores:
         store.keep_states(*hosting.new_states(model, 1, text + 3))
         for t in _kept(store):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,22 +29,6 @@ _GEMMA = {
     "mlp_norm": "pre_feedforward_layernorm",
     "done_norm": "post_feedforward_layernorm",
 }
-
-
-class Ends(NamedTuple):
-    """The parts that turn the last layer's output into logits.
-
-    Attributes:
-        norm: of the last output.
-        plus: added to the norm's weight.
-        head: (vocabulary, hidden).
-        softcap: of the logits; None for no cap.
-    """
-
-    norm: Norm
-    plus: float
-    head: Weights
-    softcap: float | None
 
 
 def layer_of(layer: nn.Module, head_dim: int) -> DecoderLayer | None:
@@ -103,8 +87,9 @@ def norms_of(modules: Mapping[str, nn.Module | None]) -> dict[str, Norm] | None:
     return found if len(found) == len(modules) else None
 
 
-def ends_of(model: PreTrainedModel, layers: Iterable[nn.Module]) -> Ends | None:
-    """The final norm and the head; None if they are of another kind, or if the user has hooks in the model."""
+def ends_of(model: PreTrainedModel, layers: Iterable[nn.Module]) -> dict[str, Any] | None:
+    """The final norm and the head, as a :class:`DecoderStack` takes them; None if they are of another kind, or if the
+    user has hooks in the model."""
     decoder, head = hosting.decoder_of(model), model.get_output_embeddings()
     final = getattr(decoder, "norm", None)
     norm, weights = norm_of(final), weights_of(head)
@@ -113,7 +98,7 @@ def ends_of(model: PreTrainedModel, layers: Iterable[nn.Module]) -> Ends | None:
         return None
     plus = plus_of([final])
     cap = getattr(decoder_config(model), "final_logit_softcapping", None)
-    return None if plus is None else Ends(norm, plus, weights, cap)
+    return None if plus is None else {"norm": norm, "head": weights, "plus": plus, "softcap": cap}
 
 
 def norm_of(module: nn.Module | None) -> Norm | None:

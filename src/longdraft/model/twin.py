@@ -8,7 +8,8 @@ thread at a time uses a twin, and holds the lock of its model.
 from __future__ import annotations
 
 import itertools
-from contextlib import nullcontext
+import threading
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -31,7 +32,6 @@ from longdraft.model import (
 )
 from longdraft.model.fused import FusedLayers
 from longdraft.model.layout import has_windows, layout_of
-from longdraft.model.lock import lock_of
 from longdraft.model.model_copy import copy_of, signature, unchanged
 from longdraft.model.rows import RowExact
 from longdraft.model.sharded import is_spread, share_of
@@ -117,6 +117,17 @@ def _is_bare(model: PreTrainedModel) -> bool:
     """True if nothing but a head surrounds the decoder, and no row sees those behind it."""
     causal = all(getattr(module, "is_causal", True) for module in model.modules())
     return causal and hosting.decoder_of(model) is model.base_model
+
+
+_locks: WeakKeyDictionary[PreTrainedModel, AbstractContextManager[bool]] = WeakKeyDictionary()
+# Re-entrant, as the garbage collector may run any code while it is held. No other lock is awaited inside.
+_registering = threading.RLock()
+
+
+def lock_of(model: PreTrainedModel) -> AbstractContextManager[bool]:
+    """The one lock of a model, held during every forward and every step of a run."""
+    with _registering:
+        return _locks.setdefault(model, threading.RLock())
 
 
 class HostedModel:

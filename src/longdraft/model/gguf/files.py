@@ -202,22 +202,13 @@ def _put_in(model: PreTrainedModel, weights: dict[str, layout.Weight], file: Pat
         modules.setdefault(path, {})[leaf] = tensor
     for path, leaves in modules.items():
         module, weight = model.get_submodule(path), leaves.get("weight")
-        parent, _, own = path.rpartition(".")
         if isinstance(weight, Arranged):
-            setattr(model.get_submodule(parent), own, ArrangedLinear(weight))
-            continue
-        if isinstance(weight, Stored) and not isinstance(module, nn.Linear | nn.Embedding):
-            leaves["weight"] = weight = stored.unpacked(weight)  # a router's
-        if isinstance(weight, Stored):
-            embeds = isinstance(module, nn.Embedding)
-            made = (
-                stored.StoredEmbedding(weight, getattr(module, "scalar_embed_scale", 1.0))
-                if embeds
-                else stored.StoredLinear(weight, leaves.get("bias"))
-            )
-            setattr(model.get_submodule(parent), own, made)
+            model.set_submodule(path, ArrangedLinear(weight))
+        elif isinstance(weight, Stored) and isinstance(module, nn.Linear | nn.Embedding):
+            model.set_submodule(path, stored.in_place_of(module, weight, leaves.get("bias")))
         else:
-            for leaf, floats in leaves.items():
+            for leaf, own in leaves.items():
+                floats = stored.unpacked(own) if isinstance(own, Stored) else own  # a router's
                 setattr(module, leaf, nn.Parameter(floats, requires_grad=False))
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if tied and isinstance(embedding, stored.StoredEmbedding):
