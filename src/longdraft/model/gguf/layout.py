@@ -113,12 +113,6 @@ def as_stored(tensor: ReaderTensor) -> torch.Tensor | Stored:
     return torch.from_numpy(gguf.dequantize(data.numpy(), tensor.tensor_type)).float()
 
 
-def experts_of(tensor: ReaderTensor) -> torch.Tensor:
-    """The matrices of several experts as floats (experts, out, in)."""
-    data = as_stored(tensor)
-    return data.floats().unflatten(0, (int(tensor.shape[2]), -1)) if isinstance(data, Stored) else data
-
-
 def _rows(arch: Arch, part: str, parts: Sequence[torch.Tensor | Stored], config: Any) -> torch.Tensor | None:
     """Place in the file of each row; None if they are in order."""
     if arch.paired and part in ("attn_q", "attn_k"):
