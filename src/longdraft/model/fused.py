@@ -181,14 +181,14 @@ class FusedLayers:
                 recurrent=recurrent,
             )
         hosted.queries, hosted.hidden = {wanted[i]: q for i, q in out.queries.items()}, out.hidden
-        hosted.layers_seen = kinds.attending
+        hosted.layers_seen = len(hosted.layout.places)
         return out.logits
 
     def _turns(self, hosted: hosting.Hosted, x: torch.Tensor) -> list[CosSin]:
         """cos and sin of each kind of layer."""
         assert self.kinds is not None
         with hosting.computing(hosted):
-            return [self.kinds.rotate(rope, x, hosted.block.positions) for rope in self.kinds.ropes]
+            return [self.kinds.rotate(kind.rope, x, hosted.block.positions) for kind in self.kinds.of_layers]
 
     def _fits(self, hosted: hosting.Hosted) -> bool:
         """True if no layer's heads are narrower than what is turned of them."""

@@ -10,7 +10,6 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from transformers import PreTrainedModel
@@ -19,7 +18,7 @@ from longdraft.attention.reference import attend
 from longdraft.attention.transfer import on_device
 from longdraft.errors import LongdraftError, UnsupportedModelError, reason_of
 from longdraft.memory.store import KVStore
-from longdraft.model import calls, fingerprints, hosting, own_code, positions, quantised, recurrent, stored
+from longdraft.model import calls, hosting, own_code, positions, quantised, recurrent, stored
 from longdraft.model.checkpoints import quiet
 from longdraft.model.layout import layout_of
 from longdraft.model.model_copy import copy_without_hooks
@@ -37,32 +36,6 @@ _CLOSE, _ROUNDED = 1e-4, 0.1
 _CACHES = ("cache", "past_key_values", "cache_params")
 # Rounding can send a token to another expert, so other tokens are tried where one text fails.
 _TRIALS = 3
-
-
-# A trial takes some forwards of the model, and a twin is made anew whenever a model's last user has gone. So what a
-# model was like when it was tried is kept, and what was recorded, or why it was refused.
-_verdicts: WeakKeyDictionary[PreTrainedModel, tuple[object, calls.Recorded | str]] = WeakKeyDictionary()
-
-
-def tried(model: PreTrainedModel) -> calls.Recorded:
-    """Tries a model out, unless it was tried before and has not changed since: the records of its forward.
-
-    Raises:
-        UnsupportedModelError: longdraft cannot host it exactly.
-    """
-    forwards = [(id(type(m).forward), id(vars(m).get("forward"))) for m in model.modules()]
-    now = fingerprints.of(model), forwards, model.config._attn_implementation
-    known = _verdicts.get(model)
-    if known is None or known[0] != now:
-        found: calls.Recorded | str
-        try:
-            found = try_out(model)
-        except UnsupportedModelError as error:
-            found = f"{model.name_or_path}: {error}" if model.name_or_path else str(error)
-        known = _verdicts[model] = (now, found)
-    if isinstance(known[1], str):
-        raise UnsupportedModelError(known[1])
-    return known[1]
 
 
 def try_out(model: PreTrainedModel) -> calls.Recorded:

@@ -36,7 +36,7 @@ from longdraft.model.model_copy import copy_of, signature, unchanged
 from longdraft.model.rows import RowExact
 from longdraft.model.sharded import is_spread, share_of
 from longdraft.model.shared_parts import SharedParts, shared_parts
-from longdraft.model.trial import tried
+from longdraft.model.trial import try_out
 from longdraft.native import kernels
 
 
@@ -80,7 +80,7 @@ class Twin:
         return not self._reading
 
     def _try(self, model: PreTrainedModel) -> None:
-        found = tried(model)
+        found = try_out(model)
         for each in (model, self.model):
             calls.remember(each, found)
         if found.own:

@@ -146,7 +146,7 @@ class File(Header):
                 found = layout.tensor_names(name, known, tensors)
                 if found and all(each in tensors for each in found):
                     used.update(found)
-                    weights[name] = self.weight([tensors[each] for each in found], config, parameter.shape)
+                    weights[name] = layout.weight(self.arch, [tensors[each] for each in found], config, parameter.shape)
         _put_in(model, weights, self.path, wrong)
         for name, buffer in model.named_buffers():
             if (at := layout.buffer_name(name)) in tensors:
@@ -166,10 +166,6 @@ class File(Header):
         layer = LAYER.match(name)
         shared = int(getattr(config, "num_kv_shared_layers", None) or 0) if ".attn_" in name else 0
         return layer is not None and int(layer[1]) >= config.num_hidden_layers - shared
-
-    def weight(self, parts: list[Any], config: Any, shape: Any) -> layout.Weight:
-        """A parameter that consists of these tensors."""
-        return layout.weight(self.arch, parts, config, shape)
 
     def known(self, config: Any) -> Callable[[str], str | None]:
         """Gives gguf's name of a module or parameter of transformers, or None."""
@@ -256,7 +252,9 @@ def read_gguf(
         stored.use_int8(loaded.model)
         stored.weave(loaded.model, say)
     if arithmetic == "int8" and stored.arithmetic_of(loaded.model) != "int8":
-        raise no_int8(path, why or _why_no_int8(dtype, weights))
+        unpacked_why = f"they are unpacked here ({missing() or weights or dtype})"
+        none = "none of its weights are stored in 8 bits or fewer"
+        raise no_int8(path, why or (none if stored.is_stored(loaded.model) else unpacked_why))
     with reading(path, failure, _REMEDY):
         # Some versions of transformers give the tokenizer BOS for EOS, and let it remove the space before a comma.
         for role in ("bos_token", "eos_token", "pad_token"):
@@ -274,13 +272,3 @@ def read_gguf(
 def no_int8(name: object, why: str) -> CapabilityError:
     """The error to raise if int8 arithmetic is required and not possible."""
     return CapabilityError(f"{name} cannot be computed in int8 arithmetic: {why}. Leave arithmetic out.")
-
-
-def _why_no_int8(dtype: DType, weights: Weights | None) -> str:
-    if weights == "float32":
-        return "its weights were to be unpacked (weights)"
-    if dtype != torch.float32:
-        return f"it is for float32 on a CPU, not for {dtype}"
-    if kernels() is None:
-        return f"there are no kernels for it here ({missing()})"
-    return "none of its weights are stored in 8 bits or fewer"

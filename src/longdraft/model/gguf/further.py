@@ -10,6 +10,7 @@ import torch
 from longdraft.errors import CapabilityError
 from longdraft.model import hosting
 from longdraft.model.checkpoints import quiet, reading
+from longdraft.model.gguf import layout
 from longdraft.model.gguf.files import File
 from longdraft.model.gguf.reader import needs
 from longdraft.model.stored import StoredLinear
@@ -67,7 +68,7 @@ class _Further(File):
                 found[f"{name}.weight"] = module.matrix
         for name in _BESIDE:
             if (tensor := self.tensors.get(f"blk.{number}.nextn.{name}.weight")) is not None:
-                weight = self.weight([tensor], config, ())
+                weight = layout.weight(self.arch, [tensor], config, ())
                 assert isinstance(weight, torch.Tensor | Stored)
                 found[f"{name}.weight"] = weight
         return found
