@@ -5,11 +5,12 @@ The package gguf reads the file. The weights are mapped, not read, so a model of
 
 from __future__ import annotations
 
-import copy
 import logging
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -22,9 +23,8 @@ from longdraft.model.checkpoints import DType, LoadedModel, Progress, quiet, rea
 from longdraft.model.ends import ends_of, stated_ends
 from longdraft.model.gguf import experts, layout
 from longdraft.model.gguf.architectures import SIZES, Arch, arch_of, config_of
-from longdraft.model.gguf.header import FACTORS, LAYER, Header
-from longdraft.model.gguf.reader import instead, needs
-from longdraft.model.gguf.rope import RopeError, scaling
+from longdraft.model.gguf.header import FACTORS, LAYER, Header, needs
+from longdraft.model.gguf.rope import scaling
 from longdraft.model.gguf.tokenizer import RULES, tokenizer_of
 from longdraft.model.stored_parts import Arranged, ArrangedLinear
 from longdraft.native import Stored, kernels, missing
@@ -39,8 +39,6 @@ _REMEDY = (
     "It may be truncated, or of an architecture that transformers cannot read: fetch it again, or give the model's "
     "Hugging Face folder."
 )
-# Factors for short and for long texts (LongRoPE).
-_BY_LENGTH = "rope_factors_"
 
 
 class File(Header):
@@ -61,13 +59,12 @@ class File(Header):
             )
         self.arch: Arch = arch
         for name in (f"{self.architecture}.{size}" for size in SIZES if not arch.by_layer):
-            field = self.reader.get_field(name)
-            if field is None or not isinstance(values := field.contents(), list):
-                continue
-            if len(set(values)) > 1:
-                raise CapabilityError(f"{path} has layers of several sizes ({name}): give the model's folder or id.")
-            same = field.parts[field.data[0]]  # for all layers: as if the file gave one
-            self.reader.fields[name] = field._replace(parts=[same], data=[0], types=field.types[-1:])
+            if isinstance(values := self.whole(name), list):
+                if len(set(values)) > 1:
+                    raise CapabilityError(
+                        f"{path} has layers of several sizes ({name}): give the model's folder or id."
+                    )
+                self.fields[name] = values[0]  # for all layers: as if the file gave one
         self.check()
 
     def config(self) -> Any:
@@ -77,38 +74,19 @@ class File(Header):
             CapabilityError: transformers does not know this scaling of rotary frequencies.
         """
         config = config_of(self, self.arch)
-        if not self.arch.factors_scale:
-            return config
-        if scaled := self._scaling(config):
+        if self.arch.factors_scale and (scaled := scaling(self, config)):
             # With parameters by kind of layer, windowed layers have their own base and are never scaled.
             full = config.rope_parameters.get("full_attention")
             changed = {**(config.rope_parameters if full is None else full), **scaled}
             config.rope_parameters = changed if full is None else {**config.rope_parameters, "full_attention": changed}
         return config
 
-    def _scaling(self, config: Any) -> dict[str, Any]:
-        """Additions to the configuration's ``rope_parameters``, for scaled frequencies."""
-        factors = None if self.factors is None else torch.from_numpy(self.factors)
-        try:
-            if any(name.startswith(_BY_LENGTH) for name in self.tensors):
-                raise RopeError("longrope")
-            return scaling(lambda name: self(f"rope.{name}"), factors, config)
-        except RopeError as error:
-            raise CapabilityError(
-                f"{self.path} scales its rotary frequencies ({error}), which is not read from GGUF files: give the "
-                "model's Hugging Face folder or id."
-            ) from error
-
     def tokenizer(self) -> PreTrainedTokenizerBase:
         kind, rule = (self.whole(f"tokenizer.ggml.{name}") for name in ("model", "pre"))
         if kind == "gpt2" and rule in RULES:
-            return tokenizer_of(lambda name: self.whole(f"tokenizer.{name}"), self.strings)
-        # transformers, which makes a configuration first, may misread the other fields.
-        reader = copy.copy(self.reader)
-        kept = ((n, f) for n, f in reader.fields.items() if n.startswith(("GGUF.", "general.", "tokenizer.")))
-        reader.fields = type(reader.fields)(kept)
+            return tokenizer_of(lambda name: self.whole(f"tokenizer.{name}"))
         try:
-            with instead(reader):
+            with _given(self):
                 tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
                     str(self.path.parent), gguf_file=self.parts[0].name, local_files_only=True
                 )
@@ -125,7 +103,7 @@ class File(Header):
 
     def unserved(self) -> str | None:
         """The reason why the weights cannot stay as they are stored; None if they can."""
-        kinds = {t.tensor_type.name: name for name, t in self.tensors.items() if len(t.shape) in (2, 3)}
+        kinds = {t.kind: name for name, t in self.tensors.items() if len(t.shape) in (2, 3)}
         odd = sorted(kind for kind in kinds if kind not in (*FORMATS, "F32"))
         return f"blocks of the type {odd[0]} ({kinds[odd[0]]}) are not read as they are stored" if odd else None
 
@@ -158,7 +136,7 @@ class File(Header):
                 f"{', '.join(unused[:5])}. It is damaged, or of another architecture than it says: fetch it again."
             )
         if hasattr(mmap, "MADV_WILLNEED"):  # not on Windows
-            self.reader.data._mmap.madvise(mmap.MADV_WILLNEED)
+            self.memory.madvise(mmap.MADV_WILLNEED)
         return stored.mark(model, *self.parts)
 
     def _spare(self, name: str, config: Any) -> bool:
@@ -179,6 +157,28 @@ class File(Header):
             )
         known = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
         return lambda name: known.get_name(name)
+
+
+@contextmanager
+def _given(header: Header) -> Iterator[None]:
+    """Gives transformers what was read of a tokenizer, where it would read the file anew: it makes a configuration
+    first, and may misread the other fields."""
+    import gguf
+
+    def field(value: Any) -> SimpleNamespace:
+        items = value if isinstance(value, list) else [value]
+        kind = {str: 8, bool: 7, float: 6}.get(type(items[0]) if items else str, 5)
+        parts = [item.encode() if isinstance(item, str) else [item] for item in items]
+        types = [9, kind] if isinstance(value, list) else [kind]
+        return SimpleNamespace(parts=parts, data=range(len(parts)), types=types)
+
+    kept = {n: field(x) for n, x in header.fields.items() if n.startswith(("general.", "tokenizer."))}
+    reader, theirs = SimpleNamespace(fields=kept, tensors=list(header.tensors.values())), gguf.GGUFReader
+    gguf.GGUFReader = lambda *_args, **_named: reader
+    try:
+        yield
+    finally:
+        gguf.GGUFReader = theirs
 
 
 def _put_in(model: PreTrainedModel, weights: dict[str, layout.Weight], file: Path, wrong: list[str]) -> None:

@@ -12,7 +12,7 @@ from longdraft.model import hosting
 from longdraft.model.checkpoints import quiet, reading
 from longdraft.model.gguf import layout
 from longdraft.model.gguf.files import File
-from longdraft.model.gguf.reader import needs
+from longdraft.model.gguf.header import needs
 from longdraft.model.stored import StoredLinear
 from longdraft.model.stored_parts import ArrangedLinear
 from longdraft.native import Stored
