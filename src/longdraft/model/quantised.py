@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
@@ -36,17 +35,6 @@ _TOLERANCE, _TOLERANCE_OF_HALVES = 1e-3, 2e-2
 _DIFFERENT = 0.9
 # Methods whose weights transformers unpacks while it loads them where it has no kernels for them.
 _UNPACKED = ("fp8", "mxfp4", "mxfp8")
-
-
-@dataclass(frozen=True)
-class _Tried:
-    """Attributes:
-    sizes: sizes of blocks that give the same bits; (1,) if any number of rows does, empty if no size was found.
-    outside: the layer does not compute in torch's inference mode.
-    """
-
-    sizes: tuple[int, ...]
-    outside: bool
 
 
 def stays_quantised(config: Any) -> bool:
@@ -148,15 +136,13 @@ def install(model: nn.Module, wanted: Callable[[], bool]) -> None:
         UnsupportedModelError: a row's result depends on the rows beside it, or a layer cannot compute here.
     """
     warned: set[str] = set()
-    for module, tried in _all_tried(model):
-        forward = module.forward
-        if tried.outside:
-            forward = vars(module)["forward"] = _outside(forward)
+    for module, sizes in _all_tried(model):
+        forward = vars(module)["forward"] = _outside(module.forward)
         # Without kernels, other products do not give a row the same bits either.
-        if tried.sizes == (1,) or kernels() is None:
+        if sizes == (1,) or kernels() is None:
             continue
-        if tried.sizes:
-            vars(module)["forward"] = _in_blocks(forward, tried.sizes, wanted)
+        if sizes:
+            vars(module)["forward"] = _in_blocks(forward, sizes, wanted)
         elif (kind := _kind(module)) not in warned:
             warned.add(kind)
             logger.warning(
@@ -176,9 +162,9 @@ def make_plain(model: nn.Module) -> None:
         vars(module)["forward"] = _made_up_product(module)
 
 
-def _all_tried(model: nn.Module) -> Iterator[tuple[nn.Module, _Tried]]:
-    """The layers that are not torch's own, with what was found of their kind and size."""
-    known: dict[tuple[object, ...], _Tried] = {}
+def _all_tried(model: nn.Module) -> Iterator[tuple[nn.Module, tuple[int, ...]]]:
+    """The layers that are not torch's own, with what :func:`_try` found of their kind and size."""
+    known: dict[tuple[object, ...], tuple[int, ...]] = {}
     for name, module in list(layers_of_others(model)):
         like = (type(module), type(getattr(module, "weight", None)), module.in_features, module.out_features)
         if like in known:
@@ -213,7 +199,8 @@ def _made_up(model: nn.Module, module: nn.Module, count: int) -> torch.Tensor:
     return rows.to(device, getattr(model, "dtype", torch.float32))
 
 
-def _try(model: nn.Module, name: str, module: nn.Module) -> _Tried:
+def _try(model: nn.Module, name: str, module: nn.Module) -> tuple[int, ...]:
+    """Sizes of blocks that give the same bits; (1,) if any number of rows does, empty if no size was found."""
     rows = _made_up(model, module, LARGER[-1])
 
     def compute(x: torch.Tensor) -> torch.Tensor:
@@ -232,7 +219,7 @@ def _try(model: nn.Module, name: str, module: nn.Module) -> _Tried:
         ) from error
     if depends:
         raise _refusal(model, name, module, "computes another result for a row beside larger ones")
-    return _Tried(sizes, _only_outside(compute, rows[:1]))
+    return sizes
 
 
 def _depends(compute: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor) -> bool:
@@ -244,7 +231,7 @@ def _depends(compute: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor
 
 
 def _steady_sizes(compute: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor) -> tuple[int, ...]:
-    """Sizes of blocks, as :class:`_Tried` has them."""
+    """The sizes that :func:`_try` returns."""
 
     def by(size: int, x: torch.Tensor = rows) -> torch.Tensor:
         return torch.cat([compute(part) for part in x.split(size)])
@@ -260,17 +247,9 @@ def _steady_sizes(compute: Callable[[torch.Tensor], torch.Tensor], rows: torch.T
     return (1,) if fewer and larger == LARGER else (ROWS, *larger)
 
 
-def _only_outside(compute: Callable[[torch.Tensor], torch.Tensor], row: torch.Tensor) -> bool:
-    """True if a layer that computes does not do so in torch's inference mode, as quanto's in four bits."""
-    with torch.inference_mode():
-        try:
-            compute(row)
-        except RuntimeError:
-            return True
-    return False
-
-
 def _outside(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Computes outside of torch's inference mode, in which some layers do not, as quanto's in four bits."""
+
     def outside(*inputs: Any, **named: Any) -> torch.Tensor:
         with torch.inference_mode(False), torch.no_grad():
             return forward(*inputs, **named)
