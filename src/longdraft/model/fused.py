@@ -170,7 +170,8 @@ class FusedLayers:
         block, kinds = hosted.block, self.kinds
         x = self._model.get_input_embeddings()(block.tokens)
         rows, *more = kinds.rows(hosted.store, block, self._turns(hosted, x))
-        wanted = {kinds.decoder_layer(i): i for i in hosted.query_layers}
+        whole = {i: p.layer for i, p in enumerate(kinds.places) if p is not None and p.window is None}
+        wanted = {i: layer for i, layer in whole.items() if layer in hosted.query_layers}
         with delta_rows(hosted, deltas := self._deltas, range(len(deltas))) as recurrent:
             out = self._kernels.stack(
                 *(self.stack, *rows, x),

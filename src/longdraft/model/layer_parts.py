@@ -65,11 +65,15 @@ def layer_of(layer: nn.Module, head_dim: int) -> DecoderLayer | None:
     )
 
 
-def is_untouched(layer: nn.Module) -> bool:
-    """True if a layer's parts are float32 on the CPU, contiguous, and without the user's hooks."""
+def is_untouched(layer: nn.Module, ours: nn.Module | None = None) -> bool:
+    """True if a layer's parts are float32 on the CPU, contiguous, and without the user's hooks.
+
+    Args:
+        ours: a part whose forward is ours.
+    """
     inside = [m for m in layer.modules() if m is not layer]
     # Hooks of the layer itself do no harm: they run around any forward.
-    if any(map(touched, inside)) or "forward" in vars(layer) or not is_known(type(layer).forward):
+    if any(touched(m, m is ours) for m in inside) or "forward" in vars(layer) or not is_known(type(layer).forward):
         return False
     tensors = [t for m in inside for t in m.parameters(recurse=False)]
     return all(t.dtype == torch.float32 and t.device.type == "cpu" and t.is_contiguous() for t in tensors)
@@ -135,7 +139,7 @@ def is_gelu(activation: nn.Module | None) -> bool | None:
     return None
 
 
-def touched(module: nn.Module) -> bool:
-    """True if a module has hooks, a forward that replaces its class's, or a class of the user's."""
-    replaced = "forward" in vars(module) or not is_known(type(module).forward)
+def touched(module: nn.Module, ours: bool = False) -> bool:
+    """True if a module has hooks, a forward that replaces its class's and is not ``ours``, or a class of the user's."""
+    replaced = ("forward" in vars(module) and not ours) or not is_known(type(module).forward)
     return bool(module._forward_hooks or module._forward_pre_hooks or replaced)

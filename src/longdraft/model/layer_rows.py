@@ -84,11 +84,6 @@ class LayerKinds(NamedTuple):
         recurrent = itertools.count()
         return [next(recurrent) if place is None else place.layer for place in self.places]
 
-    def decoder_layer(self, kv_layer: int) -> int:
-        """The number of the decoder layer that keeps the rows ``kv_layer`` of the whole text."""
-        found = enumerate(self.places)
-        return next(i for i, p in found if p is not None and p.window is None and p.layer == kv_layer)
-
     def rotate(self, rope: str | None, x: torch.Tensor, positions: torch.Tensor | None) -> CosSin:
         """cos and sin (B, T, d or less) of a kind's positions."""
         if rope is None:

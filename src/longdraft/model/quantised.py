@@ -78,8 +78,9 @@ def simplify(model: nn.Module) -> None:
     """
     for module in model.modules():
         own = vars(module)
-        tables = [own["_parameters"], own["_buffers"]]
-        if "_original_forward_func" in own and all(_in_place(table) for table in tables):
+        tables = [own["_parameters"], own["_buffers"]]  # of compressed-tensors, which may move tensors
+        places = {getattr(table, f"{kind}_device", None) for table in tables for kind in ("onload", "offload")}
+        if "_original_forward_func" in own and len(places - {None}) == len(places) == 1:
             own["_parameters"], own["_buffers"] = (dict(table.offloaded_values) for table in tables)
             own["forward"] = MethodType(own.pop("_original_forward_func"), module)
         scheme = own.get("quantization_scheme")
@@ -89,12 +90,6 @@ def simplify(model: nn.Module) -> None:
             del own["quantization_scheme"]
         if getattr(own.get("forward"), "__func__", None) is type(module).forward:
             del own["forward"]
-
-
-def _in_place(table: Any) -> bool:
-    """True if a table of tensors is one of compressed-tensors' that moves none."""
-    place = getattr(table, "onload_device", None)
-    return place is not None and place == getattr(table, "offload_device", None)
 
 
 def layers_of_others(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

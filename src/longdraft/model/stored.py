@@ -64,9 +64,6 @@ class StoredWeights(nn.Module):
         """The matrix in float32, unpacked in every call."""
         return unpacked(self.matrix)
 
-    def extra_repr(self) -> str:
-        return f"{self.matrix.shape}, format={self.format}{', int8' if self.int8 else ''}"
-
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         destination[f"{prefix}weight"] = self.weight

@@ -52,18 +52,13 @@ def try_out(model: PreTrainedModel) -> calls.Recorded:
     try:
         return _tried(copy, by_itself=False)
     except UnsupportedModelError as error:
-        if not _keeps_rows(copy):
+        sparse = "sparse" in str(getattr(hosting.decoder_config(copy), "attention_type", ""))
+        if recurrent.mixers_of(copy) or copy._is_stateful or sparse:  # it may keep more than keys and values
             raise
         try:
             return _tried(copy, by_itself=True)
         except UnsupportedModelError:
             raise error from None
-
-
-def _keeps_rows(model: PreTrainedModel) -> bool:
-    """True if all that a model keeps of a text may be the keys and values of its tokens."""
-    sparse = "sparse" in str(getattr(hosting.decoder_config(model), "attention_type", ""))
-    return not (recurrent.mixers_of(model) or model._is_stateful or sparse)
 
 
 def _tried(copy: PreTrainedModel, by_itself: bool) -> calls.Recorded:

@@ -64,20 +64,20 @@ class Twin:
         if windows:
             self._try(model)
         self.fused = FusedLayers(self.model)
-        compared = self.fused.stack is not None and _is_bare(model)
+        # Nothing but a head surrounds it, and no row sees those behind it.
+        causal = all(getattr(module, "is_causal", True) for module in model.modules())
+        bare = causal and hosting.decoder_of(model) is model.base_model
+        compared = self.fused.stack is not None and bare
         if not (compared or shared or spread or windows):
             self._try(model)
         self.layout = layout_of(self.model)
-        quantised.install(self.model, self._decoding)
-        experts.install(self.model, self._decoding)
+        # While text is decoded, a row's bits must not depend on the rows beside it.
+        quantised.install(self.model, lambda: not self._reading)
+        experts.install(self.model, lambda: not self._reading)
         self._by_row = kernels() is not None and self.model.device.type == "cpu"
         self._tapped: set[int] = set()
         self._reading = False
         self._place = place_of(model)
-
-    def _decoding(self) -> bool:
-        """True in forwards in which a row's bits must not depend on the rows beside it."""
-        return not self._reading
 
     def _try(self, model: PreTrainedModel) -> None:
         found = try_out(model)
@@ -111,12 +111,6 @@ class Twin:
         # While text is decoded, one kind of product computes any number of rows: see Block.prompt.
         with RowExact(products=not own) if self._by_row and not self._reading else nullcontext():
             return (own_code.run if own else hosting.run)(run, hosted, **more)
-
-
-def _is_bare(model: PreTrainedModel) -> bool:
-    """True if nothing but a head surrounds the decoder, and no row sees those behind it."""
-    causal = all(getattr(module, "is_causal", True) for module in model.modules())
-    return causal and hosting.decoder_of(model) is model.base_model
 
 
 _locks: WeakKeyDictionary[PreTrainedModel, AbstractContextManager[bool]] = WeakKeyDictionary()
