@@ -95,7 +95,7 @@ class FusedLayers:
             self.stack = self.stack.changed(_in_int8)
 
     def _fuse_on_gpu(self, kinds: LayerKinds) -> None:
-        model, shape = self._model, hosting.kv_shape(self._model)
+        model, shape = self._model, layout_of(self._model).shape
         if shape.padded or any(kind.window is not None for kind in kinds.of_layers):
             return
         found = [gpu_layers.layer_of(layer, shape.head_dim) for layer in hosting.decoder_layers(model)]

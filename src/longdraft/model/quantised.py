@@ -84,8 +84,10 @@ def simplify(model: nn.Module) -> None:
             own["_parameters"], own["_buffers"] = (dict(table.offloaded_values) for table in tables)
             own["forward"] = MethodType(own.pop("_original_forward_func"), module)
         scheme = own.get("quantization_scheme")
+        # One that was unpacked into another dtype stays what it is: it is refused when it is tried.
+        other = any(weight.dtype != model.dtype for weight in module.parameters(recurse=False))
         rounded = scheme is None or scheme.input_activations or scheme.output_activations
-        if not rounded and _word(own.get("quantization_status")) == "decompressed":
+        if not (rounded or other) and _word(own.get("quantization_status")) == "decompressed":
             own.pop("forward", None)
             del own["quantization_scheme"]
         if getattr(own.get("forward"), "__func__", None) is type(module).forward:
