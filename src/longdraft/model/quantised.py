@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from longdraft.attention.transfer import on_device
 from longdraft.errors import UnsupportedModelError, reason_of
 from longdraft.model.few_rows import is_plain, is_shared_out
 from longdraft.native import kernels
@@ -173,11 +174,10 @@ def _made_up_product(module: nn.Module) -> Callable[..., torch.Tensor]:
     """A forward whose results are some numbers of the row, with made-up signs: a product that needs no weights."""
     size, count = int(module.in_features), int(module.out_features)  # type: ignore[arg-type]
     generator = torch.Generator().manual_seed(size)
-    places = torch.randint(size, (count,), generator=generator, device="cpu")
-    signs = torch.randint(2, (count,), generator=generator, device="cpu") * 2 - 1
+    places = torch.randint(2 * size, (count,), generator=generator, device="cpu").tolist()
 
     def product(x: torch.Tensor, *_more: Any, **_named: Any) -> torch.Tensor:
-        return x[..., places.to(x.device)] * signs.to(x)
+        return torch.cat([x, -x], dim=-1)[..., on_device(places, x.device)]
 
     return product
 
