@@ -12,7 +12,7 @@ from longdraft.attention.block import Block
 from longdraft.memory.recurrent import LayerSlot
 from longdraft.model.hosting import Hosted
 from longdraft.model.layer_parts import is_gelu, is_untouched, norms_of, plus_of, products_of
-from longdraft.model.model_code import own_forward
+from longdraft.model.model_code import words
 from longdraft.model.recurrent import states_of
 from longdraft.model.stored_parts import ArrangedLinear
 from longdraft.model.tree_paths import last_inputs, needed, parents_of
@@ -41,7 +41,7 @@ def delta_layer_of(layer: nn.Module) -> DeltaLayer | None:
     mixed, keys = products[0][0].shape[0] - heads * values, int(mixer.head_k_dim)
     key_heads = mixed // (2 * keys)
     # Some versions of the mixer repeat queries and keys before they are kept.
-    repeated = "repeat_interleave" in own_forward(mixer).words
+    repeated = "repeat_interleave" in words(mixer)
     weight, bias = convolution.weight.detach()[:, 0].contiguous(), convolution.bias
     return DeltaLayer(
         norms,
