@@ -181,25 +181,3 @@ def _by_default(draft: Path | None) -> tuple[str, ...]:
     if draft is None:
         return METHODS_BY_DEFAULT
     return tuple(method_of(draft).name if name == DRAFTED else name for name in METHODS_BY_DEFAULT)
-
-
-def bench_report(
-    *,
-    files: Annotated[
-        list[Path], typer.Argument(metavar="RESULTS...", help="Files that `longdraft bench --results` wrote.")
-    ],
-    out: Annotated[
-        Path | None, typer.Option(help="The page.", show_default="RESULTS.html, beside the first file")
-    ] = None,
-    output: options.Output,
-) -> None:
-    """Make an HTML page of bench results: tables and figures, file by file."""
-    from longdraft.bench import results
-    from longdraft.bench.tables import render
-
-    page = out or files[0].with_suffix(".html")
-    measuring.Rendered().check(out=page)
-    measuring.write(page, render([results.report_of(file) for file in files], "html"))
-    if not output.as_json:
-        console.line(str(page))
-    output.json({"page": str(page)})

@@ -154,9 +154,9 @@ class Rendered(options.Output):
 
     def _write(self, report: Report) -> None:
         if self.markdown is not None:
-            write(self.markdown, render([report], "markdown"))
+            write(self.markdown, render(report, "markdown"))
         if self.html is not None:
-            write(self.html, render([report], "html"))
+            write(self.html, render(report, "html"))
         if (svg := self.svg) is not None:
             for name, make in report.figures.items():
                 which = "" if len(report.figures) == 1 else "-" + re.sub(r"[^\w.-]+", "_", name)
