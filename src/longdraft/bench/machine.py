@@ -14,7 +14,7 @@ import torch
 from longdraft.memory import sizes
 from longdraft.planning.costs import cpu_name
 
-PACKAGES = ("longdraft", "torch", "transformers", "triton", "llama-cpp-python")
+PACKAGES = ("longdraft", "torch", "transformers", "triton")
 
 
 def hardware() -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import Any
 from longdraft.bench import machine, scores
 from longdraft.bench.contenders import Contender, Job, Kept, Ours, Run, ends_of
 from longdraft.bench.experiment import Step, Tick, in_turn
-from longdraft.bench.peers import LLAMA, PEERS, Generate
+from longdraft.bench.peers import PEERS, Generate
 from longdraft.bench.profile import profile
 from longdraft.bench.prompts import Group, Prompt
 from longdraft.bench.settings import REFERENCE, Settings, speculator
@@ -143,12 +143,9 @@ class Bench:
         return {name: c for name, c in self.contenders.items() if isinstance(c, Ours)}
 
     def _peer(self, name: str) -> Contender:
-        """A peer on the target, or on the unpacked model if it needs one."""
-        target = self.target if name == LLAMA or self._unpacked is None else self._plain
-        peer = PEERS[name](target, self.settings.sources)
-        if isinstance(peer, Generate):
-            peer.same_arithmetic = target.arithmetic == self.target.arithmetic
-        return peer
+        """A peer on the target's model, or on the unpacked one if there is one."""
+        target = self.target if self._unpacked is None else self._plain
+        return Generate(target.model, name, target.arithmetic == self.target.arithmetic)
 
     @cached_property
     def _plain(self) -> TargetRunner:

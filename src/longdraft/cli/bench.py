@@ -38,8 +38,8 @@ def bench(
     methods: Annotated[
         str | None,
         typer.Option(
-            help="Methods, with commas between; to compare with: hf (transformers' generate), hf-eager, "
-            "hf-prompt-lookup, hf-assisted, llama-cpp. Options of one behind colons: specpv:budget=512:selector=quest.",
+            help="Methods, with commas between; to compare with: hf (transformers' generate), hf-eager. Options of one "
+            "behind colons: specpv:budget=512:selector=quest.",
             show_default=",".join(METHODS_BY_DEFAULT) + "; with --draft, its method in the place of the third",
         ),
     ] = None,
@@ -71,19 +71,6 @@ def bench(
             help="Let every method read the prompts itself, or ar for all of ours (long prompts).",
         ),
     ] = True,
-    assistant: Annotated[
-        str | None,
-        typer.Option(help="For hf-assisted: a small model's folder, or its name on the hub.", show_default="none"),
-    ] = None,
-    gguf: Annotated[
-        Path | None,
-        typer.Option(
-            "--gguf",
-            "--llama-cpp-model",
-            help="For llama-cpp: a GGUF file.",
-            show_default="the embedded model's",
-        ),
-    ] = None,
     loading: options.ModelOptions,
     offload: options.Offload = None,
     profile: Annotated[
@@ -104,7 +91,6 @@ def bench(
 
     from longdraft.bench import report
     from longdraft.bench.experiment import Experiment
-    from longdraft.bench.peers import Sources
     from longdraft.bench.prompts import grid, prepare
     from longdraft.bench.records import Records
     from longdraft.bench.results import header
@@ -134,7 +120,6 @@ def bench(
             plan=plan,
             offload=offload,
             own_options=method_options.contender_options(names),
-            sources=Sources(assistant, gguf),
             profile=profile,
             asked=prompting.asked,
         )  # fmt: skip

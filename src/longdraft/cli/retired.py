@@ -16,9 +16,13 @@ _VERBS = {
 }
 _OPTIONS = {
     "batch": {"--ray": "give each machine a part of the file, or ask replicas (`longdraft serve --ray`)"},
-    "bench": {"--snapshots": "--one-prefill reads each prompt once for all methods"},
+    "bench": {
+        "--snapshots": "--one-prefill reads each prompt once for all methods",
+        **dict.fromkeys(("--assistant", "--gguf", "--llama-cpp-model"), "`bench length --url` asks servers of others"),
+    },
     "bench quality": {
         "--drift": "ROUGE-L and the target's nats say what partial verification costs",
+        "--answer-tokens": "a model that thinks does so in --max-tokens, and the whole text is scored",
         "--no-drift": "hidden states are not compared any more: leave it out",
         **dict.fromkeys(
             ("--needle", "--needle-depths", "--needle-context", "--needle-samples", "--needle-kinds"), _NEEDLES

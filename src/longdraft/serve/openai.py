@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
@@ -199,17 +198,12 @@ def usage(choices: Sequence[Choice], thought: int = 0) -> dict[str, Any]:
     """OpenAI's usage object of answers that have ended, with draft statistics; ``thought`` tokens were thoughts."""
     results = [choice.result for choice in choices if choice.result is not None]
     prompt, new = max((r.prompt_tokens for r in results), default=0), sum(r.new_tokens for r in results)
-    details: dict[str, Any] = {"reasoning_tokens": thought}
-    if predicted := choices[0].request.predicted:
-        matched = sum(_matched(predicted, r.token_ids) for r in results)
-        details["accepted_prediction_tokens"] = matched
-        details["rejected_prediction_tokens"] = len(predicted) * len(results) - matched
     return {
         "prompt_tokens": prompt,
         "completion_tokens": new,
         "total_tokens": prompt + new,
         "prompt_tokens_details": {"cached_tokens": max((r.cached_tokens for r in results), default=0)},
-        "completion_tokens_details": details,
+        "completion_tokens_details": {"reasoning_tokens": thought},
         "speculation": sum((choice.speculation for choice in choices), Speculation()).as_dict(),
     }
 
@@ -244,22 +238,3 @@ def usage_so_far(choices: Sequence[Choice]) -> dict[str, int]:
     """The token counts of answers in progress."""
     prompt, new = max(len(c.request.prompt) for c in choices), sum(c.tokens for c in choices)
     return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
-
-
-def _matched(predicted: Sequence[int], output: Sequence[int]) -> int:
-    """Counts the predicted tokens that are in the output, in order. Takes time in proportion to their number.
-
-    Where the two differ, both go on at the next four tokens of the prediction that the output has further on.
-    """
-    places: dict[tuple[int, ...], list[int]] = {}
-    for i in range(len(output) - 3):
-        places.setdefault(tuple(output[i : i + 4]), []).append(i)
-    matched = at = 0
-    for i, token in enumerate(predicted):
-        if at < len(output) and output[at] == token:
-            matched, at = matched + 1, at + 1
-        elif found := places.get(tuple(predicted[i : i + 4])):
-            next_one = bisect_left(found, at)
-            if next_one < len(found):
-                matched, at = matched + 1, found[next_one] + 1
-    return matched

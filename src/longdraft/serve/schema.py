@@ -97,17 +97,6 @@ class StreamOptions(Strict):
     include_obfuscation: bool = False
 
 
-class Prediction(Strict):
-    """OpenAI's predicted outputs."""
-
-    type: Literal["content"] = "content"
-    content: str | list[Part]
-
-    @property
-    def text(self) -> str:
-        return _joined(self.content)
-
-
 def _joined(content: str | list[Part]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
@@ -158,7 +147,6 @@ class Sampled(Text):
     ignore_eos: bool = False
     min_tokens: Annotated[int, Field(ge=0)] = 0
     return_token_ids: bool = False
-    prediction: Prediction | None = None
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
     safety_identifier: str | None = None

@@ -166,10 +166,6 @@ class Service:
         )
         # A request that begins again has to repeat its text, so it needs a seed.
         seed = self._random.randrange(2**62) if body.seed is None else body.seed
-        predicted: list[int] = []
-        if body.prediction is not None and body.prediction.text:
-            found = self.tokenizer(body.prediction.text, add_special_tokens=False, verbose=False)["input_ids"]
-            predicted = found[: 2 * settings.context]  # an answer can have no more of it
         request = Request(
             prompt,
             min(max_tokens or room, settings.max_tokens or room, room),
@@ -177,7 +173,6 @@ class Service:
             stop=tuple(body.stop),
             eos_token_ids=ending,
             tenant=tenant,
-            predicted=predicted,
             reuse=body.cache_prompt,
         )
         requests = [replace(request, seed=(seed + i) % 2**63) for i in range(body.n)]
