@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -80,7 +79,6 @@ def bench(
         ),
     ] = False,
     output: measuring.Rendered,
-    out: Annotated[Path | None, typer.Option(help="Write the JSON object to this file too.")] = None,
     composed: options.Load = None,
 ) -> None:
     """Measure methods on the same prompts, in turn, against ar (and against transformers with hf).
@@ -124,7 +122,7 @@ def bench(
             asked=prompting.asked,
         )  # fmt: skip
     processes.check_options({"--results": output.results, "--profile": profile})
-    output.check(out=out)
+    output.check()
     samples = prompting.read()
     if lacking := scores.lacking(samples):
         console.note(lacking)
@@ -152,8 +150,6 @@ def bench(
         found["hardware"]["busy_cores"] = round(others.cores, 1)
         if found["rows"] and others.advice is not None:
             console.note(f"Figures of a busy machine. {others.advice}")
-        if out is not None and processes.is_first():
-            measuring.write(out, json.dumps(found, indent=2) + "\n")
         return report.shown(found, lambda ids: str(loaded.tokenizer.decode(ids)))
 
     output.measure(experiment, made, "batches")

@@ -91,18 +91,15 @@ class Rendered(options.Output):
     svg: Annotated[Path | None, typer.Option(help="Draw the figure; of several, one each: NAME-WHICH.svg.")] = None
     html: Annotated[Path | None, typer.Option(help="Write one page (HTML): tables and figures.")] = None
 
-    def check(self, **more: Path | None) -> None:
+    def check(self) -> None:
         """Refuses what cannot be written, before anything is measured.
-
-        Args:
-            more: further files, by option.
 
         Raises:
             CheckpointError: a folder that does not exist, or a file's name that is a folder.
             CapabilityError: a figure is asked for, and matplotlib is missing.
         """
-        own = {name: getattr(self, name) for name in ("results", "markdown", "svg", "html")}
-        for option, path in {**own, **more}.items():
+        for option in ("results", "markdown", "svg", "html"):
+            path: Path | None = getattr(self, option)
             if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
                 raise CheckpointError(f"--{option} {path}: its folder does not exist, or it is a folder itself.")
         if self.svg is not None or self.html is not None:

@@ -17,6 +17,7 @@ _VERBS = {
 _OPTIONS = {
     "batch": {"--ray": "give each machine a part of the file, or ask replicas (`longdraft serve --ray`)"},
     "bench": {
+        "--out": "--json ends with the object, as the last line of stdout",
         "--snapshots": "--one-prefill reads each prompt once for all methods",
         **dict.fromkeys(("--assistant", "--gguf", "--llama-cpp-model"), "`bench length --url` asks servers of others"),
     },
