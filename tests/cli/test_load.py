@@ -6,7 +6,7 @@ import psutil
 import pytest
 import torch
 
-from longdraft.cli import load
+from longdraft.cli.load import OtherProcesses, usage
 
 
 @pytest.mark.parametrize(("others", "cores", "threads", "expected"), [
@@ -16,8 +16,8 @@ def test_in_the_way(monkeypatch, others, cores, threads, expected):
     monkeypatch.setattr(psutil, "cpu_count", lambda: cores)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     used = [(0.0, 100.0, 50.0)]
-    monkeypatch.setattr(load, "usage", lambda: used[-1])
-    seen = load.OtherProcesses()
+    monkeypatch.setattr("longdraft.cli.load.usage", lambda: used[-1])
+    seen = OtherProcesses()
     assert seen.cores == 0.0 and seen.advice is None
     used.append((2.0, 100.0 + 2 * (others + threads), 50.0 + 2 * threads))
     assert seen.cores == pytest.approx(others)
@@ -27,7 +27,7 @@ def test_in_the_way(monkeypatch, others, cores, threads, expected):
 
 
 def test_clocks_of_this_machine():
-    before = load.usage()
+    before = usage()
     sum(range(10**6))
-    after = load.usage()
+    after = usage()
     assert after[0] > before[0] and after[1] >= before[1] > 0 and after[2] >= before[2] > 0

@@ -103,20 +103,15 @@ class Settings:
             readers = [n for n in self.methods if self.takes_draft(n) and METHODS[method_name(n)].draft_kind in kinds]
             if readers and name not in readers:
                 given = {k: x for k, x in given.items() if k != "draft"}
-        return {**given, **{k: x for k, x in self._own(name).items() if k not in ("plan", "kv_dtype")}}
-
-    def _own(self, name: str) -> Mapping[str, Any]:
-        return self.own_options.get(name, {})
+        return {**given, **{k: x for k, x in self.own_options.get(name, {}).items() if k not in ("plan", "kv_dtype")}}
 
     def plan_of(self, name: str) -> str | None:
         """The plan of one of our contenders."""
-        plan: str | None = self._own(name).get("plan", self.plan)
-        return plan
+        return dict(self.own_options.get(name, {})).get("plan", self.plan)
 
     def kv_dtype_of(self, name: str) -> str | None:
         """The KV cache's dtype of one of our contenders."""
-        kv_dtype: str | None = self._own(name).get("kv_dtype")
-        return kv_dtype
+        return dict(self.own_options.get(name, {})).get("kv_dtype")
 
     def takes_draft(self, name: str) -> bool:
         """True if the draft options apply to this contender."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,7 +12,7 @@ import typer
 
 from longdraft.bench import charts, tasks
 from longdraft.bench.data import Sample, Short
-from longdraft.bench.experiment import Experiment, of_units
+from longdraft.bench.experiment import Experiment
 from longdraft.bench.tables import Report, render
 from longdraft.cli import console, options, processes
 from longdraft.cli.cancel import EXIT_CODE
@@ -29,7 +28,6 @@ def _plan(given: str | None) -> str | None:
     return given
 
 
-Limit = Annotated[int | None, typer.Option(min=1, help="Rows of each file.", show_default="all")]
 Plan = Annotated[
     str,
     typer.Option(
@@ -38,9 +36,6 @@ Plan = Annotated[
 ]
 ShortTexts = Annotated[
     Short, typer.Option(help="Texts shorter than a length: leave them out, join the next rows' texts, or keep them.")
-]
-IgnoreEos = Annotated[
-    bool, typer.Option("--ignore-eos", help="Decode on to --max-tokens, so that all do the same work.")
 ]
 
 
@@ -57,9 +52,11 @@ class Prompts(options.TemplateOptions):
             show_default="long modules of Python's standard library",
         ),
     ] = None
-    limit: Limit = None
+    limit: Annotated[int | None, typer.Option(min=1, help="Rows of each file.", show_default="all")] = None
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=2, help="New tokens at most.")] = 64
-    ignore_eos: IgnoreEos = False
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Decode on to --max-tokens, so that all do the same work.")
+    ] = False
     raw: Annotated[bool, typer.Option("--raw", help="Prompts as they are; no chat template.")] = False
 
     @property
@@ -127,19 +124,6 @@ class Rendered(options.Output):
             kept = "" if experiment.file is not None else " Nothing is kept."
             console.note(f"Stopped after {len(experiment.found)} of {len(experiment.keys)} {unit}.{kept}")
             raise typer.Exit(EXIT_CODE)
-
-    def measure_prompts(
-        self, host: Any, prompts: Mapping[str, Any], header: Callable[[Any], Mapping[str, Any]], unit: str
-    ) -> None:
-        """Measures prompts, by name, one by one, in what has ``names``, ``measure`` and ``report``.
-
-        Args:
-            header: the results file's, from the prompts' tokens.
-        """
-        units = {name: (len(host.names), partial(host.measure, prompt)) for name, prompt in prompts.items()}
-        signed = header([prompt.tokens for prompt in prompts.values()])
-        experiment = of_units(units, self.results, signed)
-        self.measure(experiment, lambda all_: host.report([r["measured"] for r in experiment.found], all_), unit)
 
     def show(self, report: Report) -> None:
         """Shows a report on stdout, the JSON object last, and writes its files."""

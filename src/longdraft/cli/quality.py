@@ -54,6 +54,7 @@ def quality(
     output: measuring.Rendered,
 ) -> None:
     """Measure the quality of specpv and of a rounded KV: likeness of texts (ROUGE-L), the target's nats, scores."""
+    from longdraft.bench.experiment import Unit, of_units
     from longdraft.bench.prompts import prepare
     from longdraft.bench.quality import METHOD, Quality, QualitySettings, variants
     from longdraft.bench.results import header_of_units
@@ -85,5 +86,8 @@ def quality(
             hosted = Quality(loaded, settings)
         for note in hosted.uncut([len(p.tokens) + settings.max_tokens for p in prompts.values()]):
             console.note(note)
-    header = partial(header_of_units, "longdraft-quality", settings.header(), loaded, loading.name)
-    output.measure_prompts(hosted, prompts, header, "prompts")
+    tokens = [prompt.tokens for prompt in prompts.values()]
+    header = header_of_units("longdraft-quality", settings.header(), loaded, loading.name, tokens)
+    units = {name: Unit(len(hosted.names), partial(hosted.measure, prompt)) for name, prompt in prompts.items()}
+    found = of_units(units, output.results, header)
+    output.measure(found, lambda complete: hosted.report([r["measured"] for r in found.found], complete), "prompts")

@@ -15,7 +15,7 @@ from typing import Any
 
 from longdraft.attention import dispatch
 from longdraft.bench import report, tasks
-from longdraft.bench.experiment import Tick
+from longdraft.bench.experiment import Tick, Unit
 from longdraft.bench.needle import Foreseen, NeedleDrafts, accuracy, haystacks, perplexity
 from longdraft.bench.papers.table import Column, Line
 from longdraft.bench.peers import PEERS
@@ -23,7 +23,7 @@ from longdraft.bench.prompts import Group, Prompt
 from longdraft.bench.quality import FULL, METHOD, VARIED, Quality, QualitySettings, Variants
 from longdraft.bench.quality import figures as figures_of_texts
 from longdraft.bench.records import restored
-from longdraft.bench.reproduce.scaled import Entry, Figures, Plan, Record, Scaled, Unit, lacking, with_draft
+from longdraft.bench.reproduce.scaled import Entry, Figures, Plan, Record, Scaled, lacking, with_draft
 from longdraft.bench.reproduce.texts import MODULES, Sources
 from longdraft.bench.run import Bench, Measured
 from longdraft.bench.scores import rouge_l
