@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -13,10 +13,6 @@ from longdraft.cli import console, method_options, options
 from longdraft.cli.cancel import Cancel
 from longdraft.cli.progress import Bar
 from longdraft.errors import CapabilityError, CheckpointError
-
-if TYPE_CHECKING:
-    from longdraft.batch.output import Output
-    from longdraft.batch.run import Engine, Figures
 
 _BAD_ROWS = 1
 
@@ -53,7 +49,7 @@ def batch(
     try:
         from longdraft.batch.output import Output
         from longdraft.batch.rows import Defaults, lines, measured
-        from longdraft.batch.run import Engine
+        from longdraft.batch.run import Engine, Figures, run
     except ImportError as error:
         raise CapabilityError(
             f'A file of prompts is answered by the server\'s engine: pip install "longdraft[serve]" ({error}).'
@@ -80,7 +76,15 @@ def batch(
             if file.found < total:
                 engine.prepare(status)
             status.close()
-            figures, seconds, cancel = _run(source, file, total, engine)
+            started, first = time.monotonic(), file.rows
+            with Bar("rows", total) as bar, Cancel(terminate=True) as cancel:
+
+                def draw(now: Figures) -> None:
+                    rate = f"{now.tokens / max(time.monotonic() - started, 1e-9):,.0f} tokens/s"
+                    bar.tell("", file.rows, figures=rate + (f", {file.errors} errors" if file.errors else ""))
+
+                figures = engine.drive(lambda: run(lines(source, first), file, engine, draw, cancel))
+            seconds = time.monotonic() - started
     console.note(
         f"{answers}: {file.rows:,} of {total:,} rows, {file.errors:,} of them errors; {figures.tokens:,} new tokens in "
         f"{seconds:,.1f} s, mean accepted length {figures.speculation.mean_accepted_length:.2f}."
@@ -97,20 +101,3 @@ def batch(
         raise typer.Exit(cancel.exit_code)
     if file.errors:
         raise typer.Exit(_BAD_ROWS)
-
-
-def _run(source: Path, file: Output, total: int, engine: Engine) -> tuple[Figures, float, Cancel]:
-    """Answers the remaining rows, with a progress bar, until Ctrl-C or SIGTERM."""
-    from longdraft.batch.rows import lines
-    from longdraft.batch.run import run
-
-    started, first = time.monotonic(), file.rows
-    with Bar("rows", total) as bar, Cancel(terminate=True) as cancel:
-
-        def draw(now: Figures) -> None:
-            seconds = max(time.monotonic() - started, 1e-9)
-            rate = f"{now.tokens / seconds:,.0f} tokens/s" + (f", {file.errors} errors" if file.errors else "")
-            bar.tell("", file.rows, figures=rate)
-
-        figures = engine.drive(lambda: run(lines(source, first), file, engine, draw, cancel))
-    return figures, time.monotonic() - started, cancel

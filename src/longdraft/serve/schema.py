@@ -105,14 +105,14 @@ def _stops(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-def _limit(value: int) -> int | None:
-    if value < 1 and value != -1:
+def _limit(value: int | None) -> int | None:
+    if value is not None and value < 1 and value != -1:
         raise ValueError("at least 1, or -1 for as many as there is room for")
     return None if value == -1 else value
 
 
 # New tokens at most; None: as many as there is room for.
-Limit = Annotated[int | None, AfterValidator(lambda value: value if value is None else _limit(value))]
+Limit = Annotated[int | None, AfterValidator(_limit)]
 
 
 class Text(Strict):

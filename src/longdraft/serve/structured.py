@@ -127,7 +127,7 @@ def loosened(schema: Mapping[str, Any], place: str, tool: str) -> dict[str, Any]
         schema, left, found = {"type": "object"}, ["all of it"], (False, [])
     if left or found[1]:
         say(tool, ", ".join([*left, *found[1]]))
-    return schema
+    return dict(schema)
 
 
 @lru_cache(maxsize=1000)
