@@ -345,6 +345,15 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         drafts = random_drafts(model, Path(folder))
         loop.decide = forced(loop.decide, options.accepted)
+        for method, batch in itertools.product(("ar", "longspec", "eagle3"), BATCHES):
+            said = METHODS[method]
+            chosen = {**said, "draft": drafts[said["draft"]]} if "draft" in said else said
+
+            def together(method: str = method, chosen: Any = chosen, batch: int = batch) -> dict[str, Any]:
+                spec = Speculator(method, target=model, plan="fixed", **chosen)
+                return rounds(spec, prompt[: contexts[0]], tokens, batch=batch)
+
+            run.measure("batches", together, method=method, batch=batch, context=contexts[0])
         for switches, context in itertools.product(CONFIGURATIONS[:4], contexts):
             cache: PromptCache | None = None
             for (method, said), measured in itertools.product(METHODS.items(), (rounds, kernels_of_rounds)):
@@ -365,15 +374,6 @@ def main() -> int:
                 with switched(*switches):
                     unit = {"configuration": " ".join(switches), "method": method, "context": context}
                     run.measure("rounds" if measured is rounds else "kernels of rounds", timed, **unit)
-        for method, batch in itertools.product(("ar", "longspec", "eagle3"), BATCHES):
-            said = METHODS[method]
-            chosen = {**said, "draft": drafts[said["draft"]]} if "draft" in said else said
-
-            def together(method: str = method, chosen: Any = chosen, batch: int = batch) -> dict[str, Any]:
-                spec = Speculator(method, target=model, plan="fixed", **chosen)
-                return rounds(spec, prompt[: contexts[0]], tokens, batch=batch)
-
-            run.measure("batches", together, method=method, batch=batch, context=contexts[0])
     failed = [row for row in run.rows if "failed" in row]
     left = sum("left_out" in row for row in run.rows)
     print(f"{len(run.rows) - len(failed) - left} measured, {len(failed)} failed, {left} left out: {run.file}")
