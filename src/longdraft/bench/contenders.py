@@ -128,17 +128,12 @@ class Contender(ABC):
 
 @dataclass
 class Kept:
-    """KV of the job's prompts, which our contenders share.
-
-    Attributes:
-        feature_layers: layers whose hidden states some contender reads.
-    """
+    """KV of the job's prompts, which our contenders share."""
 
     cache: PromptCache
-    feature_layers: tuple[int, ...] = ()
 
     def clear(self) -> None:
-        self.cache = PromptCache(self.feature_layers)
+        self.cache = PromptCache(self.cache.feature_layers)
 
 
 class Ours(Contender):
@@ -150,7 +145,6 @@ class Ours(Contender):
         if runner.arithmetic == "int8":
             self.note += ", int8 arithmetic"
         self.spec, self.kept = spec, kept
-        kept.feature_layers = kept.feature_layers or spec.feature_layers()
         used = spec.draft()
         self.draft = None if used is None else Path(used.folder)
 

@@ -46,7 +46,6 @@ class Experiment(Generic[K, R]):
     Args:
         key: the key of a record.
         file: keeps records, and has those of earlier runs; None: none.
-        usable: False for a record of the file that is to be made again.
     """
 
     def __init__(
@@ -54,12 +53,10 @@ class Experiment(Generic[K, R]):
         steps: Sequence[Step[K, R]],
         key: Callable[[R], K],
         file: Records[R] | None = None,
-        usable: Callable[[R], bool] = lambda record: True,
     ) -> None:
         self._steps, self._key, self.file = steps, key, file
         self.keys = [each for step in steps for each in step.keys]
-        there = [] if file is None else [record for record in file.records if usable(record)]
-        self._records: dict[K, R] = {key(record): record for record in there}
+        self._records: dict[K, R] = {key(record): record for record in ([] if file is None else file.records)}
 
     @property
     def found(self) -> list[R]:

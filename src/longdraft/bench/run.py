@@ -133,7 +133,7 @@ class Bench:
                 self.contenders[name] = Generate(plain.model, name, plain.arithmetic == self.target.arithmetic)
                 continue
             place = settings.kv_dtype_of(name), layers[name] or read
-            shared = kept.setdefault(place, Kept(PromptCache(place[1]), place[1]))
+            shared = kept.setdefault(place, Kept(PromptCache(place[1])))
             self.contenders[name] = Ours(name, ours[name], shared)
         self.contenders |= {c.name: c for c in extra}
         self.names = tuple(self.contenders)

@@ -158,8 +158,7 @@ def bench_length(
         hosted, steps = _hosted(loading, settings, prompting, lengths_of, short, (0.0,), repeats)
         own, model, names, notes = hosted.settings, hosted.model, hosted.settings.methods, hosted.notes
     file = None if output.results is None else opened(output.results, own, model)
-    # Runs without seconds, as files of earlier versions have them, are made again.
-    experiment = Experiment(steps, lambda run: run.asked, file, usable=lambda run: run.seconds is not None)
+    experiment = Experiment(steps, lambda run: run.asked, file)
 
     def made(complete: bool) -> Any:
         found = []

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -19,20 +19,10 @@ from longdraft.cli.cancel import EXIT_CODE
 from longdraft.cli.progress import Runs
 from longdraft.errors import CheckpointError
 from longdraft.files import naming
-from longdraft.planning import plans
-
-
-def _plan(given: str | None) -> str | None:
-    with options.settings_checked():
-        plans.checked(given)
-    return given
-
 
 Plan = Annotated[
-    str,
-    typer.Option(
-        "--plan", callback=_plan, help="fixed: trees as the papers have them; auto: trees that pay here, or none."
-    ),
+    Literal["fixed", "auto"],
+    typer.Option("--plan", help="fixed: trees as the papers have them; auto: trees that pay here, or none."),
 ]
 ShortTexts = Annotated[
     Short, typer.Option(help="Texts shorter than a length: leave them out, join the next rows' texts, or keep them.")
