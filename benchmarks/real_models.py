@@ -22,8 +22,6 @@ default       decode tokens/s (new tokens / decode seconds, prefill excluded) of
               mean accepted length: new tokens / target verification forwards, bonus included, prefill's token not
               counted; `ar` is 1.0. different: prompts whose text was not that of `ar`.
 other_cores   cores that other processes took while ours was measured.
-
-`longdraft bench --methods hf,llama-cpp` measures transformers' generate and llama.cpp on prompts.
 """
 
 from __future__ import annotations
