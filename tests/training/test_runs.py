@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -298,17 +297,15 @@ def test_resuming_with_other_settings(config, tmp_path, text):
         steps(config(accumulate=2))
 
 
-@pytest.mark.parametrize("distill", [0.0, 0.5])
-def test_a_run_of_an_earlier_version_goes_on_unless_its_loss_was_another(config, tmp_path, distill):
+def test_a_run_of_an_earlier_version_goes_on(config, tmp_path):
     """A setting that its checkpoint does not know had its default; one that is gone changes nothing."""
-    run = config(distill=distill, max_steps=5)
+    run = config(max_steps=5)
     list(zip(range(4), begun(run), strict=False))
     file = tmp_path / "run" / "checkpoints" / "step-00000003" / "state.json"
     state = json.loads(file.read_text())
     del state["config"]["target_rope_factor"]
-    file.write_text(json.dumps(state | {"config": state["config"] | {"top": 8, "shard_target": False}}))
-    with pytest.raises(CheckpointError, match="earlier") if distill else nullcontext():
-        assert [r.step for r in steps(run)] == [4, 5]
+    file.write_text(json.dumps(state | {"config": state["config"] | {"shard_target": False}}))
+    assert [r.step for r in steps(run)] == [4, 5]
 
 
 def test_a_damaged_checkpoint(config, tmp_path):

@@ -17,9 +17,9 @@ from longdraft.model.shared_parts import SharedParts
 from longdraft.training.config import DEPTH, Eagle3Config
 from longdraft.training.documents import Document
 from longdraft.training.eagle3 import Plan
-from longdraft.training.features import FeatureReader, Features, FeatureSource
+from longdraft.training.features import FeatureReader, Features
 from longdraft.training.lm import LmTrainee
-from longdraft.training.measure import UNSEEN, ranks_of, shared_out, simulate
+from longdraft.training.measure import UNSEEN, ranks_of, simulate
 from tests.support.quick import in_turn
 from tests.support.tiny import FAMILIES, tiny_model
 from tests.training.helpers import same
@@ -27,11 +27,6 @@ from tests.training.trainees import KINDS, READS, STEPS, make_trainee, predictio
 
 KEPT = torch.arange(0, 61, 2)
 SHIFTS = [2, 1, 3, 5, 4, 1]
-
-
-def counted(documents: list[Features]) -> list[tuple[Features, bool]]:
-    """Documents to measure on, all of which count."""
-    return [(document, True) for document in documents]
 
 
 @pytest.fixture(scope="module")
@@ -206,7 +201,7 @@ def test_simulated_acceptance_is_a_chain_decoded_by_the_engine(kind, window, tmp
     results = [spec.generate(p, max_new_tokens=40)[0] for p in prompts]
     assert [r.token_ids for r in results] == [r.token_ids for r in answers]
     decoded = sum(r.new_tokens - 1 for r in results) / sum(r.rounds for r in results)
-    found = simulate(trainee.eval(), counted(texts), levels, "shift" if kind == "longspec" else "step")
+    found = simulate(trainee.eval(), texts, levels, "shift" if kind == "longspec" else "step")
     assert found.chain == pytest.approx(decoded) and found.tree >= found.chain > 1.5
 
 
@@ -221,21 +216,7 @@ def test_agreement_is_measured_head_by_head(runner, features):
     trainee = make_trainee("heads", runner)
     out = trainee(features("heads"))
     wanted = [float((out.ranks[out.depths == i] == 0).float().mean()) for i in (1, 2, 3)]
-    assert simulate(trainee, counted(features("heads")), 3, "step").agreement == pytest.approx(wanted)
-
-
-@pytest.mark.parametrize(("documents", "processes"), [(5, 1), (5, 2), (6, 3), (2, 4)])
-def test_processes_share_what_is_measured(runner, features, documents, processes):
-    """Together they measure what one would, in equally many forwards."""
-    trainee, counts = make_trainee("heads", runner).eval(), []
-    texts = [Document(d.tokens.tolist(), d.start) for d in features("heads")[:documents]]
-    source = FeatureSource(FeatureReader(runner, torch.float32, READS["heads"], last=True), texts)
-    alone = simulate(trainee, shared_out(source, 0, 1), 3, "step")
-    for rank in range(processes):
-        share = [*shared_out(source, rank, processes)]
-        assert len(share) == -(-documents // processes)
-        simulate(trainee, share, 3, "step", lambda own: counts.append(own) or own)
-    assert simulate(trainee, [], 3, "step", lambda none: none + sum(counts)) == alone
+    assert simulate(trainee, features("heads"), 3, "step").agreement == pytest.approx(wanted)
 
 
 # --- new drafts ---

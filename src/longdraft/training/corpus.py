@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from longdraft.errors import PromptError
 from longdraft.training.documents import Document, Skipped
@@ -29,9 +29,10 @@ class Documents(Sequence[Document]):
 
     def add(self, source: int, begin: int, length: int, start: int) -> None:
         """Adds a piece: of which source, and which of its tokens from ``begin`` on."""
-        values = self._source, self._begins, self.lengths, self.starts
-        for column, value in zip(values, (source, begin, length, start), strict=True):
-            column.append(value)
+        self._source.append(source)
+        self._begins.append(begin)
+        self.lengths.append(length)
+        self.starts.append(start)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -64,8 +65,7 @@ class Documents(Sequence[Document]):
         return hashed.hexdigest()[:16]
 
 
-@dataclass(frozen=True)
-class Corpus:
+class Corpus(NamedTuple):
     """The documents to train on and to measure on. No passage is in both."""
 
     learned: Documents
@@ -105,18 +105,19 @@ def collect(
         end = 0
         for start, at_end in zip(source.starts.tolist(), source.ends.tolist(), strict=True):
             first, end = end, at_end
+            length = end - first
             # Where each piece begins among the source's tokens, how long it is, and its start.
-            pieces = [(first, end - first, start)]
             if start == 1:
-                cuts = range(first, end, max_length)
-                pieces = [(cut, n, 1) for cut in cuts if (n := min(max_length, end - cut)) > 1]
-            elif end - first > max_length and keep_end:
-                cut = end - first - max_length
-                pieces = [(first + cut, max_length, max(1, start - cut))]
-            elif end - first > max_length:
-                pieces = [(first, max_length, start)] if start < max_length else []
-                if not pieces:
-                    skipped["with a prompt longer than max_length"] += 1
+                cuts = range(first, end - 1, max_length)
+                pieces = [(cut, min(max_length, end - cut), 1) for cut in cuts]
+            elif keep_end:
+                cut = max(0, length - max_length)
+                pieces = [(first + cut, length - cut, max(1, start - cut))]
+            elif start < max_length:
+                pieces = [(first, min(length, max_length), start)]
+            else:
+                skipped["with a prompt longer than max_length"] += 1
+                continue
             # A document is assigned by how it begins, with all its pieces.
             passage = source.slice(first, min(end, first + SAME_PASSAGE))
             side = measured if _share(passage, "held out") < held_out else learned

@@ -37,7 +37,7 @@ from longdraft.training.documents import Document, Skipped
 from longdraft.training.extracted import ExtractedStates
 from longdraft.training.features import FeatureReader, Features, FeatureSource
 from longdraft.training.loop import Loop, Report
-from longdraft.training.measure import By, simulate
+from longdraft.training.measure import By, Simulated, simulate
 from longdraft.training.trainee import Trainee
 from longdraft.training.vocabulary import most_frequent
 
@@ -51,8 +51,6 @@ PATIENCE = timedelta(days=7)
 
 # Called with what is being prepared.
 Progress = Callable[[str], None]
-# Fits a new draft to the features of a document.
-Fit = Callable[[Features], None]
 
 
 def silent(what: str) -> None:
@@ -116,12 +114,12 @@ class Session:
             layers: decoder layers whose hidden states the draft reads; (): the last layer's KV; None: the text alone.
         """
         config, runner, lengths = self.config, self.runner, self.data.learned.lengths
-        kept = config.cache is not None
 
         def offset(i: int, epoch: int) -> int:
             """Uniform in 0 .. ``anchor_offset``, or less to stay in the context; anew in each epoch, unless kept."""
             most = max(0, min(config.anchor_offset, runner.context_length - lengths[i]))
-            return random.Random(f"{config.seed}/{0 if kept else epoch}/{i}").randint(0, most) if most else 0
+            kept = 0 if config.cache is not None else epoch
+            return random.Random(f"{config.seed}/{kept}/{i}").randint(0, most) if most else 0
 
         dtype = torch.bfloat16 if config.precision == "bf16" else runner.kv_shape.dtype
         # The factor is not in the description: drafts fit either way.
@@ -132,17 +130,12 @@ class Session:
             reader = ExtractedStates(runner, dtype, layers, config.hidden_states)
         return FeatureSource(reader, self.data.learned, offset, Path(config.cache) if config.cache else None, identity)
 
-    def held_out(self, reader: FeatureReader, levels: int) -> FeatureSource | None:
-        """The features of the documents to measure on; None if there are none. Positions are plain.
-
-        Args:
-            levels: documents have more learned tokens than this.
-        """
-        held_out = self.data.held_out
-        spans = zip(held_out.lengths, held_out.starts, strict=True)
+    def held_out(self, levels: int) -> list[Document]:
+        """The documents to measure on, which have more learned tokens than ``levels``."""
+        documents = self.data.held_out
+        spans = zip(documents.lengths, documents.starts, strict=True)
         long = [i for i, (length, start) in enumerate(spans) if length - start > levels]
-        chosen = [held_out[i] for i in long[:: max(1, len(long) // MEASURED)][:MEASURED]]
-        return FeatureSource(reader, chosen) if chosen else None
+        return [documents[i] for i in long[:: max(1, len(long) // MEASURED)][:MEASURED]]
 
     def train(
         self,
@@ -152,7 +145,7 @@ class Session:
         config: Mapping[str, Any],
         *,
         levels: int,
-        fit: Fit | None = None,
+        fit: Callable[[Features], None] | None = None,
         measured: int = DEPTH,
         by: By = "step",
         shifts: int = 1,
@@ -167,19 +160,20 @@ class Session:
             shifts: the largest shift that a document is given.
         """
         features = self.features(layers)
-        if self.accelerator.is_main_process:
-            features.check()
         if fit is not None:
             fit(features.read(0))
         trainee.recompute = self.config.recompute
         if self.config.distill:
             trainee.measure_scale(self.runner)
-        held_out = self.held_out(features.reader, measured)
-        simulated = partial(simulate, levels=measured, by=by)
+        held_out = self.held_out(measured)
+
+        def simulated(module: Any, summed: Callable[[torch.Tensor], torch.Tensor]) -> Simulated:
+            return simulate(module, map(features.reader.read, held_out), measured, by, summed)
+
         config = {"base_model": hub.base_model(self.config.target), **config}
         described = partial(draft_folder.trained, kind, config, kept=trainee.kept, target=self.runner.parts.description)
-        loop = Loop(self, trainee.to(self.runner.device), features, held_out, simulated, described, levels, shifts)
-        yield from loop.run()
+        trainee.to(self.runner.device)
+        return Loop(self, trainee, features, simulated if held_out else None, described, levels, shifts).run()
 
 
 def begin(
@@ -204,11 +198,10 @@ def begin(
     device_name = config.device or ""
     if device_name.startswith("cuda:") and torch.cuda.is_available():
         torch.cuda.set_device(device_name)  # accelerate takes the current one
-    available = [str(each) for each in get_available_trackers()]
-    if lacking := sorted(set(config.track) - {*available}):
+    if lacking := set(config.track) - {str(each) for each in get_available_trackers()}:
         raise CapabilityError(
-            f"track: {', '.join(lacking)} is not there: install its package, or leave it out (every step is in "
-            f"{config.out}/log.jsonl anyway). Installed are {', '.join(available) or 'none'}."
+            f"track: {', '.join(sorted(lacking))} is not there: install its package, or leave it out (every step is in "
+            f"{config.out}/log.jsonl anyway)."
         )
     accelerator = Accelerator(
         cpu=device_name == "cpu",

@@ -12,6 +12,7 @@ import json
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,8 @@ INDEX = "index.json"
 # Tokens of a shard, at least; the last one has fewer.
 SHARD = 1 << 26
 ADVICE = "Delete the file and run `longdraft train data` again: it encodes what is missing."
+# Stands behind the last row.
+_END = Document([0, 0])
 # Every tokenizer encodes this in its own way.
 _PROBE = "Tokens, encodés once: 2 + 2 = 4\n\tdef f(x): return x  # 漢字 🙂"
 
@@ -100,18 +103,17 @@ def write(
         _check(folder, tokenizer)
     else:
         _write_index(folder, tokenizer)
-    done, documents, total, size, waiting = rows_done(folder), 0, 0, 0, list[Document]()
-
-    def close() -> None:
-        if waiting:
-            held = Tokens.of(waiting)
-            path = folder / f"tokens-{len(shards_of(folder)):05d}.safetensors"
-            with replacing(path) as part:
+    done, documents, total, waiting, size = rows_done(folder), 0, 0, list[Document](), 0
+    for row in chain(rows, [_END]):
+        if row is _END or size >= SHARD:
+            if waiting:
+                held = Tokens.of(waiting)
                 tensors = {"ids": held.ids, "ends": held.ends, "starts": held.starts}
-                save_file(tensors, part, {"rows": f"{done}", "digest": held.digest})
-            waiting.clear()
-
-    for row in rows:
+                with replacing(folder / f"tokens-{len(shards_of(folder)):05d}.safetensors") as part:
+                    save_file(tensors, part, {"rows": f"{done}", "digest": held.digest})
+            waiting, size = [], 0
+        if row is _END:
+            break
         done += 1
         if row is not None:
             waiting.append(row)
@@ -120,10 +122,6 @@ def write(
             progress(documents, total)
             if stop():
                 return documents
-        if size >= SHARD:
-            close()
-            size = 0
-    close()
     if not shards_of(folder):
         raise PromptError("There is nothing to write: rows need `text`, `messages` or `tokens`.")
     _write_index(folder, tokenizer, rows=done)
@@ -141,19 +139,13 @@ def read(folder: Path, tokenizer: PreTrainedTokenizerBase) -> list[Tokens]:
 def sources(
     places: Iterable[str], tokenizer: PreTrainedTokenizerBase, skipped: Skipped, vocab_size: int
 ) -> list[Tokens]:
-    """The documents of files, of corpora by name, and of folders of shards, which are not read into memory."""
+    """The documents of files and folders, and of folders of shards, which are not read into memory."""
     found: list[Tokens] = []
     for place in places:
-        if is_shards(place):
-            found += read(Path(place), tokenizer)
-        else:
-            found.append(Tokens.of(documents([place], tokenizer, skipped, vocab_size)))
+        own = (Path(place) / INDEX).is_file() and shards_of(Path(place))
+        new = read(Path(place), tokenizer) if own else [Tokens.of(documents([place], tokenizer, skipped, vocab_size))]
+        found += new
     return found
-
-
-def is_shards(path: Path | str) -> bool:
-    """True for a folder of shards."""
-    return (Path(path) / INDEX).is_file() and bool(shards_of(Path(path)))
 
 
 def shards_of(folder: Path) -> list[Path]:
