@@ -122,7 +122,7 @@ def test_gone_on_after_a_kill(stub, tmp_path):
     assert len(stub["asked"]) - before <= new + 4 and file.added < file.usage[1]
     assert run(stub, out).added == 0
     out.write_text(out.read_text() + '{"text": "mine"}\n')
-    with pytest.raises(CheckpointError, match="cut"):
+    with pytest.raises(CheckpointError, match="a.jsonl:13"):
         run(stub, out)
 
 

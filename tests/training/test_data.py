@@ -13,6 +13,7 @@ import pytest
 from longdraft.errors import PromptError
 from longdraft.memory.token_ids import common_prefix
 from longdraft.training import corpus
+from longdraft.training.config import LmConfig, RunConfig
 from longdraft.training.documents import Document, Skipped, documents
 from longdraft.training.prompts import TEXTS as SAID
 from longdraft.training.prompts import asks
@@ -58,9 +59,9 @@ def test_chats_that_cannot_be_used(tmp_path):
     assert skipped.total() == len(rows)
 
 
-def collect(found, skipped=None, **over):
-    settings = {"max_length": 20, "min_length": 4, "shortest_learned": 3, "held_out": 0.3} | over
-    made = corpus.collect([Tokens.of(found)], Skipped() if skipped is None else skipped, **settings)
+def collect(found, skipped=None, kind=RunConfig, **over):
+    settings = kind(**({"max_length": 20, "min_length": 4, "held_out": 0.3} | over))
+    made = corpus.collect([Tokens.of(found)], Skipped() if skipped is None else skipped, settings, 3)
     return SimpleNamespace(learned=list(made.learned), held_out=list(made.held_out), digest=made.learned.digest())
 
 
@@ -84,7 +85,7 @@ def test_cut_split_and_ordered():
 def test_the_end_of_what_is_too_long():
     prompts = [Document([*range(10), *range(i, 40)], 32) for i in range(8)]
     long_answers = [Document(list(range(90, 130)), 9)]
-    found = collect([*prompts, *long_answers, Document(list(range(45)))], keep_end=True)
+    found = collect([*prompts, *long_answers, Document(list(range(45)))], kind=LmConfig, learn_prompts=False)
     everything = found.learned + found.held_out
     assert sorted(len(d.tokens) for d in everything) == [5] + 11 * [20]
     cut = [d for d in everything if d.start > 1]
@@ -96,7 +97,7 @@ def test_the_end_of_what_is_too_long():
     for seed in range(5):
         moved = [Document([t + seed for t in d.tokens], d.start) for d in same]
         others = [Document(list(range(i, i + 20))) for i in range(100, 120)]
-        found = collect([*moved, *others], keep_end=True, max_length=32, held_out=0.5)
+        found = collect([*moved, *others], kind=LmConfig, learn_prompts=False, max_length=32, held_out=0.5)
         assert sum(len(d.tokens) == 32 for d in found.learned) in (0, 12)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 
 from longdraft.errors import CheckpointError, PromptError
 from longdraft.training import tokens
+from longdraft.training.config import RunConfig
 from longdraft.training.corpus import collect
 from longdraft.training.documents import Document, Skipped, documents
 from tests.support import elsewhere
@@ -41,12 +43,12 @@ def test_shards_hold_what_the_files_do_and_go_on_after_a_stop(text, tmp_path, mo
     shards = tokens.read(folder, TOKENIZER)
     assert len(shards) > 3 and [d for shard in shards for d in shard] == whole
     assert write(folder, many) == 0 and tokens.rows_done(folder) == len(whole) + 2
-    sizes = {"max_length": 50, "min_length": 9, "shortest_learned": 3, "held_out": 0.2}
-    one, two = (collect(found, Skipped(), **sizes) for found in ([tokens.Tokens.of(whole)], shards))
+    config = RunConfig(max_length=50, min_length=9, held_out=0.2)
+    one, two = (collect(found, Skipped(), config, 3) for found in ([tokens.Tokens.of(whole)], shards))
     for side in ("learned", "held_out"):
         there, here = (sorted(d.tokens for d in getattr(found, side)) for found in (one, two))
         assert there == here and there
-    other = collect(shards, Skipped(), **(sizes | {"max_length": 49}))
+    other = collect(shards, Skipped(), replace(config, max_length=49), 3)
     assert two.learned.digest() != other.learned.digest()
 
 
@@ -121,8 +123,7 @@ def test_parquet(tmp_path):
 def _used(folder: str, out: str) -> None:
     """Trains a schedule on shards and writes the growth of this process's own memory."""
     before = _private()
-    found = collect(tokens.read(Path(folder), TOKENIZER), Skipped(), max_length=1024, min_length=32, shortest_learned=5,
-                    held_out=0.02)  # fmt: skip
+    found = collect(tokens.read(Path(folder), TOKENIZER), Skipped(), RunConfig(), 5)
     for i in range(0, len(found.learned), 7):
         assert found.learned[i].tokens
     Path(out).write_text(f"{_private() - before} {sum(found.learned.lengths)}")

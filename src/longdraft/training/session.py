@@ -78,11 +78,6 @@ class Session:
     progress: Progress
     stop: Callable[[], bool]
 
-    @property
-    def product_dtype(self) -> torch.dtype:
-        """Dtype of matrix products."""
-        return torch.bfloat16 if self.config.precision == "bf16" else torch.float32
-
     def sizes(self) -> dict[str, Any]:
         """The sizes that a new draft takes from the target."""
         parts, kv = self.runner.parts, self.runner.kv_shape
@@ -162,7 +157,6 @@ class Session:
         features = self.features(layers)
         if fit is not None:
             fit(features.read(0))
-        trainee.recompute = self.config.recompute
         if self.config.distill:
             trainee.measure_scale(self.runner)
         held_out = self.held_out(measured)
@@ -176,19 +170,11 @@ class Session:
         return Loop(self, trainee, features, simulated if held_out else None, described, levels, shifts).run()
 
 
-def begin(
-    config: RunConfig,
-    shortest_learned: int,
-    progress: Progress,
-    stop: Callable[[], bool],
-    keep_end: bool = False,
-    learn_prompts: bool = False,
-) -> Session:
+def begin(config: RunConfig, shortest_learned: int, progress: Progress, stop: Callable[[], bool]) -> Session:
     """Sets up torch and accelerate, loads the target, and reads the documents.
 
     Args:
         shortest_learned: a document must have more learned tokens than this.
-        keep_end, learn_prompts: see :func:`longdraft.training.corpus.collect`.
 
     Raises:
         CapabilityError: a tracker is asked for that is not installed, or that accelerate does not know.
@@ -221,16 +207,6 @@ def begin(
         )
     runner, skipped = TargetRunner(model), Skipped()
     sources = tokens.sources(config.data, tokenizer, skipped, runner.vocab_size)
-    data = corpus.collect(
-        sources,
-        skipped,
-        max_length=min(config.max_length, runner.context_length),
-        min_length=config.min_length,
-        shortest_learned=shortest_learned,
-        held_out=config.held_out,
-        sample=config.sample,
-        keep_end=keep_end,
-        learn_prompts=learn_prompts,
-    )
+    data = corpus.collect(sources, skipped, config, shortest_learned, runner.context_length)
     progress(f"{len(data.learned):,} documents, {len(data.held_out):,} held out; left out: {skipped}")
     return Session(config, accelerator, runner, tokenizer, data, progress, stop)
