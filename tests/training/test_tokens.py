@@ -38,9 +38,9 @@ def test_shards_hold_what_the_files_do_and_go_on_after_a_stop(text, tmp_path, mo
     write(folder, many, stop=lambda: calls.append(0) or len(calls) == 2)
     assert 0 < tokens.rows_done(folder) < 200
     with pytest.raises(CheckpointError, match="not finished"):
-        tokens.read(folder, TOKENIZER)
+        tokens.sources([str(folder)], TOKENIZER, Skipped(), 61)
     write(folder, many)
-    shards = tokens.read(folder, TOKENIZER)
+    shards = tokens.sources([str(folder)], TOKENIZER, Skipped(), 61)
     assert len(shards) > 3 and [d for shard in shards for d in shard] == whole
     assert write(folder, many) == 0 and tokens.rows_done(folder) == len(whole) + 2
     config = RunConfig(max_length=50, min_length=9, held_out=0.2)
@@ -56,11 +56,11 @@ def test_shards_that_do_not_serve(text, tmp_path):
     folder = tmp_path / "shards"
     write(folder, text)
     with pytest.raises(CheckpointError, match="another tokenizer"):
-        tokens.read(folder, lambda text: {"input_ids": [1, 2]})
+        tokens.sources([str(folder)], lambda text: {"input_ids": [1, 2]}, Skipped(), 61)
     path = folder / "tokens-00000.safetensors"
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(CheckpointError, match="cannot be read"):
-        tokens.read(folder, TOKENIZER)
+        tokens.sources([str(folder)], TOKENIZER, Skipped(), 61)
     with pytest.raises(PromptError, match="nothing to write"):
         tokens.write(tmp_path / "empty", [None], TOKENIZER)
 
@@ -123,7 +123,7 @@ def test_parquet(tmp_path):
 def _used(folder: str, out: str) -> None:
     """Trains a schedule on shards and writes the growth of this process's own memory."""
     before = _private()
-    found = collect(tokens.read(Path(folder), TOKENIZER), Skipped(), RunConfig(), 5)
+    found = collect(tokens.sources([folder], TOKENIZER, Skipped(), 61), Skipped(), RunConfig(), 5)
     for i in range(0, len(found.learned), 7):
         assert found.learned[i].tokens
     Path(out).write_text(f"{_private() - before} {sum(found.learned.lengths)}")

@@ -100,10 +100,10 @@ def data(
         texts = _texts(files, skipped)
         asked = prompts.asks(texts, (lengths[0], lengths[1]), per_passage, answer_temperatures, seed)
         passages = islice(enumerate(asked), int(share[1]) - 1, None, int(share[2]))
-        file = answers.AnswerFile(out, rows or 1000)
-        with Cancel(terminate=True) as cancel, RowsDisplay("answers", file.total) as display:
+        file, total = answers.AnswerFile(out), rows or 1000
+        with Cancel(terminate=True) as cancel, RowsDisplay("answers", total) as display:
             answers.answer(
-                passages, file, url, api_key, target, batch=batch, max_new_tokens=max_tokens, stop=cancel,
+                passages, file, url, api_key, target, rows=total, batch=batch, max_new_tokens=max_tokens, stop=cancel,
                 progress=lambda: display.update(file.rows, file.added),
             )  # fmt: skip
         have, figures = file.rows, _told(file, display.seconds)

@@ -19,9 +19,6 @@ RETRIES = 8
 # Seconds for an answer, and between two looks at ``stop``.
 _TIMEOUT, _LOOK = 3600.0, 0.2
 
-Asks = Iterator[tuple[int, list[Ask]]]
-# The passage, the prompt's number there, and how many the passage has.
-At = list[int]
 Row = dict[str, Any]
 
 
@@ -32,45 +29,24 @@ class AnswerFile:
     have read and written), ``temperature``, ``source``, ``kind`` (of the prompt), and ``at`` (its passage, its number
     there, and how many prompts the passage has).
 
-    Args:
-        total: rows that it has in the end.
-
     Attributes:
-        added: tokens of the answers that this run has added. refused: prompts without an answer.
         done: (passage, number) of each row.
         usage: tokens that the server reports to have read and written, for all answers.
+        added: tokens of the answers that this run has added. refused: prompts without an answer.
 
     Raises:
         CheckpointError: the file cannot be read, or holds something else, so it must not be cut.
     """
 
-    def __init__(self, path: Path, total: int = 1 << 60) -> None:
-        self.path, self.total = path, total
-        self.added = self.refused = self._in_a_row = 0
-        self.done: set[tuple[int, int]] = set()
-        self.usage = [0, 0]
-        self._file = JsonLines(path, lambda number, row: self._count(row))
+    def __init__(self, path: Path) -> None:
+        self.done, self.usage, self.added, self.refused = set[tuple[int, int]](), [0, 0], 0, 0
+        self.path, self._file = path, JsonLines(path, lambda number, row: self._count(row))
 
     def append(self, row: Row) -> None:
         """Writes a row at the end, where a torn one may have been. Raises CheckpointError if that fails."""
         self._file.append(row)
         self._count(row)
-        self.added, self._in_a_row = self.added + row["usage"][1], 0
-
-    def refuse(self, reason: str) -> None:
-        """Counts a prompt without an answer. Raises PromptError if there are :data:`PATIENCE` of them in a row."""
-        self.refused, self._in_a_row = self.refused + 1, self._in_a_row + 1
-        if self._in_a_row == PATIENCE:
-            raise PromptError(
-                f"{PATIENCE} prompts in a row got no answer ({reason}): ask about shorter passages. {self.kept}"
-            )
-
-    def missing(self, passages: Asks) -> Iterator[tuple[At, Ask]]:
-        """The prompts that have no row, each with its place."""
-        for number, asks in passages:
-            for place, ask in enumerate(asks):
-                if (number, place) not in self.done:
-                    yield [number, place, len(asks)], ask
+        self.added += row["usage"][1]
 
     def _count(self, row: Row) -> None:
         number, place, _ = row["at"]
@@ -82,18 +58,15 @@ class AnswerFile:
         """The number of rows in the file."""
         return self._file.count
 
-    @property
-    def kept(self) -> str:
-        return f"The answers in {self.path} are kept; the same command continues from there."
-
 
 def answer(
-    passages: Asks,
+    passages: Iterator[tuple[int, list[Ask]]],
     file: AnswerFile,
     url: str,
     key: str = "",
     model: str | None = None,
     *,
+    rows: int,
     batch: int,
     max_new_tokens: int,
     progress: Callable[[], None] = lambda: None,
@@ -107,7 +80,7 @@ def answer(
         passages: numbers of passages, and the prompts about each.
         url: the server's address, with or without ``/v1``. key: sent as the bearer's token.
         model: which of its models answers; None: the first that it lists.
-        batch: requests in flight.
+        rows: of the file in the end. batch: requests in flight.
         progress: called whenever a row is written.
         stop: asked a few times a second; True ends the run, and answers on their way are lost.
 
@@ -122,6 +95,14 @@ def answer(
     except ImportError:
         raise CapabilityError('--url needs the package openai: pip install "longdraft[train]".') from None
     address = url.rstrip("/").removesuffix("/v1") + "/v1"
+    kept = f"The answers in {file.path} are kept; the same command continues from there."
+    # The prompts that have no row, each with its place.
+    missing = (
+        ([number, place, len(asks)], ask)
+        for number, asks in passages
+        for place, ask in enumerate(asks)
+        if (number, place) not in file.done
+    )
 
     @contextmanager
     def asking() -> Iterator[None]:
@@ -132,9 +113,9 @@ def answer(
             raise
         except (APIError, ValueError) as error:
             why = reason_of(error.__cause__ if isinstance(error.__cause__, Exception) else error)
-            raise CapabilityError(f"{url} cannot be asked any more: {why}. {file.kept}") from error
+            raise CapabilityError(f"{url} cannot be asked any more: {why}. {kept}") from error
 
-    async def row(client: AsyncOpenAI, name: str, at: At, ask: Ask) -> Row | str:
+    async def row(client: AsyncOpenAI, name: str, at: list[int], ask: Ask) -> Row | str:
         """The row of a prompt's answer; why there is none."""
         turn = {"role": "user", "content": ask.text}
         settings: dict[str, Any] = {"max_tokens": max_new_tokens, "temperature": ask.temperature}
@@ -144,7 +125,7 @@ def answer(
         except (BadRequestError, UnprocessableEntityError) as error:
             return reason_of(error)
         if not isinstance(getattr(reply, "choices", None), list) or not reply.choices:
-            raise CapabilityError(f"{url} does not answer as OpenAI's API does. {file.kept}")
+            raise CapabilityError(f"{url} does not answer as OpenAI's API does. {kept}")
         choice, usage = reply.choices[0], reply.usage
         said = choice.message.content or ""
         if not said.strip():
@@ -160,7 +141,7 @@ def answer(
         }
 
     async def run() -> None:
-        missing, flying = file.missing(passages), set[asyncio.Task[Row | str]]()
+        flying, unanswered = set[asyncio.Task[Row | str]](), 0
         async with AsyncOpenAI(
             base_url=address, api_key=key or "none", max_retries=RETRIES, timeout=_TIMEOUT
         ) as client:
@@ -173,18 +154,23 @@ def answer(
                 name = models.data[0].id
             try:
                 while not stop():
-                    while len(flying) < min(batch, file.total - file.rows) and (following := next(missing, None)):
+                    while len(flying) < min(batch, rows - file.rows) and (following := next(missing, None)):
                         flying.add(asyncio.create_task(row(client, name, *following)))
                     if not flying:
                         break
                     landed, flying = await asyncio.wait(flying, timeout=_LOOK, return_when=asyncio.FIRST_COMPLETED)
                     # What came is kept, whatever else failed meanwhile.
                     for task in sorted(landed, key=lambda task: task.exception() is not None):
-                        if isinstance(found := task.result(), str):
-                            file.refuse(found)
-                        else:
+                        if not isinstance(found := task.result(), str):
                             file.append(found)
+                            unanswered = 0
                             progress()
+                            continue
+                        file.refused, unanswered = file.refused + 1, unanswered + 1
+                        if unanswered == PATIENCE:
+                            raise PromptError(
+                                f"{PATIENCE} prompts in a row got no answer ({found}): shorten passages. {kept}"
+                            )
             finally:
                 for task in flying:
                     task.cancel()

@@ -12,7 +12,7 @@ import math
 import shutil
 import time
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -22,20 +22,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from longdraft.drafts import draft_folder
-from longdraft.drafts.draft_folder import DraftFolder
 from longdraft.errors import CheckpointError, NumericalError, PromptError
 from longdraft.files import naming, read_json, replacing
 from longdraft.training import command
 from longdraft.training.batches import Schedule
 from longdraft.training.config import RunConfig
 from longdraft.training.features import FeatureSource
-from longdraft.training.measure import Simulated
+from longdraft.training.measure import By, Simulated, simulate
 from longdraft.training.trainee import StepOutput, Trainee
 
 if TYPE_CHECKING:
     from longdraft.training.session import Session
 
 LOG, CHECKPOINTS, STATE = "log.jsonl", "checkpoints", "state.json"
+# Held-out documents of a measurement: enough to compare, few enough to be quick.
+MEASURED = 48
 # Devices on which torch updates all weights in one kernel.
 FUSED = ("cpu", "cuda", "mps", "xpu")
 # Settings that a resumed run may change: its weights stay the same, up to how batches are shared out.
@@ -69,9 +70,7 @@ class Loop:
     """Trains one module on the learned documents of a session; a resumed run must have the same.
 
     Args:
-        features: of the learned documents.
-        simulated: computes simulated acceptance on held-out documents, as :func:`simulate` does; None: there are none.
-        described: the draft's folder, from its weights. Others are those of :meth:`Session.train`.
+        features: of the learned documents. Others are those of :meth:`Session.train`.
 
     Raises:
         PromptError: the data make fewer batches than there are processes.
@@ -82,15 +81,21 @@ class Loop:
         session: Session,
         trainee: Trainee,
         features: FeatureSource,
-        simulated: Callable[..., Simulated] | None,
-        described: Callable[[Mapping[str, torch.Tensor]], DraftFolder],
+        kind: str,
+        described: Mapping[str, Any],
         levels: int,
+        measured: int,
+        by: By,
         shifts: int,
     ) -> None:
         config, accelerator, documents = session.config, session.accelerator, session.data.learned
-        self.session, self.config, self.accelerator = session, config, accelerator
-        self.features, self.simulated, self.described, self.levels = features, simulated, described, levels
-        self._documents, self._learned, self.out = documents, trainee.learned, Path(config.out)
+        self.session, self.config, self.accelerator, self.trainee = session, config, accelerator, trainee
+        self.features, self.kind, self.described, self.levels = features, kind, described, levels
+        self.measured, self.by, self._documents, self.out = measured, by, documents, Path(config.out)
+        # Documents to measure on have more learned tokens than a round has levels.
+        spans = zip(session.data.held_out.lengths, session.data.held_out.starts, strict=True)
+        long = [i for i, (length, start) in enumerate(spans) if length - start > measured]
+        self.held_out = [session.data.held_out[i] for i in long[:: max(1, len(long) // MEASURED)][:MEASURED]]
         processes = accelerator.num_processes
         rows = array("i", (self._rows(i, 0) for i in range(len(documents))))
         self.schedule = Schedule(rows, config.rows, shifts, config.seed, config.epochs, processes, config.accumulate,
@@ -155,7 +160,7 @@ class Loop:
 
     def _rows(self, document: int, shift: int) -> int:
         """Learned rows of a document with a shift."""
-        return self._learned(self._documents.lengths[document], self._documents.starts[document], shift)
+        return self.trainee.learned(self._documents.lengths[document], self._documents.starts[document], shift)
 
     def _step(self) -> Report:
         """One step of the optimizer, and a measurement if one is due."""
@@ -200,11 +205,12 @@ class Loop:
 
     def _measure(self) -> Simulated | None:
         """Simulated acceptance. Saves the draft if it is the best so far."""
-        if self.simulated is None:
+        if not self.held_out:
             return None
         self.module.eval()
         # Every process measures all; of sums, their figures are the same whatever the last bits.
-        simulated = self.simulated(self.module, summed=self._summed)
+        documents = map(self.features.reader.read, self.held_out)
+        simulated = simulate(self.module, documents, self.measured, self.by, self._summed)
         if simulated.tree > self.best:
             self.best = simulated.tree
             self._save_draft("best")
@@ -218,7 +224,9 @@ class Loop:
     def _save_draft(self, *names: str) -> None:
         weights = self.accelerator.get_state_dict(self.module)  # by every process, as each has its shards
         if self.accelerator.is_main_process:
-            draft = self.described({name.removeprefix("block."): t for name, t in weights.items()})
+            tensors = {name.removeprefix("block."): t for name, t in weights.items()}
+            target = self.session.runner.parts.description
+            draft = draft_folder.trained(self.kind, self.described, tensors, self.trainee.kept, target)
             for name in names:
                 draft_folder.save(self.out / name, draft)
                 command.write(self.out / name, self._record)

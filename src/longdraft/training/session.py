@@ -17,7 +17,6 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +26,7 @@ from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import InitProcessGroupKwargs
 
-from longdraft.drafts import draft_folder, hub
+from longdraft.drafts import hub
 from longdraft.errors import CapabilityError
 from longdraft.model.loading import load
 from longdraft.model.runner import TargetRunner
@@ -37,15 +36,13 @@ from longdraft.training.documents import Document, Skipped
 from longdraft.training.extracted import ExtractedStates
 from longdraft.training.features import FeatureReader, Features, FeatureSource
 from longdraft.training.loop import Loop, Report
-from longdraft.training.measure import By, Simulated, simulate
+from longdraft.training.measure import By
 from longdraft.training.trainee import Trainee
 from longdraft.training.vocabulary import most_frequent
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Held-out documents of a measurement: enough to compare, few enough to be quick.
-MEASURED = 48
 # The other processes wait while one downloads a model or reads a shard. Ending a hung one is left to the launcher.
 PATIENCE = timedelta(days=7)
 
@@ -125,13 +122,6 @@ class Session:
             reader = ExtractedStates(runner, dtype, layers, config.hidden_states)
         return FeatureSource(reader, self.data.learned, offset, Path(config.cache) if config.cache else None, identity)
 
-    def held_out(self, levels: int) -> list[Document]:
-        """The documents to measure on, which have more learned tokens than ``levels``."""
-        documents = self.data.held_out
-        spans = zip(documents.lengths, documents.starts, strict=True)
-        long = [i for i, (length, start) in enumerate(spans) if length - start > levels]
-        return [documents[i] for i in long[:: max(1, len(long) // MEASURED)][:MEASURED]]
-
     def train(
         self,
         trainee: Trainee,
@@ -159,15 +149,9 @@ class Session:
             fit(features.read(0))
         if self.config.distill:
             trainee.measure_scale(self.runner)
-        held_out = self.held_out(measured)
-
-        def simulated(module: Any, summed: Callable[[torch.Tensor], torch.Tensor]) -> Simulated:
-            return simulate(module, map(features.reader.read, held_out), measured, by, summed)
-
-        config = {"base_model": hub.base_model(self.config.target), **config}
-        described = partial(draft_folder.trained, kind, config, kept=trainee.kept, target=self.runner.parts.description)
         trainee.to(self.runner.device)
-        return Loop(self, trainee, features, simulated if held_out else None, described, levels, shifts).run()
+        config = {"base_model": hub.base_model(self.config.target), **config}
+        return Loop(self, trainee, features, kind, config, levels, measured, by, shifts).run()
 
 
 def begin(config: RunConfig, shortest_learned: int, progress: Progress, stop: Callable[[], bool]) -> Session:

@@ -81,6 +81,25 @@ class Tokens(Sequence[Document]):
         return found
 
 
+def sources(
+    places: Iterable[str], tokenizer: PreTrainedTokenizerBase, skipped: Skipped, vocab_size: int
+) -> list[Tokens]:
+    """The documents of files and folders, and of folders of shards, which are not read into memory.
+
+    Raises CheckpointError if a folder's shards are not finished, are damaged, or are of another tokenizer.
+    """
+    found: list[Tokens] = []
+    for place in places:
+        folder = Path(place)
+        if not ((folder / INDEX).is_file() and shards_of(folder)):
+            found.append(Tokens.of(documents([place], tokenizer, skipped, vocab_size)))
+            continue
+        if "rows" not in _index(folder, tokenizer):
+            raise CheckpointError(f"{folder} is not finished: the same `longdraft train data` command continues it.")
+        found += map(Tokens.read, shards_of(folder))
+    return found
+
+
 def write(
     folder: Path,
     rows: Iterable[Document | None],
@@ -99,18 +118,14 @@ def write(
         CheckpointError: a shard cannot be written, or the folder's were encoded by another tokenizer.
         PromptError: there are no documents.
     """
-    if (folder / INDEX).exists():
-        _check(folder, tokenizer)
-    else:
-        _write_index(folder, tokenizer)
+    index = _index(folder, tokenizer)
     done, documents, total, waiting, size = rows_done(folder), 0, 0, list[Document](), 0
     for row in chain(rows, [_END]):
-        if row is _END or size >= SHARD:
-            if waiting:
-                held = Tokens.of(waiting)
-                tensors = {"ids": held.ids, "ends": held.ends, "starts": held.starts}
-                with replacing(folder / f"tokens-{len(shards_of(folder)):05d}.safetensors") as part:
-                    save_file(tensors, part, {"rows": f"{done}", "digest": held.digest})
+        if waiting and (row is _END or size >= SHARD):
+            held = Tokens.of(waiting)
+            tensors = {"ids": held.ids, "ends": held.ends, "starts": held.starts}
+            with replacing(folder / f"tokens-{len(shards_of(folder)):05d}.safetensors") as part:
+                save_file(tensors, part, {"rows": f"{done}", "digest": held.digest})
             waiting, size = [], 0
         if row is _END:
             break
@@ -124,28 +139,10 @@ def write(
                 return documents
     if not shards_of(folder):
         raise PromptError("There is nothing to write: rows need `text`, `messages` or `tokens`.")
-    _write_index(folder, tokenizer, rows=done)
+    with replacing(folder / INDEX) as part:
+        part.write_text(json.dumps(index | {"rows": done}), encoding="utf-8")
     progress(documents, total)
     return documents
-
-
-def read(folder: Path, tokenizer: PreTrainedTokenizerBase) -> list[Tokens]:
-    """The shards of a folder. Raises CheckpointError if some lack, are damaged, or are of another tokenizer."""
-    if "rows" not in _check(folder, tokenizer):
-        raise CheckpointError(f"{folder} is not finished: the same `longdraft train data` command continues it.")
-    return [Tokens.read(path) for path in shards_of(folder)]
-
-
-def sources(
-    places: Iterable[str], tokenizer: PreTrainedTokenizerBase, skipped: Skipped, vocab_size: int
-) -> list[Tokens]:
-    """The documents of files and folders, and of folders of shards, which are not read into memory."""
-    found: list[Tokens] = []
-    for place in places:
-        own = (Path(place) / INDEX).is_file() and shards_of(Path(place))
-        new = read(Path(place), tokenizer) if own else [Tokens.of(documents([place], tokenizer, skipped, vocab_size))]
-        found += new
-    return found
 
 
 def shards_of(folder: Path) -> list[Path]:
@@ -155,26 +152,21 @@ def shards_of(folder: Path) -> list[Path]:
 
 def rows_done(folder: Path) -> int:
     """Rows of the source that a folder's shards hold or have left out."""
-    paths = shards_of(folder)
-    if not paths:
-        return 0
-    with opened(paths[-1], ADVICE) as file:
-        return int(file.metadata()["rows"])
+    for path in shards_of(folder)[-1:]:
+        with opened(path, ADVICE) as file:
+            return int(file.metadata()["rows"])
+    return 0
 
 
-def _check(folder: Path, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """The folder's index. Raises CheckpointError if another tokenizer encoded it."""
-    with naming(folder / INDEX, f"{folder / INDEX} cannot be read", ADVICE):
-        index = read_json(folder / INDEX)
-    if index.get("tokenizer") != _fingerprint(tokenizer):
+def _index(folder: Path, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """The folder's index, which is begun if there is none. Raises CheckpointError if another tokenizer encoded it."""
+    path = folder / INDEX
+    own = {"tokenizer": hashlib.sha256(repr(tokenizer(_PROBE)["input_ids"]).encode()).hexdigest()[:16]}
+    if not path.exists():
+        with replacing(path) as part:
+            part.write_text(json.dumps(own), encoding="utf-8")
+    with naming(path, f"{path} cannot be read", ADVICE):
+        index = read_json(path)
+    if index.get("tokenizer") != own["tokenizer"]:
         raise CheckpointError(f"{folder} was encoded by another tokenizer: encode the text again for this target.")
     return index
-
-
-def _write_index(folder: Path, tokenizer: PreTrainedTokenizerBase, **more: int) -> None:
-    with replacing(folder / INDEX) as part:
-        part.write_text(json.dumps({"tokenizer": _fingerprint(tokenizer), **more}), encoding="utf-8")
-
-
-def _fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    return hashlib.sha256(repr(tokenizer(_PROBE)["input_ids"]).encode()).hexdigest()[:16]
