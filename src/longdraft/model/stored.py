@@ -30,6 +30,7 @@ from longdraft.native.stored import FORMATS, rounded_blocks, rounded_to_int8
 # Attribute of a model for the files that its weights are mapped from.
 _FILES = "_longdraft_mapped"
 _MAKING = threading.RLock()
+_SAMPLED = 64  # weights of a layer that name a model
 _SECONDS = 1 << 30  # bytes that it may take two seconds to lay out
 _TOGETHER = 4096  # rows of a draft's matrix that are rounded at a time, which bounds the memory for a large head
 
@@ -128,11 +129,6 @@ def unpacked(stored: Stored) -> torch.Tensor:
     return stored.floats() if own is None else own.unpack(stored)
 
 
-def has_weights(module: nn.Module) -> bool:
-    """True if a module has weights that are not a child's."""
-    return isinstance(module, StoredWeights) or any(True for _ in module.parameters(recurse=False))
-
-
 def weight_place(module: nn.Module) -> torch.Tensor:
     """The tensor that holds the weights of a layer or an embedding, for comparison of its storage."""
     return next(pieces(local(module.data if isinstance(module, StoredWeights) else module.weight)))
@@ -167,15 +163,15 @@ def parameters(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters()) + sum(rows * size for rows, size in blocks.values())
 
 
-def weight_sample(module: nn.Module, most: int = 64) -> torch.Tensor:
+def weight_sample(module: nn.Module) -> torch.Tensor:
     """Some evenly spread weights of a module's first parameter, in any storage."""
     if not isinstance(module, StoredWeights):
         # Those of a layer within come after its own.
         flat = next(pieces(whole(next(module.parameters()).detach()))).flatten()
-        return flat[:: max(1, flat.numel() // most)]
+        return flat[:: max(1, flat.numel() // _SAMPLED)]
     matrix = module.matrix
     rows, size = matrix.shape
-    places = torch.arange(0, rows * size, max(1, rows * size // most), device=module.data.device)
+    places = torch.arange(0, rows * size, max(1, rows * size // _SAMPLED), device=module.data.device)
     return unpacked(matrix.rows(places // size))[torch.arange(len(places), device="cpu"), places % size]
 
 
