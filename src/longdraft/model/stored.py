@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -295,12 +295,12 @@ def check_unchanged(model: nn.Module) -> None:
     Renaming another file over it changes nothing.
     """
     for file, (place, content) in vars(model).get(_FILES, ()):
-        with suppress(OSError):  # it may be gone, which changes nothing either
-            if (now := _state(file))[0] == place and now[1] != content:
-                raise CheckpointError(
-                    f"{file} was written to while its weights were in use: load the model again. (To replace a file "
-                    "that is in use, write another and rename it.)"
-                )
+        now = _state(file) if file.exists() else (None, None)  # one that is gone stays mapped
+        if now[0] == place and now[1] != content:
+            raise CheckpointError(
+                f"{file} was written to while its weights were in use: load the model again. (To replace a file that "
+                "is in use, write another and rename it.)"
+            )
 
 
 @contextmanager
