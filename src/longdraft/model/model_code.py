@@ -21,7 +21,8 @@ def _forward(kind: Any) -> FunctionType | None:
 
 def own_forward(module: nn.Module) -> FunctionType | None:
     """The forward of a module's class, without decorators; None if it is not written in Python."""
-    return _forward(type(module))
+    kind: Any = type(module)
+    return _forward(kind)
 
 
 def words(module: nn.Module) -> frozenset[str]:
