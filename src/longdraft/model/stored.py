@@ -40,10 +40,12 @@ class StoredWeights(nn.Module):
 
     Attributes:
         outs: outputs of each matrix, where several lie one behind the other.
+        inside: the module around it saves it.
     """
 
     data: torch.Tensor
     outs: int | None = None
+    inside: bool = False
 
     def __init__(self, matrix: Stored) -> None:
         super().__init__()
@@ -64,8 +66,9 @@ class StoredWeights(nn.Module):
         return unpacked(self.matrix)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[f"{prefix}weight"] = self.weight
+        if not self.inside:
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+            destination[f"{prefix}weight"] = self.weight
 
 
 class StoredLinear(StoredWeights):
