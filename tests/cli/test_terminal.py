@@ -136,26 +136,6 @@ def test_ctrl_c_stops_an_answer_and_clears_a_line_and_twice_it_ends_the_session(
     assert talk.left()
 
 
-TEXT = (
-    "The sea and the ship, a harbour; lighthouse-keepers write letters.\n\n  Indented\twords, supercalifragilistic ends"
-)
-
-
-@pytest.mark.parametrize("columns", [21, 22, 33, 200])
-def test_lines_break_between_words(columns):
-    with Terminal(elsewhere.written, TEXT, columns=columns) as terminal:
-        shown = terminal.ended()
-    assert shown.split() == TEXT.split()
-    assert "\n\n  Indented" in shown and max(map(len, shown.splitlines())) <= columns
-    assert (len(shown.splitlines()) >= 5) == (columns < 200)
-
-
-def test_a_word_that_is_wider_than_the_terminal_and_scripts_without_blanks_are_whole():
-    for text in ("see " + "x" * 50 + " end", "\u65e5\u672c\u8a9e" * 12):
-        with Terminal(elsewhere.written, text, columns=20) as terminal:
-            assert "".join(terminal.ended().split()) == text.replace(" ", "")
-
-
 @pytest.mark.parametrize("method", ["longspec", "self", "specpv"])
 def test_tables_lose_no_names_at_80_columns(method):
     with Terminal(elsewhere.command, "methods", method) as terminal:
