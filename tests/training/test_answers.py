@@ -1,25 +1,21 @@
-"""Answers of a target here and of a server: what is written, gone on with after a kill, refused or broken off."""
+"""Answers of a server: what is written, gone on with after a kill, refused or broken off."""
 
 from __future__ import annotations
 
 import json
 import threading
 import time
-from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from longdraft import Speculator
 from longdraft.cli.main import main
 from longdraft.errors import CapabilityError, CheckpointError, PromptError
-from longdraft.model.chat import chat_prompt
-from longdraft.training import answers, served_answers
-from longdraft.training.answers import AnswerFile
+from longdraft.training import answers
+from longdraft.training.answers import AnswerFile, answer
 from longdraft.training.documents import Skipped, documents
 from longdraft.training.prompts import Ask
-from longdraft.training.served_answers import answer_by_server
-from tests.support.tiny import tiny_model, tiny_tokenizer
+from tests.support.tiny import tiny_tokenizer
 
 pytest.importorskip("openai")
 ASKED = [[Ask(f"{n} {k}?", float(k % 2), "task", "a.txt") for k in range(3)] for n in range(4)]
@@ -72,7 +68,7 @@ class Stub(BaseHTTPRequestHandler):
 @pytest.fixture
 def stub(monkeypatch):
     """A server, and its state: what it was asked, and ``fault``, which says what goes wrong with an answer."""
-    monkeypatch.setattr(served_answers, "RETRIES", 0)
+    monkeypatch.setattr(answers, "RETRIES", 0)
     server = ThreadingHTTPServer(("127.0.0.1", 0), Stub)
     server.state = {
         "lock": threading.Lock(), "asked": [], "flying": 0, "most": 0, "answered": 0, "fault": lambda text, count: None
@@ -84,68 +80,9 @@ def stub(monkeypatch):
     server.server_close()
 
 
-@pytest.fixture(scope="module")
-def spec():
-    return Speculator("ar", target=tiny_model(context=128), tokenizer=tiny_tokenizer(chat=True))
-
-
-def own(spec, out, passages=ASKED, **over):
-    file = AnswerFile(out, "tokens", total=12)
-    answers.answer(spec, enumerate(passages), file, **({"batch": 3, "max_new_tokens": 9} | over))
-    return file
-
-
-def test_a_target_here_answers_in_its_own_tokens(spec, tmp_path):
-    """Greedy answers are those of the target alone."""
-    file = own(spec, tmp_path / "a.jsonl")
-    rows = {tuple(row["at"][:2]): row for row in rows_of(tmp_path / "a.jsonl")}
-    assert file.refused == 0 and file.rows == len(rows) == 12 and file.tokens == file.added
-    for (number, place), row in rows.items():
-        prompt, said = row["tokens"][: row["start"]], row["tokens"][row["start"] :]
-        assert prompt == chat_prompt(spec.tokenizer, ASKED[number][place].text) and len(said) >= 1
-        assert row["temperature"] == place % 2 and row["kind"] == "task" and row["source"] == "a.txt"
-        if place % 2 == 0:
-            assert said == spec.generate(prompt, max_new_tokens=9)[0].token_ids
-        assert len(said) <= 9
-    found = list(documents([tmp_path / "a.jsonl"], spec.tokenizer, Skipped(), 61))
-    assert [(d.tokens, d.start) for d in found] == [(r["tokens"], r["start"]) for r in rows_of(tmp_path / "a.jsonl")]
-
-
-def test_a_target_here_goes_on_after_a_kill_with_the_same_answers(spec, tmp_path):
-    whole, cut = tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
-    own(spec, whole)
-    seen = []
-    own(spec, cut, progress=lambda: seen.append(1), stop=lambda: len(seen) >= 4)
-    kept = cut.read_text()
-    assert 4 <= len(seen) < 12
-    cut.write_text(kept + '{"tokens": [' + "1, " * 500)
-    own(spec, cut, batch=1)
-    assert cut.read_text().startswith(kept)
-    assert sorted(rows_of(cut), key=lambda row: row["at"]) == sorted(rows_of(whole), key=lambda row: row["at"])
-    cut.write_text(whole.read_text() + '{"text": "mine"}\n')
-    with pytest.raises(CheckpointError, match="cut"):
-        own(spec, cut)
-
-
-def test_an_answer_ends_where_it_says_the_same_over_and_over():
-    said, loop = list(range(50)), [7, 8, 9, 7]
-    assert answers.unlooped(said + loop * 40) == said + loop
-    assert answers.unlooped(said + loop * 20) == said + loop * 20
-    assert answers.unlooped([3] * 200) == [3]
-
-
-def test_prompts_that_are_too_long_for_the_target(spec, tmp_path, monkeypatch):
-    long = [[Ask("x" * 200, 0.0), Ask("y", 0.0)]] * 4
-    file = own(spec, tmp_path / "a.jsonl", long)
-    assert (file.rows, file.refused) == (4, 4)
-    monkeypatch.setattr(answers, "PATIENCE", 2)
-    with pytest.raises(PromptError, match="shorter"):
-        own(spec, tmp_path / "b.jsonl", [[Ask("x" * 200, 0.0)] * 3])
-
-
 def run(stub, out, **over):
-    file = AnswerFile(out, "messages", total=12)
-    answer_by_server(enumerate(ASKED), file, stub["url"], **({"batch": 3, "max_new_tokens": 9} | over))
+    file = AnswerFile(out)
+    answer(enumerate(ASKED), file, stub["url"], **({"rows": 12, "batch": 3, "max_new_tokens": 9} | over))
     return file
 
 
@@ -161,8 +98,8 @@ def test_a_row_for_each_answer_as_training_reads_it(stub, tmp_path):
     assert {row["temperature"] for row in rows.values()} == {0.0, 1.0}
     said = [message["content"] for message in rows[1, 2]["messages"]]
     assert said == ["1 2?", "1 2!"] and rows[1, 2]["usage"] == [10, 4]
-    assert file.usage == [120, 48] and file.tokens == file.added == 48
-    assert file.shares == {"source": Counter({"a.txt": 48}), "kind": Counter(task=48)}
+    assert file.usage == [120, 48] and file.added == 48
+    assert {(row["source"], row["kind"]) for row in rows.values()} == {("a.txt", "task")}
     assert {body["model"] for body in stub["asked"]} == {"stub"} and {b["max_tokens"] for b in stub["asked"]} == {9}
     tokenizer = tiny_tokenizer(chat=True)
     texts = [tokenizer.decode(d.tokens[d.start :]) for d in documents([out], tokenizer, Skipped(), 61)]
@@ -182,8 +119,11 @@ def test_gone_on_after_a_kill(stub, tmp_path):
     assert file.rows == 12 and out.read_text().startswith(kept)
     assert len({tuple(row["at"]) for row in rows_of(out)}) == 12
     new = 12 - kept.count("\n")
-    assert len(stub["asked"]) - before <= new + 4 and file.added < file.tokens
+    assert len(stub["asked"]) - before <= new + 4 and file.added < file.usage[1]
     assert run(stub, out).added == 0
+    out.write_text(out.read_text() + '{"text": "mine"}\n')
+    with pytest.raises(CheckpointError, match="Cut"):
+        run(stub, out)
 
 
 @pytest.mark.parametrize(("fault", "said"), [("broken", "cannot be asked any more"), (500, "no such thing")])
@@ -205,7 +145,7 @@ def test_prompts_that_a_server_refuses(stub, tmp_path, monkeypatch):
 
 
 def test_no_server(tmp_path, monkeypatch):
-    monkeypatch.setattr(served_answers, "RETRIES", 0)
+    monkeypatch.setattr(answers, "RETRIES", 0)
     with pytest.raises(CapabilityError, match="cannot be asked"):
         run({"url": "http://127.0.0.1:9"}, tmp_path / "a.jsonl")
 
@@ -225,9 +165,15 @@ def test_parts_of_the_passages(stub, tmp_path, capsys):
         ended = capsys.readouterr()
         found = json.loads(ended.out.splitlines()[-1])
         assert found["rows"] == 12 and found["tokens"] == found["usage"][1]
-        assert set(found["tokens_by_source"]) <= {f"{tmp_path}/{name}.jsonl" for name in "ab"}
-        assert "tokens/s" in ended.err and "hours a million" in ended.err and "by kind" in ended.err
+        assert {row["source"] for row in rows_of(out)} <= {f"{tmp_path}/{name}.jsonl" for name in "ab"}
+        assert "tokens/s" in ended.err and "hours a million" in ended.err
         numbers.append({row["at"][0] for row in rows_of(out)})
     assert {n % 2 for n in numbers[0]} == {0} and {n % 2 for n in numbers[1]} == {1}
-    for wrong in (["--part", "3/2"], ["--price", "1,2"], ["--kind", "repeats"]):
+    for wrong in (
+        ["--part", "3/2"],
+        ["--price", "1,2"],
+        ["--kind", "repeats"],
+        ["--kind", "tokens"],
+        ["--dtype", "float32"],
+    ):
         assert main([*map(str, words), *wrong]) == 2

@@ -13,10 +13,12 @@ import pytest
 from longdraft.errors import PromptError
 from longdraft.memory.token_ids import common_prefix
 from longdraft.training import corpus
+from longdraft.training.config import LmConfig, RunConfig
 from longdraft.training.documents import Document, Skipped, documents
-from longdraft.training.prompts import CODE, MEETING, QUESTIONS, SUMMARIES, asks
+from longdraft.training.prompts import TEXTS as SAID
+from longdraft.training.prompts import asks
 from longdraft.training.tokens import Tokens
-from longdraft.training.vocabulary import most_frequent, to_draft
+from longdraft.training.vocabulary import most_frequent
 from tests.support.tiny import tiny_tokenizer
 
 
@@ -57,9 +59,9 @@ def test_chats_that_cannot_be_used(tmp_path):
     assert skipped.total() == len(rows)
 
 
-def collect(found, skipped=None, **over):
-    settings = {"max_length": 20, "min_length": 4, "shortest_learned": 3, "held_out": 0.3} | over
-    made = corpus.collect([Tokens.of(found)], Skipped() if skipped is None else skipped, **settings)
+def collect(found, skipped=None, kind=RunConfig, **over):
+    settings = kind(**({"max_length": 20, "min_length": 4, "held_out": 0.3} | over))
+    made = corpus.collect([Tokens.of(found)], Skipped() if skipped is None else skipped, settings, 3)
     return SimpleNamespace(learned=list(made.learned), held_out=list(made.held_out), digest=made.learned.digest())
 
 
@@ -83,7 +85,7 @@ def test_cut_split_and_ordered():
 def test_the_end_of_what_is_too_long():
     prompts = [Document([*range(10), *range(i, 40)], 32) for i in range(8)]
     long_answers = [Document(list(range(90, 130)), 9)]
-    found = collect([*prompts, *long_answers, Document(list(range(45)))], keep_end=True)
+    found = collect([*prompts, *long_answers, Document(list(range(45)))], kind=LmConfig, learn_prompts=False)
     everything = found.learned + found.held_out
     assert sorted(len(d.tokens) for d in everything) == [5] + 11 * [20]
     cut = [d for d in everything if d.start > 1]
@@ -95,15 +97,13 @@ def test_the_end_of_what_is_too_long():
     for seed in range(5):
         moved = [Document([t + seed for t in d.tokens], d.start) for d in same]
         others = [Document(list(range(i, i + 20))) for i in range(100, 120)]
-        found = collect([*moved, *others], keep_end=True, max_length=32, held_out=0.5)
+        found = collect([*moved, *others], kind=LmConfig, learn_prompts=False, max_length=32, held_out=0.5)
         assert sum(len(d.tokens) == 32 for d in found.learned) in (0, 12)
 
 
 def test_the_vocabulary():
     found = most_frequent([Document([5, 5, 5, 9, 9, 2], 1), Document([7, 7, 7, 1], 3)], 20, 4, always=[19])
     assert found.tolist() == [1, 5, 9, 19] or found.tolist() == [2, 5, 9, 19]
-    assert to_draft(found, 20)[found].tolist() == [0, 1, 2, 3]
-    assert (to_draft(found, 20) >= 0).sum() == 4
 
 
 TEXTS = [("the rain in spain stays mainly in the plain. " * 90, ""), ("a fish, an old man and the sea. " * 40, "")]
@@ -124,10 +124,11 @@ def test_prompts_begin_alike_up_to_the_end_of_their_passage():
 def test_prompts_suit_their_passage():
     code = "def f(x):\n    return x\n\nfor i in range(3):\n    print(f(i))\n" * 50
     meeting = "anna: yes, let us do that.\nbert: i do not think so.\n" * 50
-    for text, closings in ((code, CODE + QUESTIONS), (meeting, MEETING + SUMMARIES + QUESTIONS)):
+    for text, kinds in ((code, ("code", "question")), (meeting, ("meeting", "summary", "question"))):
+        closings = tuple(closing for kind in kinds for closing in SAID[kind])
         for group in islice(asks([(text, "")], (100, 300), 6, (0.0,), 1), 20):
             if text[:12] in group[0].text:
-                assert all(ask.text.endswith(closings) for ask in group)
+                assert all(ask.text.endswith(closings) and ask.kind in kinds for ask in group)
 
 
 def test_nothing_to_ask_about():

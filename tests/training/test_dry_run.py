@@ -43,20 +43,19 @@ def test_the_formula_is_a_step_under_fake_tensors(tmp_path, kind, recompute):
     """Weights are equal; operations and the memory between forward and backward are so within a fifth."""
     LlamaConfig(**SIZES).save_pretrained(tmp_path)
     words = [f"target={tmp_path}", "max_length=2048", "rows=4096", f"recompute={recompute}", "distill=0", "ttt=3"]
-    found = estimate(kind, read_config(None, words[: 5 + (kind == "eagle3")], TRAININGS[kind].load_settings()))
+    config = read_config(None, words[: 5 + (kind == "eagle3")], TRAININGS[kind].load_settings())
+    found = estimate(kind, config)
     with FakeTensorMode():
         model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES), dtype=torch.bfloat16)
         parts = shared_parts.shared_parts(model, shared_parts.sizes(model))
         if kind == "longspec":
             shape = LongSpecShape(1024, 3072, 16, 4, 64, 1e-6, 512, True)
-            trainee = LongSpecTrainee(LongSpecBlock(shape), parts, None, 0.0, torch.bfloat16)
+            trainee = LongSpecTrainee(LongSpecBlock(shape), parts, None, config)
             rows = {name: torch.empty(2048, 4, 64, dtype=torch.bfloat16) for name in ("keys", "values")}
         else:
             block = Eagle3Block(Eagle3Shape(1024, 3072, 16, 4, 64, 3072, 16000, 1e-6, False, False))
-            rotary = Rotary(64, yarn(1e4))
-            trainee = Eagle3Trainee(block, parts, rotary, None, 3, 0.8, None, 0.0, torch.bfloat16)
+            trainee = Eagle3Trainee(block, parts, Rotary(64, yarn(1e4)), None, config)
             rows = {"hidden": torch.empty(2048, 3072, dtype=torch.bfloat16)}
-        trainee.recompute = recompute
         tokens = torch.zeros(2048, dtype=torch.long)
         tracker, counter = MemTracker(), FlopCounterMode(display=False)
         tracker.track_external(trainee)

@@ -13,6 +13,7 @@ from longdraft.errors import ConfigError
 from longdraft.model.rotary import Rotary, yarn
 from longdraft.model.runner import TargetRunner
 from longdraft.model.shared_parts import norm_before_head
+from longdraft.training.config import EagleConfig
 from longdraft.training.documents import Document
 from longdraft.training.eagle import EagleTrainee
 from longdraft.training.features import FeatureReader
@@ -29,7 +30,7 @@ def runner() -> TargetRunner:
 def make(runner: TargetRunner, **over: float) -> EagleTrainee:
     block = filled(EagleBlock(EagleShape(48, 64, 4, 2, 8, 48, runner.vocab_size, runner.parts.rms_norm_eps)))
     block.borrow(norm_before_head(runner.model).__call__, lambda out: out)
-    return EagleTrainee(block, runner.parts, Rotary(8, yarn(1000.0)), distill=1.0, **over)
+    return EagleTrainee(block, runner.parts, Rotary(8, yarn(1000.0)), EagleConfig(precision="no", **over))
 
 
 def read(runner: TargetRunner, start: int = 9):
@@ -38,7 +39,7 @@ def read(runner: TargetRunner, start: int = 9):
 
 
 def test_a_step_foresees_the_next_state_and_what_it_says(runner):
-    document, trainee = read(runner), make(runner, noise=0.0, classification=0.3)
+    document, trainee = read(runner), make(runner, feature_noise=0.0, classification=0.3)
     block, f = trainee.block, norm_before_head(runner.model)(document.hidden)
     seen = torch.ones(28, 28, dtype=torch.bool).tril()
     inputs = trainee.embed(document.tokens[1:29]), f[:28]
@@ -55,7 +56,7 @@ def test_a_step_foresees_the_next_state_and_what_it_says(runner):
 
 
 def test_noise_depends_on_the_documents_number_alone(runner):
-    document, trainee = read(runner), make(runner, noise=0.1)
+    document, trainee = read(runner), make(runner, feature_noise=0.1)
     alone, again = (trainee([document], [seed]).loss for seed in (5, 6))
     assert alone != again and trainee([document], [5]).loss == alone
     torch.testing.assert_close(trainee([document, document], [5, 6]).loss, alone + again)

@@ -89,7 +89,7 @@ def loss_of(config: Eagle3Config, draft: Eagle3Draft) -> float:
     source = session.features(draft.feature_layers(session.runner))
     documents = [source.read(i) for i in range(len(session.data.learned))]
     rotary = draft.rotary(torch.float32, "cpu")
-    trainee = Eagle3Trainee(draft.trainable(), session.runner.parts, rotary, draft.ids, config.ttt).train()
+    trainee = Eagle3Trainee(draft.trainable(), session.runner.parts, rotary, draft.ids, config).train()
     rows = sum(trainee.learned(len(d.tokens), d.start, 0) for d in documents)
     with torch.no_grad():
         return float(trainee(documents).loss) / rows

@@ -48,7 +48,6 @@ def test_features_are_the_models_own(family, start, offset, monkeypatch):
     torch.testing.assert_close(hidden, torch.cat([o[0] for o in between], -1), rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(found.last, between[-1][0], rtol=1e-3, atol=1e-4)
     assert torch.equal(found.likeliest, out.logits[0, start - 1 : -1].argmax(-1))
-    assert by_hidden.bytes_per_token == 2 * 48 * 4 and reader(None).bytes_per_token == 0
 
 
 def test_offsets_leave_the_anchors():
@@ -72,7 +71,6 @@ TEXTS = [document(20 + i, 1 + 5 * (i % 3), i) for i in range(6)]
 def cached(tmp_path):
     def make(documents=TEXTS, identity="a target", layers=(), dtype=torch.float32, last=False, offset=3):
         made = FeatureSource(reader(layers, dtype, last), documents, lambda i, epoch: offset, tmp_path / "c", identity)
-        made.check()
         return [made.read(i) for i in range(len(documents))]
 
     return make
@@ -114,7 +112,7 @@ def test_others_features_lie_beside(cached, tmp_path, other):
     assert len(after) == 12 and before.items() <= after.items()
 
 
-def test_a_damaged_file_and_a_folder_of_an_earlier_version(cached, tmp_path):
+def test_a_damaged_file(cached, tmp_path):
     cached()
     path = next(iter(files(tmp_path)))
     path.write_bytes(path.read_bytes()[:-40])
@@ -122,13 +120,3 @@ def test_a_damaged_file_and_a_folder_of_an_earlier_version(cached, tmp_path):
         cached()
     path.unlink()
     cached()
-    (tmp_path / "c" / "index.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="earlier version"):
-        cached()
-
-
-def test_a_disk_that_is_too_small(cached, tmp_path, free_disk):
-    free_disk(10**4)
-    with pytest.raises(CheckpointError, match="GB"):
-        cached()
-    assert not (tmp_path / "c").exists()

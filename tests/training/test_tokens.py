@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import random
 import sys
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
 import pytest
 
 from longdraft.errors import CheckpointError, PromptError
-from longdraft.training import corpora, tokens
+from longdraft.training import tokens
+from longdraft.training.config import RunConfig
 from longdraft.training.corpus import collect
 from longdraft.training.documents import Document, Skipped, documents
 from tests.support import elsewhere
@@ -36,17 +38,17 @@ def test_shards_hold_what_the_files_do_and_go_on_after_a_stop(text, tmp_path, mo
     write(folder, many, stop=lambda: calls.append(0) or len(calls) == 2)
     assert 0 < tokens.rows_done(folder) < 200
     with pytest.raises(CheckpointError, match="not finished"):
-        tokens.read(folder, TOKENIZER)
+        tokens.sources([str(folder)], TOKENIZER, Skipped(), 61)
     write(folder, many)
-    shards = tokens.read(folder, TOKENIZER)
+    shards = tokens.sources([str(folder)], TOKENIZER, Skipped(), 61)
     assert len(shards) > 3 and [d for shard in shards for d in shard] == whole
     assert write(folder, many) == 0 and tokens.rows_done(folder) == len(whole) + 2
-    sizes = {"max_length": 50, "min_length": 9, "shortest_learned": 3, "held_out": 0.2}
-    one, two = (collect(found, Skipped(), **sizes) for found in ([tokens.Tokens.of(whole)], shards))
+    config = RunConfig(max_length=50, min_length=9, held_out=0.2)
+    one, two = (collect(found, Skipped(), config, 3) for found in ([tokens.Tokens.of(whole)], shards))
     for side in ("learned", "held_out"):
         there, here = (sorted(d.tokens for d in getattr(found, side)) for found in (one, two))
         assert there == here and there
-    other = collect(shards, Skipped(), **(sizes | {"max_length": 49}))
+    other = collect(shards, Skipped(), replace(config, max_length=49), 3)
     assert two.learned.digest() != other.learned.digest()
 
 
@@ -54,11 +56,11 @@ def test_shards_that_do_not_serve(text, tmp_path):
     folder = tmp_path / "shards"
     write(folder, text)
     with pytest.raises(CheckpointError, match="another tokenizer"):
-        tokens.read(folder, lambda text: {"input_ids": [1, 2]})
+        tokens.sources([str(folder)], lambda text: {"input_ids": [1, 2]}, Skipped(), 61)
     path = folder / "tokens-00000.safetensors"
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(CheckpointError, match="cannot be read"):
-        tokens.read(folder, TOKENIZER)
+        tokens.sources([str(folder)], TOKENIZER, Skipped(), 61)
     with pytest.raises(PromptError, match="nothing to write"):
         tokens.write(tmp_path / "empty", [None], TOKENIZER)
 
@@ -90,7 +92,7 @@ CORPORA = {
 
 
 @pytest.mark.parametrize("name", CORPORA)
-def test_corpora_by_name(tmp_path, name):
+def test_a_corpus_is_its_folder(tmp_path, name):
     place, rows = CORPORA[name]
     path = tmp_path / place
     path.parent.mkdir(exist_ok=True)
@@ -102,30 +104,29 @@ def test_corpora_by_name(tmp_path, name):
     else:
         whole = json.dumps(rows) if place.endswith(".json") else "".join(json.dumps(row) + "\n" for row in rows)
         path.write_text(rows if isinstance(rows, str) else whole)
-    (found,) = documents([f"{name}:{tmp_path}"], TOKENIZER, Skipped(), 61)
+    (found,) = documents([tmp_path], TOKENIZER, Skipped(), 61)
     chat = name in ("sharegpt", "ultrachat")
     assert TOKENIZER.decode(found.tokens) == ("<user>hi<eos><assistant>yes<eos>" if chat else "abc<eos>")
-    with pytest.raises(PromptError, match="no files of"):
-        list(corpora.rows(f"{name}:{tmp_path / 'empty'}"))
+    (tmp_path / "empty").mkdir()
+    for wrong in (tmp_path / "empty", f"{name}:{tmp_path}"):
+        with pytest.raises(PromptError, match="by its folder"):
+            list(documents([wrong], TOKENIZER, Skipped(), 61))
 
 
-def test_parquet_and_rows_of_another_corpus(tmp_path):
+def test_parquet(tmp_path):
     parquet = pytest.importorskip("pyarrow.parquet")
     arrow = pytest.importorskip("pyarrow")
     parquet.write_table(arrow.table({"text": ["abc", "de"]}), tmp_path / "a.parquet")
-    skipped = Skipped()
-    assert len(list(documents([f"slimpajama:{tmp_path}"], TOKENIZER, skipped, 61))) == 2
-    assert list(documents([f"sharegpt:{tmp_path}"], TOKENIZER, skipped, 61)) == [None, None] and skipped.total() == 2
+    assert len(list(documents([tmp_path], TOKENIZER, Skipped(), 61))) == 2
 
 
 def _used(folder: str, out: str) -> None:
     """Trains a schedule on shards and writes the growth of this process's own memory."""
     before = _private()
-    found = collect(tokens.read(Path(folder), TOKENIZER), Skipped(), max_length=1024, min_length=32, shortest_learned=5,
-                    held_out=0.02)  # fmt: skip
+    found = collect(tokens.sources([folder], TOKENIZER, Skipped(), 61), Skipped(), RunConfig(), 5)
     for i in range(0, len(found.learned), 7):
         assert found.learned[i].tokens
-    Path(out).write_text(f"{_private() - before} {found.learned.tokens}")
+    Path(out).write_text(f"{_private() - before} {sum(found.learned.lengths)}")
 
 
 def _private() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
@@ -22,6 +23,7 @@ from longdraft.errors import CheckpointError
 from longdraft.training.config import described
 from longdraft.training.loop import Report
 from longdraft.training.measure import Simulated
+from tests.serve.conftest import Running, make_service
 from tests.support import elsewhere
 from tests.support.quick import few, slow
 from tests.training.helpers import ROOT, SMALL, TRAININGS, losses_of
@@ -43,16 +45,17 @@ def shell(capsys):
 
 def test_from_text_to_a_draft_that_generates(shell, target, text, tmp_path):
     answers, out = tmp_path / "answers.jsonl", tmp_path / "run"
-    made = shell(
-        "data", text, "--out", answers, "--target", target, "--rows", 40, "--batch", 4, "--max-tokens", 30,
-        "--passage-tokens", "5,20", "--per-passage", 6, "--json",
-    )  # fmt: skip
+    with contextlib.closing(Running(make_service())) as server:
+        made = shell(
+            "data", text, "--out", answers, "--url", server.url, "--rows", 40, "--batch", 4, "--max-tokens", 30,
+            "--passage-tokens", "5,20", "--per-passage", 6, "--json",
+        )  # fmt: skip
     assert made.code == 0, made.err
     rows = [json.loads(line) for line in answers.read_text().splitlines()]
-    told, new = json.loads(made.out), sum(len(row["tokens"]) - row["start"] for row in rows)
+    told, new = json.loads(made.out), sum(row["usage"][1] for row in rows)
     assert told.items() >= {"out": str(answers), "rows": 40, "left_out": {}, "tokens": new}.items()
-    assert told["tokens_by_source"] == {str(text): new} and sum(told["tokens_by_kind"].values()) == new
-    assert len(rows) == 40 and set(rows[0]) == {"tokens", "start", "temperature", "text", "source", "kind", "at"}
+    assert len(rows) == 40 and {row["source"] for row in rows} == {str(text)}
+    assert set(rows[0]) == {"messages", "cut", "usage", "temperature", "source", "kind", "at"}
     words = ["window=12", "intermediate_size=64", "max_length=200"]
     assert shell("longspec", *FAST, *words, f"data={answers}", f"target={target}", f"out={out}").code == 0
     assert main(["generate", "--model", str(target), "--draft", str(out / "best"), "-p", "hi", "-n", "8"]) == 0
@@ -101,7 +104,7 @@ def test_tokens_once_and_for_all(shell, target, text, tmp_path):
         (["data", "x.jsonl", "--out", "y.jsonl", "--passage-tokens", "5"], "--passage-tokens takes two numbers"),
         (["data", "x.jsonl", "--out", "y.jsonl", "--temperatures", "warm"], "--temperatures takes numbers"),
         (["data", "x.jsonl", "--out", "y.jsonl", "--temperatures", ","], "--temperatures takes numbers"),
-        (["data", "none.jsonl", "--out", "y.jsonl"], "There is no file none.jsonl"),
+        (["data", "none.jsonl", "--out", "y.jsonl", "--url", "http://127.0.0.1:9"], "There is no file none.jsonl"),
     ],
 )
 def test_wrong_settings_in_one_line(shell, tmp_path, monkeypatch, arguments, said):
@@ -113,11 +116,13 @@ def test_wrong_settings_in_one_line(shell, tmp_path, monkeypatch, arguments, sai
 
 
 def test_what_train_data_refuses(shell, target, text, tmp_path):
-    for gone in (["--layers", "0,3"], ["--features"], ["--method", "longspec"]):
+    for gone in (["--layers", "0,3"], ["--features"], ["--method", "longspec"], ["--kind", "repeats"]):
         ended = shell("data", text, "--out", tmp_path / "a.jsonl", "--target", target, *gone)
-        assert ended.code == 2 and gone[0] in ended.err
+        assert ended.code == 2 and gone[-1 if gone[0] == "--kind" else 0] in ended.err
     ended = shell("mtp", f"data={text}")
     assert ended.code == 2 and "eagle3" in ended.err
+    ended = shell("data", text, "--out", tmp_path / "a.jsonl")
+    assert ended.code == 2 and "--url" in ended.err
     ended = shell("data", text, "--out", "none/y.jsonl")
     assert ended.code == 1 and "--out none/y.jsonl" in ended.err
 
@@ -136,18 +141,6 @@ def test_help_has_every_setting_with_its_range_and_meaning(shell, command):
         (line,) = (line for line in found.splitlines() if line.split()[:1] == [name])
         assert default in line and values in line and meaning in line
     assert " 1.0 " in found and "above 0" in found  # a share of 1 is not true
-
-
-@pytest.mark.parametrize("kind", ["answers", "repeats"])
-def test_so_many_rows_as_are_asked_for(shell, target, text, tmp_path, kind):
-    out = tmp_path / f"{kind}.jsonl"
-    made = shell(
-        "data", text, "--out", out, "--target", target, "--kind", kind, "--rows", 4, "--max-tokens", 8,
-        "--passage-tokens", "5,20", "--json",
-    )  # fmt: skip
-    assert made.code == 0, made.err
-    assert json.loads(made.out.splitlines()[-1])["rows"] == 4 == len(out.read_text().splitlines())
-    assert list(tmp_path.iterdir()) == [out]
 
 
 def test_a_resumed_run_says_where_and_a_checkpoint_says_where_the_draft_is(shell, target, text, tmp_path):

@@ -14,12 +14,12 @@ from longdraft.model import small_models
 from longdraft.model.rotary import yarn
 from longdraft.model.runner import TargetRunner
 from longdraft.model.shared_parts import SharedParts
-from longdraft.training.config import DEPTH, Eagle3Config
+from longdraft.training.config import DEPTH, Eagle3Config, LmConfig
 from longdraft.training.documents import Document
 from longdraft.training.eagle3 import Plan
-from longdraft.training.features import FeatureReader, Features, FeatureSource
+from longdraft.training.features import FeatureReader, Features
 from longdraft.training.lm import LmTrainee
-from longdraft.training.measure import UNSEEN, ranks_of, shared_out, simulate
+from longdraft.training.measure import UNSEEN, ranks_of, simulate
 from tests.support.quick import in_turn
 from tests.support.tiny import FAMILIES, tiny_model
 from tests.training.helpers import same
@@ -27,11 +27,6 @@ from tests.training.trainees import KINDS, READS, STEPS, make_trainee, predictio
 
 KEPT = torch.arange(0, 61, 2)
 SHIFTS = [2, 1, 3, 5, 4, 1]
-
-
-def counted(documents: list[Features]) -> list[tuple[Features, bool]]:
-    """Documents to measure on, all of which count."""
-    return [(document, True) for document in documents]
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +108,7 @@ def scaled(kind: str):
 @pytest.mark.parametrize("kind", [*FAMILIES, "gemma2", "granite", "cohere"])
 def test_the_targets_distribution_is_its_own_heads(kind, kept):
     runner = TargetRunner(scaled(kind))
-    trainee = LmTrainee(nn.Identity(), runner.parts, kept, 1.0)
+    trainee = LmTrainee(nn.Identity(), runner.parts, kept, LmConfig(distill=1.0, precision="no"))
     trainee.measure_scale(runner)
     assert (trainee.scale == 1.0) == (kind not in ("granite", "cohere"))
     document = FeatureReader(runner, torch.float32, None, last=True).read(Document([*range(40, 7, -1)], 5))
@@ -168,15 +163,6 @@ def test_layers_computed_again_keep_less_and_learn_the_same(runner, features, ki
     assert kept[1] < 0.6 * kept[0]
 
 
-@pytest.mark.parametrize(("kind", "shift"), [("longspec", 9), ("eagle3", 1)])
-def test_a_document_without_a_row_to_learn(runner, features, kind, shift):
-    short = features(kind)[3]
-    if kind == "eagle3":
-        short = Features(short.tokens[:5], 4, 0, {"hidden": short.hidden[:5]}, short.likeliest[:1])
-    with pytest.raises(ValueError, match="no row to learn"):
-        make_trainee(kind, runner)([short], [shift])
-
-
 @pytest.mark.parametrize(("kind", "window"), in_turn(["longspec", "eagle3", "onepass"], [9, None]))
 def test_simulated_acceptance_is_a_chain_decoded_by_the_engine(kind, window, tmp_path):
     """On text that the target wrote, by a draft that has learned it often enough to be right now and then."""
@@ -206,7 +192,7 @@ def test_simulated_acceptance_is_a_chain_decoded_by_the_engine(kind, window, tmp
     results = [spec.generate(p, max_new_tokens=40)[0] for p in prompts]
     assert [r.token_ids for r in results] == [r.token_ids for r in answers]
     decoded = sum(r.new_tokens - 1 for r in results) / sum(r.rounds for r in results)
-    found = simulate(trainee.eval(), counted(texts), levels, "shift" if kind == "longspec" else "step")
+    found = simulate(trainee.eval(), texts, levels, "shift" if kind == "longspec" else "step")
     assert found.chain == pytest.approx(decoded) and found.tree >= found.chain > 1.5
 
 
@@ -221,21 +207,7 @@ def test_agreement_is_measured_head_by_head(runner, features):
     trainee = make_trainee("heads", runner)
     out = trainee(features("heads"))
     wanted = [float((out.ranks[out.depths == i] == 0).float().mean()) for i in (1, 2, 3)]
-    assert simulate(trainee, counted(features("heads")), 3, "step").agreement == pytest.approx(wanted)
-
-
-@pytest.mark.parametrize(("documents", "processes"), [(5, 1), (5, 2), (6, 3), (2, 4)])
-def test_processes_share_what_is_measured(runner, features, documents, processes):
-    """Together they measure what one would, in equally many forwards."""
-    trainee, counts = make_trainee("heads", runner).eval(), []
-    texts = [Document(d.tokens.tolist(), d.start) for d in features("heads")[:documents]]
-    source = FeatureSource(FeatureReader(runner, torch.float32, READS["heads"], last=True), texts)
-    alone = simulate(trainee, shared_out(source, 0, 1), 3, "step")
-    for rank in range(processes):
-        share = [*shared_out(source, rank, processes)]
-        assert len(share) == -(-documents // processes)
-        simulate(trainee, share, 3, "step", lambda own: counts.append(own) or own)
-    assert simulate(trainee, [], 3, "step", lambda none: none + sum(counts)) == alone
+    assert simulate(trainee, features("heads"), 3, "step").agreement == pytest.approx(wanted)
 
 
 # --- new drafts ---
@@ -253,7 +225,7 @@ def test_starting_from_the_targets_own_layers(runner, features):
     with torch.no_grad():
         logits = runner.model(text.tokens[None]).logits[0, :-1]
     truth = text.tokens[1:]
-    ranks = LmTrainee(copy, runner.parts, None, 1.0)([text]).ranks
+    ranks = LmTrainee(copy, runner.parts)([text]).ranks
     assert torch.equal(ranks, (logits > logits.gather(1, truth[:, None])).sum(-1))
     small_models.take_layers(copy, runner, (2, 2, 0))
     assert torch.equal(copy.layers[0].mlp.up_proj.weight, runner.model.model.layers[2].mlp.up_proj.weight)

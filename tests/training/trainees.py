@@ -15,6 +15,7 @@ from longdraft.drafts.eagle_formats import Eagle3Shape
 from longdraft.model import small_models
 from longdraft.model.rotary import Rotary, yarn
 from longdraft.model.runner import TargetRunner
+from longdraft.training.config import Eagle3Config, HeadsConfig, RunConfig
 from longdraft.training.eagle3 import Eagle3Trainee
 from longdraft.training.features import Features
 from longdraft.training.heads import HeadsTrainee
@@ -67,13 +68,14 @@ def make_trainee(
     **block: object,
 ) -> Trainee:
     module = random_block(kind, runner, 61 if kept is None else len(kept), **block)
+    common = {"distill": distill, "precision": "no"}
     if kind in ("eagle3", "onepass"):
-        rotary = Rotary(8, rope or yarn(1000.0))
         trainee_class = Eagle3Trainee if kind == "eagle3" else OnePassTrainee
-        return trainee_class(module, runner.parts, rotary, kept, STEPS, DECAY, window, distill)
+        config = Eagle3Config(**common, ttt=STEPS, decay=DECAY)
+        return trainee_class(module, runner.parts, Rotary(8, rope or yarn(1000.0)), kept, config, window)
     if kind == "heads":
-        return HeadsTrainee(module, runner.parts, kept, distill, decay=DECAY)
-    return {"longspec": LongSpecTrainee, "lm": LmTrainee}[kind](module, runner.parts, kept, distill)
+        return HeadsTrainee(module, runner.parts, kept, HeadsConfig(**common, decay=DECAY))
+    return {"longspec": LongSpecTrainee, "lm": LmTrainee}[kind](module, runner.parts, kept, RunConfig(**common))
 
 
 def predictions(kind: str, trainee: Trainee, document: Features, shift: int) -> Iterator[tuple[int, int, torch.Tensor]]:

@@ -69,7 +69,8 @@ class Settings:
     def with_one(self, name: str, text: str) -> Settings:
         """Raises RequestError for a name or a value that there is not."""
         if name in ("max_tokens", "seed"):
-            return replace(self, **{name: method_options.whole_numbers(name, text)[0]})
+            number: dict[str, Any] = {name: method_options.whole_numbers(name, text)[0]}
+            return replace(self, **number)
         known = [f.name for f in fields(longdraft.Sampling)]
         if name not in known:
             raise RequestError(f"/set takes max_tokens, {', '.join(known)}, not {name!r}")

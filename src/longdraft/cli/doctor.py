@@ -64,6 +64,7 @@ def _examine(found: dict[str, Any], model: Any, runner: TargetRunner | None) -> 
     from longdraft.model import hosting
     from longdraft.model.gpu import graphs
     from longdraft.model.kinds import described
+    from longdraft.model.layout import layout_of
     from longdraft.model.stored import parameters
 
     found["model"] |= {
@@ -78,7 +79,7 @@ def _examine(found: dict[str, Any], model: Any, runner: TargetRunner | None) -> 
         "kv_tokens_that_fit": None,
     }
     try:
-        shape = hosting.kv_shape(model)
+        shape = layout_of(model).shape
     except LongdraftError:
         return
     shape = shape if runner is None else replace(shape, dtype=runner.kv_dtype)

@@ -31,8 +31,12 @@ _OPTIONS = {
         ),
     },
     "train data": {
-        "--method": "dozens of answers are decoded together, which needs no draft; leave it out",
+        "--method": "the server that answers (--url) chooses it; leave it out",
         **dict.fromkeys(("--features", "--layers"), _FEATURES),
+        **dict.fromkeys(
+            ("--dtype", "--device", "--threads"), "the server that answers (--url) holds the model; leave it out"
+        ),
+        "repeats": "answers about passages quote them; leave these texts out",
         "--price": "usage counts the tokens that the server has read and written; leave it out",
     },
 }

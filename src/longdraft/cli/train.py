@@ -141,7 +141,10 @@ def _train(path: Path | None, words: Sequence[str], training: Training, output: 
         if not settings_.data:
             raise ConfigError("No data: name JSONL files, as in data=text.jsonl, or data: [a.jsonl, b.jsonl.gz].")
         for source in (*settings_.data, *settings_.vocabulary_from):
-            _check_source(source)
+            if not Path(source).exists():
+                raise ConfigError(
+                    f"There is no file {source}: check data and vocabulary_from. A corpus goes by its folder alone."
+                )
         if settings_.init and not Path(hub.local(settings_.init)).is_dir():
             raise ConfigError(
                 f"There is no draft folder {settings_.init}: check init, or leave it out for a new draft."
@@ -182,20 +185,6 @@ def _read(path: Path | None, words: Sequence[str], training: Training) -> RunCon
 
     found: RunConfig = read_config(path, words, training.load_settings())
     return found
-
-
-def _check_source(source: str) -> None:
-    """Raises ConfigError if a file, a corpus or a folder of tokens is not there."""
-    from longdraft.training import corpora, tokens
-
-    name, place = corpora.place_of(source)
-    if place.is_dir() and not name and not tokens.is_shards(place):
-        raise ConfigError(
-            f"{source} is a folder, but not one of tokens. Encode its text (`longdraft train data --kind tokens`), or "
-            f"name its corpus, as in {next(iter(corpora.NAMES))}:{source} ({', '.join(corpora.NAMES)})."
-        )
-    if not place.exists():
-        raise ConfigError(f"There is no file {source}: check data and vocabulary_from.")
 
 
 def _estimated(kind: str, config: RunConfig, gpu: str, gpus: int, tokens: float | None) -> dict[str, Any]:

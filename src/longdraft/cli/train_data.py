@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-import longdraft
 from longdraft.cli import console, method_options, options
 from longdraft.cli.cancel import Cancel
 from longdraft.cli.training_display import RowsDisplay
@@ -20,62 +19,51 @@ if TYPE_CHECKING:
     from longdraft.training.answers import AnswerFile
     from longdraft.training.documents import Skipped
 
-# Default number of answers, or of texts that repeat themselves.
-ROWS = 1000
-
 
 class Kind(str, Enum):
     """The kinds of rows that ``train data`` writes."""
 
     answers = "answers"
     tokens = "tokens"
-    repeats = "repeats"
 
 
 def data(
     *,
     files: Annotated[
         list[Path],
-        typer.Argument(help="JSONL, parquet: rows with `text`, for tokens also chats; or a corpus: pg19:FOLDER."),
+        typer.Argument(help="JSONL, parquet, or a folder of these: rows with `text`, for tokens also chats."),
     ],
     out: Annotated[Path, typer.Option("--out", "-o", help="JSONL file to write, or to continue; for tokens a folder.")],
     kind: Annotated[
         Kind,
-        typer.Option(
-            help="answers: the target's answers about passages of the text; tokens: the rows, encoded; repeats: texts "
-            "of passages and facts that come twice, from which a small language model learns to copy."
-        ),
+        typer.Option(help="answers: a server's answers about passages of the text; tokens: the rows, encoded."),
     ] = Kind.answers,
+    url: Annotated[
+        str | None,
+        typer.Option(help="The OpenAI-compatible server that answers: longdraft serve, vLLM, SGLang, llama.cpp."),
+    ] = None,
     target: Annotated[
         str | None,
         typer.Option(
             "--target",
             "-m",
-            help="A Hugging Face id, a folder or a .gguf file; with --url the model's name there.",
-            show_default="embedded; with --url the first",
+            help="The model's name at the server; for tokens a Hugging Face id, a folder or a .gguf file.",
+            show_default="the first there; for tokens the embedded one",
         ),
-    ] = None,
-    url: Annotated[
-        str | None,
-        typer.Option(help="An OpenAI-compatible server that answers: vLLM, SGLang, llama.cpp, longdraft serve."),
     ] = None,
     api_key: Annotated[str, typer.Option("--api-key", help="For a server that asks for one.")] = "",
     rows: Annotated[
-        int | None,
-        typer.Option(min=1, help="Rows of the file in the end: answers or texts.", show_default=f"{ROWS}; tokens: all"),
+        int | None, typer.Option(min=1, help="Rows of the file in the end.", show_default="1000; tokens: all")
     ] = None,
     part: Annotated[
         str, typer.Option(metavar="I/N", help="The I-th of N processes that share the passages, a file each.")
     ] = "1/1",
-    batch: Annotated[int, typer.Option(min=1, help="Answers decoded, or asked for, at a time.")] = 64,
+    batch: Annotated[int, typer.Option(min=1, help="Answers asked for at a time.")] = 64,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=1, help="Tokens of an answer, at most.")] = 256,
     passage_tokens: Annotated[str, typer.Option(metavar="MIN,MAX", help="Length of a passage.")] = "200,1500",
     per_passage: Annotated[int, typer.Option(min=1, help="Answers to each passage.")] = 24,
     temperatures: Annotated[str, typer.Option(help="Temperatures of a passage's answers, repeated.")] = "0,0,1",
-    seed: Annotated[int, typer.Option(help="Seed of passages, prompts and sampling.")] = 0,
-    dtype: options.Dtype = "auto",
-    device: options.Device = None,
-    threads: options.Threads = None,
+    seed: Annotated[int, typer.Option(help="Seed of passages and prompts.")] = 0,
     output: options.Output,
 ) -> None:
     """Prepare training data: a model's own answers, or text and chats turned into tokens once and for all."""
@@ -88,71 +76,63 @@ def data(
     share = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", part)
     if share is None or int(share[1]) > int(share[2]):
         raise options.SettingError(f"--part takes the number of a process and of all, as in 1/4, not {part!r}.")
-    if kind is not Kind.answers and (url is not None or part != "1/1"):
-        raise options.SettingError("--url and --part are for --kind answers.")
     folder = kind is Kind.tokens
     if folder and (out.is_file() or out.name.endswith(".jsonl")):
         raise options.SettingError(f"--out {out}: tokens are written to a folder; name one, as in text.tokens.")
     if (out.is_dir() and not folder) or not out.absolute().parent.is_dir():
         raise CheckpointError(f"--out {out}: its folder does not exist, or it is a folder itself.")
+    if folder and (url is not None or part != "1/1"):
+        raise options.SettingError("--url and --part are for --kind answers.")
+    if not folder and url is None:
+        raise options.SettingError(
+            "A server answers: start one, as with `longdraft serve --model MODEL`, and name it: --url http://127.0.0.1:8000"
+        )
 
-    from longdraft.model.stored import weight_shape
-    from longdraft.training import answers, documents, prompts, repeats, served_answers, tokens
+    from longdraft.training import documents
 
     skipped = documents.Skipped()
-    if kind is Kind.tokens:
-        loaded = _loaded(target, dtype, device, threads)
-        vocabulary, done = weight_shape(loaded.model.get_output_embeddings())[0], tokens.rows_done(out)
-        with Cancel(terminate=True) as cancel, RowsDisplay("Encoding") as counter:
-            encoded = documents.documents(files, loaded.tokenizer, skipped, vocabulary, done)
-            left = islice(encoded, None if rows is None else max(0, rows - done))
-            have = tokens.write(out, left, loaded.tokenizer, counter.update, cancel)
-        if cancel():
-            _stopped(cancel, skipped)
-        _written(out, have, skipped, {}, output)
-        return
-    total = ROWS if rows is None else rows
-    texts = _texts(files, skipped)  # before the model is loaded, so that a wrong path is reported at once
-    if kind is Kind.repeats:
-        have = documents.write(repeats.repeats([text for text, _ in texts], total, seed), out)
-        _written(out, have, skipped, {}, output)
-        return
-    asked = prompts.asks(texts, (lengths[0], lengths[1]), per_passage, answer_temperatures, seed)
-    passages = islice(enumerate(asked), int(share[1]) - 1, None, int(share[2]))
-    file = answers.AnswerFile(out, "tokens" if url is None else "messages", total, url or "the target")
     if url is None:
-        loaded = _loaded(target, dtype, device, threads)
-        spec = longdraft.Speculator("ar", loaded.model, loaded.tokenizer)
-    with Cancel(terminate=True) as cancel, RowsDisplay("answers", total) as display:
-        how: dict[str, Any] = {
-            "batch": batch, "max_new_tokens": max_tokens, "stop": cancel,
-            "progress": lambda: display.update(file.rows, file.added),
-        }  # fmt: skip
-        if url is None:
-            answers.answer(spec, passages, file, seed=seed, **how)
-        else:
-            served_answers.answer_by_server(passages, file, url, api_key, target, **how)
-    if file.refused:
-        console.note(f"{file.refused:,} prompts were refused, or answered without text.")
-    figures = _told(file, display.seconds)
-    if cancel():
-        _stopped(cancel, skipped)
-    _written(out, file.rows, skipped, figures, output)
+        have, figures = _encoded(files, out, target, rows, skipped), {}
+    else:
+        from longdraft.training import answers, prompts
+
+        # Read before the server is asked, so that a wrong path is reported at once.
+        texts = _texts(files, skipped)
+        asked = prompts.asks(texts, (lengths[0], lengths[1]), per_passage, answer_temperatures, seed)
+        passages = islice(enumerate(asked), int(share[1]) - 1, None, int(share[2]))
+        file, total = answers.AnswerFile(out), rows or 1000
+        with Cancel(terminate=True) as cancel, RowsDisplay("answers", total) as display:
+            answers.answer(
+                passages, file, url, api_key, target, rows=total, batch=batch, max_new_tokens=max_tokens, stop=cancel,
+                progress=lambda: display.update(file.rows, file.added),
+            )  # fmt: skip
+        have, figures = file.rows, _told(file, display.seconds)
+        _end_if(cancel, skipped)
+    if skipped:
+        console.note(f"Left out: {skipped}.")
+    console.note(f"{out}: {have:,} rows. Train on them: longdraft train longspec --config FILE data={out}")
+    output.json({"out": str(out), "rows": have, "left_out": dict(skipped)} | figures)
 
 
-def _loaded(target: str | None, dtype: str, device: str | None, threads: int | None) -> longdraft.LoadedModel:
-    import torch
-
+def _encoded(files: list[Path], out: Path, target: str | None, rows: int | None, skipped: Skipped) -> int:
+    """Writes the rows as tokens; returns how many this run has added."""
     from longdraft.model.loading import load
+    from longdraft.model.stored import weight_shape
+    from longdraft.training import documents, tokens
 
-    if threads:
-        torch.set_num_threads(threads)
     with console.status() as status:
-        return load(target, dtype=dtype, device=device, progress=status)
+        model, tokenizer = load(target, device="cpu", progress=status)
+    done = tokens.rows_done(out)
+    encoded = documents.documents(files, tokenizer, skipped, weight_shape(model.get_output_embeddings())[0], done)
+    left = islice(encoded, None if rows is None else max(0, rows - done))
+    with Cancel(terminate=True) as cancel, RowsDisplay("Encoding") as counter:
+        have = tokens.write(out, left, tokenizer, counter.update, cancel)
+    _end_if(cancel, skipped)
+    return have
 
 
 def _texts(files: list[Path], skipped: Skipped) -> list[tuple[str, str]]:
-    """The texts of files or corpora, each with which of these it is from."""
+    """The texts of files or folders, each with which of these it is from."""
     from longdraft.training import documents
 
     texts = []
@@ -165,7 +145,10 @@ def _texts(files: list[Path], skipped: Skipped) -> list[tuple[str, str]]:
     return texts
 
 
-def _stopped(cancel: Cancel, skipped: Skipped) -> None:
+def _end_if(cancel: Cancel, skipped: Skipped) -> None:
+    """Ends the command if it was cancelled."""
+    if not cancel():
+        return
     if skipped:
         console.note(f"Left out: {skipped}.")
     console.note("Stopped. The same command continues from there.")
@@ -173,27 +156,15 @@ def _stopped(cancel: Cancel, skipped: Skipped) -> None:
 
 
 def _told(file: AnswerFile, seconds: float) -> dict[str, Any]:
-    """Tells what the answers took, and where they come from; returns the figures."""
-    figures: dict[str, Any] = {"tokens": file.tokens, "tokens_this_run": file.added, "seconds": round(seconds, 3)}
+    """Tells what the answers took; returns the figures."""
+    read, written = file.usage
+    if file.refused:
+        console.note(f"{file.refused:,} prompts were refused, or answered without text.")
     if file.added:
         hours, speed = seconds / 3600, file.added / max(seconds, 1e-9)
         console.note(
-            f"{file.tokens:,} tokens of answers, {file.added:,} of them now in {hours:.2f} hours: {speed:,.0f} "
-            f"tokens/s, {1e6 * hours / file.added:.2f} hours a million."
+            f"{file.added:,} tokens of answers in {hours:.2f} hours: {speed:,.0f} tokens/s, "
+            f"{1e6 * hours / file.added:.2f} hours a million."
         )
-    for name, counts in file.shares.items():
-        if any(counts):
-            most = ", ".join(f"{name} {100 * n / counts.total():.0f} %" for name, n in counts.most_common(6))
-            console.note(f"Tokens by {name}: {most}.")
-            figures[f"tokens_by_{name}"] = dict(counts)
-    if file.holds == "messages":
-        figures["usage"] = file.usage
-        console.note(f"The server reports {file.usage[0]:,} tokens read and {file.usage[1]:,} written.")
-    return figures
-
-
-def _written(out: Path, rows: int, skipped: Skipped, figures: dict[str, Any], output: options.Output) -> None:
-    if skipped:
-        console.note(f"Left out: {skipped}.")
-    console.note(f"{out}: {rows:,} rows. Train on them: longdraft train longspec --config FILE data={out}")
-    output.json({"out": str(out), "rows": rows, "left_out": dict(skipped)} | figures)
+    console.note(f"The server reports {read:,} tokens read and {written:,} written.")
+    return {"tokens": written, "tokens_this_run": file.added, "seconds": round(seconds, 3), "usage": file.usage}

@@ -84,21 +84,13 @@ class FusedLayers:
             stored.use_int8(model, self._int8)
 
     def _fuse(self, kinds: LayerKinds) -> None:
-        theirs, size = list(hosting.decoder_layers(self._model)), hosting.kv_shape(self._model).head_dim
+        theirs, size = list(hosting.decoder_layers(self._model)), layout_of(self._model).shape.head_dim
         found = [layer_of(layer, size) or delta_layer_of(layer) for layer in theirs]
         layers, ends = [layer for layer in found if layer is not None], ends_of(self._model, theirs)
         if len(layers) < len(theirs) or ends is None:
             return
-        self.layers, self.stack = (
-            layers,
-            DecoderStack(
-                *(layers, ends.norm, ends.head),
-                kinds=kinds.numbers,
-                places=kinds.of_stack,
-                softcap=ends.softcap,
-                plus=ends.plus,
-            ),
-        )
+        self.layers = layers
+        self.stack = DecoderStack(layers, **ends, kinds=kinds.numbers, places=kinds.of_stack)
         if not self._agrees(self._whole):
             self.layers, self.stack = [], None
         elif self._int8:
@@ -106,7 +98,7 @@ class FusedLayers:
             self.stack = self.stack.changed(_in_int8)
 
     def _fuse_on_gpu(self, kinds: LayerKinds) -> None:
-        model, shape = self._model, hosting.kv_shape(self._model)
+        model, shape = self._model, layout_of(self._model).shape
         if shape.padded or any(kind.window is not None for kind in kinds.of_layers):
             return
         found = [gpu_layers.layer_of(layer, shape.head_dim) for layer in hosting.decoder_layers(model)]
@@ -197,7 +189,8 @@ class FusedLayers:
         block, kinds = hosted.block, self.kinds
         x = self._model.get_input_embeddings()(block.tokens)
         rows, *more = kinds.rows(hosted.store, block, self._turns(hosted, x))
-        wanted = {kinds.decoder_layer(i): i for i in hosted.query_layers}
+        whole = {i: p.layer for i, p in enumerate(kinds.places) if p is not None and p.window is None}
+        wanted = {i: layer for i, layer in whole.items() if layer in hosted.query_layers}
         with delta_rows(hosted, deltas := self._deltas, range(len(deltas))) as recurrent:
             out = self._kernels.stack(
                 *(self.stack, *rows, x),
@@ -208,14 +201,14 @@ class FusedLayers:
                 recurrent=recurrent,
             )
         hosted.queries, hosted.hidden = {wanted[i]: q for i, q in out.queries.items()}, out.hidden
-        hosted.layers_seen = kinds.attending
+        hosted.layers_seen = len(hosted.layout.places)
         return out.logits
 
     def _turns(self, hosted: hosting.Hosted, x: torch.Tensor) -> list[CosSin]:
         """cos and sin of each kind of layer."""
         assert self.kinds is not None
         with hosting.computing(hosted):
-            return [self.kinds.rotate(rope, x, hosted.block.positions) for rope in self.kinds.ropes]
+            return [self.kinds.rotate(kind.rope, x, hosted.block.positions) for kind in self.kinds.of_layers]
 
     def _whole(self, theirs: hosting.Hosted, ours: hosting.Hosted) -> list[Pair]:
         """Logits of the whole model, and the last layer's output: the norm behind it would hide a factor."""
@@ -278,7 +271,7 @@ def _made_up(model: PreTrainedModel, far: bool) -> tuple[Block, list[KVStore]]:
     """
     text, vocabulary = 5, int(hosting.decoder_config(model).vocab_size)
     tree = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], **WHOLE).bool()
-    stores = [KVStore(hosting.kv_shape(model), 1, text + 3, model.device) for _ in range(2)]
+    stores = [KVStore(layout_of(model).shape, 1, text + 3, model.device) for _ in range(2)]
     for store in stores:
         store.keep_states(*hosting.new_states(model, 1, text + 3))
         for t in _kept(store):

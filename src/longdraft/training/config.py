@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import yaml
 
@@ -44,44 +44,31 @@ class RunConfig(Options):
         ConfigError: a value is outside its range.
     """
 
-    data: tuple[str, ...] = option(
-        (), help="JSONL files, corpora as NAME:FOLDER, or folders of tokens; see `train data` and docs/training.md"
-    )
+    data: tuple[str, ...] = option((), help="files, folders of these, or folders of tokens; see docs/training.md")
     out: str = option("draft", help="folder of the run: checkpoints, log, and the draft in best and last")
     target: str | None = option(None, help="the target's folder, GGUF file or hub id; none: the embedded model")
     init: str | None = option(None, help="draft folder to continue from (a later stage); none: a new draft")
     sample: float = option(1.0, help="share of the documents to use, chosen by how they begin", min=0, most=1)
-    held_out: float = option(
-        0.02, help="share of the documents kept for measuring, chosen by how they begin", min=0, most=1
-    )
+    held_out: float = option(0.02, help="share of the documents to measure on, chosen by how they begin", min=0, most=1)
     max_length: int = option(1024, help="tokens: longer texts are cut into pieces, chats at their end", min=1)
     min_length: int = option(32, help="tokens: shorter documents are left out", min=1)
     anchor_offset: int = option(0, help="largest random offset of anchor-offset indices; 0: plain indices", min=0)
-    intermediate_size: int | None = option(
-        None, help="size of the draft's MLP; none: the target's, or that of the draft in init", min=1
-    )
-    vocabulary: int | None = option(
-        None, help="tokens that the draft can propose; none: all, or those of the draft in init", min=1
-    )
-    vocabulary_from: tuple[str, ...] = option((), help="JSONL files to count the vocabulary's tokens on; none: data")
+    intermediate_size: int | None = option(None, help="size of the draft's MLP; none: the target's, or init's", min=1)
+    vocabulary: int | None = option(None, help="tokens that the draft can propose; none: all, or init's", min=1)
+    vocabulary_from: tuple[str, ...] = option((), help="files to count the vocabulary's tokens on; none: data")
     distill: float = option(
-        0.0,
-        help="share of the loss that follows the target's distribution; 0: cross-entropy alone (the paper)",
-        min=0,
-        most=1,
+        0.0, help="share of the loss that follows the target's distribution, not the text's token", min=0, most=1
     )
     cache: str | None = option(None, help="folder for the target's features; none: the target runs in every epoch")
     hidden_states: str | None = option(
-        None, help="folder of hidden states that vLLM extracted for the rows of data; none: the target computes them"
+        None, help="folder of hidden states that vLLM extracted for data; none: the target computes them"
     )
     target_dtype: str = option("auto", help="dtype of the target", choices=DTYPES)
     target_rope_factor: float | None = option(
-        None, help="YaRN's factor for the target, for texts longer than its context; none: the target as it is", min=1
+        None, help="YaRN's factor for the target, for texts longer than its context; none: as it is", min=1
     )
     precision: str = option(
-        "bf16",
-        help="dtype of the draft's matrix products (no: float32); weights are always float32",
-        choices=PRECISIONS,
+        "bf16", help="dtype of the draft's products (no: float32); weights are always float32", choices=PRECISIONS
     )
     epochs: float = option(1.0, help="passes over the data; a fraction stops part of the way", above=0)
     max_steps: int | None = option(None, help="steps after which the run ends; none: with its epochs", min=1)
@@ -99,16 +86,21 @@ class RunConfig(Options):
     measure_every: int = option(200, help="steps between measurements; 0: only at the end", min=0)
     keep: int = option(2, help="checkpoints to keep", min=1)
     recompute: bool = option(
-        False, help="compute the draft's layers again in the backward pass: less memory, about a third more work"
+        False, help="compute the draft's layers again in the backward pass: less memory, more work"
     )
     track: tuple[str, ...] = option((), help="trackers of accelerate that get the figures too: tensorboard, wandb, ...")
     threads: int | None = option(None, help="CPU threads; none: torch's choice", min=1)
     device: str | None = option(None, help="cpu, cuda, cuda:N, mps; none: the best there is, a GPU for each process")
     fields_set: tuple[str, ...] = field(default=(), repr=False, compare=False)
+    without: ClassVar[tuple[str, ...]] = ()
+    """Settings that this kind of draft has no use for."""
 
     def __post_init__(self) -> None:
         with values_checked(ConfigError):
             super().__post_init__()
+        for name in self.without:
+            if getattr(self, name):
+                raise ConfigError(f"{name} is of no use to this kind of draft: leave it out.")
         if self.hidden_states is not None and (self.cache is not None or self.anchor_offset):
             raise ConfigError("hidden_states takes the place of cache, and has plain positions: leave the others out.")
 
@@ -120,9 +112,7 @@ class RunConfig(Options):
 class TrainConfig(RunConfig):
     """A LongSpec run."""
 
-    noise: int = option(
-        5, help="largest shift j of flash noisy training; 1 turns it off, five levels of drafting need 5", min=1
-    )
+    noise: int = option(5, help="largest shift j of flash noisy training: levels of drafting; 1 turns it off", min=1)
     window: int = option(512, help="keys that self-attention sees, the query's own included", min=1)
     final_norm: bool = option(True, help="put an RMSNorm before the head; the paper's block has none")
 
@@ -131,28 +121,18 @@ class TrainConfig(RunConfig):
 class Eagle3Config(RunConfig):
     """An EAGLE-3 run. The draft has the target's head counts, head size and rotary base."""
 
-    ttt: int = option(5, help="steps of the training-time test: how deep the draft drafts on its own outputs", min=1)
+    ttt: int = option(5, help="steps of the training-time test: how deep it drafts on its own outputs", min=1)
     decay: float = option(0.8, help="weight of a step relative to the step before it", above=0, most=1)
-    retain: float = option(
-        1.0, help="share of a batch's documents that goes on from a step to the next; less is cheaper", above=0, most=1
-    )
+    retain: float = option(1.0, help="share of a batch's documents that goes on to the next step", above=0, most=1)
     feature_layers: tuple[int, ...] = option(
         (), help="decoder layers whose output is read (0: the first); none: 1, L//2-1 and L-4, or those of init"
     )
-    window: int | None = option(
-        None, help="keys of its own that the draft sees, a row's own included; none: all", min=1
-    )
+    window: int | None = option(None, help="keys that the draft sees, a row's own included; none: all", min=1)
     distill: float = option(1.0, help="share of the loss that follows the target's distribution", min=0, most=1)
-    rope_theta: float | None = option(
-        None, help="base of the draft's rotary embedding; none: that of init, or the target's", above=0
-    )
-    rope_factor: float | None = option(
-        None, help="YaRN's factor in training; none: positions are not stretched, or as in init", min=1
-    )
+    rope_theta: float | None = option(None, help="base of the draft's RoPE; none: init's, or the target's", above=0)
+    rope_factor: float | None = option(None, help="YaRN's factor in training; none: as in init, else unused", min=1)
     rope_factor_inference: float | None = option(None, help="YaRN's factor in decoding; none: that of training", min=1)
-    rope_original_length: int | None = option(
-        None, help="tokens, the length that is stretched; none: what init names or was trained for", min=1
-    )
+    rope_original_length: int | None = option(None, help="tokens, the length that is stretched; none: init's", min=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -166,21 +146,13 @@ class Eagle3Config(RunConfig):
 class EagleConfig(RunConfig):
     """An EAGLE-1 run (Li et al. 2024, EAGLE). The draft has the target's head counts and vocabulary."""
 
-    classification: float = option(
-        0.1, help="weight of the cross-entropy beside the regression on the next state (its code: 0.1)", min=0
-    )
-    feature_noise: float = option(
-        0.1, help="states that are read are moved by uniform noise of this size; 0: not", min=0
-    )
+    classification: float = option(0.1, help="weight of the cross-entropy beside the regression (its code)", min=0)
+    feature_noise: float = option(0.1, help="states are moved by uniform noise of this size; 0: not", min=0)
     distill: float = option(1.0, help="share of the loss that follows the target's distribution", min=0, most=1)
     lr: float = option(3e-5, help="peak of the learning rate (its code: 3e-5)", above=0)
     clip: float = option(0.5, help="largest norm of the gradient", above=0)
-    rope_theta: float | None = option(None, help="base of a new draft's rotary embedding; none: the target's", above=0)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.vocabulary is not None:
-            raise ConfigError("vocabulary is for drafts with a head of their own, which EAGLE-1 lacks: leave it out.")
+    rope_theta: float | None = option(None, help="base of a new draft's RoPE; none: the target's", above=0)
+    without = ("vocabulary",)
 
 
 @dataclass(frozen=True)
@@ -197,22 +169,19 @@ class LmConfig(RunConfig):
 
     layers: int = option(3, help="decoder layers; a draft in init keeps its layers, sizes and rotary base", min=1)
     start_from: tuple[int, ...] | None = option(
-        None, help="layers of the target (0: the first) to copy into a new draft's layers; none: random weights"
+        None, help="layers of the target (0: the first) that a new draft's layers begin as; none: random weights"
     )
     learn_prompts: bool = option(True, help="also learn an answer's prompt, if both together fit max_length")
     rope_theta: float = option(10000.0, help="base of the draft's rotary embedding", above=0)
     retrieval_layer: int | None = option(
         None, help="layer of the target (0: the first) that the draft names for retrieval; none: the last", min=0
     )
-    max_length: int = option(
-        1024, help="tokens, the longest text that it sees while drafting; of a longer prompt and answer, the end", min=1
-    )
+    max_length: int = option(1024, help="tokens that it sees at once; of a longer prompt and answer, the end", min=1)
     distill: float = option(0.8, help="share of the loss that follows the target's distribution", min=0, most=1)
+    without = ("anchor_offset",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.anchor_offset:
-            raise ConfigError("anchor_offset is for drafts that read the target: leave it out.")
         if self.start_from is not None and self.init is not None:
             raise ConfigError("start_from makes a new draft and init continues one: give one of the two.")
         if self.start_from is not None and len(self.start_from) != self.layers:
@@ -224,22 +193,10 @@ class HeadsConfig(RunConfig):
     """A run that trains chained heads (TokenSwift, Wu et al. 2025)."""
 
     heads: int = option(3, help="number of heads, one for each token ahead; those in init keep their number", min=1)
-    decay: float = option(
-        1.0, help="weight of a head relative to the head before it; 1: all alike (the paper)", above=0, most=1
-    )
-    lr: float = option(
-        2e-3,
-        help="peak of the learning rate, for heads that begin as large as the target's states (paper: 5e-3)",
-        above=0,
-    )
+    decay: float = option(1.0, help="weight of a head relative to the head before it (paper: 1)", above=0, most=1)
+    lr: float = option(2e-3, help="peak of the learning rate; heads begin as large as states (paper: 5e-3)", above=0)
     weight_decay: float = option(0.0, help="weight decay of AdamW", min=0)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.anchor_offset:
-            raise ConfigError("anchor_offset is for drafts with positions, which heads do not have: leave it out.")
-        if self.intermediate_size is not None:
-            raise ConfigError("intermediate_size is for drafts with an MLP, which heads do not have: leave it out.")
+    without = ("anchor_offset", "intermediate_size")
 
 
 # --- reading ---

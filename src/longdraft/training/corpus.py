@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from longdraft.errors import PromptError
+from longdraft.training.config import LmConfig, RunConfig
 from longdraft.training.documents import Document, Skipped
 from longdraft.training.tokens import Tokens
 
@@ -29,9 +30,10 @@ class Documents(Sequence[Document]):
 
     def add(self, source: int, begin: int, length: int, start: int) -> None:
         """Adds a piece: of which source, and which of its tokens from ``begin`` on."""
-        values = self._source, self._begins, self.lengths, self.starts
-        for column, value in zip(values, (source, begin, length, start), strict=True):
-            column.append(value)
+        self._source.append(source)
+        self._begins.append(begin)
+        self.lengths.append(length)
+        self.starts.append(start)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -64,8 +66,7 @@ class Documents(Sequence[Document]):
         return hashed.hexdigest()[:16]
 
 
-@dataclass(frozen=True)
-class Corpus:
+class Corpus(NamedTuple):
     """The documents to train on and to measure on. No passage is in both."""
 
     learned: Documents
@@ -73,58 +74,49 @@ class Corpus:
 
 
 def collect(
-    sources: Sequence[Tokens],
-    skipped: Skipped,
-    *,
-    max_length: int,
-    min_length: int,
-    shortest_learned: int,
-    held_out: float,
-    sample: float = 1.0,
-    keep_end: bool = False,
-    learn_prompts: bool = False,
+    sources: Sequence[Tokens], skipped: Skipped, config: RunConfig, shortest_learned: int, longest: int = 1 << 30
 ) -> Corpus:
-    """Cuts, filters and splits documents.
+    """Cuts, filters and splits documents as the settings say.
 
     Plain text is cut into pieces of ``max_length`` tokens. A document with a prompt is cut at its end, and left out if
-    nothing learned would remain; with ``keep_end`` it is cut at its beginning. With ``learn_prompts`` one that was not
-    cut is learned from its second token on.
+    nothing learned would remain; for a language model it is cut at its beginning, and with ``learn_prompts`` one that
+    was not cut is learned from its second token on. The pieces of a text are learned, or held out, together.
 
     Args:
         skipped: counts the documents that are left out.
-        max_length, min_length: tokens.
         shortest_learned: a document must have more learned tokens than this (the largest shift).
-        held_out: share of the documents to measure on, chosen by how they begin; the pieces of a text stay together.
-        sample: share of the pieces to use at all, chosen in the same way.
+        longest: tokens that the target reads at most.
 
     Raises:
         PromptError: there is nothing to train on.
     """
+    max_length, keep_end = min(config.max_length, longest), isinstance(config, LmConfig)
+    learn_prompts = isinstance(config, LmConfig) and config.learn_prompts
     learned, measured = Documents(sources), Documents(sources)
     for at, source in enumerate(sources):
         end = 0
         for start, at_end in zip(source.starts.tolist(), source.ends.tolist(), strict=True):
             first, end = end, at_end
+            length = end - first
             # Where each piece begins among the source's tokens, how long it is, and its start.
-            pieces = [(first, end - first, start)]
             if start == 1:
-                cuts = range(first, end, max_length)
-                pieces = [(cut, n, 1) for cut in cuts if (n := min(max_length, end - cut)) > 1]
-            elif end - first > max_length and keep_end:
-                cut = end - first - max_length
-                pieces = [(first + cut, max_length, max(1, start - cut))]
-            elif end - first > max_length:
-                pieces = [(first, max_length, start)] if start < max_length else []
-                if not pieces:
-                    skipped["with a prompt longer than max_length"] += 1
+                pieces = [(cut, min(max_length, end - cut), 1) for cut in range(first, end - 1, max_length)]
+            elif keep_end:
+                cut = max(0, length - max_length)
+                pieces = [(first + cut, length - cut, max(1, start - cut))]
+            elif start < max_length:
+                pieces = [(first, min(length, max_length), start)]
+            else:
+                skipped["with a prompt longer than max_length"] += 1
+                continue
             # A document is assigned by how it begins, with all its pieces.
             passage = source.slice(first, min(end, first + SAME_PASSAGE))
-            side = measured if _share(passage, "held out") < held_out else learned
+            side = measured if _share(passage, "held out") < config.held_out else learned
             for begin, length, learned_from in pieces:
                 sampled = source.slice(begin, min(begin + length, begin + SAME_PASSAGE)) if start == 1 else passage
-                if sample < 1 and _share(sampled, "sample") >= sample:
+                if config.sample < 1 and _share(sampled, "sample") >= config.sample:
                     continue
-                if length < min_length or length - learned_from <= shortest_learned:
+                if length < config.min_length or length - learned_from <= shortest_learned:
                     skipped["too short"] += 1
                 else:
                     whole = learn_prompts and side is learned and length < max_length

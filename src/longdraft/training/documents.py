@@ -1,21 +1,37 @@
-"""Training text: rows of JSONL files become documents of token ids."""
+"""Training text: rows of files become documents of token ids.
+
+A source is a file, or a folder such as a corpus as its authors publish it: all files below it that may hold text are
+read, in order of their paths.
+"""
 
 from __future__ import annotations
 
+import gzip
+import io
 import json
+import lzma
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import cycle, dropwhile, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from longdraft.files import replacing
+from longdraft.errors import CapabilityError, PromptError
+from longdraft.files import opened
 from longdraft.model.chat import applied, encode
-from longdraft.training import corpora
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+Row = dict[str, Any]
+# What the names of files in a folder end with.
+ENDINGS = (".jsonl", ".jsonl.gz", ".jsonl.xz", ".jsonl.zst", ".json", ".parquet", ".txt", ".safetensors")
+# ShareGPT's names of who speaks.
+_SPEAKERS = {"human": "user", "user": "user", "system": "system"}
+_SPEAKERS |= dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard"), "assistant")
+# Marks where an answer was cut off. The space shows whether a template trims answers.
+_CUT = "-*-cut-*- "
 
 
 @dataclass(frozen=True)
@@ -42,18 +58,6 @@ class Skipped(Counter[str]):
         return ", ".join(f"{count} {reason}" for reason, count in sorted(self.items())) or "none"
 
 
-def rows(sources: Iterable[Path | str], skipped: Skipped) -> Iterator[dict[str, Any] | None]:
-    """Each row of files, or of corpora by name (:mod:`longdraft.training.corpora`); None for a broken one.
-
-    Raises PromptError if a file is missing or cannot be read.
-    """
-    for row in chain.from_iterable(map(corpora.rows, sources)):
-        if not isinstance(row, dict):
-            skipped["not JSON" if row is None else "not an object"] += 1
-            row = None
-        yield row
-
-
 def documents(
     sources: Iterable[Path | str],
     tokenizer: PreTrainedTokenizerBase,
@@ -63,8 +67,8 @@ def documents(
 ) -> Iterator[Document | None]:
     """The document of each row after the first ``done``; None for one that is left out, and counted.
 
-    A row has ``text``; or ``messages``, a chat that is learned from the first assistant turn on; or ``tokens`` (ids)
-    and ``start``, as ``longdraft train data`` writes them.
+    A row has ``tokens`` (ids) and ``start``; or ``messages``, a chat that is learned from the first assistant turn on,
+    which ShareGPT calls ``conversations`` and UltraChat ``data``; or ``text``.
     """
     for row in islice(rows(sources, skipped), done, None):
         document = None
@@ -79,23 +83,23 @@ def documents(
         yield document
 
 
-def _document(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Document:
+def _document(row: Row, tokenizer: PreTrainedTokenizerBase) -> Document:
     if "tokens" in row:
         return Document([int(t) for t in row["tokens"]], int(row.get("start", 1)))
     if "messages" in row:
         return _chat(row["messages"], tokenizer, bool(row.get("cut")))
-    tokens = encode(tokenizer, row["text"])
-    # EOS is learned, because a draft that never proposes it costs a verification at the end of every text.
-    if tokenizer.eos_token_id is not None:
-        tokens = [*tokens, tokenizer.eos_token_id]
-    return Document(tokens)
+    if "text" in row:
+        tokens = encode(tokenizer, row["text"])
+        # EOS is learned, because a draft that never proposes it costs a verification at the end of every text.
+        return Document(tokens if tokenizer.eos_token_id is None else [*tokens, tokenizer.eos_token_id])
+    if "conversations" in row:
+        turns = [{"role": _SPEAKERS[turn["from"]], "content": turn["value"]} for turn in row["conversations"]]
+        return _chat(list(dropwhile(lambda turn: turn["role"] == "assistant", turns)), tokenizer)
+    each = zip(row["data"], cycle(("user", "assistant")), strict=False)
+    return _chat([{"role": role, "content": content} for content, role in each], tokenizer)
 
 
-# Marks where an answer was cut off. The space shows whether a template trims answers.
-_CUT = "-*-cut-*- "
-
-
-def _chat(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, cut: bool) -> Document:
+def _chat(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, cut: bool = False) -> Document:
     """A chat; ``cut``: its last answer was cut off, so its end is not learned."""
     first = [m["role"] for m in messages].index("assistant")  # ValueError if there is none
     last = {**messages[-1], "content": messages[-1]["content"] + _CUT * cut}
@@ -112,14 +116,62 @@ def _chat(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, cu
     return Document(list(tokens), len(prompt))
 
 
-def write(texts: Iterable[str], out: Path) -> int:
-    """Writes rows of ``text``; returns how many. The file appears whole or not at all.
+def rows(sources: Iterable[Path | str], skipped: Skipped) -> Iterator[Row | None]:
+    """Each row of files and folders; None for one that is no JSON object, and counted. ``.txt`` is one row.
 
     Raises:
-        CheckpointError: the file cannot be written.
-        PromptError: there are no texts to make rows of.
+        PromptError: a source is missing, has nothing that is read, or cannot be read.
+        CapabilityError: its format needs a package that is not installed.
     """
-    lines = [json.dumps({"text": text}) + "\n" for text in texts]
-    with replacing(out) as part:
-        part.write_text("".join(lines), encoding="utf-8")
-    return len(lines)
+    for source in map(Path, sources):
+        files = [source]
+        if source.is_dir():
+            files = sorted(path for path in source.rglob("*") if path.name.endswith(ENDINGS) and path.is_file())
+        if not files or not files[0].exists():
+            raise PromptError(
+                f"There is no file {source}, or no text in it ({', '.join(ENDINGS)}): check the path. A corpus goes by "
+                "its folder alone."
+            )
+        for path in files:
+            try:
+                for row in _read(path):
+                    if not isinstance(row, dict):
+                        skipped["not JSON" if row is None else "not an object"] += 1
+                    yield row if isinstance(row, dict) else None
+            except (OSError, EOFError, ValueError, lzma.LZMAError) as error:
+                raise PromptError(f"{path} cannot be read ({error}): is it whole, and what its name says?") from None
+
+
+def _read(path: Path) -> Iterator[Any]:
+    """The rows of a file; None for a line that is not JSON."""
+    if path.suffix == ".txt":
+        yield {"text": path.read_text(encoding="utf-8", errors="replace")}
+    elif path.suffix == ".json":
+        yield from json.loads(path.read_text(encoding="utf-8"))
+    elif path.suffix == ".safetensors":
+        with opened(path, "Extract it again.") as file:
+            yield {"tokens": file.get_tensor("token_ids").tolist()}
+    elif path.suffix == ".parquet":
+        for batch in _arrow(path).parquet.ParquetFile(path).iter_batches(256):
+            yield from batch.to_pylist()
+    else:
+        packed: Any = {".xz": lzma.open, ".gz": gzip.open}.get(path.suffix, open)
+        if path.suffix == ".zst":
+            file = _arrow(path).input_stream(path, compression="zstd")
+        else:
+            file = packed(path, "rb")
+        with io.TextIOWrapper(file, "utf-8", "replace") as lines:
+            for line in filter(str.strip, lines):
+                try:
+                    yield json.loads(line)
+                except ValueError:
+                    yield None
+
+
+def _arrow(path: Path) -> Any:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise CapabilityError(f'{path} needs the package pyarrow: pip install "longdraft[data]".') from None
+    return pyarrow

@@ -73,24 +73,24 @@ def estimate(kind: str, config: Any, gpu: str = "h100", gpus: int = 1, tokens: f
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(_configuration(run), dtype=torch.bfloat16)
     parts, kv = shared_parts.shared_parts(model, shared_parts.sizes(model)), configured_shape(model)
-    h, width, vocabulary = parts.hidden_size, parts.heads * kv.head_dim, parts.head.shape[0]
+    h, width, read_kv = parts.hidden_size, parts.heads * kv.head_dim, 2 * kv.kv_heads * kv.head_dim
+    vocabulary = parts.head.shape[0]
     m, v = run.intermediate_size or parts.intermediate_size, min(run.vocabulary or vocabulary, vocabulary)
-    attention = h * (2 * width + 2 * kv.kv_heads * kv.head_dim)
-    # The layer of EAGLE-3 reads twice the hidden size.
-    wide, mlp = attention + h * (width + 2 * kv.kv_heads * kv.head_dim), 3 * h * m
-    read = len(getattr(config, "feature_layers", ()) or (1, 2, 3))
+    attention, mlp = h * (2 * width + read_kv), 3 * h * m
+    wide = attention + h * (width + read_kv)  # the layer of EAGLE-3 reads twice the hidden size
+    steps, layers, rank = (getattr(config, name, 0) for name in ("ttt", "layers", "rank"))
+    read = h * len(getattr(config, "feature_layers", ()) or (1, 2, 3))
     drafts = {
-        "longspec": lambda: _Draft(attention + 2 * h * width + mlp, attentions=2, taps=2 * kv.kv_heads * kv.head_dim),
-        "eagle3": lambda: _Draft(wide + mlp, v * h, read * h * h, config.ttt, taps=read * h),
-        "onepass": lambda: _Draft(wide + mlp, v * (h + config.rank), read * h * h + v * config.rank, config.ttt,
-                                  taps=read * h),
-        "eagle": lambda: _Draft(attention + mlp, others=2 * h * h, taps=h),
-        "lm": lambda: _Draft(config.layers * (attention + mlp), attentions=config.layers),
-        "heads": lambda: _Draft(h * h, steps=config.heads, attentions=0, taps=h),
-    }  # fmt: skip
+        "longspec": _Draft(attention + 2 * h * width + mlp, attentions=2, taps=read_kv),
+        "eagle3": _Draft(wide + mlp, v * h, read * h, steps, taps=read),
+        "onepass": _Draft(wide + mlp, v * (h + rank), read * h + v * rank, steps, taps=read),
+        "eagle": _Draft(attention + mlp, others=2 * h * h, taps=h),
+        "lm": _Draft(layers * (attention + mlp), attentions=layers),
+        "heads": _Draft(h * h, steps=getattr(config, "heads", 0), attentions=0, taps=h),
+    }
     if kind not in drafts:
         raise ConfigError(f"--dry-run has no formula for {kind}: run it with max_steps=2 instead.")
-    draft = drafts[kind]()
+    draft = drafts[kind]
     length = min(run.max_length, hosting.context_length(model))
     rows = max(1, run.rows // length) * length
     keys = min(length / 2, getattr(config, "window", None) or length)
@@ -114,18 +114,17 @@ def estimate(kind: str, config: Any, gpu: str = "h100", gpus: int = 1, tokens: f
         + through * (LAYER * h + MLP * m * bool(draft.attentions))
         + 10 * LOGITS * v + 2 * weights + 4 * draft.head,
     }  # fmt: skip
-    step, data = rows * run.accumulate * gpus, _tokens(run) or tokens
-    steps = run.max_steps
+    step, data, count = rows * run.accumulate * gpus, _tokens(run) or tokens, run.max_steps
     if data is not None:
-        steps = min(max(1, round(data * run.epochs / step)), run.max_steps or 1 << 62)
-    learned = SOME if steps is None else steps * step
+        count = min(max(1, round(data * run.epochs / step)), run.max_steps or 1 << 62)
+    learned = SOME if count is None else count * step
     reads = min(1.0, 1 / run.epochs) if run.cache is not None else 1.0
     target, (speed, room) = 2 * (own - embedded) + 2 * kv.layers * width * length, GPUS[gpu]
     total = sum(memory.values())
     return {
         "memory_bytes": memory, "total_bytes": total, "fits": total <= room, "draft_weights": weights,
         "draft_operations": operations, "target_operations": target, "target_reads": reads, "step_tokens": step,
-        "steps": steps, "tokens": learned,
+        "steps": count, "tokens": learned,
         "hours": learned * (operations + target * reads) / (gpus * speed * UTILISATION) / 3600,
         "gpu": gpu, "gpus": gpus, "utilisation": UTILISATION,
     }  # fmt: skip

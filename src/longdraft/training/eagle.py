@@ -24,7 +24,7 @@ from longdraft.model.shared_parts import SharedParts, norm_before_head
 from longdraft.training.config import DEPTH, EagleConfig
 from longdraft.training.eagle3 import Eagle3Trainee
 from longdraft.training.loop import Report
-from longdraft.training.session import Progress, Session, begin, never, silent
+from longdraft.training.session import Progress, begin, never, silent
 from longdraft.training.trainee import Pack, StepOutput
 
 # Every document gets a number below this in each epoch, which seeds its noise.
@@ -32,39 +32,22 @@ SEEDS = 1 << 30
 
 
 class EagleTrainee(Eagle3Trainee):
-    """A training step of an EAGLE-1 block: one step, since there is no training-time test.
-
-    Args:
-        classification: w, the weight of the cross-entropy; the regression's is 1.
-        noise: features are moved by up to this in either direction.
-    """
+    """A training step of an EAGLE-1 block: one step, since there is no training-time test."""
 
     block: EagleBlock
 
-    def __init__(
-        self,
-        block: EagleBlock,
-        parts: SharedParts,
-        rotary: Rotary,
-        distill: float = 1.0,
-        product_dtype: torch.dtype = torch.float32,
-        classification: float = 0.1,
-        noise: float = 0.1,
-    ) -> None:
-        super().__init__(block, parts, rotary, steps=1, distill=distill, product_dtype=product_dtype)
-        self.classification, self.noise = classification, noise
+    def __init__(self, block: EagleBlock, parts: SharedParts, rotary: Rotary, config: EagleConfig) -> None:
+        super().__init__(block, parts, rotary, None, config)
+        self.classification, self.noise = config.classification, config.feature_noise
 
     def states(self, pack: Pack, shifts: Sequence[int]) -> torch.Tensor:
         g = super().states(pack, shifts)
         if not self.training or not self.noise:
             return g
-        moved = torch.cat([self._uniform(seed, rows) for seed, rows in zip(shifts, pack.lengths, strict=True)])
-        return g + self.noise * moved.to(g.device)
-
-    def _uniform(self, seed: int, rows: int) -> torch.Tensor:
-        """Uniform numbers (rows, hidden) from -1 to 1, the same for the same seed on every device."""
-        generator = torch.Generator().manual_seed(seed)
-        return 2 * torch.rand(rows, self.block.shape.hidden_size, generator=generator) - 1
+        size, rows = self.block.shape.hidden_size, zip(shifts, pack.lengths, strict=True)
+        # The same numbers for the same document and epoch, on every device.
+        moved = [torch.rand(n, size, generator=torch.Generator().manual_seed(seed)) for seed, n in rows]
+        return g + self.noise * (2 * torch.cat(moved) - 1).to(g.device)
 
     def heads(self, hidden: torch.Tensor, before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return hidden, self.target_head
@@ -88,23 +71,18 @@ def train_eagle(config: EagleConfig, progress: Progress = silent, stop: Callable
         raise UnsupportedModelError(f"{type(runner.model).__name__} has no norm before its head, which EAGLE reads.")
     layers: tuple[int, ...] = (runner.depth - 1,)
     if init is None:
-        theta = config.rope_theta or runner.parts.description.get("rope_theta") or THETA
-        block, rope = _new(config, session), yarn(float(theta))
+        rope = yarn(float(config.rope_theta or runner.parts.description.get("rope_theta") or THETA))
+        size = runner.parts.hidden_size
+        block = EagleBlock(EagleShape(**session.sizes(), feature_size=size, vocabulary=runner.vocab_size))
+        block.initialise(config.seed)
+        with torch.no_grad():  # at first it repeats the state it reads
+            block.fc.weight[:, size:] += torch.eye(size)
     else:
         init.check(runner)
         block, rope, layers = init.trainable(), init.rope, init.feature_layers(runner)
     # Calls, not modules: they are the target's, and no part of the block.
     block.borrow(norm.__call__, lambda out: out)
-    rotary = Rotary(block.shape.head_dim, rope, device=runner.device)
-    trainee = EagleTrainee(
-        block,
-        runner.parts,
-        rotary,
-        config.distill,
-        session.product_dtype,
-        config.classification,
-        config.feature_noise,
-    )
+    trainee = EagleTrainee(block, runner.parts, Rotary(block.shape.head_dim, rope, device=runner.device), config)
     described = block.shape.as_dict() | {
         "feature_layers": list(layers),
         "rope_theta": rope["rope_theta"],
@@ -112,14 +90,3 @@ def train_eagle(config: EagleConfig, progress: Progress = silent, stop: Callable
         **({} if rope["rope_type"] == "default" else {"rope_parameters": rope}),
     }
     yield from session.train(trainee, layers, EAGLE, described, levels=1, shifts=SEEDS)
-
-
-def _new(config: EagleConfig, session: Session) -> EagleBlock:
-    """A block that at first repeats the state it reads."""
-    size = session.runner.parts.hidden_size
-    shape = EagleShape(**session.sizes(), feature_size=size, vocabulary=session.runner.vocab_size)
-    block = EagleBlock(shape)
-    block.initialise(config.seed)
-    with torch.no_grad():
-        block.fc.weight[:, size:] += torch.eye(size)
-    return block

@@ -16,9 +16,8 @@ longdraft decodes, and ``rope_factor`` stretches its positions with YaRN.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,8 +29,8 @@ from longdraft.drafts.kinds import kind_of
 from longdraft.errors import CheckpointError, ConfigError
 from longdraft.model.rotary import Rotary, yarn
 from longdraft.model.shared_parts import SharedParts
-from longdraft.training.attention import attend
-from longdraft.training.config import DEPTH, Eagle3Config
+from longdraft.training.attention import Pair, attend
+from longdraft.training.config import DEPTH, Eagle3Config, RunConfig
 from longdraft.training.features import Features
 from longdraft.training.loop import Report
 from longdraft.training.session import Progress, Session, begin, never, silent
@@ -47,34 +46,33 @@ class Eagle3Trainee(Trainee):
 
     Args:
         rotary: the draft's own rotary embedding.
-        steps: number of steps of the training-time test.
-        decay: weight of a step relative to the step before it.
         window: keys of its own that a row sees, the row included; None for all.
+
+    Attributes:
+        steps, decay: of the training-time test, and the weight of a step relative to the step before it.
         retain: share of a batch's documents that goes on from each step to the next. Less makes later steps cheaper and
             gives them less weight (conditional drop of P-EAGLE, arXiv:2602.01469, by document).
-        product_dtype: dtype of the products with the head, and of the features.
     """
 
     block: Eagle3Block
     ahead = 2
     slides = True
     """The window of a later step's row ends with that row, as a node's does in drafting."""
+    steps, decay, retain = 1, 1.0, 1.0
 
     def __init__(
         self,
         block: Eagle3Block,
         parts: SharedParts,
         rotary: Rotary,
-        kept: torch.Tensor | None = None,
-        steps: int = 5,
-        decay: float = 0.8,
+        kept: torch.Tensor | None,
+        config: RunConfig,
         window: int | None = None,
-        distill: float = 1.0,
-        product_dtype: torch.dtype = torch.float32,
-        retain: float = 1.0,
     ) -> None:
-        super().__init__(block, parts, kept, distill, product_dtype)
-        self.steps, self.decay, self.window, self.retain, self.rotary = steps, decay, window, retain, rotary
+        super().__init__(block, parts, kept, config)
+        self.rotary, self.window = rotary, window
+        if isinstance(config, Eagle3Config):
+            self.steps, self.decay, self.retain = config.ttt, config.decay, config.retain
 
     def forward(
         self, documents: Sequence[Features], shifts: Sequence[int] = (), steps: int | None = None
@@ -166,7 +164,7 @@ class _Steps:
     def __init__(self, lengths: list[int], counts: list[int], window: int | None, slides: bool) -> None:
         self.lengths, self.counts, self.window, self.slides = lengths, counts, window, slides
         # Of each step, each document's keys and values.
-        self._steps: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
+        self._steps: list[list[Pair]] = []
 
     def next_step(self, documents: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Drops the first row of each document, and all rows of all but the first ``documents`` documents.
@@ -191,31 +189,26 @@ class _Steps:
                 pairs = [(k.contiguous(), v.contiguous()) for k, v in pairs]
             if len(self._steps) == len(before):
                 self._steps.append(pairs)
-            # Of each document, its keys and values step by step.
             each = zip(q.split(counts, 1), zip(*before, pairs, strict=True), strict=True)
             return torch.cat([self._drafted(queries, *steps) for queries, steps in each], 1)
 
         return attention
 
-    def _drafted(
-        self,
-        q: torch.Tensor,
-        first: tuple[torch.Tensor, torch.Tensor],
-        *steps: tuple[torch.Tensor, torch.Tensor],
-    ) -> torch.Tensor:
+    def _drafted(self, q: torch.Tensor, first: Pair, *steps: Pair) -> torch.Tensor:
         """One document's attention, to its keys and values of step 0 and of later steps."""
         n, window = q.shape[1], self.window
         if n == 0:
             return q
-        # An earlier step has more rows; nobody sees its last ones any more.
-        later = [torch.stack([pair[i][:, :n] for pair in steps], 2) for i in (0, 1) if steps]
         if window is not None and not self.slides:
             window += len(steps)
-        return attend(q, *first, len(steps), window, (later[0], later[1]) if later else None)
+        if not steps:
+            return attend(q, *first, 0, window)
+        # An earlier step has more rows; nobody sees its last ones any more.
+        keys, values = (torch.stack([pair[i][:, :n] for pair in steps], 2) for i in (0, 1))
+        return attend(q, *first, len(steps), window, (keys, values))
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """The draft that a run trains.
 
     Attributes:
@@ -278,19 +271,9 @@ def run(
     session = begin(config, max(config.ttt, DEPTH), progress, stop)
     runner = session.runner
     plan = _new(config, session) if init is None else _further(config, init, session)
-    plan = replace(plan, block=adapt(plan.block))
-    trainee = trainee_class(
-        plan.block,
-        runner.parts,
-        Rotary(plan.block.shape.head_dim, plan.rope, device=runner.device),
-        plan.kept,
-        config.ttt,
-        config.decay,
-        plan.window,
-        config.distill,
-        session.product_dtype,
-        config.retain,
-    )
+    plan = plan._replace(block=adapt(plan.block))
+    rotary = Rotary(plan.block.shape.head_dim, plan.rope, device=runner.device)
+    trainee = trainee_class(plan.block, runner.parts, rotary, plan.kept, config, plan.window)
     scale = None if init is not None else partial(fit, plan.block, len(plan.layers))
     yield from session.train(trainee, plan.layers, kind, plan.described(config), levels=config.ttt, fit=scale)
 

@@ -7,7 +7,6 @@ model only the text.
 from __future__ import annotations
 
 import hashlib
-import shutil
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,6 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from longdraft.errors import CheckpointError
 from longdraft.files import opened, replacing
 from longdraft.memory.store import KVStore
 from longdraft.model.runner import TargetRunner
@@ -25,8 +23,6 @@ from longdraft.training.documents import Document
 
 # Tokens that the target reads in one forward.
 CHUNK = 1024
-# Share of the free bytes that a cache may take.
-USABLE = 0.95
 # What to do about a damaged file of a cache.
 ADVICE = "Delete the file: it is computed again."
 # The first tokens attract attention whatever they are, so they keep their positions.
@@ -115,20 +111,12 @@ class FeatureReader:
         last: bool = False,
     ) -> None:
         self.runner, self.dtype, self.layers = runner, dtype, layers or ()
-        more = () if not last or runner.depth - 1 in self.layers else (runner.depth - 1,)
-        self.taps = self.layers + more
+        more = last and runner.depth - 1 not in self.layers
+        self.taps = self.layers + (runner.depth - 1,) * more
         kv = layers == ()
-        kept = {"hidden": bool(layers), "keys": kv, "values": kv, "last": bool(more)}
-        self.names: tuple[str, ...] = tuple(name for name, wanted in kept.items() if wanted)
+        kept = {"hidden": bool(layers), "keys": kv, "values": kv, "last": more}
+        self.names = tuple(name for name, wanted in kept.items() if wanted)
         self._store: KVStore | None = None
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes of :attr:`Features.rows` for one token."""
-        kv = self.runner.kv_shape
-        numbers = len(self.taps) * self.runner.parts.hidden_size
-        numbers += 2 * kv.kv_heads * kv.head_dim if "keys" in self.names else 0
-        return numbers * self.dtype.itemsize
 
     def read(self, document: Document, offset: int = 0) -> Features:
         """The features of a document with an anchor-offset. Raises MemoryBudgetError if its KV does not fit."""
@@ -151,18 +139,14 @@ class FeatureReader:
             if out.logits is not None:
                 likeliest.append(out.logits[0].argmax(-1))
             done = end
-        rows = self._rows(store, len(tokens))
-        return Features(torch.tensor(tokens), start, offset, rows, torch.cat(likeliest)[:-1])
-
-    def _rows(self, store: KVStore, length: int) -> dict[str, torch.Tensor]:
-        """Copies, because the next document overwrites the store."""
+        # Copies, because the next document overwrites the store.
         rows: dict[str, torch.Tensor] = {}
         if store.features is not None:
-            rows |= self.named(store.features[0, :length].to(self.dtype, copy=True))
+            rows |= self.named(store.features[0, : len(tokens)].to(self.dtype, copy=True))
         if "keys" in self.names:
-            keys, values = (x[0, :, :length].transpose(0, 1).to(self.dtype, copy=True) for x in store.layer(-1))
+            keys, values = (x[0, :, : len(tokens)].transpose(0, 1).to(self.dtype, copy=True) for x in store.layer(-1))
             rows |= {"keys": keys.contiguous(), "values": values.contiguous()}
-        return rows
+        return Features(torch.tensor(tokens), start, offset, rows, torch.cat(likeliest)[:-1])
 
     def named(self, states: torch.Tensor) -> dict[str, torch.Tensor]:
         """The taps' states (L, taps * hidden size), by name."""
@@ -200,42 +184,18 @@ class FeatureSource:
             MemoryBudgetError: the document's KV does not fit.
         """
         document, offset = self.documents[i], self.offset(i, epoch)
-        path = self._path(document, offset)
-        if path is not None and path.exists():
+        if self.cache is None:
+            return self.reader.read(document, offset)
+        hashed = hashlib.sha256(f"{self._identity}/{document.start}/{offset}/".encode())
+        hashed.update(array("q", document.tokens).tobytes())
+        name = hashed.hexdigest()[:32]
+        path = self.cache / name[:2] / f"{name}.safetensors"
+        if path.exists():
             with opened(path, ADVICE) as file:
                 rows = {name: file.get_tensor(name) for name in ("likeliest", *self.reader.names)}
             return Features(torch.tensor(document.tokens), document.start, offset, rows, rows.pop("likeliest").long())
         found = self.reader.read(document, offset)
-        if path is not None:
-            tensors = found.rows | {"likeliest": found.likeliest.int()}
-            with replacing(path) as part:
-                save_file({name: t.contiguous().cpu() for name, t in tensors.items()}, part)
+        tensors = found.rows | {"likeliest": found.likeliest.int()}
+        with replacing(path) as part:
+            save_file({name: t.contiguous().cpu() for name, t in tensors.items()}, part)
         return found
-
-    def check(self) -> None:
-        """Raises CheckpointError if the cache is an earlier version's, or has no room for what it lacks."""
-        if self.cache is None:
-            return
-        if (self.cache / "index.json").exists():
-            raise CheckpointError(f"{self.cache} holds features of an earlier version: delete it, or name another.")
-        size, needed = self.reader.bytes_per_token, 0
-        for i, document in enumerate(self.documents):
-            path = self._path(document, self.offset(i, 0))
-            if path is not None and not path.exists():
-                needed += len(document.tokens) * size + 4 * (len(document.tokens) - document.start)
-        place = next(folder for folder in (self.cache, *self.cache.absolute().parents) if folder.is_dir())
-        free = shutil.disk_usage(place).free
-        if needed > USABLE * free:
-            raise CheckpointError(
-                f"The features need {needed / 1e9:.2f} GB in {self.cache}, and {free / 1e9:.2f} GB are free there. "
-                "Free some, give fewer documents (`sample`), name a folder on another disk, or leave `cache` out: the "
-                "target then runs in every epoch."
-            )
-
-    def _path(self, document: Document, offset: int) -> Path | None:
-        if self.cache is None:
-            return None
-        hashed = hashlib.sha256(f"{self._identity}/{document.start}/{offset}/".encode())
-        hashed.update(array("q", document.tokens).tobytes())
-        name = hashed.hexdigest()[:32]
-        return self.cache / name[:2] / f"{name}.safetensors"

@@ -23,26 +23,14 @@ from longdraft.training.trainee import StepOutput, Trainee
 
 
 class HeadsTrainee(Trainee):
-    """A training step of all heads.
-
-    Args:
-        decay: weight of a head relative to the head before it.
-    """
+    """A training step of all heads; ``config.decay`` is the weight of a head relative to the head before it."""
 
     block: HeadsBlock
     ahead = 2  # token t + 1 is the root, which the target predicts itself
 
-    def __init__(
-        self,
-        block: HeadsBlock,
-        parts: SharedParts,
-        kept: torch.Tensor | None = None,
-        distill: float = 0.0,
-        product_dtype: torch.dtype = torch.float32,
-        decay: float = 1.0,
-    ) -> None:
-        super().__init__(block, parts, kept, distill, product_dtype)
-        self.decay = decay
+    def __init__(self, block: HeadsBlock, parts: SharedParts, kept: torch.Tensor | None, config: HeadsConfig) -> None:
+        super().__init__(block, parts, kept, config)
+        self.decay = config.decay
 
     def forward(
         self, documents: Sequence[Features], shifts: Sequence[int] = (), levels: int | None = None
@@ -71,23 +59,22 @@ class HeadsTrainee(Trainee):
 
 
 def train_heads(config: HeadsConfig, progress: Progress = silent, stop: Callable[[], bool] = never) -> Iterator[Report]:
-    """Trains chained heads on a frozen target; see :mod:`longdraft.training.session`."""
+    """Trains chained heads; see :mod:`longdraft.training.session`."""
+    # Before the target is loaded, so that a wrong folder is reported at once.
     init = None if config.init is None else HeadsDraft.load(config.init)
     heads = config.heads if init is None else init.shape.heads
     session = begin(config, heads, progress, stop)
-    runner = session.runner
+    runner, fit = session.runner, None
     if init is None:
         kept = session.vocabulary()
         block = HeadsBlock(HeadsShape(runner.parts.hidden_size, heads, runner.parts.rms_norm_eps))
+        fit = partial(_fit, block, runner)
     else:
         init.check(runner)
         kept, block = init.ids, init.trainable()
-    trainee = HeadsTrainee(block, runner.parts, kept, config.distill, session.product_dtype, config.decay)
+    trainee = HeadsTrainee(block, runner.parts, kept, config)
     described = block.shape.as_dict() | {"trained_length": config.max_length}
-    yield from session.train(
-        trainee, (runner.depth - 1,), KIND, described, levels=heads, measured=heads,
-        fit=None if init is not None else partial(_fit, block, runner),
-    )  # fmt: skip
+    yield from session.train(trainee, (runner.depth - 1,), KIND, described, levels=heads, measured=heads, fit=fit)
 
 
 def _fit(block: HeadsBlock, runner: TargetRunner, document: Features) -> None:

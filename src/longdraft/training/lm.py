@@ -43,10 +43,10 @@ class LmTrainee(Trainee):
 
 def train_lm(config: LmConfig, progress: Progress = silent, stop: Callable[[], bool] = never) -> Iterator[Report]:
     """Distils a small Llama from the target; see :mod:`longdraft.training.session`."""
-    session = begin(config, 0, progress, stop, keep_end=True, learn_prompts=config.learn_prompts)
+    session = begin(config, 0, progress, stop)
     runner = session.runner
     decoder, sizes, kept = _draft(config, session)
-    trainee = LmTrainee(decoder, runner.parts, kept, config.distill, session.product_dtype)
+    trainee = LmTrainee(decoder, runner.parts, kept, config)
     described = {"model": sizes, "trained_length": config.max_length}
     if config.retrieval_layer is not None:
         described["retrieval_layer"] = config.retrieval_layer

@@ -61,7 +61,7 @@ def train_longspec(
     runner = session.runner
     check_rotary(runner)
     block, kept = _draft(config, session)
-    trainee = LongSpecTrainee(block, runner.parts, kept, config.distill, session.product_dtype)
+    trainee = LongSpecTrainee(block, runner.parts, kept, config)
     lengths = {"trained_length": config.max_length, "trained_positions": config.max_length + config.anchor_offset}
     described = block.shape.as_dict() | lengths
     yield from session.train(trainee, (), KIND, described, levels=config.noise, by="shift", shifts=config.noise)

@@ -12,8 +12,8 @@ import math
 import shutil
 import time
 from array import array
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,20 +22,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from longdraft.drafts import draft_folder
-from longdraft.drafts.draft_folder import DraftFolder
 from longdraft.errors import CheckpointError, NumericalError, PromptError
 from longdraft.files import naming, read_json, replacing
 from longdraft.training import command
 from longdraft.training.batches import Schedule
 from longdraft.training.config import RunConfig
 from longdraft.training.features import FeatureSource
-from longdraft.training.measure import Simulated, shared_out
+from longdraft.training.measure import By, Simulated, simulate
 from longdraft.training.trainee import StepOutput, Trainee
 
 if TYPE_CHECKING:
     from longdraft.training.session import Session
 
 LOG, CHECKPOINTS, STATE = "log.jsonl", "checkpoints", "state.json"
+# Held-out documents of a measurement: enough to compare, few enough to be quick.
+MEASURED = 48
 # Devices on which torch updates all weights in one kernel.
 FUSED = ("cpu", "cuda", "mps", "xpu")
 # Settings that a resumed run may change: its weights stay the same, up to how batches are shared out.
@@ -69,9 +70,7 @@ class Loop:
     """Trains one module on the learned documents of a session; a resumed run must have the same.
 
     Args:
-        features: of the learned documents. held_out: of those to measure on; None if there are none.
-        simulated: simulated acceptance of the module on held-out documents, as :func:`simulate` returns it.
-        described: the draft's folder, from its weights. Others are those of :meth:`Session.train`.
+        features: of the learned documents. Others are those of :meth:`Session.train`.
 
     Raises:
         PromptError: the data make fewer batches than there are processes.
@@ -82,17 +81,21 @@ class Loop:
         session: Session,
         trainee: Trainee,
         features: FeatureSource,
-        held_out: FeatureSource | None,
-        simulated: Callable[..., Simulated],
-        described: Callable[[Mapping[str, torch.Tensor]], DraftFolder],
+        kind: str,
+        described: Mapping[str, Any],
         levels: int,
+        measured: int,
+        by: By,
         shifts: int,
     ) -> None:
         config, accelerator, documents = session.config, session.accelerator, session.data.learned
-        self.session, self.config, self.accelerator = session, config, accelerator
-        self.features, self.held_out = features, held_out
-        self.simulated, self.described, self.levels = simulated, described, levels
-        self._documents, self._learned, self.out = documents, trainee.learned, Path(config.out)
+        self.session, self.config, self.accelerator, self.trainee = session, config, accelerator, trainee
+        self.features, self.kind, self.described, self.levels = features, kind, described, levels
+        self.measured, self.by, self._documents, self.out = measured, by, documents, Path(config.out)
+        # Documents to measure on have more learned tokens than a round has levels.
+        spans = zip(session.data.held_out.lengths, session.data.held_out.starts, strict=True)
+        long = [i for i, (length, start) in enumerate(spans) if length - start > measured]
+        self.held_out = [session.data.held_out[i] for i in long[:: max(1, len(long) // MEASURED)][:MEASURED]]
         processes = accelerator.num_processes
         rows = array("i", (self._rows(i, 0) for i in range(len(documents))))
         self.schedule = Schedule(rows, config.rows, shifts, config.seed, config.epochs, processes, config.accumulate,
@@ -101,14 +104,16 @@ class Loop:
             raise PromptError(
                 f"The data make fewer batches than there are processes ({processes}): give more text or lower `rows`."
             )
-        decayed = [p for p in trainee.parameters() if p.ndim > 1]
-        others = [p for p in trainee.parameters() if p.ndim <= 1]
+        weights = list(trainee.parameters())
         optimizer = torch.optim.AdamW(
-            [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}],
+            [
+                {"params": [p for p in weights if p.ndim > 1], "weight_decay": config.weight_decay},
+                {"params": [p for p in weights if p.ndim <= 1], "weight_decay": 0.0},
+            ],
             lr=config.lr,
             betas=(config.betas[0], config.betas[1]),
             eps=config.eps,
-            fused=decayed[0].device.type in FUSED,
+            fused=weights[0].device.type in FUSED,
         )
         self.module, self.optimizer = accelerator.prepare(trainee, optimizer)
         self.step, self.best = 0, 0.0
@@ -124,16 +129,17 @@ class Loop:
             NumericalError: the loss is not a number; checkpoints are kept.
         """
         self._resume()
-        steps, config, accelerator = self.schedule.steps, self.config, self.accelerator
+        steps, accelerator = self.schedule.steps, self.accelerator
         if self.step == steps:
             self.session.progress(
                 f"{self.out} holds this run with all of its {steps:,} steps: nothing is left to train"
             )
         elif self.step:
             self.session.progress(f"resuming at step {self.step:,} of {steps:,}")
-        self._drop_log_after(self.step)
-        if accelerator.is_main_process and self.step < steps:
-            command.write(self.out, self._record)
+        if accelerator.is_main_process:
+            self._cut_log()
+            if self.step < steps:
+                command.write(self.out, self._record)
         accelerator.init_trackers("longdraft")
         try:
             while self.step < steps:
@@ -143,7 +149,7 @@ class Loop:
                 if self.session.stop():
                     accelerator.set_trigger()
                 last, stopping = self.step == steps, accelerator.check_trigger()
-                if last or stopping or _due(self.step, config.save_every):
+                if last or stopping or _due(self.step, self.config.save_every):
                     self._save()
                 if stopping and not last:
                     return
@@ -154,13 +160,13 @@ class Loop:
 
     def _rows(self, document: int, shift: int) -> int:
         """Learned rows of a document with a shift."""
-        return self._learned(self._documents.lengths[document], self._documents.starts[document], shift)
+        return self.trainee.learned(self._documents.lengths[document], self._documents.starts[document], shift)
 
     def _step(self) -> Report:
         """One step of the optimizer, and a measurement if one is due."""
-        started, config = time.perf_counter(), self.config
+        started, config, steps = time.perf_counter(), self.config, self.schedule.steps
         world, levels = self.accelerator.num_processes, self.levels
-        lr = learning_rate(self.step, self.schedule.steps, config)
+        lr = learning_rate(self.step, steps, config)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         batches = self.schedule.at(self.step)
@@ -170,15 +176,16 @@ class Loop:
         # The loss, then the hits of each depth, then the rows of each depth.
         sums = torch.zeros(1 + 2 * levels, dtype=torch.float64)
         self.module.train()
-        for k, batch in enumerate(mine):
+        for batch in mine:
             documents = [self.features.read(i, batch.epoch) for i in batch.documents]
-            with self.accelerator.no_sync(self.module) if k < len(mine) - 1 else nullcontext():
+            with nullcontext() if batch is mine[-1] else self.accelerator.no_sync(self.module):
                 out: StepOutput = self.module(documents, batch.shifts)
                 # Gradients are averaged over processes; times their number, the loss is the mean over all rows.
                 self.accelerator.backward(out.loss * (world / rows))
-            sums[0] += out.loss.detach().cpu()  # not every device has float64
-            sums[1 : 1 + levels] += _by_depth(out.depths[out.ranks == 0], levels)
-            sums[1 + levels :] += _by_depth(out.depths, levels)
+            each = (
+                depths.cpu().bincount(minlength=levels + 1)[1:] for depths in (out.depths[out.ranks == 0], out.depths)
+            )
+            sums += torch.cat([out.loss.detach().cpu()[None], *each])  # not every device has float64
         if world > 1:
             sums = self._summed(sums.float()).double()
         loss = float(sums[0]) / rows
@@ -191,18 +198,19 @@ class Loop:
         self.optimizer.zero_grad()
         speed = rows / (time.perf_counter() - started)
         self.step += 1
-        due = self.step == self.schedule.steps or _due(self.step, config.measure_every)
-        hits, counts = sums[1 : 1 + levels].tolist(), sums[1 + levels :].tolist()
+        hits, counts = sums[1:].view(2, levels).tolist()
         agreement = {j + 1: hits[j] / counts[j] for j in range(levels) if counts[j]}
-        return Report(self.step, self.schedule.steps, loss, lr, agreement, speed, self._measure() if due else None)
+        due = self.step == steps or _due(self.step, config.measure_every)
+        return Report(self.step, steps, loss, lr, agreement, speed, self._measure() if due else None)
 
     def _measure(self) -> Simulated | None:
         """Simulated acceptance. Saves the draft if it is the best so far."""
-        if self.held_out is None:
+        if not self.held_out:
             return None
         self.module.eval()
-        share = shared_out(self.held_out, self.accelerator.process_index, self.accelerator.num_processes)
-        simulated = self.simulated(self.module, share, summed=self._summed)
+        # Every process measures all; of sums, their figures are the same whatever the last bits.
+        documents = map(self.features.reader.read, self.held_out)
+        simulated = simulate(self.module, documents, self.measured, self.by, self._summed)
         if simulated.tree > self.best:
             self.best = simulated.tree
             self._save_draft("best")
@@ -216,25 +224,22 @@ class Loop:
     def _save_draft(self, *names: str) -> None:
         weights = self.accelerator.get_state_dict(self.module)  # by every process, as each has its shards
         if self.accelerator.is_main_process:
-            draft = self.described({name.removeprefix("block."): t for name, t in weights.items()})
+            tensors = {name.removeprefix("block."): t for name, t in weights.items()}
+            target = self.session.runner.parts.description
+            draft = draft_folder.trained(self.kind, self.described, tensors, self.trainee.kept, target)
             for name in names:
                 draft_folder.save(self.out / name, draft)
                 command.write(self.out / name, self._record)
         self.accelerator.wait_for_everyone()
 
-    # --- the log ---
+    # --- the log: a row a step ---
 
-    def _drop_log_after(self, step: int) -> None:
-        """Drops the log's rows of steps that are computed again, and one that a kill cut off."""
-        path, lines = self.out / LOG, []
-        if not (self.accelerator.is_main_process and path.exists()):
-            return
-        for line in path.read_text(encoding="utf-8").splitlines():
-            with suppress(ValueError, KeyError, TypeError):
-                if json.loads(line)["step"] <= step:
-                    lines.append(line + "\n")
-        with replacing(path) as part:
-            part.write_text("".join(lines), encoding="utf-8")
+    def _cut_log(self) -> None:
+        """Drops the rows of steps that are computed again."""
+        if (path := self.out / LOG).exists():
+            rows = path.read_text(encoding="utf-8").splitlines(keepends=True)
+            with replacing(path) as part:
+                part.write_text("".join(rows[: self.step]), encoding="utf-8")
 
     def _log(self, report: Report) -> None:
         """Appends a row to the log and tells the trackers."""
@@ -246,7 +251,7 @@ class Loop:
                     file.write(json.dumps(row) + "\n")
             except OSError as error:
                 raise CheckpointError(f"{self.out / LOG} cannot be written: {error}.") from error
-        values = {"loss": report.loss, "lr": report.lr, "tokens_per_second": report.tokens_per_second}
+        values = {name: row[name] for name in ("loss", "lr", "tokens_per_second")}
         values |= {f"agreement/{level}": share for level, share in report.agreement.items()}
         if report.simulated is not None:
             values |= {"simulated/chain": report.simulated.chain, "simulated/tree": report.simulated.tree}
@@ -280,46 +285,36 @@ class Loop:
     def _identity(self) -> dict[str, Any]:
         """Settings and data that a resumed run must have in common with its checkpoint, as JSON returns them."""
         config = {name: value for name, value in self.config.as_dict().items() if name not in FREE}
-        steps, width = self.schedule.steps, self.schedule.width
-        own = {"config": config, "steps": steps, "documents": self._documents.digest(), "width": width}
-        found: dict[str, Any] = json.loads(json.dumps(own))
+        own = {"steps": self.schedule.steps, "documents": self._documents.digest(), "width": self.schedule.width}
+        found: dict[str, Any] = json.loads(json.dumps({"config": config} | own))
         return found
 
     def _resume(self) -> None:
-        """Loads the newest checkpoint, if there is one."""
+        """Loads the newest checkpoint, if there is one. Raises CheckpointError if it is of another run."""
         for path in self._checkpoints()[-1:]:
             with naming(
                 path, f"The checkpoint {path} cannot be read", "Delete it: the run continues from the one before."
             ):
                 state, own = read_json(path / STATE), self._identity
-                self._compare({**own, **state}, own)
+                # A setting that came later than the checkpoint had its default.
+                usual = {f.name: f.default for f in dataclasses.fields(self.config)} | state["config"]
+                each = sorted(own["config"].items())
+                different = [
+                    f"{name}: {usual.get(name)} there, {now} here" for name, now in each if usual.get(name) != now
+                ]
+                words = {"documents": "the documents", "steps": "their number", "width": "processes times accumulate"}
+                different += [what for name, what in words.items() if state[name] != own[name]]
+                if different:
+                    raise CheckpointError(
+                        f"{self.out} holds a run with other settings or data ({'; '.join(different)}). Give another "
+                        "`out`, or delete its checkpoints."
+                    )
                 self.accelerator.load_state(str(path))
                 self.step, self.best = int(state["step"]), float(state["best"])
-
-    def _compare(self, there: dict[str, Any], here: dict[str, Any]) -> None:
-        """Raises CheckpointError if a checkpoint is of another run."""
-        # A setting that came later than the checkpoint had its default.
-        usual = {f.name: f.default for f in dataclasses.fields(self.config)} | there["config"]
-        each = sorted(here["config"].items())
-        different = [f"{name}: {usual.get(name)} there, {own} here" for name, own in each if usual.get(name) != own]
-        if self.config.distill and "top" in usual:
-            different.append("an earlier version's loss")
-        words = {"documents": "the documents", "steps": "their number", "width": "processes times accumulate"}
-        different += [what for name, what in words.items() if there[name] != here[name]]
-        if different:
-            raise CheckpointError(
-                f"{self.out} holds a run with other settings or data ({'; '.join(different)}). Give another `out`, or "
-                "delete its checkpoints."
-            )
 
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _by_depth(depths: torch.Tensor, levels: int) -> torch.Tensor:
-    """The number of rows of each of the depths 1 .. levels."""
-    return torch.bincount(depths.cpu(), minlength=levels + 1)[1:].double()
 
 
 def learning_rate(step: int, steps: int, config: RunConfig) -> float:

@@ -11,14 +11,14 @@ emits the accepted tokens and one more, and that one is the next root.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
 from longdraft.training.config import DEPTH
-from longdraft.training.features import Features, FeatureSource
+from longdraft.training.features import Features
 from longdraft.training.trainee import StepOutput
 
 WIDTHS = (4, 3, 2, 1, 1)
@@ -64,7 +64,7 @@ def ranks_of(trainee: Callable[..., StepOutput], document: Features, levels: int
 @torch.no_grad()
 def simulate(
     trainee: Callable[..., StepOutput],
-    documents: Iterable[tuple[Features, bool]],
+    documents: Iterable[Features],
     levels: int = DEPTH,
     by: By = "step",
     summed: Callable[[torch.Tensor], torch.Tensor] = lambda counts: counts,
@@ -73,34 +73,21 @@ def simulate(
 
     Args:
         trainee: in eval mode. by: how it computes its levels.
-        documents: each with whether it counts; one that does not is computed all the same.
         levels: of the tree, whatever number the draft was trained for.
-        summed: adds up whole numbers over processes that have documents of their own.
+        summed: adds up whole numbers over processes.
     """
     # Of each level the hits and the learned rows; of chain and tree the tokens and the rounds.
     levelled, walked = torch.zeros(2, levels, dtype=torch.long), torch.zeros(2, 2, dtype=torch.long)
     widths = [1] * levels, [*WIDTHS, *[1] * levels][:levels]
-    for document, counted in documents:
+    for document in documents:
         ranks = ranks_of(trainee, document, levels, by)
-        if counted:
-            levelled += torch.stack([(ranks == 0).sum(1), (ranks < UNSEEN).sum(1)])
-            within = [ranks < torch.tensor(width)[:, None] for width in widths]
-            walked += torch.tensor([_walk(each, document.start) for each in within])
+        levelled += torch.stack([(ranks == 0).sum(1), (ranks < UNSEEN).sum(1)])
+        within = [ranks < torch.tensor(width)[:, None] for width in widths]
+        walked += torch.tensor([_walk(each, document.start) for each in within])
     counts = summed(torch.cat([levelled.flatten(), walked.flatten()]))
-    (hits, learned), walked = counts[: 2 * levels].view(2, levels), counts[2 * levels :].view(2, 2)
+    (hits, learned), walked = counts[:-4].view(2, levels), counts[-4:].view(2, 2)
     chain, tree = (tokens / max(1, rounds) for tokens, rounds in walked.tolist())
     return Simulated(tuple((hits / learned.clamp_min(1)).tolist()), chain, tree)
-
-
-def shared_out(source: FeatureSource, process: int, processes: int) -> Iterator[tuple[Features, bool]]:
-    """One process's share of some documents, every n-th of them, each with whether this process counts it.
-
-    All processes get equally many, because a sharded module computes in all of them or in none. So that it works out,
-    the last ones may get a document that another process counts.
-    """
-    count = len(source.documents)
-    for i in range(process, -(-count // processes) * processes, processes):
-        yield source.read(i % count), i < count
 
 
 def _walk(within: torch.Tensor, position: int) -> tuple[int, int]:

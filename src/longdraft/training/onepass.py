@@ -15,7 +15,6 @@ import torch
 from longdraft.drafters.onepass import KIND, OnePassBlock, OnePassDraft, OnePassShape
 from longdraft.drafters.shared.eagle3_block import Eagle3Block
 from longdraft.drafts.kinds import kind_of
-from longdraft.errors import ConfigError
 from longdraft.training import eagle3
 from longdraft.training.config import OnePassConfig
 from longdraft.training.eagle3 import Eagle3Trainee
@@ -53,7 +52,8 @@ def train_onepass(
 ) -> Iterator[Report]:
     """Trains a one-pass draft; see :mod:`longdraft.training.session`."""
     if config.init is not None and kind_of(config.init).name == KIND:
-        config = _further(config, config.init)
+        shape = OnePassDraft.load(config.init).shape
+        config = replace(config, ttt=shape.slots, rank=shape.rank)
 
     def with_slots(block: Eagle3Block) -> Eagle3Block:
         if isinstance(block, OnePassBlock):
@@ -64,12 +64,3 @@ def train_onepass(
         return onepass
 
     return eagle3.run(config, KIND, OnePassTrainee, with_slots, progress, stop)
-
-
-def _further(config: OnePassConfig, init: str) -> OnePassConfig:
-    """The settings with the sizes of the draft in ``init``. Raises ConfigError if they ask for other sizes."""
-    shape = OnePassDraft.load(init).shape
-    for name, size in (("ttt", shape.slots), ("rank", shape.rank)):
-        if name in config.fields_set and getattr(config, name) != size:
-            raise ConfigError(f"{name} {getattr(config, name)}: the draft in init has {size}; leave it out.")
-    return replace(config, ttt=shape.slots, rank=shape.rank)

@@ -16,15 +16,9 @@ from itertools import accumulate, cycle
 
 from longdraft.errors import PromptError
 
-# Texts before a passage (openings) and after it, by what is asked for; prompts without a passage, where {} is a few
-# words taken from a text (free).
+# Texts before a passage ("openings"); what is asked behind one, by kind; prompts without a passage ("free"), where {}
+# is a few words taken from a text.
 TEXTS: dict[str, list[str]] = json.loads(files(__package__).joinpath("prompts.json").read_text(encoding="utf-8"))
-SUMMARIES, QUESTIONS, TASKS, CODE, MEETING = (
-    tuple(TEXTS[name]) for name in ("summaries", "questions", "tasks", "code", "meeting")
-)
-# What is asked for, by kind, to count answers by.
-_ASKED = {"summary": SUMMARIES, "question": QUESTIONS, "task": TASKS, "code": CODE, "meeting": MEETING}
-KINDS = {text: kind for kind, texts in _ASKED.items() for text in texts}
 # Lines of programs.
 CODE_LINE = re.compile(r"^\s*(def|class|import|from|return|if|for|#include|fn|let|pub|self\.)\b", re.M)
 # Share of the passages that free prompts replace.
@@ -86,7 +80,7 @@ def asks(
             ]
         elif about:
             opening = rng.choice(TEXTS["openings"])
-            prompts = [(opening + about + closing, KINDS[closing]) for closing in _closings(about, per_passage, rng)]
+            prompts = [(opening + about + closing, kind) for closing, kind in _closings(about, per_passage, rng)]
         else:
             continue
         if prompts:
@@ -94,11 +88,13 @@ def asks(
             yield [Ask(text, temperature, kind, source) for (text, kind), temperature in each]
 
 
-def _closings(passage: str, count: int, rng: random.Random) -> list[str]:
-    kinds = SUMMARIES + QUESTIONS + TASKS
+def _closings(passage: str, count: int, rng: random.Random) -> list[tuple[str, str]]:
+    """What is asked behind a passage, each with its kind."""
+    kinds: dict[str, int | None] = {"summary": None, "question": None, "task": None}
     # A transcript has many short turns, each with its speaker.
     if passage.count(" :") + passage.count(": ") > len(passage) / 600:
-        kinds = MEETING + SUMMARIES + QUESTIONS[:6]
+        kinds = {"meeting": None, "summary": None, "question": 6}
     if len(CODE_LINE.findall(passage)) > len(passage) / 200:
-        kinds = CODE + QUESTIONS[:2]
-    return rng.sample(kinds, min(count, len(kinds)))
+        kinds = {"code": None, "question": 2}
+    texts = [(text, kind) for kind, most in kinds.items() for text in TEXTS[kind][:most]]
+    return rng.sample(texts, min(count, len(texts)))

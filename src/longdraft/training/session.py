@@ -17,7 +17,6 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +26,7 @@ from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import InitProcessGroupKwargs
 
-from longdraft.drafts import draft_folder, hub
+from longdraft.drafts import hub
 from longdraft.errors import CapabilityError
 from longdraft.model.loading import load
 from longdraft.model.runner import TargetRunner
@@ -37,22 +36,18 @@ from longdraft.training.documents import Document, Skipped
 from longdraft.training.extracted import ExtractedStates
 from longdraft.training.features import FeatureReader, Features, FeatureSource
 from longdraft.training.loop import Loop, Report
-from longdraft.training.measure import By, simulate
+from longdraft.training.measure import By
 from longdraft.training.trainee import Trainee
 from longdraft.training.vocabulary import most_frequent
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Held-out documents of a measurement: enough to compare, few enough to be quick.
-MEASURED = 48
 # The other processes wait while one downloads a model or reads a shard. Ending a hung one is left to the launcher.
 PATIENCE = timedelta(days=7)
 
 # Called with what is being prepared.
 Progress = Callable[[str], None]
-# Fits a new draft to the features of a document.
-Fit = Callable[[Features], None]
 
 
 def silent(what: str) -> None:
@@ -79,11 +74,6 @@ class Session:
     data: corpus.Corpus
     progress: Progress
     stop: Callable[[], bool]
-
-    @property
-    def product_dtype(self) -> torch.dtype:
-        """Dtype of matrix products."""
-        return torch.bfloat16 if self.config.precision == "bf16" else torch.float32
 
     def sizes(self) -> dict[str, Any]:
         """The sizes that a new draft takes from the target."""
@@ -116,12 +106,12 @@ class Session:
             layers: decoder layers whose hidden states the draft reads; (): the last layer's KV; None: the text alone.
         """
         config, runner, lengths = self.config, self.runner, self.data.learned.lengths
-        kept = config.cache is not None
 
         def offset(i: int, epoch: int) -> int:
             """Uniform in 0 .. ``anchor_offset``, or less to stay in the context; anew in each epoch, unless kept."""
             most = max(0, min(config.anchor_offset, runner.context_length - lengths[i]))
-            return random.Random(f"{config.seed}/{0 if kept else epoch}/{i}").randint(0, most) if most else 0
+            kept = 0 if config.cache is not None else epoch
+            return random.Random(f"{config.seed}/{kept}/{i}").randint(0, most) if most else 0
 
         dtype = torch.bfloat16 if config.precision == "bf16" else runner.kv_shape.dtype
         # The factor is not in the description: drafts fit either way.
@@ -132,18 +122,6 @@ class Session:
             reader = ExtractedStates(runner, dtype, layers, config.hidden_states)
         return FeatureSource(reader, self.data.learned, offset, Path(config.cache) if config.cache else None, identity)
 
-    def held_out(self, reader: FeatureReader, levels: int) -> FeatureSource | None:
-        """The features of the documents to measure on; None if there are none. Positions are plain.
-
-        Args:
-            levels: documents have more learned tokens than this.
-        """
-        held_out = self.data.held_out
-        spans = zip(held_out.lengths, held_out.starts, strict=True)
-        long = [i for i, (length, start) in enumerate(spans) if length - start > levels]
-        chosen = [held_out[i] for i in long[:: max(1, len(long) // MEASURED)][:MEASURED]]
-        return FeatureSource(reader, chosen) if chosen else None
-
     def train(
         self,
         trainee: Trainee,
@@ -152,7 +130,7 @@ class Session:
         config: Mapping[str, Any],
         *,
         levels: int,
-        fit: Fit | None = None,
+        fit: Callable[[Features], None] | None = None,
         measured: int = DEPTH,
         by: By = "step",
         shifts: int = 1,
@@ -167,34 +145,20 @@ class Session:
             shifts: the largest shift that a document is given.
         """
         features = self.features(layers)
-        if self.accelerator.is_main_process:
-            features.check()
         if fit is not None:
             fit(features.read(0))
-        trainee.recompute = self.config.recompute
         if self.config.distill:
             trainee.measure_scale(self.runner)
-        held_out = self.held_out(features.reader, measured)
-        simulated = partial(simulate, levels=measured, by=by)
+        trainee.to(self.runner.device)
         config = {"base_model": hub.base_model(self.config.target), **config}
-        described = partial(draft_folder.trained, kind, config, kept=trainee.kept, target=self.runner.parts.description)
-        loop = Loop(self, trainee.to(self.runner.device), features, held_out, simulated, described, levels, shifts)
-        yield from loop.run()
+        return Loop(self, trainee, features, kind, config, levels, measured, by, shifts).run()
 
 
-def begin(
-    config: RunConfig,
-    shortest_learned: int,
-    progress: Progress,
-    stop: Callable[[], bool],
-    keep_end: bool = False,
-    learn_prompts: bool = False,
-) -> Session:
+def begin(config: RunConfig, shortest_learned: int, progress: Progress, stop: Callable[[], bool]) -> Session:
     """Sets up torch and accelerate, loads the target, and reads the documents.
 
     Args:
         shortest_learned: a document must have more learned tokens than this.
-        keep_end, learn_prompts: see :func:`longdraft.training.corpus.collect`.
 
     Raises:
         CapabilityError: a tracker is asked for that is not installed, or that accelerate does not know.
@@ -204,11 +168,10 @@ def begin(
     device_name = config.device or ""
     if device_name.startswith("cuda:") and torch.cuda.is_available():
         torch.cuda.set_device(device_name)  # accelerate takes the current one
-    available = [str(each) for each in get_available_trackers()]
-    if lacking := sorted(set(config.track) - {*available}):
+    if lacking := set(config.track) - {str(each) for each in get_available_trackers()}:
         raise CapabilityError(
-            f"track: {', '.join(lacking)} is not there: install its package, or leave it out (every step is in "
-            f"{config.out}/log.jsonl anyway). Installed are {', '.join(available) or 'none'}."
+            f"track: {', '.join(sorted(lacking))} is not there: install its package, or leave it out (every step is in "
+            f"{config.out}/log.jsonl anyway)."
         )
     accelerator = Accelerator(
         cpu=device_name == "cpu",
@@ -228,16 +191,6 @@ def begin(
         )
     runner, skipped = TargetRunner(model), Skipped()
     sources = tokens.sources(config.data, tokenizer, skipped, runner.vocab_size)
-    data = corpus.collect(
-        sources,
-        skipped,
-        max_length=min(config.max_length, runner.context_length),
-        min_length=config.min_length,
-        shortest_learned=shortest_learned,
-        held_out=config.held_out,
-        sample=config.sample,
-        keep_end=keep_end,
-        learn_prompts=learn_prompts,
-    )
+    data = corpus.collect(sources, skipped, config, shortest_learned, runner.context_length)
     progress(f"{len(data.learned):,} documents, {len(data.held_out):,} held out; left out: {skipped}")
     return Session(config, accelerator, runner, tokenizer, data, progress, stop)

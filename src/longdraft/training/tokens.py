@@ -12,6 +12,7 @@ import json
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,8 @@ INDEX = "index.json"
 # Tokens of a shard, at least; the last one has fewer.
 SHARD = 1 << 26
 ADVICE = "Delete the file and run `longdraft train data` again: it encodes what is missing."
+# Stands behind the last row.
+_END = Document([0, 0])
 # Every tokenizer encodes this in its own way.
 _PROBE = "Tokens, encodés once: 2 + 2 = 4\n\tdef f(x): return x  # 漢字 🙂"
 
@@ -78,6 +81,25 @@ class Tokens(Sequence[Document]):
         return found
 
 
+def sources(
+    places: Iterable[str], tokenizer: PreTrainedTokenizerBase, skipped: Skipped, vocab_size: int
+) -> list[Tokens]:
+    """The documents of files and folders, and of folders of shards, which are not read into memory.
+
+    Raises CheckpointError if a folder's shards are not finished, are damaged, or are of another tokenizer.
+    """
+    found: list[Tokens] = []
+    for place in places:
+        folder = Path(place)
+        if not ((folder / INDEX).is_file() and shards_of(folder)):
+            found.append(Tokens.of(documents([place], tokenizer, skipped, vocab_size)))
+            continue
+        if "rows" not in _index(folder, tokenizer):
+            raise CheckpointError(f"{folder} is not finished: the same `longdraft train data` command continues it.")
+        found += map(Tokens.read, shards_of(folder))
+    return found
+
+
 def write(
     folder: Path,
     rows: Iterable[Document | None],
@@ -96,22 +118,17 @@ def write(
         CheckpointError: a shard cannot be written, or the folder's were encoded by another tokenizer.
         PromptError: there are no documents.
     """
-    if (folder / INDEX).exists():
-        _check(folder, tokenizer)
-    else:
-        _write_index(folder, tokenizer)
-    done, documents, total, size, waiting = rows_done(folder), 0, 0, 0, list[Document]()
-
-    def close() -> None:
-        if waiting:
+    index = _index(folder, tokenizer)
+    done, documents, total, waiting, size = rows_done(folder), 0, 0, list[Document](), 0
+    for row in chain(rows, [_END]):
+        if waiting and (row is _END or size >= SHARD):
             held = Tokens.of(waiting)
-            path = folder / f"tokens-{len(shards_of(folder)):05d}.safetensors"
-            with replacing(path) as part:
-                tensors = {"ids": held.ids, "ends": held.ends, "starts": held.starts}
+            tensors = {"ids": held.ids, "ends": held.ends, "starts": held.starts}
+            with replacing(folder / f"tokens-{len(shards_of(folder)):05d}.safetensors") as part:
                 save_file(tensors, part, {"rows": f"{done}", "digest": held.digest})
-            waiting.clear()
-
-    for row in rows:
+            waiting, size = [], 0
+        if row is _END:
+            break
         done += 1
         if row is not None:
             waiting.append(row)
@@ -120,40 +137,12 @@ def write(
             progress(documents, total)
             if stop():
                 return documents
-        if size >= SHARD:
-            close()
-            size = 0
-    close()
     if not shards_of(folder):
         raise PromptError("There is nothing to write: rows need `text`, `messages` or `tokens`.")
-    _write_index(folder, tokenizer, rows=done)
+    with replacing(folder / INDEX) as part:
+        part.write_text(json.dumps(index | {"rows": done}), encoding="utf-8")
     progress(documents, total)
     return documents
-
-
-def read(folder: Path, tokenizer: PreTrainedTokenizerBase) -> list[Tokens]:
-    """The shards of a folder. Raises CheckpointError if some lack, are damaged, or are of another tokenizer."""
-    if "rows" not in _check(folder, tokenizer):
-        raise CheckpointError(f"{folder} is not finished: the same `longdraft train data` command continues it.")
-    return [Tokens.read(path) for path in shards_of(folder)]
-
-
-def sources(
-    places: Iterable[str], tokenizer: PreTrainedTokenizerBase, skipped: Skipped, vocab_size: int
-) -> list[Tokens]:
-    """The documents of files, of corpora by name, and of folders of shards, which are not read into memory."""
-    found: list[Tokens] = []
-    for place in places:
-        if is_shards(place):
-            found += read(Path(place), tokenizer)
-        else:
-            found.append(Tokens.of(documents([place], tokenizer, skipped, vocab_size)))
-    return found
-
-
-def is_shards(path: Path | str) -> bool:
-    """True for a folder of shards."""
-    return (Path(path) / INDEX).is_file() and bool(shards_of(Path(path)))
 
 
 def shards_of(folder: Path) -> list[Path]:
@@ -163,26 +152,21 @@ def shards_of(folder: Path) -> list[Path]:
 
 def rows_done(folder: Path) -> int:
     """Rows of the source that a folder's shards hold or have left out."""
-    paths = shards_of(folder)
-    if not paths:
-        return 0
-    with opened(paths[-1], ADVICE) as file:
-        return int(file.metadata()["rows"])
+    for path in shards_of(folder)[-1:]:
+        with opened(path, ADVICE) as file:
+            return int(file.metadata()["rows"])
+    return 0
 
 
-def _check(folder: Path, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """The folder's index. Raises CheckpointError if another tokenizer encoded it."""
-    with naming(folder / INDEX, f"{folder / INDEX} cannot be read", ADVICE):
-        index = read_json(folder / INDEX)
-    if index.get("tokenizer") != _fingerprint(tokenizer):
+def _index(folder: Path, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """The folder's index, which is begun if there is none. Raises CheckpointError if another tokenizer encoded it."""
+    path = folder / INDEX
+    own = {"tokenizer": hashlib.sha256(repr(tokenizer(_PROBE)["input_ids"]).encode()).hexdigest()[:16]}
+    if not path.exists():
+        with replacing(path) as part:
+            part.write_text(json.dumps(own), encoding="utf-8")
+    with naming(path, f"{path} cannot be read", ADVICE):
+        index = read_json(path)
+    if index.get("tokenizer") != own["tokenizer"]:
         raise CheckpointError(f"{folder} was encoded by another tokenizer: encode the text again for this target.")
     return index
-
-
-def _write_index(folder: Path, tokenizer: PreTrainedTokenizerBase, **more: int) -> None:
-    with replacing(folder / INDEX) as part:
-        part.write_text(json.dumps({"tokenizer": _fingerprint(tokenizer), **more}), encoding="utf-8")
-
-
-def _fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    return hashlib.sha256(repr(tokenizer(_PROBE)["input_ids"]).encode()).hexdigest()[:16]

@@ -16,9 +16,10 @@ from torch.utils.checkpoint import checkpoint
 from longdraft.errors import UnsupportedModelError
 from longdraft.model.runner import TargetRunner
 from longdraft.model.shared_parts import SharedParts
+from longdraft.training.config import RunConfig
 from longdraft.training.features import Features
 from longdraft.training.losses import Target, soft_cross_entropy
-from longdraft.training.vocabulary import rows_of, to_draft
+from longdraft.training.vocabulary import rows_of
 
 # q (Hq, T, d), k and v (Hkv, S, d) of one document -> (Hq, T, d)
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -103,10 +104,11 @@ class Trainee(nn.Module):
     Args:
         block: the module to train, which has the draft's weights.
         kept: (V',) target ids of the draft's vocabulary; None for all.
-        distill: share of the loss that follows the target's distribution.
-        product_dtype: dtype of the matrix product with the head.
+        config: the run's settings; None: plain cross-entropy in float32.
 
     Attributes:
+        distill: share of the loss that follows the target's distribution.
+        product_dtype: dtype of the matrix product with the head.
         recompute: compute the layers again in the backward pass instead of keeping what is between them.
         scale: factor of the target's own logits.
         to_draft: (vocabulary,) the draft id of each target id; -1 for those outside the draft's vocabulary.
@@ -120,16 +122,17 @@ class Trainee(nn.Module):
         block: nn.Module,
         parts: SharedParts,
         kept: torch.Tensor | None = None,
-        distill: float = 0.0,
-        product_dtype: torch.dtype = torch.float32,
+        config: RunConfig | None = None,
     ) -> None:
         super().__init__()
-        self.block, self.kept, self.distill = block, kept, distill
-        self.parts, self.product_dtype = parts, product_dtype
-        self.recompute, self.scale = False, 1.0
-        vocabulary = parts.head.shape[0]
-        table = to_draft(torch.arange(vocabulary) if kept is None else kept.cpu(), vocabulary)
-        self.to_draft = table.to(parts.head.device)
+        config = config or RunConfig(precision="no")
+        self.block, self.parts, self.kept, self.distill = block, parts, kept, config.distill
+        self.product_dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
+        self.recompute, self.scale = config.recompute, 1.0
+        size, device = parts.head.shape[0], parts.head.device
+        ids = torch.arange(size, device=device) if kept is None else kept.to(device)
+        self.to_draft = torch.full((size,), -1, device=device)
+        self.to_draft[ids] = torch.arange(len(ids), device=device)
 
     @property
     def device(self) -> torch.device:
@@ -187,19 +190,12 @@ class Trainee(nn.Module):
         Args:
             shifts: shift of each document; none: all 0.
             before: rows before the first learned one that are computed too; None for all.
-
-        Raises:
-            ValueError: a document has no row to learn.
         """
         spans = []
         for document, shift in zip(documents, shifts or [0] * len(documents), strict=True):
             tokens = len(document.tokens)
             end = tokens - self.ahead
             first = end - self.learned(tokens, document.start, shift)
-            if first >= end:
-                raise ValueError(
-                    f"a document of {tokens} tokens has no row to learn (start {document.start}, {shift=})"
-                )
             spans.append((0 if before is None else max(0, first - before), first, end))
         return Pack(documents, spans)
 

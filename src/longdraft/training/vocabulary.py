@@ -32,13 +32,6 @@ def most_frequent(
     return counts.argsort(descending=True, stable=True)[:count].sort().values
 
 
-def to_draft(kept: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """(vocab_size,) the draft id of each target id; -1 for those outside the vocabulary."""
-    table = torch.full((vocab_size,), -1, dtype=torch.long)
-    table[kept] = torch.arange(len(kept))
-    return table
-
-
 def rows_of(head: torch.Tensor | Stored, kept: torch.Tensor | None) -> torch.Tensor:
     """The rows of a head for the target ids ``kept`` (None: all), as floats."""
     if kept is not None:

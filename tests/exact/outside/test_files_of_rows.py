@@ -38,7 +38,7 @@ class Results:
 
 class Answers:
     def __init__(self, path):
-        self.file = AnswerFile(path, "messages")
+        self.file = AnswerFile(path)
         self.rows = self.file.rows
 
     def add(self, number):

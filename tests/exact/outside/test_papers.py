@@ -9,6 +9,7 @@ import pytest
 from longdraft import Speculator
 from longdraft.drafts.kinds import kind_of
 from longdraft.drafts.speculators import to_speculators
+from longdraft.training.config import RunConfig
 from longdraft.training.corpus import collect
 from longdraft.training.documents import Document, Skipped
 from longdraft.training.tokens import Tokens
@@ -76,7 +77,7 @@ def test_a_draft_that_does_not_say_where_its_residual_starts_is_read_as_vllm_rea
 
 def test_pieces_of_a_text_are_all_learned_or_all_held_out():
     texts = [Document([1 + (i * j) % 97 for j in range(400)], 1) for i in range(1, 60)]
-    found = collect([Tokens.of(texts)], Skipped(), max_length=50, min_length=8, shortest_learned=1, held_out=0.3)
+    found = collect([Tokens.of(texts)], Skipped(), RunConfig(max_length=50, min_length=8, held_out=0.3), 1)
 
     def texts_of(side):
         return {next(i for i, text in enumerate(texts) if _within(piece.tokens, text.tokens)) for piece in side}
