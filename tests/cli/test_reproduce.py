@@ -45,12 +45,11 @@ def test_papers_and_tables_are_listed(shell):
 
 def test_a_table_of_speed(reproduce, drafts, tmp_path):
     """Ours and the paper's stand in one row; what has no draft is left out; a stopped run goes on."""
-    pytest.importorskip("matplotlib")
-    path, svg = tmp_path / "r.jsonl", tmp_path / "r.svg"
+    path = tmp_path / "r.jsonl"
     given = ("longspec", "fig6", "--draft", drafts["longspec"], "--results", path)
-    ended = reproduce(*given, "--svg", svg)
+    ended = reproduce(*given)
     found = last(ended)
-    assert ended.code == 0 and found["complete"] and svg.read_bytes().startswith(b"<?xml")
+    assert ended.code == 0 and found["complete"]
     plain, own = found["rows"]
     assert (own["line"], own["column"], own["method"][:9]) == ("LongSpec", "AIME24", "longspec:")
     assert own["published"] == [
