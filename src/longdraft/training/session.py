@@ -46,8 +46,9 @@ if TYPE_CHECKING:
 # The other processes wait while one downloads a model or reads a shard. Ending a hung one is left to the launcher.
 PATIENCE = timedelta(days=7)
 
-# Called with what is being prepared.
+# Called with what is being prepared; asked after each step whether to end there.
 Progress = Callable[[str], None]
+Stop = Callable[[], bool]
 
 
 def silent(what: str) -> None:
@@ -73,7 +74,7 @@ class Session:
     tokenizer: PreTrainedTokenizerBase
     data: corpus.Corpus
     progress: Progress
-    stop: Callable[[], bool]
+    stop: Stop
 
     def sizes(self) -> dict[str, Any]:
         """The sizes that a new draft takes from the target."""
@@ -154,7 +155,7 @@ class Session:
         return Loop(self, trainee, features, kind, config, levels, measured, by, shifts).run()
 
 
-def begin(config: RunConfig, shortest_learned: int, progress: Progress, stop: Callable[[], bool]) -> Session:
+def begin(config: RunConfig, shortest_learned: int, progress: Progress, stop: Stop) -> Session:
     """Sets up torch and accelerate, loads the target, and reads the documents.
 
     Args:
