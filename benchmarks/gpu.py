@@ -5,10 +5,12 @@
 A configuration is an attention path, with CUDA graphs or without, with fused layers or without.
 
 machine       the GPU, versions, bandwidth of a large copy
-steps         milliseconds of a forward of 1, 16 and 64 rows (a plain step, trees) behind each context
+steps         milliseconds of a forward of 1, 16 and 64 rows (a plain step, trees) behind each context; the same with
+              KV in int8
 transformers  the same rows through the model's own code with sdpa and a DynamicCache
 rounds        milliseconds of a drafted round of each method, and of a plain step beside it; drafts are random, so
               acceptance is forced: the first --accepted nodes of a tree's first path count as right
+batches       the same rounds with eight texts at a time
 kernels       launches and longest kernels of an unrecorded step, and of rounds, as torch's profiler sees them
 
 Each figure is written to OUT/gpu.json at once; what fails is written with its error, and the next goes on. Units are in
@@ -60,6 +62,7 @@ GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
 DTYPE = torch.bfloat16 if GPU else torch.float32
 ROWS = (1, 16, 64)
+BATCHES = (8,)
 # Uses of a size before it is timed: it is recorded at the third.
 WARM_UP = 5
 SWITCHES = ("LONGDRAFT_ATTENTION", "LONGDRAFT_GRAPHS", "LONGDRAFT_FUSED")
@@ -200,13 +203,14 @@ def star(rows: int) -> TokenTree:
     return TokenTree(tuple(range(rows)), (-1, *[0] * (rows - 1)))
 
 
-def steps(model: PreTrainedModel, context: int) -> dict[str, Any]:
-    """A forward of each number of rows behind a context of random keys and values."""
-    runner = TargetRunner(model)
+def steps(model: PreTrainedModel, context: int, kv_dtype: torch.dtype | None = None) -> dict[str, Any]:
+    """A forward of each number of rows behind a context of random keys and values (in int8: of zeros)."""
+    runner = TargetRunner(model, kv_dtype=kv_dtype)
     store = runner.new_store(1, context + max(ROWS))
-    for tensor in (store.keys, store.values):
-        for layer in tensor:
-            layer.normal_()
+    if kv_dtype is None:
+        for tensor in (store.keys, store.values):
+            for layer in tensor:
+                layer.normal_()
     store.lengths[0] = context
     found: dict[str, Any] = {"path": runner.attention_path, "recorded": runner.graphs.recording}
     found["fused"] = bool(runner.twin.fused.layers)
@@ -230,17 +234,18 @@ def transformers_steps(model: PreTrainedModel, context: int) -> dict[str, Any]:
     return found
 
 
-def rounds(spec: Speculator, prompt: list[int], tokens: int, cache: PromptCache) -> dict[str, Any]:
-    """Milliseconds and tokens of a round: medians of the rounds after the first ones."""
-    run = spec.stream([prompt], max_new_tokens=tokens, eos_token_ids=[], cache=cache)
-    ms, emitted, accepted, drafted = [], [], [], []
-    for step in run:
-        if step.mode != "prefill":
-            ms.append(1e3 * step.seconds)
-            emitted.append(len(step.token_ids))
-            accepted.append(step.accepted)
-            drafted.append(step.drafted)
+def rounds(
+    spec: Speculator, prompt: list[int], tokens: int, cache: PromptCache | None = None, batch: int = 1
+) -> dict[str, Any]:
+    """Milliseconds and tokens of a round of all texts: medians of the rounds after the first ones."""
+    run = spec.stream([prompt] * batch, batch=batch, max_new_tokens=tokens, eos_token_ids=[], cache=cache)
+    steps = [step for step in run if step.mode != "prefill"]
     run.close()
+    # The texts are alike, so they decode in step: each round has a step of each.
+    each = [steps[i : i + batch] for i in range(0, len(steps) - batch + 1, batch)]
+    ms = [1e3 * sum(step.seconds for step in one) for one in each]
+    emitted = [sum(len(step.token_ids) for step in one) for one in each]
+    accepted, drafted = ([sum(getattr(s, name) for s in one) for one in each] for name in ("accepted", "drafted"))
     kept = slice(min(2 * WARM_UP, len(ms) // 2), None)
     return {
         "round_ms": round(statistics.median(ms[kept]), 3), "mean_ms": round(statistics.fmean(ms[kept]), 3),
@@ -328,6 +333,9 @@ def main() -> int:
             unit = {"configuration": " ".join(switches), "context": context}
             run.measure("steps", lambda context=context: steps(model, context), **unit)
     for context in contexts:
+        work = lambda context=context: steps(model, context, torch.int8)  # noqa: E731
+        run.measure("steps", work, configuration="int8", context=context)
+    for context in contexts:
         run.measure("transformers", lambda context=context: transformers_steps(model, context), context=context)
     for rows, switches in itertools.product(ROWS, CONFIGURATIONS):
         if switches[1] == "0" or not GPU:  # what is replayed shows no launches
@@ -337,6 +345,15 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         drafts = random_drafts(model, Path(folder))
         loop.decide = forced(loop.decide, options.accepted)
+        for method, batch in itertools.product(("ar", "longspec", "eagle3"), BATCHES):
+            said = METHODS[method]
+            chosen = {**said, "draft": drafts[said["draft"]]} if "draft" in said else said
+
+            def together(method: str = method, chosen: Any = chosen, batch: int = batch) -> dict[str, Any]:
+                spec = Speculator(method, target=model, plan="fixed", **chosen)
+                return rounds(spec, prompt[: contexts[0]], tokens, batch=batch)
+
+            run.measure("batches", together, method=method, batch=batch, context=contexts[0])
         for switches, context in itertools.product(CONFIGURATIONS[:4], contexts):
             cache: PromptCache | None = None
             for (method, said), measured in itertools.product(METHODS.items(), (rounds, kernels_of_rounds)):

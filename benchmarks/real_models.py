@@ -22,8 +22,6 @@ default       decode tokens/s (new tokens / decode seconds, prefill excluded) of
               mean accepted length: new tokens / target verification forwards, bonus included, prefill's token not
               counted; `ar` is 1.0. different: prompts whose text was not that of `ar`.
 other_cores   cores that other processes took while ours was measured.
-
-`longdraft bench --methods hf,llama-cpp` measures transformers' generate and llama.cpp on prompts.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ from rich.table import Table
 import longdraft
 from longdraft import LoadedModel, PromptCache, Speculator
 from longdraft.bench import machine
-from longdraft.bench.data import read
+from longdraft.bench.tasks import read
 from longdraft.cli.load import OtherProcesses
 from longdraft.engine.schedule import verify_trees
 from longdraft.memory.store import KVStore
@@ -93,7 +91,7 @@ class Model:
         made = torch.Generator().manual_seed(tokens)
         return torch.randint(self.runner.vocab_size, (tokens,), generator=made).tolist()
 
-    def prompts(self, file: Path) -> list[list[int]]:
+    def prompts(self, file: str) -> list[list[int]]:
         """Prompts of a file that have a length that was asked for and fit the context."""
         shortest, longest = self.args.prompt_tokens
         longest, samples = min(longest, self.runner.context_length - self.args.new_tokens), read([file])
@@ -177,7 +175,7 @@ def verify(model: Model, length: int) -> Cell:
     return {"step_seconds": step, "over_step": over, "other_cores": others.cores}
 
 
-def default(model: Model, file: Path) -> Cell:
+def default(model: Model, file: str) -> Cell:
     if not (prompts := model.prompts(file)):
         return {"skipped": "no prompt of these lengths"}
     _, spec = specs = [Speculator(name, model.loaded.model, model.loaded.tokenizer) for name in ("ar", None)]
@@ -234,7 +232,7 @@ def cells_of(model: Model, row: str) -> Cells:
     """The row and names of its cells, and what measures each."""
     if row == "default":
         for file in model.args.prompt_files:
-            yield row, file.stem, partial(ROWS[row], model, file)
+            yield row, Path(file).stem, partial(ROWS[row], model, file)
         return
     args, limit = model.args, model.runner.context_length
     more = {"plain": args.steps, "prompt": 1, "verify": max(args.verify_rows)}[row]
@@ -249,7 +247,12 @@ def parsed(arguments: list[str] | None) -> Any:
     parser.add_argument("--llama-bench", type=Path, required=True)
     parser.add_argument("--ik-bench", type=Path, help="llama-bench of ik_llama.cpp")
     parser.add_argument("--openvino", type=Path, metavar="PYTHON", help="of an environment with openvino-genai")
-    parser.add_argument("--prompts", type=Path, nargs="+", default=[], help="JSONL files, or folders of them")
+    parser.add_argument(
+        "--prompts",
+        nargs="+",
+        default=[],
+        help="JSONL files, folders of them, or a data set as bench takes it (TASK=PATH)",
+    )
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS))
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 4096, 16384], help="contexts of plain")
     parser.add_argument("--prompt-lengths", type=int, nargs="+", default=[512, 4096], help="tokens of prompt")
@@ -267,7 +270,7 @@ def parsed(arguments: list[str] | None) -> Any:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--fresh", action="store_true", help="measure everything again")
     args = parser.parse_args(arguments)
-    folders = [sorted(each.glob("*.jsonl")) if each.is_dir() else [each] for each in args.prompts]
+    folders = [sorted(map(str, Path(each).glob("*.jsonl"))) or [each] for each in args.prompts]
     args.prompt_files = [file for files in folders for file in files]
     named = {"llama": True, "ik": args.ik_bench, "openvino": args.openvino}
     args.engines = [name for name, given in named.items() if given]

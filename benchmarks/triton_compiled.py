@@ -34,7 +34,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from longdraft.attention import fixed_order_kernel, tree_kernel
+from longdraft.attention import fixed_order_kernel, scaled_kernel, tree_kernel
 from longdraft.model.gpu import kernels as gpu_kernels
 
 KIB = 1024
@@ -106,7 +106,7 @@ class Offline:
 
 recorded: list[Launch] = []
 for module, names in {
-    gpu_kernels: ("norm", "rope", "silu"), tree_kernel: ("tree",),
+    gpu_kernels: ("norm", "rope", "silu"), tree_kernel: ("tree",), scaled_kernel: ("unpack",),
     fixed_order_kernel: ("prefix_sums", "path_sums", "join"),
 }.items():  # fmt: skip
     for name in names:
@@ -146,6 +146,13 @@ def _layer(
         return
     lse, hidden_rows = empty(1, heads, rows, dtype=torch.float32), empty(1, 1, 1, rows, rows, dtype=torch.float32)
     tree_kernel.with_tree(q, keys, keys, q, lse, empty(rows, dtype=torch.int32), hidden_rows, d**-0.5)
+    scaled_kernel.unpack_rows(
+        empty(1, kv_heads, CAPACITY, d, dtype=torch.int8),
+        empty(1, kv_heads, CAPACITY, dtype=torch.float32),
+        numbers,
+        CAPACITY,
+        dtype,
+    )
     paths, counts = empty(1, rows, rows, dtype=torch.int32), empty(1, rows, dtype=torch.int32)
     fixed_order_kernel.fixed_order_attention(q, keys, keys, numbers, numbers, paths, counts, 65536, d**-0.5)
 

@@ -1,4 +1,4 @@
-"""Refuses the names under which drafters for vLLM and SGLang were imported when they were part of this package."""
+"""Refuses the names under which drafters for other engines were imported when they were part of this package."""
 
 raise ImportError(
     "longdraft.plugins is a package of its own: pip install ./packages/longdraft-engines, and name "

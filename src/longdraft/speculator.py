@@ -25,8 +25,8 @@ from longdraft.memory.prompt_cache import PromptCache
 from longdraft.methods import METHODS, Method
 from longdraft.model import hooks, support
 from longdraft.model.checkpoints import Progress
-from longdraft.model.lock import lock_of
 from longdraft.model.runner import TargetRunner
+from longdraft.model.twin import lock_of
 from longdraft.options import whole_number
 from longdraft.planning.costs import stages
 from longdraft.planning.planner import Planner

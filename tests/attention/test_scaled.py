@@ -7,11 +7,14 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from longdraft.attention import dispatch, prefix
+from longdraft.attention import dispatch, prefix, scaled
 from longdraft.attention.scaled import or_scaled
 from longdraft.native.scaled import Scaled
 from tests.attention.cases import case
 from tests.support import torch_kernels
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []  # one is to be seen with `-m gpu` alone
 
 
 @pytest.mark.parametrize("path", ["hybrid", "sdpa"])
@@ -23,8 +26,23 @@ def test_rows_are_unpacked_as_far_as_a_text_goes_and_others_take_the_path_as_the
         for x in small:  # rows behind the texts may hold anything
             x.scales[:, :, behind:] = torch.nan
         for attend in (dispatch.PATHS[path], prefix.PATHS[path]):
-            either, unpacked = or_scaled(attend), (x.to(q.dtype)[:, :, :behind] for x in small)
+            either, unpacked = or_scaled(attend), (x.to(q.dtype) for x in small)
             found = either(q, *small, block, scale)
             assert torch.equal(found, attend(q, *unpacked, block, scale))
             own = either(q, keys, values, block, scale)
             assert torch.equal(own, attend(q, keys, values, block, scale)) and not torch.equal(own, found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("d", [24, 128])
+def test_the_kernel_unpacks_what_its_definition_says(dtype, d):
+    """In Triton's interpreter, and on a GPU by ``make test-gpu``."""
+    kernel = pytest.importorskip("longdraft.attention.scaled_kernel")
+    rows = torch.randn(3, 2, 90, d, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    small, slots = Scaled.of(rows), torch.tensor([2, 0], dtype=torch.int32, device=DEVICE)
+    for each in (small, small.transpose(1, 2)[:, :80].transpose(1, 2)):
+        given = each.numbers, each.scales, slots, 77, dtype
+        found, expected = kernel.unpack_rows(*given), scaled.unpack_rows(*given)
+        assert found.shape == (2, 2, 77, d) and found.dtype == dtype
+        step = torch.finfo(dtype).eps  # Triton's interpreter cuts, where a GPU rounds
+        torch.testing.assert_close(found, expected, rtol=step, atol=0)

@@ -12,7 +12,7 @@ import torch
 from longdraft import LoadedModel, Speculator
 from longdraft.bench.data import Sample
 from longdraft.bench.prompts import Prompt
-from longdraft.bench.quality import FULL, Quality, QualitySettings, thoughtful, turn, variants
+from longdraft.bench.quality import FULL, Quality, QualitySettings, variants
 from longdraft.cli import options
 from longdraft.cli.main import main
 from tests.support.drafts import random_draft, random_eagle3
@@ -135,18 +135,15 @@ def test_a_trained_draft_serves_all_and_the_prompt_is_read_once(kind, tmp_path, 
     assert len(wanted.variants) == 4 and all(runs[name]["partial_rounds"] for name in wanted.variants)
 
 
-def test_an_answer_is_asked_for_behind_a_chain_of_thought(loaded):
-    """And the surprise is what the model says of each token."""
-    wanted = QualitySettings(variants((8,), (6,), ("minmax",)), 40, True, options=SIZES, answer_tokens=6)
+def test_the_surprise_is_what_the_model_says_of_each_token(loaded):
+    wanted = QualitySettings(variants((8,), (6,), ("minmax",)), 40, True, options=SIZES)
     sample = Sample(TEXT, "What sat?", "pets", "pets.jsonl:1", answers=("cat",), score="found")
-    asked = Prompt(sample, tuple(thoughtful(sample).encode(loaded.tokenizer)))
+    asked = Prompt(sample, tuple(sample.encode(loaded.tokenizer)))
     runs = Quality(loaded, wanted).measure(asked)["runs"]
     plain = Speculator("ar", loaded.model, loaded.tokenizer)
-    (thought,) = plain.generate(list(asked.tokens), max_new_tokens=40, eos_token_ids=[])
-    (behind,) = plain.generate([*asked.tokens, *thought.token_ids, *turn(loaded.tokenizer)], max_new_tokens=6)
-    assert runs["ar"]["text"] == thought.text and runs["ar"]["answer"] == runs["full"]["answer"] == behind.text
-    assert runs["ar"]["score"] == float("cat" in behind.text)
-    ids = torch.tensor([[*asked.tokens, *thought.token_ids]])
+    (text,) = plain.generate(list(asked.tokens), max_new_tokens=40, eos_token_ids=[])
+    assert runs["ar"]["text"] == text.text and runs["ar"]["score"] == float("cat" in text.text)
+    ids = torch.tensor([[*asked.tokens, *text.token_ids]])
     with torch.inference_mode():
         said = loaded.model(ids).logits[0, -41:-1].float().log_softmax(-1)
     expected = -said.gather(1, ids[0, -40:, None]).mean().item()
@@ -180,7 +177,7 @@ def test_without_rouge_score(monkeypatch, command):
         (["-o", "colour=1"], "colour"),
         (["-o", "budget=8"], "--budget"),
         (["-n", "1"], "max-tokens"),
-        (["--answer-tokens", "-1"], "answer-tokens"),
+        (["--answer-tokens", "9"], "--answer-tokens"),
         (["--kv-dtype", "int4"], "kv-dtype"),
         (["--context", "3"], "3 tokens"),
         (["--no-drift"], "--no-drift"),

@@ -12,7 +12,7 @@ from longdraft.bench.data import Sample
 from longdraft.bench.experiment import Experiment
 from longdraft.bench.prompts import grid, prepare
 from longdraft.bench.records import Records
-from longdraft.bench.results import header, read
+from longdraft.bench.results import header
 from longdraft.bench.run import Bench, Disagreement, Measured
 from longdraft.bench.settings import Settings
 from longdraft.errors import CheckpointError, ConfigError
@@ -55,11 +55,11 @@ def test_a_run_comes_back_and_goes_on_where_it_ended(session, tmp_path):
         file.append(one)
     with path.open("ab") as torn:
         torn.write(b'{"dataset": "a", "conte')  # as a power cut leaves it
-    assert read(path) == (session.header, file.records) and file.records[0].differences == differences
+    assert session.open(path).records == file.records and file.records[0].differences == differences
     again = Experiment(session.bench.steps(session.groups), lambda measured: measured.key, session.open(path))
     assert again.found == file.records and [record.key for record in again.found] == [again.keys[0], again.keys[-1]]
     made = [record.key for record in again.run(lambda what: lambda name: None)]
-    assert made == again.keys[1:-1] and len(read(path)[1]) == len(session.groups)
+    assert made == again.keys[1:-1] and len(session.open(path).records) == len(session.groups)
 
 
 def test_another_run_is_refused(session, loaded, tmp_path, monkeypatch):
@@ -99,13 +99,12 @@ def test_files_that_are_none(session, tmp_path):
     path = tmp_path / "r.jsonl"
     for content in (b"{}\n", b"hello\n", b'{"text": "a row of data"}\n', b"[1]\n", b'{"format": "longdraft-bench"'):
         path.write_bytes(content)
-        for use in (read, session.open):
-            with pytest.raises(CheckpointError):
-                use(path)
+        with pytest.raises(CheckpointError):
+            session.open(path)
         assert path.read_bytes() == content
     path.write_text(json.dumps({**session.header, "version": 99}) + "\n")
     with pytest.raises(CheckpointError):
-        read(path)
+        session.open(path)
     wrong = (
         {"context": "x"},
         {"batch": True},
@@ -114,8 +113,9 @@ def test_files_that_are_none(session, tmp_path):
         {"cold": {"ar": 1}},
     )
     for damaged in ({"dataset": "a"}, *(line({"ar": 4.0}, **each) for each in wrong)):
+        write(path, session.header, damaged)
         with pytest.raises(CheckpointError, match=r"r\.jsonl:2"):
-            read(write(path, session.header, damaged))
-    assert read(write(path, session.header, line({"ar": 4.0})))[1][0].batch == 1
+            session.open(path)
+    assert session.open(write(path, session.header, line({"ar": 4.0}))).records[0].batch == 1
     (tmp_path / "empty.jsonl").touch()
     assert session.open(tmp_path / "empty.jsonl").records == []

@@ -14,8 +14,6 @@ from longdraft.bench.data import Sample
 @pytest.mark.parametrize(
     ("score", "text", "answer", "wanted"),
     [
-        ("exact_match", "The Eiffel Tower.", "eiffel tower", 1),
-        ("exact_match", "the Eiffel Tower in Paris", "eiffel tower", 0),
         ("f1", "It is the Eiffel Tower", "Eiffel Tower", 2 * 1 * 0.5 / 1.5),
         ("f1", "cat cat", "cat", 2 * 0.5 / 1.5),
         ("f1", "none", "cat", 0),
@@ -25,9 +23,6 @@ from longdraft.bench.data import Sample
         ("choice", "**The correct answer is (B).**", "B", 1),
         ("choice", "The correct answer is C", "C", 1),
         ("choice", "It is B", "B", 0),
-        ("letters", "AC", "CA (both)", 1),
-        ("letters", "option D", "D", 1),
-        ("letters", "none", "A", 0),
         ("number", r"1 + 1 = \boxed{2}, not 3", "2", 1),
         ("number", "The answer is 1,204. I checked 3 times.", "1204", 1),
         ("number", "first 7, then 073", "73", 1),
@@ -66,7 +61,7 @@ def test_scores_are_those_of_lm_eval():
 
 
 def test_several_references():
-    best = Sample("x", "", "any", "", answers=("cat", "dog"), score="exact_match")
+    best = Sample("x", "", "any", "", answers=("cat", "dog"), score="f1")
     assert scores.score(best, "dog") == 1
     needles = Sample("x", "", "vt", "", answers=("ABC", "DEF"), score="found")
     assert scores.score(needles, "abc, xyz") == 0.5

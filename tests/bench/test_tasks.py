@@ -31,10 +31,6 @@ LAYOUTS = {
     "aime24": ({"problem": "Find x.", "solution": "", "answer": "1"}, "", "Think step by step"),
     "ruler": ({"index": 0, "input": "A needle", "outputs": ["7"]}, "", ""),
     "spec-bench": ({"question_id": 1, "category": "rag", "turns": ["first", "second"]}, "", ""),
-    "leval": (
-        {"input": "long text", "instructions": ["why?", "who?"], "outputs": ["A", "B"], "evaluation": "exam"},
-        "", "why?\n\nAnswer with the letter",
-    ),
 }  # fmt: skip
 
 
@@ -57,8 +53,8 @@ def write(tmp_path):
 def test_a_row_of_every_layout(write, name, suffix):
     row, before, behind = LAYOUTS[name]
     path = write([row], suffix)
-    first, *more = tasks.read([f"{name}={path}"])
-    assert first.dataset.startswith(name) and first.origin == f"{path}:1" and len(more) == (name == "leval")
+    (first,) = tasks.read([f"{name}={path}"])
+    assert first.dataset.startswith(name) and first.origin == f"{path}:1"
     texts = [row[c] for c in tasks.TASKS[name].document if c in row] or [row.get("input") or row["turns"][0]]
     assert first.document == texts[0]
     assert first.preface.startswith(before) and behind in first.instruction
@@ -72,16 +68,7 @@ def test_every_task_of_longbench_has_a_template_and_a_score(write):
         assert "{" not in sample.preface + sample.instruction and sample.score and sample.middle
 
 
-def test_parts_of_a_data_set(tmp_path, write):
-    row = LAYOUTS["leval"][0]
-    (tmp_path / "leval" / "Closed-ended-tasks").mkdir(parents=True)
-    (tmp_path / "leval" / "Open-ended-tasks").mkdir()
-    (tmp_path / "leval" / "Closed-ended-tasks" / "coursera.jsonl").write_text(json.dumps(row))
-    open_row = row | {"evaluation": "rouge", "outputs": ["one two", "three"]}
-    (tmp_path / "leval" / "Open-ended-tasks" / "news.jsonl").write_text(json.dumps(open_row))
-    found = tasks.read([f"leval={tmp_path / 'leval'}"])
-    assert [(s.dataset, s.score) for s in found[1:3]] == [("leval/coursera", "letters"), ("leval/news", "rouge_l")]
-    assert found[2].instruction == "\n\nwhy?"
+def test_parts_of_a_data_set(write):
     questions = [{"category": c, "turns": ["q"]} for c in ("writing", "translation")]
     found = tasks.read([f"spec-bench={write(questions)}"])
     assert [s.dataset for s in found] == ["spec-bench/mt_bench", "spec-bench/translation"]

@@ -45,10 +45,9 @@ def test_the_table_and_the_json_object_of_the_contract(bench, data_file, tmp_pat
         '{"context": "five six five six five six", "input": "why?", "answers": [""], "dataset": "made-up"}\n'
     )
     ours = "prompt-lookup:plan=fixed:max_draft=3"
-    ended = bench("--methods", f"{ours},hf", "--json", "--out", tmp_path / "out.json")
+    ended = bench("--methods", f"{ours},hf", "--json")
     assert ended.code == 0, ended.err
     found = json.loads(ended.out.splitlines()[-1])
-    assert found == json.loads((tmp_path / "out.json").read_text())
     assert {"rows", "hardware", "versions"} <= set(found)
     assert [(r["method"], r["dataset"], r["samples"]) for r in found["rows"]] == [
         ("ar", "rows", 2), (ours, "rows", 2), ("hf", "rows", 2),
@@ -93,15 +92,15 @@ def test_transformers_runs_on_unpacked_weights(shell, tmp_path):
         (["--context", "64,x"], 2, "--context"),
         (["--batch", "1,9"], 2, "9"),
         (["--methods", "magic"], 2, "magic"),
-        (["--methods", "llama-cpp"], 2, "llama-cpp-python"),
-        (["--methods", "hf-assisted"], 2, "--assistant DIR"),
+        (["--methods", "llama-cpp"], 2, "--url"),
+        (["--methods", "hf", "--assistant", "x"], 2, "--assistant"),
         (["--data", "gov_report"], 2, "--data gov_report=FILE"),
         (["--data", "none.jsonl"], 2, "none.jsonl"),
         (["--repeats", "0"], 2, "repeats"),
         (["-n", "600"], 2, "--max-tokens"),
         (["-n", "500"], 2, "--context 12"),
         (["--snapshots", "kept"], 2, "--one-prefill"),
-        (["--out", "no/such/folder/x.json"], 1, "--out"),
+        (["--out", "x.json"], 2, "--out"),
     ],
 )
 def test_what_cannot_be(bench, arguments, code, key):
@@ -161,12 +160,11 @@ def test_ctrl_c_keeps_what_is_done(bench, tmp_path, monkeypatch):
     path = tmp_path / "results.jsonl"
     with monkeypatch.context() as patched:
         patched.setattr(Bench, "measure", interrupted)
-        ended = bench("--methods", "ar", "--results", path, "--json", "--out", tmp_path / "out.json")
+        ended = bench("--methods", "ar", "--results", path, "--json")
     assert ended.code == 130
     found = json.loads(ended.out.splitlines()[-1])
     assert found["complete"] is False
     assert [r["samples"] for r in found["rows"]] == [2]
-    assert json.loads((tmp_path / "out.json").read_text()) == found
     assert "made-up: 2 samples" in ended.out
     assert "Stopped after 2 of 4 batches." in ended.err
     assert len(path.read_text().splitlines()) == 3

@@ -47,7 +47,7 @@ def test_doctor(shell, model_folder):
     # keys and values, 3 layers, 2 heads of size 16, float32
     assert model["kv_bytes_per_1k_tokens"] == 1024 * 2 * 3 * 2 * 16 * 4
     assert (model["context_tokens"], model["hosted"], model["reason"]) == (512, True, None)
-    assert model["parameters"] > 10_000 and model["layers"] == "3 layers: 3 full attention"
+    assert model["parameters"] > 10_000 and model["layers"] == "3 layers: 3 full"
     for said in (model["layers"], "512 tokens", f"kernels    {found['kernels']['line']}\n"):
         assert said in ended.out
     assert not re.search(r"hybrid|flash|triton|CUDA|nvidia", ended.out.rpartition("\n{")[0], re.I)  # no GPU is there

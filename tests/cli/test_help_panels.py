@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
 
 import pytest
 
@@ -46,7 +44,6 @@ def test_verbs_stand_in_groups(shell, monkeypatch):
         (["gen"], ["generate"]),
         (["bench", "qu"], ["quality"]),
         (["generate", "--method", "specp"], ["specpv"]),
-        (["bench", "needle", "--needle-d"], ["--needle-depths"]),
         (["train", "eag"], ["eagle", "eagle3"]),
         (["generate", "--weights", ""], ["float32", "stored"]),
         (["generate", "--file", "REA"], []),  # the shell's own files
@@ -58,13 +55,3 @@ def test_shells_complete(shell, monkeypatch, words, expected):
     }.items():  # fmt: skip
         monkeypatch.setenv(name, str(value))
     assert sorted(shell().out.split()) == expected
-
-
-@pytest.mark.parametrize("name", ["bash", "zsh", "fish"])
-def test_scripts_are_printed(shell, monkeypatch, name):
-    monkeypatch.setenv("SHELL", f"/usr/bin/{name}")
-    script = shell("completion").out
-    assert script == shell("completion", name).out and "_LONGDRAFT_COMPLETE=complete_" + name in script
-    assert shell("completion", "csh").code == 2
-    if shutil.which(name):
-        assert subprocess.run([name, "-n"], input=script, capture_output=True, text=True).returncode == 0

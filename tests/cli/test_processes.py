@@ -18,7 +18,7 @@ def rank(request, monkeypatch):
 
 
 REFUSED = [
-    *((verb, f"longdraft {verb}") for verb in ("chat", "batch", "serve", "bench quality", "bench needle")),
+    *((verb, f"longdraft {verb}") for verb in ("chat", "batch", "serve", "bench quality")),
     *((f"generate -p hello {words}", name) for words, name in (
         ("--kv-cache kept", "--kv-cache"), ("--file -", "standard input"), ("--device cpu", "--device"),
         ("--rope-factor 2", "--rope-factor"),

@@ -75,7 +75,10 @@ COMMANDS = [
 ]
 USAGE = [
     ("sing", "sing"),
-    ("completion csh", "csh"),
+    ("completion fish", "--show-completion"),
+    ("bench needle --haystack x", "reproduce specextend 1"),
+    ("bench report x.jsonl", "--html"),
+    ("batch in out --ray 4", "serve --ray"),
     ("generate -p x --max-tokens many", "--max-tokens"),
     ("generate -p x --weights int4", "--weights"),
     ("generate -p x --top-p 2", "--top-p"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import RepetitionPenaltyLogitsProcessor
+from transformers import RepetitionPenaltyLogitsProcessor, TopPLogitsWarper
 
 from longdraft import Sampling, Speculator
 from longdraft.bench.contenders import Job
@@ -42,7 +42,7 @@ def test_settings_mean_what_they_mean_in_generate(settings):
     text, scores = torch.tensor([[3, 5, 5, 60]]), 3 * torch.randn(1, 61)
     expected = processors_of_generate(do_sample=True, **settings)
     ours = Sampling(**settings).processors()
-    assert [type(p) for p in ours] == [type(p) for p in expected]
+    assert len(ours) == len(expected) and all(map(isinstance, ours, map(type, expected)))
     assert torch.equal(ours(text, scores.clone()), expected(text, scores.clone()))
 
 
@@ -92,3 +92,19 @@ def test_generate_beside_which_we_are_measured_has_the_same_penalty(temperature)
     )
     mine = Speculator("ar", target=model).generate([list(prompt)], max_new_tokens=30, sampling=sampling, seed=5)[0]
     assert list(theirs.tokens[0]) == mine.token_ids != ours[0, 4:].tolist()
+
+
+@pytest.mark.parametrize("scale", [0.5, 3.0, 8.0])
+@pytest.mark.parametrize("top_p", [0.02, 0.8, 0.999])
+def test_top_p_keeps_the_tokens_that_transformers_keeps(scale, top_p):
+    """From nearly flat distributions, of which all of the vocabulary is sorted, to such that one token leads."""
+    for seed in range(4):
+        scores = scale * torch.randn(1, 20_000, generator=torch.Generator().manual_seed(seed))
+        scores[0, 7] = -torch.inf
+        (found,) = (p(None, scores.clone()) for p in Sampling(temperature=1.0, top_p=top_p).processors())
+        expected = TopPLogitsWarper(top_p)(None, scores.clone())
+        # Sums from above and from below round otherwise: the last of thousands of tokens may be one or the other.
+        differ = (found != expected).nonzero()[:, 1]
+        assert len(differ) <= 1 + int((expected > -torch.inf).sum()) // 1000
+        kept = found > -torch.inf
+        assert torch.equal(found[kept], scores[kept])

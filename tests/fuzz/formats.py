@@ -12,7 +12,6 @@ from typing import Any
 import longdraft
 from longdraft import Speculator
 from longdraft.batch.output import Output
-from longdraft.bench import results
 from longdraft.bench.records import Records
 from longdraft.bench.run import Measured
 from tests.bench import results_files
@@ -100,8 +99,7 @@ def _sharded(path: Path) -> None:
 
 
 def _report(path: Path) -> None:
-    """A page, and a run that goes on."""
-    results.report_of(path)
+    """A run that goes on."""
     Records(path, results_files.header(("ar", "longspec")), Measured)
 
 

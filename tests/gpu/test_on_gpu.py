@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from longdraft import Speculator
+from longdraft import Request, Speculator
 from longdraft.attention import dispatch, reference
 from longdraft.bench.ties import compare
 from longdraft.engine.schedule import verify_trees
+from longdraft.model.gpu import side_by_side
 from longdraft.model.outputs import Taps
 from longdraft.model.runner import TargetRunner
 from longdraft.training.config import TrainConfig
@@ -42,6 +43,12 @@ CLOSE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 def model_of(dtype: torch.dtype, family: Any = "llama", **over: Any) -> Any:
     return tiny_model(family, dtype=dtype, **(SIZES | over)).to(DEVICE)
+
+
+def side_by_side_of(model: Any) -> Any:
+    """With weights that get the same rows side by side, as longdraft loads models."""
+    side_by_side.join(model)
+    return model
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
@@ -112,6 +119,9 @@ def test_recorded_forwards_equal_launched_ones(path, dtype, monkeypatch, record_
 @pytest.mark.parametrize("fused", ["1", "0"])
 def test_fused_layers_equal_the_models_own(fused, monkeypatch, record_property):
     monkeypatch.setenv("LONGDRAFT_FUSED", fused)
+    if GPU:  # roundings of many layers add up
+        deep = TargetRunner(side_by_side_of(model_of(HALF, layers=32, hidden=2048, heads=16, initializer_range=0.02)))
+        assert len(deep.twin.fused.layers) == 32 * (fused == "1")
     for family in ("llama", "qwen3"):
         model = model_of(HALF, family, initializer_range=0.05)
         runner = TargetRunner(model)
@@ -146,6 +156,47 @@ def test_methods_equal_plain_decoding_to_the_bit(method, on_device):
     drafted, accepted = sum(s.drafted for s in steps), sum(s.accepted for s in steps)
     # These views hold short texts whole, so nothing that they say is wrong.
     assert 0 < accepted < drafted + (method in ("triforce", "magicdec"))
+
+
+@pytest.mark.parametrize("method", ["prompt-lookup", "longspec", "eagle3"])
+def test_requests_that_join_and_leave_equal_the_prompts_one_by_one(method, on_device):
+    """To the bit with ``deterministic=True``, three slots for six requests of unlike lengths."""
+    wanted = {"target": on_device.model, "plan": "fixed", "deterministic": True}
+    prompts = [prompt[: len(prompt) - cut] for cut in (0, 3) for prompt in PROMPTS]
+    lengths = [12 + 7 * i for i in range(len(prompts))]
+    plain = Speculator("ar", **wanted)
+    alone = [plain.generate([p], max_new_tokens=n)[0].token_ids for p, n in zip(prompts, lengths, strict=True)]
+    session = Speculator(method, **wanted, **on_device.options(method)).session(batch=3)
+    waiting = [Request(p, max_new_tokens=n) for p, n in zip(prompts, lengths, strict=True)]
+    added, accepted = [session.add(waiting.pop(0)) for _ in range(2)], 0
+    while session.busy or waiting:
+        if waiting:
+            added.append(session.add(waiting.pop(0)))
+        accepted += sum(step.accepted for step in session.step())
+    assert [session.result(i).token_ids for i in added] == alone and accepted
+
+
+def test_kv_in_int8_is_that_of_a_slightly_different_model(record_property):
+    """Logits of a tree behind a text are near those of 16 bits; methods write what plain decoding on that KV writes."""
+    model, found = model_of(HALF), []
+    for kv_dtype in (None, torch.int8) if GPU else (None, torch.float32):
+        runner = TargetRunner(model, kv_dtype=kv_dtype)
+        store = runner.new_store(2, 400)
+        for slot, prompt in enumerate(PROMPTS[:2]):
+            runner.forward(store.block([slot], [prompt], prompt=True), store, logits="none")
+            store.commit(slot, range(len(prompt)))
+        for _ in range(4):  # recorded at the third
+            out = verify_trees(runner, store, [1, 0], [TREE, TREE]).logits.float()
+        found.append(out)
+    error = float((found[0] - found[1]).norm() / found[0].norm())
+    record_property("found", {"apart": f"{error:.1e}"})
+    assert error < 0.25  # a random model turns small errors into large ones: 0.09 on a CPU, of float32
+    spec = Speculator("prompt-lookup", target=model, plan="fixed", kv_dtype="int8" if GPU else None)
+    plain = Speculator("ar", target=model, kv_dtype="int8" if GPU else None)
+    for prompt in PROMPTS:
+        ours, theirs = (s.generate([prompt], max_new_tokens=48)[0] for s in (spec, plain))
+        difference = compare(spec.runner(), prompt, ours.token_ids, theirs.token_ids)
+        assert difference is None or difference.near_tie, difference
 
 
 @pytest.mark.parametrize("method", ["prompt-lookup", "longspec", "eagle3", "self"])

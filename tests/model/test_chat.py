@@ -10,7 +10,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from longdraft.errors import PromptError
-from longdraft.model.chat import chat_prompt, encode, follow_up
+from longdraft.model.chat import chat_prompt, conversation, encode
 from tests.support.tiny import tiny_tokenizer
 
 
@@ -62,8 +62,8 @@ def test_without_a_template_the_parts_are_plain_text():
 def test_a_family_without_a_template_gets_its_published_one(name, caplog, tmp_path):
     tokenizer = with_first_token(chat=False)
     tokenizer.name_or_path, tokenizer.bos_token, tokenizer.eos_token = str(tmp_path / name), "<unk>", "<eos>"
-    answer = encode(tokenizer, " yes")[1:]
-    text = tokenizer.decode([*chat_prompt(tokenizer, "hello"), *answer, *follow_up(tokenizer, "so?")])
+    said = (("user", "hello"), ("assistant", "yes"), ("user", "so?"))
+    text = tokenizer.decode(conversation(tokenizer, [{"role": role, "content": text} for role, text in said]))
     greeting = "polite answers to the user's questions. user: hello assistant: yes"
     assert text.startswith("<unk>a chat between") and text.endswith(f"{greeting}<eos>user: so? assistant:")
     assert "<unk>be brief. user: hello" in tokenizer.decode(chat_prompt(tokenizer, "hello", system="be brief."))
@@ -76,28 +76,6 @@ def test_arguments_of_the_template():
     tokenizer.chat_template += "{% if enable_thinking is false %}no{% endif %}"
     assert tokenizer.decode(chat_prompt(tokenizer, "hello", enable_thinking=False)).endswith("<assistant>no")
     assert tokenizer.decode(chat_prompt(tokenizer, "hello")).endswith("<assistant>")
-
-
-def test_another_turn_goes_on_where_an_answer_ends():
-    for chat in (True, False):
-        tokenizer = with_first_token(chat)
-        whole = tokenizer.decode(
-            [*chat_prompt(tokenizer, "hello"), *encode(tokenizer, "yes")[1:], *follow_up(tokenizer, "so?")]
-        )
-        wanted = (
-            "<unk><user>hello<eos><assistant>yes<eos><user>so?<eos><assistant>" if chat else "<unk>helloyes\n\nso?\n\n"
-        )
-        assert whole == wanted
-
-
-@pytest.mark.parametrize(
-    "template",
-    ["<user>{{ messages[-1]['content'] }}", "{% if messages|length > 1 %}{{ raise_exception('one') }}{% endif %}hello"],
-)
-def test_a_template_without_a_place_for_another_turn(template):
-    tokenizer = tiny_tokenizer(chat=True)
-    tokenizer.chat_template = template
-    assert chat_prompt(tokenizer, "hello") and follow_up(tokenizer, "so?") == []
 
 
 def test_encode_is_the_tokenizers_own_reading():

@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from longdraft.model.gpu import layers as gpu_layers
 from longdraft.model.gpu import side_by_side
 from longdraft.model.gpu.graphs import Graphs
 from longdraft.model.runner import TargetRunner
@@ -149,3 +151,15 @@ def test_a_layer_that_computes_more_than_its_parts_say_runs_by_its_own_code(ther
     model = tiny_model(dtype=torch.bfloat16)
     model.model.layers[2].__class__ = Scaled
     assert not TargetRunner(moved(model)).twin.fused.layers
+
+
+def test_many_layers_are_fused_though_their_roundings_grow_from_layer_to_layer(there, monkeypatch):
+    """As on a real GPU, where a product of joined weights adds up in another order."""
+
+    def silu_times(gate, up):
+        return (torch.nn.functional.silu(gate.float()) * up.float()).to(gate.dtype)
+
+    others = {name: getattr(gpu_layers.ops, name) for name in ("rms_norm", "add_rms_norm", "rope_write")}
+    monkeypatch.setattr(gpu_layers, "ops", SimpleNamespace(**others, silu_times=silu_times))
+    model = moved(tiny_model(layers=24, dtype=torch.bfloat16))
+    assert len(TargetRunner(model).twin.fused.layers) == 24

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import pytest
 
-from longdraft.model.lock import FairLock
+from longdraft.model.twin import lock_of
+from tests.support.tiny import tiny_model
 
 
 def begun(work: Callable[[], None]) -> threading.Thread:
@@ -18,38 +19,24 @@ def begun(work: Callable[[], None]) -> threading.Thread:
     return thread
 
 
-def is_free(lock: FairLock) -> bool:
+def is_free(lock: AbstractContextManager[bool]) -> bool:
     """As another thread sees it."""
-    order: list[str] = []
-    joining(lock, order, "another").join(0.5)
-    return bool(order)
-
-
-def joining(lock: FairLock, order: list[str], name: str) -> threading.Thread:
-    """A thread that takes the lock and puts its name into the list."""
+    taken = threading.Event()
 
     def work() -> None:
         with lock:
-            order.append(name)
+            taken.set()
 
-    return begun(work)
+    begun(work).join(0.5)
+    return taken.is_set()
 
 
-def test_who_has_just_had_it_stands_behind_those_who_wait_and_who_has_it_takes_it_again():
-    lock, order, threads = FairLock(), [], []
-    with lock:
-        for name in "abcd":
-            threads.append(joining(lock, order, name))
-            time.sleep(0.02)
-        with lock, lock:
-            order.append("inside")
-        assert not order[1:]
-    for _ in range(5):
-        with lock:
-            order.append("again")
-    for thread in threads:
-        thread.join()
-    assert order[:2] == ["inside", "a"] and sorted(order[2:]) == [*["again"] * 5, *"bcd"] and order[-1] == "again"
+def test_a_model_has_one_lock_and_who_has_it_takes_it_again():
+    model = tiny_model()
+    lock = lock_of(model)
+    assert lock is lock_of(model) and lock is not lock_of(tiny_model())
+    with lock, lock:
+        assert not is_free(lock)
     assert is_free(lock)
 
 
@@ -72,30 +59,8 @@ def alarms():
     signal.signal(signal.SIGALRM, before)
 
 
-def test_one_who_gives_up_waiting_keeps_nobody_from_it(alarms):
-    lock, taken, go, order = FairLock(), threading.Event(), threading.Event(), []
-
-    def hold() -> None:
-        with lock:
-            taken.set()
-            go.wait()
-
-    threads = [begun(hold)]
-    taken.wait()
-    for behind in (False, True):  # next, and behind the next one
-        alarms(0.05)
-        with pytest.raises(Alarm), lock:
-            pytest.fail("it is held")
-        threads += [] if behind else [joining(lock, order, "after")]
-        time.sleep(0.02)
-    go.set()
-    for thread in threads:
-        thread.join()
-    assert order == ["after"] and is_free(lock)
-
-
 def test_alarms_at_any_moment_do_not_lose_it(alarms):
-    lock, stop, inside = FairLock(), threading.Event(), []
+    lock, stop, inside = lock_of(tiny_model()), threading.Event(), []
 
     def busy() -> None:
         while not stop.is_set():

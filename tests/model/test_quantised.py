@@ -263,7 +263,9 @@ def test_a_model_that_hqq_quantises(bits):
 @pytest.mark.parametrize("config", TOGETHER)
 def test_activations_that_are_scaled_or_searched_together_are_refused(config, tmp_path):
     model = loaded(tmp_path, config)
-    with pytest.raises(UnsupportedModelError, match=r"layers\.0\.self_attn\.q_proj \(Linear.* of its input together"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"layers\.0\.self_attn\.q_proj \(Linear.* (input together|larger ones)"
+    ):
         TargetRunner(model)
 
 
@@ -326,5 +328,5 @@ def test_weights_that_were_unpacked_into_another_dtype_are_refused_by_name(tmp_p
 def test_a_checkpoint_whose_rows_are_scaled_together_is_refused(tmp_path):
     pytest.importorskip("compressed_tensors")
     model = longdraft.load(quantised_folder(tmp_path, "w8a8-by-tensor")).model
-    with pytest.raises(UnsupportedModelError, match="scales all rows of its input together"):
+    with pytest.raises(UnsupportedModelError, match="beside larger ones"):
         TargetRunner(model)

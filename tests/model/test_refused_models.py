@@ -76,15 +76,6 @@ def by_bitsandbytes(layer):
     layer.__class__ = type("Linear8bitLt", (torch.nn.Linear,), {"state": SimpleNamespace(threshold=6.0)})
 
 
-def by_compressed_tensors(layer):
-    activations = SimpleNamespace(dynamic=True, strategy="tensor")
-    layer.quantization_scheme = SimpleNamespace(input_activations=activations)
-
-
-def by_torchao(layer):
-    layer.weight.act_quant_kwargs = SimpleNamespace(granularity=type("PerTensor", (), {})())
-
-
 QUANTISED = r"model\.layers\.\d\.\w+\.\w+ \(Linear"
 # What is given as a target, and what the refusal names.
 REFUSED = {
@@ -101,10 +92,7 @@ REFUSED = {
     "an option of attention": (with_an_option, "position_bias"),
     # Quantisations that look at all rows.
     "quantised by torch": (by_torch, QUANTISED),
-    **{
-        f"quantised {f.__name__}": (with_a_layer(f), QUANTISED)
-        for f in (by_bitsandbytes, by_compressed_tensors, by_torchao)
-    },
+    "quantised by_bitsandbytes": (with_a_layer(by_bitsandbytes), QUANTISED),
 }
 
 

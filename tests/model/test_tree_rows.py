@@ -13,9 +13,9 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from longdraft import Speculator, load
+from longdraft.model.experts import keep_experts
 from longdraft.model.runner import TargetRunner
 from longdraft.model.stored import keep_stored
-from longdraft.model.stored_experts import keep_experts
 from tests.native.levels import needs_kernels
 from tests.support.gguf_architectures import write
 from tests.support.quick import few

@@ -16,12 +16,10 @@ from transformers import PreTrainedModel
 
 from longdraft import Speculator
 from longdraft.errors import CapabilityError, UnsupportedModelError
-from longdraft.model import trial
 from longdraft.model.outputs import Taps
 from longdraft.model.runner import TargetRunner
 from tests.support.forwards import forward
 from tests.support.quick import in_turn
-from tests.support.recurrent_models import recurrent_model
 from tests.support.tiny import FAMILIES, tiny_model
 
 CLOSE = {"atol": 2e-4, "rtol": 1e-4}
@@ -240,38 +238,5 @@ def test_model_and_twin_are_freed(circular):
     gc.collect()
     assert twin() is None and gone() is not None
     del model
-    gc.collect()
-    assert gone() is None
-
-
-@pytest.fixture
-def trials(monkeypatch) -> list[type]:
-    """The models that are tried out."""
-    found: list[type] = []
-    try_out = trial.try_out
-    monkeypatch.setattr(trial, "try_out", lambda model: (found.append(type(model)), try_out(model))[1])
-    return found
-
-
-def test_a_model_is_tried_once_as_long_as_it_stays_as_it_is(trials):
-    model = recurrent_model("lfm2")
-    gone = weakref.ref(model)
-    texts = []
-    for _ in range(3):
-        texts.append(Speculator("prompt-lookup", target=model, plan="fixed").generate(TEXT, max_new_tokens=4)[0])
-        gc.collect()
-    assert len(trials) == 1
-    assert len({tuple(text.token_ids) for text in texts}) == 1
-    for change in (
-        lambda m: setattr(m.config, "conv_bias", not m.config.conv_bias),
-        lambda m: m.get_input_embeddings().weight.data.mul_(1.5),
-        lambda m: m.double(),
-    ):
-        before = len(trials)
-        change(model)
-        TargetRunner(model)
-        gc.collect()
-        assert len(trials) == before + 1
-    del model, texts
     gc.collect()
     assert gone() is None

@@ -1,4 +1,4 @@
-"""Ray on this machine: replicas that start, are killed and drained; and a batch on two engines, one of them killed."""
+"""Ray on this machine: replicas that start, are killed and drained."""
 
 from __future__ import annotations
 
@@ -150,21 +150,3 @@ def test_replicas_that_cannot_start_say_why(model_folder):
     with running("serve", "--model", model_folder, *words) as run:
         printed = run.communicate(timeout=180)[1]
         assert run.returncode == 2 and "the model's context holds" in printed
-
-
-@pytest.mark.slow
-def test_a_batch_on_two_engines_of_which_one_is_killed(model_folder, tmp_path):
-    rows = [{"prompt": f"what is {i} plus {i * 7}?", "max_tokens": 2 + i % 30} for i in range(500)]
-    source, out, whole = tmp_path / "in", tmp_path / "out", tmp_path / "whole"
-    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = "--model", model_folder, "--method", "prompt-lookup", "-t", "0.7", "--threads", "1"
-    with running("batch", source, out, *words, "--ray", "2") as run:
-        wait_until(lambda: run.poll() is not None or (out.exists() and out.read_bytes().count(b"\n") >= 50), 180)
-        actors = workers(run, "Actor")
-        assert len(actors) == 2 and out.read_bytes().count(b"\n") < 500
-        actors[0].kill()
-        printed = run.communicate(timeout=180)[1]
-        assert run.returncode == 0, printed
-    with running("batch", source, whole, *words) as alone:
-        alone.communicate(timeout=180)
-        assert alone.returncode == 0 and out.read_bytes() == whole.read_bytes()

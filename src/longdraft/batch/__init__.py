@@ -1,4 +1,4 @@
-"""Files of requests, decoded here or by Ray workers.
+"""Files of requests, answered as the server answers them.
 
 May import: everything but the command line.
 """

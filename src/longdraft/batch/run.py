@@ -16,7 +16,6 @@ from longdraft.errors import CapabilityError, LongdraftError
 from longdraft.model.checkpoints import Progress
 from longdraft.serve.choice import Speculation
 from longdraft.serve.errors import ApiError
-from longdraft.serve.ray import connected, reason, require
 from longdraft.serve.service import Service
 from longdraft.serve.settings import Settings
 from longdraft.speculator import Speculator
@@ -28,8 +27,6 @@ _AHEAD = 8
 _PATIENCE = 0.2
 # After this many unexpected errors in a row, the engine itself is taken to have failed.
 _BROKEN = 8
-# How often a row is decoded again after its actor has died.
-_RETRIES = 3
 
 
 class Figures(NamedTuple):
@@ -127,75 +124,10 @@ class Engine:
         return fed.result()
 
 
-class Actor:
-    """An engine in a process of Ray's. ``make`` makes it there."""
-
-    def __init__(self, make: Callable[[], Engine]) -> None:
-        self._engine = make()
-        self._engine.prepare()
-        self._engine.service.worker.start()
-
-    async def about(self) -> tuple[dict[str, Any], int]:
-        return self._engine.decisive, self._engine.ahead
-
-    async def answer(self, line: Line) -> Answer:
-        return await self._engine.answer(line)
-
-
-class Pool:
-    """Several engines in Ray's actors. Ray starts one that has died again, and gives it its rows again.
-
-    Args:
-        make: makes the engine of each. defaults: the same as the engines'. count: actors.
-        cpus, gpus: how many each actor has.
-
-    Raises:
-        CapabilityError: Ray is not installed or has too few processors; an actor does not start; the models differ.
-    """
-
-    def __init__(self, make: Callable[[], Engine], defaults: Defaults, count: int, cpus: int, gpus: int) -> None:
-        self._ray, self._defaults, self._busy = connected(), defaults, [0] * count
-        require(self._ray, count, cpus, gpus)
-        kind = self._ray.remote(Actor).options(num_cpus=cpus, num_gpus=gpus, max_restarts=-1, max_task_retries=_RETRIES)
-        self._actors = [kind.remote(make) for _ in range(count)]
-        try:
-            about = self._ray.get([actor.about.remote() for actor in self._actors])
-            self.decisive, ahead = about[0]
-            if any(decisive != self.decisive for decisive, _ in about):
-                raise CapabilityError("The actors have loaded different models: give all machines the same files.")
-        except self._ray.exceptions.RayError as error:
-            raise CapabilityError(f"An actor does not start: {reason(str(error))}") from error
-        self.ahead = ahead * count
-
-    def prepare(self, progress: Progress | None = None) -> None:
-        """Each actor has prepared itself."""
-
-    async def answer(self, line: Line) -> Answer:
-        one = min(range(len(self._actors)), key=self._busy.__getitem__)
-        self._busy[one] += 1
-        try:
-            answer: Answer = await self._actors[one].answer.remote(line)
-        except self._ray.exceptions.RayError as error:
-            failure = LongdraftError(f"Its actor died {_RETRIES + 1} times: {reason(str(error))}")
-            return Answer(Row(line, self._defaults).failed(failure), failed=True, unexpected=True)
-        finally:
-            self._busy[one] -= 1
-        return answer
-
-    def drive(self, feed: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        try:
-            return asyncio.run(feed())
-        finally:
-            self._ray.shutdown()  # or Ray prints messages at exit
-
-
-Decoder = Engine | Pool
-
-
 async def run(
     source: Iterator[Line],
     output: Output,
-    decoder: Decoder,
+    engine: Engine,
     progress: Callable[[Figures], None] = lambda figures: None,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> Figures:
@@ -221,8 +153,8 @@ async def run(
         held.clear()
 
     while not cancelled():
-        while len(going) < decoder.ahead and (line := next(source, None)) is not None:
-            going.append(asyncio.create_task(decoder.answer(line)))
+        while len(going) < engine.ahead and (line := next(source, None)) is not None:
+            going.append(asyncio.create_task(engine.answer(line)))
         if not going:
             write()
             break

@@ -27,8 +27,6 @@ from longdraft.bench.results import model_of
 from longdraft.bench.run import Bench
 from longdraft.bench.settings import Settings
 from longdraft.drafts import shipped
-from longdraft.drafts.kinds import KINDS
-from longdraft.engine.method import Method
 from longdraft.errors import CapabilityError, ContextError, PromptError, UnsupportedModelError
 from longdraft.methods import METHODS
 from longdraft.model.checkpoints import LoadedModel, Progress
@@ -38,6 +36,9 @@ FORMAT, VERSION = "longdraft-acceptance", 1
 # The last tokens of a prompt are read again in every run: some drafters choose their view by these tokens' queries,
 # which a kept KV does not have.
 READ_ANEW = 64
+# These run the target on a part of its KV too, between draft and verification. Such forwards are no verifications, so
+# their accepted lengths cannot be compared.
+PARTLY = ("tokenswift", "triforce")
 
 
 @dataclass(frozen=True)
@@ -101,28 +102,13 @@ def opened(path: Path, settings: Settings, model: Mapping[str, Any]) -> Records[
 
 
 def by_default(target: TargetRunner) -> tuple[str, ...]:
-    """The methods whose draft comes with the package for this target.
-
-    Methods that also run the target on a part of its KV, between draft and verification, are left out: these forwards
-    are no verifications, so their accepted lengths cannot be compared.
-    """
+    """The methods whose draft comes with the package for this target, but for :data:`PARTLY`."""
     try:
         description = target.parts.description
     except UnsupportedModelError:
         return ()
-
-    def comes_along(method: Method) -> bool:
-        kind = KINDS.get(method.draft_kind or "")
-        if not method.needs_draft or kind is None or _factory(method.drafter) is not _factory(kind.drafter):
-            return False
-        return shipped.fitting(description, method.draft_kind) is not None
-
-    return tuple(method.name for method in METHODS.values() if comes_along(method))
-
-
-def _factory(drafter: object) -> object:
-    """A drafter's factory, without options that are bound to it."""
-    return drafter.func if isinstance(drafter, partial) else drafter
+    drafting = [method for method in METHODS.values() if method.needs_draft and method.name not in PARTLY]
+    return tuple(m.name for m in drafting if shipped.fitting(description, m.draft_kind) is not None)
 
 
 def stretches(lengths: Sequence[int], context: int) -> dict[float | None, list[int]]:

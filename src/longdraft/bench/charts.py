@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from longdraft.errors import CapabilityError
 
@@ -26,21 +25,13 @@ _STYLE = {
 }
 
 
-@dataclass(frozen=True)
-class Point:
+class Point(NamedTuple):
     """A value of one method: its place on the x axis, the value, and its lowest and highest if it sums up several."""
 
     x: float
     y: float
     low: float | None = None
     high: float | None = None
-
-    @property
-    def spread(self) -> tuple[float, float]:
-        """Distances of the lowest and the highest from the value; 0 where they are not below and above it."""
-        below = 0.0 if self.low is None else self.y - self.low
-        above = 0.0 if self.high is None else self.high - self.y
-        return max(0.0, below), max(0.0, above)
 
 
 def available() -> None:
@@ -107,10 +98,11 @@ def lines(
         style = style | {"marker": "_", "linestyle": ":"} if name in dotted else own
         # Side by side on the axis, so that no spread hides another.
         beside = (xs[-1] / xs[0]) ** (0.01 * (i - (len(series) - 1) / 2))
-        spreads = list(zip(*(point.spread for point in points), strict=True))
-        axes.errorbar(
-            [beside * point.x for point in points], [point.y for point in points], yerr=spreads, label=name, **style
-        )  # fmt: skip
+        spreads = [
+            [max(0.0, 0.0 if end is None else sign * (end - point.y)) for point in points for end in [point[place]]]
+            for sign, place in ((-1, 2), (1, 3))
+        ]
+        axes.errorbar([beside * p.x for p in points], [p.y for p in points], yerr=spreads, label=name, **style)
     if reference is not None:
         axes.axhline(reference, color=INK, linewidth=0.8)
     axes.set_ylim(bottom=0)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -62,7 +60,6 @@ class Run:
             where the prompt's KV came from a snapshot.
         decode_seconds: from there to the end.
         rounds: target forwards of each prompt after its first token.
-        early: tokens that came with the first one, out of the prompt's forward; ``decode_seconds`` has no time of them.
         accepted: for each round, drafted tokens that it accepted, and how many the token budget had room for. Rounds
             of all prompts, in the order in which they ended.
         view: the rows of a longer text that a draft or a partial verification sees, as text; empty: all.
@@ -72,32 +69,11 @@ class Run:
     first_token_seconds: float | None
     decode_seconds: float
     rounds: tuple[int, ...]
-    early: int = 0
     accepted: tuple[tuple[int, int], ...] = ()
     partial_rounds: int = 0
     partial_tokens: int = 0
     rolled_back: int = 0
     view: str = ""
-
-    @classmethod
-    def streamed(
-        cls, tokens: tuple[int, ...], job: Job, start: float, times: Sequence[float], counts: Sequence[int]
-    ) -> Run:
-        """The run of a single prompt, from the times of its tokens.
-
-        Args:
-            times, counts: for each forward, when its tokens came and how many; the first is the prompt's.
-        """
-        first, *later = counts
-        emitted = accumulate(later, initial=first)
-        return cls(
-            (tokens,),
-            times[0] - start,
-            times[-1] - times[0],
-            rounds=(len(later),),
-            early=first - 1,
-            accepted=tuple((n - 1, job.max_tokens - e - 1) for n, e in zip(later, emitted, strict=False)),
-        )
 
     @property
     def new_tokens(self) -> int:
@@ -111,13 +87,13 @@ class Run:
     def rate(self, reading: float = 0.0) -> float | None:
         """New tokens a second, with so many seconds of reading the prompt."""
         seconds = self.decode_seconds + reading
-        return (self.new_tokens - self.early) / seconds if seconds > 0 and any(self.rounds) else None
+        return self.new_tokens / seconds if seconds > 0 and any(self.rounds) else None
 
     @property
     def mean_accepted_length(self) -> float | None:
         """New tokens / target forwards, without the prefill's tokens; None if there was no forward."""
         forwards = sum(self.rounds)
-        return (self.new_tokens - len(self.tokens) - self.early) / forwards if forwards else None
+        return (self.new_tokens - len(self.tokens)) / forwards if forwards else None
 
 
 class Contender(ABC):
@@ -152,17 +128,12 @@ class Contender(ABC):
 
 @dataclass
 class Kept:
-    """KV of the job's prompts, which our contenders share.
-
-    Attributes:
-        feature_layers: layers whose hidden states some contender reads.
-    """
+    """KV of the job's prompts, which our contenders share."""
 
     cache: PromptCache
-    feature_layers: tuple[int, ...] = ()
 
     def clear(self) -> None:
-        self.cache = PromptCache(self.feature_layers)
+        self.cache = PromptCache(self.cache.feature_layers)
 
 
 class Ours(Contender):
@@ -174,7 +145,6 @@ class Ours(Contender):
         if runner.arithmetic == "int8":
             self.note += ", int8 arithmetic"
         self.spec, self.kept = spec, kept
-        kept.feature_layers = kept.feature_layers or spec.feature_layers()
         used = spec.draft()
         self.draft = None if used is None else Path(used.folder)
 

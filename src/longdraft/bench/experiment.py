@@ -3,15 +3,9 @@
 A measurement is made of steps, and a step makes records, each of which is known by a key. Steps whose records are in
 the file already are left out, so a run that was stopped goes on where it was; Ctrl-C keeps what there is.
 
-Another measure plugs in with three things, and gets resuming, progress and Ctrl-C:
-
-1. a frozen dataclass for its records, and their file: ``Records(path, signed(FORMAT, VERSION, {...}), parsed)``;
-2. steps: ``Step(what, keys, measure)``, where ``measure(missing, tick)`` yields the records whose keys are missing,
-   each as soon as it is there, and calls ``tick(contender)`` before each run;
-3. ``Experiment(steps, key, file)``, where ``key`` tells a record's key. The command line runs it with
-   ``cli.measuring.Rendered.measure``, which shows a :class:`~longdraft.bench.tables.Report` of ``found``.
-
-Contenders whose times are compared run in turn, in the order of :func:`in_turn`.
+Another measure brings a frozen dataclass for its records, steps that make them, and a
+:class:`~longdraft.bench.tables.Report` of what was found: ``cli.measuring.Rendered.measure`` does all else. Contenders
+whose times are compared run in turn, in the order of :func:`in_turn`.
 """
 
 from __future__ import annotations
@@ -20,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from longdraft.bench.records import Records
 
@@ -52,7 +46,6 @@ class Experiment(Generic[K, R]):
     Args:
         key: the key of a record.
         file: keeps records, and has those of earlier runs; None: none.
-        usable: False for a record of the file that is to be made again.
     """
 
     def __init__(
@@ -60,12 +53,10 @@ class Experiment(Generic[K, R]):
         steps: Sequence[Step[K, R]],
         key: Callable[[R], K],
         file: Records[R] | None = None,
-        usable: Callable[[R], bool] = lambda record: True,
     ) -> None:
         self._steps, self._key, self.file = steps, key, file
         self.keys = [each for step in steps for each in step.keys]
-        there = [] if file is None else [record for record in file.records if usable(record)]
-        self._records: dict[K, R] = {key(record): record for record in there}
+        self._records: dict[K, R] = {key(record): record for record in ([] if file is None else file.records)}
 
     @property
     def found(self) -> list[R]:
@@ -93,24 +84,25 @@ class Experiment(Generic[K, R]):
 
 
 Record = dict[str, Any]
-"""``unit``: its name; ``measured``: a plain object for JSON, of a paper's table, the quality of texts or needles."""
-Measure = Callable[[Tick], Any]
+"""``unit``: its name; ``measured``: a plain object for JSON, of a paper's table or of the quality of texts."""
 
 
-def of_units(
-    units: Mapping[str, tuple[int, Measure]], path: Path | None, header: Mapping[str, Any]
-) -> Experiment[str, Record]:
-    """The measurement of units whose records are plain objects, with what a file of records has already.
+class Unit(NamedTuple):
+    """A part of a measurement that is kept at once. ``ticks``: how often ``measure`` calls its ``tick``."""
 
-    Args:
-        units: by name, how often each calls its ``tick``, and what measures it.
+    ticks: int
+    measure: Callable[[Tick], Mapping[str, Any]]
+
+
+def of_units(units: Mapping[str, Unit], path: Path | None, header: Mapping[str, Any]) -> Experiment[str, Record]:
+    """The measurement of units, by name, with what a file of records has already.
 
     Raises:
         ConfigError: the file holds a run with other settings. CheckpointError: it cannot be used.
     """
 
     def measured(unit: str, missing: Collection[str], tick: Tick) -> Iterator[Record]:
-        yield {"unit": unit, "measured": units[unit][1](tick)}
+        yield {"unit": unit, "measured": units[unit].measure(tick)}
 
     steps = [Step(unit, (unit,), partial(measured, unit), ticks) for unit, (ticks, _) in units.items()]
     file = None if path is None else Records[Record](path, header, dict)

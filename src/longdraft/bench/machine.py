@@ -14,18 +14,25 @@ import torch
 from longdraft.memory import sizes
 from longdraft.planning.costs import cpu_name
 
-PACKAGES = ("longdraft", "torch", "transformers", "triton", "llama-cpp-python")
+PACKAGES = ("longdraft", "torch", "transformers", "triton")
 
 
 def hardware() -> dict[str, Any]:
     """Processor, cores, memory in bytes and GPUs; None for an entry that the system does not tell."""
+    gpus = []
+    for i in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(i)
+        name = torch.cuda.get_device_properties(i).name
+        gpus.append({"name": name, "memory_bytes": total, "memory_available_bytes": free})
+    # In a container a process may use fewer cores than the machine has.
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return {
         "cpu": cpu_name(),
-        "cores": _cores(),
+        "cores": cores,
         "threads": torch.get_num_threads(),
         "memory_bytes": int(psutil.virtual_memory().total),
         "memory_available_bytes": sizes.available_bytes(torch.device("cpu")),
-        "gpus": [_gpu(i) for i in range(torch.cuda.device_count())],
+        "gpus": gpus,
     }
 
 
@@ -65,16 +72,3 @@ def _peak_resident() -> int | None:
     except (OSError, ValueError):
         pass
     return None
-
-
-def _cores() -> int:
-    """Count of cores that this process may use, which in a container may be fewer than the machine's."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def _gpu(index: int) -> dict[str, Any]:
-    properties = torch.cuda.get_device_properties(index)
-    free, total = torch.cuda.mem_get_info(index)
-    return {"name": properties.name, "memory_bytes": total, "memory_available_bytes": free}

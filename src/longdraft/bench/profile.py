@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from longdraft.bench.contenders import Job
-from longdraft.engine.loop import Engine
 from longdraft.memory.prompt_cache import PromptCache
 from longdraft.model.clock import Clock
 from longdraft.speculator import Speculator
@@ -61,7 +60,14 @@ def profile(spec: Speculator, job: Job, cache: PromptCache | None = None, rounds
                 seen.append(parts | {"rest": step.seconds - sum(parts[name] for name in PARTS[:3])})
                 if len(seen) > rounds:
                     break
-        memory = _memory(engine)
+        runner, schedule, drafter = engine.runner, engine.schedule, engine.drafter
+        weights = held_bytes([runner.model])
+        memory = {
+            "weights": weights,
+            "packed": held_bytes([runner]) - weights,
+            "kv": held_bytes([schedule], [runner]),
+            "draft": held_bytes([drafter], [runner, schedule]),
+        }
         run.close()
     finally:
         engine.runner.clock = None
@@ -75,17 +81,6 @@ def profile(spec: Speculator, job: Job, cache: PromptCache | None = None, rounds
         prefix_share=keys[0] / keys[1] if keys[1] else None,
         memory=memory,
     )
-
-
-def _memory(engine: Engine) -> dict[str, int]:
-    runner, schedule = engine.runner, engine.schedule
-    weights = held_bytes([runner.model])
-    return {
-        "weights": weights,
-        "packed": held_bytes([runner]) - weights,
-        "kv": held_bytes([schedule], [runner]),
-        "draft": held_bytes([engine.drafter], [runner, schedule]),
-    }
 
 
 def held_bytes(holders: Iterable[object], but: Iterable[object] = ()) -> int:

@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from rich.table import Table
 from rich.text import Text
 
-from longdraft.bench.contenders import Job, Run, ends_of
-from longdraft.bench.data import Sample
 from longdraft.bench.experiment import Tick
 from longdraft.bench.prompts import Prompt
 from longdraft.bench.records import fingerprint, plain
@@ -43,24 +41,14 @@ from longdraft.bench.tables import (
 from longdraft.bench.ties import first_difference, read
 from longdraft.engine.partial import SpecPV
 from longdraft.engine.sampler import Sampling
-from longdraft.errors import CapabilityError, ContextError
+from longdraft.errors import ContextError
 from longdraft.methods import method_named
-from longdraft.model.chat import follow_up
 from longdraft.model.checkpoints import LoadedModel
 from longdraft.recipes import resolve
 from longdraft.speculator import Speculator
 from longdraft.views.scorers import SCORERS
 from longdraft.views.view import View, dtype_of
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-# Questions that are thought about before they are answered (SpecPV, section 4.3). The paper does not give its words:
-# these are ours, the same for every data set.
-THINK = "Do not answer yet: first think step by step about what the text says on this."
-ANSWER = "Now give the final answer alone, in the form that was asked for."
-TURN = 64
-"""Tokens that the turn between thought and answer has at most."""
 METHOD, FULL = "specpv", "full"
 VARIED = {"selector": "minmax", "budget": 1024, "margin": 20}
 """Options that variants of specpv differ in."""
@@ -122,8 +110,6 @@ class QualitySettings:
         kv_dtypes: plain decoding on a KV cache rounded to each of them is compared too.
         options: further options of specpv and its drafter, the same for all variants.
         temperature: above 0 all are sampled with the same random numbers.
-        answer_tokens: above 0 a text is a chain of thought, behind which an answer of so many tokens at most is asked
-            for, and scored in its place.
 
     Raises:
         ValueError: for a combination that makes no partial cache.
@@ -136,14 +122,11 @@ class QualitySettings:
     kv_dtypes: tuple[str, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
     temperature: float = 0.0
-    answer_tokens: int = 0
 
     def __post_init__(self) -> None:
         Sampling(self.temperature)
         if self.max_tokens < 2:
             raise ValueError(f"max-tokens must be at least 2, got {self.max_tokens}")
-        if self.answer_tokens < 0:
-            raise ValueError(f"answer-tokens must be at least 0, got {self.answer_tokens}")
         if twice := sorted(VARIED.keys() & self.options):
             raise ValueError(f"{', '.join(twice)}: give it as --{twice[0]}, which takes several")
         for name in self.kv_dtypes:
@@ -154,16 +137,11 @@ class QualitySettings:
             given = {**self.options, **options}
             known.schedule(**{name: given[name] for name in known.schedule_options if name in given})
 
-    @property
-    def new_tokens(self) -> int:
-        """Tokens behind a prompt, at most."""
-        return self.max_tokens + (self.answer_tokens and TURN + self.answer_tokens)
-
     def header(self) -> dict[str, Any]:
         """The settings as a file of records holds them."""
         draft = self.options.get("draft")
         drafts = {} if draft is None else {"draft": fingerprint(Path(draft))}
-        return {"settings": {**vars(self), "options": plain({**self.options, **drafts})}}
+        return {"settings": {**vars(self), "answer_tokens": 0, "options": plain({**self.options, **drafts})}}
 
 
 class Quality:
@@ -174,8 +152,7 @@ class Quality:
         names: contenders, in the order in which they decode a prompt.
 
     Raises:
-        CapabilityError: the drafter's draft is missing; when texts are compared, rouge-score is not installed; when
-            answers are asked for, the model's chat template has no second turn.
+        CapabilityError: the drafter's draft is missing; when texts are compared, rouge-score is not installed.
     """
 
     def __init__(self, loaded: LoadedModel, settings: QualitySettings) -> None:
@@ -196,8 +173,6 @@ class Quality:
         self._bench = Bench(loaded, wanted)
         self._contenders = {FULL if name == self.drafter else name: c for name, c in self._bench.ours.items()}
         self.names = tuple(self._contenders)
-        self._ends = ends_of(self._bench.target, loaded.tokenizer, ignore_eos=False)
-        self._turn = turn(loaded.tokenizer) if settings.answer_tokens else []
         self._awake = False
 
     def reference(self, name: str) -> str | None:
@@ -249,13 +224,10 @@ class Quality:
         runs: dict[str, dict[str, Any]] = {}
         for name in self.names:
             tick(name)
-            run = self._run(name, self._bench.job([prompt.tokens], self.settings.max_tokens))
+            gc.collect()  # or a collection falls due inside somebody's turn
+            run = self._contenders[name].warm(self._bench.job([prompt.tokens], self.settings.max_tokens))
             (tokens[name],) = run.tokens
-            answer = text = self._text(tokens[name])
-            if self._turn:  # the text is a chain of thought, behind which the answer is asked for
-                thought = tokens[name][:-1] if tokens[name][-1] in self._ends else tokens[name]
-                asked = self._bench.job([(*prompt.tokens, *thought, *self._turn)], self.settings.answer_tokens)
-                answer = self._text(self._run(name, replace(asked, eos=self._ends)).tokens[0])
+            text = str(self._tokenizer.decode(list(tokens[name]), skip_special_tokens=True))
             runs[name] = {
                 "text": text,
                 "tokens": run.new_tokens,
@@ -263,8 +235,7 @@ class Quality:
                 "partial_rounds": run.partial_rounds,
                 "tokens_per_second": run.tokens_per_second,
                 "surprise": self._surprise(prompt.tokens, tokens[name]),
-                "answer": answer,
-                "score": score(prompt.sample, answer),
+                "score": score(prompt.sample, text),
                 "view": f"{self.view(name).budget:,} = {self.view(name)}" if name in self.settings.variants else None,
             }
             of = self.reference(name)
@@ -273,10 +244,6 @@ class Quality:
         sample = prompt.sample
         about = {"dataset": sample.dataset, "origin": sample.origin, "scored": sample.score or None}
         return {**about, "context_tokens": len(prompt.tokens), "runs": runs}
-
-    def _run(self, name: str, job: Job) -> Run:
-        gc.collect()  # or a collection falls due inside somebody's turn
-        return self._contenders[name].warm(job)
 
     @torch.inference_mode()
     def _surprise(self, prompt: Sequence[int], output: Sequence[int]) -> float:
@@ -290,9 +257,6 @@ class Quality:
                 total -= float(out.logits[0].float().log_softmax(-1).gather(1, tokens[:, None]).sum())
         return total / len(output)
 
-    def _text(self, tokens: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
-
     def report(self, compared: Sequence[Mapping[str, Any]], complete: bool = True) -> Report:
         """The report of prompts that were compared; keys are those that docs/figures.md defines."""
         by_dataset = grouped(compared, "dataset")
@@ -305,7 +269,7 @@ class Quality:
                 "text": run["text"],
                 "reference": of,
                 "reference_text": None if of is None else each["runs"][of]["text"],
-                "answer": run["answer"] if self.settings.answer_tokens else None,
+                "answer": None,
             }
             for each in compared
             for name, run in each["runs"].items()
@@ -365,19 +329,3 @@ def figures(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "score": mean_of(run.get("score") for run in runs),
         "view": runs[0].get("view"),
     }
-
-
-def thoughtful(sample: Sample) -> Sample:
-    """The sample, asking for a chain of thought."""
-    return replace(sample, instruction="\n\n".join(filter(None, (sample.instruction, THINK))))
-
-
-def turn(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Token ids of the turn that asks for the answer.
-
-    Raises:
-        CapabilityError: the chat template has no place for it.
-    """
-    if not (tokens := follow_up(tokenizer, ANSWER)):
-        raise CapabilityError("The model's chat template has no second turn, in which the answer could be asked for.")
-    return tokens

@@ -17,7 +17,6 @@ from types import UnionType
 from typing import Any, Generic, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from longdraft.errors import CheckpointError, ConfigError
-from longdraft.files import naming
 from longdraft.json_lines import JsonLines
 
 T = TypeVar("T")
@@ -45,59 +44,41 @@ class Records(Generic[T]):
     """
 
     def __init__(self, path: Path, header: Mapping[str, Any], kind: type[T]) -> None:
-        self.path, self.records = path, list[T]()
-        there, self._file = _opened(path, header["format"], header["version"], kind, self.records)
-        if there is None:
+        self.path, self.records, self._kind = path, list[T](), kind
+        self._there: dict[str, Any] | None = None
+        self._form, self._version = header["format"], header["version"]
+        self._file = JsonLines(path, self._take)
+        if self._there is None:
+            if path.exists() and path.stat().st_size:
+                raise self._none()
             self._file.append(header)
-        elif differing := list(_differences(decisive(there), decisive(header))):
+        elif differing := list(_differences(decisive(self._there), decisive(header))):
             shown = "; ".join(differing[:5]) + (f"; and {len(differing) - 5} more" if len(differing) > 5 else "")
             raise ConfigError(
                 f"{path} holds another run ({shown}). Go on with the same settings, or name another file."
             )
 
+    def _take(self, number: int, row: Any) -> None:
+        """Keeps what a line of the file holds: the header, then a record each."""
+        if number > 1:
+            self.records.append(restored(self._kind, row))
+        elif not isinstance(row, dict) or row.get("format") != self._form:
+            raise self._none()
+        elif row.get("version") != self._version:
+            raise CheckpointError(
+                f"{self.path} has format version {row.get('version')}, and this version of longdraft reads "
+                f"{self._version}: name another file."
+            )
+        else:
+            self._there = row
+
+    def _none(self) -> CheckpointError:
+        return CheckpointError(f"{self.path} is not a results file of this bench: give another name.")
+
     def append(self, record: T) -> None:
         """Adds a record, whose line is on the disk when this returns."""
         self._file.append(dataclasses.asdict(record) if dataclasses.is_dataclass(record) else record)  # type: ignore[arg-type]
         self.records.append(record)
-
-
-def contents(path: Path, form: str, version: int, kind: type[T]) -> tuple[dict[str, Any], list[T]]:
-    """Header and records of a file, without a torn last line.
-
-    Raises:
-        CheckpointError: it cannot be read, or is no file of this format and version.
-    """
-    records: list[T] = []
-    with naming(path, f"{path} cannot be read"):
-        path.stat()
-    found, _ = _opened(path, form, version, kind, records)
-    return found or {}, records
-
-
-def _opened(
-    path: Path, form: str, version: int, kind: type[T], records: list[T]
-) -> tuple[dict[str, Any] | None, JsonLines]:
-    """The header of a file, None where there is nothing yet, and the file, whose records are added to a list."""
-    header: dict[str, Any] | None = None
-
-    def take(number: int, row: Any) -> None:
-        nonlocal header
-        if number > 1:
-            records.append(restored(kind, row))
-        elif not isinstance(row, dict) or row.get("format") != form:
-            raise CheckpointError(f"{path} is not a results file of this bench: give another name.")
-        elif row.get("version") != version:
-            raise CheckpointError(
-                f"{path} has format version {row.get('version')}, and this version of longdraft reads {version}: name "
-                "another file."
-            )
-        else:
-            header = row
-
-    file = JsonLines(path, take)
-    if header is None and path.exists() and path.stat().st_size:
-        raise CheckpointError(f"{path} is not a results file of this bench: give another name.")
-    return header, file
 
 
 def signed(form: str, version: int, content: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,20 +6,14 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
-from rich.text import Text
-
-from longdraft.bench import report
 from longdraft.bench.peers import PEERS
 from longdraft.bench.prompts import Prompt
-from longdraft.bench.records import contents, fingerprint, mapping, plain, signed
-from longdraft.bench.run import Bench, Measured
-from longdraft.bench.tables import Report, circumstances
-from longdraft.errors import CheckpointError
-from longdraft.files import naming
+from longdraft.bench.records import fingerprint, plain, signed
+from longdraft.bench.run import Bench
+from longdraft.bench.tables import circumstances
 from longdraft.model.checkpoints import LoadedModel
 from longdraft.model.runner import TargetRunner
 
@@ -85,31 +79,3 @@ def model_of(target: TargetRunner, name: str) -> dict[str, Any]:
         "device": target.device.type,
         "weights": target.fingerprint,
     }
-
-
-def read(path: Path) -> tuple[dict[str, Any], list[Measured]]:
-    """The header and the measurements of a file.
-
-    Raises:
-        CheckpointError: it cannot be read, or is no results file.
-    """
-    return contents(path, FORMAT, VERSION, Measured)
-
-
-def report_of(path: Path) -> Report:
-    """The report of a results file, as :func:`read` reads it.
-
-    Raises:
-        CheckpointError: it has no measurement, or one that no bench wrote.
-    """
-    found, measured = read(path)
-    if not measured:
-        raise CheckpointError(f"{path} has no measurement yet: let `longdraft bench --results {path}` go on.")
-    with naming(str(path), f"No page can be made of {path}", "It holds values that no bench writes."):
-        asked = mapping(found.get("settings")).get("contenders") or list(measured[0].rounds)
-        names = [name for name in asked if all(name in m.rounds for m in measured)]
-        document = report.document(names, measured, mapping(found.get("notes")))
-        document |= {name: mapping(found.get(name)) for name in ("hardware", "versions")}
-        shown = report.shown(document)
-    made = f"{mapping(found.get('model')).get('name')}: {path.name}, begun {found.get('created')}"
-    return replace(shown, name=f"longdraft bench, {made}", remarks=[*shown.remarks, Text(str(found.get("command")))])

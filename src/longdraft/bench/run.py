@@ -11,13 +11,13 @@ import gc
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 from longdraft.bench import machine, scores
 from longdraft.bench.contenders import Contender, Job, Kept, Ours, Run, ends_of
 from longdraft.bench.experiment import Step, Tick, in_turn
-from longdraft.bench.peers import LLAMA, PEERS, Generate
+from longdraft.bench.peers import PEERS, Generate
 from longdraft.bench.profile import profile
 from longdraft.bench.prompts import Group, Prompt
 from longdraft.bench.settings import REFERENCE, Settings, speculator
@@ -117,7 +117,7 @@ class Bench:
         unpacked: Callable[[], LoadedModel] | None = None,
     ) -> None:
         self.settings = settings
-        self._unpacked, self._awake = unpacked, False
+        self._awake = False
         ours = {name: speculator(settings, name, loaded, progress) for name in settings.contenders if name not in PEERS}
         self.target = ours[REFERENCE].runner()
         layers = {name: spec.feature_layers() for name, spec in ours.items()}
@@ -125,12 +125,15 @@ class Bench:
         # Contenders share the prompts' KV if they round it to the same dtype, and read no other hidden states of it.
         kept: dict[tuple[str | None, tuple[int, ...]], Kept] = {}
         self.contenders: dict[str, Contender] = {}
+        plain = self.target
+        if unpacked is not None and len(ours) < len(settings.contenders):
+            plain = TargetRunner(unpacked().model)
         for name in settings.contenders:
             if name in PEERS:
-                self.contenders[name] = self._peer(name)
+                self.contenders[name] = Generate(plain.model, name, plain.arithmetic == self.target.arithmetic)
                 continue
             place = settings.kv_dtype_of(name), layers[name] or read
-            shared = kept.setdefault(place, Kept(PromptCache(place[1]), place[1]))
+            shared = kept.setdefault(place, Kept(PromptCache(place[1])))
             self.contenders[name] = Ours(name, ours[name], shared)
         self.contenders |= {c.name: c for c in extra}
         self.names = tuple(self.contenders)
@@ -141,19 +144,6 @@ class Bench:
     def ours(self) -> dict[str, Ours]:
         """The contenders that are methods of this package."""
         return {name: c for name, c in self.contenders.items() if isinstance(c, Ours)}
-
-    def _peer(self, name: str) -> Contender:
-        """A peer on the target, or on the unpacked model if it needs one."""
-        target = self.target if name == LLAMA or self._unpacked is None else self._plain
-        peer = PEERS[name](target, self.settings.sources)
-        if isinstance(peer, Generate):
-            peer.same_arithmetic = target.arithmetic == self.target.arithmetic
-        return peer
-
-    @cached_property
-    def _plain(self) -> TargetRunner:
-        assert self._unpacked is not None
-        return TargetRunner(self._unpacked().model)
 
     @property
     def notes(self) -> dict[str, str]:

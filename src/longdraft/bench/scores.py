@@ -1,7 +1,7 @@
 """Scores of answers against references, in [0, 1], and which data set is scored how.
 
 F1, edit similarity, classes and numbers are defined as in LongBench (Bai et al. 2024, its ``metrics.py``), choices as
-in LongBench v2, letters as in L-Eval, needles found as in RULER, similarity as in OpenAI's MRCR. ROUGE-L is that of the
+in LongBench v2, needles found as in RULER, similarity as in OpenAI's MRCR. ROUGE-L is that of the
 package rouge-score.
 """
 
@@ -30,11 +30,6 @@ def _words(text: str) -> list[str]:
     return re.sub(r"\b(a|an|the)\b", " ", bare).split()
 
 
-def exact_match(text: str, answer: str) -> float:
-    """1 if both have the same words after SQuAD's normalisation."""
-    return float(_words(text) == _words(answer))
-
-
 def f1(text: str, answer: str) -> float:
     """F1 of the words that both have, after SQuAD's normalisation."""
     own, wanted = _words(text), _words(answer)
@@ -60,13 +55,6 @@ def choice(text: str, answer: str) -> float:
     """1 if "The correct answer is (X)" names the answer's letter; brackets may be missing."""
     found = re.search(r"The correct answer is (?:\(([A-D])\)|([A-D]))", text.replace("*", ""))
     return float(found is not None and (found[1] or found[2]) == answer.strip())
-
-
-def letters(text: str, answer: str) -> float:
-    """1 if the letters A to D that a text begins with, or the first one in it, are the answer's. None is no guess."""
-    wanted = re.sub(r"[^A-D]", "", answer.split()[0]) if answer.strip() else ""
-    found = re.match(r"\s*([A-D]{2,})", text) or re.search(r"([A-D])", text)
-    return float(found is not None and set(found[1]) == set(wanted))
 
 
 def number(text: str, answer: str) -> float:
@@ -118,8 +106,8 @@ def rouge_l() -> Callable[[str, str], float]:
 
 ROUGE, CLASSES, FOUND = "rouge_l", "classes", "found"
 _PLAIN: dict[str, Callable[[str, str], float]] = {
-    "exact_match": exact_match, "f1": f1, "edit_similarity": edit_similarity, "choice": choice, "letters": letters,
-    "number": number, "numbers": numbers, "similarity": similarity, FOUND: found,
+    "f1": f1, "edit_similarity": edit_similarity, "choice": choice, "number": number, "numbers": numbers,
+    "similarity": similarity, FOUND: found,
 }  # fmt: skip
 SCORES = (*_PLAIN, ROUGE, CLASSES)
 """Names of all scores."""
@@ -130,8 +118,7 @@ _DATASETS = {
     "numbers": ("passage_count", "passage_retrieval_en"),
     CLASSES: ("trec",),
     "choice": ("longbench-v2",),
-    "number": ("aime24", "gsm100"),
-    "letters": ("coursera", "quality", "tpo"),
+    "number": ("aime24",),
     FOUND: ("ruler", "niah_single", "niah_multikey", "niah_multivalue", "niah_multiquery", "vt"),
 }
 

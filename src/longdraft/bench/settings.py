@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from longdraft.bench import peers
-from longdraft.bench.peers import PEERS, Sources
+from longdraft.bench.peers import PEERS
 from longdraft.drafts import draft_folder
 from longdraft.engine.sampler import Sampling
 from longdraft.errors import UnknownMethodError
@@ -22,6 +21,12 @@ from longdraft.speculator import Speculator
 from longdraft.views.view import dtype_of
 
 REFERENCE = "ar"
+# Peers that there were.
+_GONE = {
+    "hf-prompt-lookup": "It is transformers' generate(prompt_lookup_num_tokens=10); hf is its plain decoding.",
+    "hf-assisted": "It is transformers' generate(assistant_model=...); hf is its plain decoding.",
+    "llama-cpp": "Give the address of llama.cpp's server to `longdraft bench length --url`.",
+}
 
 
 @dataclass(frozen=True)
@@ -43,7 +48,6 @@ class Settings:
         own_options: further options of single contenders, by name (``specpv:budget=512``), ``plan`` and ``kv_dtype``
             included.
         plan, offload: of our methods; see :class:`~longdraft.speculator.Speculator`.
-        sources: the weights of peers.
         profile: profile some rounds of our methods after the timed ones.
     """
 
@@ -61,7 +65,6 @@ class Settings:
     own_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     plan: str | None = None
     offload: str | Path | None = None
-    sources: Sources = field(default_factory=Sources)
     profile: bool = False
     asked: Mapping[str, Any] = field(default_factory=dict)
 
@@ -77,16 +80,14 @@ class Settings:
             raise ValueError("context and batch must name one value at least")
         for name in self.methods:
             if method_name(name) not in METHODS and name not in PEERS:
-                raise UnknownMethodError(
-                    f"There is no method {name!r}. Methods: {', '.join(METHODS)}. To compare with: {', '.join(PEERS)}."
-                )
+                known = f"Methods: {', '.join(METHODS)}. To compare with: {', '.join(PEERS)}."
+                raise UnknownMethodError(f"There is no method {name!r}. {_GONE.get(name, known)}")
             if name not in PEERS:
                 # Refuses a wrong option, or a draft that cannot be read.
                 resolve(method_name(name), self.options(name))
             plans.checked(self.plan_of(name))
             dtype_of(self.kv_dtype_of(name), "kv_dtype")
         offloading.parse(self.offload)
-        peers.check(self.methods, self.sources, max(self.batches))
         if self.draft_options and not any(self.takes_draft(name) for name in self.methods):
             needing = ", ".join(m.name for m in METHODS.values() if m.takes_draft)
             raise ValueError(
@@ -102,20 +103,15 @@ class Settings:
             readers = [n for n in self.methods if self.takes_draft(n) and METHODS[method_name(n)].draft_kind in kinds]
             if readers and name not in readers:
                 given = {k: x for k, x in given.items() if k != "draft"}
-        return {**given, **{k: x for k, x in self._own(name).items() if k not in ("plan", "kv_dtype")}}
-
-    def _own(self, name: str) -> Mapping[str, Any]:
-        return self.own_options.get(name, {})
+        return {**given, **{k: x for k, x in self.own_options.get(name, {}).items() if k not in ("plan", "kv_dtype")}}
 
     def plan_of(self, name: str) -> str | None:
         """The plan of one of our contenders."""
-        plan: str | None = self._own(name).get("plan", self.plan)
-        return plan
+        return dict(self.own_options.get(name, {})).get("plan", self.plan)
 
     def kv_dtype_of(self, name: str) -> str | None:
         """The KV cache's dtype of one of our contenders."""
-        kv_dtype: str | None = self._own(name).get("kv_dtype")
-        return kv_dtype
+        return dict(self.own_options.get(name, {})).get("kv_dtype")
 
     def takes_draft(self, name: str) -> bool:
         """True if the draft options apply to this contender."""

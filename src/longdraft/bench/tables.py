@@ -38,31 +38,27 @@ class Report:
     name: str = "longdraft bench"
 
 
-def render(reports: Sequence[Report], to: Literal["markdown", "html"]) -> str:
-    """Reports one behind the other, as a text of their tables, remarks and definitions; a page has figures too.
+def render(report: Report, to: Literal["markdown", "html"]) -> str:
+    """A report as a text of its tables, remarks and definitions; a page has figures too.
 
     Raises:
         CapabilityError: a page, and matplotlib is not installed.
     """
     if to == "markdown":
-        return "\n".join(_markdown(report) for report in reports)
+        return _markdown(report)
     import jinja2
 
     text = resources.files("longdraft.bench").joinpath("page.html.jinja").read_text(encoding="utf-8")
     # Everything from a file is escaped; what is not a variable of the template is an error.
     template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(text)
-    parts = [
-        {
-            "name": report.name,
-            "tables": [(title, cells(table)) for title, table in report.tables],
-            "figures": [charts.inline(make) for make in report.figures.values()],
-            "remarks": [remark.plain for remark in report.remarks],
-            "facts": {name: report.document.get(name) for name in ("hardware", "versions")},
-        }
-        for report in reports
-    ]
-    definitions = dict.fromkeys(line for report in reports for line in report.definitions)
-    return template.render(parts=parts, definitions=list(definitions))
+    return template.render(
+        name=report.name,
+        tables=[(title, cells(table)) for title, table in report.tables],
+        figures=[charts.inline(make) for make in report.figures.values()],
+        remarks=[remark.plain for remark in report.remarks],
+        facts={name: report.document.get(name) for name in ("hardware", "versions")},
+        definitions=report.definitions,
+    )
 
 
 def _markdown(report: Report) -> str:

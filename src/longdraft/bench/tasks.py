@@ -18,7 +18,7 @@ from typing import Any
 from longdraft.bench import conversations, data, rows, ruler
 from longdraft.bench.data import Sample
 from longdraft.bench.rows import Row
-from longdraft.bench.scores import ROUGE, of_dataset
+from longdraft.bench.scores import of_dataset
 from longdraft.errors import CapabilityError, PromptError
 
 # LongBench's repository holds one archive; its rows are read from there, without the script that lies beside it.
@@ -49,8 +49,7 @@ class Task:
         answers: columns for the references, likewise.
         hub: arguments of ``datasets.load_dataset``; empty: it is read from files alone.
         plain, middle: as of :class:`~longdraft.bench.data.Sample`.
-        columns: makes the prompts' columns of a row, one or several; ``part`` among them names a part of the data set,
-            ``score`` how it is scored.
+        columns: makes the prompt's columns of a row; ``part`` among them names a part of the data set.
         samples: makes the samples of a row that is a conversation, by the data set's name; None: it is none.
     """
 
@@ -60,7 +59,7 @@ class Task:
     hub: Columns = field(default_factory=dict)
     plain: bool = False
     middle: bool = False
-    columns: Callable[[Row], Iterable[Columns]] = lambda row: [row.columns]
+    columns: Callable[[Row], Columns] = lambda row: row.columns
     samples: Callable[[str, Row], Iterable[Sample]] | None = None
 
 
@@ -69,25 +68,14 @@ def _longbench(name: str) -> Task:
     return Task(_TEMPLATES[name], hub=hub, plain=name in _PLAIN, middle=True)
 
 
-def _leval(row: Row) -> Iterable[Columns]:
-    """The prompts of a document of L-Eval, which has several instructions and an output for each."""
-    kind, asked, outputs = (row.columns.get(column) for column in ("evaluation", "instructions", "outputs"))
-    score = {"exam": of_dataset(row.stem) or "exact_match", "f1": "f1", "rouge": ROUGE}.get(str(kind), "")
-    for instruction, output in zip(asked or (), outputs or (), strict=False):
-        yield {
-            "context": row.columns.get("input"), "instruction": instruction, "answers": [output], "part": row.stem,
-            "brief": "\n\nAnswer with the letter, or with the answer alone." if kind == "exam" else "", "score": score,
-        }  # fmt: skip
-
-
-def _spec_bench(row: Row) -> Iterable[Columns]:
+def _spec_bench(row: Row) -> Columns:
     """The first turn of a question of Spec-Bench; MT-bench's categories are one part."""
     category = str(row.columns.get("category", ""))
     own = ("translation", "summarization", "qa", "math_reasoning", "rag")
-    return [{"context": (row.columns.get("turns") or [""])[0], "part": category if category in own else "mt_bench"}]
+    return {"context": (row.columns.get("turns") or [""])[0], "part": category if category in own else "mt_bench"}
 
 
-def _speed_bench(row: Row) -> Iterable[Columns]:
+def _speed_bench(row: Row) -> Columns:
     """The first turn of a question of SPEED-Bench; a part is a category, and of the throughput splits one of a length.
 
     Raises:
@@ -101,13 +89,12 @@ def _speed_bench(row: Row) -> Iterable[Columns]:
             "prepare_data.py (docs/benchmarks.md), and give the file that it writes."
         )
     split = re.findall(r"throughput_\d+k", row.origin)
-    return [{"context": turn, "part": "/".join([*split[-1:], str(row.columns.get("category", ""))])}]
+    return {"context": turn, "part": "/".join([*split[-1:], str(row.columns.get("category", ""))])}
 
 
 TASKS = {
     **{name: _longbench(name) for name in _TEMPLATES if name.split("-")[0] not in ("longbench", "niah", "vt")},
     "longbench-v2": Task(_TEMPLATES["longbench-v2"], hub={"path": "THUDM/LongBench-v2", "split": "train"}, middle=True),
-    "leval": Task("{context}\n\n{instruction}{brief}", columns=_leval),
     "ruler": Task("{context}", ("input",), ("outputs",)),
     "spec-bench": Task("{context}", columns=_spec_bench),
     "speed-bench": Task("{context}", columns=_speed_bench),
@@ -198,12 +185,7 @@ def _samples(name: str, row: Row) -> Iterable[Sample]:
     task = TASKS[name]
     if task.samples is not None:
         return task.samples(name, row)
-    return [_sample(name, row, columns) for columns in task.columns(row)]
-
-
-def _sample(name: str, row: Row, columns: Columns) -> Sample:
-    task = TASKS[name]
-    halves = task.template.split("{context}")
+    columns, halves = task.columns(row), task.template.split("{context}")
     column = next((c for c in task.document if c in columns), None)
     asked = re.findall(r"\{(\w+)\}", "".join(halves))
     if column is None or not all(c in columns for c in asked):
@@ -214,16 +196,11 @@ def _sample(name: str, row: Row, columns: Columns) -> Sample:
         raise PromptError(f"{row.origin}: its {' or '.join((column, *asked))} is empty or not a string.")
     before, after = (re.sub(r"\{(\w+)\}", lambda found: given[found[1]], half) for half in halves)
     answers = data.answers_of(columns, *task.answers)
-    return Sample(
-        document,
-        after,
-        f"{name}/{columns['part']}" if "part" in columns else name,
-        row.origin,
-        before,
-        joint="",
-        answers=answers,
-        score=str(columns.get("score", of_dataset(name))) if answers else "",
-        classes=tuple(columns.get("all_classes") or ()),
-        plain=task.plain,
-        middle=task.middle,
-    )
+    part = f"{name}/{columns['part']}" if "part" in columns else name
+    return [
+        Sample(
+            document, after, part, row.origin, before, joint="", answers=answers,
+            score=of_dataset(name) if answers else "", classes=tuple(columns.get("all_classes") or ()),
+            plain=task.plain, middle=task.middle,
+        )
+    ]  # fmt: skip

@@ -68,7 +68,7 @@ def acceptance(
     for t in temperatures:
         longdraft.Sampling(temperature=t)
     sampling = longdraft.Sampling(foresee=foresee)
-    settings = _settings(methods, drafting, prompting, _default, contexts=cut_to, plan="fixed", sampling=sampling)
+    settings = _settings(methods, drafting, prompting, (), contexts=cut_to, plan="fixed", sampling=sampling)
     output.check()
     hosted, steps = _hosted(loading, settings, prompting, lambda context: cut_to, short, temperatures)
     file = None if output.results is None else opened(output.results, hosted.settings, hosted.model)
@@ -124,7 +124,7 @@ def bench_length(
     """
     from longdraft.bench import length
     from longdraft.bench import servers as serving
-    from longdraft.bench.acceptance import by_default, opened
+    from longdraft.bench.acceptance import opened
     from longdraft.bench.experiment import Experiment
     from longdraft.bench.schedule import BATCHES, schedules
     from longdraft.bench.settings import REFERENCE, Settings
@@ -152,14 +152,13 @@ def bench_length(
             return asked_for or length.doubled(FIRST, min(context, FARTHEST))
 
         settings = _settings(
-            methods, drafting, prompting, lambda target: by_default(target) or ("self",), (REFERENCE,),
+            methods, drafting, prompting, ("self",), (REFERENCE,),
             contexts=asked_for or (None,), plan=plan,
         )  # fmt: skip
         hosted, steps = _hosted(loading, settings, prompting, lengths_of, short, (0.0,), repeats)
         own, model, names, notes = hosted.settings, hosted.model, hosted.settings.methods, hosted.notes
     file = None if output.results is None else opened(output.results, own, model)
-    # Runs without seconds, as files of earlier versions have them, are made again.
-    experiment = Experiment(steps, lambda run: run.asked, file, usable=lambda run: run.seconds is not None)
+    experiment = Experiment(steps, lambda run: run.asked, file)
 
     def made(complete: bool) -> Any:
         found = []
@@ -172,15 +171,6 @@ def bench_length(
     output.measure(experiment, made)
 
 
-def _default(target: TargetRunner) -> tuple[str, ...]:
-    from longdraft.bench.acceptance import by_default
-
-    found = by_default(target)
-    if not found:
-        raise CapabilityError("No draft for this model comes with longdraft: name one with --draft, or --methods.")
-    return found
-
-
 def _given(prompting: measuring.Sampled) -> dict[str, Any]:
     return {name: getattr(prompting, name) for name in ("max_tokens", "seed", "raw", "ignore_eos", "asked")}
 
@@ -189,19 +179,20 @@ def _settings(
     methods: str | None,
     drafting: method_options.DraftOptions,
     prompting: measuring.Sampled,
-    by_default: Callable[[TargetRunner], Sequence[str]],
+    otherwise: Sequence[str],
     always: Sequence[str] = (),
     **more: Any,
 ) -> Callable[[TargetRunner], Settings]:
     """Settings for a target. Those of methods that are named are checked at once, before a model is read.
 
     Args:
-        methods: with commas between; None: the given draft's, else those by default.
+        methods: with commas between; None: the given draft's, else those by default, else ``otherwise``.
         always: methods that come first, named or not. more: further arguments of ``Settings``.
 
     Raises:
         SettingError: no method of ours, or an option that none of them has.
     """
+    from longdraft.bench.acceptance import by_default
     from longdraft.bench.peers import PEERS
     from longdraft.bench.settings import Settings
     from longdraft.methods import method_of
@@ -220,7 +211,13 @@ def _settings(
             )  # fmt: skip
 
     chosen = None if names is None else made(names)
-    return lambda target: chosen or made(by_default(target))
+
+    def settings(target: TargetRunner) -> Settings:
+        if not (found := by_default(target) or otherwise):
+            raise CapabilityError("No draft for this model comes with longdraft: name one with --draft, or --methods.")
+        return made(found)
+
+    return settings if chosen is None else lambda target: chosen
 
 
 def _hosted(

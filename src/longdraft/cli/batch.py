@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -15,43 +14,7 @@ from longdraft.cli.cancel import Cancel
 from longdraft.cli.progress import Bar
 from longdraft.errors import CapabilityError, CheckpointError
 
-if TYPE_CHECKING:
-    from longdraft.batch.output import Output
-    from longdraft.batch.rows import Defaults
-    from longdraft.batch.run import Decoder, Engine, Figures
-    from longdraft.model.checkpoints import Progress
-
 _BAD_ROWS = 1
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """The command's options that make an engine, in this process or in one of Ray's actors.
-
-    Attributes:
-        own: options of the method.
-        slots: rows decoded at a time; None: as suits the device. context: tokens of text to take memory for at once.
-    """
-
-    hosting: method_options.Hosting
-    method: str | None
-    own: dict[str, Any]
-    defaults: Defaults
-    slots: int | None
-    context: int
-
-    def engine(self, progress: Progress) -> Engine:
-        from longdraft.batch.run import Engine
-        from longdraft.engine.session import batch_for
-
-        loaded, arguments = self.hosting.loading.load(progress), self.hosting.arguments | self.own
-        with options.settings_checked():
-            spec = longdraft.Speculator(self.method, loaded.model, loaded.tokenizer, **arguments)
-        return Engine(spec, self.defaults, self.slots or batch_for(spec.runner().device.type), self.context)
-
-    def engine_in_actor(self) -> Engine:
-        options.load_file(self.hosting.composed)
-        return self.engine(lambda _: None)
 
 
 def batch(
@@ -67,9 +30,6 @@ def batch(
         int,
         typer.Option(min=0, help="Tokens of text to take memory for at once.", show_default="as rows need it"),
     ] = 0,
-    ray: Annotated[
-        int | None, typer.Option("--ray", min=1, help="How many engines to run on Ray.", show_default="this process")
-    ] = None,
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", "-n", min=1, help="New tokens of a row at most, if it does not say.")
     ] = 256,
@@ -84,10 +44,12 @@ def batch(
     own = hosting.own(method, option)
 
     from longdraft.engine.request import stops_of
+    from longdraft.engine.session import batch_for
 
     try:
         from longdraft.batch.output import Output
         from longdraft.batch.rows import Defaults, lines, measured
+        from longdraft.batch.run import Engine, Figures, run
     except ImportError as error:
         raise CapabilityError(
             f'A file of prompts is answered by the server\'s engine: pip install "longdraft[serve]" ({error}).'
@@ -95,24 +57,34 @@ def batch(
 
     with options.settings_checked():
         sampling = choosing.sampling()
-        own = longdraft.Speculator(method, **hosting.arguments, **own).options
+        spec = longdraft.Speculator(method, **hosting.arguments, **own)
         defaults = Defaults(max_tokens, sampling, seed, stops_of(stop or ()), raw, hosting.name)
     if source.resolve() == answers.resolve():
         raise options.SettingError(f"{answers} is the file of prompts: give the answers another name.")
     total, digest = measured(source)
     if not total:
         raise CheckpointError(f"{source} has no rows: give a file with a JSON object a line.")
-    made = EngineOptions(hosting, method, own, defaults, slots, context)
     with console.status() as status:
-        decoder = made.engine(status) if ray is None else _pool(made, ray, status)
+        loaded = hosting.loading.load(status)
+        with options.settings_checked():
+            spec.use(loaded.model, loaded.tokenizer)
+        engine = Engine(spec, defaults, slots or batch_for(spec.runner().device.type), context)
         places = (line.place for line in lines(source))
-        with Output(answers, {"input": f"{total} rows, SHA-256 {digest}", **decoder.decisive}, places) as file:
+        with Output(answers, {"input": f"{total} rows, SHA-256 {digest}", **engine.decisive}, places) as file:
             if file.found:
                 console.note(f"{answers}: {file.found:,} of {total:,} rows are there; going on behind them.")
             if file.found < total:
-                decoder.prepare(status)
+                engine.prepare(status)
             status.close()
-            figures, seconds, cancel = _run(source, file, total, decoder)
+            started, first = time.monotonic(), file.rows
+            with Bar("rows", total) as bar, Cancel(terminate=True) as cancel:
+
+                def draw(now: Figures) -> None:
+                    rate = f"{now.tokens / max(time.monotonic() - started, 1e-9):,.0f} tokens/s"
+                    bar.tell("", file.rows, figures=rate + (f", {file.errors} errors" if file.errors else ""))
+
+                figures = engine.drive(lambda: run(lines(source, first), file, engine, draw, cancel))
+            seconds = time.monotonic() - started
     console.note(
         f"{answers}: {file.rows:,} of {total:,} rows, {file.errors:,} of them errors; {figures.tokens:,} new tokens in "
         f"{seconds:,.1f} s, mean accepted length {figures.speculation.mean_accepted_length:.2f}."
@@ -129,31 +101,3 @@ def batch(
         raise typer.Exit(cancel.exit_code)
     if file.errors:
         raise typer.Exit(_BAD_ROWS)
-
-
-def _pool(made: EngineOptions, count: int, status: console.Status) -> Decoder:
-    """Engines in Ray's actors, each with a GPU or with its share of this machine's cores."""
-    from longdraft.batch.run import Pool
-    from longdraft.serve.ray import share
-
-    status(f"Starting Ray and {count} engines")
-    gpu = made.hosting.loading.on_gpu
-    made = replace(made, hosting=made.hosting.with_threads(share(count, gpu)))
-    return Pool(made.engine_in_actor, made.defaults, count, made.hosting.loading.threads or 1, int(gpu))
-
-
-def _run(source: Path, file: Output, total: int, decoder: Decoder) -> tuple[Figures, float, Cancel]:
-    """Answers the remaining rows, with a progress bar, until Ctrl-C or SIGTERM."""
-    from longdraft.batch.rows import lines
-    from longdraft.batch.run import run
-
-    started, first = time.monotonic(), file.rows
-    with Bar("rows", total) as bar, Cancel(terminate=True) as cancel:
-
-        def draw(now: Figures) -> None:
-            seconds = max(time.monotonic() - started, 1e-9)
-            rate = f"{now.tokens / seconds:,.0f} tokens/s" + (f", {file.errors} errors" if file.errors else "")
-            bar.tell("", file.rows, figures=rate)
-
-        figures = decoder.drive(lambda: run(lines(source, first), file, decoder, draw, cancel))
-    return figures, time.monotonic() - started, cancel

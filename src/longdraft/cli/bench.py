@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -38,8 +37,8 @@ def bench(
     methods: Annotated[
         str | None,
         typer.Option(
-            help="Methods, with commas between; to compare with: hf (transformers' generate), hf-eager, "
-            "hf-prompt-lookup, hf-assisted, llama-cpp. Options of one behind colons: specpv:budget=512:selector=quest.",
+            help="Methods, with commas between; to compare with: hf (transformers' generate), hf-eager. Options of one "
+            "behind colons: specpv:budget=512:selector=quest.",
             show_default=",".join(METHODS_BY_DEFAULT) + "; with --draft, its method in the place of the third",
         ),
     ] = None,
@@ -71,19 +70,6 @@ def bench(
             help="Let every method read the prompts itself, or ar for all of ours (long prompts).",
         ),
     ] = True,
-    assistant: Annotated[
-        str | None,
-        typer.Option(help="For hf-assisted: a small model's folder, or its name on the hub.", show_default="none"),
-    ] = None,
-    gguf: Annotated[
-        Path | None,
-        typer.Option(
-            "--gguf",
-            "--llama-cpp-model",
-            help="For llama-cpp: a GGUF file.",
-            show_default="the embedded model's",
-        ),
-    ] = None,
     loading: options.ModelOptions,
     offload: options.Offload = None,
     profile: Annotated[
@@ -93,7 +79,6 @@ def bench(
         ),
     ] = False,
     output: measuring.Rendered,
-    out: Annotated[Path | None, typer.Option(help="Write the JSON object to this file too.")] = None,
     composed: options.Load = None,
 ) -> None:
     """Measure methods on the same prompts, in turn, against ar (and against transformers with hf).
@@ -104,7 +89,6 @@ def bench(
 
     from longdraft.bench import report
     from longdraft.bench.experiment import Experiment
-    from longdraft.bench.peers import Sources
     from longdraft.bench.prompts import grid, prepare
     from longdraft.bench.records import Records
     from longdraft.bench.results import header
@@ -134,12 +118,11 @@ def bench(
             plan=plan,
             offload=offload,
             own_options=method_options.contender_options(names),
-            sources=Sources(assistant, gguf),
             profile=profile,
             asked=prompting.asked,
         )  # fmt: skip
     processes.check_options({"--results": output.results, "--profile": profile})
-    output.check(out=out)
+    output.check()
     samples = prompting.read()
     if lacking := scores.lacking(samples):
         console.note(lacking)
@@ -167,8 +150,6 @@ def bench(
         found["hardware"]["busy_cores"] = round(others.cores, 1)
         if found["rows"] and others.advice is not None:
             console.note(f"Figures of a busy machine. {others.advice}")
-        if out is not None and processes.is_first():
-            measuring.write(out, json.dumps(found, indent=2) + "\n")
         return report.shown(found, lambda ids: str(loaded.tokenizer.decode(ids)))
 
     output.measure(experiment, made, "batches")
@@ -181,25 +162,3 @@ def _by_default(draft: Path | None) -> tuple[str, ...]:
     if draft is None:
         return METHODS_BY_DEFAULT
     return tuple(method_of(draft).name if name == DRAFTED else name for name in METHODS_BY_DEFAULT)
-
-
-def bench_report(
-    *,
-    files: Annotated[
-        list[Path], typer.Argument(metavar="RESULTS...", help="Files that `longdraft bench --results` wrote.")
-    ],
-    out: Annotated[
-        Path | None, typer.Option(help="The page.", show_default="RESULTS.html, beside the first file")
-    ] = None,
-    output: options.Output,
-) -> None:
-    """Make an HTML page of bench results: tables and figures, file by file."""
-    from longdraft.bench import results
-    from longdraft.bench.tables import render
-
-    page = out or files[0].with_suffix(".html")
-    measuring.Rendered().check(out=page)
-    measuring.write(page, render([results.report_of(file) for file in files], "html"))
-    if not output.as_json:
-        console.line(str(page))
-    output.json({"page": str(page)})

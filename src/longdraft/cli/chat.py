@@ -68,8 +68,9 @@ class Settings:
 
     def with_one(self, name: str, text: str) -> Settings:
         """Raises RequestError for a name or a value that there is not."""
-        if name == "max_tokens":
-            return replace(self, max_tokens=int(method_options.numbers(name, text)[0]))
+        if name in ("max_tokens", "seed"):
+            number: dict[str, Any] = {name: method_options.whole_numbers(name, text)[0]}
+            return replace(self, **number)
         known = [f.name for f in fields(longdraft.Sampling)]
         if name not in known:
             raise RequestError(f"/set takes max_tokens, {', '.join(known)}, not {name!r}")
@@ -226,9 +227,7 @@ class Chat:
     def _say_seed(self, text: str) -> None:
         """N: sample with this seed; alone: which one it is"""
         if text:
-            if not text.isdigit():
-                raise RequestError(f"/seed takes a whole number, not {text!r}")
-            self._settings = replace(self._settings, seed=int(text))
+            self._settings = self._settings.with_one("seed", text)
         console.note(f"seed {self._settings.seed}")
 
     def _say_set(self, text: str) -> None:

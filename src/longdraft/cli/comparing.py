@@ -3,71 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group
 from rich.text import Text
 
 import longdraft
-from longdraft.bench.tables import table
+from longdraft.bench.tables import ratio, table
 from longdraft.cli.figures import payload
 
 if TYPE_CHECKING:
     from longdraft.bench.ties import Difference
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """A method's run, that of ``ar``, and where they first differ."""
+def compared(own: longdraft.Result, ar: longdraft.Result, difference: Difference | None) -> dict[str, Any]:
+    """The value of ``compare`` in the JSON object; ``near_tie`` is null where all tokens agree, ``speedup_vs_ar`` where
+    one of them decoded nothing."""
+    return {
+        "ar": payload(ar),
+        "speedup_vs_ar": ratio(own.tokens_per_second or None, ar.tokens_per_second),
+        "tokens_agree": difference is None,
+        "near_tie": None if difference is None else difference.near_tie,
+    }
 
-    own: longdraft.Result
-    ar: longdraft.Result
-    difference: Difference | None
 
-    @property
-    def speedup(self) -> float | None:
-        """Ratio of the tokens/s; None when one of them decoded nothing."""
-        if not self.own.tokens_per_second or not self.ar.tokens_per_second:
-            return None
-        return self.own.tokens_per_second / self.ar.tokens_per_second
-
-    def payload(self) -> dict[str, Any]:
-        """The value of ``compare`` in the JSON object; ``near_tie`` is null where all tokens agree."""
-        return {
-            "ar": payload(self.ar),
-            "speedup_vs_ar": self.speedup,
-            "tokens_agree": self.difference is None,
-            "near_tie": None if self.difference is None else self.difference.near_tie,
-        }
-
-    def shown(self, decode: Callable[[list[int]], str]) -> Group:
-        """For people."""
-        made = table(["compared"], ["tokens/s", "decode", "tokens", "forwards", "accepted"])
-        for result in (self.own, self.ar):
-            made.add_row(
-                Text(result.method),
-                f"{result.tokens_per_second:.1f}",
-                f"{result.decode_seconds:.2f} s",
-                f"{result.new_tokens:,}",
-                f"{result.rounds:,}",
-                f"{result.mean_accepted_length:.2f}",
-            )
-        sound = self.difference is None or self.difference.near_tie or not self.own.exact
-        lines = [Text(self._agreement(decode), style="" if sound else "red")]
-        if self.speedup is not None:
-            said = Text(f"{self.speedup:.2f} times the tokens/s of ar", style="bold")
-            lines.insert(0, said.append(" (one run each; `longdraft bench` measures medians)", style="not bold"))
-        return Group(made, *lines)
-
-    def _agreement(self, decode: Callable[[list[int]], str]) -> str:
-        d = self.difference
-        if d is None:
-            return f"all {self.own.new_tokens:,} tokens agree with ar"
-        own, ar = ("the end" if t is None else repr(decode([t])) for t in (d.token, d.reference))
-        where = f"tokens first differ at new token {d.position + 1}: {own}, ar has {ar}"
-        if d.token is None or d.reference is None:
-            return where
-        if d.near_tie:
-            return f"{where}; a near tie: the logits are {d.gap:.1g} apart, which is rounding"
-        return f"{where}; no near tie, the logits are {d.gap:.3g} apart"
+def shown(
+    own: longdraft.Result, ar: longdraft.Result, difference: Difference | None, decode: Callable[[list[int]], str]
+) -> Group:
+    """The two beside each other, and where they first differ, for people."""
+    made = table(["compared"], ["tokens/s", "decode", "tokens", "forwards", "accepted"])
+    for result in (own, ar):
+        made.add_row(
+            Text(result.method), f"{result.tokens_per_second:.1f}", f"{result.decode_seconds:.2f} s",
+            f"{result.new_tokens:,}", f"{result.rounds:,}", f"{result.mean_accepted_length:.2f}",
+        )  # fmt: skip
+    lines, style = [], ""
+    if speedup := ratio(own.tokens_per_second or None, ar.tokens_per_second):
+        said = Text(f"{speedup:.2f} times the tokens/s of ar", style="bold")
+        lines.append(said.append(" (one run each; `longdraft bench` measures medians)", style="not bold"))
+    text = f"all {own.new_tokens:,} tokens agree with ar"
+    if (d := difference) is not None:
+        style = "" if d.near_tie or not own.exact else "red"
+        tokens = ("the end" if t is None else repr(decode([t])) for t in (d.token, d.reference))
+        text = "tokens first differ at new token {}: {}, ar has {}".format(d.position + 1, *tokens)
+        if d.token is not None and d.reference is not None:
+            near = f"a near tie: the logits are {d.gap:.1g} apart, which is rounding"
+            text += f"; {near if d.near_tie else f'no near tie, the logits are {d.gap:.3g} apart'}"
+    return Group(made, *lines, Text(text, style=style))

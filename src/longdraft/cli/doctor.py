@@ -31,6 +31,7 @@ def doctor(
 ) -> None:
     """Examine machine and model. Ends with code 1 where the model, or the draft that is named, cannot be used."""
     from longdraft.bench import machine
+    from longdraft.model.kernel_report import kernel_report
     from longdraft.model.runner import TargetRunner
 
     with console.status() as status:
@@ -43,7 +44,8 @@ def doctor(
             reason = None
         except LongdraftError as error:
             reason = str(error)
-        found["kernels"] = _kernels(runner)
+        kernels = kernel_report(runner)
+        found["kernels"] = asdict(kernels) | {"line": kernels.line}
         found["model"] = {"name": loading.model, "hosted": reason is None, "reason": reason}
         if loaded is not None:
             _examine(found, loaded.model, runner)
@@ -62,6 +64,7 @@ def _examine(found: dict[str, Any], model: Any, runner: TargetRunner | None) -> 
     from longdraft.model import hosting
     from longdraft.model.gpu import graphs
     from longdraft.model.kinds import described
+    from longdraft.model.layout import layout_of
     from longdraft.model.stored import parameters
 
     found["model"] |= {
@@ -76,7 +79,7 @@ def _examine(found: dict[str, Any], model: Any, runner: TargetRunner | None) -> 
         "kv_tokens_that_fit": None,
     }
     try:
-        shape = hosting.kv_shape(model)
+        shape = layout_of(model).shape
     except LongdraftError:
         return
     shape = shape if runner is None else replace(shape, dtype=runner.kv_dtype)
@@ -92,13 +95,6 @@ def _examine(found: dict[str, Any], model: Any, runner: TargetRunner | None) -> 
         "unavailable": {n: why for n, why in why_not.items() if why is not None},
         "no_graphs": None if path is None else graphs.unavailable(model.device, path),
     }
-
-
-def _kernels(runner: TargetRunner | None) -> dict[str, Any]:
-    from longdraft.model.kernel_report import kernel_report
-
-    found = kernel_report(runner)
-    return asdict(found) | {"line": found.line}
 
 
 def _draft(folder: Path, runner: TargetRunner | None, shipped: bool) -> dict[str, Any]:

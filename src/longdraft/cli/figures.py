@@ -13,6 +13,7 @@ from longdraft.memory.sizes import human
 
 DEFINITION = "mean accepted length: new tokens / target forwards, without the prefill's token; plain decoding: 1.0"
 
+DRAFTED = "green"
 _KEYS = (
     "text", "token_ids", "prompt_tokens", "new_tokens", "method", "exact", "finish_reason", "prefill_seconds",
     "decode_seconds", "tokens_per_second", "mean_accepted_length", "rounds", "peak_memory_bytes", "arithmetic",
@@ -38,31 +39,29 @@ def footer(result: longdraft.Result, kernels: str, coloured: bool) -> Group:
         kernels: which ones computed, in a line.
         coloured: the text above shows drafted tokens in colour.
     """
-    title = Text(f"{result.method}, {_exactness(result)}", style="bold")
+    exactness = "exact" if result.exact else "approximate"
+    title = Text(f"{result.method}, {exactness}, {result.arithmetic} arithmetic", style="bold")
     if coloured and result.drafted:
         title.append("   drafted and accepted", style=DRAFTED)
         title.append(" / written by the target itself", style="not bold")
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column()
-    grid.add_row("prompt", Text(_prompt(result)))
-    grid.add_row("new", Text(_new(result)))
+    rate = f", {result.tokens_per_second:.1f} tokens/s" if result.rounds else ""
+    new = f"{result.new_tokens:,} tokens in {result.decode_seconds:.2f} s{rate}; {_REASONS[result.finish_reason]}"
+    rows = {"prompt": _prompt(result), "new": new}
     if result.rounds:
-        grid.add_row("accepted", Text(_accepted(result)))
+        drafts = f"{result.accepted:,} of {result.drafted:,} drafted tokens were right"
+        rows["accepted"] = (
+            f"{result.mean_accepted_length:.2f} mean accepted length, {result.rounds:,} target forwards; "
+            f"{drafts if result.drafted else 'nothing was drafted'}"
+        )
     if result.partial_rounds:
-        grid.add_row("partial", Text(_partial(result)))
-    grid.add_row("kernels", Text(kernels))
-    grid.add_row("memory", Text(f"{human(result.peak_memory_bytes)} at peak"))
-    if not result.rounds:
-        return Group(title, grid)
-    return Group(title, grid, Text(DEFINITION, style="dim"))
-
-
-DRAFTED = "green"
-
-
-def _exactness(result: longdraft.Result) -> str:
-    return f"{'exact' if result.exact else 'approximate'}, {result.arithmetic} arithmetic"
+        rows["partial"] = _partial(result)
+    rows |= {"kernels": kernels, "memory": f"{human(result.peak_memory_bytes)} at peak"}
+    for name, text in rows.items():
+        grid.add_row(name, Text(text))
+    return Group(title, grid, *([Text(DEFINITION, style="dim")] if result.rounds else []))
 
 
 def _prompt(result: longdraft.Result) -> str:
@@ -76,22 +75,8 @@ def _prompt(result: longdraft.Result) -> str:
     return f"{result.prompt_tokens:,} tokens{kept}; {read:,} read in {seconds:.2f} s{rate}"
 
 
-def _new(result: longdraft.Result) -> str:
-    rate = f", {result.tokens_per_second:.1f} tokens/s" if result.rounds else ""
-    reason = _REASONS[result.finish_reason]
-    return f"{result.new_tokens:,} tokens in {result.decode_seconds:.2f} s{rate}; {reason}"
-
-
 def _partial(result: longdraft.Result) -> str:
     rounds = f"{result.partial_rounds:,} of the forwards read a part of the cache"
     if not result.exact:
         return f"{rounds}; the {result.partial_tokens:,} tokens that they accepted were not verified on all of it"
     return f"{rounds}; of {result.partial_tokens:,} tokens that they accepted, {result.rolled_back:,} were rolled back"
-
-
-def _accepted(result: longdraft.Result) -> str:
-    drafts = f"{result.accepted:,} of {result.drafted:,} drafted tokens were right"
-    return (
-        f"{result.mean_accepted_length:.2f} mean accepted length, {result.rounds:,} target forwards; "
-        f"{drafts if result.drafted else 'nothing was drafted'}"
-    )

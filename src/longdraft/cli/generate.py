@@ -9,9 +9,8 @@ from typing import Annotated, Any
 import typer
 
 import longdraft
-from longdraft.cli import console, method_options, options, processes, reading
+from longdraft.cli import comparing, console, method_options, options, processes, reading
 from longdraft.cli.cancel import EXIT_CODE, Cancel
-from longdraft.cli.comparing import Comparison
 from longdraft.cli.display import TextOutput, shown
 from longdraft.cli.figures import footer, payload
 from longdraft.cli.load import OtherProcesses
@@ -106,19 +105,14 @@ def generate(
             report["compare"] = None if cancel() else _compared(spec, own, loaded, tokens, arguments)
     output.json(report)  # before the file: a full disk must not cost the answer
     if kv_cache is not None and not restored and own.token_ids:
-        _keep(cache, tokens, kv_cache, spec)
+        assert cache.store is not None
+        cache.store.truncate(0, len(tokens))  # the answer's rows are cut off
+        cache.remember(0, tokens)
+        cache.save(kv_cache, spec.runner().fingerprint)
+        console.note(f"{kv_cache}: kept {len(tokens):,} prompt tokens for the next run")
     if cancel():
         console.note("Cancelled.")
         raise typer.Exit(EXIT_CODE)
-
-
-def _keep(cache: longdraft.PromptCache, prompt: list[int], path: Path, spec: longdraft.Speculator) -> None:
-    """Writes the prompt's KV; the answer's is cut off."""
-    assert cache.store is not None
-    cache.store.truncate(0, len(prompt))
-    cache.remember(0, prompt)
-    cache.save(path, spec.runner().fingerprint)
-    console.note(f"{path}: kept {len(prompt):,} prompt tokens for the next run")
 
 
 def _compared(
@@ -139,7 +133,6 @@ def _compared(
             return None
         ids = own.token_ids, ar.token_ids
         tie = compare(spec.runner(), tokens, *ids, arguments["sampling"], arguments["cache"])
-    found = Comparison(own, ar, tie)
     console.stderr().print()
-    console.show(console.stderr(), found.shown(spec.decode))
-    return found.payload()
+    console.show(console.stderr(), comparing.shown(own, ar, tie, spec.decode))
+    return comparing.compared(own, ar, tie)

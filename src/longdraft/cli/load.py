@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
-from typing import NamedTuple
 
 import psutil
 
@@ -13,51 +11,33 @@ import psutil
 SLACK = 0.3
 
 
-class Usage(NamedTuple):
-    """The machine at one moment, in seconds: the clock, work of all cores since it started, and work of this process.
-
-    ``cores`` is the number of cores, ``threads`` that of torch's threads.
-    """
-
-    now: float
-    busy: float
-    own: float
-    cores: int
-    threads: int
-
-    @classmethod
-    def read(cls) -> Usage:
-        import torch
-
-        times, own = psutil.cpu_times()._asdict(), os.times()
-        # Guests' seconds are counted among user's.
-        busy = sum(times.get(name, 0.0) for name in ("user", "nice", "system", "irq", "softirq", "steal"))
-        cores, threads = psutil.cpu_count() or 1, torch.get_num_threads()
-        return cls(time.perf_counter(), float(busy), own.user + own.system, cores, threads)
-
-
 class OtherProcesses:
-    """Measures how many cores other processes keep busy, from its creation on.
+    """Measures how many cores other processes keep busy, from its creation on."""
 
-    Args:
-        usage: reads the machine.
-    """
-
-    def __init__(self, usage: Callable[[], Usage] = Usage.read) -> None:
-        self._usage, self._start = usage, usage()
+    def __init__(self) -> None:
+        self._start = usage()
 
     @property
     def cores(self) -> float:
         """Busy cores on average; 0 before the system's clock has moved."""
-        now, start = self._usage(), self._start
-        elapsed, others = now.now - start.now, (now.busy - start.busy) - (now.own - start.own)
-        return max(0.0, others) / elapsed if elapsed > 0.1 else 0.0
+        elapsed, busy, own = (now - before for now, before in zip(usage(), self._start, strict=True))
+        return max(0.0, busy - own) / elapsed if elapsed > 0.1 else 0.0
 
     @property
     def advice(self) -> str | None:
         """A sentence for the user; None if they leave as many cores as torch has threads."""
-        busy, cores, threads = self.cores, self._start.cores, self._start.threads
+        import torch
+
+        busy, cores, threads = self.cores, psutil.cpu_count() or 1, torch.get_num_threads()
         if busy <= cores - threads + SLACK:
             return None
         said = f"Other processes kept {busy:.1f} of {cores} cores busy beside {threads} thread"
         return f"{said}s of this run: try --threads {threads - 1}." if threads > 1 else f"{said} of this run."
+
+
+def usage() -> tuple[float, float, float]:
+    """The clock, work of all cores since the machine started, and work of this process, in seconds."""
+    times, own = psutil.cpu_times()._asdict(), os.times()
+    # Guests' seconds are counted among user's.
+    busy = sum(times.get(name, 0.0) for name in ("user", "nice", "system", "irq", "softirq", "steal"))
+    return time.perf_counter(), float(busy), own.user + own.system

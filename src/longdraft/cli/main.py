@@ -14,15 +14,13 @@ from typer.core import TyperCommand, TyperGroup
 from longdraft.cli import console, options, processes, retired
 from longdraft.cli.acceptance import acceptance, bench_length
 from longdraft.cli.batch import batch
-from longdraft.cli.bench import bench, bench_report
+from longdraft.cli.bench import bench
 from longdraft.cli.cancel import interruptible
 from longdraft.cli.chat import chat
-from longdraft.cli.completion import completion
 from longdraft.cli.doctor import doctor
 from longdraft.cli.export import export
 from longdraft.cli.generate import generate
 from longdraft.cli.methods import methods
-from longdraft.cli.needle import needle
 from longdraft.cli.quality import quality
 from longdraft.cli.reproduce import reproduce
 from longdraft.cli.serve import serve
@@ -70,14 +68,11 @@ app = typer.Typer(
 WRITE, LOOK, MEASURE, TRAIN = "Write", "Look around", "Measure", "Train and export"
 for verb, panel in (
     (processes.together(generate), WRITE), (chat, WRITE), (serve, WRITE), (batch, WRITE),
-    (methods, LOOK), (doctor, LOOK), (completion, LOOK), (processes.together(bench), MEASURE), (reproduce, MEASURE),
+    (methods, LOOK), (doctor, LOOK), (processes.together(bench), MEASURE), (reproduce, MEASURE),
     (export, TRAIN),
 ):  # fmt: skip
     app.command(rich_help_panel=panel, cls=FirstWord)(interruptible(options.spread(verb)))
-for name, part in (
-    ("acceptance", acceptance), ("length", bench_length), ("quality", quality), ("needle", needle),
-    ("report", bench_report),
-):  # fmt: skip
+for name, part in (("acceptance", acceptance), ("length", bench_length), ("quality", quality)):
     app.command(f"bench {name}", rich_help_panel=MEASURE)(interruptible(options.spread(part)))
 
 training = typer.Typer(cls=Trainers, no_args_is_help=True)

@@ -3,44 +3,29 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 from longdraft.bench import charts, tasks
 from longdraft.bench.data import Sample, Short
-from longdraft.bench.experiment import Experiment, of_units
+from longdraft.bench.experiment import Experiment
 from longdraft.bench.tables import Report, render
 from longdraft.cli import console, options, processes
 from longdraft.cli.cancel import EXIT_CODE
 from longdraft.cli.progress import Runs
 from longdraft.errors import CheckpointError
 from longdraft.files import naming
-from longdraft.planning import plans
 
-
-def _plan(given: str | None) -> str | None:
-    with options.settings_checked():
-        plans.checked(given)
-    return given
-
-
-Limit = Annotated[int | None, typer.Option(min=1, help="Rows of each file.", show_default="all")]
 Plan = Annotated[
-    str,
-    typer.Option(
-        "--plan", callback=_plan, help="fixed: trees as the papers have them; auto: trees that pay here, or none."
-    ),
+    Literal["fixed", "auto"],
+    typer.Option("--plan", help="fixed: trees as the papers have them; auto: trees that pay here, or none."),
 ]
 ShortTexts = Annotated[
     Short, typer.Option(help="Texts shorter than a length: leave them out, join the next rows' texts, or keep them.")
-]
-IgnoreEos = Annotated[
-    bool, typer.Option("--ignore-eos", help="Decode on to --max-tokens, so that all do the same work.")
 ]
 
 
@@ -57,9 +42,11 @@ class Prompts(options.TemplateOptions):
             show_default="long modules of Python's standard library",
         ),
     ] = None
-    limit: Limit = None
+    limit: Annotated[int | None, typer.Option(min=1, help="Rows of each file.", show_default="all")] = None
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=2, help="New tokens at most.")] = 64
-    ignore_eos: IgnoreEos = False
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Decode on to --max-tokens, so that all do the same work.")
+    ] = False
     raw: Annotated[bool, typer.Option("--raw", help="Prompts as they are; no chat template.")] = False
 
     @property
@@ -91,18 +78,15 @@ class Rendered(options.Output):
     svg: Annotated[Path | None, typer.Option(help="Draw the figure; of several, one each: NAME-WHICH.svg.")] = None
     html: Annotated[Path | None, typer.Option(help="Write one page (HTML): tables and figures.")] = None
 
-    def check(self, **more: Path | None) -> None:
+    def check(self) -> None:
         """Refuses what cannot be written, before anything is measured.
-
-        Args:
-            more: further files, by option.
 
         Raises:
             CheckpointError: a folder that does not exist, or a file's name that is a folder.
             CapabilityError: a figure is asked for, and matplotlib is missing.
         """
-        own = {name: getattr(self, name) for name in ("results", "markdown", "svg", "html")}
-        for option, path in {**own, **more}.items():
+        for option in ("results", "markdown", "svg", "html"):
+            path: Path | None = getattr(self, option)
             if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
                 raise CheckpointError(f"--{option} {path}: its folder does not exist, or it is a folder itself.")
         if self.svg is not None or self.html is not None:
@@ -131,19 +115,6 @@ class Rendered(options.Output):
             console.note(f"Stopped after {len(experiment.found)} of {len(experiment.keys)} {unit}.{kept}")
             raise typer.Exit(EXIT_CODE)
 
-    def measure_prompts(
-        self, host: Any, prompts: Mapping[str, Any], header: Callable[[Any], Mapping[str, Any]], unit: str
-    ) -> None:
-        """Measures prompts, by name, one by one, in what has ``names``, ``measure`` and ``report``.
-
-        Args:
-            header: the results file's, from the prompts' tokens.
-        """
-        units = {name: (len(host.names), partial(host.measure, prompt)) for name, prompt in prompts.items()}
-        signed = header([prompt.tokens for prompt in prompts.values()])
-        experiment = of_units(units, self.results, signed)
-        self.measure(experiment, lambda all_: host.report([r["measured"] for r in experiment.found], all_), unit)
-
     def show(self, report: Report) -> None:
         """Shows a report on stdout, the JSON object last, and writes its files."""
         if report.document.get("rows", True):
@@ -154,9 +125,9 @@ class Rendered(options.Output):
 
     def _write(self, report: Report) -> None:
         if self.markdown is not None:
-            write(self.markdown, render([report], "markdown"))
+            write(self.markdown, render(report, "markdown"))
         if self.html is not None:
-            write(self.html, render([report], "html"))
+            write(self.html, render(report, "html"))
         if (svg := self.svg) is not None:
             for name, make in report.figures.items():
                 which = "" if len(report.figures) == 1 else "-" + re.sub(r"[^\w.-]+", "_", name)

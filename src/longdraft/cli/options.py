@@ -41,7 +41,6 @@ _PANELS = {
     "Limits": ("queue", "timeout", "max_body", "allow_host", "allow_origin"),
     "Ray": ("ray", "replicas", "ray_config"),
     "Data": ("short", "limit", "preface", "split", "column"),
-    "Peers": ("assistant", "gguf", "peers"),
     "Everything else": ("load", "composed", "debug", "profile"),
 }  # fmt: skip
 

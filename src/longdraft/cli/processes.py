@@ -12,8 +12,8 @@ from typing import Any
 
 from longdraft.errors import CapabilityError
 
-# Training shares out its data, and says so itself; the last two load no model.
-_TOGETHER = ("generate", "bench", "train", "methods", "completion")
+# Training shares out its data, and says so itself; the last loads no model.
+_TOGETHER = ("generate", "bench", "train", "methods")
 
 
 def count() -> int:

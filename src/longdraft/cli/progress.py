@@ -113,16 +113,12 @@ class Runs(Bar):
         super().__init__("runs", total)
         self._count, self._begun, self._started = total, 0, time.monotonic()
 
-    def told(self, what: str, lines: bool = True) -> Callable[[str], None]:
-        """A function to be called before each run with the contender's name.
-
-        Args:
-            lines: say a line now and then where no terminal is.
-        """
+    def told(self, what: str) -> Callable[[str], None]:
+        """A function to be called before each run with the contender's name."""
 
         def tick(name: str) -> None:
             self.draw(f"{what}: {name}", self._begun, anew=False)
-            if lines and self.due():
+            if self.due():
                 seconds = time.monotonic() - self._started
                 rest = f" about {left(seconds, self._begun, self._count)} left" if self._begun else ""
                 self.say(f"Run {self._begun + 1} of {self._count}, {what}: {name} ...{rest}")

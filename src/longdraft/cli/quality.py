@@ -44,14 +44,6 @@ def quality(
         list[str] | None,
         typer.Option("--option", "-o", help="A further option of specpv, such as reduction=max; repeatable."),
     ] = None,
-    answer_tokens: Annotated[
-        int,
-        typer.Option(
-            help="Let the model think first, in --max-tokens tokens; then ask for the answer, which has this many at "
-            "most and is what --data's references score.",
-            show_default="the text is the answer",
-        ),
-    ] = 0,
     context: Annotated[
         int | None, typer.Option(help="Cut the documents so that prompts have at most this many tokens.")
     ] = None,
@@ -62,8 +54,9 @@ def quality(
     output: measuring.Rendered,
 ) -> None:
     """Measure the quality of specpv and of a rounded KV: likeness of texts (ROUGE-L), the target's nats, scores."""
+    from longdraft.bench.experiment import Unit, of_units
     from longdraft.bench.prompts import prepare
-    from longdraft.bench.quality import METHOD, Quality, QualitySettings, thoughtful, variants
+    from longdraft.bench.quality import METHOD, Quality, QualitySettings, variants
     from longdraft.bench.results import header_of_units
     from longdraft.bench.settings import Settings
 
@@ -80,13 +73,10 @@ def quality(
             tuple(method_options.words(kv_dtype or "")),
             given,
             temperature,
-            answer_tokens,
         )
-        cut = Settings(max_tokens=settings.new_tokens, contexts=(context,), raw=prompting.raw, asked=prompting.asked)
+        cut = Settings(max_tokens=settings.max_tokens, contexts=(context,), raw=prompting.raw, asked=prompting.asked)
     output.check()
     samples = prompting.read()
-    if answer_tokens:
-        samples = [thoughtful(sample) for sample in samples]
     rouge_l()  # missing, it is missed before anything is loaded
     with console.status() as status:
         loaded = loading.load(status)
@@ -94,7 +84,10 @@ def quality(
         prompts = {f"{i}. {p.sample.origin}": p for i, p in enumerate(prepare(samples, loaded, cut), 1)}
         with options.settings_checked():
             hosted = Quality(loaded, settings)
-        for note in hosted.uncut([len(p.tokens) + settings.new_tokens for p in prompts.values()]):
+        for note in hosted.uncut([len(p.tokens) + settings.max_tokens for p in prompts.values()]):
             console.note(note)
-    header = partial(header_of_units, "longdraft-quality", settings.header(), loaded, loading.name)
-    output.measure_prompts(hosted, prompts, header, "prompts")
+    tokens = [prompt.tokens for prompt in prompts.values()]
+    header = header_of_units("longdraft-quality", settings.header(), loaded, loading.name, tokens)
+    units = {name: Unit(len(hosted.names), partial(hosted.measure, prompt)) for name, prompt in prompts.items()}
+    found = of_units(units, output.results, header)
+    output.measure(found, lambda complete: hosted.report([r["measured"] for r in found.found], complete), "prompts")

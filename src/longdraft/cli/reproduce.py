@@ -59,6 +59,7 @@ def reproduce(
     Without a table: lists papers and tables, and what each needs. Ctrl-C ends it with the figures so far.
     """
 
+    from longdraft.bench.experiment import of_units
     from longdraft.bench.reproduce.run import prepare
     from longdraft.bench.reproduce.scaled import Scaled
     from longdraft.bench.reproduce.texts import Sources
@@ -79,7 +80,7 @@ def reproduce(
             made = prepare(chosen, scaled, loaded, loading.name, sources, draft or [], unpacked, status)
     for note in made.plan.notes:
         console.note(note)
-    experiment = made.experiment(output.results)
+    experiment = of_units(made.plan.units, output.results, made.header)
     output.measure(experiment, lambda complete: made.report(experiment.found, complete), "measurements")
 
 

@@ -1,4 +1,4 @@
-"""Options that there were, and what to use in their place: refused by name, for one version."""
+"""Verbs and options that there were, and what to use in their place: refused by name, for one version."""
 
 from __future__ import annotations
 
@@ -8,10 +8,22 @@ from longdraft.cli.options import SettingError
 
 _NEEDLES = "RULER's needles are data: --data niah_single, niah_multikey or vt, or niah_single=FILE in a text of yours"
 _FEATURES = "features are no longer kept with answers; cache=FOLDER keeps them when a draft is trained"
+_VERBS = {
+    "completion": "typer's own are `longdraft --install-completion` and `--show-completion`",
+    "bench needle": "`longdraft reproduce specextend 1 --data pg19=FILE` asks drafters for needles in a text of yours; "
+    "`longdraft bench --data niah_single=FILE` scores answers",
+    "bench report": "the bench's own command with --results and --html makes the page, and measures nothing anew",
+}
 _OPTIONS = {
-    "bench": {"--snapshots": "--one-prefill reads each prompt once for all methods"},
+    "batch": {"--ray": "give each machine a part of the file, or ask replicas (`longdraft serve --ray`)"},
+    "bench": {
+        "--out": "--json ends with the object, as the last line of stdout",
+        "--snapshots": "--one-prefill reads each prompt once for all methods",
+        **dict.fromkeys(("--assistant", "--gguf", "--llama-cpp-model"), "`bench length --url` asks servers of others"),
+    },
     "bench quality": {
         "--drift": "ROUGE-L and the target's nats say what partial verification costs",
+        "--answer-tokens": "a model that thinks does so in --max-tokens, and the whole text is scored",
         "--no-drift": "hidden states are not compared any more: leave it out",
         **dict.fromkeys(
             ("--needle", "--needle-depths", "--needle-context", "--needle-samples", "--needle-kinds"), _NEEDLES
@@ -30,7 +42,9 @@ _OPTIONS = {
 
 
 def refuse(verb: str, words: Iterable[str]) -> None:
-    """Raises SettingError where the words of a command line hold an option that the verb has no longer."""
+    """Raises SettingError for a verb that is gone, or where its words hold an option that it has no longer."""
+    if verb in _VERBS:
+        raise SettingError(f"`longdraft {verb}` is gone: {_VERBS[verb]}.")
     for word in words:
         name = word.partition("=")[0]
         if advice := _OPTIONS.get(verb, {}).get(name):

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from transformers import LogitsProcessorList, PreTrainedTokenizerBase
+from transformers import LogitsProcessorList, PreTrainedTokenizerBase, TopPLogitsWarper
 from transformers.generation import logits_process as known
 
 from longdraft.errors import CapabilityError
@@ -36,6 +36,26 @@ _OF_A_BATCH = {
 }
 
 
+# Tokens that are less probable are rarely among those that top-p keeps; there are 100,000 others at most.
+_LEAST = 1e-5
+
+
+class TopP(TopPLogitsWarper):
+    """transformers' top-p, which sorts the whole vocabulary, on the likely tokens alone where they are enough."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if scores.shape[0] > 1 or scores.device.type != "cpu" or self.min_tokens_to_keep > 1:
+            return super().__call__(input_ids, scores)
+        probabilities = scores[0].softmax(-1)
+        tokens = (probabilities >= _LEAST).nonzero()[:, 0]
+        likely, order = probabilities[tokens].sort(descending=True)
+        before = likely.cumsum(0) - likely
+        if not len(likely) or before[-1] < self.top_p:  # all of them stay, and others might
+            return super().__call__(input_ids, scores)
+        kept = tokens[order[before < self.top_p]]
+        return torch.full_like(scores, self.filter_value).index_copy_(1, kept, scores[:, kept])
+
+
 def copies(processors: Iterable[Any]) -> LogitsProcessorList:
     """Copies processors with their present state; models and tokenizers that one holds are shared with the copy.
 
@@ -55,6 +75,8 @@ def of_row(processors: Iterable[Any], row: int, rows: int) -> LogitsProcessorLis
 
 
 def _of_row(processor: Any, row: int, rows: int) -> Any:
+    if type(processor) is TopPLogitsWarper:
+        processor = TopP(processor.top_p, processor.filter_value, processor.min_tokens_to_keep)
     name = type(processor).__name__
     of_transformers = type(processor).__module__ == known.__name__
     if of_transformers and name in _REFUSED:

@@ -114,7 +114,7 @@ class Sampling:
         if self.top_k:
             processors.append(TopKLogitsWarper(self.top_k))
         if self.top_p is not None and self.top_p < 1.0:
-            processors.append(TopPLogitsWarper(self.top_p))
+            processors.append(row_processors.TopP(self.top_p))
         if self.min_p:
             processors.append(MinPLogitsWarper(self.min_p))
         return processors

@@ -79,22 +79,12 @@ def _foreign(settings: Any) -> str | None:
     return _OTHER_KINDS.get(_word(getattr(settings, "peft_type", "")))
 
 
-def _kinds(module: nn.Module) -> tuple[str, ...]:
-    """Attributes of an adapter's layer that have a value for each adapter; empty for any other layer."""
-    return (*getattr(module, "adapter_layer_names", ()), *getattr(module, "other_param_names", ()))
-
-
-def _merged(module: nn.Module) -> list[str]:
-    return _names(getattr(module, "merged_adapters", ()))
-
-
 def _active(module: nn.Module) -> list[str]:
     """Names of the adapters that a layer computes with; empty for a layer without adapters."""
-    if not _kinds(module):
+    if not getattr(module, "adapter_layer_names", ()):
         return []
-    disabled = getattr(module, "disable_adapters", False)
-    chosen = [] if disabled else _names(getattr(module, "active_adapters", ()))
-    return list(dict.fromkeys([*_merged(module), *chosen]))
+    chosen = () if getattr(module, "disable_adapters", False) else getattr(module, "active_adapters", ())
+    return [*_names(getattr(module, "merged_adapters", ())), *_names(chosen)]
 
 
 def _names(given: Any) -> list[str]:

@@ -130,25 +130,6 @@ def conversation(
     return ids
 
 
-def follow_up(tokenizer: PreTrainedTokenizerBase, instruction: str) -> list[int]:
-    """Token ids that end an answer and give the user's next turn, ready for the model's next answer.
-
-    A tokenizer without a chat template gets the turn as plain text, with blank lines around it. The list is empty if
-    the template has no place for another turn.
-    """
-    mark, behind = "-*-answer-*-", f"\n\n{_checked(instruction)}\n\n"
-    if (own := template_of(tokenizer)) is not None:
-        turns = [("user", "-"), ("assistant", mark), ("user", instruction)]
-        messages = [{"role": role, "content": text} for role, text in turns]
-        try:
-            text = applied(tokenizer, messages, **own)
-        except PromptError:
-            return []
-        behind = text.partition(mark)[2]
-    ids: list[int] = tokenizer(behind, add_special_tokens=False)["input_ids"]
-    return ids
-
-
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Token ids of raw text, with the special tokens that the tokenizer adds (such as a first BOS).
 

@@ -99,7 +99,10 @@ def read_checkpoint(
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, **source)
             ends_of(tokenizer)  # a damaged one may be read, and fail when it is used
             tokenizer.decode(tokenizer("a b").input_ids)
-        model, info = _kind_of(config).from_pretrained(
+        # Of language models, or else of those that also read images.
+        kinds: list[Any] = [AutoModelForCausalLM, AutoModelForImageTextToText]
+        kind = next((kind for kind in kinds if type(config) in kind._model_mapping), kinds[0])
+        model, info = kind.from_pretrained(
             name,
             config=config,
             dtype=dtype,
@@ -121,12 +124,6 @@ def read_checkpoint(
         advice = "It is incomplete or made for another architecture: fetch or save it again."
         raise CheckpointError(f"The checkpoint {name} does not fit its config; weights at fault: {shown}. {advice}")
     return LoadedModel(model, tokenizer)
-
-
-def _kind_of(config: Any) -> Any:
-    """The loader of a configuration's models: of language models, or else of those that also read images."""
-    kinds = (AutoModelForCausalLM, AutoModelForImageTextToText)
-    return next((kind for kind in kinds if type(config) in kind._model_mapping), AutoModelForCausalLM)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from longdraft.model import hosting, stored
 from longdraft.model.checkpoints import check_folder, check_gguf, load_weights, quiet, reading
 from longdraft.model.embedded import EMBEDDED_ID, packaged_file
 from longdraft.model.gguf.files import File
-from longdraft.model.gguf.reader import needs
+from longdraft.model.gguf.header import needs
 from longdraft.model.loading import load
 from longdraft.model.runner import TargetRunner
 from longdraft.model.small_models import linear

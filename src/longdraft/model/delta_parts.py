@@ -12,7 +12,7 @@ from longdraft.attention.block import Block
 from longdraft.memory.recurrent import LayerSlot
 from longdraft.model.hosting import Hosted
 from longdraft.model.layer_parts import is_gelu, is_untouched, norms_of, plus_of, products_of
-from longdraft.model.model_code import own_forward
+from longdraft.model.model_code import words
 from longdraft.model.recurrent import states_of
 from longdraft.model.stored_parts import ArrangedLinear
 from longdraft.model.tree_paths import last_inputs, needed, parents_of
@@ -28,7 +28,7 @@ def delta_layer_of(layer: nn.Module) -> DeltaLayer | None:
     """A layer for our kernels, with the parts of Qwen3.5's; None if it is of another kind."""
     mixer, mlp = getattr(layer, "linear_attn", None), getattr(layer, "mlp", None)
     convolution = getattr(mixer, "conv1d", None)
-    if mixer is None or not isinstance(convolution, nn.Conv1d) or not _is_untouched(layer, mixer):
+    if mixer is None or not isinstance(convolution, nn.Conv1d) or not is_untouched(layer, mixer):
         return None
     last, order = _in_order(getattr(mixer, "out_proj", None), int(mixer.head_v_dim))
     modules = [*(getattr(mixer, n, None) for n in _MIXER), last, *(getattr(mlp, n, None) for n in _MLP)]
@@ -41,7 +41,7 @@ def delta_layer_of(layer: nn.Module) -> DeltaLayer | None:
     mixed, keys = products[0][0].shape[0] - heads * values, int(mixer.head_k_dim)
     key_heads = mixed // (2 * keys)
     # Some versions of the mixer repeat queries and keys before they are kept.
-    repeated = "repeat_interleave" in own_forward(mixer).words
+    repeated = "repeat_interleave" in words(mixer)
     weight, bias = convolution.weight.detach()[:, 0].contiguous(), convolution.bias
     return DeltaLayer(
         norms,
@@ -65,16 +65,6 @@ def _in_order(module: nn.Module | None, values: int) -> tuple[nn.Module | None, 
     if len(module.parts) > 1 or module.rows is not None or not whole:
         return None, None
     return module.parts[0], heads[:, 0] // values
-
-
-def _is_untouched(layer: nn.Module, mixer: nn.Module) -> bool:
-    """The same as of other layers, but for the forward of the mixer, which is ours."""
-    own = vars(mixer).pop("forward", None)
-    try:
-        return is_untouched(layer)
-    finally:
-        if own is not None:
-            vars(mixer)["forward"] = own
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Mixtures of experts while text is decoded: exact row by row, and only what the rows are routed to is read.
+"""Mixtures of experts: exact row by row while text is decoded, and only what the rows are routed to is read.
 
 transformers multiplies a token's row with its experts' matrices in grouped products, which round by the number of rows.
 Here our kernels multiply the rows with the matrices of the experts that they are routed to, each matrix read once. This
@@ -8,18 +8,23 @@ the products. Other mixtures run their own code, with products that are exact by
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
+from torch.func import functional_call
 
 from longdraft.model.few_rows import in_halves, is_plain
 from longdraft.model.model_code import present_forward, replace_forward
+from longdraft.model.stored import StoredWeights
 from longdraft.native import Stored, kernels
 from longdraft.native.experts import ExpertProducts, ExpertWeights
+
+# Kinds of matrices of an expert: a gate and what it is for, in one matrix or in two, or the latter alone.
+_FIRST, LAST = ("gate_up", "gate", "up"), "down"
 
 
 @dataclass
@@ -45,14 +50,15 @@ class Experts:
     def routed(self, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """x (rows, hidden), each row for its experts ``index`` (rows, k) -> sums of their results by ``weights``."""
         rows, k = index.shape
-        first, last = self._products
+        own, (first, last) = self.module, self._products
         with torch._C.DisableTorchFunction():
             experts, starts, order = _grouped(index.reshape(-1))
-            found = first(x[order // k].float(), experts, starts).to(x.dtype)
-        between = self.between(found)
+            found = joined([*first(x[order // k].float(), experts, starts).to(x.dtype)], own.is_concatenated)
+        between: torch.Tensor = own._apply_gate(found) if own.has_gate else own.act_fn(found)
         with torch._C.DisableTorchFunction():
             found = last(between.float(), experts, starts)[0].to(x.dtype)
-        found = self.after(found)
+        if getattr(own, "has_post_expert_norm", False):  # a word of later versions of transformers
+            found = own.post_expert_norm(found)
         with torch._C.DisableTorchFunction():
             results = torch.empty_like(found)
             results[order] = found
@@ -62,22 +68,6 @@ class Experts:
             for i in range(1, k):
                 total = total + scaled[:, i]
             return total.to(x.dtype)
-
-    def between(self, found: torch.Tensor) -> torch.Tensor:
-        """From the first products (kinds, rows, out) to the inputs of the last one (rows, in)."""
-        own = self.module
-        x = joined([*found], own.is_concatenated)
-        inputs: torch.Tensor = own._apply_gate(x) if own.has_gate else own.act_fn(x)
-        return inputs
-
-    def after(self, found: torch.Tensor) -> torch.Tensor:
-        """Finishes what the last product has left."""
-        out: torch.Tensor = self.module.post_expert_norm(found) if has_norm(self.module) else found
-        return out
-
-
-def has_norm(module: Any) -> bool:
-    return bool(getattr(module, "has_post_expert_norm", False))  # a word of later versions of transformers
 
 
 def is_mixture(module: nn.Module) -> bool:
@@ -154,3 +144,107 @@ def joined(parts: list[torch.Tensor], side_by_side: bool) -> torch.Tensor:
     if len(parts) == 1:
         return parts[0]
     return torch.cat(parts, 1) if side_by_side else torch.stack(parts, 2).flatten(1, 2)
+
+
+def as_parameters(
+    module: Any, matrices: Mapping[str, torch.Tensor], biases: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Matrices (experts, out, in) and biases (experts, out), by their kinds, as parameters of a module of experts."""
+    found: dict[str, torch.Tensor] = {}
+    first = [kind for kind in _FIRST if kind in matrices]
+    for name, kinds in (("up_proj" if first == ["up"] else "gate_up_proj", first), ("down_proj", [LAST])):
+        whole = joined([matrices[kind] for kind in kinds], module.is_concatenated)
+        found[name] = whole.transpose(1, 2).contiguous() if module.is_transposed else whole
+        if own := [biases[kind] for kind in kinds if kind in biases]:
+            found[f"{name}_bias"] = joined(own, module.is_concatenated)
+    return found
+
+
+class StoredMatrices(StoredWeights):
+    """The matrices (out, in) of all experts, one behind the other."""
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """The mixture saves its matrices."""
+
+
+class StoredExperts(nn.Module):
+    """A mixture of experts with stored matrices, in the place of a module of transformers.
+
+    Args:
+        module: the module that it replaces. Its weights are dropped, and its function between the products is kept.
+        matrices: kind of matrix -> (experts * out, in): ``gate_up``, or ``gate`` and ``up``, or ``up``; and ``down``.
+        biases: the same kinds -> (experts, out).
+    """
+
+    def __init__(
+        self, module: nn.Module, matrices: Mapping[str, Stored], biases: Mapping[str, torch.Tensor], count: int
+    ) -> None:
+        super().__init__()
+        for name in dict(module.named_parameters(recurse=False)):
+            module.register_parameter(name, None)
+        self.count = count
+        self.replaced: Any = module
+        for kind, matrix in matrices.items():
+            own = StoredMatrices(matrix)
+            own.outs = matrix.shape[0] // count
+            setattr(self, kind, own)
+            self.register_buffer(f"{kind}_bias", biases.get(kind), persistent=False)
+        self._parts: tuple[object, Experts] | None = None
+
+    @property
+    def _matrices(self) -> dict[str, StoredMatrices]:
+        return {kind: own for kind, own in self.named_children() if isinstance(own, StoredMatrices)}
+
+    @property
+    def parts(self) -> Experts:
+        """The parts for our kernels."""
+        key = [own.matrix.place() for own in self._matrices.values()]
+        if self._parts is None or self._parts[0] != key:
+            weights = {
+                kind: ExpertWeights(own.matrix, getattr(self, f"{kind}_bias"), count=self.count)
+                for kind, own in self._matrices.items()
+            }
+            first = [weights[kind] for kind in _FIRST if kind in weights]
+            self._parts = key, Experts(self.replaced, first, weights[LAST])
+        return self._parts[1]
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Rows (rows, hidden), each for its experts (rows, k) -> the weighted sums of their results."""
+        given = (hidden_states, top_k_index, top_k_weights)
+        if kernels() is not None and hidden_states.device.type == "cpu" and hidden_states.dtype == torch.float32:
+            return self.parts.routed(*given)
+        floats = {name: x.to(hidden_states.dtype) for name, x in self._floats().items()}
+        out: torch.Tensor = functional_call(self.replaced, floats, given)
+        return out
+
+    def _floats(self) -> dict[str, torch.Tensor]:
+        """The parameters of the module that was replaced."""
+        matrices = {kind: own.weight.unflatten(0, (self.count, -1)) for kind, own in self._matrices.items()}
+        biases = {kind: bias for kind in matrices if (bias := getattr(self, f"{kind}_bias")) is not None}
+        return as_parameters(self.replaced, matrices, biases)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination.update({prefix + name: x for name, x in self._floats().items()})
+
+
+def keep_experts(model: nn.Module) -> None:
+    """Keeps the experts' matrices of a model in bfloat16 or float16 as they are when the rest computes in float32."""
+    for path, module in list(model.named_modules()):
+        if not is_mixture(module):
+            continue
+        own = {name: parameter.detach() for name, parameter in module.named_parameters(recurse=False)}
+        matrices, biases = {}, {}
+        for kind in ("gate_up" if module.has_gate else "up", LAST):
+            weight, bias = own[f"{kind}_proj"], own.get(f"{kind}_proj_bias")
+            # An output's weights side by side, as kernels read them.
+            turned = module.is_transposed and weight.itemsize == 2
+            weight = (weight.transpose(1, 2).contiguous() if turned else weight).flatten(0, 1)
+            if in_halves(weight):
+                matrices[kind] = Stored.of(weight)
+            if bias is not None:
+                biases[kind] = bias.float()
+        if len(matrices) == 2:
+            model.set_submodule(path, StoredExperts(module, matrices, biases, len(own["down_proj"])))

@@ -7,12 +7,13 @@ the model's own code and once by the kernels, and the kernels are used only if b
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from longdraft.attention.block import Block
@@ -43,6 +44,8 @@ logger = logging.getLogger("longdraft")
 # Largest difference between both results, relative to the largest number: in float32, and in 16 bits in steps of the
 # dtype, where a sum in another order is now and then rounded the other way.
 _TOLERANCE, _STEPS = 1e-4, 6
+# A result of ours, and the model's own.
+Pair = tuple[torch.Tensor | None, torch.Tensor | None]
 
 
 class FusedLayers:
@@ -81,29 +84,21 @@ class FusedLayers:
             stored.use_int8(model, self._int8)
 
     def _fuse(self, kinds: LayerKinds) -> None:
-        theirs, size = list(hosting.decoder_layers(self._model)), hosting.kv_shape(self._model).head_dim
+        theirs, size = list(hosting.decoder_layers(self._model)), layout_of(self._model).shape.head_dim
         found = [layer_of(layer, size) or delta_layer_of(layer) for layer in theirs]
         layers, ends = [layer for layer in found if layer is not None], ends_of(self._model, theirs)
         if len(layers) < len(theirs) or ends is None:
             return
-        self.layers, self.stack = (
-            layers,
-            DecoderStack(
-                *(layers, ends.norm, ends.head),
-                kinds=kinds.numbers,
-                places=kinds.of_stack,
-                softcap=ends.softcap,
-                plus=ends.plus,
-            ),
-        )
-        if not self._agrees(self._model, lambda hosted: self.run(hosted, "all") if self._fits(hosted) else None):
+        self.layers = layers
+        self.stack = DecoderStack(layers, **ends, kinds=kinds.numbers, places=kinds.of_stack)
+        if not self._agrees(self._whole):
             self.layers, self.stack = [], None
         elif self._int8:
             self.layers = [layer.changed(_in_int8) for layer in layers]
             self.stack = self.stack.changed(_in_int8)
 
     def _fuse_on_gpu(self, kinds: LayerKinds) -> None:
-        model, shape = self._model, hosting.kv_shape(self._model)
+        model, shape = self._model, layout_of(self._model).shape
         if shape.padded or any(kind.window is not None for kind in kinds.of_layers):
             return
         found = [gpu_layers.layer_of(layer, shape.head_dim) for layer in hosting.decoder_layers(model)]
@@ -112,14 +107,30 @@ class FusedLayers:
             logger.info("Layers are not of the kind that kernels compute on a GPU: their own code is taken.")
             return
 
-        def put_in(each: PreTrainedModel) -> None:
+        def forwards(each: PreTrainedModel) -> Iterator[tuple[nn.Module, GpuForward]]:
             for index, (layer, fast) in enumerate(zip(hosting.decoder_layers(each), layers, strict=True)):
-                vars(layer)["forward"] = GpuForward(fast, kinds, index, layer.forward)
+                yield layer, GpuForward(fast, kinds, index, layer.forward)
 
-        tried = copy_without_hooks(model)
-        put_in(tried)
-        if self._agrees(tried, lambda hosted: hosting.run(tried, replace(hosted, fused=True)).logits):
-            put_in(model)
+        def by_layer(theirs: hosting.Hosted, ours: hosting.Hosted) -> list[Pair]:
+            """Each layer on the input that the model's own layers give: roundings in 16 bits grow from layer to layer.
+
+            What is around the layers is always the model's own.
+            """
+            tried, pairs, own = copy_without_hooks(model), list[Pair](), replace(ours, fused=True)
+
+            def both(forward: GpuForward, *given: Any, **named: Any) -> Any:
+                expected = forward.original(*given, **named)
+                pairs.append((forward(*given, **named | {"longdraft_attend": own}), expected))
+                return expected
+
+            for layer, forward in forwards(tried):
+                vars(layer)["forward"] = partial(both, forward)
+            hosting.run(tried, theirs)
+            return pairs
+
+        if self._agrees(by_layer):
+            for layer, forward in forwards(model):
+                vars(layer)["forward"] = forward
             self.layers = layers
 
     @property
@@ -178,7 +189,8 @@ class FusedLayers:
         block, kinds = hosted.block, self.kinds
         x = self._model.get_input_embeddings()(block.tokens)
         rows, *more = kinds.rows(hosted.store, block, self._turns(hosted, x))
-        wanted = {kinds.decoder_layer(i): i for i in hosted.query_layers}
+        whole = {i: p.layer for i, p in enumerate(kinds.places) if p is not None and p.window is None}
+        wanted = {i: layer for i, layer in whole.items() if layer in hosted.query_layers}
         with delta_rows(hosted, deltas := self._deltas, range(len(deltas))) as recurrent:
             out = self._kernels.stack(
                 *(self.stack, *rows, x),
@@ -189,14 +201,27 @@ class FusedLayers:
                 recurrent=recurrent,
             )
         hosted.queries, hosted.hidden = {wanted[i]: q for i, q in out.queries.items()}, out.hidden
-        hosted.layers_seen = kinds.attending
+        hosted.layers_seen = len(hosted.layout.places)
         return out.logits
 
     def _turns(self, hosted: hosting.Hosted, x: torch.Tensor) -> list[CosSin]:
         """cos and sin of each kind of layer."""
         assert self.kinds is not None
         with hosting.computing(hosted):
-            return [self.kinds.rotate(rope, x, hosted.block.positions) for rope in self.kinds.ropes]
+            return [self.kinds.rotate(kind.rope, x, hosted.block.positions) for kind in self.kinds.of_layers]
+
+    def _whole(self, theirs: hosting.Hosted, ours: hosting.Hosted) -> list[Pair]:
+        """Logits of the whole model, and the last layer's output: the norm behind it would hide a factor."""
+        model = self._model
+        last = len(hosting.decoder_layers(model)) - 1
+        tapped = hosting.tap(model, last)
+        try:
+            theirs, ours = (replace(each, hidden_layers=frozenset([last])) for each in (theirs, ours))
+            expected = hosting.run(model, theirs).logits
+            got = self.run(ours, "all") if self._fits(ours) else None
+        finally:
+            tapped.remove()
+        return [(got, expected), (ours.hidden.get(last), theirs.hidden.get(last))]
 
     def _fits(self, hosted: hosting.Hosted) -> bool:
         """True if no layer's heads are narrower than what is turned of them."""
@@ -206,17 +231,18 @@ class FusedLayers:
         return all(turns[n][0].shape[-1] <= x.d for n, x in pairs if isinstance(x, DecoderLayer))
 
     @torch.inference_mode()
-    def _agrees(self, model: PreTrainedModel, compute: Callable[[hosting.Hosted], torch.Tensor | None]) -> bool:
-        """Compares the logits, keys, values and states of made-up tokens, near and far, with the model's own code."""
-        layout, last = layout_of(model), len(hosting.decoder_layers(model)) - 1
-        # The last layer's output is compared too: the norm behind it would hide a factor.
-        hidden, tapped = frozenset([last]), hosting.tap(model, last)
+    def _agrees(self, compute: Callable[[hosting.Hosted, hosting.Hosted], list[Pair]]) -> bool:
+        """Compares results, keys, values and states of made-up tokens, near and far, with the model's own code.
+
+        Args:
+            compute: from the forwards of the model's own code and of the kernels, pairs of our results and theirs.
+        """
+        model, layout = self._model, layout_of(self._model)
         try:
             for far in (False, True):
                 block, stores = _made_up(model, far)
-                theirs, ours = (hosting.Hosted(s, block, attend, layout, hidden_layers=hidden) for s in stores)
-                expected, got = hosting.run(model, theirs).logits, compute(ours)
-                pairs = [(got, expected), (ours.hidden.get(last), theirs.hidden.get(last))]
+                theirs, ours = (hosting.Hosted(store, block, attend, layout) for store in stores)
+                pairs = compute(theirs, ours)
                 if not all(_close(a, b) for a, b in [*pairs, *zip(*map(_kept, reversed(stores)), strict=True)]):
                     logger.info("The model does more with its layers than our kernels: its own code is taken.")
                     return False
@@ -225,8 +251,6 @@ class FusedLayers:
             level = logging.WARNING if self.on_gpu else logging.INFO
             logger.log(level, "Layers run by their own code, not by fused kernels: %s", reason_of(error))
             return False
-        finally:
-            tapped.remove()
         return True
 
 
@@ -247,7 +271,7 @@ def _made_up(model: PreTrainedModel, far: bool) -> tuple[Block, list[KVStore]]:
     """
     text, vocabulary = 5, int(hosting.decoder_config(model).vocab_size)
     tree = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], **WHOLE).bool()
-    stores = [KVStore(hosting.kv_shape(model), 1, text + 3, model.device) for _ in range(2)]
+    stores = [KVStore(layout_of(model).shape, 1, text + 3, model.device) for _ in range(2)]
     for store in stores:
         store.keep_states(*hosting.new_states(model, 1, text + 3))
         for t in _kept(store):

@@ -24,9 +24,8 @@ from longdraft.attention.reference import Attend
 from longdraft.errors import UnsupportedModelError
 from longdraft.memory.recurrent import RecurrentStates
 from longdraft.memory.states import LayerStates
-from longdraft.memory.store import KVShape, KVStore
+from longdraft.memory.store import KVStore
 from longdraft.memory.windows import WindowStates
-from longdraft.model import stored
 from longdraft.model.calls import Recording
 from longdraft.model.layout import Layout, Place, layout_of
 from longdraft.model.layout import decoder_config as decoder_config
@@ -176,15 +175,6 @@ def switch_on(model: PreTrainedModel) -> None:
     decoder_config(model)._attn_implementation = IMPLEMENTATION
 
 
-def kv_shape(model: PreTrainedModel) -> KVShape:
-    """The shape of the rows that are kept of the whole text.
-
-    Raises:
-        UnsupportedModelError: the model has no attention heads.
-    """
-    return layout_of(model).shape
-
-
 def new_states(
     model: PreTrainedModel, slots: int, capacity: int, transposed: bool = False, dtype: torch.dtype | None = None
 ) -> list[LayerStates]:
@@ -228,12 +218,6 @@ def context_length(model: PreTrainedModel) -> int:
     config = decoder_config(model)
     found = (getattr(config, name, None) for name in ("max_position_embeddings", "max_target_positions", "max_seq_len"))
     return next((int(length) for length in found if length), UNBOUNDED)
-
-
-def sampled(model: PreTrainedModel) -> list[torch.Tensor]:
-    """Some weights of the embedding and of the last layer's first matrix, to identify a model."""
-    first = next(m for m in decoder_layers(model)[-1].modules() if stored.has_weights(m))
-    return [stored.weight_sample(m) for m in (model.get_input_embeddings(), first)]
 
 
 def tap(model: PreTrainedModel, layer: int) -> RemovableHandle:

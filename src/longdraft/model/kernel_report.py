@@ -68,7 +68,9 @@ def kernel_report(runner: TargetRunner | None) -> KernelReport:
     for layer in twin.model.modules():
         weights = weights_of(layer)
         if weights is not None:
-            sizes[_format(weights[0])] += weights[0].shape[0] * weights[0].shape[1]
+            matrix = weights[0]
+            name = _dtype(matrix.dtype) if isinstance(matrix, torch.Tensor) else matrix.format
+            sizes[_DTYPES.get(name, name)] += matrix.shape[0] * matrix.shape[1]
     if not sizes:
         reason = f"they serve none of this model's layers ({_dtype(runner.kv_shape.dtype)} on a CPU)"
         return KernelReport(None, reason=reason)
@@ -77,12 +79,6 @@ def kernel_report(runner: TargetRunner | None) -> KernelReport:
     whole = twin.fused.stack is not None and attends and runner.offload is None
     names = tuple(name for name, _ in sizes.most_common())
     return KernelReport(own.level, names, kv, whole, arithmetic=runner.arithmetic)
-
-
-def _format(weights: torch.Tensor | native.Stored) -> str:
-    if isinstance(weights, torch.Tensor):
-        return _dtype(weights.dtype)
-    return _DTYPES.get(weights.format, weights.format)
 
 
 def _cost(runner: TargetRunner) -> str:

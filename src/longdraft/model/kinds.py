@@ -54,18 +54,11 @@ def sparse_kinds(model: PreTrainedModel) -> list[str]:
 
 
 def described(model: PreTrainedModel) -> str:
-    """The layers in a sentence's part: "26 layers: 4 full attention, 22 with a window of 512 tokens; experts"."""
-    config, counts = decoder_config(model), _counts(model)
-    words = {
-        "full": "full attention",
-        "window": f"with a window of {_number(config, 'sliding_window')} tokens",
-        "chunk": f"in chunks of {_number(config, 'attention_chunk_size')} tokens",
-        "recurrent": "with a recurrent state",
-        "sparse": "with sparse attention",
-    }
-    parts = [f"{counts[kind]} {words[kind]}" for kind in _ORDER if counts[kind]]
+    """The layers in a sentence's part: "26 layers: 4 full, 22 window; experts"."""
+    counts = _counts(model)
+    parts = [f"{counts[kind]} {kind}" for kind in _ORDER if counts[kind]]
     rest = [kind for kind in layer_kinds(model) if kind not in _ORDER]
-    return "; ".join([f"{config.num_hidden_layers} layers: {', '.join(parts)}", *rest])
+    return "; ".join([f"{decoder_config(model).num_hidden_layers} layers: {', '.join(parts)}", *rest])
 
 
 def _counts(model: PreTrainedModel) -> Counter[str]:

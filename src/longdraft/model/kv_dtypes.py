@@ -12,24 +12,21 @@ if TYPE_CHECKING:
     from longdraft.model.runner import TargetRunner
 
 
-def check(runner: TargetRunner) -> None:
-    """Raises CapabilityError for a dtype of a runner's that is not the arithmetic's own, where it cannot be kept."""
-    offloaded = runner.offload is not None
-    reason = "it is for KV that is not offloaded" if offloaded else _unreadable(runner, runner.kv_dtype)
-    if reason is not None:
-        advice = "leave it out"
-        if runner.device.type == "cuda":
-            advice += '; offload="host" or a partial view (specpv, self) takes less of a GPU\'s memory'
-        raise CapabilityError(f"kv_dtype={_name(runner.kv_dtype)} cannot be kept here: {reason}. So {advice}.")
-
-
-def check_view(runner: TargetRunner, dtype: torch.dtype) -> None:
-    """Raises CapabilityError for a dtype of a view that cannot be kept."""
-    if (reason := _unreadable(runner, dtype)) is not None:
-        raise CapabilityError(
-            f"Views in {_name(dtype)} cannot be kept here: {reason}. Leave view_dtype out; a view of all rows "
-            "needs it, so take another."
-        )
+def check(runner: TargetRunner, dtype: torch.dtype, option: str) -> None:
+    """Raises CapabilityError for a dtype that cannot be kept here, of all keys and values (the option ``kv_dtype``) or
+    of a view's (``view_dtype``)."""
+    of_views = option == "view_dtype"
+    offloaded = runner.offload is not None and not of_views
+    reason = "it is for KV that is not offloaded" if offloaded else _unreadable(runner, dtype)
+    if reason is None:
+        return
+    advice = "leave it out"
+    if of_views:
+        advice += "; a view of all rows needs it, so take another"
+    elif runner.device.type == "cuda":
+        advice += '; offload="host" or a partial view (specpv, self) takes less of a GPU\'s memory'
+    name = str(dtype).removeprefix("torch.")
+    raise CapabilityError(f"{option}={name} cannot be kept here: {reason}. So {advice}.")
 
 
 def _unreadable(runner: TargetRunner, dtype: torch.dtype) -> str | None:
@@ -43,7 +40,3 @@ def _unreadable(runner: TargetRunner, dtype: torch.dtype) -> str | None:
         own = f"{shape.dtype} on {runner.device} ({runner.attention_path})"
         return f"it is for models in float32 on a CPU with its own attention path, and this one is {own}"
     return None if dtype == torch.int8 else "on a GPU keys and values are in the model's dtype or in int8"
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

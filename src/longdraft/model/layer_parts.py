@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,22 +29,6 @@ _GEMMA = {
     "mlp_norm": "pre_feedforward_layernorm",
     "done_norm": "post_feedforward_layernorm",
 }
-
-
-class Ends(NamedTuple):
-    """The parts that turn the last layer's output into logits.
-
-    Attributes:
-        norm: of the last output.
-        plus: added to the norm's weight.
-        head: (vocabulary, hidden).
-        softcap: of the logits; None for no cap.
-    """
-
-    norm: Norm
-    plus: float
-    head: Weights
-    softcap: float | None
 
 
 def layer_of(layer: nn.Module, head_dim: int) -> DecoderLayer | None:
@@ -81,11 +65,15 @@ def layer_of(layer: nn.Module, head_dim: int) -> DecoderLayer | None:
     )
 
 
-def is_untouched(layer: nn.Module) -> bool:
-    """True if a layer's parts are float32 on the CPU, contiguous, and without the user's hooks."""
+def is_untouched(layer: nn.Module, ours: nn.Module | None = None) -> bool:
+    """True if a layer's parts are float32 on the CPU, contiguous, and without the user's hooks.
+
+    Args:
+        ours: a part whose forward is ours.
+    """
     inside = [m for m in layer.modules() if m is not layer]
     # Hooks of the layer itself do no harm: they run around any forward.
-    if any(map(touched, inside)) or "forward" in vars(layer) or not is_known(type(layer).forward):
+    if any(touched(m, m is ours) for m in inside) or "forward" in vars(layer) or not is_known(type(layer).forward):
         return False
     tensors = [t for m in inside for t in m.parameters(recurse=False)]
     return all(t.dtype == torch.float32 and t.device.type == "cpu" and t.is_contiguous() for t in tensors)
@@ -103,8 +91,9 @@ def norms_of(modules: Mapping[str, nn.Module | None]) -> dict[str, Norm] | None:
     return found if len(found) == len(modules) else None
 
 
-def ends_of(model: PreTrainedModel, layers: Iterable[nn.Module]) -> Ends | None:
-    """The final norm and the head; None if they are of another kind, or if the user has hooks in the model."""
+def ends_of(model: PreTrainedModel, layers: Iterable[nn.Module]) -> dict[str, Any] | None:
+    """The final norm and the head, as a :class:`DecoderStack` takes them; None if they are of another kind, or if the
+    user has hooks in the model."""
     decoder, head = hosting.decoder_of(model), model.get_output_embeddings()
     final = getattr(decoder, "norm", None)
     norm, weights = norm_of(final), weights_of(head)
@@ -113,7 +102,7 @@ def ends_of(model: PreTrainedModel, layers: Iterable[nn.Module]) -> Ends | None:
         return None
     plus = plus_of([final])
     cap = getattr(decoder_config(model), "final_logit_softcapping", None)
-    return None if plus is None else Ends(norm, plus, weights, cap)
+    return None if plus is None else {"norm": norm, "head": weights, "plus": plus, "softcap": cap}
 
 
 def norm_of(module: nn.Module | None) -> Norm | None:
@@ -150,7 +139,7 @@ def is_gelu(activation: nn.Module | None) -> bool | None:
     return None
 
 
-def touched(module: nn.Module) -> bool:
-    """True if a module has hooks, a forward that replaces its class's, or a class of the user's."""
-    replaced = "forward" in vars(module) or not is_known(type(module).forward)
+def touched(module: nn.Module, ours: bool = False) -> bool:
+    """True if a module has hooks, a forward that replaces its class's and is not ``ours``, or a class of the user's."""
+    replaced = ("forward" in vars(module) and not ours) or not is_known(type(module).forward)
     return bool(module._forward_hooks or module._forward_pre_hooks or replaced)

@@ -79,24 +79,10 @@ class LayerKinds(NamedTuple):
         return cls(tuple(places), numbers, kinds, rotary)
 
     @property
-    def attending(self) -> int:
-        """Number of layers that attend."""
-        return sum(place is not None for place in self.places)
-
-    @property
     def of_stack(self) -> list[int]:
         """For each layer its place among the layers of its keys and values, or among the recurrent layers."""
         recurrent = itertools.count()
         return [next(recurrent) if place is None else place.layer for place in self.places]
-
-    @property
-    def ropes(self) -> tuple[str | None, ...]:
-        return tuple(kind.rope for kind in self.of_layers)
-
-    def decoder_layer(self, kv_layer: int) -> int:
-        """The number of the decoder layer that keeps the rows ``kv_layer`` of the whole text."""
-        found = enumerate(self.places)
-        return next(i for i, p in found if p is not None and p.window is None and p.layer == kv_layer)
 
     def rotate(self, rope: str | None, x: torch.Tensor, positions: torch.Tensor | None) -> CosSin:
         """cos and sin (B, T, d or less) of a kind's positions."""

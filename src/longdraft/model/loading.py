@@ -17,10 +17,10 @@ from longdraft.model import stored
 from longdraft.model.checkpoints import DType, LoadedModel, Progress, check_folder, check_gguf, read_checkpoint
 from longdraft.model.collector import paused
 from longdraft.model.embedded import EMBEDDED_ID, packaged_file
+from longdraft.model.experts import keep_experts
 from longdraft.model.gguf.files import Arithmetic, Weights, no_int8, read_gguf
 from longdraft.model.gpu import side_by_side
 from longdraft.model.quantised import unpack_into
-from longdraft.model.stored_experts import keep_experts
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -8,12 +8,11 @@ that a row is the last token of: the row's own position, or the length of the pr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from longdraft.model import hosting
@@ -44,31 +43,22 @@ def install(model: PreTrainedModel) -> int | None:
     Returns:
         The tokens of the longest text with the short factors; None if all texts are rotated alike.
     """
-    switch = _switch_of(model)
-    if switch is None:
-        return None
-    for module in _embeddings(model):
-        # Each forward writes its frequencies into the buffer, and the user's model may be at work meanwhile.
-        for name, buffer in module.named_buffers(recurse=False):
-            module._buffers[name] = buffer.clone()
-        vars(module)["forward"] = _by_row(module.forward, switch)
-    return switch
-
-
-def _switch_of(model: PreTrainedModel) -> int | None:
     limits = [
         int(each.get("original_max_position_embeddings") or hosting.context_length(model))
         for each in rope_parameters(model)
         if rope_kind(each) == _KIND and any(each.get(short) != each.get(long) for short, long in _FACTORS)
     ]
-    return min(limits, default=None)
-
-
-def _embeddings(model: PreTrainedModel) -> Iterator[nn.Module]:
+    if not limits:
+        return None
+    switch = min(limits)
     for module in model.modules():
-        found = getattr(module, "rope_type", None)
-        if _KIND in (found.values() if isinstance(found, Mapping) else (found,)):
-            yield module
+        kinds = getattr(module, "rope_type", None)
+        if _KIND in (kinds.values() if isinstance(kinds, Mapping) else (kinds,)):
+            # Each forward writes its frequencies into the buffer, and the user's model may be at work meanwhile.
+            for name, buffer in module.named_buffers(recurse=False):
+                module._buffers[name] = buffer.clone()
+            vars(module)["forward"] = _by_row(module.forward, switch)
+    return switch
 
 
 def _by_row(theirs: Callable[..., CosSin], switch: int) -> Callable[..., CosSin]:

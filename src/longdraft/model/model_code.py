@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import cache
 from types import FunctionType
 from typing import Any
@@ -12,45 +11,31 @@ from typing import Any
 from torch import nn
 
 
-@dataclass(frozen=True)
-class Code:
-    """A class's forward without decorators.
-
-    Attributes:
-        function: the function; None if it is not written in Python.
-        words: names that it uses: of globals, attributes and methods.
-        parameters: names of its parameters, without ``self``.
-    """
-
-    function: FunctionType | None
-    words: frozenset[str] = frozenset()
-    parameters: tuple[str, ...] = ()
-
-    def calling(self, functions: Mapping[str, Callable[..., Any]]) -> FunctionType:
-        """The same forward, with other functions in the place of globals."""
-        assert self.function is not None
-        own = self.function
-        made = FunctionType(
-            own.__code__, {**own.__globals__, **functions}, own.__name__, own.__defaults__, own.__closure__
-        )
-        made.__kwdefaults__ = own.__kwdefaults__
-        return made
-
-
 @cache
-def _code(kind: Any) -> Code:
+def _forward(kind: Any) -> FunctionType | None:
     # A scripted class has none.
     forward = getattr(kind, "forward", None)
     function = None if forward is None else inspect.unwrap(forward)
-    if not isinstance(function, FunctionType):
-        return Code(None)
-    return Code(function, frozenset(function.__code__.co_names), tuple(inspect.signature(function).parameters)[1:])
+    return function if isinstance(function, FunctionType) else None
 
 
-def own_forward(module: nn.Module) -> Code:
-    """The code of a module's class."""
+def own_forward(module: nn.Module) -> FunctionType | None:
+    """The forward of a module's class, without decorators; None if it is not written in Python."""
     kind: Any = type(module)
-    return _code(kind)
+    return _forward(kind)
+
+
+def words(module: nn.Module) -> frozenset[str]:
+    """Names that the forward of a module's class uses: of globals, attributes and methods."""
+    own = own_forward(module)
+    return frozenset() if own is None else frozenset(own.__code__.co_names)
+
+
+def calling(own: FunctionType, functions: Mapping[str, Callable[..., Any]]) -> FunctionType:
+    """The same forward, with other functions in the place of globals."""
+    made = FunctionType(own.__code__, {**own.__globals__, **functions}, own.__name__, own.__defaults__, own.__closure__)
+    made.__kwdefaults__ = own.__kwdefaults__
+    return made
 
 
 def present_forward(module: nn.Module) -> Callable[..., Any]:

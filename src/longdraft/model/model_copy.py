@@ -184,22 +184,11 @@ def _described(value: Any, known: set[int]) -> Iterator[Any]:
     elif id(value) not in known:
         known.add(id(value))
         yield value
-        for name, setting in list(vars(value).items()):
-            if name not in _IGNORED_SETTINGS:
-                yield name
-                yield from _described(setting, known) if isinstance(setting, PretrainedConfig) else _flat(setting)
-
-
-def _flat(setting: Any) -> Iterator[Any]:
-    if isinstance(setting, dict):
-        for name, inside in list(setting.items()):
-            yield name
-            yield from _flat(inside)
-    elif isinstance(setting, list | tuple):
-        for inside in list(setting):
-            yield from _flat(inside)
-    else:
-        yield setting
+        kept = {name: setting for name, setting in list(vars(value).items()) if name not in _IGNORED_SETTINGS}
+        inner = [setting for setting in kept.values() if isinstance(setting, PretrainedConfig)]
+        yield repr({name: id(x) if isinstance(x, PretrainedConfig) else x for name, x in kept.items()})
+        for each in inner:
+            yield from _described(each, known)
 
 
 def place_of(tensor: torch.Tensor | None) -> int:

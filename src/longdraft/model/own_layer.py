@@ -18,7 +18,7 @@ from longdraft.errors import UnsupportedModelError
 from longdraft.model import hosting
 from longdraft.model.few_rows import in_halves
 from longdraft.model.small_models import Attend, packed
-from longdraft.model.stored import StoredLinear, unpacked
+from longdraft.model.stored import StoredLinear, in_place_of, unpacked
 from longdraft.native import Stored, kernels
 
 
@@ -88,25 +88,21 @@ def put_in(
     keeps = device.type == "cpu" and dtype == torch.float32 and kernels() is not None
     for name, given in weights.items():
         path, _, leaf = name.rpartition(".")
-        parent = module.get_submodule(path)
-        weight = given
-        if type(parent) is nn.Linear and leaf == "weight":
-            if keeps and isinstance(weight, torch.Tensor) and in_halves(weight):
-                weight = Stored.of(weight)
-            if keeps and isinstance(weight, Stored):
-                bias = weights.get(f"{path}.bias")
-                above, _, own = path.rpartition(".")
-                floats = bias.float() if isinstance(bias, torch.Tensor) else None
-                setattr(module.get_submodule(above), own, StoredLinear(weight.computing(int8), floats))
-                continue
-        if type(parent) is StoredLinear:
+        parent, weight = module.get_submodule(path), given
+        if isinstance(parent, StoredLinear):
             continue  # the bias of one
+        if keeps and type(parent) is nn.Linear and leaf == "weight":
+            weight = Stored.of(weight) if isinstance(weight, torch.Tensor) and in_halves(weight) else weight
+            if isinstance(weight, Stored):
+                bias = weights.get(f"{path}.bias")
+                bias = bias if isinstance(bias, torch.Tensor) else None
+                module.set_submodule(path, in_place_of(parent, weight.computing(int8), bias))
+                continue
         numbers = unpacked(weight) if isinstance(weight, Stored) else weight
         if leaf in parent._parameters:
             setattr(parent, leaf, nn.Parameter(numbers.to(device, dtype), requires_grad=False))
         else:
-            like = parent.get_buffer(leaf)
-            setattr(parent, leaf, numbers.to(device, like.dtype))
+            setattr(parent, leaf, numbers.to(device, parent.get_buffer(leaf).dtype))
     return module.requires_grad_(False).eval()
 
 

@@ -9,14 +9,14 @@ is decoded, so that a drafted token gets the bits that it would get alone.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
+from longdraft.attention.transfer import on_device
 from longdraft.errors import UnsupportedModelError, reason_of
 from longdraft.model.few_rows import is_plain, is_shared_out
 from longdraft.native import kernels
@@ -32,27 +32,10 @@ _FEWER = (1, 3, 5)
 # rounding is less, and a scale that depends on them is more.
 _LARGER_ROWS = 100.0
 _TOLERANCE, _TOLERANCE_OF_HALVES = 1e-3, 2e-2
-# By how much the result for a row between two others may differ from the value between theirs, of its largest number:
-# a product rounds by less, and rounding the row itself to eight bits or fewer changes it by more.
-_STRAIGHT, _STRAIGHT_IN_HALVES = 1e-4, 1e-2
 # Smallest share of different numbers among results in float32 that are not rounded to fewer bits afterwards.
 _DIFFERENT = 0.9
-_SCALED = "scales all rows of its input together"
 # Methods whose weights transformers unpacks while it loads them where it has no kernels for them.
 _UNPACKED = ("fp8", "mxfp4", "mxfp8")
-
-
-@dataclass(frozen=True)
-class _Tried:
-    """Attributes:
-    sizes: sizes of blocks that give the same bits; (1,) if any number of rows does, empty if no size was found.
-    outside: the layer does not compute in torch's inference mode.
-    rounds: the layer rounds its rows before it multiplies them.
-    """
-
-    sizes: tuple[int, ...]
-    outside: bool
-    rounds: bool
 
 
 def stays_quantised(config: Any) -> bool:
@@ -96,23 +79,20 @@ def simplify(model: nn.Module) -> None:
     """
     for module in model.modules():
         own = vars(module)
-        tables = [own["_parameters"], own["_buffers"]]
-        if "_original_forward_func" in own and all(_in_place(table) for table in tables):
+        tables = [own["_parameters"], own["_buffers"]]  # of compressed-tensors, which may move tensors
+        places = {getattr(table, f"{kind}_device", None) for table in tables for kind in ("onload", "offload")}
+        if "_original_forward_func" in own and len(places - {None}) == len(places) == 1:
             own["_parameters"], own["_buffers"] = (dict(table.offloaded_values) for table in tables)
             own["forward"] = MethodType(own.pop("_original_forward_func"), module)
         scheme = own.get("quantization_scheme")
+        # One that was unpacked into another dtype stays what it is: it is refused when it is tried.
+        other = any(weight.dtype != model.dtype for weight in module.parameters(recurse=False))
         rounded = scheme is None or scheme.input_activations or scheme.output_activations
-        if not rounded and _word(own.get("quantization_status")) == "decompressed":
+        if not (rounded or other) and _word(own.get("quantization_status")) == "decompressed":
             own.pop("forward", None)
             del own["quantization_scheme"]
         if getattr(own.get("forward"), "__func__", None) is type(module).forward:
             del own["forward"]
-
-
-def _in_place(table: Any) -> bool:
-    """True if a table of tensors is one of compressed-tensors' that moves none."""
-    place = getattr(table, "onload_device", None)
-    return place is not None and place == getattr(table, "offload_device", None)
 
 
 def layers_of_others(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -131,12 +111,16 @@ def layers_of_others(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def check(model: nn.Module) -> None:
-    """Raises UnsupportedModelError, with the layer's name, if what a layer computes for a row depends on the others.
+    """Raises UnsupportedModelError, with the layer's name, for layers whose settings say that they depend on all rows.
 
-    This looks at settings only; :func:`install` tries the layers.
+    :func:`install` tries those of other packages.
     """
     for name, module in model.named_modules():
-        if (why := _depends_on_rows(module)) is not None:
+        kind = type(module)
+        if ".quantized.dynamic." in f"{kind.__module__}.":  # torch.ao.quantization.quantize_dynamic
+            raise _refusal(model, name, module, "scales all rows of its input together")
+        if kind.__name__ == "Linear8bitLt" and getattr(getattr(module, "state", None), "threshold", 0.0) > 0:
+            why = "finds outliers in all rows of its input together (load it with llm_int8_threshold=0)"
             raise _refusal(model, name, module, why)
 
 
@@ -150,15 +134,13 @@ def install(model: nn.Module, wanted: Callable[[], bool]) -> None:
         UnsupportedModelError: a row's result depends on the rows beside it, or a layer cannot compute here.
     """
     warned: set[str] = set()
-    for module, tried in _all_tried(model):
-        forward = module.forward
-        if tried.outside:
-            forward = vars(module)["forward"] = _outside(forward)
+    for module, sizes in _all_tried(model):
+        forward = vars(module)["forward"] = _outside(module.forward)
         # Without kernels, other products do not give a row the same bits either.
-        if tried.sizes == (1,) or kernels() is None:
+        if sizes == (1,) or kernels() is None:
             continue
-        if tried.sizes:
-            vars(module)["forward"] = _in_blocks(forward, tried.sizes, wanted)
+        if sizes:
+            vars(module)["forward"] = _in_blocks(forward, sizes, wanted)
         elif (kind := _kind(module)) not in warned:
             warned.add(kind)
             logger.warning(
@@ -168,29 +150,21 @@ def install(model: nn.Module, wanted: Callable[[], bool]) -> None:
             )
 
 
-def install_for_trial(model: nn.Module) -> None:
-    """Tries the layers of a copy that is compared with the model's own forward: none of them rounds its rows then.
+def make_plain(model: nn.Module) -> None:
+    """Gives the layers of a copy that is compared with the model's own forward a product of made-up weights.
 
     Two ways to attend differ in last bits, which decide now and then how a number is rounded: a layer that rounds its
-    rows to eight bits makes a percent of that, which hides what is compared. Such layers get a product of made-up
-    weights, for the model's own forward too.
-
-    Raises:
-        UnsupportedModelError: as :func:`install` does.
+    rows to eight bits makes a percent of that, which hides what is compared.
     """
-    for module, tried in _all_tried(model):
-        if tried.rounds:
-            vars(module)["forward"] = _made_up_product(module)
-        elif tried.outside:
-            vars(module)["forward"] = _outside(module.forward)
+    for _, module in layers_of_others(model):
+        vars(module)["forward"] = _made_up_product(module)
 
 
-def _all_tried(model: nn.Module) -> Iterator[tuple[nn.Module, _Tried]]:
-    """The layers that are not torch's own, with what was found of their kind and size."""
-    known: dict[tuple[object, ...], _Tried] = {}
+def _all_tried(model: nn.Module) -> Iterator[tuple[nn.Module, tuple[int, ...]]]:
+    """The layers that are not torch's own, with what :func:`_try` found of their kind and size."""
+    known: dict[tuple[object, ...], tuple[int, ...]] = {}
     for name, module in list(layers_of_others(model)):
-        weight = getattr(module, "weight", None)
-        like = (type(module), type(weight), module.in_features, module.out_features)
+        like = (type(module), type(getattr(module, "weight", None)), module.in_features, module.out_features)
         if like in known:
             _first_call(model, module)
         yield module, known[like] if like in known else known.setdefault(like, _try(model, name, module))
@@ -200,11 +174,10 @@ def _made_up_product(module: nn.Module) -> Callable[..., torch.Tensor]:
     """A forward whose results are some numbers of the row, with made-up signs: a product that needs no weights."""
     size, count = int(module.in_features), int(module.out_features)  # type: ignore[arg-type]
     generator = torch.Generator().manual_seed(size)
-    places = torch.randint(size, (count,), generator=generator, device="cpu")
-    signs = torch.randint(2, (count,), generator=generator, device="cpu") * 2 - 1
+    places = torch.randint(2 * size, (count,), generator=generator, device="cpu").tolist()
 
     def product(x: torch.Tensor, *_more: Any, **_named: Any) -> torch.Tensor:
-        return x[..., places.to(x.device)] * signs.to(x)
+        return torch.cat([x, -x], dim=-1)[..., on_device(places, x.device)]
 
     return product
 
@@ -223,7 +196,8 @@ def _made_up(model: nn.Module, module: nn.Module, count: int) -> torch.Tensor:
     return rows.to(device, getattr(model, "dtype", torch.float32))
 
 
-def _try(model: nn.Module, name: str, module: nn.Module) -> _Tried:
+def _try(model: nn.Module, name: str, module: nn.Module) -> tuple[int, ...]:
+    """Sizes of blocks that give the same bits; (1,) if any number of rows does, empty if no size was found."""
     rows = _made_up(model, module, LARGER[-1])
 
     def compute(x: torch.Tensor) -> torch.Tensor:
@@ -242,7 +216,7 @@ def _try(model: nn.Module, name: str, module: nn.Module) -> _Tried:
         ) from error
     if depends:
         raise _refusal(model, name, module, "computes another result for a row beside larger ones")
-    return _Tried(sizes, _only_outside(compute, rows[:1]), _rounds(compute, rows[:2]))
+    return sizes
 
 
 def _depends(compute: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor) -> bool:
@@ -253,17 +227,8 @@ def _depends(compute: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor
     return not bool((alone - beside).abs().max() <= tolerance * alone.abs().max())
 
 
-@torch.no_grad()
-def _rounds(compute: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor) -> bool:
-    """True if the result for the row between two rows is not between their results."""
-    between = compute(rows.mean(0, keepdim=True)).double()
-    straight = compute(rows).double().mean(0, keepdim=True)
-    tolerance = _STRAIGHT_IN_HALVES if rows.dtype in (torch.bfloat16, torch.float16) else _STRAIGHT
-    return not bool((between - straight).abs().max() <= tolerance * between.abs().max())
-
-
 def _steady_sizes(compute: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor) -> tuple[int, ...]:
-    """Sizes of blocks, as :class:`_Tried` has them."""
+    """The sizes that :func:`_try` returns."""
 
     def by(size: int, x: torch.Tensor = rows) -> torch.Tensor:
         return torch.cat([compute(part) for part in x.split(size)])
@@ -279,17 +244,9 @@ def _steady_sizes(compute: Callable[[torch.Tensor], torch.Tensor], rows: torch.T
     return (1,) if fewer and larger == LARGER else (ROWS, *larger)
 
 
-def _only_outside(compute: Callable[[torch.Tensor], torch.Tensor], row: torch.Tensor) -> bool:
-    """True if a layer that computes does not do so in torch's inference mode, as quanto's in four bits."""
-    with torch.inference_mode():
-        try:
-            compute(row)
-        except RuntimeError:
-            return True
-    return False
-
-
 def _outside(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Computes outside of torch's inference mode, in which some layers do not, as quanto's in four bits."""
+
     def outside(*inputs: Any, **named: Any) -> torch.Tensor:
         with torch.inference_mode(False), torch.no_grad():
             return forward(*inputs, **named)
@@ -327,26 +284,6 @@ def _kind(module: nn.Module) -> str:
     weight = getattr(module, "weight", None)
     kind = type(module).__name__
     return kind if weight is None or is_plain(weight) else f"{kind}, {type(weight).__name__}"
-
-
-def _depends_on_rows(module: nn.Module) -> str | None:
-    """Describes how a quantised layer's result for a row depends on the other rows; None if its settings do not."""
-    kind = type(module)
-    if ".quantized.dynamic." in f"{kind.__module__}.":  # torch.ao.quantization.quantize_dynamic
-        return _SCALED
-    if kind.__name__ == "Linear8bitLt" and getattr(getattr(module, "state", None), "threshold", 0.0) > 0:
-        return "finds outliers in all rows of its input together (load it with llm_int8_threshold=0)"
-    scheme = getattr(getattr(module, "quantization_scheme", None), "input_activations", None)
-    if getattr(scheme, "dynamic", False) is True and _word(getattr(scheme, "strategy", None)) == "tensor":
-        return _SCALED  # compressed-tensors
-    # torchao keeps its settings for activations in the weight.
-    weight = dict(module.named_parameters(recurse=False)).get("weight")
-    settings = getattr(weight, "act_quant_kwargs", None) or getattr(weight, "quant_kwargs", None)
-    if type(getattr(settings, "granularity", None)).__name__ == "PerTensor":
-        return _SCALED
-    if isinstance(settings, Mapping) and type(settings.get("activation_granularity")).__name__ == "PerTensor":
-        return _SCALED
-    return None
 
 
 def _word(value: Any) -> str:

@@ -26,7 +26,7 @@ from longdraft.memory.recurrent import Checkpoint, LayerSlot, RecurrentShape, Re
 from longdraft.memory.store import KVStore
 from longdraft.model.calls import Recording
 from longdraft.model.hosting import recording, running
-from longdraft.model.model_code import own_forward, present_forward, replace_forward
+from longdraft.model.model_code import calling, own_forward, present_forward, replace_forward, words
 from longdraft.model.recurrences import RECURRENCES, Recurrence, bound, steps
 from longdraft.model.rows import undisturbed, whole_vectors
 from longdraft.model.tree_paths import last_inputs, needed, parents_of
@@ -61,7 +61,7 @@ def shapes_of(recorded: Recording) -> dict[int, RecurrentShape]:
 
 def mixers_of(model: nn.Module) -> list[nn.Module]:
     """The modules that keep a state from token to token."""
-    return [module for module in model.modules() if _WORDS & own_forward(module).words]
+    return [module for module in model.modules() if _WORDS & words(module)]
 
 
 class _Mixer:
@@ -69,22 +69,23 @@ class _Mixer:
 
     def __init__(self, module: nn.Module, index: int) -> None:
         self.index = index
-        code, self._kind = own_forward(module), type(module).__name__
-        names = [n for n in RECURRENCES if n in code.words]
-        caches = [name for name in _CACHES if name in code.parameters]
-        stateful = "update_recurrent_state" in code.words
-        own, replaced = code.function, getattr(present_forward(module), "__func__", None) is not type(module).forward
-        if own is None or replaced or not caches or _CONVOLUTION not in code.words or len(names) != int(stateful):
+        own, used, self._kind = own_forward(module), words(module), type(module).__name__
+        names, stateful = [n for n in RECURRENCES if n in used], "update_recurrent_state" in used
+        replaced = getattr(present_forward(module), "__func__", None) is not type(module).forward
+        if own is None or replaced or _CONVOLUTION not in used or len(names) != int(stateful):
+            raise UnsupportedModelError(self.unknown())
+        self._signature = inspect.signature(own)
+        caches = [name for name in _CACHES if name in self._signature.parameters]
+        if not caches:
             raise UnsupportedModelError(self.unknown())
         self._cache_name = caches[0]
-        self._signature = inspect.signature(own)
         functions: dict[str, Callable[..., Any]] = {_CONVOLUTION: undisturbed(self._convolve)}
         self.convolution = own.__globals__[_CONVOLUTION]
         self.recurrence = RECURRENCES[names[0]] if names else None
         if self.recurrence is not None:
             functions[names[0]] = undisturbed(self._scan)
             self.rule = own.__globals__[names[0]]
-        self._module, self._forward = module, code.calling(functions)
+        self._module, self._forward = module, calling(own, functions)
         self._turn: _Turn = _Turn()
         self._original = present_forward(module)
         replace_forward(module, self.forward)

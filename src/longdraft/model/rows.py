@@ -119,7 +119,8 @@ def _addmm(call: Call, bias: torch.Tensor, x: torch.Tensor, other: torch.Tensor,
 def _bmm(_call: Call, x: torch.Tensor, other: torch.Tensor, **named: Any) -> torch.Tensor | None:
     """x (E, rows, in) times matrices (E, in, out). Where all rows of a matrix are zero, it is not read."""
     own = kernels()
-    if own is None or named or not _served(x, other) or x.numel() == 0 or 1 not in other.stride()[1:]:
+    served = all(is_plain(t) and t.device.type == "cpu" and t.dtype == torch.float32 for t in (x, other))
+    if own is None or named or not served or x.numel() == 0 or 1 not in other.stride()[1:]:
         return None
     by_input = other.stride(2) == 1
     weights = ExpertWeights(other.detach() if by_input else other.detach().transpose(1, 2), by_input=by_input)
@@ -131,10 +132,6 @@ def _bmm(_call: Call, x: torch.Tensor, other: torch.Tensor, **named: Any) -> tor
         starts = [0, *itertools.accumulate(counts[number] for number in experts)]
         out[wanted] = ExpertProducts(own, [weights])(x[wanted], experts, starts)[0]
     return out
-
-
-def _served(*given: torch.Tensor) -> bool:
-    return all(is_plain(x) and x.device.type == "cpu" and x.dtype == torch.float32 for x in given)
 
 
 def _named(*names: str) -> list[Any]:

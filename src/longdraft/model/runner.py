@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -24,7 +25,7 @@ from longdraft.model.clock import Clock
 from longdraft.model.ends import stated_ends
 from longdraft.model.gpu import deterministic as one_bucket
 from longdraft.model.gpu.graphs import Computed, Graphs
-from longdraft.model.lock import FairLock
+from longdraft.model.layout import layout_of
 from longdraft.model.outputs import NO_TAPS, Taps, TargetOutput, not_a_number
 from longdraft.model.sharded import is_spread, share_of
 from longdraft.model.shared_parts import SharedParts
@@ -77,7 +78,7 @@ class TargetRunner:
             support.check_autocast(model.device)
             offloading.check(offload, model.device)
             self._host = host(model)
-            shape = hosting.kv_shape(model)
+            shape = layout_of(model).shape
             self.depth = len(hosting.decoder_layers(model))
         self.kv_shape = shape if self.share is None else self.share.of_heads(shape)
         self.context_length = hosting.context_length(model)
@@ -94,7 +95,7 @@ class TargetRunner:
         self.own_kv_dtype = torch.float16 if halves else self.kv_shape.dtype
         self.kv_dtype = kv_dtype or self.own_kv_dtype
         if self.kv_is_rounded:
-            kv_dtypes.check(self)
+            kv_dtypes.check(self, self.kv_dtype, "kv_dtype")
         # Graphs cannot record what processes exchange within a forward.
         # A recording cannot move the rows of windows either, nor compute rows one after another.
         self.recurrent = bool(self.twin.layout.recurrent)
@@ -114,7 +115,7 @@ class TargetRunner:
         return self._rooms if self.graphs.recording else None
 
     @property
-    def lock(self) -> FairLock:
+    def lock(self) -> AbstractContextManager[bool]:
         """Held during every forward and every step of a run: one thread at a time uses a model through longdraft."""
         return self._host.lock
 
@@ -230,7 +231,8 @@ class TargetRunner:
         transposed = dispatch.prefers_transposed_keys(self.attention_path, self.kv_shape.dtype)
         size = int(hosting.decoder_config(self.model).hidden_size)
         dtype = dtype or self.kv_dtype
-        kv_dtypes.check_view(self, dtype)
+        if dtype != self.kv_dtype:
+            kv_dtypes.check(self, dtype, "view_dtype")
         rows = capacity + self.graphs.padding(slots) + (self.rows or 0)
         rooms = self._resident if resident and self.rooms is not None else self.rooms
         small = dtype != self.kv_shape.dtype

@@ -146,8 +146,9 @@ def describe(model: PreTrainedModel) -> dict[str, Any]:
     (YaRN) is left out, so that a stretched target keeps its drafts.
     """
     digest = hashlib.sha256()
-    for sample in hosting.sampled(model):
-        digest.update(sample.to(torch.bfloat16).float().cpu().numpy().tobytes())
+    first = next(m for m in hosting.decoder_layers(model)[-1].modules() if stored.has_weights(m))
+    for module in (model.get_input_embeddings(), first):
+        digest.update(stored.weight_sample(module).to(torch.bfloat16).float().cpu().numpy().tobytes())
     return sizes(model) | {"weights": digest.hexdigest()[:16]}
 
 

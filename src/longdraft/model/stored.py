@@ -64,9 +64,6 @@ class StoredWeights(nn.Module):
         """The matrix in float32, unpacked in every call."""
         return unpacked(self.matrix)
 
-    def extra_repr(self) -> str:
-        return f"{self.matrix.shape}, format={self.format}{', int8' if self.int8 else ''}"
-
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         destination[f"{prefix}weight"] = self.weight
@@ -87,7 +84,7 @@ class StoredLinear(StoredWeights):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x (..., in) -> (..., out), in x's dtype."""
-        own = _kernels_for(x)
+        own = kernels() if x.device.type == "cpu" and x.dtype == torch.float32 else None
         if own is not None and (self.int8 or x.numel() <= MOST * x.shape[-1]):
             with torch._C.DisableTorchFunction():  # what the kernel is handed is exact by row as it is
                 return own.linear(x, [(self.matrix, self.bias)])[0]
@@ -112,6 +109,13 @@ class StoredEmbedding(StoredWeights):
         rows = unpacked(self.matrix.rows(ids.flatten()))
         rows = rows.to(self.like.dtype).view(*ids.shape, self.embedding_dim)
         return rows if self.scale == 1.0 else rows * torch.tensor(self.scale, dtype=rows.dtype, device="cpu")
+
+
+def in_place_of(module: nn.Module, matrix: Stored, bias: torch.Tensor | None = None) -> StoredWeights:
+    """A layer or an embedding with a stored matrix, for one of torch's."""
+    if isinstance(module, nn.Embedding):
+        return StoredEmbedding(matrix, getattr(module, "scalar_embed_scale", 1.0))
+    return StoredLinear(matrix, None if bias is None else bias.detach().float())
 
 
 def woven(stored: Stored) -> Stored:
@@ -184,16 +188,10 @@ def keep_stored(model: PreTrainedModel) -> PreTrainedModel:
     if getattr(model, "is_quantized", False):
         return model
     known: dict[int, Stored] = {}
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child) not in (nn.Linear, nn.Embedding) or not in_halves(child.weight):
-                continue
-            stored = known.setdefault(child.weight.data_ptr(), Stored.of(child.weight))
-            if isinstance(child, nn.Linear):
-                bias = None if child.bias is None else child.bias.detach().float()
-                setattr(parent, name, StoredLinear(stored, bias))
-            else:
-                setattr(parent, name, StoredEmbedding(stored))
+    for path, module in list(model.named_modules(remove_duplicate=False)):
+        if type(module) in (nn.Linear, nn.Embedding) and in_halves(module.weight):
+            stored = known.setdefault(module.weight.data_ptr(), Stored.of(module.weight))
+            model.set_submodule(path, in_place_of(module, stored, getattr(module, "bias", None)))
     model.float()
     model.config.dtype = torch.float32
     return mark(model) if known else model
@@ -344,10 +342,6 @@ class _Mapped:
     def _stat(self) -> tuple[int, int]:
         stat = os.fstat(self._open)
         return stat.st_size, stat.st_mtime_ns
-
-
-def _kernels_for(x: torch.Tensor) -> Kernels | None:
-    return kernels() if x.device.type == "cpu" and x.dtype == torch.float32 else None
 
 
 def _not_saved(*_args: Any, **_kwargs: Any) -> NoReturn:

@@ -10,7 +10,6 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from transformers import PreTrainedModel
@@ -19,7 +18,7 @@ from longdraft.attention.reference import attend
 from longdraft.attention.transfer import on_device
 from longdraft.errors import LongdraftError, UnsupportedModelError, reason_of
 from longdraft.memory.store import KVStore
-from longdraft.model import calls, fingerprints, hosting, own_code, positions, quantised, recurrent, stored
+from longdraft.model import calls, hosting, own_code, positions, quantised, recurrent, stored
 from longdraft.model.checkpoints import quiet
 from longdraft.model.layout import layout_of
 from longdraft.model.model_copy import copy_without_hooks
@@ -39,32 +38,6 @@ _CACHES = ("cache", "past_key_values", "cache_params")
 _TRIALS = 3
 
 
-# A trial takes some forwards of the model, and a twin is made anew whenever a model's last user has gone. So what a
-# model was like when it was tried is kept, and what was recorded, or why it was refused.
-_verdicts: WeakKeyDictionary[PreTrainedModel, tuple[object, calls.Recorded | str]] = WeakKeyDictionary()
-
-
-def tried(model: PreTrainedModel) -> calls.Recorded:
-    """Tries a model out, unless it was tried before and has not changed since: the records of its forward.
-
-    Raises:
-        UnsupportedModelError: longdraft cannot host it exactly.
-    """
-    forwards = [(id(type(m).forward), id(vars(m).get("forward"))) for m in model.modules()]
-    now = fingerprints.of(model), forwards, model.config._attn_implementation
-    known = _verdicts.get(model)
-    if known is None or known[0] != now:
-        found: calls.Recorded | str
-        try:
-            found = try_out(model)
-        except UnsupportedModelError as error:
-            found = f"{model.name_or_path}: {error}" if model.name_or_path else str(error)
-        known = _verdicts[model] = (now, found)
-    if isinstance(known[1], str):
-        raise UnsupportedModelError(known[1])
-    return known[1]
-
-
 def try_out(model: PreTrainedModel) -> calls.Recorded:
     """Hosts a copy of a model without its hooks. Returns what was recorded of a forward.
 
@@ -73,25 +46,19 @@ def try_out(model: PreTrainedModel) -> calls.Recorded:
     """
     copy = copy_without_hooks(model)
     stored.use_int8(copy, False)
-    # Layers of other packages are tried first: a refusal then names them.
-    quantised.install_for_trial(copy)
+    quantised.make_plain(copy)
     positions.install(copy)
     recurrent.install(copy)
     try:
         return _tried(copy, by_itself=False)
     except UnsupportedModelError as error:
-        if not _keeps_rows(copy):
+        sparse = "sparse" in str(getattr(hosting.decoder_config(copy), "attention_type", ""))
+        if recurrent.mixers_of(copy) or copy._is_stateful or sparse:  # it may keep more than keys and values
             raise
         try:
             return _tried(copy, by_itself=True)
         except UnsupportedModelError:
             raise error from None
-
-
-def _keeps_rows(model: PreTrainedModel) -> bool:
-    """True if all that a model keeps of a text may be the keys and values of its tokens."""
-    sparse = "sparse" in str(getattr(hosting.decoder_config(model), "attention_type", ""))
-    return not (recurrent.mixers_of(model) or model._is_stateful or sparse)
 
 
 def _tried(copy: PreTrainedModel, by_itself: bool) -> calls.Recorded:

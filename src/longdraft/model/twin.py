@@ -8,7 +8,8 @@ thread at a time uses a twin, and holds the lock of its model.
 from __future__ import annotations
 
 import itertools
-from contextlib import nullcontext
+import threading
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -31,12 +32,11 @@ from longdraft.model import (
 )
 from longdraft.model.fused import FusedLayers
 from longdraft.model.layout import has_windows, layout_of
-from longdraft.model.lock import lock_of
 from longdraft.model.model_copy import copy_of, signature, unchanged
 from longdraft.model.rows import RowExact
 from longdraft.model.sharded import is_spread, share_of
 from longdraft.model.shared_parts import SharedParts, shared_parts
-from longdraft.model.trial import tried
+from longdraft.model.trial import try_out
 from longdraft.native import kernels
 
 
@@ -64,23 +64,23 @@ class Twin:
         if windows:
             self._try(model)
         self.fused = FusedLayers(self.model)
-        compared = self.fused.stack is not None and _is_bare(model)
+        # Nothing but a head surrounds it, and no row sees those behind it.
+        causal = all(getattr(module, "is_causal", True) for module in model.modules())
+        bare = causal and hosting.decoder_of(model) is model.base_model
+        compared = self.fused.stack is not None and bare
         if not (compared or shared or spread or windows):
             self._try(model)
         self.layout = layout_of(self.model)
-        quantised.install(self.model, self._decoding)
-        experts.install(self.model, self._decoding)
+        # While text is decoded, a row's bits must not depend on the rows beside it.
+        quantised.install(self.model, lambda: not self._reading)
+        experts.install(self.model, lambda: not self._reading)
         self._by_row = kernels() is not None and self.model.device.type == "cpu"
         self._tapped: set[int] = set()
         self._reading = False
         self._place = place_of(model)
 
-    def _decoding(self) -> bool:
-        """True in forwards in which a row's bits must not depend on the rows beside it."""
-        return not self._reading
-
     def _try(self, model: PreTrainedModel) -> None:
-        found = tried(model)
+        found = try_out(model)
         for each in (model, self.model):
             calls.remember(each, found)
         if found.own:
@@ -113,10 +113,15 @@ class Twin:
             return (own_code.run if own else hosting.run)(run, hosted, **more)
 
 
-def _is_bare(model: PreTrainedModel) -> bool:
-    """True if nothing but a head surrounds the decoder, and no row sees those behind it."""
-    causal = all(getattr(module, "is_causal", True) for module in model.modules())
-    return causal and hosting.decoder_of(model) is model.base_model
+_locks: WeakKeyDictionary[PreTrainedModel, AbstractContextManager[bool]] = WeakKeyDictionary()
+# Re-entrant, as the garbage collector may run any code while it is held. No other lock is awaited inside.
+_registering = threading.RLock()
+
+
+def lock_of(model: PreTrainedModel) -> AbstractContextManager[bool]:
+    """The one lock of a model, held during every forward and every step of a run."""
+    with _registering:
+        return _locks.setdefault(model, threading.RLock())
 
 
 class HostedModel:

@@ -109,7 +109,8 @@ class WholeLM:
             states.prepare(slots, bases, size)
         lengths, count = [store.lengths[slot] for slot in slots], tokens.shape[1]
         block = Block.make(slots, lengths, count, mask, offset=size - count, bases=bases)
-        rows, *more = self._kinds.rows(store, block, [self._rotations(rope, positions) for rope in self._kinds.ropes])
+        turns = [self._rotations(kind.rope, positions) for kind in self._kinds.of_layers]
+        rows, *more = self._kinds.rows(store, block, turns)
         x = self._embedding(tokens).float()
         out = self._kernels.stack(self._stack, *rows, x, logits=logits, best=best, more=more)
         assert out.log_probs is not None and out.places is not None

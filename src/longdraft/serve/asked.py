@@ -10,7 +10,7 @@ import copy
 import inspect
 import math
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -124,16 +124,10 @@ class Asked:
                 worker.cancel(choice)
 
 
-class Copies:
+def copies(constraint: structured.Constraint) -> Callable[[], structured.Constraint]:
     """Makes constraints; the first one is made here already, as a large one keeps the engine waiting."""
-
-    def __init__(self, constraint: structured.Constraint) -> None:
-        self._constraint = constraint
-        self._ready: structured.Constraint | None = copy.deepcopy(constraint)
-
-    def __call__(self) -> structured.Constraint:
-        made, self._ready = self._ready or copy.deepcopy(self._constraint), None
-        return made
+    ready = [copy.deepcopy(constraint)]
+    return lambda: ready.pop() if ready else copy.deepcopy(constraint)
 
 
 def chat(service: Service, body: schema.Chat, tenant: str | None = None) -> Asked:
@@ -151,7 +145,7 @@ def chat(service: Service, body: schema.Chat, tenant: str | None = None) -> Aske
         constraint = tools.bound(tokenizer, offered, choice, body.parallel_tool_calls, len(prompt), thinking)
     elif grammar is not None:
         constraint = structured.Constraint(tokenizer, grammar, len(prompt))
-    bound = None if constraint is None else Copies(constraint)
+    bound = None if constraint is None else copies(constraint)
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs goes with logprobs: true.", param="top_logprobs")
     log_probs = body.top_logprobs if body.logprobs else None

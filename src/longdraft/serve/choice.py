@@ -167,25 +167,23 @@ class Choice(Ticket):
                 yield Delta(self._echo, tuple(self._scored_prompt()))
         self.speculation.count(update)
         self._text += update.text
-        scored = [self._score(token) for token in update.token_ids]
+        recorder = self._recorder
+        scored = [] if recorder is None else [ScoredToken(token, *recorder.take(token)) for token in update.token_ids]
         known = max(0, self.tokens - self._tokens)
-        new = scored[known:]
-        self._tokens += len(scored)
+        new = tuple(scored[known:])
+        self._tokens += len(update.token_ids)
         self.tokens = max(self.tokens, self._tokens)
         trace = self._trace(update, self._tokens, self._detokenizer) if self._traced else None
         added = self._text[len(self.text) :]
-        if added or new or trace:
+        ids = update.token_ids[known:]
+        if added or ids or trace:
             self.text += added
-            scores = tuple(each for each in new if each is not None)
-            yield Delta(added, scores, trace, token_ids=update.token_ids[known:])
+            yield Delta(added, new, trace, token_ids=ids)
 
     def _begin(self) -> None:
         """Resets the counters of the text: the request has begun (again), and its tokens are repeated."""
         self._text, self._tokens, self._detokenizer = "", 0, Detokenizer(self._decode)
         self.speculation = Speculation()
-
-    def _score(self, token: int) -> ScoredToken | None:
-        return None if self._recorder is None else ScoredToken(token, *self._recorder.take(token))
 
     @property
     def _prompt(self) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from bisect import bisect_left
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
@@ -36,11 +36,53 @@ class Head:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices, **more}
 
 
-class ChatAnswer:
-    """Builds one choice of ``/v1/chat/completions``.
+class Answer(ABC):
+    """Builds one choice of a response.
 
     Args:
         piece: token id to text and bytes. with_log_probs, with_ids: report log-probabilities, and token ids.
+    """
+
+    kind: str
+    chunk_kind: str
+    prefix: str
+
+    def __init__(
+        self, index: int, piece: Callable[[int], tuple[str, bytes]], with_log_probs: bool, with_ids: bool
+    ) -> None:
+        self._index, self._piece, self._with_log_probs = index, piece, with_log_probs
+        self._ids: list[int] | None = [] if with_ids else None
+        self._scored: list[ScoredToken] = []
+        self._finish: str | None = None
+
+    @abstractmethod
+    def empty_chunk(self) -> dict[str, Any]:
+        """The choice of a chunk that adds nothing."""
+
+    @abstractmethod
+    def chunks(self, delta: Delta) -> list[dict[str, Any]]:
+        """The choices of the chunks for what a step adds."""
+
+    @abstractmethod
+    def whole(self) -> dict[str, Any]:
+        """The choice of an answer that has ended."""
+
+    def _added(self, delta: Delta) -> dict[str, Any]:
+        """Keeps what a step adds of tokens; the field of a chunk's token ids, if there are any and they are wanted."""
+        self._scored += delta.scored
+        if self._ids is None or not delta.token_ids:
+            return {}
+        self._ids += delta.token_ids
+        return {"token_ids": list(delta.token_ids)}
+
+    def _with_ids(self, choice: dict[str, Any]) -> dict[str, Any]:
+        return choice if self._ids is None else choice | {"token_ids": self._ids}
+
+
+class ChatAnswer(Answer):
+    """Builds one choice of ``/v1/chat/completions``.
+
+    Args:
         parser: separates tool calls from text; None if the model may call no tools.
         thinking: separates what the model thinks from what it says; None: it stays in the text.
         with_thoughts: report what it thinks.
@@ -61,11 +103,9 @@ class ChatAnswer:
         thinking: Thinking | None = None,
         with_thoughts: bool = True,
     ) -> None:
-        self._index, self._piece, self._with_log_probs, self._parser = index, piece, with_log_probs, parser
-        self._thinking, self._with_thoughts, self._thoughts, self.thought_tokens = thinking, with_thoughts, "", 0
-        self._ids: list[int] | None = [] if with_ids else None
-        self._scored: list[ScoredToken] = []
-        self._content = ""
+        super().__init__(index, piece, with_log_probs, with_ids)
+        self._parser, self._thinking, self._with_thoughts = parser, thinking, with_thoughts
+        self._content, self._thoughts, self.thought_tokens = "", "", 0
         self._calls: list[dict[str, Any]] = []
         self._begun = False
 
@@ -73,7 +113,6 @@ class ChatAnswer:
         return {"index": self._index, "finish_reason": None, "delta": {}}
 
     def chunks(self, delta: Delta) -> list[dict[str, Any]]:
-        """The choices of the chunks for what a step adds."""
         parts: list[dict[str, Any]] = []
         text, finish = delta.text, REASONS.get(delta.finish)
         if self._thinking is not None and (text or finish):
@@ -86,10 +125,9 @@ class ChatAnswer:
             rest, reason = self._parser.finish(cut=delta.finish != "eos")
             parts += rest
             finish = reason or finish
-        ids = _added(self._ids, delta)
+        ids = self._added(delta)
         if not parts and (delta.scored or ids or finish):
             parts = [{}]
-        self._scored += delta.scored
         self._finish = finish
         chunks = []
         for i, part in enumerate(parts):
@@ -114,15 +152,15 @@ class ChatAnswer:
                 self._calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
 
     def whole(self) -> dict[str, Any]:
-        """The choice of an answer that has ended."""
         message: dict[str, Any] = {"role": "assistant", "content": self._content, "refusal": None}
         if self._calls:
             message |= {"content": self._content or None, "tool_calls": self._calls}
         if self._thoughts:
             message["reasoning_content"] = self._thoughts
         log_probs = self._log_probs(self._scored) if self._with_log_probs else None
-        choice = {"index": self._index, "message": message, "logprobs": log_probs, "finish_reason": self._finish}
-        return choice if self._ids is None else choice | {"token_ids": self._ids}
+        return self._with_ids(
+            {"index": self._index, "message": message, "logprobs": log_probs, "finish_reason": self._finish}
+        )
 
     def _log_probs(self, scored: Sequence[ScoredToken]) -> dict[str, Any]:
         content = [
@@ -136,26 +174,11 @@ class ChatAnswer:
         return {"token": text, "logprob": round(log_prob, 6), "bytes": list(content)}
 
 
-def _added(known: list[int] | None, delta: Delta) -> dict[str, Any]:
-    """The field of a chunk's token ids, which are added to the known ones; empty without any, or if none are wanted."""
-    if known is None or not delta.token_ids:
-        return {}
-    known += delta.token_ids
-    return {"token_ids": list(delta.token_ids)}
-
-
-class TextAnswer:
-    """Builds one choice of ``/v1/completions``; for its arguments and methods, see :class:`ChatAnswer`."""
+class TextAnswer(Answer):
+    """Builds one choice of ``/v1/completions``."""
 
     kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl"
-
-    def __init__(
-        self, index: int, piece: Callable[[int], tuple[str, bytes]], with_log_probs: bool, with_ids: bool
-    ) -> None:
-        self._index, self._piece, self._with_log_probs = index, piece, with_log_probs
-        self._ids: list[int] | None = [] if with_ids else None
-        self._scored: list[ScoredToken] = []
-        self._text = ""
+    _text = ""
 
     def empty_chunk(self) -> dict[str, Any]:
         return {"index": self._index, "finish_reason": None, "text": ""}
@@ -163,16 +186,14 @@ class TextAnswer:
     def chunks(self, delta: Delta) -> list[dict[str, Any]]:
         offset = len(self._text)
         self._text += delta.text
-        self._scored += delta.scored
         self._finish = REASONS.get(delta.finish)
-        ids = _added(self._ids, delta)
+        ids = self._added(delta)
         if not (delta.text or delta.scored or ids or delta.finish):
             return []
         return [self._choice(delta.text, delta.scored, offset) | ids]
 
     def whole(self) -> dict[str, Any]:
-        choice = self._choice(self._text, self._scored, 0)
-        return choice if self._ids is None else choice | {"token_ids": self._ids}
+        return self._with_ids(self._choice(self._text, self._scored, 0))
 
     def _choice(self, text: str, scored: Sequence[ScoredToken], offset: int) -> dict[str, Any]:
         """``offset``: how many characters come before the text."""
@@ -192,24 +213,16 @@ class TextAnswer:
         return {"index": self._index, "text": text, "logprobs": log_probs, "finish_reason": self._finish}
 
 
-Answer = ChatAnswer | TextAnswer
-
-
 def usage(choices: Sequence[Choice], thought: int = 0) -> dict[str, Any]:
     """OpenAI's usage object of answers that have ended, with draft statistics; ``thought`` tokens were thoughts."""
     results = [choice.result for choice in choices if choice.result is not None]
     prompt, new = max((r.prompt_tokens for r in results), default=0), sum(r.new_tokens for r in results)
-    details: dict[str, Any] = {"reasoning_tokens": thought}
-    if predicted := choices[0].request.predicted:
-        matched = sum(_matched(predicted, r.token_ids) for r in results)
-        details["accepted_prediction_tokens"] = matched
-        details["rejected_prediction_tokens"] = len(predicted) * len(results) - matched
     return {
         "prompt_tokens": prompt,
         "completion_tokens": new,
         "total_tokens": prompt + new,
         "prompt_tokens_details": {"cached_tokens": max((r.cached_tokens for r in results), default=0)},
-        "completion_tokens_details": details,
+        "completion_tokens_details": {"reasoning_tokens": thought},
         "speculation": sum((choice.speculation for choice in choices), Speculation()).as_dict(),
     }
 
@@ -244,22 +257,3 @@ def usage_so_far(choices: Sequence[Choice]) -> dict[str, int]:
     """The token counts of answers in progress."""
     prompt, new = max(len(c.request.prompt) for c in choices), sum(c.tokens for c in choices)
     return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
-
-
-def _matched(predicted: Sequence[int], output: Sequence[int]) -> int:
-    """Counts the predicted tokens that are in the output, in order. Takes time in proportion to their number.
-
-    Where the two differ, both go on at the next four tokens of the prediction that the output has further on.
-    """
-    places: dict[tuple[int, ...], list[int]] = {}
-    for i in range(len(output) - 3):
-        places.setdefault(tuple(output[i : i + 4]), []).append(i)
-    matched = at = 0
-    for i, token in enumerate(predicted):
-        if at < len(output) and output[at] == token:
-            matched, at = matched + 1, at + 1
-        elif found := places.get(tuple(predicted[i : i + 4])):
-            next_one = bisect_left(found, at)
-            if next_one < len(found):
-                matched, at = matched + 1, found[next_one] + 1
-    return matched

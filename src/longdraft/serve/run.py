@@ -20,8 +20,6 @@ from longdraft.serve.service import Service
 
 # Connections that may be accepted at a time, before one of them is looked at.
 BACKLOG = 64
-# Messages of a logger in a minute; the log would grow with what anybody sends.
-_MESSAGES = 100
 
 
 def _most() -> int:
@@ -81,32 +79,6 @@ class Connection(H11Protocol):
             self._late = None
 
 
-class Sparse(logging.Filter):
-    """Lets a hundred messages of each logger pass in a minute, and says that there were more."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._minutes: dict[str, tuple[int, int]] = {}
-
-    def filter(self, record: Any) -> bool:
-        now = int(time.monotonic() // 60)
-        minute, count = self._minutes.get(record.name, (now, 0))
-        count = count + 1 if minute == now else 1
-        self._minutes[record.name] = now, count
-        if count == _MESSAGES:
-            record.msg, record.args, record.exc_info = "Further messages of this minute are left out.", (), None
-        return count <= _MESSAGES
-
-
-_sparse = Sparse()
-
-
-def bound_logs() -> None:
-    """Bounds the messages of the server's loggers."""
-    for name in ("uvicorn.error", "uvicorn.access", "asyncio", "longdraft"):
-        logging.getLogger(name).addFilter(_sparse)
-
-
 class Server(uvicorn.Server):
     """Drains on SIGTERM and Ctrl-C: ongoing requests are answered, new ones get 503. A second signal ends everything.
 
@@ -118,11 +90,13 @@ class Server(uvicorn.Server):
         settings = service.settings
         limits = {"seconds": settings.body_seconds, "most": settings.connections or _most()}
         config = uvicorn.Config(
-            make_app(service), host=host, port=port, log_level="info" if access_log else "warning",
+            make_app(service), host=host, port=port,
+            log_level="info" if access_log else "error",  # the log would grow with what anybody sends
             access_log=access_log, timeout_keep_alive=30, http=type("Limited", (Connection,), limits), ws="none",
             backlog=BACKLOG, timeout_graceful_shutdown=10,  # all has been answered by then
         )  # fmt: skip
-        bound_logs()
+        if not access_log:
+            logging.getLogger("asyncio").setLevel(logging.ERROR)
         super().__init__(config)
         self._service, self._drain = service, drain
         self._signals = 0

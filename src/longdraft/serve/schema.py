@@ -97,17 +97,6 @@ class StreamOptions(Strict):
     include_obfuscation: bool = False
 
 
-class Prediction(Strict):
-    """OpenAI's predicted outputs."""
-
-    type: Literal["content"] = "content"
-    content: str | list[Part]
-
-    @property
-    def text(self) -> str:
-        return _joined(self.content)
-
-
 def _joined(content: str | list[Part]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
@@ -116,14 +105,14 @@ def _stops(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-def _limit(value: int) -> int | None:
-    if value < 1 and value != -1:
+def _limit(value: int | None) -> int | None:
+    if value is not None and value < 1 and value != -1:
         raise ValueError("at least 1, or -1 for as many as there is room for")
     return None if value == -1 else value
 
 
 # New tokens at most; None: as many as there is room for.
-Limit = Annotated[int | None, AfterValidator(lambda value: value if value is None else _limit(value))]
+Limit = Annotated[int | None, AfterValidator(_limit)]
 
 
 class Text(Strict):
@@ -158,7 +147,6 @@ class Sampled(Text):
     ignore_eos: bool = False
     min_tokens: Annotated[int, Field(ge=0)] = 0
     return_token_ids: bool = False
-    prediction: Prediction | None = None
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
     safety_identifier: str | None = None

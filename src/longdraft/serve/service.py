@@ -56,7 +56,10 @@ class Service:
         self._speculators: dict[str, Speculator] = {}
         self._disk: DiskPrefixes | None = None
         self.aside = Aside(settings.queue + settings.slots, settings.preparing)
-        self.worker = Worker(self.session, settings.slots, settings.queue, self._keep_a_prompt)
+        # What is idle writes a prompt to disk, if the server keeps them.
+        self.worker = Worker(
+            self.session, settings.slots, settings.queue, lambda: self._disk is not None and self._disk.keep()
+        )
         self.metrics = Metrics(settings.name, lambda: self.worker.load)
         self._random = random.SystemRandom()
 
@@ -82,10 +85,6 @@ class Service:
             )  # fmt: skip
         spec.planner()  # measures what verifications cost before anybody waits for an answer
         return spec.session(settings.slots, context=settings.context, cache=cache, piece=settings.piece)
-
-    def _keep_a_prompt(self) -> bool:
-        """Writes a prompt to disk, if the server keeps them. Returns whether it wrote one."""
-        return self._disk is not None and self._disk.keep()
 
     # --- from requests to answers ---
 
@@ -166,10 +165,6 @@ class Service:
         )
         # A request that begins again has to repeat its text, so it needs a seed.
         seed = self._random.randrange(2**62) if body.seed is None else body.seed
-        predicted: list[int] = []
-        if body.prediction is not None and body.prediction.text:
-            found = self.tokenizer(body.prediction.text, add_special_tokens=False, verbose=False)["input_ids"]
-            predicted = found[: 2 * settings.context]  # an answer can have no more of it
         request = Request(
             prompt,
             min(max_tokens or room, settings.max_tokens or room, room),
@@ -177,7 +172,6 @@ class Service:
             stop=tuple(body.stop),
             eos_token_ids=ending,
             tenant=tenant,
-            predicted=predicted,
             reuse=body.cache_prompt,
         )
         requests = [replace(request, seed=(seed + i) % 2**63) for i in range(body.n)]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import json
 import logging
-from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -37,8 +36,6 @@ _NAMED = {"properties", "patternProperties", "dependentSchemas", "$defs", "defin
 _OPEN = {"additionalProperties", "patternProperties", "unevaluatedProperties", "$ref", "anyOf", "oneOf", "if"}
 # A tool's schema is followed as far as llguidance can; that of an answer wholly, or it is refused.
 LENIENT = {"lenient": True, "coerce_one_of": True}
-# How many faults of a tool's schema are looked for, each with a dozen attempts.
-_FAULTS = 24
 
 
 def grammar_for(response_format: Mapping[str, Any]) -> str | None:
@@ -113,49 +110,24 @@ def moved(schema: Any, place: str) -> Any:
 
 
 def loosened(schema: Mapping[str, Any], place: str, tool: str) -> dict[str, Any]:
-    """A tool's schema, to stand at ``#/$defs/place``, without what no grammar can follow; the log says so, once."""
+    """A tool's schema, to stand at ``#/$defs/place``, with anything in the place of the properties that no grammar can
+    follow, or of all of it; the log says so, once."""
 
-    def fault(keywords: Sequence[tuple[int, str]]) -> tuple[bool, list[str]]:
-        tried = {"$ref": f"#/$defs/{place}", "$defs": {place: _only(schema, set(keywords))}, "x-guidance": LENIENT}
-        return LLMatcher.validate_grammar_with_warnings(LLMatcher.grammar_from_json_schema(json.dumps(tried)))
+    def fault(tried: Mapping[str, Any]) -> tuple[bool, list[str]]:
+        whole = {"$ref": f"#/$defs/{place}", "$defs": {place: tried}, "x-guidance": LENIENT}
+        return LLMatcher.validate_grammar_with_warnings(LLMatcher.grammar_from_json_schema(json.dumps(whole)))
 
-    # References last: what they name is there before them.
     schema = closed(moved(schema, f"#/$defs/{place}"))
-    kept = sorted(_keywords(schema), key=lambda keyword: keyword[1] == "$ref")
-    said: list[str] = []
-    while (found := fault(kept))[0]:
-        # The first keyword with which those before it cannot be followed.
-        first = bisect_left(range(1, len(kept) + 1), True, key=lambda n: fault(kept[:n])[0])
-        if first >= len(kept) or len(said) == _FAULTS:
-            kept, said = [], ["all of it"]
-            break
-        said.append(kept.pop(first)[1])
-    else:
-        said += found[1]
-    if said:
-        say(tool, ", ".join(said))
-    return _only(schema, set(kept)) or {"type": "object"}
-
-
-def _keywords(schema: Any) -> list[tuple[int, str]]:
-    """The keywords of a schema and those inside, each by its object and name, outer ones first."""
-    found: list[tuple[int, str]] = []
-
-    def visit(inner: Any) -> None:
-        if isinstance(inner, Mapping):
-            found.extend((id(inner), key) for key in inner)
-            _with_inner(inner, visit)
-
-    visit(schema)
-    return found
-
-
-def _only(schema: Any, kept: set[tuple[int, str]]) -> Any:
-    """The schema with these keywords alone."""
-    if not isinstance(schema, Mapping):
-        return schema if isinstance(schema, bool) else {}
-    left = {key: value for key, value in schema.items() if (id(schema), key) in kept}
-    return _with_inner(left, lambda inner: _only(inner, kept))
+    found, left = fault(schema), []
+    if found[0] and isinstance(named := schema.get("properties"), Mapping):
+        left = [name for name in named if fault({**schema, "properties": {name: named[name]}, "required": []})[0]]
+        schema = {**schema, "properties": {**named, **dict.fromkeys(left, True)}}
+        found = fault(schema)
+    if found[0]:
+        schema, left, found = {"type": "object"}, ["all of it"], (False, [])
+    if left or found[1]:
+        say(tool, ", ".join([*left, *found[1]]))
+    return dict(schema)
 
 
 @lru_cache(maxsize=1000)

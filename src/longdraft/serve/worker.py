@@ -178,7 +178,9 @@ class Worker:
     def _run(self) -> None:
         while self._admit():
             for method, session in list(self._sessions.items()):
-                self._abort_cancelled(session, self._running[method])
+                for number, ticket in self._running[method].items():
+                    if ticket.cancelled:
+                        session.abort(number)
                 if session.busy:
                     self._step(method, session)
         while not self._stopping and self._use_idle():  # the texts decoded last are worth keeping too
@@ -244,11 +246,6 @@ class Worker:
             return
         ticket.began = time.monotonic()
         self._running[ticket.method][number] = ticket
-
-    def _abort_cancelled(self, session: Session, running: dict[int, Ticket]) -> None:
-        for number, ticket in running.items():
-            if ticket.cancelled:
-                session.abort(number)
 
     def _step(self, method: str, session: Session) -> None:
         running = self._running[method]

@@ -29,7 +29,7 @@ BODIES = [
     {"max_tokens": 6, "logprobs": True, "top_logprobs": 2},
     {"max_tokens": 6, "n": 2, "temperature": 1, "seed": 9},
     {"max_tokens": 6, "tools": TOOLS, "logit_bias": {"70": 5}, "presence_penalty": 1},
-    {"max_tokens": 6, "prediction": {"content": "the whale"}, "stop": ["zz"], "min_tokens": 2},
+    {"max_tokens": 6, "stop": ["zz"], "min_tokens": 2},
 ]
 
 

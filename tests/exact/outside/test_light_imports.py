@@ -10,8 +10,8 @@ import pytest
 HEAVY = {"torch", "transformers", "numpy", "fastapi"}
 LOADED = f"import sys; print(*sorted(set(sys.modules) & {HEAVY!r}), file=sys.__stderr__)"
 VERBS = (
-    "batch", "bench", "bench acceptance", "bench length", "bench needle", "bench quality", "bench report", "chat",
-    "completion", "doctor", "export", "generate", "methods", "reproduce", "serve", "train", "train data",
+    "batch", "bench", "bench acceptance", "bench length", "bench quality", "chat",
+    "doctor", "export", "generate", "methods", "reproduce", "serve", "train", "train data",
 )  # fmt: skip
 
 

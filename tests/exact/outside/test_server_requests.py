@@ -237,7 +237,7 @@ def test_others_are_answered_while_a_request_is_prepared():
         words = "the whale and the ship " * 3000
         many = {"anyOf": [{"type": "object", "properties": {f"k{i}": {"type": "string"}}} for i in range(900)]}
         large = [
-            (CHAT, {"messages": ASKED, "prediction": {"content": words}, "max_tokens": 9, "temperature": 0}),
+            (CHAT, {"messages": ASKED, "stop": [words], "max_tokens": 9, "temperature": 0}),
             ("/tokenize", {"prompt": words * 8}),
             (CHAT, {"messages": ASKED, "response_format": {"type": "json_object", "schema": many}, "max_tokens": 9}),
             (CHAT, {"messages": [{"role": "user", "content": words}]}),

@@ -1,4 +1,4 @@
-"""Our drafters inside other engines: vLLM and SGLang.
+"""Our drafters inside another engine: vLLM.
 
 May import: all rooms below the catalogue.
 """

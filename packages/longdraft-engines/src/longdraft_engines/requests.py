@@ -39,7 +39,7 @@ class RequestTracker:
     """Tracks requests by the engine's ids. One that is missing from a step's batch (ended, aborted, preempted) is
     forgotten; if it comes back, it is a new one whose text so far is its prompt.
 
-    Drafts are the most probable tokens, for sampled text too: both engines accept a drafted token with the probability
+    Drafts are the most probable tokens, for sampled text too: the engine accepts a drafted token with the probability
     that the target gives it, which is exact for drafts that are not sampled.
 
     Args:

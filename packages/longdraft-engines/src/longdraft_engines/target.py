@@ -101,6 +101,6 @@ def _weight(model: Any, name: str) -> torch.Tensor:
     if not isinstance(weight, torch.Tensor) or weight.dim() != 2 or not weight.dtype.is_floating_point:
         raise CapabilityError(
             f"The engine's {type(model).__name__} has no {name}.weight that a draft could share: use a method without "
-            "a draft (in vLLM longdraft_engines.vllm.Lookup, in SGLang NGRAM)."
+            "a draft (longdraft_engines.vllm.Lookup)."
         )
     return weight.detach()

@@ -32,7 +32,7 @@ _GONE = {
     "specextend fig3": "`longdraft bench acceptance --lengths` has accepted lengths by length",
     "specpv fig1": "`longdraft bench --profile` shows where a round's time goes",
     "specpv fig4": "`longdraft bench --offload disk` (on a GPU: host) keeps the KV elsewhere",
-    "specpv fig5": "`longdraft bench quality --answer-tokens 128 --budget 4096,2048` lets the model think first",
+    "specpv fig5": "`longdraft bench --methods specpv --data NAME=FILE` scores the answers of a model that thinks",
     "specpv fig6": "`longdraft bench quality --margin 5,10,20,40,80` compares margins",
 }
 

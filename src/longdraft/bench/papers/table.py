@@ -11,11 +11,11 @@ from typing import Any
 
 
 class Kind(Enum):
-    """The verb of ``longdraft bench`` whose machinery fills a table."""
+    """How a table is filled: by the bench, by asking drafters for needles, or by ``bench quality``."""
 
-    speed = "bench"
-    needle = "bench needle"
-    quality = "bench quality"
+    speed = "speed"
+    needle = "needle"
+    quality = "quality"
 
 
 FIGURES = {

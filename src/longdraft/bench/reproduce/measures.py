@@ -1,4 +1,4 @@
-"""Measurements that fill a table, by its kind: the bench, ``bench needle``, or ``bench quality``."""
+"""Measurements that fill a table, by its kind: the bench, needles, or ``bench quality``."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from typing import Any
 
 from longdraft.attention import dispatch
 from longdraft.bench import report, tasks
-from longdraft.bench.experiment import Tick
-from longdraft.bench.needle import Foreseen, NeedleDrafts, accuracy, depth_of, haystacks, perplexity, view
+from longdraft.bench.experiment import Tick, Unit
+from longdraft.bench.needle import Foreseen, NeedleDrafts, accuracy, haystacks, perplexity
 from longdraft.bench.papers.table import Column, Line
 from longdraft.bench.peers import PEERS
 from longdraft.bench.prompts import Group, Prompt
 from longdraft.bench.quality import FULL, METHOD, VARIED, Quality, QualitySettings, Variants
 from longdraft.bench.quality import figures as figures_of_texts
 from longdraft.bench.records import restored
-from longdraft.bench.reproduce.scaled import Entry, Figures, Plan, Record, Scaled, Unit, lacking, with_draft
+from longdraft.bench.reproduce.scaled import Entry, Figures, Plan, Record, Scaled, lacking, with_draft
 from longdraft.bench.reproduce.texts import MODULES, Sources
 from longdraft.bench.run import Bench, Measured
 from longdraft.bench.scores import rouge_l
@@ -202,8 +202,7 @@ def _parts(seconds: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def needles(scaled: Scaled, loaded: LoadedModel, sources: Sources, drafts: Drafts) -> Plan:
-    """A table that ``bench needle`` fills: how well drafters foresee a sentence that lies in a long text. A line's
-    method is one of its views.
+    """A table of how well drafters foresee a sentence that lies in a long text. A line's method is one of their views.
 
     Raises:
         CapabilityError: a view's draft is missing.
@@ -211,15 +210,14 @@ def needles(scaled: Scaled, loaded: LoadedModel, sources: Sources, drafts: Draft
         PromptError: the paper's scale without a file.
     """
     (column,) = scaled.table.columns
-    options = {line.name: scaled.options(line, column) for line in scaled.table.lines}
-    views = {line.name: view(line.method, options[line.name]) for line in scaled.table.lines}
-    asked = NeedleDrafts(loaded, list(views.values()), {kind: KINDS[kind].load(own) for kind, own in drafts.items()})
+    views = {line.name: (line.method, scaled.options(line, column)) for line in scaled.table.lines}
+    asked = NeedleDrafts(loaded, views, {kind: KINDS[kind].load(own) for kind, own in drafts.items()})
     tokens, limit = scaled.tokens(column) or 0, asked.runner.context_length
     if tokens > limit and not scaled.small:
         raise ContextError(
             f"Haystacks have {tokens:,} tokens, and the model's context is {limit:,}: take --scale small."
         )
-    (length,) = asked.contexts([min(tokens, limit)])
+    length = min(tokens, asked.room)
     if given := sources.file(column.data):
         file, of = Path(given).expanduser(), ""
     elif sources.stand_ins:
@@ -230,27 +228,26 @@ def needles(scaled: Scaled, loaded: LoadedModel, sources: Sources, drafts: Draft
         )
 
     def measure(haystack: Prompt, tick: Tick) -> Record:
-        found = asked.measure(haystack, tick)
-        own = {name: found["tokens"][each.name] for name, each in views.items()}
-        return {"tokens": own, "context_tokens": found["context_tokens"]}
+        return {"tokens": asked.measure(haystack, tick), "context_tokens": len(haystack.tokens)}
 
     def figures(entry: Entry, own: Sequence[Record]) -> Figures:
-        tokens = [Foreseen(*each) for unit in own for each in unit["tokens"][entry.name]]
+        # Files of earlier versions say of each token too whether it is the code's.
+        tokens = [Foreseen(*each[:2]) for unit in own for each in unit["tokens"][entry.name]]
         shown = {"accuracy": accuracy(tokens), "perplexity": perplexity(tokens)}
         return shown, {
-            "view": views[entry.name].name,
+            "view": contender(entry.line.method, entry.options),
             "context_tokens": round(mean(unit["context_tokens"] for unit in own)),
             "haystacks": len(own),
             "tokens": len(tokens),
             **shown,
         }
 
-    found = haystacks(file, length, loaded.tokenizer, samples=scaled.prompts or 1, **scaled.asked)
+    found = haystacks(file, length, loaded.tokenizer, scaled.prompts or 1, **scaled.asked)
     units = {
-        f"haystack {i}, needle at {depth_of(each):g}": Unit(len(asked.names), partial(measure, each))
+        f"haystack {i}, needle at {each.sample.needles[0][0]:g}": Unit(len(views), partial(measure, each))
         for i, each in enumerate(found, 1)
     }
-    entries = [Entry(line, column, line.name, options[line.name], list(units)) for line in scaled.table.lines]
+    entries = [Entry(line, column, line.name, views[line.name][1], list(units)) for line in scaled.table.lines]
     differs = {column.name: [f"haystacks of {length:,} tokens", f"the text is {file.name}{of}"]}
     return Plan(units, entries, figures, differs=differs)
 

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from longdraft.bench import charts
 from longdraft.bench.acceptance import called
-from longdraft.bench.experiment import Experiment, Record, of_units
+from longdraft.bench.experiment import Record
 from longdraft.bench.papers.table import FIGURES, Column, Kind, Paper, Table
 from longdraft.bench.prompts import Prompt
 from longdraft.bench.records import fingerprint
@@ -44,14 +44,6 @@ class Reproduction:
     scaled: Scaled
     plan: Plan
     header: Mapping[str, Any]
-
-    def experiment(self, results: Path | None) -> Experiment[str, Record]:
-        """The measurement, unit by unit, with what a file of results has already.
-
-        Raises:
-            ConfigError: it holds a run with other settings. CheckpointError: it cannot be used.
-        """
-        return of_units(self.plan.units, results, self.header)
 
     def report(self, found: Sequence[Record], complete: bool) -> Report:
         """The report of what has been measured.

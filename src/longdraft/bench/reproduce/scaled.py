@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from longdraft.bench.experiment import Tick
+from longdraft.bench.experiment import Unit
 from longdraft.bench.needle import NAMED, SMALL
 from longdraft.bench.papers.table import IN_ROWS, Column, Line, Table
 from longdraft.bench.settings import written
@@ -102,13 +102,6 @@ class Entry:
     options: Mapping[str, Any]
     units: Sequence[str]
     temperature: float = 0.0
-
-
-class Unit(NamedTuple):
-    """A part of a table that is measured and kept at once. ``ticks``: how often ``measure`` calls its ``tick``."""
-
-    ticks: int
-    measure: Callable[[Tick], Record]
 
 
 @dataclass

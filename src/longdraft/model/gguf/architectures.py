@@ -103,13 +103,9 @@ def _lfm2(header: Header) -> Settings:
 _LFM2 = {"attention.layer_norm_rms_epsilon": "norm_eps", "shortconv.l_cache": "conv_L_cache"}
 
 
-def _qwen2_moe(header: Header) -> Settings:
-    # Its code makes a mask of a window even where no layer uses one.
-    return {"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": [], "sliding_window": 0}
-
-
-def _qwen3_moe(header: Header) -> Settings:
-    return {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+# A mixture in every layer. The code of Qwen2's makes a mask of a window even where no layer uses one.
+_QWEN3_MOE: Settings = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+_QWEN2_MOE: Settings = _QWEN3_MOE | {"norm_topk_prob": False, "sliding_window": 0}
 
 
 def _gpt_oss(header: Header) -> Settings:
@@ -236,8 +232,8 @@ ARCHITECTURES = {
     "llama": Arch("llama", paired=True),
     "qwen2": Arch("qwen2"),
     "qwen3": Arch("qwen3"),
-    "qwen2moe": Arch("qwen2_moe", _EXPERTS, _qwen2_moe),
-    "qwen3moe": Arch("qwen3_moe", _EXPERTS, _qwen3_moe),
+    "qwen2moe": Arch("qwen2_moe", _EXPERTS, lambda _: _QWEN2_MOE),
+    "qwen3moe": Arch("qwen3_moe", _EXPERTS, lambda _: _QWEN3_MOE),
     "gpt-oss": Arch("gpt_oss", _MIXTRAL | {"expert_feed_forward_length": "intermediate_size"}, _gpt_oss),
     "gemma2": Arch("gemma2", {}, _gemma(2, 46), one_more=True),
     "gemma3": Arch("gemma3_text", {}, _gemma3, one_more=True),

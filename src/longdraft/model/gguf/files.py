@@ -5,11 +5,12 @@ The package gguf reads the file. The weights are mapped, not read, so a model of
 
 from __future__ import annotations
 
-import copy
 import logging
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -22,9 +23,8 @@ from longdraft.model.checkpoints import DType, LoadedModel, Progress, quiet, rea
 from longdraft.model.ends import ends_of, stated_ends
 from longdraft.model.gguf import experts, layout
 from longdraft.model.gguf.architectures import SIZES, Arch, arch_of, config_of
-from longdraft.model.gguf.header import FACTORS, LAYER, Header
-from longdraft.model.gguf.reader import instead, needs
-from longdraft.model.gguf.rope import RopeError, scaling
+from longdraft.model.gguf.header import FACTORS, LAYER, Header, needs
+from longdraft.model.gguf.rope import scaling
 from longdraft.model.gguf.tokenizer import RULES, tokenizer_of
 from longdraft.model.stored_parts import Arranged, ArrangedLinear
 from longdraft.native import Stored, kernels, missing
@@ -39,8 +39,6 @@ _REMEDY = (
     "It may be truncated, or of an architecture that transformers cannot read: fetch it again, or give the model's "
     "Hugging Face folder."
 )
-# Factors for short and for long texts (LongRoPE).
-_BY_LENGTH = "rope_factors_"
 
 
 class File(Header):
@@ -61,13 +59,12 @@ class File(Header):
             )
         self.arch: Arch = arch
         for name in (f"{self.architecture}.{size}" for size in SIZES if not arch.by_layer):
-            field = self.reader.get_field(name)
-            if field is None or not isinstance(values := field.contents(), list):
-                continue
-            if len(set(values)) > 1:
-                raise CapabilityError(f"{path} has layers of several sizes ({name}): give the model's folder or id.")
-            same = field.parts[field.data[0]]  # for all layers: as if the file gave one
-            self.reader.fields[name] = field._replace(parts=[same], data=[0], types=field.types[-1:])
+            if isinstance(values := self.whole(name), list):
+                if len(set(values)) > 1:
+                    raise CapabilityError(
+                        f"{path} has layers of several sizes ({name}): give the model's folder or id."
+                    )
+                self.fields[name] = values[0]  # for all layers: as if the file gave one
         self.check()
 
     def config(self) -> Any:
@@ -77,38 +74,19 @@ class File(Header):
             CapabilityError: transformers does not know this scaling of rotary frequencies.
         """
         config = config_of(self, self.arch)
-        if not self.arch.factors_scale:
-            return config
-        if scaled := self._scaling(config):
+        if self.arch.factors_scale and (scaled := scaling(self, config)):
             # With parameters by kind of layer, windowed layers have their own base and are never scaled.
             full = config.rope_parameters.get("full_attention")
             changed = {**(config.rope_parameters if full is None else full), **scaled}
             config.rope_parameters = changed if full is None else {**config.rope_parameters, "full_attention": changed}
         return config
 
-    def _scaling(self, config: Any) -> dict[str, Any]:
-        """Additions to the configuration's ``rope_parameters``, for scaled frequencies."""
-        factors = None if self.factors is None else torch.from_numpy(self.factors)
-        try:
-            if any(name.startswith(_BY_LENGTH) for name in self.tensors):
-                raise RopeError("longrope")
-            return scaling(lambda name: self(f"rope.{name}"), factors, config)
-        except RopeError as error:
-            raise CapabilityError(
-                f"{self.path} scales its rotary frequencies ({error}), which is not read from GGUF files: give the "
-                "model's Hugging Face folder or id."
-            ) from error
-
     def tokenizer(self) -> PreTrainedTokenizerBase:
         kind, rule = (self.whole(f"tokenizer.ggml.{name}") for name in ("model", "pre"))
         if kind == "gpt2" and rule in RULES:
-            return tokenizer_of(lambda name: self.whole(f"tokenizer.{name}"), self.strings)
-        # transformers, which makes a configuration first, may misread the other fields.
-        reader = copy.copy(self.reader)
-        kept = ((n, f) for n, f in reader.fields.items() if n.startswith(("GGUF.", "general.", "tokenizer.")))
-        reader.fields = type(reader.fields)(kept)
+            return tokenizer_of(lambda name: self.whole(f"tokenizer.{name}"))
         try:
-            with instead(reader):
+            with _given(self):
                 tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
                     str(self.path.parent), gguf_file=self.parts[0].name, local_files_only=True
                 )
@@ -125,7 +103,7 @@ class File(Header):
 
     def unserved(self) -> str | None:
         """The reason why the weights cannot stay as they are stored; None if they can."""
-        kinds = {t.tensor_type.name: name for name, t in self.tensors.items() if len(t.shape) in (2, 3)}
+        kinds = {t.kind: name for name, t in self.tensors.items() if len(t.shape) in (2, 3)}
         odd = sorted(kind for kind in kinds if kind not in (*FORMATS, "F32"))
         return f"blocks of the type {odd[0]} ({kinds[odd[0]]}) are not read as they are stored" if odd else None
 
@@ -139,18 +117,14 @@ class File(Header):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         known, tensors = self.known(config), self.tensors
         mixtures = {name: layout.as_stored(t) for name, t in tensors.items() if "_exps." in name}
-        wrong = [
-            each
-            for path, module in list(experts.mixtures(model))
-            for each in experts.put_in(model, path, module, mixtures)
-        ]
+        wrong = list(experts.put_in(model, mixtures))
         weights, used = {}, {FACTORS, *mixtures}
         for name, parameter in model.named_parameters():
             if parameter.is_meta:  # otherwise an expert's, which is there already
                 found = layout.tensor_names(name, known, tensors)
                 if found and all(each in tensors for each in found):
                     used.update(found)
-                    weights[name] = self.weight([tensors[each] for each in found], config, parameter.shape)
+                    weights[name] = layout.weight(self.arch, [tensors[each] for each in found], config, parameter.shape)
         _put_in(model, weights, self.path, wrong)
         for name, buffer in model.named_buffers():
             if (at := layout.buffer_name(name)) in tensors:
@@ -162,7 +136,7 @@ class File(Header):
                 f"{', '.join(unused[:5])}. It is damaged, or of another architecture than it says: fetch it again."
             )
         if hasattr(mmap, "MADV_WILLNEED"):  # not on Windows
-            self.reader.data._mmap.madvise(mmap.MADV_WILLNEED)
+            self.memory.madvise(mmap.MADV_WILLNEED)
         return stored.mark(model, *self.parts)
 
     def _spare(self, name: str, config: Any) -> bool:
@@ -170,10 +144,6 @@ class File(Header):
         layer = LAYER.match(name)
         shared = int(getattr(config, "num_kv_shared_layers", None) or 0) if ".attn_" in name else 0
         return layer is not None and int(layer[1]) >= config.num_hidden_layers - shared
-
-    def weight(self, parts: list[Any], config: Any, shape: Any) -> layout.Weight:
-        """A parameter that consists of these tensors."""
-        return layout.weight(self.arch, parts, config, shape)
 
     def known(self, config: Any) -> Callable[[str], str | None]:
         """Gives gguf's name of a module or parameter of transformers, or None."""
@@ -187,6 +157,28 @@ class File(Header):
             )
         known = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
         return lambda name: known.get_name(name)
+
+
+@contextmanager
+def _given(header: Header) -> Iterator[None]:
+    """Gives transformers what was read of a tokenizer, where it would read the file anew: it makes a configuration
+    first, and may misread the other fields."""
+    import gguf
+
+    def field(value: Any) -> SimpleNamespace:
+        items = value if isinstance(value, list) else [value]
+        kind = {str: 8, bool: 7, float: 6}.get(type(items[0]) if items else str, 5)
+        parts = [item.encode() if isinstance(item, str) else [item] for item in items]
+        types = [9, kind] if isinstance(value, list) else [kind]
+        return SimpleNamespace(parts=parts, data=range(len(parts)), types=types)
+
+    kept = {n: field(x) for n, x in header.fields.items() if n.startswith(("general.", "tokenizer."))}
+    reader, theirs = SimpleNamespace(fields=kept, tensors=list(header.tensors.values())), gguf.GGUFReader
+    gguf.GGUFReader = lambda *_args, **_named: reader
+    try:
+        yield
+    finally:
+        gguf.GGUFReader = theirs
 
 
 def _put_in(model: PreTrainedModel, weights: dict[str, layout.Weight], file: Path, wrong: list[str]) -> None:
@@ -206,22 +198,13 @@ def _put_in(model: PreTrainedModel, weights: dict[str, layout.Weight], file: Pat
         modules.setdefault(path, {})[leaf] = tensor
     for path, leaves in modules.items():
         module, weight = model.get_submodule(path), leaves.get("weight")
-        parent, _, own = path.rpartition(".")
         if isinstance(weight, Arranged):
-            setattr(model.get_submodule(parent), own, ArrangedLinear(weight))
-            continue
-        if isinstance(weight, Stored) and not isinstance(module, nn.Linear | nn.Embedding):
-            leaves["weight"] = weight = stored.unpacked(weight)  # a router's
-        if isinstance(weight, Stored):
-            embeds = isinstance(module, nn.Embedding)
-            made = (
-                stored.StoredEmbedding(weight, getattr(module, "scalar_embed_scale", 1.0))
-                if embeds
-                else stored.StoredLinear(weight, leaves.get("bias"))
-            )
-            setattr(model.get_submodule(parent), own, made)
+            model.set_submodule(path, ArrangedLinear(weight))
+        elif isinstance(weight, Stored) and isinstance(module, nn.Linear | nn.Embedding):
+            model.set_submodule(path, stored.in_place_of(module, weight, leaves.get("bias")))
         else:
-            for leaf, floats in leaves.items():
+            for leaf, own in leaves.items():
+                floats = stored.unpacked(own) if isinstance(own, Stored) else own  # a router's
                 setattr(module, leaf, nn.Parameter(floats, requires_grad=False))
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if tied and isinstance(embedding, stored.StoredEmbedding):
@@ -269,7 +252,9 @@ def read_gguf(
         stored.use_int8(loaded.model)
         stored.weave(loaded.model, say)
     if arithmetic == "int8" and stored.arithmetic_of(loaded.model) != "int8":
-        raise no_int8(path, why or _why_no_int8(dtype, weights))
+        unpacked_why = f"they are unpacked here ({missing() or weights or dtype})"
+        none = "none of its weights are stored in 8 bits or fewer"
+        raise no_int8(path, why or (none if stored.is_stored(loaded.model) else unpacked_why))
     with reading(path, failure, _REMEDY):
         # Some versions of transformers give the tokenizer BOS for EOS, and let it remove the space before a comma.
         for role in ("bos_token", "eos_token", "pad_token"):
@@ -287,13 +272,3 @@ def read_gguf(
 def no_int8(name: object, why: str) -> CapabilityError:
     """The error to raise if int8 arithmetic is required and not possible."""
     return CapabilityError(f"{name} cannot be computed in int8 arithmetic: {why}. Leave arithmetic out.")
-
-
-def _why_no_int8(dtype: DType, weights: Weights | None) -> str:
-    if weights == "float32":
-        return "its weights were to be unpacked (weights)"
-    if dtype != torch.float32:
-        return f"it is for float32 on a CPU, not for {dtype}"
-    if kernels() is None:
-        return f"there are no kernels for it here ({missing()})"
-    return "none of its weights are stored in 8 bits or fewer"

@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from longdraft.model.gguf.architectures import Arch
+from longdraft.model.gguf.header import Tensor
 from longdraft.model.stored_parts import Arranged
 from longdraft.native import Stored
 from longdraft.native.stored import FORMATS
-
-if TYPE_CHECKING:
-    from gguf import ReaderTensor
 
 Weight = torch.Tensor | Stored | Arranged
 
@@ -68,7 +66,7 @@ def tensor_names(parameter: str, known: Callable[[str], str | None], present: Co
     return () if name is None else (f"{name}.{leaf}",)
 
 
-def weight(arch: Arch, tensors: Sequence[ReaderTensor], config: Any, wanted: Sequence[int]) -> Weight:
+def weight(arch: Arch, tensors: Sequence[Tensor], config: Any, wanted: Sequence[int]) -> Weight:
     """A parameter of the model, of one tensor or several: as it is stored, or floats.
 
     Args:
@@ -101,22 +99,16 @@ def _part(name: str) -> str:
     return pieces[2] if pieces[0] == "blk" else pieces[0]
 
 
-def as_stored(tensor: ReaderTensor) -> torch.Tensor | Stored:
+def as_stored(tensor: Tensor) -> torch.Tensor | Stored:
     """A tensor in its file's order: a matrix, or those of several experts one behind the other, or floats."""
-    kind, data = tensor.tensor_type.name, torch.from_numpy(tensor.data)
+    kind, data = tensor.kind, torch.from_numpy(tensor.data)
     if kind in FORMATS and len(tensor.shape) > 1 and tensor.shape[0] % FORMATS[kind][0] == 0:
-        return Stored(data.view(torch.uint8).flatten(0, -2), kind)
+        return Stored(data.flatten(0, -2), kind)
     if kind == "F32":
         return data
     import gguf
 
-    return torch.from_numpy(gguf.dequantize(data.numpy(), tensor.tensor_type)).float()
-
-
-def experts_of(tensor: ReaderTensor) -> torch.Tensor:
-    """The matrices of several experts as floats (experts, out, in)."""
-    data = as_stored(tensor)
-    return data.floats().unflatten(0, (int(tensor.shape[2]), -1)) if isinstance(data, Stored) else data
+    return torch.from_numpy(gguf.dequantize(tensor.data, gguf.GGMLQuantizationType[kind])).float()
 
 
 def _rows(arch: Arch, part: str, parts: Sequence[torch.Tensor | Stored], config: Any) -> torch.Tensor | None:

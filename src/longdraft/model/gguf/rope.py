@@ -3,47 +3,52 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from longdraft.errors import CapabilityError
+from longdraft.model.gguf.header import Header
 
 # The parameters of Llama 3.1, 3.2 and 3.3. Their files hold only the factors that follow from them.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 # Parameters of YaRN, as llama.cpp and transformers name them.
 _BETAS = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
+# Factors for short and for long texts (LongRoPE).
+_BY_LENGTH = "rope_factors_"
 # Parameters of YaRN that transformers lacks, with the values at which they change nothing.
 _UNKNOWN = {"yarn_ext_factor": 1.0, "yarn_log_multiplier": 0.0}
 
 
-class RopeError(ValueError):
-    """transformers has no parameters for this kind of scaling, which the message names."""
-
-
-def scaling(value: Callable[[str], Any], factors: torch.Tensor | None, config: Any) -> dict[str, Any]:
+def scaling(header: Header, config: Any) -> dict[str, Any]:
     """The ``rope_parameters`` of a configuration beside ``rope_theta``; empty if the frequencies are not scaled.
 
-    Args:
-        value: gives the file's value of a name behind ``{architecture}.rope.``, or None.
-        factors: the tensor ``rope_freqs``, which divides each frequency, or None.
-        config: the model's configuration.
-
     Raises:
-        RopeError: transformers does not know this scaling, or another part of each head is rotated than it says.
+        CapabilityError: transformers does not know this scaling, or another part of each head is rotated than it says.
     """
+    if any(name.startswith(_BY_LENGTH) for name in header.tensors):
+        raise _unknown(header, "longrope")
+    factors = None if header.factors is None else torch.from_numpy(header.factors)
     if factors is not None and bool((factors == 1).all()):
         factors = None
-    named = _named(value, config.max_position_embeddings)
-    rotated, size = value("dimension_count"), _size(config)
+    named = _named(header, config.max_position_embeddings)
+    rotated, size = header("rope.dimension_count"), _size(config)
     if rotated is not None and int(rotated) != size:
-        raise RopeError(f"{rotated} of each head's {config.head_dim} dimensions are rotated")
+        raise _unknown(header, f"{rotated} of each head's {config.head_dim} dimensions are rotated")
     if factors is None:
         return named
     if named:
-        raise RopeError(f"{named['rope_type']} together with rope_freqs")
+        raise _unknown(header, f"{named['rope_type']} together with rope_freqs")
     if len(factors) != size // 2:
-        raise RopeError(f"rope_freqs for {len(factors)} frequencies, where there are {size // 2}")
+        raise _unknown(header, f"rope_freqs for {len(factors)} frequencies, where there are {size // 2}")
     return _divided(factors.double(), config)
+
+
+def _unknown(header: Header, scaled: str) -> CapabilityError:
+    return CapabilityError(
+        f"{header.path} scales its rotary frequencies ({scaled}), which is not read from GGUF files: give the model's "
+        "Hugging Face folder or id."
+    )
 
 
 def _size(config: Any) -> int:
@@ -51,11 +56,15 @@ def _size(config: Any) -> int:
     return int(config.head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
 
 
-def _named(value: Callable[[str], Any], context: int) -> dict[str, Any]:
+def _named(header: Header, context: int) -> dict[str, Any]:
     """The kind of scaling that a file names, with its parameters."""
-    kind, factor = value("scaling.type"), value("scaling.factor")
+
+    def value(name: str) -> Any:
+        return header(f"rope.scaling.{name}")
+
+    kind, factor = value("type"), value("factor")
     if factor is None:
-        factor = value("scale_linear")  # its name in files of 2023
+        factor = header("rope.scale_linear")  # its name in files of 2023
     # llama.cpp reads a factor without a kind as linear, and a factor of 0 as none.
     kind = "linear" if kind is None else str(kind)
     if kind == "none" or (kind == "linear" and factor in (None, 0, 1)):
@@ -63,22 +72,22 @@ def _named(value: Callable[[str], Any], context: int) -> dict[str, Any]:
     if kind == "linear":
         return {"rope_type": "linear", "factor": float(factor)}
     if kind != "yarn":
-        raise RopeError(kind)
+        raise _unknown(header, kind)
     if not factor or factor < 1:
-        raise RopeError(f"yarn with a factor of {factor}")
+        raise _unknown(header, f"yarn with a factor of {factor}")
     for name, usual in _UNKNOWN.items():
-        if (number := value(f"scaling.{name}")) is not None and number != usual:
-            raise RopeError(f"yarn with {name} {number:g}")
+        if (number := value(name)) is not None and number != usual:
+            raise _unknown(header, f"yarn with {name} {number:g}")
     named: dict[str, Any] = {
         "rope_type": "yarn",
         "factor": float(factor),
-        "original_max_position_embeddings": int(value("scaling.original_context_length") or context),
+        "original_max_position_embeddings": int(value("original_context_length") or context),
     }
-    named |= {ours: float(x) for name, ours in _BETAS.items() if (x := value(f"scaling.{name}")) is not None}
+    named |= {ours: float(x) for name, ours in _BETAS.items() if (x := value(name)) is not None}
     # llama.cpp's converter writes transformers' attention_factor by the first name; the second one multiplies it.
-    if (attention := value("scaling.yarn_attn_factor")) is not None:
+    if (attention := value("yarn_attn_factor")) is not None:
         named["attention_factor"] = float(attention)
-    if (more := value("scaling.attn_factor")) is not None:
+    if (more := value("attn_factor")) is not None:
         named["attention_factor"] = named.get("attention_factor", 0.1 * math.log(factor) + 1) * float(more)
     return named
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
@@ -52,16 +52,15 @@ _WHOLE = (*_BEGUN, "glm4", "glm5")
 _COMPOSED = ("qwen2", "qwen35", "command-r", "olmo", "mpt")  # texts are normalised as the authors' tokenizers do
 
 
-def tokenizer_of(value: Callable[[str], Any], strings: Callable[[str], Sequence[str]]) -> PreTrainedTokenizerBase:
+def tokenizer_of(value: Callable[[str], Any]) -> PreTrainedTokenizerBase:
     """The tokenizer of a file whose model of words is gpt2 and which names one of :data:`RULES`.
 
     Args:
         value: gives the value of a name behind ``tokenizer.``, or None.
-        strings: gives the strings of an array.
     """
     split = value("ggml.pre")
-    tokens = strings("ggml.tokens")
-    merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in strings("ggml.merges"))]
+    tokens = value("ggml.tokens")
+    merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in value("ggml.merges"))]
     vocabulary = {token: number for number, token in enumerate(tokens)}
     own = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=split in _WHOLE))
     own.normalizer = normalizers.NFC() if split in _COMPOSED else None

@@ -144,7 +144,7 @@ class GpuForward:
     """The forward of one layer by the kernels, or by its own code (``original``) if they do not serve."""
 
     def __init__(self, layer: GpuLayer, kinds: LayerKinds, index: int, original: Callable[..., Any]) -> None:
-        self._layer, self._original = layer, original
+        self._layer, self.original = layer, original
         self._place, self._rope = kinds.of_stack[index], kinds.of_layers[kinds.numbers[index]].rope
 
     def __call__(self, hidden_states: torch.Tensor, *more: Any, **named: Any) -> Any:
@@ -154,7 +154,7 @@ class GpuForward:
         like = weight.dtype, weight.device
         fits = all((x.dtype, x.device) == like for x in (hidden_states, cos_sin[0]) if x.numel())
         if not (hosted.fused and fits):
-            return self._original(hidden_states, *more, **named)
+            return self.original(hidden_states, *more, **named)
         if self._rope is None:
             cos_sin = tuple(x.to(weight) for x in cos_sin)
         return self._layer.run(hidden_states, cos_sin, hosted, self._place)

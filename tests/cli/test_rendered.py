@@ -1,4 +1,4 @@
-"""Measurements as files for people: the page, Markdown and figures, of runs and of files of earlier versions."""
+"""Measurements as files for people: the page, Markdown and figures."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import json
 from html.parser import HTMLParser
 
 import pytest
-
-from tests.bench.results_files import header, line, write
 
 pytest.importorskip("matplotlib")
 VOID = {"meta", "br", "wbr"}
@@ -47,53 +45,6 @@ class Page(HTMLParser):
 
 def page_of(path) -> Page:
     return Page(path.read_text(encoding="utf-8"))
-
-
-def test_a_page_of_results_files_of_earlier_versions(shell, tmp_path):
-    """They may have trees in their profiles, settings that there are no longer, and any text in their names."""
-    name = "longspec:draft=<b>$x$</b>"
-    seconds = {"ar": 4.0, name: 2.0}
-    profile = {
-        "rounds": 8,
-        "seconds": {"draft": 0.01, "attention": 0.02, "forward": 0.05, "rest": 0.001},
-        "prefix_share": 0.97,
-        "memory": {"weights": 2**29, "kv": 2**25},
-        "tree": {"tokens": [" the"]},
-    }
-    first = write(
-        tmp_path / "run.jsonl",
-        header(("ar", name), settings={"snapshots": None}),
-        *(line(seconds, context, profiles={name: profile}) for context in (1024, 4096)),
-    )
-    second = write(tmp_path / "other.jsonl", header(("ar",)), line({"ar": 4.0}, None))
-    ended = shell("bench", "report", first, second, "--json")
-    assert ended.code == 0, ended.err
-    page = page_of(tmp_path / "run.html")
-    assert json.loads(ended.out) == {"page": str(tmp_path / "run.html")}
-    assert "b" not in page.tags and page.tags.count("svg") == 2 and page.tags.count("table") == 2 + 2 + 1
-    for said in (
-        name, "2.00x", "10.00 ms", "97%", "512.0 MiB", "news: 1 sample, 777 prompt tokens", "A Processor",
-        "longdraft bench --data file.jsonl", "2026-01-02", "tokens/s: new tokens / decode seconds",
-    ):  # fmt: skip
-        assert said in page.text, said
-
-
-DAMAGED = line({"ar": 4.0}, profiles={"ar": {"seconds": {"draft": "x"}}})  # values that no bench writes
-
-
-@pytest.mark.parametrize("lines", [None, [{}], [header()], [header(("ar",)), DAMAGED]])
-def test_a_file_that_is_none(shell, tmp_path, lines):
-    if lines is not None:
-        write(tmp_path / "x.jsonl", *lines)
-    ended = shell("bench", "report", tmp_path / "x.jsonl")
-    assert ended.code == 1 and "x.jsonl" in ended.err and not (tmp_path / "x.html").exists()
-
-
-def test_a_round_that_accepted_more_than_any_tree_has_ends_with_a_page(shell, tmp_path):
-    damaged = line({"ar": 4.0, "longspec": 2.0})
-    damaged["rounds"]["longspec"][0]["accepted"][0][0] = 10**80
-    ended = shell("bench", "report", write(tmp_path / "x.jsonl", header(("ar", "longspec")), damaged))
-    assert ended.code == 0 and (tmp_path / "x.html").exists()
 
 
 def test_a_run_in_every_form(shell, model_folder, tmp_path):
