@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -51,16 +53,11 @@ def _with_settings(title: str, config: Callable[[], type[Any]], base: type[Any] 
     return Documented
 
 
-def _of_every_run() -> type[RunConfig]:
-    from longdraft.training.config import RunConfig
-
-    return RunConfig
-
-
 _TITLE = "those of every run; each kind has more: longdraft train KIND --help"
+_OF_EVERY_RUN = partial(resolve_name, "longdraft.training.config:RunConfig")
 
 
-class Trainers(_with_settings(_TITLE, _of_every_run, TyperGroup)):  # type: ignore[misc]
+class Trainers(_with_settings(_TITLE, _OF_EVERY_RUN, TyperGroup)):  # type: ignore[misc]
     """The commands: one for each kind of draft that can be trained, those of ``--load`` included, and ``data``."""
 
     def list_commands(self, ctx: Any) -> list[str]:

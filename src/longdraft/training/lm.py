@@ -25,6 +25,8 @@ from longdraft.training.vocabulary import rows_of
 class LmTrainee(Trainee):
     """A training step of a decoder that :func:`longdraft.model.small_models.decoder` has made."""
 
+    by = "text"
+
     def forward(self, documents: Sequence[Features], shifts: Sequence[int] = ()) -> StepOutput:
         """The loss of packed documents. ``shifts`` are not used, and all ``depths`` of the result are 1."""
         pack = self.pack(documents)
@@ -63,4 +65,4 @@ def train_lm(config: LmConfig, progress: Progress = silent, stop: Stop = never) 
     if config.retrieval_layer is not None:
         described["retrieval_layer"] = config.retrieval_layer
     trainee = LmTrainee(decoder, runner.parts, kept, config)
-    yield from session.train(trainee, None, KIND, described, levels=1, by="text")
+    yield from session.train(trainee, None, KIND, described, levels=1)

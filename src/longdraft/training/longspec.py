@@ -26,6 +26,7 @@ class LongSpecTrainee(Trainee):
     """A training step of a LongSpec block."""
 
     block: LongSpecBlock
+    by = "shift"
 
     def learned(self, tokens: int, start: int, shift: int) -> int:
         """The number of learned rows; a row before ``shift`` has no key that far back."""
@@ -73,4 +74,4 @@ def train_longspec(config: TrainConfig, progress: Progress = silent, stop: Stop 
     trainee = LongSpecTrainee(block, session.runner.parts, kept, config)
     lengths = {"trained_length": config.max_length, "trained_positions": config.max_length + config.anchor_offset}
     described = block.shape.as_dict() | lengths
-    yield from session.train(trainee, (), KIND, described, levels=config.noise, by="shift", shifts=config.noise)
+    yield from session.train(trainee, (), KIND, described, levels=config.noise, shifts=config.noise)
