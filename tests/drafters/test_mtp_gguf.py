@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from longdraft import Speculator, load
-from longdraft.drafters.mtp import read
 from longdraft.drafts import mtp_formats
+from longdraft.drafts.mtp_formats import read
 from longdraft.errors import CheckpointError
 from longdraft.native import Stored, kernels
 from tests.support.gguf_architectures import write
