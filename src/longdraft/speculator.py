@@ -78,7 +78,7 @@ class Speculator:
             computes in float32 on a CPU; ``"int8"`` on a GPU too. Fewer bytes to hold, and on a CPU to read, whatever
             the method; the text is that of a slightly different model. None: nothing is rounded.
         plan: ``"auto"`` sizes trees by what they cost on this machine and by what is accepted, round by round, and
-            decodes plainly where that is faster; the first run with a model measures the costs, for 20 s at
+            decodes plainly where that is faster; the first run with a model measures the costs, for 10 s at
             most, and keeps them. ``"fixed"`` grows the method's own trees. Left out: fixed where the options say what
             tree, else what LONGDRAFT_PLAN says, else auto. The output is the same. A dictionary, rows of a forward to
             its seconds, plans by these costs and by no clock, for the same trees on every machine.

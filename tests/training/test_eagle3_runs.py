@@ -95,6 +95,13 @@ def loss_of(config: Eagle3Config, draft: Eagle3Draft) -> float:
         return float(trainee(documents).loss) / rows
 
 
+def stretched(folder: Path) -> Eagle3Draft:
+    """A draft of texts of 64 tokens with YaRN's positions, four times as many."""
+    draft = Eagle3Draft.load(folder)
+    draft.rope = yarn(draft.rope["rope_theta"], 4.0, 64)
+    return draft
+
+
 @pytest.mark.slow
 def test_a_published_draft_is_adapted_to_long_text(eagle3, theirs, target, tmp_path):
     """SpecPV's YaRN adaptation, two steps of it: all documents are one batch, so the first loss is the whole text's."""
@@ -103,9 +110,9 @@ def test_a_published_draft_is_adapted_to_long_text(eagle3, theirs, target, tmp_p
                  lr=1e-3, ttt=4, **BROUGHT)  # fmt: skip
     reports = steps(run)
     assert len(reports) == 2
-    before = Eagle3Draft.load(init, rope_factor=4.0)
+    before = stretched(init)
     assert reports[0].loss == pytest.approx(loss_of(run, before), rel=1e-5)
-    plain, other = Eagle3Draft.load(init), Eagle3Draft.load(init, rope_factor=4.0)
+    plain, other = Eagle3Draft.load(init), stretched(init)
     other.weights = {name: t[torch.randperm(len(t))] for name, t in other.weights.items()}
     for wrong in (plain, other):  # unstretched, and other weights
         assert abs(loss_of(run, wrong) - reports[0].loss) > 2e-4 * reports[0].loss

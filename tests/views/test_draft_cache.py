@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longdraft.drafters.shared.retrieval import retrieval_of
-from longdraft.drafters.small_lm import compact_cache, whole_cache
+from longdraft.drafters.small_lm import compact_cache
 from longdraft.memory.store import KVShape, KVStore
 from longdraft.model.key_rotation import KeyRotation
 from longdraft.model.runner import TargetRunner
@@ -193,7 +193,7 @@ def test_a_retrievals_choice_is_gathered():
 
 
 def test_all_of_a_text_at_true_positions():
-    cache = whole_cache(RUNNER, 2, 50, 4)
+    cache = DraftCache(RUNNER.new_store(2, 50 + 64), 4)
     for slot in (0, 1):
         read(cache, slot, list(range(40)))
         cache.ready(slot, 5)

@@ -335,12 +335,7 @@ class DFlashRound(OneForwardRound):
 
 
 class DFlashDrafter(OnePassDrafter):
-    """Drafts trees with one forward a round.
-
-    Args:
-        draft: a trained draft.
-        options: as of the one-pass drafter.
-    """
+    """Drafts trees with one forward a round."""
 
     rounds = DFlashRound
     draft: DFlashDraft  # type: ignore[assignment]

@@ -270,7 +270,7 @@ class Eagle3Drafter(NeuralDrafter):
             length = min(length, self.retrieval.view.capacity + self.tree.depth)
             what, then = "its working cache has", "acceptance will be lower: give fewer chunks"
         if self.window is None and reach is not None and length > reach:
-            self.draft.outgrown(reach, f"{what} up to {length}", f"{then}, or load the draft with a rope_factor")
+            self.draft.outgrown(reach, f"{what} up to {length}", f"{then}, or set YaRN in its config.json")
 
 
 register(

@@ -7,13 +7,11 @@ h_0 is the hidden state of the last verified token, before the target's final no
 costs one product with the target's head and no forward. Head i predicts the i-th token behind the root.
 
 The paper starts from the root's own state instead, which a forward of the target on a part of its KV gives
-(:mod:`longdraft.drafters.tokenswift`). Its published heads are tensors ``model.medusa_layers.N.*`` within the folder of
-their model, which transformers drops when it loads the model; each has a norm of its own before the target's head.
+(:mod:`longdraft.drafters.tokenswift`).
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import asdict, dataclass, replace
@@ -27,14 +25,11 @@ from torch import nn
 from longdraft.drafters.self_drafter import SelfDrafter
 from longdraft.drafters.shared.tree_drafter import TreeDrafter
 from longdraft.drafters.shared.whole_level import serves
-from longdraft.drafts import draft_folder, tensor_files
+from longdraft.drafts import draft_folder, tokenswift_heads
 from longdraft.drafts.draft import TrainedDraft
-from longdraft.drafts.draft_folder import DraftFolder
 from longdraft.drafts.kinds import Kind, Training, register
 from longdraft.engine.event import Event
 from longdraft.engine.sequence import Sequence
-from longdraft.errors import CheckpointError
-from longdraft.folders import is_gguf
 from longdraft.memory.store import KVStore
 from longdraft.model.runner import TargetRunner
 from longdraft.model.sharded import product
@@ -115,55 +110,6 @@ class HeadsBlock(nn.Module):
         return found
 
 
-_HEAD = re.compile(r"^(?:model\.)?medusa_layers\.(\d+)\.(linear|input_layernorm|post_layernorm)\.weight$")
-
-
-def holds(folder: Path | str) -> bool:
-    """True if a model's folder holds such heads."""
-    if is_gguf(folder) or not draft_folder.is_draft_folder(folder) or not tensor_files.is_safe(folder):
-        return False
-    try:
-        return bool(_wanted(folder))
-    except CheckpointError:
-        return False
-
-
-def read(folder: Path | str) -> DraftFolder | None:
-    """The heads of a model's folder, as a draft folder of ours; None for any other folder.
-
-    Raises:
-        CheckpointError: the folder cannot be read.
-    """
-    if not holds(folder):
-        return None
-    wanted = _wanted(folder)
-    tensors = tensor_files.read(folder, list(wanted))
-    config = draft_folder.read_config(folder)
-    heads = {name.split(".")[1] for name in wanted.values()}
-    size = next(iter(tensors.values())).shape[-1]
-    ours = {
-        "hidden_size": size,
-        "heads": len(heads),
-        "rms_norm_eps": config.get("rms_norm_eps") or 1e-6,
-        "own_norms": True,
-        "draft_vocab_size": None,
-    }
-    vocabulary = config.get("vocab_size")
-    target = {"hidden_size": size} | ({"vocab_size": vocabulary} if vocabulary else {})
-    return DraftFolder("heads", ours, {wanted[name]: tensor for name, tensor in tensors.items()}, target)
-
-
-def _wanted(folder: Path | str) -> dict[str, str]:
-    """Name in the folder -> name in our module."""
-    found: dict[str, str] = {}
-    for name in tensor_files.names(folder):
-        if (match := _HEAD.match(name)) is not None:
-            number, part = match.groups()
-            ours = {"linear": f"heads.{number}.proj", "input_layernorm": f"heads.{number}.norm"}
-            found[name] = f"{ours.get(part, f'norms.{number}')}.weight"
-    return found
-
-
 KIND = "heads"
 
 
@@ -203,7 +149,7 @@ class HeadsDraft(TrainedDraft[BoundHeads]):
         Raises:
             CheckpointError: unreadable, without heads, or tensors missing, unexpected or of a wrong shape.
         """
-        contents = read(folder)
+        contents = tokenswift_heads.read(folder)
         return cls(folder, draft_folder.load(folder) if contents is None else contents)
 
     def needs(self) -> dict[str, Any]:
@@ -332,6 +278,6 @@ register(
             "Train chained heads (TokenSwift)",
         ),
         tensors=lambda names: any(".medusa_layers." in name for name in names),
-        inside=holds,
+        inside=tokenswift_heads.holds,
     )
 )

@@ -249,12 +249,7 @@ def _layer(
 
 
 class LongSpecDrafter(NeuralDrafter):
-    """Drafts trees with a LongSpec block.
-
-    Args:
-        draft: a trained draft.
-        options: of :class:`TreeOptions`.
-    """
+    """Drafts trees with a LongSpec block."""
 
     options = (TreeOptions,)
     rounds = LongSpecRound

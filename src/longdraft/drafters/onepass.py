@@ -205,12 +205,7 @@ class OnePassRound(OneForwardRound):
 
 
 class OnePassDrafter(Eagle3Drafter):
-    """Drafts trees with one forward a round.
-
-    Args:
-        draft: a trained draft.
-        options: as of :class:`Eagle3Drafter`. A tree has no more levels than the draft has rows.
-    """
+    """Drafts trees with one forward a round. A tree has no more levels than the draft has rows."""
 
     rounds: ClassVar[type[DraftRound[Any]]] = OnePassRound
     draft: OnePassDraft

@@ -99,11 +99,12 @@ class SmallLMDrafter(RetrievingDrafter):
         outgrown = store.capacity > self.draft.trained_length and rotary_module(bound.runner.model) is not None
         if self.view is None and outgrown and self._streams is not None and not bound.runner.recurrent:
             self.retrieval = self._streams()
-        sizes = bound.runner, store.slots, store.capacity, shown
+        hosted, slots, capacity = bound.runner, store.slots, store.capacity
         self.cache: DraftCache = (
-            whole_cache(*sizes)
+            # In a batch, short chains of new tokens are padded to the longest.
+            DraftCache(hosted.new_store(slots, capacity + max(shown, FRESH)), shown)
             if self.retrieval is None
-            else compact_cache(*sizes, self.retrieval, self.draft.trained_length)
+            else compact_cache(hosted, slots, capacity, shown, self.retrieval, self.draft.trained_length)
         )
         # What was fed of each slot's text, token by token.
         self.fed_text: list[list[int]] = [[] for _ in range(store.slots)]
@@ -202,12 +203,6 @@ def _streaming(sink: int, recent: int | None, room: int, fresh: int) -> Retrieva
             "those of a round: lower sink, recent or the tree's depth"
         )
     return Retrieval(View("streaming", 0, sink, recent, room=fresh, shared=True))
-
-
-def whole_cache(runner: TargetRunner, slots: int, capacity: int, shown: int) -> DraftCache:
-    """All of texts of up to ``capacity`` tokens, with room for ``shown`` nodes of a tree."""
-    # In a batch, short chains of new tokens are padded to the longest.
-    return DraftCache(runner.new_store(slots, capacity + max(shown, FRESH)), shown)
 
 
 def compact_cache(

@@ -47,23 +47,13 @@ class EagleDraft(TrainedDraft[Bound]):
             raise CheckpointError(f"{CONFIG} of {folder} has no number that could be right for window.")
 
     @classmethod
-    def load(
-        cls: type[Own],
-        folder: Path | str,
-        rope_theta: float | None = None,
-        head_dim: int | None = None,
-        rope_factor: float | None = None,
-    ) -> Own:
+    def load(cls: type[Own], folder: Path | str) -> Own:
         """Reads a draft folder: ours, a published one, or one of `speculators`.
-
-        Args:
-            rope_theta, head_dim: replace the folder's values, which published drafts leave out or misstate.
-            rope_factor: stretches the draft's context this many times (YaRN), instead of the folder's setting.
 
         Raises:
             CheckpointError: unreadable, another kind of draft, or tensors missing, unexpected or of a wrong shape.
         """
-        return cls(folder, *formats.read(folder, rope_theta, head_dim, rope_factor, cls.kind))
+        return cls(folder, *formats.read(folder, cls.kind))
 
     @cached_property
     def shape(self) -> Any:
@@ -149,7 +139,7 @@ class EagleDraft(TrainedDraft[Bound]):
         if self.window is None and self.reach is not None and self.reach < runner.context_length:
             found.append(
                 f"it was trained for texts of {self.reach:,} tokens, the target reads {runner.context_length:,}: of "
-                f"longer ones it sees the last {self.reach:,} (another -o window=N, or a rope_factor, changes that)"
+                f"longer ones it sees the last {self.reach:,} (-o window=N, or YaRN in its config.json, changes that)"
             )
         if self.ids is not None and not bool((self.ids[1:] > self.ids[:-1]).all()):
             found.append("d2t does not name increasing tokens: does it hold ids where offsets belong?")

@@ -85,17 +85,10 @@ class Format:
 FORMATS: dict[str, Format] = {}
 
 
-def read(
-    folder: Path | str,
-    rope_theta: float | None = None,
-    head_dim: int | None = None,
-    rope_factor: float | None = None,
-    kind: str = "eagle3",
-) -> tuple[DraftFolder, dict[str, Any]]:
+def read(folder: Path | str, kind: str) -> tuple[DraftFolder, dict[str, Any]]:
     """Contents of a folder of any layout, in ours. The config names the original ``layout`` of others.
 
     Args:
-        rope_theta, head_dim, rope_factor: replace the values of config.json (or missing ones).
         kind: the expected kind of draft.
 
     Returns:
@@ -106,14 +99,14 @@ def read(
     """
     config = draft_folder.read_config(folder)
     draft_folder.check_kind(draft_folder.kind(folder), kind, folder)
-    tensors, given = draft_folder.read_tensors(config, folder), {"head_dim": head_dim} if head_dim else {}
+    tensors = draft_folder.read_tensors(config, folder)
     if "longdraft_format" in config:
-        found, rope = _ours(config | given, tensors, folder, kind)
+        found, rope = _ours(config, tensors, folder, kind)
     elif kind in FORMATS:
-        found, rope = _published(FORMATS[kind], config, given, tensors, folder, kind)
+        found, rope = _published(FORMATS[kind], config, tensors, folder, kind)
     else:
         raise CheckpointError(f"{folder} was not written by longdraft: drafts for {kind} come in its own layout alone.")
-    return found, stretched(rope, found.config.get("trained_length"), rope_theta, rope_factor, folder)
+    return found, stretched(rope, found.config.get("trained_length"), None, None, folder)
 
 
 def _ours(
@@ -135,13 +128,12 @@ def _ours(
 def _published(
     form: Format,
     config: dict[str, Any],
-    given: dict[str, Any],
     tensors: dict[str, torch.Tensor],
     folder: Path | str,
     kind: str,
 ) -> tuple[DraftFolder, dict[str, Any]]:
     speculators = MODEL_TYPE in config
-    sizes = draft_folder.filled_in((_layer(config, folder) if speculators else config) | given)
+    sizes = draft_folder.filled_in(_layer(config, folder) if speculators else config)
     if sizes.get("hidden_act") not in (None, "silu"):
         raise CheckpointError(f"{folder} has hidden_act {sizes['hidden_act']}: longdraft's drafts know silu alone.")
     theirs = Published(folder, config, sizes, form.renamed(tensors, folder), speculators)

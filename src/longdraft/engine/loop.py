@@ -140,9 +140,7 @@ class Engine:
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence, which joins as soon as a slot is free. Its index must be new to this engine.
 
-        Raises:
-            PromptError: an empty prompt.
-            ContextError: prompt and new tokens exceed the target's context.
+        Errors of this and of :meth:`step` are those of :class:`~longdraft.engine.session.Session`.
         """
         limit, s = self.runner.longest_text(len(sequence.prompt)), sequence
         if not s.prompt:
@@ -181,13 +179,7 @@ class Engine:
     def step(self) -> list[Step]:
         """Reads prompts for a while, or makes a round of all sequences that decode: the two take turns.
 
-        Returns:
-            A step for each sequence concerned.
-
-        Raises:
-            MemoryBudgetError: there is no room for a sequence, before any work on it, or memory ended in a round.
-            CapabilityError: another run has taken the cache; torch.autocast is on.
-            NumericalError: the target's logits are NaN.
+        Returns a step for each sequence concerned.
         """
         support.check_autocast(self.runner.device)
         with self.runner.lock, memory_checked():
@@ -225,16 +217,9 @@ class Engine:
     # --- slots and memory ---
 
     def record(self, done: Callable[[float], None] = lambda share: None) -> int:
-        """Takes the memory and records verifications, where forwards are recorded. Nothing may be decoded yet.
+        """Takes the memory and records verifications, where forwards are recorded; returns the number of sizes.
 
-        Args:
-            done: called with the share of the work that is over.
-
-        Returns:
-            The number of recorded sizes.
-
-        Raises:
-            MemoryBudgetError: there is no room for a sequence.
+        Nothing may be decoded yet. ``done`` is called with the share of the work that is over.
         """
         with self.runner.lock:
             if self._opened < 0:

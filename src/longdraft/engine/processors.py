@@ -17,16 +17,6 @@ from transformers.generation import logits_process as known
 
 from longdraft.errors import CapabilityError
 
-_CHANNELS = "it wants the channels of an audio model"
-# Processors of transformers that cannot work on one row of a decoder's logits.
-_REFUSED = {
-    "ClassifierFreeGuidanceLogitsProcessor": "it wants the logits of two forwards (guidance_scale= makes the one that "
-    "works with one)",
-    "DiaClassifierFreeGuidanceLogitsProcessor": "it wants the logits of two forwards",
-    "DiaEOSChannelFilterLogitsProcessor": _CHANNELS,
-    "DiaEOSDelayPatternLogitsProcessor": _CHANNELS,
-    "WhisperNoSpeechDetection": "it runs a speech model",
-}
 # Those that hold something of each row of the batch, and the arguments of ``generate`` that make them.
 _OF_A_BATCH = {
     "EncoderRepetitionPenaltyLogitsProcessor": "encoder_repetition_penalty",
@@ -79,9 +69,10 @@ def _of_row(processor: Any, row: int, rows: int) -> Any:
         processor = TopP(processor.top_p, processor.filter_value, processor.min_tokens_to_keep)
     name = type(processor).__name__
     of_transformers = type(processor).__module__ == known.__name__
-    if of_transformers and name in _REFUSED:
+    if of_transformers and name == "ClassifierFreeGuidanceLogitsProcessor":
         raise CapabilityError(
-            f"longdraft calls logits processors with one row, which {name} does not take: {_REFUSED[name]}."
+            f"longdraft calls logits processors with one row, and {name} wants the logits of two forwards: "
+            "guidance_scale= makes one that works with one."
         )
     if rows == 1:
         return processor

@@ -101,7 +101,7 @@ class Session:
 
         Raises:
             MemoryBudgetError: there is no room for even one request, before any work on it.
-            CapabilityError: another run has taken the cache.
+            CapabilityError: another run has taken the cache; torch.autocast is on.
             NumericalError: the target's logits are NaN.
         """
         steps = self._engine.step()

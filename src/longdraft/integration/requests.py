@@ -38,14 +38,21 @@ def check(config: Any, model_kwargs: dict[str, Any], input_ids: torch.Tensor, gi
         PromptError: no token ids, or not those of a batch.
     """
     _check_mode(config, given)
-    _check_outputs(config)
-    _check_inputs(config, model_kwargs, given)
+    for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
+        if config.return_dict_in_generate and getattr(config, name, False):
+            raise CapabilityError(f"longdraft does not return {name}; leave it off.")
+    _check_inputs(model_kwargs, given)
     if input_ids.dim() != 2 or input_ids.is_floating_point() or not input_ids.numel():
         raise PromptError(
             f"generate was given {input_ids.dtype} input_ids of shape {tuple(input_ids.shape)}: give it whole numbers, "
             "at least one row, and at least one token in each."
         )
-    _check_mask(model_kwargs.get("attention_mask"), input_ids)
+    mask = model_kwargs.get("attention_mask")
+    if mask is not None and mask.shape != input_ids.shape:
+        raise CapabilityError(
+            f"The attention_mask has the shape {tuple(mask.shape)}, input_ids {tuple(input_ids.shape)}: longdraft "
+            "reads a mask of the prompt, with a number for each token."
+        )
     _check_positions(model_kwargs, input_ids)
 
 
@@ -63,13 +70,7 @@ def _check_mode(config: Any, given: Given) -> None:
         raise CapabilityError("longdraft keeps its cache as the model computes it: leave cache_implementation out.")
 
 
-def _check_outputs(config: Any) -> None:
-    for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
-        if config.return_dict_in_generate and getattr(config, name, False):
-            raise CapabilityError(f"longdraft does not return {name}; leave it off.")
-
-
-def _check_inputs(config: Any, model_kwargs: dict[str, Any], given: Given) -> None:
+def _check_inputs(model_kwargs: dict[str, Any], given: Given) -> None:
     if model_kwargs.get("inputs_embeds") is not None:
         raise CapabilityError("longdraft reads token ids: pass input_ids instead of inputs_embeds.")
     cache = given_cache(model_kwargs)
@@ -96,14 +97,6 @@ def _is_text(name: str, value: Any) -> bool:
     if name == "mm_encoder_outputs":
         return not value
     return name in _KINDS and isinstance(value, torch.Tensor) and not value.any()
-
-
-def _check_mask(mask: torch.Tensor | None, input_ids: torch.Tensor) -> None:
-    if mask is not None and mask.shape != input_ids.shape:
-        raise CapabilityError(
-            f"The attention_mask has the shape {tuple(mask.shape)}, input_ids {tuple(input_ids.shape)}: longdraft "
-            "reads a mask of the prompt, with a number for each token."
-        )
 
 
 def check_holes(mask: torch.Tensor | None, layout: Layout) -> None:

@@ -1,0 +1,64 @@
+"""Reads heads that TokenSwift publishes: tensors ``model.medusa_layers.N.*`` within the folder of their model.
+
+    h_i = h_{i-1} + linear(RMSNorm(h_{i-1}; input_layernorm));   logits_i = target_head(RMSNorm(h_i; post_layernorm))
+
+transformers drops these tensors when it loads the model (TokenSwift, Wu et al. 2025, arXiv:2502.18890).
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from longdraft.drafts import draft_folder, tensor_files
+from longdraft.drafts.draft_folder import DraftFolder
+from longdraft.errors import CheckpointError
+from longdraft.folders import is_gguf
+
+_HEAD = re.compile(r"^(?:model\.)?medusa_layers\.(\d+)\.(linear|input_layernorm|post_layernorm)\.weight$")
+
+
+def holds(folder: Path | str) -> bool:
+    """True if a model's folder holds such heads."""
+    if is_gguf(folder) or not draft_folder.is_draft_folder(folder) or not tensor_files.is_safe(folder):
+        return False
+    try:
+        return bool(_wanted(folder))
+    except CheckpointError:
+        return False
+
+
+def read(folder: Path | str) -> DraftFolder | None:
+    """The heads of a model's folder, as a draft folder of ours; None for any other folder.
+
+    Raises:
+        CheckpointError: the folder cannot be read.
+    """
+    if not holds(folder):
+        return None
+    wanted = _wanted(folder)
+    tensors = tensor_files.read(folder, list(wanted))
+    config = draft_folder.read_config(folder)
+    heads = {name.split(".")[1] for name in wanted.values()}
+    size = next(iter(tensors.values())).shape[-1]
+    ours = {
+        "hidden_size": size,
+        "heads": len(heads),
+        "rms_norm_eps": config.get("rms_norm_eps") or 1e-6,
+        "own_norms": True,
+        "draft_vocab_size": None,
+    }
+    vocabulary = config.get("vocab_size")
+    target = {"hidden_size": size} | ({"vocab_size": vocabulary} if vocabulary else {})
+    return DraftFolder("heads", ours, {wanted[name]: tensor for name, tensor in tensors.items()}, target)
+
+
+def _wanted(folder: Path | str) -> dict[str, str]:
+    """Name in the folder -> name in our module."""
+    found: dict[str, str] = {}
+    for name in tensor_files.names(folder):
+        if (match := _HEAD.match(name)) is not None:
+            number, part = match.groups()
+            ours = {"linear": f"heads.{number}.proj", "input_layernorm": f"heads.{number}.norm"}
+            found[name] = f"{ours.get(part, f'norms.{number}')}.weight"
+    return found
