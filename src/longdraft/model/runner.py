@@ -227,7 +227,6 @@ class TargetRunner:
         Raises:
             CapabilityError: no attention path here reads keys and values of that dtype.
             MemoryBudgetError: the store does not fit the memory.
-            CheckpointError: no file can be made in the folder to offload to.
         """
         self.refresh()
         transposed = dispatch.prefers_transposed_keys(self.attention_path, self.kv_shape.dtype)

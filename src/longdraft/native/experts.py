@@ -88,7 +88,5 @@ class ExpertProducts:
         x, kinds, groups = x.contiguous(), len(self._weights), len(experts)
         out = torch.empty(kinds, x.shape[0], self.shape[0], **FLOATS)
         numbers, places = (Long * groups)(*experts), (Long * (groups + 1))(*starts)
-        self._call(
-            "experts", [x, out], address(x), x.shape[1], self._table, kinds, numbers, places, groups, address(out)
-        )
+        self._call("experts", address(x), x.shape[1], self._table, kinds, numbers, places, groups, address(out))
         return out

@@ -12,7 +12,7 @@ using std::int64_t;
 
 namespace {
 
-// Outputs that a thread takes at a time, for up to TOGETHER rows in floats (whole tiles of every shape) and rounded, and for more.
+// Outputs that a thread takes at a time: in floats (whole tiles of every shape), rounded for up to TOGETHER rows, and for more.
 constexpr int64_t FLOATS = 24, FEW = 2 * INT8_UNIT, MANY = 8 * INT8_UNIT;
 
 // Rows [starts[g], starts[g + 1]) of x times matrices [g * each, (g + 1) * each), for each of `count` groups of rows.
@@ -79,3 +79,5 @@ Code longdraft_experts(const float *x, int64_t size, const Matrix *matrices, int
 } CATCH_NO_MEMORY
 
 int longdraft_lanes() { return LANES; }
+
+void longdraft_threads(Parallel entry) { parallel_entry = entry; }

@@ -152,7 +152,9 @@ void pack_keys(const Text &text, const Text &copy, int64_t d, const std::vector<
       }
       for (int64_t j = 0; j < count; j++) {
         const int64_t row = p.to + a + j;
-        as_stored(copy.k, copy.format, [&](auto *to) { pack(rows + j * d, d, to + row * copy.k_row, copy.k_dim, copy.k_scale + row); });
+        as_stored(copy.k, copy.format, [&](auto *to) {
+          pack(rows + j * d, d, to + row * copy.k_row, copy.k_dim, copy.k_scale + row);
+        });
       }
     }
   }
@@ -195,10 +197,6 @@ void replace_chunks(const int64_t *chosen, int64_t *held, int64_t count, const P
     place(held[i], i);
   }
 }
-
-}  // namespace
-
-namespace {
 
 template <typename E>
 void summarise_dimension(const E *k, int64_t row, int64_t chunk, const Summaries *out, int64_t at, int64_t from, int64_t to) {
