@@ -59,10 +59,14 @@ def _room(like: torch.Tensor, block: Block, axis: int) -> torch.Tensor:
     return like.new_empty(size)
 
 
+def name_of(model: Any) -> str:
+    """A model's name or place in messages."""
+    return str(getattr(model, "name_or_path", "") or "the model")
+
+
 def not_a_number(model: Any) -> NumericalError:
     """The error to raise if a target's logits are NaN."""
-    name = getattr(model, "name_or_path", "") or "the model"
     return NumericalError(
-        f"The logits of {name} are NaN. A float16 overflow or a damaged "
+        f"The logits of {name_of(model)} are NaN. A float16 overflow or a damaged "
         "checkpoint is the usual cause: load the model with dtype='bfloat16' or 'float32', or check its files."
     )
