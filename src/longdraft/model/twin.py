@@ -82,7 +82,7 @@ class Twin:
     def _try(self, model: PreTrainedModel) -> None:
         found = try_out(model)
         for each in (model, self.model):
-            calls.remember(each, found)
+            calls.recorded[each] = found
         if found.own:
             hosting.decoder_config(self.model)._attn_implementation = hosting.decoder_config(model)._attn_implementation
 
