@@ -36,6 +36,7 @@ _OPTIONS = {
         **dict.fromkeys(
             ("--dtype", "--device", "--threads"), "the server that answers (--url) holds the model; leave it out"
         ),
+        "--part": "give each process a --seed and a file of its own",
         "repeats": "answers about passages quote them; leave these texts out",
         "--price": "usage counts the tokens that the server has read and written; leave it out",
     },

@@ -10,7 +10,7 @@ Uniform noise is added to f(t), because a drafted row has an earlier o in its pl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch.nn import functional as F
@@ -18,13 +18,12 @@ from torch.nn import functional as F
 from longdraft.drafters.eagle import EagleBlock, EagleDraft
 from longdraft.drafts.eagle_formats import EAGLE, EagleShape
 from longdraft.drafts.formats import THETA
-from longdraft.errors import UnsupportedModelError
 from longdraft.model.rotary import Rotary, yarn
-from longdraft.model.shared_parts import SharedParts, norm_before_head
+from longdraft.model.shared_parts import SharedParts
 from longdraft.training.config import DEPTH, EagleConfig
 from longdraft.training.eagle3 import Eagle3Trainee
 from longdraft.training.loop import Report
-from longdraft.training.session import Progress, begin, never, silent
+from longdraft.training.session import Progress, Stop, begin, never, silent
 from longdraft.training.trainee import Pack, StepOutput
 
 # Every document gets a number below this in each epoch, which seeds its noise.
@@ -62,13 +61,11 @@ class EagleTrainee(Eagle3Trainee):
         return said._replace(loss=regression + self.classification * said.loss)
 
 
-def train_eagle(config: EagleConfig, progress: Progress = silent, stop: Callable[[], bool] = never) -> Iterator[Report]:
+def train_eagle(config: EagleConfig, progress: Progress = silent, stop: Stop = never) -> Iterator[Report]:
     """Trains an EAGLE-1 draft; see :mod:`longdraft.training.session`."""
     init = None if config.init is None else EagleDraft.load(config.init)
     session = begin(config, DEPTH, progress, stop)
     runner = session.runner
-    if (norm := norm_before_head(runner.model)) is None:
-        raise UnsupportedModelError(f"{type(runner.model).__name__} has no norm before its head, which EAGLE reads.")
     layers: tuple[int, ...] = (runner.depth - 1,)
     if init is None:
         rope = yarn(float(config.rope_theta or runner.parts.description.get("rope_theta") or THETA))
@@ -80,8 +77,7 @@ def train_eagle(config: EagleConfig, progress: Progress = silent, stop: Callable
     else:
         init.check(runner)
         block, rope, layers = init.trainable(), init.rope, init.feature_layers(runner)
-    # Calls, not modules: they are the target's, and no part of the block.
-    block.borrow(norm.__call__, lambda out: out)
+    block.borrow(runner, lambda out: out)
     trainee = EagleTrainee(block, runner.parts, Rotary(block.shape.head_dim, rope, device=runner.device), config)
     described = block.shape.as_dict() | {
         "feature_layers": list(layers),

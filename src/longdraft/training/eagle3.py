@@ -33,7 +33,7 @@ from longdraft.training.attention import Pair, attend
 from longdraft.training.config import DEPTH, Eagle3Config, RunConfig
 from longdraft.training.features import Features
 from longdraft.training.loop import Report
-from longdraft.training.session import Progress, Session, begin, never, silent
+from longdraft.training.session import Progress, Session, Stop, begin, never, silent
 from longdraft.training.trainee import Attention, Pack, StepOutput, Trainee
 from longdraft.training.vocabulary import rows_of
 
@@ -244,9 +244,7 @@ class Plan(NamedTuple):
         }
 
 
-def train_eagle3(
-    config: Eagle3Config, progress: Progress = silent, stop: Callable[[], bool] = never
-) -> Iterator[Report]:
+def train_eagle3(config: Eagle3Config, progress: Progress = silent, stop: Stop = never) -> Iterator[Report]:
     """Trains an EAGLE-3 draft (EAGLE-3, section 3; SpecPV, appendix A); see :mod:`longdraft.training.session`."""
     return run(config, KIND, Eagle3Trainee, lambda block: block, progress, stop)
 
@@ -257,7 +255,7 @@ def run(
     trainee_class: type[Eagle3Trainee],
     adapt: Callable[[Eagle3Block], Eagle3Block],
     progress: Progress,
-    stop: Callable[[], bool],
+    stop: Stop,
 ) -> Iterator[Report]:
     """Trains a draft whose layer is EAGLE-3's.
 

@@ -6,7 +6,7 @@ itself predicts token t + 1; head i predicts token t + 1 + i. The target is not 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
 
@@ -18,7 +18,7 @@ from longdraft.model.shared_parts import SharedParts, final_norm
 from longdraft.training.config import HeadsConfig
 from longdraft.training.features import Features
 from longdraft.training.loop import Report
-from longdraft.training.session import Progress, begin, never, silent
+from longdraft.training.session import Progress, Stop, begin, never, silent
 from longdraft.training.trainee import StepOutput, Trainee
 
 
@@ -58,7 +58,7 @@ class HeadsTrainee(Trainee):
         return self.output(hidden, self.target_head, labels, depths, self.decay ** (depths - 1))
 
 
-def train_heads(config: HeadsConfig, progress: Progress = silent, stop: Callable[[], bool] = never) -> Iterator[Report]:
+def train_heads(config: HeadsConfig, progress: Progress = silent, stop: Stop = never) -> Iterator[Report]:
     """Trains chained heads; see :mod:`longdraft.training.session`."""
     # Before the target is loaded, so that a wrong folder is reported at once.
     init = None if config.init is None else HeadsDraft.load(config.init)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -23,6 +23,11 @@ from longdraft.training.vocabulary import rows_of
 
 # q (Hq, T, d), k and v (Hkv, S, d) of one document -> (Hq, T, d)
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+# How a draft computes its levels: a forward for each (LongSpec's shifts), all in one (the others), or, of a language
+# model, which reads the text itself, the same at every level.
+By = Literal["shift", "step", "text"]
 
 
 class StepOutput(NamedTuple):
@@ -116,6 +121,7 @@ class Trainee(nn.Module):
 
     ahead = 1
     """Row t predicts token t + ahead."""
+    by: ClassVar[By] = "step"
 
     def __init__(
         self,
