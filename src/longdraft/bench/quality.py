@@ -135,6 +135,7 @@ class QualitySettings:
         known = method_named(METHOD)
         for options in self.variants.values():
             given = {**self.options, **options}
+            known.checked(given)
             known.schedule(**{name: given[name] for name in known.schedule_options if name in given})
 
     def header(self) -> dict[str, Any]:
