@@ -26,8 +26,7 @@ TOP_K, DEPTH, NODES = 10, 7, 60  # EAGLE-3's dynamic tree, root counted
 OPT_NODES, THRESHOLD = 51, 0.7  # SpecExtend's OPT-Tree, root counted; tokens that a level must promise
 BUDGET, SINK, RECENT, BLOCK, MARGIN = 4096, 32, 128, 16, 20  # SpecPV-4K
 PARTIAL = BUDGET + SINK + RECENT
-# Rows that a draft sees with retrieval, and rounds between two choices: LongSpec's and EAGLE-3's, SpecExtend's own.
-RETRIEVED, EVERY = 64 * 32 + SINK + RECENT, 8
+# Rows that a draft sees with retrieval, and rounds between two choices: SpecExtend's.
 SMALL_RETRIEVED, SMALL_EVERY = 32 * 32 + SINK + RECENT, 4
 
 
@@ -181,14 +180,13 @@ def retrieval_update(m: Model, b: int, prefix: int, rows: int, draft: Model | No
     return [scores, gather(draft, b, rows, draft.layers) if draft else gather(m, b, rows)]
 
 
-def longspec(m: Model, b: int, n: int, a: float, view: int | None = None, vocabulary: int = 0) -> Round:
-    """Five levels, the last of the tree is never expanded, and 69 nodes. ``view``: rows that retrieval leaves."""
-    draft, nodes = longspec_level(m, b, round(a), 1, min(n, WINDOW), view or n, vocabulary), 0
+def longspec(m: Model, b: int, n: int, a: float, vocabulary: int = 0) -> Round:
+    """Five levels, the last of the tree is never expanded, and 69 nodes."""
+    draft, nodes = longspec_level(m, b, round(a), 1, min(n, WINDOW), n, vocabulary), 0
     for depth, width in enumerate(WIDTHS[:-1], 1):
         nodes += width
-        draft += longspec_level(m, b, width, width, min(n, WINDOW - depth) + nodes, view or n, vocabulary)
-    update: Round = [(1 / EVERY, retrieval_update(m, b, n, view))] if view else []
-    return [(1, draft + forward(m, b, sum(WIDTHS) + 1, n)), *update]
+        draft += longspec_level(m, b, width, width, min(n, WINDOW - depth) + nodes, n, vocabulary)
+    return [(1, draft + forward(m, b, sum(WIDTHS) + 1, n))]
 
 
 def eagle3_draft(m: Model, b: int, a: float, seen: int) -> Cost:
@@ -228,7 +226,6 @@ def specpv(m: Model, b: int, n: int, a: float) -> Round:
 LONGSPEC = {"": (3.25, 3.25, 3.25)}
 METHODS: dict[str, tuple[Callable[..., Round], dict[str, tuple[float, float, float]]]] = {
     "LongSpec": (longspec, LONGSPEC),
-    "LongSpec, retrieval": (partial(longspec, view=RETRIEVED), LONGSPEC),
     "LongSpec, vocabulary of 32,000": (partial(longspec, vocabulary=32_000), LONGSPEC),
     "EAGLE-3 with YaRN": (eagle3, {"": (4.38, 4.38, 4.48), "Qwen3-8B": (4.23, 4.35, 4.22)}),
     "SpecExtend, 68M draft": (specextend, {"": (3.06, 3.07, 3.07)}),

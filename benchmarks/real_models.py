@@ -49,7 +49,7 @@ from longdraft.cli.load import OtherProcesses
 from longdraft.engine.schedule import verify_trees
 from longdraft.memory.store import KVStore
 from longdraft.model.runner import TargetRunner
-from longdraft.trees.builders import chain
+from longdraft.trees.tree import chain
 
 Cell = dict[str, Any]
 Cells = Iterator[tuple[str, str, Callable[[], Cell]]]

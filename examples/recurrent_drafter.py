@@ -34,8 +34,7 @@ from longdraft.model.runner import TargetRunner
 from longdraft.model.sharded import product
 from longdraft.training.losses import soft_cross_entropy
 from longdraft.training.trainee import StepOutput, Trainee
-from longdraft.trees.node_limit import NodeLimit
-from longdraft.trees.tree import TokenTree
+from longdraft.trees.tree import NodeLimit, TokenTree
 
 NAME, LEVELS = "recurrent", 4
 

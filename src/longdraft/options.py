@@ -251,6 +251,7 @@ def no_option(name: str, known: Iterable[str], methods: Mapping[str, Iterable[st
 RETIRED = {
     "specpv-exact": "prompt-lookup and longspec with lookup=true are exact and faster; specpv is approximate.",
     "nested": "triforce drafts in levels.",
+    "assistant": "Gemma 4's assistants are not read any more; self and prompt-lookup need no draft.",
 }
 # The same of methods' options; those of one method alone stand behind its name.
 _STREAMING = "a chain of a small model on the first and last tokens is small-lm with view=streaming and tree=chain."
@@ -258,6 +259,7 @@ RETIRED_OPTIONS = {
     "adaptive": "refresh says after how many verifications rows are chosen anew.",
     "four_bits": "a draft's GGUF file in Q4_0 has four bits a weight.",
     "whole_prompt": "prompts are read behind a window of recent and sink rows.",
+    "Method longspec: retrieval": "it reads the model's last layer whole; specextend and eagle3 see retrieved chunks.",
     "Method magicdec: drafter": _STREAMING,
     "Method magicdec: draft": _STREAMING,
 }

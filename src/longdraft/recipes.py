@@ -235,10 +235,11 @@ def _needed(method: Method, runner: TargetRunner) -> Path:
     folder = _shipped(method, runner)
     kind = KINDS[method.draft_kind or ""]
     if folder is None and kind.inside is not None and kind.training is None:
+        name = getattr(runner.model, "name_or_path", "") or "this model, which was not loaded from a folder,"
         raise CapabilityError(
-            f"Method {method.name} drafts with a part of the model's checkpoint, and {_named(runner)} has no such "
-            "part: many copies and quantised files leave it out. Name a folder that holds it (draft=, or --draft DIR), "
-            "or use self or prompt-lookup, which need none."
+            f"Method {method.name} drafts with a part of the model's checkpoint, and {name} has no such part: many "
+            "copies and quantised files leave it out. Name a folder that holds it (draft=, or --draft DIR), or use "
+            "self or prompt-lookup, which need none."
         )
     if folder is None:
         model = runner.parts.description["model_type"]
@@ -248,10 +249,6 @@ def _needed(method: Method, runner: TargetRunner) -> Path:
             "prompt-lookup, which needs none."
         )
     return folder
-
-
-def _named(runner: TargetRunner) -> str:
-    return str(getattr(runner.model, "name_or_path", "") or "this model, which was not loaded from a folder,")
 
 
 def _shipped(method: Method, runner: TargetRunner) -> Path | None:

@@ -184,5 +184,3 @@ def test_gguf_files_draft(shell, tmp_path):
     ended = shell("bench", "--model", target, "--data", rows, "-n", 4, "--repeats", 1, "--draft", small, "--json",
                   "--methods", "ar,small-lm")  # fmt: skip
     assert ended.code == 0, ended.err
-    ended = shell("export", small, tmp_path / "out", "--to", "custom-generate", "--verifier", target)
-    assert ended.code == 2 and "is a GGUF file, and a model folder holds a draft's folder" in ended.err

@@ -70,7 +70,7 @@ COMMANDS = [
     ("export EAGLE3 EAGLE3 --verifier some/target", 1, "EAGLE3"),
     ("export EAGLE3 OUT --verifier some/target --max-position 0", 2, "max_position"),
     ("export DRAFT DRAFT --to longdraft", 2, "DRAFT"),
-    ("export DRAFT OUT --to custom-generate", 2, "--verifier"),
+    ("export DRAFT OUT --verifier x --to custom-generate", 2, "custom_generate=Speculator"),
     ("export DRAFT OUT --to gguf --verifier x", 2, "--to gguf"),
 ]
 USAGE = [

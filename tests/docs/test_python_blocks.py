@@ -11,11 +11,10 @@ from typing import Any
 import openai
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 import longdraft
 from longdraft import PromptCache, Speculator
-from longdraft.cli.main import main
 from tests.support.drafts import random_draft
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
@@ -57,17 +56,13 @@ def folder(tmp_path, model, tokenizer, monkeypatch):
 
 def test_every_block_is_run_here():
     counts = {page: len(blocks(page)) for page in ("transformers.md", "api.md", "suffix.md", "serve.md", "models.md")}
-    assert counts == {"transformers.md": 4, "api.md": 1, "suffix.md": 1, "serve.md": 1, "models.md": 2}
+    assert counts == {"transformers.md": 3, "api.md": 1, "suffix.md": 1, "serve.md": 1, "models.md": 2}
 
 
 def test_with_transformers(folder, model, capsys):
-    """The first block, and a folder that drafts, which the commands before the second block make."""
-    first, exported, without, cached = blocks("transformers.md")
+    first, without, cached = blocks("transformers.md")
     out = run(first, model_id=folder, text=QUESTION)["out"]
     assert torch.equal(out, plain(model, AutoTokenizer.from_pretrained(folder)(QUESTION, return_tensors="pt")))
-    assert main(["export", "prompt-lookup", "OUT", "--to", "custom-generate", "--verifier", str(folder)]) == 0
-    names = run(exported, AutoModelForCausalLM=AutoModelForCausalLM, inputs=INPUTS, other=model)
-    assert type(names["model"]).__name__ == type(model).__name__
     names = run(without, longdraft=longdraft)
     assert names["step"].finish_reason and len(names["results"]) == 2
     assert capsys.readouterr().out.endswith(Speculator("ar", model, names["tokenizer"]).generate(

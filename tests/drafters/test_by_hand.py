@@ -12,7 +12,7 @@ import torch
 from longdraft import Speculator
 from longdraft.engine.sequence import Sequence
 from longdraft.model.runner import TargetRunner
-from longdraft.trees.node_limit import NodeLimit
+from longdraft.trees.tree import NodeLimit
 from longdraft.views.draft_cache import SPARE
 from tests.drafters.by_hand import Decoding
 from tests.drafters.test_definitions import target
@@ -80,7 +80,7 @@ def test_refreshed_rows_are_read_again(there):
     ("kind", "settings"),
     [
         ("eagle3", {}), ("eagle3", {"settings": {"rope_factor": 4.0, "rope_original_length": 16}}),
-        ("eagle3", {"window": 24}), ("eagle3", {"window": 40}), ("longspec", {}),
+        ("eagle3", {"window": 24}), ("eagle3", {"window": 40}),
     ],
     ids=str,
 )  # fmt: skip
@@ -90,9 +90,9 @@ def test_retrieved_rows_are_seen_as_if_they_stood_together(tmp_path, kind, setti
     s, retrieval, cache = there.s, there.drafter.retrieval, there.drafter.cache
 
     def gathered() -> list[int]:
-        """The rows that are seen now: LongSpec's are the target's; others' new rows stand behind what is gathered."""
+        """The rows that are seen now: new ones stand behind what is gathered."""
         end = len(s.tokens) - 1
-        new = 0 if kind == "longspec" else min(end - cache.end(0), cache.fresh)
+        new = min(end - cache.end(0), cache.fresh)
         return [*retrieval.rows(0, end - new).tolist(), *range(end - new, end)]
 
     there.check(gathered())  # nothing scored: the latest chunks

@@ -12,9 +12,8 @@ from longdraft.drafters.autoregressive import NoDrafter
 from longdraft.engine.sampler import Sampler
 from longdraft.engine.sequence import Sequence
 from longdraft.options import declared
-from longdraft.trees.node_limit import NodeLimit
 from longdraft.trees.options import TreeOptions
-from longdraft.trees.tree import TokenTree
+from longdraft.trees.tree import NodeLimit, TokenTree
 from tests.drafters.watching import run
 from tests.support.methods import METHODS, PARTIAL, Case, target
 from tests.support.tiny import tiny_model

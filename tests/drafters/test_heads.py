@@ -18,7 +18,7 @@ from longdraft.engine.loop import Engine
 from longdraft.engine.sampler import Sampler
 from longdraft.engine.sequence import Sequence
 from longdraft.model.runner import TargetRunner
-from longdraft.trees.node_limit import NodeLimit
+from longdraft.trees.tree import NodeLimit
 from tests.drafters.watching import Watching
 from tests.support import definitions
 from tests.support.drafts import random_heads

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from longdraft import Speculator, load
-from longdraft.drafts import mtp_formats
-from longdraft.drafts.mtp_formats import read
+from longdraft.drafters import mtp
+from longdraft.drafters.mtp import read
 from longdraft.errors import CheckpointError
 from longdraft.native import Stored, kernels
 from tests.support.gguf_architectures import write
@@ -41,7 +41,7 @@ def written(file, architecture, kind="Q8_0"):
 @pytest.mark.parametrize("architecture", DEEPER)
 def test_the_weights_are_those_that_the_file_stands_for(tmp_path, architecture):
     expected = written(tmp_path / "a.gguf", architecture)
-    assert mtp_formats.holds(tmp_path / "a.gguf")
+    assert mtp.holds(tmp_path / "a.gguf")
     found = read(tmp_path / "a.gguf")
     assert isinstance(found["eh_proj.weight"], Stored) and isinstance(found["layer.self_attn.q_proj.weight"], Stored)
     assert found.keys() == expected.keys()
@@ -67,6 +67,6 @@ def test_a_file_drafts_for_itself(tmp_path, architecture):
 
 def test_files_without_one_say_so(tmp_path):
     write(tmp_path / "a.gguf", "qwen35")
-    assert not mtp_formats.holds(tmp_path / "a.gguf")
+    assert not mtp.holds(tmp_path / "a.gguf")
     with pytest.raises(CheckpointError, match="no layer that predicts"):
         read(tmp_path / "a.gguf")

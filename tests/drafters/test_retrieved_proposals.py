@@ -1,4 +1,4 @@
-"""LongSpec and EAGLE-3 with retrieval: what is proposed.
+"""EAGLE-3 with retrieval: what is proposed.
 
 That the output is the target's, and that nothing outlives a request: tests/exact.
 """
@@ -10,9 +10,8 @@ import torch
 
 from longdraft import Sampling, Speculator
 from longdraft.drafts.kinds import KINDS
-from longdraft.engine.draws import Draws
 from longdraft.engine.loop import Engine
-from longdraft.engine.sampler import Sampler
+from longdraft.engine.sampler import Draws, Sampler
 from longdraft.engine.sequence import Sequence
 from longdraft.model.runner import TargetRunner
 from tests.drafters.watching import Watching
@@ -24,7 +23,6 @@ PROMPTS = [[3, 9, 4, 7, 2, 5] * 8, [1, 2, 3], [i * i % 11 for i in range(70)], [
 # A working cache that is soon smaller than the text.
 SMALL = {"chunk": 2, "chunks": 3, "every": 2, "sink": 2, "recent": 4}
 TREE = {"widths": (3, 3, 2)}
-METHODS = ("longspec", "specextend-eagle3")
 
 
 def five_layers(**over):
@@ -32,18 +30,13 @@ def five_layers(**over):
     return tiny_model(layers=5, vocab=11, **over)
 
 
-def folder(method, where, model, **over):
-    kind = random_draft if method == "longspec" else random_eagle3
-    return kind(where, model, **over)
-
-
 def tokens(results):
     return [r.token_ids for r in results]
 
 
-def drafter(method, where, model, **options):
-    kind = KINDS["longspec" if method == "longspec" else "eagle3"]
-    return kind.drafter(kind.load(folder(method, where, model)), **TREE, **options)
+def drafter(where, model, **options):
+    kind = KINDS["eagle3"]
+    return kind.drafter(kind.load(random_eagle3(where, model)), **TREE, **options)
 
 
 def proposals(drafter, model, prompts, n=24, sampling=None):
@@ -67,24 +60,23 @@ def close(a, b):
     return all(x.log_probs == pytest.approx(y.log_probs, abs=1e-9) for (*_, x), (*_, y) in zip(a, b, strict=True))
 
 
-@pytest.mark.parametrize(("method", "sampling"), zip(METHODS, [Sampling(), Sampling(1.0)], strict=True))
-def test_a_working_cache_that_covers_the_text_proposes_what_the_draft_does_without(tmp_path, method, sampling):
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0)], ids=str)
+def test_a_working_cache_that_covers_the_text_proposes_what_the_draft_does_without(tmp_path, sampling):
     model = five_layers(dtype=torch.float64)
-    plain = proposals(drafter(method, tmp_path, model), model, PROMPTS, 30, sampling)
+    plain = proposals(drafter(tmp_path, model), model, PROMPTS, 30, sampling)
     sizes = {"chunk": 2, "chunks": 60, "every": 2, "sink": 2, "recent": 4}
-    covering = proposals(drafter(method, tmp_path, model, retrieval=True, **sizes), model, PROMPTS, 30, sampling)
+    covering = proposals(drafter(tmp_path, model, retrieval=True, **sizes), model, PROMPTS, 30, sampling)
     assert shapes(plain) == shapes(covering) and close(plain, covering)
     # And one that does not cover it says something else, or all of this would mean nothing.
-    other = proposals(drafter(method, tmp_path, model, retrieval=True, **SMALL), model, PROMPTS, 30, sampling)
+    other = proposals(drafter(tmp_path, model, retrieval=True, **SMALL), model, PROMPTS, 30, sampling)
     assert shapes(plain) != shapes(other)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_queries_are_asked_for_by_retrieval_alone(tmp_path, method):
+def test_queries_are_asked_for_by_retrieval_alone(tmp_path):
     model = five_layers()
     runner = TargetRunner(model)
-    assert not drafter(method, tmp_path, model).query_layers(runner)
-    assert drafter(method, tmp_path, model, retrieval=True, **SMALL).query_layers(runner)
+    assert not drafter(tmp_path, model).query_layers(runner)
+    assert drafter(tmp_path, model, retrieval=True, **SMALL).query_layers(runner)
 
 
 def test_nothing_is_tapped_where_nobody_asks(tmp_path, forwards):
@@ -94,11 +86,10 @@ def test_nothing_is_tapped_where_nobody_asks(tmp_path, forwards):
     assert forwards and not any(f.taps.queries for f in forwards if f.taps is not None)
 
 
-@pytest.mark.parametrize("kind", ["longspec", "eagle3"])
-def test_specpv_drafts_with_retrieval(tmp_path, kind):
+def test_specpv_drafts_with_retrieval(tmp_path):
     """With a budget that covers the text, it is exact too."""
     model = five_layers(dtype=torch.float64)
-    options = {"draft": folder(kind, tmp_path, model), "drafter": kind, "retrieval": True, **TREE}
+    options = {"draft": random_eagle3(tmp_path, model), "drafter": "eagle3", "retrieval": True, **TREE}
     sizes = {"sink": 4, "recent": 4, "block": 4, "margin": 6, "chunk": 2, "chunks": 4, "every": 2}
     want = Speculator("ar", target=model).generate(PROMPTS, max_new_tokens=24)
     whole = Speculator("specpv", target=model, budget=200, **options, **sizes)

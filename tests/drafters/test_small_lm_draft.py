@@ -9,7 +9,6 @@ import torch
 from transformers import AutoModelForCausalLM, OpenAIGPTConfig
 
 from longdraft import load
-from longdraft.drafters.shared.hosted import feed_level
 from longdraft.drafts.language_model import PublishedLM, SmallLMDraft, TrainedLM
 from longdraft.errors import CheckpointError, UnsupportedModelError
 from longdraft.model.runner import TargetRunner
@@ -93,7 +92,13 @@ def test_forwards_in_one_call_are_those_of_the_hosted_model(folder, make):
     second = torch.cat([first[:, [2, 0]], torch.eye(2, dtype=torch.bool).expand(2, -1, -1)], dim=2)
     for depth, (tokens, seen) in enumerate((([[4, 5, 6], [7, 8, 9]], first), ([[1, 2], [3, 10]], second)), start=1):
         level = Level((0, 1), depth, torch.tensor(tokens), torch.zeros(0))
-        hosted = feed_level(runner, stores[0], slots, [7, 3], level, seen)
+        sizes = {
+            "depths": [[depth] * len(row) for row in tokens],
+            "mask": seen,
+            "offset": seen.shape[2] - len(tokens[0]),
+        }
+        block = stores[0].block(slots, level.tokens, bases=[7, 3], **sizes)
+        hosted = runner.forward(block, stores[0]).logits
         compare(whole.nodes(stores[1], slots, level.tokens, [7 + depth, 3 + depth], seen, 3), hosted)
     with pytest.raises(ValueError, match="capacity"):
         whole.nodes(stores[1], slots, torch.ones(2, 40, dtype=torch.long), [8, 4], torch.ones(2, 40, 40).bool(), 3)

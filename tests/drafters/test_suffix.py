@@ -12,8 +12,7 @@ from longdraft import Speculator
 from longdraft.drafters.shared.suffixes import Earlier
 from longdraft.drafters.suffix import LEAST, SuffixDrafter, Trust, mixed
 from longdraft.engine.sequence import Sequence
-from longdraft.trees.node_limit import NodeLimit
-from longdraft.trees.tree import TokenTree
+from longdraft.trees.tree import NodeLimit, TokenTree
 from tests.support.drafts import random_draft
 from tests.support.events import begun, verified
 from tests.support.tiny import tiny_model

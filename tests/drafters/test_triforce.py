@@ -11,9 +11,8 @@ from longdraft.drafters.self_drafter import SelfDrafter
 from longdraft.drafters.small_lm import SmallLMDrafter
 from longdraft.drafters.triforce import TriForceDrafter
 from longdraft.drafts.language_model import SmallLMDraft
-from longdraft.engine.draws import Draws
 from longdraft.engine.loop import Engine
-from longdraft.engine.sampler import Sampler
+from longdraft.engine.sampler import Draws, Sampler
 from longdraft.engine.sequence import Sequence
 from longdraft.model.runner import TargetRunner
 from tests.drafters.watching import Watching

@@ -13,8 +13,7 @@ from longdraft import Sampling, Speculator
 from longdraft.engine.loop import Engine
 from longdraft.engine.sampler import Sampler
 from longdraft.engine.sequence import Sequence
-from longdraft.trees.builders import merged, union
-from longdraft.trees.tree import TokenTree
+from longdraft.trees.tree import TokenTree, merged, union
 from tests.support.drafts import random_draft, random_eagle3, small_lm
 from tests.support.events import decoded
 from tests.support.tiny import tiny_model

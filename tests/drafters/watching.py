@@ -10,8 +10,7 @@ from longdraft.engine.drafter import Drafter
 from longdraft.engine.loop import Engine
 from longdraft.engine.sampler import Sampler
 from longdraft.engine.sequence import Sequence
-from longdraft.trees.node_limit import NodeLimit
-from longdraft.trees.tree import TokenTree
+from longdraft.trees.tree import NodeLimit, TokenTree
 from tests.support.events import decoded
 
 

@@ -10,10 +10,8 @@ from transformers import LogitsProcessorList
 
 from longdraft import Sampling
 from longdraft.engine.accept import Accepted, accept
-from longdraft.engine.draws import Draws
-from longdraft.engine.sampler import Sampler
-from longdraft.trees.builders import chain, union
-from longdraft.trees.tree import TokenTree
+from longdraft.engine.sampler import Draws, Sampler
+from longdraft.trees.tree import TokenTree, chain, union
 
 VOCABULARY = 5
 PREFIX = [1, 4, 4]

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longdraft import Sampling
-from longdraft.engine.draws import Draws
-from longdraft.engine.sampler import Sampler
+from longdraft.engine.sampler import Draws, Sampler
 
 STEPS, VOCABULARY = 12, 20
 

@@ -9,8 +9,7 @@ from transformers import RepetitionPenaltyLogitsProcessor, TopPLogitsWarper
 from longdraft import Sampling, Speculator
 from longdraft.bench.contenders import Job
 from longdraft.bench.peers import Generate
-from longdraft.engine.draws import Draws
-from longdraft.engine.sampler import Sampler
+from longdraft.engine.sampler import Draws, Sampler
 from tests.support.tiny import tiny_model
 
 SETTINGS = {

@@ -11,13 +11,12 @@ from longdraft.drafters.eagle3 import Eagle3Draft, Eagle3Drafter
 from longdraft.drafters.longspec import LongSpecDraft, LongSpecDrafter
 from longdraft.drafters.suffix import SuffixDrafter
 from longdraft.engine.drafter import Drafter
-from longdraft.engine.draws import Draws
 from longdraft.engine.loop import Engine
 from longdraft.engine.partial import SpecPV, partial_view
-from longdraft.engine.sampler import Sampler
+from longdraft.engine.sampler import Draws, Sampler
 from longdraft.engine.schedule import Schedule
 from longdraft.engine.sequence import Sequence
-from longdraft.engine.stopping import eos_rule
+from longdraft.engine.session import eos_rule
 from longdraft.model.outputs import Taps
 from longdraft.model.runner import TargetRunner
 from longdraft.trees.tree import TokenTree

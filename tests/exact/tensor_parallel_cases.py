@@ -59,7 +59,7 @@ METHODS = {name: TABLE[name].with_its_own_tree() for name in SHARED} | {
     "longspec with lookups": Case("longspec", "longspec kept", {"lookup": True}), "quantspec": Case("quantspec"),
 }  # fmt: skip
 REFUSED = {name: TABLE[name] for name in (
-    "self", "magicdec", "triforce", "tokenswift", "specextend", "longspec retrieval"
+    "self", "magicdec", "triforce", "tokenswift", "specextend", "specextend-eagle3"
 )} | {"specpv": Case("specpv"), "planned": Case("prompt-lookup", None, {"plan": "auto"})}  # fmt: skip
 
 

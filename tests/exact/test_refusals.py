@@ -209,6 +209,8 @@ def gpt2(folder: Any) -> Any:
 def test_what_makes_no_speculator(tmp_path, shipped_in):
     shipped_in(tmp_path / "none")
     (tmp_path / "empty").mkdir()
+    (tmp_path / "gemma").mkdir()
+    (tmp_path / "gemma" / "config.json").write_text('{"model_type": "gemma4_assistant"}')
     lm, longspec, learned = (make(tmp_path / str(i)) for i, make in enumerate((small_lm, DRAFTS["longspec"], gpt2)))
     half, whole = model(dtype=torch.bfloat16), model()
     calls: list[tuple[Callable[[], Any], type[LongdraftError], str]] = [
@@ -218,7 +220,10 @@ def test_what_makes_no_speculator(tmp_path, shipped_in):
         # What is gone, by what takes its place.
         (lambda: Speculator("nested"), UnknownMethodError, "triforce"),
         (lambda: Speculator("specpv-exact"), UnknownMethodError, "prompt-lookup"),
+        (lambda: Speculator("assistant"), UnknownMethodError, "prompt-lookup"),
+        (lambda: Speculator(tmp_path / "gemma"), CheckpointError, "Gemma 4's assistants"),
         (lambda: Speculator("self", adaptive=True), RequestError, "refresh"),
+        (lambda: Speculator("longspec", retrieval=True), RequestError, "specextend"),
         (lambda: Speculator("small-lm", four_bits=True), RequestError, "Q4_0"),
         (lambda: Speculator("ar").generate("one"), RequestError, "target"),
         (lambda: Speculator().method, RequestError, "target"),

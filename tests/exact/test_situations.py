@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("small_sizes")
 every_method = pytest.mark.parametrize("name", METHODS)
 # A method of each kind of view and tree, where what is tested is the engine's.
 KINDS = (
-    "ar", "prompt-lookup", "longspec retrieval", "eagle3", "specextend", "self", "triforce", "tokenswift",
+    "ar", "prompt-lookup", "longspec", "specextend-eagle3", "eagle3", "specextend", "self", "triforce", "tokenswift",
 )  # fmt: skip
 each_kind = pytest.mark.parametrize("name", KINDS)
 
@@ -141,7 +141,7 @@ def test_a_closed_run_and_two_runs_at_once(workshop, name):
 
 # With what a request could leave behind: windows, views, working caches.
 USED = (
-    "longspec retrieval opt", "eagle3", "small-lm streaming", "self chunks", "self tokens", "triforce",
+    "longspec", "specextend-eagle3 opt", "eagle3", "small-lm streaming", "self chunks", "self tokens", "triforce",
     "magicdec", "specextend", "tokenswift",
 )  # fmt: skip
 

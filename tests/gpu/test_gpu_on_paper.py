@@ -26,15 +26,13 @@ from longdraft.drafters.autoregressive import NoDrafter
 from longdraft.drafters.eagle3 import Eagle3Draft, Eagle3Drafter
 from longdraft.drafters.longspec import LongSpecDraft, LongSpecDrafter
 from longdraft.drafters.shared.round import DraftRound
-from longdraft.engine.draws import Draws
 from longdraft.engine.loop import Engine
 from longdraft.engine.partial import SpecPV, partial_view
-from longdraft.engine.sampler import Sampler
+from longdraft.engine.sampler import Draws, Sampler
 from longdraft.engine.schedule import Schedule
 from longdraft.engine.sequence import Sequence
 from longdraft.model.runner import TargetRunner
 from longdraft.views.cache import TrueCache
-from longdraft.views.retrieval import Retrieval
 from tests.support.drafts import random_draft, random_eagle3
 from tests.support.events import decoded
 from tests.support.quick import slow
@@ -236,31 +234,6 @@ def test_eagle3_and_its_verification(paper, watch, tmp_path):
     assert max(seen.about["rows"] for seen in verifications) == 8
     for seen in verifications:
         assert seen.counted == says(paper.forward(m, 1, seen.about["rows"], seen.about["lengths"][0]))
-
-
-@pytest.mark.slow
-def test_longspec_with_retrieval(paper, watch, tmp_path):
-    """One query on all keys of a layer, and what is gathered; cross-attention then sees that."""
-    model, m = target(paper)
-    sizes = {"chunk": 4, "chunks": 4, "every": 2, "sink": 4, "recent": 8}
-    draft = LongSpecDraft.load(random_draft(tmp_path, model))
-    drafter = LongSpecDrafter(draft, widths=(3, 2), retrieval=True, **sizes)
-
-    def choose(cache, slot, queries=None):
-        watch.caches += [cache.store.keys, cache.store.values]
-        return {"rows": len(cache.retrieval.rows(slot, cache.full.readable(slot)))}
-
-    watch.on(Retrieval, "observe", lambda retrieval, store, slot, *_: {"prefix": store.readable(slot)})
-    watch.on(TrueCache, "choose", choose)
-    run(watch, model, drafter, Schedule())
-    looks = [seen for seen in watch.named("observe") if seen.counted[2]]  # the others were not due
-    assert len(looks) > 2 and len(watch.named("choose")) > 1
-    for seen in looks[1:]:  # the first is the prompt's, before the caches are watched
-        scores, _ = paper.retrieval_update(m, 1, seen.about["prefix"], 0)
-        assert seen.counted == says([NOTHING, scores])
-    for seen in watch.named("choose"):
-        scores, gathered = paper.retrieval_update(m, 1, 0, seen.about["rows"])
-        assert seen.counted == says([NOTHING, gathered])
 
 
 @pytest.mark.slow

@@ -14,7 +14,6 @@ from tests.zoo.tiny_models import tiny_model as zoo_model
 
 PROMPTS = [[3, 9, 4, 7, 2, 5] * 8, [1, 2, 3], [(i * i) % 11 for i in range(130)]]
 CHUNKS = {"view": "chunks", "chunk": 4, "sink": 4, "budget": 24, "window": 4, "refresh": 2}
-RETRIEVAL = {"retrieval": True, "chunk": 2, "chunks": 3, "every": 2, "sink": 2, "recent": 4, "widths": (3, 2)}
 rounded = pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])
 
 
@@ -31,7 +30,6 @@ METHODS = [
     ("quantspec", {}),
     ("specextend", {"view": "retrieval", "sink": 4, "recent": 8, "chunk": 4, "chunks": 4, "every": 2}),
     ("longspec", {"widths": (3, 2)}),
-    ("longspec", RETRIEVAL),
 ]
 
 

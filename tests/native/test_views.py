@@ -11,7 +11,7 @@ from longdraft.memory.store import KVShape, KVStore
 from longdraft.native.scaled import Scaled
 from longdraft.native.views import KINDS
 from longdraft.views.cache import TrueCache
-from longdraft.views.kernels import view_kernels
+from longdraft.views.summaries import view_kernels
 from longdraft.views.view import View
 from tests.native.levels import needs_kernels
 

@@ -21,7 +21,7 @@ from longdraft.engine.sequence import Sequence
 from longdraft.errors import CapabilityError
 from longdraft.serve import structured, tools
 from longdraft.serve.schema import Message
-from longdraft.trees.builders import union
+from longdraft.trees.tree import union
 from tests.serve.bytes import byte_model, byte_tokenizer
 from tests.support.tiny import tiny_tokenizer
 

@@ -46,5 +46,5 @@ def decoded(engine: Engine, sequences: list[Sequence]) -> list[Step]:
     for s in sequences:
         stats = engine.stats[s.index]
         s.rounds, s.drafted, s.accepted = stats.rounds, stats.drafted, stats.accepted
-        s.partial_rounds = stats.rounds_by_mode["partial"]
+        s.partial_rounds = stats.partial_rounds
     return steps

@@ -71,7 +71,6 @@ METHODS = {
     "ar": Case("ar", kept_alike=True),
     "prompt-lookup": Case("prompt-lookup", None, {"branches": 3, "min_n": 1}, kept_alike=True),
     "longspec": Case("longspec", "longspec", {"widths": (3, 4, 4)}, kept_alike=True),
-    "longspec retrieval": Case("longspec", "longspec", {"retrieval": True, **RETRIEVAL, **TREE}, kept_alike=True),
     "eagle3": Case("eagle3", "eagle3 window", NARROW, kept_alike=True),
     "eagle": Case("eagle", "eagle", NARROW, kept_alike=True),
     "onepass": Case("onepass", "onepass window", NARROW, kept_alike=True),
@@ -100,13 +99,6 @@ VARIANTS = {
     "longspec opt": Case("longspec", "longspec", OPT | {"depth": 5}),
     "longspec dynamic": Case("longspec", "longspec", {"tree": "dynamic", "depth": 4, "top_k": 3}),
     "longspec lookup earlier": Case("longspec", "longspec", {"lookup": True, "earlier": 100}, alike=False),
-    "longspec retrieval opt": Case(
-        "longspec", "longspec",
-        {"retrieval": True, **RETRIEVAL, "every": 5, "tree": "opt", "depth": 3},
-    ),
-    "longspec retrieval quest": Case(
-        "longspec", "longspec", {"retrieval": True, **RETRIEVAL, **TREE, "scorer": "quest"}, kept_alike=True
-    ),
     "specextend snapkv": Case("specextend", "small-lm", SMALL_RETRIEVAL | {"threshold": 0.2, "scorer": "snapkv"}),
     "specextend-eagle3 minmax": Case("specextend-eagle3", "eagle3", RETRIEVAL | TREE | {"scorer": "minmax"}),
     "specextend-eagle3 opt": Case(

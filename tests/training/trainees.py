@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from longdraft.drafters.heads import HeadsBlock, HeadsShape
+from longdraft.drafters.longspec import LongSpecBlock, LongSpecShape
 from longdraft.drafters.onepass import OnePassBlock, OnePassShape
 from longdraft.drafters.shared.eagle3_block import Eagle3Block
-from longdraft.drafters.shared.longspec_block import LongSpecBlock, LongSpecShape
 from longdraft.drafts.eagle_formats import Eagle3Shape
 from longdraft.model import small_models
 from longdraft.model.rotary import Rotary, yarn

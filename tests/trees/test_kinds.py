@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from longdraft.trees.kind import LENGTH, LONGEST, beam, chain, dynamic, opt, static
 from longdraft.trees.level import Level
-from longdraft.trees.node_limit import LARGEST, NodeLimit
 from longdraft.trees.options import TreeOptions
+from longdraft.trees.tree import LARGEST, NodeLimit
 from tests.trees.reference import VOCABULARY, Table, best, by_definition, certain, scores
 
 

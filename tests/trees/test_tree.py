@@ -9,9 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longdraft.trees.builders import chain, union
 from longdraft.trees.masks import ancestor_mask, padded_mask
-from longdraft.trees.tree import TokenTree
+from longdraft.trees.tree import TokenTree, chain, union
 
 
 @st.composite

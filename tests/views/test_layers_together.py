@@ -10,7 +10,7 @@ import torch
 from longdraft import Speculator
 from longdraft.memory.store import KVShape, KVStore
 from longdraft.model.gpu.graphs import Graphs
-from longdraft.views import together
+from longdraft.views import summaries
 from longdraft.views.cache import TrueCache
 from longdraft.views.scorers import SCORERS
 from longdraft.views.view import View
@@ -69,7 +69,7 @@ def test_little_memory_makes_groups(monkeypatch):
         cache = cache_of(store, "minmax", False)
         cache.choose(1, queries)
         few, kept = found.launches, cache.store.keys.cpu()
-        monkeypatch.setattr(together, "MOST", 20_000)
+        monkeypatch.setattr(summaries, "MOST", 20_000)
         found.launches = 0
         again = cache_of(store, "minmax", False)
         again.choose(1, queries)

@@ -13,8 +13,8 @@ from longdraft.memory.disk_store import DiskStore
 from longdraft.memory.host_store import HostStore
 from longdraft.memory.store import KVShape, KVStore
 from longdraft.views.cache import TrueCache
-from longdraft.views.kernels import view_kernels
 from longdraft.views.scorers import SCORERS
+from longdraft.views.summaries import view_kernels
 from longdraft.views.view import View
 from tests.memory.test_store_contract import LazySide
 
@@ -48,19 +48,18 @@ moves = st.lists(
 
 
 @given(
-    st.sampled_from(list(SCORERS)), st.sampled_from([1, 2]), st.integers(0, 12), st.booleans(), st.booleans(),
-    st.booleans(), st.sampled_from([4, 16]), moves,
+    st.sampled_from(list(SCORERS)), st.sampled_from([1, 2]), st.integers(0, 12), st.booleans(),
+    st.sampled_from([4, 16]), moves,
 )  # fmt: skip
-def test_what_is_there_after_any_moves(scorer, chunk, room, shared, summaries, transposed, d, steps):
+def test_what_is_there_after_any_moves(scorer, chunk, room, transposed, d, steps):
     """Heads of 16 numbers are our kernels' where there are any, smaller ones torch's."""
-    view, shape = View(scorer, 9, 4, 3, chunk, room, shared=shared), replace(SHAPE, head_dim=d)
+    view, shape = View(scorer, 9, 4, 3, chunk, room), replace(SHAPE, head_dim=d)
     full = KVStore(shape, 2, 400, transposed_keys=transposed)
     cache = TrueCache(
         full,
         lambda slots, rows: KVStore(shape, slots, rows, transposed_keys=transposed),
         view,
         5,
-        summaries=summaries,
     )
     queries = [torch.randn(4, 3, d, generator=torch.Generator().manual_seed(i)) for i in range(2)]
     taken_back, by_kernels = False, view_kernels(full, cache.store) is not None
@@ -164,19 +163,3 @@ def test_what_waits_is_shown_to_drafters_and_forgotten():
     assert (cache.waiting(0), cache.store.lengths[0]) == (0, held)
     cache.forget(0)
     assert not cache.in_use(0)
-
-
-def test_one_layer_alone():
-    """As a drafter that reads the last layer's KV has it."""
-    full = KVStore(SHAPE, 1, 100)
-    one = KVShape(1, 2, 4, torch.float32)
-    cache = TrueCache(full, lambda slots, rows: KVStore(one, slots, rows), View("quest", 8, 4, 4, 2, 4), 3, first=1)
-    for count in (30, 2, 9):
-        fill(full, 0, full.lengths[0], full.lengths[0] + count, count)
-        full.commit(0, range(count))
-        cache.update(0, {1: torch.randn(4, 1, 4)})
-        n = cache.store.lengths[0]
-        values = cache.store.values[0, 0, 1, :n]
-        rows = (values[:, 0] - 1e5 - 1e4).long()
-        assert torch.equal(cache.store.keys[0, 0, 1, :n], full.keys[1, 0, 1, rows])
-        assert rows.tolist() == sorted(set(rows.tolist())) and rows[-1] == full.lengths[0] - 1

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from longdraft.engine.drafter import Drafter
 from longdraft.engine.sequence import Sequence
-from longdraft.trees.node_limit import NodeLimit
-from longdraft.trees.tree import TokenTree
+from longdraft.trees.tree import NodeLimit, TokenTree
 
 
 class Planted(Drafter):

@@ -173,7 +173,6 @@ class Quality:
         self._bench = Bench(loaded, wanted)
         self._contenders = {FULL if name == self.drafter else name: c for name, c in self._bench.ours.items()}
         self.names = tuple(self._contenders)
-        self._awake = False
 
     def reference(self, name: str) -> str | None:
         """The contender whose text is the reference of another's."""
@@ -215,9 +214,7 @@ class Quality:
             An object for JSON: the prompt's data set, origin and length, and ``runs`` by contender, with each run's
             text, likeness to its reference, figures and score.
         """
-        if not self._awake:
-            self._bench.wake(prompt)
-            self._awake = True
+        self._bench.wake(prompt)
         for each in self._contenders.values():
             each.release()
         tokens: dict[str, tuple[int, ...]] = {}

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from longdraft.cli import console, method_options, options
+from longdraft.cli import console, options
 from longdraft.errors import ArgumentError, CapabilityError
-from longdraft.folders import is_gguf
 
 
 class Layout(str, Enum):
     """Layouts that ``export`` writes."""
 
     speculators = "speculators"
-    custom_generate = "custom-generate"
     longdraft = "longdraft"
-    gguf = "gguf"  # of earlier versions: refused
+    # Of earlier versions: refused.
+    gguf = "gguf"
+    custom_generate = "custom-generate"
 
 
 class Bits(str, Enum):
@@ -30,9 +30,7 @@ class Bits(str, Enum):
 
 
 def export(
-    draft: Annotated[
-        Path, typer.Argument(help="Draft folder; for custom-generate also the name of a method that needs none.")
-    ],
+    draft: Annotated[Path, typer.Argument(help="Draft folder.")],
     out: Annotated[Path, typer.Argument(help="Folder to write; what is there already is overwritten.")],
     verifier: Annotated[
         str | None,
@@ -46,9 +44,8 @@ def export(
         Layout,
         typer.Option(
             "--to",
-            help="The layout: speculators, which vLLM serves; custom-generate, a model folder for generate and "
-            "transformers serve; longdraft, our own, smaller with --bits.",
-            metavar="[speculators|custom-generate|longdraft]",
+            help="The layout: speculators, which vLLM serves; longdraft, our own, smaller with --bits.",
+            metavar="[speculators|longdraft]",
         ),
     ] = Layout.speculators,
     max_position: Annotated[
@@ -61,16 +58,6 @@ def export(
     bits: Annotated[
         Bits, typer.Option("--bits", help="longdraft: bits of a weight, with a scale for each row (8) or each 32 (4).")
     ] = Bits.eight,
-    method: Annotated[
-        str | None,
-        typer.Option("--method", help="custom-generate: how to decode.", show_default="the method of the draft's name"),
-    ] = None,
-    option: Annotated[
-        list[str] | None,
-        typer.Option("--option", "-o", help="custom-generate: an option of the method, name=value; repeatable."),
-    ] = None,
-    plan: options.Plan = None,
-    composed: options.Load = None,
     debug: options.Debug = False,
 ) -> None:
     """Write a draft for another program to serve."""
@@ -78,12 +65,15 @@ def export(
         raise ArgumentError(
             "--to gguf is no longer written: take --to speculators, and llama.cpp's own convert_hf_to_gguf.py."
         )
+    if to is Layout.custom_generate:
+        raise ArgumentError(
+            "--to custom-generate is no longer written: hand generate(custom_generate=Speculator(DRAFT)), or take "
+            "`longdraft serve` in place of `transformers serve`."
+        )
     if to is Layout.longdraft:
         remarks = _packed(draft, out, int(bits.value))
     elif verifier is None:
         raise ArgumentError("--verifier names the target, which this layout needs.")
-    elif to is Layout.custom_generate:
-        remarks = _model_folder(draft, out, verifier, method, option or [], plan)
     else:
         remarks = _draft(draft, out, verifier, max_position, speculative_tokens)
     for sentence in remarks:
@@ -123,24 +113,3 @@ def _draft(draft: Path, out: Path, verifier: str, max_position: int, speculative
         return write(
             loaded, out, verifier, architecture(model_type) if model_type else None, max_position, speculative_tokens
         )
-
-
-def _model_folder(
-    draft: Path, out: Path, verifier: str, method: str | None, pairs: list[str], plan: str | None
-) -> list[str]:
-    """The target with its draft, or with a method that needs none."""
-    from longdraft.integration import model_folder
-    from longdraft.methods import method_of
-    from longdraft.recipes import resolve
-
-    if is_gguf(draft):
-        raise CapabilityError(
-            f"{draft} is a GGUF file, and a model folder holds a draft's folder: give the small model's Hugging Face "
-            "folder."
-        )
-    folder = draft if draft.is_dir() else None
-    name = method or (str(draft) if folder is None else method_of(folder).name)
-    given: dict[str, Any] = method_options.method_options(name, pairs)
-    with options.settings_checked():  # what the folder would refuse at its first use
-        resolve(name, given | ({} if folder is None else {"draft": folder}))
-    return model_folder.write(out, verifier, name, folder, given | ({} if plan is None else {"plan": plan}))

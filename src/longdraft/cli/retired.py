@@ -21,6 +21,7 @@ _OPTIONS = {
         "--snapshots": "--one-prefill reads each prompt once for all methods",
         **dict.fromkeys(("--assistant", "--gguf", "--llama-cpp-model"), "`bench length --url` asks servers of others"),
     },
+    "bench acceptance": {"--levels": "--json has depth_accepted in every row"},
     "bench quality": {
         "--drift": "ROUGE-L and the target's nats say what partial verification costs",
         "--answer-tokens": "a model that thinks does so in --max-tokens, and the whole text is scored",

@@ -5,8 +5,7 @@ from __future__ import annotations
 from longdraft.engine.drafter import Drafter
 from longdraft.engine.method import Method, register
 from longdraft.engine.sequence import Sequence
-from longdraft.trees.node_limit import NodeLimit
-from longdraft.trees.tree import TokenTree
+from longdraft.trees.tree import NodeLimit, TokenTree
 
 
 class NoDrafter(Drafter):

@@ -15,7 +15,6 @@ arXiv:2401.15077, section 3.1, and arXiv:2406.16858).
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
 
 import torch
 from torch import nn
@@ -23,15 +22,12 @@ from torch import nn
 from longdraft.drafters.eagle3 import Eagle3Draft, Eagle3Drafter
 from longdraft.drafters.shared.eagle3_block import Eagle3Block, Layer
 from longdraft.drafters.shared.round import BoundDraft
-from longdraft.drafts.draft_folder import shape_of
 from longdraft.drafts.eagle_formats import EAGLE, EagleShape
 from longdraft.drafts.kinds import Kind, Training, register
 from longdraft.errors import UnsupportedModelError
 from longdraft.model.runner import TargetRunner
 from longdraft.model.sharded import product
 from longdraft.model.shared_parts import norm_before_head
-
-Call = Callable[[torch.Tensor], torch.Tensor]
 
 
 class EagleBlock(Eagle3Block):
@@ -44,13 +40,23 @@ class EagleBlock(Eagle3Block):
         self.midlayer = Layer(shape, shape.hidden_size)
         self.norm = nn.Identity()  # type: ignore[assignment]  # o is normed as f is
 
-    def borrow(self, norm: Call, head: Call) -> None:
-        """Borrows the target's final norm, (T, hidden) -> (T, hidden), and head, (T, hidden) -> (T, vocabulary)."""
-        self._norm, self._head = norm, head
+    def borrow(self, runner: TargetRunner, head: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
+        """Borrows the target's final norm, and its head, (T, hidden) -> (T, vocabulary), if no other is given.
+
+        Raises:
+            UnsupportedModelError: it has no norm before its head.
+        """
+        if (norm := norm_before_head(runner.model)) is None:
+            raise UnsupportedModelError(
+                f"{type(runner.model).__name__} has no norm before its head, behind which such drafts read it."
+            )
+        # Calls, not modules: they are the target's, and no part of the block.
+        self._norm, self._head = norm.__call__, head or product(runner.parts.head)
 
     def project(self, features: torch.Tensor) -> torch.Tensor:
         """Outputs of the target's last layer (T, hidden) -> f (T, hidden)."""
-        return self._norm(features)
+        out: torch.Tensor = self._norm(features)
+        return out
 
     def joined(self, x: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         n = self.fc(torch.cat([x, g], -1))
@@ -64,30 +70,15 @@ class EagleDraft(Eagle3Draft):
     """A draft in the layout of EAGLE's authors."""
 
     kind, label = EAGLE, "EAGLE"
+    shape_type, module_type = EagleShape, EagleBlock
     levels = 6  # of its authors' trees
-
-    @cached_property
-    def shape(self) -> EagleShape:
-        return shape_of(EagleShape, self.config, self.folder, self.label)
-
-    def module(self) -> EagleBlock:
-        return EagleBlock(self.shape)
 
     def usual_layers(self, count: int) -> tuple[int, ...]:
         return (count - 1,)
 
-    def check(self, runner: TargetRunner) -> None:
-        super().check(runner)
-        if norm_before_head(runner.model) is None:
-            raise UnsupportedModelError(
-                f"{type(runner.model).__name__} has no norm before its head, behind which EAGLE's drafts read it."
-            )
-
     def make(self, runner: TargetRunner) -> BoundDraft:
-        block, norm = self.placed(runner), norm_before_head(runner.model)
-        assert norm is not None
-        # Calls, not modules: they are the target's, and no part of the block.
-        block.borrow(norm.__call__, product(runner.parts.head))
+        block = self.placed(runner)
+        block.borrow(runner)
         return self.bind_block(runner, block)
 
 

@@ -56,15 +56,13 @@ from longdraft.views.draft_cache import CompactCache, DraftCache
 class Eagle3Draft(EagleDraft[BoundDraft]):
     """A trained draft of any layout."""
 
+    module_type: ClassVar[type[Any]] = Eagle3Block
     levels: int | None = None  # of a dynamic tree; None: as usual
 
     @property
     def reads_through(self) -> bool:
         """True if the rows of a text go through several layers, which see the rows before in each."""
         return self.decoder_layers > 1
-
-    def module(self) -> Eagle3Block:
-        return Eagle3Block(self.shape)
 
     def make(self, runner: TargetRunner) -> BoundDraft:
         block, shape = self.placed(runner), self.shape
@@ -105,7 +103,7 @@ class WindowOptions(Options):
     )
 
 
-class Eagle3Round(DraftRound):
+class Eagle3Round(DraftRound["Eagle3Drafter"]):
     """One round of a batch."""
 
     def roots(self, level: Level) -> tuple[Rows, Inputs]:
@@ -159,14 +157,10 @@ class Eagle3Drafter(NeuralDrafter):
     Args:
         draft: a trained draft.
         options: of :class:`TreeOptions`, :class:`WindowOptions` and :class:`RetrievalOptions`.
-
-    Raises:
-        ValueError: for sizes that make no tree, one deeper than the window, or no retrieval; ``window`` and
-            ``retrieval`` together.
     """
 
     options: ClassVar[tuple[type[Options], ...]] = (TreeOptions, WindowOptions, RetrievalOptions)
-    rounds: ClassVar[type[DraftRound]] = Eagle3Round
+    rounds: ClassVar[type[DraftRound[Any]]] = Eagle3Round
     ahead = 1
     draft: Eagle3Draft
 

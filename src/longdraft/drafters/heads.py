@@ -7,11 +7,13 @@ h_0 is the hidden state of the last verified token, before the target's final no
 costs one product with the target's head and no forward. Head i predicts the i-th token behind the root.
 
 The paper starts from the root's own state instead, which a forward of the target on a part of its KV gives
-(:mod:`longdraft.drafters.tokenswift`).
+(:mod:`longdraft.drafters.tokenswift`). Its published heads are tensors ``model.medusa_layers.N.*`` within the folder of
+their model, which transformers drops when it loads the model; each has a norm of its own before the target's head.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import asdict, dataclass, replace
@@ -25,23 +27,23 @@ from torch import nn
 from longdraft.drafters.self_drafter import SelfDrafter
 from longdraft.drafters.shared.tree_drafter import TreeDrafter
 from longdraft.drafters.shared.whole_level import serves
-from longdraft.drafts import draft_folder, tokenswift_heads
+from longdraft.drafts import draft_folder, tensor_files
 from longdraft.drafts.draft import TrainedDraft
-from longdraft.drafts.draft_folder import shape_of
+from longdraft.drafts.draft_folder import DraftFolder
 from longdraft.drafts.kinds import Kind, Training, register
 from longdraft.engine.event import Event
 from longdraft.engine.sequence import Sequence
+from longdraft.errors import CheckpointError
+from longdraft.folders import is_gguf
 from longdraft.memory.store import KVStore
 from longdraft.model.runner import TargetRunner
 from longdraft.model.sharded import product
 from longdraft.model.stored import light
 from longdraft.native.stored import Stored
 from longdraft.options import Options, option, parse
-from longdraft.trees.kind import TreeKind
 from longdraft.trees.level import Level
-from longdraft.trees.node_limit import NodeLimit
 from longdraft.trees.options import TreeOptions
-from longdraft.trees.tree import TokenTree
+from longdraft.trees.tree import NodeLimit, TokenTree
 from longdraft.views.view import View
 
 # Fresh heads say the token before theirs. They should not be as sure of it as the target is of its own.
@@ -113,6 +115,55 @@ class HeadsBlock(nn.Module):
         return found
 
 
+_HEAD = re.compile(r"^(?:model\.)?medusa_layers\.(\d+)\.(linear|input_layernorm|post_layernorm)\.weight$")
+
+
+def holds(folder: Path | str) -> bool:
+    """True if a model's folder holds such heads."""
+    if is_gguf(folder) or not draft_folder.is_draft_folder(folder) or not tensor_files.is_safe(folder):
+        return False
+    try:
+        return bool(_wanted(folder))
+    except CheckpointError:
+        return False
+
+
+def read(folder: Path | str) -> DraftFolder | None:
+    """The heads of a model's folder, as a draft folder of ours; None for any other folder.
+
+    Raises:
+        CheckpointError: the folder cannot be read.
+    """
+    if not holds(folder):
+        return None
+    wanted = _wanted(folder)
+    tensors = tensor_files.read(folder, list(wanted))
+    config = draft_folder.read_config(folder)
+    heads = {name.split(".")[1] for name in wanted.values()}
+    size = next(iter(tensors.values())).shape[-1]
+    ours = {
+        "hidden_size": size,
+        "heads": len(heads),
+        "rms_norm_eps": config.get("rms_norm_eps") or 1e-6,
+        "own_norms": True,
+        "draft_vocab_size": None,
+    }
+    vocabulary = config.get("vocab_size")
+    target = {"hidden_size": size} | ({"vocab_size": vocabulary} if vocabulary else {})
+    return DraftFolder("heads", ours, {wanted[name]: tensor for name, tensor in tensors.items()}, target)
+
+
+def _wanted(folder: Path | str) -> dict[str, str]:
+    """Name in the folder -> name in our module."""
+    found: dict[str, str] = {}
+    for name in tensor_files.names(folder):
+        if (match := _HEAD.match(name)) is not None:
+            number, part = match.groups()
+            ours = {"linear": f"heads.{number}.proj", "input_layernorm": f"heads.{number}.norm"}
+            found[name] = f"{ours.get(part, f'norms.{number}')}.weight"
+    return found
+
+
 KIND = "heads"
 
 
@@ -143,6 +194,7 @@ class HeadsDraft(TrainedDraft[BoundHeads]):
     """Trained heads, as their folder holds them."""
 
     kind, counted = KIND, "heads"
+    shape_type, module_type = HeadsShape, HeadsBlock
 
     @classmethod
     def load(cls, folder: Path | str) -> HeadsDraft:
@@ -151,15 +203,8 @@ class HeadsDraft(TrainedDraft[BoundHeads]):
         Raises:
             CheckpointError: unreadable, without heads, or tensors missing, unexpected or of a wrong shape.
         """
-        contents = tokenswift_heads.read(folder)
+        contents = read(folder)
         return cls(folder, draft_folder.load(folder) if contents is None else contents)
-
-    @cached_property
-    def shape(self) -> HeadsShape:
-        return shape_of(HeadsShape, self.config, self.folder, KIND)
-
-    def module(self) -> HeadsBlock:
-        return HeadsBlock(self.shape)
 
     def needs(self) -> dict[str, Any]:
         return {"hidden_size": self.shape.hidden_size}
@@ -186,9 +231,6 @@ class HeadsDrafter(TreeDrafter):
             planner is given its best nodes instead.
         _level: the target on a part of its KV, whose forward gives the roots' own hidden states and the first level of
             the trees (TokenSwift); None: the heads go on from the states of the last verified tokens.
-
-    Raises:
-        ValueError: more heads than there are, or sizes that make no tree or a deeper one than heads can say.
     """
 
     options = (HeadOptions, TreeOptions)
@@ -204,7 +246,9 @@ class HeadsDrafter(TreeDrafter):
         levels, kind = self.heads + ahead, tree.kind("static")
         if kind.depth > levels and (tree.widths is not None or tree.depth is not None):
             raise ValueError(f"a tree of {kind.depth} levels needs as many heads; there are {levels} to draft with")
-        self.tree = _fitted(kind, levels, ahead and tree.widths is None)
+        if ahead and kind.name == "static" and not kind.chosen_by_user:  # first the one token that the target predicts
+            kind = replace(kind, children=(1, *kind.children))
+        self.tree = kind.limited(levels)
         self._bound: BoundHeads | None = None
         self._rounds = 0
 
@@ -229,13 +273,6 @@ class HeadsDrafter(TreeDrafter):
         return () if self.level is None else self.level.query_layers(runner)
 
     def bind(self, runner: TargetRunner, store: KVStore) -> None:
-        """Takes the target's head, and memory for the level's views.
-
-        Raises:
-            CheckpointError: the heads were made for another target.
-            UnsupportedModelError: the target has nothing that a draft could share.
-            MemoryBudgetError: the views do not fit.
-        """
         self._bound, self._store = self.draft.bound(runner), store
         if self.level is not None:
             self.level.host(runner, store, (runner.depth - 1,))
@@ -282,17 +319,6 @@ class HeadsDrafter(TreeDrafter):
             self.level.release(sequence)
 
 
-def _fitted(tree: TreeKind, levels: int, ahead: bool) -> TreeKind:
-    """The kind of tree, limited to the available levels.
-
-    Args:
-        ahead: a default static tree begins with the one token that the target itself predicts.
-    """
-    if ahead and tree.name == "static" and not tree.chosen_by_user:
-        tree = replace(tree, children=(1, *tree.children))
-    return tree.limited(levels)
-
-
 register(
     Kind(
         "heads",
@@ -306,6 +332,6 @@ register(
             "Train chained heads (TokenSwift)",
         ),
         tensors=lambda names: any(".medusa_layers." in name for name in names),
-        inside=tokenswift_heads.holds,
+        inside=holds,
     )
 )

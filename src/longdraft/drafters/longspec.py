@@ -13,31 +13,27 @@ block; then the tree grows level by level.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import replace
-from functools import cached_property, partial
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from longdraft.attention import dispatch
 from longdraft.attention.block import Block
 from longdraft.attention.prefix import PrefixAttend
 from longdraft.attention.transfer import on_device
-from longdraft.drafters.shared.layers import Going, SelfAttend
-from longdraft.drafters.shared.longspec_block import LongSpecBlock, LongSpecShape
+from longdraft.drafters.shared.layers import ALL, Attention, Going, SelfAttend, SwiGLU, initialise
 from longdraft.drafters.shared.neural import NeuralDrafter
-from longdraft.drafters.shared.retrieval import RetrievalOptions
 from longdraft.drafters.shared.round import BoundDraft, DraftRound, Layer
 from longdraft.drafters.shared.rows import Rows
 from longdraft.drafters.shared.whole_level import Text, WholeLevel, products_of, serves
 from longdraft.drafts.draft import TrainedDraft
 from longdraft.drafts.draft_folder import PUBLISHED, DraftFolder, filled_in, shape_of
 from longdraft.drafts.kinds import Kind, Training, register
-from longdraft.engine.event import Event
 from longdraft.engine.sequence import Sequence
 from longdraft.errors import UnsupportedModelError
 from longdraft.model.few_rows import quicken
@@ -48,28 +44,101 @@ from longdraft.native.stored import Stored
 from longdraft.options import parse
 from longdraft.trees.options import TreeOptions
 from longdraft.views.draft_cache import DraftCache
-from longdraft.views.retrieved import RetrievedKV
 
 KIND = "longspec"
 # Published drafts carry these; the block never uses what they compute.
 _DEAD = {f"cross_attn.{part}_proj.{kind}" for part in "kv" for kind in ("weight", "bias")}
+# q (Hq, T, d) -> output (Hq, T, d)
+CrossAttend = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class LongSpecShape:
+    """Sizes of the block. Head counts and sizes are the target's, or its KV could not be read."""
+
+    hidden_size: int
+    intermediate_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rms_norm_eps: float = 1e-6
+    window: int = 512
+    """Keys that self-attention sees, the query's own included."""
+    final_norm: bool = False
+    """An RMSNorm before the head. The paper has none; with it, training is stable at a higher learning rate."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class LongSpecBlock(nn.Module):
+    """The block. Its state dict is the published layout without the cross-attention's unused k and v."""
+
+    def __init__(self, shape: LongSpecShape) -> None:
+        super().__init__()
+        self.shape = shape
+        size, eps = shape.hidden_size, shape.rms_norm_eps
+        self.input_layernorm = nn.RMSNorm(size, eps)
+        sizes = size, size, shape.heads
+        self.self_attn = Attention(*sizes, shape.kv_heads, shape.head_dim, bias=True)
+        self.post_self_attention_layernorm = nn.RMSNorm(size, eps)
+        self.cross_attn = Attention(*sizes, 0, shape.head_dim, bias=True)
+        self.post_cross_attention_layernorm = nn.RMSNorm(size, eps)
+        self.mlp = SwiGLU(shape.hidden_size, shape.intermediate_size)
+        self.norm = nn.RMSNorm(size, eps) if shape.final_norm else nn.Identity()
+
+    def initialise(self, seed: int = 0, std: float = 0.02) -> None:
+        """Normal weights, zero biases, and zero output projections: the block starts as the identity."""
+        initialise(self, seed, std)
+        if self.shape.final_norm:
+            with torch.no_grad():
+                self.norm.get_parameter("weight").fill_(0.5)  # small logits: at first the block repeats its input
+
+    def keys_values(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Self-attention's keys (after RoPE) and values (Hkv, T, d) of embeddings x (T, hidden).
+
+        They depend only on token and position, so a prefill computes just these, for the last window.
+        """
+        return self.self_attn.keys_values(self.input_layernorm(x), cos, sin)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        self_attend: SelfAttend,
+        cross_attend: CrossAttend,
+        queries: Going = ALL,
+    ) -> torch.Tensor:
+        """The block over T rows.
+
+        Args:
+            x: (T, hidden) token embeddings.
+            cos, sin: (T, d) rotary embedding at the rows' positions.
+            self_attend: attends among the rows, and to the window that it holds.
+            cross_attend: attends to the target's last-layer KV.
+            queries: the rows to compute an output for; by default all. Keys and values are computed for every row.
+
+        Returns:
+            (Tq, hidden): the head's input.
+        """
+        cross = self.cross_attn
+        h = x[queries] + self.self_attn(self.input_layernorm(x), cos, sin, self_attend, queries)
+        q = cross.queries(self.post_self_attention_layernorm(h), cos[queries], sin[queries])
+        h = h + cross.merge(cross_attend(q))
+        out: torch.Tensor = self.norm(h + self.mlp(self.post_cross_attention_layernorm(h)))
+        return out
 
 
 class LongSpecDraft(TrainedDraft[BoundDraft]):
     """A trained draft, ours or one as LongSpec's authors published them."""
 
     kind, label = KIND, "LongSpec"
+    shape_type, module_type = LongSpecShape, LongSpecBlock
 
     def __init__(self, folder: Path | str, contents: DraftFolder) -> None:
         theirs = contents.kind == KIND and "longdraft_format" not in contents.config
         super().__init__(folder, _as_ours(folder, contents) if theirs else contents)
-
-    @cached_property
-    def shape(self) -> LongSpecShape:
-        return shape_of(LongSpecShape, self.config, self.folder, self.label)
-
-    def module(self) -> LongSpecBlock:
-        return LongSpecBlock(self.shape)
 
     def needs(self) -> dict[str, Any]:
         """The target's KV is read with the draft's heads."""
@@ -126,13 +195,13 @@ def _as_ours(folder: Path | str, published: DraftFolder) -> DraftFolder:
     return DraftFolder(KIND, ours, tensors, target | published.target)
 
 
-class LongSpecRound(DraftRound):
+class LongSpecRound(DraftRound["LongSpecDrafter"]):
     """One round of a batch."""
 
     def __init__(self, drafter: LongSpecDrafter, sequences: list[Sequence], depth: int) -> None:
         super().__init__(drafter, sequences, depth)
         # Forwards of other texts move keys and values, by numbers on the host.
-        self.records = drafter.store.in_place and drafter.retrieval is None
+        self.records = drafter.store.in_place
         self._prefixes: Block | None = None  # of the last level's sequences
 
     def layer(self, rows: Rows, entering: bool) -> tuple[Layer, tuple[torch.Tensor, ...], Hashable]:
@@ -182,46 +251,26 @@ def _layer(
 class LongSpecDrafter(NeuralDrafter):
     """Drafts trees with a LongSpec block.
 
-    With retrieval, cross-attention sees the chunks of the text that the target attends to, at their true positions
-    (SpecExtend, section 2.2); its time then does not grow with the context.
-
     Args:
         draft: a trained draft.
-        options: of :class:`TreeOptions` and :class:`RetrievalOptions`.
-
-    Raises:
-        ValueError: for sizes that make no tree, one deeper than the draft's window, or no retrieval.
+        options: of :class:`TreeOptions`.
     """
 
-    options = (TreeOptions, RetrievalOptions)
+    options = (TreeOptions,)
     rounds = LongSpecRound
     draft: LongSpecDraft
 
     def __init__(self, draft: LongSpecDraft, **options: Any) -> None:
-        tree, retrieval = parse("LongSpec", options, *self.options)
+        (tree,) = parse("LongSpec", options, *self.options)
         self.tree = tree.kind("beam")
         if self.tree.depth >= draft.shape.window:
             raise ValueError(f"{self.tree.depth} levels do not fit the draft's window of {draft.shape.window} tokens")
-        self.retrieval = retrieval.made(draft)
         self.draft = draft
 
     def make_cache(self) -> DraftCache:
-        """The last keys, which depend on token and position alone; and the retrieved rows of the target's."""
-        runner, store = self.runner, self.store
-        self.retrieved: RetrievedKV | None = None
-        if self.retrieval is not None:
-            transposed = dispatch.prefers_transposed_keys(runner.attention_path, store.shape.dtype)
-            self.retrieved = RetrievedKV(store, self.retrieval, transposed)
-        own = replace(runner.kv_shape, layers=1, kv_heads=self.draft.shape.kv_heads)
+        """The last keys, which depend on token and position alone."""
+        own = replace(self.runner.kv_shape, layers=1, kv_heads=self.draft.shape.kv_heads)
         return self.last_rows(own, self.draft.shape.window, self.tree.max_expanded)
-
-    @torch.inference_mode()
-    def observe(self, event: Event) -> None:
-        super().observe(event)
-        slot = event.sequence.slot
-        # The store's rows are read where they lie; what was gathered of them is gathered again.
-        if self.retrieved is not None and (event.begins or event.replaced is not None):
-            self.retrieved.forget(slot, event.replaced or 0)
 
     def keys_values(self, sequence: Sequence, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         tokens = on_device(self.tokens(sequence, start, end), self.runner.device)
@@ -230,9 +279,7 @@ class LongSpecDrafter(NeuralDrafter):
         return k[None], v[None]
 
     def text(self, slots: SequenceOf[int]) -> Text:
-        """The target's last-layer keys and values that cross-attention sees: the whole text or the retrieved part."""
-        if self.retrieved is not None:
-            return self.retrieved.read(slots)
+        """The target's last-layer keys and values, which cross-attention sees."""
         return *self.store.layer(self.store.shape.layers - 1), [self.store.readable(slot) for slot in slots]
 
 

@@ -10,31 +10,39 @@ first. It drafts as EAGLE-3 does (:mod:`longdraft.drafters.eagle3`): its own key
 
 RoPE depends on differences of positions alone: with a window, a draft sees what it would see at positions that were
 moved back to 0. Texts longer than the model was trained for before its RoPE was stretched get one by themselves.
+
+The layer lies in a target's own checkpoint, whose tensors transformers drops when it loads the model:
+
+    Qwen3-Next, Qwen3.5               mtp.{fc, pre_fc_norm_embedding, pre_fc_norm_hidden, norm, layers.0.*}
+    GLM-4.5, DeepSeek-V3              model.layers.N.{eh_proj, enorm, hnorm, shared_head.norm, *}, N layers before it
+    GGUF files                        blk.N.nextn.{eh_proj, enorm, hnorm, shared_head_norm}, blk.N.*
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import ClassVar
 
 import torch
 from torch import nn
 
+from longdraft.drafters.eagle import EagleBlock
 from longdraft.drafters.eagle3 import Eagle3Draft, Eagle3Drafter, Eagle3Round, WindowOptions
-from longdraft.drafters.shared.eagle3_block import Eagle3Block
 from longdraft.drafters.shared.layers import ALL, Going, SelfAttend
 from longdraft.drafters.shared.round import BoundDraft
-from longdraft.drafts import draft_folder, mtp_formats
+from longdraft.drafts import draft_folder, tensor_files
 from longdraft.drafts.draft import Draft
 from longdraft.drafts.kinds import Kind, register
-from longdraft.errors import CapabilityError, CheckpointError, UnsupportedModelError
+from longdraft.errors import CapabilityError, CheckpointError
+from longdraft.folders import is_gguf
 from longdraft.memory.store import KVShape, KVStore
 from longdraft.model import own_layer
 from longdraft.model.few_rows import quicken
+from longdraft.model.gguf import further
 from longdraft.model.rotary import SharedRotary
 from longdraft.model.runner import TargetRunner
-from longdraft.model.sharded import product
-from longdraft.model.shared_parts import norm_before_head
 from longdraft.native import Stored
 from longdraft.options import Options
 from longdraft.trees.options import TreeOptions
@@ -42,7 +50,7 @@ from longdraft.trees.options import TreeOptions
 KIND = "mtp"
 
 
-class MtpBlock(Eagle3Block):
+class MtpBlock(EagleBlock):
     """The module around a layer of the target's class.
 
     Args:
@@ -64,18 +72,7 @@ class MtpBlock(Eagle3Block):
             self.add_module(name, own_layer.norm_like(self.layer, size, eps))
         with torch.device("meta"):
             self.eh_proj = nn.Linear(2 * size, size, bias=False)
-        norm = norm_before_head(runner.model)
-        if norm is None:
-            raise UnsupportedModelError(
-                f"{type(runner.model).__name__} has no norm before its head, behind which MTP reads it."
-            )
-        # Calls, not modules: they are the target's, and no part of the block.
-        self._target_norm, self._head = norm.__call__, product(runner.parts.head)
-
-    def project(self, features: torch.Tensor) -> torch.Tensor:
-        """Outputs of the target's last layer (T, hidden) -> f (T, hidden)."""
-        out: torch.Tensor = self._target_norm(features)
-        return out
+        self.borrow(runner)
 
     def joined(self, x: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         n = self.eh_proj(torch.cat([self.enorm(x), self.hnorm(g)], -1))
@@ -107,8 +104,108 @@ class MtpBlock(Eagle3Block):
         out: torch.Tensor = self.norm(own_layer.run(self.layer, n[queries], cos[queries], sin[queries], sees))
         return out
 
-    def logits(self, out: torch.Tensor) -> torch.Tensor:
-        return self._head(out)
+
+_OF_OTHERS = re.compile(r"^(?:model\.)?mtp\.(.+)$")
+_NUMBERED = re.compile(r"^(?:model\.)?(?:language_model\.)?(?:model\.)?layers\.(\d+)\.(.+)$")
+# Names in either layout -> the block's.
+_NAMES = {
+    "fc": "eh_proj",
+    "pre_fc_norm_embedding": "enorm",
+    "pre_fc_norm_hidden": "hnorm",
+    "shared_head.norm": "norm",
+    "shared_head_norm": "norm",
+    "final_layernorm": "norm",
+}
+_OWN = ("eh_proj", "enorm", "hnorm", "norm")
+# Copies of what is the target's.
+_SHARED = ("embed_tokens.", "shared_head.head.", "shared_head_head.", "lm_head.")
+
+
+def holds(folder: Path | str) -> bool:
+    """True if a checkpoint holds such a layer."""
+    path = Path(folder)
+    if is_gguf(path):
+        return path.is_file() and further.holds(path)
+    try:
+        return tensor_files.is_safe(path) and bool(_wanted(tensor_files.names(path)))
+    except CheckpointError:
+        return False
+
+
+def read(folder: Path | str) -> dict[str, torch.Tensor | Stored]:
+    """Tensors of the first such layer, by names of the block: ``eh_proj``, ``enorm``, ``hnorm``, ``norm``, ``layer.*``.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be read, or has no such layer.
+    """
+    path = Path(folder)
+    if is_gguf(path):
+        found = further.read(path) if path.is_file() else None
+        if found is None:
+            raise _none(folder)
+        return {_named(name): tensor for name, tensor in found.items() if not name.startswith(_SHARED)}
+    wanted = _wanted(tensor_files.names(path)) if tensor_files.is_safe(path) else {}
+    if not wanted:
+        raise _none(folder)
+    if scaled := [name for name in wanted if "scale" in name.rpartition(".")[2]]:
+        raise CheckpointError(
+            f"{folder} stores its further layer quantised ({scaled[0]}), which is not read: name a folder that has it "
+            "in bfloat16 as the draft (draft=, or --draft DIR), such as the original model's."
+        )
+    tensors = tensor_files.read(path, list(wanted))
+    return dict(stacked({wanted[name]: tensor for name, tensor in tensors.items()}))
+
+
+def _none(folder: Path | str) -> CheckpointError:
+    return CheckpointError(
+        f"{folder} holds no layer that predicts further tokens (mtp.* or nextn): some copies and most quantised files "
+        "leave it out. Get the model's own folder, or take another method, such as self or prompt-lookup."
+    )
+
+
+def _wanted(names: Iterable[str]) -> dict[str, str]:
+    """Name in the checkpoint -> the block's name, for the tensors of the first further layer."""
+    found: dict[str, str] = {}
+    numbered: dict[int, dict[str, str]] = {}
+    for name in names:
+        if (of_others := _OF_OTHERS.match(name)) is not None:
+            found[name] = of_others[1]
+        elif (of_layer := _NUMBERED.match(name)) is not None:
+            numbered.setdefault(int(of_layer[1]), {})[name] = of_layer[2]
+    if not any(own == "fc.weight" for own in found.values()):
+        further = [i for i, own in numbered.items() if "eh_proj.weight" in own.values()]
+        found = numbered[min(further)] if further else {}
+    kept = {name: own for name, own in found.items() if not own.startswith(_SHARED) and not own.endswith("inv_freq")}
+    return {name: _named(own) for name, own in kept.items() if not re.match(r"layers\.[1-9]", own)}
+
+
+def _named(name: str) -> str:
+    """A tensor's name within the block."""
+    path, _, leaf = name.rpartition(".")
+    own = _NAMES.get(path, path)
+    if own in _OWN:
+        return f"{own}.{leaf}"
+    return f"layer.{name.removeprefix('layers.0.')}"
+
+
+def stacked(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors of single experts put together as transformers keeps them; the rest as it is."""
+    pattern = re.compile(r"^(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight$")
+    experts: dict[str, dict[str, dict[int, torch.Tensor]]] = {}
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        match = pattern.match(name)
+        if match is None:
+            found[name] = tensor
+        else:
+            experts.setdefault(match[1], {}).setdefault(match[3], {})[int(match[2])] = tensor
+    for path, parts in experts.items():
+        rows = {part: torch.stack([each[i] for i in sorted(each)]) for part, each in parts.items()}
+        if {"gate_proj", "up_proj"} <= rows.keys():
+            found[f"{path}.gate_up_proj"] = torch.cat([rows["gate_proj"], rows["up_proj"]], dim=1)
+        if "down_proj" in rows:
+            found[f"{path}.down_proj"] = rows["down_proj"]
+    return found
 
 
 class MtpDraft(Eagle3Draft):
@@ -116,7 +213,7 @@ class MtpDraft(Eagle3Draft):
 
     Args:
         folder: the checkpoint, a folder or a GGUF file.
-        tensors: of the layer, as :func:`longdraft.drafts.mtp_formats.read` names them.
+        tensors: of the layer, as :func:`read` names them.
     """
 
     kind, label = KIND, "MTP"
@@ -144,7 +241,7 @@ class MtpDraft(Eagle3Draft):
                 f"{folder} holds a draft around a model's own last layer, which earlier versions trained: it is no "
                 "longer read. Train another kind: longdraft train eagle3, or lm."
             )
-        return cls(folder, mtp_formats.read(folder))
+        return cls(folder, read(folder))
 
     @property
     def parameters(self) -> int:
@@ -189,9 +286,6 @@ class MtpDrafter(Eagle3Drafter):
     Args:
         draft: the layer.
         options: of :class:`TreeOptions` and :class:`WindowOptions`.
-
-    Raises:
-        ValueError: for sizes that make no tree, or one deeper than the window.
     """
 
     options: ClassVar[tuple[type[Options], ...]] = (TreeOptions, WindowOptions)
@@ -220,6 +314,6 @@ register(
         "the layer inside the model's own checkpoint that predicts further tokens (Qwen3.5, GLM-4.5, DeepSeek-V3)",
         "DeepSeek-AI 2024, DeepSeek-V3, arXiv:2412.19437",
         load=MtpDraft.load,
-        inside=mtp_formats.holds,
+        inside=holds,
     )
 )

@@ -6,6 +6,9 @@
 
 Rows k > 0 stand where tokens are not known yet; the bigram corrects each level for the token just before, left to
 right, without another forward. Memory is a window: it does not grow with the text.
+
+P-EAGLE's published drafts have x = embed(mask) and g = fc(s) in the rows k > 0, the same behind every anchor, and no
+bigram: levels do not know each other's tokens.
 """
 
 from __future__ import annotations
@@ -13,7 +16,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -23,15 +25,15 @@ from longdraft.drafters.eagle3 import Eagle3Draft, Eagle3Drafter, Eagle3Round
 from longdraft.drafters.shared.eagle3_block import Eagle3Block
 from longdraft.drafters.shared.round import DraftRound, Inputs
 from longdraft.drafters.shared.rows import Rows
-from longdraft.drafts.draft_folder import shape_of
-from longdraft.drafts.eagle_formats import Eagle3Shape
+from longdraft.drafts.eagle_formats import PEAGLE, Eagle3Shape
+from longdraft.drafts.formats import check_mask
 from longdraft.drafts.kinds import Kind, Training, register
 from longdraft.engine.sequence import Sequence
+from longdraft.model.runner import TargetRunner
 from longdraft.native.boundary import FLOATS
 from longdraft.trees.kind import TreeKind
 from longdraft.trees.level import Level
-from longdraft.trees.node_limit import NodeLimit
-from longdraft.trees.tree import TokenTree
+from longdraft.trees.tree import NodeLimit, TokenTree
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,13 +102,7 @@ class OnePassDraft(Eagle3Draft):
     """A trained draft."""
 
     kind, label = KIND, "one-pass"
-
-    @cached_property
-    def shape(self) -> OnePassShape:
-        return shape_of(OnePassShape, self.config, self.folder, self.label)
-
-    def module(self) -> OnePassBlock:
-        return OnePassBlock(self.shape)
+    shape_type, module_type = OnePassShape, OnePassBlock
 
 
 # Likely tokens of a row that the bigram chooses among; the rest keep the share of the distribution that they have.
@@ -214,16 +210,13 @@ class OnePassDrafter(Eagle3Drafter):
     Args:
         draft: a trained draft.
         options: as of :class:`Eagle3Drafter`. A tree has no more levels than the draft has rows.
-
-    Raises:
-        ValueError: for sizes that make no tree; ``widths`` or a ``depth`` of more levels.
     """
 
-    rounds: ClassVar[type[DraftRound]] = OnePassRound
+    rounds: ClassVar[type[DraftRound[Any]]] = OnePassRound
     draft: OnePassDraft
 
     def shaped(self, tree: TreeKind, draft: Eagle3Draft, options: Mapping[str, Any]) -> TreeKind:
-        slots: int = draft.shape.slots  # type: ignore[attr-defined]
+        slots: int = draft.shape.slots
         deep = [name for name in ("widths", "depth") if options.get(name) is not None]
         if deep and tree.depth > slots:
             raise ValueError(
@@ -253,5 +246,67 @@ register(
             "longdraft.training.onepass:train_onepass",
             "Train a one-pass draft",
         ),
+    )
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PEagleShape(Eagle3Shape):
+    """Sizes of the module.
+
+    Attributes:
+        slots: tokens that one forward proposes.
+        mask_token: the token whose embedding stands for those not known yet.
+    """
+
+    slots: int
+    mask_token: int
+
+
+class PEagleBlock(Eagle3Block):
+    """The module. Its state dict is the published layout."""
+
+    shape: PEagleShape
+
+    def __init__(self, shape: PEagleShape) -> None:
+        super().__init__(shape)
+        self.mask_hidden = nn.Parameter(torch.zeros(1, 1, shape.feature_size, dtype=torch.float32))
+
+    def behind(
+        self, x: torch.Tensor, g: torch.Tensor, rows: slice, embedding: nn.Module
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inputs (B, T, hidden) of some of the rows k > 0, the same behind every anchor."""
+        size, count = x.shape[2], rows.stop
+        mask = torch.full((1,), self.shape.mask_token, device=x.device, dtype=torch.long)
+        state = self.project(self.mask_hidden.view(1, -1))
+        return embedding(mask).expand(len(x), count, size), state.expand(len(x), count, size)
+
+    def beside(self, ids: torch.Tensor) -> torch.Tensor:
+        return ids
+
+    def correction(self, before: torch.Tensor, beside: torch.Tensor) -> torch.Tensor:
+        """Nothing: levels do not know each other's tokens."""
+        return torch.zeros(*before.shape, 1, dtype=torch.float32, device=before.device)
+
+
+class PEagleDraft(Eagle3Draft):
+    """A draft as `speculators` writes it, or as EAGLE-3's are published."""
+
+    kind, label = PEAGLE, "P-EAGLE"
+    shape_type, module_type = PEagleShape, PEagleBlock
+
+    def check(self, runner: TargetRunner) -> None:
+        super().check(runner)
+        check_mask(self.shape, runner.parts.head.shape[0], self.folder)
+
+
+register(
+    Kind(
+        PEAGLE,
+        OnePassDrafter,
+        "published drafts of P-EAGLE: EAGLE-3's layer, all levels of a tree in one forward",
+        "P-EAGLE, arXiv:2602.01469",
+        load=PEagleDraft.load,
+        tensors=lambda names: any(name.split(".")[-1] == "mask_hidden" for name in names),
     )
 )

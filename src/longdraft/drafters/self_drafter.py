@@ -30,13 +30,12 @@ from longdraft.engine.sequence import Sequence
 from longdraft.memory.store import KVStore
 from longdraft.model.runner import TargetRunner
 from longdraft.model.whole_lm import WholeLM
-from longdraft.options import Options, option, parse
+from longdraft.options import Options, option, parse, takes
 from longdraft.trees.level import Level
-from longdraft.trees.node_limit import NodeLimit
 from longdraft.trees.options import TreeOptions
-from longdraft.trees.tree import TokenTree
+from longdraft.trees.tree import NodeLimit, TokenTree
 from longdraft.views.cache import TrueCache
-from longdraft.views.refresh import Refresh
+from longdraft.views.retrieval import Refresh
 from longdraft.views.scorers import SCORERS
 from longdraft.views.view import DTYPES, View, dtype_of
 
@@ -94,9 +93,6 @@ def self_view(view: str, budget: int | None, sink: int | None, window: int | Non
         sink: 16 by default, or as many of the first chunks as hold so many.
         window: 32 by default; with "streaming", all that the budget leaves.
         chunk: 8 by default, 1 with "snapkv"; not of "streaming" or "tokens".
-
-    Raises:
-        ValueError: sizes that make no view, or sizes of a view without.
     """
     if view == "all":
         sizes = {"budget": budget, "sink": sink, "window": window, "chunk": chunk}
@@ -168,9 +164,6 @@ class SelfDrafter(TreeDrafter):
 
     Attributes:
         cache: the views' KV; from :meth:`bind` on.
-
-    Raises:
-        ValueError: no such view, or sizes that make none, or no tree.
     """
 
     options: ClassVar[tuple[type[Options], ...]] = (SelfOptions, TreeOptions)
@@ -218,12 +211,6 @@ class SelfDrafter(TreeDrafter):
         return self.runner.graphs.recording or any(s.length + FRESH > self.view.budget for s in sequences)
 
     def bind(self, runner: TargetRunner, store: KVStore) -> None:
-        """Takes memory for the views.
-
-        Raises:
-            MemoryBudgetError: they do not fit the memory that is free.
-            CapabilityError: nothing here reads them in the dtype that was asked for.
-        """
         self.host(runner, store, store.feature_layers)
 
     def host(self, runner: TargetRunner, full: KVStore, feature_layers: tuple[int, ...] = ()) -> None:
@@ -305,6 +292,27 @@ class SelfDrafter(TreeDrafter):
         self.refresh.forget(slot)
 
 
+@dataclass(frozen=True)
+class MagicDecOptions(ViewOptions):
+    """The view that a chain is drafted on."""
+
+    view: str = option(
+        "snapkv",
+        choices=("streaming", "snapkv"),
+        help="streaming: the first and last rows; snapkv: these and the best",
+    )
+    depth: int | None = option(
+        min=1, help="tokens of the chain (the paper's gamma)", usual="4, planned: as many as pay"
+    )
+
+
+@takes(MagicDecOptions)
+def magicdec(**options: Any) -> SelfDrafter:
+    """MagicDec's drafter: the target drafts a chain on a view of a fixed size (Sadhukhan et al. 2024)."""
+    (own,) = parse("magicdec", options, MagicDecOptions)
+    return SelfDrafter(**own.given())
+
+
 method.register(
     Method(
         "self",
@@ -322,5 +330,13 @@ method.register(
         "the model itself drafts on all of its KV cache in eight bits, and verifies on it as it is",
         "after Tiwari et al. 2025, QuantSpec, arXiv:2502.10424",
         joined=True,
+    )
+)
+method.register(
+    Method(
+        "magicdec",
+        magicdec,
+        "the model itself drafts a chain, on a part of its KV cache; for large batches",
+        "Sadhukhan et al. 2024, MagicDec, arXiv:2408.11049",
     )
 )

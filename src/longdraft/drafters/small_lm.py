@@ -34,9 +34,8 @@ from longdraft.model.runner import TargetRunner
 from longdraft.model.shared_parts import rotary_module
 from longdraft.options import option, parse
 from longdraft.trees.level import Level, likeliest
-from longdraft.trees.node_limit import NodeLimit
 from longdraft.trees.options import TreeOptions
-from longdraft.trees.tree import TokenTree
+from longdraft.trees.tree import NodeLimit, TokenTree
 from longdraft.views import draft_cache
 from longdraft.views.draft_cache import FRESH, CompactCache, DraftCache, fresh_room
 from longdraft.views.retrieval import Retrieval
@@ -70,9 +69,6 @@ class SmallLMDrafter(RetrievingDrafter):
         draft: the model.
         options: of :class:`TreeOptions` and :class:`SmallLMOptions`. The tree is an OPT-Tree with view="retrieval",
             which is SpecExtend, and a dynamic tree without.
-
-    Raises:
-        ValueError: no such view, sizes that make no tree or no working cache, or options of another view.
     """
 
     options = (TreeOptions, SmallLMOptions)
@@ -96,13 +92,6 @@ class SmallLMDrafter(RetrievingDrafter):
         self._bound: BoundLM | None = None
 
     def bind(self, runner: TargetRunner, store: KVStore) -> None:
-        """Hosts the model, and takes memory for its keys and values.
-
-        Raises:
-            CheckpointError: its vocabulary is not the target's, or its weights cannot be read.
-            UnsupportedModelError: it cannot be hosted, or its keys cannot be moved, which the full view need not do.
-            MemoryBudgetError: they do not fit the memory that is free.
-        """
         self._bound = bound = self.draft.bound(runner)
         self._store = store
         # A text has no more tokens than the target's store has rows.

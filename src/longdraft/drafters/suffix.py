@@ -19,8 +19,7 @@ from longdraft.engine.event import Event
 from longdraft.engine.method import Method, register
 from longdraft.engine.sequence import Sequence
 from longdraft.options import Options, option, parse
-from longdraft.trees.node_limit import NodeLimit
-from longdraft.trees.tree import TokenTree
+from longdraft.trees.tree import NodeLimit, TokenTree
 
 # Matches that the unknown counts as: greedy text repeats more of what stands before it than sampled text.
 UNKNOWN = {True: 1.0, False: 3.0}

@@ -25,10 +25,8 @@ from longdraft.engine.event import Event
 from longdraft.engine.method import Method, register
 from longdraft.engine.sequence import Sequence
 from longdraft.options import declared, option, parse, takes
-from longdraft.trees.builders import union
-from longdraft.trees.node_limit import NodeLimit
 from longdraft.trees.options import TreeOptions
-from longdraft.trees.tree import TokenTree
+from longdraft.trees.tree import NodeLimit, TokenTree, union
 from longdraft.views.view import check_sizes
 
 # TokenSwift: phrases of four tokens, twenty of them.
@@ -160,9 +158,6 @@ def tokenswift(draft: HeadsDraft, **options: Any) -> Drafter:
     Args:
         options: of :class:`HeadOptions`, :class:`TreeOptions` (``nodes`` counts those of the heads alone; the first of
             ``widths`` is the level that the target itself drafts) and :class:`TokenSwiftOptions`.
-
-    Raises:
-        ValueError: a value that cannot be used.
     """
     heads, tree, own = parse("tokenswift", options, HeadOptions, TreeOptions, TokenSwiftOptions)
     sizes = {name: getattr(own, name) for name in declared(ViewOptions)}

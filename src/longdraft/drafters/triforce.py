@@ -24,7 +24,7 @@ from longdraft.drafters.self_drafter import SINK, SelfDrafter, ViewOptions
 from longdraft.drafters.small_lm import SmallLMDrafter
 from longdraft.drafts.language_model import SmallLMDraft
 from longdraft.engine.accept import accept, decide
-from longdraft.engine.drafter import Drafter
+from longdraft.engine.drafter import Drafter, of_part
 from longdraft.engine.event import Event
 from longdraft.engine.method import Method, register
 from longdraft.engine.sequence import Sequence
@@ -34,8 +34,7 @@ from longdraft.memory.token_ids import common_prefix
 from longdraft.model.runner import TargetRunner
 from longdraft.options import declared, option, parse, takes
 from longdraft.trees.kind import LONGEST
-from longdraft.trees.node_limit import NodeLimit
-from longdraft.trees.tree import TokenTree
+from longdraft.trees.tree import NodeLimit, TokenTree
 from longdraft.views.view import View
 
 # Section 5.1: tokens that the level emits before the target verifies them (gamma_2), tokens that the small model drafts
@@ -85,18 +84,14 @@ class TriForceDrafter(Drafter):
         self.max_nodes, self._asked = depth or LENGTH, depth is not None
         self._walks: dict[int, _Walk] = {}
 
-    @property
-    def forwards(self) -> int:  # type: ignore[override]
-        """Forwards of the level. The small model is cheaper: its forwards count as part of these."""
-        return self.level.forwards
+    # The small model is cheaper than the level: its forwards count as part of the level's.
+    forwards, query_window, query_layers = (
+        of_part("level", name) for name in ("forwards", "query_window", "query_layers")
+    )
 
     @property
     def views(self) -> tuple[View, ...]:
         return self.small.views + self.level.views
-
-    @property
-    def query_window(self) -> int:  # type: ignore[override]
-        return self.level.query_window
 
     def use_planner(self) -> None:
         """The level stops where another token does not pay, unless a length was asked for."""
@@ -108,15 +103,7 @@ class TriForceDrafter(Drafter):
         """Returns True: the level emits chains."""
         return True
 
-    def query_layers(self, runner: TargetRunner) -> tuple[int, ...]:
-        return self.level.query_layers(runner)
-
     def bind(self, runner: TargetRunner, store: KVStore) -> None:
-        """Binds both.
-
-        Raises:
-            MemoryBudgetError, CheckpointError, UnsupportedModelError: as they do.
-        """
         if runner.recurrent:
             raise UnsupportedModelError(
                 f"{type(runner.model).__name__} has recurrent layers, so it cannot verify on a part of its KV as "
@@ -202,11 +189,7 @@ class TriForceOptions(ViewOptions):
 
 @takes(TriForceOptions)
 def triforce(draft: SmallLMDraft, **options: Any) -> TriForceDrafter:
-    """A small language model on the first and last tokens drafts for the target on the chunks that it retrieves.
-
-    Raises:
-        ValueError: sizes that make no view, or more than the small model was trained for.
-    """
+    """A small language model on the first and last tokens drafts for the target on the chunks that it retrieves."""
     (own,) = parse("triforce", options, TriForceOptions)
     streaming = {"view": "streaming", "sink": SINK, "recent": own.streamed - SINK}
     small = SmallLMDrafter(draft, tree="chain", depth=own.drafted, **streaming)

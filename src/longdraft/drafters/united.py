@@ -8,15 +8,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from longdraft.engine.drafter import Drafter
+from longdraft.engine.drafter import Drafter, of_part
 from longdraft.engine.event import Event
 from longdraft.engine.sequence import Sequence
 from longdraft.memory.store import KVStore
 from longdraft.model.runner import TargetRunner
-from longdraft.trees.builders import merged
-from longdraft.trees.node_limit import NodeLimit
-from longdraft.trees.tree import TokenTree
-from longdraft.views.view import View
+from longdraft.trees.tree import NodeLimit, TokenTree, merged
 
 
 class UnitedDrafter(Drafter):
@@ -42,28 +39,12 @@ class UnitedDrafter(Drafter):
     def max_nodes(self) -> int:  # type: ignore[override]
         return self.unpaid.max_nodes + self.paid.max_nodes
 
-    @property
-    def forwards(self) -> int:  # type: ignore[override]
-        return self.paid.forwards
-
-    @property
-    def prior_acceptance(self) -> float:  # type: ignore[override]
-        return self.paid.prior_acceptance
-
-    @property
-    def forward_ratio(self) -> float:  # type: ignore[override]
-        return self.paid.forward_ratio
-
-    def rows_read(self, length: int) -> float | None:
-        return self.paid.rows_read(length)
-
-    @property
-    def views(self) -> tuple[View, ...]:
-        return self.paid.views
-
-    @property
-    def query_window(self) -> int:  # type: ignore[override]
-        return self.paid.query_window
+    forwards, prior_acceptance, forward_ratio = (
+        of_part("paid", name) for name in ("forwards", "prior_acceptance", "forward_ratio")
+    )
+    views, query_window = of_part("paid", "views"), of_part("paid", "query_window")
+    rows_read, feature_layers = of_part("paid", "rows_read"), of_part("paid", "feature_layers")
+    query_layers, reads_queries = of_part("paid", "query_layers"), of_part("paid", "reads_queries")
 
     def use_planner(self) -> None:
         self.unpaid.use_planner()
@@ -74,15 +55,6 @@ class UnitedDrafter(Drafter):
         unpaid, paid = self.unpaid.avoid_forks(), self.paid.avoid_forks()
         self._chains = unpaid and paid
         return self._chains
-
-    def feature_layers(self, runner: TargetRunner) -> tuple[int, ...]:
-        return self.paid.feature_layers(runner)
-
-    def query_layers(self, runner: TargetRunner) -> tuple[int, ...]:
-        return self.paid.query_layers(runner)
-
-    def reads_queries(self, sequences: list[Sequence]) -> bool:
-        return self.paid.reads_queries(sequences)
 
     def bind(self, runner: TargetRunner, store: KVStore) -> None:
         self.unpaid.bind(runner, store)

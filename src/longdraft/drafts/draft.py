@@ -6,7 +6,6 @@ import functools
 import logging
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -156,6 +155,10 @@ class TrainedDraft(Draft[Bound]):
     """The kind in messages, where its name is not enough: "EAGLE-3"."""
     counted: ClassVar[str] = "decoder_layers"
     """The number in its configuration of parts that have tensors each."""
+    shape_type: ClassVar[type[Any]]
+    """The dataclass of the module's sizes."""
+    module_type: ClassVar[type[Any]]
+    """The module, made of its sizes."""
 
     def __init__(self, folder: Path | str, contents: DraftFolder) -> None:
         super().__init__(folder)
@@ -187,23 +190,29 @@ class TrainedDraft(Draft[Bound]):
         """
         return cls(folder, draft_folder.load(folder))
 
-    def save(self, folder: Path | str, bits: int | Mapping[str, int] | None = None) -> None:
+    def save(self, folder: Path | str, bits: int | None = None) -> None:
         """Writes the draft to a folder, in our layout, with its card and the record of its training.
 
         Args:
-            bits: 8 or 4 packs its matrices, by a matrix's name where they differ; None: in the dtype they have.
+            bits: 8 or 4 packs its matrices; None: in the dtype they have.
 
         Raises:
             CheckpointError: it cannot be written.
-            ValueError: other bits, or a name that is no matrix's.
+            ValueError: other bits.
         """
         hub.carry(self.folder, Path(folder))
         table = {} if self.ids is None else {OFFSETS: self.ids - torch.arange(len(self.ids), device="cpu")}
         draft_folder.save(folder, DraftFolder(self.kind, self.config, self.weights | table, self.made_for), bits)
 
-    @abstractmethod
+    @functools.cached_property
+    def shape(self) -> Any:
+        """The module's sizes."""
+        return draft_folder.shape_of(self.shape_type, self.config, self.folder, self.label or self.kind)
+
     def module(self) -> nn.Module:
         """The module that :attr:`config` describes, without its weights."""
+        module: nn.Module = self.module_type(self.shape)
+        return module
 
     def needs(self) -> dict[str, Any]:
         """Entries of a target's description that must match even if the folder names no target."""

@@ -72,16 +72,15 @@ def trained(
     return DraftFolder(kind, described, tensors, dict(target))
 
 
-def save(folder: Path | str, draft: DraftFolder, bits: int | Mapping[str, int] | None = None) -> None:
+def save(folder: Path | str, draft: DraftFolder, bits: int | None = None) -> None:
     """Writes a draft folder, with a card if it has none; each file appears whole or not at all.
 
     Args:
-        bits: 8 or 4 packs matrices (:mod:`longdraft.drafts.packed`), by a matrix's name where they differ; None: as
-            they are.
+        bits: 8 or 4 packs matrices (:mod:`longdraft.drafts.packed`); None: as they are.
 
     Raises:
         CheckpointError: when it cannot be written (no space, no permission).
-        ValueError: other bits, or a name that is no matrix's.
+        ValueError: other bits.
     """
     config = {"longdraft_format": FORMAT, "drafter": draft.kind, "target": draft.target} | draft.config
     write(folder, config, draft.tensors if bits is None else packed.packed(draft.tensors, bits))
@@ -123,6 +122,8 @@ def _kind(config: Mapping[str, Any], folder: Path | str) -> str:
         return VARIANTS.get(named, named)
     if "longdraft_format" in config:
         return ""
+    if str(config.get("model_type")).endswith("_assistant"):  # Gemma 4's, which read the target's own KV
+        return "assistant"
     if config.get("dflash_config") or config.get("markov_rank"):
         return "dflash"
     if "eagle3" in str(config.get("architectures")).lower():

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
 from longdraft.drafts import formats
 from longdraft.drafts.draft import TrainedDraft
-from longdraft.drafts.draft_folder import CONFIG, OFFSETS, DraftFolder, shape_of
+from longdraft.drafts.draft_folder import CONFIG, OFFSETS, DraftFolder
 from longdraft.drafts.eagle_formats import KIND, Eagle3Shape, usual_layers
 from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.model.rotary import Rotary
@@ -33,6 +32,7 @@ class EagleDraft(TrainedDraft[Bound]):
     """
 
     kind, label = KIND, "EAGLE-3"
+    shape_type: ClassVar[type[Any]] = Eagle3Shape
     decoder_layers = 1
 
     def __init__(self, folder: Path | str, contents: DraftFolder, rope: dict[str, Any]) -> None:
@@ -66,8 +66,8 @@ class EagleDraft(TrainedDraft[Bound]):
         return cls(folder, *formats.read(folder, rope_theta, head_dim, rope_factor, cls.kind))
 
     @cached_property
-    def shape(self) -> Eagle3Shape:
-        shape = shape_of(Eagle3Shape, self.config, self.folder, self.label)
+    def shape(self) -> Any:
+        shape = super().shape
         if shape.heads % shape.kv_heads:
             raise CheckpointError(f"{self.folder}: {shape.heads} heads are no multiple of {shape.kv_heads} KV heads.")
         return shape
@@ -105,7 +105,7 @@ class EagleDraft(TrainedDraft[Bound]):
     def needs(self) -> dict[str, Any]:
         return {"hidden_size": self.shape.hidden_size} if self.shape.embedding is None else {}
 
-    def save(self, folder: Path | str, bits: int | Mapping[str, int] | None = None) -> None:
+    def save(self, folder: Path | str, bits: int | None = None) -> None:
         if self.layout != "longdraft":
             raise CapabilityError(f"{self.folder} has a layout that others publish: copy the folder as it is.")
         super().save(folder, bits)

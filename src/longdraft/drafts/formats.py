@@ -178,8 +178,9 @@ def mask_token(config: Mapping[str, Any], folder: Path | str) -> int:
     return found
 
 
-def check_mask(token: int, rows: int, folder: Path | str) -> None:
-    """Raises CheckpointError if an embedding of so many rows has none for the mask token."""
+def check_mask(shape: Any, vocabulary: int, folder: Path | str) -> None:
+    """Raises CheckpointError if the draft's embedding, or the target's, has no row for the mask token."""
+    token, rows = shape.mask_token, shape.embedding or vocabulary
     if token >= rows:
         raise CheckpointError(
             f"{MASK_TOKENS[0]} {token} of {folder} is no row of the embedding, which has {rows}: correct its "

@@ -34,13 +34,11 @@ class BoundLM:
     Attributes:
         runner: the model, hosted. It reads ids of the target; its logits are over the draft's vocabulary.
         ids: (draft vocabulary,) target id of each draft id, on the device; None if they are the same.
-        trained_length: tokens of the longest text it was trained on.
         whole: computes forwards of few rows in one kernel call; None without such kernels.
     """
 
     runner: TargetRunner
     ids: torch.Tensor | None
-    trained_length: int
     whole: WholeLM | None = None
 
 
@@ -114,7 +112,7 @@ class TrainedLM(TrainedDraft[BoundLM], SmallLMDraft):
         model = small_models.around(self.sizes, weights, runner.parts.embedding, floats)
         hosted = TargetRunner(model)
         hosted.twin.fused.round()
-        return BoundLM(hosted, ids, self.trained_length, WholeLM.of(hosted))
+        return BoundLM(hosted, ids, WholeLM.of(hosted))
 
 
 class PublishedLM(SmallLMDraft):
@@ -167,4 +165,4 @@ class PublishedLM(SmallLMDraft):
         hosted = TargetRunner(model)
         # In float32 it would take a second copy of the weights; in int8 arithmetic it is the model as it is.
         whole = WholeLM.of(hosted) if hosted.arithmetic == "int8" else None
-        return BoundLM(hosted, None, self.trained_length, whole)
+        return BoundLM(hosted, None, whole)

@@ -29,26 +29,22 @@ BLOCK = 32
 _TRIED = torch.linspace(0.75, 1.2, 19, **FLOATS)
 
 
-def packed(tensors: Mapping[str, torch.Tensor], bits: int | Mapping[str, int]) -> dict[str, torch.Tensor]:
+def packed(tensors: Mapping[str, torch.Tensor], bits: int) -> dict[str, torch.Tensor]:
     """A draft's tensors with its matrices packed. Norms, biases, embeddings of slots and the vocabulary stay.
 
     Args:
-        bits: 8 or 4; by a matrix's name where they differ, and what is not named stays. With 4, matrices whose columns
-            are no multiple of 32 take 8.
+        bits: 8 or 4; with 4, matrices whose columns are no multiple of 32 take 8.
 
     Raises:
-        ValueError: other bits, or a name that is no matrix's.
+        ValueError: other bits.
     """
-    matrices = [name for name, t in tensors.items() if _is_matrix(name, t)]
-    each = bits if isinstance(bits, Mapping) else dict.fromkeys(matrices, bits)
-    if wrong := sorted(set(each.values()) - set(BITS)):
-        raise ValueError(f"matrices are packed in 8 or 4 bits, got {', '.join(map(str, wrong))}")
-    if unknown := sorted(set(each) - set(matrices)):
-        raise ValueError(f"no matrices of this draft: {', '.join(unknown)}. It has {', '.join(matrices)}.")
+    if bits not in BITS:
+        raise ValueError(f"matrices are packed in 8 or 4 bits, got {bits}")
     found = dict(tensors)
-    for name, n in each.items():
-        pack = _pack4 if n == 4 and tensors[name].shape[1] % BLOCK == 0 else _pack8
-        found[name], found[name + SCALES] = pack(tensors[name].float())
+    for name, tensor in tensors.items():
+        if tensor.dim() == 2 and name.endswith("weight") and tensor.is_floating_point():
+            pack = _pack4 if bits == 4 and tensor.shape[1] % BLOCK == 0 else _pack8
+            found[name], found[name + SCALES] = pack(tensor.float())
     return found
 
 
@@ -74,10 +70,6 @@ def unpacked(tensors: Mapping[str, torch.Tensor], folder: Path | str) -> dict[st
             raise _damaged(folder, f"{name} has scales that are not finite")
         found[name] = numbers * scale if wide else _unpack4(numbers, scale)
     return found
-
-
-def _is_matrix(name: str, tensor: torch.Tensor) -> bool:
-    return tensor.dim() == 2 and name.endswith("weight") and tensor.is_floating_point()
 
 
 def _pack8(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,15 +1,16 @@
-"""The contract of a drafter."""
+"""The contracts of a drafter, and of a planner, which :mod:`longdraft.planning` implements."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence as SequenceOf
+from typing import Any, Protocol
 
 from longdraft.engine.event import Event
 from longdraft.engine.sequence import Sequence
 from longdraft.memory.store import KVStore
 from longdraft.model.runner import TargetRunner
-from longdraft.trees.node_limit import NodeLimit
-from longdraft.trees.tree import TokenTree
+from longdraft.trees.tree import NodeLimit, TokenTree
 from longdraft.views.view import View
 
 
@@ -72,7 +73,13 @@ class Drafter(ABC):
         return True
 
     def bind(self, runner: TargetRunner, store: KVStore) -> None:  # noqa: B027
-        """Called once a run, before anything else, with the target and its KV (readable rows may be read)."""
+        """Called once a run, before anything else, with the target and its KV (readable rows may be read).
+
+        Raises:
+            CheckpointError: a draft was made for another target, or its weights cannot be read.
+            UnsupportedModelError: the target has nothing that the draft could share, or is not one to draft for so.
+            MemoryBudgetError: what it needs beside the KV does not fit the memory that is free.
+        """
 
     @abstractmethod
     def propose(self, sequences: list[Sequence], limit: NodeLimit | None = None) -> list[TokenTree]:
@@ -89,3 +96,42 @@ class Drafter(ABC):
 
     def release(self, sequence: Sequence) -> None:  # noqa: B027
         """Called when a sequence has finished."""
+
+
+def of_part(part: str, name: str) -> Any:
+    """An attribute of a drafter that one of its parts has: what it reads of the target, or what it costs."""
+    return property(lambda drafter: getattr(getattr(drafter, part), name))
+
+
+class Plan(Protocol):
+    """Plans the rounds of one run: each asks for a node limit, prunes its trees, and reports what happened."""
+
+    def node_limit(self, sequences: SequenceOf[Sequence], lengths: SequenceOf[int]) -> NodeLimit | None:
+        """Returns how large this round's trees may be; None for no limit.
+
+        Args:
+            lengths: KV rows that a verification reads of each sequence.
+        """
+        ...
+
+    def prune(self, trees: list[TokenTree]) -> list[TokenTree]:
+        """Keeps the nodes of each tree that are worth verifying."""
+        ...
+
+    def observe(self, events: SequenceOf[Event], forwards: int, drafting: float, verifying: float) -> None:
+        """Learns from a round.
+
+        Args:
+            events: one for each sequence.
+            forwards: forwards of the draft.
+            drafting, verifying: seconds.
+        """
+        ...
+
+
+class Planner(Protocol):
+    """Makes a plan for each run."""
+
+    def start(self, drafter: Drafter) -> Plan:
+        """Begins a run of this drafter."""
+        ...

@@ -27,8 +27,7 @@ class Event:
         path: the accepted nodes of ``tree``, the root first.
         emitted: the new tokens: the accepted ones, and one that was not drafted.
         mode: what the logits were computed on. "prefill": the prompt has been read and the first token emitted; the
-            first event of a sequence. Another one follows if the text was read anew, as its length has changed its
-            rows: drafters begin anew, with all tokens but the last one read.
+            first event of a sequence.
         queries: layer -> (query heads, n, head size), after RoPE, for the layers that the drafter wants. At first those
             of the prompt's last tokens, as many as its query window says (fewer if a kept cache left fewer to read);
             later those of the deepest accepted node. The store's rows up to the last query's own can be read.
@@ -46,5 +45,5 @@ class Event:
 
     @property
     def begins(self) -> bool:
-        """True if a text has been read: its sequence's first event, mostly."""
+        """True for a sequence's first event."""
         return self.mode == "prefill"

@@ -12,8 +12,7 @@ from math import log
 from typing import Any, Protocol, runtime_checkable
 
 from longdraft.engine.sequence import Sequence
-from longdraft.trees.node_limit import NodeLimit
-from longdraft.trees.tree import TokenTree
+from longdraft.trees.tree import NodeLimit, TokenTree
 
 # The drafter's probability of a token that the grammar suggests but does not force.
 LIKELY = 0.9

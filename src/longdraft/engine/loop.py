@@ -14,10 +14,9 @@ from dataclasses import replace
 from functools import partial
 
 from longdraft.engine.accept import accept, decide
-from longdraft.engine.drafter import Drafter
+from longdraft.engine.drafter import Drafter, Plan, Planner
 from longdraft.engine.event import Event
 from longdraft.engine.grammar import fitted, with_grammars
-from longdraft.engine.planner import Plan, Planner
 from longdraft.engine.prompts import Prompts, prefill_chunk
 from longdraft.engine.schedule import Schedule
 from longdraft.engine.sequence import Sequence
@@ -118,15 +117,10 @@ class Engine:
         trees = self.drafter.propose(chosen, limit) if chosen else []
         drafted = roots | {s.index: tree for s, tree in zip(chosen, trees, strict=True)}
         # A path of depth k emits k + 1 tokens: deeper nodes than may be emitted are not worth verifying.
-        trees = [fitted(drafted[s.index], s, most).limited(self._room(s) - 1) for s in batch]
+        trees = [fitted(drafted[s.index], s, most).limited(s.remaining - 1) for s in batch]
         if self.runner.rows is not None:  # nor are nodes that take a forward more
             trees = [tree.best(self.runner.rows - 1) for tree in trees]
         return trees
-
-    def _room(self, s: Sequence) -> int:
-        """Tokens that a round may emit: up to the text's end, or up to the one that changes all rows."""
-        switch = self.runner.rope_switch
-        return s.remaining if switch is None or s.length > switch else min(s.remaining, switch + 1 - s.length)
 
     def _decode(self, batch: list[Sequence]) -> list[Step]:
         """Makes a round; counting, timing and the planner's learning follow its events."""
@@ -150,14 +144,15 @@ class Engine:
             PromptError: an empty prompt.
             ContextError: prompt and new tokens exceed the target's context.
         """
-        limit, s = self.runner.context_length, sequence
+        limit, s = self.runner.longest_text(len(sequence.prompt)), sequence
         if not s.prompt:
             raise PromptError("The prompt is empty. Give at least one token.")
         if s.longest > limit:
             raise ContextError(
-                f"The prompt has {len(s.prompt)} tokens; with {s.max_new_tokens} new ones that is {s.longest}, and the "
-                f"model's context holds {limit} ({name_of(self.runner.model)}). Shorten the prompt, ask for fewer new "
-                "tokens, or load the model with a rope_factor (YaRN), which stretches its context."
+                f"The prompt has {len(s.prompt)} tokens; with {s.max_new_tokens} new ones that is {s.longest}, and "
+                f"{name_of(self.runner.model)} decodes {limit} (its context, or the length at which LongRoPE changes "
+                "all rows). Shorten the prompt, ask for fewer new tokens, or load the model with a rope_factor (YaRN), "
+                "which stretches its context."
             )
         if s.index in self.stats:
             raise ValueError(f"there is a sequence {s.index} already")

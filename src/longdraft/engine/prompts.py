@@ -9,7 +9,7 @@ import torch
 
 from longdraft.engine.accept import accept, decide
 from longdraft.engine.drafter import Drafter
-from longdraft.engine.event import Event, Mode
+from longdraft.engine.event import Event
 from longdraft.engine.schedule import Schedule
 from longdraft.engine.sequence import Sequence
 from longdraft.engine.stats import Stats, Step
@@ -64,11 +64,8 @@ class Prompts:
         return self._queries.pop(s.index, None) is not None
 
     def pending(self, s: Sequence) -> bool:
-        """True if a sequence's prompt is still to be read; or its text, anew, as its length has changed its rows."""
-        if not s.output or s.index in self._queries:
-            return True
-        changes = self._runner.rope_switch is not None and s.finish_reason is None
-        return changes and self._cache.kinds[s.slot] != self._runner.rows_kind(s.length)
+        """True if a sequence's prompt is still to be read."""
+        return not s.output or s.index in self._queries
 
     def read(self, reading: list[Sequence], stats: dict[int, Stats]) -> list[Step]:
         """Reads pieces of prompts, until they have :attr:`chunk` tokens together."""
@@ -76,35 +73,28 @@ class Prompts:
         read = 0
         for s in reading:
             while self.pending(s) and read < self.chunk:
-                # A text that is read anew was in decoding, which this takes a part of.
-                mode: Mode = "full" if s.output else "prefill"
                 start = time.perf_counter()
-                # A token that has been emitted is the root of the next round.
-                text = s.tokens[:-1] if s.output else s.prompt
                 if s.index not in self._queries:
-                    kept = self._begin(s, text)
-                    if not s.output:
-                        stats[s.index].cached = kept
+                    stats[s.index].cached_tokens = self._begin(s)
                 before = self._store.lengths[s.slot]
-                emitted = self._read_piece(s, text, before)
+                emitted = self._read_piece(s, before)
                 now = self._store.lengths[s.slot]
                 read += now - before
-                seconds, done = time.perf_counter() - start, min(now, len(s.prompt))
-                steps.append(Step(s.index, emitted, 0, 0, 0, mode, seconds, done, s.finish_reason))
+                steps.append(
+                    Step(s.index, emitted, 0, 0, 0, "prefill", time.perf_counter() - start, now, s.finish_reason)
+                )
         return steps
 
-    def _begin(self, s: Sequence, text: list[int]) -> int:
-        """Puts what was kept of a text's beginning into its slot; returns its tokens."""
-        if s.output:
-            self._schedule.close(s)  # rows of the shorter text
+    def _begin(self, s: Sequence) -> int:
+        """Puts what was kept of a prompt's beginning into its slot; returns its tokens."""
         piece = 1 if self._keeps_outputs else self.chunk
         if s.sampler.prompt_reader is not None or not s.reuse or self._whole:
-            piece = len(text)  # nothing that was kept: it has no logits, or is not wanted
+            piece = len(s.prompt)  # nothing that was kept: it has no logits, or is not wanted
         self._queries[s.index] = {layer: [] for layer in self._layers}
-        return self._cache.begin(s.slot, text, piece, self._runner.rows_kind(s.length))
+        return self._cache.begin(s.slot, s.prompt, piece, self._runner.rows_kind(len(s.prompt)))
 
-    def _read_piece(self, s: Sequence, text: list[int], start: int) -> tuple[int, ...]:
-        """Reads a text from token ``start`` on; the logits of a prompt's last token give the first new one.
+    def _read_piece(self, s: Sequence, start: int) -> tuple[int, ...]:
+        """Reads a prompt from token ``start`` on; the logits of its last token give the first new one.
 
         Pieces end at multiples of :attr:`chunk`, whoever drafts and whoever else is there: rows that are read together
         get the same bits.
@@ -112,13 +102,12 @@ class Prompts:
         Returns:
             The token that was emitted, if any.
         """
-        store, window = self._store, self._drafter.query_window
-        end = min(len(text), (start // self.chunk + 1) * self.chunk)
-        last, anew = end == len(text), bool(s.output)
-        taps = Taps(queries=self._layers) if end > len(text) - window else NO_TAPS
-        block = store.block([s.slot], [text[start:end]], prompt=True, text=s.length)
-        reader = None if anew else s.sampler.prompt_reader
-        logits: Literal["all", "last", "none"] = "all" if reader else "last" if last and not anew else "none"
+        store, window, length = self._store, self._drafter.query_window, len(s.prompt)
+        end = min(length, (start // self.chunk + 1) * self.chunk)
+        taps = Taps(queries=self._layers) if end > length - window else NO_TAPS
+        block = store.block([s.slot], [s.prompt[start:end]], prompt=True, text=length)
+        reader = s.sampler.prompt_reader
+        logits: Literal["all", "last", "none"] = "all" if reader else "last" if end == length else "none"
         out = self._runner.forward(block, store, logits=logits, taps=taps, check=False)
         store.commit(s.slot, range(end - start))
         if reader is not None and out.logits is not None:
@@ -126,15 +115,14 @@ class Prompts:
             out.logits = out.logits[:, -1:]
         for layer, q in out.queries.items():
             self._queries[s.index][layer].append(q[0])
-        if not last:
+        if end < length:
             return ()
-        root = TokenTree((text[-1],), (-1,))
-        emitted: tuple[int, ...] = ()
-        if not anew and out.logits is not None:
-            (decided,) = decide([(root, out.logits[0], s.sampler)], self._runner.model)
-            emitted = accept(root, out.logits[0], s.sampler, s.ids, s.emit, decided).tokens
+        assert out.logits is not None
+        root = TokenTree((s.prompt[-1],), (-1,))
+        (decided,) = decide([(root, out.logits[0], s.sampler)], self._runner.model)
+        emitted = accept(root, out.logits[0], s.sampler, s.ids, s.emit, decided).tokens
         pieces = self._queries.pop(s.index)
         queries = {layer: torch.cat(q, dim=1)[:, -window:] for layer, q in pieces.items()}
-        self._cache.remember(s.slot, text)
-        self._drafter.observe(Event(s, root, emitted=emitted or (s.output[-1],), mode="prefill", queries=queries))
+        self._cache.remember(s.slot, s.prompt)
+        self._drafter.observe(Event(s, root, emitted=emitted, mode="prefill", queries=queries))
         return emitted

@@ -110,7 +110,7 @@ class Schedule:
         return verified.event(accepted)
 
     def close(self, sequence: Sequence) -> None:
-        """Called when a sequence has finished, or is read anew: its slot keeps exact rows alone."""
+        """Called when a sequence has finished: its slot keeps exact rows alone."""
 
 
 def verify_trees(

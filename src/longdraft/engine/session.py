@@ -7,13 +7,11 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from longdraft.engine.draws import Draws
 from longdraft.engine.loop import Engine
 from longdraft.engine.request import Prompt, Request, stops_of
-from longdraft.engine.sampler import Sampler, Sampling
-from longdraft.engine.sequence import Sequence, StopRule
+from longdraft.engine.sampler import Draws, Sampler, Sampling
+from longdraft.engine.sequence import FinishReason, Sequence, StopRule
 from longdraft.engine.stats import Result, Step
-from longdraft.engine.stopping import eos_rule, stop_string_rule
 from longdraft.engine.streaming import Piece, TextStream
 from longdraft.engine.texts import Texts
 from longdraft.errors import RequestError
@@ -68,6 +66,7 @@ class Session:
         self._engine, self._texts, self._method, self._exact = engine, texts, method, exact
         self._entries: dict[int, _Entry] = {}
         self._next = 0
+        self.prefill_seconds = self.decode_seconds = 0.0
 
     def __repr__(self) -> str:
         ended = sum(map(self.ended, self._entries))
@@ -107,8 +106,10 @@ class Session:
         """
         steps = self._engine.step()
         decoding = sum(step.seconds for step in steps if step.mode != "prefill")
+        self.decode_seconds += decoding
         for step in steps:
             if step.mode == "prefill":
+                self.prefill_seconds += step.seconds
                 self._entries[step.sequence].prefill_seconds += step.seconds
             else:
                 self._entries[step.sequence].decode_seconds += decoding
@@ -159,27 +160,22 @@ class Session:
         return result
 
     def _result(self, number: int, prefill_seconds: float, decode_seconds: float) -> Result:
-        entry, stats = self._entries[number], self._engine.stats[number]
+        entry, runner = self._entries[number], self._engine.runner
         s = entry.sequence
         return Result(
             text=self._text(entry),
             token_ids=list(s.output),
             prompt_tokens=len(s.prompt),
-            cached_tokens=stats.cached,
             method=self._method,
-            exact=self._exact and not self._engine.runner.kv_is_rounded,
+            exact=self._exact and not runner.kv_is_rounded,
             finish_reason=s.finish_reason or "cancelled",
             prefill_seconds=prefill_seconds,
             decode_seconds=decode_seconds,
-            rounds=stats.rounds,
-            drafted=stats.drafted,
-            accepted=stats.accepted,
-            partial_rounds=stats.rounds_by_mode["partial"],
-            partial_tokens=stats.partial_tokens,
-            peak_memory_bytes=sizes.peak_bytes(self._engine.runner.device),
+            peak_memory_bytes=sizes.peak_bytes(runner.device),
             from_draft=list(entry.from_draft),
             pieces=list(entry.pieces),
-            arithmetic=self._engine.runner.arithmetic,
+            arithmetic=runner.arithmetic,
+            **vars(self._engine.stats[number]),
         )
 
     def _text(self, entry: _Entry) -> str:
@@ -205,8 +201,6 @@ class Generation(Session):
         for request in requests:
             self.add(request)
         self._cancelled = cancelled
-        self.prefill_seconds = 0.0
-        self.decode_seconds = 0.0
         self._steps = self._run()
 
     @property
@@ -219,12 +213,7 @@ class Generation(Session):
             if self._cancelled():
                 for number in self._entries:
                     self.abort(number)
-            for step in self.step():
-                if step.mode == "prefill":
-                    self.prefill_seconds += step.seconds
-                else:
-                    self.decode_seconds += step.seconds
-                yield step
+            yield from self.step()
 
     def __iter__(self) -> Iterator[Step]:
         return self._steps
@@ -234,6 +223,31 @@ class Generation(Session):
         for _ in self._steps:
             pass
         return [self._result(number, self.prefill_seconds, self.decode_seconds) for number in self._entries]
+
+
+def eos_rule(eos: frozenset[int]) -> StopRule:
+    """Finishes at any of several end-of-sequence tokens."""
+
+    def rule(s: Sequence) -> FinishReason | None:
+        return "eos" if s.output[-1] in eos else None
+
+    return rule
+
+
+def stop_string_rule(stops: tuple[str, ...], decode: Callable[[list[int]], str]) -> StopRule:
+    """Finishes when a stop string appears in the output's text, wherever token borders fall.
+
+    Args:
+        decode: token ids to text, with special tokens if a stop string names one.
+    """
+    # A stop string of k bytes spans at most k tokens, and k UTF-8 characters are at most 4k bytes.
+    window = 4 * max(map(len, stops)) + 8
+
+    def rule(s: Sequence) -> FinishReason | None:
+        tail = decode(s.output[-window:])
+        return "stop" if any(stop in tail for stop in stops) else None
+
+    return rule
 
 
 def _sequence(engine: Engine, texts: Texts, index: int, request: Request) -> Sequence:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
 
 from longdraft.engine.event import Event, Mode
@@ -30,8 +29,8 @@ class Step:
         finish_reason: set on a sequence's last step.
         pieces: the emitted text, each piece with whether it was drafted; none without a tokenizer. An incomplete
             character, and what may be the beginning of a stop string, come with a later step.
-        tree: the verified tree, rooted at the token before; None if nothing was verified: the text was read, perhaps
-            anew ("full"), or the sequence was aborted.
+        tree: the verified tree, rooted at the token before; None if nothing was verified: the prompt was
+            read, or the sequence was aborted.
         path: its accepted nodes, the root first.
     """
 
@@ -122,23 +121,24 @@ class Result:
         return (self.new_tokens - 1) / self.rounds if self.rounds else 0.0
 
 
+@dataclass
 class Stats:
-    """Counts the rounds of one sequence."""
+    """Counts the rounds of one sequence; the names are those of its :class:`Result`."""
 
-    def __init__(self) -> None:
-        self.drafted = self.accepted = self.partial_tokens = 0
-        self.cached = 0  # prompt tokens that need not be read
-        self.rounds_by_mode: Counter[Mode] = Counter()
-
-    @property
-    def rounds(self) -> int:
-        return sum(self.rounds_by_mode.values())
+    cached_tokens: int = 0
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    partial_rounds: int = 0
+    partial_tokens: int = 0
 
     def count(self, event: Event) -> None:
-        self.rounds_by_mode[event.mode] += 1
+        self.rounds += 1
         self.drafted += event.tree.drafted
         self.accepted += event.accepted
-        self.partial_tokens += len(event.emitted) if event.mode == "partial" else 0
+        if event.mode == "partial":
+            self.partial_rounds += 1
+            self.partial_tokens += len(event.emitted)
 
 
 def step_of(sequence: Sequence, event: Event) -> Step:

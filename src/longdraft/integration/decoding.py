@@ -22,10 +22,9 @@ from transformers.generation.stopping_criteria import (
 )
 
 from longdraft.engine import processors
-from longdraft.engine.draws import Draws
+from longdraft.engine.drafter import Planner
 from longdraft.engine.loop import Engine
-from longdraft.engine.planner import Planner
-from longdraft.engine.sampler import Sampler
+from longdraft.engine.sampler import Draws, Sampler
 from longdraft.engine.sequence import FinishReason, Sequence
 from longdraft.errors import CapabilityError
 from longdraft.integration import requests
@@ -89,7 +88,9 @@ def decode(
         shown = row.tolist()
         sequences.append(Sequence(i, prompt.tolist(), new_tokens, runner.device, shown, sampler.greedy, sampler))
     support.check_length(runner.model, max(len(s.prompt) for s in sequences) + new_tokens, drafter.max_nodes)
-    endings = Endings(sequences, stopping_criteria, _pad(config), given.streamer)
+    settled = getattr(config, "_pad_token_tensor", None)  # what generate has settled on
+    pad = config.pad_token_id if settled is None else int(settled)
+    endings = Endings(sequences, stopping_criteria, pad, given.streamer)
     # A planner may measure for a while: the last thing before work begins.
     engine = Engine(runner, drafter, chosen.schedule(), planner=planner(), slots=rows)
     for s in sequences:
@@ -176,11 +177,3 @@ class Endings:
         """New tokens of the longest row; None if that is not known yet."""
         known = [end for end in self._ends if end is not None]
         return max(known) if len(known) == len(self._ends) else None
-
-
-def _pad(config: Any) -> int | None:
-    """The padding token that ``generate`` has settled on; None if there is none."""
-    pad = getattr(config, "_pad_token_tensor", None)
-    if pad is None:
-        pad = config.pad_token_id
-    return None if pad is None else int(pad)

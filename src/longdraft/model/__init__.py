@@ -7,5 +7,5 @@ With engine and integration the only room that touches transformers. May import:
   trial (what it is compared with), own_code, recurrent, positions, long_rope.
 - Fast: fused (all layers in one call), whole_lm; on a GPU ``gpu/``.
 - Exact by row: rows, experts, quantised.
-- Parts for drafts: shared_parts, small_models, own_layer, assistants, companions, rotary, key_rotation.
+- Parts for drafts: shared_parts, small_models, own_layer, companions, rotary, key_rotation.
 """

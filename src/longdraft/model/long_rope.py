@@ -3,7 +3,7 @@
 transformers chooses the factors anew in each forward, by its last position. A piece of a long prompt, a batch, or a
 tree that reaches beyond the switch would get factors that one text, read as a whole, does not get. Ours go by the text
 that a row is the last token of: the row's own position, or the length of the prompt that it is a part of
-(``Block.text``). A text that grows beyond the switch is read anew (``engine/loop.py``).
+(``Block.text``). A text that would grow beyond the switch is refused (``TargetRunner.longest_text``).
 """
 
 from __future__ import annotations

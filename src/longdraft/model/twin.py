@@ -88,11 +88,7 @@ class Twin:
 
     @cached_property
     def parts(self) -> SharedParts:
-        """The parts that a trained draft shares with the model.
-
-        Raises:
-            UnsupportedModelError: the model takes no trained drafts.
-        """
+        """The parts that a trained draft shares with the model; raises as :func:`shared_parts`."""
         return shared_parts(self.model)
 
     @property

@@ -242,7 +242,7 @@ void score_block(const Queries &in, const Text &text, int64_t a, int64_t keys, f
       score_rows<R.value>(in.q + r * in.d, in.d, kt, kt_row, keys, share(next, kt_row, in.d), s + r * BLOCK);
     });
   };
-  if (text.format == FLOAT32 && text.k_row != 1) {
+  if (text.format == Kept::FLOAT32 && text.k_row != 1) {
     transpose_block(static_cast<float *>(text.k) + a * text.k_row, text.k_row, keys, in.d, turned);
     score_keys(turned, BLOCK, turned);
   } else {

@@ -15,27 +15,27 @@ namespace {
 void score_chunks(const Choice &in, const float *q, int64_t layer, int64_t head, float *scores, float *room) {
   const int64_t rows = in.group * in.rows, place = layer * in.layer + head * in.head + in.first;
   float *bounds = room, *other = bounds + rows * BLOCK, *positive = other + rows * BLOCK, *negative = positive + rows * in.d;
-  if (in.kind == QUEST) {
+  if (in.kind == Scorer::QUEST) {
     for (int64_t i = 0; i < rows * in.d; i++) {
       positive[i] = std::max(q[i], 0.0f);
       negative[i] = std::min(q[i], 0.0f);
     }
   }
   const auto score = [&](const float *queries, const float *summaries, int64_t a, int64_t count, float *s) {
-    const Text text{const_cast<float *>(summaries + place), nullptr, 1, in.dim, 0, FLOAT32, nullptr, nullptr};
+    const Text text{const_cast<float *>(summaries + place), nullptr, 1, in.dim, 0, Kept::FLOAT32, nullptr, nullptr};
     score_block({queries, rows, in.d, {}}, text, a, count, s, nullptr);
   };
   const int64_t chunks = in.behind - in.first;
   for (int64_t a = 0; a < chunks; a += BLOCK) {
     const int64_t count = std::min(BLOCK, chunks - a);
-    if (in.kind == MEAN) {
+    if (in.kind == Scorer::MEAN_KEY) {
       score(q, in.mean, a, count, bounds);
     } else {
-      score(in.kind == QUEST ? positive : q, in.largest, a, count, bounds);
-      score(in.kind == QUEST ? negative : q, in.smallest, a, count, other);
+      score(in.kind == Scorer::QUEST ? positive : q, in.largest, a, count, bounds);
+      score(in.kind == Scorer::QUEST ? negative : q, in.smallest, a, count, other);
       for (int64_t r = 0; r < rows; r++) {
         for (int64_t j = r * BLOCK; j < r * BLOCK + count; j++) {
-          bounds[j] = in.kind == QUEST ? bounds[j] + other[j] : std::max(bounds[j], other[j]);
+          bounds[j] = in.kind == Scorer::QUEST ? bounds[j] + other[j] : std::max(bounds[j], other[j]);
         }
       }
     }
@@ -55,7 +55,7 @@ void score_chunks(const Choice &in, const float *q, int64_t layer, int64_t head,
 // The same for kinds that read the keys: the scores of all rows, block by block, which are then reduced.
 void score_by_keys(const Choice &in, const float *q, int64_t layer, int64_t head, float *scores, Scratch &scratch) {
   constexpr int64_t POOL = 5;  // neighbours over which SnapKV averages
-  const int64_t rows = in.group * in.rows, end = in.kind == ATTENTION ? in.n : in.behind * in.chunk;
+  const int64_t rows = in.group * in.rows, end = in.kind == Scorer::ATTENTION ? in.n : in.behind * in.chunk;
   const int64_t blocks = (end + BLOCK - 1) / BLOCK, each = rows * BLOCK;
   float *all = scratch.of((blocks + 1) * (each + BLOCK) + in.d * BLOCK), *mass = all + blocks * each;
   float *turned = mass + (blocks + 1) * BLOCK;
@@ -67,7 +67,7 @@ void score_by_keys(const Choice &in, const float *q, int64_t layer, int64_t head
   }
   const int64_t chunks = in.behind - in.first;
   std::fill_n(scores, chunks, 0.0f);
-  if (in.kind == TOKENS) {
+  if (in.kind == Scorer::TOKENS) {
     for (int64_t r = 0; r < rows; r++) {
       for (int64_t c = 0; c < chunks; c++) {
         float best = NEVER;
@@ -103,7 +103,7 @@ void score_by_keys(const Choice &in, const float *q, int64_t layer, int64_t head
   }
   for (int64_t c = 0; c < chunks; c++) {
     for (int64_t j = (in.first + c) * in.chunk; j < (in.first + c + 1) * in.chunk; j++) {
-      if (in.kind == ATTENTION) {
+      if (in.kind == Scorer::ATTENTION) {
         scores[c] += mass[j];
         continue;
       }
@@ -175,7 +175,7 @@ void copy_pieces(const Text &text, const Text &copy, int64_t d, const std::vecto
 }
 
 void copy_pieces(const Text &text, const Text &copy, int64_t d, const std::vector<Piece> &pieces) {
-  (text.format == FLOAT16 ? copy_pieces<Half> : copy_pieces<float>)(text, copy, d, pieces);
+  (text.format == Kept::FLOAT16 ? copy_pieces<Half> : copy_pieces<float>)(text, copy, d, pieces);
 }
 
 // Updates held (count,), the chunk in each place of a copy, to the chosen chunks. Chunks that are there already stay in their
@@ -243,7 +243,7 @@ Code longdraft_choose(const Choice *choice, const float *queries, int64_t *chose
     float *scores = own.of(of_scores + of_order + 2 * rows * (BLOCK + in.d));
     auto *order = reinterpret_cast<int64_t *>(scores + of_scores);
     const float *q = queries + item * rows * in.d;
-    if (in.kind >= TOKENS) {
+    if (in.kind >= Scorer::TOKENS) {
       score_by_keys(in, q, item / in.heads, item % in.heads, scores, of_keys);
     } else {
       score_chunks(in, q, item / in.heads, item % in.heads, scores, scores + of_scores + of_order);

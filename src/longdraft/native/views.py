@@ -8,13 +8,13 @@ from collections.abc import Mapping
 import torch
 
 from longdraft.native.boundary import WHOLE, address
-from longdraft.native.header import STRUCTURES
+from longdraft.native.header import ENUMS, STRUCTURES
 from longdraft.native.library import Kernels
 from longdraft.native.scaled import KeptRows
 from longdraft.native.structures import keys_values
 
-# Scorers in the order of kernels.h; the first three read only summaries. And the kinds of summaries.
-KINDS = ("mean-key", "minmax", "quest", "tokens", "attention", "snapkv")
+# Scorers; the first three read only summaries. And the kinds of summaries.
+KINDS = tuple(name.lower().replace("_", "-") for name in ENUMS["Scorer"])
 BY_SUMMARIES = KINDS[:3]
 SUMMARIES = ("largest", "smallest", "mean")
 

@@ -12,19 +12,19 @@ import logging
 import platform
 import random
 import time
-import uuid
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import product
 from pathlib import Path
 
 import torch
 
 from longdraft import native
-from longdraft.errors import MemoryBudgetError, reason_of
-from longdraft.files import read_json
+from longdraft.errors import CheckpointError, MemoryBudgetError, reason_of
+from longdraft.files import read_json, replacing
 from longdraft.folders import cache_folder
 from longdraft.memory.store import KVStore
 from longdraft.model.checkpoints import Progress
@@ -187,7 +187,11 @@ def table_for(
     logger.info(line)
     table = (measured_by or measure)(runner, done=stages(line, progress))
     if table is not None:
-        _write(file, key, table)
+        try:
+            with replacing(file) as part:
+                part.write_text(json.dumps({"key": key, "table": asdict(table)}, indent=1) + "\n", encoding="utf-8")
+        except CheckpointError as error:  # it is measured again the next time
+            logger.info("The table of costs cannot be kept: %s", error)
     return table
 
 
@@ -264,25 +268,17 @@ def _filled_store(runner: TargetRunner, length: int, rows: int) -> KVStore:
     return store
 
 
-def _tree(nodes: int, vocabulary: int, chain: bool) -> TokenTree:
-    """A tree of tokens that differ, as a draft's do: a mixture of experts reads more of them for more tokens. It is a
-    chain, or has a branch at every second node, as what is drafted for the target."""
-    tokens = tuple(_tokens.randrange(vocabulary) for _ in range(nodes))
-    return TokenTree(tokens, tuple(i - 1 if chain or not i else (i - 1) // 2 * 2 for i in range(nodes)))
-
-
 def _time(runner: TargetRunner, store: KVStore, rows: int) -> float:
-    tree = _tree(rows, runner.vocab_size, runner.forks_cost)
-    _wait(runner.device)
+    """Seconds of a forward over a chain, or a tree with a branch at every second node, as what is drafted.
+    Its tokens differ, as a draft's do: a mixture of experts reads more of them for more tokens."""
+    tokens = tuple(_tokens.randrange(runner.vocab_size) for _ in range(rows))
+    parents = tuple(i - 1 if runner.forks_cost or not i else (i - 1) // 2 * 2 for i in range(rows))
+    wait = partial(torch.cuda.synchronize, runner.device) if runner.device.type == "cuda" else lambda: None
+    wait()
     start = time.perf_counter()
-    runner.verify(tree_block(store, [0], [tree]), store)
-    _wait(runner.device)
+    runner.verify(tree_block(store, [0], [TokenTree(tokens, parents)]), store)
+    wait()
     return time.perf_counter() - start
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _key(runner: TargetRunner) -> dict[str, object]:
@@ -305,28 +301,13 @@ def _read(file: Path, key: dict[str, object]) -> CostTable | None:
     """Reads a kept table; returns None if there is none, or none that can be read."""
     try:
         content = read_json(file)
-        if content["key"] != key:
-            return None
-        table = content["table"]
-        return CostTable(tuple(table["lengths"]), tuple(table["rows"]), tuple(map(tuple, table["seconds"])))
+        kept = content["table"] if content["key"] == key else None
+        return kept and CostTable(tuple(kept["lengths"]), tuple(kept["rows"]), tuple(map(tuple, kept["seconds"])))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         logger.warning("The costs in %s cannot be read, and are measured anew: %s.", file, reason_of(error))
         return None
-
-
-def _write(file: Path, key: dict[str, object], table: CostTable) -> None:
-    """Keeps a table; if that fails, it is measured again the next time."""
-    temporary = file.with_name(f".{file.name}.{uuid.uuid4().hex}")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps({"key": key, "table": asdict(table)}, indent=1) + "\n", encoding="utf-8")
-        temporary.replace(file)
-    except OSError as error:
-        logger.info("The table of costs cannot be kept in %s: %s", file, error.strerror)
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
 
 
 def cpu_name() -> str:

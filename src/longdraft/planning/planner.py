@@ -22,8 +22,7 @@ from longdraft.engine.event import Event
 from longdraft.engine.sequence import Sequence
 from longdraft.planning.chances import Chances, Gain, PriorGain
 from longdraft.planning.costs import OUTLIER, Costs, CostTable
-from longdraft.trees.node_limit import NodeLimit
-from longdraft.trees.tree import TokenTree
+from longdraft.trees.tree import NodeLimit, TokenTree
 
 # Plain steps that a draft forward is believed to take before one was measured.
 FORWARD = 0.15
@@ -71,18 +70,13 @@ class Planner:
 
 
 class Plan:
-    """Plans the rounds of one run: each asks for a node limit, prunes its trees, and reports what happened."""
+    """The plan of one run, as :class:`longdraft.engine.drafter.Plan` says it."""
 
     def __init__(self, planner: Planner, drafter: Drafter | None = None) -> None:
         self._planner, self._costs, self._drafter = planner, planner.costs, drafter
         self._gains: dict[int, Gain] = {}  # of each text
 
     def node_limit(self, sequences: SequenceOf[Sequence], lengths: SequenceOf[int] | None = None) -> NodeLimit:
-        """Returns how large this round's trees may be.
-
-        Args:
-            lengths: rows of KV that a verification reads of each sequence; None: all of its text.
-        """
         planner = self._planner
         self._sequences = list(sequences)
         self._lengths = [len(s.prompt) + len(s.output) for s in sequences] if lengths is None else list(lengths)
@@ -109,13 +103,6 @@ class Plan:
         return self._trees
 
     def observe(self, events: SequenceOf[Event], forwards: int, drafting: float, verifying: float) -> None:
-        """Learns from the round.
-
-        Args:
-            events: one for each sequence.
-            forwards: forwards of the draft.
-            drafting, verifying: seconds.
-        """
         planner = self._planner
         if not planner.timed:
             drafting, verifying = 0.0, self._verification(self._rows())

@@ -131,7 +131,8 @@ class Service:
         if method not in settings.methods:
             message = f"This server decodes with {', '.join(settings.methods)}, not {method!r}."
             raise ApiError(400, message, param="method")
-        room = settings.context - len(prompt)
+        runner = self.speculator(settings.methods[0]).runner()
+        room = min(settings.context, runner.longest_text(len(prompt))) - len(prompt)
         if room < 1:
             message = (
                 f"The prompt has {len(prompt)} tokens; this server's context holds {settings.context}, with the answer."

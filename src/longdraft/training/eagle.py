@@ -18,9 +18,8 @@ from torch.nn import functional as F
 from longdraft.drafters.eagle import EagleBlock, EagleDraft
 from longdraft.drafts.eagle_formats import EAGLE, EagleShape
 from longdraft.drafts.formats import THETA
-from longdraft.errors import UnsupportedModelError
 from longdraft.model.rotary import Rotary, yarn
-from longdraft.model.shared_parts import SharedParts, norm_before_head
+from longdraft.model.shared_parts import SharedParts
 from longdraft.training.config import DEPTH, EagleConfig
 from longdraft.training.eagle3 import Eagle3Trainee
 from longdraft.training.loop import Report
@@ -67,8 +66,6 @@ def train_eagle(config: EagleConfig, progress: Progress = silent, stop: Stop = n
     init = None if config.init is None else EagleDraft.load(config.init)
     session = begin(config, DEPTH, progress, stop)
     runner = session.runner
-    if (norm := norm_before_head(runner.model)) is None:
-        raise UnsupportedModelError(f"{type(runner.model).__name__} has no norm before its head, which EAGLE reads.")
     layers: tuple[int, ...] = (runner.depth - 1,)
     if init is None:
         rope = yarn(float(config.rope_theta or runner.parts.description.get("rope_theta") or THETA))
@@ -80,8 +77,7 @@ def train_eagle(config: EagleConfig, progress: Progress = silent, stop: Stop = n
     else:
         init.check(runner)
         block, rope, layers = init.trainable(), init.rope, init.feature_layers(runner)
-    # Calls, not modules: they are the target's, and no part of the block.
-    block.borrow(norm.__call__, lambda out: out)
+    block.borrow(runner, lambda out: out)
     trainee = EagleTrainee(block, runner.parts, Rotary(block.shape.head_dim, rope, device=runner.device), config)
     described = block.shape.as_dict() | {
         "feature_layers": list(layers),

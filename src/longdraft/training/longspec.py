@@ -12,8 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from longdraft.drafters.longspec import KIND, LongSpecDraft, check_rotary
-from longdraft.drafters.shared.longspec_block import LongSpecBlock, LongSpecShape
+from longdraft.drafters.longspec import KIND, LongSpecBlock, LongSpecDraft, LongSpecShape, check_rotary
 from longdraft.training.attention import attend
 from longdraft.training.config import TrainConfig
 from longdraft.training.features import Features

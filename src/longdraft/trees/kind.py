@@ -23,8 +23,7 @@ import torch
 
 from longdraft.attention.transfer import Fetched
 from longdraft.trees.level import Expand, Foresee, Growth, Lift, Likeliest, Scored, root_level, to_trees
-from longdraft.trees.node_limit import NodeLimit
-from longdraft.trees.tree import TokenTree
+from longdraft.trees.tree import NodeLimit, TokenTree
 
 # LongSpec, appendix E.
 BEAM = (4, 16, 16, 16, 16)

@@ -16,10 +16,8 @@ import torch
 from longdraft.memory.store import KVStore
 from longdraft.native.scaled import KeptRows
 from longdraft.native.views import BY_SUMMARIES
-from longdraft.views.kernels import view_kernels
 from longdraft.views.scorers import SCORERS
-from longdraft.views.summaries import Summaries
-from longdraft.views.together import text_of, together
+from longdraft.views.summaries import Summaries, text_of, together, view_kernels
 from longdraft.views.view import View
 
 # For each layer (Hq, M, d), after RoPE, the newest last.
@@ -34,8 +32,6 @@ class TrueCache:
         new_store: makes a store of (slots, capacity).
         view: which rows are chosen, and how many new ones there is room for.
         scratch: rows of a forward that are written behind them.
-        first: layers from this one on are copied.
-        summaries: keep summaries of the chunks if the scorer can use them, so that choosing need not read all keys.
 
     Attributes:
         store: a slot's first rows are copies, the committed rows behind them wait. A forward on it needs ``bases``,
@@ -45,24 +41,16 @@ class TrueCache:
         MemoryBudgetError: it does not fit the memory that is free.
     """
 
-    def __init__(
-        self,
-        full: KVStore,
-        new_store: Callable[[int, int], KVStore],
-        view: View,
-        scratch: int,
-        first: int = 0,
-        summaries: bool = True,
-    ) -> None:
-        self.full, self.view, self._first = full, view, first
+    def __init__(self, full: KVStore, new_store: Callable[[int, int], KVStore], view: View, scratch: int) -> None:
+        self.full, self.view = full, view
         # No text has more rows than the full store.
         self.store = new_store(full.slots, min(view.capacity, full.capacity) + scratch)
         self.store.share_states(full)
         # Rows of each slot's copies; the last of them are rows [start, end) of the text.
         self._sizes, self._starts, self._ends = ([0] * full.slots for _ in range(3))
         scorer = SCORERS[view.scorer]
-        kinds = scorer.summaries if summaries and scorer is not None else ()
-        self.summaries = Summaries(full, view.chunk, kinds) if kinds else None
+        # So that choosing need not read all keys.
+        self.summaries = Summaries(full, view.chunk, scorer.summaries) if scorer and scorer.summaries else None
         # Slot -> chunks (layers, Hkv, c) that each place of its copy holds, if our kernels copy.
         self._held: dict[int, torch.Tensor] = {}
         self._chooses, self._copies = view_kernels(full), view_kernels(full, self.store)
@@ -95,12 +83,10 @@ class TrueCache:
             self._copies.copy_rows(*self._text_and_copies(), slot, range(rows.start, rows.stop), places.start)
         elif rows.start < rows.stop:
             # Not by `layer`: a store off the device would fetch whole layers for these few rows.
-            layers = slice(self._first, self.full.shape.layers)
-            for portion in self.full.portions if not self._first else [layers]:
-                to = portion if not self._first else slice(None)
-                new = self.full.stored(slot, portion, self.full.capacity)
+            for layers in self.full.portions:
+                new = self.full.stored(slot, layers, self.full.capacity)
                 for source, target in zip(new, (self.store.keys, self.store.values), strict=True):
-                    target[to, slot, :, places] = source[:, :, rows].to(self.full.shape.dtype)
+                    target[layers, slot, :, places] = source[:, :, rows].to(self.full.shape.dtype)
         self.store.lengths[slot] = places.stop
         return False
 
@@ -150,25 +136,22 @@ class TrueCache:
         self._sizes[slot], self._starts[slot], self._ends[slot] = size, start, end
 
     def _text_and_copies(self) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[KeptRows, KeptRows]]:
-        layers = slice(self._first, None)
-        return (self.full.keys[layers], self.full.values[layers]), (self.store.keys, self.store.values)
+        return (self.full.keys, self.full.values), (self.store.keys, self.store.values)
 
     def _chosen(self, slot: int, end: int, queries: Queries | None) -> torch.Tensor | None:
         """Chooses the chunks of all layers at once, (layers, Hkv or 1, c); None if layers have to choose singly."""
-        layers = range(self._first, self.full.shape.layers)
-        latest = self.view.unscored(end, queries is not None)
+        layers, latest = self.full.shape.layers, self.view.unscored(end, queries is not None)
         if latest is not None:
-            return torch.arange(latest.start, latest.stop, device=self.full.device).expand(len(layers), 1, -1)
+            return torch.arange(latest.start, latest.stop, device=self.full.device).expand(layers, 1, -1)
         assert queries is not None
         scorer, reduction = self.view.scorer, self.view.reduction
         supported = self.summaries is not None if scorer in BY_SUMMARIES else reduction != "max"
-        if self._chooses is None or self.view.shared or not supported:
+        if self._chooses is None or not supported:
             return None
         kept = None if self.summaries is None else self.summaries.of(slot)
-        kept = None if kept is None else {kind: x[self._first :] for kind, x in kept.items()}
-        stacked = _of(queries, slice(layers.start, layers.stop))
+        stacked = _of(queries, slice(0, layers))
         stacked = stacked[:, :, -1:] if reduction == "last" else stacked
-        text = self.full.keys[self._first :], slot, end
+        text = self.full.keys, slot, end
         return self._chooses.choose(
             scorer, reduction == "max", text, self.view.chunk, kept, stacked, self.view.between(end), self.view.chunks
         )
@@ -177,17 +160,16 @@ class TrueCache:
         """Copies the rows of the layers, as many at a time as may be; returns the number of rows."""
         kept = None if self.summaries is None else self.summaries.of(slot)
         dtype, size = self.full.shape.dtype, 0
-        for layers in together(self.full, self._bytes(end, queries), self._first):
+        for layers in together(self.full, self._bytes(end, queries)):
             keys, values = (x[:, :, :end] for x in text_of(self.full, layers, slot))
-            here = slice(layers.start - self._first, layers.stop - self._first)
             if chosen is not None:
-                rows = self.view.rows_of(chosen[here].to(keys.device), end)
+                rows = self.view.rows_of(chosen[layers].to(keys.device), end)
             else:
                 summaries = None if kept is None else {kind: x[layers] for kind, x in kept.items()}
                 rows = self.view.rows(keys.to(dtype), None if queries is None else _of(queries, layers), summaries)
             size = rows.shape[-1]
             for source, target in ((keys, self.store.keys), (values, self.store.values)):
-                target[here, slot, :, :size] = gather(source, rows).to(dtype)
+                target[layers, slot, :, :size] = gather(source, rows).to(dtype)
         return size
 
     def _bytes(self, end: int, queries: Queries | None) -> int:
@@ -196,7 +178,7 @@ class TrueCache:
         copied = heads * self.view.capacity * size * self.full.shape.dtype.itemsize
         if queries is None or not self.view.chunks:
             return copied
-        query_heads, count, _ = queries[self._first].shape
+        query_heads, count, _ = queries[0].shape
         if self.summaries is not None:
             scored = end // self.view.chunk
             return copied + 4 * scored * (2 * query_heads * count + heads * size)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as SequenceOf
-
 import torch
 
 from longdraft.engine.drafter import Drafter
@@ -13,30 +11,6 @@ from longdraft.model.runner import TargetRunner
 from longdraft.model.whole_lm import WholeLM
 from longdraft.trees.level import Level, likeliest
 from longdraft.trees.masks import Ancestors
-
-
-def feed_level(
-    runner: TargetRunner,
-    store: KVStore,
-    slots: SequenceOf[int],
-    bases: SequenceOf[int],
-    level: Level,
-    ancestors: torch.Tensor,
-) -> torch.Tensor:
-    """Logits (B', W, vocabulary) of what follows each node; its KV lies behind that of the levels before, uncommitted.
-
-    Args:
-        bases: position of each sequence's root; a node's is its root's + its depth.
-        ancestors: (B', W, S) bool, as :class:`~longdraft.trees.masks.Ancestors` gives it: S nodes were fed, these W
-            the last of them.
-    """
-    batch, width = level.tokens.shape
-    depths = [[level.depth] * width] * batch
-    offset = ancestors.shape[2] - width
-    block = store.block(slots, level.tokens, bases=bases, depths=depths, mask=ancestors, offset=offset)
-    out = runner.forward(block, store, check=False)
-    assert out.logits is not None
-    return out.logits
 
 
 class HostedRound:
@@ -61,10 +35,15 @@ class HostedRound:
         return [self._sequences[row] for row in level.rows]
 
     def expand(self, level: Level) -> torch.Tensor:
-        """Logits (B', W, draft vocabulary) of what follows each node."""
+        """Logits (B', W, draft vocabulary) of what follows each node; its KV lies behind that of the levels before."""
         self._drafter.forwards += 1
-        slots, roots = self._places(level)
-        return feed_level(self._runner, self._store, slots, roots, level, self._ancestors.add(level))
+        (slots, roots), (batch, width) = self._places(level), level.tokens.shape
+        depths, mask = [[level.depth] * width] * batch, self._ancestors.add(level)
+        offset = mask.shape[2] - width
+        block = self._store.block(slots, level.tokens, bases=roots, depths=depths, mask=mask, offset=offset)
+        out = self._runner.forward(block, self._store, check=False)
+        assert out.logits is not None
+        return out.logits
 
     def likeliest(self, level: Level, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities and draft ids (B', W, k) of the likeliest tokens behind each node."""

@@ -16,8 +16,7 @@ from longdraft.engine.event import Event
 from longdraft.engine.sequence import Sequence
 from longdraft.memory.store import KVShape, KVStore
 from longdraft.model.runner import TargetRunner
-from longdraft.trees.node_limit import NodeLimit
-from longdraft.trees.tree import TokenTree
+from longdraft.trees.tree import NodeLimit, TokenTree
 from longdraft.views.draft_cache import SPARE, DraftCache
 
 # Rows whose keys and values are computed together: bounds the memory that reading a long prompt takes.
@@ -34,20 +33,13 @@ class NeuralDrafter(RetrievingDrafter):
 
     ahead: ClassVar[int] = 0
     """The distance from a row's position to the token behind it that it embeds."""
-    rounds: ClassVar[type[DraftRound]]
+    rounds: ClassVar[type[DraftRound[Any]]]
     """The class that drafts the trees of one round."""
     draft: Any
     cache: DraftCache
     bound: BoundDraft
 
     def bind(self, runner: TargetRunner, store: KVStore) -> None:
-        """Takes what the draft shares of the target, and memory for its own keys and values.
-
-        Raises:
-            CheckpointError: the draft was made for another target.
-            UnsupportedModelError: the target has nothing that a draft could share.
-            MemoryBudgetError: they do not fit the memory that is free.
-        """
         self.bound = self.draft.bound(runner)
         self.runner, self.store = runner, store
         self.cache = self.make_cache()

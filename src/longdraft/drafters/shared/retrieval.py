@@ -123,12 +123,8 @@ def retrieval_of(
     """A retrieval from its sizes.
 
     Args:
-        chunk: positions that are retrieved together.
+        chunk, refresh, sink, recent, layer, scorer: of :class:`ChunkOptions`.
         chunks: how many are retrieved (the paper's k); None: the ``usual`` number, or as many as fit the room.
-        refresh: verifications from one scoring to the next.
-        sink, recent: the first and the last rows, always there; multiples of ``chunk``.
-        layer: of the target, from 0, whose attention ranks the chunks; None: the last.
-        scorer: how it ranks them, of :data:`~longdraft.views.scorers.SCORERS`.
         room: rows that the draft can see at all; None: any number.
         spare: chunks to leave free if the room decides how many fit.
         fresh: room for new rows beside the others; None: as many as ``recent``, or what the room leaves.

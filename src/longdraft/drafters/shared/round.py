@@ -12,7 +12,7 @@ from collections.abc import Sequence as SequenceOf
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -25,6 +25,10 @@ from longdraft.model.gpu.graphs import padded
 from longdraft.trees.level import Level, Likeliest, likeliest
 from longdraft.trees.masks import Ancestors
 
+if TYPE_CHECKING:
+    from longdraft.drafters.shared.neural import NeuralDrafter
+
+Owner = TypeVar("Owner", bound="NeuralDrafter")
 # A block: embeddings, cos and sin, what joins them, further tensors, what attends, the rows that go on -> the head's
 # input (rows, hidden), and what the next level's rows join.
 Layer = Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -68,10 +72,6 @@ class Inputs:
     sin: torch.Tensor
     joined: torch.Tensor | None = None
 
-    @property
-    def embedded(self) -> bool:
-        return self.tokens.is_floating_point()
-
 
 def flat(bound: BoundDraft, tokens: torch.Tensor, *others: torch.Tensor) -> list[torch.Tensor]:
     """Embeddings and other inputs (B, W or 1, ...) of rows, as (B * W, ...)."""
@@ -90,7 +90,7 @@ def _forward(bound: BoundDraft, layer: Layer, best: int, count: int, *given: Any
     return following, *(likeliest(logits, best) if best else (logits,))
 
 
-class DraftRound(ABC):
+class DraftRound(ABC, Generic[Owner]):
     """One round of a batch. A subclass defines what a level's rows join, and the layer.
 
     Args:
@@ -102,13 +102,12 @@ class DraftRound(ABC):
 
     records = True
 
-    def __init__(self, drafter: Any, sequences: list[Sequence], depth: int) -> None:
-        self.sequences, self._cache, self._depth = sequences, drafter.cache, depth
-        bound: BoundDraft = drafter.bound
-        self._bound, self._owner = bound, drafter
+    def __init__(self, drafter: Owner, sequences: list[Sequence], depth: int) -> None:
+        self.sequences, self._owner, self._depth = sequences, drafter, depth
+        self._cache, self._bound = drafter.cache, drafter.bound
         self._graphs, self._device = drafter.runner.graphs, drafter.runner.device
         # On a GPU the likeliest tokens are found within the level's recording.
-        self._finds_likeliest = bound.whole is not None or self._device.type != "cpu"
+        self._finds_likeliest = self._bound.whole is not None or self._device.type != "cpu"
         self._ancestors = Ancestors()
         # The last level, and its nodes' outputs (B', W, hidden).
         self._last: tuple[Level, torch.Tensor] | None = None
@@ -214,7 +213,7 @@ class DraftRound(ABC):
         layer, beside, kind = self.layer(rows, entering)
         each = [inputs.tokens, inputs.cos, inputs.sin, *([] if inputs.joined is None else [inputs.joined])]
         forward, kind = partial(_forward, self._bound, layer, best, len(each)), (kind, self._bound.block, best)
-        recordable = self.records and not inputs.embedded and together(self._cache)
+        recordable = self.records and not inputs.tokens.is_floating_point() and together(self._cache)
         found = self._replayed(rows, each, beside, forward, kind) if recordable else None
         if found is not None:
             return found

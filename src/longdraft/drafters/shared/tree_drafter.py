@@ -10,12 +10,11 @@ from longdraft.engine.drafter import Drafter
 from longdraft.engine.sequence import Sequence
 from longdraft.trees.kind import TreeKind, chain
 from longdraft.trees.level import Expand, Level, Lift, Likeliest
-from longdraft.trees.node_limit import LARGEST, NodeLimit
-from longdraft.trees.tree import TokenTree
+from longdraft.trees.tree import LARGEST, NodeLimit, TokenTree
 
 
 class TreeDrafter(Drafter):
-    """Drafts trees of one kind.
+    """Drafts trees of one kind. Options that make no tree, or that do not go together, are a ValueError.
 
     Attributes:
         tree: the kind, and its sizes.
