@@ -49,7 +49,7 @@ class Eagle3Trainee(Trainee):
         window: keys of its own that a row sees, the row included; None for all.
 
     Attributes:
-        steps, decay: of the training-time test, and the weight of a step relative to the step before it.
+        steps: of the training-time test.
         retain: share of a batch's documents that goes on from each step to the next. Less makes later steps cheaper and
             gives them less weight (conditional drop of P-EAGLE, arXiv:2602.01469, by document).
     """
@@ -58,7 +58,7 @@ class Eagle3Trainee(Trainee):
     ahead = 2
     slides = True
     """The window of a later step's row ends with that row, as a node's does in drafting."""
-    steps, decay, retain = 1, 1.0, 1.0
+    steps, retain = 1, 1.0
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Eagle3Trainee(Trainee):
         super().__init__(block, parts, kept, config)
         self.rotary, self.window = rotary, window
         if isinstance(config, Eagle3Config):
-            self.steps, self.decay, self.retain = config.ttt, config.decay, config.retain
+            self.steps, self.retain = config.ttt, config.retain
 
     def forward(
         self, documents: Sequence[Features], shifts: Sequence[int] = (), steps: int | None = None

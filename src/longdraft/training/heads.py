@@ -14,7 +14,7 @@ import torch
 
 from longdraft.drafters.heads import KIND, HeadsBlock, HeadsDraft, HeadsShape
 from longdraft.model.runner import TargetRunner
-from longdraft.model.shared_parts import SharedParts, final_norm
+from longdraft.model.shared_parts import final_norm
 from longdraft.training.config import HeadsConfig
 from longdraft.training.features import Features
 from longdraft.training.loop import Report
@@ -23,14 +23,10 @@ from longdraft.training.trainee import StepOutput, Trainee
 
 
 class HeadsTrainee(Trainee):
-    """A training step of all heads; ``config.decay`` is the weight of a head relative to the head before it."""
+    """A training step of all heads."""
 
     block: HeadsBlock
     ahead = 2  # token t + 1 is the root, which the target predicts itself
-
-    def __init__(self, block: HeadsBlock, parts: SharedParts, kept: torch.Tensor | None, config: HeadsConfig) -> None:
-        super().__init__(block, parts, kept, config)
-        self.decay = config.decay
 
     def forward(
         self, documents: Sequence[Features], shifts: Sequence[int] = (), levels: int | None = None

@@ -116,6 +116,7 @@ class Trainee(nn.Module):
         product_dtype: dtype of the matrix product with the head.
         recompute: compute the layers again in the backward pass instead of keeping what is between them.
         scale: factor of the target's own logits.
+        decay: weight of a level relative to the level before it.
         to_draft: (vocabulary,) the draft id of each target id; -1 for those outside the draft's vocabulary.
     """
 
@@ -134,7 +135,7 @@ class Trainee(nn.Module):
         config = config or RunConfig(precision="no")
         self.block, self.parts, self.kept, self.distill = block, parts, kept, config.distill
         self.product_dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
-        self.recompute, self.scale = config.recompute, 1.0
+        self.recompute, self.scale, self.decay = config.recompute, 1.0, getattr(config, "decay", 1.0)
         size, device = parts.head.shape[0], parts.head.device
         ids = torch.arange(size, device=device) if kept is None else kept.to(device)
         self.to_draft = torch.full((size,), -1, device=device)
