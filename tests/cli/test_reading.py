@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,42 @@ def test_files_that_cannot_be_used(tmp_path, content):
     elif content is not None:
         path.write_bytes(content)
     with pytest.raises(PromptError, match=re.escape(str(path))):
+        reading.read("why?", [str(path)])
+
+
+def pdf(text: str) -> bytes:
+    """The smallest PDF with a line of text."""
+    page = f"BT /F1 12 Tf 20 100 Td ({text}) Tj ET".encode()
+    objects = [
+        b"<</Type/Catalog/Pages 2 0 R>>",
+        b"<</Type/Pages/Kids[3 0 R]/Count 1>>",
+        b"<</Type/Page/Parent 2 0 R/MediaBox[0 0 200 200]/Contents 4 0 R/Resources<</Font<</F1 5 0 R>>>>>>",
+        b"<</Length %d>>stream\n%s\nendstream" % (len(page), page),
+        b"<</Type/Font/Subtype/Type1/BaseFont/Helvetica>>",
+    ]
+    data, places = b"%PDF-1.4\n", []
+    for i, body in enumerate(objects, 1):
+        places.append(len(data))
+        data += b"%d 0 obj%s endobj\n" % (i, body)
+    table = b"".join(b"%010d 00000 n \n" % place for place in places)
+    end = b"trailer<</Size 6/Root 1 0 R>>\nstartxref\n%d\n%%%%EOF" % len(data)
+    return data + b"xref\n0 6\n0000000000 65535 f \n" + table + end
+
+
+def test_a_pdf_without_pypdf_is_answered(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pypdf", None)
+    (tmp_path / "a.pdf").write_bytes(pdf("one two"))
+    with pytest.raises(PromptError, match=r"longdraft\[pdf\]"):
+        reading.read("why?", [str(tmp_path / "a.pdf")])
+
+
+def test_a_pdf_is_read(tmp_path):
+    pytest.importorskip("pypdf")
+    path = tmp_path / "a.pdf"
+    path.write_bytes(pdf("one two"))
+    assert reading.read("why?", [str(path)]).document.strip() == "one two"
+    path.write_bytes(pdf(""))  # scanned pages
+    with pytest.raises(PromptError):
         reading.read("why?", [str(path)])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import select
 import stat
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from longdraft.cli import console
-from longdraft.errors import PromptError
+from longdraft.errors import PromptError, reason_of
 from longdraft.files import naming, regular
 
 STDIN = "-"
@@ -76,7 +77,7 @@ def _file_text(name: str) -> str:
 
 def _text(data: bytes, name: str) -> str:
     if b"%PDF-" in data[:1024]:  # some begin with a few other bytes
-        raise PromptError(f"{name} is a PDF: make text of it, as with `pdftotext FILE.pdf FILE.txt`.")
+        return _pdf_text(data, name)
     if data.startswith(b"PK\x03\x04"):
         raise PromptError(f"{name} is a zip archive, as Word, EPUB and ODT files are: save it as plain text in UTF-8.")
     if b"\0" in data:
@@ -117,3 +118,31 @@ def _stdin_text() -> str:
     except (OSError, ValueError):
         return ""
     return _text(data, "standard input") if data.strip() else ""
+
+
+def _pdf_text(data: bytes, name: str) -> str:
+    """The text of a PDF's pages, with a blank line between two, by pypdf where it is installed.
+
+    Raises:
+        PromptError: there is no pypdf, or nothing that it can read.
+    """
+    try:
+        from pypdf import PdfReader
+    except ImportError:
+        raise PromptError(
+            f'{name} is a PDF: pip install "longdraft[pdf]" and it is read, or make text of it, as with '
+            "`pdftotext FILE.pdf FILE.txt`."
+        ) from None
+    logging.getLogger("pypdf").setLevel(logging.ERROR)  # what is odd about a file that can be read
+    try:
+        reader = PdfReader(io.BytesIO(data))
+        if reader.is_encrypted and not reader.decrypt(""):
+            raise PromptError(f"{name} is a PDF with a password: take it off first, as with `qpdf --decrypt`.")
+        found = "\n\n".join(page.extract_text() for page in reader.pages)
+    except PromptError:
+        raise
+    except Exception as error:  # what a broken file leads to is beyond listing
+        raise PromptError(f"{name} is a PDF that cannot be read: {reason_of(error)}. Make text of it.") from error
+    if not found.strip():
+        raise PromptError(f"{name} is a PDF without text, as of scanned pages: run text recognition (OCR) on it first.")
+    return found
