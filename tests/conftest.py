@@ -220,3 +220,13 @@ def free_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
         monkeypatch.setattr(shutil, "disk_usage", usage)
 
     return put
+
+
+@pytest.fixture
+def cpu_offloads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU offloads to the host as a GPU does, with copies as late as possible: ``offload="host:1"``."""
+    from longdraft.memory import host_store, offload
+    from tests.support.lazy_side import LazySide
+
+    monkeypatch.setattr(offload, "check", lambda *_: None)
+    monkeypatch.setattr(host_store, "Side", lambda device: LazySide())

@@ -71,9 +71,8 @@ class Speculator:
             ``longspec`` with lookups where a draft for the target comes with the package; else ``prompt-lookup``.
         target: the model. May be left out when only ``custom_generate`` is used.
         tokenizer: needed for text prompts, text results and stop strings; token ids work without.
-        offload: where the KV cache is kept when the device is not to hold it: ``"host"`` (memory of the host, for a
-            GPU, which keeps as many layers as fit; ``"host:N"`` keeps N), ``"disk"`` (a temporary file, for a CPU) or a
-            folder for that file. Slower, and the same output.
+        offload: ``"host"`` keeps the KV cache of a model on a GPU in the host's memory, but for as many layers as fit;
+            ``"host:N"`` keeps N on the GPU. Slower, and the same output.
         kv_dtype: what the KV cache is rounded to, ``"bfloat16"`` or ``"int8"`` (a scale for each row), where the model
             computes in float32 on a CPU; ``"int8"`` on a GPU too. Fewer bytes to hold, and on a CPU to read, whatever
             the method; the text is that of a slightly different model. None: nothing is rounded.
@@ -91,7 +90,7 @@ class Speculator:
         UnknownMethodError: no such method.
         RequestError: an option that the method does not have, or a value that cannot be used.
         UnsupportedModelError: the target is no model, or has layers that cannot be hosted exactly.
-        CheckpointError: the draft cannot be read, or was made for another target; no such folder to offload to.
+        CheckpointError: the draft cannot be read, or was made for another target.
         CapabilityError: the method needs a draft, and none comes with the package for this target; or the target's
             device cannot offload that way, or its KV cannot be rounded.
     """
@@ -103,7 +102,7 @@ class Speculator:
         target: PreTrainedModel | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         *,
-        offload: str | Path | None = None,
+        offload: str | None = None,
         plan: PlanChoice = None,
         kv_dtype: str | None = None,
         deterministic: bool = False,

@@ -78,7 +78,7 @@ def test_names_are_forgiving():
         ("longspec", "figure 4", "train longspec"),
         ("specextend", "fig3", "bench acceptance"),
         ("specpv", "fig1", "bench --profile"),
-        ("specpv", "fig5", "--answer-tokens"),
+        ("specpv", "fig5", "bench --methods specpv"),
         ("specpv", "fig6", "bench quality --margin"),
     ],
 )

@@ -52,9 +52,9 @@ def bench(shell, model_folder, tmp_path):
     return run
 
 
-def test_bench_with_a_draft_and_the_kv_elsewhere(bench, draft, tmp_path):
+def test_bench_with_a_draft_and_the_kv_elsewhere(bench, draft, cpu_offloads):
     ended = bench("--methods", "longspec,prompt-lookup", "--draft", draft, "--widths", "3,4", "--nodes", 6,
-                  "--offload", tmp_path)  # fmt: skip
+                  "--offload", "host:1")  # fmt: skip
     assert ended.code == 0
     rows = last(ended)["rows"]
     assert [row["method"] for row in rows] == ["ar", "longspec", "prompt-lookup"]

@@ -11,7 +11,7 @@ import pytest
 from longdraft import Generation, Speculator
 from longdraft.engine.streaming import TextStream
 from longdraft.errors import NumericalError
-from longdraft.memory.disk_store import DiskStore
+from longdraft.memory.host_store import HostStore
 
 KEYS = [
     "text", "token_ids", "prompt_tokens", "new_tokens", "method", "exact", "finish_reason", "prefill_seconds",
@@ -184,18 +184,18 @@ def test_what_was_chosen_and_what_has_no_effect_is_said(generate):
     assert not re.search("No --method|no effect", generate("-p", "hi", "-n", "4").err)
 
 
-def test_the_kv_kept_elsewhere_is_the_same_answer_and_keeps_prompts(generate, monkeypatch, tmp_path):
-    made, init = [], DiskStore.__init__
+def test_the_kv_kept_elsewhere_is_the_same_answer_and_keeps_prompts(generate, monkeypatch, cpu_offloads, tmp_path):
+    made, init = [], HostStore.__init__
 
-    def watched(self, folder, *rest):
-        made.append(folder)
-        init(self, folder, *rest)
+    def watched(self, *arguments, **options):
+        made.append(options)
+        init(self, *arguments, **options)
 
-    monkeypatch.setattr(DiskStore, "__init__", watched)
+    monkeypatch.setattr(HostStore, "__init__", watched)
     asked = ("-p", "hello hello hello hello", "-n", 30, "--json")
     expected = last_line(generate(*asked).out)["token_ids"]
-    first = last_line(generate(*asked, "--offload", tmp_path, "--kv-cache", tmp_path / "kv", "--compare").out)
-    assert first["token_ids"] == expected and first["compare"]["tokens_agree"] and set(made) == {tmp_path}
-    for more in (("--offload", "disk"), ()):
+    first = last_line(generate(*asked, "--offload", "host:1", "--kv-cache", tmp_path / "kv", "--compare").out)
+    assert first["token_ids"] == expected and first["compare"]["tokens_agree"] and made
+    for more in (("--offload", "host:0"), ()):
         assert last_line(generate(*asked, *more, "--kv-cache", tmp_path / "kv").out)["token_ids"] == expected
     assert [path.name for path in tmp_path.iterdir()] == ["kv"]

@@ -45,12 +45,11 @@ def test_papers_and_tables_are_listed(shell):
 
 def test_a_table_of_speed(reproduce, drafts, tmp_path):
     """Ours and the paper's stand in one row; what has no draft is left out; a stopped run goes on."""
-    pytest.importorskip("matplotlib")
-    path, svg = tmp_path / "r.jsonl", tmp_path / "r.svg"
+    path = tmp_path / "r.jsonl"
     given = ("longspec", "fig6", "--draft", drafts["longspec"], "--results", path)
-    ended = reproduce(*given, "--svg", svg)
+    ended = reproduce(*given)
     found = last(ended)
-    assert ended.code == 0 and found["complete"] and svg.read_bytes().startswith(b"<?xml")
+    assert ended.code == 0 and found["complete"]
     plain, own = found["rows"]
     assert (own["line"], own["column"], own["method"][:9]) == ("LongSpec", "AIME24", "longspec:")
     assert own["published"] == [
@@ -131,7 +130,7 @@ def test_files_in_the_place_of_data_sets(reproduce, drafts, tmp_path):
         (("medusa", "1"), "Papers: longspec"),
         (("specpv", "1", "--scale", "paper"), "--data pg19=FILE"),
         (("specpv", "3"), "Nothing of Table 3 can run"),
-        (("longspec", "1", "--plan", "x"), "--plan must be auto or fixed"),
+        (("longspec", "1", "--plan", "x"), "--plan"),
     ],
 )
 def test_what_cannot_be(reproduce, arguments, message):

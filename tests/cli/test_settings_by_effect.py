@@ -62,8 +62,8 @@ def test_new_forgets_a_document_that_nobody_has_asked_about(chat, folder, tmp_pa
 
 def test_set_and_seed_are_those_of_the_next_answer(chat, folder):
     sampled = [answer(folder, ASKED, 9, temperature=0.9, top_p=0.95, seed=seed).text for seed in (7, 8)]
-    lines = ["/set max_tokens 9", "/set temperature 0.9", "/set top-p=0.95", "/seed 7", "who are you?"]
-    said = chat(*lines, "/new", "/seed 8", "who are you?", "/new", "/set temperature 0", "who are you?")
+    lines = ["/set max_tokens 9", "/set temperature 0.9", "/set top-p=0.95", "/set seed 7", "who are you?"]
+    said = chat(*lines, "/new", "/set seed 8", "who are you?", "/new", "/set temperature 0", "who are you?")
     expected = [*sampled, answer(folder, ASKED, 9).text]
     assert "\n".join(said) == "\n".join(expected) and len(set(expected)) == 3
 

@@ -128,32 +128,12 @@ def test_ctrl_c_stops_an_answer_and_clears_a_line_and_twice_it_ends_the_session(
     talk.type("exi")
     talk.interrupt()
     talk.until(lambda written: "once more" in written and prompts(3)(written))
-    talk.type("/seed 3\n")
-    talk.until(lambda written: "seed 3" in written.partition("/seed 3")[2])
+    talk.type("/set seed 3\n")
+    talk.until(lambda written: "seed 3" in written.partition("/set seed 3")[2])
     talk.interrupt()  # the first again, as something was said in between
     talk.until(lambda written: written.count("once more") == 2)
     talk.interrupt()
     assert talk.left()
-
-
-TEXT = (
-    "The sea and the ship, a harbour; lighthouse-keepers write letters.\n\n  Indented\twords, supercalifragilistic ends"
-)
-
-
-@pytest.mark.parametrize("columns", [21, 22, 33, 200])
-def test_lines_break_between_words(columns):
-    with Terminal(elsewhere.written, TEXT, columns=columns) as terminal:
-        shown = terminal.ended()
-    assert shown.split() == TEXT.split()
-    assert "\n\n  Indented" in shown and max(map(len, shown.splitlines())) <= columns
-    assert (len(shown.splitlines()) >= 5) == (columns < 200)
-
-
-def test_a_word_that_is_wider_than_the_terminal_and_scripts_without_blanks_are_whole():
-    for text in ("see " + "x" * 50 + " end", "\u65e5\u672c\u8a9e" * 12):
-        with Terminal(elsewhere.written, text, columns=20) as terminal:
-            assert "".join(terminal.ended().split()) == text.replace(" ", "")
 
 
 @pytest.mark.parametrize("method", ["longspec", "self", "specpv"])

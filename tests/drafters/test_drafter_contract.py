@@ -56,8 +56,8 @@ def test_a_planners_limit_is_kept(workshop, case):
     assert [s.output for s in sequences] == workshop.plain(prompts=tuple(map(tuple, PROMPTS)), n=NEW)
 
 
-@pytest.mark.parametrize(("method", "offload"), [("longspec", "disk"), ("eagle3", None), ("heads", "disk")])
-def test_it_drafts_for_partial_verification(workshop, method, offload):
+@pytest.mark.parametrize(("method", "offload"), [("longspec", "host:1"), ("eagle3", None), ("heads", "host:1")])
+def test_it_drafts_for_partial_verification(workshop, cpu_offloads, method, offload):
     draft = None if method == "prompt-lookup" else method
     spec = workshop.spec(Case("specpv", draft, PARTIAL | {"drafter": method}), offload=offload)
     results = spec.generate(list(PROMPTS), max_new_tokens=NEW)

@@ -46,7 +46,6 @@ def cases(folder: Path) -> dict[str, Callable[[PreTrainedModel], Any]]:
         found[f"{name}, sampled"] = _decoding(folder, case, SAMPLED)
     return found | {
         "rounded cache": _decoding(folder, Case("prompt-lookup", None, {"kv_dtype": "bfloat16"}), {}),
-        "cache on disk": _decoding(folder, Case("longspec", "longspec", {"offload": "disk"}), {}),
         "two at a time": _decoding(folder, METHODS["eagle3"], {"batch": 2}),
         "kept cache": lambda model: _kept(model),
         "custom_generate": lambda model: _generated(model, do_sample=False),

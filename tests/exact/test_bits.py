@@ -148,11 +148,11 @@ def test_int8_logits_are_those_of_every_instruction_set(length):
     assert all(torch.equal(logits, found[0]) for logits in found)
 
 
-@pytest.mark.parametrize("offload", [None, "disk"])
-def test_wherever_the_cache_is_kept(offload, level, tmp_path):
+@pytest.mark.parametrize("offload", [None, "host:1"])
+def test_wherever_the_cache_is_kept(offload, level, cpu_offloads):
     runner = runner_of(level, "llama")
     assert runner.twin.fused.stack is not None  # all layers in one call
-    other = TargetRunner(runner.model, offload=tmp_path if offload else None)
+    other = TargetRunner(runner.model, offload=offload)
     text, tokens = list(range(50)), [3, 1, 4, 1, 5]
     store = other.new_store(1, 64)
     read(other, store, 0, text)

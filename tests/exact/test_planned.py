@@ -69,10 +69,10 @@ def test_a_plan_that_there_is_not(plan):
         Speculator("ar", plan=plan)
 
 
-def test_what_is_never_planned(tmp_path):
+def test_what_is_never_planned(cpu_offloads):
     """Plain decoding, and KV that lies elsewhere: what that costs is not known."""
     assert Speculator("ar", target=target(), plan=TABLES["free"]).planner() is None
-    assert Speculator("prompt-lookup", target=target(), plan=TABLES["free"], offload=tmp_path).planner() is None
+    assert Speculator("prompt-lookup", target=target(), plan=TABLES["free"], offload="host:1").planner() is None
 
 
 def test_without_memory_to_measure_in_trees_are_fixed(workshop, free_memory):

@@ -86,10 +86,10 @@ def test_a_kept_cache_is_taken_up_again(workshop, name):
 
 
 @each_kind
-def test_kv_on_disk(workshop, tmp_path, name):
+def test_kv_on_a_host(workshop, cpu_offloads, name):
     case = METHODS[name]
     here = generate(workshop.spec(case), PROMPTS[1:], 16)
-    there = generate(workshop.spec(case, offload=tmp_path), PROMPTS[1:], 16)
+    there = generate(workshop.spec(case, offload="host:1"), PROMPTS[1:], 16)
     assert rounds(there) == rounds(here) and tokens(here) == [t[:16] for t in workshop.plain()[1:]]
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,57 +10,25 @@ from hypothesis import strategies as st
 from longdraft.attention.block import Block
 from longdraft.errors import MemoryBudgetError
 from longdraft.memory import snapshot
-from longdraft.memory.disk_store import DiskStore
 from longdraft.memory.host_store import HostStore
 from longdraft.memory.store import KVShape, KVStore
 from longdraft.native.scaled import Scaled
+from tests.support.lazy_side import LazySide
 
 SHAPE = KVShape(layers=3, kv_heads=2, head_dim=16, dtype=torch.float32)
-KINDS = ["rows", "columns", "bfloat16", "int8", "disk", "disk by columns", "host"]
+KINDS = ["rows", "columns", "bfloat16", "int8", "host"]
 SLOTS, BLOCK, FEATURES = 3, 6, 5
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
-class LazySide:
-    """In the place of a stream: copies as late as possible: without a wait, the rows are not there."""
-
-    def __init__(self) -> None:
-        self.queue: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.done = 0
-        self.began = False
-
-    def begin(self) -> None:
-        self.began = True
-
-    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        assert self.began, "a copy must wait for the computations before it"
-        assert to.is_contiguous() and source.is_contiguous() and to.shape == source.shape
-        self.queue.append((to, source))
-
-    def mark(self) -> int:
-        self.began = False
-        return len(self.queue)
-
-    def wait(self, mark: int) -> None:
-        for to, source in self.queue[self.done : mark]:
-            to.copy_(source)
-        self.done = max(self.done, mark)
-
-    def settle(self) -> None:
-        self.wait(len(self.queue))
-
-
-def make(kind: str, folder: Path, slots: int = SLOTS, capacity: int = 200, shape: KVShape = SHAPE) -> KVStore:
+def make(kind: str, slots: int = SLOTS, capacity: int = 200, shape: KVShape = SHAPE) -> KVStore:
     """A store of a kind with two layers' features; its rows are noise or zeros."""
     features = {"feature_layers": (0, 2), "feature_size": FEATURES}
     if kind == "host":
         return HostStore(shape, slots, capacity, "cpu", side=LazySide(), **features)
     if kind in ("bfloat16", "int8"):
         return KVStore(shape, slots, capacity, "cpu", True, **features, dtype=getattr(torch, kind))
-    columns = kind.endswith("columns")
-    if kind.startswith("disk"):
-        return DiskStore(folder, shape, slots, capacity, columns, **features)
-    return KVStore(shape, slots, capacity, "cpu", columns, **features)
+    return KVStore(shape, slots, capacity, "cpu", kind == "columns", **features)
 
 
 def random_rows(kind: str, *size: int) -> torch.Tensor:
@@ -93,8 +59,8 @@ OPERATIONS = st.one_of(
 @every_kind
 @settings(max_examples=25)
 @given(st.lists(OPERATIONS, max_size=12))
-def test_any_sequence_of_operations_leaves_the_rows_of_each_text(tmp_path_factory, kind, operations):
-    store = make(kind, tmp_path_factory.getbasetemp())
+def test_any_sequence_of_operations_leaves_the_rows_of_each_text(kind, operations):
+    store = make(kind)
     texts: list[list[torch.Tensor]] = [[] for _ in range(SLOTS)]  # (2, layers, kv_heads, head_dim) a token
     unverified: list[list[torch.Tensor]] = [[] for _ in range(SLOTS)]
     features: list[list[torch.Tensor]] = [[] for _ in range(SLOTS)]
@@ -156,7 +122,7 @@ def test_any_sequence_of_operations_leaves_the_rows_of_each_text(tmp_path_factor
 
 @every_kind
 def test_a_snapshot_goes_to_a_file_and_into_a_store_of_another_kind(kind, tmp_path):
-    stores = [make(kind, tmp_path), make("columns", tmp_path, 2, 30)]
+    stores = [make(kind), make("columns", 2, 30)]
     for source, target in (stores, stores[::-1]):
         rows = random_rows(kind, 7)
         source.put_rows(1, 0, *rows, features=torch.randn(7, 2 * FEATURES))
@@ -170,8 +136,8 @@ def test_a_snapshot_goes_to_a_file_and_into_a_store_of_another_kind(kind, tmp_pa
 
 
 @every_kind
-def test_wrong_rows_paths_and_lengths_are_refused(kind, tmp_path):
-    store = make(kind, tmp_path, slots=2, capacity=24)
+def test_wrong_rows_paths_and_lengths_are_refused(kind):
+    store = make(kind, slots=2, capacity=24)
     store.put_rows(1, 0, *random_rows(kind, 20))
     store.commit(1, range(20))
     store.check_room([0, 1], 4)
@@ -203,15 +169,14 @@ SCALES = 2 * SHAPE.layers * SHAPE.kv_heads * 4096 * 4
         ("columns", [TOTAL + BESIDE]),
         ("bfloat16", [TOTAL // 2 + BESIDE]),
         ("int8", [TOTAL // 4 + SCALES + BESIDE]),
-        ("disk", [BESIDE]),
         ("host", [TOTAL, TOTAL // 3 * 2 + BESIDE]),
     ],
 )
-def test_a_store_asks_for_its_bytes_and_is_refused_without_them(kind, needed, tmp_path, free_memory):
+def test_a_store_asks_for_its_bytes_and_is_refused_without_them(kind, needed, free_memory):
     free_memory(*needed)
-    assert make(kind, tmp_path, 1, 4096).capacity == 4096
+    assert make(kind, 1, 4096).capacity == 4096
     free_memory(*needed[:-1], needed[-1] - 1)
     with pytest.raises(MemoryBudgetError, match=rf"A cache of 4096 tokens.* \({needed[-1]} bytes\)"):
-        make(kind, tmp_path, 1, 4096)
+        make(kind, 1, 4096)
     free_memory(None)  # a system that does not say
-    assert make(kind, tmp_path, 1, 4096).capacity == 4096
+    assert make(kind, 1, 4096).capacity == 4096

@@ -23,9 +23,9 @@ from longdraft.model.outputs import NO_TAPS, Taps
 from longdraft.model.runner import TargetRunner
 from longdraft.trees.masks import padded_mask
 from longdraft.trees.tree import TokenTree
-from tests.memory.test_store_contract import LazySide
 from tests.support import torch_kernels
 from tests.support.forwards import forward
+from tests.support.lazy_side import LazySide
 from tests.support.methods import Specs
 from tests.support.nominal import StandIn, moved
 from tests.support.quick import slow

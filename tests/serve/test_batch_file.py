@@ -34,7 +34,8 @@ def row(content: object, number: int = 3, **defaults: object) -> Row:
 
 
 def request(content: object, **defaults: object) -> Request:
-    service = Service(Settings("m", ("ar",), context=600), lambda _: None, TOKENIZER)  # type: ignore[arg-type,return-value]
+    spec = Speculator("ar", tiny_model(), TOKENIZER)
+    service = Service(Settings("m", ("ar",), context=600), lambda _: spec, TOKENIZER)
     return row(content, **defaults).ask(service).choices[0].request
 
 

@@ -67,11 +67,10 @@ def test_requests_that_come_together_share_a_file(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["offload", "bfloat16", "int8", "half"])
-def test_stores_of_every_kind(tmp_path, kind):
+def test_stores_of_every_kind(tmp_path, cpu_offloads, kind):
     model, options = MODEL, {}
     if kind == "offload":
-        (tmp_path / "kv").mkdir()
-        options = {"offload": tmp_path / "kv"}
+        options = {"offload": "host:1"}
     elif kind == "half":
         model = tiny_model(context=512, dtype=torch.bfloat16)
     else:

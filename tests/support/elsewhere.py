@@ -67,17 +67,6 @@ def command(*words: str) -> None:
     raise SystemExit(main(words))
 
 
-def written(text: str) -> None:
-    """A text as an answer, of which two characters of three were drafted."""
-    from longdraft.cli.display import TextOutput
-    from longdraft.engine.streaming import Piece
-
-    output = TextOutput()
-    for at in range(0, len(text), 3):
-        output.write([Piece(text[at : at + 2], True), Piece(text[at + 2 : at + 3], False)])
-    output.end()
-
-
 def ended(process: BaseProcess, seconds: float) -> int:
     """Exit status, minus the signal if one ended it; fails where it does not end."""
     process.join(seconds)

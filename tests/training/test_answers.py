@@ -82,7 +82,7 @@ def stub(monkeypatch):
 
 def run(stub, out, **over):
     file = AnswerFile(out)
-    answer(enumerate(ASKED), file, stub["url"], **({"rows": 12, "batch": 3, "max_new_tokens": 9} | over))
+    answer(iter(ASKED), file, stub["url"], **({"rows": 12, "batch": 3, "max_new_tokens": 9} | over))
     return file
 
 
@@ -150,16 +150,16 @@ def test_no_server(tmp_path, monkeypatch):
         run({"url": "http://127.0.0.1:9"}, tmp_path / "a.jsonl")
 
 
-def test_parts_of_the_passages(stub, tmp_path, capsys):
-    """Each part has passages of its own; no target is loaded."""
+def test_the_command(stub, tmp_path, capsys):
+    """Each seed has passages of its own; no target is loaded."""
     for name in "ab":
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": f"the rain in spain {name} " * 30}) + "\n")
-    numbers = []
-    for part in ("1/2", "2/2"):
-        out = tmp_path / f"{part[0]}.out.jsonl"
+    asked = []
+    for seed in (1, 2):
+        out = tmp_path / f"{seed}.out.jsonl"
         words = [
-            "train", "data", tmp_path / "a.jsonl", tmp_path / "b.jsonl", "--out", out, "--url", stub["url"], "--part",
-            part, "--rows", 12, "--per-passage", 3, "--json",
+            "train", "data", tmp_path / "a.jsonl", tmp_path / "b.jsonl", "--out", out, "--url", stub["url"], "--seed",
+            seed, "--rows", 12, "--per-passage", 3, "--json",
         ]  # fmt: skip
         assert main([*map(str, words)]) == 0
         ended = capsys.readouterr()
@@ -167,13 +167,7 @@ def test_parts_of_the_passages(stub, tmp_path, capsys):
         assert found["rows"] == 12 and found["tokens"] == found["usage"][1]
         assert {row["source"] for row in rows_of(out)} <= {f"{tmp_path}/{name}.jsonl" for name in "ab"}
         assert "tokens/s" in ended.err and "hours a million" in ended.err
-        numbers.append({row["at"][0] for row in rows_of(out)})
-    assert {n % 2 for n in numbers[0]} == {0} and {n % 2 for n in numbers[1]} == {1}
-    for wrong in (
-        ["--part", "3/2"],
-        ["--price", "1,2"],
-        ["--kind", "repeats"],
-        ["--kind", "tokens"],
-        ["--dtype", "float32"],
-    ):
+        asked.append({row["messages"][0]["content"] for row in rows_of(out)})
+    assert len(asked[0] & asked[1]) < 6
+    for wrong in (["--part", "1/2"], ["--price", "1,2"], ["--kind", "repeats"], ["--kind", "tokens"], ["--dtype", "a"]):
         assert main([*map(str, words), *wrong]) == 2

@@ -73,10 +73,3 @@ def test_memory_grows_with_the_length_of_the_text(window, shift):
             attend(q[:, 2:], k, v, shift, window, own)
         kept.append(sum(saved.values()))
     assert kept[1] < (2.2 if window else 3) * kept[0]
-
-
-@pytest.mark.parametrize(("rows", "shift", "window"), [(6, 0, None), (5, 1, None), (3, 2, 2)])
-def test_rows_that_would_see_nothing_are_refused(rows, shift, window):
-    k = torch.randn(2, 5, D)
-    with pytest.raises(ValueError, match="see nothing"):
-        attend(torch.randn(2, rows, D), k, k, shift, window)

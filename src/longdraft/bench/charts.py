@@ -84,10 +84,13 @@ def lines(
         grey: methods that the others are measured against.
         dotted: a line that goes with the method before it, in its colour.
     """
+    from matplotlib.figure import Figure
     from matplotlib.ticker import NullLocator
 
     xs = sorted({point.x for points in series.values() for point in points})
-    figure, axes = _figure(title)
+    figure = Figure(figsize=(6.0, 3.0), layout="constrained")
+    figure.suptitle(title, x=0.01, ha="left", fontsize="medium", fontweight="bold")
+    axes = figure.add_subplot()
     axes.set_xscale("log")
     axes.set_xticks(xs, [f"{x:,.0f}" for x in xs])
     axes.xaxis.set_minor_locator(NullLocator())
@@ -108,44 +111,8 @@ def lines(
     axes.set_ylim(bottom=0)
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
-    return _with_legend(figure)
-
-
-def grouped(
-    title: str,
-    columns: Sequence[str],
-    bars: Mapping[str, Sequence[float | None]],
-    marks: Mapping[str, Sequence[Sequence[float]]],
-    label: str,
-) -> Any:
-    """A figure with a group of bars for each column, a bar for each method.
-
-    Args:
-        bars: by method, a value for each column; None: no bar. marks: others' values, drawn as short lines.
-    """
-    figure, axes = _figure(title)
-    width = 0.8 / max(1, len(bars))
-    for i, (name, values) in enumerate(bars.items()):
-        places = [x + width * (i - (len(bars) - 1) / 2) for x in range(len(columns))]
-        axes.bar(places, [value or 0.0 for value in values], 0.9 * width, color=_COLOURS[i % len(_COLOURS)], label=name)
-        for place, others in zip(places, marks[name], strict=True):
-            axes.hlines(others, place - 0.45 * width, place + 0.45 * width, color=INK, linewidth=1.2)
-    axes.set_xticks(range(len(columns)), columns, rotation=30 if len(columns) > 5 else 0)
-    axes.set_ylabel(label)
-    return _with_legend(figure)
-
-
-def _figure(title: str) -> tuple[Any, Any]:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6.0, 3.0), layout="constrained")
-    figure.suptitle(title, x=0.01, ha="left", fontsize="medium", fontweight="bold")
-    return figure, figure.add_subplot()
-
-
-def _with_legend(figure: Any) -> Any:
-    """The figure with a legend below, as high as it needs."""
-    handles, labels = figure.axes[0].get_legend_handles_labels()
+    # The legend stands below, as high as it needs.
+    handles, labels = axes.get_legend_handles_labels()
     columns = max(1, min(3, 84 // (8 + max(map(len, labels)))))
     figure.set_figheight(figure.get_figheight() + 0.2 * -(-len(labels) // columns))
     figure.legend(handles, labels, loc="outside lower left", ncols=columns)

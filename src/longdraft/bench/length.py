@@ -2,7 +2,7 @@
 
 A round of a method takes R seconds and a plain step S, both measured behind the same text. A round emits the accepted
 length, so speculation pays where that exceeds R / S: the **break-even**. It is measured on the method's own rounds,
-drafting included. A second one is calculated: :mod:`longdraft.bench.break_even`.
+drafting included.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from itertools import product
 from statistics import mean
 from typing import Any
 
-from rich.table import Table
 from rich.text import Text
 
 from longdraft.bench import charts
@@ -31,7 +30,6 @@ from longdraft.bench.tables import (
     median_of,
     pivot,
     ratio,
-    table,
 )
 
 ACCEPTED = (
@@ -42,7 +40,6 @@ DEFINITIONS = (
     f"{ACCEPTED} Trees are the methods' own, without a planner.",
     "±: one standard error over prompts (jackknife). x2, x4: the target is stretched by YaRN with this factor.",
 )
-DEPTHS = "by depth: of all verifications, the share that accepted d drafted tokens or more."
 BREAK_EVEN = (
     ACCEPTED,
     "break-even: a round's seconds / a plain step's, behind the same text: what must be accepted for the method to be "
@@ -53,14 +50,11 @@ BREAK_EVEN = (
 Row = Mapping[str, Any]
 
 
-def acceptance(
-    runs: Iterable[Accepted], methods: Sequence[str], notes: Sequence[str], complete: bool, levels: int = 0
-) -> Report:
+def acceptance(runs: Iterable[Accepted], methods: Sequence[str], notes: Sequence[str], complete: bool) -> Report:
     """The report of ``bench acceptance``: tables of a temperature and data set each, with a column for each length.
 
     Args:
         methods: in the order of the rows. notes: remarks about texts. complete: no run is missing.
-        levels: how many depths to show the accepted share of, in tables of their own.
     """
     runs = _decoded(runs)
     datasets: list[str | None] = list(dict.fromkeys(run.asked.dataset for run in runs))
@@ -95,12 +89,9 @@ def acceptance(
         made.add_row("prompts", *(f"{row['prompts']}" for row in most))
         made.add_row("prompt tokens", *(f"{row['context_tokens']:,}" for row in most))
         tables.append((f"Mean accepted length: {about}", made))
-        if levels:
-            tables.append((f"Accepted by depth: {about}", _by_depth(alike, levels)))
     figures = {f"t{own[0]['temperature']:g}": partial(_chart, own) for own in grouped(rows, "temperature")}
-    definitions = [*DEFINITIONS, *([DEPTHS] if levels else [])]
     document = {"rows": rows, "notes": list(notes), **circumstances(), "complete": complete}
-    return Report(document, tables, list(map(Text, notes)), definitions, figures, "longdraft bench acceptance")
+    return Report(document, tables, list(map(Text, notes)), DEFINITIONS, figures, "longdraft bench acceptance")
 
 
 def break_even(
@@ -203,14 +194,6 @@ def _needed(row: Row) -> Text:
 
 def _speed(row: Row) -> str:
     return f"{figure(row['tokens_per_second'], '{:.1f}')}, {figure(row['speedup_vs_ar'], '{:.2f}x')}"
-
-
-def _by_depth(rows: Sequence[Row], levels: int) -> Table:
-    made = table(["method"], ["length", *(f"{d}" for d in range(1, levels + 1))])
-    for row in rows:
-        shares = [*row["depth_accepted"], *([0.0] * levels)][:levels]
-        made.add_row(Text(row["method"]), f"{row['length']:,}", *(f"{share:.2f}" for share in shares))
-    return made
 
 
 def _chart(rows: Sequence[Row]) -> Any:

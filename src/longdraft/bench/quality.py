@@ -135,6 +135,7 @@ class QualitySettings:
         known = method_named(METHOD)
         for options in self.variants.values():
             given = {**self.options, **options}
+            known.checked(given)
             known.schedule(**{name: given[name] for name in known.schedule_options if name in given})
 
     def header(self) -> dict[str, Any]:
@@ -173,7 +174,6 @@ class Quality:
         self._bench = Bench(loaded, wanted)
         self._contenders = {FULL if name == self.drafter else name: c for name, c in self._bench.ours.items()}
         self.names = tuple(self._contenders)
-        self._awake = False
 
     def reference(self, name: str) -> str | None:
         """The contender whose text is the reference of another's."""
@@ -215,9 +215,7 @@ class Quality:
             An object for JSON: the prompt's data set, origin and length, and ``runs`` by contender, with each run's
             text, likeness to its reference, figures and score.
         """
-        if not self._awake:
-            self._bench.wake(prompt)
-            self._awake = True
+        self._bench.wake(prompt)
         for each in self._contenders.values():
             each.release()
         tokens: dict[str, tuple[int, ...]] = {}

@@ -43,7 +43,7 @@ def header(
             "exact": {c.name: c.comparable(s.sampling.greedy, 1) for c in bench.contenders.values()},
             **{name: getattr(s, name) for name in alike},
             "sampling": asdict(s.sampling),
-            "offload": None if s.offload is None else str(s.offload),
+            "offload": s.offload,
             "data": data,
             "limit": limit,
             # The package's switches; all but the place of its cache change how fast something is.

@@ -151,8 +151,8 @@ class Bench:
         return {name: c.note for name, c in self.contenders.items() if c.note}
 
     def wake(self, prompt: Prompt) -> None:
-        """Runs each contender for a moment, so that the first batch does not pay for what is done only once."""
-        for contender in self.contenders.values():
+        """Runs each contender for a moment, once, so that the first batch does not pay for what is done only once."""
+        for contender in () if self._awake else self.contenders.values():
             contender.cold(self.job([prompt.tokens[:WAKE_PROMPT]], min(WAKE_TOKENS, self.settings.max_tokens)))
             contender.release()
         self._awake = True
@@ -214,8 +214,7 @@ class Bench:
         """A step for each batch. The first one that is measured wakes the contenders."""
 
         def measure(group: Group, missing: Collection[BatchKey], tick: Tick) -> Iterator[Measured]:
-            if not self._awake:
-                self.wake(group[0])
+            self.wake(group[0])
             yield self.measure(group, tick)
 
         def key(group: Group) -> BatchKey:

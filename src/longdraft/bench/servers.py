@@ -1,17 +1,13 @@
 """Other engines as contenders, through their OpenAI-compatible servers: vLLM, SGLang, llama.cpp, longdraft.
 
-Tokens/s are taken from the times of a streamed answer. How many drafted tokens were accepted is read from the answer,
-where it says so, and else from the difference of the server's counters at ``/metrics``, which must then serve nobody
-else.
+Tokens/s are taken from the times of a streamed answer, and how many drafted tokens were accepted from what it says.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import time
-import urllib.request
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,8 +19,6 @@ from longdraft.errors import CapabilityError, reason_of
 
 # Drafted tokens that were accepted, as answers name them: vLLM, longdraft, llama.cpp.
 _ACCEPTED = ("num_accepted_draft_tokens", "num_accepted_tokens", "draft_n_accepted")
-# The same as counters (vLLM, longdraft, llama.cpp), and verifications (SGLang).
-_COUNTER = re.compile(r"^\w+:(spec_decode_num_accepted_tokens|spec_verify_calls)(?:_total)?(?:\{[^}]*\})? (\S+)", re.M)
 _SECONDS = 600.0
 # Characters of a token, until a server has counted a prompt's.
 CHARACTERS = 3.5
@@ -47,7 +41,7 @@ class Server:
         except ImportError:
             raise CapabilityError('--url needs the package openai: pip install "longdraft[bench]".') from None
         self.name, self.url = name, url.rstrip("/").removesuffix("/v1")
-        self._key, self._failure = key, OpenAIError
+        self._failure = OpenAIError
         self._client = OpenAI(base_url=f"{self.url}/v1", api_key=key or "none", timeout=_SECONDS, max_retries=0)
         try:
             self.model = str(next(iter(self._client.models.list())).id)
@@ -69,7 +63,7 @@ class Server:
         Raises:
             CapabilityError: it breaks off, or answers without text.
         """
-        before, start = self._counters(), time.perf_counter()
+        start = time.perf_counter()
         times: list[float] = []
         accepted, usage = None, {"prompt_tokens": 0, "completion_tokens": 0}
         messages: Any = [_sent(message) for message in prompt.messages]
@@ -93,23 +87,9 @@ class Server:
         if not times:
             raise CapabilityError(f"{self.url} answered without text: ask for more tokens, or look at its log.")
         new = (int(usage["completion_tokens"]) or len(times)) - 1
-        forwards = _forwards(before, self._counters(), new) if accepted is None else new - accepted
-        forwards = new if self.name == REFERENCE else forwards
+        forwards = new if self.name == REFERENCE else None if accepted is None else new - accepted
         first, last = times[0], times[-1]
         return Accepted(asked, int(usage["prompt_tokens"]), new, forwards, (), last - first, first - start)
-
-    def _counters(self) -> dict[str, float]:
-        """Sums of the counters that count speculation; empty where the server has none."""
-        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
-        found: dict[str, float] = {}
-        try:
-            with urllib.request.urlopen(urllib.request.Request(f"{self.url}/metrics", headers=headers)) as response:
-                page = response.read().decode()
-        except (OSError, ValueError):
-            return found
-        for name, value in _COUNTER.findall(page):
-            found[name] = found.get(name, 0.0) + float(value)
-        return found
 
 
 def steps(
@@ -179,12 +159,3 @@ def _found(content: Any, name: str) -> Any:
     if isinstance(content, list):
         return next((found for each in content if (found := _found(each, name)) is not None), None)
     return None
-
-
-def _forwards(before: Mapping[str, float], after: Mapping[str, float], new: int) -> int | None:
-    """Verifications of an answer, from the counters before and after it."""
-    calls = after.get("spec_verify_calls", 0.0) - before.get("spec_verify_calls", 0.0)
-    if calls > 0:
-        return int(calls)
-    name = "spec_decode_num_accepted_tokens"
-    return new - int(after[name] - before.get(name, 0.0)) if name in after else None

@@ -64,7 +64,7 @@ class Settings:
     draft_options: Mapping[str, Any] = field(default_factory=dict)
     own_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     plan: str | None = None
-    offload: str | Path | None = None
+    offload: str | None = None
     profile: bool = False
     asked: Mapping[str, Any] = field(default_factory=dict)
 

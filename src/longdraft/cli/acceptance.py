@@ -48,7 +48,6 @@ def acceptance(
         str, typer.Option("--temperature", "-t", help="One or several, with commas between; 0 is greedy.")
     ] = "0,1",
     foresee: options.Foresee = True,
-    levels: Annotated[int, typer.Option(min=0, help="Show too how often so many drafted tokens were accepted.")] = 0,
     loading: options.ModelOptions,
     output: measuring.Rendered,
     composed: options.Load = None,
@@ -74,7 +73,7 @@ def acceptance(
     file = None if output.results is None else opened(output.results, hosted.settings, hosted.model)
     experiment = Experiment(steps, lambda run: run.asked, file)
     names, notes = hosted.settings.methods, hosted.notes
-    output.measure(experiment, lambda complete: length.acceptance(experiment.found, names, notes, complete, levels))
+    output.measure(experiment, lambda complete: length.acceptance(experiment.found, names, notes, complete))
 
 
 def bench_length(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -94,6 +93,7 @@ def bench(
     from longdraft.bench.results import header
     from longdraft.bench.run import Bench, Measured
     from longdraft.bench.settings import Settings
+    from longdraft.methods import method_of
     from longdraft.model.stored import is_stored
 
     if quick:  # other options win
@@ -109,7 +109,9 @@ def bench(
         contexts = method_options.whole_numbers("--context", context)
     elif not prompting.data:
         contexts = (QUICK_CONTEXT if quick else BUILT_IN_CONTEXT,)
-    names = tuple(method_options.words(methods)) if methods is not None else _by_default(drafting.draft)
+    names = METHODS_BY_DEFAULT if methods is None else tuple(method_options.words(methods))
+    if methods is None and drafting.draft is not None:  # its method takes the place of the one that drafts itself
+        names = tuple(method_of(drafting.draft).name if name == DRAFTED else name for name in names)
     with options.settings_checked():
         settings = Settings(
             names, tokens, contexts, method_options.whole_numbers("--batch", batch), rounds, choosing.sampling(),
@@ -153,12 +155,3 @@ def bench(
         return report.shown(found, lambda ids: str(loaded.tokenizer.decode(ids)))
 
     output.measure(experiment, made, "batches")
-
-
-def _by_default(draft: Path | None) -> tuple[str, ...]:
-    """The default methods; a given draft's method replaces the one that drafts itself."""
-    from longdraft.methods import method_of
-
-    if draft is None:
-        return METHODS_BY_DEFAULT
-    return tuple(method_of(draft).name if name == DRAFTED else name for name in METHODS_BY_DEFAULT)

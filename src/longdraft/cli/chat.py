@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import random
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -58,9 +56,12 @@ def chat(
     talk.run()
 
 
+_GONE = {"save": "`longdraft chat | tee FILE` keeps what is said", "seed": "/set seed N"}
+
+
 @dataclass(frozen=True)
 class Settings:
-    """Settings that /set and /seed change."""
+    """Settings that /set changes."""
 
     sampling: longdraft.Sampling
     max_tokens: int
@@ -73,7 +74,7 @@ class Settings:
             return replace(self, **number)
         known = [f.name for f in fields(longdraft.Sampling)]
         if name not in known:
-            raise RequestError(f"/set takes max_tokens, {', '.join(known)}, not {name!r}")
+            raise RequestError(f"/set takes max_tokens, seed, {', '.join(known)}, not {name!r}")
         value = method_options.numbers(name, text)[0]
         one: dict[str, Any] = {name: int(value) if value == int(value) else value}
         return replace(self, sampling=replace(self.sampling, **one))
@@ -170,6 +171,8 @@ class Chat:
         name, _, rest = line[1:].partition(" ")
         if name in ("quit", "exit"):
             return False
+        if name in _GONE:
+            raise RequestError(f"/{name} is gone: {_GONE[name]}.")
         if name not in self._commands:
             near = get_close_matches(name, [*self._commands, "quit"], 1)
             meant = f"; did you mean /{near[0]}?" if near else ""
@@ -201,21 +204,6 @@ class Chat:
         self._documents.append(reading.document(text))
         console.note(f"{text}: {len(self._documents[-1]):,} characters go before your next question")
 
-    def _say_save(self, text: str) -> None:
-        """FILE: the conversation as Markdown, or as JSON where the name ends so"""
-        path = Path(text).expanduser()
-        if not text:
-            raise RequestError("/save takes a file's name")
-        if path.exists():
-            raise RequestError(f"{path} is there already: name another file, or delete it")
-        said = [{"role": "system", "content": self._system}] if self._system else []
-        said += self._messages
-        marked = "\n\n".join(f"## {m['role']}\n\n{m['content']}" for m in said) + "\n"
-        path.write_text(
-            json.dumps(said, ensure_ascii=False, indent=1) if path.suffix == ".json" else marked, encoding="utf-8"
-        )
-        console.note(f"{path}: {len(self._messages)} messages")
-
     def _say_new(self, _: str) -> None:
         """forget the conversation and its documents"""
         self._messages, self._documents = [], []
@@ -224,20 +212,15 @@ class Chat:
         """forget the last question and its answer"""
         self._messages = self._messages[:-2]
 
-    def _say_seed(self, text: str) -> None:
-        """N: sample with this seed; alone: which one it is"""
-        if text:
-            self._settings = self._settings.with_one("seed", text)
-        console.note(f"seed {self._settings.seed}")
-
     def _say_set(self, text: str) -> None:
-        """NAME VALUE: temperature, top_p, max_tokens and their like; alone: what they are"""
+        """NAME VALUE: temperature, top_p, max_tokens, seed and their like; alone: what they are"""
         if text:
             name, _, value = text.replace("=", " ").partition(" ")
             with options.settings_checked():
                 self._settings = self._settings.with_one(name.replace("-", "_"), value.strip())
         own = {f.name: getattr(self._settings.sampling, f.name) for f in fields(longdraft.Sampling)}
-        shown = {"max_tokens": self._settings.max_tokens} | {k: v for k, v in own.items() if v is not None}
+        own |= {"max_tokens": self._settings.max_tokens, "seed": self._settings.seed}
+        shown = {name: value for name, value in own.items() if value is not None}
         console.note(", ".join(f"{name} {value}" for name, value in shown.items()))
 
 

@@ -9,8 +9,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console, RenderableType
-from rich.control import Control
-from rich.segment import ControlType
 from rich.text import Text
 
 # Columns of what is no terminal: rich would take 80 and cut tables there.
@@ -89,47 +87,31 @@ def bar(share: float, width: int = 20) -> Text:
 
 
 class Status:
-    """Shows on stderr what is being done: one line that is replaced on a terminal, else a line each.
+    """Shows on stderr what is being done: a line with a spinner on a terminal, which wakes up many times a second, so
+    not while something is timed; else a line each."""
 
-    Args:
-        animated: turn a spinner. It wakes up many times a second, so not while something is timed.
-    """
-
-    def __init__(self, animated: bool) -> None:
+    def __init__(self) -> None:
         self._console, self._said = stderr(), ""
-        self._spinner = self._console.status(Text("")) if animated and self._console.is_terminal else None
+        self._spinner = self._console.status(Text("")) if self._console.is_terminal else None
 
     def __call__(self, message: str) -> None:
         text, share = Text(message + " ..."), getattr(message, "share", None)
-        if share is not None and self._console.is_terminal:
-            text = Text.assemble(bar(share), " ", text)
-        elif share is not None and message == self._said:
-            return
-        self._said = message
         if self._spinner is not None:
-            self._spinner.update(text)
+            self._spinner.update(text if share is None else Text.assemble(bar(share), " ", text))
             self._spinner.start()
-        elif self._console.is_terminal:
-            self._erase()
-            text.truncate(self._console.width - 1, overflow="ellipsis")
-            self._console.print(text, end="")
-        else:
+        elif share is None or message != self._said:
             self._console.print(text)
+        self._said = message
 
     def close(self) -> None:
         if self._spinner is not None:
             self._spinner.stop()
-        elif self._console.is_terminal:
-            self._erase()
-
-    def _erase(self) -> None:
-        self._console.control(Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2)))
 
 
 @contextmanager
-def status(animated: bool = True) -> Iterator[Status]:
+def status() -> Iterator[Status]:
     """Says what takes seconds, for as long as it takes."""
-    shown = Status(animated)
+    shown = Status()
     try:
         yield shown
     finally:

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import unicodedata
 from collections.abc import Sequence
-
-from rich.cells import cell_len
 
 import longdraft
 from longdraft.cli import console
 from longdraft.cli.progress import PrefillBar
 from longdraft.engine.streaming import Piece
 
-# Blanks, characters of scripts that write no blanks, words.
-_WORDS = re.compile(r"\s|[\u1100-\uffdf]|[^\s\u1100-\uffdf]+")
 _DRAFTED, _PLAIN = "\x1b[32m", "\x1b[0m"  # green, as figures.DRAFTED says it below
 
 
@@ -29,10 +24,7 @@ class TextOutput:
     def __init__(self, silent: bool = False) -> None:
         out = console.stdout()
         self._silent = silent
-        self._last = ""
-        self._width = out.width if out.is_terminal else 0
-        self._column = 0
-        self._word = ("", 0)  # what the last line ends with, in its colours, and how wide it is
+        self._last, self._terminal = "", out.is_terminal
         self.coloured = console.colours(out) and not silent
 
     def write(self, pieces: Sequence[Piece]) -> None:
@@ -43,25 +35,8 @@ class TextOutput:
             self._last = text[-1:]
             # Not through rich: it would wrap lines, expand tabs piece by piece and take brackets for markup.
             colours = (_DRAFTED, _PLAIN) if drafted and self.coloured else ("", "")
-            for part in _WORDS.findall(_printable(text)) if self._width else [text]:
-                sys.stdout.write(self._broken(part, colours) if self._width else part.join(colours))
+            sys.stdout.write((_printable(text) if self._terminal else text).join(colours))
         sys.stdout.flush()
-
-    def _broken(self, part: str, colours: tuple[str, str]) -> str:
-        """A part of a line, with a new line before its word where that would cross the terminal's edge."""
-        wide, shown = cell_len(part), part.join(colours)
-        if part == "\n" or (part.isspace() and self._column + wide >= self._width):
-            self._column, self._word = 0, ("", 0)
-            return "\n"
-        if part.isspace():
-            self._column, self._word = self._column + (8 - self._column % 8 if part == "\t" else wide), ("", 0)
-            return shown
-        before, width = self._word
-        self._column, self._word = self._column + wide, (before + shown, width + wide)
-        if self._column <= self._width or width + wide > self._width or self._column == width + wide:
-            return shown
-        self._column = width + wide
-        return (f"\x1b[{width}D\x1b[K" if width else "") + "\n" + before + shown
 
     def end(self) -> None:
         """Ends the line, if there is one."""

@@ -126,13 +126,11 @@ def _compared(
     from longdraft.bench.ties import compare
 
     same: dict[str, Any] = {"offload": spec.offload, "deterministic": spec.deterministic}
-    with console.status(animated=False) as status:
-        status("Decoding the same prompt plainly (ar)")
-        ar = longdraft.Speculator("ar", loaded.model, loaded.tokenizer, **same).stream(tokens, **arguments).results()[0]
-        if arguments["cancelled"]():
-            return None
-        ids = own.token_ids, ar.token_ids
-        tie = compare(spec.runner(), tokens, *ids, arguments["sampling"], arguments["cache"])
+    console.note("Decoding the same prompt plainly (ar) ...")
+    ar = longdraft.Speculator("ar", loaded.model, loaded.tokenizer, **same).stream(tokens, **arguments).results()[0]
+    if arguments["cancelled"]():
+        return None
+    tie = compare(spec.runner(), tokens, own.token_ids, ar.token_ids, arguments["sampling"], arguments["cache"])
     console.stderr().print()
     console.show(console.stderr(), comparing.shown(own, ar, tie, spec.decode))
     return comparing.compared(own, ar, tie)

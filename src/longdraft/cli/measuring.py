@@ -117,23 +117,22 @@ class Rendered(options.Output):
 
     def show(self, report: Report) -> None:
         """Shows a report on stdout, the JSON object last, and writes its files."""
-        if report.document.get("rows", True):
+        if rows := report.document.get("rows", True):
             console.report(report.tables, report.remarks, report.definitions)
-            if processes.is_first():
-                self._write(report)
+        if rows and processes.is_first():
+            if self.markdown is not None:
+                write(self.markdown, render(report, "markdown"))
+            if self.html is not None:
+                write(self.html, render(report, "html"))
+            if (svg := self.svg) is not None:
+                if not report.figures:
+                    console.note("There is no figure of this: --svg draws nothing.")
+                for name, make in report.figures.items():
+                    which = "" if len(report.figures) == 1 else "-" + re.sub(r"[^\w.-]+", "_", name)
+                    path = svg.with_name(f"{svg.stem}{which}{svg.suffix}")
+                    write(path, charts.image(make))
+                    console.note(f"The figure is in {path}.")
         self.json(report.document)
-
-    def _write(self, report: Report) -> None:
-        if self.markdown is not None:
-            write(self.markdown, render(report, "markdown"))
-        if self.html is not None:
-            write(self.html, render(report, "html"))
-        if (svg := self.svg) is not None:
-            for name, make in report.figures.items():
-                which = "" if len(report.figures) == 1 else "-" + re.sub(r"[^\w.-]+", "_", name)
-                path = svg.with_name(f"{svg.stem}{which}{svg.suffix}")
-                write(path, charts.image(make))
-                console.note(f"The figure is in {path}.")
 
 
 def write(path: Path, content: str | bytes) -> None:

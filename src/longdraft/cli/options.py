@@ -113,8 +113,8 @@ Offload = Annotated[
     str | None,
     typer.Option(
         "--offload",
-        help="Keep the KV cache elsewhere: host (memory of the host, for a GPU, which keeps the layers that fit; "
-        "host:N keeps N), disk (a temporary file, for a CPU) or a folder for that file.",
+        help="Keep the KV cache of a model on a GPU in the host's memory: host (the GPU keeps the layers that fit) or "
+        "host:N (it keeps N).",
         show_default="nowhere else",
     ),
 ]

@@ -23,11 +23,10 @@ class Bar:
 
     Args:
         unit: of what is counted. total: None where it is not known.
-        timed: say what is left if all goes on as fast as it lately went.
         silent: shows nothing (another process speaks).
     """
 
-    def __init__(self, unit: str = "", total: int | None = None, silent: bool = False, timed: bool = True) -> None:
+    def __init__(self, unit: str = "", total: int | None = None, silent: bool = False) -> None:
         self.err, self.silent = console.stderr(), silent
         self.shown = self.err.is_terminal and not silent
         self._bar = Progress(
@@ -35,7 +34,7 @@ class Bar:
             BarColumn(bar_width=20),
             MofNCompleteColumn(),
             *([TextColumn(unit)] if unit else []),
-            *([TimeRemainingColumn()] if timed else []),
+            TimeRemainingColumn(),
             TextColumn("{task.fields[figures]}", markup=False, style="dim"),
             console=self.err,
             transient=True,
@@ -44,7 +43,7 @@ class Bar:
             disable=not self.shown,
         )
         self._task = self._bar.add_task("", total=total, figures="")
-        self._unit, self._total, self._timed, self._what = unit, total, timed, ""
+        self._unit, self._total, self._what = unit, total, ""
         self._activity: tuple[str, float, int] | None = None  # its name, and when it began with how many done
         self._said = float("-inf")
 
@@ -73,7 +72,7 @@ class Bar:
         if self.due() or (done == total and not self.shown):
             many = f"{done:,} of {total:,}" if total is not None else f"{done:,}"
             rest = ""
-            if self._timed and total is not None and first < done < total:
+            if total is not None and first < done < total:
                 rest = f"about {left(now - began, done - first, total - first)} left"
             told = ", ".join(filter(None, (f"{many} {self._unit}".rstrip(), figures, rest)))
             self.say(f"{what}: {told}" if what else told)
@@ -133,30 +132,14 @@ class PrefillBar(Bar):
     WHAT = "Reading the prompt"
 
     def __init__(self, total: int) -> None:
-        super().__init__("tokens", total, timed=False)
-        self._tokens, self._seen = total, [(0, time.monotonic())]  # tokens read, and when
+        super().__init__("tokens", total)
+        self._tokens, self._began = total, time.monotonic()
         self.tell(self.WHAT, 0)
 
     def update(self, read: int) -> None:
         """Shows how many tokens have been read; the last one takes the bar away."""
-        self._seen.append((read, time.monotonic()))
         if read >= self._tokens:
             self.close()
-            return
-        seconds = self._rest()
-        rest = "" if seconds is None else f", about {timedelta(seconds=round(seconds))} left"
-        speed = read / max(1e-9, self._seen[-1][1] - self._seen[0][1])
-        self.tell(self.WHAT, read, figures=f"{speed:,.0f} tokens/s{rest}")
-
-    def _rest(self) -> float | None:
-        """Seconds: a token takes longer the more stand before it, by a constant for each of them."""
-        if len(self._seen) < 5:  # the first piece may have been there already, and warms up
-            return None
-        (n1, t1), (n2, t2) = self._seen[2:4]
-        (n3, t3), (n4, t4) = self._seen[-2:]
-        if n1 == n2 or n3 == n4:
-            return None
-        first, now = (t2 - t1) / (n2 - n1), (t4 - t3) / (n4 - n3)
-        slower = max(0.0, now - first) / max(1, n4 - n2)
-        unread = self._tokens - n4
-        return unread * (now + slower * unread / 2)
+        else:
+            speed = read / max(1e-9, time.monotonic() - self._began)
+            self.tell(self.WHAT, read, figures=f"{speed:,.0f} tokens/s")

@@ -21,6 +21,7 @@ _OPTIONS = {
         "--snapshots": "--one-prefill reads each prompt once for all methods",
         **dict.fromkeys(("--assistant", "--gguf", "--llama-cpp-model"), "`bench length --url` asks servers of others"),
     },
+    "bench acceptance": {"--levels": "--json has depth_accepted in every row"},
     "bench quality": {
         "--drift": "ROUGE-L and the target's nats say what partial verification costs",
         "--answer-tokens": "a model that thinks does so in --max-tokens, and the whole text is scored",
@@ -35,6 +36,7 @@ _OPTIONS = {
         **dict.fromkeys(
             ("--dtype", "--device", "--threads"), "the server that answers (--url) holds the model; leave it out"
         ),
+        "--part": "give each process a --seed and a file of its own",
         "repeats": "answers about passages quote them; leave these texts out",
         "--price": "usage counts the tokens that the server has read and written; leave it out",
     },

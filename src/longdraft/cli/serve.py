@@ -102,9 +102,7 @@ def serve(
     snapshot_gib: Annotated[float, typer.Option(min=0.01, help="Limit of all prompts there, in GiB.")] = 4.0,
     name: Annotated[str | None, typer.Option(help="The model's name for clients.", show_default="its own")] = None,
     ray: Annotated[bool, typer.Option("--ray", help="Serve with replicas on Ray, here or on a cluster.")] = False,
-    replicas: Annotated[
-        str, typer.Option(help="On Ray: how many, or the fewest and the most, as 1-4, to scale by the load.")
-    ] = "1",
+    replicas: Annotated[str, typer.Option(help="On Ray: how many.")] = "1",
     ray_config: Annotated[
         Path | None, typer.Option(help="On Ray: further options of the deployment, YAML.", show_default="none")
     ] = None,
@@ -149,17 +147,19 @@ def serve(
 def _on_ray(made: ServiceOptions, settings: Settings, replicas: str, config: Path | None, host: str, port: int) -> None:
     from longdraft.serve import ray
 
-    least, most = ray.replicas_of(replicas)
+    if not replicas.isdigit() or not (count := int(replicas)):
+        raise RequestError("--replicas takes a number; autoscaling_config in --ray-config scales them by the load.")
     loading = made.hosting.loading
+    cores = 1 if loading.on_gpu else max(1, (os.cpu_count() or 1) // count)  # of each replica
     # Replicas share this machine, unless Ray runs on a cluster.
-    sharing = 1 if os.environ.get("RAY_ADDRESS") else most
-    made = replace(made, sharing=sharing, hosting=made.hosting.with_threads(ray.share(most, loading.on_gpu)))
+    sharing = 1 if os.environ.get("RAY_ADDRESS") else count
+    made = replace(made, sharing=sharing, hosting=made.hosting.with_threads(cores))
     threads, gpus = made.hosting.loading.threads or 1, int(loading.on_gpu)
-    deployment = ray.deployment(settings, least, most, threads, gpus, config, drain=300.0)
+    deployment = ray.deployment(settings, count, threads, gpus, config, drain=300.0)
     with console.status() as status:
         status("Starting Ray and the replicas")
         if config is None:
-            ray.require(ray.connected(), least, threads, gpus)
+            ray.require(ray.connected(), count, threads, gpus)
 
         def listens(port: int) -> None:
             status.close()

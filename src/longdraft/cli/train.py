@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -51,16 +53,11 @@ def _with_settings(title: str, config: Callable[[], type[Any]], base: type[Any] 
     return Documented
 
 
-def _of_every_run() -> type[RunConfig]:
-    from longdraft.training.config import RunConfig
-
-    return RunConfig
-
-
 _TITLE = "those of every run; each kind has more: longdraft train KIND --help"
+_OF_EVERY_RUN = partial(resolve_name, "longdraft.training.config:RunConfig")
 
 
-class Trainers(_with_settings(_TITLE, _of_every_run, TyperGroup)):  # type: ignore[misc]
+class Trainers(_with_settings(_TITLE, _OF_EVERY_RUN, TyperGroup)):  # type: ignore[misc]
     """The commands: one for each kind of draft that can be trained, those of ``--load`` included, and ``data``."""
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -109,11 +106,23 @@ def _command(name: str, summary: str) -> Any:
         ] = None,
         output: options.Output,
     ) -> None:
+        from longdraft.training.config import read_config
+
         training = _training(name)
+        # Of several processes (torchrun, accelerate launch) only the first prints.
+        main = int(os.environ.get("RANK", "0")) == 0
+        try:
+            found: RunConfig = read_config(config, settings or [], training.load_settings())
+            if not dry_run:
+                _check(found)
+        except ConfigError:
+            if main:
+                raise
+            raise typer.Exit(2) from None
         if dry_run:
-            output.json(_estimated(name, _read(config, settings or [], training), gpu, gpus, tokens))
+            output.json(_estimated(name, found, gpu, gpus, tokens))
         else:
-            _train(config, settings or [], training, output)
+            _train(found, training, output, main)
 
     title = "every setting, with its default and the values it takes (key=value, or YAML)"
     alone = typer.Typer(
@@ -130,29 +139,23 @@ def _command(name: str, summary: str) -> Any:
     return typer.main.get_command(alone)
 
 
-def _train(path: Path | None, words: Sequence[str], training: Training, output: options.Output) -> None:
-    """Reads the settings, trains, shows the steps, and prints where the draft is."""
+def _check(settings: RunConfig) -> None:
+    """Raises ConfigError if there are no data, or a file or folder that is named is not there."""
     from longdraft.drafts import hub
 
-    # Of several processes (torchrun, accelerate launch) only the first prints.
-    main = int(os.environ.get("RANK", "0")) == 0
-    try:
-        settings_ = _read(path, words, training)
-        if not settings_.data:
-            raise ConfigError("No data: name JSONL files, as in data=text.jsonl, or data: [a.jsonl, b.jsonl.gz].")
-        for source in (*settings_.data, *settings_.vocabulary_from):
-            if not Path(source).exists():
-                raise ConfigError(
-                    f"There is no file {source}: check data and vocabulary_from. A corpus goes by its folder alone."
-                )
-        if settings_.init and not Path(hub.local(settings_.init)).is_dir():
+    if not settings.data:
+        raise ConfigError("No data: name JSONL files, as in data=text.jsonl, or data: [a.jsonl, b.jsonl.gz].")
+    for source in (*settings.data, *settings.vocabulary_from):
+        if not Path(source).exists():
             raise ConfigError(
-                f"There is no draft folder {settings_.init}: check init, or leave it out for a new draft."
+                f"There is no file {source}: check data and vocabulary_from. A corpus goes by its folder."
             )
-    except ConfigError:
-        if main:
-            raise
-        raise typer.Exit(2) from None
+    if settings.init and not Path(hub.local(settings.init)).is_dir():
+        raise ConfigError(f"There is no draft folder {settings.init}: check init, or leave it out for a new draft.")
+
+
+def _train(settings: RunConfig, training: Training, output: options.Output, main: bool) -> None:
+    """Trains, shows the steps, and prints where the draft is."""
     if find_spec("accelerate") is None:
         raise CapabilityError('Training needs the package accelerate: pip install "longdraft[train]"')
     with TrainingDisplay(silent=not main) as display:
@@ -161,7 +164,7 @@ def _train(path: Path | None, words: Sequence[str], training: Training, output: 
         run = training.load_run()
         report = None
         with Cancel(terminate=True) as cancel:
-            for report in run(settings_, display.say, cancel):
+            for report in run(settings, display.say, cancel):
                 display.step(report)
     if not main:
         raise typer.Exit(cancel.exit_code if cancel() else 0)
@@ -169,8 +172,8 @@ def _train(path: Path | None, words: Sequence[str], training: Training, output: 
         where = "before the first step" if report is None else f"after step {report.step:,} of {report.steps:,}"
         console.note(f"Stopped {where}. The same command continues from there.")
         raise typer.Exit(cancel.exit_code)
-    best = Path(settings_.out) / "best"
-    target = f"--model {settings_.target} " if settings_.target else ""
+    best = Path(settings.out) / "best"
+    target = f"--model {settings.target} " if settings.target else ""
     console.note(f"The draft is in {best} (the last step's in {best.with_name('last')}). Use it:")
     console.note(f"  longdraft generate {target}--draft {best} --prompt ...")
     payload: dict[str, Any] = {"draft": str(best)}
@@ -180,19 +183,12 @@ def _train(path: Path | None, words: Sequence[str], training: Training, output: 
     output.json(payload)
 
 
-def _read(path: Path | None, words: Sequence[str], training: Training) -> RunConfig:
-    from longdraft.training.config import read_config
-
-    found: RunConfig = read_config(path, words, training.load_settings())
-    return found
-
-
-def _estimated(kind: str, config: RunConfig, gpu: str, gpus: int, tokens: float | None) -> dict[str, Any]:
+def _estimated(kind: str, config: RunConfig, gpu: str, gpus: int, data: float | None) -> dict[str, Any]:
     """Prints what a run would take; returns its figures (:func:`longdraft.training.dry_run.estimate`)."""
     from longdraft.memory.sizes import human
-    from longdraft.training.dry_run import GPUS, SOME, estimate
+    from longdraft.training.dry_run import GPUS, estimate
 
-    found = estimate(kind, config, gpu, gpus, tokens)
+    found = estimate(kind, config, gpu, gpus, data)
     speed, room = GPUS[gpu]
     table = Table(box=box.SIMPLE, pad_edge=False)
     table.add_column("memory of a GPU")
@@ -201,17 +197,12 @@ def _estimated(kind: str, config: RunConfig, gpu: str, gpus: int, tokens: float 
         table.add_row(part, human(size))
     verdict = f"{human(found['total_bytes'])} of {human(int(room))}: {'fits' if found['fits'] else 'does not fit'}"
     table.add_row(Text("together", style="bold"), Text(verdict, style="bold"))
-    run = (
-        f"steps unknown (give --tokens, or data encoded by `longdraft train data`); {found['hours']:,.1f} hours for "
-        f"each {SOME / 1e9:.0f}B tokens"
-        if found["steps"] is None
-        else f"{found['steps']:,} steps, {found['tokens'] / 1e9:.2f}B tokens, {found['hours']:,.1f} hours"
-    )
-    often = "once" if found["target_reads"] < 1 else "each time"
+    tokens = f"{found['tokens'] / 1e9:.2f}B tokens, {found['hours']:,.1f} hours"
+    run = f"{found['steps']:,} steps, {tokens}" if found["steps"] else f"steps unknown without --tokens; {tokens}"
     definitions = [
-        f"Hours are an estimate: {found['utilisation']:.0%} of a {gpu}'s {speed / 1e12:,.0f} bfloat16 TFLOP/s, on "
-        f"{gpus} GPU{'s' * (gpus > 1)}; a token takes {found['draft_operations'] / 1e9:.2f} GFLOP of the draft and "
-        f"{found['target_operations'] / 1e9:.2f} of the target, which reads every text {often}.",
+        f"Hours are an estimate: {found['utilisation']:.0%} of a {gpu}'s {speed / 1e12:,.0f} bfloat16 TFLOP/s; a token "
+        f"takes {found['draft_operations'] / 1e9:.2f} GFLOP of the draft and {found['target_operations'] / 1e9:.2f} of "
+        f"the target, which reads every text {'once' if found['target_reads'] < 1 else 'each time'}.",
         "Memory is of texts of max_length tokens, all learned. Every GPU holds the whole target."
         + ("" if found["fits"] else " Less: recompute=true, smaller rows (with more accumulate), shorter max_length."),
     ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from enum import Enum
 from itertools import islice
 from pathlib import Path
@@ -55,15 +54,12 @@ def data(
     rows: Annotated[
         int | None, typer.Option(min=1, help="Rows of the file in the end.", show_default="1000; tokens: all")
     ] = None,
-    part: Annotated[
-        str, typer.Option(metavar="I/N", help="The I-th of N processes that share the passages, a file each.")
-    ] = "1/1",
     batch: Annotated[int, typer.Option(min=1, help="Answers asked for at a time.")] = 64,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=1, help="Tokens of an answer, at most.")] = 256,
     passage_tokens: Annotated[str, typer.Option(metavar="MIN,MAX", help="Length of a passage.")] = "200,1500",
     per_passage: Annotated[int, typer.Option(min=1, help="Answers to each passage.")] = 24,
     temperatures: Annotated[str, typer.Option(help="Temperatures of a passage's answers, repeated.")] = "0,0,1",
-    seed: Annotated[int, typer.Option(help="Seed of passages and prompts.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of passages and prompts; another one for each process.")] = 0,
     output: options.Output,
 ) -> None:
     """Prepare training data: a model's own answers, or text and chats turned into tokens once and for all."""
@@ -73,16 +69,13 @@ def data(
         raise options.SettingError(f"--passage-tokens takes two numbers, as in 200,1500, not {passage_tokens!r}.")
     if not answer_temperatures or min(answer_temperatures) < 0:
         raise options.SettingError("--temperatures takes numbers from 0 on.")
-    share = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", part)
-    if share is None or int(share[1]) > int(share[2]):
-        raise options.SettingError(f"--part takes the number of a process and of all, as in 1/4, not {part!r}.")
     folder = kind is Kind.tokens
     if folder and (out.is_file() or out.name.endswith(".jsonl")):
         raise options.SettingError(f"--out {out}: tokens are written to a folder; name one, as in text.tokens.")
     if (out.is_dir() and not folder) or not out.absolute().parent.is_dir():
         raise CheckpointError(f"--out {out}: its folder does not exist, or it is a folder itself.")
-    if folder and (url is not None or part != "1/1"):
-        raise options.SettingError("--url and --part are for --kind answers.")
+    if folder and url is not None:
+        raise options.SettingError("--url is for --kind answers.")
     if not folder and url is None:
         raise options.SettingError(
             "A server answers: start one, as with `longdraft serve --model MODEL`, and name it: --url http://127.0.0.1:8000"
@@ -99,11 +92,10 @@ def data(
         # Read before the server is asked, so that a wrong path is reported at once.
         texts = _texts(files, skipped)
         asked = prompts.asks(texts, (lengths[0], lengths[1]), per_passage, answer_temperatures, seed)
-        passages = islice(enumerate(asked), int(share[1]) - 1, None, int(share[2]))
         file, total = answers.AnswerFile(out), rows or 1000
         with Cancel(terminate=True) as cancel, RowsDisplay("answers", total) as display:
             answers.answer(
-                passages, file, url, api_key, target, rows=total, batch=batch, max_new_tokens=max_tokens, stop=cancel,
+                asked, file, url, api_key, target, rows=total, batch=batch, max_new_tokens=max_tokens, stop=cancel,
                 progress=lambda: display.update(file.rows, file.added),
             )  # fmt: skip
         have, figures = file.rows, _told(file, display.seconds)

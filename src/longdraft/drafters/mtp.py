@@ -31,7 +31,6 @@ from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.memory.store import KVShape, KVStore
 from longdraft.model import own_layer
 from longdraft.model.few_rows import quicken
-from longdraft.model.rotary import SharedRotary
 from longdraft.model.runner import TargetRunner
 from longdraft.native import Stored
 from longdraft.options import Options
@@ -157,7 +156,7 @@ class MtpDraft(Eagle3Draft):
         draft_folder.check_tensors(found, sizes, self.folder, self.label)
         own_layer.put_in(block, tensors, runner.device, runner.kv_shape.dtype, int8=runner.arithmetic == "int8")
         quicken(block)
-        return BoundDraft(block, runner.parts.embedding, SharedRotary(runner.parts.rotary), block.logits, None, None)
+        return BoundDraft(block, runner.parts.embedding, runner.parts.rotary, block.logits, None, None)
 
 
 class MtpRound(Eagle3Round):

@@ -6,7 +6,7 @@ attributes of theirs, which the next run notices (:mod:`longdraft.model.model_co
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,10 @@ _BY_ROW = ("adapter_names", "alora_offsets")
 def check(model: nn.Module) -> None:
     """Raises UnsupportedModelError for an active adapter that longdraft would compute differently."""
     in_layers = {name for module in model.modules() for name in _active(module)}
-    for owner in _owners(model):
+    # A PeftModel whose ``generate`` has called that of its model.
+    asking = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
+    owners: list[Any] = [each for each in (model, asking) if isinstance(getattr(each, "peft_config", None), Mapping)]
+    for owner in owners:
         # An adapter that changes no layer is the model's own: a PeftModel names it.
         named = () if getattr(owner, "_adapters_disabled", False) else _names(getattr(owner, "active_adapter", ()))
         for name in sorted({*in_layers, *named}):
@@ -61,14 +64,6 @@ def _take_by_row(model: nn.Module) -> str:
                 del module._forward_pre_hooks[number]
                 module._forward_pre_hooks_with_kwargs.pop(number, None)
     return found
-
-
-def _owners(model: nn.Module) -> Iterator[Any]:
-    """The modules with settings of adapters, among them a PeftModel whose ``generate`` has called that of its model."""
-    asking = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
-    for module in (model, asking):
-        if isinstance(getattr(module, "peft_config", None), Mapping):
-            yield module
 
 
 def _foreign(settings: Any) -> str | None:

@@ -86,14 +86,5 @@ class Recording:
         return value.new_zeros(*query.shape[:3], value.shape[-1]).transpose(1, 2).contiguous(), None
 
 
-_recorded: WeakKeyDictionary[PreTrainedModel, Recorded] = WeakKeyDictionary()
-
-
-def remember(model: PreTrainedModel, recorded: Recorded) -> None:
-    """Keeps what was recorded of a model, for :func:`known`."""
-    _recorded[model] = recorded
-
-
-def known(model: PreTrainedModel) -> Recorded | None:
-    """The records of a model's forward; None if the configuration says all there is to say."""
-    return _recorded.get(model)
+recorded: WeakKeyDictionary[PreTrainedModel, Recorded] = WeakKeyDictionary()
+"""The records of models' forwards. The configuration of a model that is not here says all there is to say."""

@@ -53,19 +53,6 @@ class LoadedModel(NamedTuple):
         return f"LoadedModel(model={type(self.model).__name__}, tokenizer={type(self.tokenizer).__name__})"
 
 
-def load_weights(name: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """A model without its tokenizer, ready to run, from a folder in Hugging Face layout or by its hub id.
-
-    Raises CheckpointError (cannot be read, or incomplete).
-    """
-    folder = Path(name).expanduser()
-    source: dict[str, Any] = {}
-    if folder.is_dir():
-        source = {"use_safetensors": check_folder(folder), "local_files_only": True}
-    model = read_checkpoint(str(folder) if source else name, dtype, None, with_tokenizer=False, **source).model
-    return model.to(device).eval().requires_grad_(False)
-
-
 def read_checkpoint(
     name: str,
     dtype: DType,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,7 +13,7 @@ from transformers.utils import cached_file
 
 from longdraft.folders import is_gguf
 from longdraft.model import hosting, stored
-from longdraft.model.checkpoints import check_folder, check_gguf, load_weights, quiet, reading
+from longdraft.model.checkpoints import check_folder, check_gguf, quiet, read_checkpoint, reading
 from longdraft.model.embedded import EMBEDDED_ID, packaged_file
 from longdraft.model.gguf.files import File
 from longdraft.model.gguf.header import needs
@@ -85,7 +86,12 @@ def read(name: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel
     """
     if is_gguf(name):
         return load(name, dtype=dtype, device=device).model
-    return load_weights(name, dtype, device)
+    folder = Path(name).expanduser()
+    source: dict[str, Any] = {}
+    if folder.is_dir():
+        source = {"use_safetensors": check_folder(folder), "local_files_only": True}
+    model = read_checkpoint(str(folder) if source else name, dtype, None, with_tokenizer=False, **source).model
+    return model.to(device).eval().requires_grad_(False)
 
 
 def difference(name: str, runner: TargetRunner) -> str | None:

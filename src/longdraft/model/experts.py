@@ -160,13 +160,6 @@ def as_parameters(
     return found
 
 
-class StoredMatrices(StoredWeights):
-    """The matrices (out, in) of all experts, one behind the other."""
-
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        """The mixture saves its matrices."""
-
-
 class StoredExperts(nn.Module):
     """A mixture of experts with stored matrices, in the place of a module of transformers.
 
@@ -185,15 +178,15 @@ class StoredExperts(nn.Module):
         self.count = count
         self.replaced: Any = module
         for kind, matrix in matrices.items():
-            own = StoredMatrices(matrix)
-            own.outs = matrix.shape[0] // count
+            own = StoredWeights(matrix)  # of all experts, one behind the other
+            own.outs, own.inside = matrix.shape[0] // count, True
             setattr(self, kind, own)
             self.register_buffer(f"{kind}_bias", biases.get(kind), persistent=False)
         self._parts: tuple[object, Experts] | None = None
 
     @property
-    def _matrices(self) -> dict[str, StoredMatrices]:
-        return {kind: own for kind, own in self.named_children() if isinstance(own, StoredMatrices)}
+    def _matrices(self) -> dict[str, StoredWeights]:
+        return {kind: own for kind, own in self.named_children() if isinstance(own, StoredWeights)}
 
     @property
     def parts(self) -> Experts:

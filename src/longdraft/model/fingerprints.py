@@ -19,9 +19,9 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from longdraft.model.few_rows import is_plain
 from longdraft.model.model_copy import HOOKS, IGNORED, OWN, PLAIN, place_of
 from longdraft.model.sharded import local
+from longdraft.model.stored import pieces
 
 # Rows of a matrix that are sampled, a number of each; every row of a matrix with as many rows as a vocabulary.
 _ROWS, _VOCABULARY = 128, 1 << 14
@@ -43,7 +43,7 @@ _process, _uses = uuid.uuid4().hex, itertools.count()
 def of(model: PreTrainedModel) -> str:
     """The name of a target as it is now."""
     modules = list(model.modules())
-    tensors = [(name, _bytes(part), tensor) for name, tensor in _tensors(modules) for part in _parts(tensor)]
+    tensors = [(name, _bytes(part), tensor) for name, tensor in _tensors(modules) for part in pieces(local(tensor))]
     settings, samples = "\n".join(_settings(model, modules)), [_sample(each) for _, each, _ in tensors]
     state = [
         (id(tensor), place_of(tensor), 0 if tensor.is_inference() else tensor._version) for _, _, tensor in tensors
@@ -98,17 +98,6 @@ def _tensors(modules: list[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
                 for key, each in own.items()
                 if isinstance(each, torch.Tensor) and not _by_length(module, key)
             )
-
-
-def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensors in memory that a tensor consists of: several of one that another package quantised."""
-    tensor = local(tensor)
-    names = getattr(tensor, "__tensor_flatten__", None)
-    if names is None or is_plain(tensor):
-        yield tensor.detach()
-    else:
-        for inner in (getattr(tensor, name) for name in names()[0]):
-            yield from _parts(inner) if isinstance(inner, torch.Tensor) else ()
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -60,7 +60,13 @@ def kernel_report(runner: TargetRunner | None) -> KernelReport:
         return KernelReport(None, reason=f"the model is on {runner.device}, where attention is {path}'s")
     own = native.kernels()
     if own is None:
-        return KernelReport(None, reason=native.missing(), cost=SLOWER if runner is None else _cost(runner))
+        cost = SLOWER
+        if runner is not None and is_stored(model := runner.model):
+            cost = "Decoding is several times slower: each product unpacks its weights (--weights float32 does it once)"
+        elif runner is not None:
+            size = sum(p.numel() * p.element_size() for p in model.parameters())
+            cost += f"; weights take {human(size)}, in {_dtype(runner.kv_shape.dtype)}"
+        return KernelReport(None, reason=native.missing(), cost=cost)
     if runner is None:
         return KernelReport(own.level)
     sizes: Counter[str] = Counter()
@@ -79,14 +85,6 @@ def kernel_report(runner: TargetRunner | None) -> KernelReport:
     whole = twin.fused.stack is not None and attends and runner.offload is None
     names = tuple(name for name, _ in sizes.most_common())
     return KernelReport(own.level, names, kv, whole, arithmetic=runner.arithmetic)
-
-
-def _cost(runner: TargetRunner) -> str:
-    model = runner.model
-    if is_stored(model):
-        return "Decoding is several times slower, as each product unpacks its weights (--weights float32 does it once)"
-    size = sum(p.numel() * p.element_size() for p in model.parameters())
-    return f"{SLOWER}; weights take {human(size)}, in {_dtype(runner.kv_shape.dtype)}"
 
 
 def _dtype(dtype: torch.dtype) -> str:

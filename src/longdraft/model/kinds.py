@@ -43,7 +43,7 @@ def layer_kinds(model: PreTrainedModel) -> tuple[str, ...]:
         "latent": bool(getattr(config, "kv_lora_rank", None)),
         "experts": any(_number(config, name) > 1 for name in _EXPERTS),
         "shared KV": _number(config, "num_kv_shared_layers") > 0,
-        "own code": (recorded := calls.known(model)) is not None and recorded.own,
+        "own code": (found := calls.recorded.get(model)) is not None and found.own,
     }
     return (*(kind for kind in _ORDER if counts[kind]), *(kind for kind, has in more.items() if has))
 

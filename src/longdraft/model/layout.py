@@ -62,7 +62,7 @@ def layout_of(model: PreTrainedModel) -> Layout:
         UnsupportedModelError: it has no attention heads.
     """
     config = decoder_config(model)
-    found = calls.known(model)
+    found = calls.recorded.get(model)
     if found is None:
         shape = configured_shape(model)
         return Layout(tuple(Place(None, i) for i in range(shape.layers)), shape)

@@ -166,7 +166,8 @@ def _all_tried(model: nn.Module) -> Iterator[tuple[nn.Module, tuple[int, ...]]]:
     for name, module in list(layers_of_others(model)):
         like = (type(module), type(getattr(module, "weight", None)), module.in_features, module.out_features)
         if like in known:
-            _first_call(model, module)
+            with torch.no_grad():  # it may do something once, such as packing its weights in another way
+                module.forward(_made_up(model, module, 1)[None])
         yield module, known[like] if like in known else known.setdefault(like, _try(model, name, module))
 
 
@@ -180,12 +181,6 @@ def _made_up_product(module: nn.Module) -> Callable[..., torch.Tensor]:
         return torch.cat([x, -x], dim=-1)[..., on_device(places, x.device)]
 
     return product
-
-
-@torch.no_grad()
-def _first_call(model: nn.Module, module: nn.Module) -> None:
-    """Lets a layer do what it does once, such as packing its weights in another way, before somebody looks at it."""
-    module.forward(_made_up(model, module, 1)[None])
 
 
 def _made_up(model: nn.Module, module: nn.Module, count: int) -> torch.Tensor:

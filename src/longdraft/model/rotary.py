@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -100,17 +100,3 @@ class Rotary:
         angles = offsets[:, None].float() * self.module.inv_freq.float()
         angles = torch.cat((angles, angles), dim=-1)
         return angles.cos(), angles.sin()
-
-
-class SharedRotary(Rotary):
-    """The target's own rotary embedding, for a layer of the target's kind.
-
-    Args:
-        rotary: (T,) positions -> cos and sin (T, d).
-    """
-
-    def __init__(self, rotary: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]) -> None:
-        self._rotary = rotary
-
-    def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._rotary(positions)

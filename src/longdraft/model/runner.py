@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -46,6 +45,7 @@ class TargetRunner:
         attention_path: name of the attention path on this machine. attend: its function, which may be replaced.
         graphs: recorded forwards of the target and of the drafts that read it; may be replaced as well.
         share: this process's share of the target if several processes share it; None for all of it.
+        lock: held during every forward and every step of a run: one thread at a time uses a model through longdraft.
         depth: number of decoder layers.
         kv_shape: shape of the stores, with this process's heads, and dtype of the rows that are written.
         arithmetic: "int8", or the dtype that the model computes in; see :func:`longdraft.model.stored.arithmetic_of`.
@@ -78,6 +78,7 @@ class TargetRunner:
             support.check_autocast(model.device)
             offloading.check(offload, model.device)
             self._host = host(model)
+            self.lock = self._host.lock
             shape = layout_of(model).shape
             self.depth = len(hosting.decoder_layers(model))
         self.kv_shape = shape if self.share is None else self.share.of_heads(shape)
@@ -113,11 +114,6 @@ class TargetRunner:
     def rooms(self) -> Rooms | None:
         """Memory that stores and windows take, so that recorded forwards outlive them; None if none are recorded."""
         return self._rooms if self.graphs.recording else None
-
-    @property
-    def lock(self) -> AbstractContextManager[bool]:
-        """Held during every forward and every step of a run: one thread at a time uses a model through longdraft."""
-        return self._host.lock
 
     @property
     def twin(self) -> Twin:
@@ -231,7 +227,6 @@ class TargetRunner:
         Raises:
             CapabilityError: no attention path here reads keys and values of that dtype.
             MemoryBudgetError: the store does not fit the memory.
-            CheckpointError: no file can be made in the folder to offload to.
         """
         self.refresh()
         transposed = dispatch.prefers_transposed_keys(self.attention_path, self.kv_shape.dtype)
@@ -306,9 +301,8 @@ class TargetRunner:
         """
         if self.rows is not None:
             return one_bucket.verify(self, block, store, taps)
-        if last is None or last >= block.size or self.graphs.recording:
-            return self.forward(block, store, taps=taps, check=False)
-        return self.forward(block, store, logits=last, taps=taps, check=False)
+        every = last is None or last >= block.size or self.graphs.recording
+        return self.forward(block, store, logits="all" if every or last is None else last, taps=taps, check=False)
 
     def _kept(self, taps: Taps, store: KVStore) -> Taps:
         return Taps(tuple(sorted({*taps.hidden, *store.feature_layers})), taps.queries)

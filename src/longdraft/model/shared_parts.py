@@ -146,7 +146,8 @@ def describe(model: PreTrainedModel) -> dict[str, Any]:
     (YaRN) is left out, so that a stretched target keeps its drafts.
     """
     digest = hashlib.sha256()
-    first = next(m for m in hosting.decoder_layers(model)[-1].modules() if stored.has_weights(m))
+    inside = hosting.decoder_layers(model)[-1].modules()
+    first = next(m for m in inside if isinstance(m, stored.StoredWeights) or [*m.parameters(recurse=False)])
     for module in (model.get_input_embeddings(), first):
         digest.update(stored.weight_sample(module).to(torch.bfloat16).float().cpu().numpy().tobytes())
     return sizes(model) | {"weights": digest.hexdigest()[:16]}

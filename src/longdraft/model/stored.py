@@ -8,9 +8,7 @@ input rows are rounded to eight bits in blocks of 32 and our kernels multiply in
 from __future__ import annotations
 
 import copy
-import os
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,8 +28,9 @@ from longdraft.native.boundary import FLOATS, memory_of
 from longdraft.native.stored import FORMATS, rounded_blocks, rounded_to_int8
 
 # Attribute of a model for the files that its weights are mapped from.
-_FILE = "_longdraft_mapped"
+_FILES = "_longdraft_mapped"
 _MAKING = threading.RLock()
+_SAMPLED = 64  # weights of a layer that name a model
 _SECONDS = 1 << 30  # bytes that it may take two seconds to lay out
 _TOGETHER = 4096  # rows of a draft's matrix that are rounded at a time, which bounds the memory for a large head
 
@@ -41,10 +40,12 @@ class StoredWeights(nn.Module):
 
     Attributes:
         outs: outputs of each matrix, where several lie one behind the other.
+        inside: the module around it saves it.
     """
 
     data: torch.Tensor
     outs: int | None = None
+    inside: bool = False
 
     def __init__(self, matrix: Stored) -> None:
         super().__init__()
@@ -65,8 +66,9 @@ class StoredWeights(nn.Module):
         return unpacked(self.matrix)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[f"{prefix}weight"] = self.weight
+        if not self.inside:
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+            destination[f"{prefix}weight"] = self.weight
 
 
 class StoredLinear(StoredWeights):
@@ -130,14 +132,9 @@ def unpacked(stored: Stored) -> torch.Tensor:
     return stored.floats() if own is None else own.unpack(stored)
 
 
-def has_weights(module: nn.Module) -> bool:
-    """True if a module has weights that are not a child's."""
-    return isinstance(module, StoredWeights) or any(True for _ in module.parameters(recurse=False))
-
-
 def weight_place(module: nn.Module) -> torch.Tensor:
     """The tensor that holds the weights of a layer or an embedding, for comparison of its storage."""
-    return numbers(local(module.data if isinstance(module, StoredWeights) else module.weight))
+    return next(pieces(local(module.data if isinstance(module, StoredWeights) else module.weight)))
 
 
 def weight_shape(module: nn.Module) -> tuple[int, int]:
@@ -153,13 +150,14 @@ def weight_shape(module: nn.Module) -> tuple[int, int]:
     return int(module.out_features), int(module.in_features)  # type: ignore[arg-type]
 
 
-def numbers(weight: torch.Tensor) -> torch.Tensor:
-    """The numbers of a weight in memory; of a quantised one that is a tensor's subclass, those that it packs."""
-    parts = getattr(weight, "__tensor_flatten__", None)
-    if parts is None or is_plain(weight):
-        return weight
-    inner: torch.Tensor = getattr(weight, parts()[0][0])
-    return numbers(inner)
+def pieces(weight: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors in memory that a tensor consists of: several of a subclass, in which another package quantised it."""
+    names = getattr(weight, "__tensor_flatten__", None)
+    if names is None or is_plain(weight):
+        yield weight.detach()
+    else:
+        for inner in (getattr(weight, name) for name in names()[0]):
+            yield from pieces(inner) if isinstance(inner, torch.Tensor) else ()
 
 
 def parameters(model: nn.Module) -> int:
@@ -168,15 +166,15 @@ def parameters(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters()) + sum(rows * size for rows, size in blocks.values())
 
 
-def weight_sample(module: nn.Module, most: int = 64) -> torch.Tensor:
+def weight_sample(module: nn.Module) -> torch.Tensor:
     """Some evenly spread weights of a module's first parameter, in any storage."""
     if not isinstance(module, StoredWeights):
         # Those of a layer within come after its own.
-        flat = numbers(whole(next(module.parameters()).detach())).flatten()
-        return flat[:: max(1, flat.numel() // most)]
+        flat = next(pieces(whole(next(module.parameters()).detach()))).flatten()
+        return flat[:: max(1, flat.numel() // _SAMPLED)]
     matrix = module.matrix
     rows, size = matrix.shape
-    places = torch.arange(0, rows * size, max(1, rows * size // most), device=module.data.device)
+    places = torch.arange(0, rows * size, max(1, rows * size // _SAMPLED), device=module.data.device)
     return unpacked(matrix.rows(places // size))[torch.arange(len(places), device="cpu"), places % size]
 
 
@@ -217,7 +215,7 @@ def mark(model: PreTrainedModel, *files: Path) -> PreTrainedModel:
     """Makes a model with stored weights refuse to be saved, and remember the files that they are mapped from."""
     vars(model)["save_pretrained"] = _not_saved
     if files:
-        vars(model)[_FILE] = [_Mapped(file) for file in files]
+        vars(model)[_FILES] = [(file.absolute(), _state(file)) for file in files]
     return model
 
 
@@ -295,9 +293,17 @@ def light_bytes(weights: torch.Tensor | Stored, bits: Literal[4, 8] = 8) -> int:
 
 
 def check_unchanged(model: nn.Module) -> None:
-    """Raises CheckpointError if a file of a model was written to since its weights were mapped."""
-    for mapped in vars(model).get(_FILE, ()):
-        mapped.check()
+    """Raises CheckpointError if a file of a model was written to since its weights were mapped.
+
+    Renaming another file over it changes nothing.
+    """
+    for file, (place, content) in vars(model).get(_FILES, ()):
+        now = _state(file) if file.exists() else (None, None)  # one that is gone stays mapped
+        if now[0] == place and now[1] != content:
+            raise CheckpointError(
+                f"{file} was written to while its weights were in use: load the model again. (To replace a file that "
+                "is in use, write another and rename it.)"
+            )
 
 
 @contextmanager
@@ -320,28 +326,10 @@ def without_memory() -> Iterator[None]:
             nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-class _Mapped:
-    """A file that weights are mapped from. It stays open, so renaming another file over it changes nothing."""
-
-    def __init__(self, file: Path) -> None:
-        self._path = file
-        self._open = os.open(file, os.O_RDONLY)
-        weakref.finalize(self, os.close, self._open)
-        self._state = self._stat()
-
-    def check(self) -> None:
-        if self._stat() != self._state:
-            raise CheckpointError(
-                f"{self._path} was written to while its weights were in use: load the model again. (To replace a file "
-                "that is in use, write another and rename it.)"
-            )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Mapped:
-        return self  # a copy of the model reads the same file
-
-    def _stat(self) -> tuple[int, int]:
-        stat = os.fstat(self._open)
-        return stat.st_size, stat.st_mtime_ns
+def _state(file: Path) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Which file it is, and what is in it as far as the system tells."""
+    found = file.stat()
+    return (found.st_dev, found.st_ino), (found.st_size, found.st_mtime_ns)
 
 
 def _not_saved(*_args: Any, **_kwargs: Any) -> NoReturn:

@@ -41,7 +41,10 @@ class ArrangedLinear(nn.Module):
     def __init__(self, matrix: Arranged) -> None:
         super().__init__()
         self.out_features, self.in_features = matrix.shape
-        self.parts = nn.ModuleList(_Part(part) for part in matrix.parts)
+        parts = [StoredLinear(part) for part in matrix.parts]
+        for part in parts:
+            part.inside = True
+        self.parts = nn.ModuleList(parts)
         self.register_buffer("rows", matrix.rows, persistent=False)
         self.register_buffer("columns", matrix.columns, persistent=False)
         places = None if matrix.columns is None else matrix.columns.argsort()
@@ -50,7 +53,7 @@ class ArrangedLinear(nn.Module):
     @property
     def weight(self) -> torch.Tensor:
         """The matrix in float32, unpacked in every call."""
-        whole = torch.cat([part.weight for part in self.parts if isinstance(part, _Part)])
+        whole = torch.cat([part.weight for part in self.parts if isinstance(part, StoredLinear)])
         whole = whole if self.rows is None else whole[self.rows]
         return whole if self.columns is None else whole[:, self.columns]
 
@@ -65,10 +68,3 @@ class ArrangedLinear(nn.Module):
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         destination[f"{prefix}weight"] = self.weight
-
-
-class _Part(StoredLinear):
-    """A part of a layer, which saves it whole."""
-
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        pass

@@ -153,7 +153,7 @@ def _own(copy: PreTrainedModel, tokens: list[int], stepwise: bool) -> torch.Tens
 @torch.inference_mode()
 def _hosted(copy: PreTrainedModel, tokens: list[int], by_itself: bool) -> torch.Tensor:
     """The same rows from our attention and our store."""
-    calls.remember(copy, _recorded(copy, tokens, by_itself))
+    calls.recorded[copy] = _recorded(copy, tokens, by_itself)
     layout, rows = layout_of(copy), _TEXT + len(_TREE)
     store = KVStore(layout.shape, 1, rows, copy.device)
     store.keep_states(*hosting.new_states(copy, 1, rows))

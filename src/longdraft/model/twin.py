@@ -82,17 +82,13 @@ class Twin:
     def _try(self, model: PreTrainedModel) -> None:
         found = try_out(model)
         for each in (model, self.model):
-            calls.remember(each, found)
+            calls.recorded[each] = found
         if found.own:
             hosting.decoder_config(self.model)._attn_implementation = hosting.decoder_config(model)._attn_implementation
 
     @cached_property
     def parts(self) -> SharedParts:
-        """The parts that a trained draft shares with the model.
-
-        Raises:
-            UnsupportedModelError: the model takes no trained drafts.
-        """
+        """The parts that a trained draft shares with the model; raises as :func:`shared_parts`."""
         return shared_parts(self.model)
 
     @property

@@ -135,20 +135,15 @@ void transpose_block(const float *k, int64_t k_row, int64_t keys, int64_t d, flo
 
 // Splits rows into even groups of at most ROWS and calls what(R, first row, share); share(start, row, rows) is the group's part
 // of the next block to prefetch.
-template <int R, typename What, typename Share>
-inline void group(int64_t rows, int64_t first, const What &what, const Share &share) {
-  if (rows == R) return what(std::integral_constant<int, R>{}, first, share);
-  if constexpr (R > 1) group<R - 1>(rows, first, what, share);
-}
-
 template <typename What>
 inline void in_groups(int64_t rows, const What &what) {
   const int64_t groups = (rows + ROWS - 1) / ROWS;
   for (int64_t g = 0, first = 0; g < groups; g++) {
     const int64_t end = rows * (g + 1) / groups;
-    group<ROWS>(end - first, first, what, [=](const auto *start, int64_t row, int64_t all) {
+    const auto share = [=](const auto *start, int64_t row, int64_t all) {
       return Fetch<std::decay_t<decltype(*start)>>{start + all * g / groups * row, row, groups};
-    });
+    };
+    with_number<ROWS>(end - first, [&](auto R) { what(R, first, share); });
     first = end;
   }
 }
@@ -242,7 +237,7 @@ void score_block(const Queries &in, const Text &text, int64_t a, int64_t keys, f
       score_rows<R.value>(in.q + r * in.d, in.d, kt, kt_row, keys, share(next, kt_row, in.d), s + r * BLOCK);
     });
   };
-  if (text.format == FLOAT32 && text.k_row != 1) {
+  if (text.format == Kept::FLOAT32 && text.k_row != 1) {
     transpose_block(static_cast<float *>(text.k) + a * text.k_row, text.k_row, keys, in.d, turned);
     score_keys(turned, BLOCK, turned);
   } else {

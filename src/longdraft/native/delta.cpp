@@ -62,6 +62,6 @@ void longdraft_delta(const DeltaLayer *layer, const DeltaRows *rows, int64_t num
       std::copy_n(out + (i / r.heads * r.heads + l.order[i % r.heads]) * r.values, r.values, ordered + i * r.values);
     }
   }
-  add_product(l.o, ordered, values, nullptr, 0, 0, x, count, normed, threads);
-  compute_mlp(l, nullptr, 0, x, count, threads);
+  add_product(l.o, ordered, values, x, count, threads);
+  compute_mlp(l, l.mlp_eps, l.plus, l.gelu, nullptr, 0, x, count, threads);
 }

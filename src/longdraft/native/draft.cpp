@@ -1,8 +1,7 @@
 // One level of a draft's tree in one call: LongSpec's or EAGLE-3's block, the head, and each node's likeliest next tokens.
 //
 // A draft is one layer: in Python the operations between its products would take several times as long as the products.
-#include "packed.h"
-#include "parts.h"
+#include "mlp.h"
 
 using std::int64_t;
 
@@ -25,7 +24,7 @@ void attend(const Draft &l, const Nodes &n, const Seen &seen, float *q, float *r
     row += n.counts[b] - size;
     for (int64_t t = 0; t < size; t++, row++) {
       for (int64_t h = 0; h < l.heads; h++) {
-        turn(q + t * inner + h * d, n.cos + row * d, n.sin + row * d, d, turned + (h * size + t) * d, 1);
+        turn(q + t * inner + h * d, n.cos + row * d, n.sin + row * d, d, d, turned + (h * size + t) * d);
       }
     }
     KeysValues kv = seen.kv;
@@ -51,14 +50,9 @@ void level(const Draft &l, const Nodes &n, const KeysValues *own, const KeysValu
   int64_t all = 0;
   for (int64_t b = 0; b < n.sequences; b++) all += n.counts[b];
   static thread_local Scratch scratch;
-  const int64_t sizes[] = {all * input,    going * input,           all * kv_size,   all * kv_size,  going * q_size,
-                           2 * going * q_size + 16, going * l.inner, going * l.inner, best ? going * l.head.outs : 0};
-  float *parts[9];
-  int64_t total = 0;
-  for (int64_t size : sizes) total += Scratch::whole_lines(size);
-  parts[0] = scratch.of(total);
-  for (int i = 1; i < 9; i++) parts[i] = parts[i - 1] + Scratch::whole_lines(sizes[i - 1]);
-  const auto [entering, normed, k, v, q, room, gate, up, said] = parts;
+  const auto [entering, normed, k, v, q, room, said] =
+      divided<7>(scratch, 1, {all * input, going * input, all * kv_size, all * kv_size, going * q_size,
+                              2 * Scratch::whole_lines(going * q_size), best ? going * l.head.outs : 0});
 
   for (int64_t r = 0; r < all; r++) {
     rms_norm(n.x + r * hidden, 1, hidden, l.norm, l.eps, entering + r * input);
@@ -83,29 +77,23 @@ void level(const Draft &l, const Nodes &n, const KeysValues *own, const KeysValu
     for (int64_t t = 0; t < n.counts[b]; t++, row++) {
       const int64_t place = n.ends[b] - n.counts[b] + t;
       for (int64_t h = 0; h < l.kv_heads; h++) {
-        turn(k + row * kv_size + h * d, n.cos + row * d, n.sin + row * d, d, room, 1);  // room is still free
+        turn(k + row * kv_size + h * d, n.cos + row * d, n.sin + row * d, d, d, room);  // room is still free
         write_row(*own, n.slots[b], h, place, room, v + row * kv_size + h * d, d);
       }
     }
   }
   attend(l, n, {*own, n.begins, n.ends, n.masks, n.seen}, q, room, threads);
-  const Matrix output = into(l.o, out, true);
-  must(longdraft_linear(q, going, q_size, &output, 1, threads));
+  add_product(l.o, q, q_size, out, going, threads);
 
   if (text) {
     rms_norm(out, going, hidden, l.cross_norm, l.eps, normed);
-    const Matrix query = into(l.cross_q, q, false), back = into(l.cross_o, out, true);
+    const Matrix query = into(l.cross_q, q, false);
     must(longdraft_linear(normed, going, hidden, &query, 1, threads));
     attend(l, n, {*text, nullptr, n.lengths, nullptr, 0}, q, room, threads);
-    must(longdraft_linear(q, going, q_size, &back, 1, threads));
+    add_product(l.cross_o, q, q_size, out, going, threads);
   }
 
-  rms_norm(out, going, hidden, l.mlp_norm, l.eps, normed);
-  const Matrix wide[] = {into(l.gate, gate, false), into(l.up, up, false)};
-  must(longdraft_linear(normed, going, hidden, wide, 2, threads));
-  gated(gate, up, going, l.inner, threads);
-  const Matrix back = into(l.down, out, true);
-  must(longdraft_linear(gate, going, l.inner, &back, 1, threads));
+  compute_mlp(l, l.eps, 0, false, nullptr, 0, out, going, threads);
 
   if (l.final_norm) rms_norm(out, going, hidden, l.final_norm, l.eps, normed);
   const Matrix head = into(l.head, best ? said : logits, false);

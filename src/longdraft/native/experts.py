@@ -1,4 +1,4 @@
-"""Products with the matrices of chosen experts. See experts.cpp."""
+"""Products with the matrices of chosen experts. See products.cpp."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ from dataclasses import dataclass
 import torch
 
 from longdraft.native.boundary import FLOATS, address
-from longdraft.native.header import Long
+from longdraft.native.header import ENUMS, Long
 from longdraft.native.library import Kernels
 from longdraft.native.stored import Stored
 from longdraft.native.structures import Matrix
-
-_BY_INPUT = -1
 
 
 @dataclass(frozen=True)
@@ -58,9 +56,8 @@ class ExpertWeights:
         if isinstance(w, Stored):
             place, row, int8 = w.place(number * outs)
             return Matrix(place, bias, None, row, outs, 0, w.number, int8)
-        return Matrix(
-            address(w[number], rows=True), bias, None, w.stride(1) * 4, outs, 0, _BY_INPUT if self.by_input else 0, 0
-        )
+        form = ENUMS["Format"]["BY_INPUT" if self.by_input else "FLOAT32"]
+        return Matrix(address(w[number], rows=True), bias, None, w.stride(1) * 4, outs, 0, form, 0)
 
 
 class ExpertProducts:
@@ -91,7 +88,5 @@ class ExpertProducts:
         x, kinds, groups = x.contiguous(), len(self._weights), len(experts)
         out = torch.empty(kinds, x.shape[0], self.shape[0], **FLOATS)
         numbers, places = (Long * groups)(*experts), (Long * (groups + 1))(*starts)
-        self._call(
-            "experts", [x, out], address(x), x.shape[1], self._table, kinds, numbers, places, groups, address(out)
-        )
+        self._call("experts", address(x), x.shape[1], self._table, kinds, numbers, places, groups, address(out))
         return out

@@ -1,11 +1,11 @@
 // y = x W^T + b in int8 arithmetic: integer products of stored weights and rounded rows of x.
 //
-// LANES outputs are computed side by side (int8_blocks.h). Blocks are unpacked to bytes in registers, once for up to TOGETHER
+// LANES outputs are computed side by side (formats.h). Blocks are unpacked to bytes in registers, once for up to TOGETHER
 // rows. Each piece of 32 weights is multiplied with these rows there: eight products of four bytes in each lane, one
 // conversion, and the block's scales. With more rows the bytes of some hundred outputs are unpacked once into the second-level
 // cache. In both cases a row's result is computed by the same operations in the same order.
-#include "int8.h"
-#include "int8_blocks.h"
+#include "formats.h"
+#include "products.h"
 #include "threads.h"
 
 #include <algorithm>
@@ -54,18 +54,11 @@ inline ivec dot(ivec sum, ivec w, const std::int8_t *four) {
     a = _mm256_abs_epi8(a);
   }
   return sum + (ivec)_mm256_madd_epi16(_mm256_maddubs_epi16(a, b), _mm256_set1_epi16(1));
-#elif defined(__aarch64__)
+#else
   int8x16_t a = (int8x16_t)w, b = (int8x16_t)x;
   if constexpr (SIGNED<MOST>) a = veorq_s8(a, vdupq_n_s8(-128));
   const int32x4_t low = vpaddlq_s16(vmull_s8(vget_low_s8(a), vget_low_s8(b)));
   return sum + (ivec)vpaddq_s32(low, vpaddlq_s16(vmull_high_s8(a, b)));
-#else
-  std::uint8_t a[4 * LANES];
-  std::int8_t b[4 * LANES];
-  std::memcpy(a, &w, sizeof a);
-  std::memcpy(b, &x, sizeof b);
-  for (int i = 0; i < 4 * LANES; i++) sum[i / 4] += (a[i] - (SIGNED<MOST> ? 128 : 0)) * b[i];
-  return sum;
 #endif
 #endif
 }
@@ -105,6 +98,13 @@ INLINED inline void meet(const W &w, const vec *scale, const vec *least, const s
   UNROLLED for (int r = 0; r < R; r++) y[r] = fused(every(b[r].scale), found[r], y[r]);
 }
 
+// What four weights of each output stand for.
+template <typename F>
+INLINED inline ivec listed(ivec w) {
+  if constexpr (F::LISTED) return looked_up(F::LIST, w);
+  return w;
+}
+
 template <int R = Int8Rows::TOGETHER, typename What>
 inline void with_width(int64_t width, const What &what) {
   if constexpr (R == 5 || R == 7) return with_width<R - 1>(width, what);
@@ -126,14 +126,10 @@ struct Outputs {
     if (m.int8 == LANES) return {first(m)};
     const int64_t blocks = size / F::WEIGHTS, bytes = blocks * F::BYTES;
     byte *made = reinterpret_cast<byte *>(scratch.of((2 * LANES * bytes + 3) / 4)), *copy = made + LANES * bytes;
-    Lines lines{first(m), m.w_row};
-    if (m.outs < LANES) {
-      std::memset(copy, 0, LANES * bytes);
-      for (int64_t o = 0; o < m.outs; o++) std::memcpy(copy + o * bytes, lines.first + o * m.w_row, bytes);
-      lines = {copy, bytes};
-    }
-    weave<F>(lines, blocks, made);
-    return {made};
+    if (m.outs >= LANES) return weave<F>(first(m), m.w_row, blocks, made), Woven{made};
+    std::memset(copy, 0, LANES * bytes);
+    for (int64_t o = 0; o < m.outs; o++) std::memcpy(copy + o * bytes, first(m) + o * m.w_row, bytes);
+    return weave<F>(copy, bytes, blocks, made), Woven{made};
   }
 
   void finish(const Matrix &m, int64_t row, vec found) const {
@@ -168,7 +164,7 @@ void few(const Int8Rows &x, int64_t row, const Matrix &m, const Outputs &outputs
       if (fetch) {
         for (wanted += EACH; next < wanted; next += 64) __builtin_prefetch(next, 0, 2);
       }
-      meet<F, R>(w, scale, least, numbers + piece * R * PIECE, ends + piece * R, y);
+      meet<F, R>([&](int i) { return listed<F>(w(i)); }, scale, least, numbers + piece * R * PIECE, ends + piece * R, y);
     });
     numbers += F::WEIGHTS * R;
     ends += F::WEIGHTS / PIECE * R;
@@ -192,7 +188,7 @@ template <typename F>
 void unpack_rows(Woven in, int64_t size, PieceOf<F> *to) {
   for (int64_t i = 0; i < size; i += F::WEIGHTS, in = in.at(F::BYTES)) {
     F::block(in, [&](int, const auto &w, const vec *scale, const vec *least) INLINED {
-      UNROLLED for (int i = 0; i < COLUMNS_OF_PIECE; i++) to->w[i] = w(i);
+      UNROLLED for (int i = 0; i < COLUMNS_OF_PIECE; i++) to->w[i] = listed<F>(w(i));
       UNROLLED for (int s = 0; s < F::SCALES; s++) {
         to->scale[s] = scale[s];
         if constexpr (F::LEAST) to->least[s] = least[s];
@@ -317,70 +313,34 @@ void round_blocks(const float *x, int64_t count, const Place &place, std::int8_t
 
 }  // namespace
 
-int64_t int8_room(int64_t rows) {
-  const Int8Rows made{nullptr, nullptr, rows, 0};
-  return (rows - 1) / Int8Rows::TOGETHER * Int8Rows::TOGETHER + made.width(rows - 1);
-}
-
-void int8_rows_in(const float *x, const Int8Rows &made, int threads) {
+void round_rows(const float *x, const Int8Rows &made, int threads) {
   constexpr int64_t SHARE = 16;  // vectors of blocks that a thread takes at a time
   const int64_t each = made.size / PIECE, blocks = made.rows * each, last = made.rows - 1;
-  auto *numbers = const_cast<std::int8_t *>(made.numbers);
-  auto *ends = const_cast<Int8Rows::Block *>(made.blocks);
   const int64_t vectors = (blocks + LANES - 1) / LANES;
   share_out(vectors > 4 * SHARE ? threads : 1, (vectors + SHARE - 1) / SHARE, [=](int64_t share) {
     for (int64_t v = share * SHARE; v < std::min(vectors, (share + 1) * SHARE); v++) {
       const int64_t block = v * LANES;
       const auto place = [=](int64_t b) { return made.place((block + b) / each, (block + b) % each); };
-      round_blocks(x + block * PIECE, blocks - block, place, numbers, ends);
+      round_blocks(x + block * PIECE, blocks - block, place, made.numbers, made.blocks);
     }
   });
-  for (int64_t i = 0; int8_room(made.rows) > made.rows && i < each; i++) {
+  for (int64_t i = 0; made.room() > made.rows && i < each; i++) {
     const int64_t place = made.place(last, i) + 1;
-    std::memset(numbers + place * PIECE, 0, PIECE);
-    ends[place] = {};
-  }
-}
-
-Int8Rows int8_rows(const float *x, int64_t rows, int64_t size, int threads) {
-  static thread_local Scratch of_numbers, of_blocks;
-  const int64_t room = int8_room(rows);
-  const Int8Rows made{reinterpret_cast<std::int8_t *>(of_numbers.of(room * size / 4)),
-                      reinterpret_cast<Int8Rows::Block *>(of_blocks.of(room * (size / PIECE) * sizeof(Int8Rows::Block) / 4)),
-                      rows, size};
-  int8_rows_in(x, made, threads);
-  return made;
-}
-
-template <typename What>
-void with_format(int64_t format, const What &what) {
-  switch (format) {  // as stored.h numbers them
-    case 1: return what(Int8Q4_0{});
-    case 2: return what(Int8Q4_1{});
-    case 3: return what(Int8Q8_0{});
-    case 4: return what(Int8Q4_K{});
-    case 5: return what(Int8Q5_K{});
-    case 6: return what(Int8Q6_K{});
-    case 9: return what(Int8Q5_0{});
-    case 10: return what(Int8Q5_1{});
-    case 11: return what(Int8Q2_K{});
-    case 12: return what(Int8Q3_K{});
-    case 13: return what(Int8IQ4_NL{});
-    case 14: return what(Int8IQ4_XS{});
-    case 15: return what(Int8MXFP4{});
+    std::memset(made.numbers + place * PIECE, 0, PIECE);
+    made.blocks[place] = {};
   }
 }
 
 void int8_outputs(const Int8Rows &x, const Matrix &m, int64_t from, int64_t to) {
-  with_format(m.format, [&](auto f) { outputs_of<decltype(f)>(x, m, from, to); });
+  in_blocks(m.format, [&](auto f) { outputs_of<decltype(f)>(x, m, from, to); });
 }
 
-Code longdraft_weave(const void *w, int64_t format, int64_t outs, int64_t size, int64_t w_row, void *woven, int threads) {
-  with_format(format, [=](auto f) {
+Code longdraft_weave(const void *w, Format format, int64_t outs, int64_t size, int64_t w_row, void *woven, int threads) {
+  in_blocks(format, [=](auto f) {
     using F = decltype(f);
     share_out(threads, outs / LANES, [=](int64_t i) {
       const int64_t blocks = size / F::WEIGHTS;
-      weave<F>({static_cast<const byte *>(w) + i * LANES * w_row, w_row}, blocks,
+      weave<F>(static_cast<const byte *>(w) + i * LANES * w_row, w_row, blocks,
                static_cast<byte *>(woven) + i * LANES * blocks * F::BYTES);
     });
   });

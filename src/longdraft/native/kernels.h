@@ -19,17 +19,24 @@ inline void must(Code code) {
 
 extern "C" {
 
+// How weights are stored: as floats, in GGUF's blocks of 32 or 256, or in 16 bits. BY_INPUT: float32 (size, outs).
+enum class Format : std::int64_t {
+  FLOAT32, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS, MXFP4, BF16, F16, BY_INPUT
+};
+
+// How keys and values are.
+enum class Kept : std::int64_t { FLOAT32, BFLOAT16, INT8, FLOAT16 };
+
 // One of several matrices that are multiplied with the same x (rows, size): y = x w^T + bias.
 struct Matrix {
   const void *w;       // (outs, size), as `format` says
   const float *bias;   // (outs,) or null
   float *y;            // (rows, outs)
-  std::int64_t w_row;  // bytes from one row of w to the next
+  std::int64_t w_row;  // bytes from one row of w to the next; BY_INPUT, from one input's weights to the next's
   std::int64_t outs;
-  std::int64_t adds;    // 1 to add to y, 0 to overwrite it
-  std::int64_t format;  // how w is stored: 0 for float32, else a place in stored.h's list of formats, counted from 1;
-                        // BY_INPUT for floats of experts (outputs.h)
-  // Whether x is rounded to eight bits for it (int8.h), not of floats and halves: 1, or the lanes of a vector if w is woven.
+  std::int64_t adds;  // 1 to add to y, 0 to overwrite it
+  Format format;      // of w
+  // Whether x is rounded to eight bits for it (products.h), not of floats and halves: 1, or the lanes of a vector if w is woven.
   std::int64_t int8;
 };
 
@@ -84,7 +91,7 @@ struct Batch {
 struct KeysValues {
   void *k, *v;
   std::int64_t k_layer, v_layer, k_slot, k_head, k_row, k_dim, v_slot, v_head, v_row;
-  std::int64_t format;       // 0: float32, 1: bfloat16, 2: int8, 3: float16; k_row is 1 with all but 0
+  Kept format;               // k_row is 1 with all but FLOAT32
   float *k_scale, *v_scale;  // (layers, slots, kv_heads, capacity): what the numbers of an int8 row are multiplied by; else null
   std::int64_t scale_layer, scale_slot, scale_head;
 };
@@ -119,6 +126,9 @@ struct Summaries {
   std::int64_t layer, head, dim;
 };
 
+// How chunks are scored (views/scorers.py): the first three kinds read only summaries.
+enum class Scorer : std::int64_t { MEAN_KEY, MINMAX, QUEST, TOKENS, ATTENTION, SNAPKV };
+
 // The chunks of a text that are scored, the scorer, and the number of chunks to choose.
 struct Choice {
   const float *largest, *smallest, *mean;  // Summaries, of which the kind's are there
@@ -127,11 +137,9 @@ struct Choice {
   std::int64_t slot, n, chunk;  // of those; rows of the text, and of a chunk
   std::int64_t layers, heads, group, rows, d;  // KV heads; query heads to each of them; queries of each
   std::int64_t first, behind, count;           // chunks [first, behind) are scored
-  std::int64_t kind;                           // one of the following
+  Scorer kind;
   std::int64_t most;                           // a chunk's score is its largest of all queries, not their sum: of the first three kinds
 };
-
-enum : std::int64_t { MEAN, MINMAX, QUEST, TOKENS, ATTENTION, SNAPKV };
 
 // A kind of recurrent layer, of which a head's state is (keys, values).
 struct Recurrence {
@@ -217,11 +225,11 @@ Code longdraft_experts(const float *x, std::int64_t size, const Matrix *matrices
                        const std::int64_t *experts, const std::int64_t *starts, std::int64_t count, float *y, int threads);
 
 // Unpacks rows of a stored matrix to floats (rows, size).
-Code longdraft_unpack(const void *w, std::int64_t format, std::int64_t rows, std::int64_t size, std::int64_t w_row, float *out,
+Code longdraft_unpack(const void *w, Format format, std::int64_t rows, std::int64_t size, std::int64_t w_row, float *out,
                       int threads);
 
-// Lays rows of a stored matrix, a multiple of the lanes of a vector, as int8 arithmetic reads them (transposed.h), in as many bytes.
-Code longdraft_weave(const void *w, std::int64_t format, std::int64_t outs, std::int64_t size, std::int64_t w_row, void *woven,
+// Lays rows of a stored matrix, a multiple of the lanes of a vector, as int8 arithmetic reads them (stored.h), in as many bytes.
+Code longdraft_weave(const void *w, Format format, std::int64_t outs, std::int64_t size, std::int64_t w_row, void *woven,
                      int threads);
 
 // out, q (heads, rows, d) contiguous, heads those of the KV; row r of a head is row r % mask_rows of the tree.

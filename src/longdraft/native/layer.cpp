@@ -10,17 +10,6 @@ namespace {
 
 constexpr int64_t MANY = 32;  // rows above which threads share the operations between products, and attention runs chunk by chunk
 
-// Normalises each head's vector, if the layer has norms for queries and keys.
-void norm_heads(float *x, int64_t vectors, int64_t d, const float *weight, float eps, float plus) {
-  if (weight) rms_norm(x, vectors, d, weight, eps, x, plus);
-}
-
-// Turns the first dimensions of a head's vector.
-void turn_first(const float *x, const float *cos, const float *sin, int64_t turned, int64_t d, float *y) {
-  turn(x, cos, sin, turned, y, 1);
-  std::copy_n(x + turned, d - turned, y + turned);
-}
-
 // x becomes the layer's output.
 void compute(const Layer &l, const Batch &batch, const KeysValues &kv, float *x, float *kept_queries, int threads) {
   const int64_t count = batch.sequences * batch.size, size = batch.size, d = l.d;
@@ -38,8 +27,8 @@ void compute(const Layer &l, const Batch &batch, const KeysValues &kv, float *x,
     std::copy_n(both + 2 * i * d, d, q + i * d);
     std::copy_n(both + (2 * i + 1) * d, d, gates + i * d);
   }
-  norm_heads(q, count * l.heads, d, l.q_norm, l.q_eps, l.plus);
-  norm_heads(k, count * l.kv_heads, d, l.k_norm, l.k_eps, l.plus);
+  if (l.q_norm) rms_norm(q, count * l.heads, d, l.q_norm, l.q_eps, q, l.plus);
+  if (l.k_norm) rms_norm(k, count * l.kv_heads, d, l.k_norm, l.k_eps, k, l.plus);
 
   // One head at a time: rows of transposed keys share cache lines.
   share_out(count > MANY ? threads : 1, batch.sequences * (l.heads + l.kv_heads), [&](int64_t item) {
@@ -48,11 +37,11 @@ void compute(const Layer &l, const Batch &batch, const KeysValues &kv, float *x,
       const int64_t row = b * size + t;
       const float *cos = batch.cos + row * batch.turned, *sin = batch.sin + row * batch.turned;
       if (h < 0) {
-        turn_first(q + row * q_size + head * d, cos, sin, batch.turned, d, queries + ((b * l.heads + head) * size + t) * d);
+        turn(q + row * q_size + head * d, cos, sin, batch.turned, d, queries + ((b * l.heads + head) * size + t) * d);
         continue;
       }
       float *turned_key = folded + (row * l.kv_heads + h) * d;  // still free
-      turn_first(k + row * kv_size + h * d, cos, sin, batch.turned, d, turned_key);
+      turn(k + row * kv_size + h * d, cos, sin, batch.turned, d, turned_key);
       write_row(kv, batch.slots[b], h, batch.first[b] + t, turned_key, v + row * kv_size + h * d, d);
     }
   });
@@ -75,7 +64,7 @@ void compute(const Layer &l, const Batch &batch, const KeysValues &kv, float *x,
   }
   if (l.gates) each_number(attended, gates, count, q_size, threads, [](vec a, vec g) { return a * sigmoid(g); });
   add_product(l.o, attended, q_size, l.attended_norm, l.attended_eps, l.plus, x, count, normed, threads);
-  compute_mlp(l, l.done_norm, l.done_eps, x, count, threads);
+  compute_mlp(l, l.mlp_eps, l.plus, l.gelu, l.done_norm, l.done_eps, x, count, threads);
 }
 
 }  // namespace
@@ -100,7 +89,8 @@ Code longdraft_stack(const Stack *stack, const Batch *batches, const KeysValues 
     static thread_local Scratch scratch;
     float *normed = scratch.of(Scratch::whole_lines(rows * size) + (logits ? 0 : rows * stack->head.outs));
     for (int64_t r = 0; r < rows; r++) {
-      rms_norm(x + ((r / each + 1) * batches->size - each + r % each) * size, 1, size, stack->norm, stack->eps, normed + r * size, stack->plus);
+      const float *row = x + ((r / each + 1) * batches->size - each + r % each) * size;
+      rms_norm(row, 1, size, stack->norm, stack->eps, normed + r * size, stack->plus);
     }
     const Matrix head = into(stack->head, logits ? logits : normed + Scratch::whole_lines(rows * size), false);
     must(longdraft_linear(normed, rows, size, &head, 1, threads));

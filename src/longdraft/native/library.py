@@ -8,19 +8,19 @@ import os
 import re
 import threading
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
+from longdraft.errors import MemoryBudgetError
 from longdraft.native.boundary import FLOATS, WHOLE, address, memory_of
 from longdraft.native.build import LEVELS, levels, loaded
 from longdraft.native.draft import DraftBlock, Nodes
-from longdraft.native.header import STRUCTURES, Pointer
-from longdraft.native.operators import Functions
+from longdraft.native.header import FUNCTIONS, STRUCTURES, Pointer
 from longdraft.native.scaled import FORMATS, KeptRows
 from longdraft.native.stored import Stored
 from longdraft.native.structures import (
@@ -53,14 +53,29 @@ class Kernels:
     Attributes:
         level: the instruction set.
         lanes: floats in a vector.
-        call: calls a function of the loaded shared object by its name.
     """
 
     def __init__(self, library: ctypes.CDLL, level: str) -> None:
-        self.level, self.call = level, Functions(library)
+        self.level = level
+        self._functions: dict[str, Callable[..., None]] = {}
+        for name, arguments in FUNCTIONS.items():
+            function = getattr(library, f"longdraft_{name}")
+            function.restype, function.argtypes, function.errcheck = ctypes.c_int, arguments, _checked
+            self._functions[name] = function
         self.lanes = int(library.longdraft_lanes())
         library.longdraft_threads.argtypes = [Pointer]
         library.longdraft_threads(_parallel_entry())
+
+    def call(self, name: str, *arguments: Any) -> None:
+        """Calls a function of :data:`~longdraft.native.header.FUNCTIONS` with torch's number of threads, its last
+        argument. A profiler of torch's shows it by its name, such as ``longdraft::stack``.
+
+        Raises:
+            MemoryBudgetError: it got no memory to work in.
+        """
+        profiled = torch._C._autograd._profiler_enabled()
+        with torch.profiler.record_function(f"longdraft::{name}") if profiled else nullcontext():
+            self._functions[name](*arguments, torch.get_num_threads())
 
     def linear(self, x: torch.Tensor, products: Sequence[Weights]) -> list[torch.Tensor]:
         """x (..., in) times several matrices (out, in), plus their biases -> (..., out) for each matrix."""
@@ -68,7 +83,7 @@ class Kernels:
         size = x.shape[-1]
         outs = [torch.empty(*x.shape[:-1], w.shape[0], **FLOATS) for w, _ in products]
         matrices = (Matrix * len(outs))(*(matrix(w, out, size) for w, out in zip(products, outs, strict=True)))
-        self.call("linear", [x, *outs], address(x), x.numel() // size, size, matrices, len(outs))
+        self.call("linear", address(x), x.numel() // size, size, matrices, len(outs))
         return outs
 
     def unpack(self, weights: Stored) -> torch.Tensor:
@@ -76,7 +91,7 @@ class Kernels:
         out = torch.empty(weights.shape, **FLOATS)
         data = weights.data
         places = (address(data, torch.uint8, rows=True), weights.number, *weights.shape, data.stride(0), address(out))
-        self.call("unpack", [data, out], *places)
+        self.call("unpack", *places)
         return out
 
     def weaves(self, weights: Stored, outs: int | None = None) -> bool:
@@ -97,7 +112,7 @@ class Kernels:
         data, (rows, size) = weights.data, weights.shape
         place = memory_of(data.numel()) if place is None else place
         places = address(data, torch.uint8, rows=True), weights.number, rows, size, data.stride(0)
-        self.call("weave", [data, place], *places, address(place, torch.uint8, data.numel()))
+        self.call("weave", *places, address(place, torch.uint8, data.numel()))
         return replace(weights, woven=place.view(rows // self.lanes, self.lanes, data.shape[1]))
 
     def attend(
@@ -134,7 +149,7 @@ class Kernels:
         size = rows if sinks is None else rows * heads // len(sinks)
         size = next((len(x) for x in (tree, begins) if x is not None), size)
         self.call(
-            *("attend", [q, out], address(q)),
+            *("attend", address(q)),
             *(keys_values(k[None, None], v[None, None]), 0, heads, rows, d, k.shape[1]),
             *(address(tree, torch.bool), size, 0 if tree is None else tree.shape[1], address(begins, torch.int32)),
             *(Scoring(scale, softcap or 0.0, address(sinks)), address(out)),
@@ -168,7 +183,7 @@ class Kernels:
         heads, rows, d = q.shape
         begins, sinks = _laid_out(begins, torch.int32), _laid_out(sinks, torch.float32)
         self.call(
-            *("attend_chunk", [q, out], address(q), keys_values(k[None, None], v[None, None]), 0),
+            *("attend_chunk", address(q), keys_values(k[None, None], v[None, None]), 0),
             *(heads, heads // k.shape[0], rows, d, k.shape[1], address(begins, torch.int32, rows)),
             *(Scoring(scale, softcap or 0.0, address(sinks)), address(out)),
         )
@@ -221,7 +236,7 @@ class Kernels:
         batches = (STRUCTURES["Batch"] * len(kinds))(*(each.struct for each, _, _ in kinds))
         kv = (KeysValues * len(kinds))(*(keys_values(k, v) for _, k, v in kinds))
         self.call(
-            *("stack", [x], stack.struct, batches, kv, None if recurrent is None else recurrent.struct),
+            *("stack", stack.struct, batches, kv, None if recurrent is None else recurrent.struct),
             *(address(x, size=batch * size * stack.layers[0].hidden), *kept, last),
             *(address(out.logits), best, address(out.log_probs), address(out.places, torch.long)),
         )
@@ -252,7 +267,7 @@ class Kernels:
         log_probs, places = torch.empty(nodes.size, best, **FLOATS), torch.empty(nodes.size, best, **WHOLE)
         caches = [None if kv is None else keys_values(kv[0][None], kv[1][None]) for kv in (own, text)]
         results = (*map(address, (out, logits, log_probs)), address(places, torch.long))
-        self.call("draft", [out], block.struct, nodes.struct, *caches, best, *results)
+        self.call("draft", block.struct, nodes.struct, *caches, best, *results)
         return out, logits, log_probs, places
 
 
@@ -272,6 +287,14 @@ class StackOutput:
     places: torch.Tensor | None = None
     queries: dict[int, torch.Tensor] = field(default_factory=dict)
     hidden: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+def _checked(code: int, function: Any, arguments: Any) -> None:
+    if code:
+        raise MemoryBudgetError(
+            "A kernel got no memory to work in: the limit of this process, or the machine's memory, is reached. "
+            "Shorten the prompt or lower the batch, use fewer threads, or raise the limit (ulimit -v)."
+        )
 
 
 def _laid_out(x: torch.Tensor | None, dtype: torch.dtype | None = None) -> torch.Tensor | None:

@@ -9,43 +9,16 @@
 #include <cmath>
 #include <limits>
 
-// KeysValues::format.
-enum : std::int64_t { FLOAT32, BFLOAT16, INT8, FLOAT16 };
-
-struct Brief {  // bfloat16
-  std::uint16_t bits;
-};
-
-struct Half {  // float16
-  std::uint16_t bits;
-};
-
-static inline float number(const float *p) { return *p; }
-static inline float number(const std::int8_t *p) { return *p; }
-static inline float number(const Brief *p) {
-  const std::uint32_t bits = static_cast<std::uint32_t>(p->bits) << 16;
-  float x;
-  std::memcpy(&x, &bits, sizeof x);
-  return x;
-}
-
-static inline float number(const Half *p) { return half(reinterpret_cast<const byte *>(p)); }
-
-// LANES numbers.
-static inline vec load(const Brief *p) { return Bfloat16::part(reinterpret_cast<const byte *>(p), 0, 0, {}); }
-static inline vec load(const Half *p) { return Float16::part(reinterpret_cast<const byte *>(p), 0, 0, {}); }
-static inline vec load(const std::int8_t *p) { return floats(signed_bytes(reinterpret_cast<const byte *>(p))); }
-
 namespace {
 
 using std::int64_t;
 
 // what(p), p a pointer to numbers as they lie.
 template <typename What>
-inline void as_stored(void *p, int64_t format, const What &what) {
-  if (format == BFLOAT16) return what(static_cast<Brief *>(p));
-  if (format == INT8) return what(static_cast<std::int8_t *>(p));
-  if (format == FLOAT16) return what(static_cast<Half *>(p));
+inline void as_stored(void *p, Kept format, const What &what) {
+  if (format == Kept::BFLOAT16) return what(static_cast<Brief *>(p));
+  if (format == Kept::INT8) return what(static_cast<std::int8_t *>(p));
+  if (format == Kept::FLOAT16) return what(static_cast<Half *>(p));
   what(static_cast<float *>(p));
 }
 
@@ -63,7 +36,8 @@ inline KeysValues of_layer(KeysValues kv, int64_t i) {
 // A head's keys and values.
 struct Text {
   void *k, *v;
-  int64_t k_row, k_dim, v_row, format;
+  int64_t k_row, k_dim, v_row;
+  Kept format;
   float *k_scale, *v_scale;  // null except for INT8
 };
 
@@ -91,37 +65,16 @@ inline void pack(const float *x, int64_t d, Brief *to, int64_t step, float *) {
   }
 }
 
-// Rounds a float to the nearest half, ties to even. Values that are too large become infinite, NaN stays NaN.
-inline Half shortened(float x) {
-#if defined(__F16C__)
-  return {_cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT)};
-#elif defined(__aarch64__)
-  const __fp16 number = static_cast<__fp16>(x);
-  Half found;
-  std::memcpy(&found, &number, sizeof found);
-  return found;
-#else
-  std::uint32_t bits;
-  std::memcpy(&bits, &x, sizeof bits);
-  const std::uint32_t sign = bits >> 16 & 0x8000;
-  bits &= 0x7fffffff;
-  if (bits > 0x7f800000) return {static_cast<std::uint16_t>(sign | 0x7e00)};
-  if (bits >= 0x477ff000) return {static_cast<std::uint16_t>(sign | 0x7c00)};
-  if (bits >= 0x38800000) {  // normal halves
-    bits += 0xfff + (bits >> 13 & 1) - (112u << 23);
-    return {static_cast<std::uint16_t>(sign | bits >> 13)};
-  }
-  // Adding half of the smallest normal half's unit rounds the others.
-  float small;
-  std::memcpy(&small, &bits, sizeof small);
-  small += 0.5f;
-  std::memcpy(&bits, &small, sizeof bits);
-  return {static_cast<std::uint16_t>(sign | (bits - 0x3f000000))};
-#endif
-}
-
+// Rounds to the nearest, ties to even. Values that are too large become infinite, NaN stays NaN.
 inline void pack(const float *x, int64_t d, Half *to, int64_t step, float *) {
-  for (int64_t i = 0; i < d; i++) to[i * step] = shortened(x[i]);
+  for (int64_t i = 0; i < d; i++) {
+#if defined(__F16C__)
+    to[i * step] = {_cvtss_sh(x[i], _MM_FROUND_TO_NEAREST_INT)};
+#else
+    const __fp16 rounded = static_cast<__fp16>(x[i]);
+    std::memcpy(to + i * step, &rounded, sizeof rounded);
+#endif
+  }
 }
 
 // A row that is not finite gets a scale that is not finite.

@@ -34,13 +34,14 @@ inline void rms_norm(const float *x, int64_t rows, int64_t size, const float *we
   }
 }
 
-// Applies RoPE to one head's vector, whose halves are the two parts of d / 2 pairs.
-inline void turn(const float *x, const float *cos, const float *sin, int64_t d, float *y, int64_t step) {
-  const int64_t half = d / 2;
+// Applies RoPE to one head's vector, of which the first `turned` dimensions are the two parts of so many pairs.
+inline void turn(const float *x, const float *cos, const float *sin, int64_t turned, int64_t d, float *y) {
+  const int64_t half = turned / 2;
   for (int64_t i = 0; i < half; i++) {
-    y[i * step] = x[i] * cos[i] - x[half + i] * sin[i];
-    y[(half + i) * step] = x[half + i] * cos[half + i] + x[i] * sin[half + i];
+    y[i] = x[i] * cos[i] - x[half + i] * sin[i];
+    y[half + i] = x[half + i] * cos[half + i] + x[i] * sin[half + i];
   }
+  std::copy_n(x + turned, d - turned, y + turned);
 }
 
 inline float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }

@@ -7,6 +7,7 @@
 // row comes behind it. Columns of S do not depend on each other: a few of them at a time stay in the nearest cache while all
 // rows pass over them.
 #include <cmath>
+#include <vector>
 
 #include "kernels.h"
 #include "parts.h"
@@ -37,40 +38,37 @@ float dot(const float *a, const float *b, int64_t size) {
   return part[0];
 }
 
-void prepare(const Recurrence &r, const RecurrentRows &rows, int64_t row, int64_t head, Prepared &out) {
-  const int64_t n = r.keys, own = head / (r.heads / r.key_heads);
+// memory: room for what has (keys,), each a multiple of cache lines.
+Prepared prepare(const Recurrence &r, const RecurrentRows &rows, int64_t row, int64_t head, float *memory) {
+  const int64_t n = r.keys, size = Scratch::whole_lines(n), own = head / (r.heads / r.key_heads);
   const float *q = rows.q + (row * r.key_heads + own) * n, *k = rows.k + (row * r.key_heads + own) * n;
+  Prepared out{memory, memory + size, memory + 2 * size, memory + 3 * size, 0.0f, 0.0f, r.skip ? r.skip[head] : 0.0f};
   float of_q = r.scale, of_k = 1.0f;
   if (r.normalised) {
     of_q *= 1.0f / std::sqrt(dot(q, q, n) + r.eps);
     of_k = 1.0f / std::sqrt(dot(k, k, n) + r.eps);
   }
-  const float g = rows.g[(row * r.heads + head) * (r.by_key ? n : 1)];
+  const float *g = rows.g + (row * r.heads + head) * (r.by_key ? n : 1);
   float decay = 0.0f;
   if (r.a) {  // Mamba-2: the step size makes both the decay and the weight of the input
-    const float step = softplus(g + (r.bias ? r.bias[head] : 0.0f));
-    out.beta = step;
-    decay = std::exp(step * r.a[head]);
+    out.beta = softplus(*g + (r.bias ? r.bias[head] : 0.0f));
+    decay = std::exp(out.beta * r.a[head]);
   } else {
     out.beta = rows.beta[row * r.heads + head];
-    decay = std::exp(g);
+    decay = std::exp(*g);
   }
-  out.skip = r.skip ? r.skip[head] : 0.0f;
+  float *query = out.decayed_query;
   for (int64_t i = 0; i < n; i++) {
-    const float d = r.by_key ? std::exp(rows.g[(row * r.heads + head) * n + i]) : decay;
-    const float key = k[i] * of_k, query = q[i] * of_q;
-    out.decay[i] = d;
-    out.key[i] = key;
-    out.decayed_key[i] = d * key;
-    out.decayed_query[i] = d * query;
+    out.key[i] = k[i] * of_k;
+    query[i] = q[i] * of_q;
   }
-  // Not of the decayed ones: a decay may be 0.
-  float part[16] = {};
-  for (int64_t i = 0; i < n; i++) part[i % 16] = fused(k[i] * of_k, q[i] * of_q, part[i % 16]);
-  for (int step = 8; step; step /= 2) {
-    for (int i = 0; i < step; i++) part[i] += part[i + step];
+  out.key_query = dot(out.key, query, n);  // before they decay: a decay may be 0
+  for (int64_t i = 0; i < n; i++) {
+    out.decay[i] = r.by_key ? std::exp(g[i]) : decay;
+    out.decayed_key[i] = out.decay[i] * out.key[i];
+    query[i] *= out.decay[i];
   }
-  out.key_query = part[0];
+  return out;
 }
 
 // COLUMNS columns of a state, (keys, COLUMNS), and what a row makes of them.
@@ -131,30 +129,15 @@ void copy_columns(const float *from, int64_t from_row, float *to, int64_t to_row
   }
 }
 
-Prepared place(float *memory, int64_t size) {
-  return {memory, memory + size, memory + 2 * size, memory + 3 * size, 0.0f, 0.0f, 0.0f};
-}
-
 // One head of one sequence.
 void head_of(const Recurrence &r, const RecurrentSequence &s, int64_t head) {
   static thread_local Scratch scratch;
-  const int64_t n = r.keys, size = Scratch::whole_lines(n), rows = s.pending.count + s.rows.count;
-  const int64_t state = n * COLUMNS, of_rows = 4 * size * rows, of_numbers = Scratch::whole_lines(4 * rows);
-  float *memory = scratch.of(of_rows + of_numbers + (s.rows.count + 1) * state);
-  float *numbers = memory + of_rows, *states = numbers + of_numbers;
-  const auto prepared = [&](int64_t row) {
-    Prepared p = place(memory + 4 * size * row, size);
-    p.key_query = numbers[4 * row];
-    p.beta = numbers[4 * row + 1];
-    p.skip = numbers[4 * row + 2];
-    return p;
-  };
+  static thread_local std::vector<Prepared> prepared;  // by row: the pending ones, then the tree's
+  const int64_t n = r.keys, each = 4 * Scratch::whole_lines(n), rows = s.pending.count + s.rows.count, state = n * COLUMNS;
+  float *memory = scratch.of(each * rows + (s.rows.count + 1) * state), *states = memory + each * rows;
+  prepared.resize(rows);
   const auto keep = [&](const RecurrentRows &of, int64_t row, int64_t at) {
-    Prepared p = place(memory + 4 * size * at, size);
-    prepare(r, of, row, head, p);
-    numbers[4 * at] = p.key_query;
-    numbers[4 * at + 1] = p.beta;
-    numbers[4 * at + 2] = p.skip;
+    prepared[at] = prepare(r, of, row, head, memory + each * at);
   };
   for (int64_t row = 0; row < s.pending.count; row++) keep(s.pending, row, row);
   for (int64_t i = 0; i < s.needed; i++) keep(s.rows, s.order[i], s.pending.count + s.order[i]);
@@ -165,7 +148,7 @@ void head_of(const Recurrence &r, const RecurrentSequence &s, int64_t head) {
     float *now = states;
     copy_columns(own + first, r.values, now, COLUMNS, n, columns, true);
     for (int64_t row = 0; row < s.pending.count; row++) {
-      compute(now, now, prepared(row), n, r.corrected, values(s.pending, row), nullptr, columns);
+      compute(now, now, prepared[row], n, r.corrected, values(s.pending, row), nullptr, columns);
     }
     if (s.pending.count) copy_columns(now, COLUMNS, own + first, r.values, n, columns, false);
     // Row i's state is number i + 1 of the states; the first are the committed rows'.
@@ -174,7 +157,7 @@ void head_of(const Recurrence &r, const RecurrentSequence &s, int64_t head) {
       float *out = row < s.first ? nullptr : s.out + ((row - s.first) * r.heads + head) * r.values + first;
       float *after = s.inner[i] ? states + (row + 1) * state : nullptr;
       const float *before = states + (s.parents[row] + 1) * state;
-      compute(before, after, prepared(s.pending.count + row), n, r.corrected, values(s.rows, row), out, columns);
+      compute(before, after, prepared[s.pending.count + row], n, r.corrected, values(s.rows, row), out, columns);
     }
   }
 }
@@ -209,13 +192,13 @@ void convolve_channels(const Convolution &c, const ConvolutionSequence &s, int64
 
 }  // namespace
 
-Code longdraft_recur(const Recurrence *recurrence, const RecurrentSequence *sequences, std::int64_t count, int threads) try {
+Code longdraft_recur(const Recurrence *recurrence, const RecurrentSequence *sequences, int64_t count, int threads) try {
   const Recurrence &r = *recurrence;
   share_out(threads, count * r.heads, [&](int64_t item) { head_of(r, sequences[item / r.heads], item % r.heads); });
   return DONE;
 } CATCH_NO_MEMORY
 
-Code longdraft_convolve(const Convolution *convolution, const ConvolutionSequence *sequences, std::int64_t count, int threads) try {
+Code longdraft_convolve(const Convolution *convolution, const ConvolutionSequence *sequences, int64_t count, int threads) try {
   constexpr int64_t SHARE = 256;
   const Convolution &c = *convolution;
   const int64_t shares = (c.channels + SHARE - 1) / SHARE;

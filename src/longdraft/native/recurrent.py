@@ -128,7 +128,7 @@ def convolve(
             for i, ((window, rows), seen) in enumerate(zip(inputs, places, strict=True))
         )
     )
-    kernels.call("convolve", [out], kind, sequences, len(inputs))
+    kernels.call("convolve", kind, sequences, len(inputs))
     return out
 
 
@@ -147,5 +147,5 @@ def recur(kernels: Kernels, recurrence: LinearRecurrence, trees: Sequence[Recurr
             *(address(tree.state), pending, rows_of(tree.rows.tensors), *map(ctypes.addressof, numbers)),
             *(len(tree.order), tree.first, address(out[i])),
         )
-    kernels.call("recur", [out], kind, sequences, len(trees))
+    kernels.call("recur", kind, sequences, len(trees))
     return out

@@ -6,8 +6,10 @@ from typing import Any, TypeAlias
 
 import torch
 
-# The dtypes of keys and values that kernels read. A dtype's index is its number in kernels.h.
-FORMATS = (torch.float32, torch.bfloat16, torch.int8, torch.float16)
+from longdraft.native.header import ENUMS
+
+# The dtypes of keys and values that kernels read, and their numbers.
+FORMATS = {getattr(torch, name.lower()): number for name, number in ENUMS["Kept"].items()}
 
 
 class Scaled:

@@ -1,4 +1,4 @@
-"""Weights in the format of their file, which the kernels read without unpacking them first: see stored.h."""
+"""Weights in the format of their file, which the kernels read without unpacking them first: see formats.h."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Literal
 import torch
 
 from longdraft.native.boundary import FLOATS, address
+from longdraft.native.header import ENUMS
 
-# GGUF's name of a format, in the order of stored.h -> weights and bytes of a block.
+# GGUF's name of a format -> weights and bytes of a block.
 FORMATS = {
     "Q4_0": (32, 18), "Q4_1": (32, 20), "Q8_0": (32, 34), "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210),
     "BF16": (32, 64), "F16": (32, 64), "Q5_0": (32, 22), "Q5_1": (32, 24), "Q2_K": (256, 84), "Q3_K": (256, 110),
@@ -83,7 +84,7 @@ class Stored:
     @property
     def number(self) -> int:
         """The format's number for the kernels."""
-        return 1 + list(FORMATS).index(self.format)
+        return ENUMS["Format"][self.format]
 
     def place(self, first: int = 0) -> tuple[int | None, int, int]:
         """Where the kernels find the rows from number ``first`` on: an address, the bytes of a row, and whether int8

@@ -48,7 +48,7 @@ def keys_values(keys: KeptRows, values: KeptRows) -> ctypes.Structure:
     if keys.shape != values.shape or (v[4] != 1 and values is not keys):
         raise TypeError(f"kernels take values by row, shaped like keys {keys.shape}; got {values.shape}, {v}")
     places = (address(x if x.stride(4) == 1 else x.mT, keys.dtype, rows=True) for x in (keys, values))
-    return KeysValues(*places, k[0], v[0], *k[1:], *v[1:4], FORMATS.index(keys.dtype), *scales)
+    return KeysValues(*places, k[0], v[0], *k[1:], *v[1:4], FORMATS[keys.dtype], *scales)
 
 
 # Rows of a prompt above which the kernels compute attention chunk by chunk (MANY in layer.cpp).

@@ -1,7 +1,7 @@
 // Shares work among the threads of torch's own OpenMP library, since a second pool would compete for the cores.
 //
-// The library is not linked. Python passes its entry to longdraft_threads (threads.cpp), so one compiled file works with any
-// build of torch and any compiler.
+// The library is not linked. Python passes its entry to longdraft_threads, so one compiled file works with any build of torch and
+// any compiler.
 #pragma once
 
 #include <algorithm>
@@ -16,7 +16,7 @@
 typedef void (*Parallel)(void (*)(void *), void *, unsigned, unsigned);
 
 // If null, everything runs on the calling thread.
-extern Parallel parallel_entry;
+inline Parallel parallel_entry = nullptr;
 
 // A loop that threads share: each takes a part of the remaining items, fewer and fewer, until none are left. So no thread waits
 // for a slow one, and threads rarely contend for the counter or for cache lines of neighbouring results. An exception would end

@@ -1,14 +1,15 @@
-// Vectors of floats in GNU C++'s own notation, which clang knows too: 16 lanes with AVX-512, 8 with AVX2, else 4 (NEON).
+// Vectors of floats in GNU C++'s own notation, which clang knows too: 16 lanes with AVX-512, 8 with AVX2, 4 with NEON.
 #pragma once
 
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <new>
+#include <type_traits>
 #include <utility>
 #if defined(__AVX2__)
 #include <immintrin.h>
-#elif defined(__aarch64__)
+#else
 #include <arm_neon.h>
 #endif
 
@@ -18,12 +19,9 @@ constexpr int TILE = 24;  // sums that stay in registers, beside what they are m
 #elif defined(__AVX2__)
 constexpr int LANES = 8;
 constexpr int TILE = 12;
-#elif defined(__aarch64__)
-constexpr int LANES = 4;
-constexpr int TILE = 24;
 #else
 constexpr int LANES = 4;
-constexpr int TILE = 12;
+constexpr int TILE = 24;
 #endif
 
 typedef float vec __attribute__((vector_size(4 * LANES)));
@@ -54,6 +52,13 @@ class Scratch {
   std::int64_t size_ = 0;
 };
 
+// what(N) for n as a constant, LEAST at least and MOST at most.
+template <int MOST, int LEAST = 1, typename What>
+inline void with_number(std::int64_t n, const What &what) {
+  if (n == MOST) return what(std::integral_constant<int, MOST>{});
+  if constexpr (MOST > LEAST) with_number<MOST - 1, LEAST>(n, what);
+}
+
 // Loops over registers must be unrolled, or the compiler keeps the registers in memory.
 #if defined(__clang__)
 #define UNROLLED _Pragma("unroll")
@@ -81,20 +86,15 @@ static inline ivec every(std::int32_t x) { return x - ivec{}; }
 static inline vec larger(vec a, vec b) { return a > b ? a : b; }
 static inline vec magnitude(vec x) { return x < 0 ? -x : x; }
 
-// a * b + c, rounded once if the processor can, and in the same way for single numbers and vectors. Compilers must not fuse by
-// themselves (-ffp-contract=off): they would do it in some places only, and a row's sum would depend on its tile.
-#if defined(__FMA__) || defined(__aarch64__)
+// a * b + c, rounded once, in the same way for single numbers and vectors. Compilers must not fuse by themselves
+// (-ffp-contract=off): they would do it in some places only, and a row's sum would depend on its tile.
 static inline float fused(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
-#if defined(__aarch64__)
-static inline vec fused(vec a, vec b, vec c) { return (vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b); }
-#elif defined(__AVX512F__)
+#if defined(__AVX512F__)
 static inline vec fused(vec a, vec b, vec c) { return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
-#else
+#elif defined(__AVX2__)
 static inline vec fused(vec a, vec b, vec c) { return (vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
-#endif
 #else
-static inline float fused(float a, float b, float c) { return a * b + c; }
-static inline vec fused(vec a, vec b, vec c) { return a * b + c; }
+static inline vec fused(vec a, vec b, vec c) { return (vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b); }
 #endif
 
 // The lanes of a and b, numbered one after the other, in the order I.

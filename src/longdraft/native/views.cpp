@@ -15,27 +15,27 @@ namespace {
 void score_chunks(const Choice &in, const float *q, int64_t layer, int64_t head, float *scores, float *room) {
   const int64_t rows = in.group * in.rows, place = layer * in.layer + head * in.head + in.first;
   float *bounds = room, *other = bounds + rows * BLOCK, *positive = other + rows * BLOCK, *negative = positive + rows * in.d;
-  if (in.kind == QUEST) {
+  if (in.kind == Scorer::QUEST) {
     for (int64_t i = 0; i < rows * in.d; i++) {
       positive[i] = std::max(q[i], 0.0f);
       negative[i] = std::min(q[i], 0.0f);
     }
   }
   const auto score = [&](const float *queries, const float *summaries, int64_t a, int64_t count, float *s) {
-    const Text text{const_cast<float *>(summaries + place), nullptr, 1, in.dim, 0, FLOAT32, nullptr, nullptr};
+    const Text text{const_cast<float *>(summaries + place), nullptr, 1, in.dim, 0, Kept::FLOAT32, nullptr, nullptr};
     score_block({queries, rows, in.d, {}}, text, a, count, s, nullptr);
   };
   const int64_t chunks = in.behind - in.first;
   for (int64_t a = 0; a < chunks; a += BLOCK) {
     const int64_t count = std::min(BLOCK, chunks - a);
-    if (in.kind == MEAN) {
+    if (in.kind == Scorer::MEAN_KEY) {
       score(q, in.mean, a, count, bounds);
     } else {
-      score(in.kind == QUEST ? positive : q, in.largest, a, count, bounds);
-      score(in.kind == QUEST ? negative : q, in.smallest, a, count, other);
+      score(in.kind == Scorer::QUEST ? positive : q, in.largest, a, count, bounds);
+      score(in.kind == Scorer::QUEST ? negative : q, in.smallest, a, count, other);
       for (int64_t r = 0; r < rows; r++) {
         for (int64_t j = r * BLOCK; j < r * BLOCK + count; j++) {
-          bounds[j] = in.kind == QUEST ? bounds[j] + other[j] : std::max(bounds[j], other[j]);
+          bounds[j] = in.kind == Scorer::QUEST ? bounds[j] + other[j] : std::max(bounds[j], other[j]);
         }
       }
     }
@@ -55,7 +55,7 @@ void score_chunks(const Choice &in, const float *q, int64_t layer, int64_t head,
 // The same for kinds that read the keys: the scores of all rows, block by block, which are then reduced.
 void score_by_keys(const Choice &in, const float *q, int64_t layer, int64_t head, float *scores, Scratch &scratch) {
   constexpr int64_t POOL = 5;  // neighbours over which SnapKV averages
-  const int64_t rows = in.group * in.rows, end = in.kind == ATTENTION ? in.n : in.behind * in.chunk;
+  const int64_t rows = in.group * in.rows, end = in.kind == Scorer::ATTENTION ? in.n : in.behind * in.chunk;
   const int64_t blocks = (end + BLOCK - 1) / BLOCK, each = rows * BLOCK;
   float *all = scratch.of((blocks + 1) * (each + BLOCK) + in.d * BLOCK), *mass = all + blocks * each;
   float *turned = mass + (blocks + 1) * BLOCK;
@@ -67,7 +67,7 @@ void score_by_keys(const Choice &in, const float *q, int64_t layer, int64_t head
   }
   const int64_t chunks = in.behind - in.first;
   std::fill_n(scores, chunks, 0.0f);
-  if (in.kind == TOKENS) {
+  if (in.kind == Scorer::TOKENS) {
     for (int64_t r = 0; r < rows; r++) {
       for (int64_t c = 0; c < chunks; c++) {
         float best = NEVER;
@@ -103,7 +103,7 @@ void score_by_keys(const Choice &in, const float *q, int64_t layer, int64_t head
   }
   for (int64_t c = 0; c < chunks; c++) {
     for (int64_t j = (in.first + c) * in.chunk; j < (in.first + c + 1) * in.chunk; j++) {
-      if (in.kind == ATTENTION) {
+      if (in.kind == Scorer::ATTENTION) {
         scores[c] += mass[j];
         continue;
       }
@@ -152,7 +152,9 @@ void pack_keys(const Text &text, const Text &copy, int64_t d, const std::vector<
       }
       for (int64_t j = 0; j < count; j++) {
         const int64_t row = p.to + a + j;
-        as_stored(copy.k, copy.format, [&](auto *to) { pack(rows + j * d, d, to + row * copy.k_row, copy.k_dim, copy.k_scale + row); });
+        as_stored(copy.k, copy.format, [&](auto *to) {
+          pack(rows + j * d, d, to + row * copy.k_row, copy.k_dim, copy.k_scale + row);
+        });
       }
     }
   }
@@ -175,7 +177,7 @@ void copy_pieces(const Text &text, const Text &copy, int64_t d, const std::vecto
 }
 
 void copy_pieces(const Text &text, const Text &copy, int64_t d, const std::vector<Piece> &pieces) {
-  (text.format == FLOAT16 ? copy_pieces<Half> : copy_pieces<float>)(text, copy, d, pieces);
+  (text.format == Kept::FLOAT16 ? copy_pieces<Half> : copy_pieces<float>)(text, copy, d, pieces);
 }
 
 // Updates held (count,), the chunk in each place of a copy, to the chosen chunks. Chunks that are there already stay in their
@@ -195,10 +197,6 @@ void replace_chunks(const int64_t *chosen, int64_t *held, int64_t count, const P
     place(held[i], i);
   }
 }
-
-}  // namespace
-
-namespace {
 
 template <typename E>
 void summarise_dimension(const E *k, int64_t row, int64_t chunk, const Summaries *out, int64_t at, int64_t from, int64_t to) {
@@ -243,7 +241,7 @@ Code longdraft_choose(const Choice *choice, const float *queries, int64_t *chose
     float *scores = own.of(of_scores + of_order + 2 * rows * (BLOCK + in.d));
     auto *order = reinterpret_cast<int64_t *>(scores + of_scores);
     const float *q = queries + item * rows * in.d;
-    if (in.kind >= TOKENS) {
+    if (in.kind >= Scorer::TOKENS) {
       score_by_keys(in, q, item / in.heads, item % in.heads, scores, of_keys);
     } else {
       score_chunks(in, q, item / in.heads, item % in.heads, scores, scores + of_scores + of_order);

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 import torch
 
 from longdraft.native.boundary import WHOLE, address
-from longdraft.native.header import STRUCTURES
+from longdraft.native.header import ENUMS, STRUCTURES
 from longdraft.native.library import Kernels
 from longdraft.native.scaled import KeptRows
 from longdraft.native.structures import keys_values
 
-# Scorers in the order of kernels.h; the first three read only summaries. And the kinds of summaries.
-KINDS = ("mean-key", "minmax", "quest", "tokens", "attention", "snapkv")
+# Scorers; the first three read only summaries. And the kinds of summaries.
+KINDS = tuple(name.lower().replace("_", "-") for name in ENUMS["Scorer"])
 BY_SUMMARIES = KINDS[:3]
 SUMMARIES = ("largest", "smallest", "mean")
 
@@ -34,7 +34,7 @@ class ViewKernels:
         """Writes the summaries of chunks [first, behind) of a slot's keys (layers, slots, KV heads, capacity, d)."""
         layers, _, heads, _, d = keys.shape
         out = STRUCTURES["Summaries"](*_places(kept))
-        self._call("summarise", [keys], keys_values(keys, keys), slot, layers, heads, d, chunk, out, first, behind)
+        self._call("summarise", keys_values(keys, keys), slot, layers, heads, d, chunk, out, first, behind)
 
     def choose(
         self,
@@ -74,7 +74,7 @@ class ViewKernels:
         where = (ctypes.pointer(keys_values(keys, keys)), slot, n, chunk)
         which = (chunks.start, chunks.stop, count, KINDS.index(kind), int(most))
         choice = STRUCTURES["Choice"](*places, *where, *sizes, *which)
-        self._call("choose", [queries, chosen], choice, address(queries), address(chosen, torch.long))
+        self._call("choose", choice, address(queries), address(chosen, torch.long))
         return chosen
 
     def copy(
@@ -100,7 +100,7 @@ class ViewKernels:
         layers, _, heads, _, d = text[0].shape
         sizes = (chosen.shape[2], chunk, sink, window.start, window.stop)
         where = (slot, layers, heads, d, address(chosen, torch.long), address(held, torch.long))
-        self._call("copy_view", [*text], keys_values(*text), keys_values(*copies), *where, *sizes)
+        self._call("copy_view", keys_values(*text), keys_values(*copies), *where, *sizes)
 
     def copy_rows(
         self,
@@ -113,7 +113,7 @@ class ViewKernels:
         """Copies rows of a slot to its copy, starting at row ``to``. Text and copies are as for :meth:`copy`."""
         layers, _, heads, _, d = text[0].shape
         where = (slot, layers, heads, d, rows.start, to, len(rows))
-        self._call("copy_rows", [*text], keys_values(*text), keys_values(*copies), *where)
+        self._call("copy_rows", keys_values(*text), keys_values(*copies), *where)
 
 
 def _places(kept: Mapping[str, torch.Tensor]) -> tuple[int | None, ...]:

@@ -50,11 +50,6 @@ def connected() -> Any:
     return ray
 
 
-def share(processes: int, gpu: bool) -> int:
-    """Cores of this machine for each process; one if a GPU does the work."""
-    return 1 if gpu else max(1, (os.cpu_count() or 1) // processes)
-
-
 def require(ray: Any, processes: int, cpus: float, gpus: float) -> None:
     """Refuses processes that would wait for ever. A cluster may grow, so Ray itself reports what that lacks.
 
@@ -79,28 +74,13 @@ def reason(message: str) -> str:
     return (named or lines or ["unknown"])[-1]
 
 
-def replicas_of(text: str) -> tuple[int, int]:
-    """The fewest and the most replicas of ``--replicas``: ``"2"``, or ``"1-4"`` to scale.
-
-    Raises:
-        RequestError: it is neither.
-    """
-    low, dash, high = text.partition("-")
-    try:
-        least, most = int(low), int(high) if dash else int(low)
-    except ValueError:
-        least, most = 0, 0
-    if not (0 <= least <= most and most >= 1 and (dash or least)):
-        raise RequestError(f"--replicas takes a number, or two such as 1-4 to scale between, not {text!r}.")
-    return least, most
-
-
 def deployment(
-    settings: Settings, least: int, most: int, cpus: int, gpus: int, config: Path | None, drain: float
+    settings: Settings, replicas: int, cpus: int, gpus: int, config: Path | None, drain: float
 ) -> dict[str, Any]:
     """Options of Ray's deployment.
 
     Args:
+        replicas: how many, unless the file says, or has an ``autoscaling_config``.
         cpus, gpus: of each replica. config: a YAML or JSON file with further options, which override the others.
         drain: seconds that a replica may take to end.
 
@@ -115,8 +95,6 @@ def deployment(
             more = yaml.safe_load(regular(config).read_text(encoding="utf-8"))
         if not isinstance(more, dict):
             raise RequestError(f"--ray-config {config} holds no options: name: value, of Ray Serve's deployment.")
-    scaling = {"min_replicas": least, "max_replicas": most, "target_ongoing_requests": settings.slots}
-    count: dict[str, Any] = {"num_replicas": least} if least == most else {"autoscaling_config": scaling}
     options = {
         "ray_actor_options": {"num_cpus": cpus, "num_gpus": gpus},
         "max_ongoing_requests": settings.slots + settings.queue + 16,  # its own queue refuses more, with 429
@@ -125,7 +103,7 @@ def deployment(
         "max_constructor_retry_count": 1,  # one that cannot start will not start the next time either
         "request_router_config": {"request_router_class": _ROUTER},
     }
-    return {**options, **({} if {"num_replicas", "autoscaling_config"} & more.keys() else count), **more}
+    return {**options, **({} if "autoscaling_config" in more else {"num_replicas": replicas}), **more}
 
 
 class Replica:

@@ -60,7 +60,7 @@ class AnswerFile:
 
 
 def answer(
-    passages: Iterator[tuple[int, list[Ask]]],
+    passages: Iterator[list[Ask]],
     file: AnswerFile,
     url: str,
     key: str = "",
@@ -77,7 +77,7 @@ def answer(
     A killed run continues with the missing ones.
 
     Args:
-        passages: numbers of passages, and the prompts about each.
+        passages: the prompts about each passage.
         url: the server's address, with or without ``/v1``. key: sent as the bearer's token.
         model: which of its models answers; None: the first that it lists.
         rows: of the file in the end. batch: requests in flight.
@@ -99,7 +99,7 @@ def answer(
     # The prompts that have no row, each with its place.
     missing = (
         ([number, place, len(asks)], ask)
-        for number, asks in passages
+        for number, asks in enumerate(passages)
         for place, ask in enumerate(asks)
         if (number, place) not in file.done
     )

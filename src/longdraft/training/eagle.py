@@ -10,7 +10,7 @@ Uniform noise is added to f(t), because a drafted row has an earlier o in its pl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch.nn import functional as F
@@ -23,7 +23,7 @@ from longdraft.model.shared_parts import SharedParts
 from longdraft.training.config import DEPTH, EagleConfig
 from longdraft.training.eagle3 import Eagle3Trainee
 from longdraft.training.loop import Report
-from longdraft.training.session import Progress, begin, never, silent
+from longdraft.training.session import Progress, Stop, begin, never, silent
 from longdraft.training.trainee import Pack, StepOutput
 
 # Every document gets a number below this in each epoch, which seeds its noise.
@@ -61,7 +61,7 @@ class EagleTrainee(Eagle3Trainee):
         return said._replace(loss=regression + self.classification * said.loss)
 
 
-def train_eagle(config: EagleConfig, progress: Progress = silent, stop: Callable[[], bool] = never) -> Iterator[Report]:
+def train_eagle(config: EagleConfig, progress: Progress = silent, stop: Stop = never) -> Iterator[Report]:
     """Trains an EAGLE-1 draft; see :mod:`longdraft.training.session`."""
     init = None if config.init is None else EagleDraft.load(config.init)
     session = begin(config, DEPTH, progress, stop)

@@ -33,7 +33,7 @@ from longdraft.training.attention import Pair, attend
 from longdraft.training.config import DEPTH, Eagle3Config, RunConfig
 from longdraft.training.features import Features
 from longdraft.training.loop import Report
-from longdraft.training.session import Progress, Session, begin, never, silent
+from longdraft.training.session import Progress, Session, Stop, begin, never, silent
 from longdraft.training.trainee import Attention, Pack, StepOutput, Trainee
 from longdraft.training.vocabulary import rows_of
 
@@ -49,7 +49,7 @@ class Eagle3Trainee(Trainee):
         window: keys of its own that a row sees, the row included; None for all.
 
     Attributes:
-        steps, decay: of the training-time test, and the weight of a step relative to the step before it.
+        steps: of the training-time test.
         retain: share of a batch's documents that goes on from each step to the next. Less makes later steps cheaper and
             gives them less weight (conditional drop of P-EAGLE, arXiv:2602.01469, by document).
     """
@@ -58,7 +58,7 @@ class Eagle3Trainee(Trainee):
     ahead = 2
     slides = True
     """The window of a later step's row ends with that row, as a node's does in drafting."""
-    steps, decay, retain = 1, 1.0, 1.0
+    steps, retain = 1, 1.0
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Eagle3Trainee(Trainee):
         super().__init__(block, parts, kept, config)
         self.rotary, self.window = rotary, window
         if isinstance(config, Eagle3Config):
-            self.steps, self.decay, self.retain = config.ttt, config.decay, config.retain
+            self.steps, self.retain = config.ttt, config.retain
 
     def forward(
         self, documents: Sequence[Features], shifts: Sequence[int] = (), steps: int | None = None
@@ -244,9 +244,7 @@ class Plan(NamedTuple):
         }
 
 
-def train_eagle3(
-    config: Eagle3Config, progress: Progress = silent, stop: Callable[[], bool] = never
-) -> Iterator[Report]:
+def train_eagle3(config: Eagle3Config, progress: Progress = silent, stop: Stop = never) -> Iterator[Report]:
     """Trains an EAGLE-3 draft (EAGLE-3, section 3; SpecPV, appendix A); see :mod:`longdraft.training.session`."""
     return run(config, KIND, Eagle3Trainee, lambda block: block, progress, stop)
 
@@ -257,7 +255,7 @@ def run(
     trainee_class: type[Eagle3Trainee],
     adapt: Callable[[Eagle3Block], Eagle3Block],
     progress: Progress,
-    stop: Callable[[], bool],
+    stop: Stop,
 ) -> Iterator[Report]:
     """Trains a draft whose layer is EAGLE-3's.
 

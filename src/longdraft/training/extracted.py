@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -42,9 +41,7 @@ class ExtractedStates(FeatureReader):
         self, runner: TargetRunner, dtype: torch.dtype, layers: tuple[int, ...] | None, folder: Path | str
     ) -> None:
         if layers == ():
-            raise ConfigError(
-                "hidden_states: this draft reads keys and values, which vLLM does not write. Leave it out."
-            )
+            raise ConfigError("hidden_states: this draft reads keys and values, which are not in them. Leave it out.")
         super().__init__(runner, dtype, layers, last=True)
         self.folder, found = Path(folder), list[tuple[bytes, Path]]()
         for path in sorted(self.folder.rglob("*.safetensors")):
@@ -53,7 +50,7 @@ class ExtractedStates(FeatureReader):
         if not found:
             raise CheckpointError(f"hidden_states: {folder} has no safetensors files; name the connector's folder.")
         # In order of their tokens, so that those that begin alike lie side by side.
-        self._files = sorted(found)
+        self._files, self._head = sorted(found), rows_of(runner.parts.head, None)
         self._check()
 
     @torch.no_grad()
@@ -87,10 +84,6 @@ class ExtractedStates(FeatureReader):
         if not states.isfinite().all():
             raise CheckpointError(f"{path} has hidden_states that are no numbers. {ADVICE}")
         return states
-
-    @cached_property
-    def _head(self) -> torch.Tensor:
-        return rows_of(self.runner.parts.head, None)
 
     def _check(self) -> None:
         """Raises CheckpointError if a layer's states in a file are nearer to those of another."""

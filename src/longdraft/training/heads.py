@@ -6,7 +6,7 @@ itself predicts token t + 1; head i predicts token t + 1 + i. The target is not 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
 
@@ -14,23 +14,19 @@ import torch
 
 from longdraft.drafters.heads import KIND, HeadsBlock, HeadsDraft, HeadsShape
 from longdraft.model.runner import TargetRunner
-from longdraft.model.shared_parts import SharedParts, final_norm
+from longdraft.model.shared_parts import final_norm
 from longdraft.training.config import HeadsConfig
 from longdraft.training.features import Features
 from longdraft.training.loop import Report
-from longdraft.training.session import Progress, begin, never, silent
+from longdraft.training.session import Progress, Stop, begin, never, silent
 from longdraft.training.trainee import StepOutput, Trainee
 
 
 class HeadsTrainee(Trainee):
-    """A training step of all heads; ``config.decay`` is the weight of a head relative to the head before it."""
+    """A training step of all heads."""
 
     block: HeadsBlock
     ahead = 2  # token t + 1 is the root, which the target predicts itself
-
-    def __init__(self, block: HeadsBlock, parts: SharedParts, kept: torch.Tensor | None, config: HeadsConfig) -> None:
-        super().__init__(block, parts, kept, config)
-        self.decay = config.decay
 
     def forward(
         self, documents: Sequence[Features], shifts: Sequence[int] = (), levels: int | None = None
@@ -58,7 +54,7 @@ class HeadsTrainee(Trainee):
         return self.output(hidden, self.target_head, labels, depths, self.decay ** (depths - 1))
 
 
-def train_heads(config: HeadsConfig, progress: Progress = silent, stop: Callable[[], bool] = never) -> Iterator[Report]:
+def train_heads(config: HeadsConfig, progress: Progress = silent, stop: Stop = never) -> Iterator[Report]:
     """Trains chained heads; see :mod:`longdraft.training.session`."""
     # Before the target is loaded, so that a wrong folder is reported at once.
     init = None if config.init is None else HeadsDraft.load(config.init)

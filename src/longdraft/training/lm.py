@@ -6,8 +6,7 @@ once (SpecExtend, section 3, keeps the keys that matter and rotates them to the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -18,13 +17,15 @@ from longdraft.training.attention import attend
 from longdraft.training.config import LmConfig
 from longdraft.training.features import Features
 from longdraft.training.loop import Report
-from longdraft.training.session import Progress, Session, begin, never, silent
+from longdraft.training.session import Progress, Stop, begin, never, silent
 from longdraft.training.trainee import StepOutput, Trainee
 from longdraft.training.vocabulary import rows_of
 
 
 class LmTrainee(Trainee):
     """A training step of a decoder that :func:`longdraft.model.small_models.decoder` has made."""
+
+    by = "text"
 
     def forward(self, documents: Sequence[Features], shifts: Sequence[int] = ()) -> StepOutput:
         """The loss of packed documents. ``shifts`` are not used, and all ``depths`` of the result are 1."""
@@ -41,31 +42,27 @@ class LmTrainee(Trainee):
         return self.output(hidden, self.target_head, labels, torch.ones_like(labels.text))
 
 
-def train_lm(config: LmConfig, progress: Progress = silent, stop: Callable[[], bool] = never) -> Iterator[Report]:
+def train_lm(config: LmConfig, progress: Progress = silent, stop: Stop = never) -> Iterator[Report]:
     """Distils a small Llama from the target; see :mod:`longdraft.training.session`."""
     session = begin(config, 0, progress, stop)
     runner = session.runner
-    decoder, sizes, kept = _draft(config, session)
-    trainee = LmTrainee(decoder, runner.parts, kept, config)
+    if config.init is None:
+        sizes = small_models.sizes_for(
+            runner, config.layers, config.intermediate_size, config.rope_theta, config.max_length
+        )
+        decoder: nn.Module = small_models.decoder(sizes)
+        kept = session.vocabulary()
+        if config.start_from is not None:
+            small_models.take_layers(decoder, runner, config.start_from)
+        else:
+            small_models.initialise(decoder, config.seed, rows_of(runner.parts.head, kept).cpu())
+    else:
+        init = TrainedLM.load(config.init)
+        init.check(runner)
+        sizes = init.sizes | {"max_position_embeddings": config.max_length}
+        decoder, kept = init.trainable(), init.ids
     described = {"model": sizes, "trained_length": config.max_length}
     if config.retrieval_layer is not None:
         described["retrieval_layer"] = config.retrieval_layer
-    yield from session.train(trainee, None, KIND, described, levels=1, by="text")
-
-
-def _draft(config: LmConfig, session: Session) -> tuple[nn.Module, dict[str, Any], torch.Tensor | None]:
-    """The decoder to train, its sizes, and the target ids of its vocabulary: new, or from ``config.init``."""
-    runner = session.runner
-    if config.init is not None:
-        init = TrainedLM.load(config.init)
-        init.check(runner)
-        return init.trainable(), init.sizes | {"max_position_embeddings": config.max_length}, init.ids
-    sizes = small_models.sizes_for(
-        runner, config.layers, config.intermediate_size, config.rope_theta, config.max_length
-    )
-    decoder, kept = small_models.decoder(sizes), session.vocabulary()
-    if config.start_from is not None:
-        small_models.take_layers(decoder, runner, config.start_from)
-    else:
-        small_models.initialise(decoder, config.seed, rows_of(runner.parts.head, kept).cpu())
-    return decoder, sizes, kept
+    trainee = LmTrainee(decoder, runner.parts, kept, config)
+    yield from session.train(trainee, None, KIND, described, levels=1)

@@ -7,7 +7,7 @@ one of 1 .. ``noise``: a node at level j of a drafted tree has its newest verifi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -17,7 +17,7 @@ from longdraft.training.attention import attend
 from longdraft.training.config import TrainConfig
 from longdraft.training.features import Features
 from longdraft.training.loop import Report
-from longdraft.training.session import Progress, Session, begin, never, silent
+from longdraft.training.session import Progress, Stop, begin, never, silent
 from longdraft.training.trainee import StepOutput, Trainee
 
 
@@ -25,6 +25,7 @@ class LongSpecTrainee(Trainee):
     """A training step of a LongSpec block."""
 
     block: LongSpecBlock
+    by = "shift"
 
     def learned(self, tokens: int, start: int, shift: int) -> int:
         """The number of learned rows; a row before ``shift`` has no key that far back."""
@@ -52,32 +53,24 @@ class LongSpecTrainee(Trainee):
         return self.output(hidden, self.target_head, self.labels(pack), depths)
 
 
-def train_longspec(
-    config: TrainConfig, progress: Progress = silent, stop: Callable[[], bool] = never
-) -> Iterator[Report]:
-    """Trains a LongSpec draft (section 3.2, appendix E); see :mod:`longdraft.training.session`."""
-    session = begin(config, config.noise, progress, stop)
-    runner = session.runner
-    check_rotary(runner)
-    block, kept = _draft(config, session)
-    trainee = LongSpecTrainee(block, runner.parts, kept, config)
-    lengths = {"trained_length": config.max_length, "trained_positions": config.max_length + config.anchor_offset}
-    described = block.shape.as_dict() | lengths
-    yield from session.train(trainee, (), KIND, described, levels=config.noise, by="shift", shifts=config.noise)
-
-
-def _draft(config: TrainConfig, session: Session) -> tuple[LongSpecBlock, torch.Tensor | None]:
-    """The block to train and the target ids of its vocabulary.
+def train_longspec(config: TrainConfig, progress: Progress = silent, stop: Stop = never) -> Iterator[Report]:
+    """Trains a LongSpec draft (section 3.2, appendix E); see :mod:`longdraft.training.session`.
 
     The draft in ``config.init`` keeps its sizes and its vocabulary; the window may be set anew.
     """
+    session = begin(config, config.noise, progress, stop)
+    check_rotary(session.runner)
     if config.init is None:
         block = LongSpecBlock(LongSpecShape(**session.sizes(), window=config.window, final_norm=config.final_norm))
         block.initialise(config.seed)
-        return block, session.vocabulary()
-    init = LongSpecDraft.load(config.init)
-    init.check(session.runner)
-    block = init.trainable()
-    if "window" in config.fields_set:
-        block.shape = replace(block.shape, window=config.window)
-    return block, init.ids
+        kept = session.vocabulary()
+    else:
+        init = LongSpecDraft.load(config.init)
+        init.check(session.runner)
+        block, kept = init.trainable(), init.ids
+        if "window" in config.fields_set:
+            block.shape = replace(block.shape, window=config.window)
+    trainee = LongSpecTrainee(block, session.runner.parts, kept, config)
+    lengths = {"trained_length": config.max_length, "trained_positions": config.max_length + config.anchor_offset}
+    described = block.shape.as_dict() | lengths
+    yield from session.train(trainee, (), KIND, described, levels=config.noise, shifts=config.noise)

@@ -28,7 +28,7 @@ from longdraft.training import command
 from longdraft.training.batches import Schedule
 from longdraft.training.config import RunConfig
 from longdraft.training.features import FeatureSource
-from longdraft.training.measure import By, Simulated, simulate
+from longdraft.training.measure import Simulated, simulate
 from longdraft.training.trainee import StepOutput, Trainee
 
 if TYPE_CHECKING:
@@ -85,13 +85,12 @@ class Loop:
         described: Mapping[str, Any],
         levels: int,
         measured: int,
-        by: By,
         shifts: int,
     ) -> None:
         config, accelerator, documents = session.config, session.accelerator, session.data.learned
         self.session, self.config, self.accelerator, self.trainee = session, config, accelerator, trainee
         self.features, self.kind, self.described, self.levels = features, kind, described, levels
-        self.measured, self.by, self._documents, self.out = measured, by, documents, Path(config.out)
+        self.measured, self._documents, self.out = measured, documents, Path(config.out)
         # Documents to measure on have more learned tokens than a round has levels.
         spans = zip(session.data.held_out.lengths, session.data.held_out.starts, strict=True)
         long = [i for i, (length, start) in enumerate(spans) if length - start > measured]
@@ -210,7 +209,7 @@ class Loop:
         self.module.eval()
         # Every process measures all; of sums, their figures are the same whatever the last bits.
         documents = map(self.features.reader.read, self.held_out)
-        simulated = simulate(self.module, documents, self.measured, self.by, self._summed)
+        simulated = simulate(self.module, documents, self.measured, self.trainee.by, self._summed)
         if simulated.tree > self.best:
             self.best = simulated.tree
             self._save_draft("best")

@@ -13,13 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
 from longdraft.training.config import DEPTH
 from longdraft.training.features import Features
-from longdraft.training.trainee import StepOutput
+from longdraft.training.trainee import By, StepOutput
 
 WIDTHS = (4, 3, 2, 1, 1)
 
@@ -40,9 +39,6 @@ class Simulated:
     tree: float
 
 
-# How a draft computes its levels: a forward for each (LongSpec's shifts), all in one (the others), or, of a language
-# model, which reads the text itself, the same at every level.
-By = Literal["shift", "step", "text"]
 # The rank where a level has none.
 UNSEEN = 1 << 30
 

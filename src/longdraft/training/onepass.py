@@ -7,7 +7,7 @@ rows that the anchor sees and the rows of steps 1 .. k on its own path. The bigr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 
 import torch
@@ -20,7 +20,7 @@ from longdraft.training.config import OnePassConfig
 from longdraft.training.eagle3 import Eagle3Trainee
 from longdraft.training.features import Features
 from longdraft.training.loop import Report
-from longdraft.training.session import Progress, never, silent
+from longdraft.training.session import Progress, Stop, never, silent
 from longdraft.training.trainee import StepOutput
 
 
@@ -47,9 +47,7 @@ class OnePassTrainee(Eagle3Trainee):
         return torch.cat([hidden, self.block.known(before).to(hidden.dtype)], 1), head.to(self.product_dtype)
 
 
-def train_onepass(
-    config: OnePassConfig, progress: Progress = silent, stop: Callable[[], bool] = never
-) -> Iterator[Report]:
+def train_onepass(config: OnePassConfig, progress: Progress = silent, stop: Stop = never) -> Iterator[Report]:
     """Trains a one-pass draft; see :mod:`longdraft.training.session`."""
     if config.init is not None and kind_of(config.init).name == KIND:
         shape = OnePassDraft.load(config.init).shape

@@ -36,7 +36,6 @@ from longdraft.training.documents import Document, Skipped
 from longdraft.training.extracted import ExtractedStates
 from longdraft.training.features import FeatureReader, Features, FeatureSource
 from longdraft.training.loop import Loop, Report
-from longdraft.training.measure import By
 from longdraft.training.trainee import Trainee
 from longdraft.training.vocabulary import most_frequent
 
@@ -46,8 +45,9 @@ if TYPE_CHECKING:
 # The other processes wait while one downloads a model or reads a shard. Ending a hung one is left to the launcher.
 PATIENCE = timedelta(days=7)
 
-# Called with what is being prepared.
+# Called with what is being prepared; asked after each step whether to end there.
 Progress = Callable[[str], None]
+Stop = Callable[[], bool]
 
 
 def silent(what: str) -> None:
@@ -73,7 +73,7 @@ class Session:
     tokenizer: PreTrainedTokenizerBase
     data: corpus.Corpus
     progress: Progress
-    stop: Callable[[], bool]
+    stop: Stop
 
     def sizes(self) -> dict[str, Any]:
         """The sizes that a new draft takes from the target."""
@@ -132,7 +132,6 @@ class Session:
         levels: int,
         fit: Callable[[Features], None] | None = None,
         measured: int = DEPTH,
-        by: By = "step",
         shifts: int = 1,
     ) -> Iterator[Report]:
         """Trains a module; yields a report for each step.
@@ -141,7 +140,6 @@ class Session:
             layers: of :meth:`features`. fit: called with a document's features before the first step.
             kind, config: the draft's kind, and what its config.json adds to the common entries.
             levels: the largest depth that the trainee reports. measured: levels that simulated acceptance drafts.
-            by: how the module computes its levels (:mod:`longdraft.training.measure`).
             shifts: the largest shift that a document is given.
         """
         features = self.features(layers)
@@ -151,10 +149,10 @@ class Session:
             trainee.measure_scale(self.runner)
         trainee.to(self.runner.device)
         config = {"base_model": hub.base_model(self.config.target), **config}
-        return Loop(self, trainee, features, kind, config, levels, measured, by, shifts).run()
+        return Loop(self, trainee, features, kind, config, levels, measured, shifts).run()
 
 
-def begin(config: RunConfig, shortest_learned: int, progress: Progress, stop: Callable[[], bool]) -> Session:
+def begin(config: RunConfig, shortest_learned: int, progress: Progress, stop: Stop) -> Session:
     """Sets up torch and accelerate, loads the target, and reads the documents.
 
     Args:

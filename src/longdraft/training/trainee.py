@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -23,6 +23,11 @@ from longdraft.training.vocabulary import rows_of
 
 # q (Hq, T, d), k and v (Hkv, S, d) of one document -> (Hq, T, d)
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+# How a draft computes its levels: a forward for each (LongSpec's shifts), all in one (the others), or, of a language
+# model, which reads the text itself, the same at every level.
+By = Literal["shift", "step", "text"]
 
 
 class StepOutput(NamedTuple):
@@ -111,11 +116,13 @@ class Trainee(nn.Module):
         product_dtype: dtype of the matrix product with the head.
         recompute: compute the layers again in the backward pass instead of keeping what is between them.
         scale: factor of the target's own logits.
+        decay: weight of a level relative to the level before it.
         to_draft: (vocabulary,) the draft id of each target id; -1 for those outside the draft's vocabulary.
     """
 
     ahead = 1
     """Row t predicts token t + ahead."""
+    by: ClassVar[By] = "step"
 
     def __init__(
         self,
@@ -128,7 +135,7 @@ class Trainee(nn.Module):
         config = config or RunConfig(precision="no")
         self.block, self.parts, self.kept, self.distill = block, parts, kept, config.distill
         self.product_dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
-        self.recompute, self.scale = config.recompute, 1.0
+        self.recompute, self.scale, self.decay = config.recompute, 1.0, getattr(config, "decay", 1.0)
         size, device = parts.head.shape[0], parts.head.device
         ids = torch.arange(size, device=device) if kept is None else kept.to(device)
         self.to_draft = torch.full((size,), -1, device=device)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from longdraft.bench import charts
 from longdraft.bench.acceptance import called
 from longdraft.bench.experiment import Record
 from longdraft.bench.papers.table import FIGURES, Column, Kind, Paper, Table
@@ -77,10 +75,8 @@ class Reproduction:
         }
         name = f"{own.heading} of {self.paper.name}"
         remarks = [f"All rows: {'; '.join(differs)}.", *_remarks(rows), *own.remarks, *self.plan.notes]
-        charted = {"figure": partial(_chart, name, own, rows)} if rows else {}
-        return Report(
-            document, list(_tables(name, own, rows)), list(map(Text, remarks)), _definitions(own), charted, name
-        )
+        tables = list(_tables(name, own, rows))
+        return Report(document, tables, list(map(Text, remarks)), _definitions(own), name=name)
 
 
 def prepare(
@@ -202,17 +198,3 @@ def _remarks(rows: Sequence[Row]) -> list[str]:
         seen = (f"{line}: {', '.join(own) if len(own) < 4 else 'see --json'}" for line, own in views.items())
         found.append(f"Rows that are seen of a longer text (docs/figures.md): {'; '.join(seen)}.")
     return found
-
-
-def _chart(name: str, own: Table, rows: Sequence[Row]) -> Any:
-    """The table's first figure as bars, at its first temperature; marks are the paper's, of all its models."""
-    t, key, columns = rows[0]["temperature"], own.figures[0], list(dict.fromkeys(row["column"] for row in rows))
-    shown = {(r["line"], r["column"]): r["as_published"].get(key) for r in rows if r["temperature"] == t}
-    lines = dict.fromkeys(line for (line, _), value in shown.items() if value is not None)
-    mine = {line: [shown.get((line, column)) for column in columns] for line in lines}
-    marks: dict[str, list[list[float]]] = {line: [[] for _ in columns] for line in lines}
-    for (_, line, column, which), value in own.published.items():
-        if which == key and line in marks and column in columns:
-            marks[line][columns.index(column)].append(value)
-    title = f"{name}: ours (bars) and the paper's (marks), {called(t)}"
-    return charts.grouped(title, columns, mine, marks, FIGURES[key][0])

@@ -21,7 +21,7 @@ from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.model import stored
 from longdraft.model.checkpoints import DType, LoadedModel, Progress, quiet, reading, stretch_rope
 from longdraft.model.ends import ends_of, stated_ends
-from longdraft.model.gguf import experts, layout
+from longdraft.model.gguf import layout
 from longdraft.model.gguf.architectures import SIZES, Arch, arch_of, config_of
 from longdraft.model.gguf.header import FACTORS, LAYER, Header, needs
 from longdraft.model.gguf.rope import scaling
@@ -101,12 +101,6 @@ class File(Header):
             logger.warning("%s: how it splits texts (%s) is not known here, so tokens may differ.", self.path, rule)
         return tokenizer
 
-    def unserved(self) -> str | None:
-        """The reason why the weights cannot stay as they are stored; None if they can."""
-        kinds = {t.kind: name for name, t in self.tensors.items() if len(t.shape) in (2, 3)}
-        odd = sorted(kind for kind in kinds if kind not in (*FORMATS, "F32"))
-        return f"blocks of the type {odd[0]} ({kinds[odd[0]]}) are not read as they are stored" if odd else None
-
     def model(self, config: Any) -> PreTrainedModel:
         """The model, in float32, with matrices as they are stored, mapped from the file.
 
@@ -117,7 +111,7 @@ class File(Header):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         known, tensors = self.known(config), self.tensors
         mixtures = {name: layout.as_stored(t) for name, t in tensors.items() if "_exps." in name}
-        wrong = list(experts.put_in(model, mixtures))
+        wrong = list(layout.put_experts_in(model, mixtures))
         weights, used = {}, {FACTORS, *mixtures}
         for name, parameter in model.named_parameters():
             if parameter.is_meta:  # otherwise an expert's, which is there already
@@ -236,7 +230,9 @@ def read_gguf(
     failure = f"{path} cannot be read as a GGUF model"
     with reading(path, failure, _REMEDY), quiet():
         file = File(path)
-        why = file.unserved()
+        kinds = {t.kind: name for name, t in file.tensors.items() if len(t.shape) in (2, 3)}
+        odd = sorted(kind for kind in kinds if kind not in (*FORMATS, "F32"))
+        why = f"blocks of the type {odd[0]} ({kinds[odd[0]]}) are not read as they are stored" if odd else None
         config = file.config()
         if weights == "stored" and why:
             raise CapabilityError(f'{path}: {why}: give weights="float32" (--weights float32), which unpacks them.')

@@ -15,7 +15,6 @@ import numpy as np
 
 from longdraft.errors import CheckpointError
 from longdraft.files import check_numbers, regular
-from longdraft.model.collector import paused
 
 FACTORS = "rope_freqs.weight"
 LAYER = re.compile(r"blk\.(\d+)\.")
@@ -71,11 +70,9 @@ class Header:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with paused():
-            own = _read(path)
-            self.fields, _, self.memory = own
-            self.parts = _parts_of(path, int(self.whole("split.count") or 1))
-            read = [own if part == path else _read(part) for part in self.parts]
+        self.fields, _, self.memory = own = _read(path)
+        self.parts = _parts_of(path, int(self.whole("split.count") or 1))
+        read = [own if part == path else _read(part) for part in self.parts]
         self.fields = read[0][0]
         tensors = [tensor for _, found, _ in read for tensor in found]
         self.tensors = {tensor.name: tensor for tensor in tensors}

@@ -1,4 +1,4 @@
-"""Undoes what llama.cpp's converter changes in tensors: names, order of rows and columns, numbers.
+"""Undoes what llama.cpp's converter changes in tensors: names, order of rows and columns, numbers, experts apart.
 
 Blocks of quantised weights stay as they are.
 """
@@ -6,11 +6,13 @@ Blocks of quantised weights stay as they are.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
+from longdraft.model.experts import LAST, StoredExperts, as_parameters, is_mixture
 from longdraft.model.gguf.architectures import Arch
 from longdraft.model.gguf.header import Tensor
 from longdraft.model.stored_parts import Arranged
@@ -75,7 +77,8 @@ def weight(arch: Arch, tensors: Sequence[Tensor], config: Any, wanted: Sequence[
     tensor = tensors[0]
     part = _part(tensor.name)
     parts = [as_stored(each) for each in tensors]
-    rows, columns = _rows(arch, part, parts, config), _columns(arch, part, config)
+    rows, heads = _rows(arch, part, parts, config), _value_heads(config) if arch.tiled and part == "ssm_out" else None
+    columns = None if heads is None else _each(heads, config.linear_value_head_dim)
     packed = tuple(each for each in parts if isinstance(each, Stored))
     if len(packed) == len(parts):
         if len(packed) > 1 or columns is not None:
@@ -130,13 +133,6 @@ def _rows(arch: Arch, part: str, parts: Sequence[torch.Tensor | Stored], config:
     return None
 
 
-def _columns(arch: Arch, part: str, config: Any) -> torch.Tensor | None:
-    """Place in the file of each column; None if they are in order."""
-    if arch.tiled and part == "ssm_out" and (heads := _value_heads(config)) is not None:
-        return _each(heads, config.linear_value_head_dim)
-    return None
-
-
 def _value_heads(config: Any) -> torch.Tensor | None:
     """Place in a tiled file of each value head; None if there are as many as key heads."""
     keys, values = config.linear_num_key_heads, config.linear_num_value_heads
@@ -157,3 +153,46 @@ def _by_key_head(config: Any) -> torch.Tensor:
 def _each(heads: torch.Tensor, size: int) -> torch.Tensor:
     """Places of heads -> places of their rows."""
     return (heads[:, None] * size + torch.arange(size, device="cpu")).reshape(-1)
+
+
+def put_experts_in(model: nn.Module, tensors: Mapping[str, torch.Tensor | Stored]) -> Iterator[str]:
+    """Gives the mixtures of a model without memory their weights. Yields what is wrong with them.
+
+    Args:
+        tensors: the file's, by name: matrices as they are stored, (experts * out, in), or floats (experts, out, in).
+    """
+    for path, module in list(model.named_modules()):
+        if is_mixture(module):
+            yield from _put_mixture_in(model, path, module, tensors)
+
+
+def _put_mixture_in(
+    model: nn.Module, path: str, module: Any, tensors: Mapping[str, torch.Tensor | Stored]
+) -> Iterator[str]:
+    count, *sizes = module.down_proj.shape
+    hidden, inner = sizes[::-1] if module.is_transposed else sizes
+    layer = _LAYER.search(f".{path}.")
+    name = f"blk.{layer[1] if layer else ''}.ffn_{{}}_exps."
+    first = ["gate_up"] if name.format("gate_up") + "weight" in tensors else ["gate", "up"]
+    found: dict[str, torch.Tensor | Stored] = {}
+    biases: dict[str, torch.Tensor] = {}
+    for kind in (*first, LAST):
+        wanted = (hidden, inner) if kind == LAST else (2 * inner if kind == "gate_up" else inner, hidden)
+        weight, bias = (tensors.get(name.format(kind) + leaf) for leaf in ("weight", "bias"))
+        if weight is None:
+            yield f"{path}.{kind} (not there)"
+            return
+        shape = tuple(weight.shape)
+        if shape != ((count * wanted[0], wanted[1]) if isinstance(weight, Stored) else (count, *wanted)):
+            yield f"{path}.{kind} ({shape}, not {(count, *wanted)})"
+            return
+        found[kind] = weight
+        if isinstance(bias, torch.Tensor):
+            biases[kind] = bias
+    stored = {kind: weight for kind, weight in found.items() if isinstance(weight, Stored)}
+    if len(stored) == len(found):
+        model.set_submodule(path, StoredExperts(module, stored, biases, count))
+        return
+    floats = {k: w.floats().unflatten(0, (count, -1)) if isinstance(w, Stored) else w for k, w in found.items()}
+    for saved, weight in as_parameters(module, floats, biases).items():
+        setattr(module, saved, nn.Parameter(weight, requires_grad=False))

@@ -2,20 +2,15 @@
 //
 // Reading W is the limit for a single row, and for about ten rows if arithmetic and reading overlap. So each weight is read
 // once for all rows, a tile of sums stays in registers, and while one tile is computed the weights of a later tile are fetched.
-#include "int8.h"
-#include "kernels.h"
-#include "outputs.h"
-#include "stored_k.h"
-#include "tiles.h"
+#include "formats.h"
+#include "products.h"
+#include "threads.h"
 #include "vectors.h"
 
 #include <algorithm>
 
-using std::int64_t;
-
 namespace {
 
-constexpr int64_t SHARE = 24;    // outputs that a thread takes at a time: whole tiles of every shape
 constexpr int64_t AHEAD = 4096;  // bytes by which stored weights are fetched ahead
 constexpr int64_t INPUTS_AHEAD = 16;  // inputs whose weights are fetched ahead where they lie side by side
 constexpr int64_t FEW = 8;       // rows up to which stored weights are unpacked in registers, again for each group of rows
@@ -23,9 +18,6 @@ constexpr int64_t FEW = 8;       // rows up to which stored weights are unpacked
 struct Rows {
   const float *x;  // (rows, size)
   int64_t rows, size;
-
-  template <int R, int O>
-  void tile(const Matrix &m, int64_t out, Group group) const;
 };
 
 // Writes the sums of N vectors.
@@ -50,12 +42,13 @@ template <int R, int O>
   }
 }
 
-// The group's R rows of x times O rows of W from `out` on. Meanwhile each group fetches its part of the next tile.
+// R rows of x from `row` on, number g of all groups of rows, times O rows of W from `out` on. Meanwhile each group fetches its
+// part of the next tile.
 template <int R, int O>
-inline void Rows::tile(const Matrix &m, int64_t out, Group group) const {
-  const int64_t w_row = m.w_row / 4, step = std::max<int64_t>(1, LANES / group.groups);
-  const float *rows_of_x = x + group.row * size, *w = static_cast<const float *>(m.w) + out * w_row;
-  const float *next = w + O * w_row + size * group.number / group.groups;
+inline void tile(const Rows &in, const Matrix &m, int64_t row, int64_t out, int64_t g, int64_t groups) {
+  const int64_t size = in.size, w_row = m.w_row / 4, step = std::max<int64_t>(1, LANES / groups);
+  const float *rows_of_x = in.x + row * size, *w = static_cast<const float *>(m.w) + out * w_row;
+  const float *next = w + O * w_row + size * g / groups;
   vec acc[R * O] = {};
   int64_t i = 0;
   for (; i + LANES <= size; i += LANES, next += step) {
@@ -77,27 +70,86 @@ inline void Rows::tile(const Matrix &m, int64_t out, Group group) const {
       }
     }
   }
-  finish<R, O>(acc, m, group.row, out);
+  finish<R, O>(acc, m, row, out);
 }
+
+// Outputs [from, to) of all rows, at most R rows and O outputs at a time: a few rows of W are multiplied with all rows of x, then
+// the next few.
+template <int R, int O>
+void outputs(const Rows &in, const Matrix &m, int64_t from, int64_t to) {
+  const int64_t groups = (in.rows + R - 1) / R, whole = from + (to - from) / O * O;
+  for (int64_t out = from; out < whole; out += O) {
+    for (int64_t g = 0, row = 0; g < groups; g++) {
+      const int64_t end = in.rows * (g + 1) / groups;
+      with_number<R>(end - row, [&](auto rows) { tile<rows.value, O>(in, m, row, out, g, groups); });
+      row = end;
+    }
+  }
+  if constexpr (O > 1) {
+    if (whole < to) outputs<R, 1>(in, m, whole, to);
+  }
+}
+
+inline void keep(vec x, vec &to) { to = x; }
+inline void keep(vec x, float &to) { to = x[0]; }
+
+// A block of one row, opened: a byte for each weight, and the scales.
+template <typename F>
+struct Opened {
+  static constexpr int EACH = F::SCALES, SCALES = F::WEIGHTS / PIECE * EACH;
+  alignas(64) byte q[F::WEIGHTS];
+  std::conditional_t<SCALES == 1, vec, float> scales[SCALES], leasts[SCALES];  // the former in registers
+
+  INLINED void open(const byte *block) {
+    F::block(Row{block}, [&](int piece, const auto &w, const vec *scale, const vec *least) INLINED {
+      wide all = w(Whole{});
+      if constexpr (F::LISTED) all = looked_up(F::LIST, all);
+      all = (wide)((wide_bytes)all - static_cast<std::int8_t>(F::ZERO));
+      std::memcpy(q + piece * PIECE, &all, PIECE);
+      UNROLLED for (int s = 0; s < EACH; s++) {
+        keep(scale[s], scales[piece * EACH + s]);
+        if constexpr (F::LEAST) keep(least[s], leasts[piece * EACH + s]);
+      }
+    });
+  }
+
+  INLINED vec part(int piece, int number) const {
+    const int s = piece * EACH + number * EACH / PARTS;
+    const vec x = floats(signed_bytes(q + piece * PIECE + number * LANES));
+    if constexpr (F::LEAST) return fused(x, scales[s] - vec{}, leasts[s] - vec{});  // the product is exact: the same bits
+    return x * scales[s];
+  }
+};
+
+template <typename E>
+struct Halves {
+  static constexpr int WEIGHTS = PIECE, BYTES = 2 * PIECE;
+};
+
+template <typename E>
+struct Opened<Halves<E>> {
+  const E *numbers;
+
+  void open(const byte *block) { numbers = reinterpret_cast<const E *>(block); }
+  vec part(int, int number) const { return load(numbers + number * LANES); }
+};
 
 // The same for stored weights: in the same order, so with the same bits as for the unpacked floats.
 template <typename F, int R, int O>
-inline void stored_tile(const Rows &in, const Matrix &m, int64_t row, int64_t out) {
-  const float *x = in.x + row * in.size;
+inline void stored_tile(const Rows &in, const Matrix &m, int64_t out) {
+  const float *x = in.x;
   const byte *w = static_cast<const byte *>(m.w) + out * m.w_row;
   const byte *next = w + AHEAD;
   vec acc[R * O] = {};
   for (int64_t i = 0; i < in.size; i += F::WEIGHTS, w += F::BYTES, next += O * F::BYTES) {
     // A tile's rows lie one behind the other.
     UNROLLED for (int line = 0; line < O * F::BYTES; line += 64) __builtin_prefetch(next + line);
-    typename F::Block blocks[O];
-    UNROLLED for (int o = 0; o < O; o++) F::open(w + o * m.w_row, blocks[o]);
+    Opened<F> blocks[O];
+    UNROLLED for (int o = 0; o < O; o++) blocks[o].open(w + o * m.w_row);
     for (int piece = 0; piece < F::WEIGHTS / PIECE; piece++, x += PIECE) {
-      typename F::Scale scales[O];
-      UNROLLED for (int o = 0; o < O; o++) scales[o] = F::scale(blocks[o], piece);
       UNROLLED for (int part = 0; part < PARTS; part++) {
         vec b[O];
-        UNROLLED for (int o = 0; o < O; o++) b[o] = F::part(blocks[o], piece, part, scales[o]);
+        UNROLLED for (int o = 0; o < O; o++) b[o] = blocks[o].part(piece, part);
         UNROLLED for (int r = 0; r < R; r++) {
           const vec a = load(x + r * in.size + part * LANES);
           UNROLLED for (int o = 0; o < O; o++) acc[r * O + o] = fused(a, b[o], acc[r * O + o]);
@@ -105,24 +157,16 @@ inline void stored_tile(const Rows &in, const Matrix &m, int64_t row, int64_t ou
       }
     }
   }
-  finish<R, O>(acc, m, row, out);
-}
-
-// R rows or fewer, LEAST at least.
-template <typename F, int R, int O, int LEAST>
-inline void stored_tile_of(int64_t rows, const Rows &in, const Matrix &m, int64_t out) {
-  if (rows == R) return stored_tile<F, R, O>(in, m, 0, out);
-  if constexpr (R > LEAST) stored_tile_of<F, R - 1, O, LEAST>(rows, in, m, out);
+  finish<R, O>(acc, m, 0, out);
 }
 
 template <typename F>
 void unpack(const byte *w, int64_t size, float *out) {
   for (int64_t i = 0; i < size; i += F::WEIGHTS, w += F::BYTES) {
-    typename F::Block block;
-    F::open(w, block);
+    Opened<F> block;
+    block.open(w);
     for (int piece = 0; piece < F::WEIGHTS / PIECE; piece++, out += PIECE) {
-      const typename F::Scale scale = F::scale(block, piece);
-      UNROLLED for (int part = 0; part < PARTS; part++) store(out + part * LANES, F::part(block, piece, part, scale));
+      UNROLLED for (int part = 0; part < PARTS; part++) store(out + part * LANES, block.part(piece, part));
     }
   }
 }
@@ -168,21 +212,14 @@ void by_input_tile(const Rows &in, const Matrix &m, int64_t row, int64_t out, in
   }
 }
 
-template <int R, int V>
-void by_input_tile_of(int64_t rows, const Rows &in, const Matrix &m, int64_t row, int64_t out, int64_t count) {
-  if (rows == R) return by_input_tile<R, V>(in, m, row, out, count);
-  if constexpr (R > 1) by_input_tile_of<R - 1, V>(rows, in, m, row, out, count);
-}
-
 void by_input_share(const Rows &in, const Matrix &m, int64_t from, int64_t to) {
   constexpr int MOST = 4;
   for (int64_t row = 0; row < in.rows; row += MOST) {
-    const int64_t rows = std::min<int64_t>(MOST, in.rows - row);
-    int64_t out = from;
-    for (; out + 2 * LANES <= to; out += 2 * LANES) by_input_tile_of<MOST, 2>(rows, in, m, row, out, LANES);
-    for (; out < to; out += LANES) {
-      by_input_tile_of<MOST, 1>(rows, in, m, row, out, std::min<int64_t>(LANES, to - out));
-    }
+    with_number<MOST>(std::min<int64_t>(MOST, in.rows - row), [&](auto rows) {
+      int64_t out = from;
+      for (; out + 2 * LANES <= to; out += 2 * LANES) by_input_tile<rows.value, 2>(in, m, row, out, LANES);
+      for (; out < to; out += LANES) by_input_tile<rows.value, 1>(in, m, row, out, std::min<int64_t>(LANES, to - out));
+    });
   }
 }
 
@@ -193,9 +230,13 @@ void stored_share(const Rows &in, const Matrix &m, int64_t from, int64_t to) {
   // Rows that leave registers for four outputs at a time, and outputs that more rows leave registers for.
   constexpr int NARROW = LANES == 16 ? 5 : 3, WIDE = TILE == 12 ? 1 : LANES == 4 ? 2 : 3;
   if (in.rows <= NARROW) {
-    for (; from + 4 <= to; from += 4) stored_tile_of<F, NARROW, 4, 1>(in.rows, in, m, from);
+    with_number<NARROW>(in.rows, [&](auto rows) {
+      for (; from + 4 <= to; from += 4) stored_tile<F, rows.value, 4>(in, m, from);
+    });
   } else if (in.rows <= FEW) {
-    for (; from + WIDE <= to; from += WIDE) stored_tile_of<F, FEW, WIDE, NARROW + 1>(in.rows, in, m, from);
+    with_number<FEW, NARROW + 1>(in.rows, [&](auto rows) {
+      for (; from + WIDE <= to; from += WIDE) stored_tile<F, rows.value, WIDE>(in, m, from);
+    });
   }
   if (from == to) return;
   static thread_local Scratch scratch;
@@ -204,33 +245,19 @@ void stored_share(const Rows &in, const Matrix &m, int64_t from, int64_t to) {
     unpack<F>(static_cast<const byte *>(m.w) + o * m.w_row, in.size, floats + (o - from) * in.size);
   }
   // Its first output is number `from`.
-  share(in, Matrix{floats - from * in.size, m.bias, m.y, 4 * in.size, m.outs, m.adds, 0}, from, to);
+  share(in, Matrix{floats - from * in.size, m.bias, m.y, 4 * in.size, m.outs, m.adds, Format::FLOAT32, 0}, from, to);
 }
 
 template <typename What>
-void with_format(int64_t format, const What &what) {
-  switch (format) {
-    case 1: return what(Q4_0{});
-    case 2: return what(Q4_1{});
-    case 3: return what(Q8_0{});
-    case 4: return what(Q4_K{});
-    case 5: return what(Q5_K{});
-    case 6: return what(Q6_K{});
-    case 7: return what(Bfloat16{});
-    case 8: return what(Float16{});
-    case 9: return what(Q5_0{});
-    case 10: return what(Q5_1{});
-    case 11: return what(Q2_K{});
-    case 12: return what(Q3_K{});
-    case 13: return what(IQ4_NL{});
-    case 14: return what(IQ4_XS{});
-    case 15: return what(MXFP4{});
-  }
+void with_format(Format format, const What &what) {
+  if (format == Format::BF16) return what(Halves<Brief>{});
+  if (format == Format::F16) return what(Halves<Half>{});
+  in_blocks(format, what);
 }
 
 }  // namespace
 
-Code longdraft_unpack(const void *w, int64_t format, int64_t rows, int64_t size, int64_t w_row, float *out, int threads) try {
+Code longdraft_unpack(const void *w, Format format, int64_t rows, int64_t size, int64_t w_row, float *out, int threads) try {
   with_format(format, [=](auto f) {
     share_out(threads, rows, [=](int64_t r) {
       unpack<decltype(f)>(static_cast<const byte *>(w) + r * w_row, size, out + r * size);
@@ -241,22 +268,7 @@ Code longdraft_unpack(const void *w, int64_t format, int64_t rows, int64_t size,
 
 void float_outputs(const float *x, int64_t rows, int64_t size, const Matrix &m, int64_t from, int64_t to) {
   const Rows in{x, rows, size};
-  if (m.format == BY_INPUT) return by_input_share(in, m, from, to);
-  if (!m.format) return share(in, m, from, to);
+  if (m.format == Format::BY_INPUT) return by_input_share(in, m, from, to);
+  if (m.format == Format::FLOAT32) return share(in, m, from, to);
   with_format(m.format, [&](auto f) { stored_share<decltype(f)>(in, m, from, to); });
 }
-
-Code longdraft_linear(const float *x, int64_t rows, int64_t size, const Matrix *matrices, int64_t count, int threads) try {
-  const bool rounds = std::any_of(matrices, matrices + count, [](const Matrix &m) { return m.int8; });
-  const Int8Rows rounded = rounds ? int8_rows(x, rows, size, threads) : Int8Rows{};
-  const auto compute = [&](const Matrix &m, int64_t from, int64_t to) {
-    if (m.int8) return int8_outputs(rounded, m, from, to);
-    float_outputs(x, rows, size, m, from, to);
-  };
-  if (!rounds) return share_outputs<SHARE>(matrices, count, threads, compute), DONE;
-  if (rows <= FEW) return share_outputs<2 * INT8_UNIT>(matrices, count, threads, compute), DONE;
-  share_outputs<8 * INT8_UNIT>(matrices, count, threads, compute);
-  return DONE;
-} CATCH_NO_MEMORY
-
-int longdraft_lanes() { return LANES; }
