@@ -65,7 +65,7 @@ def test_it_is_read_as_it_is_stored(files):
     assert draft.parameters == sum(p.numel() for p in written.parameters())
     bound = draft.bound(TargetRunner(load(target, device="cpu").model))
     model = bound.runner.model
-    assert bound.ids is None and bound.trained_length == 512
+    assert bound.ids is None
     assert type(model.model.layers[0].self_attn.q_proj) is type(expected.model.layers[0].self_attn.q_proj)
     torch.testing.assert_close(logits(bound, [5, 60, 7, 1]), alone(expected, [5, 60, 7, 1]))
     torch.testing.assert_close(in_float32(model, [5, 60, 7, 1]), in_float32(expected, [5, 60, 7, 1]))

@@ -49,6 +49,8 @@ def test_a_text_that_would_cross_is_refused_by_name(length):
     spec = Speculator("prompt-lookup", target=long_rope_model())
     with pytest.raises(ContextError, match="LongRoPE"):
         spec.generate(prompt_of(length), max_new_tokens=NEW)
+    # What the server bounds answers by.
+    assert [spec.runner().longest_text(n) for n in (1, SWITCH, SWITCH + 1)] == [SWITCH, SWITCH, 96]
     if length < SWITCH:
         (result,) = spec.generate(prompt_of(length), max_new_tokens=SWITCH - length)
         assert result.new_tokens == SWITCH - length
