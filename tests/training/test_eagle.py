@@ -29,7 +29,7 @@ def runner() -> TargetRunner:
 
 def make(runner: TargetRunner, **over: float) -> EagleTrainee:
     block = filled(EagleBlock(EagleShape(48, 64, 4, 2, 8, 48, runner.vocab_size, runner.parts.rms_norm_eps)))
-    block.borrow(norm_before_head(runner.model).__call__, lambda out: out)
+    block.borrow(runner, lambda out: out)
     return EagleTrainee(block, runner.parts, Rotary(8, yarn(1000.0)), EagleConfig(precision="no", **over))
 
 

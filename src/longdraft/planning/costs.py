@@ -301,8 +301,10 @@ def _read(file: Path, key: dict[str, object]) -> CostTable | None:
     """Reads a kept table; returns None if there is none, or none that can be read."""
     try:
         content = read_json(file)
-        kept = content["table"] if content["key"] == key else None
-        return kept and CostTable(tuple(kept["lengths"]), tuple(kept["rows"]), tuple(map(tuple, kept["seconds"])))
+        if content["key"] != key:
+            return None
+        kept = content["table"]
+        return CostTable(tuple(kept["lengths"]), tuple(kept["rows"]), tuple(map(tuple, kept["seconds"])))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
