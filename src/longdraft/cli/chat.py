@@ -69,15 +69,14 @@ class Settings:
 
     def with_one(self, name: str, text: str) -> Settings:
         """Raises RequestError for a name or a value that there is not."""
-        if name in ("max_tokens", "seed"):
-            number: dict[str, Any] = {name: method_options.whole_numbers(name, text)[0]}
-            return replace(self, **number)
-        known = [f.name for f in fields(longdraft.Sampling)]
-        if name not in known:
+        whole, known = name in ("max_tokens", "seed"), [f.name for f in fields(longdraft.Sampling)]
+        if not whole and name not in known:
             raise RequestError(f"/set takes max_tokens, seed, {', '.join(known)}, not {name!r}")
-        value = method_options.numbers(name, text)[0]
-        one: dict[str, Any] = {name: int(value) if value == int(value) else value}
-        return replace(self, sampling=replace(self.sampling, **one))
+        values = (method_options.whole_numbers if whole else method_options.numbers)(name, text)
+        if len(values) != 1:
+            raise RequestError(f"/set {name} takes one number, not {text!r}")
+        one: dict[str, Any] = {name: int(values[0]) if values[0] == int(values[0]) else values[0]}
+        return replace(self, **one) if whole else replace(self, sampling=replace(self.sampling, **one))
 
 
 class Chat:
