@@ -11,7 +11,7 @@ run(
     "--tokenizer", TOKENIZER, "--use-server-token-count", "--per-chunk-usage",
     "--concurrency", "2", "--request-count", "6", "--synthetic-input-tokens-mean", "256", "--output-tokens-mean", "32",
     "--extra-inputs", "ignore_eos:true", "--extra-inputs", "min_tokens:32",
-    "--output-artifact-dir", str(folder), "--ui", "none",
+    "--output-artifact-dir", str(folder), "--ui", "none", HF_HUB_OFFLINE="",  # or it takes the folder for a hub id
 )  # fmt: skip
 (file,) = folder.rglob("profile_export_aiperf.json")
 report = json.loads(file.read_text())
