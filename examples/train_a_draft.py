@@ -8,9 +8,39 @@ Each step is a command that you can give yourself; it prints them. All can be st
 
 import argparse
 import json
+import socket
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from urllib.error import URLError
+from urllib.request import urlopen
+
+
+@contextmanager
+def serving(*model: object) -> Iterator[str]:
+    """`longdraft serve`, which answers at the address until the end."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command, url = ["longdraft", "serve", "--port", str(port), *map(str, model)], f"http://127.0.0.1:{port}"
+    print(f"\n$ {' '.join(command)}", flush=True)
+    server = subprocess.Popen([sys.executable, "-m", *command])
+    try:
+        while True:
+            if server.poll() is not None:
+                raise SystemExit(server.returncode)
+            try:
+                with urlopen(f"{url}/ready"):
+                    break
+            except URLError:
+                time.sleep(0.5)
+        yield url
+    finally:
+        server.terminate()
+        server.wait()
 
 
 def longdraft(*words: object) -> None:
@@ -38,14 +68,14 @@ def main() -> None:
         rows = [json.dumps({"text": file.read_text(encoding="utf-8")}) + "\n" for file in files]
         (args.out / f"{name}.jsonl").write_text("".join(rows), encoding="utf-8")
     data, run = args.out / "answers.jsonl", args.out / args.kind
-    target = ["--target", args.model] if args.model else []
-    longdraft("train", "data", args.out / "texts.jsonl", "--out", data, "--rows", args.answers, *target)
+    model = ["--model", args.model] if args.model else []
+    with serving(*model) as url:
+        longdraft("train", "data", args.out / "texts.jsonl", "--url", url, "--out", data, "--rows", args.answers)
     settings = [f"target={args.model}"] if args.model else []
     longdraft("train", args.kind, f"data={data}", f"out={run}", f"epochs={args.epochs:g}", *settings)
     # Always a chain of three, and as much as pays on this machine, which may be nothing.
     draft = f"{'small-lm' if args.kind == 'lm' else args.kind}:draft={run / 'best'}"
     methods = f"ar,{draft}:tree=chain:depth=3:plan=fixed,{draft}"
-    model = ["--model", args.model] if args.model else []
     test = ["--data", args.out / "held-out.jsonl", "--context", 1000, "--max-tokens", 64]
     longdraft("bench", *test, "--methods", methods, *model)
 
