@@ -345,9 +345,13 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         drafts = random_drafts(model, Path(folder))
         loop.decide = forced(loop.decide, options.accepted)
+
+        def options_of(method: str) -> dict[str, Any]:
+            own = METHODS[method]
+            return {**own, "draft": drafts[own["draft"]]} if "draft" in own else own
+
         for method, batch in itertools.product(("ar", "longspec", "eagle3"), BATCHES):
-            said = METHODS[method]
-            chosen = {**said, "draft": drafts[said["draft"]]} if "draft" in said else said
+            chosen = options_of(method)
 
             def together(method: str = method, chosen: Any = chosen, batch: int = batch) -> dict[str, Any]:
                 spec = Speculator(method, target=model, plan="fixed", **chosen)
@@ -356,10 +360,10 @@ def main() -> int:
             run.measure("batches", together, method=method, batch=batch, context=contexts[0])
         for switches, context in itertools.product(CONFIGURATIONS[:4], contexts):
             cache: PromptCache | None = None
-            for (method, said), measured in itertools.product(METHODS.items(), (rounds, kernels_of_rounds)):
+            for method, measured in itertools.product(METHODS, (rounds, kernels_of_rounds)):
                 if measured is kernels_of_rounds and switches != CONFIGURATIONS[0]:
                     continue
-                chosen = {**said, "draft": drafts[said["draft"]]} if "draft" in said else said
+                chosen = options_of(method)
 
                 def timed(
                     method: str = method, chosen: Any = chosen, context: int = context, measured: Any = measured

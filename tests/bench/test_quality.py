@@ -171,7 +171,7 @@ def test_without_rouge_score(monkeypatch, command):
         (["--budget", "7"], "block"),
         (["--budget", ""], "budgets"),
         (["--budget", "400"], "--budget"),  # larger than every text
-        (["--margin", "-1"], "margin"),
+        (["--margin", "0"], "margin"),
         (["--selector", "best"], "selector"),
         (["--drafter", "none"], "drafter"),
         (["-o", "colour=1"], "colour"),

@@ -75,7 +75,8 @@ class Settings:
         values = (method_options.whole_numbers if whole else method_options.numbers)(name, text)
         if len(values) != 1:
             raise RequestError(f"/set {name} takes one number, not {text!r}")
-        one: dict[str, Any] = {name: int(values[0]) if values[0] == int(values[0]) else values[0]}
+        (value,) = values
+        one: dict[str, Any] = {name: int(value) if float(value).is_integer() else value}
         return replace(self, **one) if whole else replace(self, sampling=replace(self.sampling, **one))
 
 

@@ -46,7 +46,7 @@ class PartialOptions(Options):
     budget: int = option(1024, min=1, help="KV rows that are chosen from the text")
     selector: str = option("minmax", choices=tuple(SCORERS), help="how blocks are ranked")
     reduction: str = option("mean", choices=("mean", "max", "last"), help="how scores of several queries become one")
-    margin: int = option(20, min=0, help="rows beyond a tree that a partial round leaves free before a full pass")
+    margin: int = option(20, min=1, help="rows beyond a tree that a partial round leaves free before a full pass")
     sink: int = option(32, min=0, help="first rows, always seen")
     recent: int = option(128, min=1, help="last rows, always seen")
     block: int = option(16, min=1, help="rows that are chosen together")

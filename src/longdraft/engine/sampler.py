@@ -34,7 +34,10 @@ _TINY = 1e-30  # for a random number of 0
 
 
 class Draws:
-    """The random numbers of one sequence's samples.
+    """The random numbers of one sequence's samples: a sample of p is the argmax of p / e, one exponential e a token.
+
+    It is also the argmax of log p - log e. A drafter that subtracts the log e of coming samples from its own
+    log-probabilities mostly finds the tokens that will be sampled (Daliri et al. 2024, arXiv:2408.07978).
 
     Args:
         generator: nobody else uses it meanwhile; None: torch's global one, whose numbers are never known ahead.

@@ -89,7 +89,7 @@ def asks(
 
 
 def _closings(passage: str, count: int, rng: random.Random) -> list[tuple[str, str]]:
-    """What is asked behind a passage, each with its kind."""
+    """The questions behind a passage, each with its kind."""
     kinds: dict[str, int | None] = {"summary": None, "question": None, "task": None}
     # A transcript has many short turns, each with its speaker.
     if passage.count(" :") + passage.count(": ") > len(passage) / 600:

@@ -11,7 +11,7 @@ from typing import Any
 
 
 class Kind(Enum):
-    """How a table is filled: by the bench, by asking drafters for needles, or by ``bench quality``."""
+    """The way to fill a table: by the bench, by asking drafters for needles, or by ``bench quality``."""
 
     speed = "speed"
     needle = "needle"
