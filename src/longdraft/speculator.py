@@ -23,7 +23,7 @@ from longdraft.errors import RequestError, UnsupportedModelError, memory_checked
 from longdraft.memory import offload as offloading
 from longdraft.memory.prompt_cache import PromptCache
 from longdraft.methods import METHODS, Method
-from longdraft.model import hooks, support
+from longdraft.model import support
 from longdraft.model.checkpoints import Progress
 from longdraft.model.runner import TargetRunner
 from longdraft.model.twin import lock_of
@@ -192,7 +192,7 @@ class Speculator:
             UnsupportedModelError: a named method drafts, and they rule it out.
         """
         chosen = self.recipe(runner)
-        if not chosen.drafter().max_nodes or (reason := hooks.against_drafts(runner)) is None:
+        if not chosen.drafter().max_nodes or (reason := support.against_drafts(runner)) is None:
             return chosen
         if self._named is not None:
             raise UnsupportedModelError(reason)

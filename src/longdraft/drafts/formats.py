@@ -17,8 +17,7 @@ import torch
 from longdraft.drafts import draft_folder
 from longdraft.drafts.draft_folder import OFFSETS, DraftFolder
 from longdraft.errors import CheckpointError
-from longdraft.model.layer_config import completed
-from longdraft.model.rotary import yarn
+from longdraft.model.rotary import completed, yarn
 
 MEMBERS, EMBEDDING, MODEL_TYPE = "t2d", "embed_tokens.weight", "speculators_model_type"
 # RoPE's base where a folder states none.

@@ -26,7 +26,7 @@ from longdraft.model.gguf.architectures import SIZES, Arch, arch_of, config_of
 from longdraft.model.gguf.header import FACTORS, LAYER, Header, needs
 from longdraft.model.gguf.rope import scaling
 from longdraft.model.gguf.tokenizer import RULES, tokenizer_of
-from longdraft.model.stored_parts import Arranged, ArrangedLinear
+from longdraft.model.stored import ArrangedLinear
 from longdraft.native import Stored, kernels, missing
 from longdraft.native.stored import FORMATS
 
@@ -192,8 +192,8 @@ def _put_in(model: PreTrainedModel, weights: dict[str, layout.Weight], file: Pat
         modules.setdefault(path, {})[leaf] = tensor
     for path, leaves in modules.items():
         module, weight = model.get_submodule(path), leaves.get("weight")
-        if isinstance(weight, Arranged):
-            model.set_submodule(path, ArrangedLinear(weight))
+        if isinstance(weight, ArrangedLinear):
+            model.set_submodule(path, weight)
         elif isinstance(weight, Stored) and isinstance(module, nn.Linear | nn.Embedding):
             model.set_submodule(path, stored.in_place_of(module, weight, leaves.get("bias")))
         else:

@@ -13,8 +13,7 @@ from longdraft.model.checkpoints import quiet, reading
 from longdraft.model.gguf import layout
 from longdraft.model.gguf.files import File
 from longdraft.model.gguf.header import needs
-from longdraft.model.stored import StoredLinear
-from longdraft.model.stored_parts import ArrangedLinear
+from longdraft.model.stored import ArrangedLinear, StoredLinear
 from longdraft.native import Stored
 
 _BESIDE = ("eh_proj", "enorm", "hnorm", "shared_head_norm")
