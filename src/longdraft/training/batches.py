@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+from longdraft.training.config import RunConfig
+
 
 class Batch(NamedTuple):
     """Numbers of packed documents, the shift j of each (flash noisy training), and the epoch from 0 on."""
@@ -26,34 +28,21 @@ class Schedule:
     the others; :meth:`at` then returns no batch if there are fewer batches than processes.
 
     Args:
-        rows: learned tokens of each document.
-        token_limit: learned tokens of a batch; a batch is closed when one more document would exceed it.
-        noise: shifts are uniform in 1 .. noise.
-        epochs: a fraction stops part of the way through the last one.
-        max_steps: ends earlier; None: with the epochs.
+        rows: learned tokens of each document. A batch is closed when one more would exceed ``config.rows``.
+        shifts: those of documents are uniform in 1 .. shifts.
 
     Attributes:
         counts: steps of each epoch. steps: of all. width: batches of a step.
     """
 
-    def __init__(
-        self,
-        rows: Sequence[int],
-        token_limit: int,
-        noise: int,
-        seed: int,
-        epochs: float,
-        processes: int = 1,
-        accumulate: int = 1,
-        max_steps: int | None = None,
-    ) -> None:
-        self._rows, self._limit, self._noise, self._seed = rows, token_limit, noise, seed
+    def __init__(self, rows: Sequence[int], config: RunConfig, shifts: int = 1, processes: int = 1) -> None:
+        self._rows, self._config, self._shifts, self._processes = rows, config, shifts, processes
         self._epoch = lru_cache(1)(self._laid_out)
-        self._processes, self.width = processes, processes * accumulate
+        self.width, epochs = processes * config.accumulate, config.epochs
         self.counts = [max(1, len(self._epoch(i)[2]) // self.width) for i in range(math.ceil(epochs))]
         if epochs % 1:
             self.counts[-1] = max(1, int(self.counts[-1] * (epochs % 1)))
-        self.steps = min(sum(self.counts), max_steps or sum(self.counts))
+        self.steps = min(sum(self.counts), config.max_steps or sum(self.counts))
 
     def at(self, step: int) -> list[Batch]:
         """The batches of one step. Process i takes every n-th of them from the i-th on."""
@@ -69,14 +58,14 @@ class Schedule:
 
     def _laid_out(self, epoch: int) -> tuple[array[int], array[int], array[int]]:
         """An epoch's documents in their order, each one's shift, and where batches end: 8 bytes a document."""
-        rng = random.Random(f"{self._seed}/{epoch}")
+        rng = random.Random(f"{self._config.seed}/{epoch}")
         order = array("i", range(len(self._rows)))
         rng.shuffle(order)
         ends, filled = array("i"), 0
         for place, i in enumerate(order):
-            if place and filled + self._rows[i] > self._limit:
+            if place and filled + self._rows[i] > self._config.rows:
                 ends.append(place)
                 filled = 0
             filled += self._rows[i]
         ends.append(len(order))
-        return order, array("i", (rng.randint(1, self._noise) for _ in order)), ends
+        return order, array("i", (rng.randint(1, self._shifts) for _ in order)), ends

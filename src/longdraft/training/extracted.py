@@ -54,7 +54,7 @@ class ExtractedStates(FeatureReader):
         self._check()
 
     @torch.no_grad()
-    def read(self, document: Document, offset: int = 0) -> Features:
+    def compute(self, document: Document, offset: int) -> Features:
         tokens, start = document.tokens, document.start
         # Nothing is learned from the last token's row, which vLLM does not compute for the end of an answer of its own.
         known = _key(tokens[:-1])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,6 +96,9 @@ class FeatureReader:
         layers: decoder layers whose output hidden states the draft reads (0 is the first); empty: it reads the last
             layer's keys and values; None: it reads nothing of the target.
         last: the last layer's output is kept too, from which the target's distribution is computed.
+        cache: a folder that keeps features, a file for each document, whose name says what they were computed from.
+            Those of other documents, offsets and targets may lie beside them.
+        identity: what they depend on besides: the target, the dtype.
 
     Attributes:
         names: the keys of :attr:`Features.rows`.
@@ -109,6 +111,8 @@ class FeatureReader:
         dtype: torch.dtype = torch.bfloat16,
         layers: tuple[int, ...] | None = (),
         last: bool = False,
+        cache: Path | None = None,
+        identity: Any = None,
     ) -> None:
         self.runner, self.dtype, self.layers = runner, dtype, layers or ()
         more = last and runner.depth - 1 not in self.layers
@@ -116,10 +120,34 @@ class FeatureReader:
         kv = layers == ()
         kept = {"hidden": bool(layers), "keys": kv, "values": kv, "last": more}
         self.names = tuple(name for name, wanted in kept.items() if wanted)
+        self.cache, self._identity = cache, repr((identity, self.names, self.layers))
         self._store: KVStore | None = None
 
     def read(self, document: Document, offset: int = 0) -> Features:
-        """The features of a document with an anchor-offset. Raises MemoryBudgetError if its KV does not fit."""
+        """The features of a document with an anchor-offset.
+
+        Raises:
+            CheckpointError: a file of the cache is damaged, or cannot be written.
+            MemoryBudgetError: the document's KV does not fit.
+        """
+        if self.cache is None:
+            return self.compute(document, offset)
+        hashed = hashlib.sha256(f"{self._identity}/{document.start}/{offset}/".encode())
+        hashed.update(array("q", document.tokens).tobytes())
+        name = hashed.hexdigest()[:32]
+        path = self.cache / name[:2] / f"{name}.safetensors"
+        if path.exists():
+            with opened(path, ADVICE) as file:
+                rows = {name: file.get_tensor(name) for name in ("likeliest", *self.names)}
+            return Features(torch.tensor(document.tokens), document.start, offset, rows, rows.pop("likeliest").long())
+        found = self.compute(document, offset)
+        tensors = found.rows | {"likeliest": found.likeliest.int()}
+        with replacing(path) as part:
+            save_file({name: t.contiguous().cpu() for name, t in tensors.items()}, part)
+        return found
+
+    def compute(self, document: Document, offset: int) -> Features:
+        """The same, of the target itself."""
         tokens, start = document.tokens, document.start
         if self._store is None or self._store.capacity < len(tokens):
             self._store = self.runner.new_store(1, max(2048, len(tokens)), self.taps)
@@ -153,49 +181,3 @@ class FeatureReader:
         width = len(self.layers) * self.runner.parts.hidden_size
         parts = {"hidden": states[:, :width], "last": states[:, width:]}
         return {name: part for name, part in parts.items() if name in self.names}
-
-
-class FeatureSource:
-    """The features of a list of documents, computed when they are asked for.
-
-    Args:
-        offset: (document's number, epoch) -> its anchor-offset.
-        cache: a folder that keeps them, a file for each document, whose name says what it was computed from. Files of
-            other documents, offsets and targets may lie beside them.
-        identity: what the features depend on besides: the target, the dtype.
-    """
-
-    def __init__(
-        self,
-        reader: FeatureReader,
-        documents: Sequence[Document],
-        offset: Callable[[int, int], int] = lambda i, epoch: 0,
-        cache: Path | None = None,
-        identity: Any = None,
-    ) -> None:
-        self.reader, self.documents, self.offset, self.cache = reader, documents, offset, cache
-        self._identity = repr((identity, reader.names, reader.layers))
-
-    def read(self, i: int, epoch: int = 0) -> Features:
-        """The features of document ``i``.
-
-        Raises:
-            CheckpointError: a file of the cache is damaged, or cannot be written.
-            MemoryBudgetError: the document's KV does not fit.
-        """
-        document, offset = self.documents[i], self.offset(i, epoch)
-        if self.cache is None:
-            return self.reader.read(document, offset)
-        hashed = hashlib.sha256(f"{self._identity}/{document.start}/{offset}/".encode())
-        hashed.update(array("q", document.tokens).tobytes())
-        name = hashed.hexdigest()[:32]
-        path = self.cache / name[:2] / f"{name}.safetensors"
-        if path.exists():
-            with opened(path, ADVICE) as file:
-                rows = {name: file.get_tensor(name) for name in ("likeliest", *self.reader.names)}
-            return Features(torch.tensor(document.tokens), document.start, offset, rows, rows.pop("likeliest").long())
-        found = self.reader.read(document, offset)
-        tensors = found.rows | {"likeliest": found.likeliest.int()}
-        with replacing(path) as part:
-            save_file({name: t.contiguous().cpu() for name, t in tensors.items()}, part)
-        return found

@@ -17,7 +17,7 @@ from longdraft.model.runner import TargetRunner
 from longdraft.model.shared_parts import final_norm
 from longdraft.training.config import HeadsConfig
 from longdraft.training.features import Features
-from longdraft.training.loop import Report
+from longdraft.training.loop import Loop, Report
 from longdraft.training.session import Progress, Stop, begin, never, silent
 from longdraft.training.trainee import StepOutput, Trainee
 
@@ -70,7 +70,7 @@ def train_heads(config: HeadsConfig, progress: Progress = silent, stop: Stop = n
         kept, block = init.ids, init.trainable()
     trainee = HeadsTrainee(block, runner.parts, kept, config)
     described = block.shape.as_dict() | {"trained_length": config.max_length}
-    yield from session.train(trainee, (runner.depth - 1,), KIND, described, levels=heads, measured=heads, fit=fit)
+    yield from Loop(session, trainee, (runner.depth - 1,), KIND, described, levels=heads, measured=heads, fit=fit).run()
 
 
 def _fit(block: HeadsBlock, runner: TargetRunner, document: Features) -> None:

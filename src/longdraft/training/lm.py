@@ -16,7 +16,7 @@ from longdraft.model import small_models
 from longdraft.training.attention import attend
 from longdraft.training.config import LmConfig
 from longdraft.training.features import Features
-from longdraft.training.loop import Report
+from longdraft.training.loop import Loop, Report
 from longdraft.training.session import Progress, Stop, begin, never, silent
 from longdraft.training.trainee import StepOutput, Trainee
 from longdraft.training.vocabulary import rows_of
@@ -65,4 +65,4 @@ def train_lm(config: LmConfig, progress: Progress = silent, stop: Stop = never) 
     if config.retrieval_layer is not None:
         described["retrieval_layer"] = config.retrieval_layer
     trainee = LmTrainee(decoder, runner.parts, kept, config)
-    yield from session.train(trainee, None, KIND, described, levels=1)
+    yield from Loop(session, trainee, None, KIND, described, levels=1).run()

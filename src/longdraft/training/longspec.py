@@ -16,7 +16,7 @@ from longdraft.drafters.longspec import KIND, LongSpecBlock, LongSpecDraft, Long
 from longdraft.training.attention import attend
 from longdraft.training.config import TrainConfig
 from longdraft.training.features import Features
-from longdraft.training.loop import Report
+from longdraft.training.loop import Loop, Report
 from longdraft.training.session import Progress, Stop, begin, never, silent
 from longdraft.training.trainee import StepOutput, Trainee
 
@@ -73,4 +73,4 @@ def train_longspec(config: TrainConfig, progress: Progress = silent, stop: Stop 
     trainee = LongSpecTrainee(block, session.runner.parts, kept, config)
     lengths = {"trained_length": config.max_length, "trained_positions": config.max_length + config.anchor_offset}
     described = block.shape.as_dict() | lengths
-    yield from session.train(trainee, (), KIND, described, levels=config.noise, shifts=config.noise)
+    yield from Loop(session, trainee, (), KIND, described, levels=config.noise, shifts=config.noise).run()
