@@ -33,7 +33,7 @@ from longdraft.memory.store import KVStore
 from longdraft.model.runner import TargetRunner
 from longdraft.model.sharded import product
 from longdraft.training.losses import soft_cross_entropy
-from longdraft.training.trainee import StepOutput, Trainee
+from longdraft.training.trainee import StepOutput, Trainee, rows_of
 from longdraft.trees.tree import NodeLimit, TokenTree
 
 NAME, LEVELS = "recurrent", 4
@@ -151,7 +151,6 @@ def train(config: Any, progress: Callable[..., None] = lambda *_: None, stop: Ca
     """Trains a cell; yields a report a step. ``config`` is a :class:`longdraft.training.config.RunConfig`."""
     from longdraft.training.loop import Loop
     from longdraft.training.session import begin
-    from longdraft.training.vocabulary import rows_of
 
     session = begin(config, LEVELS, progress, stop)
     runner, kept = session.runner, session.vocabulary()

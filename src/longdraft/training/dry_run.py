@@ -19,9 +19,9 @@ from longdraft.model import hosting, shared_parts
 from longdraft.model.layout import configured_shape
 from longdraft.model.loading import load
 from longdraft.training.config import RunConfig
+from longdraft.training.corpus import Documents, shards_of
 from longdraft.training.features import CHUNK
 from longdraft.training.losses import CHUNK as LOGITS
-from longdraft.training.tokens import Tokens, shards_of
 
 # Share of a GPU's peak that training is taken to reach.
 UTILISATION = 0.4
@@ -132,8 +132,10 @@ def estimate(kind: str, config: Any, gpu: str = "h100", gpus: int = 1, tokens: f
 
 def _tokens(config: RunConfig) -> int:
     """Learned tokens of the run's shards; 0 if it has none."""
-    shards = [Tokens.read(path) for place in config.data for path in shards_of(Path(place))]
-    return round(config.sample * (1 - config.held_out) * sum(int(s.ends[-1] - s.starts.sum()) for s in shards))
+    found = Documents()
+    for path in (path for place in config.data for path in shards_of(Path(place))):
+        found.read(path)
+    return round(config.sample * (1 - config.held_out) * (sum(found.lengths) - sum(found.starts)))
 
 
 def _configuration(config: RunConfig) -> Any:

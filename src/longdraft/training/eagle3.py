@@ -41,8 +41,7 @@ from longdraft.training.config import DEPTH, Eagle3Config, OnePassConfig, RunCon
 from longdraft.training.features import Features
 from longdraft.training.loop import Loop, Report
 from longdraft.training.session import Progress, Session, Stop, begin, never, silent
-from longdraft.training.trainee import Attention, Pack, StepOutput, Trainee
-from longdraft.training.vocabulary import rows_of
+from longdraft.training.trainee import Attention, Pack, StepOutput, Trainee, rows_of
 
 # Size of the random part of a fresh fc, relative to the layer that passes through.
 NOISE = 0.3

@@ -19,7 +19,7 @@ from longdraft.files import opened
 from longdraft.model.runner import TargetRunner
 from longdraft.training.documents import Document
 from longdraft.training.features import CHUNK, FeatureReader, Features
-from longdraft.training.vocabulary import rows_of
+from longdraft.training.trainee import rows_of
 
 ADVICE = "Extract it again, or delete it with its row of the data."
 # Tokens of a file that the target reads too, to see whether the states are those of the layers.

@@ -18,8 +18,7 @@ from longdraft.training.config import LmConfig
 from longdraft.training.features import Features
 from longdraft.training.loop import Loop, Report
 from longdraft.training.session import Progress, Stop, begin, never, silent
-from longdraft.training.trainee import StepOutput, Trainee
-from longdraft.training.vocabulary import rows_of
+from longdraft.training.trainee import StepOutput, Trainee, rows_of
 
 
 class LmTrainee(Trainee):

@@ -13,10 +13,9 @@ full disk, a draft or checkpoint that does not fit, or a target that takes no dr
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,12 +27,11 @@ from accelerate.utils import InitProcessGroupKwargs
 from longdraft.errors import CapabilityError
 from longdraft.model.loading import load
 from longdraft.model.runner import TargetRunner
-from longdraft.training import corpus, tokens
+from longdraft.training import corpus
 from longdraft.training.config import RunConfig
-from longdraft.training.documents import Document, Skipped
+from longdraft.training.documents import Skipped
 from longdraft.training.extracted import ExtractedStates
 from longdraft.training.features import FeatureReader
-from longdraft.training.vocabulary import most_frequent
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -88,12 +86,10 @@ class Session:
         config, runner = self.config, self.runner
         if config.vocabulary is None or config.vocabulary >= runner.vocab_size:
             return None
-        counted: Iterable[Document] = self.data.learned
+        counted = self.data.learned
         if config.vocabulary_from:
-            counted = chain.from_iterable(
-                tokens.sources(config.vocabulary_from, self.tokenizer, Skipped(), runner.vocab_size)
-            )
-        return most_frequent(counted, runner.vocab_size, config.vocabulary, runner.eos_token_ids)
+            counted = corpus.read(config.vocabulary_from, self.tokenizer, Skipped(), runner.vocab_size)
+        return corpus.most_frequent(counted, runner.vocab_size, config.vocabulary, runner.eos_token_ids)
 
     def offset(self, i: int, epoch: int) -> int:
         """A learned document's anchor-offset: uniform in 0 .. ``anchor_offset``, or less to stay in the context.
@@ -152,7 +148,7 @@ def begin(config: RunConfig, shortest_learned: int, progress: Progress, stop: St
             progress=progress,
         )
     runner, skipped = TargetRunner(model), Skipped()
-    sources = tokens.sources(config.data, tokenizer, skipped, runner.vocab_size)
-    data = corpus.collect(sources, skipped, config, shortest_learned, runner.context_length)
+    whole = corpus.read(config.data, tokenizer, skipped, runner.vocab_size)
+    data = corpus.collect(whole, skipped, config, shortest_learned, runner.context_length)
     progress(f"{len(data.learned):,} documents, {len(data.held_out):,} held out; left out: {skipped}")
     return Session(config, accelerator, runner, tokenizer, data, progress, stop)
