@@ -33,7 +33,7 @@ from longdraft.memory.store import KVStore
 from longdraft.model.runner import TargetRunner
 from longdraft.model.sharded import product
 from longdraft.training.losses import soft_cross_entropy
-from longdraft.training.trainee import StepOutput, Trainee, rows_of
+from longdraft.training.trainee import StepOutput, Trainee
 from longdraft.trees.tree import NodeLimit, TokenTree
 
 NAME, LEVELS = "recurrent", 4
@@ -149,6 +149,7 @@ class CellTrainee(Trainee):
 
 def train(config: Any, progress: Callable[..., None] = lambda *_: None, stop: Callable[[], bool] = lambda: False):
     """Trains a cell; yields a report a step. ``config`` is a :class:`longdraft.training.config.RunConfig`."""
+    from longdraft.training.features import rows_of
     from longdraft.training.loop import Loop
     from longdraft.training.session import begin
 

@@ -8,9 +8,8 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longdraft.training.batches import Schedule
 from longdraft.training.config import TrainConfig
-from longdraft.training.loop import learning_rate
+from longdraft.training.loop import Schedule, learning_rate
 
 ROWS = st.lists(st.integers(1, 50), min_size=1, max_size=60)
 

@@ -13,10 +13,10 @@ import pytest
 from longdraft.errors import PromptError
 from longdraft.memory.token_ids import common_prefix
 from longdraft.training import corpus
+from longdraft.training.answers import TEXTS as SAID
+from longdraft.training.answers import asks
 from longdraft.training.config import LmConfig, RunConfig
 from longdraft.training.documents import Document, Skipped, documents
-from longdraft.training.prompts import TEXTS as SAID
-from longdraft.training.prompts import asks
 from tests.support.tiny import tiny_tokenizer
 from tests.training.helpers import in_memory
 

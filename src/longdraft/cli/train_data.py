@@ -87,11 +87,11 @@ def data(
     if url is None:
         have, figures = _encoded(files, out, target, rows, skipped), {}
     else:
-        from longdraft.training import answers, prompts
+        from longdraft.training import answers
 
         # Read before the server is asked, so that a wrong path is reported at once.
         texts = _texts(files, skipped)
-        asked = prompts.asks(texts, (lengths[0], lengths[1]), per_passage, answer_temperatures, seed)
+        asked = answers.asks(texts, (lengths[0], lengths[1]), per_passage, answer_temperatures, seed)
         file, total = answers.AnswerFile(out), rows or 1000
         with Cancel(terminate=True) as cancel, RowsDisplay("answers", total) as display:
             answers.answer(

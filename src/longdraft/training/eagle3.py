@@ -38,10 +38,10 @@ from longdraft.model.rotary import Rotary, yarn
 from longdraft.model.shared_parts import SharedParts
 from longdraft.training.attention import Pair, attend
 from longdraft.training.config import DEPTH, Eagle3Config, OnePassConfig, RunConfig
-from longdraft.training.features import Features
+from longdraft.training.features import Features, rows_of
 from longdraft.training.loop import Loop, Report
 from longdraft.training.session import Progress, Session, Stop, begin, never, silent
-from longdraft.training.trainee import Attention, Pack, StepOutput, Trainee, rows_of
+from longdraft.training.trainee import Attention, Pack, StepOutput, Trainee
 
 # Size of the random part of a fresh fc, relative to the layer that passes through.
 NOISE = 0.3

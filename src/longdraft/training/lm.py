@@ -15,10 +15,10 @@ from longdraft.drafts.language_model import KIND, TrainedLM
 from longdraft.model import small_models
 from longdraft.training.attention import attend
 from longdraft.training.config import LmConfig
-from longdraft.training.features import Features
+from longdraft.training.features import Features, rows_of
 from longdraft.training.loop import Loop, Report
 from longdraft.training.session import Progress, Stop, begin, never, silent
-from longdraft.training.trainee import StepOutput, Trainee, rows_of
+from longdraft.training.trainee import StepOutput, Trainee
 
 
 class LmTrainee(Trainee):

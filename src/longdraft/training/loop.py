@@ -9,15 +9,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import random
 import shutil
 import time
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,7 +26,6 @@ from longdraft.drafts import draft_folder, hub
 from longdraft.errors import CheckpointError, NumericalError, PromptError
 from longdraft.files import naming, read_json, replacing
 from longdraft.training import command
-from longdraft.training.batches import Schedule
 from longdraft.training.config import DEPTH, RunConfig
 from longdraft.training.features import Features
 from longdraft.training.measure import Simulated, simulate
@@ -41,6 +41,65 @@ FUSED = ("cpu", "cuda", "mps", "xpu")
 FREE = {
     "out", "save_every", "keep", "track", "threads", "cache", "measure_every", "device", "accumulate", "recompute",
 }  # fmt: skip
+
+
+class Batch(NamedTuple):
+    """Numbers of packed documents, the shift j of each (flash noisy training), and the epoch from 0 on."""
+
+    documents: Sequence[int]
+    shifts: Sequence[int]
+    epoch: int = 0
+
+
+class Schedule:
+    """The batches of each step, a group of ``processes * accumulate``: a function of the seed alone.
+
+    An incomplete last group of an epoch is left out; the next epoch's shuffle puts other documents into it. If an epoch
+    makes no complete group, its one step takes as many batches as all processes can have alike, so that none waits for
+    the others; :meth:`at` then returns no batch if there are fewer batches than processes.
+
+    Args:
+        rows: learned tokens of each document. A batch is closed when one more would exceed ``config.rows``.
+        shifts: those of documents are uniform in 1 .. shifts.
+
+    Attributes:
+        counts: steps of each epoch. steps: of all. width: batches of a step.
+    """
+
+    def __init__(self, rows: Sequence[int], config: RunConfig, shifts: int = 1, processes: int = 1) -> None:
+        self._rows, self._config, self._shifts, self._processes = rows, config, shifts, processes
+        self._epoch = lru_cache(1)(self._laid_out)
+        self.width, epochs = processes * config.accumulate, config.epochs
+        self.counts = [max(1, len(self._epoch(i)[2]) // self.width) for i in range(math.ceil(epochs))]
+        if epochs % 1:
+            self.counts[-1] = max(1, int(self.counts[-1] * (epochs % 1)))
+        self.steps = min(sum(self.counts), config.max_steps or sum(self.counts))
+
+    def at(self, step: int) -> list[Batch]:
+        """The batches of one step. Process i takes every n-th of them from the i-th on."""
+        number = 0
+        while step >= self.counts[number]:
+            step -= self.counts[number]
+            number += 1
+        order, shifts, ends = self._epoch(number)
+        first = step * self.width
+        count = min(self.width, len(ends) - first) // self._processes * self._processes
+        places = [slice(ends[i - 1] if i else 0, ends[i]) for i in range(first, first + count)]
+        return [Batch(order[each], shifts[each], number) for each in places]
+
+    def _laid_out(self, epoch: int) -> tuple[array[int], array[int], array[int]]:
+        """An epoch's documents in their order, each one's shift, and where batches end: 8 bytes a document."""
+        rng = random.Random(f"{self._config.seed}/{epoch}")
+        order = array("i", range(len(self._rows)))
+        rng.shuffle(order)
+        ends, filled = array("i"), 0
+        for place, i in enumerate(order):
+            if place and filled + self._rows[i] > self._config.rows:
+                ends.append(place)
+                filled = 0
+            filled += self._rows[i]
+        ends.append(len(order))
+        return order, array("i", (rng.randint(1, self._shifts) for _ in order)), ends
 
 
 @dataclass(frozen=True)
@@ -112,15 +171,13 @@ class Loop:
             raise PromptError(
                 f"The data make fewer batches than there are processes ({processes}): give more text or lower `rows`."
             )
-        weights = list(trainee.parameters())
+        weights, betas = list(trainee.parameters()), (config.betas[0], config.betas[1])
         groups: list[dict[str, Any]] = [
             {"params": [p for p in weights if p.ndim > 1], "weight_decay": config.weight_decay},
             {"params": [p for p in weights if p.ndim <= 1], "weight_decay": 0.0},
         ]
         fused = weights[0].device.type in FUSED
-        optimizer = torch.optim.AdamW(
-            groups, lr=config.lr, betas=(config.betas[0], config.betas[1]), eps=config.eps, fused=fused
-        )
+        optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=fused)
         self.module, self.optimizer = accelerator.prepare(trainee, optimizer)
         self.step, self.best = 0, 0.0
         self._record = command.train_command(config.as_dict(), processes)

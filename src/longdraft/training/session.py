@@ -30,8 +30,7 @@ from longdraft.model.runner import TargetRunner
 from longdraft.training import corpus
 from longdraft.training.config import RunConfig
 from longdraft.training.documents import Skipped
-from longdraft.training.extracted import ExtractedStates
-from longdraft.training.features import FeatureReader
+from longdraft.training.features import ExtractedStates, FeatureReader
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -16,10 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from longdraft.errors import UnsupportedModelError
 from longdraft.model.runner import TargetRunner
 from longdraft.model.shared_parts import SharedParts
-from longdraft.model.stored import unpacked
-from longdraft.native import Stored
 from longdraft.training.config import RunConfig
-from longdraft.training.features import Features
+from longdraft.training.features import Features, rows_of
 from longdraft.training.losses import Target, soft_cross_entropy
 
 # q (Hq, T, d), k and v (Hkv, S, d) of one document -> (Hq, T, d)
@@ -29,14 +27,6 @@ Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 # How a draft computes its levels: a forward for each (LongSpec's shifts), all in one (the others), or, of a language
 # model, which reads the text itself, the same at every level.
 By = Literal["shift", "step", "text"]
-
-
-def rows_of(head: torch.Tensor | Stored, kept: torch.Tensor | None) -> torch.Tensor:
-    """The rows of a head for the target ids ``kept`` (None: all), as floats."""
-    if kept is not None:
-        kept = kept.to(head.device)
-        head = head.rows(kept) if isinstance(head, Stored) else head[kept]
-    return unpacked(head) if isinstance(head, Stored) else head
 
 
 class StepOutput(NamedTuple):
