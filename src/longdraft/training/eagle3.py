@@ -35,6 +35,7 @@ from longdraft.drafts.formats import THETA, stretched
 from longdraft.drafts.kinds import kind_of
 from longdraft.errors import CheckpointError, ConfigError
 from longdraft.model.rotary import Rotary, yarn
+from longdraft.model.runner import TargetRunner
 from longdraft.model.shared_parts import SharedParts
 from longdraft.training.attention import Pair, attend
 from longdraft.training.config import DEPTH, Eagle3Config, OnePassConfig, RunConfig
@@ -125,7 +126,7 @@ class Eagle3Trainee(Trainee):
         depths = torch.cat([torch.full_like(each, i + 1) for i, each in enumerate(rows)])
         decays = torch.tensor([self.decay**i for i in range(len(rows))], device=device)[depths - 1]
         row = torch.cat(rows)
-        labels = self.labels(pack).at(row)
+        labels = self.labels(pack, row)
         weight = (labels.likeliest >= 0) * decays
         tokens = torch.cat([d.tokens[first + 1 : -1] for d, (_, first, _) in zip(documents, pack.spans, strict=True)])
         out = torch.cat(outputs)
@@ -243,13 +244,6 @@ def train_onepass(config: OnePassConfig, progress: Progress = silent, stop: Stop
     return _train(config, onepass.KIND, OnePassTrainee, with_slots, progress, stop)
 
 
-# A draft to train: its block, vocabulary, layers, window, RoPE in training, and YaRN's factors in training and in
-# decoding: None if nothing is stretched, or if a published draft stretches its positions in another way.
-Made = tuple[
-    Eagle3Block, torch.Tensor | None, tuple[int, ...], int | None, dict[str, Any], float | None, float | None
-]  # fmt: skip
-
-
 def _train(
     config: Eagle3Config,
     kind: str,
@@ -259,15 +253,28 @@ def _train(
     stop: Stop,
 ) -> Iterator[Report]:
     """Trains a draft whose layer is EAGLE-3's; ``adapt`` makes the block to train from EAGLE-3's."""
-    # Before the target is loaded, so that a wrong folder is reported at once.
-    init = None if config.init is None else _read(config.init, kind)
+    init: Eagle3Draft | None = None
+    if config.init is not None:  # before the target is loaded, so that a wrong folder is reported at once
+        its_kind = kind_of(config.init)
+        if its_kind.name not in (KIND, kind):
+            raise CheckpointError(f"{config.init} holds a draft for {its_kind.name}, not for {kind}.")
+        loaded = its_kind.load(config.init)
+        assert isinstance(loaded, Eagle3Draft)
+        init = loaded
     # A document needs a row for every step, those of measuring included.
     session = begin(config, max(config.ttt, DEPTH), progress, stop)
-    made = _new(config, session) if init is None else _further(config, init, session)
-    plain, kept, layers, window, rope, factor, inference = made
+    runner, window = session.runner, config.window
+    rope = yarn(float(runner.parts.description.get("rope_theta") or THETA))
+    if init is None:
+        plain, kept, layers = _new(config, session)
+    else:
+        layers = _checked(config, init, runner)
+        plain, kept, rope = init.trainable(), init.ids, init.rope
+        window = window if "window" in config.fields_set else init.window
+    rope, factor, inference = _positions(config, init, rope)
     block = adapt(plain)
-    rotary = Rotary(block.shape.head_dim, rope, device=session.runner.device)
-    trainee = trainee_class(block, session.runner.parts, rotary, kept, config, window)
+    rotary = Rotary(block.shape.head_dim, rope, device=runner.device)
+    trainee = trainee_class(block, runner.parts, rotary, kept, config, window)
     described = block.shape.as_dict() | {
         "feature_layers": list(layers),
         "draft_vocab_size": block.shape.vocabulary,
@@ -278,7 +285,7 @@ def _train(
         "rope_original_length": None if factor is None else rope["original_max_position_embeddings"],
         "trained_length": config.max_length,
     }
-    if factor is None and rope["rope_type"] != "default":
+    if factor is None and rope["rope_type"] != "default":  # a published draft's own way to stretch
         described["rope_parameters"] = rope
     scale = None if init is not None else partial(fit, block, len(layers))
     yield from Loop(session, trainee, layers, kind, described, levels=config.ttt, fit=scale).run()
@@ -303,56 +310,47 @@ def fit(block: Eagle3Block, layers: int, document: Features) -> None:
         block.norm.weight.fill_(1 / float(block.lm_head.weight.norm(dim=-1).median().clamp_min(1e-6)))
 
 
-def _new(config: Eagle3Config, session: Session) -> Made:
+def _new(config: Eagle3Config, session: Session) -> tuple[Eagle3Block, torch.Tensor | None, tuple[int, ...]]:
+    """A new block, its vocabulary, and the layers that it reads."""
     runner = session.runner
-    parts, count = runner.parts, runner.depth
-    layers = config.feature_layers or usual_layers(count)
-    if list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] < count:
+    layers = config.feature_layers or usual_layers(runner.depth)
+    if list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] < runner.depth:
         raise ConfigError(
-            f"Set feature_layers to increasing indices of the target's {count} layers, not {list(layers)}."
+            f"Set feature_layers to increasing indices of the target's {runner.depth} layers, not {list(layers)}."
         )
-    kept = session.vocabulary()
-    feature_size, vocabulary = len(layers) * parts.hidden_size, runner.vocab_size if kept is None else len(kept)
-    block = Eagle3Block(Eagle3Shape(**session.sizes(), feature_size=feature_size, vocabulary=vocabulary))
-    block.initialise(config.seed, head=rows_of(parts.head, kept).cpu())
-    theta = config.rope_theta or parts.description.get("rope_theta") or THETA
-    factor, length = config.rope_factor, config.rope_original_length
-    if factor is not None and length is None:
-        raise ConfigError("rope_factor without init needs rope_original_length: the length that it stretches.")
-    rope = yarn(float(theta), factor, length)
-    return block, kept, layers, config.window, rope, factor, config.rope_factor_inference or factor
+    kept, size = session.vocabulary(), len(layers) * runner.parts.hidden_size
+    head = rows_of(runner.parts.head, kept).cpu()
+    block = Eagle3Block(Eagle3Shape(**session.sizes(), feature_size=size, vocabulary=len(head)))
+    block.initialise(config.seed, head=head)
+    return block, kept, layers
 
 
-def _read(folder: str, kind: str) -> Eagle3Draft:
-    """The draft to start from, which is of the run's kind or EAGLE-3's."""
-    its_kind = kind_of(folder)
-    if its_kind.name not in (KIND, kind):
-        raise CheckpointError(f"{folder} holds a draft for {its_kind.name}, not for {kind}.")
-    init = its_kind.load(folder)
-    assert isinstance(init, Eagle3Draft)
-    return init
-
-
-def _further(config: Eagle3Config, init: Eagle3Draft, session: Session) -> Made:
-    """The draft in ``init`` with its sizes, vocabulary and layers, and its positions unless a setting changes them."""
-    init.check(session.runner)
+def _checked(config: Eagle3Config, init: Eagle3Draft, runner: TargetRunner) -> tuple[int, ...]:
+    """The layers that a draft to go on from reads; raises if it cannot be trained for the target."""
+    init.check(runner)
     if init.shape.embedding is not None or init.shape.decoder_layers > 1:
         raise ConfigError(f"{init.folder} has an embedding of its own or several layers, which training does not know.")
-    layers = init.feature_layers(session.runner)
+    layers = init.feature_layers(runner)
     if config.feature_layers and config.feature_layers != layers:
         raise ConfigError(f"feature_layers {config.feature_layers}: the draft in init reads {layers}; leave it out.")
-    window = config.window if "window" in config.fields_set else init.window
-    described, rope = init.config, init.rope
-    factor, inference = config.rope_factor, config.rope_factor_inference or config.rope_factor
+    return layers
+
+
+def _positions(
+    config: Eagle3Config, init: Eagle3Draft | None, rope: dict[str, Any]
+) -> tuple[dict[str, Any], float | None, float | None]:
+    """RoPE's parameters in training, and YaRN's factors in training and in decoding, if it stretches them."""
+    factor, inference, own = config.rope_factor, config.rope_factor_inference, {} if init is None else init.config
     if factor is None:
-        inference = described.get("rope_factor")
-        factor = described.get("rope_factor_trained") or inference
-    if factor is not None and config.rope_original_length is not None:
+        inference = own.get("rope_factor")
+        factor = own.get("rope_factor_trained") or inference
+    elif config.rope_original_length is not None:
         rope = rope | {"original_max_position_embeddings": config.rope_original_length}
-    length = (
-        rope.get("original_max_position_embeddings") or described.get("rope_original_length") or init.trained_length
-    )
+    length = rope.get("original_max_position_embeddings") or own.get("rope_original_length")
+    length = length or (None if init is None else init.trained_length)
     if factor is not None and not length:
-        raise ConfigError(f"{init.folder} does not say how long its texts were: set rope_original_length.")
-    rope = stretched(rope, length, config.rope_theta, factor, init.folder)
-    return init.trainable(), init.ids, layers, window, rope, factor, inference
+        raise ConfigError(
+            "rope_factor needs rope_original_length, the tokens that it stretches: set rope_original_length."
+        )
+    rope = stretched(rope, length, config.rope_theta, factor, "" if init is None else init.folder)
+    return rope, factor, inference or factor

@@ -49,7 +49,7 @@ class HeadsTrainee(Trainee):
         # Sums of the residual stream are float32; autocast decides about the products.
         states = self.block(pack.rows([d.hidden for d in documents]).to(self.device).float())
         hidden = torch.cat([state[row.to(self.device)] for state, row in zip(states, rows, strict=True)])
-        labels = self.labels(pack).at(torch.cat([row + i for i, row in enumerate(rows)]).to(self.device))
+        labels = self.labels(pack, torch.cat([row + i for i, row in enumerate(rows)]).to(self.device))
         depths = torch.cat([torch.full_like(row, i + 1) for i, row in enumerate(rows)]).to(self.device)
         return self.output(hidden, self.target_head, labels, depths, self.decay ** (depths - 1))
 
