@@ -60,7 +60,7 @@ def steps(config: RunConfig) -> list[Report]:
 def in_memory(documents: Iterable[Document]) -> Documents:
     """Documents as files hold them."""
     found = Documents()
-    found.extend(packed := Packed.of(documents), packed.digest())
+    found.extend(Packed.of(documents))
     return found
 
 

@@ -75,20 +75,20 @@ class Documents(Sequence[Document]):
         self.lengths, self.starts = array("i"), array("i")
         self._source, self._begins = array("H"), array("q")
 
-    def extend(self, packed: Packed, digest: str, mapped: bool = False) -> None:
-        """Adds the documents of a source."""
+    def extend(self, packed: Packed, on_disk: str | None = None) -> None:
+        """Adds the documents of a source. ``on_disk``: its digest, if it is mapped from there."""
         ends = packed.ends.tolist()
         begins = [0, *ends[:-1]]
         self._source.extend([len(self.sources)] * len(ends))
         self._begins.extend(begins)
         self.lengths.extend(map(sub, ends, begins))
         self.starts.extend(packed.starts.tolist())
-        self.sources.append((packed.ids, digest, mapped))
+        self.sources.append((packed.ids, on_disk or packed.digest(), on_disk is not None))
 
     def read(self, path: Path) -> None:
         """Adds the documents of a shard on disk. Raises CheckpointError if it is missing or damaged."""
         with opened(path, ADVICE) as file:
-            self.extend(Packed(*map(file.get_tensor, Packed._fields)), file.metadata()["digest"], True)
+            self.extend(Packed(*map(file.get_tensor, Packed._fields)), file.metadata()["digest"])
 
     def piece(self, of: Documents, i: int, first: int, length: int, start: int) -> None:
         """Adds a piece of a document of the same sources."""
@@ -218,8 +218,7 @@ def read(places: Iterable[str], tokenizer: PreTrainedTokenizerBase, skipped: Ski
     found = Documents()
     for folder in map(Path, places):
         if not ((folder / INDEX).is_file() and shards_of(folder)):
-            packed = Packed.of(documents([folder], tokenizer, skipped, vocab_size))
-            found.extend(packed, packed.digest())
+            found.extend(Packed.of(documents([folder], tokenizer, skipped, vocab_size)))
             continue
         if "rows" not in _index(folder, tokenizer):
             raise CheckpointError(f"{folder} is not finished: the same `longdraft train data` command continues it.")

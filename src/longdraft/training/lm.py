@@ -7,6 +7,7 @@ once (SpecExtend, section 3, keeps the keys that matter and rotates them to the 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -31,12 +32,10 @@ class LmTrainee(Trainee):
         pack = self.pack(documents)
         x = self.embed(pack.rows([d.tokens for d in documents]))
         positions = pack.rows([d.positions for d in documents]).to(self.device)
-
-        def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            return pack.attend(attend, q, k, v)
-
-        hidden = self.layer(small_models.hidden_states, self.block, x, positions, attention)
-        hidden = hidden[pack.learned.to(self.device)]
+        attention = partial(pack.attend, attend)
+        hidden = self.layer(small_models.hidden_states, self.block, x, positions, attention)[
+            pack.learned.to(self.device)
+        ]
         labels = self.labels(pack)
         return self.output(hidden, self.target_head, labels, torch.ones_like(labels.text))
 
