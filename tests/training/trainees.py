@@ -16,12 +16,11 @@ from longdraft.model import small_models
 from longdraft.model.rotary import Rotary, yarn
 from longdraft.model.runner import TargetRunner
 from longdraft.training.config import Eagle3Config, HeadsConfig, RunConfig
-from longdraft.training.eagle3 import Eagle3Trainee
+from longdraft.training.eagle3 import Eagle3Trainee, OnePassTrainee
 from longdraft.training.features import Features
 from longdraft.training.heads import HeadsTrainee
 from longdraft.training.lm import LmTrainee
 from longdraft.training.longspec import LongSpecTrainee
-from longdraft.training.onepass import OnePassTrainee
 from longdraft.training.trainee import Trainee
 from tests.training.helpers import masked_attention
 

@@ -238,7 +238,7 @@ register(
         load=OnePassDraft.load,
         training=Training(
             "longdraft.training.config:OnePassConfig",
-            "longdraft.training.onepass:train_onepass",
+            "longdraft.training.eagle3:train_onepass",
             "Train a one-pass draft",
         ),
     )
