@@ -218,11 +218,11 @@ def measure(
     if not table:
         return None
     # Other work on the machine only ever adds, and fewer rows or less text cannot cost more.
-    seconds = [
+    lowest = [
         tuple(min(other[m] for other in table[i:] for m in least if m >= n) for n in least)
         for i, least in enumerate(table)
     ]
-    return CostTable(tuple(lengths[: len(table)]), tuple(table[0]), tuple(seconds))
+    return CostTable(tuple(lengths[: len(table)]), tuple(table[0]), tuple(lowest))
 
 
 def _filled_store(runner: TargetRunner, length: int, rows: int) -> KVStore:

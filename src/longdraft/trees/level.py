@@ -47,8 +47,8 @@ class Level:
     def best(self, width: int) -> tuple[Level, torch.Tensor]:
         """Returns the ``width`` best nodes of each row, the best first, and their places (B', W) in this level."""
         scores, chosen = self.scores.topk(min(width, self.scores.shape[1]), dim=-1)
-        others = (x.gather(1, chosen) for x in (self.tokens, self.parents, self.log_probs))
-        return Level(self.rows, self.depth, *others, scores), chosen
+        tokens, parents, log_probs = (x.gather(1, chosen) for x in (self.tokens, self.parents, self.log_probs))
+        return Level(self.rows, self.depth, tokens, parents, log_probs, scores), chosen
 
 
 # The score of NaN: below all others, and sums of it can still be compared.
