@@ -31,7 +31,7 @@ from longdraft.model.recurrences import RECURRENCES, Recurrence, bound, steps
 from longdraft.model.rows import undisturbed, whole_vectors
 from longdraft.model.tree_paths import last_inputs, needed, parents_of
 from longdraft.native import kernels
-from longdraft.native.recurrent import RecurrentTree, convolve, recur
+from longdraft.native.recurrent import RecurrentTree, RowOrder, convolve, recur
 
 _CONVOLUTION = "causal_conv1d_fn"
 # Names of a mixer's argument for the cache.
@@ -293,15 +293,14 @@ class _Rows(_Turn):
         by_channel = kind.a is not None and kind.a.dim() > 1
         if by_channel or not served or (own := kernels()) is None:
             return None
-        trees = []
+        trees, first = [], self._block.offset
         for slot, parents in zip(self._slots, parents_of(self._block), strict=True):
             assert slot.now.state is not None
-            pending = None if (waiting := slot.waiting) is None else recurrence.inputs(waiting)
-            rows, order = recurrence.inputs(slot.rows), needed(parents, self._block.offset)
-            trees.append(RecurrentTree(slot.now.state, pending, rows, parents, order, self._block.offset))
+            pending, rows = (recurrence.inputs(x) if x else () for x in (slot.now.pending, slot.rows))
+            trees.append(RecurrentTree(slot.now.state, pending, rows, RowOrder(parents, needed(parents, first), first)))
         out = recur(own, kind, trees)
         for slot in self._slots:
-            slot.pending = []
+            slot.now.pending = ()
         return out
 
     def _one_by_one(self, recurrence: Recurrence, arguments: dict[str, Any], b: int) -> torch.Tensor:
@@ -377,7 +376,7 @@ def replay(recurrence: Recurrence, slot: LayerSlot, arguments: dict[str, Any]) -
     """
     state = slot.now.state
     assert state is not None
-    for rows in slot.pending:
-        _, state = recurrence.run(arguments, rows, state)
-    slot.now.state, slot.pending = state, []
+    if slot.now.pending:
+        _, state = recurrence.run(arguments, slot.now.pending, state)
+    slot.now.state, slot.now.pending = state, ()
     return state

@@ -123,17 +123,21 @@ class Kernels:
         tree: torch.Tensor | None,
         scale: float,
         *,
+        chunk: bool = False,
         begins: torch.Tensor | None = None,
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention of folded rows.
+        """Attention of folded rows, or of a chunk of a prompt.
 
         Args:
-            q: (Hkv, G*T, d), d a multiple of 16; row g*T + t of a KV head is query head g of its group, row t.
-            k, v: (Hkv, n, d). Keys are stored column-wise (float32 keys may also be stored by row), values by row.
+            q: (Hkv, G*T, d), d a multiple of 16; row g*T + t of a KV head is query head g of its group, row t. Of a
+                chunk (Hq, T, d).
+            k, v: (Hkv, n, d). Keys are stored column-wise (float32 keys may also be stored by row), values by row. The
+                last T are those of the chunk itself.
             tree: (T, W) bool, True where a row sees one of the last W keys; it sees all keys before them. None if every
-                row sees every key.
+                row sees every key, and for a chunk.
+            chunk: attention is causal.
             begins: (T,) int32, the first rank that a row sees: keys before the last W rank by number, then come those
                 on the row's path. None if rows see their path from its start.
             softcap: scores s become softcap * tanh(s / softcap).
@@ -146,47 +150,16 @@ class Kernels:
         out = torch.empty_like(q)
         heads, rows, d = q.shape
         tree, begins, sinks = _laid_out(tree), _laid_out(begins, torch.int32), _laid_out(sinks, torch.float32)
+        text = keys_values(k[None, None], v[None, None]), 0
+        results = Scoring(scale, softcap or 0.0, address(sinks)), address(out)
+        if chunk:
+            sizes = heads, heads // k.shape[0], rows, d, k.shape[1]
+            self.call("attend_chunk", address(q), *text, *sizes, address(begins, torch.int32, rows), *results)
+            return out
         size = rows if sinks is None else rows * heads // len(sinks)
         size = next((len(x) for x in (tree, begins) if x is not None), size)
-        self.call(
-            *("attend", address(q)),
-            *(keys_values(k[None, None], v[None, None]), 0, heads, rows, d, k.shape[1]),
-            *(address(tree, torch.bool), size, 0 if tree is None else tree.shape[1], address(begins, torch.int32)),
-            *(Scoring(scale, softcap or 0.0, address(sinks)), address(out)),
-        )
-        return out
-
-    def attend_chunk(
-        self,
-        q: torch.Tensor,
-        k: KeptRows,
-        v: KeptRows,
-        scale: float,
-        *,
-        begins: torch.Tensor | None = None,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Causal attention of a chunk of a prompt.
-
-        Args:
-            q: (Hq, T, d).
-            k, v: (Hkv, n, d), stored as for :meth:`attend`; the last T are those of the chunk itself.
-            begins: (T,) int32, the first key that a row sees; None if it is key 0.
-            softcap, sinks: as for :meth:`attend`.
-
-        Returns:
-            Output shaped like q.
-        """
-        q = q.contiguous()
-        out = torch.empty_like(q)
-        heads, rows, d = q.shape
-        begins, sinks = _laid_out(begins, torch.int32), _laid_out(sinks, torch.float32)
-        self.call(
-            *("attend_chunk", address(q), keys_values(k[None, None], v[None, None]), 0),
-            *(heads, heads // k.shape[0], rows, d, k.shape[1], address(begins, torch.int32, rows)),
-            *(Scoring(scale, softcap or 0.0, address(sinks)), address(out)),
-        )
+        mask = address(tree, torch.bool), size, 0 if tree is None else tree.shape[1], address(begins, torch.int32)
+        self.call("attend", address(q), *text, heads, rows, d, k.shape[1], *mask, *results)
         return out
 
     def stack(
