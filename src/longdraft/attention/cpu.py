@@ -41,7 +41,7 @@ def attend(
     for b, (slot, n) in enumerate(zip(block.slots, block.lengths, strict=True)):
         k, v = (x[slot, :, : n + block.width] for x in (keys, values))
         whole = chain and size > FEW_ROWS
-        rows, tree = (q[b], None) if whole else (folded[b], None if block.width == 1 else block.block_mask(b, q.device))
+        rows, tree = (q[b], None) if whole else (folded[b], None if block.width < 2 else block.block_mask(b, q.device))
         begins, cap, sinks = None if block.begins is None else block.begins[b], scoring.softcap, scoring.sinks
         own = kernels.attend(rows, k, v, tree, scale, chunk=whole, begins=begins, softcap=cap, sinks=sinks)
         out[b] = own.view_as(out[b])
