@@ -57,15 +57,21 @@ _TARGETS = {"x86-64-v4-vnni": ("-march=x86-64-v4", "-mavx512vnni")}
 CARRIED = "compiled"
 
 
+class UnsupportedError(OSError):
+    """There are no kernels for this processor or system."""
+
+
 def machine_levels() -> dict[str, str]:
     """The entry of :data:`LEVELS` for this machine.
 
     Raises:
-        OSError: there are no kernels for this kind of machine.
+        UnsupportedError: there are no kernels for this kind of machine.
     """
     if sys.platform != "linux" or platform.machine() not in LEVELS:
         known = " and ".join(LEVELS)
-        raise OSError(f"kernels are compiled for Linux on {known}, this is {sys.platform} on {platform.machine()}")
+        raise UnsupportedError(
+            f"kernels are compiled for Linux on {known}, this is {sys.platform} on {platform.machine()}"
+        )
     return LEVELS[platform.machine()]
 
 
@@ -73,7 +79,7 @@ def levels() -> list[str]:
     """The instruction sets that this machine executes, the widest first.
 
     Raises:
-        OSError: there are no kernels for this kind of machine.
+        UnsupportedError: there are no kernels for this kind of machine.
     """
     flags, has = machine_levels(), set[str]()
     with suppress(OSError):

@@ -18,7 +18,7 @@ import torch
 
 from longdraft.errors import MemoryBudgetError
 from longdraft.native.boundary import FLOATS, WHOLE, address, memory_of
-from longdraft.native.build import LEVELS, levels, loaded
+from longdraft.native.build import LEVELS, UnsupportedError, levels, loaded
 from longdraft.native.draft import DraftBlock, Nodes
 from longdraft.native.header import FUNCTIONS, STRUCTURES, Pointer
 from longdraft.native.scaled import FORMATS, KeptRows
@@ -295,12 +295,12 @@ def kernels(progress: Callable[[str], None] | None = None) -> Kernels | None:
         None if they are switched off (LONGDRAFT_NATIVE=0), or if there is no compiler or no suitable processor. The log
         gives the reason.
     """
-    return None if os.environ.get(SWITCH, "1") == "0" else _once(progress)[0]
+    return _once(progress)[0]
 
 
 def missing() -> str | None:
     """The reason why there are no kernels here; None if there are."""
-    return f"{SWITCH}=0" if os.environ.get(SWITCH, "1") == "0" else _once(None)[1]
+    return _once()[1]
 
 
 def kernels_for(level: str) -> Kernels:
@@ -317,41 +317,31 @@ known: list[tuple[Kernels | None, str | None]] = []
 _lock = threading.Lock()
 
 
-def _once(progress: Callable[[str], None] | None) -> tuple[Kernels | None, str | None]:
+def _once(progress: Callable[[str], None] | None = None) -> tuple[Kernels | None, str | None]:
+    if os.environ.get(SWITCH) == "0":
+        return None, f"{SWITCH}=0"
     with _lock:
         if not known:
-            known.append(_load(progress))
+            try:
+                level = _level()
+                known.append((Kernels(loaded(level, progress), level), None))
+            except (OSError, AttributeError) as error:
+                # The user can fix everything except the processor.
+                severity = logging.INFO if isinstance(error, UnsupportedError) else logging.WARNING
+                logger.log(severity, "No kernels of our own on this CPU: %s. Torch computes. %s.", error, SLOWER)
+                known.append((None, str(error)))
         return known[0]
-
-
-def _load(progress: Callable[[str], None] | None) -> tuple[Kernels | None, str | None]:
-    try:
-        level = _level()
-        return Kernels(loaded(level, progress), level), None
-    except (OSError, AttributeError) as error:
-        # The user can fix everything except the processor.
-        severity = logging.INFO if isinstance(error, _UnsupportedError) else logging.WARNING
-        logger.log(severity, "No kernels of our own on this CPU: %s. Torch computes. %s.", error, SLOWER)
-        return None, str(error)
-
-
-class _UnsupportedError(OSError):
-    """There are no kernels for this processor or system."""
 
 
 def _level() -> str:
     """The widest instruction set, or the one that LONGDRAFT_NATIVE names (v3, v4, v4-vnni)."""
-    try:
-        executed = levels()
-    except OSError as error:
-        raise _UnsupportedError(str(error)) from None
-    wanted = f"x86-64-{os.environ.get(SWITCH, '1')}"
+    executed, wanted = levels(), f"x86-64-{os.environ.get(SWITCH, '1')}"
     if wanted in LEVELS["x86_64"]:
         if wanted not in executed:
             raise OSError(f"{SWITCH}={os.environ[SWITCH]}, which this processor does not execute")
         return wanted
     if not executed:
-        raise _UnsupportedError("the processor has no AVX2")
+        raise UnsupportedError("the processor has no AVX2")
     return executed[0]
 
 
