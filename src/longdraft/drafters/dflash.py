@@ -355,7 +355,5 @@ register(
         "published drafts of DFlash, DFlash2 and DSpark: a block of tokens from one forward",
         "DFlash, arXiv:2602.06036; DSpark, arXiv:2607.05147",
         load=DFlashDraft.load,
-        # Its norm of the hidden states is no layer's.
-        tensors=lambda names: any(name.removeprefix("model.") == "hidden_norm.weight" for name in names),
     )
 )

@@ -94,10 +94,5 @@ register(
             "longdraft.training.eagle:train_eagle",
             "Train an EAGLE-1 draft",
         ),
-        # A layer of its own before the decoder's, and EAGLE-3's norm is missing.
-        tensors=lambda names: (
-            any(name.split(".")[-2:] == ["fc", "weight"] and "mtp" not in name.split(".") for name in names)
-            and not any("hidden_norm." in name for name in names)
-        ),
     )
 )

@@ -36,7 +36,6 @@ from longdraft.drafters.shared.rows import Rows
 from longdraft.drafters.shared.whole_level import WholeLevel, products_of, serves
 from longdraft.drafts.eagle_draft import EagleDraft
 from longdraft.drafts.kinds import Kind, Training, register
-from longdraft.drafts.speculators import to_speculators
 from longdraft.engine import method
 from longdraft.engine.event import Event
 from longdraft.engine.method import Method
@@ -285,9 +284,6 @@ register(
             "longdraft.training.eagle3:train_eagle3",
             "Train an EAGLE-3 draft",
         ),
-        # EAGLE-3 norms the hidden states that it joins.
-        tensors=lambda names: any(".0.hidden_norm." in name or "midlayer.hidden_norm." in name for name in names),
-        layouts={"speculators": to_speculators},
     )
 )
 method.register(

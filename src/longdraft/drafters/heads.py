@@ -277,7 +277,6 @@ register(
             "longdraft.training.heads:train_heads",
             "Train chained heads (TokenSwift)",
         ),
-        tensors=lambda names: any(".medusa_layers." in name for name in names),
         inside=tokenswift_heads.holds,
     )
 )

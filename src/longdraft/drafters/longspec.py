@@ -290,6 +290,5 @@ register(
             "longdraft.training.longspec:train_longspec",
             "Train a LongSpec draft",
         ),
-        tensors=lambda names: any("cross_attn" in name for name in names),
     )
 )

@@ -302,6 +302,5 @@ register(
         "published drafts of P-EAGLE: EAGLE-3's layer, all levels of a tree in one forward",
         "P-EAGLE, arXiv:2602.01469",
         load=PEagleDraft.load,
-        tensors=lambda names: any(name.split(".")[-1] == "mask_hidden" for name in names),
     )
 )

@@ -20,7 +20,6 @@ import torch
 
 from longdraft.drafters.shared.hosted import HostedRound
 from longdraft.drafters.shared.retrieval import ChunkOptions, RetrievingDrafter, retrieval_of
-from longdraft.drafts.draft_folder import is_language_model
 from longdraft.drafts.kinds import Kind, Training, register
 from longdraft.drafts.language_model import BoundLM, SmallLMDraft
 from longdraft.engine import method
@@ -289,7 +288,6 @@ register(
             "Train a small language model to draft",
             "lm",
         ),
-        claims=is_language_model,
     )
 )
 method.register(
