@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from longdraft.drafters.eagle3 import Eagle3Draft
-from longdraft.drafters.shared.eagle3_block import Eagle3Block
+from longdraft.drafters.eagle3 import Eagle3Block, Eagle3Draft
 from longdraft.drafts.eagle_formats import KIND, Eagle3Shape, usual_layers
 from longdraft.drafts.formats import THETA, stretched
 from longdraft.drafts.kinds import kind_of
@@ -97,7 +96,7 @@ class Eagle3Trainee(Trainee):
         g = self.states(pack, shifts)
         attention = _Steps(pack.lengths, pack.counts, self.window, self.slides)
 
-        first = self.layer(self.block, x, g, cos, sin, attention.attend(), learned)
+        first = self.layer(self.block, x, g, cos, sin, [attention.attend()], learned)
         outputs, rows = [first], [torch.arange(len(learned), device=device)]
         x, g, cos, sin = (t[learned] for t in (x, g, cos, sin))
         for step in range(1, steps or self.steps):
@@ -107,7 +106,7 @@ class Eagle3Trainee(Trainee):
                 break
             row = rows[-1][fed]
             inputs = self.inputs(step, x, g, row, outputs[-1][feeding])
-            outputs.append(self.layer(self.block, *inputs, cos[row], sin[row], attention.attend()))
+            outputs.append(self.layer(self.block, *inputs, cos[row], sin[row], [attention.attend()]))
             rows.append(row)
 
         depths = torch.cat([torch.full_like(each, i + 1) for i, each in enumerate(rows)])

@@ -12,8 +12,8 @@ from dataclasses import asdict, replace
 
 import torch
 
+from longdraft.drafters.eagle3 import Eagle3Block
 from longdraft.drafters.onepass import KIND, OnePassBlock, OnePassDraft, OnePassShape
-from longdraft.drafters.shared.eagle3_block import Eagle3Block
 from longdraft.drafts.kinds import kind_of
 from longdraft.training import eagle3
 from longdraft.training.config import OnePassConfig
