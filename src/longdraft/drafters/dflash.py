@@ -33,7 +33,6 @@ from longdraft.attention.transfer import on_device
 from longdraft.drafters.eagle3 import Eagle3Draft
 from longdraft.drafters.onepass import CANDIDATES, OneForwardRound, OnePassDrafter, Row, rows_of
 from longdraft.drafters.shared.block import Layer, SelfAttend
-from longdraft.drafters.shared.round import BoundDraft
 from longdraft.drafts.dflash_formats import KIND, DFlashShape
 from longdraft.drafts.formats import check_mask
 from longdraft.drafts.kinds import Kind, register
@@ -240,11 +239,11 @@ class DFlashDraft(Eagle3Draft):
         if not self.shape.own_mask:
             check_mask(self.shape, runner.parts.head.shape[0], self.folder)
 
-    def make(self, runner: TargetRunner) -> BoundDraft:
-        block = self.placed(runner)
+    def placed(self, runner: TargetRunner) -> DFlashBlock:
+        block: DFlashBlock = super().placed(runner)
         if not self.shape.own_head:
             block.borrow(product(self.head(runner)[0]))
-        return self.bind_block(runner, block)
+        return block
 
     @property
     def reads_through(self) -> bool:

@@ -21,7 +21,6 @@ from torch import nn
 
 from longdraft.drafters.eagle3 import Eagle3Block, Eagle3Draft, Eagle3Drafter
 from longdraft.drafters.shared.block import Layer
-from longdraft.drafters.shared.round import BoundDraft
 from longdraft.drafts.eagle_formats import EAGLE, EagleShape
 from longdraft.drafts.kinds import Kind, Training, register
 from longdraft.errors import UnsupportedModelError
@@ -77,10 +76,10 @@ class EagleDraft(Eagle3Draft):
     def usual_layers(self, count: int) -> tuple[int, ...]:
         return (count - 1,)
 
-    def make(self, runner: TargetRunner) -> BoundDraft:
-        block = self.placed(runner)
+    def placed(self, runner: TargetRunner) -> EagleBlock:
+        block: EagleBlock = super().placed(runner)
         block.borrow_of(runner)
-        return self.bind_block(runner, block)
+        return block
 
 
 register(

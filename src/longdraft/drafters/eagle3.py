@@ -123,12 +123,8 @@ class Eagle3Draft(EagleDraft[BoundDraft]):
         return self.decoder_layers > 1
 
     def make(self, runner: TargetRunner) -> BoundDraft:
-        return self.bind_block(runner, self.placed(runner))
-
-    def bind_block(self, runner: TargetRunner, block: Any) -> BoundDraft:
-        """The draft with what it shares of the target."""
         rotary = self.rotary(runner.kv_shape.dtype, runner.device)
-        return BoundDraft(runner, block, rotary, None if self.ids is None else self.ids.to(runner.device))
+        return BoundDraft(runner, self.placed(runner), rotary, self.ids)
 
 
 @dataclass(frozen=True)

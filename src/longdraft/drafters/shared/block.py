@@ -49,31 +49,20 @@ class Attention(nn.Module):
     """An attention's projections of rows n (T, size), and RoPE; whoever calls it attends.
 
     Args:
-        size: of the rows. hidden: of the output.
-        kv_heads: 0 for an attention to keys that another model has computed.
-        bias: of q, k and v. output_bias: of o.
-        eps: of the norms of each head's queries and keys; None without such norms.
+        shape: the block's sizes.
+        size: of the rows.
+        own: it has keys and values of its own, and does not attend to another model's.
     """
 
-    def __init__(
-        self,
-        size: int,
-        hidden: int,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        bias: bool = False,
-        output_bias: bool = False,
-        eps: float | None = None,
-    ) -> None:
+    def __init__(self, shape: Any, size: int, own: bool = True) -> None:
         super().__init__()
-        self.head_dim = head_dim
-        self.q_proj = nn.Linear(size, heads * head_dim, bias=bias)
-        if kv_heads:
-            self.k_proj = nn.Linear(size, kv_heads * head_dim, bias=bias)
-            self.v_proj = nn.Linear(size, kv_heads * head_dim, bias=bias)
-        self.o_proj = nn.Linear(heads * head_dim, hidden, bias=output_bias)
-        self.q_norm, self.k_norm = (nn.Identity() if eps is None else nn.RMSNorm(head_dim, eps) for _ in "qk")
+        self.head_dim, bias, eps = shape.head_dim, shape.attention_bias, shape.rms_norm_eps
+        self.q_proj = nn.Linear(size, shape.heads * shape.head_dim, bias=bias)
+        if own:
+            self.k_proj = nn.Linear(size, shape.kv_heads * shape.head_dim, bias=bias)
+            self.v_proj = nn.Linear(size, shape.kv_heads * shape.head_dim, bias=bias)
+        self.o_proj = nn.Linear(shape.heads * shape.head_dim, shape.hidden_size, bias=shape.output_bias)
+        self.q_norm, self.k_norm = (nn.RMSNorm(self.head_dim, eps) if shape.qk_norm else nn.Identity() for _ in "qk")
 
     def split(self, x: torch.Tensor) -> torch.Tensor:
         """(T, heads * d) -> (heads, T, d)."""
@@ -112,24 +101,25 @@ class Layer(nn.Module):
 
     input_layernorm: nn.RMSNorm
     hidden_norm: nn.RMSNorm
+    post_attention_layernorm: nn.RMSNorm
+    post_cross_attention_layernorm: nn.RMSNorm
 
     def __init__(self, shape: Any, size: int, *norms: str, cross: bool = False) -> None:
         super().__init__()
         hidden, eps = shape.hidden_size, shape.rms_norm_eps
         for name in norms:
             self.add_module(name, nn.RMSNorm(hidden, eps))
-        heads, bias = (shape.heads, shape.kv_heads, shape.head_dim), shape.attention_bias
-        self.self_attn = Attention(size, hidden, *heads, bias, shape.output_bias, eps if shape.qk_norm else None)
+        self.self_attn = Attention(shape, size)
         self.cross_attn: Attention | None = None
         if cross:
             self.post_self_attention_layernorm = nn.RMSNorm(hidden, eps)
-            self.cross_attn = Attention(hidden, hidden, shape.heads, 0, shape.head_dim, bias)
+            self.cross_attn = Attention(shape, hidden, own=False)
         self.add_module(f"post_{'cross_' if cross else ''}attention_layernorm", nn.RMSNorm(hidden, eps))
         self.mlp = SwiGLU(hidden, shape.intermediate_size)
 
     @property
-    def mlp_norm(self) -> nn.Module:
-        return self.get_submodule(f"post_{'' if self.cross_attn is None else 'cross_'}attention_layernorm")
+    def mlp_norm(self) -> nn.RMSNorm:
+        return self.post_attention_layernorm if self.cross_attn is None else self.post_cross_attention_layernorm
 
     def run(
         self,

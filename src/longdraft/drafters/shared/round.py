@@ -60,14 +60,14 @@ class BoundDraft:
         ids: torch.Tensor | None,
         head: torch.Tensor | Stored | None = None,
     ) -> None:
-        self.block, self.rotary, self.ids = block, rotary, ids
+        self.block, self.rotary, self.ids = block, rotary, None if ids is None else ids.to(runner.device)
         self.embedding: nn.Module = getattr(block, "embed_tokens", runner.parts.embedding)
         self.whole = self.draft_ids = None
         if block.plain and (found := serves(runner, block.shape.head_dim)) is not None:
             self.whole = WholeLevel(found, block, block.lm_head.weight if head is None else head)
-        if ids is not None:
+        if self.ids is not None:
             self.draft_ids = torch.full((runner.parts.head.shape[0],), -1, device=runner.device, dtype=torch.long)
-            self.draft_ids[ids] = torch.arange(len(ids), device=runner.device)
+            self.draft_ids[self.ids] = torch.arange(len(self.ids), device=runner.device)
         quicken(block)
 
     def flat(self, entering: bool, tokens: torch.Tensor, *others: torch.Tensor) -> Flat:
@@ -168,12 +168,25 @@ class DraftRound:
         return tuple(said)
 
     def roots(self, level: Level) -> tuple[Rows, Inputs]:
-        """The rows that the cache lacks, the roots the last of them. They join what the target says of them."""
-        rows, inputs, starts = self.entering(level)
-        each = zip(rows.slots, starts, strict=True)
-        found = [self._owner.features(slot, start, start + rows.width) for slot, start in each]
-        joined = [features for features in found if features is not None]
-        return rows, (*inputs, torch.stack(joined)) if joined else inputs
+        """The rows that the cache lacks, the roots the last of them. They join what the target says of them, and count
+        as read from now on."""
+        cache, sequences = self._cache, [self.sequences[row] for row in level.rows]
+        ends = [self._owner.known(s) for s in sequences]
+        width = self._fit(sequences, ends)
+        for s, end in zip(sequences, ends, strict=True):
+            self._owner.read(s, end - width)
+            cache.ready(s.slot, end - cache.end(s.slot))
+            cache.extend(s.slot, end - cache.end(s.slot))
+        each = [(s, end - width, end) for s, end in zip(sequences, ends, strict=True)]
+        tokens = [token for of_text in each for token in self._owner.tokens(*of_text)]
+        places = [cache.position(s.slot) - width + i for s in sequences for i in range(width + self._depth - 1)]
+        numbers = on_device([*tokens, *places], self._device)
+        cos, sin = (x.unflatten(0, (len(ends), -1)) for x in self._bound.rotary(numbers[len(tokens) :]))
+        self._entered, self._ahead = level, (cos[:, width:], sin[:, width:])
+        found = [self._owner.features(s.slot, start, end) for s, start, end in each]
+        joined = [torch.stack(states)] if (states := [x for x in found if x is not None]) else []
+        inputs = numbers[: len(tokens)].view(len(ends), width), cos[:, :width], sin[:, :width], *joined
+        return Rows.new(cache, self.slots(level), width), inputs
 
     def nodes(self, level: Level) -> tuple[Rows, Inputs]:
         """The nodes of a level, which join their parents' outputs: a node's position is its root's + its depth."""
@@ -186,25 +199,6 @@ class DraftRound:
         above = self._last[0].of(level.rows, self._last[1])
         joined = above.gather(1, level.parents[..., None].expand(-1, -1, above.shape[2]))
         return rows, (level.tokens, cos, sin, joined)
-
-    def entering(self, level: Level) -> tuple[Rows, Inputs, list[int]]:
-        """:meth:`roots`, and the first row of each sequence. They count as read from now on."""
-        cache, sequences = self._cache, [self.sequences[row] for row in level.rows]
-        ends = [self._owner.known(s) for s in sequences]
-        width = self._fit(sequences, ends)
-        for s, end in zip(sequences, ends, strict=True):
-            self._owner.read(s, end - width)
-            cache.ready(s.slot, end - cache.end(s.slot))
-            cache.extend(s.slot, end - cache.end(s.slot))
-        starts = [end - width for end in ends]
-        each = zip(sequences, starts, ends, strict=True)
-        tokens = [token for s, start, end in each for token in self._owner.tokens(s, start, end)]
-        places = [cache.position(s.slot) - width + i for s in sequences for i in range(width + self._depth - 1)]
-        numbers = on_device([*tokens, *places], self._device)
-        cos, sin = (x.unflatten(0, (len(ends), -1)) for x in self._bound.rotary(numbers[len(tokens) :]))
-        self._entered, self._ahead = level, (cos[:, width:], sin[:, width:])
-        inputs = numbers[: len(tokens)].view(len(ends), width), cos[:, :width], sin[:, :width]
-        return Rows.new(cache, self.slots(level), width), inputs, starts
 
     def _fit(self, sequences: list[Sequence], ends: list[int]) -> int:
         """The number of rows that every sequence feeds."""
