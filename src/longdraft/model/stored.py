@@ -112,9 +112,10 @@ class ArrangedLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.out_features, self.in_features = sum(part.shape[0] for part in parts), parts[0].shape[1]
-        self.parts = nn.ModuleList(map(StoredLinear, parts))
-        for part in self.parts:
-            part.inside = True
+        products = [StoredLinear(part) for part in parts]
+        for product in products:
+            product.inside = True
+        self.parts = nn.ModuleList(products)
         self.register_buffer("rows", rows, persistent=False)
         self.register_buffer("columns", columns, persistent=False)
         self.register_buffer("places", None if columns is None else columns.argsort(), persistent=False)
