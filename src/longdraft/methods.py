@@ -1,14 +1,12 @@
 """The catalogue of methods.
 
-Every module of :mod:`longdraft.drafters` registers its methods when it is imported, and so does every module named by
-an entry point of the group ``longdraft.drafters`` in an installed package. :mod:`longdraft.recipes` chooses among them.
+Every module of :mod:`longdraft.drafters` registers its methods when it is imported. :mod:`longdraft.recipes` chooses
+among them.
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
-import logging
 import pkgutil
 import sys
 from collections.abc import Callable
@@ -31,24 +29,12 @@ __all__ = [
     "DEFAULTS", "DRAFTING", "METHODS", "Method", "compose", "method_named", "method_of", "methods", "register",
 ]  # fmt: skip
 
-logger = logging.getLogger("longdraft")
-
-GROUP = "longdraft.drafters"
 for _module in pkgutil.iter_modules(drafters.__path__):
     importlib.import_module(f"{drafters.__name__}.{_module.name}")
 # As lists show them: exact methods without a draft, with one, approximate methods.
 for _name in sorted(METHODS, key=lambda name: (not METHODS[name].exact, METHODS[name].needs_draft, name)):
     METHODS[_name] = METHODS.pop(_name)
 _BUILT_IN = frozenset(METHODS)
-
-
-def load_entry_points() -> None:
-    """Imports the drafters of installed packages; one that fails is only warned about."""
-    for entry in importlib.metadata.entry_points(group=GROUP):
-        try:
-            entry.load()
-        except Exception as error:
-            logger.warning("The drafter %s of an installed package cannot be loaded: %r.", entry.value, error)
 
 
 def methods() -> list[dict[str, Any]]:
@@ -153,4 +139,3 @@ class _Catalogue(ModuleType):
 
 
 sys.modules[__name__].__class__ = _Catalogue
-load_entry_points()  # last: what they import is this package

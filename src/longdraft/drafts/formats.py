@@ -145,6 +145,7 @@ def _published(read: DraftFolder, folder: Path | str) -> tuple[DraftFolder, dict
         "draft_vocab_size": shape.vocabulary if OFFSETS in theirs.tensors else None,
         "target_vocabulary": vocabulary,
     }
+    ours |= {name: config[name] for name in ("retrieval_layer",) if name in config}
     rope = foreign_rope(sizes, THETA if speculators else form.theta)
     return DraftFolder(read.kind, ours | more, theirs.tensors, target), rope
 

@@ -127,6 +127,9 @@ class PublishedLM(SmallLMDraft):
         self._name = name
         self._described = companions.describe(name)
         self.trained_length = self._described.trained_length
+        if self.folder.is_dir():
+            config = draft_folder.read_config(self.folder)
+            self.retrieval_layer = draft_folder.number(config, "retrieval_layer", name, least=0)
         self._vocabulary: int | None = None
         self._lighter: dict[int, PublishedLM] = {}
 
