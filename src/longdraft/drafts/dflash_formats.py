@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from longdraft.drafts.draft_folder import OFFSETS
 from longdraft.drafts.formats import EMBEDDING, FORMATS, LEFT, MODEL_TYPE, Format, Published, mask_token
@@ -73,9 +73,12 @@ class DFlashShape:
         """Tokens that one forward proposes."""
         return self.block_size if self.from_anchor else self.block_size - 1
 
+    norm_before_residual: ClassVar[bool] = False
+    qk_norm: ClassVar[bool] = True
+
     @property
-    def norm_before_residual(self) -> bool:
-        return False
+    def output_bias(self) -> bool:
+        return self.attention_bias
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
