@@ -10,13 +10,12 @@ import importlib
 import pkgutil
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from longdraft import drafters
 from longdraft.drafts import draft_folder, kinds, shipped
-from longdraft.drafts.kinds import KINDS, kind_of
+from longdraft.drafts.kinds import KINDS
 from longdraft.engine import partial  # noqa: F401 - it registers specpv
 from longdraft.engine.drafter import Drafter
 from longdraft.engine.method import DEFAULTS, DRAFTING, METHODS, Method, method_named
@@ -26,7 +25,7 @@ from longdraft.errors import values_checked
 from longdraft.options import options_of
 
 __all__ = [
-    "DEFAULTS", "DRAFTING", "METHODS", "Method", "compose", "method_named", "method_of", "methods", "register",
+    "DEFAULTS", "DRAFTING", "METHODS", "Method", "compose", "method_named", "methods", "register",
 ]  # fmt: skip
 
 for _module in pkgutil.iter_modules(drafters.__path__):
@@ -53,15 +52,6 @@ def methods() -> list[dict[str, Any]]:
         }
         for m in METHODS.values()
     ]
-
-
-def method_of(folder: Path | str) -> Method:
-    """The method that a draft folder is for.
-
-    Raises:
-        CheckpointError: not a draft folder, or one for a method that this version does not have.
-    """
-    return method_named(kind_of(folder).name)
 
 
 @values_checked(instead_of=(ValueError, TypeError))

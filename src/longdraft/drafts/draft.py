@@ -145,7 +145,6 @@ class TrainedDraft(Draft[Bound]):
 
     def __init__(self, folder: Path | str, contents: DraftFolder) -> None:
         super().__init__(folder)
-        draft_folder.check_kind(contents.kind, self.kind, folder)
         self.config = contents.config
         self.trained_length = draft_folder.number(self.config, "trained_length", folder)
         self.retrieval_layer = draft_folder.number(self.config, "retrieval_layer", folder, least=0)
@@ -170,7 +169,7 @@ class TrainedDraft(Draft[Bound]):
         Raises:
             CheckpointError: unreadable, another kind of draft, or tensors missing, unexpected or of a wrong shape.
         """
-        return cls(folder, draft_folder.load(folder))
+        return cls(folder, draft_folder.load(folder, cls.kind))
 
     def save(self, folder: Path | str, bits: int | None = None) -> None:
         """Writes the draft to a folder, in our layout, with its card and the record of its training.

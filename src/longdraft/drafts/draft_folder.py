@@ -173,15 +173,20 @@ def _of_a_run(folder: Path) -> str:
     return next((f"the draft of the training run {run} is in {run / 'best'} or {run / 'last'}." for run in runs), "")
 
 
-def load(folder: Path | str) -> DraftFolder:
+def load(folder: Path | str, kind: str | None = None) -> DraftFolder:
     """Reads a draft folder.
 
+    Args:
+        kind: the expected kind of draft.
+
     Raises:
-        CheckpointError: no such folder, no or broken config.json, missing or truncated weights.
+        CheckpointError: no such folder, no or broken config.json, missing or truncated weights; another kind.
     """
     config = read_config(folder)
     tensors = read_tensors(config, folder)
     found = _kind(config, folder)
+    if kind not in (None, found):
+        raise CheckpointError(f"{folder} holds a draft for {found or 'another method'}, not for {kind}.")
     config.pop("drafter", None)
     return DraftFolder(found, config, tensors, dict(config.pop("target", None) or {}))
 
@@ -195,12 +200,6 @@ def read_tensors(config: Mapping[str, Any], folder: Path | str) -> dict[str, tor
     tensors = tensor_files.read(folder)
     check_numbers(config, Path(folder) / CONFIG)
     return packed.unpacked(tensors, folder) if "longdraft_format" in config else tensors
-
-
-def check_kind(found: str, kind: str, folder: Path | str) -> None:
-    """Raises CheckpointError if the kind that a folder was found to hold is not the expected one."""
-    if found != kind:
-        raise CheckpointError(f"{folder} holds a draft for {found or 'another method'}, not for {kind}.")
 
 
 def shape_of(

@@ -101,8 +101,7 @@ def read(folder: Path | str, kind: str) -> tuple[DraftFolder, dict[str, Any]]:
     Raises:
         CheckpointError: unreadable, another kind of draft, or settings that cannot be right.
     """
-    theirs = draft_folder.load(folder)
-    draft_folder.check_kind(theirs.kind, kind, folder)
+    theirs = draft_folder.load(folder, kind)
     found, rope = (_ours if "longdraft_format" in theirs.config else _published)(theirs, folder)
     return found, stretched(rope, found.config.get("trained_length"), None, None, folder)
 

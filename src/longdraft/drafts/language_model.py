@@ -59,7 +59,7 @@ class SmallLMDraft(Draft[BoundLM]):
         name = os.fspath(folder)
         path = Path(name).expanduser()
         if path.is_dir() and "longdraft_format" in draft_folder.read_config(path):
-            return TrainedLM(path, draft_folder.load(path))
+            return TrainedLM(path, draft_folder.load(path, KIND))
         return PublishedLM(str(path) if path.is_dir() or is_gguf(path) else name)
 
     def lighter(self, vocabulary: int | None = None) -> SmallLMDraft:
