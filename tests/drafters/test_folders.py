@@ -53,6 +53,9 @@ THEIRS: dict[str, Make] = {
     "peagle": lambda folder, model: published.speculators(
         folder, "peagle", published.peagle_tensors(model), LAYER | {"model_type": "llama", "num_hidden_layers": 1}
     ),
+    "peagle by its tensors": lambda folder, model: published.save(
+        folder, LAYER | {"num_hidden_layers": 1, "mask_token_id": 9}, published.peagle_tensors(model)
+    ),
     "dflash": lambda folder, model: published.speculators(folder, "dflash", published.dflash_tensors()),
     "dspark": lambda folder, model: published.speculators(
         folder, "dspark", published.dflash_tensors(rank=6), markov_rank=6
