@@ -532,7 +532,7 @@ def test_remarks_and_what_cannot_be_saved(tmp_path):
     assert load(sound).remarks(runner) == []
     settings = {"rope_theta": 5e5, "trained_length": 100, "window": None}
     found = " | ".join(load(random_eagle3(tmp_path / "b", target(), kept=[5, 2, 7], settings=settings)).remarks(runner))
-    for part in ("rope_theta", "layers 1, 2, 4", "100 tokens", "d2t"):
+    for part in ("rope_theta", "head size", "layers 1, 2, 4", "100 tokens", "d2t"):
         assert part in found
     eagle = published.write(tmp_path / "d", "eagle-1", max_position_embeddings=100)
     draft = kind_of(eagle).load(eagle)

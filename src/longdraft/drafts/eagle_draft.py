@@ -118,12 +118,15 @@ class EagleDraft(TrainedDraft[Bound]):
     def remarks(self, runner: TargetRunner) -> list[str]:
         """Settings that may cost acceptance, a sentence each. None affects correctness."""
         found = []
-        theta, own = runner.parts.description["rope_theta"], self.rope["rope_theta"]
+        target, head = runner.parts.description, self.shape.head_dim
+        theta, own = target["rope_theta"], self.rope["rope_theta"]
         if theta is not None and float(theta) != float(own):
             found.append(
                 f"its rope_theta is {own:g}, the target's {float(theta):g}: if few tokens are accepted, try the other "
                 "(rope_theta in its config.json)"
             )
+        if head != target["head_dim"]:
+            found.append(f"its head size is {head}, the target's {target['head_dim']}: check head_dim")
         usual, layers = self.usual_layers(runner.depth), self.feature_layers(runner)
         if layers != usual:
             found.append(
