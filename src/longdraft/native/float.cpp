@@ -104,7 +104,7 @@ struct Opened {
     F::block(Row{block}, [&](int piece, const auto &w, const vec *scale, const vec *least) INLINED {
       wide all = w(Whole{});
       if constexpr (F::LISTED) all = looked_up(F::LIST, all);
-      all = (wide)((wide_bytes)all - static_cast<std::int8_t>(F::ZERO));
+      all = (wide)((wide_bytes)all - static_cast<byte>(F::ZERO));
       std::memcpy(q + piece * PIECE, &all, PIECE);
       UNROLLED for (int s = 0; s < EACH; s++) {
         keep(scale[s], scales[piece * EACH + s]);

@@ -103,7 +103,7 @@ INLINED inline vec halves(std::int32_t x) { return every_half(static_cast<std::u
 
 // 32 bytes, whatever a vector's size.
 typedef std::int32_t wide __attribute__((vector_size(32)));
-typedef std::int8_t wide_bytes __attribute__((vector_size(32)));
+typedef byte wide_bytes __attribute__((vector_size(32)));
 
 // Each byte of x, 15 at most, replaced by what stands at its place in a table of sixteen.
 #if defined(__AVX2__)
