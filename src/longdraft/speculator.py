@@ -148,6 +148,17 @@ class Speculator:
         self.tokenizer = self.tokenizer if tokenizer is None else tokenizer
         self.recipe(self.runner(target))
 
+    @classmethod
+    def from_pretrained(
+        cls,
+        name: str | Path,
+        target: PreTrainedModel | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        **options: Any,
+    ) -> Speculator:
+        """A speculator from a draft folder or a method's name; see :class:`Speculator`."""
+        return cls(name, target, tokenizer, **options)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise RequestError(
             "A Speculator is bound to its model, and is neither copied nor pickled: make another one with "
