@@ -176,10 +176,8 @@ def collect(
                 entire = learn_prompts and side is learned and count < max_length
                 side.piece(whole, i, first, count, 1 if entire else learned_from)
     if not len(learned):
-        raise PromptError(
-            f"Nothing to train on: no usable document in the data (left out: {skipped}; held out: {len(measured)}). "
-            "Rows need `text`, `messages` or `tokens`, and more of them than `sample` and `held_out` take away."
-        )
+        left = f"left out: {skipped}; held out: {len(measured)}"
+        raise PromptError(f"Nothing to train on ({left}): give more rows with `text`, `messages` or `tokens`.")
     return Corpus(learned.ordered(), measured.ordered())
 
 

@@ -128,10 +128,8 @@ def rows(sources: Iterable[Path | str], skipped: Skipped) -> Iterator[Row | None
         if source.is_dir():
             files = sorted(path for path in source.rglob("*") if path.name.endswith(ENDINGS) and path.is_file())
         if not files or not files[0].exists():
-            raise PromptError(
-                f"There is no file {source}, or no text in it ({', '.join(ENDINGS)}): check the path. A corpus goes by "
-                "its folder alone."
-            )
+            ends = ", ".join(ENDINGS)
+            raise PromptError(f"There is no file {source}, or no text in it ({ends}). A corpus goes by its folder.")
         for path in files:
             try:
                 for row in _read(path):

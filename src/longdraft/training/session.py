@@ -126,10 +126,7 @@ def begin(config: RunConfig, shortest_learned: int, progress: Progress, stop: St
     if device_name.startswith("cuda:") and torch.cuda.is_available():
         torch.cuda.set_device(device_name)  # accelerate takes the current one
     if lacking := set(config.track) - {str(each) for each in get_available_trackers()}:
-        raise CapabilityError(
-            f"track: {', '.join(sorted(lacking))} is not there: install its package, or leave it out (every step is in "
-            f"{config.out}/log.jsonl anyway)."
-        )
+        raise CapabilityError(f"track: {', '.join(sorted(lacking))} is not there: install it, or leave it out.")
     accelerator = Accelerator(
         cpu=device_name == "cpu",
         mixed_precision=config.precision,
@@ -139,13 +136,9 @@ def begin(config: RunConfig, shortest_learned: int, progress: Progress, stop: St
     )
     place = accelerator.device if accelerator.num_processes > 1 or not config.device else config.device
     with accelerator.main_process_first():  # the first process downloads, and compiles kernels
-        model, tokenizer = load(
-            config.target,
-            dtype=config.target_dtype,
-            device=place,
-            rope_factor=config.target_rope_factor,
-            progress=progress,
-        )
+        factor = config.target_rope_factor
+        loaded = load(config.target, dtype=config.target_dtype, device=place, rope_factor=factor, progress=progress)
+    model, tokenizer = loaded
     runner, skipped = TargetRunner(model), Skipped()
     whole = corpus.read(config.data, tokenizer, skipped, runner.vocab_size)
     data = corpus.collect(whole, skipped, config, shortest_learned, runner.context_length)
