@@ -126,17 +126,10 @@ class Documents(Sequence[Document]):
         return hashed.hexdigest()[:16]
 
 
-class Corpus(NamedTuple):
-    """The documents to train on and to measure on. No passage is in both."""
-
-    learned: Documents
-    held_out: Documents
-
-
 def collect(
     whole: Documents, skipped: Skipped, config: RunConfig, shortest_learned: int, longest: int = 1 << 30
-) -> Corpus:
-    """Cuts, filters and splits documents as the settings say.
+) -> tuple[Documents, Documents]:
+    """The documents to train on and to measure on, cut, filtered and split as the settings say: no passage is in both.
 
     Plain text is cut into pieces of ``max_length`` tokens. A document with a prompt is cut at its end, and left out if
     nothing learned would remain; for a language model it is cut at its beginning, and with ``learn_prompts`` one that
@@ -178,7 +171,7 @@ def collect(
     if not len(learned):
         left = f"left out: {skipped}; held out: {len(measured)}"
         raise PromptError(f"Nothing to train on ({left}): give more rows with `text`, `messages` or `tokens`.")
-    return Corpus(learned.ordered(), measured.ordered())
+    return learned.ordered(), measured.ordered()
 
 
 def _share(whole: Documents, i: int, first: int, purpose: str) -> float:

@@ -41,7 +41,7 @@ from longdraft.training.attention import Pair, attend
 from longdraft.training.config import DEPTH, Eagle3Config, OnePassConfig, RunConfig
 from longdraft.training.features import Features, rows_of
 from longdraft.training.loop import Loop, Report
-from longdraft.training.session import Progress, Session, Stop, begin, never, silent
+from longdraft.training.session import Progress, Session, Stop, never, silent
 from longdraft.training.trainee import Attention, Pack, StepOutput, Trainee
 
 # Size of the random part of a fresh fc, relative to the layer that passes through.
@@ -262,7 +262,7 @@ def _train(
         assert isinstance(loaded, Eagle3Draft)
         init = loaded
     # A document needs a row for every step, those of measuring included.
-    session = begin(config, max(config.ttt, DEPTH), progress, stop)
+    session = Session(config, max(config.ttt, DEPTH), progress, stop)
     runner, window = session.runner, config.window
     rope = yarn(float(runner.parts.description.get("rope_theta") or THETA))
     if init is None:

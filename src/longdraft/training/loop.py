@@ -150,20 +150,20 @@ class Loop:
         shifts: int = 1,
         fit: Callable[[Features], None] | None = None,
     ) -> None:
-        config, accelerator, data = session.config, session.accelerator, session.data
+        config, accelerator, held_out = session.config, session.accelerator, session.held_out
         self.session, self.config, self.accelerator, self.trainee = session, config, accelerator, trainee
         self.kind, self.described = kind, {"base_model": hub.base_model(config.target), **described}
         self.levels, self.measured, self.out = levels, measured, Path(config.out)
-        self._documents, self._reader = data.learned, session.reader(layers)
+        self._documents, self._reader = session.learned, session.reader(layers)
         if fit is not None:
             fit(self._features(0, 0))
         if config.distill:
             trainee.measure_scale(session.runner)
         trainee.to(session.runner.device)
         # Documents to measure on have more learned tokens than a round has levels.
-        spans = zip(data.held_out.lengths, data.held_out.starts, strict=True)
+        spans = zip(held_out.lengths, held_out.starts, strict=True)
         long = [i for i, (length, start) in enumerate(spans) if length - start > measured]
-        self.held_out = [data.held_out[i] for i in long[:: max(1, len(long) // MEASURED)][:MEASURED]]
+        self.held_out = [held_out[i] for i in long[:: max(1, len(long) // MEASURED)][:MEASURED]]
         processes = accelerator.num_processes
         rows = array("i", (self._rows(i, 0) for i in range(len(self._documents))))
         self.schedule = Schedule(rows, config, shifts, processes)
