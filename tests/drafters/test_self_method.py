@@ -11,7 +11,7 @@ import torch
 from longdraft import PromptCache, Sampling, Speculator
 from longdraft.drafters.self_drafter import SelfDrafter, self_view
 from longdraft.engine.loop import Engine
-from longdraft.engine.partial import SpecPV, partial_view
+from longdraft.engine.partial import PartialOptions, SpecPV
 from longdraft.engine.sampler import Sampler
 from longdraft.engine.sequence import Sequence
 from longdraft.errors import MemoryBudgetError
@@ -116,7 +116,7 @@ def test_specpv_takes_it_for_a_drafter(view):
         return trees
 
     drafter.propose = watched
-    schedule = SpecPV(partial_view(24, 4, 4, 4, 6))
+    schedule = SpecPV(PartialOptions(24, margin=6, sink=4, recent=4, block=4).view())
     texts = run(drafter, model, PROMPTS, 30, schedule=schedule)
     assert sum(s.drafted for s in texts) > sum(s.accepted for s in texts) > 0 and max(rows) >= 24
     assert [s.partial_rounds > 0 for s in texts] == [True, False, True, False]  # of the short ones none

@@ -91,7 +91,7 @@ def test_forwards_in_one_call_are_those_of_the_hosted_model(folder, make):
     first = torch.eye(3, dtype=torch.bool).expand(2, -1, -1)
     second = torch.cat([first[:, [2, 0]], torch.eye(2, dtype=torch.bool).expand(2, -1, -1)], dim=2)
     for depth, (tokens, seen) in enumerate((([[4, 5, 6], [7, 8, 9]], first), ([[1, 2], [3, 10]], second)), start=1):
-        level = Level((0, 1), depth, torch.tensor(tokens), torch.zeros(0))
+        level = Level((0, 1), depth, torch.tensor(tokens), *[torch.zeros(0)] * 3)
         sizes = {
             "depths": [[depth] * len(row) for row in tokens],
             "mask": seen,

@@ -12,7 +12,7 @@ from longdraft.drafters.longspec import LongSpecDraft, LongSpecDrafter
 from longdraft.drafters.suffix import SuffixDrafter
 from longdraft.engine.drafter import Drafter
 from longdraft.engine.loop import Engine
-from longdraft.engine.partial import SpecPV, partial_view
+from longdraft.engine.partial import PartialOptions, SpecPV
 from longdraft.engine.sampler import Draws, Sampler
 from longdraft.engine.schedule import Schedule
 from longdraft.engine.sequence import Sequence
@@ -26,12 +26,12 @@ from tests.support.events import begun, decoded
 from tests.support.forwards import forward
 from tests.support.tiny import tiny_model
 
-SMALL = {"sink": 4, "window": 4, "chunk": 4, "margin": 6}
+SMALL = {"sink": 4, "recent": 4, "block": 4, "margin": 6}
 PROMPTS = [[(7 * i * i + 3 * i) % 11 for i in range(n)] for n in (70, 33, 8)]
 
 
 def sizes(budget: int = 8, **over) -> View:
-    return partial_view(budget, **SMALL | over)
+    return PartialOptions(budget, **SMALL | over).view()
 
 
 def eager() -> SpecPV:

@@ -16,7 +16,7 @@ from longdraft.cli.main import main
 from longdraft.drafters.suffix import SuffixDrafter
 from longdraft.drafters.tokenswift import ReuseDrafter
 from longdraft.drafters.united import UnitedDrafter
-from longdraft.engine.partial import SpecPV, partial_view
+from longdraft.engine.partial import PartialOptions, SpecPV
 from longdraft.methods import METHODS
 from longdraft.methods import methods as listed
 from longdraft.views.view import View
@@ -33,7 +33,7 @@ def lookups(n: int = 3):
 
 
 def view() -> View:
-    return partial_view(16, 4, 4, 4, 6, "minmax", "mean")
+    return PartialOptions(16, margin=6, sink=4, recent=4, block=4).view()
 
 
 def test_what_is_composed_decodes_as_the_target_does():

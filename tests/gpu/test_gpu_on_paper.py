@@ -27,7 +27,7 @@ from longdraft.drafters.eagle3 import Eagle3Draft, Eagle3Drafter
 from longdraft.drafters.longspec import LongSpecDraft, LongSpecDrafter
 from longdraft.drafters.shared.round import DraftRound
 from longdraft.engine.loop import Engine
-from longdraft.engine.partial import SpecPV, partial_view
+from longdraft.engine.partial import PartialOptions, SpecPV
 from longdraft.engine.sampler import Draws, Sampler
 from longdraft.engine.schedule import Schedule
 from longdraft.engine.sequence import Sequence
@@ -182,7 +182,9 @@ def level(watch, drafter) -> None:
 
     def about(round_, level, best):
         bound, cache = drafter.draft.bound(drafter.runner), drafter.cache
-        watch.weights += [*bound.block.parameters(), getattr(bound.logits, "weight", drafter.runner.parts.head)]
+        borrowed = getattr(bound.block, "head", None)
+        head = drafter.runner.parts.head if borrowed is None else borrowed.weight
+        watch.weights += [*bound.block.parameters(), head]
         watch.caches += [cache.store.keys, cache.store.values]
         s = round_.sequences[0]
         fed = level.tokens.shape[1] if level.depth else drafter.known(s) - cache.end(s.slot)
@@ -242,7 +244,7 @@ def test_specpv(paper, watch, tmp_path, resized):
     to a block's rows more, for the window starts at a block's border."""
     model, m = target(paper)
     drafter = LongSpecDrafter(LongSpecDraft.load(random_draft(tmp_path, model)), widths=(3, 2))
-    schedule = SpecPV(partial_view(12, sink=4, window=8, chunk=4, margin=6))
+    schedule = SpecPV(PartialOptions(12, sink=4, recent=8, block=4, margin=6).view())
     resized(SINK=4, RECENT=8, BLOCK=4, PARTIAL=24)
 
     def choose(cache, slot, queries):

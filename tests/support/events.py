@@ -44,7 +44,7 @@ def decoded(engine: Engine, sequences: list[Sequence]) -> list[Step]:
         engine.add(s)
     steps = list(engine.run())
     for s in sequences:
-        stats = engine.stats[s.index]
+        stats = s.stats
         s.rounds, s.drafted, s.accepted = stats.rounds, stats.drafted, stats.accepted
         s.partial_rounds = stats.partial_rounds
     return steps

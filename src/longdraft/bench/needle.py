@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -36,7 +36,7 @@ from longdraft.model.checkpoints import LoadedModel
 from longdraft.model.runner import TargetRunner
 from longdraft.recipes import Recipe, recipe_for, resolve
 from longdraft.trees.kind import TreeKind
-from longdraft.trees.level import Growth, Level, Scored
+from longdraft.trees.level import Expand, Level
 from longdraft.trees.tree import TokenTree
 
 # The answer begins with the sentence's own words, so most of the code is written after the first rounds.
@@ -214,13 +214,15 @@ class _FirstChoice(TreeKind):
     children: tuple[int, ...] = (1,)
     predictions: list[Prediction] = field(default_factory=list)
 
-    def levels(self, growth: Growth, roots: Scored) -> list[Scored]:
-        def expand(level: Level) -> torch.Tensor:
-            logits = growth.expand(level)
-            self.predictions.extend((row, growth.ids) for row in logits[:, 0])
+    def grow(self, roots: Sequence[int], expand: Expand, *args: Any, **drafts: Any) -> list[TokenTree]:
+        ids = args[1] if len(args) > 1 else None
+
+        def kept(level: Level) -> torch.Tensor:
+            logits = expand(level)
+            self.predictions.extend((row, ids) for row in logits[:, 0])
             return logits
 
-        return super().levels(replace(growth, expand=expand, likeliest=None), roots)
+        return super().grow(roots, kept, *args, **drafts | {"likeliest": None})
 
 
 def _judged(logits: torch.Tensor, ids: torch.Tensor | None, token: int) -> Foreseen:

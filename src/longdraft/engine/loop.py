@@ -10,7 +10,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 
 from longdraft.engine.accept import accept, decide
@@ -20,7 +19,7 @@ from longdraft.engine.grammar import fitted, with_grammars
 from longdraft.engine.prompts import Prompts, prefill_chunk
 from longdraft.engine.schedule import Schedule
 from longdraft.engine.sequence import Sequence
-from longdraft.engine.stats import Stats, Step, step_of
+from longdraft.engine.stats import Step, step_of
 from longdraft.errors import CapabilityError, ContextError, MemoryBudgetError, PromptError, memory_checked
 from longdraft.memory.prompt_cache import PromptCache
 from longdraft.model import support
@@ -45,9 +44,6 @@ class Engine:
         capacity: tokens of the longest text (prompt and output) that memory is first taken for, if no waiting text is
             longer. A longer text that comes later waits until nobody decodes, and then has more memory taken.
         chunk: prompt tokens read between two rounds, and at most in one forward; None: 1,024, on a GPU mostly 4,096.
-
-    Attributes:
-        stats: counters of each sequence, by index.
     """
 
     def __init__(
@@ -67,7 +63,6 @@ class Engine:
         self.cache = PromptCache() if cache is None else cache
         self.planner, self.slots = planner, slots
         self.chunk = prefill_chunk(runner) if chunk is None else chunk
-        self.stats: dict[int, Stats] = {}
         self._capacity = capacity
         self._waiting: deque[Sequence] = deque()
         self._active: list[Sequence] = []  # those that have a slot, in the order in which they came
@@ -130,10 +125,16 @@ class Engine:
         if self._plan is not None:
             drafting = self._drafting_ended - start
             self._plan.observe(events, self.drafter.forwards - forwards, drafting, seconds - drafting)
-        for s, event in zip(batch, events, strict=True):
-            self.stats[s.index].count(event)
+        for event in events:
+            stats = event.sequence.stats
+            stats.rounds += 1
+            stats.drafted += event.tree.drafted
+            stats.accepted += event.accepted
+            if event.mode == "partial":
+                stats.partial_rounds += 1
+                stats.partial_tokens += len(event.emitted)
         # The first of a round's steps carries its seconds.
-        return [replace(step, seconds=0.0 if i else seconds) for i, step in enumerate(map(step_of, batch, events))]
+        return [step_of(event, 0.0 if i else seconds) for i, event in enumerate(events)]
 
     # --- requests ---
 
@@ -152,9 +153,6 @@ class Engine:
                 "all rows). Shorten the prompt, ask for fewer new tokens, or load the model with a rope_factor (YaRN), "
                 "which stretches its context."
             )
-        if s.index in self.stats:
-            raise ValueError(f"there is a sequence {s.index} already")
-        self.stats[s.index] = Stats()
         self._waiting.append(s)
 
     def abort(self, index: int) -> None:
@@ -191,7 +189,7 @@ class Engine:
                 decoding = [s for s in self._active if not self._prompts.pending(s)]
                 self._read_last = bool(reading) and not (decoding and self._read_last)
                 if self._read_last:
-                    steps += self._prompts.read(reading, self.stats)
+                    steps += self._prompts.read(reading)
                 elif decoding:
                     steps += self._decode(decoding)
                 for s in [s for s in self._active if s.finish_reason is not None]:
@@ -278,7 +276,7 @@ class Engine:
                 self.drafter.bind(runner, store)
                 self.schedule.open(runner, store, nodes, self._query_layers)
                 keeps = self._keeps_outputs
-                self._prompts = Prompts(runner, self.drafter, self.schedule, self.cache, store, self.chunk, keeps)
+                self._prompts = Prompts(runner, self.drafter, self.cache, store, self.chunk, keeps)
                 if runner.share is not None:
                     runner.share.check_looks(bool(self.drafter.views or self.schedule.views or self._query_layers))
                 break

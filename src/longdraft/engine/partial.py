@@ -13,7 +13,7 @@ Tokens that partial verification accepts are emitted and never looked at again: 
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -54,39 +54,31 @@ class PartialOptions(Options):
         choices=tuple(DTYPES), help="what the partial KV is rounded to", usual="not rounded"
     )
 
+    def view(self) -> View:
+        """What partial verification attends to: sink | chosen chunks | window | buffer.
 
-def partial_view(
-    budget: int = 1024,
-    sink: int = 32,
-    window: int = 128,
-    chunk: int = 16,
-    margin: int = 20,
-    scorer: str = "minmax",
-    reduction: str = "mean",
-) -> View:
-    """Returns what partial verification attends to (section 3.2): sink | chosen chunks | window | buffer.
+        Each layer and KV head has its own chunks: those that the queries of the last full pass score highest. What the
+        paper calls SpecPV-4K has a budget of 4,096; all sizes are multiples of a block.
 
-    Each layer and KV head has its own chunks: those that the queries of the last full pass score highest. What the
-    paper calls SpecPV-4K has a budget of 4,096; all sizes are multiples of a chunk, its block.
-
-    Raises:
-        ValueError: for sizes that make no view, or unknown names.
-    """
-    check_multiples("block", chunk, budget=budget, sink=sink, window=window)
-    chooses = SCORERS.get(scorer) is not None
-    if chooses and budget < sink + window:
-        raise ValueError(
-            f"budget must be at least sink + window ({sink + window} tokens), got {budget}; selector 'streaming' "
-            "retrieves nothing."
-        )
-    return View(scorer, budget if chooses else 0, sink, window, chunk, margin, reduction)
+        Raises:
+            ValueError: for sizes that make no view.
+        """
+        check_multiples("block", self.block, budget=self.budget, sink=self.sink, window=self.recent)
+        chooses = SCORERS[self.selector] is not None
+        if chooses and self.budget < self.sink + self.recent:
+            raise ValueError(
+                f"budget must be at least sink + window ({self.sink + self.recent} tokens), got {self.budget}; "
+                "selector 'streaming' retrieves nothing."
+            )
+        chosen = self.budget if chooses else 0
+        return View(self.selector, chosen, self.sink, self.recent, self.block, self.margin, self.reduction)
 
 
 class SpecPV(Schedule):
     """Partial verification as published: what it accepts is emitted.
 
     Args:
-        view: of :func:`partial_view`; its room is the margin.
+        view: of :meth:`PartialOptions.view`; its room is the margin.
         dtype: what the partial cache's keys and values are rounded to; None: they are kept as they are.
         start: rows of text from which on a part of them is verified; None: those that the view's chunks hold.
     """
@@ -143,17 +135,12 @@ class SpecPV(Schedule):
 
     def verify(self, sequences: list[Sequence], trees: list[TokenTree]) -> list[Verified]:
         modes = [self.mode(s) for s in sequences]
-        in_full = [i for i, mode in enumerate(modes) if mode != "partial"]
-        in_part = [i for i, mode in enumerate(modes) if mode == "partial"]
         verified: dict[int, Verified] = {}
-        if in_full:
-            chosen = [sequences[i] for i in in_full], [trees[i] for i in in_full], [modes[i] for i in in_full]
-            verified |= zip(in_full, self._verify_full(*chosen), strict=True)
-        if in_part:
-            part = self._verify_partial([sequences[i] for i in in_part], [trees[i] for i in in_part])
-            verified |= zip(in_part, part, strict=True)
-        for i, mode in enumerate(modes):
-            verified[i].mode = mode
+        for part, verify in ((False, self._verify_full), (True, self._verify_partial)):
+            chosen = [i for i, mode in enumerate(modes) if (mode == "partial") == part]
+            if chosen:
+                found = verify([sequences[i] for i in chosen], [trees[i] for i in chosen], [modes[i] for i in chosen])
+                verified |= zip(chosen, found, strict=True)
         return [verified[i] for i in range(len(sequences))]
 
     def _verify_full(self, sequences: list[Sequence], trees: list[TokenTree], modes: list[Mode]) -> list[Verified]:
@@ -164,40 +151,34 @@ class SpecPV(Schedule):
         # Waiting tokens are final: nobody reads their logits.
         size = max(tree.size for tree in longer)
         out = self.forward(longer, sequences, taps, size - min(map(len, waiting)))
-        assert out.logits is not None
-        left_out = size - out.logits.shape[1]
-        verified = []
-        for b, (s, tree) in enumerate(zip(sequences, trees, strict=True)):
-            if modes[b] == "refresh":
-                self._queries[s.slot] = {layer: q[b, :, : longer[b].size] for layer, q in out.queries.items()}
-            start = len(waiting[b])
-            verified.append(Verified(s, tree, out.logits[b][start - left_out :], queries=self.queries(out, b, start)))
+        verified = self.verified(sequences, trees, out)
+        for b, (v, tokens, mode) in enumerate(zip(verified, waiting, modes, strict=True)):
+            if mode == "refresh":
+                self._queries[v.sequence.slot] = {n: q[b, :, : longer[b].size] for n, q in out.queries.items()}
+            v.mode, v.logits = mode, v.logits[len(tokens) + len(v.logits) - size :]
+            v.queries = {layer: q[:, len(tokens) :] for layer, q in v.queries.items()}
         return verified
 
-    def _verify_partial(self, sequences: list[Sequence], trees: list[TokenTree]) -> list[Verified]:
+    def _verify_partial(self, sequences: list[Sequence], trees: list[TokenTree], modes: list[Mode]) -> list[Verified]:
         slots = [s.slot for s in sequences]
         bases = [self.store.lengths[slot] + self.partial.waiting(slot) for slot in slots]
         out = verify_trees(self.runner, self.partial.store, slots, trees, bases, Taps(queries=self.query_layers))
-        assert out.logits is not None
-        return [
-            Verified(s, tree, out.logits[b], queries=self.queries(out, b))
-            for b, (s, tree) in enumerate(zip(sequences, trees, strict=True))
-        ]
+        return self.verified(sequences, trees, out, "partial")
 
     # --- what is kept ---
 
     def commit(self, verified: Verified, accepted: Accepted) -> Event:
-        slot, event = verified.sequence.slot, verified.event(accepted)
+        slot = verified.sequence.slot
         if verified.mode == "partial":
             self.partial.keep(slot, accepted.path)
-            return event
+            return verified.event(accepted)
         start, waiting = self.store.lengths[slot], self.partial.waiting(slot)
         path = [*range(waiting), *(waiting + node for node in accepted.path)]
         self.store.commit(slot, path)
         queries = self._queries.pop(slot, None)
         if queries is not None and self.store.lengths[slot] > self._start:
             self._choose(slot, queries, path, range(waiting, waiting + verified.tree.size))
-        return replace(event, replaced=start if waiting else None)
+        return verified.event(accepted, start if waiting else None)
 
     def _choose(self, slot: int, queries: dict[int, torch.Tensor], path: list[int], rows: SequenceOf[int]) -> None:
         """Fills the partial cache with the chunks that the queries of a full pass's ``rows`` score highest.
@@ -222,8 +203,7 @@ class SpecPV(Schedule):
 @takes(PartialOptions)
 def _schedule(**options: Any) -> SpecPV:
     (o,) = parse("SpecPV", options, PartialOptions)
-    view = partial_view(o.budget, o.sink, o.recent, o.block, o.margin, o.selector, o.reduction)
-    return SpecPV(view, dtype_of(o.view_dtype))
+    return SpecPV(o.view(), dtype_of(o.view_dtype))
 
 
 register(

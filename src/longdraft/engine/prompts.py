@@ -10,9 +10,8 @@ import torch
 from longdraft.engine.accept import accept, decide
 from longdraft.engine.drafter import Drafter
 from longdraft.engine.event import Event
-from longdraft.engine.schedule import Schedule
 from longdraft.engine.sequence import Sequence
-from longdraft.engine.stats import Stats, Step
+from longdraft.engine.stats import Step
 from longdraft.memory.prompt_cache import PromptCache
 from longdraft.memory.store import KVStore
 from longdraft.model.fingerprints import hooked
@@ -44,13 +43,12 @@ class Prompts:
         self,
         runner: TargetRunner,
         drafter: Drafter,
-        schedule: Schedule,
         cache: PromptCache,
         store: KVStore,
         chunk: int,
         keeps_outputs: bool,
     ) -> None:
-        self._runner, self._drafter, self._schedule = runner, drafter, schedule
+        self._runner, self._drafter = runner, drafter
         self._cache, self._store, self._keeps_outputs = cache, store, keeps_outputs
         self._layers = drafter.query_layers(runner)
         # A user's hooks may look at a prompt's last row: they see it whole, as in the model's own generate.
@@ -67,7 +65,7 @@ class Prompts:
         """True if a sequence's prompt is still to be read."""
         return not s.output or s.index in self._queries
 
-    def read(self, reading: list[Sequence], stats: dict[int, Stats]) -> list[Step]:
+    def read(self, reading: list[Sequence]) -> list[Step]:
         """Reads pieces of prompts, until they have :attr:`chunk` tokens together."""
         steps: list[Step] = []
         read = 0
@@ -75,7 +73,7 @@ class Prompts:
             while self.pending(s) and read < self.chunk:
                 start = time.perf_counter()
                 if s.index not in self._queries:
-                    stats[s.index].cached_tokens = self._begin(s)
+                    s.stats.cached_tokens = self._begin(s)
                 before = self._store.lengths[s.slot]
                 emitted = self._read_piece(s, before)
                 now = self._store.lengths[s.slot]

@@ -35,18 +35,11 @@ class Verified:
     mode: Mode = "full"
     queries: dict[int, torch.Tensor] = field(default_factory=dict)
 
-    def event(self, accepted: Accepted) -> Event:
+    def event(self, accepted: Accepted, replaced: int | None = None) -> Event:
         """The event of a walk."""
-        node = accepted.path[-1]
-        return Event(
-            self.sequence,
-            self.tree,
-            len(accepted.tokens) - 1,
-            accepted.path,
-            accepted.tokens,
-            self.mode,
-            {layer: q[:, node : node + 1] for layer, q in self.queries.items()},
-        )
+        path, tokens = accepted.path, accepted.tokens
+        queries = {layer: q[:, path[-1] : path[-1] + 1] for layer, q in self.queries.items()}
+        return Event(self.sequence, self.tree, len(tokens) - 1, path, tokens, self.mode, queries, replaced)
 
 
 class Schedule:
@@ -86,16 +79,17 @@ class Schedule:
         Args:
             trees: rooted at the last tokens.
         """
-        out = self.forward(trees, sequences, Taps(queries=self.query_layers))
+        return self.verified(sequences, trees, self.forward(trees, sequences, Taps(queries=self.query_layers)))
+
+    def verified(
+        self, sequences: list[Sequence], trees: list[TokenTree], out: TargetOutput, mode: Mode = "full"
+    ) -> list[Verified]:
+        """What a forward over these trees says of each."""
         assert out.logits is not None
         return [
-            Verified(s, tree, out.logits[b], queries=self.queries(out, b))
+            Verified(s, tree, out.logits[b], mode, {layer: out.queries[layer][b] for layer in self.query_layers})
             for b, (s, tree) in enumerate(zip(sequences, trees, strict=True))
         ]
-
-    def queries(self, out: TargetOutput, b: int, start: int = 0) -> dict[int, torch.Tensor]:
-        """Views of sequence b's queries in :attr:`query_layers`, from row ``start`` of its block on."""
-        return {layer: out.queries[layer][b, :, start:] for layer in self.query_layers}
 
     def forward(
         self, trees: list[TokenTree], sequences: list[Sequence], taps: Taps = NO_TAPS, last: int | None = None

@@ -1,9 +1,11 @@
-"""One sequence: its tokens while decoding, its sampler, and the rules that end it."""
+"""One sequence: its tokens while decoding, its sampler, the rules that end it, and its counters."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
+from copy import copy
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -16,13 +18,26 @@ FinishReason = Literal["eos", "stop", "length", "cancelled"]
 StopRule = Callable[["Sequence"], FinishReason | None]
 
 
+@dataclass
+class Stats:
+    """Counts the rounds of one sequence; the names are those of its :class:`~longdraft.Result`."""
+
+    cached_tokens: int = 0
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    partial_rounds: int = 0
+    partial_tokens: int = 0
+
+
+@dataclass(eq=False, repr=False)
 class Sequence:
     """State of one sequence.
 
     Token ids live in one preallocated tensor, so processors read them without copies. New ones are written there when
     somebody reads it, all at once: a write of a single number makes the host wait for a GPU.
 
-    Args:
+    Attributes:
         index: its place in the batch.
         prompt: prompt token ids.
         max_new_tokens: emitted at most.
@@ -38,36 +53,27 @@ class Sequence:
         reuse: whether kept rows of its prompt's beginning may be taken.
     """
 
-    sampler: Sampler
+    index: int
+    prompt: list[int]
+    max_new_tokens: int
+    device: torch.device | str = "cpu"
+    shown: list[int] | None = None
+    greedy: bool = True
+    sampler: Sampler = None  # type: ignore[assignment]
+    rules: Iterable[StopRule] = ()
+    tenant: str | None = None
+    predicted: SequenceOf[int] = ()
+    reuse: bool = True
+    output: list[int] = field(init=False, default_factory=list)
+    finish_reason: FinishReason | None = field(init=False, default=None)
+    stats: Stats = field(init=False, default_factory=Stats)
 
-    def __init__(
-        self,
-        index: int,
-        prompt: list[int],
-        max_new_tokens: int,
-        device: torch.device | str = "cpu",
-        shown: list[int] | None = None,
-        greedy: bool = True,
-        sampler: Sampler | None = None,
-        rules: Iterable[StopRule] = (),
-        tenant: str | None = None,
-        predicted: SequenceOf[int] = (),
-        reuse: bool = True,
-    ) -> None:
-        self.index = self.slot = index
-        self.prompt = prompt
-        self.greedy = greedy
-        self.rules = tuple(rules)
-        self.tenant, self.predicted, self.reuse = tenant, predicted, reuse
-        self.output: list[int] = []
-        self.max_new_tokens = max_new_tokens
-        self.finish_reason: FinishReason | None = None
-        if sampler is not None:
-            self.sampler = sampler
-        shown = prompt if shown is None else shown
+    def __post_init__(self) -> None:
+        self.slot = self.index
+        shown = self.prompt if self.shown is None else self.shown
         self._start = len(shown)
-        self._ids = torch.empty(len(shown) + max_new_tokens, dtype=torch.long, device=device)
-        self._ids[: len(shown)] = on_device(shown, device, torch.long)
+        self._ids = torch.empty(len(shown) + self.max_new_tokens, dtype=torch.long, device=self.device)
+        self._ids[: len(shown)] = on_device(shown, self.device, torch.long)
         self._written = 0  # tokens of the output that are in it
 
     @property
@@ -111,9 +117,6 @@ class Sequence:
 
     def fork(self) -> Sequence:
         """Returns a copy in the same slot that goes on by itself; it shares the sampler."""
-        twin = Sequence(self.index, self.prompt, self.max_new_tokens, self._ids.device, greedy=self.greedy)
-        twin.rules = self.rules
-        twin.slot, twin._start, twin._ids = self.slot, self._start, self._ids.clone()
-        twin.output, twin._written = list(self.output), self._written
-        twin.sampler = self.sampler
+        twin = copy(self)
+        twin.output, twin._ids = list(self.output), self._ids.clone()
         return twin

@@ -156,7 +156,7 @@ class Session:
         result = self.result(number)
         if not self.ended(number):
             raise RequestError(f"request {number} is still decoded: take it when its last step has come, or abort it")
-        del self._entries[number], self._engine.stats[number]
+        del self._entries[number]
         return result
 
     def _result(self, number: int, prefill_seconds: float, decode_seconds: float) -> Result:
@@ -175,7 +175,7 @@ class Session:
             from_draft=list(entry.from_draft),
             pieces=list(entry.pieces),
             arithmetic=runner.arithmetic,
-            **vars(self._engine.stats[number]),
+            **vars(s.stats),
         )
 
     def _text(self, entry: _Entry) -> str:

@@ -1,11 +1,11 @@
-"""Counters of a run, and what users get of it: steps while it runs, results when it has ended."""
+"""What users get of a run: steps while it runs, results when it has ended."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 from longdraft.engine.event import Event, Mode
-from longdraft.engine.sequence import FinishReason, Sequence
+from longdraft.engine.sequence import FinishReason
 from longdraft.engine.streaming import Piece
 from longdraft.trees.tree import TokenTree
 
@@ -121,28 +121,9 @@ class Result:
         return (self.new_tokens - 1) / self.rounds if self.rounds else 0.0
 
 
-@dataclass
-class Stats:
-    """Counts the rounds of one sequence; the names are those of its :class:`Result`."""
-
-    cached_tokens: int = 0
-    rounds: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    partial_rounds: int = 0
-    partial_tokens: int = 0
-
-    def count(self, event: Event) -> None:
-        self.rounds += 1
-        self.drafted += event.tree.drafted
-        self.accepted += event.accepted
-        if event.mode == "partial":
-            self.partial_rounds += 1
-            self.partial_tokens += len(event.emitted)
-
-
-def step_of(sequence: Sequence, event: Event) -> Step:
-    """A round as users see it, without its seconds."""
+def step_of(event: Event, seconds: float) -> Step:
+    """A round as users see it."""
+    sequence = event.sequence
     return Step(
         sequence=sequence.index,
         token_ids=event.emitted,
@@ -150,7 +131,7 @@ def step_of(sequence: Sequence, event: Event) -> Step:
         drafted=event.tree.drafted,
         accepted=event.accepted,
         mode=event.mode,
-        seconds=0.0,
+        seconds=seconds,
         prefilled=len(sequence.prompt),
         finish_reason=sequence.finish_reason,
         tree=event.tree,

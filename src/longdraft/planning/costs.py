@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from itertools import product
 from pathlib import Path
 
 import torch
@@ -35,18 +34,14 @@ from longdraft.trees.tree import TokenTree
 
 logger = logging.getLogger(__name__)
 
-# What is measured: rows of a forward, tokens of text, and how often.
-ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
-LENGTHS = (64, 2048, 7168)
+# What is measured: rows of a forward, and tokens of text, with which attention's time grows evenly. On a model of 1.5B
+# that is over after 3 seconds, and says what more rows, lengths and turns said.
+ROWS = (1, 2, 4, 8, 16, 32)
+LENGTHS = (64, 4096)
+# How often. The first forward of all also prepares weights.
 REPEATS = 2
-# Of a longer text each third number of rows, since attention's time grows evenly with them.
-_EACH = 3
 # Measuring ends after this many seconds with what there is by then: the model may be large, or the machine busy.
 LIMIT_SECONDS = 10.0
-# The share of that time that the shortest text may take, without which there is no table.
-FIRST_SHARE = 0.5
-# Progress is reported this many times.
-STEPS = 20
 # Version of the tables on disk: raise it when one means something else than before.
 _FORMAT = 6
 # Rows of a forward that wakes a model up.
@@ -69,16 +64,8 @@ class Stage(str):
 
 
 def stages(line: str, progress: Progress | None) -> Callable[[float], None]:
-    """Returns a function of the share of a work that is done, which reports :data:`STEPS` of its calls."""
-    said = 0
-
-    def done(share: float) -> None:
-        nonlocal said
-        if progress is not None and share * STEPS >= said:
-            progress(Stage(line, share))
-            said += 1
-
-    return done
+    """Returns a function of the share of a work that is done, which reports it."""
+    return lambda share: None if progress is None else progress(Stage(line, share))
 
 
 @dataclass(frozen=True)
@@ -159,18 +146,12 @@ class Costs:
         return bisect_right(self.table.rows, rows)
 
 
-def table_for(
-    runner: TargetRunner,
-    folder: Path | None = None,
-    progress: Progress | None = None,
-    measured_by: Callable[..., CostTable | None] | None = None,
-) -> CostTable | None:
+def table_for(runner: TargetRunner, folder: Path | None = None, progress: Progress | None = None) -> CostTable | None:
     """Returns a target's costs on this machine: read from disk, or measured and kept.
 
     Args:
         folder: where tables are kept; None: in the package's cache.
         progress: called with a :class:`Stage` now and then while measuring.
-        measured_by: measures them as :func:`measure` does; None: that one.
 
     Returns:
         None if not even the shortest text fits the free memory.
@@ -178,14 +159,14 @@ def table_for(
     key = _key(runner)
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     file = (cache_folder() / "costs" if folder is None else folder) / f"{digest}.json"
-    known = _read(file, key)
+    known = _read(file)
     if known is not None:
         with suppress(MemoryBudgetError):  # what the first forward does once (packing weights) is no round's cost
             _time(runner, _filled_store(runner, 1, _WAKING), _WAKING)
         return known
     line = f"Measuring what a verification costs on this machine (once a model, {LIMIT_SECONDS:.0f} seconds at most)"
     logger.info(line)
-    table = (measured_by or measure)(runner, done=stages(line, progress))
+    table = measure(runner, done=stages(line, progress))
     if table is not None:
         try:
             with replacing(file) as part:
@@ -200,62 +181,49 @@ def measure(
     lengths: Sequence[int] = LENGTHS,
     rows: Sequence[int] = ROWS,
     done: Callable[[float], None] = lambda share: None,
-    timed: Callable[[TargetRunner, KVStore, int], float] | None = None,
-    clock: Callable[[], float] = time.perf_counter,
 ) -> CostTable | None:
-    """Times forwards on a made-up text, all sizes in turn, and keeps the best times.
+    """Times forwards on a made-up text, all sizes in turn, and keeps the least times.
 
-    After :data:`LIMIT_SECONDS` it ends with what there is: fewer lengths, or fewer rows; costs of more rows than these
-    are then extrapolated.
+    Each length has its share of :data:`LIMIT_SECONDS`. If that is not enough, there are fewer rows or fewer lengths;
+    costs beyond these are then extrapolated.
 
     Args:
-        done: called with the share of the work, or of the time, that is over.
-        timed: returns the seconds of a forward of so many rows on a store; None: runs it.
-        clock: tells when it has to end.
+        lengths: a longer one than the model reads becomes the longest that it does.
+        done: called with the share of the work that is over.
 
     Returns:
         None if memory does not even allow the shortest length; lengths that do not fit are left out.
     """
-    fitting = [n for n in lengths if n + rows[-1] <= runner.context_length]
-    lengths = fitting or [max(1, runner.context_length - rows[-1])]
-    start, timed = clock(), timed or _time
-    table: list[list[float]] = []  # seconds, for each length, for each number of rows
+    lengths = sorted({max(1, min(length, runner.context_length - rows[-1])) for length in lengths})
+    start = time.perf_counter()
+    table: list[dict[int, float]] = []  # for each length, the least seconds by rows
     for i, length in enumerate(lengths):
         try:
             store = _filled_store(runner, length, rows[-1])
         except MemoryBudgetError:
             break
-        until = start + LIMIT_SECONDS * (FIRST_SHARE if i == 0 else 1.0)
-        own = (*rows[:-1:_EACH], rows[-1]) if table else tuple(rows)
-        # The first pass warms up and is not kept, unless the machine is so slow that there is no other.
-        turns = REPEATS + (i == 0)
-        best: list[float] = []
-        for turn, (column, n) in product(range(turns), enumerate(own)):
-            spent = clock() - start
-            done(max((i + turn / turns) / len(lengths), spent / LIMIT_SECONDS))
+        sizes, end = list(table[0] if table else rows), start + LIMIT_SECONDS * (i + 1) / len(lengths)
+        least: dict[int, float] = {}
+        for turn, n in enumerate(sizes * REPEATS):
+            done((i + turn / len(sizes) / REPEATS) / len(lengths))
             # The next forward takes what one of this size took, or twice what a smaller one did.
-            shorter = table[-1][rows.index(n)] if table else 2 * best[-1] if best else 0.0
-            if start + spent + (best[column] if turn else shorter) > until and (table or turn or column > 1):
+            known = least.get(n) or (table[-1][n] if table else 2 * least.get(sizes[turn - 1], 0.0))
+            if time.perf_counter() + known > end and (table or turn > 1):
                 break
-            seconds = timed(runner, store, n)
-            if turn == 0:
-                best.append(seconds)
-            else:
-                best[column] = seconds if turn == 1 and i == 0 else min(best[column], seconds)
-        if i == 0:
-            rows = rows[: len(best)]
-        elif len(best) < len(own):
+            seconds = _time(runner, store, n)
+            least[n] = min(seconds, least.get(n, seconds))
+        if table and len(least) < len(sizes):
             break
-        else:
-            more = [seconds - table[0][rows.index(n)] for n, seconds in zip(own, best, strict=True)]
-            best = [table[0][column] + _between(own, more, n) for column, n in enumerate(rows)]
-        table.append(best)
+        table.append(least)
+    done(1.0)
     if not table:
         return None
     # Other work on the machine only ever adds, and fewer rows or less text cannot cost more.
-    table = [[min(seconds[column] for seconds in table[i:]) for column in range(len(rows))] for i in range(len(table))]
-    table = [[min(seconds[column:]) for column in range(len(rows))] for seconds in table]
-    return CostTable(tuple(lengths[: len(table)]), tuple(rows), tuple(map(tuple, table)))
+    lowest = [
+        tuple(min(other[m] for other in table[i:] for m in least if m >= n) for n in least)
+        for i, least in enumerate(table)
+    ]
+    return CostTable(tuple(lengths[: len(table)]), tuple(table[0]), tuple(lowest))
 
 
 def _filled_store(runner: TargetRunner, length: int, rows: int) -> KVStore:
@@ -297,13 +265,10 @@ def _key(runner: TargetRunner) -> dict[str, object]:
     }
 
 
-def _read(file: Path, key: dict[str, object]) -> CostTable | None:
+def _read(file: Path) -> CostTable | None:
     """Reads a kept table; returns None if there is none, or none that can be read."""
     try:
-        content = read_json(file)
-        if content["key"] != key:
-            return None
-        kept = content["table"]
+        kept = read_json(file)["table"]
         return CostTable(tuple(kept["lengths"]), tuple(kept["rows"]), tuple(map(tuple, kept["seconds"])))
     except FileNotFoundError:
         return None

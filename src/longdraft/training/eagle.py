@@ -77,7 +77,7 @@ def train_eagle(config: EagleConfig, progress: Progress = silent, stop: Stop = n
     else:
         init.check(runner)
         block, rope, layers = init.trainable(), init.rope, init.feature_layers(runner)
-    block.borrow(runner, lambda out: out)
+    block.borrow_of(runner, lambda out: out)
     trainee = EagleTrainee(block, runner.parts, Rotary(block.shape.head_dim, rope, device=runner.device), config)
     described = block.shape.as_dict() | {
         "feature_layers": list(layers),

@@ -27,9 +27,8 @@ from typing import Any
 import torch
 
 from longdraft.drafters import onepass
-from longdraft.drafters.eagle3 import Eagle3Draft
+from longdraft.drafters.eagle3 import Eagle3Block, Eagle3Draft
 from longdraft.drafters.onepass import OnePassBlock, OnePassDraft, OnePassShape
-from longdraft.drafters.shared.eagle3_block import Eagle3Block
 from longdraft.drafts.eagle_formats import KIND, Eagle3Shape, usual_layers
 from longdraft.drafts.formats import THETA, stretched
 from longdraft.drafts.kinds import kind_of
@@ -106,7 +105,7 @@ class Eagle3Trainee(Trainee):
         # Of each document, the rows that take part; of each step, each document's keys and values.
         counts, seen = pack.counts, list[list[Pair]]()
 
-        first = self.layer(self.block, x, g, cos, sin, self._attention(pack.lengths, counts, seen), learned)
+        first = self.layer(self.block, x, g, cos, sin, [self._attention(pack.lengths, counts, seen)], learned)
         outputs, rows = [first], [torch.arange(len(learned), device=device)]
         x, g, cos, sin = (t[learned] for t in (x, g, cos, sin))
         for step in range(1, steps or self.steps):
@@ -119,7 +118,7 @@ class Eagle3Trainee(Trainee):
             fed, feeding = (torch.cat([r[part] for r in each]).to(device) for part in (slice(1, None), slice(-1)))
             row = rows[-1][fed]
             inputs = self.inputs(step, x, g, row, outputs[-1][feeding])
-            attention = self._attention(counts, counts, seen)
+            attention = [self._attention(counts, counts, seen)]
             outputs.append(self.layer(self.block, *inputs, cos[row], sin[row], attention))
             rows.append(row)
 

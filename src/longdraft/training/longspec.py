@@ -46,7 +46,8 @@ class LongSpecTrainee(Trainee):
             out = [attend(q, d.keys[:, :-1].to(q.device), d.values[:, :-1].to(q.device), j) for q, d, j in each]
             return torch.cat(out, 1)
 
-        hidden = self.layer(self.block, x, cos, sin, self_attend, cross_attend, pack.learned.to(self.device))
+        learned = pack.learned.to(self.device)
+        hidden = self.block.norm(self.layer(self.block, x, None, cos, sin, [self_attend], learned, cross_attend))
         each = zip(shifts, pack.counts, strict=True)
         depths = torch.cat([torch.full((count,), shift, device=self.device) for shift, count in each])
         return self.output(hidden, self.target_head, self.labels(pack), depths)

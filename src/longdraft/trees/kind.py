@@ -22,7 +22,9 @@ from math import log
 import torch
 
 from longdraft.attention.transfer import Fetched
-from longdraft.trees.level import Expand, Foresee, Growth, Lift, Likeliest, Scored, root_level, to_trees
+from longdraft.trees.level import Expand, Foresee, Level, Lift, Likeliest, root_level, to_trees
+from longdraft.trees.level import children as children_of
+from longdraft.trees.level import likeliest as likeliest_of
 from longdraft.trees.tree import NodeLimit, TokenTree
 
 # LongSpec, appendix E.
@@ -124,38 +126,38 @@ class TreeKind:
 
         Args:
             roots: token id of each root.
+            expand: the draft. Called with the roots, then with the nodes of each level but the last that are expanded.
+            depths: levels of each sequence's tree at most, 0 for a root alone; None: as many as the kind has.
+            ids: (draft vocabulary,) target id of each draft id; None: they are the same.
             device: where the draft's logits are.
-            expand, depths, ids, likeliest, foresee, lift: as in :class:`~longdraft.trees.level.Growth`; no ``depths``:
-                as many levels as the kind has.
+            likeliest: used in place of ``expand`` by a draft that finds the likeliest tokens without computing logits.
+            foresee: used if tokens are sampled and the random numbers are known; None: the draft's probabilities count.
+            lift: corrects the draft's probabilities by how they fared; None: they count as they are.
         """
         deepest = min(self.depth, self.max_nodes)  # a deeper node has more ancestors than there are nodes to keep
         depths = [deepest] * len(roots) if depths is None else [min(deepest, depth) for depth in depths]
-        growth = Growth(expand, depths, ids, likeliest, foresee, lift)
-        levels = self.levels(growth, root_level(roots, device))
-        return [tree.best(self.max_nodes) for tree in to_trees(roots, levels)]
-
-    def levels(self, growth: Growth, roots: Scored) -> list[Scored]:
-        """Runs the draft level by level; returns every level's candidates."""
-        expanded, levels = roots, list[Scored]()
+        find = likeliest or (lambda level, count: likeliest_of(expand(level), count))
+        expanded, levels = root_level(roots, device), list[Level]()
         # (B', W): the places of the expanded nodes in their level, where they are only some of it.
         places: torch.Tensor | None = None
-        promise = None if self.threshold is None else _Promise(self, self.threshold, roots)
-        going = growth.deeper(roots.level)
+        promise = None if self.threshold is None else _Promise(self, self.threshold, expanded)
+        going = [row for row in expanded.rows if depths[row]]
         while going:
-            of = expanded.level.of
-            children = self.children[len(levels)]
-            level = growth.children(expanded.kept(going), children)
+            of, count = expanded.of, self.children[len(levels)]
+            level = children_of(expanded.kept(going), count, find, ids, foresee, lift)
             if self.narrow:
-                level, _ = level.best(children)
-            levels.append(level if places is None else level.under(of(going, places)))
-            going, width = growth.deeper(level.level), self.top_k
+                level, _ = level.best(count)
+            # In the tree, parents are nodes of the whole level above, not only of those that were expanded.
+            above = None if places is None else of(going, places).gather(1, level.parents)
+            levels.append(level if above is None else replace(level, parents=above))
+            going, width = [row for row in going if depths[row] > level.depth], self.top_k
             if self.price > 0 and going:
-                likely = dict(zip(level.level.rows, level.scores[:, 0].tolist(), strict=True))
+                likely = dict(zip(level.rows, level.scores[:, 0].tolist(), strict=True))
                 going = [row for row in going if likely[row] > log(self.price)]
             elif promise is not None and going:
                 going, width = promise.after(level, of, going)
             expanded, places = (level, None) if width is None else level.best(width)
-        return levels
+        return [tree.best(self.max_nodes) for tree in to_trees(roots, levels)]
 
 
 # Picks the rows of a tensor for these sequences.
@@ -175,14 +177,14 @@ class _Promise:
     it promised. So a tree there may have one level more than it would elsewhere, and expands as many nodes as it may.
     """
 
-    def __init__(self, kind: TreeKind, threshold: float, roots: Scored) -> None:
+    def __init__(self, kind: TreeKind, threshold: float, roots: Level) -> None:
         self._nodes, self._top_k, self._threshold = kind.max_nodes, kind.top_k or kind.max_nodes, threshold
         self._best = roots.scores[:, :0]  # (B', up to N) scores of the best candidates so far, the best first
-        self._expected = [0.0] * len(roots.level.rows)
+        self._expected = [0.0] * len(roots.rows)
         self._late = roots.scores.device.type != "cpu"
         self._waiting: tuple[Sequence[int], Fetched] | None = None
 
-    def after(self, level: Scored, of: Pick, deeper: list[int]) -> tuple[list[int], int]:
+    def after(self, level: Level, of: Pick, deeper: list[int]) -> tuple[list[int], int]:
         """Takes a level.
 
         Args:
@@ -192,11 +194,11 @@ class _Promise:
         Returns:
             Those for which it pays, and the number of nodes to expand.
         """
-        best = torch.cat([of(level.level.rows, self._best), level.scores], dim=1)
+        best = torch.cat([of(level.rows, self._best), level.scores], dim=1)
         self._best = best = best.topk(min(self._nodes, best.shape[1]), dim=-1).values
         # With fewer candidates than nodes, all of them may have children among the best.
         promising = level.scores > (best[:, -1:] if best.shape[1] == self._nodes else float("-inf"))
-        promised = level.level.rows, Fetched(torch.stack([best.exp().sum(1), promising.float().sum(1)]))
+        promised = level.rows, Fetched(torch.stack([best.exp().sum(1), promising.float().sum(1)]))
         read, self._waiting = (self._waiting, promised) if self._late else (promised, None)
         if read is None:  # the first level of a GPU
             return deeper, self._top_k

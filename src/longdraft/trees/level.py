@@ -21,16 +21,21 @@ class Level:
         depth: 0 for the roots, one node each.
         tokens: (B', W) target ids.
         parents: (B', W) each node's parent, as an index into its row of the level before; 0 at depths 0 and 1.
+        log_probs: float32 (B', W) each node's log-probability given its path.
+        scores: float32 (B', W) the log-probability of its path.
     """
 
     rows: tuple[int, ...]
     depth: int
     tokens: torch.Tensor
     parents: torch.Tensor
+    log_probs: torch.Tensor
+    scores: torch.Tensor
 
     def kept(self, rows: Sequence[int]) -> Level:
         """Returns the level of these sequences alone."""
-        return Level(tuple(rows), self.depth, self.of(rows, self.tokens), self.of(rows, self.parents))
+        tensors = self.tokens, self.parents, self.log_probs, self.scores
+        return Level(tuple(rows), self.depth, *(self.of(rows, x) for x in tensors))
 
     def of(self, rows: Sequence[int], x: torch.Tensor) -> torch.Tensor:
         """Returns these sequences' rows of a tensor that has one for each row of the level."""
@@ -39,32 +44,11 @@ class Level:
         # An index tensor would have to be copied to the device.
         return torch.stack([x[self.rows.index(row)] for row in rows])
 
-
-@dataclass(frozen=True)
-class Scored:
-    """A level with each node's log-probability given its path, and the path's sum (scores): float32 (B', W)."""
-
-    level: Level
-    log_probs: torch.Tensor
-    scores: torch.Tensor
-
-    def kept(self, rows: Sequence[int]) -> Scored:
-        """Returns the level of these sequences alone."""
-        of = self.level.of
-        return Scored(self.level.kept(rows), of(rows, self.log_probs), of(rows, self.scores))
-
-    def best(self, width: int) -> tuple[Scored, torch.Tensor]:
+    def best(self, width: int) -> tuple[Level, torch.Tensor]:
         """Returns the ``width`` best nodes of each row, the best first, and their places (B', W) in this level."""
         scores, chosen = self.scores.topk(min(width, self.scores.shape[1]), dim=-1)
-        tokens, parents = self.level.tokens.gather(1, chosen), self.level.parents.gather(1, chosen)
-        level = Level(self.level.rows, self.level.depth, tokens, parents)
-        return Scored(level, self.log_probs.gather(1, chosen), scores), chosen
-
-    def under(self, places: torch.Tensor) -> Scored:
-        """Returns the level with parents that are nodes of the whole level above: its expanded ones' ``places``."""
-        level = self.level
-        parents = places.gather(1, level.parents)
-        return Scored(Level(level.rows, level.depth, level.tokens, parents), self.log_probs, self.scores)
+        tokens, parents, log_probs = (x.gather(1, chosen) for x in (self.tokens, self.parents, self.log_probs))
+        return Level(self.rows, self.depth, tokens, parents, log_probs, scores), chosen
 
 
 # The score of NaN: below all others, and sums of it can still be compared.
@@ -82,51 +66,31 @@ Lift = Callable[[Level, torch.Tensor], torch.Tensor]
 FORESEEN = 64
 
 
-@dataclass(frozen=True)
-class Growth:
-    """Everything that a kind of tree needs to grow the trees of one round.
+def children(
+    last: Level,
+    count: int,
+    likeliest: Likeliest,
+    ids: torch.Tensor | None = None,
+    foresee: Foresee | None = None,
+    lift: Lift | None = None,
+) -> Level:
+    """Returns the ``count`` most probable children of each node, their ``parents`` as indices into ``last``.
 
-    Attributes:
-        expand: the draft. Called with the roots, then with the nodes of each level but the last that are expanded.
-        depths: levels of each sequence's tree at most, 0 for a root alone.
-        ids: (draft vocabulary,) target id of each draft id; None: they are the same.
-        likeliest: used in place of ``expand`` by a draft that finds the likeliest tokens without computing logits.
-        foresee: used if tokens are sampled and the random numbers are known; None: the draft's probabilities count.
-        lift: corrects the draft's probabilities by how they fared; None: they count as they are.
+    Arguments are those of :meth:`longdraft.trees.kind.TreeKind.grow`.
     """
-
-    expand: Expand
-    depths: Sequence[int]
-    ids: torch.Tensor | None = None
-    likeliest: Likeliest | None = None
-    foresee: Foresee | None = None
-    lift: Lift | None = None
-
-    def deeper(self, level: Level) -> list[int]:
-        """Returns the sequences whose trees may have another level."""
-        return [row for row in level.rows if self.depths[row] > level.depth]
-
-    def children(self, last: Scored, count: int) -> Scored:
-        """Returns the ``count`` most probable children of each node, their ``parents`` as indices into ``last``."""
-        wanted = count if self.foresee is None else max(count, FORESEEN)
-        if self.likeliest is not None:
-            log_probs, token = self.likeliest(last.level, wanted)
-        else:
-            log_probs, token = likeliest(self.expand(last.level), wanted)
-        token = token if self.ids is None else self.ids[token]
-        if self.foresee is not None:
-            log_probs = self.foresee(last.level, log_probs, token).nan_to_num(nan=_HOPELESS)
-            log_probs, chosen = log_probs.topk(min(count, log_probs.shape[-1]), dim=-1)
-            token = token.gather(-1, chosen)
-        log_probs = log_probs if self.lift is None else self.lift(last.level, log_probs)
-        # Rounding must not lift a child above its parent: the best nodes would not be closed under parents. And a draft
-        # that overflowed may propose badly, but its numbers must still be comparable.
-        log_probs = log_probs.nan_to_num(nan=_HOPELESS).clamp(max=0.0)
-        scores = (last.scores[..., None] + log_probs).flatten(1)
-        tokens = token.flatten(1)
-        parents = _in_groups(token.shape[1], token.shape[2], token.device).expand_as(tokens)
-        level = Level(last.level.rows, last.level.depth + 1, tokens, parents)
-        return Scored(level, log_probs.flatten(1), scores)
+    log_probs, token = likeliest(last, count if foresee is None else max(count, FORESEEN))
+    token = token if ids is None else ids[token]
+    if foresee is not None:
+        log_probs = foresee(last, log_probs, token).nan_to_num(nan=_HOPELESS)
+        log_probs, chosen = log_probs.topk(min(count, log_probs.shape[-1]), dim=-1)
+        token = token.gather(-1, chosen)
+    log_probs = log_probs if lift is None else lift(last, log_probs)
+    # Rounding must not lift a child above its parent: the best nodes would not be closed under parents. And a draft
+    # that overflowed may propose badly, but its numbers must still be comparable.
+    log_probs = log_probs.nan_to_num(nan=_HOPELESS).clamp(max=0.0)
+    scores, tokens = (last.scores[..., None] + log_probs).flatten(1), token.flatten(1)
+    parents = _in_groups(token.shape[1], token.shape[2], token.device).expand_as(tokens)
+    return Level(last.rows, last.depth + 1, tokens, parents, log_probs.flatten(1), scores)
 
 
 def likeliest(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -136,13 +100,12 @@ def likeliest(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Ten
     return best - logits.logsumexp(-1, keepdim=True), token
 
 
-def root_level(roots: Sequence[int], device: torch.device | str) -> Scored:
+def root_level(roots: Sequence[int], device: torch.device | str) -> Level:
     """Makes the level of the roots, one node a sequence."""
     tokens = on_device(roots, device)[:, None]
     zeros = torch.zeros(tokens.shape, device=device, dtype=torch.float32)
-    return Scored(
-        Level(tuple(range(len(roots))), 0, tokens, _in_groups(1, 1, tokens.device).expand_as(tokens)), zeros, zeros
-    )
+    parents = _in_groups(1, 1, tokens.device).expand_as(tokens)
+    return Level(tuple(range(len(roots))), 0, tokens, parents, zeros, zeros)
 
 
 @lru_cache(maxsize=256)
@@ -152,12 +115,12 @@ def _in_groups(groups: int, size: int, device: torch.device) -> torch.Tensor:
     return torch.arange(groups, device=device).repeat_interleave(size)
 
 
-def to_trees(roots: Sequence[int], levels: Sequence[Scored]) -> list[TokenTree]:
+def to_trees(roots: Sequence[int], levels: Sequence[Level]) -> list[TokenTree]:
     """Turns levels into trees on the host; the one place that waits for the device."""
     if not levels:
         return [TokenTree((root,), (-1,), (0.0,)) for root in roots]
     # Everything is transferred as integers of 32 bits, in one copy.
-    integers = [x.contiguous().flatten() for scored in levels for x in (scored.level.tokens, scored.level.parents)]
+    integers = [x.contiguous().flatten() for level in levels for x in (level.tokens, level.parents)]
     parts = [x.view(torch.int32) for x in (*integers, *(x.log_probs.flatten() for x in levels))]
     fetched = torch.cat(parts).cpu()
     count = 2 * sum(map(len, integers))
@@ -165,10 +128,10 @@ def to_trees(roots: Sequence[int], levels: Sequence[Scored]) -> list[TokenTree]:
     tokens, parents, log_probs = [[root] for root in roots], [[-1] for _ in roots], [[0.0] for _ in roots]
     at = 0
     above = [0] * len(roots)  # index of the first node of each sequence's last level
-    for scored in levels:
-        rows, width = scored.level.rows, scored.scores.shape[1]
-        count = len(rows) * width
-        for i, row in enumerate(rows):
+    for level in levels:
+        width = level.scores.shape[1]
+        count = len(level.rows) * width
+        for i, row in enumerate(level.rows):
             first = len(tokens[row])
             here = 2 * at + i * width
             tokens[row] += numbers[here : here + width]

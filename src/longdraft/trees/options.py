@@ -11,8 +11,14 @@ from longdraft.options import Options, option
 if TYPE_CHECKING:
     from longdraft.trees.kind import TreeKind
 
-KINDS = ("chain", "static", "beam", "dynamic", "opt")
-_WIDE = ("beam", "static")  # kinds with widths
+# The kinds of trees, and the options that shape each beside ``nodes``.
+KINDS = {
+    "chain": ("depth",),
+    "static": ("widths",),
+    "beam": ("widths",),
+    "dynamic": ("depth", "top_k"),
+    "opt": ("depth", "top_k", "threshold"),
+}
 
 
 @dataclass(frozen=True)
@@ -20,7 +26,7 @@ class TreeOptions(Options):
     """The shape of a draft tree. None: not given."""
 
     tree: str | None = option(
-        choices=KINDS,
+        choices=tuple(KINDS),
         help="the kind of tree",
         usual="beam (longspec), static (heads), chain (self), opt (with retrieval), else dynamic",
     )
@@ -63,7 +69,8 @@ class TreeOptions(Options):
         given: dict[str, Any] = self.given()
         chosen_by_user = bool(given)
         tree = given.pop("tree", None) or _implied(default, given)
-        _check_of_one_kind(tree, given)
+        if wrong := [name for name in given if name not in ("nodes", *KINDS[tree])]:
+            raise ValueError(f"{' and '.join(wrong)} do not shape a tree {tree!r}: it takes {', '.join(KINDS[tree])}")
         if tree == "dynamic" and depth is not None:
             given.setdefault("depth", depth)
         made: kind.TreeKind = getattr(kind, tree)(**given)
@@ -71,22 +78,10 @@ class TreeOptions(Options):
 
 
 def _implied(default: str, given: Collection[str]) -> str:
+    """The kind that options without ``tree`` describe."""
     if "widths" in given:
         return "static" if default == "static" else "beam"
     if "threshold" in given:
         return "opt"
-    grown = ("depth" in given and default in _WIDE) or ("top_k" in given and default in (*_WIDE, "chain"))
-    return "dynamic" if grown else default
-
-
-def _check_of_one_kind(tree: str, given: Collection[str]) -> None:
-    """Raises ValueError for an option that this kind of tree does not have."""
-    if tree == "chain" and "top_k" in given:
-        raise ValueError("top_k shapes a dynamic tree or an opt tree; a chain takes depth")
-    if tree in _WIDE and (wrong := [name for name in ("depth", "top_k") if name in given]):
-        raise ValueError(f"{' and '.join(wrong)} shape a dynamic tree or an opt tree; a {tree} tree takes widths")
-    if tree not in _WIDE and "widths" in given:
-        right = "depth" if tree == "chain" else "depth and top_k"
-        raise ValueError(f"widths shape a beam tree; tree {tree!r} takes {right}")
-    if tree != "opt" and "threshold" in given:
-        raise ValueError(f"threshold shapes an opt tree, not a {tree} one: give tree='opt', or leave it out")
+    other = [name for name in ("depth", "top_k") if name in given and name not in KINDS[default]]
+    return "dynamic" if other else default

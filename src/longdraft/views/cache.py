@@ -73,9 +73,13 @@ class TrueCache:
             Whether chunks were chosen.
         """
         end = self.full.readable(slot)
-        if not self._appends(slot, end, due):
-            self.choose(slot, queries)
-            return True
+        self._cut(slot, end)
+        fits = self._sizes[slot] + end - self._ends[slot] <= self.view.capacity
+        if not fits or (due and not self.whole(slot)):
+            if end > self.view.capacity:
+                self.choose(slot, queries)
+                return True
+            self._cut(slot, 0)  # the text has become shorter, and now all of it fits
         size, start = self._sizes[slot], self._ends[slot]
         places, rows = slice(size, size + end - start), slice(start, end)
         self._sizes[slot], self._ends[slot] = places.stop, end
@@ -89,20 +93,6 @@ class TrueCache:
                     target[layers, slot, :, places] = source[:, :, rows].to(self.full.shape.dtype)
         self.store.lengths[slot] = places.stop
         return False
-
-    def _appends(self, slot: int, end: int, due: bool) -> bool:
-        """True if the rows up to ``end`` can be appended to the copies; if not, rows have to be chosen anew.
-
-        Forgets copies of chosen rows if all of the text would fit.
-        """
-        self._cut(slot, end)
-        room = self.view.capacity
-        if self._sizes[slot] + end - self._ends[slot] <= room and (not due or self.whole(slot)):
-            return True
-        if end > room:
-            return False
-        self._cut(slot, 0)  # the text has become shorter, and now all of it fits
-        return True
 
     def _cut(self, slot: int, start: int) -> None:
         """Forgets copies of the text's rows from ``start`` on."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 
@@ -62,21 +61,6 @@ class Refresh:
         self.done(slot)
 
 
-@dataclass
-class _State:
-    """One slot's choice.
-
-    Attributes:
-        chosen: the retrieved chunks, sorted; None: nothing was scored yet.
-        scored: end of the chunks that took part in the last scoring.
-        version: counts changes of the choice.
-    """
-
-    chosen: list[int] | None = None
-    scored: int = 0
-    version: int = 0
-
-
 class Retrieval:
     """Chooses the rows of each slot that a draft sees. One for a run; slots do not affect each other.
 
@@ -90,7 +74,11 @@ class Retrieval:
     def __init__(self, view: View, interval: int = 0, layer: int | None = None) -> None:
         assert view.shared
         self.view, self.refresh, self._layer = view, Refresh(interval, view.query_count), layer
-        self._states: defaultdict[int, _State] = defaultdict(_State)
+        # Of each slot: the retrieved chunks, sorted, once they were scored; the end of the chunks that took part in the
+        # last scoring; the number of changes of the choice.
+        self._chosen: dict[int, list[int]] = {}
+        self._scored: defaultdict[int, int] = defaultdict(int)
+        self._versions: defaultdict[int, int] = defaultdict(int)
 
     def layers(self, count: int) -> tuple[int, ...]:
         """Returns the layer that scores, of a target with so many; empty if nothing is chosen.
@@ -111,9 +99,8 @@ class Retrieval:
             queries: layer -> (Hq, n, d) after RoPE, for :meth:`layers`: of the prompt's last tokens, later of the
                 deepest accepted node.
         """
-        state = self._states[slot]
         self.refresh.add(slot, queries)
-        if state.chosen is not None:
+        if slot in self._chosen:
             self.refresh.note(slot)
             if not self.refresh.due(slot):
                 return
@@ -122,37 +109,35 @@ class Retrieval:
         assert last_queries is not None
         keys = store.layer(layer)[0][slot, :, :length].to(store.shape.dtype)
         chosen = self.view.choose(keys, last_queries[0])[0].tolist()
-        state.version += chosen != state.chosen
-        state.chosen, state.scored = chosen, self.view.between(length).stop
+        self._versions[slot] += chosen != self._chosen.get(slot)
+        self._chosen[slot], self._scored[slot] = chosen, self.view.between(length).stop
         self.refresh.done(slot)
 
     def chosen(self, slot: int) -> list[int] | None:
         """Returns the chosen chunks, sorted; None if nothing has been scored yet."""
-        chosen = self._states[slot].chosen
-        return None if chosen is None else list(chosen)
+        return self._chosen.get(slot)
 
     def version(self, slot: int) -> int:
         """A number that grows whenever the choice changes, and with :meth:`reset`."""
-        return self._states[slot].version
+        return self._versions[slot]
 
-    def visible_chunks(self, slot: int, length: int) -> list[int]:
-        """Returns the chunks of a text of ``length`` rows that are seen beside sink and window: sorted, none twice.
+    def rows(self, slot: int, length: int) -> torch.Tensor:
+        """Returns the rows of a text of ``length`` rows that are seen, (n,) int64 on the host: sorted, none twice.
 
         A text that has room is seen whole. If fewer chunks are chosen than there is room for, the latest unscored ones
         fill it: before the first scoring any, later those that have left the window since.
         """
-        state, between, count = self._states[slot], self.view.between(length), self.view.chunks
-        if len(between) <= count:
-            return list(between)
-        chunks = [c for c in state.chosen or () if c < between.stop]
-        unscored = range(max(state.scored, between.start), between.stop)
-        return [*chunks, *unscored[max(0, len(unscored) - (count - len(chunks))) :]]
-
-    def rows(self, slot: int, length: int) -> torch.Tensor:
-        """Returns the rows that are seen, (n,) int64 on the host: sorted, below ``length``."""
-        return self.view.rows_of(torch.tensor([self.visible_chunks(slot, length)], **WHOLE), length)[0]
+        between, count = self.view.between(length), self.view.chunks
+        chunks = list(between)
+        if len(chunks) > count:
+            chunks = [c for c in self._chosen.get(slot, ()) if c < between.stop]
+            unscored = range(max(self._scored[slot], between.start), between.stop)
+            chunks += unscored[max(0, len(unscored) - (count - len(chunks))) :]
+        return self.view.rows_of(torch.tensor([chunks], **WHOLE), length)[0]
 
     def reset(self, slot: int) -> None:
         """Forgets a slot: another text begins there."""
-        self._states[slot] = _State(version=self._states[slot].version + 1)
+        self._chosen.pop(slot, None)
+        self._scored[slot] = 0
+        self._versions[slot] += 1
         self.refresh.forget(slot)
