@@ -151,9 +151,9 @@ def train(config: Any, progress: Callable[..., None] = lambda *_: None, stop: Ca
     """Trains a cell; yields a report a step. ``config`` is a :class:`longdraft.training.config.RunConfig`."""
     from longdraft.training.features import rows_of
     from longdraft.training.loop import Loop
-    from longdraft.training.session import begin
+    from longdraft.training.session import Session
 
-    session = begin(config, LEVELS, progress, stop)
+    session = Session(config, LEVELS, progress, stop)
     runner, kept = session.runner, session.vocabulary()
     torch.manual_seed(config.seed)
     cell = Cell(runner.parts.hidden_size)

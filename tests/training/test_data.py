@@ -60,8 +60,8 @@ def test_chats_that_cannot_be_used(tmp_path):
 
 def collect(found, skipped=None, kind=RunConfig, **over):
     settings = kind(**({"max_length": 20, "min_length": 4, "held_out": 0.3} | over))
-    made = corpus.collect(in_memory(found), Skipped() if skipped is None else skipped, settings, 3)
-    return SimpleNamespace(learned=list(made.learned), held_out=list(made.held_out), digest=made.learned.digest())
+    learned, held_out = corpus.collect(in_memory(found), Skipped() if skipped is None else skipped, settings, 3)
+    return SimpleNamespace(learned=list(learned), held_out=list(held_out), digest=learned.digest())
 
 
 def test_cut_split_and_ordered():

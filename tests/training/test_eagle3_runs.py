@@ -19,7 +19,7 @@ from longdraft.errors import CheckpointError, ConfigError
 from longdraft.model.rotary import yarn
 from longdraft.training.config import DEPTH, Eagle3Config
 from longdraft.training.eagle3 import Eagle3Trainee
-from longdraft.training.session import begin, never, silent
+from longdraft.training.session import Session
 from tests.support.drafts import published_eagle3
 from tests.training.helpers import begun, losses_of, steps
 
@@ -85,9 +85,9 @@ def theirs(target, tmp_path) -> Callable[..., Path]:
 
 def loss_of(config: Eagle3Config, draft: Eagle3Draft) -> float:
     """A draft's loss on all that a run learns, per learned row, with the positions that it decodes with."""
-    session = begin(config, DEPTH, silent, never)
+    session = Session(config, DEPTH)
     reader = session.reader(draft.feature_layers(session.runner))
-    documents = [reader.read(document) for document in session.data.learned]
+    documents = [reader.read(document) for document in session.learned]
     rotary = draft.rotary(torch.float32, "cpu")
     trainee = Eagle3Trainee(draft.trainable(), session.runner.parts, rotary, draft.ids, config).train()
     rows = sum(trainee.learned(len(d.tokens), d.start, 0) for d in documents)

@@ -24,7 +24,7 @@ from longdraft.errors import (
 )
 from longdraft.training import loop
 from longdraft.training.measure import Simulated
-from longdraft.training.session import begin, never, silent
+from longdraft.training.session import Session
 from tests.support.drafts import random_draft
 from tests.support.quick import slow
 from tests.support.tiny import tiny_model, tiny_tokenizer
@@ -353,9 +353,9 @@ def test_offsets_are_drawn_anew_in_each_epoch_unless_they_are_kept(config, tmp_p
     """LongSpec, section 3.2: over a run, a text meets many positions."""
     for cache in (None, str(tmp_path / "cache")):
         run = config(anchor_offset=300, max_length=64, cache=cache, out=tmp_path / f"run{bool(cache)}")
-        began = begin(run, 5, silent, never)
-        drawn = [[began.offset(i, epoch) for i in range(len(began.data.learned))] for epoch in range(3)]
+        began = Session(run, 5)
+        drawn = [[began.offset(i, epoch) for i in range(len(began.learned))] for epoch in range(3)]
         assert all(0 <= n <= 300 for each in drawn for n in each) and len({*drawn[0]}) > 5
         assert (drawn[0] == drawn[1]) == (cache is not None)
-        text, offset = began.data.learned[0], began.offset(0, 1)
+        text, offset = began.learned[0], began.offset(0, 1)
         assert began.reader(()).read(text, offset).positions[-1] - offset + 1 == len(text.tokens)

@@ -243,9 +243,8 @@ def answer(
                             continue
                         file.refused, unanswered = file.refused + 1, unanswered + 1
                         if unanswered == PATIENCE:
-                            raise PromptError(
-                                f"{PATIENCE} prompts in a row got no answer ({found}): shorten passages. {kept}"
-                            )
+                            why = f"{PATIENCE} prompts in a row got no answer ({found})"
+                            raise PromptError(f"{why}: shorten passages. {kept}")
             finally:
                 for task in flying:
                     task.cancel()

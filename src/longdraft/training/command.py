@@ -25,7 +25,13 @@ PACKAGES = ("torch", "transformers", "accelerate", "safetensors")
 
 def train_command(settings: Mapping[str, Any], processes: int) -> str:
     """The record of this process's run."""
-    lines = {"Timestamp": datetime.now(timezone.utc).isoformat(), "Git SHA": _commit(), "World size": processes}
+    # The second revision fails where the package only lies inside somebody's repository.
+    words = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD", f"HEAD:./{Path(__file__).name}"]
+    try:
+        commit = subprocess.run(words, capture_output=True, text=True, check=True, timeout=10).stdout.split()[0]
+    except (OSError, subprocess.SubprocessError):
+        commit = "unknown"  # it was installed
+    lines = {"Timestamp": datetime.now(timezone.utc).isoformat(), "Git SHA": commit, "World size": processes}
     lines |= {"longdraft": longdraft.__version__} | {package: version(package) for package in PACKAGES}
     lines |= {"Settings": json.dumps(settings)}
     return "".join(f"# {name}: {value}\n" for name, value in lines.items()) + f"{shlex.join(sys.argv)}\n"
@@ -35,13 +41,3 @@ def write(folder: Path, record: str) -> None:
     """Writes a record to a folder. Raises CheckpointError if it cannot be written."""
     with replacing(folder / COMMAND) as part:
         part.write_text(record, encoding="utf-8")
-
-
-def _commit() -> str:
-    """The commit of the checkout that this package runs from; "unknown" if it was installed."""
-    # The second revision fails where the package only lies inside somebody's repository.
-    words = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD", f"HEAD:./{Path(__file__).name}"]
-    try:
-        return subprocess.run(words, capture_output=True, text=True, check=True, timeout=10).stdout.split()[0]
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"

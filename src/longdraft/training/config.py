@@ -43,20 +43,12 @@ class RunConfig(Options):
     intermediate_size: int | None = option(None, help="size of the draft's MLP; none: the target's, or init's", min=1)
     vocabulary: int | None = option(None, help="tokens that the draft can propose; none: all, or init's", min=1)
     vocabulary_from: tuple[str, ...] = option((), help="files to count the vocabulary's tokens on; none: data")
-    distill: float = option(
-        0.0, help="share of the loss that follows the target's distribution, not the text's token", min=0, most=1
-    )
+    distill: float = option(0.0, help="share of the loss that follows the target's distribution", min=0, most=1)
     cache: str | None = option(None, help="folder for the target's features; none: the target runs in every epoch")
-    hidden_states: str | None = option(
-        None, help="folder of hidden states that vLLM extracted for data; none: the target computes them"
-    )
+    hidden_states: str | None = option(None, help="folder of vLLM's hidden states of data; none: the target runs")
     target_dtype: str = option("auto", help="dtype of the target", choices=("auto", "float32", "bfloat16", "float16"))
-    target_rope_factor: float | None = option(
-        None, help="YaRN's factor for the target, for texts longer than its context; none: as it is", min=1
-    )
-    precision: str = option(
-        "bf16", help="dtype of the draft's products (no: float32); weights are always float32", choices=("bf16", "no")
-    )
+    target_rope_factor: float | None = option(None, help="YaRN's factor for the target; none: as it is", min=1)
+    precision: str = option("bf16", help="dtype of the draft's products (no: float32)", choices=("bf16", "no"))
     epochs: float = option(1.0, help="passes over the data; a fraction stops part of the way", above=0)
     max_steps: int | None = option(None, help="steps after which the run ends; none: with its epochs", min=1)
     rows: int = option(4096, help="learned tokens in a batch (documents are packed)", min=1)
@@ -72,9 +64,7 @@ class RunConfig(Options):
     save_every: int = option(200, help="steps between checkpoints; 0: only at the end", min=0)
     measure_every: int = option(200, help="steps between measurements; 0: only at the end", min=0)
     keep: int = option(2, help="checkpoints to keep", min=1)
-    recompute: bool = option(
-        False, help="compute the draft's layers again in the backward pass: less memory, more work"
-    )
+    recompute: bool = option(False, help="compute the draft's layers again in the backward pass: less memory")
     track: tuple[str, ...] = option((), help="trackers of accelerate that get the figures too: tensorboard, wandb, ...")
     threads: int | None = option(None, help="CPU threads; none: torch's choice", min=1)
     device: str | None = option(None, help="cpu, cuda, cuda:N, mps; none: the best there is, a GPU for each process")
@@ -111,9 +101,7 @@ class Eagle3Config(RunConfig):
     ttt: int = option(5, help="steps of the training-time test: how deep it drafts on its own outputs", min=1)
     decay: float = option(0.8, help="weight of a step relative to the step before it", above=0, most=1)
     retain: float = option(1.0, help="share of a batch's documents that goes on to the next step", above=0, most=1)
-    feature_layers: tuple[int, ...] = option(
-        (), help="decoder layers whose output is read (0: the first); none: 1, L//2-1 and L-4, or those of init"
-    )
+    feature_layers: tuple[int, ...] = option((), help="layers that it reads; none: 1, L//2-1 and L-4, or init's")
     window: int | None = option(None, help="keys that the draft sees, a row's own included; none: all", min=1)
     distill: float = option(1.0, help="share of the loss that follows the target's distribution", min=0, most=1)
     rope_theta: float | None = option(None, help="base of the draft's RoPE; none: init's, or the target's", above=0)
@@ -155,14 +143,10 @@ class LmConfig(RunConfig):
     """A run that distils a small language model. The draft has the target's head counts and head size."""
 
     layers: int = option(3, help="decoder layers; a draft in init keeps its layers, sizes and rotary base", min=1)
-    start_from: tuple[int, ...] | None = option(
-        None, help="layers of the target (0: the first) that a new draft's layers begin as; none: random weights"
-    )
+    start_from: tuple[int, ...] | None = option(None, help="the target's layers to begin as; none: random weights")
     learn_prompts: bool = option(True, help="also learn an answer's prompt, if both together fit max_length")
     rope_theta: float = option(10000.0, help="base of the draft's rotary embedding", above=0)
-    retrieval_layer: int | None = option(
-        None, help="layer of the target (0: the first) that the draft names for retrieval; none: the last", min=0
-    )
+    retrieval_layer: int | None = option(None, help="the target's layer that ranks chunks; none: the last", min=0)
     max_length: int = option(1024, help="tokens that it sees at once; of a longer prompt and answer, the end", min=1)
     distill: float = option(0.8, help="share of the loss that follows the target's distribution", min=0, most=1)
     without = ("anchor_offset",)

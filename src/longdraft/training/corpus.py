@@ -126,17 +126,10 @@ class Documents(Sequence[Document]):
         return hashed.hexdigest()[:16]
 
 
-class Corpus(NamedTuple):
-    """The documents to train on and to measure on. No passage is in both."""
-
-    learned: Documents
-    held_out: Documents
-
-
 def collect(
     whole: Documents, skipped: Skipped, config: RunConfig, shortest_learned: int, longest: int = 1 << 30
-) -> Corpus:
-    """Cuts, filters and splits documents as the settings say.
+) -> tuple[Documents, Documents]:
+    """The documents to train on and to measure on, cut, filtered and split as the settings say: no passage is in both.
 
     Plain text is cut into pieces of ``max_length`` tokens. A document with a prompt is cut at its end, and left out if
     nothing learned would remain; for a language model it is cut at its beginning, and with ``learn_prompts`` one that
@@ -176,11 +169,9 @@ def collect(
                 entire = learn_prompts and side is learned and count < max_length
                 side.piece(whole, i, first, count, 1 if entire else learned_from)
     if not len(learned):
-        raise PromptError(
-            f"Nothing to train on: no usable document in the data (left out: {skipped}; held out: {len(measured)}). "
-            "Rows need `text`, `messages` or `tokens`, and more of them than `sample` and `held_out` take away."
-        )
-    return Corpus(learned.ordered(), measured.ordered())
+        left = f"left out: {skipped}; held out: {len(measured)}"
+        raise PromptError(f"Nothing to train on ({left}): give more rows with `text`, `messages` or `tokens`.")
+    return learned.ordered(), measured.ordered()
 
 
 def _share(whole: Documents, i: int, first: int, purpose: str) -> float:

@@ -13,6 +13,7 @@ import lzma
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle, dropwhile, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -128,10 +129,8 @@ def rows(sources: Iterable[Path | str], skipped: Skipped) -> Iterator[Row | None
         if source.is_dir():
             files = sorted(path for path in source.rglob("*") if path.name.endswith(ENDINGS) and path.is_file())
         if not files or not files[0].exists():
-            raise PromptError(
-                f"There is no file {source}, or no text in it ({', '.join(ENDINGS)}): check the path. A corpus goes by "
-                "its folder alone."
-            )
+            ends = ", ".join(ENDINGS)
+            raise PromptError(f"There is no file {source}, or no text in it ({ends}). A corpus goes by its folder.")
         for path in files:
             try:
                 for row in _read(path):
@@ -155,12 +154,9 @@ def _read(path: Path) -> Iterator[Any]:
         for batch in _arrow(path).parquet.ParquetFile(path).iter_batches(256):
             yield from batch.to_pylist()
     else:
-        packed: Any = {".xz": lzma.open, ".gz": gzip.open}.get(path.suffix, open)
-        if path.suffix == ".zst":
-            file = _arrow(path).input_stream(path, compression="zstd")
-        else:
-            file = packed(path, "rb")
-        with io.TextIOWrapper(file, "utf-8", "replace") as lines:
+        zst = partial(_arrow(path).input_stream, compression="zstd") if path.suffix == ".zst" else None
+        packed: Any = zst or {".xz": lzma.open, ".gz": gzip.open}.get(path.suffix, partial(open, mode="rb"))
+        with io.TextIOWrapper(packed(path), "utf-8", "replace") as lines:
             for line in filter(str.strip, lines):
                 try:
                     yield json.loads(line)

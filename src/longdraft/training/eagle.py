@@ -23,7 +23,7 @@ from longdraft.model.shared_parts import SharedParts
 from longdraft.training.config import DEPTH, EagleConfig
 from longdraft.training.eagle3 import Eagle3Trainee
 from longdraft.training.loop import Loop, Report
-from longdraft.training.session import Progress, Stop, begin, never, silent
+from longdraft.training.session import Progress, Session, Stop, never, silent
 from longdraft.training.trainee import Pack, StepOutput
 
 # Every document gets a number below this in each epoch, which seeds its noise.
@@ -64,7 +64,7 @@ class EagleTrainee(Eagle3Trainee):
 def train_eagle(config: EagleConfig, progress: Progress = silent, stop: Stop = never) -> Iterator[Report]:
     """Trains an EAGLE-1 draft; see :mod:`longdraft.training.session`."""
     init = None if config.init is None else EagleDraft.load(config.init)
-    session = begin(config, DEPTH, progress, stop)
+    session = Session(config, DEPTH, progress, stop)
     runner = session.runner
     layers: tuple[int, ...] = (runner.depth - 1,)
     if init is None:

@@ -40,7 +40,7 @@ from longdraft.training.attention import Pair, attend
 from longdraft.training.config import DEPTH, Eagle3Config, OnePassConfig, RunConfig
 from longdraft.training.features import Features, rows_of
 from longdraft.training.loop import Loop, Report
-from longdraft.training.session import Progress, Session, Stop, begin, never, silent
+from longdraft.training.session import Progress, Session, Stop, never, silent
 from longdraft.training.trainee import Attention, Pack, StepOutput, Trainee
 
 # Size of the random part of a fresh fc, relative to the layer that passes through.
@@ -261,7 +261,7 @@ def _train(
         assert isinstance(loaded, Eagle3Draft)
         init = loaded
     # A document needs a row for every step, those of measuring included.
-    session = begin(config, max(config.ttt, DEPTH), progress, stop)
+    session = Session(config, max(config.ttt, DEPTH), progress, stop)
     runner, window = session.runner, config.window
     rope = yarn(float(runner.parts.description.get("rope_theta") or THETA))
     if init is None:
@@ -315,7 +315,7 @@ def _new(config: Eagle3Config, session: Session) -> tuple[Eagle3Block, torch.Ten
     layers = config.feature_layers or usual_layers(runner.depth)
     if list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] < runner.depth:
         raise ConfigError(
-            f"Set feature_layers to increasing indices of the target's {runner.depth} layers, not {list(layers)}."
+            f"Set feature_layers to increasing ones of the target's {runner.depth} layers, not {[*layers]}"
         )
     kept, size = session.vocabulary(), len(layers) * runner.parts.hidden_size
     head = rows_of(runner.parts.head, kept).cpu()
@@ -348,8 +348,6 @@ def _positions(
     length = rope.get("original_max_position_embeddings") or own.get("rope_original_length")
     length = length or (None if init is None else init.trained_length)
     if factor is not None and not length:
-        raise ConfigError(
-            "rope_factor needs rope_original_length, the tokens that it stretches: set rope_original_length."
-        )
+        raise ConfigError("rope_factor needs rope_original_length, the length to stretch: set rope_original_length.")
     rope = stretched(rope, length, config.rope_theta, factor, "" if init is None else init.folder)
     return rope, factor, inference or factor

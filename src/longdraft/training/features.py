@@ -229,10 +229,8 @@ class ExtractedStates(FeatureReader):
         known = _key(tokens[:-1])
         place = bisect_left(self._files, (known, Path()))
         if place == len(self._files) or not self._files[place][0].startswith(known):
-            raise CheckpointError(
-                f"hidden_states: {self.folder} lacks a text of {len(tokens)} tokens that begins with {tokens[:8]}. "
-                "Extract the rows of data by their token ids, or leave those rows out; max_length must not cut texts."
-            )
+            text = f"a text of {len(tokens)} tokens that begins with {tokens[:8]}"
+            raise CheckpointError(f"hidden_states: {self.folder} lacks {text}. Extract it whole, or raise max_length.")
         states = self._states(self._files[place][1])[: len(tokens)].flatten(1)
         states = torch.nn.functional.pad(states, (0, 0, 0, len(tokens) - len(states)))
         last = states[start - 1 : -1, -self.runner.parts.hidden_size :].to(self.runner.device)
@@ -246,10 +244,8 @@ class ExtractedStates(FeatureReader):
             states: torch.Tensor = file.get_tensor("hidden_states")
         wanted = len(self.taps), self.runner.parts.hidden_size
         if states.ndim != 3 or tuple(states.shape[1:]) != wanted:
-            raise CheckpointError(
-                f"{path} has hidden_states {tuple(states.shape)}, where this draft reads (tokens, {wanted[0]}, "
-                f"{wanted[1]}): extract with {self._ids}, or set feature_layers."
-            )
+            found, read = tuple(states.shape), f"(tokens, {wanted[0]}, {wanted[1]})"
+            raise CheckpointError(f"{path} has states {found}, not {read}: extract {self._ids}, or set feature_layers.")
         if not states.isfinite().all():
             raise CheckpointError(f"{path} has hidden_states that are no numbers. {EXTRACT}")
         return states
@@ -270,10 +266,7 @@ class ExtractedStates(FeatureReader):
             # Without the first token, whose states are large and alike in many layers.
             nearest = int((inputs - states[:, i, None])[1:].square().sum((0, 2)).argmin())
             if nearest != layer + 1:
-                raise CheckpointError(
-                    f"{path}: states {i} are those of vLLM's layer {nearest}, where this draft reads {layer + 1}: "
-                    f"extract with {self._ids}, from this target."
-                )
+                raise CheckpointError(f"{path}: states {i} are of layer {nearest}: extract {self._ids} of this target.")
 
 
 def _key(tokens: list[int]) -> bytes:

@@ -18,7 +18,7 @@ from longdraft.model.shared_parts import final_norm
 from longdraft.training.config import HeadsConfig
 from longdraft.training.features import Features
 from longdraft.training.loop import Loop, Report
-from longdraft.training.session import Progress, Stop, begin, never, silent
+from longdraft.training.session import Progress, Session, Stop, never, silent
 from longdraft.training.trainee import StepOutput, Trainee
 
 
@@ -59,7 +59,7 @@ def train_heads(config: HeadsConfig, progress: Progress = silent, stop: Stop = n
     # Before the target is loaded, so that a wrong folder is reported at once.
     init = None if config.init is None else HeadsDraft.load(config.init)
     heads = config.heads if init is None else init.shape.heads
-    session = begin(config, heads, progress, stop)
+    session = Session(config, heads, progress, stop)
     runner, fit = session.runner, None
     if init is None:
         kept = session.vocabulary()

@@ -18,7 +18,7 @@ from longdraft.training.attention import attend
 from longdraft.training.config import LmConfig
 from longdraft.training.features import Features, rows_of
 from longdraft.training.loop import Loop, Report
-from longdraft.training.session import Progress, Stop, begin, never, silent
+from longdraft.training.session import Progress, Session, Stop, never, silent
 from longdraft.training.trainee import StepOutput, Trainee
 
 
@@ -42,7 +42,7 @@ class LmTrainee(Trainee):
 
 def train_lm(config: LmConfig, progress: Progress = silent, stop: Stop = never) -> Iterator[Report]:
     """Distils a small Llama from the target; see :mod:`longdraft.training.session`."""
-    session = begin(config, 0, progress, stop)
+    session = Session(config, 0, progress, stop)
     runner = session.runner
     if config.init is None:
         sizes = small_models.sizes_for(

@@ -18,7 +18,7 @@ from longdraft.training.attention import attend
 from longdraft.training.config import TrainConfig
 from longdraft.training.features import Features
 from longdraft.training.loop import Loop, Report
-from longdraft.training.session import Progress, Stop, begin, never, silent
+from longdraft.training.session import Progress, Session, Stop, never, silent
 from longdraft.training.trainee import StepOutput, Trainee
 
 
@@ -58,7 +58,7 @@ def train_longspec(config: TrainConfig, progress: Progress = silent, stop: Stop 
 
     The draft in ``config.init`` keeps its sizes and its vocabulary; the window may be set anew.
     """
-    session = begin(config, config.noise, progress, stop)
+    session = Session(config, config.noise, progress, stop)
     check_rotary(session.runner)
     if config.init is None:
         block = LongSpecBlock(LongSpecShape(**session.sizes(), window=config.window, final_norm=config.final_norm))

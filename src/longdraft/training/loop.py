@@ -150,27 +150,25 @@ class Loop:
         shifts: int = 1,
         fit: Callable[[Features], None] | None = None,
     ) -> None:
-        config, accelerator, data = session.config, session.accelerator, session.data
+        config, accelerator, held_out = session.config, session.accelerator, session.held_out
         self.session, self.config, self.accelerator, self.trainee = session, config, accelerator, trainee
         self.kind, self.described = kind, {"base_model": hub.base_model(config.target), **described}
         self.levels, self.measured, self.out = levels, measured, Path(config.out)
-        self._documents, self._reader = data.learned, session.reader(layers)
+        self._documents, self._reader = session.learned, session.reader(layers)
         if fit is not None:
             fit(self._features(0, 0))
         if config.distill:
             trainee.measure_scale(session.runner)
         trainee.to(session.runner.device)
         # Documents to measure on have more learned tokens than a round has levels.
-        spans = zip(data.held_out.lengths, data.held_out.starts, strict=True)
+        spans = zip(held_out.lengths, held_out.starts, strict=True)
         long = [i for i, (length, start) in enumerate(spans) if length - start > measured]
-        self.held_out = [data.held_out[i] for i in long[:: max(1, len(long) // MEASURED)][:MEASURED]]
+        self.held_out = [held_out[i] for i in long[:: max(1, len(long) // MEASURED)][:MEASURED]]
         processes = accelerator.num_processes
         rows = array("i", (self._rows(i, 0) for i in range(len(self._documents))))
         self.schedule = Schedule(rows, config, shifts, processes)
         if not self.schedule.at(0):
-            raise PromptError(
-                f"The data make fewer batches than there are processes ({processes}): give more text or lower `rows`."
-            )
+            raise PromptError(f"The data make fewer batches than {processes} processes: give more text or lower rows.")
         weights, betas = list(trainee.parameters()), (config.betas[0], config.betas[1])
         groups: list[dict[str, Any]] = [
             {"params": [p for p in weights if p.ndim > 1], "weight_decay": config.weight_decay},
@@ -194,9 +192,7 @@ class Loop:
         self._resume()
         steps, accelerator = self.schedule.steps, self.accelerator
         if self.step == steps:
-            self.session.progress(
-                f"{self.out} holds this run with all of its {steps:,} steps: nothing is left to train"
-            )
+            self.session.progress(f"{self.out} holds all {steps:,} steps of this run: nothing is left to train")
         elif self.step:
             self.session.progress(f"resuming at step {self.step:,} of {steps:,}")
         if accelerator.is_main_process:
@@ -248,17 +244,14 @@ class Loop:
                 out: StepOutput = self.module(documents, batch.shifts)
                 # Gradients are averaged over processes; times their number, the loss is the mean over all rows.
                 self.accelerator.backward(out.loss * (world / rows))
-            each = (
-                depths.cpu().bincount(minlength=levels + 1)[1:] for depths in (out.depths[out.ranks == 0], out.depths)
-            )
+            counted = out.depths[out.ranks == 0], out.depths
+            each = (depths.cpu().bincount(minlength=levels + 1)[1:] for depths in counted)
             sums += torch.cat([out.loss.detach().cpu()[None], *each])  # not every device has float64
         if world > 1:
             sums = self._summed(sums.float()).double()
         loss = float(sums[0]) / rows
         if not math.isfinite(loss):
-            raise NumericalError(
-                f"The loss is {loss} at step {self.step + 1}. The last checkpoint is kept; lower lr, or check the data."
-            )
+            raise NumericalError(f"The loss is {loss} at step {self.step + 1}. Lower lr: the last checkpoint is kept.")
         self.accelerator.clip_grad_norm_(self.module.parameters(), config.clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -275,9 +268,8 @@ class Loop:
             return None
         self.module.eval()
         # Every process measures all; of sums, their figures are the same whatever the last bits.
-        simulated = simulate(
-            self.module, map(self._reader.read, self.held_out), self.measured, self.trainee.by, self._summed
-        )
+        held_out = map(self._reader.read, self.held_out)
+        simulated = simulate(self.module, held_out, self.measured, self.trainee.by, self._summed)
         if simulated.tree > self.best:
             self.best = simulated.tree
             self._save_draft("best")
@@ -359,9 +351,7 @@ class Loop:
     def _resume(self) -> None:
         """Loads the newest checkpoint, if there is one. Raises CheckpointError if it is of another run."""
         for path in self._checkpoints()[-1:]:
-            with naming(
-                path, f"The checkpoint {path} cannot be read", "Delete it: the run continues from the one before."
-            ):
+            with naming(path, f"The checkpoint {path} cannot be read", "Delete it, to go on from the one before."):
                 state, own = read_json(path / STATE), self._identity
                 # A setting that came later than the checkpoint had its default.
                 there = {f.name: f.default for f in dataclasses.fields(self.config)} | state["config"] | state
@@ -369,10 +359,8 @@ class Loop:
                 names = sorted({*here} - {"config"})
                 different = [f"{n}: {there.get(n)} there, {here[n]} here" for n in names if there.get(n) != here[n]]
                 if different:
-                    raise CheckpointError(
-                        f"{self.out} holds a run with other settings or data ({'; '.join(different)}; documents: a "
-                        "digest; width: processes times accumulate). Give another `out`, or delete its checkpoints."
-                    )
+                    what = f"{self.out} holds a run with other settings or data ({'; '.join(different)})"
+                    raise CheckpointError(f"{what}. Give another `out`, or delete its checkpoints.")
                 self.accelerator.load_state(str(path))
                 self.step, self.best = int(state["step"]), float(state["best"])
 

@@ -1,6 +1,6 @@
 """What every training run begins with: processes, the target, and the documents.
 
-:func:`begin` makes them a :class:`Session`, a kind of draft makes a module, new or read from a folder, and
+A kind of draft makes a module for a :class:`Session`, new or read from a folder, and
 :class:`longdraft.training.loop.Loop` trains it.
 
 Every ``train_...`` function takes settings, a ``progress`` (called with what is being prepared), and a ``stop`` (called
@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -31,9 +30,6 @@ from longdraft.training import corpus
 from longdraft.training.config import RunConfig
 from longdraft.training.documents import Skipped
 from longdraft.training.features import ExtractedStates, FeatureReader
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 # The other processes wait while one downloads a model or reads a shard. Ending a hung one is left to the launcher.
 PATIENCE = timedelta(days=7)
@@ -52,21 +48,46 @@ def never() -> bool:
     return False
 
 
-@dataclass(frozen=True)
 class Session:
-    """A run whose target is loaded and whose documents are read.
+    """A run whose processes are there, whose target is loaded, and whose documents are read.
+
+    Args:
+        shortest_learned: a document must have more learned tokens than this.
 
     Attributes:
-        data: the documents, split into learned and held out.
+        learned, held_out: the documents to train on and to measure on.
+
+    Raises:
+        CapabilityError: a tracker is asked for that is not installed, or that accelerate does not know.
     """
 
-    config: RunConfig
-    accelerator: Accelerator
-    runner: TargetRunner
-    tokenizer: PreTrainedTokenizerBase
-    data: corpus.Corpus
-    progress: Progress
-    stop: Stop
+    def __init__(
+        self, config: RunConfig, shortest_learned: int, progress: Progress = silent, stop: Stop = never
+    ) -> None:
+        if config.threads:
+            torch.set_num_threads(config.threads)
+        device_name = config.device or ""
+        if device_name.startswith("cuda:") and torch.cuda.is_available():
+            torch.cuda.set_device(device_name)  # accelerate takes the current one
+        if lacking := set(config.track) - {str(each) for each in get_available_trackers()}:
+            raise CapabilityError(f"track: {', '.join(sorted(lacking))} is not there: install it, or leave it out.")
+        self.config, self.progress, self.stop = config, progress, stop
+        self.accelerator = accelerator = Accelerator(
+            cpu=device_name == "cpu",
+            mixed_precision=config.precision,
+            log_with=list(config.track) or None,
+            project_dir=config.out,
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
+        )
+        place = accelerator.device if accelerator.num_processes > 1 or not config.device else config.device
+        factor, skipped = config.target_rope_factor, Skipped()
+        with accelerator.main_process_first():  # the first process downloads, and compiles kernels
+            loaded = load(config.target, dtype=config.target_dtype, device=place, rope_factor=factor, progress=progress)
+        model, self.tokenizer = loaded
+        self.runner = runner = TargetRunner(model)
+        whole = corpus.read(config.data, self.tokenizer, skipped, runner.vocab_size)
+        self.learned, self.held_out = corpus.collect(whole, skipped, config, shortest_learned, runner.context_length)
+        progress(f"{len(self.learned):,} documents, {len(self.held_out):,} held out; left out: {skipped}")
 
     def sizes(self) -> dict[str, Any]:
         """The sizes that a new draft takes from the target."""
@@ -85,7 +106,7 @@ class Session:
         config, runner = self.config, self.runner
         if config.vocabulary is None or config.vocabulary >= runner.vocab_size:
             return None
-        counted = self.data.learned
+        counted = self.learned
         if config.vocabulary_from:
             counted = corpus.read(config.vocabulary_from, self.tokenizer, Skipped(), runner.vocab_size)
         return corpus.most_frequent(counted, runner.vocab_size, config.vocabulary, runner.eos_token_ids)
@@ -96,7 +117,7 @@ class Session:
         Anew in each epoch, unless features are kept.
         """
         config, kept = self.config, 0 if self.config.cache is not None else epoch
-        most = max(0, min(config.anchor_offset, self.runner.context_length - self.data.learned.lengths[i]))
+        most = max(0, min(config.anchor_offset, self.runner.context_length - self.learned.lengths[i]))
         return random.Random(f"{config.seed}/{kept}/{i}").randint(0, most) if most else 0
 
     def reader(self, layers: tuple[int, ...] | None) -> FeatureReader:
@@ -109,45 +130,3 @@ class Session:
         identity = runner.parts.description, str(runner.kv_shape.dtype), str(dtype), config.target_rope_factor
         cache = None if config.cache is None else Path(config.cache)
         return FeatureReader(runner, dtype, layers, config.distill > 0, cache, identity)
-
-
-def begin(config: RunConfig, shortest_learned: int, progress: Progress, stop: Stop) -> Session:
-    """Sets up torch and accelerate, loads the target, and reads the documents.
-
-    Args:
-        shortest_learned: a document must have more learned tokens than this.
-
-    Raises:
-        CapabilityError: a tracker is asked for that is not installed, or that accelerate does not know.
-    """
-    if config.threads:
-        torch.set_num_threads(config.threads)
-    device_name = config.device or ""
-    if device_name.startswith("cuda:") and torch.cuda.is_available():
-        torch.cuda.set_device(device_name)  # accelerate takes the current one
-    if lacking := set(config.track) - {str(each) for each in get_available_trackers()}:
-        raise CapabilityError(
-            f"track: {', '.join(sorted(lacking))} is not there: install its package, or leave it out (every step is in "
-            f"{config.out}/log.jsonl anyway)."
-        )
-    accelerator = Accelerator(
-        cpu=device_name == "cpu",
-        mixed_precision=config.precision,
-        log_with=list(config.track) or None,
-        project_dir=config.out,
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
-    )
-    place = accelerator.device if accelerator.num_processes > 1 or not config.device else config.device
-    with accelerator.main_process_first():  # the first process downloads, and compiles kernels
-        model, tokenizer = load(
-            config.target,
-            dtype=config.target_dtype,
-            device=place,
-            rope_factor=config.target_rope_factor,
-            progress=progress,
-        )
-    runner, skipped = TargetRunner(model), Skipped()
-    whole = corpus.read(config.data, tokenizer, skipped, runner.vocab_size)
-    data = corpus.collect(whole, skipped, config, shortest_learned, runner.context_length)
-    progress(f"{len(data.learned):,} documents, {len(data.held_out):,} held out; left out: {skipped}")
-    return Session(config, accelerator, runner, tokenizer, data, progress, stop)

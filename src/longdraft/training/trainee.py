@@ -168,10 +168,8 @@ class Trainee(nn.Module):
         logits = torch.atanh(logits / cap) * cap if cap else logits
         scale = float(logits @ products / products.square().sum())
         if not (logits - scale * products).norm() < 0.1 * logits.norm():
-            raise UnsupportedModelError(
-                f"{type(runner.model).__name__} computes its logits in a way of its own, which no draft learns from: "
-                "set distill to 0."
-            )
+            name = type(runner.model).__name__
+            raise UnsupportedModelError(f"{name} has logits of a make that no draft learns from: set distill to 0.")
         self.scale = 1.0 if abs(scale - 1) < 0.01 else scale
 
     def layer(self, compute: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:

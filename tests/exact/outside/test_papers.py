@@ -77,13 +77,13 @@ def test_a_draft_that_does_not_say_where_its_residual_starts_is_read_as_vllm_rea
 
 def test_pieces_of_a_text_are_all_learned_or_all_held_out():
     texts = [Document([1 + (i * j) % 97 for j in range(400)], 1) for i in range(1, 60)]
-    found = collect(in_memory(texts), Skipped(), RunConfig(max_length=50, min_length=8, held_out=0.3), 1)
+    sides = collect(in_memory(texts), Skipped(), RunConfig(max_length=50, min_length=8, held_out=0.3), 1)
 
     def texts_of(side):
         return {next(i for i, text in enumerate(texts) if _within(piece.tokens, text.tokens)) for piece in side}
 
-    assert len(found.learned) + len(found.held_out) == 59 * 8
-    learned, measured = texts_of(found.learned), texts_of(found.held_out)
+    assert sum(map(len, sides)) == 59 * 8
+    learned, measured = map(texts_of, sides)
     assert learned and measured and not learned & measured
 
 
