@@ -36,7 +36,7 @@ from longdraft.trees.level import Level, likeliest
 from longdraft.trees.options import TreeOptions
 from longdraft.trees.tree import NodeLimit, TokenTree
 from longdraft.views import draft_cache
-from longdraft.views.draft_cache import FRESH, CompactCache, DraftCache, fresh_room
+from longdraft.views.draft_cache import FRESH, CompactCache, DraftCache
 from longdraft.views.retrieval import Retrieval
 from longdraft.views.view import View
 
@@ -79,9 +79,10 @@ class SmallLMDrafter(RetrievingDrafter):
         given = seen.sizes(view == "retrieval", "view=retrieval")
         self.tree = tree.kind("opt" if view == "retrieval" else "dynamic")
         self.draft, self.view = draft.lighter(seen.vocabulary), view
-        # sink and recent mean nothing where all is seen: schedules have options of these names too.
-        fresh = fresh_room(self.tree.depth)
+        # Room behind gathered rows: at least for a round's tokens.
+        fresh = max(FRESH, self.tree.depth + 1)
         room = draft.trained_length - self.tree.depth - fresh
+        # sink and recent mean nothing where all is seen: schedules have options of these names too.
         self._streams = partial(_streaming, sink, recent, room, fresh) if room > sink else None
         if view == "streaming":
             self.retrieval = _streaming(sink, recent, room, fresh)
