@@ -105,7 +105,7 @@ def test_specpv_takes_it_for_a_drafter(view):
 
     def watched(texts, limit=None):
         trees = propose(texts, limit)
-        own, full = drafter.cache.store, drafter.full
+        own, full = drafter.cache.store, drafter.cache.full
         for slot in (s.slot for s in texts):
             n, m = own.lengths[slot], full.readable(slot)
             rows.append(n)

@@ -37,7 +37,7 @@ def seen(drafter: SmallLMDrafter, s: Sequence) -> list[int]:
     """The tokens in a drafter's cache, in its order, the root last."""
     cache, text = drafter.cache, s.tokens
     assert s.remaining <= 1 or drafter.fed_text[s.slot] == text  # nothing is drafted for the last token
-    if drafter.view == "full" or cache.whole(s.slot):
+    if drafter.retrieval is None or cache.whole(s.slot):
         return text
     kept = cache.full.lengths[s.slot]
     return [text[r] for r in cache.retrieval.rows(s.slot, kept)] + text[kept:]

@@ -31,7 +31,7 @@ from torch.nn import functional as F
 from longdraft.attention.sdpa import one_text
 from longdraft.attention.transfer import on_device
 from longdraft.drafters.eagle3 import Eagle3Draft
-from longdraft.drafters.onepass import CANDIDATES, OneForwardRound, OnePassDrafter, Row, rows_of
+from longdraft.drafters.onepass import CANDIDATES, OneForwardRound, OnePassDrafter, Row
 from longdraft.drafters.shared.block import Layer, SelfAttend
 from longdraft.drafts.dflash_formats import KIND, DFlashShape
 from longdraft.drafts.formats import check_mask
@@ -268,7 +268,7 @@ class DFlashRound(OneForwardRound):
             return self._shape.top_k
         return CANDIDATES if self._shape.markov_rank is not None else 1
 
-    def ask(self, level: Level, count: int) -> list[Row]:
+    def ask(self, level: Level, count: int) -> tuple[torch.Tensor, ...]:
         """The forward: the text's rows that the cache lacks enter it, then a block of each sequence."""
         block, shape, cache = self._bound.block, self._shape, self._cache
         slots, places, texts = self.slots(level), [], []
@@ -281,8 +281,7 @@ class DFlashRound(OneForwardRound):
         cos, sin = self._bound.rotary(on_device(places, self._device))
         first = 0 if shape.from_anchor else 1
         out = block(self._embedded(level, shape.block_size), cos, sin, texts)[:, first : first + self._depth]
-        said = likeliest(block.logits(out.flatten(0, 1)).unflatten(0, out.shape[:2]), count)
-        return rows_of(*said, out, shape.vocabulary)
+        return *likeliest(block.logits(out.flatten(0, 1)).unflatten(0, out.shape[:2]), count), out
 
     def _embedded(self, level: Level, size: int) -> torch.Tensor:
         """(B, S, hidden) of the anchors, and of the mask in all other rows."""

@@ -179,11 +179,6 @@ class Eagle3Drafter(NeuralDrafter):
         return self.draft.feature_layers(runner)
 
     @property
-    def back(self) -> int | None:
-        """Tokens back that the draft sees; None: the whole text."""
-        return self.window or (self.draft.reach if self.retrieval is None else None)
-
-    @property
     def scratch(self) -> int:
         """Rows of its own cache that a round needs behind the text."""
         return self.tree.max_expanded
@@ -206,8 +201,7 @@ class Eagle3Drafter(NeuralDrafter):
             )  # fmt: skip
         # RoPE tells distances alone, so in a window all are distances that the draft knows: as if the positions were
         # moved back to 0. No text of this run outgrows the store.
-        window = capacity if self.back is None else self.back
-        seen = max(min(window, capacity), self.tree.depth + 1)
+        seen = max(min(self.window or self.draft.reach or capacity, capacity), self.tree.depth + 1)
         # The rows that are read together through several layers see as many back as one alone.
         return self.last_rows(own, seen + (CHUNK + 1 if self.draft.reads_through else 0), self.scratch, seen)
 

@@ -208,7 +208,7 @@ class HeadsDrafter(TreeDrafter):
     def bind(self, runner: TargetRunner, store: KVStore) -> None:
         self._bound, self._store = self.draft.bound(runner), store
         if self.level is not None:
-            self.level.host(runner, store, (runner.depth - 1,))
+            self.level.bind(runner, store, (runner.depth - 1,))
 
     @torch.inference_mode()
     def propose(self, sequences: list[Sequence], limit: NodeLimit | None = None) -> list[TokenTree]:

@@ -111,12 +111,12 @@ LEVEL = 0.1
 
 
 class Row(NamedTuple):
-    """The forward's output for one depth of B sequences: the M likeliest tokens.
+    """The forward's output for the depths of B sequences, or for one of them: the M likeliest tokens.
 
     Attributes:
-        log_probs, ids: (B, 1, M); draft ids.
-        rest: (B, 1, 1) log-probability of all other tokens together.
-        beside: (B, 1, ...) of each sequence: what corrects the scores for the token before.
+        log_probs, ids: (B, depths, M); draft ids.
+        rest: (B, depths, 1) log-probability of all other tokens together.
+        beside: (B, depths, ...): what corrects the scores for the token before.
     """
 
     log_probs: torch.Tensor
@@ -131,14 +131,13 @@ class OneForwardRound(DraftRound):
 
     def __init__(self, drafter: Eagle3Drafter, sequences: list[Sequence], depth: int) -> None:
         super().__init__(drafter, sequences, depth)
-        self._finds_likeliest = True  # without kernels too
         # The level of the sequences, and what was said of each depth.
         self._roots: Level | None = None
-        self._rows: list[Row] = []
+        self._rows: Row | None = None
 
     @abstractmethod
-    def ask(self, level: Level, count: int) -> list[Row]:
-        """The forward.
+    def ask(self, level: Level, count: int) -> tuple[torch.Tensor, ...]:
+        """The forward: ``log_probs``, ``ids`` and ``beside`` of a :class:`Row`.
 
         Args:
             level: the roots. count: likeliest tokens of a depth.
@@ -162,28 +161,23 @@ class OneForwardRound(DraftRound):
         assert best, "a one-pass draft tells its likeliest tokens alone"
         if level.depth == 0:
             self._owner.forwards += 1
-            self._roots, self._rows = level, self.ask(level, max(best, self.candidates))
-        assert self._roots is not None
-        row = Row(*(self._roots.of(level.rows, t) for t in self._rows[level.depth]))
+            log_probs, ids, beside = self.ask(level, max(best, self.candidates))
+            rest = torch.log1p(-log_probs.exp().sum(-1, keepdim=True).clamp(max=1 - 1e-6))
+            if log_probs.shape[-1] == self._bound.block.shape.vocabulary:
+                rest.fill_(float("-inf"))
+            self._roots, self._rows = level, Row(log_probs, ids, rest, beside)
+        assert self._roots is not None and self._rows is not None
+        row = Row(*(self._roots.of(level.rows, t)[:, level.depth, None] for t in self._rows))
         scores = self.corrected(level, row)
         whole = torch.logaddexp(scores.logsumexp(-1, keepdim=True), row.rest)
         found = scores.topk(min(best, scores.shape[-1]), dim=-1)
         return found.values - whole, row.ids.expand_as(scores).gather(2, found.indices)
 
 
-def rows_of(log_probs: torch.Tensor, ids: torch.Tensor, beside: torch.Tensor, vocabulary: int) -> list[Row]:
-    """Log-probabilities and ids (B, depth, M) of each depth, and what corrects them (B, depth, ...)."""
-    rest = torch.log1p(-log_probs.exp().sum(-1, keepdim=True).clamp(max=1 - 1e-6))
-    if log_probs.shape[-1] == vocabulary:
-        rest.fill_(float("-inf"))
-    each = (t[:, :, None].unbind(1) for t in (log_probs, ids, rest, beside))
-    return [Row(*of_depth) for of_depth in zip(*each, strict=True)]
-
-
 class OnePassRound(OneForwardRound):
     """One round of a batch."""
 
-    def ask(self, level: Level, count: int) -> list[Row]:
+    def ask(self, level: Level, count: int) -> tuple[torch.Tensor, ...]:
         """The forward: the rows that the cache lacks, and behind each root those of the tokens further on."""
         bound, block, ahead = self._bound, self._bound.block, self._depth - 1
         rows, (tokens, cos, sin, features) = self.roots(level)
@@ -194,7 +188,7 @@ class OnePassRound(OneForwardRound):
         rows = Rows.new(self._cache, rows.slots, rows.width, behind=ahead)
         _, *said = self.step(rows, (x, cos, sin, g), count)
         log_probs, ids = (t.view(len(level.rows), rows.going, -1) for t in said)
-        return rows_of(log_probs, ids, block.beside(ids), block.shape.vocabulary)
+        return log_probs, ids, block.beside(ids)
 
     def corrected(self, level: Level, row: Row) -> torch.Tensor:
         table = self._bound.draft_ids

@@ -211,19 +211,15 @@ class SelfDrafter(TreeDrafter):
         # A recorded verification brings them for nothing, and one without them would be another recording.
         return self.runner.graphs.recording or any(s.length + FRESH > self.view.budget for s in sequences)
 
-    def bind(self, runner: TargetRunner, store: KVStore) -> None:
-        self.host(runner, store, store.feature_layers)
-
-    def host(self, runner: TargetRunner, full: KVStore, feature_layers: tuple[int, ...] = ()) -> None:
-        """Drafts with this model, whose KV of the whole texts is in ``full``."""
-        self.runner, self.full = runner, full
+    def bind(self, runner: TargetRunner, store: KVStore, feature_layers: tuple[int, ...] = ()) -> None:
+        self.runner, features = runner, feature_layers or store.feature_layers
         if self._many and runner.can_round_kv:
             self.view_dtype = torch.int8
 
         def new_store(slots: int, capacity: int) -> KVStore:
-            return runner.new_store(slots, capacity, feature_layers, resident=True, dtype=self.view_dtype, states=False)
+            return runner.new_store(slots, capacity, features, resident=True, dtype=self.view_dtype, states=False)
 
-        self.cache = TrueCache(full, new_store, self.view, self.rows)
+        self.cache = TrueCache(store, new_store, self.view, self.rows)
         self.whole = WholeLM.of(runner)
 
     @property

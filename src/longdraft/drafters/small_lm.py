@@ -36,7 +36,7 @@ from longdraft.trees.level import Level, likeliest
 from longdraft.trees.options import TreeOptions
 from longdraft.trees.tree import NodeLimit, TokenTree
 from longdraft.views import draft_cache
-from longdraft.views.draft_cache import FRESH, CompactCache, DraftCache, fresh_room
+from longdraft.views.draft_cache import FRESH, CompactCache, DraftCache
 from longdraft.views.retrieval import Retrieval
 from longdraft.views.view import View
 
@@ -79,9 +79,10 @@ class SmallLMDrafter(RetrievingDrafter):
         given = seen.sizes(view == "retrieval", "view=retrieval")
         self.tree = tree.kind("opt" if view == "retrieval" else "dynamic")
         self.draft, self.view = draft.lighter(seen.vocabulary), view
-        # sink and recent mean nothing where all is seen: schedules have options of these names too.
-        fresh = fresh_room(self.tree.depth)
+        # Room behind gathered rows: at least for a round's tokens.
+        fresh = max(draft_cache.FRESH, self.tree.depth + 1)
         room = draft.trained_length - self.tree.depth - fresh
+        # sink and recent mean nothing where all is seen: schedules have options of these names too.
         self._streams = partial(_streaming, sink, recent, room, fresh) if room > sink else None
         if view == "streaming":
             self.retrieval = _streaming(sink, recent, room, fresh)
@@ -233,37 +234,33 @@ class SmallLMRound(HostedRound):
         return self._store.lengths[sequence.slot] - 1
 
     def expand(self, level: Level) -> torch.Tensor:
-        if level.depth > 0:
-            return super().expand(level)
-        return self._enter(level, [self._small.new_tokens(s) for s in self.of(level)])
+        return super().expand(level) if level.depth > 0 else self._enter(level, 0)[0]
 
     def likeliest(self, level: Level, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         if level.depth > 0:
             return super().likeliest(level, count)
-        chains, whole = [self._small.new_tokens(s) for s in self.of(level)], self._whole
+        log_probs, ids = self._enter(level, count)
+        return log_probs, ids
+
+    def _enter(self, level: Level, best: int) -> tuple[torch.Tensor, ...]:
+        """Feeds new tokens, the roots last: logits (B', 1, draft vocabulary) of what follows them where ``best`` is
+        0; else log-probabilities and draft ids (B', 1, k) of the ``best`` likeliest."""
+        self._drafter.forwards += 1
+        slots, chains = [s.slot for s in self.of(level)], [self._small.new_tokens(s) for s in self.of(level)]
         even = len({*map(len, chains)}) == 1
-        if whole is None or not even or not whole.takes(self._store, sum(map(len, chains))):
-            return likeliest(self._enter(level, chains), count)
-        self._drafter.forwards += 1
-        found = whole.chains(self._store, [s.slot for s in self.of(level)], chains, count)
-        self._fed(level, chains)
+        found: tuple[torch.Tensor, ...]
+        if best and self._whole is not None and even and self._whole.takes(self._store, sum(map(len, chains))):
+            found = self._whole.chains(self._store, slots, chains, best)
+        else:
+            block = self._store.block(slots, chains)
+            logits = self._runner.forward(block, self._store, logits="last" if even else "all", check=False).logits
+            assert logits is not None
+            if not even:
+                logits = torch.stack([logits[i, len(chain) - 1] for i, chain in enumerate(chains)])[:, None]
+            found = likeliest(logits, best) if best else (logits,)
+        for slot, chain in zip(slots, chains, strict=True):
+            self._small.fed(slot, chain)
         return found
-
-    def _enter(self, level: Level, chains: list[list[int]]) -> torch.Tensor:
-        """Feeds new tokens, the roots last. Returns logits (B', 1, draft vocabulary) of what follows the roots."""
-        self._drafter.forwards += 1
-        ragged = len({*map(len, chains)}) > 1
-        block = self._store.block([s.slot for s in self.of(level)], chains)
-        out = self._runner.forward(block, self._store, logits="all" if ragged else "last", check=False)
-        assert out.logits is not None
-        self._fed(level, chains)
-        if not ragged:
-            return out.logits
-        return torch.stack([out.logits[i, len(chain) - 1] for i, chain in enumerate(chains)])[:, None]
-
-    def _fed(self, level: Level, chains: list[list[int]]) -> None:
-        for s, chain in zip(self.of(level), chains, strict=True):
-            self._small.fed(s.slot, chain)
 
 
 register(

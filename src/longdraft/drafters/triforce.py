@@ -61,7 +61,7 @@ class _Walk:
 
     @property
     def emitted(self) -> list[int]:
-        return self.twin.output[len(self.twin.output) - len(self.log_probs) :] if self.log_probs else []
+        return self.twin.output[len(self.twin.output) - len(self.log_probs) :]
 
     def emit(self, token: int) -> bool:
         """Appends a token. True if there is no room for another."""

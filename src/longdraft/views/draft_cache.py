@@ -31,11 +31,6 @@ FRESH = 64
 Turn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def fresh_room(depth: int) -> int:
-    """Tokens that there is room for behind gathered rows: at least those of a round."""
-    return max(FRESH, depth + 1)
-
-
 class DraftCache:
     """Rows at their true positions.
 
@@ -63,10 +58,6 @@ class DraftCache:
     def position(self, slot: int) -> int:
         """Position of the next row."""
         return self.end(slot)
-
-    def whole(self, slot: int) -> bool:
-        """True if all of the text is there."""
-        return self._firsts[slot] == 0
 
     def tail(self, slot: int) -> int:
         """The last rows of the text that are there, one behind the other."""
@@ -162,6 +153,7 @@ class CompactCache(DraftCache):
         return self.store.lengths[slot]
 
     def whole(self, slot: int) -> bool:
+        """True if all of the text is there."""
         return self._gathered[slot] == self.full.lengths[slot]
 
     def tail(self, slot: int) -> int:

@@ -33,7 +33,8 @@ class NeuralDrafter(RetrievingDrafter):
     """
 
     ahead: ClassVar[int] = 0
-    """The distance from a row's position to the token behind it that it embeds."""
+    """The distance from a row's position to the token behind it that it embeds. Where there is one, rows join what the
+    target says of their positions with it, and nodes their parents' outputs."""
     rounds: ClassVar[type[DraftRound]] = DraftRound
     """The class that drafts the trees of one round."""
     records: bool = True

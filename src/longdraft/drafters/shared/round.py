@@ -26,7 +26,7 @@ from longdraft.model.few_rows import quicken
 from longdraft.model.gpu.graphs import padded
 from longdraft.model.runner import TargetRunner
 from longdraft.native.stored import Stored
-from longdraft.trees.level import Level, Likeliest, likeliest
+from longdraft.trees.level import Level, likeliest
 from longdraft.trees.masks import Ancestors
 
 if TYPE_CHECKING:
@@ -135,8 +135,6 @@ class DraftRound:
         self._cache, self._bound = drafter.cache, drafter.bound
         self._prefixes: Block | None = None  # of the last level's sequences
         self._graphs, self._device = drafter.runner.graphs, drafter.runner.device
-        # On a GPU the likeliest tokens are found within the level's recording.
-        self._finds_likeliest = self._bound.whole is not None or self._device.type != "cpu"
         self._ancestors = Ancestors()
         # The last level, and its nodes' outputs (B', W, hidden).
         self._last: tuple[Level, torch.Tensor] | None = None
@@ -144,17 +142,12 @@ class DraftRound:
         self._entered: Level | None = None
         self._ahead: tuple[torch.Tensor, ...] = ()
 
-    @property
-    def likeliest(self) -> Likeliest | None:
-        """Finds the likeliest tokens without showing logits; None if it cannot."""
-        # Not kept: a round that refers to itself would keep its memory until the garbage is collected.
-        return self._likeliest if self._finds_likeliest else None
-
     def expand(self, level: Level) -> torch.Tensor:
         """Logits (B', W, draft vocabulary) of what follows each node."""
         return self.said(level, 0)[0].view(*level.tokens.shape, -1)
 
-    def _likeliest(self, level: Level, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def likeliest(self, level: Level, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities and draft ids (B', W, k) of the likeliest tokens behind each node."""
         log_probs, ids = (x.view(*level.tokens.shape, -1) for x in self.said(level, count))
         return log_probs, ids
 
