@@ -42,7 +42,7 @@ REPEATS = 3
 # Measuring ends after this many seconds with what there is by then: the model may be large, or the machine busy.
 LIMIT_SECONDS = 10.0
 # Version of the tables on disk: raise it when one means something else than before.
-_FORMAT = 6
+_FORMAT = 7
 # Rows of a forward that wakes a model up.
 _WAKING = 4
 # Of the made-up trees.
@@ -250,10 +250,10 @@ def _time(runner: TargetRunner, store: KVStore, rows: int) -> float:
 
 def _key(runner: TargetRunner) -> dict[str, object]:
     """Everything that a table depends on."""
-    shape = {"rows": "chain"} if runner.forks_cost else {}
-    shape |= {} if runner.rows is None else {"bucket": str(runner.rows)}
-    return shape | {
+    return {
         "format": _FORMAT,
+        "rows": "chain" if runner.forks_cost else "tree",
+        "bucket": str(runner.rows),
         "target": runner.fingerprint,
         "kv": str(runner.kv_dtype),
         "weights": "woven" if is_woven(runner.model) else "stored" if is_stored(runner.model) else "floats",
