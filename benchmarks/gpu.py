@@ -39,8 +39,8 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTra
 
 from longdraft import PromptCache, Speculator
 from longdraft.bench import machine
+from longdraft.drafters.eagle3 import Eagle3Block
 from longdraft.drafters.longspec import LongSpecBlock, LongSpecShape
-from longdraft.drafters.shared.eagle3_block import Eagle3Block
 from longdraft.drafts import draft_folder
 from longdraft.drafts.eagle_formats import Eagle3Shape
 from longdraft.engine import loop

@@ -117,7 +117,7 @@ def _chain(tokens: Sequence[int], log_probs: Sequence[float]) -> TokenTree:
     return TokenTree(tuple(tokens), tuple(range(-1, len(tokens) - 1)), tuple(log_probs))
 
 
-# 4. The training: one step, from documents' features to a loss; the project's session does the rest. Modules that
+# 4. The training: one step, from documents' features to a loss; the project's loop does the rest. Modules that
 #    need the extra `train` are imported when a run begins.
 class CellTrainee(Trainee):
     """The cell, reading the text's tokens from every learned state on, as deep as it will draft."""
@@ -149,8 +149,9 @@ class CellTrainee(Trainee):
 
 def train(config: Any, progress: Callable[..., None] = lambda *_: None, stop: Callable[[], bool] = lambda: False):
     """Trains a cell; yields a report a step. ``config`` is a :class:`longdraft.training.config.RunConfig`."""
+    from longdraft.training.features import rows_of
+    from longdraft.training.loop import Loop
     from longdraft.training.session import begin
-    from longdraft.training.vocabulary import rows_of
 
     session = begin(config, LEVELS, progress, stop)
     runner, kept = session.runner, session.vocabulary()
@@ -161,7 +162,7 @@ def train(config: Any, progress: Callable[..., None] = lambda *_: None, stop: Ca
     sizes = {"hidden_size": runner.parts.hidden_size, "trained_length": config.max_length}
     trainee = CellTrainee(cell, runner.parts, kept)
     layers = (runner.kv_shape.layers - 1,)  # whose output it reads
-    yield from session.train(trainee, layers, NAME, sizes, levels=LEVELS, measured=LEVELS)
+    yield from Loop(session, trainee, layers, NAME, sizes, levels=LEVELS, measured=LEVELS).run()
 
 
 # 5. From here on it is a method like any other, with or without --draft, under specpv, on the command line.

@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from longdraft import drafters
-from longdraft.drafts import kinds
+from longdraft.drafts import draft_folder, kinds, shipped
 from longdraft.drafts.kinds import KINDS, kind_of
 from longdraft.engine import partial  # noqa: F401 - it registers specpv
 from longdraft.engine.drafter import Drafter
@@ -56,13 +56,14 @@ def methods() -> list[dict[str, Any]]:
 
     One that needs a draft is available if such a draft comes with the package; with a draft folder it always works.
     """
+    held = {draft_folder.kind(folder) for folder in shipped.folders()}
     return [
         {
             "name": m.name,
             "exact": m.exact,
             "needs_draft": m.needs_draft,
             "paper": m.paper,
-            "available": not m.needs_draft or KINDS[m.draft_kind or ""].shipped,
+            "available": not m.needs_draft or m.draft_kind in held,
         }
         for m in METHODS.values()
     ]

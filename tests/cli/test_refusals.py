@@ -82,6 +82,7 @@ USAGE = [
     ("batch in out --ray 4", "serve --ray"),
     ("generate -p x --max-tokens many", "--max-tokens"),
     ("generate -p x --weights int4", "--weights"),
+    ("generate hi", "-p"),
     ("generate -p x --top-p 2", "--top-p"),
     ("generate -p x --min-p -1", "--min-p"),
 ]

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from longdraft.attention.reference import partial_attention
-from longdraft.drafters import eagle3, longspec
 from longdraft.drafters.eagle3 import Eagle3Draft
 from longdraft.drafters.longspec import LongSpecDraft
 from longdraft.drafters.shared.rows import Rows
+from longdraft.drafters.shared.whole_level import WholeLevel
 from longdraft.memory.store import KVShape, KVStore
 from longdraft.model.runner import TargetRunner
 from longdraft.model.stored import light
@@ -37,11 +37,7 @@ class Desk:
             self.head = self.block.lm_head.weight.detach()
         self.hidden = model.config.hidden_size
         self.block.requires_grad_(False)
-        found = kernels_for(level)
-        if self.longspec:
-            self.whole = longspec.whole_level(found, self.block, self.head)
-        else:
-            self.whole = eagle3.whole_level(found, self.block)
+        self.whole = WholeLevel(kernels_for(level), self.block, self.head)
         shape = KVShape(1, KV_HEADS, D, torch.float32, padded=True)
         self.caches = [DraftCache(KVStore(shape, 3, WINDOW + SPARE + 17), 16, WINDOW) for _ in range(2)]
         self.text = torch.randn(3, KV_HEADS, D, 70).transpose(2, 3), torch.randn(3, KV_HEADS, 70, D), [70, 33]
@@ -54,11 +50,7 @@ class Desk:
 
     def plain(self, rows: Rows, inputs) -> tuple[torch.Tensor, torch.Tensor]:
         """Outputs and logits."""
-        attend, going = rows.attends(self.caches[0])[0], rows.outputs("cpu")
-        x, joined, cos, sin = inputs
-        if not self.longspec:
-            out = self.block(x, joined, cos, sin, attend, going)
-            return out, self.block.norm(out) @ self.head.T
+        attends, going = rows.attends(self.caches[0]), rows.outputs("cpu")
 
         def cross(q):
             keys, values, lengths = self.text
@@ -66,8 +58,8 @@ class Desk:
             parts = [partial_attention(x, keys[s, :, :n], values[s, :, :n], D**-0.5)[0] for x, s, n in own]
             return torch.cat(parts, dim=1).to(q.dtype)
 
-        out = self.block(x, cos, sin, attend, cross, going)
-        return out, out @ self.head.T
+        out = self.block(*inputs, attends, going, cross)
+        return out, self.block.norm(out) @ self.head.T
 
     def read(self, slots: tuple[int, ...], width: int, best: int) -> None:
         for cache in self.caches:
@@ -83,8 +75,7 @@ class Desk:
         text = self.text if self.longspec else None
         wanted = self.whole(rows, inputs, self.caches[1], text, 0)[1]
         got = self.whole(rows, inputs, self.caches[1], text, best)
-        if not self.longspec:  # LongSpec's module ends with the norm
-            torch.testing.assert_close(got[0], out, **near)
+        torch.testing.assert_close(got[0], out, **near)
         torch.testing.assert_close(wanted, logits, **near)
         for x, y in zip(*((c.store.keys, c.store.values) for c in self.caches), strict=True):
             torch.testing.assert_close(y, x, **near)

@@ -162,7 +162,7 @@ OPTIONS: list[tuple[str, dict[str, Any], str]] = [
     ("self", {"view": "tokens", "window": 0}, "window"), ("self", {"view": "streaming", "budget": "512"}, "budget"),
     ("self", {"view": "snapkv", "budget": 512.0}, "budget"), ("self", {"view": "snapkv", "budget": True}, "budget"),
     # of small models, and of levels
-    ("magicdec", {"view": "chunks"}, "streaming"), ("magicdec", {"budget": 8}, "budget"),
+    ("magicdec", {"budget": 8}, "budget"),
     ("magicdec", {"drafter": "small-lm"}, "small-lm"), ("magicdec", {"draft": "lm"}, "small-lm"),
     ("triforce", {"draft": "lm", "budget": 40}, "sink"), ("triforce", {"draft": "lm", "streamed": 16}, "streamed"),
     ("triforce", {"draft": "lm", "streamed": 510}, "trained"), ("triforce", {"draft": "lm", "view": "chunks"}, "view"),

@@ -182,7 +182,9 @@ def level(watch, drafter) -> None:
 
     def about(round_, level, best):
         bound, cache = drafter.draft.bound(drafter.runner), drafter.cache
-        watch.weights += [*bound.block.parameters(), getattr(bound.logits, "weight", drafter.runner.parts.head)]
+        borrowed = getattr(bound.block, "head", None)
+        head = drafter.runner.parts.head if borrowed is None else borrowed.weight
+        watch.weights += [*bound.block.parameters(), head]
         watch.caches += [cache.store.keys, cache.store.values]
         s = round_.sequences[0]
         fed = level.tokens.shape[1] if level.depth else drafter.known(s) - cache.end(s.slot)

@@ -55,7 +55,7 @@ def test_a_tree_and_a_piece_of_a_prompt(
         begins = None if window is None else (before + mask.sum(1) - window).clamp(min=0).int()
         torch.set_num_threads(threads)
         if chunk:
-            found = kernels.attend_chunk(q, k, v, 0.2, begins=begins, **more)
+            found = kernels.attend(q, k, v, None, 0.2, chunk=True, begins=begins, **more)
         else:
             found = kernels.attend(q.view(2, -1, d), k, v, mask, 0.2, begins=begins, **more).view_as(q)
         torch.set_num_threads(1)
@@ -112,13 +112,15 @@ def test_keys_that_no_row_sees_are_not_read_and_whole_segments_of_them_may_be_mi
     for begin in (1, 130, 515, 1600, 1990, 1998):
         begins = torch.tensor([begin, begin + 1, begin], dtype=torch.int32).clamp(max=1997)
         found = kernels.attend(q, k, v, tree, 0.2, begins=begins)
-        assert found.isfinite().all() and torch.equal(kernels.attend_chunk(q, k, v, 0.2, begins=begins), found)
+        assert found.isfinite().all() and torch.equal(
+            kernels.attend(q, k, v, None, 0.2, chunk=True, begins=begins), found
+        )
         missing = begin // 512 * 512
         rest = kernels.attend(q, k[:, missing:], v[:, missing:], tree, 0.2, begins=begins - missing)
         assert torch.equal(rest, found)
         k[:, : min(begin, 1997)], v[:, : min(begin, 1997)] = math.nan, math.nan
         assert torch.equal(kernels.attend(q, k, v, tree, 0.2, begins=begins), found)
-        assert torch.equal(kernels.attend_chunk(q, k, v, 0.2, begins=begins), found)
+        assert torch.equal(kernels.attend(q, k, v, None, 0.2, chunk=True, begins=begins), found)
 
 
 # --- who takes what ---

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-from longdraft.native.recurrent import LinearRecurrence, RecurrentInputs, RecurrentTree, convolve, recur
+from longdraft.native.recurrent import LinearRecurrence, RecurrentInputs, RecurrentTree, RowOrder, convolve, recur
 from tests.native.levels import needs_kernels
 from tests.support.quick import in_turn
 
@@ -20,6 +19,7 @@ SIZES = [(4, 2, 16, 16), (3, 3, 20, 40), (2, 1, 128, 128), (6, 2, 7, 5)]
 KINDS = ["gated", "by key", "mamba"]
 # A chain of three with two branches, and another tree behind the committed rows.
 PARENTS = [-1, 0, 1, 0, 3, -1]
+WHOLE, ALONE = RowOrder(PARENTS, range(len(PARENTS)), 0), RowOrder([-1], [0], 0)
 
 
 def rows_of(kind: str, sizes: tuple[int, int, int, int], count: int, seed: int) -> RecurrentInputs:
@@ -65,7 +65,7 @@ def test_rows_are_what_the_formula_says_and_have_their_bits_whatever_is_beside_t
     start = torch.randn(sizes[0], sizes[2], sizes[3], generator=torch.manual_seed(1))
     pending, rows = rows_of(kind, sizes, 2, 2), rows_of(kind, sizes, len(PARENTS), 3)
     state = start.clone()
-    found = kernel(r, [RecurrentTree(state, pending, rows, PARENTS, range(len(PARENTS)), 0)])[0]
+    found = kernel(r, [RecurrentTree(state, pending, rows, WHOLE)])[0]
     committed = start.double()
     for row in range(2):
         _, committed = by_formula(r, committed, pending, row)
@@ -76,19 +76,19 @@ def test_rows_are_what_the_formula_says_and_have_their_bits_whatever_is_beside_t
         torch.testing.assert_close(found[row].double(), expected, rtol=1e-4, atol=1e-4)
 
     # Beside another tree, level by level, and by plain steps with the rows before them pending.
-    other = RecurrentTree(start * 2, rows_of(kind, sizes, 1, 4), rows_of(kind, sizes, 6, 5), PARENTS, range(6), 0)
-    own = RecurrentTree(state.clone(), None, rows, PARENTS, range(len(PARENTS)), 0)
+    other = RecurrentTree(start * 2, rows_of(kind, sizes, 1, 4), rows_of(kind, sizes, 6, 5), WHOLE)
+    own = RecurrentTree(state.clone(), (), rows, WHOLE)
     assert torch.equal(kernel(r, [other, own])[1], found)
 
     def some(*chosen: int) -> RecurrentInputs:
-        return RecurrentInputs(*(None if x is None else x[list(chosen)] for x in rows.tensors))
+        return RecurrentInputs(*(None if x is None else x[list(chosen)] for x in rows))
 
-    last = replace(own, state=state.clone(), order=[0, 3, 4, 5], first=4)
+    last = RecurrentTree(state.clone(), (), rows, RowOrder(PARENTS, [0, 3, 4, 5], 4))
     assert torch.equal(kernel(r, [last])[0], found[4:])
-    assert torch.equal(kernel(r, [RecurrentTree(state.clone(), some(0, 3), some(4), [-1], [0], 0)])[0, 0], found[4])
+    assert torch.equal(kernel(r, [RecurrentTree(state.clone(), some(0, 3), some(4), ALONE)])[0, 0], found[4])
     plain = state.clone()
     for path, row in (((), 0), ((0,), 1), ((1,), 2)):
-        step = RecurrentTree(plain, some(*path) if path else None, some(row), [-1], [0], 0)
+        step = RecurrentTree(plain, some(*path) if path else (), some(row), ALONE)
         assert torch.equal(kernel(r, [step])[0, 0], found[row])
 
 

@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from longdraft.drafters.eagle import EagleBlock
+from longdraft.drafters.eagle3 import Eagle3Block
 from longdraft.drafters.heads import HeadsBlock, HeadsShape
 from longdraft.drafters.longspec import LongSpecBlock, LongSpecShape
 from longdraft.drafters.onepass import OnePassBlock, OnePassShape
-from longdraft.drafters.shared.eagle3_block import Eagle3Block
 from longdraft.drafts import draft_folder
 from longdraft.drafts.draft_folder import DraftFolder
 from longdraft.drafts.eagle_formats import Eagle3Shape, EagleShape

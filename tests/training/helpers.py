@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +15,8 @@ from safetensors.torch import load_file
 
 from longdraft.drafts.kinds import KINDS
 from longdraft.training.config import RunConfig
+from longdraft.training.corpus import Documents, Packed
+from longdraft.training.documents import Document
 from longdraft.training.loop import Report
 from tests.support import elsewhere
 
@@ -52,6 +55,13 @@ def begun(config: RunConfig, *arguments: Any) -> Any:
 
 def steps(config: RunConfig) -> list[Report]:
     return list(begun(config))
+
+
+def in_memory(documents: Iterable[Document]) -> Documents:
+    """Documents as files hold them."""
+    found = Documents()
+    found.extend(Packed.of(documents))
+    return found
 
 
 def same(a: dict, b: dict) -> bool:

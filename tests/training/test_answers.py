@@ -12,9 +12,8 @@ import pytest
 from longdraft.cli.main import main
 from longdraft.errors import CapabilityError, CheckpointError, PromptError
 from longdraft.training import answers
-from longdraft.training.answers import AnswerFile, answer
+from longdraft.training.answers import AnswerFile, Ask, answer
 from longdraft.training.documents import Skipped, documents
-from longdraft.training.prompts import Ask
 from tests.support.tiny import tiny_tokenizer
 
 pytest.importorskip("openai")

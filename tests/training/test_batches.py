@@ -8,16 +8,15 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longdraft.training.batches import Schedule
 from longdraft.training.config import TrainConfig
-from longdraft.training.loop import learning_rate
+from longdraft.training.loop import Schedule, learning_rate
 
 ROWS = st.lists(st.integers(1, 50), min_size=1, max_size=60)
 
 
 @given(ROWS, st.integers(1, 120), st.integers(1, 5), st.integers(0, 3), st.integers(0, 3))
 def test_an_epoch_holds_every_document_once(rows, budget, noise, seed, epoch):
-    schedule = Schedule(rows, budget, noise, seed, epoch + 1)
+    schedule = Schedule(rows, TrainConfig(rows=budget, seed=seed, epochs=epoch + 1.0), noise)
     first = sum(schedule.counts[:epoch])
     batches = [batch for step in range(first, first + schedule.counts[epoch]) for batch in schedule.at(step)]
     assert {batch.epoch for batch in batches} == {epoch}
@@ -30,14 +29,14 @@ def test_an_epoch_holds_every_document_once(rows, budget, noise, seed, epoch):
 @given(ROWS, st.integers(1, 4), st.integers(1, 3), st.sampled_from([0.5, 1.0, 1.5, 3.0]))
 def test_steps_are_whole_groups_wherever_one_begins(rows, processes, accumulate, epochs):
     def make() -> Schedule:
-        return Schedule(rows, 30, 4, 7, epochs, processes, accumulate)
+        return Schedule(rows, TrainConfig(rows=30, seed=7, epochs=epochs, accumulate=accumulate), 4, processes)
 
     schedule = make()
     forwards = list(map(schedule.at, range(schedule.steps)))
     fresh = [make().at(step) for step in range(make().steps)]
     assert forwards == fresh
     width = processes * accumulate
-    batches = Schedule(rows, 30, 4, 7, 1.0).steps
+    batches = Schedule(rows, TrainConfig(rows=30, seed=7), 4).steps
     for batch in fresh:
         assert len(batch) % processes == 0
     if batches >= width and epochs == 1.0:

@@ -13,13 +13,12 @@ import pytest
 from longdraft.errors import PromptError
 from longdraft.memory.token_ids import common_prefix
 from longdraft.training import corpus
+from longdraft.training.answers import TEXTS as SAID
+from longdraft.training.answers import asks
 from longdraft.training.config import LmConfig, RunConfig
 from longdraft.training.documents import Document, Skipped, documents
-from longdraft.training.prompts import TEXTS as SAID
-from longdraft.training.prompts import asks
-from longdraft.training.tokens import Tokens
-from longdraft.training.vocabulary import most_frequent
 from tests.support.tiny import tiny_tokenizer
+from tests.training.helpers import in_memory
 
 
 def read(path, tokenizer=None, skipped=None):
@@ -61,7 +60,7 @@ def test_chats_that_cannot_be_used(tmp_path):
 
 def collect(found, skipped=None, kind=RunConfig, **over):
     settings = kind(**({"max_length": 20, "min_length": 4, "held_out": 0.3} | over))
-    made = corpus.collect([Tokens.of(found)], Skipped() if skipped is None else skipped, settings, 3)
+    made = corpus.collect(in_memory(found), Skipped() if skipped is None else skipped, settings, 3)
     return SimpleNamespace(learned=list(made.learned), held_out=list(made.held_out), digest=made.learned.digest())
 
 
@@ -102,7 +101,7 @@ def test_the_end_of_what_is_too_long():
 
 
 def test_the_vocabulary():
-    found = most_frequent([Document([5, 5, 5, 9, 9, 2], 1), Document([7, 7, 7, 1], 3)], 20, 4, always=[19])
+    found = corpus.most_frequent([Document([5, 5, 5, 9, 9, 2], 1), Document([7, 7, 7, 1], 3)], 20, 4, always=[19])
     assert found.tolist() == [1, 5, 9, 19] or found.tolist() == [2, 5, 9, 19]
 
 

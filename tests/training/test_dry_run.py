@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from typer.testing import CliRunner
 
 from longdraft.cli.main import app
+from longdraft.drafters.eagle3 import Eagle3Block
 from longdraft.drafters.longspec import LongSpecBlock, LongSpecShape
-from longdraft.drafters.shared.eagle3_block import Eagle3Block
 from longdraft.drafts.eagle_formats import Eagle3Shape
 from longdraft.errors import ConfigError
 from longdraft.model import shared_parts

@@ -29,7 +29,7 @@ def runner() -> TargetRunner:
 
 def make(runner: TargetRunner, **over: float) -> EagleTrainee:
     block = filled(EagleBlock(EagleShape(48, 64, 4, 2, 8, 48, runner.vocab_size, runner.parts.rms_norm_eps)))
-    block.borrow(runner, lambda out: out)
+    block.borrow_of(runner, lambda out: out)
     return EagleTrainee(block, runner.parts, Rotary(8, yarn(1000.0)), EagleConfig(precision="no", **over))
 
 
@@ -43,7 +43,7 @@ def test_a_step_foresees_the_next_state_and_what_it_says(runner):
     block, f = trainee.block, norm_before_head(runner.model)(document.hidden)
     seen = torch.ones(28, 28, dtype=torch.bool).tril()
     inputs = trainee.embed(document.tokens[1:29]), f[:28]
-    out = block(*inputs, *trainee.rotary(torch.arange(28)), lambda q, k, v: masked_attention(q, k, v, seen))
+    out = block(*inputs, *trainee.rotary(torch.arange(28)), [lambda q, k, v: masked_attention(q, k, v, seen)])
     o, following = out[8:], f[9:29]  # token 9 is learned from row 8 on, where the root is token 9
     head = runner.parts.head
     said = -((following @ head.T).softmax(-1) * (o @ head.T).log_softmax(-1)).sum()

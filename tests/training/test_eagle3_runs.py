@@ -86,8 +86,8 @@ def theirs(target, tmp_path) -> Callable[..., Path]:
 def loss_of(config: Eagle3Config, draft: Eagle3Draft) -> float:
     """A draft's loss on all that a run learns, per learned row, with the positions that it decodes with."""
     session = begin(config, DEPTH, silent, never)
-    source = session.features(draft.feature_layers(session.runner))
-    documents = [source.read(i) for i in range(len(session.data.learned))]
+    reader = session.reader(draft.feature_layers(session.runner))
+    documents = [reader.read(document) for document in session.data.learned]
     rotary = draft.rotary(torch.float32, "cpu")
     trainee = Eagle3Trainee(draft.trainable(), session.runner.parts, rotary, draft.ids, config).train()
     rows = sum(trainee.learned(len(d.tokens), d.start, 0) for d in documents)

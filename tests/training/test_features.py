@@ -9,7 +9,7 @@ from longdraft.errors import CheckpointError
 from longdraft.model.runner import TargetRunner
 from longdraft.training import features
 from longdraft.training.documents import Document
-from longdraft.training.features import FeatureReader, FeatureSource, anchor_offset
+from longdraft.training.features import FeatureReader, anchor_offset
 from tests.support.tiny import FAMILIES, tiny_model
 
 LAYERS = (0, 2)
@@ -21,8 +21,8 @@ def document(length: int, start: int, seed: int, begin: list[int] | None = None)
     return Document((begin or []) + tokens[len(begin or []) :], start)
 
 
-def reader(layers: tuple[int, ...] | None = (), dtype: torch.dtype = torch.float32, last: bool = False):
-    return FeatureReader(TargetRunner(tiny_model()), dtype, layers, last=last)
+def reader(layers: tuple[int, ...] | None = (), dtype: torch.dtype = torch.float32, last: bool = False, *cache):
+    return FeatureReader(TargetRunner(tiny_model()), dtype, layers, last, *cache)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -58,8 +58,8 @@ def test_offsets_leave_the_anchors():
 def test_features_depend_on_nothing_that_was_read_before(forwards):
     """Or a run that was killed would differ from one that was not, in the last bits."""
     begin = document(20, 1, 0).tokens
-    live = FeatureSource(reader(last=True), [document(30, 22, i, begin) for i in range(2)])
-    first, again = live.read(0), (live.read(1), live.read(0))[1]
+    live, (one, other) = reader(last=True), [document(30, 22, i, begin) for i in range(2)]
+    first, again = live.read(one), (live.read(other), live.read(one))[1]
     assert torch.equal(first.keys, again.keys) and torch.equal(first.last, again.last)
     assert sum(f.rows for f in forwards) == 3 * 30
 
@@ -70,8 +70,8 @@ TEXTS = [document(20 + i, 1 + 5 * (i % 3), i) for i in range(6)]
 @pytest.fixture
 def cached(tmp_path):
     def make(documents=TEXTS, identity="a target", layers=(), dtype=torch.float32, last=False, offset=3):
-        made = FeatureSource(reader(layers, dtype, last), documents, lambda i, epoch: offset, tmp_path / "c", identity)
-        return [made.read(i) for i in range(len(documents))]
+        made = reader(layers, dtype, last, tmp_path / "c", identity)
+        return [made.read(each, offset) for each in documents]
 
     return make
 
@@ -86,9 +86,9 @@ def test_from_disk_as_live_to_the_bit(cached, tmp_path, forwards, layers, dtype)
     forwards.clear()
     stored = cached(layers=layers, dtype=dtype, last=True)
     assert not forwards and len(files(tmp_path)) == 6
-    live = FeatureSource(reader(layers, dtype, True), TEXTS, lambda i, epoch: 3)
+    live = reader(layers, dtype, True)
     for i, pair in enumerate(zip(written, stored, strict=True)):
-        computed = live.read(i)
+        computed = live.read(TEXTS[i], 3)
         for found in pair:
             assert torch.equal(found.tokens, computed.tokens) and (found.start, found.offset) == (computed.start, 3)
             assert found.rows.keys() == computed.rows.keys() and torch.equal(found.likeliest, computed.likeliest)

@@ -354,9 +354,8 @@ def test_offsets_are_drawn_anew_in_each_epoch_unless_they_are_kept(config, tmp_p
     for cache in (None, str(tmp_path / "cache")):
         run = config(anchor_offset=300, max_length=64, cache=cache, out=tmp_path / f"run{bool(cache)}")
         began = begin(run, 5, silent, never)
-        source = began.features(())
-        drawn = [[source.offset(i, epoch) for i in range(len(began.data.learned))] for epoch in range(3)]
+        drawn = [[began.offset(i, epoch) for i in range(len(began.data.learned))] for epoch in range(3)]
         assert all(0 <= n <= 300 for each in drawn for n in each) and len({*drawn[0]}) > 5
         assert (drawn[0] == drawn[1]) == (cache is not None)
-        (tight,) = {source.read(0, 1).positions[-1].item() - source.offset(0, 1) + 1}
-        assert tight == len(began.data.learned[0].tokens)
+        text, offset = began.data.learned[0], began.offset(0, 1)
+        assert began.reader(()).read(text, offset).positions[-1] - offset + 1 == len(text.tokens)

@@ -12,39 +12,39 @@ from pathlib import Path
 import pytest
 
 from longdraft.errors import CheckpointError, PromptError
-from longdraft.training import tokens
+from longdraft.training import corpus
 from longdraft.training.config import RunConfig
 from longdraft.training.corpus import collect
 from longdraft.training.documents import Document, Skipped, documents
 from tests.support import elsewhere
 from tests.support.tiny import tiny_tokenizer
-from tests.training.helpers import checkpoint_tensors, losses_of, run_elsewhere, same
+from tests.training.helpers import checkpoint_tensors, in_memory, losses_of, run_elsewhere, same
 
 TOKENIZER = tiny_tokenizer(chat=True)
 
 
 def write(folder: Path, *files: Path | str, stop=lambda: False) -> int:
-    rows = documents(files, TOKENIZER, Skipped(), 61, tokens.rows_done(folder))
-    return tokens.write(folder, rows, TOKENIZER, stop=stop)
+    rows = documents(files, TOKENIZER, Skipped(), 61, corpus.rows_done(folder))
+    return corpus.write(folder, rows, TOKENIZER, stop=stop)
 
 
 def test_shards_hold_what_the_files_do_and_go_on_after_a_stop(text, tmp_path, monkeypatch):
     many = tmp_path / "many.jsonl"
     many.write_text('not json\n{"x": 1}\n' + 6 * text.read_text())
     whole = [d for d in documents([many], TOKENIZER, Skipped(), 61) if d]
-    monkeypatch.setattr(tokens, "SHARD", 3000)
+    monkeypatch.setattr(corpus, "SHARD", 3000)
     calls = []
     folder = tmp_path / "shards"
     write(folder, many, stop=lambda: calls.append(0) or len(calls) == 2)
-    assert 0 < tokens.rows_done(folder) < 200
+    assert 0 < corpus.rows_done(folder) < 200
     with pytest.raises(CheckpointError, match="not finished"):
-        tokens.sources([str(folder)], TOKENIZER, Skipped(), 61)
+        corpus.read([str(folder)], TOKENIZER, Skipped(), 61)
     write(folder, many)
-    shards = tokens.sources([str(folder)], TOKENIZER, Skipped(), 61)
-    assert len(shards) > 3 and [d for shard in shards for d in shard] == whole
-    assert write(folder, many) == 0 and tokens.rows_done(folder) == len(whole) + 2
+    shards = corpus.read([str(folder)], TOKENIZER, Skipped(), 61)
+    assert len(shards.sources) > 3 and list(shards) == whole
+    assert write(folder, many) == 0 and corpus.rows_done(folder) == len(whole) + 2
     config = RunConfig(max_length=50, min_length=9, held_out=0.2)
-    one, two = (collect(found, Skipped(), config, 3) for found in ([tokens.Tokens.of(whole)], shards))
+    one, two = (collect(found, Skipped(), config, 3) for found in (in_memory(whole), shards))
     for side in ("learned", "held_out"):
         there, here = (sorted(d.tokens for d in getattr(found, side)) for found in (one, two))
         assert there == here and there
@@ -56,19 +56,19 @@ def test_shards_that_do_not_serve(text, tmp_path):
     folder = tmp_path / "shards"
     write(folder, text)
     with pytest.raises(CheckpointError, match="another tokenizer"):
-        tokens.sources([str(folder)], lambda text: {"input_ids": [1, 2]}, Skipped(), 61)
+        corpus.read([str(folder)], lambda text: {"input_ids": [1, 2]}, Skipped(), 61)
     path = folder / "tokens-00000.safetensors"
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(CheckpointError, match="cannot be read"):
-        tokens.sources([str(folder)], TOKENIZER, Skipped(), 61)
+        corpus.read([str(folder)], TOKENIZER, Skipped(), 61)
     with pytest.raises(PromptError, match="nothing to write"):
-        tokens.write(tmp_path / "empty", [None], TOKENIZER)
+        corpus.write(tmp_path / "empty", [None], TOKENIZER)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_run_on_shards_is_resumed_to_the_bit(config, text, tmp_path, monkeypatch, processes):
-    monkeypatch.setattr(tokens, "SHARD", 2000)
+    monkeypatch.setattr(corpus, "SHARD", 2000)
     write(tmp_path / "shards", text)
     whole = config(data=tmp_path / "shards", out=tmp_path / "whole", accumulate=3 - processes)
     cut = config(data=tmp_path / "shards", out=tmp_path / "cut", accumulate=3 - processes)
@@ -123,7 +123,7 @@ def test_parquet(tmp_path):
 def _used(folder: str, out: str) -> None:
     """Trains a schedule on shards and writes the growth of this process's own memory."""
     before = _private()
-    found = collect(tokens.sources([folder], TOKENIZER, Skipped(), 61), Skipped(), RunConfig(), 5)
+    found = collect(corpus.read([folder], TOKENIZER, Skipped(), 61), Skipped(), RunConfig(), 5)
     for i in range(0, len(found.learned), 7):
         assert found.learned[i].tokens
     Path(out).write_text(f"{_private() - before} {sum(found.learned.lengths)}")
@@ -140,7 +140,7 @@ def _private() -> int:
 def test_tokens_on_disk_take_no_memory(tmp_path):
     rng = random.Random(0)
     row = Document([rng.randrange(61) for _ in range(4096)])
-    tokens.write(tmp_path / "shards", islice(iter(lambda: row, None), 3000), TOKENIZER)
+    corpus.write(tmp_path / "shards", islice(iter(lambda: row, None), 3000), TOKENIZER)
     process = elsewhere.start(tmp_path / "log", _used, str(tmp_path / "shards"), str(tmp_path / "out"))
     assert elsewhere.ended(process, 120) == 0, (tmp_path / "log").read_text()
     used, count = map(int, (tmp_path / "out").read_text().split())

@@ -14,9 +14,8 @@ from longdraft.model import small_models
 from longdraft.model.rotary import yarn
 from longdraft.model.runner import TargetRunner
 from longdraft.model.shared_parts import SharedParts
-from longdraft.training.config import DEPTH, Eagle3Config, LmConfig
+from longdraft.training.config import DEPTH, LmConfig
 from longdraft.training.documents import Document
-from longdraft.training.eagle3 import Plan
 from longdraft.training.features import FeatureReader, Features
 from longdraft.training.lm import LmTrainee
 from longdraft.training.measure import UNSEEN, ranks_of, simulate
@@ -184,8 +183,7 @@ def test_simulated_acceptance_is_a_chain_decoded_by_the_engine(kind, window, tmp
             weight.copy_(weight.bfloat16())
     described = trainee.block.shape.as_dict()
     if kind != "longspec":
-        plan = Plan(trainee.block, None, READS[kind], window, yarn(1000.0))
-        described = plan.described(Eagle3Config(window=window, max_length=64))
+        described |= {"feature_layers": list(READS[kind]), "window": window, "rope_theta": 1000.0, "trained_length": 64}
     weights = trainee.block.state_dict()
     draft_folder.save(tmp_path, draft_folder.trained(kind, described, weights, None, runner.parts.description))
     spec = Speculator(kind, target=model, draft=tmp_path, widths=(1,) * levels)

@@ -7,21 +7,20 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from longdraft.drafters.eagle3 import Eagle3Block
 from longdraft.drafters.heads import HeadsBlock, HeadsShape
 from longdraft.drafters.longspec import LongSpecBlock, LongSpecShape
 from longdraft.drafters.onepass import OnePassBlock, OnePassShape
-from longdraft.drafters.shared.eagle3_block import Eagle3Block
 from longdraft.drafts.eagle_formats import Eagle3Shape
 from longdraft.model import small_models
 from longdraft.model.rotary import Rotary, yarn
 from longdraft.model.runner import TargetRunner
 from longdraft.training.config import Eagle3Config, HeadsConfig, RunConfig
-from longdraft.training.eagle3 import Eagle3Trainee
+from longdraft.training.eagle3 import Eagle3Trainee, OnePassTrainee
 from longdraft.training.features import Features
 from longdraft.training.heads import HeadsTrainee
 from longdraft.training.lm import LmTrainee
 from longdraft.training.longspec import LongSpecTrainee
-from longdraft.training.onepass import OnePassTrainee
 from longdraft.training.trainee import Trainee
 from tests.training.helpers import masked_attention
 
@@ -105,11 +104,11 @@ def _longspec(trainee: LongSpecTrainee, document: Features, shift: int) -> torch
     behind = at[:, None] - at
     cos, sin = trainee.parts.rotary(document.positions)
     hidden = trainee.block(
-        trainee.embed(document.tokens), cos, sin,
-        lambda q, k, v: masked_attention(q, k, v, (behind >= 0) & (behind < WINDOW)),
-        lambda q: masked_attention(q, document.keys, document.values, behind >= shift),
+        trainee.embed(document.tokens), None, cos, sin,
+        [lambda q, k, v: masked_attention(q, k, v, (behind >= 0) & (behind < WINDOW))],
+        cross=lambda q: masked_attention(q, document.keys, document.values, behind >= shift),
     )  # fmt: skip
-    return hidden @ trainee.target_head.T
+    return trainee.block.norm(hidden) @ trainee.target_head.T
 
 
 def _lm(trainee: LmTrainee, document: Features) -> torch.Tensor:
@@ -139,7 +138,7 @@ def _eagle3(trainee: Eagle3Trainee, document: Features, root: int, depth: int) -
             every = torch.cat(keys[seen], 1), torch.cat(values[seen], 1)
             return masked_attention(q, *every, torch.ones(1, every[0].shape[1], dtype=torch.bool))
 
-        out = block(trainee.embed(document.tokens[row + 1][None]), g, *_turn(trainee, document, row), attend)
+        out = block(trainee.embed(document.tokens[row + 1][None]), g, *_turn(trainee, document, row), [attend])
         if row >= root:
             outputs.append(out)
     return [block.logits(out)[0] for out in outputs]
@@ -164,7 +163,7 @@ def _onepass(trainee: OnePassTrainee, document: Features, root: int, depth: int)
             every = torch.cat(keys, 1), torch.cat(values, 1)
             return masked_attention(q, *every, torch.ones(1, len(keys), dtype=torch.bool))
 
-        out = block(x, g, *_turn(trainee, document, row), attend)
+        out = block(x, g, *_turn(trainee, document, row), [attend])
         if row >= root:
             z = block.logits(out)[0]
             if (before := int(trainee.to_draft[document.tokens[row + 1]])) >= 0:

@@ -40,12 +40,10 @@ def attend(
     out = q.new_empty(batch, heads, size, values.shape[3])
     for b, (slot, n) in enumerate(zip(block.slots, block.lengths, strict=True)):
         k, v = (x[slot, :, : n + block.width] for x in (keys, values))
+        whole = chain and size > FEW_ROWS
+        rows, tree = (q[b], None) if whole else (folded[b], None if block.width < 2 else block.block_mask(b, q.device))
         begins, cap, sinks = None if block.begins is None else block.begins[b], scoring.softcap, scoring.sinks
-        if chain and size > FEW_ROWS:
-            own = kernels.attend_chunk(q[b], k, v, scale, begins=begins, softcap=cap, sinks=sinks)
-        else:
-            tree = None if block.width == 1 else block.block_mask(b, q.device)
-            own = kernels.attend(folded[b], k, v, tree, scale, begins=begins, softcap=cap, sinks=sinks)
+        own = kernels.attend(rows, k, v, tree, scale, chunk=whole, begins=begins, softcap=cap, sinks=sinks)
         out[b] = own.view_as(out[b])
     return out
 

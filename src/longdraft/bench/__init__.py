@@ -1,4 +1,4 @@
 """Measurements: data sets, peers, runs, results, reports.
 
-May import: everything but the command line, the server and the plugins.
+May import: everything but the command line and the server.
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -97,19 +97,15 @@ def _packed(draft: Path, out: Path, bits: int) -> list[str]:
 
 def _draft(draft: Path, out: Path, verifier: str, max_position: int, speculative_tokens: int) -> list[str]:
     """A draft alone, as its kind writes it for vLLM."""
-    from longdraft.drafts.kinds import KINDS, kind_of
+    from longdraft.drafts.kinds import kind_of
+    from longdraft.drafts.speculators import to_speculators
     from longdraft.model.shared_parts import architecture
 
     kind = kind_of(draft)
-    write = kind.layouts.get(Layout.speculators.value)
-    if write is None:
-        able = " and ".join(each.name for each in KINDS.values() if each.layouts)
-        raise CapabilityError(
-            f"{draft} holds a draft for {kind.name}; only {able} drafts have a layout that others read."
-        )
-    loaded = kind.load(draft)
+    if kind.name != "eagle3":
+        raise CapabilityError(f"{draft} holds a draft for {kind.name}; eagle3's alone have a layout that others read.")
+    loaded: Any = kind.load(draft)
     model_type = loaded.made_for.get("model_type")
+    named = architecture(model_type) if model_type else None
     with options.settings_checked():
-        return write(
-            loaded, out, verifier, architecture(model_type) if model_type else None, max_position, speculative_tokens
-        )
+        return to_speculators(loaded, out, verifier, named, max_position, speculative_tokens)

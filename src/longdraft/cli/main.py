@@ -28,6 +28,9 @@ from longdraft.cli.train import Trainers, loaded_first
 from longdraft.cli.train_data import data
 from longdraft.errors import CapabilityError, ConfigError, LongdraftError, memory_checked
 
+# Of the click that typer uses: its own copy, or the package.
+USAGE_ERROR: Any = typer.BadParameter.__base__
+
 
 class Verbs(TyperGroup):
     """Verbs of one word or two: ``bench`` measures, and ``bench quality`` is a verb of its own."""
@@ -46,6 +49,14 @@ class Verbs(TyperGroup):
 
 class FirstWord(TyperCommand):
     """A verb that others begin with: shells are told their second words."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except USAGE_ERROR as error:
+            if ctx.info_name == "generate" and "extra argument" in error.message:
+                error.message += ". What the model is asked goes behind -p: -p 'Summarise this.'"
+            raise
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
         own = super().shell_complete(ctx, incomplete)

@@ -87,11 +87,11 @@ def data(
     if url is None:
         have, figures = _encoded(files, out, target, rows, skipped), {}
     else:
-        from longdraft.training import answers, prompts
+        from longdraft.training import answers
 
         # Read before the server is asked, so that a wrong path is reported at once.
         texts = _texts(files, skipped)
-        asked = prompts.asks(texts, (lengths[0], lengths[1]), per_passage, answer_temperatures, seed)
+        asked = answers.asks(texts, (lengths[0], lengths[1]), per_passage, answer_temperatures, seed)
         file, total = answers.AnswerFile(out), rows or 1000
         with Cancel(terminate=True) as cancel, RowsDisplay("answers", total) as display:
             answers.answer(
@@ -110,15 +110,15 @@ def _encoded(files: list[Path], out: Path, target: str | None, rows: int | None,
     """Writes the rows as tokens; returns how many this run has added."""
     from longdraft.model.loading import load
     from longdraft.model.stored import weight_shape
-    from longdraft.training import documents, tokens
+    from longdraft.training import corpus, documents
 
     with console.status() as status:
         model, tokenizer = load(target, device="cpu", progress=status)
-    done = tokens.rows_done(out)
+    done = corpus.rows_done(out)
     encoded = documents.documents(files, tokenizer, skipped, weight_shape(model.get_output_embeddings())[0], done)
     left = islice(encoded, None if rows is None else max(0, rows - done))
     with Cancel(terminate=True) as cancel, RowsDisplay("Encoding") as counter:
-        have = tokens.write(out, left, tokenizer, counter.update, cancel)
+        have = corpus.write(out, left, tokenizer, counter.update, cancel)
     _end_if(cancel, skipped)
     return have
 

@@ -21,7 +21,7 @@ DFlash: arXiv:2602.06036; DSpark: arXiv:2607.05147.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, cast
 
 import torch
@@ -32,8 +32,7 @@ from longdraft.attention.sdpa import one_text
 from longdraft.attention.transfer import on_device
 from longdraft.drafters.eagle3 import Eagle3Draft
 from longdraft.drafters.onepass import CANDIDATES, OneForwardRound, OnePassDrafter, Row, rows_of
-from longdraft.drafters.shared.layers import Attention, SwiGLU
-from longdraft.drafters.shared.round import BoundDraft
+from longdraft.drafters.shared.block import Layer, SelfAttend
 from longdraft.drafts.dflash_formats import KIND, DFlashShape
 from longdraft.drafts.formats import check_mask
 from longdraft.drafts.kinds import Kind, register
@@ -68,21 +67,32 @@ class Convolution(nn.Module):
         return sum((F.pad(x, (0, 0, i, 0))[:, :rows] * kernels[i] for i in range(taps)), torch.zeros_like(x))
 
 
-class Layer(nn.Module):
-    """A decoder layer."""
+class DFlashLayer(Layer):
+    """A decoder layer. Its input is the residual."""
 
     def __init__(self, shape: DFlashShape) -> None:
-        super().__init__()
-        size, eps = shape.hidden_size, shape.rms_norm_eps
-        self.input_layernorm = nn.RMSNorm(size, eps)
-        heads = shape.heads, shape.kv_heads, shape.head_dim
-        self.self_attn = Attention(size, size, *heads, shape.attention_bias, shape.attention_bias, eps)
-        self.post_attention_layernorm = nn.RMSNorm(size, eps)
-        self.mlp = SwiGLU(size, shape.intermediate_size)
+        super().__init__(shape, shape.hidden_size, "input_layernorm")
+        self.convolves = shape.taps is not None and shape.group is not None
         if shape.taps is not None and shape.group is not None:
-            self.attention_conv = Convolution(size, shape.taps, shape.group)
-            self.mlp_conv = Convolution(size, shape.taps, shape.group)
-        self.convolves = shape.taps is not None
+            self.attention_conv = Convolution(shape.hidden_size, shape.taps, shape.group)
+            self.mlp_conv = Convolution(shape.hidden_size, shape.taps, shape.group)
+
+    def over(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: SelfAttend) -> torch.Tensor:
+        """Blocks (B, S, hidden) -> (B, S, hidden)."""
+
+        def attended(n: torch.Tensor) -> torch.Tensor:
+            return self.self_attn(n.flatten(0, 1), cos, sin, attend).view(n.shape)
+
+        parts = (self.input_layernorm, attended, "attention_conv"), (self.mlp_norm, self.mlp, "mlp_conv")
+        for norm, part, name in parts:
+            n = norm(x)
+            if self.convolves:
+                convolution = getattr(self, name)
+                before, after = convolution.kernels(n)
+                x = x + convolution.over(part(convolution.over(n, before)), after)
+            else:
+                x = x + part(n)
+        return x
 
 
 class MarkovHead(nn.Module):
@@ -117,13 +127,15 @@ class DFlashBlock(nn.Module):
         windows: for each layer, rows of the text that it sees; None: all.
     """
 
+    plain = False
+
     def __init__(self, shape: DFlashShape, tokens: int, causal: list[bool], windows: list[int | None]) -> None:
         super().__init__()
         self.shape, self.causal, self.windows = shape, causal, windows
         size, eps = shape.hidden_size, shape.rms_norm_eps
         self.fc = nn.Linear(shape.feature_size, size, bias=False)
         self.hidden_norm = nn.RMSNorm(size, eps)
-        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.decoder_layers))
+        self.layers = nn.ModuleList(DFlashLayer(shape) for _ in range(shape.decoder_layers))
         self.norm = nn.RMSNorm(size, eps)
         if shape.own_head:
             self.lm_head = nn.Linear(size, shape.vocabulary, bias=False)
@@ -141,8 +153,8 @@ class DFlashBlock(nn.Module):
         self._head = head
 
     @property
-    def _decoder(self) -> list[Layer]:
-        return cast(list[Layer], list(self.layers))
+    def _decoder(self) -> list[DFlashLayer]:
+        return cast(list[DFlashLayer], list(self.layers))
 
     def project(self, features: torch.Tensor) -> torch.Tensor:
         """The target's features (T, feature_size) -> c (T, hidden)."""
@@ -170,18 +182,7 @@ class DFlashBlock(nn.Module):
             texts: each sequence's keys and values (layers, Hkv, n, d) of its text, as :meth:`keys_values` gives them.
         """
         for i, layer in enumerate(self._decoder):
-            n = layer.input_layernorm(x)
-            if layer.convolves:
-                before, after = layer.attention_conv.kernels(n)
-                n = layer.attention_conv.over(n, before)
-            out = self._attended(i, n, cos, sin, texts)
-            x = x + (layer.attention_conv.over(out, after) if layer.convolves else out)
-            n = layer.post_attention_layernorm(x)
-            if layer.convolves:
-                before, after = layer.mlp_conv.kernels(n)
-                x = x + layer.mlp_conv.over(layer.mlp(layer.mlp_conv.over(n, before)), after)
-            else:
-                x = x + layer.mlp(n)
+            x = layer.over(x, cos, sin, partial(self._attend, i, texts))
         found: torch.Tensor = self.norm(x)
         return found
 
@@ -191,29 +192,24 @@ class DFlashBlock(nn.Module):
         logits: torch.Tensor = (self.lm_head if shape.own_head else self._head)(out) * shape.logit_scale
         return logits if shape.softcap is None else torch.tanh(logits / shape.softcap) * shape.softcap
 
-    def _attended(
+    def _attend(
         self,
         index: int,
-        n: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
         texts: list[tuple[torch.Tensor, torch.Tensor]],
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
     ) -> torch.Tensor:
-        attention, rows = self._decoder[index].self_attn, n.shape[1]
-        flat = n.flatten(0, 1)
-        # In the order in which the products of the same rows are computed together.
-        q = attention.queries(flat, cos, sin).split(rows, 1)
-        own = [t.split(rows, 1) for t in attention.keys_values(flat, cos, sin)]
-        seen = torch.ones(rows, rows, dtype=torch.bool, device=n.device).tril() if self.causal[index] else None
-        window = self.windows[index]
+        """Attends from the rows of the blocks to their texts, and to each other."""
+        window, rows = self.windows[index], q.shape[1] // len(texts)
+        seen = torch.ones(rows, rows, dtype=torch.bool, device=q.device).tril() if self.causal[index] else None
         outputs = []
-        for i, text in enumerate(texts):
+        for text, q_, *own in zip(texts, *(x.split(rows, 1) for x in (q, k, v)), strict=True):
             first = 0 if window is None else max(0, text[0].shape[2] - window)
-            k, v = (torch.cat([t[index, :, first:], own[j][i]], 1) for j, t in enumerate(text))
-            mask = None if seen is None else F.pad(seen, (k.shape[1] - rows, 0), value=True)
-            outputs.append(one_text(q[i], k, v, mask).transpose(0, 1).flatten(1))
-        out: torch.Tensor = attention.o_proj(torch.stack(outputs))
-        return out
+            keys, values = (torch.cat([t[index, :, first:], x], 1) for t, x in zip(text, own, strict=True))
+            mask = None if seen is None else F.pad(seen, (keys.shape[1] - rows, 0), value=True)
+            outputs.append(one_text(q_, keys, values, mask))
+        return torch.cat(outputs, 1)
 
 
 class DFlashDraft(Eagle3Draft):
@@ -243,11 +239,11 @@ class DFlashDraft(Eagle3Draft):
         if not self.shape.own_mask:
             check_mask(self.shape, runner.parts.head.shape[0], self.folder)
 
-    def make(self, runner: TargetRunner) -> BoundDraft:
-        block = self.placed(runner)
+    def placed(self, runner: TargetRunner) -> DFlashBlock:
+        block: DFlashBlock = super().placed(runner)
         if not self.shape.own_head:
             block.borrow(product(self.head(runner)[0]))
-        return self.bind_block(runner, block)
+        return block
 
     @property
     def reads_through(self) -> bool:
@@ -355,7 +351,5 @@ register(
         "published drafts of DFlash, DFlash2 and DSpark: a block of tokens from one forward",
         "DFlash, arXiv:2602.06036; DSpark, arXiv:2607.05147",
         load=DFlashDraft.load,
-        # Its norm of the hidden states is no layer's.
-        tensors=lambda names: any(name.removeprefix("model.") == "hidden_norm.weight" for name in names),
     )
 )

@@ -19,9 +19,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from longdraft.drafters.eagle3 import Eagle3Draft, Eagle3Drafter
-from longdraft.drafters.shared.eagle3_block import Eagle3Block, Layer
-from longdraft.drafters.shared.round import BoundDraft
+from longdraft.drafters.eagle3 import Eagle3Block, Eagle3Draft, Eagle3Drafter
+from longdraft.drafters.shared.block import Layer
 from longdraft.drafts.eagle_formats import EAGLE, EagleShape
 from longdraft.drafts.kinds import Kind, Training, register
 from longdraft.errors import UnsupportedModelError
@@ -40,7 +39,7 @@ class EagleBlock(Eagle3Block):
         self.midlayer = Layer(shape, shape.hidden_size)
         self.norm = nn.Identity()  # type: ignore[assignment]  # o is normed as f is
 
-    def borrow(self, runner: TargetRunner, head: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
+    def borrow_of(self, runner: TargetRunner, head: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
         """Borrows the target's final norm, and its head, (T, hidden) -> (T, vocabulary), if no other is given.
 
         Raises:
@@ -50,20 +49,21 @@ class EagleBlock(Eagle3Block):
             raise UnsupportedModelError(
                 f"{type(runner.model).__name__} has no norm before its head, behind which such drafts read it."
             )
-        # Calls, not modules: they are the target's, and no part of the block.
-        self._norm, self._head = norm.__call__, head or product(runner.parts.head)
+        # A call, not a module: it is the target's.
+        self._norm = norm.__call__
+        self.borrow(head or product(runner.parts.head))
 
     def project(self, features: torch.Tensor) -> torch.Tensor:
-        """Outputs of the target's last layer (T, hidden) -> f (T, hidden)."""
         out: torch.Tensor = self._norm(features)
         return out
 
-    def joined(self, x: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def joined(self, x: torch.Tensor, g: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        assert g is not None
         n = self.fc(torch.cat([x, g], -1))
         return n, n
 
     def logits(self, out: torch.Tensor) -> torch.Tensor:
-        return self._head(out)
+        return self.head(out)
 
 
 class EagleDraft(Eagle3Draft):
@@ -76,10 +76,10 @@ class EagleDraft(Eagle3Draft):
     def usual_layers(self, count: int) -> tuple[int, ...]:
         return (count - 1,)
 
-    def make(self, runner: TargetRunner) -> BoundDraft:
-        block = self.placed(runner)
-        block.borrow(runner)
-        return self.bind_block(runner, block)
+    def placed(self, runner: TargetRunner) -> EagleBlock:
+        block: EagleBlock = super().placed(runner)
+        block.borrow_of(runner)
+        return block
 
 
 register(
@@ -93,11 +93,6 @@ register(
             "longdraft.training.config:EagleConfig",
             "longdraft.training.eagle:train_eagle",
             "Train an EAGLE-1 draft",
-        ),
-        # A layer of its own before the decoder's, and EAGLE-3's norm is missing.
-        tensors=lambda names: (
-            any(name.split(".")[-2:] == ["fc", "weight"] and "mtp" not in name.split(".") for name in names)
-            and not any("hidden_norm." in name for name in names)
         ),
     )
 )

@@ -12,45 +12,102 @@ stands in for the next g. The embedding is the target's own, by reference, the h
 hidden states before fc, and o before it becomes the next g.
 
 A round: the rows that are new since the last one enter the draft's own cache (a window where the draft has one), the
-newest of them, which carries the root, goes through the whole layer; then the tree grows level by level. The layer
-itself is in shared/eagle3_block.py, since drafts of its kin share it.
+newest of them, which carries the root, goes through the whole layer; then the tree grows level by level.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from longdraft.attention.transfer import on_device
-from longdraft.drafters.shared.eagle3_block import Eagle3Block
-from longdraft.drafters.shared.layers import Going, SelfAttend
+from longdraft.drafters.shared.block import DraftBlock, Layer, initialise
 from longdraft.drafters.shared.neural import CHUNK, NeuralDrafter
 from longdraft.drafters.shared.retrieval import RetrievalOptions
-from longdraft.drafters.shared.round import BoundDraft, DraftRound, Inputs, Layer
+from longdraft.drafters.shared.round import BoundDraft
 from longdraft.drafters.shared.rows import Rows
-from longdraft.drafters.shared.whole_level import WholeLevel, products_of, serves
 from longdraft.drafts.eagle_draft import EagleDraft
+from longdraft.drafts.eagle_formats import Eagle3Shape
 from longdraft.drafts.kinds import Kind, Training, register
-from longdraft.drafts.speculators import to_speculators
 from longdraft.engine import method
 from longdraft.engine.event import Event
 from longdraft.engine.method import Method
 from longdraft.engine.sequence import Sequence
 from longdraft.memory.store import KVShape, KVStore
-from longdraft.model.few_rows import quicken
 from longdraft.model.key_rotation import turned
 from longdraft.model.runner import TargetRunner
-from longdraft.native import Kernels
 from longdraft.options import Options, option, parse
 from longdraft.trees.kind import TreeKind
-from longdraft.trees.level import Level
 from longdraft.trees.options import TreeOptions
 from longdraft.views.draft_cache import CompactCache, DraftCache
+
+
+class Eagle3Block(DraftBlock):
+    """The module. Its state dict is the published layout; the tables ``d2t`` and ``t2d`` are kept beside it."""
+
+    norm: nn.RMSNorm
+    norm_output = False
+
+    def __init__(self, shape: Eagle3Shape) -> None:
+        super().__init__()
+        self.shape, self.norm_output = shape, shape.norm_output
+        eps, size, hidden = shape.rms_norm_eps, shape.feature_size, shape.hidden_size
+        if shape.norm_before_fc:
+            self.input_norm = nn.RMSNorm(size, eps)
+        if shape.fc_norm is not None:
+            self.fc_norm = nn.ModuleList(nn.RMSNorm(size // shape.fc_norm, eps) for _ in range(shape.fc_norm))
+        if shape.embedding is not None:
+            self.embed_tokens = nn.Embedding(shape.embedding, hidden)
+        self.fc = nn.Linear(size, hidden, bias=False)
+        self.midlayer = Layer(shape, 2 * hidden, "input_layernorm", "hidden_norm")
+        self.further = tuple(Layer(shape, hidden, "input_layernorm") for _ in range(1, shape.decoder_layers))
+        if self.further:
+            self.layers = nn.ModuleDict({str(i): layer for i, layer in enumerate(self.further, 1)})
+        self.norm = nn.RMSNorm(hidden, eps)
+        self.lm_head = nn.Linear(hidden, shape.vocabulary, bias=False)
+        self.plain = not shape.qk_norm and not shape.output_bias and not self.further
+
+    @property
+    def first(self) -> Layer:
+        return self.midlayer
+
+    def initialise(self, seed: int = 0, std: float = 0.02, head: torch.Tensor | None = None) -> None:
+        """Normal weights, unit norms, zero output projections.
+
+        Args:
+            head: (vocabulary, hidden) rows of the target's head to start from.
+        """
+        initialise(self, seed, std)
+        if head is not None:
+            with torch.no_grad():
+                self.lm_head.weight.copy_(head)
+
+    def project(self, features: torch.Tensor) -> torch.Tensor:
+        if self.shape.norm_before_fc:
+            features = self.input_norm(features)
+        if self.shape.fc_norm is not None:
+            parts = features.chunk(self.shape.fc_norm, -1)
+            features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
+        out: torch.Tensor = self.fc(features)
+        return out
+
+    def following(self, out: torch.Tensor) -> torch.Tensor:
+        following: torch.Tensor = self.norm(out) if self.norm_output else out
+        return following
+
+    def joined(self, x: torch.Tensor, g: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        assert g is not None
+        normed: torch.Tensor = self.midlayer.hidden_norm(g)
+        n = torch.cat([self.midlayer.input_layernorm(x), normed], -1)
+        return n, normed if self.shape.norm_before_residual else g
+
+    def logits(self, out: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.lm_head(self.norm(out))
+        return logits
 
 
 class Eagle3Draft(EagleDraft[BoundDraft]):
@@ -65,33 +122,8 @@ class Eagle3Draft(EagleDraft[BoundDraft]):
         return self.decoder_layers > 1
 
     def make(self, runner: TargetRunner) -> BoundDraft:
-        block, shape = self.placed(runner), self.shape
-        plain = not shape.qk_norm and not shape.output_bias and shape.decoder_layers == 1
-        found = serves(runner, shape.head_dim) if plain else None
-        return self.bind_block(runner, block, None if found is None else whole_level(found, block))
-
-    def bind_block(self, runner: TargetRunner, block: Any, whole: WholeLevel | None = None) -> BoundDraft:
-        """The draft with what it shares of the target."""
         rotary = self.rotary(runner.kv_shape.dtype, runner.device)
-        embedding = runner.parts.embedding if self.shape.embedding is None else block.embed_tokens
-        ids, draft_ids = None if self.ids is None else self.ids.to(runner.device), None
-        if ids is not None:
-            draft_ids = torch.full((runner.parts.head.shape[0],), -1, device=runner.device, dtype=torch.long)
-            draft_ids[ids] = torch.arange(len(ids), device=runner.device)
-        quicken(block)
-        return BoundDraft(block, embedding, rotary, block.logits, ids, whole, draft_ids)
-
-
-def whole_level(found: Kernels, block: Eagle3Block) -> WholeLevel:
-    layer = block.midlayer
-    norms: dict[str, nn.Module] = {
-        "norm": layer.input_layernorm,
-        "joined_norm": layer.hidden_norm,
-        "mlp_norm": layer.post_attention_layernorm,
-        "final_norm": block.norm,
-    }
-    products, normed = products_of(layer.self_attn, layer.mlp), block.shape.norm_before_residual
-    return WholeLevel(found, block.shape, norms, products, block.lm_head.weight, normed)
+        return BoundDraft(runner, self.placed(runner), rotary, self.ids)
 
 
 @dataclass(frozen=True)
@@ -101,50 +133,6 @@ class WindowOptions(Options):
     window: int | None = option(
         min=1, help="the draft sees so many tokens back and no further", usual="its folder's, or the trained length"
     )
-
-
-class Eagle3Round(DraftRound["Eagle3Drafter"]):
-    """One round of a batch."""
-
-    def roots(self, level: Level) -> tuple[Rows, Inputs]:
-        """The rows that the cache lacks join what the target says of them."""
-        rows, inputs, starts = self.entering(level)
-        each = zip(rows.slots, starts, strict=True)
-        joined = torch.stack([self._owner.features(slot, start, start + rows.width) for slot, start in each])
-        return rows, replace(inputs, joined=joined)
-
-    def nodes(self, level: Level) -> tuple[Rows, Inputs]:
-        """A node joins its parent's output."""
-        rows, inputs = super().nodes(level)
-        assert self._last is not None
-        above = self._last[0].of(level.rows, self._last[1])
-        return rows, replace(inputs, joined=above.gather(1, level.parents[..., None].expand(-1, -1, above.shape[2])))
-
-    def following(self, out: torch.Tensor) -> torch.Tensor:
-        following: torch.Tensor = self._bound.block.following(out)
-        return following
-
-    def layer(self, rows: Rows, entering: bool) -> tuple[Layer, tuple[torch.Tensor, ...], Hashable]:
-        return partial(_layer, self._bound.block, entering), (), ("eagle3", entering)
-
-
-def _layer(
-    block: Eagle3Block,
-    entering: bool,
-    x: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    joined: torch.Tensor,
-    attends: list[SelfAttend],
-    going: Going,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The block; a node joins its parent's output."""
-    g = block.project(joined) if entering else joined
-    if len(attends) > 1:
-        out = block.through(x, g, cos, sin, attends)[going]
-    else:
-        out = block(x, g, cos, sin, attends[0], going)
-    return out, block.following(out)
 
 
 class Eagle3Drafter(NeuralDrafter):
@@ -160,7 +148,6 @@ class Eagle3Drafter(NeuralDrafter):
     """
 
     options: ClassVar[tuple[type[Options], ...]] = (TreeOptions, WindowOptions, RetrievalOptions)
-    rounds: ClassVar[type[DraftRound[Any]]] = Eagle3Round
     ahead = 1
     draft: Eagle3Draft
 
@@ -233,21 +220,6 @@ class Eagle3Drafter(NeuralDrafter):
         if event.replaced is not None:  # the row before joins the first of their tokens
             self.cache.forget(event.sequence.slot, max(0, event.replaced - 1))
 
-    def features(self, slot: int, start: int, end: int) -> torch.Tensor:
-        """The target's hidden states (T, feature_size) of rows [start, end)."""
-        assert self.store.features is not None
-        return self.store.features[slot, start:end]
-
-    def inputs(self, sequence: Sequence, start: int, end: int) -> tuple[torch.Tensor, ...]:
-        """Embeddings and projected features (T, hidden) of rows, the next of the cache, with cos and sin (T, d)."""
-        x = self.bound.embedding(on_device(self.tokens(sequence, start, end), self.runner.device))
-        g = self.bound.block.project(self.features(sequence.slot, start, end))
-        return x, g, *self.bound.rotary(self.cache.places(sequence.slot, end - start))
-
-    def keys_values(self, sequence: Sequence, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        k, v = self.bound.block.keys_values(*self.inputs(sequence, start, end))
-        return k[None], v[None]
-
     def goes_back(self, end: int) -> int:
         if self.draft.reads_through:
             return self.draft.decoder_layers * (self.cache.window or end)
@@ -260,7 +232,7 @@ class Eagle3Drafter(NeuralDrafter):
         cache, slot, inputs = self.cache, sequence.slot, self.inputs(sequence, start, end)
         cache.ready(slot, end - start)
         cache.extend(slot, end - start)
-        self.bound.block.through(*inputs, Rows.new(cache, (slot,), end - start).attends(cache))
+        self.bound.block(*inputs, Rows.new(cache, (slot,), end - start).attends(cache))
 
     def _warn(self, s: Sequence) -> None:
         """Warns if a text is longer than the draft was trained for."""
@@ -285,9 +257,6 @@ register(
             "longdraft.training.eagle3:train_eagle3",
             "Train an EAGLE-3 draft",
         ),
-        # EAGLE-3 norms the hidden states that it joins.
-        tensors=lambda names: any(".0.hidden_norm." in name or "midlayer.hidden_norm." in name for name in names),
-        layouts={"speculators": to_speculators},
     )
 )
 method.register(

@@ -15,9 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -34,7 +33,6 @@ from longdraft.memory.store import KVStore
 from longdraft.model.runner import TargetRunner
 from longdraft.model.sharded import product
 from longdraft.model.stored import light
-from longdraft.native.stored import Stored
 from longdraft.options import Options, option, parse
 from longdraft.trees.level import Level
 from longdraft.trees.options import TreeOptions
@@ -113,27 +111,17 @@ class HeadsBlock(nn.Module):
 KIND = "heads"
 
 
-@dataclass(frozen=True)
-class BoundHeads:
+class BoundHeads(NamedTuple):
     """Heads in their target's dtype and on its device.
 
     Attributes:
-        head: (draft vocabulary, hidden): the target's own, or the rows of it that the draft's vocabulary needs; rounded
-            where kernels serve.
+        head: the input of the target's head -> (..., draft vocabulary).
         ids: (draft vocabulary,) target id of each draft id; None where they are the same.
     """
 
     block: HeadsBlock
-    head: torch.Tensor | Stored
+    head: Callable[[torch.Tensor], torch.Tensor]
     ids: torch.Tensor | None
-
-    @cached_property
-    def _head(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        return product(self.head)
-
-    def logits(self, h: torch.Tensor, heads: int) -> torch.Tensor:
-        """h (rows, hidden), the target's states -> (rows, heads, draft vocabulary). One product with the head."""
-        return self._head(torch.stack(self.block(h, heads), dim=1))
 
 
 class HeadsDraft(TrainedDraft[BoundHeads]):
@@ -158,7 +146,7 @@ class HeadsDraft(TrainedDraft[BoundHeads]):
     def make(self, runner: TargetRunner) -> BoundHeads:
         head, ids = self.head(runner)
         found = serves(runner, runner.kv_shape.head_dim)
-        return BoundHeads(self.placed(runner), head if found is None else light(head), ids)
+        return BoundHeads(self.placed(runner), product(head if found is None else light(head)), ids)
 
 
 @dataclass(frozen=True)
@@ -195,7 +183,6 @@ class HeadsDrafter(TreeDrafter):
         if ahead and kind.name == "static" and not kind.chosen_by_user:  # first the one token that the target predicts
             kind = replace(kind, children=(1, *kind.children))
         self.tree = kind.limited(levels)
-        self._bound: BoundHeads | None = None
         self._rounds = 0
 
     @property
@@ -225,10 +212,10 @@ class HeadsDrafter(TreeDrafter):
 
     @torch.inference_mode()
     def propose(self, sequences: list[Sequence], limit: NodeLimit | None = None) -> list[TokenTree]:
-        assert self._bound is not None
         bound, (hidden, first) = self._bound, self._states(sequences)
         self._rounds += 1
-        said = bound.logits(hidden, self.heads)  # (B, levels, draft vocabulary)
+        # One product with the head: (B, levels, draft vocabulary).
+        said = bound.head(torch.stack(bound.block(hidden, self.heads), dim=1))
         if first is not None:
             first = first if bound.ids is None else first[:, bound.ids]
             said = torch.cat([first[:, None].to(said.dtype), said], dim=1)
@@ -277,7 +264,6 @@ register(
             "longdraft.training.heads:train_heads",
             "Train chained heads (TokenSwift)",
         ),
-        tensors=lambda names: any(".medusa_layers." in name for name in names),
         inside=tokenswift_heads.holds,
     )
 )

@@ -13,34 +13,24 @@ block; then the tree grows level by level.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from longdraft.attention.block import Block
-from longdraft.attention.prefix import PrefixAttend
-from longdraft.attention.transfer import on_device
-from longdraft.drafters.shared.layers import ALL, Attention, Going, SelfAttend, SwiGLU, initialise
+from longdraft.drafters.shared.block import DraftBlock, Layer, initialise
 from longdraft.drafters.shared.neural import NeuralDrafter
-from longdraft.drafters.shared.round import BoundDraft, DraftRound, Layer
-from longdraft.drafters.shared.rows import Rows
-from longdraft.drafters.shared.whole_level import Text, WholeLevel, products_of, serves
+from longdraft.drafters.shared.round import BoundDraft
+from longdraft.drafters.shared.whole_level import Text
 from longdraft.drafts.draft import TrainedDraft
 from longdraft.drafts.draft_folder import PUBLISHED, DraftFolder, filled_in, shape_of
 from longdraft.drafts.kinds import Kind, Training, register
-from longdraft.engine.sequence import Sequence
 from longdraft.errors import UnsupportedModelError
-from longdraft.model.few_rows import quicken
 from longdraft.model.runner import TargetRunner
 from longdraft.model.sharded import product
-from longdraft.native import Kernels
-from longdraft.native.stored import Stored
 from longdraft.options import parse
 from longdraft.trees.options import TreeOptions
 from longdraft.views.draft_cache import DraftCache
@@ -48,8 +38,6 @@ from longdraft.views.draft_cache import DraftCache
 KIND = "longspec"
 # Published drafts carry these; the block never uses what they compute.
 _DEAD = {f"cross_attn.{part}_proj.{kind}" for part in "kv" for kind in ("weight", "bias")}
-# q (Hq, T, d) -> output (Hq, T, d)
-CrossAttend = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -66,26 +54,32 @@ class LongSpecShape:
     """Keys that self-attention sees, the query's own included."""
     final_norm: bool = False
     """An RMSNorm before the head. The paper has none; with it, training is stable at a higher learning rate."""
+    attention_bias: ClassVar[bool] = True
+    output_bias: ClassVar[bool] = False
+    qk_norm: ClassVar[bool] = False
+    norm_before_residual: ClassVar[bool] = False
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
-class LongSpecBlock(nn.Module):
+class LongSpecBlock(Layer, DraftBlock):
     """The block. Its state dict is the published layout without the cross-attention's unused k and v."""
 
+    plain = True
+
     def __init__(self, shape: LongSpecShape) -> None:
-        super().__init__()
+        super().__init__(shape, shape.hidden_size, "input_layernorm", cross=True)
         self.shape = shape
-        size, eps = shape.hidden_size, shape.rms_norm_eps
-        self.input_layernorm = nn.RMSNorm(size, eps)
-        sizes = size, size, shape.heads
-        self.self_attn = Attention(*sizes, shape.kv_heads, shape.head_dim, bias=True)
-        self.post_self_attention_layernorm = nn.RMSNorm(size, eps)
-        self.cross_attn = Attention(*sizes, 0, shape.head_dim, bias=True)
-        self.post_cross_attention_layernorm = nn.RMSNorm(size, eps)
-        self.mlp = SwiGLU(shape.hidden_size, shape.intermediate_size)
-        self.norm = nn.RMSNorm(size, eps) if shape.final_norm else nn.Identity()
+        self.norm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps) if shape.final_norm else nn.Identity()
+
+    @property
+    def first(self) -> Layer:
+        return self
+
+    def joined(self, x: torch.Tensor, g: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values depend on token and position alone."""
+        return self.input_layernorm(x), x
 
     def initialise(self, seed: int = 0, std: float = 0.02) -> None:
         """Normal weights, zero biases, and zero output projections: the block starts as the identity."""
@@ -93,41 +87,6 @@ class LongSpecBlock(nn.Module):
         if self.shape.final_norm:
             with torch.no_grad():
                 self.norm.get_parameter("weight").fill_(0.5)  # small logits: at first the block repeats its input
-
-    def keys_values(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Self-attention's keys (after RoPE) and values (Hkv, T, d) of embeddings x (T, hidden).
-
-        They depend only on token and position, so a prefill computes just these, for the last window.
-        """
-        return self.self_attn.keys_values(self.input_layernorm(x), cos, sin)
-
-    def forward(
-        self,
-        x: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        self_attend: SelfAttend,
-        cross_attend: CrossAttend,
-        queries: Going = ALL,
-    ) -> torch.Tensor:
-        """The block over T rows.
-
-        Args:
-            x: (T, hidden) token embeddings.
-            cos, sin: (T, d) rotary embedding at the rows' positions.
-            self_attend: attends among the rows, and to the window that it holds.
-            cross_attend: attends to the target's last-layer KV.
-            queries: the rows to compute an output for; by default all. Keys and values are computed for every row.
-
-        Returns:
-            (Tq, hidden): the head's input.
-        """
-        cross = self.cross_attn
-        h = x[queries] + self.self_attn(self.input_layernorm(x), cos, sin, self_attend, queries)
-        q = cross.queries(self.post_self_attention_layernorm(h), cos[queries], sin[queries])
-        h = h + cross.merge(cross_attend(q))
-        out: torch.Tensor = self.norm(h + self.mlp(self.post_cross_attention_layernorm(h)))
-        return out
 
 
 class LongSpecDraft(TrainedDraft[BoundDraft]):
@@ -151,23 +110,8 @@ class LongSpecDraft(TrainedDraft[BoundDraft]):
     def make(self, runner: TargetRunner) -> BoundDraft:
         block = self.placed(runner)
         head, ids = self.head(runner)
-        found = serves(runner, self.shape.head_dim)
-        whole = None if found is None else whole_level(found, block, head)
-        parts = runner.parts
-        quicken(block)
-        return BoundDraft(block, parts.embedding, parts.rotary, product(head), ids, whole)
-
-
-def whole_level(found: Kernels, block: LongSpecBlock, head: torch.Tensor | Stored) -> WholeLevel:
-    norms: dict[str, nn.Module] = {
-        "norm": block.input_layernorm,
-        "cross_norm": block.post_self_attention_layernorm,
-        "mlp_norm": block.post_cross_attention_layernorm,
-    }
-    if block.shape.final_norm:
-        norms["final_norm"] = block.norm
-    cross = {"cross_q": block.cross_attn.q_proj, "cross_o": block.cross_attn.o_proj}
-    return WholeLevel(found, block.shape, norms, products_of(block.self_attn, block.mlp) | cross, head)
+        block.borrow(product(head))
+        return BoundDraft(runner, block, runner.parts.rotary, ids, head)
 
 
 def check_rotary(runner: TargetRunner) -> None:
@@ -195,64 +139,10 @@ def _as_ours(folder: Path | str, published: DraftFolder) -> DraftFolder:
     return DraftFolder(KIND, ours, tensors, target | published.target)
 
 
-class LongSpecRound(DraftRound["LongSpecDrafter"]):
-    """One round of a batch."""
-
-    def __init__(self, drafter: LongSpecDrafter, sequences: list[Sequence], depth: int) -> None:
-        super().__init__(drafter, sequences, depth)
-        # Forwards of other texts move keys and values, by numbers on the host.
-        self.records = drafter.store.in_place
-        self._prefixes: Block | None = None  # of the last level's sequences
-
-    def layer(self, rows: Rows, entering: bool) -> tuple[Layer, tuple[torch.Tensor, ...], Hashable]:
-        """Every row attends to the target's last-layer KV before its sequence's root."""
-        keys, values, lengths = self._owner.text(rows.slots)
-        if self._prefixes is None or self._prefixes.slots != rows.slots:
-            self._prefixes = Block.make(rows.slots, lengths, rows.going, device=keys.device)
-        block, longest = replace(self._prefixes, size=rows.going), self._graphs.bound(max(lengths), keys.shape[2])
-        layer = partial(_layer, self._bound.block, self._owner.runner.prefix_attend, keys, values, block, longest)
-        # Recordings are of these keys and values.
-        return layer, (block.slots_t, block.lengths_t), ("longspec", keys.data_ptr(), values.data_ptr(), longest)
-
-
-def _layer(
-    layer: LongSpecBlock,
-    prefix_attend: PrefixAttend,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    block: Block,
-    longest: int,
-    x: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    slots: torch.Tensor,
-    lengths: torch.Tensor,
-    attends: list[SelfAttend],
-    going: Going,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The block; a node joins nothing of its parent's.
-
-    Args:
-        block: of the sequences. slots, lengths: its own, or those of a recorded graph, with ``longest`` rows at most.
-    """
-
-    def cross_attend(q: torch.Tensor) -> torch.Tensor:
-        seen, size = block, q.shape[1] // len(slots)
-        if lengths is not block.lengths_t:
-            nowhere = (-1,) * len(slots)
-            seen = Block(nowhere, (longest,) * len(slots), size, None, slots, lengths, captured=True)
-        rows = q.unflatten(1, (-1, size)).transpose(0, 1)
-        return prefix_attend(rows, keys, values, seen, keys.shape[3] ** -0.5).transpose(0, 1).flatten(1, 2)
-
-    out: torch.Tensor = layer(x, cos, sin, attends[0], cross_attend, going)
-    return out, out
-
-
 class LongSpecDrafter(NeuralDrafter):
     """Drafts trees with a LongSpec block."""
 
     options = (TreeOptions,)
-    rounds = LongSpecRound
     draft: LongSpecDraft
 
     def __init__(self, draft: LongSpecDraft, **options: Any) -> None:
@@ -264,14 +154,10 @@ class LongSpecDrafter(NeuralDrafter):
 
     def make_cache(self) -> DraftCache:
         """The last keys, which depend on token and position alone."""
+        # Forwards of other texts may move the target's keys and values, by numbers on the host.
+        self.records = self.store.in_place
         own = replace(self.runner.kv_shape, layers=1, kv_heads=self.draft.shape.kv_heads)
         return self.last_rows(own, self.draft.shape.window, self.tree.max_expanded)
-
-    def keys_values(self, sequence: Sequence, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        tokens = on_device(self.tokens(sequence, start, end), self.runner.device)
-        cos_sin = self.bound.rotary(self.cache.places(sequence.slot, end - start))
-        k, v = self.bound.block.keys_values(self.bound.embedding(tokens), *cos_sin)
-        return k[None], v[None]
 
     def text(self, slots: SequenceOf[int]) -> Text:
         """The target's last-layer keys and values, which cross-attention sees."""
@@ -290,6 +176,5 @@ register(
             "longdraft.training.longspec:train_longspec",
             "Train a LongSpec draft",
         ),
-        tensors=lambda names: any("cross_attn" in name for name in names),
     )
 )

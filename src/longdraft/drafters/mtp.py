@@ -14,6 +14,7 @@ moved back to 0. Texts longer than the model was trained for before its RoPE was
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -21,8 +22,8 @@ import torch
 from torch import nn
 
 from longdraft.drafters.eagle import EagleBlock
-from longdraft.drafters.eagle3 import Eagle3Draft, Eagle3Drafter, Eagle3Round, WindowOptions
-from longdraft.drafters.shared.layers import ALL, Going, SelfAttend
+from longdraft.drafters.eagle3 import Eagle3Draft, Eagle3Drafter, WindowOptions
+from longdraft.drafters.shared.block import ALL, CrossAttend, Going, SelfAttend
 from longdraft.drafters.shared.round import BoundDraft
 from longdraft.drafts import draft_folder, mtp_formats
 from longdraft.drafts.draft import Draft
@@ -30,7 +31,6 @@ from longdraft.drafts.kinds import Kind, register
 from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.memory.store import KVShape, KVStore
 from longdraft.model import own_layer
-from longdraft.model.few_rows import quicken
 from longdraft.model.runner import TargetRunner
 from longdraft.native import Stored
 from longdraft.options import Options
@@ -61,36 +61,38 @@ class MtpBlock(EagleBlock):
             self.add_module(name, own_layer.norm_like(self.layer, size, eps))
         with torch.device("meta"):
             self.eh_proj = nn.Linear(2 * size, size, bias=False)
-        self.borrow(runner)
+        self.borrow_of(runner)
 
-    def joined(self, x: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def joined(self, x: torch.Tensor, g: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        assert g is not None
         n = self.eh_proj(torch.cat([self.enorm(x), self.hnorm(g)], -1))
         return n, n
 
     def keys_values(
-        self, x: torch.Tensor, g: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+        self, x: torch.Tensor, g: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return own_layer.keys_values(self.layer, self.joined(x, g)[0], cos, sin)
 
     def forward(
         self,
         x: torch.Tensor,
-        g: torch.Tensor,
+        g: torch.Tensor | None,
         cos: torch.Tensor,
         sin: torch.Tensor,
-        attend: SelfAttend,
-        queries: Going = ALL,
+        attends: Sequence[SelfAttend],
+        going: Going = ALL,
+        cross: CrossAttend | None = None,
     ) -> torch.Tensor:
         """The module over T rows: o (Tq, hidden), behind the last norm."""
-
-        n, sees = self.joined(x, g)[0], attend
-        if queries is not ALL:  # of the other rows, keys and values alone
+        n, (attend,) = self.joined(x, g)[0], attends
+        sees = attend
+        if going is not ALL:  # of the other rows, keys and values alone
             keys, values = own_layer.keys_values(self.layer, n, cos, sin)
 
             def sees(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
                 return attend(q, keys, values)
 
-        out: torch.Tensor = self.norm(own_layer.run(self.layer, n[queries], cos[queries], sin[queries], sees))
+        out: torch.Tensor = self.norm(own_layer.run(self.layer, n[going], cos[going], sin[going], sees))
         return out
 
 
@@ -155,21 +157,14 @@ class MtpDraft(Eagle3Draft):
         found = {name: torch.empty(t.shape, dtype=torch.float32, device="meta") for name, t in tensors.items()}
         draft_folder.check_tensors(found, sizes, self.folder, self.label)
         own_layer.put_in(block, tensors, runner.device, runner.kv_shape.dtype, int8=runner.arithmetic == "int8")
-        quicken(block)
-        return BoundDraft(block, runner.parts.embedding, runner.parts.rotary, block.logits, None, None)
-
-
-class MtpRound(Eagle3Round):
-    """One round. Its forwards are not recorded, because the target's class may choose experts."""
-
-    records = False
+        return BoundDraft(runner, block, runner.parts.rotary, None)
 
 
 class MtpDrafter(Eagle3Drafter):
     """Drafts with the further layer of a target's own checkpoint."""
 
     options: ClassVar[tuple[type[Options], ...]] = (TreeOptions, WindowOptions)
-    rounds = MtpRound
+    records = False  # the target's class may choose experts
     draft: MtpDraft
 
     @torch.inference_mode()

@@ -21,9 +21,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import nn
 
-from longdraft.drafters.eagle3 import Eagle3Draft, Eagle3Drafter, Eagle3Round
-from longdraft.drafters.shared.eagle3_block import Eagle3Block
-from longdraft.drafters.shared.round import DraftRound, Inputs
+from longdraft.drafters.eagle3 import Eagle3Block, Eagle3Draft, Eagle3Drafter
+from longdraft.drafters.shared.round import DraftRound
 from longdraft.drafters.shared.rows import Rows
 from longdraft.drafts.eagle_formats import PEAGLE, Eagle3Shape
 from longdraft.drafts.formats import check_mask
@@ -126,7 +125,7 @@ class Row(NamedTuple):
     beside: torch.Tensor
 
 
-class OneForwardRound(Eagle3Round):
+class OneForwardRound(DraftRound):
     """One round of a batch, in which one forward says the likeliest tokens of every level, and a small correction
     follows the tokens that a node comes after."""
 
@@ -187,14 +186,13 @@ class OnePassRound(OneForwardRound):
     def ask(self, level: Level, count: int) -> list[Row]:
         """The forward: the rows that the cache lacks, and behind each root those of the tokens further on."""
         bound, block, ahead = self._bound, self._bound.block, self._depth - 1
-        rows, inputs = self.roots(level)
-        assert inputs.joined is not None
-        x, g = bound.embedding(inputs.tokens), block.project(inputs.joined)
+        rows, (tokens, cos, sin, features) = self.roots(level)
+        x, g = bound.embedding(tokens), block.project(features)
         further = block.behind(x[:, -1:], g[:, -1:], slice(ahead), bound.embedding)
         x, g = (torch.cat(each, 1) for each in zip((x, g), further, strict=True))
-        cos, sin = (torch.cat(each, 1) for each in zip((inputs.cos, inputs.sin), self._ahead, strict=True))
+        cos, sin = (torch.cat(each, 1) for each in zip((cos, sin), self._ahead, strict=True))
         rows = Rows.new(self._cache, rows.slots, rows.width, behind=ahead)
-        _, *said = self.step(rows, Inputs(x, cos, sin, g), count)
+        _, *said = self.step(rows, (x, cos, sin, g), count)
         log_probs, ids = (t.view(len(level.rows), rows.going, -1) for t in said)
         return rows_of(log_probs, ids, block.beside(ids), block.shape.vocabulary)
 
@@ -207,7 +205,7 @@ class OnePassRound(OneForwardRound):
 class OnePassDrafter(Eagle3Drafter):
     """Drafts trees with one forward a round. A tree has no more levels than the draft has rows."""
 
-    rounds: ClassVar[type[DraftRound[Any]]] = OnePassRound
+    rounds: ClassVar[type[DraftRound]] = OnePassRound
     draft: OnePassDraft
 
     def shaped(self, tree: TreeKind, draft: Eagle3Draft, options: Mapping[str, Any]) -> TreeKind:
@@ -238,7 +236,7 @@ register(
         load=OnePassDraft.load,
         training=Training(
             "longdraft.training.config:OnePassConfig",
-            "longdraft.training.onepass:train_onepass",
+            "longdraft.training.eagle3:train_onepass",
             "Train a one-pass draft",
         ),
     )
@@ -302,6 +300,5 @@ register(
         "published drafts of P-EAGLE: EAGLE-3's layer, all levels of a tree in one forward",
         "P-EAGLE, arXiv:2602.01469",
         load=PEagleDraft.load,
-        tensors=lambda names: any(name.split(".")[-1] == "mask_hidden" for name in names),
     )
 )

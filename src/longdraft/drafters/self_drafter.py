@@ -30,7 +30,7 @@ from longdraft.engine.sequence import Sequence
 from longdraft.memory.store import KVStore
 from longdraft.model.runner import TargetRunner
 from longdraft.model.whole_lm import WholeLM
-from longdraft.options import Options, option, parse, takes
+from longdraft.options import Options, option, parse
 from longdraft.trees.level import Level
 from longdraft.trees.options import TreeOptions
 from longdraft.trees.tree import NodeLimit, TokenTree
@@ -141,6 +141,7 @@ class SelfOptions(ViewOptions):
         "attention",
         choices=tuple(VIEWS),
         help="all rows, rounded; streaming: the first and the last; or these and the rows that a query ranks best",
+        usual="attention; snapkv of magicdec, all of quantspec",
     )
 
 
@@ -292,27 +293,6 @@ class SelfDrafter(TreeDrafter):
         self.refresh.forget(slot)
 
 
-@dataclass(frozen=True)
-class MagicDecOptions(ViewOptions):
-    """The view that a chain is drafted on."""
-
-    view: str = option(
-        "snapkv",
-        choices=("streaming", "snapkv"),
-        help="streaming: the first and last rows; snapkv: these and the best",
-    )
-    depth: int | None = option(
-        min=1, help="tokens of the chain (the paper's gamma)", usual="4, planned: as many as pay"
-    )
-
-
-@takes(MagicDecOptions)
-def magicdec(**options: Any) -> SelfDrafter:
-    """MagicDec's drafter: the target drafts a chain on a view of a fixed size (Sadhukhan et al. 2024)."""
-    (own,) = parse("magicdec", options, MagicDecOptions)
-    return SelfDrafter(**own.given())
-
-
 method.register(
     Method(
         "self",
@@ -335,7 +315,7 @@ method.register(
 method.register(
     Method(
         "magicdec",
-        magicdec,
+        partial(SelfDrafter, view="snapkv"),
         "the model itself drafts a chain, on a part of its KV cache; for large batches",
         "Sadhukhan et al. 2024, MagicDec, arXiv:2408.11049",
     )

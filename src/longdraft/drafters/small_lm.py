@@ -20,7 +20,6 @@ import torch
 
 from longdraft.drafters.shared.hosted import HostedRound
 from longdraft.drafters.shared.retrieval import ChunkOptions, RetrievingDrafter, retrieval_of
-from longdraft.drafts.draft_folder import is_language_model
 from longdraft.drafts.kinds import Kind, Training, register
 from longdraft.drafts.language_model import BoundLM, SmallLMDraft
 from longdraft.engine import method
@@ -72,6 +71,7 @@ class SmallLMDrafter(RetrievingDrafter):
     """
 
     options = (TreeOptions, SmallLMOptions)
+    bound: BoundLM
 
     def __init__(self, draft: SmallLMDraft, **options: Any) -> None:
         tree, seen = parse("small-lm", options, *self.options)
@@ -89,10 +89,9 @@ class SmallLMDrafter(RetrievingDrafter):
             given = {"layer": draft.retrieval_layer} | given
             recent = RECENT if recent is None else recent
             self.retrieval = retrieval_of(**given, sink=sink, recent=recent, room=room, fresh=fresh)
-        self._bound: BoundLM | None = None
 
     def bind(self, runner: TargetRunner, store: KVStore) -> None:
-        self._bound = bound = self.draft.bound(runner)
+        self.bound = bound = self.draft.bound(runner)
         self._store = store
         # A text has no more tokens than the target's store has rows.
         shown = self.tree.max_expanded
@@ -116,20 +115,18 @@ class SmallLMDrafter(RetrievingDrafter):
         Raises:
             CapabilityError: the text is longer than the table of positions that the model has, in full view.
         """
-        assert self._bound is not None
         s = event.sequence
         self.tell(self._store, event)
         if event.begins:
             if self.retrieval is None:
-                check_length(self.draft, self._bound, s)
+                self._check_length(s)
             self._cut(s.slot, 0)
             self._read(s.slot, s.tokens[:-1])
 
     @torch.inference_mode()
     def propose(self, sequences: list[Sequence], limit: NodeLimit | None = None) -> list[TokenTree]:
-        assert self._bound is not None
-        drafted, device = SmallLMRound(self, self._bound, sequences), self._bound.runner.device
-        return self.grow(sequences, drafted.expand, self._bound.ids, device, limit, drafted.likeliest)
+        drafted, device = SmallLMRound(self, sequences), self.bound.runner.device
+        return self.grow(sequences, drafted.expand, self.bound.ids, device, limit, drafted.likeliest)
 
     def release(self, sequence: Sequence) -> None:
         self._cut(sequence.slot, 0)
@@ -163,34 +160,27 @@ class SmallLMDrafter(RetrievingDrafter):
 
     def _read(self, slot: int, tokens: list[int]) -> None:
         """Feeds tokens in pieces, without drafting from them."""
-        assert self._bound is not None
         text = len(self.fed_text[slot]) + len(tokens)
         while tokens:
             count = self.cache.reading(slot, len(tokens))
             piece, tokens = tokens[:count], tokens[count:]
             store = self.cache.store
             block = store.block([slot], [piece], prompt=True, text=text)
-            self._bound.runner.forward(block, store, logits="none")
+            self.bound.runner.forward(block, store, logits="none")
             self.fed(slot, piece)
 
-
-def check_length(draft: SmallLMDraft, bound: BoundLM, s: Sequence) -> None:
-    """Warns once per draft if a text at true positions is longer than the draft was trained for.
-
-    Raises:
-        CapabilityError: the draft has no positions for so long a text.
-    """
-    trained, length = draft.trained_length, len(s.prompt) + s.max_new_tokens
-    if length <= trained:
-        return
-    positions = bound.runner.context_length
-    if length > positions and rotary_module(bound.runner.model) is None:
-        raise CapabilityError(
-            f"The text has up to {length} tokens, and the draft {draft.folder} has positions for {positions} "
-            "(learned ones, which cannot be stretched). Use a draft with a longer context, or prompt-lookup."
-        )
-    then = "acceptance will be lower: leave view out, or use view=retrieval (method specextend)"
-    draft.outgrown(trained, f"this one has up to {length}", then)
+    def _check_length(self, s: Sequence) -> None:
+        """Warns once per draft if a text at true positions is longer than the draft was trained for."""
+        draft, trained, length = self.draft, self.draft.trained_length, s.longest
+        positions = self.bound.runner.context_length
+        if length > max(trained, positions) and rotary_module(self.bound.runner.model) is None:
+            raise CapabilityError(
+                f"The text has up to {length} tokens, and the draft {draft.folder} has positions for {positions} "
+                "(learned ones, which cannot be stretched). Use a draft with a longer context, or prompt-lookup."
+            )
+        if length > trained:
+            then = "acceptance will be lower: leave view out, or use view=retrieval (method specextend)"
+            draft.outgrown(trained, f"this one has up to {length}", then)
 
 
 def _streaming(sink: int, recent: int | None, room: int, fresh: int) -> Retrieval:
@@ -235,8 +225,8 @@ def compact_cache(
 class SmallLMRound(HostedRound):
     """One round of a batch. New tokens are fed as a chain, whose last row is the root."""
 
-    def __init__(self, drafter: SmallLMDrafter, bound: BoundLM, sequences: list[Sequence]) -> None:
-        super().__init__(drafter, bound.runner, drafter.cache.store, bound.whole, sequences)
+    def __init__(self, drafter: SmallLMDrafter, sequences: list[Sequence]) -> None:
+        super().__init__(drafter, drafter.bound.runner, drafter.cache.store, drafter.bound.whole, sequences)
         self._small = drafter
 
     def root(self, sequence: Sequence) -> int:
@@ -289,7 +279,6 @@ register(
             "Train a small language model to draft",
             "lm",
         ),
-        claims=is_language_model,
     )
 )
 method.register(

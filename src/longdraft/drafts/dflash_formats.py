@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from longdraft.drafts import draft_folder
 from longdraft.drafts.draft_folder import OFFSETS
 from longdraft.drafts.formats import EMBEDDING, FORMATS, LEFT, MODEL_TYPE, Format, Published, mask_token
 from longdraft.errors import CheckpointError
@@ -18,6 +17,7 @@ from longdraft.errors import CheckpointError
 KIND = "dflash"
 HEAD, MASK = "lm_head.weight", "mask_embedding"
 _SLIDING = "sliding_attention"
+_SINKS = ("attention_sink_bias", "attention_value_scale", "add_swa_attention_sink_bias")
 
 
 @dataclass(frozen=True)
@@ -73,44 +73,43 @@ class DFlashShape:
         """Tokens that one forward proposes."""
         return self.block_size if self.from_anchor else self.block_size - 1
 
+    norm_before_residual: ClassVar[bool] = False
+    qk_norm: ClassVar[bool] = True
+
     @property
-    def norm_before_residual(self) -> bool:
-        return False
+    def output_bias(self) -> bool:
+        return self.attention_bias
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def _contents(theirs: Published) -> tuple[DFlashShape, dict[str, Any]]:
+def _contents(theirs: Published) -> tuple[dict[str, Any], dict[str, Any]]:
     config, sizes, tensors = theirs.config, theirs.sizes, theirs.tensors
     nested = theirs.nested("dflash_config")
-    wrong = [name for name in ("attention_sink_bias", "attention_value_scale") if nested.get(name)]
-    wrong += [name for name in ("add_swa_attention_sink_bias",) if config.get(name)]
+    said = {**nested, **{name: x for name, x in config.items() if x is not None}}
+    wrong = [name for name in _SINKS if said.get(name)]
     wrong += ["is_neox_style"] if config.get("is_neox_style") is False else []
     if wrong:
         raise CheckpointError(f"{theirs.folder} sets {', '.join(wrong)}: longdraft's DFlash has no such thing.")
-    target_size = config.get("target_hidden_size") or sizes.get("hidden_size")
-    if target_size == sizes.get("hidden_size") and (EMBEDDING in tensors and OFFSETS in tensors):
-        tensors.pop(EMBEDDING)  # the target's
-    layers = config.get("target_layer_ids") or nested.get("target_layer_ids")
+    if config.get("target_hidden_size") in (None, 0, sizes.get("hidden_size")) and OFFSETS in tensors:
+        tensors.pop(EMBEDDING, None)  # the target's
+    layers = said.get("target_layer_ids")
     if ids := config.get("aux_hidden_state_layer_ids"):
         layers = [int(i) - 1 for i in ids]
-    embedding, fc = tensors.get(EMBEDDING), tensors.get("fc.weight")
     markov = config.get("markov_head_type") or "vanilla"
-    anchored = config.get("sample_from_anchor", nested.get("sample_from_anchor"))
-    said = {**nested, **config}
+    anchored = said.get("sample_from_anchor")
+    count = sizes.get("num_hidden_layers")
     known = {
-        **sizes,
-        "decoder_layers": sizes.get("num_hidden_layers"),
-        "feature_size": None if fc is None else fc.shape[1],
-        "vocabulary": len(tensors[HEAD]) if HEAD in tensors else sizes.get("vocab_size"),
-        "block_size": config.get("block_size") or nested.get("block_size"),
+        "decoder_layers": count,
+        "feature_size": tensors["fc.weight"].shape[1] if "fc.weight" in tensors else None,
+        "vocab_size": len(tensors[HEAD]) if HEAD in tensors else sizes.get("vocab_size"),
+        "block_size": said.get("block_size"),
         "mask_token": mask_token(said, theirs.folder),
         "from_anchor": bool(config.get("markov_rank")) if anchored is None else anchored,
         "attention_bias": "layers.0.self_attn.q_proj.bias" in tensors,
         "own_head": HEAD in tensors,
         "own_mask": MASK in tensors,
-        "embedding": None if embedding is None else len(embedding),
         "markov_rank": config.get("markov_rank") or None,
         "gated": markov == "gated",
         "recurrent": markov == "rnn",
@@ -122,12 +121,13 @@ def _contents(theirs: Published) -> tuple[DFlashShape, dict[str, Any]]:
         usual = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
         taps, group, rank, top = (said.get(name) or usual[name] for name in usual)
         known |= {"taps": taps, "group": group, "selector_rank": rank, "top_k": top}
-    shape = draft_folder.shape_of(DFlashShape, known, theirs.folder, "DFlash", draft_folder.PUBLISHED)
-    windows, causal = _attention(config, nested, sizes, shape.decoder_layers)
-    more: dict[str, Any] = {
-        "feature_layers": None if layers is None else [int(i) for i in layers], "windows": windows, "causal": causal,
-    }  # fmt: skip
-    return shape, more if embedding is None else more | {"target": {"hidden_size": target_size}}
+    windows, causal = _attention(config, nested, sizes, int(count or 0))
+    return known, {
+        "feature_layers": None if layers is None else [int(i) for i in layers],
+        "windows": windows,
+        "causal": causal,
+        "any_vocabulary": EMBEDDING in tensors,
+    }
 
 
 def _attention(
@@ -148,4 +148,4 @@ def _attention(
 
 
 # A confidence head says how likely a level's tokens are to be accepted: the planner learns that itself.
-FORMATS[KIND] = Format(_contents, ((r"^model\.", ""),), rf"confidence_head\.|{LEFT}", theta=1e6)
+FORMATS[KIND] = Format(DFlashShape, "DFlash", _contents, ((r"^model\.", ""),), rf"confidence_head\.|{LEFT}", theta=1e6)

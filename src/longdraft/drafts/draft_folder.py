@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,11 +24,21 @@ CONFIG = "config.json"
 # The table of a draft's own vocabulary: target id - draft id, for each draft id.
 OFFSETS = "d2t"
 # How configurations of transformers name what ours name otherwise.
-PUBLISHED = {"heads": "num_attention_heads", "kv_heads": "num_key_value_heads"}
-# Kind -> whether a published folder is of it, by its tensors' names; most have the configuration of a whole Llama.
-RECOGNISERS: dict[str, Callable[[list[str]], bool]] = {}
+PUBLISHED = {"heads": "num_attention_heads", "kv_heads": "num_key_value_heads", "vocabulary": "vocab_size"}
 # Kinds of `speculators` that are variants of one of ours.
 VARIANTS = {"dflash2": "dflash", "dspark": "dflash"}
+# Kind -> pattern of a tensor's name that tells it, where the configuration is that of a whole Llama; the first counts.
+TOLD = {
+    "peagle": r"(.*\.)?mask_hidden",
+    "dflash": r"(model\.)?hidden_norm\.weight",
+    "eagle3": r".*(\.0|midlayer)\.hidden_norm\..*",
+    "heads": r".*\.medusa_layers\..*",
+    "longspec": r".*cross_attn.*",
+    # A layer of its own before the decoder's, and EAGLE-3's norm is missing.
+    "eagle": r"(?!(.*\.)?mtp\.)(.*\.)?fc\.weight",
+}
+# The kind of any language model.
+SMALL_LM = "small-lm"
 # Names that an error spells out before it only counts.
 _SHOWN = 6
 
@@ -107,12 +118,12 @@ def is_draft_folder(path: Path | str) -> bool:
 
 
 def kind(folder: Path | str) -> str:
-    """The kind of a draft folder; empty if neither config.json nor the tensors tell, as for language models.
+    """The kind of a draft folder, or of a language model that drafts as it is; empty if nothing tells.
 
     Raises:
         CheckpointError: no such folder, no or broken config.json; missing or truncated weights, where needed.
     """
-    return "" if is_gguf(folder) else _kind(read_config(folder), folder)
+    return SMALL_LM if is_gguf(folder) else _kind(read_config(folder), folder)
 
 
 def _kind(config: Mapping[str, Any], folder: Path | str) -> str:
@@ -130,19 +141,8 @@ def _kind(config: Mapping[str, Any], folder: Path | str) -> str:
         parallel = any(config.get(name) is not None for name in ("ptd_token_id", "pard_token"))
         return "peagle" if parallel else "eagle3"
     names = list(tensor_files.names(folder))
-    return next((kind for kind, recognises in RECOGNISERS.items() if recognises(names)), "")
-
-
-def is_language_model(folder: Path | str) -> bool:
-    """True for a model of transformers, which drafts as it is, and for any GGUF file.
-
-    Raises:
-        CheckpointError: no such folder, no or broken config.json.
-    """
-    if is_gguf(folder):
-        return True
-    config = read_config(folder)
-    return "longdraft_format" not in config and bool(config.get("model_type") or config.get("architectures"))
+    told = (kind for kind, pattern in TOLD.items() if any(re.fullmatch(pattern, name) for name in names))
+    return next(told, SMALL_LM if config.get("model_type") or config.get("architectures") else "")
 
 
 def read_config(folder: Path | str) -> dict[str, Any]:

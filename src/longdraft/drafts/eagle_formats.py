@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from longdraft.drafts import draft_folder
 from longdraft.drafts.formats import EMBEDDING, FORMATS, MODEL_TYPE, Format, Published, mask_token
 from longdraft.errors import CheckpointError
 
@@ -20,6 +19,9 @@ EAGLE = "eagle"  # of EAGLE-1 and EAGLE-2
 PEAGLE = "peagle"
 # Flags of EAGLE-3.1, at the top of config.json or in eagle_config.
 _NORMS = ("norm_before_fc", "fc_norm", "norm_output")
+_LAYERS = "eagle_aux_hidden_state_layer_ids"
+# Flag of a module -> the tensor of its first layer that tells.
+_PARTS = {"attention_bias": "q_proj.bias", "output_bias": "o_proj.bias", "qk_norm": "q_norm.weight"}
 # Where a tensor's own name begins; what stands before is the name of the model around it.
 _BEGINNINGS = "fc|midlayer|layers|norm|lm_head|embed_tokens|input_norm|fc_norm|mask_hidden|d2t|t2d"
 _RENAME = (
@@ -87,72 +89,41 @@ def usual_layers(layers: int) -> tuple[int, int, int]:
     return 1, layers // 2 - 1, layers - 4
 
 
-def _eagle3(theirs: Published) -> tuple[Eagle3Shape, dict[str, Any]]:
-    """EAGLE-3 and 3.1."""
-    return _shape(theirs, _has_own_embedding(theirs)), _read_layers(theirs)
-
-
-def _peagle(theirs: Published) -> tuple[Eagle3Shape, dict[str, Any]]:
-    """P-EAGLE, which has an embedding of its own always, as it embeds the mask token."""
-    config = theirs.config
-    methods = theirs.nested("speculators_config").get("proposal_methods") or [{}]
-    slots = methods[0].get("speculative_tokens") or config.get("num_speculative_tokens") or 8
-    more = {"slots": int(slots), "mask_token": mask_token(config, theirs.folder)}
-    return _shape(theirs, True), _read_layers(theirs) | more
-
-
-def _eagle(theirs: Published) -> tuple[EagleShape, dict[str, Any]]:
-    """EAGLE-1 and -2: one layer is read, and the head is the target's."""
-    known = _known(theirs, _has_own_embedding(theirs))
-    known |= {"norm_before_residual": False, "fc_bias": "fc.bias" in theirs.tensors}
-    names = draft_folder.PUBLISHED | {"feature_size": "hidden_size", "vocabulary": "vocab_size"}
-    shape = draft_folder.shape_of(EagleShape, known, theirs.folder, "EAGLE", names)
-    return shape, _read_layers(theirs) | {"draft_vocab_size": None}
-
-
-def _has_own_embedding(theirs: Published) -> bool:
-    """True if the draft was trained with an embedding of its own, instead of the target's."""
-    other = theirs.config.get("target_hidden_size") not in (None, theirs.sizes.get("hidden_size"))
-    return other or bool(theirs.config.get("embed_requires_grad"))
-
-
-def _read_layers(theirs: Published) -> dict[str, Any]:
-    """The target's layers that it reads, and the keys that it sees."""
-    name, sizes = "eagle_aux_hidden_state_layer_ids", theirs.sizes
-    ids = theirs.config.get(name) or theirs.nested("eagle_config").get(name)
+def _contents(theirs: Published) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Of all kinds: sizes and flags that the tensors tell, the target's layers that it reads, the keys that it sees."""
+    config, sizes, tensors, eagle = theirs.config, theirs.sizes, theirs.tensors, theirs.nested("eagle_config")
+    if config.get("layernorms"):
+        raise CheckpointError(f"{theirs.folder} sets layernorms: longdraft's EAGLE has no such norms.")
+    narrower = config.get("target_hidden_size") not in (None, sizes.get("hidden_size"))
+    # P-EAGLE has an embedding of its own always, as it embeds the mask token.
+    if theirs.kind != PEAGLE and not narrower and not config.get("embed_requires_grad"):
+        tensors.pop(EMBEDDING, None)  # the target's
+    ids = config.get(_LAYERS) or eagle.get(_LAYERS)
     slides = "sliding_attention" in (sizes.get("layer_types") or ())
-    return {
+    more = {
         "feature_layers": [int(i) - 1 for i in ids] if ids else None,
         "window": sizes.get("sliding_window") if slides else None,
     }
-
-
-def _known(theirs: Published, own_embedding: bool) -> dict[str, Any]:
-    """Sizes and flags that the tensors tell."""
-    if theirs.config.get("layernorms"):
-        raise CheckpointError(f"{theirs.folder} sets layernorms: longdraft's EAGLE has no such norms.")
-    if not own_embedding:
-        theirs.tensors.pop(EMBEDDING, None)
-    parts = {"attention_bias": "q_proj.bias", "output_bias": "o_proj.bias", "qk_norm": "q_norm.weight"}
-    return theirs.sizes | {flag: f"midlayer.self_attn.{part}" in theirs.tensors for flag, part in parts.items()}
-
-
-def _shape(theirs: Published, own_embedding: bool) -> Eagle3Shape:
-    known, config, tensors = _known(theirs, own_embedding), theirs.config, theirs.tensors
-    fc, embedding = tensors.get("fc.weight"), tensors.get(EMBEDDING)
-    norms = {name: theirs.nested("eagle_config").get(name, config.get(name)) for name in _NORMS}
-    norms["fc_norm"] = sum(name.startswith("fc_norm.") for name in tensors) if norms["fc_norm"] else None
-    known |= norms | {
-        "feature_size": 3 * known.get("hidden_size", 0) if fc is None else fc.shape[1],
-        "vocabulary": config.get("draft_vocab_size") or known.get("vocab_size"),
+    known: dict[str, Any] = {flag: f"midlayer.self_attn.{part}" in tensors for flag, part in _PARTS.items()}
+    if theirs.kind == EAGLE:  # one layer is read, and the head is the target's
+        known |= {"norm_before_residual": False, "fc_bias": "fc.bias" in tensors}
+        return known | {"feature_size": sizes.get("hidden_size")}, more | {"draft_vocab_size": None}
+    known |= {name: eagle.get(name, config.get(name)) for name in _NORMS}
+    known |= {
+        "fc_norm": sum(name.startswith("fc_norm.") for name in tensors) if known["fc_norm"] else None,
+        "feature_size": tensors["fc.weight"].shape[1] if "fc.weight" in tensors else 3 * sizes.get("hidden_size", 0),
+        "vocab_size": config.get("draft_vocab_size") or sizes.get("vocab_size"),
         # As vLLM reads folders of `speculators` that do not say.
-        "norm_before_residual": bool(config.get("norm_before_residual", theirs.config.get(MODEL_TYPE) == KIND)),
-        "embedding": None if embedding is None else len(embedding),
+        "norm_before_residual": bool(config.get("norm_before_residual", config.get(MODEL_TYPE) == KIND)),
         "decoder_layers": len({name.split(".")[1] for name in tensors if name.startswith("layers.")}) + 1,
     }
-    return draft_folder.shape_of(Eagle3Shape, known, theirs.folder, "EAGLE-3", draft_folder.PUBLISHED)
+    if theirs.kind == PEAGLE:
+        methods = theirs.nested("speculators_config").get("proposal_methods") or [{}]
+        slots = methods[0].get("speculative_tokens") or config.get("num_speculative_tokens") or 8
+        more |= {"slots": int(slots), "mask_token": mask_token(config, theirs.folder)}
+    return known, more
 
 
-FORMATS[EAGLE] = Format(_eagle, _RENAME)
-FORMATS[KIND] = Format(_eagle3, _RENAME)
-FORMATS[PEAGLE] = Format(_peagle, _RENAME)
+FORMATS[EAGLE] = Format(EagleShape, "EAGLE", _contents, _RENAME)
+FORMATS[KIND] = Format(Eagle3Shape, "EAGLE-3", _contents, _RENAME)
+FORMATS[PEAGLE] = Format(Eagle3Shape, "EAGLE-3", _contents, _RENAME)

@@ -1,7 +1,7 @@
 """Reads folders of EAGLE's kind of any layout into ours: a table of those that others publish, a row for each kind.
 
 Authors publish folders of their own; `speculators` has one for all kinds, whose layer's sizes are nested. The rows are
-in ``eagle_formats`` and ``dflash_formats``.
+in ``eagle_formats`` and ``dflash_formats``; how a folder's kind is told, in ``draft_folder``.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ class Published:
         tensors: by names of ours. speculators: it is a folder of `speculators`.
     """
 
+    kind: str
     folder: Path | str
     config: dict[str, Any]
     sizes: dict[str, Any]
@@ -55,14 +56,17 @@ class Format:
     """A kind's layout.
 
     Attributes:
-        contents: what was read -> the module's sizes, and what our config.json says beside the usual. It may take
-            tensors away. An entry ``target`` replaces what the draft was made for.
+        shape: the dataclass of the module's sizes. label: the kind in messages.
+        contents: what was read -> what the sizes' entries are beside those of ``sizes``, and what our config.json says
+            beside the usual; ``any_vocabulary``: a target of another fits too. It may take tensors away.
         rename: patterns of tensors' names and what stands in their place, one after the other.
         drop: pattern of the names, then, that are no part of the draft.
         theta: RoPE's base where a folder of the authors states none.
     """
 
-    contents: Callable[[Published], tuple[Any, dict[str, Any]]]
+    shape: type[Any]
+    label: str
+    contents: Callable[[Published], tuple[dict[str, Any], dict[str, Any]]]
     rename: tuple[tuple[str, str], ...]
     drop: str = LEFT
     theta: float = THETA
@@ -97,51 +101,44 @@ def read(folder: Path | str, kind: str) -> tuple[DraftFolder, dict[str, Any]]:
     Raises:
         CheckpointError: unreadable, another kind of draft, or settings that cannot be right.
     """
-    config = draft_folder.read_config(folder)
-    draft_folder.check_kind(draft_folder.kind(folder), kind, folder)
-    tensors = draft_folder.read_tensors(config, folder)
-    if "longdraft_format" in config:
-        found, rope = _ours(config, tensors, folder, kind)
-    elif kind in FORMATS:
-        found, rope = _published(FORMATS[kind], config, tensors, folder, kind)
-    else:
-        raise CheckpointError(f"{folder} was not written by longdraft: drafts for {kind} come in its own layout alone.")
+    theirs = draft_folder.load(folder)
+    draft_folder.check_kind(theirs.kind, kind, folder)
+    found, rope = (_ours if "longdraft_format" in theirs.config else _published)(theirs, folder)
     return found, stretched(rope, found.config.get("trained_length"), None, None, folder)
 
 
-def _ours(
-    config: dict[str, Any], tensors: dict[str, torch.Tensor], folder: Path | str, kind: str
-) -> tuple[DraftFolder, dict[str, Any]]:
-    layers = config.get("feature_layers")
+def _ours(found: DraftFolder, folder: Path | str) -> tuple[DraftFolder, dict[str, Any]]:
+    config, layers = found.config, found.config.get("feature_layers")
     if not isinstance(layers, list) or not layers or not all(type(i) is int for i in layers):
         raise CheckpointError(f"config.json of {folder} lacks feature_layers, the target's layers that it reads.")
     length = config.get("rope_original_length") or config.get("trained_length")
     # RoPE that a published draft brought into training, stretched otherwise than ours are.
     rope = config.get("rope_parameters")
     rope = dict(rope) if rope else yarn(config.get("rope_theta") or THETA, config.get("rope_factor"), length)
-    tensors.pop(MEMBERS, None)
-    own = {name: x for name, x in config.items() if name not in ("drafter", "target")}
-    own["draft_vocab_size"] = config.get("vocabulary") if OFFSETS in tensors else None
-    return DraftFolder(kind, own, tensors, dict(config.get("target") or {})), rope
+    found.tensors.pop(MEMBERS, None)
+    config["draft_vocab_size"] = config.get("vocabulary") if OFFSETS in found.tensors else None
+    return found, rope
 
 
-def _published(
-    form: Format,
-    config: dict[str, Any],
-    tensors: dict[str, torch.Tensor],
-    folder: Path | str,
-    kind: str,
-) -> tuple[DraftFolder, dict[str, Any]]:
-    speculators = MODEL_TYPE in config
-    sizes = draft_folder.filled_in(_layer(config, folder) if speculators else config)
+def _published(read: DraftFolder, folder: Path | str) -> tuple[DraftFolder, dict[str, Any]]:
+    form, config, speculators = FORMATS[read.kind], read.config, MODEL_TYPE in read.config
+    layer = config.get("transformer_layer_config") if speculators else config
+    if not isinstance(layer, dict):
+        raise CheckpointError(f"config.json of {folder} lacks transformer_layer_config: copy the draft again.")
+    # `speculators` leaves out the sizes that transformers has as its defaults.
+    sizes = draft_folder.filled_in(completed(layer) if speculators else layer)
     if sizes.get("hidden_act") not in (None, "silu"):
         raise CheckpointError(f"{folder} has hidden_act {sizes['hidden_act']}: longdraft's drafts know silu alone.")
-    theirs = Published(folder, config, sizes, form.renamed(tensors, folder), speculators)
+    theirs = Published(read.kind, folder, config, sizes, form.renamed(read.tensors, folder), speculators)
     members = theirs.tensors.pop(MEMBERS, None)
-    shape, more = form.contents(theirs)
+    own, more = form.contents(theirs)
+    embedding = theirs.tensors.get(EMBEDDING)
+    own["embedding"] = None if embedding is None else len(embedding)
+    shape = draft_folder.shape_of(form.shape, sizes | own, folder, form.label, draft_folder.PUBLISHED)
     vocabulary = sizes.get("vocab_size") or (None if members is None else len(members))
     target = {"hidden_size": config.get("target_hidden_size") or shape.hidden_size}
-    target = more.pop("target", target | ({"vocab_size": vocabulary} if vocabulary else {}))
+    if not more.pop("any_vocabulary", False) and vocabulary:
+        target["vocab_size"] = vocabulary
     ours = shape.as_dict() | {
         "layout": "speculators" if speculators else "published",
         "trained_length": sizes.get("max_position_embeddings"),
@@ -149,15 +146,7 @@ def _published(
         "target_vocabulary": vocabulary,
     }
     rope = foreign_rope(sizes, THETA if speculators else form.theta)
-    return DraftFolder(kind, ours | more, theirs.tensors, target), rope
-
-
-def _layer(config: Mapping[str, Any], folder: Path | str) -> dict[str, Any]:
-    """A layer's sizes in a folder of `speculators`, which leaves out those that transformers has as its defaults."""
-    stated = config.get("transformer_layer_config")
-    if not isinstance(stated, dict):
-        raise CheckpointError(f"config.json of {folder} lacks transformer_layer_config: copy the draft again.")
-    return completed(stated)
+    return DraftFolder(read.kind, ours | more, theirs.tensors, target), rope
 
 
 def mask_token(config: Mapping[str, Any], folder: Path | str) -> int:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import KW_ONLY, dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
-from longdraft.drafts import draft_folder, hub, shipped
+from longdraft.drafts import draft_folder, hub
 from longdraft.drafts.draft import Draft
 from longdraft.engine import method
 from longdraft.engine.method import Method
@@ -52,27 +52,16 @@ class Kind(Method):
     Attributes:
         load: reads a folder of it.
         training: how one is trained; None if ``longdraft train`` cannot.
-        tensors: recognises a published folder by the names of its tensors.
-        claims: recognises any other folder that does not name its kind.
         inside: whether a target's own checkpoint, a folder or a GGUF file, holds such a draft.
-        layouts: functions that write a draft for other programs, by the layout's name.
     """
 
     _: KW_ONLY
     load: Callable[[Path | str], Draft[Any]]
     training: Training | None = None
-    tensors: Callable[[list[str]], bool] | None = None
-    claims: Callable[[Path | str], bool] | None = None
     inside: Callable[[Path], bool] | None = None
-    layouts: Mapping[str, Callable[..., list[str]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "draft_kind", self.name)
-
-    @property
-    def shipped(self) -> bool:
-        """True if a draft of this kind comes with the package."""
-        return any(draft_folder.kind(folder) == self.name for folder in shipped.folders())
 
 
 KINDS: dict[str, Kind] = {}
@@ -81,8 +70,6 @@ KINDS: dict[str, Kind] = {}
 def register(kind: Kind) -> Method:
     """Adds a kind to the catalogue. One of the same name is replaced."""
     KINDS[kind.name] = kind
-    if kind.tensors is not None:
-        draft_folder.RECOGNISERS[kind.name] = kind.tensors
     return method.register(kind)
 
 
@@ -95,18 +82,14 @@ def kind_of(folder: Path | str) -> Kind:
     """
     folder = hub.local(folder)
     name = draft_folder.kind(folder)
-    if name:
-        found = KINDS.get(name)
-    else:
-        found = next((kind for kind in KINDS.values() if kind.claims is not None and kind.claims(folder)), None)
-    if found is None:
-        if not name:
-            raise CheckpointError(f"{folder} holds no draft that longdraft knows: see docs/drafts.md for the formats.")
-        advice = RETIRED.get(name, "Where a file of yours registers it, run that first (--load FILE).")
-        raise CheckpointError(
-            f"{folder} holds a draft for {name!r}, which this version of longdraft does not know. {advice}"
-        )
-    return found
+    if name in KINDS:
+        return KINDS[name]
+    if not name:
+        raise CheckpointError(f"{folder} holds no draft that longdraft knows: see docs/drafts.md for the formats.")
+    advice = RETIRED.get(name, "Where a file of yours registers it, run that first (--load FILE).")
+    raise CheckpointError(
+        f"{folder} holds a draft for {name!r}, which this version of longdraft does not know. {advice}"
+    )
 
 
 importlib.import_module("longdraft.methods")  # last: it imports the drafters, which register their kinds

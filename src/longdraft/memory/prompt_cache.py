@@ -98,7 +98,8 @@ class PromptCache:
             if unusable:
                 self.tokens, self.kinds = [], []
             elif old is not None:
-                _copy(old, store)
+                for slot, length in enumerate(old.lengths):
+                    store.copy_rows(slot, slot, 0, length, old)
             self.tokens += [packed(()) for _ in range(store.slots - len(self.tokens))]
             self.kinds += [""] * (store.slots - len(self.kinds))
             self.store = store
@@ -208,16 +209,3 @@ class PromptCache:
         cache = cls(feature_layers)
         cache._pending, cache._fingerprint = Path(path), fingerprint
         return cache
-
-
-def _copy(old: KVStore, new: KVStore) -> None:
-    """Copies all committed rows into a larger store."""
-    for slot, n in enumerate(old.lengths):
-        for layers in max(new.portions, old.portions, key=len):  # all layers at once, or one by one
-            for rows, old_rows in zip(new.stored(slot, layers), old.stored(slot, layers), strict=True):
-                rows[:, :, :n] = old_rows[:, :, :n]
-        if new.features is not None and old.features is not None:
-            new.features[slot, :n] = old.features[slot, :n]
-        new.lengths[slot] = n
-    for states, old_states in zip(new.states, old.states, strict=True):
-        states.adopt(old_states)

@@ -45,14 +45,27 @@ class RecurrentShape:
 
 @dataclass
 class Checkpoint:
-    """A layer's state after some rows: windows (inputs kept, channels) and recurrent state (shape of the layer)."""
+    """What one layer keeps of a slot's committed rows.
+
+    Attributes:
+        windows: convolution -> its last inputs (inputs kept, channels).
+        state: the recurrent state (shape of the layer), which lacks the pending rows.
+        pending: their inputs. These tensors are never written to.
+    """
 
     windows: dict[int, torch.Tensor]
     state: torch.Tensor | None
+    pending: Rows = ()
 
     def clone(self) -> Checkpoint:
         state = None if self.state is None else self.state.clone()
-        return Checkpoint({i: window.clone() for i, window in self.windows.items()}, state)
+        return Checkpoint({i: window.clone() for i, window in self.windows.items()}, state, self.pending)
+
+    def named(self) -> dict[str, torch.Tensor]:
+        """The tensors by the names that they have in a file."""
+        found = {f"window.{i}": window for i, window in self.windows.items()}
+        found |= {} if self.state is None else {"state": self.state}
+        return found | {f"pending.{i}": rows for i, rows in enumerate(self.pending)}
 
 
 @dataclass
@@ -60,8 +73,7 @@ class LayerSlot:
     """One layer's part of a slot.
 
     Attributes:
-        now: the checkpoint. Its windows are those of all committed rows, its recurrent state lacks the pending ones.
-        pending: inputs of committed rows that the recurrent state lacks. Tensors here are never written to.
+        now: the checkpoint.
         inputs: convolution -> inputs (rows, channels) of unverified rows.
         rows: inputs of the recurrence for unverified rows.
         written: number of unverified rows.
@@ -70,23 +82,11 @@ class LayerSlot:
     """
 
     now: Checkpoint
-    pending: list[Rows] = field(default_factory=list)
     inputs: dict[int, torch.Tensor] = field(default_factory=dict)
     rows: Rows = ()
     written: int = 0
     after: Checkpoint | None = None
     prompt: bool = False
-
-    def copy(self) -> LayerSlot:
-        """The committed part alone."""
-        return LayerSlot(self.now.clone(), list(self.pending))
-
-    @property
-    def waiting(self) -> Rows | None:
-        """The pending rows in one piece; None if there are none."""
-        if len(self.pending) < 2:
-            return self.pending[0] if self.pending else None
-        return tuple(map(torch.cat, zip(*self.pending, strict=True)))
 
     def begin(self, written: int, prompt: bool) -> None:
         """Called when a forward begins, with the number of unverified rows at its end."""
@@ -97,12 +97,10 @@ class LayerSlot:
         self.inputs[number] = new if not offset else torch.cat([self.inputs[number][:offset], new])
         return self.inputs[number]
 
-    def keep_rows(self, offset: int, new: Rows) -> Rows:
-        """Writes the recurrence's inputs (T, ...) of unverified rows from ``offset`` on; returns all of them."""
-        self.rows = (
-            new if not offset else tuple(torch.cat([a[:offset], b]) for a, b in zip(self.rows, new, strict=True))
-        )
-        return self.rows
+    def keep_rows(self, offset: int, new: Rows) -> None:
+        """Writes the recurrence's inputs (T, ...) of unverified rows from ``offset`` on."""
+        old = self.rows
+        self.rows = tuple(torch.cat([a[:offset], b]) for a, b in zip(old, new, strict=True)) if offset else new
 
     def commit(self, path: Sequence[int]) -> None:
         """Keeps a path of the unverified rows.
@@ -116,13 +114,14 @@ class LayerSlot:
             if len(path) not in (0, self.written):
                 raise ValueError(f"a piece of {self.written} prompt tokens is kept whole, not {len(path)} of them")
             if path:
-                self.now, self.pending = self.after, []
+                self.now = self.after
         elif path:
             for number, window in self.now.windows.items():
-                accepted = _select(self.inputs[number], path[-len(window) :] if len(window) else [])
-                self.now.windows[number] = torch.cat([window, accepted])[len(accepted) :]
-            if self.rows:
-                self.pending.append(tuple(_select(x, path) for x in self.rows))
+                new = _select(self.inputs[number], path[-len(window) :] if len(window) else [])
+                self.now.windows[number] = torch.cat([window, new])[len(new) :]
+            accepted = tuple(_select(x, path) for x in self.rows)
+            before = self.now.pending
+            self.now.pending = tuple(map(torch.cat, zip(before, accepted, strict=True))) if before else accepted
         self.forget()
 
     def forget(self) -> None:
@@ -131,7 +130,10 @@ class LayerSlot:
 
 
 class RecurrentStates:
-    """The states of a model's recurrent layers, for the slots of one store.
+    """The states of a model's recurrent layers, for the slots of one store. They hold for the slots' committed rows.
+
+    A forward computes a block's rows in scratch space. :meth:`commit` keeps the accepted ones; what is not committed
+    leaves no trace.
 
     Args:
         shapes: the sizes of each layer, by its number.
@@ -139,21 +141,28 @@ class RecurrentStates:
 
     def __init__(self, shapes: Mapping[int, RecurrentShape], slots: int, device: torch.device) -> None:
         self.shapes, self.slots, self._device = dict(shapes), slots, device
-        self._layers = [self._empty() for _ in range(slots)]
-        # By slot: length -> the committed part of all layers, which is never written to.
-        self._kept: list[dict[int, dict[int, LayerSlot]]] = [{} for _ in range(slots)]
+        self._layers = [self._of(self._zeros()) for _ in range(slots)]
+        # By slot: length -> the checkpoints of all layers, which are never written to.
+        self._kept: list[dict[int, dict[int, Checkpoint]]] = [{} for _ in range(slots)]
         self._lengths = [0] * slots
 
-    def _empty(self) -> dict[int, LayerSlot]:
-        return {layer: LayerSlot(self._zeros(shape)) for layer, shape in self.shapes.items()}
+    def _zeros(self) -> dict[int, Checkpoint]:
+        at, found = self._device, {}
+        for layer, shape in self.shapes.items():
+            windows = {i: torch.zeros(s, dtype=shape.dtype, device=at) for i, s in shape.windows.items()}
+            state = None if shape.state is None else torch.zeros(shape.state, dtype=torch.float32, device=at)
+            found[layer] = Checkpoint(windows, state)
+        return found
 
-    def _zeros(self, shape: RecurrentShape) -> Checkpoint:
-        at, state = self._device, shape.state
-        windows = {i: torch.zeros(s, dtype=shape.dtype, device=at) for i, s in shape.windows.items()}
-        return Checkpoint(windows, None if state is None else torch.zeros(state, dtype=torch.float32, device=at))
+    def _of(self, checkpoints: Mapping[int, Checkpoint]) -> dict[int, LayerSlot]:
+        return {layer: LayerSlot(checkpoint.clone()) for layer, checkpoint in checkpoints.items()}
+
+    def _now(self, slot: int) -> dict[int, Checkpoint]:
+        return {layer: each.now for layer, each in self._layers[slot].items()}
 
     @property
     def bytes_per_slot(self) -> int:
+        """Bytes that a slot may take."""
         return (1 + KEPT) * sum(shape.bytes for shape in self.shapes.values())
 
     def layer(self, slot: int, layer: int) -> LayerSlot:
@@ -161,9 +170,15 @@ class RecurrentStates:
         return self._layers[slot][layer]
 
     def prepare(self, slots: Sequence[int], bases: Sequence[int], rows: int) -> None:
-        """Any number of rows has room."""
+        """Makes room before a forward: here any number of rows has some."""
 
     def commit(self, slot: int, start: int, path: Sequence[int]) -> None:
+        """Keeps rows of the last block.
+
+        Args:
+            start: committed rows before.
+            path: indices of rows behind them, strictly increasing.
+        """
         layers = self._layers[slot].values()
         piece = any(layer.prompt for layer in layers)
         for layer in layers:
@@ -175,18 +190,20 @@ class RecurrentStates:
     def _keep(self, slot: int) -> None:
         """Keeps the present state of a slot. Of too many, drops one so that the lengths stay spread evenly in scale."""
         kept = self._kept[slot]
-        kept[self._lengths[slot]] = {n: layer.copy() for n, layer in self._layers[slot].items()}
+        kept[self._lengths[slot]] = {layer: each.clone() for layer, each in self._now(slot).items()}
         lengths = sorted(kept)
         if len(lengths) > KEPT:
             ratios = [c / a for a, _, c in zip(lengths, lengths[1:], lengths[2:], strict=False)]
             del kept[lengths[1 + ratios.index(min(ratios))]]
 
     def restorable(self, slot: int, length: int) -> int:
+        """The largest number of rows, ``length`` at most, that :meth:`truncate` can go back to. 0 always works."""
         if length >= self._lengths[slot]:
             return self._lengths[slot]
         return max((n for n in self._kept[slot] if n <= length), default=0)
 
     def truncate(self, slot: int, length: int) -> None:
+        """Goes back to the state after ``length`` rows, which must be restorable."""
         for layer in self._layers[slot].values():
             layer.forget()
         if length == self._lengths[slot]:
@@ -198,57 +215,45 @@ class RecurrentStates:
                 f"{self.restorable(slot, length)}"
             )
         self._kept[slot] = {n: states for n, states in kept.items() if n <= length}
-        self._set(slot, kept[length] if length else None, length)
+        self._layers[slot], self._lengths[slot] = self._of(kept[length] if length else self._zeros()), length
 
-    def _set(self, slot: int, states: Mapping[int, LayerSlot] | None, length: int) -> None:
-        self._layers[slot] = self._empty() if states is None else {n: s.copy() for n, s in states.items()}
-        self._lengths[slot] = length
-
-    def copy(self, source: int, slot: int, length: int) -> None:
-        whole = length == self._lengths[source]
-        states = self._layers[source] if whole else self._kept[source][length] if length else None
-        self._set(slot, states, length)
-        self._kept[slot] = {n: states for n, states in self._kept[source].items() if n <= length}
-
-    def adopt(self, other: RecurrentStates) -> None:
-        for slot in range(other.slots):
-            self._layers[slot], self._kept[slot] = other._layers[slot], other._kept[slot]
-            self._lengths[slot] = other._lengths[slot]
+    def copy(self, other: RecurrentStates, source: int, slot: int, length: int) -> None:
+        """Takes over the state after ``length`` rows of a slot of ``other``, which must be restorable there."""
+        kept = other._kept[source]
+        found = other._now(source) if length == other._lengths[source] else kept[length] if length else self._zeros()
+        self._layers[slot], self._lengths[slot] = self._of(found), length
+        self._kept[slot] = {n: states for n, states in kept.items() if n <= length}
 
     def save(self, slot: int) -> dict[str, torch.Tensor]:
-        tensors = _named("now", self._layers[slot])
-        for length, states in self._kept[slot].items():
-            tensors |= _named(str(length), states)
-        return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        """The state of a slot as named tensors on the host, for a file."""
+        return {
+            f"{name}.{layer}.{each}": tensor.detach().cpu().contiguous()
+            for name, states in [("now", self._now(slot)), *self._kept[slot].items()]
+            for layer, checkpoint in states.items()
+            for each, tensor in checkpoint.named().items()
+        }
 
     def load(self, slot: int, tensors: Mapping[str, torch.Tensor], length: int) -> None:
-        layers = self._loaded("now", tensors)
-        kept = {int(name): self._loaded(name, tensors) for name in {n.split(".")[0] for n in tensors} - {"now"}}
-        self._layers[slot], self._kept[slot], self._lengths[slot] = layers, kept, length
+        """Restores what :meth:`save` returned, as the state after ``length`` rows.
 
-    def _loaded(self, beginning: str, tensors: Mapping[str, torch.Tensor]) -> dict[int, LayerSlot]:
-        loaded = self._empty()
+        Raises:
+            ValueError: the tensors are not those of such a state.
+        """
+        found = {name: self._loaded(name, tensors) for name in {"now", *(n.split(".")[0] for n in tensors)}}
+        self._layers[slot], self._lengths[slot] = self._of(found.pop("now")), length
+        self._kept[slot] = {int(name): states for name, states in found.items()}
+
+    def _loaded(self, beginning: str, tensors: Mapping[str, torch.Tensor]) -> dict[int, Checkpoint]:
+        loaded = self._zeros()
         for n, layer in loaded.items():
-            for name, place in _named(beginning, {n: layer}).items():
-                if name not in tensors or tensors[name].shape != place.shape:
-                    raise ValueError(f"{name} is not the state of this model's layer")
-                place.copy_(tensors[name])
+            for name, place in layer.named().items():
+                found = tensors.get(f"{beginning}.{n}.{name}")
+                if found is None or found.shape != place.shape:
+                    raise ValueError(f"{beginning}.{n}.{name} is not the state of this model's layer")
+                place.copy_(found)
             names = (f"{beginning}.{n}.pending.{i}" for i in range(len(tensors)))
-            if rows := tuple(tensors[name].to(self._device) for name in names if name in tensors):
-                layer.pending.append(rows)
+            layer.pending = tuple(tensors[name].to(self._device) for name in names if name in tensors)
         return loaded
-
-
-def _named(beginning: str, layers: Mapping[int, LayerSlot]) -> dict[str, torch.Tensor]:
-    """The tensors of a slot's committed part, by names that begin with ``beginning``."""
-    tensors: dict[str, torch.Tensor] = {}
-    for n, layer in layers.items():
-        tensors |= {f"{beginning}.{n}.window.{i}": window for i, window in layer.now.windows.items()}
-        if layer.now.state is not None:
-            tensors[f"{beginning}.{n}.state"] = layer.now.state
-        for i, rows in enumerate(zip(*layer.pending, strict=True)):
-            tensors[f"{beginning}.{n}.pending.{i}"] = torch.cat(rows)
-    return tensors
 
 
 def _select(rows: torch.Tensor, path: Sequence[int]) -> torch.Tensor:

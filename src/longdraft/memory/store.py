@@ -21,10 +21,13 @@ import torch
 from longdraft.attention.block import Block
 from longdraft.attention.transfer import on_device
 from longdraft.memory import sizes
+from longdraft.memory.recurrent import RecurrentStates
 from longdraft.memory.rooms import Room, Rooms
-from longdraft.memory.states import LayerStates
+from longdraft.memory.windows import WindowStates
 from longdraft.native.scaled import Scaled
 
+# What layers without rows for the whole text keep of each sequence.
+LayerStates = RecurrentStates | WindowStates
 # Bytes of a cache line.
 _LINE = 64
 
@@ -323,19 +326,21 @@ class KVStore:
         if features is not None and self.features is not None:
             self.features[slot, start:end] = features
 
-    def copy_rows(self, source: int, slot: int, start: int, end: int) -> None:
-        """Copies committed rows ``[start, end)`` of the slot ``source`` to the same place in ``slot``, and commits.
+    def copy_rows(self, source: int, slot: int, start: int, end: int, other: KVStore | None = None) -> None:
+        """Copies committed rows ``[start, end)`` of a slot to the same place in ``slot``, and commits.
 
-        ``end`` must be :meth:`restorable` in ``source`` if the store has states.
+        Args:
+            source: the slot, of the store ``other``; None is this one. If the store has states, they must be
+                :meth:`restorable` there for ``end`` rows.
         """
-        for layers in self.portions:
-            keys, values = (x[:, :, start:end].clone() for x in self.stored(source, layers, end))
-            own_keys, own_values = self.stored(slot, layers, start)
-            own_keys[:, :, start:end], own_values[:, :, start:end] = keys, values
-        if self.features is not None:
-            self.features[slot, start:end] = self.features[source, start:end].clone()
-        for states in self._own_states:
-            states.copy(source, slot, end)
+        other = other or self
+        for layers in max(self.portions, other.portions, key=len):  # all layers at once, or one by one
+            for own, rows in zip(self.stored(slot, layers, start), other.stored(source, layers, end), strict=True):
+                own[:, :, start:end] = rows[:, :, start:end]
+        if self.features is not None and other.features is not None:
+            self.features[slot, start:end] = other.features[source, start:end].clone()
+        for states, others in zip(self._own_states, other._own_states, strict=True):
+            states.copy(others, source, slot, end)  # type: ignore[arg-type]  # of the same kind
         self.lengths[slot] = end
 
     def readable(self, slot: int) -> int:

@@ -58,7 +58,8 @@ class WindowShape:
 
 
 class WindowStates:
-    """The rows of all layers of one span.
+    """The rows of all layers of one span. The methods do what those of
+    :class:`~longdraft.memory.recurrent.RecurrentStates` say.
 
     Args:
         shape: the layers.
@@ -119,7 +120,11 @@ class WindowStates:
         return placed
 
     def prepare(self, slots: Sequence[int], bases: Sequence[int], rows: int) -> None:
-        """Makes room for unverified rows; see :class:`~longdraft.memory.states.LayerStates`.
+        """Makes room before a forward.
+
+        Args:
+            bases: for each slot the text row that its unverified rows begin at.
+            rows: unverified rows behind it, those of earlier forwards over the same tree included.
 
         Raises:
             ValueError: the rows do not fit behind a window.
@@ -167,10 +172,10 @@ class WindowStates:
             self.starts[slot] = 0
         self._ends[slot] = length
 
-    def copy(self, source: int, slot: int, length: int) -> None:
-        start = self.starts[source]
-        for tensor in (self.keys, self.values):
-            tensor[:, slot, :, : length - start] = tensor[:, source, :, : length - start]
+    def copy(self, other: WindowStates, source: int, slot: int, length: int) -> None:
+        start = other.starts[source]
+        for own, rows in ((self.keys, other.keys), (self.values, other.values)):
+            own[:, slot, :, : length - start] = rows[:, source, :, : length - start]
         self.starts[slot], self._ends[slot] = start, length
 
     def save(self, slot: int) -> dict[str, torch.Tensor]:
@@ -189,7 +194,3 @@ class WindowStates:
                 raise ValueError(f"rows of windowed layers {tuple(rows.shape)} do not fit {tuple(own[:, slot].shape)}")
             own[:, slot, :, :held] = rows.to(own.device)
         self.starts[slot], self._ends[slot] = start, length
-
-    def adopt(self, other: WindowStates) -> None:
-        for slot, end in enumerate(other._ends):
-            self.load(slot, other.save(slot), end)

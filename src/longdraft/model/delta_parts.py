@@ -18,6 +18,7 @@ from longdraft.model.stored_parts import ArrangedLinear
 from longdraft.model.tree_paths import last_inputs, needed, parents_of
 from longdraft.native.boundary import FLOATS
 from longdraft.native.delta import DeltaLayer, DeltaRows, DeltaSequence, DeltaSizes
+from longdraft.native.recurrent import RecurrentTree, RowOrder
 
 _MIXER = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 _MLP = ("gate_proj", "up_proj", "down_proj")
@@ -80,16 +81,19 @@ def delta_rows(hosted: Hosted, layers: Sequence[DeltaLayer], numbers: Sequence[i
         return
     block = hosted.block
     states = states_of(hosted.store)
+    orders = [RowOrder(each, needed(each, block.offset), block.offset) for each in parents_of(block)]
     slots = [[states.layer(slot, number) for slot in block.slots] for number in numbers]
-    found = [[_begun(layer, slot, block) for slot in own] for layer, own in zip(layers, slots, strict=True)]
-    parents, offset = parents_of(block), block.offset
-    orders = [needed(each, offset) for each in parents]
-    yield DeltaRows(found, parents, orders, offset, last_inputs(block, layers[0].inputs))
+    found = [
+        _begun(layer, slot, block, order)
+        for layer, own in zip(layers, slots, strict=True)
+        for slot, order in zip(own, orders, strict=True)
+    ]
+    yield DeltaRows(found, last_inputs(block, layers[0].inputs))
     for slot in (slot for own in slots for slot in own):
-        slot.pending = []
+        slot.now.pending = ()
 
 
-def _begun(layer: DeltaLayer, slot: LayerSlot, block: Block) -> DeltaSequence:
+def _begun(layer: DeltaLayer, slot: LayerSlot, block: Block, order: RowOrder) -> DeltaSequence:
     """One sequence's rows, with room for the new ones."""
     slot.begin(block.width, prompt=False)
     inputs, *rows = _room(layer.sizes, block.width)
@@ -98,7 +102,7 @@ def _begun(layer: DeltaLayer, slot: LayerSlot, block: Block) -> DeltaSequence:
             new[: block.offset] = old[: block.offset]
     slot.inputs, slot.rows = {0: inputs}, tuple(rows)
     assert slot.now.state is not None
-    return DeltaSequence(slot.now.windows[0], slot.now.state, slot.waiting, inputs, rows)
+    return DeltaSequence(slot.now.windows[0], inputs, RecurrentTree(slot.now.state, slot.now.pending, rows, order))
 
 
 def _room(sizes: DeltaSizes, rows: int) -> list[torch.Tensor]:

@@ -23,8 +23,7 @@ from longdraft.attention.block import PLAIN, Block, Scoring
 from longdraft.attention.reference import Attend
 from longdraft.errors import UnsupportedModelError
 from longdraft.memory.recurrent import RecurrentStates
-from longdraft.memory.states import LayerStates
-from longdraft.memory.store import KVStore
+from longdraft.memory.store import KVStore, LayerStates
 from longdraft.memory.windows import WindowStates
 from longdraft.model.calls import Recording
 from longdraft.model.layout import Layout, Place, layout_of

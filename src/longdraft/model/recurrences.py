@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -25,35 +26,54 @@ Rows = tuple[torch.Tensor, ...]
 _PIECE = 64
 
 
+@dataclass(frozen=True)
 class Recurrence:
     """A kind of recurrence. B sequences of T rows.
 
     Attributes:
         names: arguments of the function for many tokens that differ from row to row.
         begins: name of its argument that is the state to begin with; None if it has none.
-        turned: transformers keeps a head's state as (values, keys), and we as (keys, values).
         wants: name of its argument that asks for the last state; None if that is always returned.
+        bias: of Mamba, the name of its argument that is added to step sizes; None for the gated delta rule.
+        turned: transformers keeps a head's state as (values, keys), and we as (keys, values).
+        by_channel: each channel is a head of one value, and rows are the last dimension of most arguments.
     """
 
     names: tuple[str, ...]
     begins: str | None = None
-    turned = False
     wants: str | None = None
+    bias: str | None = None
+    turned: bool = False
+    by_channel: bool = False
 
     def rows(self, arguments: Arguments) -> Rows:
         """The arguments that differ from row to row, (B, T, ...)."""
-        return tuple(arguments[name] for name in self.names)
+        found = tuple(arguments[name] for name in self.names)
+        return tuple(x.transpose(1, 2) for x in found) if self.by_channel else found
 
     def form(self, arguments: Arguments) -> LinearRecurrence:
         """The recurrence in the common form."""
-        raise NotImplementedError
+        if self.bias is None:
+            scale = float(arguments["key"].shape[-1] ** -0.5)
+            return LinearRecurrence(True, bool(arguments.get("use_qk_l2norm_in_kernel")), scale)
+        own = (arguments.get(name) for name in ("A", self.bias, "D"))
+        a, bias, skip = (None if x is None else x.float().contiguous() for x in own)
+        return LinearRecurrence(False, a=a, bias=bias, skip=skip)
 
     def inputs(self, rows: Rows) -> RecurrentInputs:
         """Some rows in the common form."""
-        raise NotImplementedError
+        if self.bias is None:
+            return RecurrentInputs(*rows)
+        x, dt, b, c = rows
+        if self.by_channel:
+            x, b, c = x[..., None], b[:, None], c[:, None]
+        return RecurrentInputs(c, b, x, dt, None)
 
     def result(self, arguments: Arguments, outputs: torch.Tensor, state: torch.Tensor) -> Any:
         """Returns what the function for many tokens would: outputs (B, T, heads, values) and, if wanted, a state."""
+        if self.by_channel:
+            outputs, gate = outputs[..., 0].transpose(1, 2), arguments.get("z")
+            outputs = outputs if gate is None else outputs * whole_vectors(F.silu, gate)
         state = state.transpose(1, 2)[None] if self.turned else state[None]
         return (outputs, state) if self.wants is None or arguments.get(self.wants) else outputs
 
@@ -68,62 +88,18 @@ class Recurrence:
         return outputs, state
 
 
-class _Delta(Recurrence):
-    """The gated delta rule (gated DeltaNet, Kimi's delta attention): state (heads, key size, value size)."""
-
-    names, begins = ("query", "key", "value", "g", "beta"), "initial_state"
-
-    def form(self, arguments: Arguments) -> LinearRecurrence:
-        scale = float(arguments["key"].shape[-1] ** -0.5)
-        return LinearRecurrence(True, bool(arguments.get("use_qk_l2norm_in_kernel")), scale)
-
-    def inputs(self, rows: Rows) -> RecurrentInputs:
-        return RecurrentInputs(*rows)
-
-
-class _Mamba2(Recurrence):
-    """Mamba-2's selective scan: state (heads, state size, head size)."""
-
-    names, begins, turned = ("hidden_states", "dt", "B", "C"), "initial_states", True
-    wants = "return_final_states"
-
-    def form(self, arguments: Arguments) -> LinearRecurrence:
-        bias, skip = (None if x is None else x.float().contiguous() for x in map(arguments.get, ("dt_bias", "D")))
-        return LinearRecurrence(False, a=arguments["A"].float().contiguous(), bias=bias, skip=skip)
-
-    def inputs(self, rows: Rows) -> RecurrentInputs:
-        x, dt, b, c = rows
-        return RecurrentInputs(c, b, x, dt, None)
-
-
-class _Mamba1(Recurrence):
-    """Mamba's selective scan: state (channels, state size). Its rows are the last dimension of most arguments."""
-
-    names, wants = ("hidden_states", "dt", "B", "C"), "return_last_state"
-
-    def rows(self, arguments: Arguments) -> Rows:
-        return tuple(x.transpose(1, 2) for x in super().rows(arguments))
-
-    def form(self, arguments: Arguments) -> LinearRecurrence:
-        bias, skip = (None if x is None else x.float() for x in map(arguments.get, ("delta_bias", "D")))
-        return LinearRecurrence(False, a=arguments["A"].float(), bias=bias, skip=skip)
-
-    def inputs(self, rows: Rows) -> RecurrentInputs:
-        x, dt, b, c = rows
-        return RecurrentInputs(c[:, None], b[:, None], x[..., None], dt, None)
-
-    def result(self, arguments: Arguments, outputs: torch.Tensor, state: torch.Tensor) -> Any:
-        outputs, gate = outputs[..., 0].transpose(1, 2), arguments.get("z")
-        outputs = outputs if gate is None else outputs * whole_vectors(F.silu, gate)
-        return super().result(arguments, outputs, state)
-
-
+# The gated delta rule (gated DeltaNet, Kimi's delta attention): state (heads, key size, value size).
+_DELTA = Recurrence(("query", "key", "value", "g", "beta"), begins="initial_state")
+# Selective scans: of Mamba-2, state (heads, state size, head size), and of Mamba, state (channels, state size).
+_MAMBA = ("hidden_states", "dt", "B", "C")
+_MAMBA2 = Recurrence(_MAMBA, "initial_states", "return_final_states", "dt_bias", turned=True)
+_MAMBA1 = Recurrence(_MAMBA, None, "return_last_state", "delta_bias", by_channel=True)
 # The function for many tokens -> its recurrence.
 RECURRENCES: dict[str, Recurrence] = {
-    "torch_chunk_gated_delta_rule": _Delta(),
-    "chunk_kimi_delta_attention": _Delta(),
-    "mamba2_chunk_scan": _Mamba2(),
-    "mamba_selective_scan": _Mamba1(),
+    "torch_chunk_gated_delta_rule": _DELTA,
+    "chunk_kimi_delta_attention": _DELTA,
+    "mamba2_chunk_scan": _MAMBA2,
+    "mamba_selective_scan": _MAMBA1,
 }
 Step = Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 

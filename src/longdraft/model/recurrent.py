@@ -2,7 +2,7 @@
 
 A mixer projects its rows, convolves them with the last few inputs, and passes them through a recurrence. It calls the
 last two as functions of its module, and keeps its state in a cache. In our copy of the model those functions are ours,
-and so is the cache (:class:`_Cache`). Everything else is the mixer's own code, which computes all rows at once.
+and so is the cache (:class:`_Turn`). Everything else is the mixer's own code, which computes all rows at once.
 
 While text is decoded, rows are computed one after another, each from the state behind its parent in the tree. A plain
 step is a tree of one row, so a row gets the same bits whatever is verified beside it. A piece of a prompt goes through
@@ -31,7 +31,7 @@ from longdraft.model.recurrences import RECURRENCES, Recurrence, bound, steps
 from longdraft.model.rows import undisturbed, whole_vectors
 from longdraft.model.tree_paths import last_inputs, needed, parents_of
 from longdraft.native import kernels
-from longdraft.native.recurrent import RecurrentTree, convolve, recur
+from longdraft.native.recurrent import RecurrentTree, RowOrder, convolve, recur
 
 _CONVOLUTION = "causal_conv1d_fn"
 # Names of a mixer's argument for the cache.
@@ -128,7 +128,7 @@ class _Mixer:
 
     def _run(self, turn: _Turn, named: dict[str, Any]) -> Any:
         self._turn = turn
-        return self._forward(**{**named, self._cache_name: _Cache(turn)})
+        return self._forward(**{**named, self._cache_name: turn})
 
     def _convolve(self, *args: Any, **named: Any) -> torch.Tensor:
         return self._turn.convolve(self, *args, **named)
@@ -139,12 +139,16 @@ class _Mixer:
 
 
 class _Turn:
-    """Treats a mixer's state as the present forward wants it. This one has none, and learns its sizes.
+    """Treats a mixer's state as the present forward wants it, as the cache that the mixer is called with, in the words
+    of transformers' versions since 5.17. This one has no state, and learns its sizes.
 
     Attributes:
         state: the recurrent state as transformers has it; None if the mixer shall pass all its rows to one function.
+        record_past: there is no state of earlier rows.
         scans: number of calls of the recurrence.
     """
+
+    record_past = True
 
     def __init__(self) -> None:
         self.state: torch.Tensor | None = None
@@ -154,18 +158,43 @@ class _Turn:
         self._last = 0
         self._after: torch.Tensor | None = None
 
-    def window(self, number: int) -> torch.Tensor | None:
-        """A convolution's last inputs (1, channels, inputs) as transformers has them, or None."""
+    def has_previous_state(self, *_: Any, **__: Any) -> bool:
+        return not self.record_past
+
+    def is_recording_past(self, *_: Any) -> bool:
+        return self.record_past
+
+    def get_conv_state(self, layer_idx: int = 0, state_idx: int = 0) -> torch.Tensor | None:
+        """A convolution's last inputs (1, channels, inputs), or None."""
         return None
 
-    def take_inputs(self, x: torch.Tensor, number: int) -> torch.Tensor:
+    def get_recurrent_state(self, *_: Any, **__: Any) -> torch.Tensor | None:
+        return self.state
+
+    def update_conv_state(self, x: torch.Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> torch.Tensor:
         """Takes a convolution's inputs (B, channels, T), and returns what it is to be called with."""
-        self._inputs[number], self._last = x, number
+        self._inputs[state_idx], self._last = x, state_idx
         return x
 
-    def take_state(self, state: torch.Tensor) -> None:
-        """Takes the state after the last row, as transformers has it."""
+    def update_recurrent_state(self, state: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        """Takes the state after the last row."""
         self._after = state
+        return state
+
+    @property
+    def layers(self) -> _Turn:
+        return self
+
+    def __getitem__(self, layer: int) -> _Turn:
+        return self
+
+    @property
+    def conv_states(self) -> list[torch.Tensor | None]:
+        return [self.get_conv_state()]
+
+    @property
+    def recurrent_states(self) -> list[torch.Tensor | None]:
+        return [self.state]
 
     def convolve(self, mixer: _Mixer, x: torch.Tensor, weight: torch.Tensor, *more: Any, **named: Any) -> torch.Tensor:
         """x (B, channels, T), weight (channels, inputs), bias, activation -> (B, channels, T)."""
@@ -198,6 +227,8 @@ class _Turn:
 class _Piece(_Turn):
     """A piece of one sequence's prompt: the model's own functions, from the committed state to a new one."""
 
+    record_past = False
+
     def __init__(self, mixer: _Mixer, block: Block, slot: LayerSlot) -> None:
         super().__init__()
         slot.begin(block.width, prompt=True)
@@ -206,21 +237,22 @@ class _Piece(_Turn):
         self.state = self._theirs()  # it lacks the pending rows: see scan
         self._next = slot.after = Checkpoint({}, None)
 
-    def window(self, number: int) -> torch.Tensor:
-        return self._now.windows[number].T[None]
+    def get_conv_state(self, layer_idx: int = 0, state_idx: int = 0) -> torch.Tensor:
+        return self._now.windows[state_idx].T[None]
 
-    def take_inputs(self, x: torch.Tensor, number: int) -> torch.Tensor:
-        x = torch.cat([self.window(number), x], dim=-1)
-        kept = self._now.windows[number].shape[0]
-        self._next.windows[number] = x[0, :, x.shape[-1] - kept :].T.contiguous()
+    def update_conv_state(self, x: torch.Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> torch.Tensor:
+        x = torch.cat([self.get_conv_state(state_idx=state_idx), x], dim=-1)
+        kept = self._now.windows[state_idx].shape[0]
+        self._next.windows[state_idx] = x[0, :, x.shape[-1] - kept :].T.contiguous()
         return x
 
     def _theirs(self) -> torch.Tensor | None:
         state = self._now.state
         return None if state is None else (state.transpose(1, 2) if self._turned else state)[None]
 
-    def take_state(self, state: torch.Tensor) -> None:
+    def update_recurrent_state(self, state: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         self._next.state = (state.transpose(2, 3) if self._turned else state)[0].float().contiguous()
+        return state
 
     def scan(self, mixer: _Mixer, arguments: dict[str, Any]) -> Any:
         assert mixer.recurrence is not None
@@ -236,13 +268,9 @@ class _Rows(_Turn):
 
     def __init__(self, block: Block, slots: Sequence[LayerSlot]) -> None:
         super().__init__()
-        self._block, self._slots, self._number = block, slots, 0
+        self._block, self._slots = block, slots
         for slot in slots:
             slot.begin(block.width, block.prompt)
-
-    def take_inputs(self, x: torch.Tensor, number: int) -> torch.Tensor:
-        self._number = number
-        return x
 
     def convolve(
         self,
@@ -254,7 +282,7 @@ class _Rows(_Turn):
         **_: Any,
     ) -> torch.Tensor:
         """Convolves each row with the last inputs on its path."""
-        block, size, number = self._block, weight.shape[-1], self._number
+        block, size, number = self._block, weight.shape[-1], self._last
         places = last_inputs(block, size)
         inputs = []
         for b, slot in enumerate(self._slots):
@@ -293,15 +321,14 @@ class _Rows(_Turn):
         by_channel = kind.a is not None and kind.a.dim() > 1
         if by_channel or not served or (own := kernels()) is None:
             return None
-        trees = []
+        trees, first = [], self._block.offset
         for slot, parents in zip(self._slots, parents_of(self._block), strict=True):
             assert slot.now.state is not None
-            pending = None if (waiting := slot.waiting) is None else recurrence.inputs(waiting)
-            rows, order = recurrence.inputs(slot.rows), needed(parents, self._block.offset)
-            trees.append(RecurrentTree(slot.now.state, pending, rows, parents, order, self._block.offset))
+            pending, rows = (recurrence.inputs(x) if x else () for x in (slot.now.pending, slot.rows))
+            trees.append(RecurrentTree(slot.now.state, pending, rows, RowOrder(parents, needed(parents, first), first)))
         out = recur(own, kind, trees)
         for slot in self._slots:
-            slot.pending = []
+            slot.now.pending = ()
         return out
 
     def _one_by_one(self, recurrence: Recurrence, arguments: dict[str, Any], b: int) -> torch.Tensor:
@@ -321,54 +348,6 @@ def states_of(store: KVStore) -> RecurrentStates:
     return next(states for states in store.states if isinstance(states, RecurrentStates))
 
 
-class _Cache:
-    """A cache as mixers of transformers use it, old and new."""
-
-    def __init__(self, turn: _Turn) -> None:
-        self._turn = turn
-        self.layers = _Same(self)
-        self.record_past = not isinstance(turn, _Piece)
-
-    def has_previous_state(self, *_: Any, **__: Any) -> bool:
-        return isinstance(self._turn, _Piece)
-
-    def is_recording_past(self, *_: Any) -> bool:
-        return self.record_past
-
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        return self._turn.window(state_idx)
-
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        return self._turn.state
-
-    def update_conv_state(
-        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **_: Any
-    ) -> torch.Tensor:
-        return self._turn.take_inputs(conv_states, state_idx)
-
-    def update_recurrent_state(self, recurrent_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        self._turn.take_state(recurrent_states)
-        return recurrent_states
-
-    @property
-    def conv_states(self) -> _Same:
-        return _Same(self._turn.window(0))
-
-    @property
-    def recurrent_states(self) -> _Same:
-        return _Same(self._turn.state)
-
-
-class _Same:
-    """A list that has the same at any index."""
-
-    def __init__(self, value: Any) -> None:
-        self._value = value
-
-    def __getitem__(self, _: int) -> Any:
-        return self._value
-
-
 def replay(recurrence: Recurrence, slot: LayerSlot, arguments: dict[str, Any]) -> torch.Tensor:
     """Takes the committed rows' inputs into the recurrent state, which is returned.
 
@@ -377,7 +356,7 @@ def replay(recurrence: Recurrence, slot: LayerSlot, arguments: dict[str, Any]) -
     """
     state = slot.now.state
     assert state is not None
-    for rows in slot.pending:
-        _, state = recurrence.run(arguments, rows, state)
-    slot.now.state, slot.pending = state, []
+    if slot.now.pending:
+        _, state = recurrence.run(arguments, slot.now.pending, state)
+    slot.now.state, slot.now.pending = state, ()
     return state

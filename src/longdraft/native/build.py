@@ -57,15 +57,21 @@ _TARGETS = {"x86-64-v4-vnni": ("-march=x86-64-v4", "-mavx512vnni")}
 CARRIED = "compiled"
 
 
+class UnsupportedError(OSError):
+    """There are no kernels for this processor or system."""
+
+
 def machine_levels() -> dict[str, str]:
     """The entry of :data:`LEVELS` for this machine.
 
     Raises:
-        OSError: there are no kernels for this kind of machine.
+        UnsupportedError: there are no kernels for this kind of machine.
     """
     if sys.platform != "linux" or platform.machine() not in LEVELS:
         known = " and ".join(LEVELS)
-        raise OSError(f"kernels are compiled for Linux on {known}, this is {sys.platform} on {platform.machine()}")
+        raise UnsupportedError(
+            f"kernels are compiled for Linux on {known}, this is {sys.platform} on {platform.machine()}"
+        )
     return LEVELS[platform.machine()]
 
 
@@ -73,7 +79,7 @@ def levels() -> list[str]:
     """The instruction sets that this machine executes, the widest first.
 
     Raises:
-        OSError: there are no kernels for this kind of machine.
+        UnsupportedError: there are no kernels for this kind of machine.
     """
     flags, has = machine_levels(), set[str]()
     with suppress(OSError):
@@ -94,9 +100,7 @@ def loaded(level: str, progress: Callable[[str], None] | None = None) -> ctypes.
     carried = _HERE / CARRIED / _name(level)
     if carried.is_file():
         return ctypes.CDLL(str(carried))
-    from longdraft.folders import cache_folder
-
-    folder = cache_folder() / "native"
+    folder = _cache()
     with suppress(OSError):
         folder.mkdir(mode=0o700, exist_ok=True)
     folder = folder.resolve()  # no link is followed from here on
@@ -122,10 +126,7 @@ def shared_object(level: str, folder: Path | None = None, progress: Callable[[st
     Raises:
         OSError: there is no compiler, it fails, or the folder cannot be written to. The message says which.
     """
-    if folder is None:
-        from longdraft.folders import cache_folder
-
-        folder = cache_folder() / "native"
+    folder = folder or _cache()
     file = folder / _name(level)
     try:
         os.close(_open(file))
@@ -158,6 +159,12 @@ def make(level: str, folder: Path) -> Path:
         made = _compile(compiler, level, _HERE, Path(place))
         made.chmod(0o755)  # whatever the user's umask is
         return made.replace(folder / _name(level))
+
+
+def _cache() -> Path:
+    from longdraft.folders import cache_folder
+
+    return cache_folder() / "native"
 
 
 def _name(level: str) -> str:

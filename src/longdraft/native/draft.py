@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -15,44 +16,43 @@ NORMS = ("norm", "joined_norm", "cross_norm", "mlp_norm", "final_norm")
 PRODUCTS = ("q", "k", "v", "o", "cross_q", "cross_o", "gate", "up", "down", "head")
 
 
+@dataclass(eq=False)
 class DraftBlock:
     """The block and head of a draft.
 
-    Args:
+    Attributes:
         norms: name -> weights (hidden,), for some of :data:`NORMS`; with ``joined_norm`` the block is EAGLE-3's.
         products: name -> weights, for some of :data:`PRODUCTS`.
         heads, kv_heads, d: query heads, KV heads, head size, a multiple of 16.
         eps: epsilon of the norms.
         normed_residual: True if the residual of the attention is the normalised joined input.
-
-    Attributes:
-        vocabulary: rows of the head.
+        hidden, vocabulary: the size of its rows; rows of the head.
     """
 
-    def __init__(
-        self,
-        norms: Mapping[str, torch.Tensor],
-        products: Mapping[str, Weights],
-        heads: int,
-        kv_heads: int,
-        d: int,
-        eps: float,
-        normed_residual: bool = False,
-    ) -> None:
-        self._norms, self.products = norms, products  # the structure points into them
+    norms: Mapping[str, torch.Tensor]
+    products: Mapping[str, Weights]
+    heads: int
+    kv_heads: int
+    d: int
+    eps: float
+    normed_residual: bool = False
+
+    def __post_init__(self) -> None:
+        norms, products = self.norms, self.products
         self.hidden, self.vocabulary = norms["norm"].shape[0], products["head"][0].shape[0]
         self.struct = STRUCTURES["Draft"](
             *(address(norms.get(name), size=self.hidden) for name in NORMS),
-            *(eps, d**-0.5),
+            *(self.eps, self.d**-0.5),
             *(matrix(products[name]) if name in products else Matrix() for name in PRODUCTS),
-            *(self.hidden, heads, kv_heads, d, products["gate"][0].shape[0], normed_residual),
+            *(self.hidden, self.heads, self.kv_heads, self.d, products["gate"][0].shape[0], self.normed_residual),
         )
 
 
+@dataclass(eq=False)
 class Nodes:
     """Rows of B sequences. Keys and values of all rows are written; only the last W of each sequence go on.
 
-    Args:
+    Attributes:
         width: W.
         counts: number of rows of each sequence, at least W.
         slots: slot of each sequence in the draft's cache and in the target's store.
@@ -63,27 +63,26 @@ class Nodes:
         lengths: for LongSpec, the number of the target's keys that each sequence sees.
     """
 
-    def __init__(
-        self,
-        width: int,
-        counts: Sequence[int],
-        slots: Sequence[int],
-        x: torch.Tensor,
-        joined: torch.Tensor | None,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        begins: Sequence[int],
-        ends: Sequence[int],
-        mask: torch.Tensor | None = None,
-        lengths: Sequence[int] | None = None,
-    ) -> None:
-        self.size = len(counts) * width
-        tensors = [None if t is None else t.contiguous() for t in (x, joined, cos, sin, mask)]
-        numbers = [None if n is None else (Long * len(n))(*n) for n in (counts, slots, begins, ends, lengths)]
+    width: int
+    counts: Sequence[int]
+    slots: Sequence[int]
+    x: torch.Tensor
+    joined: torch.Tensor | None
+    cos: torch.Tensor
+    sin: torch.Tensor
+    begins: Sequence[int]
+    ends: Sequence[int]
+    mask: torch.Tensor | None = None
+    lengths: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        self.size = len(self.counts) * self.width
+        tensors = [None if t is None else t.contiguous() for t in (self.x, self.joined, self.cos, self.sin, self.mask)]
+        lists = self.counts, self.slots, self.begins, self.ends, self.lengths
+        numbers = [None if n is None else (Long * len(n))(*n) for n in lists]
         self._alive = tensors, numbers
-        x_, joined_, cos_, sin_, masks = (*map(address, tensors[:4]), address(tensors[4], torch.bool))
-        counts_, slots_, begins_, ends_, lengths_ = (None if n is None else ctypes.addressof(n) for n in numbers)
+        counts, slots, begins, ends, lengths = (None if n is None else ctypes.addressof(n) for n in numbers)
         self.struct = STRUCTURES["Nodes"](
-            *(len(counts), width, counts_, slots_, x_, joined_, cos_, sin_, begins_, ends_, masks),
-            *(0 if mask is None else mask.shape[-1], lengths_),
+            *(len(self.counts), self.width, counts, slots, *map(address, tensors[:4]), begins, ends),
+            *(address(tensors[4], torch.bool), 0 if self.mask is None else self.mask.shape[-1], lengths),
         )

@@ -18,7 +18,7 @@ import torch
 
 from longdraft.errors import MemoryBudgetError
 from longdraft.native.boundary import FLOATS, WHOLE, address, memory_of
-from longdraft.native.build import LEVELS, levels, loaded
+from longdraft.native.build import LEVELS, UnsupportedError, levels, loaded
 from longdraft.native.draft import DraftBlock, Nodes
 from longdraft.native.header import FUNCTIONS, STRUCTURES, Pointer
 from longdraft.native.scaled import FORMATS, KeptRows
@@ -123,17 +123,21 @@ class Kernels:
         tree: torch.Tensor | None,
         scale: float,
         *,
+        chunk: bool = False,
         begins: torch.Tensor | None = None,
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention of folded rows.
+        """Attention of folded rows, or of a chunk of a prompt.
 
         Args:
-            q: (Hkv, G*T, d), d a multiple of 16; row g*T + t of a KV head is query head g of its group, row t.
-            k, v: (Hkv, n, d). Keys are stored column-wise (float32 keys may also be stored by row), values by row.
+            q: (Hkv, G*T, d), d a multiple of 16; row g*T + t of a KV head is query head g of its group, row t. Of a
+                chunk (Hq, T, d).
+            k, v: (Hkv, n, d). Keys are stored column-wise (float32 keys may also be stored by row), values by row. The
+                last T are those of the chunk itself.
             tree: (T, W) bool, True where a row sees one of the last W keys; it sees all keys before them. None if every
-                row sees every key.
+                row sees every key, and for a chunk.
+            chunk: attention is causal.
             begins: (T,) int32, the first rank that a row sees: keys before the last W rank by number, then come those
                 on the row's path. None if rows see their path from its start.
             softcap: scores s become softcap * tanh(s / softcap).
@@ -146,47 +150,16 @@ class Kernels:
         out = torch.empty_like(q)
         heads, rows, d = q.shape
         tree, begins, sinks = _laid_out(tree), _laid_out(begins, torch.int32), _laid_out(sinks, torch.float32)
+        text = keys_values(k[None, None], v[None, None]), 0
+        results = Scoring(scale, softcap or 0.0, address(sinks)), address(out)
+        if chunk:
+            sizes = heads, heads // k.shape[0], rows, d, k.shape[1]
+            self.call("attend_chunk", address(q), *text, *sizes, address(begins, torch.int32, rows), *results)
+            return out
         size = rows if sinks is None else rows * heads // len(sinks)
         size = next((len(x) for x in (tree, begins) if x is not None), size)
-        self.call(
-            *("attend", address(q)),
-            *(keys_values(k[None, None], v[None, None]), 0, heads, rows, d, k.shape[1]),
-            *(address(tree, torch.bool), size, 0 if tree is None else tree.shape[1], address(begins, torch.int32)),
-            *(Scoring(scale, softcap or 0.0, address(sinks)), address(out)),
-        )
-        return out
-
-    def attend_chunk(
-        self,
-        q: torch.Tensor,
-        k: KeptRows,
-        v: KeptRows,
-        scale: float,
-        *,
-        begins: torch.Tensor | None = None,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Causal attention of a chunk of a prompt.
-
-        Args:
-            q: (Hq, T, d).
-            k, v: (Hkv, n, d), stored as for :meth:`attend`; the last T are those of the chunk itself.
-            begins: (T,) int32, the first key that a row sees; None if it is key 0.
-            softcap, sinks: as for :meth:`attend`.
-
-        Returns:
-            Output shaped like q.
-        """
-        q = q.contiguous()
-        out = torch.empty_like(q)
-        heads, rows, d = q.shape
-        begins, sinks = _laid_out(begins, torch.int32), _laid_out(sinks, torch.float32)
-        self.call(
-            *("attend_chunk", address(q), keys_values(k[None, None], v[None, None]), 0),
-            *(heads, heads // k.shape[0], rows, d, k.shape[1], address(begins, torch.int32, rows)),
-            *(Scoring(scale, softcap or 0.0, address(sinks)), address(out)),
-        )
+        mask = address(tree, torch.bool), size, 0 if tree is None else tree.shape[1], address(begins, torch.int32)
+        self.call("attend", address(q), *text, heads, rows, d, k.shape[1], *mask, *results)
         return out
 
     def stack(
@@ -322,12 +295,12 @@ def kernels(progress: Callable[[str], None] | None = None) -> Kernels | None:
         None if they are switched off (LONGDRAFT_NATIVE=0), or if there is no compiler or no suitable processor. The log
         gives the reason.
     """
-    return None if os.environ.get(SWITCH, "1") == "0" else _once(progress)[0]
+    return _once(progress)[0]
 
 
 def missing() -> str | None:
     """The reason why there are no kernels here; None if there are."""
-    return f"{SWITCH}=0" if os.environ.get(SWITCH, "1") == "0" else _once(None)[1]
+    return _once()[1]
 
 
 def kernels_for(level: str) -> Kernels:
@@ -344,41 +317,31 @@ known: list[tuple[Kernels | None, str | None]] = []
 _lock = threading.Lock()
 
 
-def _once(progress: Callable[[str], None] | None) -> tuple[Kernels | None, str | None]:
+def _once(progress: Callable[[str], None] | None = None) -> tuple[Kernels | None, str | None]:
+    if os.environ.get(SWITCH) == "0":
+        return None, f"{SWITCH}=0"
     with _lock:
         if not known:
-            known.append(_load(progress))
+            try:
+                level = _level()
+                known.append((Kernels(loaded(level, progress), level), None))
+            except (OSError, AttributeError) as error:
+                # The user can fix everything except the processor.
+                severity = logging.INFO if isinstance(error, UnsupportedError) else logging.WARNING
+                logger.log(severity, "No kernels of our own on this CPU: %s. Torch computes. %s.", error, SLOWER)
+                known.append((None, str(error)))
         return known[0]
-
-
-def _load(progress: Callable[[str], None] | None) -> tuple[Kernels | None, str | None]:
-    try:
-        level = _level()
-        return Kernels(loaded(level, progress), level), None
-    except (OSError, AttributeError) as error:
-        # The user can fix everything except the processor.
-        severity = logging.INFO if isinstance(error, _UnsupportedError) else logging.WARNING
-        logger.log(severity, "No kernels of our own on this CPU: %s. Torch computes. %s.", error, SLOWER)
-        return None, str(error)
-
-
-class _UnsupportedError(OSError):
-    """There are no kernels for this processor or system."""
 
 
 def _level() -> str:
     """The widest instruction set, or the one that LONGDRAFT_NATIVE names (v3, v4, v4-vnni)."""
-    try:
-        executed = levels()
-    except OSError as error:
-        raise _UnsupportedError(str(error)) from None
-    wanted = f"x86-64-{os.environ.get(SWITCH, '1')}"
+    executed, wanted = levels(), f"x86-64-{os.environ.get(SWITCH, '1')}"
     if wanted in LEVELS["x86_64"]:
         if wanted not in executed:
             raise OSError(f"{SWITCH}={os.environ[SWITCH]}, which this processor does not execute")
         return wanted
     if not executed:
-        raise _UnsupportedError("the processor has no AVX2")
+        raise UnsupportedError("the processor has no AVX2")
     return executed[0]
 
 

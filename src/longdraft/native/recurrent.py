@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -13,6 +14,8 @@ from longdraft.native.header import STRUCTURES, Long
 from longdraft.native.library import Kernels
 
 Convolution, SequenceOf = STRUCTURES["Convolution"], STRUCTURES["RecurrentSequence"]
+# The tensors of :class:`RecurrentInputs`, or none for no rows.
+Inputs = Sequence[torch.Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -42,8 +45,7 @@ class LinearRecurrence:
         )
 
 
-@dataclass(frozen=True)
-class RecurrentInputs:
+class RecurrentInputs(NamedTuple):
     """Inputs of some rows, contiguous.
 
     Attributes:
@@ -59,44 +61,44 @@ class RecurrentInputs:
     g: torch.Tensor
     beta: torch.Tensor | None
 
-    @property
-    def tensors(self) -> tuple[torch.Tensor | None, ...]:
-        return self.q, self.k, self.v, self.g, self.beta
 
+class RowOrder:
+    """The rows of a tree that are computed.
 
-@dataclass(frozen=True)
-class RecurrentTree:
-    """The rows of one sequence.
-
-    Attributes:
-        state: (heads, keys, values), float32; the pending rows are taken into it.
-        pending: committed rows that it lacks; None for no rows.
-        rows: the rows of a tree.
-        parents: the parent of each of them, -1 for the committed rows.
+    Args:
+        parents: the parent of each row, -1 for the committed rows.
         order: the rows to compute, parents first.
         first: rows from here on have outputs.
     """
 
+    def __init__(self, parents: Sequence[int], order: Sequence[int], first: int) -> None:
+        behind = {parents[row] for row in order}
+        self._alive = [(Long * len(x))(*x) for x in (parents, order, [row in behind for row in order])]
+        self.first, self.fields = first, (*map(ctypes.addressof, self._alive), len(order), first)
+
+
+class RecurrentTree(NamedTuple):
+    """The rows of one sequence.
+
+    Attributes:
+        state: (heads, keys, values), float32; the pending rows are taken into it.
+        pending: committed rows that it lacks.
+        rows: the rows of a tree.
+    """
+
     state: torch.Tensor
-    pending: RecurrentInputs | None
-    rows: RecurrentInputs
-    parents: Sequence[int]
-    order: Sequence[int]
-    first: int
+    pending: Inputs
+    rows: Inputs
+    order: RowOrder
+
+    def struct(self, out: torch.Tensor | None = None) -> ctypes.Structure:
+        """out: memory for the outputs."""
+        return SequenceOf(address(self.state), *map(_rows, self[1:3]), *self.order.fields, address(out))
 
 
-def rows_of(tensors: Sequence[torch.Tensor | None] | None) -> ctypes.Structure:
-    """The structure of inputs, in the order of :class:`RecurrentInputs`; of no rows for None."""
-    if tensors is None:
-        return STRUCTURES["RecurrentRows"]()
-    assert tensors[0] is not None
-    return STRUCTURES["RecurrentRows"](len(tensors[0]), *map(address, tensors))
-
-
-def numbers_of(parents: Sequence[int], order: Sequence[int]) -> list[ctypes.Array[ctypes.c_int64]]:
-    """Parents, the order to compute rows in, and for each of these whether others come behind it."""
-    behind = {parents[row] for row in order}
-    return [(Long * len(x))(*x) for x in (parents, order, [row in behind for row in order])]
+def _rows(inputs: Inputs) -> ctypes.Structure:
+    count = len(inputs[0]) if inputs and inputs[0] is not None else 0
+    return STRUCTURES["RecurrentRows"](count, *map(address, inputs))
 
 
 def convolve(
@@ -135,17 +137,9 @@ def convolve(
 def recur(kernels: Kernels, recurrence: LinearRecurrence, trees: Sequence[RecurrentTree]) -> torch.Tensor:
     """Computes the trees' rows; returns outputs (B, T, heads, values), where each has T rows from ``first`` on."""
     heads, keys, values = trees[0].state.shape
-    rows = trees[0].rows
+    rows, first = RecurrentInputs(*trees[0].rows), trees[0].order.first  # type: ignore[arg-type]  # they are there
     kind = recurrence.struct(heads, rows.k.shape[1], keys, values, by_key=rows.g.dim() == 3)
-    out = torch.empty(len(trees), len(rows.v) - trees[0].first, heads, values, **FLOATS)
-    sequences, alive = (SequenceOf * len(trees))(), []
-    for i, tree in enumerate(trees):
-        numbers = numbers_of(tree.parents, tree.order)
-        alive.append(numbers)
-        pending = rows_of(None if tree.pending is None else tree.pending.tensors)
-        sequences[i] = SequenceOf(
-            *(address(tree.state), pending, rows_of(tree.rows.tensors), *map(ctypes.addressof, numbers)),
-            *(len(tree.order), tree.first, address(out[i])),
-        )
+    out = torch.empty(len(trees), len(rows.v) - first, heads, values, **FLOATS)
+    sequences = (SequenceOf * len(trees))(*(tree.struct(own) for tree, own in zip(trees, out, strict=True)))
     kernels.call("recur", kind, sequences, len(trees))
     return out

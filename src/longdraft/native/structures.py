@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 
@@ -61,34 +62,46 @@ NORMS = ("norm", "mlp_norm", "attended_norm", "done_norm", "q_norm", "k_norm")
 Norm = tuple[torch.Tensor, float]
 
 
+Own = TypeVar("Own", bound="StackLayer")
+
+
 class HasStructure(Protocol):
     """Keeps alive what its structure points to."""
 
     struct: ctypes.Structure
 
 
-class StackLayer(Protocol):
+@dataclass(eq=False)
+class StackLayer:
     """A layer of a :class:`DecoderStack`.
 
     Attributes:
-        hidden: size of its rows.
         recurrent: it keeps a state in the place of keys and values.
-        struct: its structure.
+        norms, products: as the kind of layer has them.
+        struct: its structure, which points into them.
     """
 
     recurrent: ClassVar[bool]
-    hidden: int
-    struct: ctypes.Structure
+    norms: Mapping[str, Norm]
+    products: Sequence[Weights]
+    struct: ctypes.Structure = field(init=False)
 
-    def changed(self, change: Callable[[Weights], Weights]) -> StackLayer:
+    @property
+    def hidden(self) -> int:
+        """The size of its rows."""
+        return self.norms["norm"][0].shape[0]
+
+    def changed(self: Own, change: Callable[[Weights], Weights]) -> Own:
         """The layer with other weights."""
+        return replace(self, products=[change(product) for product in self.products])
 
 
-class DecoderLayer:
+@dataclass(eq=False)
+class DecoderLayer(StackLayer):
     """A decoder layer of the Llama kind: RMS norm, attention with RoPE, RMS norm, gated MLP. Or of the Gemma kind, with
     norms behind the attention and the MLP too.
 
-    Args:
+    Attributes:
         norms: name -> norm, for some of :data:`NORMS`: for the inputs of the attention ("norm") and the MLP, for their
             outputs ("attended_norm", "done_norm"), each (hidden,), and for each head's queries and keys (d,).
         products: q, k, v, o, gate, up and down projection. If q gives twice the heads' sizes, the second half of each
@@ -101,104 +114,82 @@ class DecoderLayer:
         plus: added to the norms' weights: 1 in Gemma's.
     """
 
-    recurrent: ClassVar[bool] = False
+    recurrent = False
+    heads: int
+    kv_heads: int
+    d: int
+    scale: float
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+    gelu: bool = False
+    plus: float = 0.0
 
-    def __init__(
-        self,
-        norms: Mapping[str, Norm],
-        products: Sequence[Weights],
-        heads: int,
-        kv_heads: int,
-        d: int,
-        scale: float,
-        *,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
-        gelu: bool = False,
-        plus: float = 0.0,
-    ) -> None:
-        self.heads, self.d, self.hidden = heads, d, norms["norm"][0].shape[0]
-        self.products = products
-        sinks = None if sinks is None else sinks.detach().float().contiguous()
-        self._norms, self._sinks = norms, sinks  # the structure points into them, and into the products
-        self._sizes = heads, kv_heads, d, scale
-        self._more = {"softcap": softcap, "sinks": sinks, "gelu": gelu, "plus": plus}
-        own = [norms.get(name) for name in NORMS]
+    def __post_init__(self) -> None:
+        heads, d, products = self.heads, self.d, self.products
+        self.sinks = None if self.sinks is None else self.sinks.detach().float().contiguous()
+        own = [self.norms.get(name) for name in NORMS]
         self.struct = STRUCTURES["Layer"](
             *(address(n and n[0], size=size) for n, size in zip(own, (*[self.hidden] * 4, d, d), strict=True)),
             *(0.0 if n is None else n[1] for n in own),
-            plus, Scoring(scale, softcap or 0.0, address(sinks, size=heads)),
-            *map(matrix, products), self.hidden, heads, kv_heads, d, products[4][0].shape[0], gelu,
+            self.plus, Scoring(self.scale, self.softcap or 0.0, address(self.sinks, size=heads)),
+            *map(matrix, products), self.hidden, heads, self.kv_heads, d, products[4][0].shape[0], self.gelu,
             products[0][0].shape[0] == 2 * heads * d,
         )  # fmt: skip
 
-    def changed(self, change: Callable[[Weights], Weights]) -> DecoderLayer:
-        """The layer with other weights."""
-        products = [change(product) for product in self.products]
-        return DecoderLayer(self._norms, products, *self._sizes, **self._more)  # type: ignore[arg-type]
 
-
+@dataclass(eq=False)
 class DecoderStack:
     """Consecutive decoder layers, optionally with the final norm and the head.
 
-    Args:
+    Attributes:
         kinds: for each layer the number of its kind: of the rows, keys and values that a call gives for it. None if
             all layers are of one kind.
         places: for each layer its place among the layers of these keys and values, or among the recurrent layers; None
             if it is the layer's number.
         softcap: of the logits; None for no cap.
         plus: added to the norm's weight.
-
-    Attributes:
-        vocabulary: rows of the head, or 0.
     """
 
-    def __init__(
-        self,
-        layers: Sequence[StackLayer],
-        norm: Norm | None = None,
-        head: Weights | None = None,
-        *,
-        kinds: Sequence[int] | None = None,
-        places: Sequence[int] | None = None,
-        softcap: float | None = None,
-        plus: float = 0.0,
-    ) -> None:
-        self.layers = layers
-        self.kinds, self.places = kinds or [0] * len(layers), places or range(len(layers))
-        self.vocabulary = 0 if head is None else head[0].shape[0]
-        count, structures = len(layers), [ctypes.addressof(layer.struct) for layer in layers]
+    layers: Sequence[StackLayer]
+    norm: Norm | None = None
+    head: Weights | None = None
+    kinds: Sequence[int] | None = None
+    places: Sequence[int] | None = None
+    softcap: float | None = None
+    plus: float = 0.0
+
+    def __post_init__(self) -> None:
+        layers, count, hidden = self.layers, len(self.layers), self.layers[0].hidden
+        structures = [ctypes.addressof(layer.struct) for layer in layers]
         self._alive: list[ctypes.Array[Any]] = [
             (Pointer * count)(*(s if x.recurrent == kind else None for s, x in zip(structures, layers, strict=True)))
             for kind in (False, True)
         ]
-        self._alive += [(Long * count)(*x) for x in (self.kinds, self.places)]
-        self._norm, self._head, self._softcap, self._plus = norm, head, softcap, plus
-        weight, eps = (None, 0.0) if norm is None else (address(norm[0], size=layers[0].hidden), norm[1])
+        self._alive += [(Long * count)(*x) for x in (self.kinds or [0] * count, self.places or range(count))]
+        weight, eps = (None, 0.0) if self.norm is None else (address(self.norm[0], size=hidden), self.norm[1])
         self.struct = STRUCTURES["Stack"](
-            *map(ctypes.addressof, self._alive), count, layers[0].hidden, weight, eps, plus, softcap or 0.0,
-            Matrix() if head is None else matrix(head),
+            *map(ctypes.addressof, self._alive), count, hidden, weight, eps, self.plus, self.softcap or 0.0,
+            Matrix() if self.head is None else matrix(self.head),
         )  # fmt: skip
+
+    @property
+    def vocabulary(self) -> int:
+        """Rows of the head, or 0."""
+        return 0 if self.head is None else self.head[0].shape[0]
 
     def changed(
         self, change: Callable[[Weights], Weights], of_head: Callable[[Weights], Weights] | None = None
     ) -> DecoderStack:
         """The layers and the head with other weights. ``of_head`` changes the head's; None to use ``change``."""
-        head = None if self._head is None else (of_head or change)(self._head)
-        layers = [layer.changed(change) for layer in self.layers]
-        return DecoderStack(
-            *(layers, self._norm, head),
-            kinds=self.kinds,
-            places=self.places,
-            softcap=self._softcap,
-            plus=self._plus,
-        )
+        head = None if self.head is None else (of_head or change)(self.head)
+        return replace(self, layers=[layer.changed(change) for layer in self.layers], head=head)
 
 
+@dataclass(eq=False)
 class Rows:
     """The rows of one forward: T rows for each of B sequences, and the places of their keys and values.
 
-    Args:
+    Attributes:
         cos, sin: (B, T, turned), RoPE of the first dimensions of a head; turned may be 0.
         slots, first, ends: B numbers each: slot in the store, row of the first new key, keys with the new ones.
         mask: (B, T, width) bool, True where a row sees one of the last keys; None if it sees all.
@@ -207,24 +198,24 @@ class Rows:
             path from its start.
     """
 
-    def __init__(
-        self,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        slots: Sequence[int],
-        first: Sequence[int],
-        ends: Sequence[int],
-        mask: torch.Tensor | None,
-        prompt: bool = False,
-        begins: torch.Tensor | None = None,
-    ) -> None:
-        self.sequences, self.size = cos.shape[:2]
-        numbers = [(Long * self.sequences)(*x) for x in (slots, first, ends)]
-        mask = None if mask is None else mask.contiguous()
-        begins = None if begins is None else begins.int().contiguous()
-        self._alive = (cos := cos.contiguous(), sin := sin.contiguous(), numbers, mask, begins)
+    cos: torch.Tensor
+    sin: torch.Tensor
+    slots: Sequence[int]
+    first: Sequence[int]
+    ends: Sequence[int]
+    mask: torch.Tensor | None
+    prompt: bool = False
+    begins: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        sequences, size, turned = self.cos.shape
+        numbers = [(Long * sequences)(*x) for x in (self.slots, self.first, self.ends)]
+        mask = None if self.mask is None else self.mask.contiguous()
+        begins = None if self.begins is None else self.begins.int().contiguous()
+        cos, sin = self.cos.contiguous(), self.sin.contiguous()
+        self._alive = cos, sin, numbers, mask, begins
         self.struct = STRUCTURES["Batch"](
-            self.sequences, self.size, address(cos), address(sin, size=cos.numel()), cos.shape[2],
+            sequences, size, address(cos), address(sin, size=cos.numel()), turned,
             *(ctypes.addressof(x) for x in numbers), address(mask, torch.bool), address(begins, torch.int32),
-            0 if mask is None else mask.shape[-1], prompt,
+            0 if mask is None else mask.shape[-1], self.prompt,
         )  # fmt: skip

@@ -1,17 +1,33 @@
-"""A target's answers as training text, from an OpenAI-compatible server: vLLM, SGLang, llama.cpp, longdraft serve."""
+"""A target's answers as training text: prompts about passages of documents, and a server that answers them.
+
+A draft learns best from the target's own answers; one that is trained on plain text does poorly on answers. Prompts
+about a passage begin alike, up to its end, so that its KV is read once for all of them. The server is any that speaks
+OpenAI's API: vLLM, SGLang, llama.cpp, longdraft serve.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import json
+import random
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from itertools import accumulate, cycle
 from pathlib import Path
 from typing import Any
 
-from longdraft.errors import CapabilityError, PromptError, reason_of
+from longdraft.errors import CapabilityError, LongdraftError, PromptError, reason_of
 from longdraft.json_lines import JsonLines
-from longdraft.training.prompts import Ask
 
+# Texts before a passage ("openings"); what is asked behind one, by kind; prompts without a passage ("free"), where {}
+# is a few words taken from a text.
+TEXTS: dict[str, list[str]] = json.loads(files(__package__).joinpath("prompts.json").read_text(encoding="utf-8"))
+# Lines of programs.
+CODE_LINE = re.compile(r"^\s*(def|class|import|from|return|if|for|#include|fn|let|pub|self\.)\b", re.M)
+# Share of the passages that free prompts replace.
+WITHOUT_PASSAGE = 0.12
 # After so many prompts in a row without an answer, nothing more is asked.
 PATIENCE = 32
 # How often a request is sent again, after 0.5, 1, 2, 4, 8, 8, ... seconds, while a server is away or busy.
@@ -20,6 +36,78 @@ RETRIES = 8
 _TIMEOUT, _LOOK = 3600.0, 0.2
 
 Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A prompt.
+
+    Attributes:
+        temperature: of its answer.
+        kind: what is asked for. source: the file or corpus that the passage is from.
+    """
+
+    text: str
+    temperature: float
+    kind: str = ""
+    source: str = ""
+
+
+def asks(
+    texts: Sequence[tuple[str, str]],
+    tokens: tuple[int, int],
+    per_passage: int,
+    temperatures: Sequence[float],
+    seed: int,
+) -> Iterator[list[Ask]]:
+    """An endless series of passages, each with at most ``per_passage`` prompts that begin alike.
+
+    Args:
+        texts: the documents, each with the file or corpus that it is from, and with a chance that grows with the square
+            root of its length.
+        tokens: shortest and longest passage, in tokens (four characters each); lengths are log-uniform.
+        temperatures: temperatures of a passage's answers, repeated.
+
+    Raises:
+        PromptError: there is no text.
+    """
+    if not any(text.strip() for text, _ in texts):
+        raise PromptError("There is no text to ask about: rows need `text`.")
+    rng = random.Random(seed)
+    weights = list(accumulate(len(text) ** 0.5 for text, _ in texts))
+
+    def passage(length: int) -> tuple[str, str]:
+        ((text, source),) = rng.choices(texts, cum_weights=weights)
+        start = rng.randrange(max(1, len(text) - length))
+        return text[start : start + length].strip(), source
+
+    while True:
+        low, high = tokens
+        about, source = passage(int(4 * low * (high / low) ** rng.random()))
+        if rng.random() < WITHOUT_PASSAGE:
+            topics = (" ".join(passage(120)[0].split()[1 : 1 + rng.randint(1, 4)]) for _ in range(per_passage))
+            asked = (rng.choice(TEXTS["free"]).replace("{}", topic.strip(".,;:!?\"'()")) for topic in topics if topic)
+            prompts = [(text, "free") for text in asked]
+        elif about:
+            opening = rng.choice(TEXTS["openings"])
+            prompts = [(opening + about + closing, kind) for closing, kind in _closings(about, per_passage, rng)]
+        else:
+            continue
+        if prompts:
+            each = zip(prompts, cycle(temperatures), strict=False)
+            yield [Ask(text, temperature, kind, source) for (text, kind), temperature in each]
+
+
+def _closings(passage: str, count: int, rng: random.Random) -> list[tuple[str, str]]:
+    """The questions behind a passage, each with its kind."""
+    kinds: dict[str, int | None] = {"summary": None, "question": None, "task": None}
+    # A transcript has many short turns, each with its speaker.
+    if passage.count(" :") + passage.count(": ") > len(passage) / 600:
+        kinds = {"meeting": None, "summary": None, "question": 6}
+    if len(CODE_LINE.findall(passage)) > len(passage) / 200:
+        kinds = {"code": None, "question": 2}
+    texts = [(text, kind) for kind, most in kinds.items() for text in TEXTS[kind][:most]]
+    return rng.sample(texts, min(count, len(texts)))
 
 
 class AnswerFile:
@@ -104,24 +192,12 @@ def answer(
         if (number, place) not in file.done
     )
 
-    @contextmanager
-    def asking() -> Iterator[None]:
-        """Says errors of the server with its address."""
-        try:
-            yield
-        except (BadRequestError, UnprocessableEntityError):
-            raise
-        except (APIError, ValueError) as error:
-            why = reason_of(error.__cause__ if isinstance(error.__cause__, Exception) else error)
-            raise CapabilityError(f"{url} cannot be asked any more: {why}. {kept}") from error
-
     async def row(client: AsyncOpenAI, name: str, at: list[int], ask: Ask) -> Row | str:
         """The row of a prompt's answer; why there is none."""
         turn = {"role": "user", "content": ask.text}
         settings: dict[str, Any] = {"max_tokens": max_new_tokens, "temperature": ask.temperature}
         try:
-            with asking():
-                reply: Any = await client.chat.completions.create(model=name, messages=[turn], **settings)  # type: ignore[list-item]
+            reply: Any = await client.chat.completions.create(model=name, messages=[turn], **settings)  # type: ignore[list-item]
         except (BadRequestError, UnprocessableEntityError) as error:
             return reason_of(error)
         if not isinstance(getattr(reply, "choices", None), list) or not reply.choices:
@@ -147,8 +223,7 @@ def answer(
         ) as client:
             name = model
             if name is None:
-                with asking():
-                    models = await client.models.list()
+                models = await client.models.list()
                 if not models.data:
                     raise CapabilityError(f"{url} lists no model: name one with --target.")
                 name = models.data[0].id
@@ -176,4 +251,10 @@ def answer(
                     task.cancel()
                 await asyncio.gather(*flying, return_exceptions=True)
 
-    asyncio.run(run())
+    try:
+        asyncio.run(run())
+    except LongdraftError:
+        raise
+    except (APIError, ValueError) as error:
+        why = reason_of(error.__cause__ if isinstance(error.__cause__, Exception) else error)
+        raise CapabilityError(f"{url} cannot be asked any more: {why}. {kept}") from error

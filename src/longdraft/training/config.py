@@ -19,19 +19,6 @@ from longdraft.options import Option, Options, declared, number, option
 Config = TypeVar("Config")
 
 
-# Settings of earlier versions, and what to do instead.
-GONE = {
-    "top": "The loss follows the target's whole distribution (distill): leave it out. ",
-    "passages": "Name the texts in data, beside the answers. ",
-    "patience": "log.jsonl has every measurement, out/best is the best draft, and Ctrl-C ends a run. ",
-    "read_ahead": "Features are read when they are learned from: leave it out. ",
-    "shard_target": "Each process holds the whole target: give one in fewer bytes, or leave it out. ",
-    "tensorboard": "Set track=tensorboard. ",
-    "curves": "Set track=tensorboard, or draw log.jsonl. ",
-}
-
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-PRECISIONS = ("bf16", "no")
 # Levels that simulated acceptance drafts, whatever number a draft was trained for.
 DEPTH = 5
 
@@ -63,12 +50,12 @@ class RunConfig(Options):
     hidden_states: str | None = option(
         None, help="folder of hidden states that vLLM extracted for data; none: the target computes them"
     )
-    target_dtype: str = option("auto", help="dtype of the target", choices=DTYPES)
+    target_dtype: str = option("auto", help="dtype of the target", choices=("auto", "float32", "bfloat16", "float16"))
     target_rope_factor: float | None = option(
         None, help="YaRN's factor for the target, for texts longer than its context; none: as it is", min=1
     )
     precision: str = option(
-        "bf16", help="dtype of the draft's products (no: float32); weights are always float32", choices=PRECISIONS
+        "bf16", help="dtype of the draft's products (no: float32); weights are always float32", choices=("bf16", "no")
     )
     epochs: float = option(1.0, help="passes over the data; a fraction stops part of the way", above=0)
     max_steps: int | None = option(None, help="steps after which the run ends; none: with its epochs", min=1)
@@ -228,7 +215,7 @@ def read_config(path: Path | str | None, overrides: Sequence[str], config: type[
         known = declared(config)
         if unknown := sorted(map(str, set(values) - {*known})):
             close = get_close_matches(unknown[0], known, n=1)
-            advice = GONE.get(unknown[0]) or (f"Did you mean {close[0]}? " if close else "")
+            advice = f"Did you mean {close[0]}? " if close else ""
             raise ConfigError(f"No setting {', '.join(unknown)}. {advice}Settings: {', '.join(sorted(known))}.")
         made: Any = config
         found: Config = made(**{n: _converted(known[n], v) for n, v in values.items()}, fields_set=tuple(values))

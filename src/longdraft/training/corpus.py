@@ -1,37 +1,99 @@
-"""The documents of a run: cut to length, split into learned and held out, in a fixed order."""
+"""The documents of a run: read from files or shards, cut to length, split into learned and held out, in a fixed order.
+
+Tokens of many texts lie end to end: in memory, 4 bytes each, or in shards on disk that processes share. A folder of
+shards is written once by ``longdraft train data --kind tokens``. Each shard is a safetensors file that appears whole or
+not at all, and is mapped into memory when it is read: the tokens of a text become memory of a process only while the
+text is used.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
 from array import array
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from operator import sub
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from longdraft.errors import PromptError
+import torch
+from safetensors.torch import save_file
+
+from longdraft.errors import CheckpointError, PromptError
+from longdraft.files import naming, opened, read_json, replacing
 from longdraft.training.config import LmConfig, RunConfig
-from longdraft.training.documents import Document, Skipped
-from longdraft.training.tokens import Tokens
+from longdraft.training.documents import Document, Skipped, documents
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # Documents with this many first tokens in common are about the same passage.
 SAME_PASSAGE = 48
+INDEX = "index.json"
+# Tokens of a shard, at least; the last one has fewer.
+SHARD = 1 << 26
+ADVICE = "Delete the file and run `longdraft train data` again: it encodes what is missing."
+# Every tokenizer encodes this in its own way.
+_PROBE = "Tokens, encodés once: 2 + 2 = 4\n\tdef f(x): return x  # 漢字 🙂"
+
+
+class Packed(NamedTuple):
+    """The documents of a file or shard, end to end.
+
+    Attributes:
+        ids: (N,) int32. ends: (D,) int64, where each document ends. starts: (D,) int32, its first learned token.
+    """
+
+    ids: torch.Tensor
+    ends: torch.Tensor
+    starts: torch.Tensor
+
+    @classmethod
+    def of(cls, documents: Iterable[Document | None]) -> Packed:
+        ids, ends, starts = array("i"), array("q"), array("i")
+        for document in filter(None, documents):
+            ids.extend(document.tokens)
+            ends.append(len(ids))
+            starts.append(document.start)
+        return cls(torch.tensor(ids), torch.tensor(ends), torch.tensor(starts))
+
+    def digest(self) -> str:
+        """A name for the content."""
+        return hashlib.sha256(b"".join(each.numpy().tobytes() for each in self)).hexdigest()[:16]
 
 
 class Documents(Sequence[Document]):
-    """Some pieces of documents, in a fixed order. Their tokens stay where they are: a piece takes 18 bytes here.
+    """Documents or pieces of them, in a fixed order. Their tokens stay where they are: one takes 18 bytes here.
 
     Attributes:
-        lengths, starts: tokens of each piece, and its first learned token.
+        sources: tokens of each source, a name for its content, and whether it is on disk.
+        lengths, starts: tokens of each document, and its first learned token.
     """
 
-    def __init__(self, sources: Sequence[Tokens]) -> None:
-        self.sources = sources
+    def __init__(self, sources: Sequence[tuple[torch.Tensor, str, bool]] = ()) -> None:
+        self.sources = list(sources)
         self.lengths, self.starts = array("i"), array("i")
         self._source, self._begins = array("H"), array("q")
 
-    def add(self, source: int, begin: int, length: int, start: int) -> None:
-        """Adds a piece: of which source, and which of its tokens from ``begin`` on."""
-        self._source.append(source)
-        self._begins.append(begin)
+    def extend(self, packed: Packed, on_disk: str | None = None) -> None:
+        """Adds the documents of a source. ``on_disk``: its digest, if it is mapped from there."""
+        ends = packed.ends.tolist()
+        begins = [0, *ends[:-1]]
+        self._source.extend([len(self.sources)] * len(ends))
+        self._begins.extend(begins)
+        self.lengths.extend(map(sub, ends, begins))
+        self.starts.extend(packed.starts.tolist())
+        self.sources.append((packed.ids, on_disk or packed.digest(), on_disk is not None))
+
+    def read(self, path: Path) -> None:
+        """Adds the documents of a shard on disk. Raises CheckpointError if it is missing or damaged."""
+        with opened(path, ADVICE) as file:
+            self.extend(Packed(*map(file.get_tensor, Packed._fields)), file.metadata()["digest"])
+
+    def piece(self, of: Documents, i: int, first: int, length: int, start: int) -> None:
+        """Adds a piece of a document of the same sources."""
+        self._source.append(of._source[i])
+        self._begins.append(of._begins[i] + first)
         self.lengths.append(length)
         self.starts.append(start)
 
@@ -39,28 +101,26 @@ class Documents(Sequence[Document]):
         return len(self.lengths)
 
     def __getitem__(self, i: int) -> Document:  # type: ignore[override]  # no slices
-        source, begin = self.sources[self._source[i]], self._begins[i]
-        return Document(source.slice(begin, begin + self.lengths[i]), self.starts[i])
+        return Document(self.tokens(i).tolist(), self.starts[i])
+
+    def tokens(self, i: int, first: int = 0, count: int = 1 << 40) -> torch.Tensor:
+        """A document's tokens from its ``first`` on, ``count`` at most."""
+        begin = self._begins[i]
+        return self.sources[self._source[i]][0][begin + first : begin + min(first + count, self.lengths[i])]
 
     def ordered(self) -> Documents:
-        """The same pieces in order of their tokens, whatever the order of the files; of shards, as they are."""
-        if any(source.mapped for source in self.sources):
+        """The same in order of their tokens, whatever the order of the files; of shards, as they are."""
+        if any(mapped for _, _, mapped in self.sources):
             return self
-
-        def key(i: int) -> bytes:
-            """Bytes sort as the tokens do, and take less memory than lists."""
-            begin = self._begins[i]
-            ids = self.sources[self._source[i]].ids[begin : begin + self.lengths[i]]
-            return ids.numpy().astype(">u4").tobytes()
-
         found = Documents(self.sources)
-        for i in sorted(range(len(self)), key=key):
-            found.add(self._source[i], self._begins[i], self.lengths[i], self.starts[i])
+        # Bytes sort as the tokens do, and take less memory than lists.
+        for i in sorted(range(len(self)), key=lambda i: self.tokens(i).numpy().astype(">u4").tobytes()):
+            found.piece(self, i, 0, self.lengths[i], self.starts[i])
         return found
 
     def digest(self) -> str:
-        """A name for the pieces that depends on their content; a resumed run must have the same."""
-        hashed = hashlib.sha256(repr([source.digest for source in self.sources]).encode())
+        """A name for the documents that depends on their content; a resumed run must have the same."""
+        hashed = hashlib.sha256(repr([digest for _, digest, _ in self.sources]).encode())
         for column in (self._source, self._begins, self.lengths, self.starts):
             hashed.update(column.tobytes())
         return hashed.hexdigest()[:16]
@@ -74,7 +134,7 @@ class Corpus(NamedTuple):
 
 
 def collect(
-    sources: Sequence[Tokens], skipped: Skipped, config: RunConfig, shortest_learned: int, longest: int = 1 << 30
+    whole: Documents, skipped: Skipped, config: RunConfig, shortest_learned: int, longest: int = 1 << 30
 ) -> Corpus:
     """Cuts, filters and splits documents as the settings say.
 
@@ -92,35 +152,29 @@ def collect(
     """
     max_length, keep_end = min(config.max_length, longest), isinstance(config, LmConfig)
     learn_prompts = isinstance(config, LmConfig) and config.learn_prompts
-    learned, measured = Documents(sources), Documents(sources)
-    for at, source in enumerate(sources):
-        end = 0
-        for start, at_end in zip(source.starts.tolist(), source.ends.tolist(), strict=True):
-            first, end = end, at_end
-            length = end - first
-            # Where each piece begins among the source's tokens, how long it is, and its start.
-            if start == 1:
-                pieces = [(cut, min(max_length, end - cut), 1) for cut in range(first, end - 1, max_length)]
-            elif keep_end:
-                cut = max(0, length - max_length)
-                pieces = [(first + cut, length - cut, max(1, start - cut))]
-            elif start < max_length:
-                pieces = [(first, min(length, max_length), start)]
-            else:
-                skipped["with a prompt longer than max_length"] += 1
+    learned, measured = Documents(whole.sources), Documents(whole.sources)
+    for i, (length, start) in enumerate(zip(whole.lengths, whole.starts, strict=True)):
+        # Where each piece begins, how long it is, and its start.
+        if start == 1:
+            pieces = [(cut, min(max_length, length - cut), 1) for cut in range(0, length - 1, max_length)]
+        elif keep_end:
+            cut = max(0, length - max_length)
+            pieces = [(cut, length - cut, max(1, start - cut))]
+        elif start < max_length:
+            pieces = [(0, min(length, max_length), start)]
+        else:
+            skipped["with a prompt longer than max_length"] += 1
+            continue
+        # A document is assigned by how it begins, with all its pieces.
+        side = measured if _share(whole, i, 0, "held out") < config.held_out else learned
+        for first, count, learned_from in pieces:
+            if config.sample < 1 and _share(whole, i, first if start == 1 else 0, "sample") >= config.sample:
                 continue
-            # A document is assigned by how it begins, with all its pieces.
-            passage = source.slice(first, min(end, first + SAME_PASSAGE))
-            side = measured if _share(passage, "held out") < config.held_out else learned
-            for begin, length, learned_from in pieces:
-                sampled = source.slice(begin, min(begin + length, begin + SAME_PASSAGE)) if start == 1 else passage
-                if config.sample < 1 and _share(sampled, "sample") >= config.sample:
-                    continue
-                if length < config.min_length or length - learned_from <= shortest_learned:
-                    skipped["too short"] += 1
-                else:
-                    whole = learn_prompts and side is learned and length < max_length
-                    side.add(at, begin, length, 1 if whole else learned_from)
+            if count < config.min_length or count - learned_from <= shortest_learned:
+                skipped["too short"] += 1
+            else:
+                entire = learn_prompts and side is learned and count < max_length
+                side.piece(whole, i, first, count, 1 if entire else learned_from)
     if not len(learned):
         raise PromptError(
             f"Nothing to train on: no usable document in the data (left out: {skipped}; held out: {len(measured)}). "
@@ -129,7 +183,121 @@ def collect(
     return Corpus(learned.ordered(), measured.ordered())
 
 
-def _share(passage: list[int], purpose: str) -> float:
-    """A number in [0, 1) that depends on how a document begins."""
-    hashed = hashlib.sha256(f"{purpose}{passage}".encode()).digest()
-    return int.from_bytes(hashed[:6], "big") / 2**48
+def _share(whole: Documents, i: int, first: int, purpose: str) -> float:
+    """A number in [0, 1) that depends on how a document, or a piece of it, begins."""
+    passage = whole.tokens(i, first, SAME_PASSAGE).tolist()
+    return int.from_bytes(hashlib.sha256(f"{purpose}{passage}".encode()).digest()[:6], "big") / 2**48
+
+
+def most_frequent(
+    documents: Iterable[Document], vocab_size: int, count: int, always: Iterable[int] = ()
+) -> torch.Tensor:
+    """The ``count`` most frequent learned tokens, in increasing order of id: a draft's own, smaller vocabulary.
+
+    A draft spends much of its time in the head, which is several times smaller so. A token outside the vocabulary is
+    never proposed; the output stays exact. Tokens before a document's ``start`` count a little, so that they break
+    ties: a draft copies from them. The ids ``always`` are included in any case (end of sequence).
+    """
+    counts = torch.zeros(vocab_size, dtype=torch.float64)
+    for document in documents:
+        tokens = torch.tensor(document.tokens)
+        counts += torch.bincount(tokens[document.start :], minlength=vocab_size)
+        counts += 0.05 * torch.bincount(tokens[: document.start], minlength=vocab_size)
+    counts[list(always)] = float("inf")
+    return counts.argsort(descending=True, stable=True)[:count].sort().values
+
+
+# --- files and shards ---
+
+
+def read(places: Iterable[str], tokenizer: PreTrainedTokenizerBase, skipped: Skipped, vocab_size: int) -> Documents:
+    """The documents of files and folders, and of folders of shards, which are not read into memory.
+
+    Raises CheckpointError if a folder's shards are not finished, are damaged, or are of another tokenizer.
+    """
+    found = Documents()
+    for folder in map(Path, places):
+        if not ((folder / INDEX).is_file() and shards_of(folder)):
+            found.extend(Packed.of(documents([folder], tokenizer, skipped, vocab_size)))
+            continue
+        if "rows" not in _index(folder, tokenizer):
+            raise CheckpointError(f"{folder} is not finished: the same `longdraft train data` command continues it.")
+        for path in shards_of(folder):
+            found.read(path)
+    return found
+
+
+def write(
+    folder: Path,
+    rows: Iterable[Document | None],
+    tokenizer: PreTrainedTokenizerBase,
+    progress: Callable[[int, int], None] = lambda rows, tokens: None,
+    stop: Callable[[], bool] = lambda: False,
+) -> int:
+    """Writes the shards that a folder lacks; returns how many documents this call has added.
+
+    Args:
+        rows: the rows of the source from :func:`rows_done` on; None for one that cannot be used.
+        progress: called now and then with the documents and tokens so far.
+        stop: called as often; True ends the work, and whole shards are kept.
+
+    Raises:
+        CheckpointError: a shard cannot be written, or the folder's were encoded by another tokenizer.
+        PromptError: there are no documents.
+    """
+    index, done, added, tokens = _index(folder, tokenizer), rows_done(folder), 0, 0
+    waiting, size = list[Document](), 0
+
+    def shard() -> None:
+        packed = Packed.of(waiting)
+        with replacing(folder / f"tokens-{len(shards_of(folder)):05d}.safetensors") as part:
+            save_file(packed._asdict(), part, {"rows": f"{done}", "digest": packed.digest()})
+        waiting.clear()
+
+    for row in rows:
+        done += 1
+        if row is not None:
+            waiting.append(row)
+            added, tokens, size = added + 1, tokens + len(row.tokens), size + len(row.tokens)
+        if size >= SHARD:
+            shard()
+            size = 0
+        if done % 100 == 0:
+            progress(added, tokens)
+            if stop():
+                return added
+    if waiting:
+        shard()
+    if not shards_of(folder):
+        raise PromptError("There is nothing to write: rows need `text`, `messages` or `tokens`.")
+    with replacing(folder / INDEX) as part:
+        part.write_text(json.dumps(index | {"rows": done}), encoding="utf-8")
+    progress(added, tokens)
+    return added
+
+
+def shards_of(folder: Path) -> list[Path]:
+    """The shards' files, in order."""
+    return sorted(folder.glob("tokens-*.safetensors"))
+
+
+def rows_done(folder: Path) -> int:
+    """Rows of the source that a folder's shards hold or have left out."""
+    for path in shards_of(folder)[-1:]:
+        with opened(path, ADVICE) as file:
+            return int(file.metadata()["rows"])
+    return 0
+
+
+def _index(folder: Path, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """The folder's index, which is begun if there is none. Raises CheckpointError if another tokenizer encoded it."""
+    path = folder / INDEX
+    own = {"tokenizer": hashlib.sha256(repr(tokenizer(_PROBE)["input_ids"]).encode()).hexdigest()[:16]}
+    if not path.exists():
+        with replacing(path) as part:
+            part.write_text(json.dumps(own), encoding="utf-8")
+    with naming(path, f"{path} cannot be read", ADVICE):
+        index = read_json(path)
+    if index.get("tokenizer") != own["tokenizer"]:
+        raise CheckpointError(f"{folder} was encoded by another tokenizer: encode the text again for this target.")
+    return index

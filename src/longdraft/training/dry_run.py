@@ -8,7 +8,7 @@ some of the MLP's; the factors are those of steps under fake tensors, which a te
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -19,9 +19,9 @@ from longdraft.model import hosting, shared_parts
 from longdraft.model.layout import configured_shape
 from longdraft.model.loading import load
 from longdraft.training.config import RunConfig
+from longdraft.training.corpus import Documents, shards_of
 from longdraft.training.features import CHUNK
 from longdraft.training.losses import CHUNK as LOGITS
-from longdraft.training.tokens import Tokens, shards_of
 
 # Share of a GPU's peak that training is taken to reach.
 UTILISATION = 0.4
@@ -34,21 +34,6 @@ GPUS = {
     "a100": (312e12, 80e9), "b200": (2250e12, 180e9), "h100": (989e12, 80e9), "h200": (989e12, 141e9),
     "l40s": (362e12, 48e9), "rtx4090": (165e12, 24e9),
 }  # fmt: skip
-
-
-class _Draft(NamedTuple):
-    """A draft's weights: of the layers that a row goes through, of a trained head, and others; and how it trains.
-
-    Attributes:
-        steps: how often a row goes through the layers. attentions: of a layer. taps: numbers read of the target.
-    """
-
-    layers: int
-    head: int = 0
-    others: int = 0
-    steps: int = 1
-    attentions: int = 1
-    taps: int = 0
 
 
 def estimate(kind: str, config: Any, gpu: str = "h100", gpus: int = 1, tokens: float | None = None) -> dict[str, Any]:
@@ -80,28 +65,30 @@ def estimate(kind: str, config: Any, gpu: str = "h100", gpus: int = 1, tokens: f
     wide = attention + h * (width + read_kv)  # the layer of EAGLE-3 reads twice the hidden size
     steps, layers, rank = (getattr(config, name, 0) for name in ("ttt", "layers", "rank"))
     read = h * len(getattr(config, "feature_layers", ()) or (1, 2, 3))
+    # Weights of the layers that a row goes through, of a trained head, and others; how often a row goes through the
+    # layers; attentions of a layer; numbers read of the target.
     drafts = {
-        "longspec": _Draft(attention + 2 * h * width + mlp, attentions=2, taps=read_kv),
-        "eagle3": _Draft(wide + mlp, v * h, read * h, steps, taps=read),
-        "onepass": _Draft(wide + mlp, v * (h + rank), read * h + v * rank, steps, taps=read),
-        "eagle": _Draft(attention + mlp, others=2 * h * h, taps=h),
-        "lm": _Draft(layers * (attention + mlp), attentions=layers),
-        "heads": _Draft(h * h, steps=getattr(config, "heads", 0), attentions=0, taps=h),
+        "longspec": (attention + 2 * h * width + mlp, 0, 0, 1, 2, read_kv),
+        "eagle3": (wide + mlp, v * h, read * h, steps, 1, read),
+        "onepass": (wide + mlp, v * (h + rank), read * h + v * rank, steps, 1, read),
+        "eagle": (attention + mlp, 0, 2 * h * h, 1, 1, h),
+        "lm": (layers * (attention + mlp), 0, 0, 1, layers, 0),
+        "heads": (h * h, 0, 0, getattr(config, "heads", 0), 0, h),
     }
     if kind not in drafts:
         raise ConfigError(f"--dry-run has no formula for {kind}: run it with max_steps=2 instead.")
-    draft = drafts[kind]
+    layer, head, others, through, attentions, taps = drafts[kind]
     length = min(run.max_length, hosting.context_length(model))
     rows = max(1, run.rows // length) * length
     keys = min(length / 2, getattr(config, "window", None) or length)
-    products = draft.layers * (8 if run.recompute else 6) + 14 * draft.attentions * width * keys
-    said = v * h * (4 + 2 * bool(draft.head) + 2 * bool(run.distill))
-    operations = draft.steps * (products + said) + 4 * draft.others
-    weights = draft.layers * (draft.steps if kind == "heads" else 1) + draft.head + draft.others
+    products = layer * (8 if run.recompute else 6) + 14 * attentions * width * keys
+    said = v * h * (4 + 2 * bool(head) + 2 * bool(run.distill))
+    operations = through * (products + said) + 4 * others
+    weights = layer * (through if kind == "heads" else 1) + head + others
     own = sum(weight.numel() for weight in model.parameters())
     embedded = 0 if model.config.get_text_config().tie_word_embeddings else vocabulary * h
-    taps = draft.taps + h * bool(run.distill)
-    through = rows * (1 if run.recompute else draft.steps) * max(1, draft.attentions // 2)
+    taps += h * bool(run.distill)
+    kept = rows * (1 if run.recompute else through) * max(1, attentions // 2)
     memory = {
         "target: weights": 2 * own,
         "target: keys, values and states of a text": KVStore.bytes_for(kv, 1, max(2048, length)) + 2 * length * taps,
@@ -110,9 +97,8 @@ def estimate(kind: str, config: Any, gpu: str = "h100", gpus: int = 1, tokens: f
         "draft: weights (float32)": 4 * weights,
         "draft: gradients": 4 * weights,
         "draft: optimizer (AdamW)": 8 * weights,
-        "draft: between forward and backward": rows * draft.steps * OUTPUTS * h
-        + through * (LAYER * h + MLP * m * bool(draft.attentions))
-        + 10 * LOGITS * v + 2 * weights + 4 * draft.head,
+        "draft: between forward and backward": rows * through * OUTPUTS * h
+        + kept * (LAYER * h + MLP * m * bool(attentions)) + 10 * LOGITS * v + 2 * weights + 4 * head,
     }  # fmt: skip
     step, data, count = rows * run.accumulate * gpus, _tokens(run) or tokens, run.max_steps
     if data is not None:
@@ -132,8 +118,10 @@ def estimate(kind: str, config: Any, gpu: str = "h100", gpus: int = 1, tokens: f
 
 def _tokens(config: RunConfig) -> int:
     """Learned tokens of the run's shards; 0 if it has none."""
-    shards = [Tokens.read(path) for place in config.data for path in shards_of(Path(place))]
-    return round(config.sample * (1 - config.held_out) * sum(int(s.ends[-1] - s.starts.sum()) for s in shards))
+    found = Documents()
+    for path in (path for place in config.data for path in shards_of(Path(place))):
+        found.read(path)
+    return round(config.sample * (1 - config.held_out) * (sum(found.lengths) - sum(found.starts)))
 
 
 def _configuration(config: RunConfig) -> Any:

@@ -22,7 +22,7 @@ from longdraft.model.rotary import Rotary, yarn
 from longdraft.model.shared_parts import SharedParts
 from longdraft.training.config import DEPTH, EagleConfig
 from longdraft.training.eagle3 import Eagle3Trainee
-from longdraft.training.loop import Report
+from longdraft.training.loop import Loop, Report
 from longdraft.training.session import Progress, Stop, begin, never, silent
 from longdraft.training.trainee import Pack, StepOutput
 
@@ -77,7 +77,7 @@ def train_eagle(config: EagleConfig, progress: Progress = silent, stop: Stop = n
     else:
         init.check(runner)
         block, rope, layers = init.trainable(), init.rope, init.feature_layers(runner)
-    block.borrow(runner, lambda out: out)
+    block.borrow_of(runner, lambda out: out)
     trainee = EagleTrainee(block, runner.parts, Rotary(block.shape.head_dim, rope, device=runner.device), config)
     described = block.shape.as_dict() | {
         "feature_layers": list(layers),
@@ -85,4 +85,4 @@ def train_eagle(config: EagleConfig, progress: Progress = silent, stop: Stop = n
         "trained_length": config.max_length,
         **({} if rope["rope_type"] == "default" else {"rope_parameters": rope}),
     }
-    yield from session.train(trainee, layers, EAGLE, described, levels=1, shifts=SEEDS)
+    yield from Loop(session, trainee, layers, EAGLE, described, levels=1, shifts=SEEDS).run()

@@ -1,4 +1,4 @@
-"""Training of EAGLE-3 drafts: the step with its loss (:class:`Eagle3Trainee`), and the run (:func:`train_eagle3`).
+"""Training of EAGLE-3 and one-pass drafts: the step with its loss (:class:`Eagle3Trainee`), and the runs.
 
 EAGLE-3, section 3, training-time test. Row t joins the target's features of position t with the embedding of token
 t + 1 and predicts token t + 2; its rotary position is t in every step. With f the block and o(i, t) its output:
@@ -11,31 +11,37 @@ Every row sees the keys it will see when drafting (:mod:`longdraft.training.atte
 
 The same run adapts a draft to long text (SpecPV, appendix A): ``init`` names a draft of short texts in any layout that
 longdraft decodes, and ``rope_factor`` stretches its positions with YaRN.
+
+A one-pass draft differs in its later steps: row t of step k stands k tokens after its anchor, row t - k. Its inputs are
+the anchor's embedding and features and two learned vectors of step k. It sees the rows that the anchor sees and the
+rows of steps 1 .. k on its own path. The bigram reads the text's token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from longdraft.drafters.eagle3 import Eagle3Draft
-from longdraft.drafters.shared.eagle3_block import Eagle3Block
+from longdraft.drafters import onepass
+from longdraft.drafters.eagle3 import Eagle3Block, Eagle3Draft
+from longdraft.drafters.onepass import OnePassBlock, OnePassDraft, OnePassShape
 from longdraft.drafts.eagle_formats import KIND, Eagle3Shape, usual_layers
 from longdraft.drafts.formats import THETA, stretched
 from longdraft.drafts.kinds import kind_of
 from longdraft.errors import CheckpointError, ConfigError
 from longdraft.model.rotary import Rotary, yarn
+from longdraft.model.runner import TargetRunner
 from longdraft.model.shared_parts import SharedParts
 from longdraft.training.attention import Pair, attend
-from longdraft.training.config import DEPTH, Eagle3Config, RunConfig
-from longdraft.training.features import Features
-from longdraft.training.loop import Report
+from longdraft.training.config import DEPTH, Eagle3Config, OnePassConfig, RunConfig
+from longdraft.training.features import Features, rows_of
+from longdraft.training.loop import Loop, Report
 from longdraft.training.session import Progress, Session, Stop, begin, never, silent
 from longdraft.training.trainee import Attention, Pack, StepOutput, Trainee
-from longdraft.training.vocabulary import rows_of
 
 # Size of the random part of a fresh fc, relative to the layer that passes through.
 NOISE = 0.3
@@ -57,7 +63,8 @@ class Eagle3Trainee(Trainee):
     block: Eagle3Block
     ahead = 2
     slides = True
-    """The window of a later step's row ends with that row, as a node's does in drafting."""
+    """The window of a later step's row ends with that row, as a node's does in drafting. Else it sees what its anchor
+    sees, and the later steps' keys beside it."""
     steps, retain = 1, 1.0
 
     def __init__(
@@ -95,25 +102,30 @@ class Eagle3Trainee(Trainee):
         x = self.embed(pack.rows([d.tokens for d in documents], ahead=1))
         cos, sin = self.rotary(pack.rows([d.positions for d in documents]).to(device))
         g = self.states(pack, shifts)
-        attention = _Steps(pack.lengths, pack.counts, self.window, self.slides)
+        # Of each document, the rows that take part; of each step, each document's keys and values.
+        counts, seen = pack.counts, list[list[Pair]]()
 
-        first = self.layer(self.block, x, g, cos, sin, attention.attend(), learned)
+        first = self.layer(self.block, x, g, cos, sin, [self._attention(pack.lengths, counts, seen)], learned)
         outputs, rows = [first], [torch.arange(len(learned), device=device)]
         x, g, cos, sin = (t[learned] for t in (x, g, cos, sin))
         for step in range(1, steps or self.steps):
-            retained = len(documents) * (self.retain**step if self.training else 1)
-            feeding, fed = (index.to(device) for index in attention.next_step(max(1, round(retained))))
-            if not len(fed):  # all documents are too short
+            retained = max(1, round(len(documents) * (self.retain**step if self.training else 1)))
+            each = torch.arange(sum(counts)).split(counts)[:retained]
+            counts = [max(0, n - 1) if d < retained else 0 for d, n in enumerate(counts)]
+            if not sum(counts):  # all documents are too short
                 break
+            # All but each document's first row take part, and read the outputs of all but its last.
+            fed, feeding = (torch.cat([r[part] for r in each]).to(device) for part in (slice(1, None), slice(-1)))
             row = rows[-1][fed]
             inputs = self.inputs(step, x, g, row, outputs[-1][feeding])
-            outputs.append(self.layer(self.block, *inputs, cos[row], sin[row], attention.attend()))
+            attention = [self._attention(counts, counts, seen)]
+            outputs.append(self.layer(self.block, *inputs, cos[row], sin[row], attention))
             rows.append(row)
 
         depths = torch.cat([torch.full_like(each, i + 1) for i, each in enumerate(rows)])
         decays = torch.tensor([self.decay**i for i in range(len(rows))], device=device)[depths - 1]
         row = torch.cat(rows)
-        labels = self.labels(pack).at(row)
+        labels = self.labels(pack, row)
         weight = (labels.likeliest >= 0) * decays
         tokens = torch.cat([d.tokens[first + 1 : -1] for d, (_, first, _) in zip(documents, pack.spans, strict=True)])
         out = torch.cat(outputs)
@@ -150,47 +162,25 @@ class Eagle3Trainee(Trainee):
         """
         return hidden, self.block.lm_head.weight.to(self.product_dtype)
 
+    def _attention(self, lengths: list[int], counts: list[int], steps: list[list[Pair]]) -> Attention:
+        """The attention of the step behind ``steps``, to which it adds its keys and values.
 
-class _Steps:
-    """Attention of one batch, step after step. It keeps the keys of all steps.
+        It may be called again in the backward pass, when later steps have been.
 
-    Args:
-        lengths, counts: rows of each document, and how many of them, the last ones, are learned.
-        window: keys that a row of step 0 sees.
-        slides: rows of later steps see ``window`` keys too, their own included. Otherwise they see what their anchor
-            sees, and the later steps' keys beside it.
-    """
-
-    def __init__(self, lengths: list[int], counts: list[int], window: int | None, slides: bool) -> None:
-        self.lengths, self.counts, self.window, self.slides = lengths, counts, window, slides
-        # Of each step, each document's keys and values.
-        self._steps: list[list[Pair]] = []
-
-    def next_step(self, documents: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Drops the first row of each document, and all rows of all but the first ``documents`` documents.
-
-        Returns:
-            Indices of this step's rows that feed the next step (all but each document's last), and of those that take
-            part in it (all but each document's first).
+        Args:
+            lengths, counts: rows of each document, and how many of them, the last ones, are learned.
         """
-        rows = torch.arange(sum(self.counts)).split(self.counts)[:documents]
-        self.counts = [max(0, n - 1) if d < documents else 0 for d, n in enumerate(self.counts)]
-        return torch.cat([each[:-1] for each in rows]), torch.cat([each[1:] for each in rows])
-
-    def attend(self) -> Attention:
-        """This step's attention. It may be called again in the backward pass, when later steps have been."""
-        counts, before = self.counts, list(self._steps)
+        before = list(steps)
 
         def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             # Split, never sliced: the gradient of a slice is as large as the tensor it was cut from.
-            own = counts if before else self.lengths
-            pairs = list(zip(k.split(own, 1), v.split(own, 1), strict=True))
+            pairs = list(zip(k.split(lengths, 1), v.split(lengths, 1), strict=True))
             if not before:
                 pairs = [(k.contiguous(), v.contiguous()) for k, v in pairs]
-            if len(self._steps) == len(before):
-                self._steps.append(pairs)
+            if len(steps) == len(before):
+                steps.append(pairs)
             each = zip(q.split(counts, 1), zip(*before, pairs, strict=True), strict=True)
-            return torch.cat([self._drafted(queries, *steps) for queries, steps in each], 1)
+            return torch.cat([self._drafted(queries, *of_steps) for queries, of_steps in each], 1)
 
         return attention
 
@@ -208,48 +198,52 @@ class _Steps:
         return attend(q, *first, len(steps), window, (keys, values))
 
 
-class Plan(NamedTuple):
-    """The draft that a run trains.
+class OnePassTrainee(Eagle3Trainee):
+    """A training step of a one-pass block."""
 
-    Attributes:
-        kept: target ids of the draft's vocabulary; None for all.
-        layers: decoder layers whose output the draft reads.
-        rope: RoPE's parameters in training, named as in transformers.
-        rope_factor, rope_factor_inference: YaRN's factor in training and in decoding. None if nothing is stretched, or
-            if a published draft stretches its positions in another way.
-    """
+    block: OnePassBlock
+    slides = False
 
-    block: Eagle3Block
-    kept: torch.Tensor | None
-    layers: tuple[int, ...]
-    window: int | None
-    rope: dict[str, Any]
-    rope_factor: float | None = None
-    rope_factor_inference: float | None = None
+    def forward(
+        self, documents: Sequence[Features], shifts: Sequence[int] = (), steps: int | None = None
+    ) -> StepOutput:
+        return super().forward(documents, shifts, min(steps or self.steps, self.block.shape.slots))
 
-    def described(self, config: Eagle3Config) -> dict[str, Any]:
-        """The draft's config.json."""
-        rope, factor = self.rope, self.rope_factor
-        ours = factor is not None or rope["rope_type"] == "default"
-        return self.block.shape.as_dict() | {
-            "feature_layers": list(self.layers),
-            "draft_vocab_size": self.block.shape.vocabulary,
-            "window": self.window,
-            "rope_theta": rope["rope_theta"],
-            "rope_factor": self.rope_factor_inference,
-            "rope_factor_trained": factor,
-            "rope_original_length": None if factor is None else rope["original_max_position_embeddings"],
-            "trained_length": config.max_length,
-            **({} if ours else {"rope_parameters": rope}),
-        }
+    def inputs(
+        self, step: int, x: torch.Tensor, g: torch.Tensor, rows: torch.Tensor, previous: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        anchors = rows - step
+        return self.block.behind(x[anchors], g[anchors], slice(step - 1, step))
+
+    def heads(self, hidden: torch.Tensor, before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        # One product for head and bigram: the bigram's rows beside the states, its matrix beside the head.
+        head = torch.cat([self.block.lm_head.weight, self.block.bigram_out.weight], 1)
+        return torch.cat([hidden, self.block.known(before).to(hidden.dtype)], 1), head.to(self.product_dtype)
 
 
 def train_eagle3(config: Eagle3Config, progress: Progress = silent, stop: Stop = never) -> Iterator[Report]:
     """Trains an EAGLE-3 draft (EAGLE-3, section 3; SpecPV, appendix A); see :mod:`longdraft.training.session`."""
-    return run(config, KIND, Eagle3Trainee, lambda block: block, progress, stop)
+    return _train(config, KIND, Eagle3Trainee, lambda block: block, progress, stop)
 
 
-def run(
+def train_onepass(config: OnePassConfig, progress: Progress = silent, stop: Stop = never) -> Iterator[Report]:
+    """Trains a one-pass draft; see :mod:`longdraft.training.session`."""
+    if config.init is not None and kind_of(config.init).name == onepass.KIND:
+        shape = OnePassDraft.load(config.init).shape
+        config = replace(config, ttt=shape.slots, rank=shape.rank)
+
+    def with_slots(block: Eagle3Block) -> Eagle3Block:
+        if isinstance(block, OnePassBlock):
+            return block
+        made = OnePassBlock(OnePassShape(**asdict(block.shape), slots=config.ttt, rank=config.rank))
+        made.initialise_slots(config.seed)
+        made.load_state_dict(made.state_dict() | block.state_dict())
+        return made
+
+    return _train(config, onepass.KIND, OnePassTrainee, with_slots, progress, stop)
+
+
+def _train(
     config: Eagle3Config,
     kind: str,
     trainee_class: type[Eagle3Trainee],
@@ -257,23 +251,43 @@ def run(
     progress: Progress,
     stop: Stop,
 ) -> Iterator[Report]:
-    """Trains a draft whose layer is EAGLE-3's.
-
-    Args:
-        kind: kind of draft. trainee_class: its training step.
-        adapt: makes the block to train from EAGLE-3's block.
-    """
-    # Before the target is loaded, so that a wrong folder is reported at once.
-    init = None if config.init is None else _read(config.init, kind)
+    """Trains a draft whose layer is EAGLE-3's; ``adapt`` makes the block to train from EAGLE-3's."""
+    init: Eagle3Draft | None = None
+    if config.init is not None:  # before the target is loaded, so that a wrong folder is reported at once
+        its_kind = kind_of(config.init)
+        if its_kind.name not in (KIND, kind):
+            raise CheckpointError(f"{config.init} holds a draft for {its_kind.name}, not for {kind}.")
+        loaded = its_kind.load(config.init)
+        assert isinstance(loaded, Eagle3Draft)
+        init = loaded
     # A document needs a row for every step, those of measuring included.
     session = begin(config, max(config.ttt, DEPTH), progress, stop)
-    runner = session.runner
-    plan = _new(config, session) if init is None else _further(config, init, session)
-    plan = plan._replace(block=adapt(plan.block))
-    rotary = Rotary(plan.block.shape.head_dim, plan.rope, device=runner.device)
-    trainee = trainee_class(plan.block, runner.parts, rotary, plan.kept, config, plan.window)
-    scale = None if init is not None else partial(fit, plan.block, len(plan.layers))
-    yield from session.train(trainee, plan.layers, kind, plan.described(config), levels=config.ttt, fit=scale)
+    runner, window = session.runner, config.window
+    rope = yarn(float(runner.parts.description.get("rope_theta") or THETA))
+    if init is None:
+        plain, kept, layers = _new(config, session)
+    else:
+        layers = _checked(config, init, runner)
+        plain, kept, rope = init.trainable(), init.ids, init.rope
+        window = window if "window" in config.fields_set else init.window
+    rope, factor, inference = _positions(config, init, rope)
+    block = adapt(plain)
+    rotary = Rotary(block.shape.head_dim, rope, device=runner.device)
+    trainee = trainee_class(block, runner.parts, rotary, kept, config, window)
+    described = block.shape.as_dict() | {
+        "feature_layers": list(layers),
+        "draft_vocab_size": block.shape.vocabulary,
+        "window": window,
+        "rope_theta": rope["rope_theta"],
+        "rope_factor": inference,
+        "rope_factor_trained": factor,
+        "rope_original_length": None if factor is None else rope["original_max_position_embeddings"],
+        "trained_length": config.max_length,
+    }
+    if factor is None and rope["rope_type"] != "default":  # a published draft's own way to stretch
+        described["rope_parameters"] = rope
+    scale = None if init is not None else partial(fit, block, len(layers))
+    yield from Loop(session, trainee, layers, kind, described, levels=config.ttt, fit=scale).run()
 
 
 def fit(block: Eagle3Block, layers: int, document: Features) -> None:
@@ -295,55 +309,47 @@ def fit(block: Eagle3Block, layers: int, document: Features) -> None:
         block.norm.weight.fill_(1 / float(block.lm_head.weight.norm(dim=-1).median().clamp_min(1e-6)))
 
 
-def _new(config: Eagle3Config, session: Session) -> Plan:
+def _new(config: Eagle3Config, session: Session) -> tuple[Eagle3Block, torch.Tensor | None, tuple[int, ...]]:
+    """A new block, its vocabulary, and the layers that it reads."""
     runner = session.runner
-    parts, count = runner.parts, runner.depth
-    layers = config.feature_layers or usual_layers(count)
-    if list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] < count:
+    layers = config.feature_layers or usual_layers(runner.depth)
+    if list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] < runner.depth:
         raise ConfigError(
-            f"Set feature_layers to increasing indices of the target's {count} layers, not {list(layers)}."
+            f"Set feature_layers to increasing indices of the target's {runner.depth} layers, not {list(layers)}."
         )
-    kept = session.vocabulary()
-    feature_size, vocabulary = len(layers) * parts.hidden_size, runner.vocab_size if kept is None else len(kept)
-    block = Eagle3Block(Eagle3Shape(**session.sizes(), feature_size=feature_size, vocabulary=vocabulary))
-    block.initialise(config.seed, head=rows_of(parts.head, kept).cpu())
-    theta = config.rope_theta or parts.description.get("rope_theta") or THETA
-    factor, length = config.rope_factor, config.rope_original_length
-    if factor is not None and length is None:
-        raise ConfigError("rope_factor without init needs rope_original_length: the length that it stretches.")
-    rope = yarn(float(theta), factor, length)
-    return Plan(block, kept, layers, config.window, rope, factor, config.rope_factor_inference or factor)
+    kept, size = session.vocabulary(), len(layers) * runner.parts.hidden_size
+    head = rows_of(runner.parts.head, kept).cpu()
+    block = Eagle3Block(Eagle3Shape(**session.sizes(), feature_size=size, vocabulary=len(head)))
+    block.initialise(config.seed, head=head)
+    return block, kept, layers
 
 
-def _read(folder: str, kind: str) -> Eagle3Draft:
-    """The draft to start from, which is of the run's kind or EAGLE-3's."""
-    its_kind = kind_of(folder)
-    if its_kind.name not in (KIND, kind):
-        raise CheckpointError(f"{folder} holds a draft for {its_kind.name}, not for {kind}.")
-    init = its_kind.load(folder)
-    assert isinstance(init, Eagle3Draft)
-    return init
-
-
-def _further(config: Eagle3Config, init: Eagle3Draft, session: Session) -> Plan:
-    """The draft in ``init`` with its sizes, vocabulary and layers, and its positions unless a setting changes them."""
-    init.check(session.runner)
+def _checked(config: Eagle3Config, init: Eagle3Draft, runner: TargetRunner) -> tuple[int, ...]:
+    """The layers that a draft to go on from reads; raises if it cannot be trained for the target."""
+    init.check(runner)
     if init.shape.embedding is not None or init.shape.decoder_layers > 1:
         raise ConfigError(f"{init.folder} has an embedding of its own or several layers, which training does not know.")
-    layers = init.feature_layers(session.runner)
+    layers = init.feature_layers(runner)
     if config.feature_layers and config.feature_layers != layers:
         raise ConfigError(f"feature_layers {config.feature_layers}: the draft in init reads {layers}; leave it out.")
-    window = config.window if "window" in config.fields_set else init.window
-    described, rope = init.config, init.rope
-    factor, inference = config.rope_factor, config.rope_factor_inference or config.rope_factor
+    return layers
+
+
+def _positions(
+    config: Eagle3Config, init: Eagle3Draft | None, rope: dict[str, Any]
+) -> tuple[dict[str, Any], float | None, float | None]:
+    """RoPE's parameters in training, and YaRN's factors in training and in decoding, if it stretches them."""
+    factor, inference, own = config.rope_factor, config.rope_factor_inference, {} if init is None else init.config
     if factor is None:
-        inference = described.get("rope_factor")
-        factor = described.get("rope_factor_trained") or inference
-    length = described.get("rope_original_length") or init.trained_length
-    if factor is not None:
-        if config.rope_original_length is not None:
-            rope = rope | {"original_max_position_embeddings": config.rope_original_length}
-        if not (rope.get("original_max_position_embeddings") or length):
-            raise ConfigError(f"{init.folder} does not say how long its texts were: set rope_original_length.")
-    rope = stretched(rope, length, config.rope_theta, factor, init.folder)
-    return Plan(init.trainable(), init.ids, layers, window, rope, factor, inference)
+        inference = own.get("rope_factor")
+        factor = own.get("rope_factor_trained") or inference
+    elif config.rope_original_length is not None:
+        rope = rope | {"original_max_position_embeddings": config.rope_original_length}
+    length = rope.get("original_max_position_embeddings") or own.get("rope_original_length")
+    length = length or (None if init is None else init.trained_length)
+    if factor is not None and not length:
+        raise ConfigError(
+            "rope_factor needs rope_original_length, the tokens that it stretches: set rope_original_length."
+        )
+    rope = stretched(rope, length, config.rope_theta, factor, "" if init is None else init.folder)
+    return rope, factor, inference or factor

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,15 +16,21 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from longdraft.errors import CheckpointError, ConfigError
 from longdraft.files import opened, replacing
 from longdraft.memory.store import KVStore
 from longdraft.model.runner import TargetRunner
+from longdraft.model.stored import unpacked
+from longdraft.native import Stored
 from longdraft.training.documents import Document
 
 # Tokens that the target reads in one forward.
 CHUNK = 1024
-# What to do about a damaged file of a cache.
+# What to do about a damaged file of a cache, or one that was extracted.
 ADVICE = "Delete the file: it is computed again."
+EXTRACT = "Extract it again, or delete it with its row of the data."
+# Tokens of such a file that the target reads too, to see whether the states are those of the layers.
+PROBE = 16
 # The first tokens attract attention whatever they are, so they keep their positions.
 ANCHORS = 4
 
@@ -97,6 +103,9 @@ class FeatureReader:
         layers: decoder layers whose output hidden states the draft reads (0 is the first); empty: it reads the last
             layer's keys and values; None: it reads nothing of the target.
         last: the last layer's output is kept too, from which the target's distribution is computed.
+        cache: a folder that keeps features, a file for each document, whose name says what they were computed from.
+            Those of other documents, offsets and targets may lie beside them.
+        identity: what they depend on besides: the target, the dtype.
 
     Attributes:
         names: the keys of :attr:`Features.rows`.
@@ -109,6 +118,8 @@ class FeatureReader:
         dtype: torch.dtype = torch.bfloat16,
         layers: tuple[int, ...] | None = (),
         last: bool = False,
+        cache: Path | None = None,
+        identity: Any = None,
     ) -> None:
         self.runner, self.dtype, self.layers = runner, dtype, layers or ()
         more = last and runner.depth - 1 not in self.layers
@@ -116,25 +127,48 @@ class FeatureReader:
         kv = layers == ()
         kept = {"hidden": bool(layers), "keys": kv, "values": kv, "last": more}
         self.names = tuple(name for name, wanted in kept.items() if wanted)
+        self.cache, self._identity = cache, repr((identity, self.names, self.layers))
         self._store: KVStore | None = None
 
     def read(self, document: Document, offset: int = 0) -> Features:
-        """The features of a document with an anchor-offset. Raises MemoryBudgetError if its KV does not fit."""
-        tokens, start = document.tokens, document.start
-        if self._store is None or self._store.capacity < len(tokens):
-            self._store = self.runner.new_store(1, max(2048, len(tokens)), self.taps)
-        store = self._store
+        """The features of a document with an anchor-offset.
+
+        Raises:
+            CheckpointError: a file of the cache is damaged, or cannot be written.
+            MemoryBudgetError: the document's KV does not fit.
+        """
+        if self.cache is None:
+            return self.compute(document, offset)
+        hashed = hashlib.sha256(f"{self._identity}/{document.start}/{offset}/".encode())
+        hashed.update(array("q", document.tokens).tobytes())
+        name = hashed.hexdigest()[:32]
+        path = self.cache / name[:2] / f"{name}.safetensors"
+        if path.exists():
+            with opened(path, ADVICE) as file:
+                rows = {name: file.get_tensor(name) for name in ("likeliest", *self.names)}
+            return Features(torch.tensor(document.tokens), document.start, offset, rows, rows.pop("likeliest").long())
+        found = self.compute(document, offset)
+        tensors = found.rows | {"likeliest": found.likeliest.int()}
+        with replacing(path) as part:
+            save_file({name: t.contiguous().cpu() for name, t in tensors.items()}, part)
+        return found
+
+    def compute(self, document: Document, offset: int) -> Features:
+        """The same, of the target itself."""
+        tokens, start, length = document.tokens, document.start, len(document.tokens)
+        if self._store is None or self._store.capacity < length:
+            self._store = self.runner.new_store(1, max(2048, length), self.taps)
+        store, positions = self._store, anchor_offset(length, offset).tolist()
         store.truncate(0, 0)
-        positions = anchor_offset(len(tokens), offset).tolist()
-        likeliest = []
-        done = 0
-        while done < len(tokens):
+        likeliest, done = [], 0
+        while done < length:
             # Logits are needed from the row before the first learned token on. Nothing is learned from the last
             # token's, but its KV completes the document.
-            end = min(done + CHUNK, len(tokens) if done >= start - 1 else start - 1)
+            said = done >= start - 1
+            end = min(done + CHUNK, length if said else start - 1)
             depths = [[p - done for p in positions[done:end]]]
-            block = store.block([0], [tokens[done:end]], depths=depths, prompt=True, text=len(tokens))
-            out = self.runner.forward(block, store, logits="all" if done >= start - 1 else "none")
+            block = store.block([0], [tokens[done:end]], depths=depths, prompt=True, text=length)
+            out = self.runner.forward(block, store, logits="all" if said else "none")
             store.commit(0, range(end - done))
             if out.logits is not None:
                 likeliest.append(out.logits[0].argmax(-1))
@@ -142,10 +176,10 @@ class FeatureReader:
         # Copies, because the next document overwrites the store.
         rows: dict[str, torch.Tensor] = {}
         if store.features is not None:
-            rows |= self.named(store.features[0, : len(tokens)].to(self.dtype, copy=True))
+            rows |= self.named(store.features[0, :length].to(self.dtype, copy=True))
         if "keys" in self.names:
-            keys, values = (x[0, :, : len(tokens)].transpose(0, 1).to(self.dtype, copy=True) for x in store.layer(-1))
-            rows |= {"keys": keys.contiguous(), "values": values.contiguous()}
+            for name, kept in zip(("keys", "values"), store.layer(-1), strict=True):
+                rows[name] = kept[0, :, :length].transpose(0, 1).to(self.dtype, copy=True).contiguous()
         return Features(torch.tensor(tokens), start, offset, rows, torch.cat(likeliest)[:-1])
 
     def named(self, states: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -155,47 +189,100 @@ class FeatureReader:
         return {name: part for name, part in parts.items() if name in self.names}
 
 
-class FeatureSource:
-    """The features of a list of documents, computed when they are asked for.
+class ExtractedStates(FeatureReader):
+    """Reads hidden states that vLLM extracted in place of a forward of the target.
+
+    With the method ``extract_hidden_states``, vLLM's ``ExampleHiddenStatesConnector`` writes a safetensors file for
+    each request: ``token_ids`` (T,) and ``hidden_states`` (T, layers, hidden size), for the layers that
+    ``eagle_aux_hidden_state_layer_ids`` names. vLLM counts what goes into a layer, longdraft what comes out of it:
+    vLLM's i is our i - 1, and the number of layers stands for the last one's output, before the final norm. A file
+    serves every document that its tokens begin with.
 
     Args:
-        offset: (document's number, epoch) -> its anchor-offset.
-        cache: a folder that keeps them, a file for each document, whose name says what it was computed from. Files of
-            other documents, offsets and targets may lie beside them.
-        identity: what the features depend on besides: the target, the dtype.
+        folder: of the files. Others are those of :class:`FeatureReader`.
+
+    Raises:
+        ConfigError: the draft reads keys and values.
+        CheckpointError: there are no files, one is damaged, or its states are not those of the draft's layers.
     """
 
     def __init__(
-        self,
-        reader: FeatureReader,
-        documents: Sequence[Document],
-        offset: Callable[[int, int], int] = lambda i, epoch: 0,
-        cache: Path | None = None,
-        identity: Any = None,
+        self, runner: TargetRunner, dtype: torch.dtype, layers: tuple[int, ...] | None, folder: Path | str
     ) -> None:
-        self.reader, self.documents, self.offset, self.cache = reader, documents, offset, cache
-        self._identity = repr((identity, reader.names, reader.layers))
+        if layers == ():
+            raise ConfigError("hidden_states: this draft reads keys and values, which are not in them. Leave it out.")
+        super().__init__(runner, dtype, layers, last=True)
+        self.folder, found = Path(folder), list[tuple[bytes, Path]]()
+        for path in self.folder.rglob("*.safetensors"):
+            with opened(path, EXTRACT) as file:
+                found.append((_key(file.get_tensor("token_ids").tolist()), path))
+        if not found:
+            raise CheckpointError(f"hidden_states: {folder} has no safetensors files; name the connector's folder.")
+        # In order of their tokens, so that those that begin alike lie side by side.
+        self._files, self._head = sorted(found), rows_of(runner.parts.head, None)
+        self._check()
 
-    def read(self, i: int, epoch: int = 0) -> Features:
-        """The features of document ``i``.
+    @torch.no_grad()
+    def compute(self, document: Document, offset: int) -> Features:
+        tokens, start = document.tokens, document.start
+        # Nothing is learned from the last token's row, which vLLM does not compute for the end of an answer of its own.
+        known = _key(tokens[:-1])
+        place = bisect_left(self._files, (known, Path()))
+        if place == len(self._files) or not self._files[place][0].startswith(known):
+            raise CheckpointError(
+                f"hidden_states: {self.folder} lacks a text of {len(tokens)} tokens that begins with {tokens[:8]}. "
+                "Extract the rows of data by their token ids, or leave those rows out; max_length must not cut texts."
+            )
+        states = self._states(self._files[place][1])[: len(tokens)].flatten(1)
+        states = torch.nn.functional.pad(states, (0, 0, 0, len(tokens) - len(states)))
+        last = states[start - 1 : -1, -self.runner.parts.hidden_size :].to(self.runner.device)
+        each = (self.runner.parts.normed(x) for x in last.split(CHUNK))
+        likeliest = [(x @ self._head.to(x.dtype).T).argmax(-1) for x in each]
+        return Features(torch.tensor(tokens), start, offset, self.named(states.to(self.dtype)), torch.cat(likeliest))
 
-        Raises:
-            CheckpointError: a file of the cache is damaged, or cannot be written.
-            MemoryBudgetError: the document's KV does not fit.
-        """
-        document, offset = self.documents[i], self.offset(i, epoch)
-        if self.cache is None:
-            return self.reader.read(document, offset)
-        hashed = hashlib.sha256(f"{self._identity}/{document.start}/{offset}/".encode())
-        hashed.update(array("q", document.tokens).tobytes())
-        name = hashed.hexdigest()[:32]
-        path = self.cache / name[:2] / f"{name}.safetensors"
-        if path.exists():
-            with opened(path, ADVICE) as file:
-                rows = {name: file.get_tensor(name) for name in ("likeliest", *self.reader.names)}
-            return Features(torch.tensor(document.tokens), document.start, offset, rows, rows.pop("likeliest").long())
-        found = self.reader.read(document, offset)
-        tensors = found.rows | {"likeliest": found.likeliest.int()}
-        with replacing(path) as part:
-            save_file({name: t.contiguous().cpu() for name, t in tensors.items()}, part)
-        return found
+    def _states(self, path: Path) -> torch.Tensor:
+        """(tokens, layers, hidden size)."""
+        with opened(path, EXTRACT) as file:
+            states: torch.Tensor = file.get_tensor("hidden_states")
+        wanted = len(self.taps), self.runner.parts.hidden_size
+        if states.ndim != 3 or tuple(states.shape[1:]) != wanted:
+            raise CheckpointError(
+                f"{path} has hidden_states {tuple(states.shape)}, where this draft reads (tokens, {wanted[0]}, "
+                f"{wanted[1]}): extract with {self._ids}, or set feature_layers."
+            )
+        if not states.isfinite().all():
+            raise CheckpointError(f"{path} has hidden_states that are no numbers. {EXTRACT}")
+        return states
+
+    @property
+    def _ids(self) -> str:
+        return f"eagle_aux_hidden_state_layer_ids {[tap + 1 for tap in self.taps]}"
+
+    def _check(self) -> None:
+        """Raises CheckpointError if a layer's states in a file are nearer to those of another."""
+        key, path = max(self._files, key=lambda file: len(file[0]))
+        tokens, states = array("i", key).tolist()[:PROBE], self._states(path)[:PROBE].float()
+        every = FeatureReader(self.runner, torch.float32, tuple(range(self.runner.depth)))
+        own = every.read(Document(tokens)).hidden.unflatten(1, (self.runner.depth, -1))
+        embedded = self.runner.parts.embedding(torch.tensor(tokens, device=own.device))
+        inputs = torch.cat([embedded[:, None].float(), own], 1).cpu()  # of each layer, and the last one's output
+        for i, layer in enumerate(self.taps):
+            # Without the first token, whose states are large and alike in many layers.
+            nearest = int((inputs - states[:, i, None])[1:].square().sum((0, 2)).argmin())
+            if nearest != layer + 1:
+                raise CheckpointError(
+                    f"{path}: states {i} are those of vLLM's layer {nearest}, where this draft reads {layer + 1}: "
+                    f"extract with {self._ids}, from this target."
+                )
+
+
+def _key(tokens: list[int]) -> bytes:
+    return array("i", tokens).tobytes()
+
+
+def rows_of(head: torch.Tensor | Stored, kept: torch.Tensor | None) -> torch.Tensor:
+    """The rows of a head for the target ids ``kept`` (None: all), as floats."""
+    if kept is not None:
+        kept = kept.to(head.device)
+        head = head.rows(kept) if isinstance(head, Stored) else head[kept]
+    return unpacked(head) if isinstance(head, Stored) else head

@@ -17,7 +17,7 @@ from longdraft.model.runner import TargetRunner
 from longdraft.model.shared_parts import final_norm
 from longdraft.training.config import HeadsConfig
 from longdraft.training.features import Features
-from longdraft.training.loop import Report
+from longdraft.training.loop import Loop, Report
 from longdraft.training.session import Progress, Stop, begin, never, silent
 from longdraft.training.trainee import StepOutput, Trainee
 
@@ -49,7 +49,7 @@ class HeadsTrainee(Trainee):
         # Sums of the residual stream are float32; autocast decides about the products.
         states = self.block(pack.rows([d.hidden for d in documents]).to(self.device).float())
         hidden = torch.cat([state[row.to(self.device)] for state, row in zip(states, rows, strict=True)])
-        labels = self.labels(pack).at(torch.cat([row + i for i, row in enumerate(rows)]).to(self.device))
+        labels = self.labels(pack, torch.cat([row + i for i, row in enumerate(rows)]).to(self.device))
         depths = torch.cat([torch.full_like(row, i + 1) for i, row in enumerate(rows)]).to(self.device)
         return self.output(hidden, self.target_head, labels, depths, self.decay ** (depths - 1))
 
@@ -70,7 +70,7 @@ def train_heads(config: HeadsConfig, progress: Progress = silent, stop: Stop = n
         kept, block = init.ids, init.trainable()
     trainee = HeadsTrainee(block, runner.parts, kept, config)
     described = block.shape.as_dict() | {"trained_length": config.max_length}
-    yield from session.train(trainee, (runner.depth - 1,), KIND, described, levels=heads, measured=heads, fit=fit)
+    yield from Loop(session, trainee, (runner.depth - 1,), KIND, described, levels=heads, measured=heads, fit=fit).run()
 
 
 def _fit(block: HeadsBlock, runner: TargetRunner, document: Features) -> None:

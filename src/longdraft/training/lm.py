@@ -7,6 +7,7 @@ once (SpecExtend, section 3, keeps the keys that matter and rotates them to the 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -15,11 +16,10 @@ from longdraft.drafts.language_model import KIND, TrainedLM
 from longdraft.model import small_models
 from longdraft.training.attention import attend
 from longdraft.training.config import LmConfig
-from longdraft.training.features import Features
-from longdraft.training.loop import Report
+from longdraft.training.features import Features, rows_of
+from longdraft.training.loop import Loop, Report
 from longdraft.training.session import Progress, Stop, begin, never, silent
 from longdraft.training.trainee import StepOutput, Trainee
-from longdraft.training.vocabulary import rows_of
 
 
 class LmTrainee(Trainee):
@@ -32,12 +32,10 @@ class LmTrainee(Trainee):
         pack = self.pack(documents)
         x = self.embed(pack.rows([d.tokens for d in documents]))
         positions = pack.rows([d.positions for d in documents]).to(self.device)
-
-        def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            return pack.attend(attend, q, k, v)
-
-        hidden = self.layer(small_models.hidden_states, self.block, x, positions, attention)
-        hidden = hidden[pack.learned.to(self.device)]
+        attention = partial(pack.attend, attend)
+        hidden = self.layer(small_models.hidden_states, self.block, x, positions, attention)[
+            pack.learned.to(self.device)
+        ]
         labels = self.labels(pack)
         return self.output(hidden, self.target_head, labels, torch.ones_like(labels.text))
 
@@ -65,4 +63,4 @@ def train_lm(config: LmConfig, progress: Progress = silent, stop: Stop = never) 
     if config.retrieval_layer is not None:
         described["retrieval_layer"] = config.retrieval_layer
     trainee = LmTrainee(decoder, runner.parts, kept, config)
-    yield from session.train(trainee, None, KIND, described, levels=1)
+    yield from Loop(session, trainee, None, KIND, described, levels=1).run()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -16,7 +17,7 @@ from longdraft.drafters.longspec import KIND, LongSpecBlock, LongSpecDraft, Long
 from longdraft.training.attention import attend
 from longdraft.training.config import TrainConfig
 from longdraft.training.features import Features
-from longdraft.training.loop import Report
+from longdraft.training.loop import Loop, Report
 from longdraft.training.session import Progress, Stop, begin, never, silent
 from longdraft.training.trainee import StepOutput, Trainee
 
@@ -37,9 +38,7 @@ class LongSpecTrainee(Trainee):
         pack = self.pack(documents, shifts, window - 1)
         x = self.embed(pack.rows([d.tokens for d in documents]))
         cos, sin = self.parts.rotary(pack.rows([d.positions for d in documents]).to(self.device))
-
-        def self_attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            return pack.attend(lambda q, k, v: attend(q, k, v, window=window), q, k, v)
+        self_attend = partial(pack.attend, partial(attend, window=window))
 
         def cross_attend(q: torch.Tensor) -> torch.Tensor:
             # The row after the last learned one has KV too, which no learned row may see.
@@ -47,9 +46,10 @@ class LongSpecTrainee(Trainee):
             out = [attend(q, d.keys[:, :-1].to(q.device), d.values[:, :-1].to(q.device), j) for q, d, j in each]
             return torch.cat(out, 1)
 
-        hidden = self.layer(self.block, x, cos, sin, self_attend, cross_attend, pack.learned.to(self.device))
+        learned = pack.learned.to(self.device)
+        hidden = self.block.norm(self.layer(self.block, x, None, cos, sin, [self_attend], learned, cross_attend))
         each = zip(shifts, pack.counts, strict=True)
-        depths = torch.cat([torch.full((count,), shift) for shift, count in each]).to(self.device)
+        depths = torch.cat([torch.full((count,), shift, device=self.device) for shift, count in each])
         return self.output(hidden, self.target_head, self.labels(pack), depths)
 
 
@@ -73,4 +73,4 @@ def train_longspec(config: TrainConfig, progress: Progress = silent, stop: Stop 
     trainee = LongSpecTrainee(block, session.runner.parts, kept, config)
     lengths = {"trained_length": config.max_length, "trained_positions": config.max_length + config.anchor_offset}
     described = block.shape.as_dict() | lengths
-    yield from session.train(trainee, (), KIND, described, levels=config.noise, shifts=config.noise)
+    yield from Loop(session, trainee, (), KIND, described, levels=config.noise, shifts=config.noise).run()

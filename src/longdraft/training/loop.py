@@ -9,30 +9,28 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import random
 import shutil
 import time
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 
-from longdraft.drafts import draft_folder
+from longdraft.drafts import draft_folder, hub
 from longdraft.errors import CheckpointError, NumericalError, PromptError
 from longdraft.files import naming, read_json, replacing
 from longdraft.training import command
-from longdraft.training.batches import Schedule
-from longdraft.training.config import RunConfig
-from longdraft.training.features import FeatureSource
+from longdraft.training.config import DEPTH, RunConfig
+from longdraft.training.features import Features
 from longdraft.training.measure import Simulated, simulate
+from longdraft.training.session import Session
 from longdraft.training.trainee import StepOutput, Trainee
-
-if TYPE_CHECKING:
-    from longdraft.training.session import Session
 
 LOG, CHECKPOINTS, STATE = "log.jsonl", "checkpoints", "state.json"
 # Held-out documents of a measurement: enough to compare, few enough to be quick.
@@ -43,6 +41,65 @@ FUSED = ("cpu", "cuda", "mps", "xpu")
 FREE = {
     "out", "save_every", "keep", "track", "threads", "cache", "measure_every", "device", "accumulate", "recompute",
 }  # fmt: skip
+
+
+class Batch(NamedTuple):
+    """Numbers of packed documents, the shift j of each (flash noisy training), and the epoch from 0 on."""
+
+    documents: Sequence[int]
+    shifts: Sequence[int]
+    epoch: int = 0
+
+
+class Schedule:
+    """The batches of each step, a group of ``processes * accumulate``: a function of the seed alone.
+
+    An incomplete last group of an epoch is left out; the next epoch's shuffle puts other documents into it. If an epoch
+    makes no complete group, its one step takes as many batches as all processes can have alike, so that none waits for
+    the others; :meth:`at` then returns no batch if there are fewer batches than processes.
+
+    Args:
+        rows: learned tokens of each document. A batch is closed when one more would exceed ``config.rows``.
+        shifts: those of documents are uniform in 1 .. shifts.
+
+    Attributes:
+        counts: steps of each epoch. steps: of all. width: batches of a step.
+    """
+
+    def __init__(self, rows: Sequence[int], config: RunConfig, shifts: int = 1, processes: int = 1) -> None:
+        self._rows, self._config, self._shifts, self._processes = rows, config, shifts, processes
+        self._epoch = lru_cache(1)(self._laid_out)
+        self.width, epochs = processes * config.accumulate, config.epochs
+        self.counts = [max(1, len(self._epoch(i)[2]) // self.width) for i in range(math.ceil(epochs))]
+        if epochs % 1:
+            self.counts[-1] = max(1, int(self.counts[-1] * (epochs % 1)))
+        self.steps = min(sum(self.counts), config.max_steps or sum(self.counts))
+
+    def at(self, step: int) -> list[Batch]:
+        """The batches of one step. Process i takes every n-th of them from the i-th on."""
+        number = 0
+        while step >= self.counts[number]:
+            step -= self.counts[number]
+            number += 1
+        order, shifts, ends = self._epoch(number)
+        first = step * self.width
+        count = min(self.width, len(ends) - first) // self._processes * self._processes
+        places = [slice(ends[i - 1] if i else 0, ends[i]) for i in range(first, first + count)]
+        return [Batch(order[each], shifts[each], number) for each in places]
+
+    def _laid_out(self, epoch: int) -> tuple[array[int], array[int], array[int]]:
+        """An epoch's documents in their order, each one's shift, and where batches end: 8 bytes a document."""
+        rng = random.Random(f"{self._config.seed}/{epoch}")
+        order = array("i", range(len(self._rows)))
+        rng.shuffle(order)
+        ends, filled = array("i"), 0
+        for place, i in enumerate(order):
+            if place and filled + self._rows[i] > self._config.rows:
+                ends.append(place)
+                filled = 0
+            filled += self._rows[i]
+        ends.append(len(order))
+        return order, array("i", (rng.randint(1, self._shifts) for _ in order)), ends
 
 
 @dataclass(frozen=True)
@@ -70,7 +127,11 @@ class Loop:
     """Trains one module on the learned documents of a session; a resumed run must have the same.
 
     Args:
-        features: of the learned documents. Others are those of :meth:`Session.train`.
+        layers: decoder layers whose hidden states the draft reads; (): the last layer's KV; None: the text alone.
+        kind, described: the draft's kind, and what its config.json adds to the common entries.
+        levels: the largest depth that the trainee reports. measured: levels that simulated acceptance drafts.
+        shifts: the largest shift that a document is given.
+        fit: called with a document's features before the first step.
 
     Raises:
         PromptError: the data make fewer batches than there are processes.
@@ -80,40 +141,43 @@ class Loop:
         self,
         session: Session,
         trainee: Trainee,
-        features: FeatureSource,
+        layers: tuple[int, ...] | None,
         kind: str,
         described: Mapping[str, Any],
+        *,
         levels: int,
-        measured: int,
-        shifts: int,
+        measured: int = DEPTH,
+        shifts: int = 1,
+        fit: Callable[[Features], None] | None = None,
     ) -> None:
-        config, accelerator, documents = session.config, session.accelerator, session.data.learned
+        config, accelerator, data = session.config, session.accelerator, session.data
         self.session, self.config, self.accelerator, self.trainee = session, config, accelerator, trainee
-        self.features, self.kind, self.described, self.levels = features, kind, described, levels
-        self.measured, self._documents, self.out = measured, documents, Path(config.out)
+        self.kind, self.described = kind, {"base_model": hub.base_model(config.target), **described}
+        self.levels, self.measured, self.out = levels, measured, Path(config.out)
+        self._documents, self._reader = data.learned, session.reader(layers)
+        if fit is not None:
+            fit(self._features(0, 0))
+        if config.distill:
+            trainee.measure_scale(session.runner)
+        trainee.to(session.runner.device)
         # Documents to measure on have more learned tokens than a round has levels.
-        spans = zip(session.data.held_out.lengths, session.data.held_out.starts, strict=True)
+        spans = zip(data.held_out.lengths, data.held_out.starts, strict=True)
         long = [i for i, (length, start) in enumerate(spans) if length - start > measured]
-        self.held_out = [session.data.held_out[i] for i in long[:: max(1, len(long) // MEASURED)][:MEASURED]]
+        self.held_out = [data.held_out[i] for i in long[:: max(1, len(long) // MEASURED)][:MEASURED]]
         processes = accelerator.num_processes
-        rows = array("i", (self._rows(i, 0) for i in range(len(documents))))
-        self.schedule = Schedule(rows, config.rows, shifts, config.seed, config.epochs, processes, config.accumulate,
-                                 config.max_steps)  # fmt: skip
+        rows = array("i", (self._rows(i, 0) for i in range(len(self._documents))))
+        self.schedule = Schedule(rows, config, shifts, processes)
         if not self.schedule.at(0):
             raise PromptError(
                 f"The data make fewer batches than there are processes ({processes}): give more text or lower `rows`."
             )
-        weights = list(trainee.parameters())
-        optimizer = torch.optim.AdamW(
-            [
-                {"params": [p for p in weights if p.ndim > 1], "weight_decay": config.weight_decay},
-                {"params": [p for p in weights if p.ndim <= 1], "weight_decay": 0.0},
-            ],
-            lr=config.lr,
-            betas=(config.betas[0], config.betas[1]),
-            eps=config.eps,
-            fused=weights[0].device.type in FUSED,
-        )
+        weights, betas = list(trainee.parameters()), (config.betas[0], config.betas[1])
+        groups: list[dict[str, Any]] = [
+            {"params": [p for p in weights if p.ndim > 1], "weight_decay": config.weight_decay},
+            {"params": [p for p in weights if p.ndim <= 1], "weight_decay": 0.0},
+        ]
+        fused = weights[0].device.type in FUSED
+        optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=fused)
         self.module, self.optimizer = accelerator.prepare(trainee, optimizer)
         self.step, self.best = 0, 0.0
         self._record = command.train_command(config.as_dict(), processes)
@@ -157,9 +221,12 @@ class Loop:
             for tracker in accelerator.trackers:
                 tracker.finish()
 
-    def _rows(self, document: int, shift: int) -> int:
+    def _rows(self, i: int, shift: int) -> int:
         """Learned rows of a document with a shift."""
-        return self.trainee.learned(self._documents.lengths[document], self._documents.starts[document], shift)
+        return self.trainee.learned(self._documents.lengths[i], self._documents.starts[i], shift)
+
+    def _features(self, i: int, epoch: int) -> Features:
+        return self._reader.read(self._documents[i], self.session.offset(i, epoch))
 
     def _step(self) -> Report:
         """One step of the optimizer, and a measurement if one is due."""
@@ -176,7 +243,7 @@ class Loop:
         sums = torch.zeros(1 + 2 * levels, dtype=torch.float64)
         self.module.train()
         for batch in mine:
-            documents = [self.features.read(i, batch.epoch) for i in batch.documents]
+            documents = [self._features(i, batch.epoch) for i in batch.documents]
             with nullcontext() if batch is mine[-1] else self.accelerator.no_sync(self.module):
                 out: StepOutput = self.module(documents, batch.shifts)
                 # Gradients are averaged over processes; times their number, the loss is the mean over all rows.
@@ -208,8 +275,9 @@ class Loop:
             return None
         self.module.eval()
         # Every process measures all; of sums, their figures are the same whatever the last bits.
-        documents = map(self.features.reader.read, self.held_out)
-        simulated = simulate(self.module, documents, self.measured, self.trainee.by, self._summed)
+        simulated = simulate(
+            self.module, map(self._reader.read, self.held_out), self.measured, self.trainee.by, self._summed
+        )
         if simulated.tree > self.best:
             self.best = simulated.tree
             self._save_draft("best")
@@ -296,17 +364,14 @@ class Loop:
             ):
                 state, own = read_json(path / STATE), self._identity
                 # A setting that came later than the checkpoint had its default.
-                usual = {f.name: f.default for f in dataclasses.fields(self.config)} | state["config"]
-                each = sorted(own["config"].items())
-                different = [
-                    f"{name}: {usual.get(name)} there, {now} here" for name, now in each if usual.get(name) != now
-                ]
-                words = {"documents": "the documents", "steps": "their number", "width": "processes times accumulate"}
-                different += [what for name, what in words.items() if state[name] != own[name]]
+                there = {f.name: f.default for f in dataclasses.fields(self.config)} | state["config"] | state
+                here = own | own["config"]
+                names = sorted({*here} - {"config"})
+                different = [f"{n}: {there.get(n)} there, {here[n]} here" for n in names if there.get(n) != here[n]]
                 if different:
                     raise CheckpointError(
-                        f"{self.out} holds a run with other settings or data ({'; '.join(different)}). Give another "
-                        "`out`, or delete its checkpoints."
+                        f"{self.out} holds a run with other settings or data ({'; '.join(different)}; documents: a "
+                        "digest; width: processes times accumulate). Give another `out`, or delete its checkpoints."
                     )
                 self.accelerator.load_state(str(path))
                 self.step, self.best = int(state["step"]), float(state["best"])

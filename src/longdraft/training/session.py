@@ -1,8 +1,7 @@
-"""The frame of every training run.
+"""What every training run begins with: processes, the target, and the documents.
 
-:func:`begin` starts processes, loads the target and reads the documents. :class:`Session` finds the vocabulary and the
-target's features, and trains. What lies between is the kind of draft: its module, new or read from a folder, and how
-it is described.
+:func:`begin` makes them a :class:`Session`, a kind of draft makes a module, new or read from a folder, and
+:class:`longdraft.training.loop.Loop` trains it.
 
 Every ``train_...`` function takes settings, a ``progress`` (called with what is being prepared), and a ``stop`` (called
 after each step; True writes a checkpoint and ends). It yields a report for each step, and resumes the run in
@@ -14,10 +13,9 @@ full disk, a draft or checkpoint that does not fit, or a target that takes no dr
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,18 +24,13 @@ from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import InitProcessGroupKwargs
 
-from longdraft.drafts import hub
 from longdraft.errors import CapabilityError
 from longdraft.model.loading import load
 from longdraft.model.runner import TargetRunner
-from longdraft.training import corpus, tokens
-from longdraft.training.config import DEPTH, RunConfig
-from longdraft.training.documents import Document, Skipped
-from longdraft.training.extracted import ExtractedStates
-from longdraft.training.features import FeatureReader, Features, FeatureSource
-from longdraft.training.loop import Loop, Report
-from longdraft.training.trainee import Trainee
-from longdraft.training.vocabulary import most_frequent
+from longdraft.training import corpus
+from longdraft.training.config import RunConfig
+from longdraft.training.documents import Skipped
+from longdraft.training.features import ExtractedStates, FeatureReader
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -92,64 +85,30 @@ class Session:
         config, runner = self.config, self.runner
         if config.vocabulary is None or config.vocabulary >= runner.vocab_size:
             return None
-        counted: Iterable[Document] = self.data.learned
+        counted = self.data.learned
         if config.vocabulary_from:
-            counted = chain.from_iterable(
-                tokens.sources(config.vocabulary_from, self.tokenizer, Skipped(), runner.vocab_size)
-            )
-        return most_frequent(counted, runner.vocab_size, config.vocabulary, runner.eos_token_ids)
+            counted = corpus.read(config.vocabulary_from, self.tokenizer, Skipped(), runner.vocab_size)
+        return corpus.most_frequent(counted, runner.vocab_size, config.vocabulary, runner.eos_token_ids)
 
-    def features(self, layers: tuple[int, ...] | None) -> FeatureSource:
-        """The features of the learned documents.
+    def offset(self, i: int, epoch: int) -> int:
+        """A learned document's anchor-offset: uniform in 0 .. ``anchor_offset``, or less to stay in the context.
 
-        Args:
-            layers: decoder layers whose hidden states the draft reads; (): the last layer's KV; None: the text alone.
+        Anew in each epoch, unless features are kept.
         """
-        config, runner, lengths = self.config, self.runner, self.data.learned.lengths
+        config, kept = self.config, 0 if self.config.cache is not None else epoch
+        most = max(0, min(config.anchor_offset, self.runner.context_length - self.data.learned.lengths[i]))
+        return random.Random(f"{config.seed}/{kept}/{i}").randint(0, most) if most else 0
 
-        def offset(i: int, epoch: int) -> int:
-            """Uniform in 0 .. ``anchor_offset``, or less to stay in the context; anew in each epoch, unless kept."""
-            most = max(0, min(config.anchor_offset, runner.context_length - lengths[i]))
-            kept = 0 if config.cache is not None else epoch
-            return random.Random(f"{config.seed}/{kept}/{i}").randint(0, most) if most else 0
-
+    def reader(self, layers: tuple[int, ...] | None) -> FeatureReader:
+        """What reads the target's features: of ``layers`` as :class:`FeatureReader` has them."""
+        config, runner = self.config, self.runner
         dtype = torch.bfloat16 if config.precision == "bf16" else runner.kv_shape.dtype
+        if config.hidden_states is not None:
+            return ExtractedStates(runner, dtype, layers, config.hidden_states)
         # The factor is not in the description: drafts fit either way.
         identity = runner.parts.description, str(runner.kv_shape.dtype), str(dtype), config.target_rope_factor
-        if config.hidden_states is None:
-            reader = FeatureReader(runner, dtype, layers, config.distill > 0)
-        else:
-            reader = ExtractedStates(runner, dtype, layers, config.hidden_states)
-        return FeatureSource(reader, self.data.learned, offset, Path(config.cache) if config.cache else None, identity)
-
-    def train(
-        self,
-        trainee: Trainee,
-        layers: tuple[int, ...] | None,
-        kind: str,
-        config: Mapping[str, Any],
-        *,
-        levels: int,
-        fit: Callable[[Features], None] | None = None,
-        measured: int = DEPTH,
-        shifts: int = 1,
-    ) -> Iterator[Report]:
-        """Trains a module; yields a report for each step.
-
-        Args:
-            layers: of :meth:`features`. fit: called with a document's features before the first step.
-            kind, config: the draft's kind, and what its config.json adds to the common entries.
-            levels: the largest depth that the trainee reports. measured: levels that simulated acceptance drafts.
-            shifts: the largest shift that a document is given.
-        """
-        features = self.features(layers)
-        if fit is not None:
-            fit(features.read(0))
-        if self.config.distill:
-            trainee.measure_scale(self.runner)
-        trainee.to(self.runner.device)
-        config = {"base_model": hub.base_model(self.config.target), **config}
-        return Loop(self, trainee, features, kind, config, levels, measured, shifts).run()
+        cache = None if config.cache is None else Path(config.cache)
+        return FeatureReader(runner, dtype, layers, config.distill > 0, cache, identity)
 
 
 def begin(config: RunConfig, shortest_learned: int, progress: Progress, stop: Stop) -> Session:
@@ -188,7 +147,7 @@ def begin(config: RunConfig, shortest_learned: int, progress: Progress, stop: St
             progress=progress,
         )
     runner, skipped = TargetRunner(model), Skipped()
-    sources = tokens.sources(config.data, tokenizer, skipped, runner.vocab_size)
-    data = corpus.collect(sources, skipped, config, shortest_learned, runner.context_length)
+    whole = corpus.read(config.data, tokenizer, skipped, runner.vocab_size)
+    data = corpus.collect(whole, skipped, config, shortest_learned, runner.context_length)
     progress(f"{len(data.learned):,} documents, {len(data.held_out):,} held out; left out: {skipped}")
     return Session(config, accelerator, runner, tokenizer, data, progress, stop)

@@ -17,9 +17,8 @@ from longdraft.errors import UnsupportedModelError
 from longdraft.model.runner import TargetRunner
 from longdraft.model.shared_parts import SharedParts
 from longdraft.training.config import RunConfig
-from longdraft.training.features import Features
+from longdraft.training.features import Features, rows_of
 from longdraft.training.losses import Target, soft_cross_entropy
-from longdraft.training.vocabulary import rows_of
 
 # q (Hq, T, d), k and v (Hkv, S, d) of one document -> (Hq, T, d)
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -55,11 +54,6 @@ class Labels(NamedTuple):
     text: torch.Tensor
     likeliest: torch.Tensor
     target: Target | None
-
-    def at(self, rows: torch.Tensor) -> Labels:
-        """The labels of some of the rows."""
-        target = self.target and self.target._replace(rows=self.target.rows[rows])
-        return Labels(self.text[rows], self.likeliest[rows], target)
 
 
 @dataclass(frozen=True)
@@ -206,18 +200,19 @@ class Trainee(nn.Module):
             spans.append((0 if before is None else max(0, first - before), first, end))
         return Pack(documents, spans)
 
-    def labels(self, pack: Pack) -> Labels:
-        """The labels of the learned rows: the tokens that lie ``ahead``."""
+    def labels(self, pack: Pack, chosen: torch.Tensor | None = None) -> Labels:
+        """The labels of the learned rows, or of those chosen among them: the tokens that lie ``ahead``."""
         firsts = [(d, first + self.ahead) for d, (_, first, _) in zip(pack.documents, pack.spans, strict=True)]
         with torch.no_grad():
             text = self.to_draft[torch.cat([d.tokens[at:] for d, at in firsts]).to(self.device)]
             likeliest = self.to_draft[torch.cat([d.likeliest[at - d.start :] for d, at in firsts]).to(self.device)]
-            if not self.distill:
-                return Labels(text, likeliest, None)
-            states = torch.cat([d.last[at - 1 : -1, -self.parts.hidden_size :] for d, at in firsts]).to(self.device)
-            states, rows = self.parts.normed(states).to(self.product_dtype), torch.arange(len(text), device=self.device)
-            target = Target(states, rows, self.target_head, self.scale, self.parts.softcap)
-            return Labels(text, likeliest, target)
+            rows = torch.arange(len(text), device=self.device) if chosen is None else chosen
+            target = None
+            if self.distill:
+                last = [d.last[at - 1 : -1, -self.parts.hidden_size :] for d, at in firsts]
+                states = self.parts.normed(torch.cat(last).to(self.device)).to(self.product_dtype)
+                target = Target(states, rows, self.target_head, self.scale, self.parts.softcap)
+            return Labels(text[rows], likeliest[rows], target)
 
     def output(
         self,

@@ -12,9 +12,9 @@ from longdraft.drafts.speculators import to_speculators
 from longdraft.training.config import RunConfig
 from longdraft.training.corpus import collect
 from longdraft.training.documents import Document, Skipped
-from longdraft.training.tokens import Tokens
 from tests.support.drafts import published_eagle, published_eagle3, random_heads
 from tests.support.tiny import tiny_model
+from tests.training.helpers import in_memory
 
 SPECPV = {"budget": 8, "sink": 4, "recent": 4, "block": 4, "margin": 6, "drafter": "prompt-lookup", "min_n": 1}
 PROMPTS = [[(7 * i * i + 3 * i) % 11 for i in range(n)] for n in (90, 61, 47)]
@@ -77,7 +77,7 @@ def test_a_draft_that_does_not_say_where_its_residual_starts_is_read_as_vllm_rea
 
 def test_pieces_of_a_text_are_all_learned_or_all_held_out():
     texts = [Document([1 + (i * j) % 97 for j in range(400)], 1) for i in range(1, 60)]
-    found = collect([Tokens.of(texts)], Skipped(), RunConfig(max_length=50, min_length=8, held_out=0.3), 1)
+    found = collect(in_memory(texts), Skipped(), RunConfig(max_length=50, min_length=8, held_out=0.3), 1)
 
     def texts_of(side):
         return {next(i for i, text in enumerate(texts) if _within(piece.tokens, text.tokens)) for piece in side}

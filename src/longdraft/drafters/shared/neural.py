@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from longdraft.attention.transfer import on_device
 from longdraft.drafters.shared.retrieval import RetrievingDrafter
 from longdraft.drafters.shared.round import BoundDraft, DraftRound
 from longdraft.drafters.shared.whole_level import Text
@@ -33,8 +34,10 @@ class NeuralDrafter(RetrievingDrafter):
 
     ahead: ClassVar[int] = 0
     """The distance from a row's position to the token behind it that it embeds."""
-    rounds: ClassVar[type[DraftRound[Any]]]
+    rounds: ClassVar[type[DraftRound]] = DraftRound
     """The class that drafts the trees of one round."""
+    records: bool = True
+    """Forwards may be recorded; they must not choose what they compute by what they read."""
     draft: Any
     cache: DraftCache
     bound: BoundDraft
@@ -48,9 +51,22 @@ class NeuralDrafter(RetrievingDrafter):
     def make_cache(self) -> DraftCache:
         """Its own keys and values, empty."""
 
-    @abstractmethod
+    def features(self, slot: int, start: int, end: int) -> torch.Tensor | None:
+        """The target's hidden states (T, feature_size) of rows [start, end); None if the draft reads none."""
+        features = self.store.features if self.ahead else None
+        return None if features is None else features[slot, start:end]
+
+    def inputs(self, sequence: Sequence, start: int, end: int) -> tuple[torch.Tensor | None, ...]:
+        """Embeddings and projected features (T, hidden) of rows, the next of the cache, with cos and sin (T, d)."""
+        x = self.bound.embedding(on_device(self.tokens(sequence, start, end), self.runner.device))
+        features = self.features(sequence.slot, start, end)
+        g = None if features is None else self.bound.block.project(features)
+        return x, g, *self.bound.rotary(self.cache.places(sequence.slot, end - start))
+
     def keys_values(self, sequence: Sequence, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values (layers, Hkv, T, d) of rows [start, end), the next ones of the cache."""
+        k, v = self.bound.block.keys_values(*self.inputs(sequence, start, end))
+        return k[None], v[None]
 
     @torch.inference_mode()
     def observe(self, event: Event) -> None:

@@ -6,105 +6,134 @@ graph. All sequences feed as many rows: those that lack fewer feed earlier ones 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
 from collections.abc import Sequence as SequenceOf
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from longdraft.attention.block import Block
+from longdraft.attention.prefix import PrefixAttend
 from longdraft.attention.transfer import on_device
 from longdraft.drafters.shared.rows import Placed, Rows, attending, together
-from longdraft.drafters.shared.whole_level import WholeLevel
+from longdraft.drafters.shared.whole_level import Flat, WholeLevel, serves
 from longdraft.engine.sequence import Sequence
+from longdraft.model.few_rows import quicken
 from longdraft.model.gpu.graphs import padded
+from longdraft.model.runner import TargetRunner
+from longdraft.native.stored import Stored
 from longdraft.trees.level import Level, Likeliest, likeliest
 from longdraft.trees.masks import Ancestors
 
 if TYPE_CHECKING:
     from longdraft.drafters.shared.neural import NeuralDrafter
 
-Owner = TypeVar("Owner", bound="NeuralDrafter")
-# A block: embeddings, cos and sin, what joins them, further tensors, what attends, the rows that go on -> the head's
-# input (rows, hidden), and what the next level's rows join.
-Layer = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 # New rows of a text that are fed in a round; more are read before, keys and values alone.
 MOST = 64
+# Inputs for W rows of each of B sequences: tokens (B, W) as ids, or (B, W, hidden) as embeddings; cos and sin (B, W, d)
+# at their positions, W may be 1 for all; and (B, W, size) what EAGLE's drafts join with the tokens.
+Inputs = tuple[torch.Tensor, ...]
 
 
-@dataclass(frozen=True)
 class BoundDraft:
     """A draft in its target's dtype and on its device, with what it shares of the target.
 
-    Attributes:
+    Args:
         rotary: positions (T,) -> cos and sin (T, d).
-        logits: the block's outputs (T, hidden) -> (T, draft vocabulary).
         ids: (draft vocabulary,) target id of each draft id; None if they are the same.
-        draft_ids: (vocabulary,) draft id of each target id, -1 for one that the draft does not know; None: the same.
-        whole: computes a level in one kernel call; None without such kernels.
-    """
-
-    block: Any
-    embedding: nn.Module
-    rotary: Any
-    logits: Callable[[torch.Tensor], torch.Tensor]
-    ids: torch.Tensor | None
-    whole: WholeLevel | None
-    draft_ids: torch.Tensor | None = None
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """A draft's inputs for W rows of each of B sequences.
+        head: the target's rows that the draft borrows; None: it has a head of its own.
 
     Attributes:
-        tokens: (B, W) ids, or (B, W, hidden) embeddings.
-        cos, sin: (B, W, d) rotary embedding at the rows' positions; W may be 1 for all.
-        joined: (B, W, size) what EAGLE's drafts join with the tokens; None for other drafts.
+        whole: computes a level in one kernel call; None without such kernels.
+        draft_ids: (vocabulary,) draft id of each target id, -1 for one that the draft does not know; None: the same.
     """
 
-    tokens: torch.Tensor
-    cos: torch.Tensor
-    sin: torch.Tensor
-    joined: torch.Tensor | None = None
+    def __init__(
+        self,
+        runner: TargetRunner,
+        block: Any,
+        rotary: Any,
+        ids: torch.Tensor | None,
+        head: torch.Tensor | Stored | None = None,
+    ) -> None:
+        self.block, self.rotary, self.ids = block, rotary, None if ids is None else ids.to(runner.device)
+        self.embedding: nn.Module = getattr(block, "embed_tokens", runner.parts.embedding)
+        self.whole = self.draft_ids = None
+        if block.plain and (found := serves(runner, block.shape.head_dim)) is not None:
+            self.whole = WholeLevel(found, block, block.lm_head.weight if head is None else head)
+        if self.ids is not None:
+            self.draft_ids = torch.full((runner.parts.head.shape[0],), -1, device=runner.device, dtype=torch.long)
+            self.draft_ids[self.ids] = torch.arange(len(self.ids), device=runner.device)
+        quicken(block)
+
+    def flat(self, entering: bool, tokens: torch.Tensor, *others: torch.Tensor) -> Flat:
+        """Rows (B * W, ...) of inputs as the block takes them: embeddings, what joins them, cos and sin.
+
+        Args:
+            entering: the rows are new tokens, and join what the target says of them.
+        """
+        batch, width = tokens.shape[:2]
+        x = tokens.flatten(0, 1)
+        cos, sin, *joined = (t.expand(batch, width, -1).flatten(0, 1) for t in others)
+        g = self.block.project(joined[0]) if entering else joined[0] if joined else None
+        return x if x.is_floating_point() else self.embedding(x), g, cos, sin
 
 
-def flat(bound: BoundDraft, tokens: torch.Tensor, *others: torch.Tensor) -> list[torch.Tensor]:
-    """Embeddings and other inputs (B, W or 1, ...) of rows, as (B * W, ...)."""
-    batch, width = tokens.shape[:2]
-    x = tokens.flatten(0, 1)
-    return [
-        x if x.is_floating_point() else bound.embedding(x),
-        *(t.expand(batch, width, -1).flatten(0, 1) for t in others),
-    ]
+def _forward(
+    bound: BoundDraft, entering: bool, cross: Callable[..., torch.Tensor] | None, best: int, count: int, *given: Any
+) -> tuple[torch.Tensor, ...]:
+    """The block on ``count`` inputs: what its nodes' children join, and what is said of them.
+
+    It depends on what it is given alone: a recording outlives the round.
+
+    Args:
+        cross: what the block attends to beside its own keys.
+        given: the inputs, further tensors of ``cross``, what attends, and the rows that go on.
+    """
+    *beside, attends, going = given[count:]
+    out = bound.block(*bound.flat(entering, *given[:count]), attends, going, cross and partial(cross, *beside))
+    logits = bound.block.logits(out)
+    return bound.block.following(out), *(likeliest(logits, best) if best else (logits,))
 
 
-def _forward(bound: BoundDraft, layer: Layer, best: int, count: int, *given: Any) -> tuple[torch.Tensor, ...]:
-    """A layer on ``count`` inputs and what else it takes: what its nodes' children join, and what is said of them."""
-    out, following = layer(*flat(bound, *given[:count]), *given[count:])
-    logits = bound.logits(out)
-    return following, *(likeliest(logits, best) if best else (logits,))
+def _cross(
+    prefix_attend: PrefixAttend,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    block: Block,
+    longest: int,
+    slots: torch.Tensor,
+    lengths: torch.Tensor,
+    q: torch.Tensor,
+) -> torch.Tensor:
+    """Every row attends to the target's keys and values before its sequence's root.
+
+    Args:
+        block: of the sequences. slots, lengths: its own, or those of a recorded graph, with ``longest`` rows at most.
+    """
+    seen, size = block, q.shape[1] // len(slots)
+    if lengths is not block.lengths_t:
+        nowhere = (-1,) * len(slots)
+        seen = Block(nowhere, (longest,) * len(slots), size, None, slots, lengths, captured=True)
+    rows = q.unflatten(1, (-1, size)).transpose(0, 1)
+    return prefix_attend(rows, keys, values, seen, keys.shape[3] ** -0.5).transpose(0, 1).flatten(1, 2)
 
 
-class DraftRound(ABC, Generic[Owner]):
-    """One round of a batch. A subclass defines what a level's rows join, and the layer.
+class DraftRound:
+    """One round of a batch.
 
     Args:
         depth: levels of the trees at most.
-
-    Attributes:
-        records: forwards may be recorded; they must not choose what they compute by what they read.
     """
 
-    records = True
-
-    def __init__(self, drafter: Owner, sequences: list[Sequence], depth: int) -> None:
+    def __init__(self, drafter: NeuralDrafter, sequences: list[Sequence], depth: int) -> None:
         self.sequences, self._owner, self._depth = sequences, drafter, depth
         self._cache, self._bound = drafter.cache, drafter.bound
+        self._prefixes: Block | None = None  # of the last level's sequences
         self._graphs, self._device = drafter.runner.graphs, drafter.runner.device
         # On a GPU the likeliest tokens are found within the level's recording.
         self._finds_likeliest = self._bound.whole is not None or self._device.type != "cpu"
@@ -139,19 +168,8 @@ class DraftRound(ABC, Generic[Owner]):
         return tuple(said)
 
     def roots(self, level: Level) -> tuple[Rows, Inputs]:
-        """The rows that the cache lacks, the roots the last of them."""
-        rows, inputs, _ = self.entering(level)
-        return rows, inputs
-
-    def nodes(self, level: Level) -> tuple[Rows, Inputs]:
-        """The nodes of a level: a node's position is its root's + its depth."""
-        rows = Rows.nodes(self._cache, self.slots(level), level.depth, self._ancestors.add(level))
-        assert self._entered is not None
-        cos, sin = (self._entered.of(level.rows, x)[:, level.depth - 1, None] for x in self._ahead)
-        return rows, Inputs(level.tokens, cos, sin)
-
-    def entering(self, level: Level) -> tuple[Rows, Inputs, list[int]]:
-        """:meth:`roots`, and the first row of each sequence. They count as read from now on."""
+        """The rows that the cache lacks, the roots the last of them. They join what the target says of them, and count
+        as read from now on."""
         cache, sequences = self._cache, [self.sequences[row] for row in level.rows]
         ends = [self._owner.known(s) for s in sequences]
         width = self._fit(sequences, ends)
@@ -159,15 +177,28 @@ class DraftRound(ABC, Generic[Owner]):
             self._owner.read(s, end - width)
             cache.ready(s.slot, end - cache.end(s.slot))
             cache.extend(s.slot, end - cache.end(s.slot))
-        starts = [end - width for end in ends]
-        each = zip(sequences, starts, ends, strict=True)
-        tokens = [token for s, start, end in each for token in self._owner.tokens(s, start, end)]
+        each = [(s, end - width, end) for s, end in zip(sequences, ends, strict=True)]
+        tokens = [token for of_text in each for token in self._owner.tokens(*of_text)]
         places = [cache.position(s.slot) - width + i for s in sequences for i in range(width + self._depth - 1)]
         numbers = on_device([*tokens, *places], self._device)
         cos, sin = (x.unflatten(0, (len(ends), -1)) for x in self._bound.rotary(numbers[len(tokens) :]))
         self._entered, self._ahead = level, (cos[:, width:], sin[:, width:])
-        inputs = Inputs(numbers[: len(tokens)].view(len(ends), width), cos[:, :width], sin[:, :width])
-        return Rows.new(cache, self.slots(level), width), inputs, starts
+        found = [self._owner.features(s.slot, start, end) for s, start, end in each]
+        joined = [torch.stack(states)] if (states := [x for x in found if x is not None]) else []
+        inputs = numbers[: len(tokens)].view(len(ends), width), cos[:, :width], sin[:, :width], *joined
+        return Rows.new(cache, self.slots(level), width), inputs
+
+    def nodes(self, level: Level) -> tuple[Rows, Inputs]:
+        """The nodes of a level, which join their parents' outputs: a node's position is its root's + its depth."""
+        rows = Rows.nodes(self._cache, self.slots(level), level.depth, self._ancestors.add(level))
+        assert self._entered is not None
+        cos, sin = (self._entered.of(level.rows, x)[:, level.depth - 1, None] for x in self._ahead)
+        if not self._owner.ahead:
+            return rows, (level.tokens, cos, sin)
+        assert self._last is not None
+        above = self._last[0].of(level.rows, self._last[1])
+        joined = above.gather(1, level.parents[..., None].expand(-1, -1, above.shape[2]))
+        return rows, (level.tokens, cos, sin, joined)
 
     def _fit(self, sequences: list[Sequence], ends: list[int]) -> int:
         """The number of rows that every sequence feeds."""
@@ -175,7 +206,7 @@ class DraftRound(ABC, Generic[Owner]):
         lacking = [end - cache.end(s.slot) for s, end in zip(sequences, ends, strict=True)]
         most = max(1, min(MOST, cache.fresh, *([cache.last] if cache.last else [])))
         width = max(1, min(max(lacking), most))
-        if together(cache) and self.records:
+        if together(cache) and self._owner.records:
             width = min(self._graphs.rows(width) or width, most)
         # Rows that are fed once more lie one behind the other in the cache.
         return max(1, min(width, *(cache.tail(s.slot) + n for s, n in zip(sequences, lacking, strict=True))))
@@ -185,16 +216,18 @@ class DraftRound(ABC, Generic[Owner]):
 
     # --- the one step ---
 
-    @abstractmethod
-    def layer(self, rows: Rows, entering: bool) -> tuple[Layer, tuple[torch.Tensor, ...], Hashable]:
-        """The block on some rows in torch, further tensors (B, ...) that it takes, and its recordings' key.
-
-        It depends on what it is given alone: a recording outlives the round.
-        """
-
-    def following(self, out: torch.Tensor) -> torch.Tensor:
-        """Outputs of our kernels (rows, hidden) -> what the next level's rows join."""
-        return out
+    def _beside(self, rows: Rows) -> tuple[Callable[..., torch.Tensor] | None, tuple[torch.Tensor, ...], Hashable]:
+        """What the block attends to beside its own keys, further tensors (B, ...) that it takes, and its recordings'
+        key: they are of these keys and values."""
+        text = self._owner.text(rows.slots)
+        if text is None:
+            return None, (), ()
+        keys, values, lengths = text
+        if self._prefixes is None or self._prefixes.slots != rows.slots:
+            self._prefixes = Block.make(rows.slots, lengths, rows.going, device=keys.device)
+        block, longest = replace(self._prefixes, size=rows.going), self._graphs.bound(max(lengths), keys.shape[2])
+        cross = partial(_cross, self._owner.runner.prefix_attend, keys, values, block, longest)
+        return cross, (block.slots_t, block.lengths_t), (keys.data_ptr(), values.data_ptr(), longest)
 
     def step(self, rows: Rows, inputs: Inputs, best: int, entering: bool = False) -> tuple[torch.Tensor, ...]:
         """One forward over some rows: outputs (rows that go on, hidden), and what :meth:`said` returns.
@@ -202,22 +235,19 @@ class DraftRound(ABC, Generic[Owner]):
         Args:
             entering: the rows are new tokens, and join what the target says of them.
         """
+        entering = entering and len(inputs) > 3
         if self._bound.whole is not None:
-            joined, entered = inputs.joined, None
-            if joined is not None:
-                entered = self._bound.block.project(joined.flatten(0, 1)) if entering else joined.flatten(0, 1)
-            x, cos, sin = flat(self._bound, inputs.tokens, inputs.cos, inputs.sin)
-            text = self._owner.text(rows.slots)
-            out, *said = self._bound.whole(rows, (x, entered, cos, sin), self._cache, text, best)
-            return self.following(out), *said
-        layer, beside, kind = self.layer(rows, entering)
-        each = [inputs.tokens, inputs.cos, inputs.sin, *([] if inputs.joined is None else [inputs.joined])]
-        forward, kind = partial(_forward, self._bound, layer, best, len(each)), (kind, self._bound.block, best)
-        recordable = self.records and not inputs.tokens.is_floating_point() and together(self._cache)
-        found = self._replayed(rows, each, beside, forward, kind) if recordable else None
+            flat, text = self._bound.flat(entering, *inputs), self._owner.text(rows.slots)
+            out, *said = self._bound.whole(rows, flat, self._cache, text, best)
+            return self._bound.block.following(out), *said
+        cross, beside, kind = self._beside(rows)
+        forward = partial(_forward, self._bound, entering, cross, best, len(inputs))
+        kind = kind, self._bound.block, entering, best
+        recordable = self._owner.records and not inputs[0].is_floating_point() and together(self._cache)
+        found = self._replayed(rows, inputs, beside, forward, kind) if recordable else None
         if found is not None:
             return found
-        return forward(*each, *beside, rows.attends(self._cache), rows.outputs(self._device))
+        return forward(*inputs, *beside, rows.attends(self._cache), rows.outputs(self._device))
 
     def _replayed(
         self,

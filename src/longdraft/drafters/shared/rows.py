@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from longdraft.attention import hybrid
 from longdraft.attention.sdpa import one_text
 from longdraft.attention.transfer import on_device
-from longdraft.drafters.shared.layers import ALL, Going, SelfAttend
+from longdraft.drafters.shared.block import ALL, Going, SelfAttend
 from longdraft.native.boundary import WHOLE
 from longdraft.views.draft_cache import DraftCache
 

@@ -6,18 +6,18 @@ whole numbers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
-from longdraft.drafters.shared.layers import Attention, SwiGLU
+from longdraft.drafters.shared.block import DraftBlock
 from longdraft.drafters.shared.rows import Rows
 from longdraft.model.runner import TargetRunner
 from longdraft.model.stored import light
 from longdraft.native import Kernels, kernels
-from longdraft.native.draft import DraftBlock, Nodes
+from longdraft.native.draft import DraftBlock as KernelBlock
+from longdraft.native.draft import Nodes
 from longdraft.native.library import HEAD_UNIT
 from longdraft.native.stored import Stored
 from longdraft.native.structures import Weights
@@ -35,36 +35,32 @@ def serves(runner: TargetRunner, head_dim: int) -> Kernels | None:
     return kernels() if plain and runner.attention_path == "cpu" and head_dim % HEAD_UNIT == 0 else None
 
 
-def products_of(attention: Attention, mlp: SwiGLU) -> dict[str, nn.Linear]:
-    """A layer's products by the kernels' names."""
-    own = {name: getattr(attention, f"{name}_proj") for name in "qkvo"}
-    return own | {name: getattr(mlp, f"{name}_proj") for name in ("gate", "up", "down")}
-
-
 class WholeLevel:
-    """Computes a level of a draft in one kernel call.
+    """Computes a level of a plain block in one kernel call.
 
     Args:
         found: the kernels.
-        shape: has ``heads``, ``kv_heads``, ``head_dim`` and ``rms_norm_eps``.
-        norms, products: of the block, by the kernels' names. head: (draft vocabulary, hidden).
-        normed_residual: True if the residual of the attention is the normalised joined input.
+        head: (draft vocabulary, hidden).
     """
 
-    def __init__(
-        self,
-        found: Kernels,
-        shape: Any,
-        norms: Mapping[str, nn.Module],
-        products: Mapping[str, nn.Linear],
-        head: torch.Tensor | Stored,
-        normed_residual: bool = False,
-    ) -> None:
-        weights = {name: norm.get_parameter("weight") for name, norm in norms.items()}
+    def __init__(self, found: Kernels, block: DraftBlock, head: torch.Tensor | Stored) -> None:
+        layer, shape = block.first, block.shape
+        norms = {
+            "norm": layer.input_layernorm,
+            "joined_norm": getattr(layer, "hidden_norm", None),
+            "cross_norm": getattr(layer, "post_self_attention_layernorm", None),
+            "mlp_norm": layer.mlp_norm,
+            "final_norm": block.norm,
+        }
+        weights = {name: norm.weight for name, norm in norms.items() if isinstance(norm, nn.RMSNorm)}
+        products = {name: getattr(layer.self_attn, f"{name}_proj") for name in "qkvo"}
+        products |= {name: getattr(layer.mlp, f"{name}_proj") for name in ("gate", "up", "down")}
+        if layer.cross_attn is not None:
+            products |= {"cross_q": layer.cross_attn.q_proj, "cross_o": layer.cross_attn.o_proj}
         rounded: dict[str, Weights] = {name: (light(x.weight), x.bias) for name, x in products.items()}
         rounded["head"] = light(head), None
         sizes = shape.heads, shape.kv_heads, shape.head_dim, shape.rms_norm_eps
-        self._kernels, self.block = found, DraftBlock(weights, rounded, *sizes, normed_residual)
+        self._kernels, self.block = found, KernelBlock(weights, rounded, *sizes, shape.norm_before_residual)
 
     def __call__(
         self, rows: Rows, inputs: Flat, cache: DraftCache, text: Text | None, best: int

@@ -121,7 +121,7 @@ class File(Header):
                     weights[name] = layout.weight(self.arch, [tensors[each] for each in found], config, parameter.shape)
         _put_in(model, weights, self.path, wrong)
         for name, buffer in model.named_buffers():
-            if (at := layout.buffer_name(name)) in tensors:
+            if (at := layout.other_name(name)) in tensors:
                 used.add(at)
                 buffer.copy_(torch.from_numpy(tensors[at].data).view_as(buffer))
         if unused := sorted(each for each in tensors.keys() - used if not self._spare(each, config)):

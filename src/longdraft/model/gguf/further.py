@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,20 @@ from longdraft.model.stored_parts import ArrangedLinear
 from longdraft.native import Stored
 
 _BESIDE = ("eh_proj", "enorm", "hnorm", "shared_head_norm")
-_REMEDY = "It may be truncated: fetch it again, or give the model's Hugging Face folder."
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[_Further | None]:
+    """A file that has such a layer; None of another.
+
+    Raises:
+        CheckpointError: the file is damaged.
+    """
+    needs("gguf", path)
+    remedy = "It may be truncated: fetch it again, or give the model's Hugging Face folder."
+    with reading(path, f"{path} cannot be read as a GGUF file", remedy), quiet():
+        file = _Further(path)
+        yield file if file("nextn_predict_layers") else None
 
 
 def holds(path: Path) -> bool:
@@ -27,9 +42,8 @@ def holds(path: Path) -> bool:
     Raises:
         CheckpointError: the file is damaged.
     """
-    needs("gguf", path)
-    with reading(path, f"{path} cannot be read as a GGUF file", _REMEDY), quiet():
-        return _Further(path).count > 0
+    with _opened(path) as file:
+        return file is not None
 
 
 def read(path: Path) -> dict[str, torch.Tensor | Stored] | None:
@@ -41,18 +55,11 @@ def read(path: Path) -> dict[str, torch.Tensor | Stored] | None:
         CheckpointError: the file is damaged.
         CapabilityError: further layers of this architecture are not read from GGUF files.
     """
-    needs("gguf", path)
-    with reading(path, f"{path} cannot be read as a GGUF file", _REMEDY), quiet():
-        file = _Further(path)
-        return file.parameters() if file.count else None
+    with _opened(path) as file:
+        return None if file is None else file.parameters()
 
 
 class _Further(File):
-    @property
-    def count(self) -> int:
-        """The number of such layers."""
-        return int(self("nextn_predict_layers", 0))
-
     def parameters(self) -> dict[str, torch.Tensor | Stored]:
         config = self.config()
         number = int(config.num_hidden_layers)

@@ -24,20 +24,20 @@ Weight = torch.Tensor | Stored | Arranged
 # Tensors of another shape, by the first part of their name in a layer.
 _RESHAPED = ("ffn_gate_inp_shexp", "ssm_conv1d", "shortconv", "ssm_a", "ssm_d", "ssm_norm")
 
-# Ends of the names of buffers -> ends of tensors' names.
-_BUFFERS = {
+# Ends of the names of parameters and buffers that gguf has no names for -> ends of tensors' names.
+_OTHERS = {
+    "router.scale": "ffn_gate_inp.scale",
+    "router.per_expert_scale": "ffn_down_exps.scale",
     "e_score_correction_bias": "exp_probs_b.bias",
     "expert_bias": "exp_probs_b.bias",
     "layer_scalar": "layer_output_scale.weight",
 }
-# Parameters that gguf has no names for.
-_OTHERS = {"router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale"}
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
-def buffer_name(buffer: str) -> str | None:
-    """The tensor of a file that a model's buffer is, or None."""
-    layer, end = _LAYER.search(buffer), _BUFFERS.get(buffer.rpartition(".")[2])
+def other_name(name: str) -> str | None:
+    """The tensor of a file that a parameter or buffer is which gguf has no name for, or None."""
+    layer, end = _LAYER.search(name), next((x for ours, x in _OTHERS.items() if name.endswith(f".{ours}")), None)
     return f"blk.{layer[1]}.{end}" if layer and end else None
 
 
@@ -50,9 +50,8 @@ def tensor_names(parameter: str, known: Callable[[str], str | None], present: Co
     """
     path, _, leaf = parameter.rpartition(".")
     layer = _LAYER.search(parameter)
-    for ours, theirs in _OTHERS.items():
-        if layer and parameter.endswith(f".{ours}"):
-            return (f"blk.{layer[1]}.{theirs}",)
+    if (other := other_name(parameter)) is not None:
+        return (other,)
     if path == "lm_head":
         return (f"output.{leaf}",)
     if leaf == "dt_bias":
