@@ -34,9 +34,11 @@ from longdraft.trees.tree import TokenTree
 
 logger = logging.getLogger(__name__)
 
-# What is measured: rows of a forward, and tokens of text, with which attention's time grows evenly.
-ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
-LENGTHS = (64, 4096)
+# What is measured: rows of a forward, and tokens of text.
+ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
+LENGTHS = (64, 7168)
+# Of a longer text each third number of rows, since attention's time grows evenly with them.
+_EACH = 3
 # How often; the first time prepares weights.
 REPEATS = 3
 # Measuring ends after this many seconds with what there is by then: the model may be large, or the machine busy.
@@ -201,7 +203,8 @@ def measure(
             store = _filled_store(runner, length, rows[-1])
         except MemoryBudgetError:
             break
-        sizes, end = list(table[0] if table else rows), start + LIMIT_SECONDS * (i + 1) / len(lengths)
+        sizes = [*rows[:-1:_EACH], rows[-1]] if table else list(rows)
+        end = start + LIMIT_SECONDS * (i + 1) / len(lengths)
         least: dict[int, float] = {}
         for turn, n in enumerate(sizes * REPEATS):
             done((i + turn / len(sizes) / REPEATS) / len(lengths))
@@ -211,8 +214,13 @@ def measure(
                 break
             seconds = _time(runner, store, n)
             least[n] = min(seconds, least.get(n, seconds))
-        if table and len(least) < len(sizes):
+        if not table:
+            rows = tuple(least)
+        elif len(least) < len(sizes):
             break
+        else:
+            more = [least[n] - table[0][n] for n in sizes]
+            least = {n: max(seconds + _between(sizes, more, n), 1e-9) for n, seconds in table[0].items()}
         table.append(least)
     done(1.0)
     if not table:
