@@ -163,7 +163,7 @@ def table_for(runner: TargetRunner, folder: Path | None = None, progress: Progre
     known = _read(file)
     if known is not None:
         with suppress(MemoryBudgetError):  # what the first forward does once (packing weights) is no round's cost
-            _time(runner, _filled_store(runner, 1, _WAKING), _WAKING)
+            timed(runner, _filled_store(runner, 1, _WAKING), _WAKING)
         return known
     line = f"Measuring what a verification costs on this machine (once a model, {LIMIT_SECONDS:.0f} seconds at most)"
     logger.info(line)
@@ -212,7 +212,7 @@ def measure(
             known = least.get(n) or (table[-1][n] if table else 2 * least.get(sizes[turn - 1], 0.0))
             if time.perf_counter() + known > end and (table or turn > 1):
                 break
-            seconds = _time(runner, store, n)
+            seconds = timed(runner, store, n)
             least[n] = min(seconds, least.get(n, seconds))
         if not table:
             rows = tuple(least)
@@ -243,7 +243,7 @@ def _filled_store(runner: TargetRunner, length: int, rows: int) -> KVStore:
     return store
 
 
-def _time(runner: TargetRunner, store: KVStore, rows: int) -> float:
+def timed(runner: TargetRunner, store: KVStore, rows: int) -> float:
     """Seconds of a forward over a chain, or a tree with a branch at every second node, as what is drafted.
     Its tokens differ, as a draft's do: a mixture of experts reads more of them for more tokens."""
     tokens = tuple(_tokens.randrange(runner.vocab_size) for _ in range(rows))
