@@ -147,34 +147,27 @@ class Costs:
         return bisect_right(self.table.rows, rows)
 
 
-def table_for(runner: TargetRunner, folder: Path | None = None, progress: Progress | None = None) -> CostTable | None:
-    """Returns a target's costs on this machine: read from disk, or measured and kept.
+def _filled_store(runner: TargetRunner, length: int, rows: int) -> KVStore:
+    """A store with a made-up text of zeros, and room for so many rows behind it."""
+    store = runner.new_store(1, length + rows)
+    for layer in range(store.shape.layers):
+        for tensor in store.layer(layer):
+            tensor.zero_()
+    store.lengths[0] = length
+    return store
 
-    Args:
-        folder: where tables are kept; None: in the package's cache.
-        progress: called with a :class:`Stage` now and then while measuring.
 
-    Returns:
-        None if not even the shortest text fits the free memory.
-    """
-    key = _key(runner)
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
-    file = (cache_folder() / "costs" if folder is None else folder) / f"{digest}.json"
-    known = _read(file)
-    if known is not None:
-        with suppress(MemoryBudgetError):  # what the first forward does once (packing weights) is no round's cost
-            timed(runner, _filled_store(runner, 1, _WAKING), _WAKING)
-        return known
-    line = f"Measuring what a verification costs on this machine (once a model, {LIMIT_SECONDS:.0f} seconds at most)"
-    logger.info(line)
-    table = measure(runner, done=stages(line, progress))
-    if table is not None:
-        try:
-            with replacing(file) as part:
-                part.write_text(json.dumps({"key": key, "table": asdict(table)}, indent=1) + "\n", encoding="utf-8")
-        except CheckpointError as error:  # it is measured again the next time
-            logger.info("The table of costs cannot be kept: %s", error)
-    return table
+def _time(runner: TargetRunner, store: KVStore, rows: int) -> float:
+    """Seconds of a forward over a chain, or a tree with a branch at every second node, as what is drafted.
+    Its tokens differ, as a draft's do: a mixture of experts reads more of them for more tokens."""
+    tokens = tuple(_tokens.randrange(runner.vocab_size) for _ in range(rows))
+    parents = tuple(i - 1 if runner.forks_cost or not i else (i - 1) // 2 * 2 for i in range(rows))
+    wait = partial(torch.cuda.synchronize, runner.device) if runner.device.type == "cuda" else lambda: None
+    wait()
+    start = time.perf_counter()
+    runner.verify(tree_block(store, [0], [TokenTree(tokens, parents)]), store)
+    wait()
+    return time.perf_counter() - start
 
 
 def measure(
@@ -182,6 +175,7 @@ def measure(
     lengths: Sequence[int] = LENGTHS,
     rows: Sequence[int] = ROWS,
     done: Callable[[float], None] = lambda share: None,
+    timed: Callable[[TargetRunner, KVStore, int], float] = _time,
 ) -> CostTable | None:
     """Times forwards on a made-up text, all sizes in turn, and keeps the least times.
 
@@ -191,6 +185,7 @@ def measure(
     Args:
         lengths: a longer one than the model reads becomes the longest that it does.
         done: called with the share of the work that is over.
+        timed: returns the seconds of a forward of so many rows on a store.
 
     Returns:
         None if memory does not even allow the shortest length; lengths that do not fit are left out.
@@ -233,27 +228,40 @@ def measure(
     return CostTable(tuple(lengths[: len(table)]), tuple(table[0]), tuple(lowest))
 
 
-def _filled_store(runner: TargetRunner, length: int, rows: int) -> KVStore:
-    """A store with a made-up text of zeros, and room for so many rows behind it."""
-    store = runner.new_store(1, length + rows)
-    for layer in range(store.shape.layers):
-        for tensor in store.layer(layer):
-            tensor.zero_()
-    store.lengths[0] = length
-    return store
+def table_for(
+    runner: TargetRunner,
+    folder: Path | None = None,
+    progress: Progress | None = None,
+    measured_by: Callable[..., CostTable | None] = measure,
+) -> CostTable | None:
+    """Returns a target's costs on this machine: read from disk, or measured and kept.
 
+    Args:
+        folder: where tables are kept; None: in the package's cache.
+        progress: called with a :class:`Stage` now and then while measuring.
+        measured_by: measures them as :func:`measure` does.
 
-def timed(runner: TargetRunner, store: KVStore, rows: int) -> float:
-    """Seconds of a forward over a chain, or a tree with a branch at every second node, as what is drafted.
-    Its tokens differ, as a draft's do: a mixture of experts reads more of them for more tokens."""
-    tokens = tuple(_tokens.randrange(runner.vocab_size) for _ in range(rows))
-    parents = tuple(i - 1 if runner.forks_cost or not i else (i - 1) // 2 * 2 for i in range(rows))
-    wait = partial(torch.cuda.synchronize, runner.device) if runner.device.type == "cuda" else lambda: None
-    wait()
-    start = time.perf_counter()
-    runner.verify(tree_block(store, [0], [TokenTree(tokens, parents)]), store)
-    wait()
-    return time.perf_counter() - start
+    Returns:
+        None if not even the shortest text fits the free memory.
+    """
+    key = _key(runner)
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+    file = (cache_folder() / "costs" if folder is None else folder) / f"{digest}.json"
+    known = _read(file)
+    if known is not None:
+        with suppress(MemoryBudgetError):  # what the first forward does once (packing weights) is no round's cost
+            _time(runner, _filled_store(runner, 1, _WAKING), _WAKING)
+        return known
+    line = f"Measuring what a verification costs on this machine (once a model, {LIMIT_SECONDS:.0f} seconds at most)"
+    logger.info(line)
+    table = measured_by(runner, done=stages(line, progress))
+    if table is not None:
+        try:
+            with replacing(file) as part:
+                part.write_text(json.dumps({"key": key, "table": asdict(table)}, indent=1) + "\n", encoding="utf-8")
+        except CheckpointError as error:  # it is measured again the next time
+            logger.info("The table of costs cannot be kept: %s", error)
+    return table
 
 
 def _key(runner: TargetRunner) -> dict[str, object]:
