@@ -195,7 +195,7 @@ class Engine:
                     self._leave(s)
                 return steps
             except BaseException:
-                self._close()
+                self.close()
                 if self.cache.opened == self._opened and self._store.states:
                     self.cache.forget()  # a forward that ended early has changed some layers' states
                 raise
@@ -203,13 +203,10 @@ class Engine:
     def close(self) -> None:
         """Ends all sequences where they are. The cache stays usable."""
         with self.runner.lock:
-            self._close()
-
-    def _close(self) -> None:
-        self._waiting.clear()
-        self._unreported.clear()
-        for s in list(self._active):
-            self._leave(s)
+            self._waiting.clear()
+            self._unreported.clear()
+            for s in list(self._active):
+                self._leave(s)
 
     # --- slots and memory ---
 
