@@ -314,7 +314,7 @@ ALONE: list[tuple[Any, str]] = [
 ]  # fmt: skip
 IN_A_BATCH: list[tuple[Any, str]] = [
     ({"logits_processor": [Uncopied()]}, "Uncopied"),
-    (lambda m: {"logits_processor": [penalty_that_ignores(1, 2)]}, "RepetitionPenalty"),
+    (lambda m: {"logits_processor": [penalty_that_ignores(1, 2, 3)]}, "RepetitionPenalty"),
     (lambda m: {"logits_processor": [used(SynthIDTextWatermarkingConfig(2, [3]).construct_processor(61, "cpu"))]},
      "batch"),
     ({"stopping_criteria": [EosTokenCriteria(7)]}, "pad_token_id"),

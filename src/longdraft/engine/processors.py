@@ -74,14 +74,19 @@ def _of_row(processor: Any, row: int, rows: int) -> Any:
         )
     if rows == 1:
         return processor
-    # Some have the state of a batch that they were used in; a repetition penalty may know the padding of each row.
-    held = [getattr(processor, "state", None), getattr(processor, "prompt_ignore_length", None)]
-    if of_transformers and (name in _OF_A_BATCH or held[0] is not None or isinstance(held[1], torch.Tensor)):
+    # The repetition penalty knows how much padding each row has.
+    ignored = getattr(processor, "prompt_ignore_length", None)
+    lengths = ignored if isinstance(ignored, torch.Tensor) else None
+    of_a_batch = name in _OF_A_BATCH or getattr(processor, "state", None) is not None
+    if of_transformers and (of_a_batch or (lengths is not None and lengths.shape[0] != rows)):
         raise CapabilityError(
-            f"longdraft calls logits processors with one row, and this {name} is made for a batch: give one prompt at "
-            f"a time, or leave {_OF_A_BATCH.get(name, 'it')} out."
+            f"longdraft calls logits processors with one row, and this {name} is made for another batch, or for all "
+            f"{rows} rows of this one: give one prompt at a time, or leave {_OF_A_BATCH.get(name, 'it')} out."
         )
-    return _copy(processor)
+    copied = _copy(processor)
+    if lengths is not None:
+        copied.prompt_ignore_length = lengths[row : row + 1]
+    return copied
 
 
 def _copy(processor: Any) -> Any:
