@@ -13,7 +13,7 @@ inputs = tokenizer.apply_chat_template(
     [{"role": "user", "content": prompt}], add_generation_prompt=True, return_tensors="pt", return_dict=True
 )
 
-spec = longdraft.Speculator.from_pretrained("prompt-lookup", target=target)
+spec = longdraft.Speculator("prompt-lookup", target=target)
 out = target.generate(**inputs, custom_generate=spec, max_new_tokens=96, do_sample=False)
 print(tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
 

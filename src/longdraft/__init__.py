@@ -53,7 +53,6 @@ def __getattr__(name: str) -> Any:
     if name not in _WHERE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     with paused():
-        import_module("longdraft.methods")  # first, as drafters of installed packages may import any of the others
         room = import_module(f"longdraft.{_WHERE[name]}")
     return room if name == "methods" else getattr(room, name)
 

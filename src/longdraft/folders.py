@@ -21,7 +21,7 @@ def is_gguf(name: str | os.PathLike[str]) -> bool:
 def cache_folder() -> Path:
     """$LONGDRAFT_CACHE, or ``longdraft`` in the user's cache folder. If it is missing, it is made for this user alone.
 
-    For a user without a home directory it is a private folder among the temporary files.
+    For a user without a home directory it is a folder among the temporary files, another one for each process.
     """
     own, shared = os.environ.get("LONGDRAFT_CACHE"), os.environ.get("XDG_CACHE_HOME")
     try:
@@ -35,17 +35,10 @@ def cache_folder() -> Path:
 
 @cache
 def _temporary() -> Path:
-    user = os.getuid() if hasattr(os, "getuid") else 0
-    folder = Path(tempfile.gettempdir()) / f"longdraft-{user}"
-    try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        mine = folder.stat().st_uid == user and not folder.stat().st_mode & 0o022
-    except OSError:
-        mine = False
-    if not mine:  # other users could put files there
-        folder = Path(tempfile.mkdtemp(prefix="longdraft-"))
+    """A private folder of this process."""
+    folder = Path(tempfile.mkdtemp(prefix="longdraft-"))
     logger.warning(
-        "There is no home directory: the model, kernels and costs are kept in %s and may have to be made again. Set "
+        "There is no home directory: the model, kernels and costs are in %s, for this process alone. Set "
         "LONGDRAFT_CACHE to a folder that lasts.",
         folder,
     )

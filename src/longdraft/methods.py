@@ -1,24 +1,21 @@
 """The catalogue of methods.
 
-Every module of :mod:`longdraft.drafters` registers its methods when it is imported, and so does every module named by
-an entry point of the group ``longdraft.drafters`` in an installed package. :mod:`longdraft.recipes` chooses among them.
+Every module of :mod:`longdraft.drafters` registers its methods when it is imported. :mod:`longdraft.recipes` chooses
+among them.
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
-import logging
 import pkgutil
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from longdraft import drafters
 from longdraft.drafts import draft_folder, kinds, shipped
-from longdraft.drafts.kinds import KINDS, kind_of
+from longdraft.drafts.kinds import KINDS
 from longdraft.engine import partial  # noqa: F401 - it registers specpv
 from longdraft.engine.drafter import Drafter
 from longdraft.engine.method import DEFAULTS, DRAFTING, METHODS, Method, method_named
@@ -28,27 +25,15 @@ from longdraft.errors import values_checked
 from longdraft.options import options_of
 
 __all__ = [
-    "DEFAULTS", "DRAFTING", "METHODS", "Method", "compose", "method_named", "method_of", "methods", "register",
+    "DEFAULTS", "DRAFTING", "METHODS", "Method", "compose", "method_named", "methods", "register",
 ]  # fmt: skip
 
-logger = logging.getLogger("longdraft")
-
-GROUP = "longdraft.drafters"
 for _module in pkgutil.iter_modules(drafters.__path__):
     importlib.import_module(f"{drafters.__name__}.{_module.name}")
 # As lists show them: exact methods without a draft, with one, approximate methods.
 for _name in sorted(METHODS, key=lambda name: (not METHODS[name].exact, METHODS[name].needs_draft, name)):
     METHODS[_name] = METHODS.pop(_name)
 _BUILT_IN = frozenset(METHODS)
-
-
-def load_entry_points() -> None:
-    """Imports the drafters of installed packages; one that fails is only warned about."""
-    for entry in importlib.metadata.entry_points(group=GROUP):
-        try:
-            entry.load()
-        except Exception as error:
-            logger.warning("The drafter %s of an installed package cannot be loaded: %r.", entry.value, error)
 
 
 def methods() -> list[dict[str, Any]]:
@@ -67,15 +52,6 @@ def methods() -> list[dict[str, Any]]:
         }
         for m in METHODS.values()
     ]
-
-
-def method_of(folder: Path | str) -> Method:
-    """The method that a draft folder is for.
-
-    Raises:
-        CheckpointError: not a draft folder, or one for a method that this version does not have.
-    """
-    return method_named(kind_of(folder).name)
 
 
 @values_checked(instead_of=(ValueError, TypeError))
@@ -153,4 +129,3 @@ class _Catalogue(ModuleType):
 
 
 sys.modules[__name__].__class__ = _Catalogue
-load_entry_points()  # last: what they import is this package

@@ -23,7 +23,7 @@ from longdraft.engine.drafter import Drafter
 from longdraft.engine.schedule import Schedule
 from longdraft.errors import CapabilityError, CheckpointError, UnsupportedModelError
 from longdraft.folders import is_gguf
-from longdraft.methods import DEFAULTS, DRAFTING, METHODS, Method, method_named, method_of
+from longdraft.methods import DEFAULTS, DRAFTING, METHODS, Method, method_named
 from longdraft.model.companions import origin_of
 from longdraft.model.runner import TargetRunner
 from longdraft.options import listed, no_option
@@ -116,7 +116,7 @@ def _method_of(name: str | Path | Method | None, options: dict[str, Any]) -> Met
         return method_named(name)
     if isinstance(name, str | Path):
         options.setdefault("draft", name)
-        return method_of(name)
+        return kind_of(name)
     if name is not None:
         raise ValueError(
             f"A method is a name or a draft folder, not {type(name).__name__}. A model is the target: "
@@ -127,7 +127,7 @@ def _method_of(name: str | Path | Method | None, options: dict[str, Any]) -> Met
     if isinstance(draft, Draft):
         return method_named(draft.kind)
     options["draft"] = hub.local(draft)
-    return method_of(options["draft"])
+    return kind_of(options["draft"])
 
 
 def recipe_for(method: Method | None, options: Mapping[str, Any], runner: TargetRunner, lookup: bool = False) -> Recipe:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from longdraft import integration
 from longdraft.drafts.draft import Draft
 from longdraft.engine.loop import Engine
 from longdraft.engine.request import Prompt, Request, Settings, requests_of
@@ -20,10 +19,12 @@ from longdraft.engine.session import Generation, Session, batch_for
 from longdraft.engine.stats import Result
 from longdraft.engine.texts import Texts
 from longdraft.errors import RequestError, UnsupportedModelError, memory_checked, values_checked
+from longdraft.integration import decoding
+from longdraft.integration.handover import Given, HandedOver
 from longdraft.memory import offload as offloading
 from longdraft.memory.prompt_cache import PromptCache
 from longdraft.methods import METHODS, Method
-from longdraft.model import hooks, support
+from longdraft.model import support
 from longdraft.model.checkpoints import Progress
 from longdraft.model.runner import TargetRunner
 from longdraft.model.twin import lock_of
@@ -42,6 +43,15 @@ logger = logging.getLogger("longdraft")
 
 # One prompt or several: texts, token ids, requests.
 Prompts = Prompt | Request | SequenceOf[Prompt | Request]
+
+
+class Running(Settings, total=False):
+    """Arguments of :meth:`Speculator.stream` beside the prompts."""
+
+    batch: int | None
+    cache: PromptCache | None
+    cancelled: Callable[[], bool]
+    piece: int | None
 
 
 @dataclass
@@ -138,17 +148,6 @@ class Speculator:
         self.tokenizer = self.tokenizer if tokenizer is None else tokenizer
         self.recipe(self.runner(target))
 
-    @classmethod
-    def from_pretrained(
-        cls,
-        name: str | Path,
-        target: PreTrainedModel | None = None,
-        tokenizer: PreTrainedTokenizerBase | None = None,
-        **options: Any,
-    ) -> Speculator:
-        """A speculator from a draft folder or a method's name; see :class:`Speculator`."""
-        return cls(name, target, tokenizer, **options)
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise RequestError(
             "A Speculator is bound to its model, and is neither copied nor pickled: make another one with "
@@ -192,7 +191,7 @@ class Speculator:
             UnsupportedModelError: a named method drafts, and they rule it out.
         """
         chosen = self.recipe(runner)
-        if not chosen.drafter().max_nodes or (reason := hooks.against_drafts(runner)) is None:
+        if not chosen.drafter().max_nodes or (reason := support.against_drafts(runner)) is None:
             return chosen
         if self._named is not None:
             raise UnsupportedModelError(reason)
@@ -292,7 +291,11 @@ class Speculator:
         """A prompt's token ids: as given; or a text's, as the user's turn of a chat if the model has a template."""
         return self.texts.encode(prompt, chat)
 
-    def generate(
+    def generate(self, prompts: Prompts, **settings: Unpack[Running]) -> list[Result]:
+        """Decodes prompts to the end, a result for each; with the arguments and errors of :meth:`stream`."""
+        return self.stream(prompts, **settings).results()
+
+    def stream(
         self,
         prompts: Prompts,
         *,
@@ -301,8 +304,8 @@ class Speculator:
         cancelled: Callable[[], bool] = lambda: False,
         piece: int | None = None,
         **settings: Unpack[Settings],
-    ) -> list[Result]:
-        """Decodes prompts to the end: a result for each.
+    ) -> Generation:
+        """Starts decoding prompts, step by step. Nothing is computed before the first step is asked for.
 
         Args:
             prompts: one prompt or several, each a text, a list of token ids, or a :class:`~longdraft.Request` with
@@ -321,23 +324,6 @@ class Speculator:
             PromptError: no prompt, an empty one, or a token id that the model does not have.
             ContextError: a prompt and its new tokens exceed the model's context.
             MemoryBudgetError: there is no room for even one prompt, before any work.
-        """
-        run = self.stream(prompts, batch=batch, cache=cache, cancelled=cancelled, piece=piece, **settings)
-        return run.results()
-
-    def stream(
-        self,
-        prompts: Prompts,
-        *,
-        batch: int | None = None,
-        cache: PromptCache | None = None,
-        cancelled: Callable[[], bool] = lambda: False,
-        piece: int | None = None,
-        **settings: Unpack[Settings],
-    ) -> Generation:
-        """Starts decoding prompts: as :meth:`generate`, with its arguments and errors, step by step.
-
-        Nothing is computed before the first step is asked for.
         """
         requests = requests_of(prompts, settings)
         if not callable(cancelled):
@@ -387,19 +373,22 @@ class Speculator:
 
     # --- transformers: model.generate(**inputs, custom_generate=speculator) ---
 
-    __signature__ = integration.HandedOver(integration.decode)
+    __signature__ = HandedOver(decoding.decode)
 
     def __call__(
-        self, model: PreTrainedModel, input_ids: torch.Tensor, *, given: integration.Given | None = None, **call: Any
+        self, model: PreTrainedModel, input_ids: torch.Tensor, *, given: Given | None = None, **call: Any
     ) -> Any:
         """The decoding loop that ``generate`` calls in place of its own. See :mod:`longdraft.integration`.
 
         Args:
             given: what ``generate`` would keep to itself, such as a streamer.
-            call: as of :func:`longdraft.integration.decode`.
+            call: as of :func:`longdraft.integration.decoding.decode`.
         """
-        given = given or integration.Given()
-        with integration.streaming(given.streamer):
+        given = given or Given()
+        try:
             runner = self.runner(model)
             chosen = self._settled(runner)
-            return integration.decode(runner, chosen, lambda: self.planner(runner=runner), input_ids, given, **call)
+            return decoding.decode(runner, chosen, lambda: self.planner(runner=runner), input_ids, given, **call)
+        finally:
+            if given.streamer is not None:
+                given.streamer.end()  # also if this fails: its reader in another thread would wait for ever

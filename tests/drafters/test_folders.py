@@ -53,6 +53,9 @@ THEIRS: dict[str, Make] = {
     "peagle": lambda folder, model: published.speculators(
         folder, "peagle", published.peagle_tensors(model), LAYER | {"model_type": "llama", "num_hidden_layers": 1}
     ),
+    "peagle by its tensors": lambda folder, model: published.save(
+        folder, LAYER | {"num_hidden_layers": 1, "mask_token_id": 9}, published.peagle_tensors(model)
+    ),
     "dflash": lambda folder, model: published.speculators(folder, "dflash", published.dflash_tensors()),
     "dspark": lambda folder, model: published.speculators(
         folder, "dspark", published.dflash_tensors(rank=6), markov_rank=6
@@ -531,8 +534,6 @@ def test_remarks_and_what_cannot_be_saved(tmp_path):
     found = " | ".join(load(random_eagle3(tmp_path / "b", target(), kept=[5, 2, 7], settings=settings)).remarks(runner))
     for part in ("rope_theta", "head size", "layers 1, 2, 4", "100 tokens", "d2t"):
         assert part in found
-    flagged = published_eagle3(tmp_path / "c", target(), norm_before_residual=True)
-    assert "norm_before_residual" in " | ".join(load(flagged).remarks(runner))
     eagle = published.write(tmp_path / "d", "eagle-1", max_position_embeddings=100)
     draft = kind_of(eagle).load(eagle)
     assert draft.feature_layers(runner) == (7,) and "100 tokens" in " ".join(draft.remarks(runner))

@@ -37,7 +37,6 @@ def test_a_folder_is_a_method_with_its_draft(model, tmp_path):
     for spec in (
         Speculator(folder, target=model),
         Speculator(str(folder), target=model),
-        Speculator.from_pretrained(folder, target=model),
         Speculator("longspec", target=model, draft=folder),
         Speculator(target=model, draft=str(folder)),
     ):

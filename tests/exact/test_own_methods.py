@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -76,23 +73,3 @@ def test_from_the_command_line(tmp_path, capsys):
         assert main(["methods", "--load", str(path)]) != 0
         err = capsys.readouterr().err
         assert said in err and "Traceback" not in err
-
-
-@pytest.mark.slow
-def test_a_drafter_of_an_installed_package_is_found(tmp_path):
-    """By an entry point; one that cannot be loaded is warned about, and nothing else."""
-    (tmp_path / "theirs.py").write_text(
-        "import longdraft\nfrom longdraft.drafters.suffix import SuffixDrafter\n"
-        "longdraft.compose('theirs', lambda longest=3: SuffixDrafter(max_draft=longest))\n"
-    )
-    info = tmp_path / "theirs-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[longdraft.drafters]\ntheirs = theirs\nlost = nowhere\n")
-    code = "from longdraft.methods import METHODS; print(list(METHODS['theirs'].options))"
-    paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    ended = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": paths}
-    )
-    assert ended.stdout == "['longest']\n", ended.stderr
-    assert "nowhere" in ended.stderr and "cannot be loaded" in ended.stderr

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -143,7 +142,7 @@ def test_a_layer_that_depends_on_other_rows_or_cannot_compute_is_refused(kind, m
         TargetRunner(with_layers(kind))
 
 
-@pytest.mark.parametrize("kind", [RoundsByNumber, RoundsItsResults, NotInInferenceMode])
+@pytest.mark.parametrize("kind", [RoundsByNumber, RoundsByPlace, RoundsItsResults, NotInInferenceMode])
 def test_a_layer_that_rounds_by_the_number_of_rows_gives_a_row_the_same_bits(kind):
     model = with_layers(kind)
     check_rows(model)
@@ -167,16 +166,6 @@ def test_layers_that_round_their_rows_are_hosted_with_our_attention():
     check_tokens(model, own=False)
     # With a model's own attention, no scores of rows are known.
     assert decoded(model, "self", 2, view="attention", budget=32, sink=8, window=8) == decoded(model, "ar", 1)
-
-
-@needs_kernels
-def test_a_layer_that_rounds_by_the_place_of_a_row_is_hosted_with_a_warning(caplog):
-    with caplog.at_level(logging.WARNING, "longdraft"):
-        TargetRunner(with_layers(RoundsByPlace))
-    assert [r.getMessage() for r in caplog.records if "number of rows" in r.getMessage()] == [
-        r.getMessage() for r in caplog.records
-    ]
-    assert len(caplog.records) == 1
 
 
 # --- the packages themselves: `make test-quantised` ---

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import threading
 import types
 import weakref
 from typing import Any
@@ -18,6 +19,7 @@ from longdraft import Speculator
 from longdraft.errors import CapabilityError, UnsupportedModelError
 from longdraft.model.outputs import Taps
 from longdraft.model.runner import TargetRunner
+from longdraft.model.twin import lock_of
 from tests.support.forwards import forward
 from tests.support.quick import in_turn
 from tests.support.tiny import FAMILIES, tiny_model
@@ -240,3 +242,14 @@ def test_model_and_twin_are_freed(circular):
     del model
     gc.collect()
     assert gone() is None
+
+
+def test_a_model_has_one_lock_and_who_has_it_takes_it_again():
+    model, taken = tiny_model(), []
+    lock = lock_of(model)
+    assert lock is lock_of(model) and lock is not lock_of(tiny_model())
+    with lock, lock:
+        other = threading.Thread(target=lambda: taken.append(lock.acquire(blocking=False)))
+        other.start()
+        other.join()
+    assert taken == [False] and lock.acquire(blocking=False)

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from longdraft import Speculator, compose
 from longdraft.errors import UnsupportedModelError
-from longdraft.model.kinds import layer_kinds
+from longdraft.model.layout import layer_kinds
 from tests.support.tiny import own_text
 from tests.zoo.planted import Planted
 from tests.zoo.tiny_models import VOCABULARY, WINDOW, tiny_model
@@ -31,7 +31,7 @@ ROUTED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k
 @dataclass(frozen=True)
 class Verdict:
     """Attributes:
-    kinds: what its layers are; see :func:`longdraft.model.kinds.layer_kinds`.
+    kinds: what its layers are; see :func:`longdraft.model.layout.layer_kinds`.
     reason: why it is refused; empty if it is hosted.
     """
 

@@ -9,11 +9,12 @@ from typing import Any
 
 from longdraft.bench.peers import PEERS
 from longdraft.drafts import draft_folder
+from longdraft.drafts.kinds import kind_of
 from longdraft.engine.sampler import Sampling
 from longdraft.errors import UnknownMethodError
 from longdraft.folders import is_gguf
 from longdraft.memory import offload as offloading
-from longdraft.methods import METHODS, method_of
+from longdraft.methods import METHODS
 from longdraft.model.checkpoints import LoadedModel, Progress
 from longdraft.planning import plans
 from longdraft.recipes import resolve
@@ -99,7 +100,7 @@ class Settings:
         given = self.draft_options if self.takes_draft(name) else {}
         draft = given.get("draft")
         if isinstance(draft, str | Path) and (draft_folder.is_draft_folder(draft) or is_gguf(draft)):
-            kinds = (method_of(draft).draft_kind, None)
+            kinds = (kind_of(draft).draft_kind, None)
             readers = [n for n in self.methods if self.takes_draft(n) and METHODS[method_name(n)].draft_kind in kinds]
             if readers and name not in readers:
                 given = {k: x for k, x in given.items() if k != "draft"}

@@ -194,11 +194,11 @@ def _settings(
     from longdraft.bench.acceptance import by_default
     from longdraft.bench.peers import PEERS
     from longdraft.bench.settings import Settings
-    from longdraft.methods import method_of
+    from longdraft.drafts.kinds import kind_of
 
     names = None if methods is None else method_options.words(methods)
     if names is None and drafting.draft is not None:
-        names = [method_of(drafting.draft).name]
+        names = [kind_of(drafting.draft).name]
 
     def made(names: Sequence[str]) -> Settings:
         if not names or any(name in PEERS for name in names):

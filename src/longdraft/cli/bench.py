@@ -93,7 +93,7 @@ def bench(
     from longdraft.bench.results import header
     from longdraft.bench.run import Bench, Measured
     from longdraft.bench.settings import Settings
-    from longdraft.methods import method_of
+    from longdraft.drafts.kinds import kind_of
     from longdraft.model.stored import is_stored
 
     if quick:  # other options win
@@ -111,7 +111,7 @@ def bench(
         contexts = (QUICK_CONTEXT if quick else BUILT_IN_CONTEXT,)
     names = METHODS_BY_DEFAULT if methods is None else tuple(method_options.words(methods))
     if methods is None and drafting.draft is not None:  # its method takes the place of the one that drafts itself
-        names = tuple(method_of(drafting.draft).name if name == DRAFTED else name for name in names)
+        names = tuple(kind_of(drafting.draft).name if name == DRAFTED else name for name in names)
     with options.settings_checked():
         settings = Settings(
             names, tokens, contexts, method_options.whole_numbers("--batch", batch), rounds, choosing.sampling(),

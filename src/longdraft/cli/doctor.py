@@ -63,8 +63,7 @@ def _examine(found: dict[str, Any], model: Any, runner: TargetRunner | None) -> 
     from longdraft.attention import dispatch
     from longdraft.model import hosting
     from longdraft.model.gpu import graphs
-    from longdraft.model.kinds import described
-    from longdraft.model.layout import layout_of
+    from longdraft.model.layout import described, layout_of
     from longdraft.model.stored import parameters
 
     found["model"] |= {

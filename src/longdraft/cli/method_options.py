@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -150,8 +149,8 @@ def catalogue() -> tuple[Mapping[str, Mapping[str, Option]], tuple[str, ...]]:
 
 
 def own_methods() -> bool:
-    """True if there may be others than the package's: a file of the user or an installed package may make some."""
-    return "longdraft.methods" in sys.modules or bool(entry_points(group="longdraft.drafters"))
+    """True if there may be others than the package's: a file of the user may make some."""
+    return "longdraft.methods" in sys.modules
 
 
 def trainings() -> dict[str, str]:

@@ -138,7 +138,7 @@ class HeadsDraft(TrainedDraft[BoundHeads]):
             CheckpointError: unreadable, without heads, or tensors missing, unexpected or of a wrong shape.
         """
         contents = tokenswift_heads.read(folder)
-        return cls(folder, draft_folder.load(folder) if contents is None else contents)
+        return cls(folder, draft_folder.load(folder, cls.kind) if contents is None else contents)
 
     def needs(self) -> dict[str, Any]:
         return {"hidden_size": self.shape.hidden_size}

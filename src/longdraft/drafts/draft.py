@@ -34,6 +34,7 @@ class Draft(ABC, Generic[Bound]):
         kind: what a folder's config.json calls it, and the method that drafts with it.
         folder: the folder it was read from, or a hub id as given.
         trained_length: tokens of the longest text it was trained on; None if the folder does not say.
+        retrieval_layer: the target's layer whose attention ranks chunks best; None if the folder names none.
         made_for: entries of the target's description that must be equal, by name.
     """
 
@@ -41,6 +42,7 @@ class Draft(ABC, Generic[Bound]):
     fetched: ClassVar[bool] = True
     """``load`` gets the folder of a hub id's files, not the id."""
     trained_length: int | None = None
+    retrieval_layer: int | None = None
 
     def __init_subclass__(cls, **named: Any) -> None:
         """Makes ``load`` a boundary: whatever a bad folder sets off is an error that names it. A hub id is fetched."""
@@ -71,11 +73,6 @@ class Draft(ABC, Generic[Bound]):
     def vocabulary(self) -> int | None:
         """Tokens it can propose; None: all of the target's."""
         return None
-
-    @property
-    def retrieval_layer(self) -> int | None:
-        """The target's layer whose attention ranks chunks best; None if the folder names none."""
-        return draft_folder.retrieval_layer(self.folder)
 
     @abstractmethod
     def check(self, runner: TargetRunner) -> None:
@@ -148,11 +145,9 @@ class TrainedDraft(Draft[Bound]):
 
     def __init__(self, folder: Path | str, contents: DraftFolder) -> None:
         super().__init__(folder)
-        draft_folder.check_kind(contents.kind, self.kind, folder)
         self.config = contents.config
-        self.trained_length = length = self.config.get("trained_length")
-        if length is not None and (type(length) is not int or length < 1):
-            raise CheckpointError(f"{CONFIG} of {folder} has no number that could be right for trained_length.")
+        self.trained_length = draft_folder.number(self.config, "trained_length", folder)
+        self.retrieval_layer = draft_folder.number(self.config, "retrieval_layer", folder, least=0)
         self.weights = dict(contents.tensors)
         for name, tensor in self.weights.items():
             if not (tensor.dtype in _IDS if name == OFFSETS else tensor.is_floating_point()):
@@ -174,7 +169,7 @@ class TrainedDraft(Draft[Bound]):
         Raises:
             CheckpointError: unreadable, another kind of draft, or tensors missing, unexpected or of a wrong shape.
         """
-        return cls(folder, draft_folder.load(folder))
+        return cls(folder, draft_folder.load(folder, cls.kind))
 
     def save(self, folder: Path | str, bits: int | None = None) -> None:
         """Writes the draft to a folder, in our layout, with its card and the record of its training.

@@ -168,28 +168,25 @@ def read_config(folder: Path | str) -> dict[str, Any]:
 
 
 def _of_a_run(folder: Path) -> str:
-    """Advice if the folder is a training run or one of its checkpoints: where its draft is. Otherwise empty."""
-    for run in (folder, *folder.absolute().parents[:2]):
-        if (run / "checkpoints").is_dir():
-            found = [run / name for name in ("best", "last") if is_draft_folder(run / name)]
-            kind = "a training run" if run == folder else "a checkpoint of a training run"
-            return (
-                f"it is {kind}, whose draft is in {found[0]}."
-                if found
-                else f"it is {kind} that has saved no draft yet."
-            )
-    return ""
+    """Advice if the folder is a training run or one of its checkpoints. Otherwise empty."""
+    runs = (run for run in (folder, *folder.absolute().parents[:2]) if (run / "checkpoints").is_dir())
+    return next((f"the draft of the training run {run} is in {run / 'best'} or {run / 'last'}." for run in runs), "")
 
 
-def load(folder: Path | str) -> DraftFolder:
+def load(folder: Path | str, kind: str | None = None) -> DraftFolder:
     """Reads a draft folder.
 
+    Args:
+        kind: the expected kind of draft.
+
     Raises:
-        CheckpointError: no such folder, no or broken config.json, missing or truncated weights.
+        CheckpointError: no such folder, no or broken config.json, missing or truncated weights; another kind.
     """
     config = read_config(folder)
     tensors = read_tensors(config, folder)
     found = _kind(config, folder)
+    if kind not in (None, found):
+        raise CheckpointError(f"{folder} holds a draft for {found or 'another method'}, not for {kind}.")
     config.pop("drafter", None)
     return DraftFolder(found, config, tensors, dict(config.pop("target", None) or {}))
 
@@ -203,12 +200,6 @@ def read_tensors(config: Mapping[str, Any], folder: Path | str) -> dict[str, tor
     tensors = tensor_files.read(folder)
     check_numbers(config, Path(folder) / CONFIG)
     return packed.unpacked(tensors, folder) if "longdraft_format" in config else tensors
-
-
-def check_kind(found: str, kind: str, folder: Path | str) -> None:
-    """Raises CheckpointError if the kind that a folder was found to hold is not the expected one."""
-    if found != kind:
-        raise CheckpointError(f"{folder} holds a draft for {found or 'another method'}, not for {kind}.")
 
 
 def shape_of(
@@ -236,6 +227,14 @@ def shape_of(
     if wrong:
         raise CheckpointError(f"{CONFIG} of {folder} has no number that could be right for {', '.join(wrong)}.")
     return kind(**{f.name: x for f, x in {**known, **flags}.items()})
+
+
+def number(config: Mapping[str, Any], name: str, folder: Path | str, least: int = 1) -> int | None:
+    """A whole number that may be left out of a config.json. Raises CheckpointError for anything else."""
+    found = config.get(name)
+    if found is not None and (type(found) is not int or found < least):
+        raise CheckpointError(f"{CONFIG} of {folder} has no number that could be right for {name}.")
+    return found
 
 
 def filled_in(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -304,17 +303,3 @@ def check_target(made_for: Mapping[str, Any], target: Mapping[str, Any], folder:
             "be lower.",
             folder,
         )
-
-
-def retrieval_layer(folder: Path) -> int | None:
-    """The target's layer whose attention ranks chunks best, if a draft's folder names one.
-
-    Raises:
-        CheckpointError: the entry is no layer number.
-    """
-    if not folder.is_dir():
-        return None
-    found = read_config(folder).get("retrieval_layer")
-    if found is not None and (type(found) is not int or found < 0):
-        raise CheckpointError(f"{CONFIG} of {folder}: retrieval_layer must be a layer's number from 0 on, or left out.")
-    return found

@@ -8,9 +8,9 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from longdraft.drafts import formats
+from longdraft.drafts import draft_folder, formats
 from longdraft.drafts.draft import TrainedDraft
-from longdraft.drafts.draft_folder import CONFIG, OFFSETS, DraftFolder
+from longdraft.drafts.draft_folder import OFFSETS, DraftFolder
 from longdraft.drafts.eagle_formats import KIND, Eagle3Shape, usual_layers
 from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.model.rotary import Rotary
@@ -42,9 +42,7 @@ class EagleDraft(TrainedDraft[Bound]):
         layers = self.config.get("feature_layers")
         self.layers: tuple[int, ...] | None = None if layers is None else tuple(layers)
         self.decoder_layers = int(self.config.get("decoder_layers") or 1)
-        self.window: int | None = self.config.get("window")
-        if self.window is not None and (type(self.window) is not int or self.window < 1):
-            raise CheckpointError(f"{CONFIG} of {folder} has no number that could be right for window.")
+        self.window = draft_folder.number(self.config, "window", folder)
 
     @classmethod
     def load(cls: type[Own], folder: Path | str) -> Own:
@@ -119,23 +117,21 @@ class EagleDraft(TrainedDraft[Bound]):
 
     def remarks(self, runner: TargetRunner) -> list[str]:
         """Settings that may cost acceptance, a sentence each. None affects correctness."""
-        shape, target = self.shape, runner.parts.description
         found = []
+        target, head = runner.parts.description, self.shape.head_dim
         theta, own = target["rope_theta"], self.rope["rope_theta"]
         if theta is not None and float(theta) != float(own):
             found.append(
                 f"its rope_theta is {own:g}, the target's {float(theta):g}: if few tokens are accepted, try the other "
                 "(rope_theta in its config.json)"
             )
-        if shape.head_dim != target["head_dim"]:
-            found.append(f"its head size is {shape.head_dim}, the target's {target['head_dim']}: check head_dim")
+        if head != target["head_dim"]:
+            found.append(f"its head size is {head}, the target's {target['head_dim']}: check head_dim")
         usual, layers = self.usual_layers(runner.depth), self.feature_layers(runner)
         if layers != usual:
             found.append(
                 f"it reads the outputs of layers {_listed(layers)}; usual for this target are {_listed(usual)}"
             )
-        if shape.norm_before_residual and self.layout == "published":
-            found.append("norm_before_residual is set, which the published layout does not know")
         if self.window is None and self.reach is not None and self.reach < runner.context_length:
             found.append(
                 f"it was trained for texts of {self.reach:,} tokens, the target reads {runner.context_length:,}: of "

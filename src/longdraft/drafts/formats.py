@@ -17,8 +17,7 @@ import torch
 from longdraft.drafts import draft_folder
 from longdraft.drafts.draft_folder import OFFSETS, DraftFolder
 from longdraft.errors import CheckpointError
-from longdraft.model.layer_config import completed
-from longdraft.model.rotary import yarn
+from longdraft.model.rotary import completed, yarn
 
 MEMBERS, EMBEDDING, MODEL_TYPE = "t2d", "embed_tokens.weight", "speculators_model_type"
 # RoPE's base where a folder states none.
@@ -101,8 +100,7 @@ def read(folder: Path | str, kind: str) -> tuple[DraftFolder, dict[str, Any]]:
     Raises:
         CheckpointError: unreadable, another kind of draft, or settings that cannot be right.
     """
-    theirs = draft_folder.load(folder)
-    draft_folder.check_kind(theirs.kind, kind, folder)
+    theirs = draft_folder.load(folder, kind)
     found, rope = (_ours if "longdraft_format" in theirs.config else _published)(theirs, folder)
     return found, stretched(rope, found.config.get("trained_length"), None, None, folder)
 
@@ -145,6 +143,7 @@ def _published(read: DraftFolder, folder: Path | str) -> tuple[DraftFolder, dict
         "draft_vocab_size": shape.vocabulary if OFFSETS in theirs.tensors else None,
         "target_vocabulary": vocabulary,
     }
+    ours |= {name: config[name] for name in ("retrieval_layer",) if name in config}
     rope = foreign_rope(sizes, THETA if speculators else form.theta)
     return DraftFolder(read.kind, ours | more, theirs.tensors, target), rope
 

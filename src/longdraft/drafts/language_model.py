@@ -59,7 +59,7 @@ class SmallLMDraft(Draft[BoundLM]):
         name = os.fspath(folder)
         path = Path(name).expanduser()
         if path.is_dir() and "longdraft_format" in draft_folder.read_config(path):
-            return TrainedLM(path, draft_folder.load(path))
+            return TrainedLM(path, draft_folder.load(path, KIND))
         return PublishedLM(str(path) if path.is_dir() or is_gguf(path) else name)
 
     def lighter(self, vocabulary: int | None = None) -> SmallLMDraft:
@@ -127,6 +127,9 @@ class PublishedLM(SmallLMDraft):
         self._name = name
         self._described = companions.describe(name)
         self.trained_length = self._described.trained_length
+        if self.folder.is_dir():
+            config = draft_folder.read_config(self.folder)
+            self.retrieval_layer = draft_folder.number(config, "retrieval_layer", name, least=0)
         self._vocabulary: int | None = None
         self._lighter: dict[int, PublishedLM] = {}
 

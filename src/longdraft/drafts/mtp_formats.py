@@ -42,10 +42,7 @@ def holds(folder: Path | str) -> bool:
     path = Path(folder)
     if is_gguf(path):
         return path.is_file() and further.holds(path)
-    try:
-        return tensor_files.is_safe(path) and bool(_wanted(tensor_files.names(path)))
-    except CheckpointError:
-        return False
+    return bool(tensor_files.picked(path, _wanted))
 
 
 def read(folder: Path | str) -> dict[str, torch.Tensor | Stored]:

@@ -12,11 +12,13 @@ from typing import Any
 import torch
 
 from longdraft.drafts import draft_folder
-from longdraft.drafts.draft_folder import OFFSETS
+from longdraft.drafts.draft_folder import OFFSETS, PUBLISHED
 from longdraft.drafts.eagle_draft import EagleDraft
 from longdraft.drafts.formats import MEMBERS
 from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.native.boundary import FLOATS
+
+_SIZES = ("hidden_size", "intermediate_size", "heads", "kv_heads", "head_dim", "rms_norm_eps", "attention_bias")
 
 
 def to_speculators(
@@ -59,15 +61,9 @@ def to_speculators(
     layer = {
         "model_type": "qwen3" if shape.qk_norm else "llama",
         "architectures": ["Qwen3ForCausalLM" if shape.qk_norm else "LlamaForCausalLM"],
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
+        **{PUBLISHED.get(name, name): getattr(shape, name) for name in _SIZES},
         "num_hidden_layers": shape.decoder_layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
         "hidden_act": "silu",
-        "rms_norm_eps": shape.rms_norm_eps,
-        "attention_bias": shape.attention_bias,
         "mlp_bias": False,
         "vocab_size": size,
         "max_position_embeddings": max_position,
@@ -85,10 +81,8 @@ def to_speculators(
         "speculators_model_type": "eagle3",
         "draft_vocab_size": shape.vocabulary,
         "target_hidden_size": shape.feature_size // len(draft.layers or (0, 0, 0)),
-        "norm_before_residual": shape.norm_before_residual,
-        "norm_before_fc": shape.norm_before_fc,
+        **{name: getattr(shape, name) for name in ("norm_before_residual", "norm_before_fc", "norm_output")},
         "fc_norm": shape.fc_norm is not None,
-        "norm_output": shape.norm_output,
         "embed_requires_grad": shape.embedding is not None,
         "tie_word_embeddings": False,
         "transformer_layer_config": layer,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -22,8 +22,6 @@ def read(folder: Path | str, wanted: Iterable[str] | None = None) -> dict[str, t
         CheckpointError: missing, truncated, or holding more than tensors.
     """
     if not is_safe(folder):
-        if not (Path(folder) / PICKLED).exists():
-            raise _missing(folder)
         return _unpickled(Path(folder) / PICKLED)
     files, found = _files(folder), dict[str, torch.Tensor]()
     own = files if wanted is None else {name: files[name] for name in wanted}
@@ -44,15 +42,18 @@ def names(folder: Path | str) -> Iterable[str]:
     Raises:
         CheckpointError: as :func:`read`.
     """
-    pickled = Path(folder) / PICKLED
-    index = pickled.with_name(f"{PICKLED}.index.json")
+    index = Path(folder) / f"{PICKLED}.index.json"
     if is_safe(folder):
-        return list(_files(folder))
-    if index.is_file():
-        return list(read_index(index))
-    if not pickled.exists():
-        raise _missing(folder)
-    return _unpickled(pickled, mapped=True)
+        return _files(folder)
+    return read_index(index) if index.is_file() else _unpickled(Path(folder) / PICKLED, mapped=True)
+
+
+def picked(folder: Path | str, wanted: Callable[[Iterable[str]], dict[str, str]]) -> dict[str, str]:
+    """Those of the names in safetensors files that ``wanted`` says other names of; none without, or in damaged ones."""
+    try:
+        return wanted(names(folder)) if is_safe(folder) else {}
+    except CheckpointError:
+        return {}
 
 
 def _files(folder: Path | str) -> dict[str, Path]:
@@ -72,13 +73,14 @@ def _unpickled(path: Path, mapped: bool = False) -> dict[str, torch.Tensor]:
     Args:
         mapped: leave the numbers in the file, where its format allows that.
     """
+    if not path.exists():
+        raise CheckpointError(f"{path.parent} has no {WEIGHTS}: copy the draft again.")
     zipped = zipfile.is_zipfile(regular(path))
     if zipped and any(each.compress_type for each in zipfile.ZipFile(path).infolist()):
         raise CheckpointError(f"{path} is compressed, so its size is unknown: get the draft as model.safetensors.")
     # weights_only: a file from anywhere must not run code.
     tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped and zipped)
-    known = isinstance(tensors, dict) and all(isinstance(n, str) and _is_plain(t) for n, t in tensors.items())
-    if not known:
+    if not isinstance(tensors, dict) or not all(isinstance(n, str) and _is_plain(t) for n, t in tensors.items()):
         raise CheckpointError(f"{path} holds more than tensors by name: get the draft as model.safetensors.")
     return dict(tensors)
 
@@ -88,7 +90,3 @@ def _is_plain(tensor: object) -> bool:
     if not isinstance(tensor, torch.Tensor):
         return False
     return tensor.layout == torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized
-
-
-def _missing(folder: Path | str) -> CheckpointError:
-    return CheckpointError(f"{folder} has no {WEIGHTS}: copy the draft again.")

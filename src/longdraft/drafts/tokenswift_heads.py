@@ -8,24 +8,18 @@ transformers drops these tensors when it loads the model (TokenSwift, Wu et al. 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from longdraft.drafts import draft_folder, tensor_files
 from longdraft.drafts.draft_folder import DraftFolder
-from longdraft.errors import CheckpointError
-from longdraft.folders import is_gguf
 
 _HEAD = re.compile(r"^(?:model\.)?medusa_layers\.(\d+)\.(linear|input_layernorm|post_layernorm)\.weight$")
 
 
 def holds(folder: Path | str) -> bool:
     """True if a model's folder holds such heads."""
-    if is_gguf(folder) or not draft_folder.is_draft_folder(folder) or not tensor_files.is_safe(folder):
-        return False
-    try:
-        return bool(_wanted(folder))
-    except CheckpointError:
-        return False
+    return bool(tensor_files.picked(folder, _wanted))
 
 
 def read(folder: Path | str) -> DraftFolder | None:
@@ -34,9 +28,9 @@ def read(folder: Path | str) -> DraftFolder | None:
     Raises:
         CheckpointError: the folder cannot be read.
     """
-    if not holds(folder):
+    wanted = tensor_files.picked(folder, _wanted)
+    if not wanted:
         return None
-    wanted = _wanted(folder)
     tensors = tensor_files.read(folder, list(wanted))
     config = draft_folder.read_config(folder)
     heads = {name.split(".")[1] for name in wanted.values()}
@@ -53,10 +47,10 @@ def read(folder: Path | str) -> DraftFolder | None:
     return DraftFolder("heads", ours, {wanted[name]: tensor for name, tensor in tensors.items()}, target)
 
 
-def _wanted(folder: Path | str) -> dict[str, str]:
+def _wanted(names: Iterable[str]) -> dict[str, str]:
     """Name in the folder -> name in our module."""
     found: dict[str, str] = {}
-    for name in tensor_files.names(folder):
+    for name in names:
         if (match := _HEAD.match(name)) is not None:
             number, part = match.groups()
             ours = {"linear": f"heads.{number}.proj", "input_layernorm": f"heads.{number}.norm"}

@@ -70,10 +70,9 @@ def decode(
         ContextError: prompt and new tokens exceed the target's context.
     """
     config, drafter = generation_config, chosen.drafter()
-    requests.check(config, model_kwargs, input_ids, given)
+    requests.check(config, model_kwargs, input_ids, given, runner.twin.layout)
     support.check_tokens(runner.model, input_ids)
     mask = model_kwargs.get("attention_mask")
-    requests.check_holes(mask, runner.twin.layout)
     rows, width = input_ids.shape
     # generate asks its criteria after each token, so it returns at least one.
     limit = getattr(stopping_criteria, "max_length", None)

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -90,13 +89,3 @@ def _hand_over(names: dict[str, Any]) -> None:
         cache=given_cache(keywords) is not None,
         synced=bool(taken.get("synced_gpus")),
     )
-
-
-@contextmanager
-def streaming(streamer: Any) -> Iterator[None]:
-    """Ends the streamer after the work inside, and if that fails: a reader in another thread would wait for ever."""
-    try:
-        yield
-    finally:
-        if streamer is not None:
-            streamer.end()

@@ -30,7 +30,7 @@ _KNOWN = (
 )  # fmt: skip
 
 
-def check(config: Any, model_kwargs: dict[str, Any], input_ids: torch.Tensor, given: Given) -> None:
+def check(config: Any, model_kwargs: dict[str, Any], input_ids: torch.Tensor, given: Given, layout: Layout) -> None:
     """Refuses calls that would not be decoded as ``generate`` decodes them.
 
     Raises:
@@ -48,12 +48,23 @@ def check(config: Any, model_kwargs: dict[str, Any], input_ids: torch.Tensor, gi
             "at least one row, and at least one token in each."
         )
     mask = model_kwargs.get("attention_mask")
-    if mask is not None and mask.shape != input_ids.shape:
+    if mask is None:
+        kept = torch.ones_like(input_ids, dtype=torch.bool)
+    elif mask.shape == input_ids.shape:
+        kept = mask.to(input_ids.device).bool()
+    else:
         raise CapabilityError(
             f"The attention_mask has the shape {tuple(mask.shape)}, input_ids {tuple(input_ids.shape)}: longdraft "
             "reads a mask of the prompt, with a number for each token."
         )
-    _check_positions(model_kwargs, input_ids)
+    # Tokens left out between others still count in windows and states.
+    inside = kept.int().cummax(-1).values & kept.int().flip(-1).cummax(-1).values.flip(-1)
+    if (layout.windows or layout.recurrent or layout.own) and bool((inside.bool() & ~kept).any()):
+        raise CapabilityError(
+            "The attention_mask leaves out tokens between others, and this model has windows, recurrent layers or an "
+            "attention of its own, in which they still count: take them out of input_ids, or leave custom_generate out."
+        )
+    _check_positions(model_kwargs.get("position_ids"), kept)
 
 
 def _check_mode(config: Any, given: Given) -> None:
@@ -99,31 +110,13 @@ def _is_text(name: str, value: Any) -> bool:
     return name in _KINDS and isinstance(value, torch.Tensor) and not value.any()
 
 
-def check_holes(mask: torch.Tensor | None, layout: Layout) -> None:
-    """Refuses masks that leave out tokens between others where these still count: in windows and states."""
-    if mask is None or not (layout.windows or layout.recurrent or layout.own):
-        return
-    kept = mask.bool().int()
-    inside = kept.cummax(-1).values & kept.flip(-1).cummax(-1).values.flip(-1)
-    if bool((inside > kept).any()):
-        raise CapabilityError(
-            "The attention_mask leaves out tokens between others, and this model has windows, recurrent layers or an "
-            "attention of its own, in which they still count: take them out of input_ids, or leave custom_generate out."
-        )
-
-
-def _check_positions(model_kwargs: dict[str, Any], input_ids: torch.Tensor) -> None:
+def _check_positions(positions: torch.Tensor | None, kept: torch.Tensor) -> None:
     """Checks that positions count the tokens that the mask keeps, from 0; those of padding do not matter."""
-    positions, mask = model_kwargs.get("position_ids"), model_kwargs.get("attention_mask")
     if positions is None:
         return
-    kept = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask.to(input_ids.device).bool()
     expected = kept.long().cumsum(-1) - 1
-    if positions.dim() > 2 or positions.shape[-1] != input_ids.shape[-1]:
-        same = False
-    else:
-        same = bool((positions.to(input_ids.device).expand_as(expected)[kept] == expected[kept]).all())
-    if not same:
+    sized = positions.dim() <= 2 and positions.shape[-1] == kept.shape[-1]
+    if not sized or bool((positions.to(kept.device).expand_as(expected) != expected)[kept].any()):
         raise CapabilityError(
             "longdraft counts positions from the first token that the attention_mask keeps, and the given position_ids "
             "are others: leave position_ids out."

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 import zlib
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,11 +12,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from longdraft.errors import CheckpointError, MemoryBudgetError
-from longdraft.files import naming, regular
+from longdraft.files import naming, regular, replacing
 from longdraft.memory import sizes
 from longdraft.memory.store import KVStore
 from longdraft.native.boundary import WHOLE
@@ -27,7 +26,7 @@ _FAMILY = "longdraft-kv-"
 FORMAT = f"{_FAMILY}3"
 # Prefix of the tensors of layers that keep a state instead of rows.
 _STATES = "states."
-# Suffix of unfinished files.
+# Suffix of unfinished files (:func:`longdraft.files.replacing`).
 PART = ".part"
 
 
@@ -58,7 +57,6 @@ def save(store: KVStore, slot: int, tokens: Sequence[int], fingerprint: str, pat
         CheckpointError: the file cannot be written (no space, no permission); nothing is left behind.
         MemoryBudgetError: the rows do not fit the free memory.
     """
-    path = Path(path)
     n = store.lengths[slot]
     if len(tokens) != n:
         raise ValueError(f"{len(tokens)} tokens for {n} committed rows")
@@ -75,22 +73,10 @@ def save(store: KVStore, slot: int, tokens: Sequence[int], fingerprint: str, pat
         tensors |= {f"{_STATES}{number}.{name}": tensor for name, tensor in states.save(slot).items()}
     sums = {name: _checksum(tensor, _kind(tensor.dtype, tensor.shape)) for name, tensor in tensors.items()}
     meta |= {"checksums": json.dumps(sums), "checksum": str(_header_checksum(meta, sums))}
-    temporary = None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=PART)
-        os.close(handle)
-        temporary = Path(name)
-        save_file(tensors, temporary, metadata=meta)
-        with temporary.open("r+b") as file:
+    with replacing(Path(path)) as part:
+        save_file(tensors, part, metadata=meta)
+        with part.open("r+b") as file:
             os.fsync(file.fileno())  # or a power cut could leave a file with a name and no rows
-        temporary.replace(path)
-    except (OSError, SafetensorError) as error:
-        needed = sum(t.numel() * t.itemsize for t in tensors.values())
-        raise CheckpointError(f"Could not write the snapshot {path} ({needed} bytes): {error}") from error
-    finally:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
 
 
 def load(store: KVStore, slot: int, fingerprint: str, path: Path | str, most: int | None = None) -> list[int]:

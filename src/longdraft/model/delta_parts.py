@@ -12,9 +12,9 @@ from longdraft.attention.block import Block
 from longdraft.memory.recurrent import LayerSlot
 from longdraft.model.hosting import Hosted
 from longdraft.model.layer_parts import is_gelu, is_untouched, norms_of, plus_of, products_of
-from longdraft.model.model_code import words
+from longdraft.model.model_copy import words
 from longdraft.model.recurrent import states_of
-from longdraft.model.stored_parts import ArrangedLinear
+from longdraft.model.stored import ArrangedLinear
 from longdraft.model.tree_paths import last_inputs, needed, parents_of
 from longdraft.native.boundary import FLOATS
 from longdraft.native.delta import DeltaLayer, DeltaRows, DeltaSequence, DeltaSizes

@@ -18,7 +18,7 @@ from torch import nn
 from torch.func import functional_call
 
 from longdraft.model.few_rows import in_halves, is_plain
-from longdraft.model.model_code import present_forward, replace_forward
+from longdraft.model.model_copy import present_forward, replace_forward
 from longdraft.model.stored import StoredWeights
 from longdraft.native import Stored, kernels
 from longdraft.native.experts import ExpertProducts, ExpertWeights

@@ -5,6 +5,7 @@ torch's plain product reads a matrix badly for a few rows. Our own kernel reads 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -28,24 +29,23 @@ def _most_halves() -> int:
     return MOST_HALVES if any(check is not None and check() for check in checks) else MOST
 
 
-class FewRowsLinear:
-    """Multiplies with one weight matrix, as ``F.linear``.
+def few_rows(weight: torch.Tensor | Stored, bias: torch.Tensor | None = None) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A function that multiplies x (..., in) with one matrix (out, in), as ``F.linear``.
 
     Args:
-        weight: (out, in). It may be stored if there are kernels.
+        weight: it may be stored if there are kernels.
     """
+    if isinstance(weight, Stored):
+        own = kernels()
+        assert own is not None
+        return lambda x: own.linear(x, [(weight, bias)])[0]
+    most = _most_halves() if in_halves(weight) else MOST
 
-    def __init__(self, weight: torch.Tensor | Stored, bias: torch.Tensor | None = None) -> None:
-        self.weight, self.bias, self._kernels = weight, bias, kernels()
-        self._most = _most_halves() if isinstance(weight, torch.Tensor) and in_halves(weight) else MOST
+    def product(x: torch.Tensor) -> torch.Tensor:
+        found = by_kernel(x, weight, bias) if x.numel() <= most * x.shape[-1] else None
+        return F.linear(x, weight, bias) if found is None else found
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x (..., in) -> (..., out)."""
-        if not isinstance(self.weight, torch.Tensor):
-            assert self._kernels is not None
-            return self._kernels.linear(x, [(self.weight, self.bias)])[0]
-        found = by_kernel(x, self.weight, self.bias) if x.numel() <= self._most * x.shape[-1] else None
-        return F.linear(x, self.weight, self.bias) if found is None else found
+    return product
 
 
 def by_kernel(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
@@ -64,7 +64,7 @@ def quicken(module: nn.Module) -> None:
     for layer in module.modules():
         if type(layer) is nn.Linear and weights_of(layer) is not None:
             bias = None if layer.bias is None else layer.bias.detach()
-            vars(layer)["forward"] = FewRowsLinear(layer.weight.detach(), bias)
+            vars(layer)["forward"] = few_rows(layer.weight.detach(), bias)
 
 
 def weights_of(layer: nn.Module) -> Weights | None:

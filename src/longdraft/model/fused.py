@@ -1,13 +1,13 @@
 """Decoder layers by our kernels: on a CPU all of them and the head in one call, on a GPU each in a few launches.
 
-They serve layers with the parts of a Llama's (on a CPU also a Gemma's). A tree of made-up tokens is computed once by
-the model's own code and once by the kernels, and the kernels are used only if both agree.
+They serve layers with the parts of a Llama's (on a CPU also a Gemma's), and are used only if they agree with the
+model's own code (:func:`longdraft.model.trial.agree`).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, Literal
@@ -17,35 +17,24 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from longdraft.attention.block import Block
-from longdraft.attention.reference import attend
 from longdraft.errors import MemoryBudgetError, reason_of
 from longdraft.memory import sizes
-from longdraft.memory.recurrent import RecurrentStates
 from longdraft.memory.store import KVStore
-from longdraft.memory.windows import WindowStates
 from longdraft.model import hosting, stored
 from longdraft.model.delta_parts import delta_layer_of, delta_rows
 from longdraft.model.few_rows import MOST
 from longdraft.model.gpu import layers as gpu_layers
 from longdraft.model.gpu.layers import GpuForward, GpuLayer
-from longdraft.model.layer_parts import ends_of, layer_of
-from longdraft.model.layer_rows import CosSin, LayerKinds
+from longdraft.model.layer_parts import CosSin, LayerKinds, ends_of, layer_of
 from longdraft.model.layout import layout_of
 from longdraft.model.model_copy import copy_without_hooks
-from longdraft.model.sharded import is_spread
 from longdraft.model.stored import light, light_bytes
+from longdraft.model.trial import Compute, Pair, agree
 from longdraft.native import DecoderLayer, DecoderStack, Stored, kernels
-from longdraft.native.boundary import FLOATS, WHOLE
 from longdraft.native.delta import DeltaLayer
 from longdraft.native.structures import Weights
 
 logger = logging.getLogger("longdraft")
-
-# Largest difference between both results, relative to the largest number: in float32, and in 16 bits in steps of the
-# dtype, where a sum in another order is now and then rounded the other way.
-_TOLERANCE, _STEPS = 1e-4, 6
-# A result of ours, and the model's own.
-Pair = tuple[torch.Tensor | None, torch.Tensor | None]
 
 
 class FusedLayers:
@@ -65,9 +54,8 @@ class FusedLayers:
         self.layers: list[DecoderLayer | DeltaLayer] | list[GpuLayer] = []
         self.stack: DecoderStack | None = None
         self._model, self._rounded = model, False
-        here = not is_spread(model)  # else a layer's weights come when its own code is called
-        own = kernels() if here and model.device.type == "cpu" and model.dtype == torch.float32 else None
-        self.on_gpu = here and gpu_layers.serves(model)
+        own = kernels() if model.device.type == "cpu" and model.dtype == torch.float32 else None
+        self.on_gpu = gpu_layers.serves(model)
         self.kinds = LayerKinds.of(model) if own is not None or self.on_gpu else None
         if self.kinds is None:
             return
@@ -111,7 +99,7 @@ class FusedLayers:
             for index, (layer, fast) in enumerate(zip(hosting.decoder_layers(each), layers, strict=True)):
                 yield layer, GpuForward(fast, kinds, index, layer.forward)
 
-        def by_layer(theirs: hosting.Hosted, ours: hosting.Hosted) -> list[Pair]:
+        def by_layer(theirs: hosting.Hosted, ours: hosting.Hosted) -> Iterator[Pair]:
             """Each layer on the input that the model's own layers give: roundings in 16 bits grow from layer to layer.
 
             What is around the layers is always the model's own.
@@ -126,7 +114,7 @@ class FusedLayers:
             for layer, forward in forwards(tried):
                 vars(layer)["forward"] = partial(both, forward)
             hosting.run(tried, theirs)
-            return pairs
+            yield from pairs
 
         if self._agrees(by_layer):
             for layer, forward in forwards(model):
@@ -210,48 +198,34 @@ class FusedLayers:
         with hosting.computing(hosted):
             return [self.kinds.rotate(kind.rope, x, hosted.block.positions) for kind in self.kinds.of_layers]
 
-    def _whole(self, theirs: hosting.Hosted, ours: hosting.Hosted) -> list[Pair]:
+    def _whole(self, theirs: hosting.Hosted, ours: hosting.Hosted) -> Iterator[Pair]:
         """Logits of the whole model, and the last layer's output: the norm behind it would hide a factor."""
-        model = self._model
-        last = len(hosting.decoder_layers(model)) - 1
-        tapped = hosting.tap(model, last)
+        assert self.kinds is not None
+        last = len(hosting.decoder_layers(self._model)) - 1
+        theirs, ours = (replace(each, hidden_layers=frozenset([last])) for each in (theirs, ours))
+        tapped = hosting.tap(self._model, last)
         try:
-            theirs, ours = (replace(each, hidden_layers=frozenset([last])) for each in (theirs, ours))
-            expected = hosting.run(model, theirs).logits
-            got = self.run(ours, "all") if self._fits(ours) else None
+            expected = hosting.run(self._model, theirs).logits
         finally:
             tapped.remove()
-        return [(got, expected), (ours.hidden.get(last), theirs.hidden.get(last))]
+        turns = self._turns(ours, self._model.get_input_embeddings()(ours.block.tokens))
+        widths = zip(self.kinds.numbers, self.layers, strict=True)
+        # No layer's heads may be narrower than what is turned of them.
+        if all(turns[n][0].shape[-1] <= x.d for n, x in widths if isinstance(x, DecoderLayer)):
+            yield self.run(ours, "all"), expected
+        yield ours.hidden.get(last), theirs.hidden.get(last)
 
-    def _fits(self, hosted: hosting.Hosted) -> bool:
-        """True if no layer's heads are narrower than what is turned of them."""
-        assert self.kinds is not None
-        turns = self._turns(hosted, self._model.get_input_embeddings()(hosted.block.tokens))
-        pairs = zip(self.kinds.numbers, self.layers, strict=True)
-        return all(turns[n][0].shape[-1] <= x.d for n, x in pairs if isinstance(x, DecoderLayer))
-
-    @torch.inference_mode()
-    def _agrees(self, compute: Callable[[hosting.Hosted, hosting.Hosted], list[Pair]]) -> bool:
-        """Compares results, keys, values and states of made-up tokens, near and far, with the model's own code.
-
-        Args:
-            compute: from the forwards of the model's own code and of the kernels, pairs of our results and theirs.
-        """
-        model, layout = self._model, layout_of(self._model)
+    def _agrees(self, compute: Compute) -> bool:
+        """True if the kernels give what the model's own code gives."""
         try:
-            for far in (False, True):
-                block, stores = _made_up(model, far)
-                theirs, ours = (hosting.Hosted(store, block, attend, layout) for store in stores)
-                pairs = compute(theirs, ours)
-                if not all(_close(a, b) for a, b in [*pairs, *zip(*map(_kept, reversed(stores)), strict=True)]):
-                    logger.info("The model does more with its layers than our kernels: its own code is taken.")
-                    return False
+            if agree(self._model, compute):
+                return True
+            logger.info("The model does more with its layers than our kernels: its own code is taken.")
         except Exception as error:  # a model, a compiler or a driver can raise any type
             # On a GPU nothing but what is missing on the machine fails here.
             level = logging.WARNING if self.on_gpu else logging.INFO
             logger.log(level, "Layers run by their own code, not by fused kernels: %s", reason_of(error))
-            return False
-        return True
+        return False
 
 
 def _in_int8(weights: Weights) -> Weights:
@@ -261,46 +235,3 @@ def _in_int8(weights: Weights) -> Weights:
 
 def _lighter(weights: Weights, bits: Literal[4, 8] = 8) -> Weights:
     return light(weights[0], bits), weights[1]
-
-
-def _made_up(model: PreTrainedModel, far: bool) -> tuple[Block, list[KVStore]]:
-    """A tree of three tokens behind a text of five, and two stores with the same keys and values.
-
-    Args:
-        far: the positions are the last ones that the model takes.
-    """
-    text, vocabulary = 5, int(hosting.decoder_config(model).vocab_size)
-    tree = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], **WHOLE).bool()
-    stores = [KVStore(layout_of(model).shape, 1, text + 3, model.device) for _ in range(2)]
-    for store in stores:
-        store.keep_states(*hosting.new_states(model, 1, text + 3))
-        for t in _kept(store):
-            t.copy_(torch.randn(t.shape, generator=torch.Generator().manual_seed(1), **FLOATS))
-    first = max(100, hosting.context_length(model) - text - 2) if far else 100
-    tokens, places = [[i % vocabulary for i in (1, 2, 3)]], [[first + text, first + text + 1, first + text + 1]]
-    return Block.make([0], [text], 3, tree[None], model.device, tokens=tokens, positions=places), stores
-
-
-def _kept(store: KVStore) -> list[torch.Tensor]:
-    """All keys and values of a store, and the states of recurrent layers with what is kept of unverified rows."""
-    found = [store.keys, store.values]
-    for states in store.states:
-        if isinstance(states, WindowStates):
-            found += [states.keys, states.values]
-        elif isinstance(states, RecurrentStates):
-            layers = [states.layer(0, number) for number in states.shapes]
-            kept = [(*a.now.windows.values(), a.now.state, *a.inputs.values(), *a.rows) for a in layers]
-            found += [t for each in kept for t in each if t is not None]
-    return found
-
-
-def _close(a: object, b: object) -> bool:
-    """True if both are tensors that differ by no more than a result of ours may differ from ``b``, the model's own."""
-    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor) or a.shape != b.shape:
-        return False
-    if not a.numel():
-        return True
-    apart, size, step = (a.float() - b.float()).abs(), b.float().abs(), torch.finfo(b.dtype).eps
-    if b.element_size() == 2:
-        return bool((apart.max() <= _STEPS * step * size.max()) & (apart.mean() <= step * size.mean()))
-    return bool(apart.max() <= _TOLERANCE * size.max())

@@ -25,8 +25,7 @@ from longdraft.errors import UnsupportedModelError
 from longdraft.memory.recurrent import RecurrentStates
 from longdraft.memory.store import KVStore, LayerStates
 from longdraft.memory.windows import WindowStates
-from longdraft.model.calls import Recording
-from longdraft.model.layout import Layout, Place, layout_of
+from longdraft.model.layout import Layout, Place, Recording, layout_of
 from longdraft.model.layout import decoder_config as decoder_config
 
 IMPLEMENTATION = "longdraft"

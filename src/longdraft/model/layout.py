@@ -1,27 +1,97 @@
 """The layout of a model's keys and values: which layers keep rows of the whole text, and which only the last rows.
 
-It follows from the recorded calls of the attention function (:mod:`.calls`), in order, and from the configuration's
-kinds of layers. Call i of a forward finds its rows at ``places[i]``.
+It follows from the recorded calls of the attention function, in order, and from the configuration's kinds of layers: a
+configuration does not say that layers share keys, attend twice, run several times or are skipped. Call i of a forward
+finds its rows at ``places[i]``.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
+import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from longdraft.errors import UnsupportedModelError
 from longdraft.memory.recurrent import RecurrentShape
 from longdraft.memory.store import KVShape
 from longdraft.memory.windows import Span, WindowShape
-from longdraft.model import calls
-from longdraft.model.calls import Call
 
-# Kinds of layers as transformers names them, that attend to rows of the text.
-FULL = ("full_attention", "attention", "hybrid")
-SLIDING = ("sliding_attention", "hybrid_sliding")
-CHUNKED = "chunked_attention"
+# What transformers calls a layer -> what it does with the text before a token.
+_WORDS = {
+    "full_attention": ("full",),
+    "attention": ("full",),
+    "sliding_attention": ("window",),
+    "chunked_attention": ("chunk",),
+    "linear_attention": ("recurrent",),
+    "conv": ("recurrent",),
+    "hybrid": ("full", "recurrent"),
+    "hybrid_sliding": ("window", "recurrent"),
+    "mlp": (),
+    "moe": (),
+}
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+# Kinds in the order in which they are told.
+_ORDER = ("full", "window", "chunk", "recurrent", "sparse")
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of the attention function.
+
+    Attributes:
+        module: name of the class of the attention module.
+        kv_heads: number of heads of keys and values.
+        head_dim, value_dim: sizes of a key and of a value.
+        layer: the module's number of its layer; None if it has none.
+        window: the ``sliding_window`` argument.
+        source: index of the earlier call whose keys and values it takes; None if it has some of its own.
+    """
+
+    module: str
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    layer: int | None = None
+    window: int | None = None
+    source: int | None = None
+
+
+class Recording:
+    """Records a forward; it stands in the place of attention.
+
+    Attributes:
+        calls: of the attention function, in order.
+        mixers: recurrent layers by their number, with what they were called with (:mod:`.recurrent`).
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self.mixers: dict[int, Any] = {}
+        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def __call__(
+        self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **more: Any
+    ) -> tuple[torch.Tensor, None]:
+        """Notes a call. The result has the right shape, and no meaning."""
+        number, window = getattr(module, "layer_idx", None), more.get("sliding_window")
+        call = Call(
+            type(module).__name__,
+            key.shape[1],
+            key.shape[-1],
+            value.shape[-1],
+            number if isinstance(number, int) else None,
+            window if isinstance(window, int) else None,
+            next((i for i, (k, v) in enumerate(self._kept) if k is key and v is value), None),
+        )
+        self.calls.append(call)
+        self._kept.append((key, value))
+        return value.new_zeros(*query.shape[:3], value.shape[-1]).transpose(1, 2).contiguous(), None
 
 
 class Place(NamedTuple):
@@ -55,24 +125,37 @@ class Layout(NamedTuple):
     own: tuple[Call, ...] = ()
 
 
+layouts: WeakKeyDictionary[PreTrainedModel, Layout] = WeakKeyDictionary()
+"""The layouts of models whose forward was recorded."""
+
+
 def layout_of(model: PreTrainedModel) -> Layout:
-    """The layout of a model whose calls are known, or whose configuration says all.
+    """The layout of a model: a recorded one, or that of a model whose configuration says all.
 
     Raises:
         UnsupportedModelError: it has no attention heads.
     """
+    if (found := layouts.get(model)) is not None:
+        return found
+    shape = configured_shape(model)
+    return Layout(tuple(Place(None, i) for i in range(shape.layers)), shape)
+
+
+def layout_from(
+    model: PreTrainedModel, calls: tuple[Call, ...], recurrent: Mapping[int, RecurrentShape], own: bool
+) -> Layout:
+    """The layout that follows from the calls of a forward.
+
+    Args:
+        own: the model attends with code of its own, and the calls are the layers of its cache.
+    """
     config = decoder_config(model)
-    found = calls.recorded.get(model)
-    if found is None:
-        shape = configured_shape(model)
-        return Layout(tuple(Place(None, i) for i in range(shape.layers)), shape)
-    recorded = found.calls
     # A model's own code knows how far back its layers see.
-    spans = [None if found.own else _span(config, call) for call in recorded]
+    spans = [None if own else _span(config, call) for call in calls]
     kinds = sorted({span for span in spans if span is not None}, key=lambda span: (span.size, span.chunked))
     counts = dict.fromkeys([None, *kinds], 0)
     places: list[Place] = []
-    for call, span in zip(recorded, spans, strict=True):
+    for call, span in zip(calls, spans, strict=True):
         if call.source is not None:
             places.append(places[call.source]._replace(writes=False))
             continue
@@ -80,15 +163,15 @@ def layout_of(model: PreTrainedModel) -> Layout:
         counts[span] += 1
 
     def sizes(span: Span | None) -> tuple[int, int, bool]:
-        own = [call for call, other in zip(recorded, spans, strict=True) if other == span]
-        heads = {call.kv_heads for call in own} or {1}
-        dims = {size for call in own for size in (call.head_dim, call.value_dim)} or {16}
+        alike = [call for call, other in zip(calls, spans, strict=True) if other == span]
+        heads = {call.kv_heads for call in alike} or {1}
+        dims = {size for call in alike for size in (call.head_dim, call.value_dim)} or {16}
         return max(heads), max(dims), len(heads) + len(dims) > 2
 
     heads, dim, padded = sizes(None)
     windows = tuple(WindowShape(span, counts[span], *sizes(span)[:2], model.dtype) for span in kinds)
     shape = KVShape(counts[None], heads, dim, model.dtype, padded)
-    return Layout(tuple(places), shape, windows, found.recurrent, recorded if found.own else ())
+    return Layout(tuple(places), shape, windows, recurrent, calls if own else ())
 
 
 def configured_shape(model: PreTrainedModel) -> KVShape:
@@ -123,7 +206,7 @@ def has_windows(model: PreTrainedModel) -> bool:
     config = decoder_config(model)
     kinds = getattr(config, "layer_types", None)
     if kinds:
-        return any(kind not in FULL for kind in kinds)
+        return any("full" not in _WORDS.get(kind, ()) for kind in kinds)
     return getattr(config, "sliding_window", None) is not None
 
 
@@ -137,13 +220,14 @@ def _span(config: Any, call: Call) -> Span | None:
     size = call.window or getattr(config, "sliding_window", None)
     if kinds and call.layer is not None and 0 <= call.layer < len(kinds):
         kind = kinds[call.layer]
-        if kind == CHUNKED:
+        words = _WORDS.get(kind, ())
+        if "chunk" in words:
             return _bounded(config, Span(int(config.attention_chunk_size), chunked=True))
-        if kind in SLIDING:
+        if "window" in words:
             if size is None:
                 raise UnsupportedModelError(f"{call.module} has a sliding window of no known size.")
             return _bounded(config, Span(int(size)))
-        if kind in FULL:
+        if "full" in words:
             return None
         raise UnsupportedModelError(
             f"{call.module} has layers of the kind {kind}, which longdraft cannot host exactly yet."
@@ -155,3 +239,51 @@ def _bounded(config: Any, span: Span) -> Span | None:
     """The span, or None if no text is longer."""
     longest = getattr(config, "max_position_embeddings", None)
     return None if isinstance(longest, int) and span.size >= longest else span
+
+
+def layer_kinds(model: PreTrainedModel) -> tuple[str, ...]:
+    """Names the kinds of a model's layers, as "full", "window", "recurrent" or "experts".
+
+    The others are "chunk", "sparse", "latent" and "shared KV".
+    A hosted model may also have "own code" (:mod:`.own_code`).
+    """
+    config = decoder_config(model)
+    counts = _counts(model)
+    more = {
+        "latent": bool(getattr(config, "kv_lora_rank", None)),
+        "experts": any(_number(config, name) > 1 for name in _EXPERTS),
+        "shared KV": _number(config, "num_kv_shared_layers") > 0,
+        "own code": model in layouts and bool(layouts[model].own),
+    }
+    return (*(kind for kind in _ORDER if counts[kind]), *(kind for kind, has in more.items() if has))
+
+
+def sparse_kinds(model: PreTrainedModel) -> list[str]:
+    """The names of the kinds of layers that see a part of the text by a choice of their own."""
+    return sorted({*(getattr(decoder_config(model), "layer_types", None) or ())} - _WORDS.keys())
+
+
+def described(model: PreTrainedModel) -> str:
+    """The layers in a sentence's part: "26 layers: 4 full, 22 window; experts"."""
+    counts = _counts(model)
+    parts = [f"{counts[kind]} {kind}" for kind in _ORDER if counts[kind]]
+    rest = [kind for kind in layer_kinds(model) if kind not in _ORDER]
+    return "; ".join([f"{decoder_config(model).num_hidden_layers} layers: {', '.join(parts)}", *rest])
+
+
+def _counts(model: PreTrainedModel) -> Counter[str]:
+    """Counts the layers of each kind; a layer may be of two."""
+    config = decoder_config(model)
+    depth = int(getattr(config, "num_hidden_layers", None) or 1)
+    names = getattr(config, "layer_types", None)
+    if not names:
+        # Configurations such as Mistral's have no layer_types, and a window for every layer.
+        windowed = getattr(config, "sliding_window", None) is not None
+        recurrent = getattr(model, "_is_stateful", False)
+        names = ["linear_attention" if recurrent else "sliding_attention" if windowed else "full_attention"] * depth
+    return Counter(kind for name in names for kind in _WORDS.get(name, ("sparse",)))
+
+
+def _number(config: Any, name: str) -> int:
+    value = getattr(config, name, None)
+    return value if isinstance(value, int) else 0

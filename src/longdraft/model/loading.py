@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -71,14 +70,11 @@ def load(
         raise CapabilityError(f"Stored weights are for float32 on a CPU, not {wanted} on {place}: leave weights out.")
     if arithmetic is not None and not (place.type == "cpu" and wanted == torch.float32):
         raise CapabilityError(f"arithmetic is for float32 on a CPU, not {wanted} on {place}: leave it out.")
-    read = _Reader(wanted, rope_factor, weights, arithmetic, say)
-    with paused():
-        if model is None:
-            loaded = read.gguf(packaged_file())
-            # Drafts record their target by name, and the file's path differs between machines.
-            loaded.model.config._name_or_path = loaded.model.name_or_path = EMBEDDED_ID
-        else:
-            loaded = read.named(os.fspath(model))
+    name = os.fspath(packaged_file() if model is None else model)
+    loaded = _read(name, wanted, say, rope_factor, weights, arithmetic)
+    if model is None:
+        # Drafts record their target by name, and the file's path differs between machines.
+        loaded.model.config._name_or_path = loaded.model.name_or_path = EMBEDDED_ID
     network = loaded.model.to(place).eval().requires_grad_(False)
     if place.type == "cuda":
         side_by_side.join(network)
@@ -98,67 +94,53 @@ def load_shared(
             "Processes share a model of a folder or a Hugging Face id: give one, or start one process."
         )
     place = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    read = _Reader(dtype_on(dtype, place), None, "float32", None, progress or (lambda message: None), shared=True)
-    with paused():
-        loaded = read.named(name)
+    loaded = _read(name, dtype_on(dtype, place), progress or (lambda message: None), weights="float32", shared=True)
     return LoadedModel(loaded.model.eval().requires_grad_(False), loaded.tokenizer)
 
 
-@dataclass(frozen=True)
-class _Reader:
-    """Reads a checkpoint of any kind with the same options."""
-
-    dtype: DType
-    rope_factor: float | None
-    weights: Weights | None
-    arithmetic: Arithmetic | None
-    say: Progress
-    shared: bool = False  # each process reads its share
-
-    def named(self, name: str) -> LoadedModel:
-        if not name.strip():
-            raise CheckpointError("The model's name is empty: give a folder, a .gguf file or a Hugging Face id.")
-        path = Path(name).expanduser()
-        if path.is_dir():
-            safe = check_folder(path)
-            self.say(f"Loading the weights in {path}")
-            # local_files_only: some tokenizers ask the hub about a folder's origin, and wait if it is unreachable.
-            return self._checkpoint(str(path), use_safetensors=safe, local_files_only=True)
-        if path.is_file():
-            return self.gguf(path)
-        if path.suffix == ".gguf" or name[0] in "/.~" or name.count("/") > 1 or "\\" in name:
-            raise CheckpointError(f"There is no file or folder {name!r}: check the path.")
-        self.say(f"{name} is not a folder here: looking on the Hugging Face hub (a first download can take minutes)")
-        return self._checkpoint(
-            name,
-            failure=f"{name!r} is not a folder here, and reading it from the Hugging Face hub failed",
-            remedy=f"Check that https://huggingface.co/{name} exists and can be reached from this machine "
-            "(a gated model needs `hf auth login`), or give a local folder.",
-        )
-
-    def gguf(self, path: Path) -> LoadedModel:
+@paused()
+def _read(
+    name: str,
+    dtype: DType,
+    say: Progress,
+    rope_factor: float | None = None,
+    weights: Weights | None = None,
+    arithmetic: Arithmetic | None = None,
+    shared: bool = False,
+) -> LoadedModel:
+    """Reads what a user names, with the options of :func:`load`; shared: each process reads its share."""
+    if not name.strip():
+        raise CheckpointError("The model's name is empty: give a folder, a .gguf file or a Hugging Face id.")
+    path = Path(name).expanduser()
+    if path.is_file():
         check_gguf(path)
-        return read_gguf(path, self.dtype, self.rope_factor, self.weights, self.say, self.arithmetic)
-
-    def _checkpoint(self, name: str, **source: Any) -> LoadedModel:
-        if self.arithmetic == "int8":
-            raise no_int8(name, "that is for GGUF files whose weights are stored in 8 bits or fewer")
-        keep = self.dtype == torch.float32 and (native.kernels() if self.weights is None else self.weights == "stored")
-        loaded = read_checkpoint(
-            name,
-            "auto" if keep else self.dtype,
-            self.rope_factor,
-            quantised_dtype=self.dtype,
-            shared=self.shared,
-            **source,
-        )
-        if isinstance(self.dtype, torch.dtype):
-            unpack_into(loaded.model, self.dtype)
-        if not keep:
-            return loaded
+        return read_gguf(path, dtype, rope_factor, weights, say, arithmetic)
+    source: dict[str, Any]
+    if path.is_dir():
+        # local_files_only: some tokenizers ask the hub about a folder's origin, and wait if it is unreachable.
+        name, source = str(path), {"use_safetensors": check_folder(path), "local_files_only": True}
+        say(f"Loading the weights in {path}")
+    elif path.suffix == ".gguf" or name[0] in "/.~" or name.count("/") > 1 or "\\" in name:
+        raise CheckpointError(f"There is no file or folder {name!r}: check the path.")
+    else:
+        say(f"{name} is not a folder here: looking on the Hugging Face hub (a first download can take minutes)")
+        source = {
+            "failure": f"{name!r} is not a folder here, and reading it from the Hugging Face hub failed",
+            "remedy": f"Check that https://huggingface.co/{name} exists and can be reached from this machine "
+            "(a gated model needs `hf auth login`), or give a local folder.",
+        }
+    if arithmetic == "int8":
+        raise no_int8(name, "that is for GGUF files whose weights are stored in 8 bits or fewer")
+    keep = dtype == torch.float32 and (native.kernels() if weights is None else weights == "stored")
+    kept_dtype = "auto" if keep else dtype
+    loaded = read_checkpoint(name, kept_dtype, rope_factor, quantised_dtype=dtype, shared=shared, **source)
+    if isinstance(dtype, torch.dtype):
+        unpack_into(loaded.model, dtype)
+    if keep:
         if not getattr(loaded.model, "is_quantized", False):
             keep_experts(loaded.model)
-        return LoadedModel(stored.keep_stored(loaded.model), loaded.tokenizer)
+        stored.keep_stored(loaded.model)
+    return loaded
 
 
 def _device(device: str | torch.device | None) -> torch.device:

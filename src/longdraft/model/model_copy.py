@@ -1,11 +1,12 @@
-"""Copies a model's structure on the same weights, and notices changes of the structure since."""
+"""Copies a model's structure on the same weights, notices changes of it since, and replaces forwards in a copy."""
 
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import OrderedDict
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache, partial
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
@@ -196,3 +197,42 @@ def place_of(tensor: torch.Tensor | None) -> int:
         return 0 if tensor is None else tensor.data_ptr()
     except RuntimeError:  # a kind of tensor without storage
         return 0
+
+
+@cache
+def _forward(kind: Any) -> FunctionType | None:
+    # A scripted class has none.
+    forward = getattr(kind, "forward", None)
+    function = None if forward is None else inspect.unwrap(forward)
+    return function if isinstance(function, FunctionType) else None
+
+
+def own_forward(module: nn.Module) -> FunctionType | None:
+    """The forward of a module's class, without decorators; None if it is not written in Python."""
+    kind: Any = type(module)
+    return _forward(kind)
+
+
+def words(module: nn.Module) -> frozenset[str]:
+    """Names that the forward of a module's class uses: of globals, attributes and methods."""
+    own = own_forward(module)
+    return frozenset() if own is None else frozenset(own.__code__.co_names)
+
+
+def calling(own: FunctionType, functions: Mapping[str, Callable[..., Any]]) -> FunctionType:
+    """The same forward, with other functions in the place of globals."""
+    made = FunctionType(own.__code__, {**own.__globals__, **functions}, own.__name__, own.__defaults__, own.__closure__)
+    made.__kwdefaults__ = own.__kwdefaults__
+    return made
+
+
+def present_forward(module: nn.Module) -> Callable[..., Any]:
+    """The forward that :func:`replace_forward` would replace."""
+    inside: Callable[..., Any] = vars(module).get("_old_forward") or module.forward
+    return inside
+
+
+def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
+    """Replaces a forward for good, inside hooks of accelerate if it has some. The module must be of our own copy."""
+    name = "_old_forward" if "_old_forward" in vars(module) else "forward"
+    vars(module)[name] = forward

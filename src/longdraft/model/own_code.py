@@ -18,7 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from longdraft.attention.block import Block
 from longdraft.model import hosting
-from longdraft.model.calls import Call
+from longdraft.model.layout import Call
 from longdraft.model.tree_paths import parents_of
 
 # What models call their cache, in the words of transformers 5.24 and of 5.17.

@@ -3,12 +3,11 @@
 Two questions are put to them before a model is hosted, on made-up rows. Does a row's result depend on the numbers in
 the rows beside it? Then the model is refused. Do its last bits depend on how many rows there are? Many kernels add up
 in another order for one row than for eight. On a CPU such a layer gets its rows in blocks of a fixed size while text
-is decoded, so that a drafted token gets the bits that it would get alone.
+is decoded, or one by one, so that a drafted token gets the bits that it would get alone.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import Any
@@ -21,8 +20,6 @@ from longdraft.errors import UnsupportedModelError, reason_of
 from longdraft.model.few_rows import is_plain, is_shared_out
 from longdraft.native import kernels
 from longdraft.native.boundary import FLOATS
-
-logger = logging.getLogger("longdraft")
 
 # Rows of a block, and of larger blocks that are used if they give the same bits.
 ROWS, LARGER = 8, (16, 32, 64)
@@ -44,7 +41,7 @@ def stays_quantised(config: Any) -> bool:
     if settings is None:
         return False
     method = settings.get("quant_method") if isinstance(settings, dict) else getattr(settings, "quant_method", None)
-    return _word(method) not in _UNPACKED
+    return word_of(method) not in _UNPACKED
 
 
 def unpack(model: nn.Module) -> None:
@@ -65,7 +62,7 @@ def unpack_into(model: nn.Module, dtype: torch.dtype) -> None:
     """
     unpack(model)
     for module in model.modules():
-        if _word(getattr(module, "quantization_status", None)) == "decompressed":
+        if word_of(getattr(module, "quantization_status", None)) == "decompressed":
             for parameter in module.parameters(recurse=False):
                 if parameter.dtype in (torch.bfloat16, torch.float16, torch.float32):
                     parameter.data = parameter.data.to(dtype)
@@ -88,7 +85,7 @@ def simplify(model: nn.Module) -> None:
         # One that was unpacked into another dtype stays what it is: it is refused when it is tried.
         other = any(weight.dtype != model.dtype for weight in module.parameters(recurse=False))
         rounded = scheme is None or scheme.input_activations or scheme.output_activations
-        if not (rounded or other) and _word(own.get("quantization_status")) == "decompressed":
+        if not (rounded or other) and word_of(own.get("quantization_status")) == "decompressed":
             own.pop("forward", None)
             del own["quantization_scheme"]
         if getattr(own.get("forward"), "__func__", None) is type(module).forward:
@@ -133,21 +130,11 @@ def install(model: nn.Module, wanted: Callable[[], bool]) -> None:
     Raises:
         UnsupportedModelError: a row's result depends on the rows beside it, or a layer cannot compute here.
     """
-    warned: set[str] = set()
     for module, sizes in _all_tried(model):
         forward = vars(module)["forward"] = _outside(module.forward)
         # Without kernels, other products do not give a row the same bits either.
-        if sizes == (1,) or kernels() is None:
-            continue
-        if sizes:
+        if sizes and kernels() is not None:
             vars(module)["forward"] = _in_blocks(forward, sizes, wanted)
-        elif (kind := _kind(module)) not in warned:
-            warned.add(kind)
-            logger.warning(
-                "%s rounds a row differently with the number of rows: where two tokens are all but equally likely, "
-                "text may differ from what is decoded without drafts.",
-                kind,
-            )
 
 
 def make_plain(model: nn.Module) -> None:
@@ -192,7 +179,7 @@ def _made_up(model: nn.Module, module: nn.Module, count: int) -> torch.Tensor:
 
 
 def _try(model: nn.Module, name: str, module: nn.Module) -> tuple[int, ...]:
-    """Sizes of blocks that give the same bits; (1,) if any number of rows does, empty if no size was found."""
+    """Sizes of blocks that give the same bits; (1,) if only rows one by one do, empty if any number of rows does."""
     rows = _made_up(model, module, LARGER[-1])
 
     def compute(x: torch.Tensor) -> torch.Tensor:
@@ -203,7 +190,7 @@ def _try(model: nn.Module, name: str, module: nn.Module) -> tuple[int, ...]:
     try:
         with torch.no_grad():
             depends = _depends(compute, rows[:ROWS])
-            sizes = _steady_sizes(compute, rows) if rows.device.type == "cpu" and not depends else (1,)
+            sizes = _steady_sizes(compute, rows) if rows.device.type == "cpu" and not depends else ()
     except Exception as error:  # another package may raise anything
         raise UnsupportedModelError(
             f"{type(model).__name__} has {name} ({_kind(module)}), which cannot compute on {rows.device} in "
@@ -231,12 +218,12 @@ def _steady_sizes(compute: Callable[[torch.Tensor], torch.Tensor], rows: torch.T
     expected = by(ROWS)
     # Another place in the block, and other rows in it.
     if not torch.equal(by(ROWS, rows.roll(3, 0)).roll(-3, 0), expected):
-        return ()
+        return (1,)
     if rows.dtype == torch.float32 and len(expected.unique()) < _DIFFERENT * expected.numel():
         return (ROWS,)  # rounded results would hide that other blocks add up in another order
     larger = tuple(size for size in LARGER if torch.equal(by(size), expected))
     fewer = all(torch.equal(compute(rows[:n]), expected[:n]) for n in _FEWER)
-    return (1,) if fewer and larger == LARGER else (ROWS, *larger)
+    return () if fewer and larger == LARGER else (ROWS, *larger)
 
 
 def _outside(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -281,6 +268,6 @@ def _kind(module: nn.Module) -> str:
     return kind if weight is None or is_plain(weight) else f"{kind}, {type(weight).__name__}"
 
 
-def _word(value: Any) -> str:
+def word_of(value: Any) -> str:
     """A string or the value of an enum's member."""
     return str(getattr(value, "value", value))

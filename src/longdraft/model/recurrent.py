@@ -24,9 +24,9 @@ from longdraft.attention.block import Block
 from longdraft.errors import UnsupportedModelError
 from longdraft.memory.recurrent import Checkpoint, LayerSlot, RecurrentShape, RecurrentStates
 from longdraft.memory.store import KVStore
-from longdraft.model.calls import Recording
 from longdraft.model.hosting import recording, running
-from longdraft.model.model_code import calling, own_forward, present_forward, replace_forward, words
+from longdraft.model.layout import Recording
+from longdraft.model.model_copy import calling, own_forward, present_forward, replace_forward, words
 from longdraft.model.recurrences import RECURRENCES, Recurrence, bound, steps
 from longdraft.model.rows import undisturbed, whole_vectors
 from longdraft.model.tree_paths import last_inputs, needed, parents_of

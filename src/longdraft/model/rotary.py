@@ -1,4 +1,4 @@
-"""The rotary embedding of a draft, whose head size, base and scaling may differ from the target's."""
+"""A draft's layer: its configuration, and its rotary embedding, whose base and scaling may differ from the target's."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from transformers import LlamaConfig
+from transformers import AutoConfig, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from longdraft.errors import CheckpointError
@@ -100,3 +100,14 @@ class Rotary:
         angles = offsets[:, None].float() * self.module.inv_freq.float()
         angles = torch.cat((angles, angles), dim=-1)
         return angles.cos(), angles.sin()
+
+
+def completed(stated: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration with the defaults of its model type.
+
+    Raises:
+        ValueError: a type that transformers does not know, or a value that it refuses.
+    """
+    rest = {name: value for name, value in stated.items() if name != "model_type"}
+    found: dict[str, Any] = AutoConfig.for_model(str(stated.get("model_type") or "llama"), **rest).to_dict()
+    return found

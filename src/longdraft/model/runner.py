@@ -19,14 +19,14 @@ from longdraft.memory import sizes
 from longdraft.memory.offload import Offload
 from longdraft.memory.rooms import Rooms
 from longdraft.memory.store import KVStore
-from longdraft.model import fingerprints, hosting, kv_dtypes, stored, support
+from longdraft.model import fingerprints, hosting, stored, support
 from longdraft.model.clock import Clock
 from longdraft.model.ends import stated_ends
 from longdraft.model.gpu import deterministic as one_bucket
 from longdraft.model.gpu.graphs import Computed, Graphs
 from longdraft.model.layout import layout_of
 from longdraft.model.outputs import NO_TAPS, Taps, TargetOutput, not_a_number
-from longdraft.model.sharded import is_spread, share_of
+from longdraft.model.sharded import share_of
 from longdraft.model.shared_parts import SharedParts
 from longdraft.model.twin import Twin, host, place_of
 
@@ -96,14 +96,13 @@ class TargetRunner:
         self.own_kv_dtype = torch.float16 if halves else self.kv_shape.dtype
         self.kv_dtype = kv_dtype or self.own_kv_dtype
         if self.kv_is_rounded:
-            kv_dtypes.check(self, self.kv_dtype, "kv_dtype")
+            support.check_kv_dtype(self, self.kv_dtype, "kv_dtype")
         # Graphs cannot record what processes exchange within a forward.
         # A recording cannot move the rows of windows either, nor compute rows one after another.
         self.recurrent = bool(self.twin.layout.recurrent)
         self.forks_cost = self.recurrent or self.attends_itself
         layout = self.twin.layout
-        alone = self.share is None and not is_spread(model)
-        recorded = alone and not (layout.windows or layout.recurrent or layout.own)
+        recorded = self.share is None and not (layout.windows or layout.recurrent or layout.own)
         self.graphs = Graphs.on(self.device, self.attention_path) if recorded else Graphs(None)
         # Of stores of whole texts and windows, and of views, which would take each other's.
         self._rooms, self._resident = Rooms(), Rooms()
@@ -160,21 +159,16 @@ class TargetRunner:
     def vocab_size(self) -> int:
         return stored.weight_shape(self.model.get_output_embeddings())[0]
 
-    @property
-    def rope_switch(self) -> int | None:
-        """Tokens of the longest text with LongRoPE's short factors: all rows of a longer one have the long factors.
-        None if rows do not depend on how long their text is."""
-        return self.twin.rope_switch
-
     def longest_text(self, prompt: int) -> int:
         """Tokens of the longest text that may begin with a prompt of so many: one that crosses the switch would have to
         be read anew."""
-        switch = self.rope_switch
+        switch = self.twin.rope_switch
         return self.context_length if switch is None or prompt > switch else switch
 
     def rows_kind(self, length: int) -> str:
         """Names the rows of a text of ``length`` tokens: texts of two kinds share none, even if they begin alike."""
-        return "long" if self.rope_switch is not None and length > self.rope_switch else ""
+        switch = self.twin.rope_switch
+        return "long" if switch is not None and length > switch else ""
 
     @property
     def fingerprint(self) -> str:
@@ -233,7 +227,7 @@ class TargetRunner:
         size = int(hosting.decoder_config(self.model).hidden_size)
         dtype = dtype or self.kv_dtype
         if dtype != self.kv_dtype:
-            kv_dtypes.check(self, dtype, "view_dtype")
+            support.check_kv_dtype(self, dtype, "view_dtype")
         rows = capacity + self.graphs.padding(slots) + (self.rows or 0)
         rooms = self._resident if resident and self.rooms is not None else self.rooms
         small = dtype != self.kv_shape.dtype

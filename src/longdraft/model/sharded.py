@@ -21,8 +21,7 @@ from longdraft.attention.block import Block
 from longdraft.attention.prefix import PrefixAttend
 from longdraft.errors import CapabilityError
 from longdraft.memory.store import KVShape
-from longdraft.model.few_rows import FewRowsLinear, is_shared_out
-from longdraft.native import Stored
+from longdraft.model.few_rows import few_rows, is_shared_out
 from longdraft.native.boundary import WHOLE
 
 _LOAD = 'AutoModelForCausalLM.from_pretrained(..., distributed_config=DistributedConfig(tp_plan="auto"))'
@@ -108,11 +107,6 @@ class Share:
             )
 
 
-def is_spread(model: PreTrainedModel) -> bool:
-    """True if the weights of its layers are spread over processes by FSDP2."""
-    return any(hasattr(module, "unshard") for module in model.modules())
-
-
 def share_of(model: PreTrainedModel) -> Share | None:
     """This process's share of a model, the same for all who ask; None if the process has all of it.
 
@@ -120,7 +114,7 @@ def share_of(model: PreTrainedModel) -> Share | None:
         CapabilityError: the model was shared out in a way that is not supported.
     """
     meshes = {p.device_mesh for p in model.parameters() if is_shared_out(p)}
-    if not meshes or is_spread(model):
+    if not meshes:
         return None
     if model in _shares:
         return _shares[model]
@@ -141,29 +135,25 @@ def share_of(model: PreTrainedModel) -> Share | None:
     return share
 
 
-class GatheredLinear:
-    """Multiplies with a matrix (out, in) whose rows are shared out, a DTensor, as ``F.linear``."""
+def product(weight: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A function that multiplies few rows with a matrix (out, in), as ``F.linear``.
 
-    def __init__(self, weight: Any) -> None:
-        self._weight, self._share = weight, weight.to_local()
+    Rows of the matrix may be shared out (a DTensor): the result is the same in all processes.
+    """
+    if not is_shared_out(weight):
+        return few_rows(weight)
+    from torch.distributed.tensor import DTensor, Shard
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x (..., in) -> (..., out), the same in all processes."""
-        from torch.distributed.tensor import DTensor, Shard
-
-        out = F.linear(x, self._share)
-        shape = torch.Size((*out.shape[:-1], self._weight.shape[0]))
+    def gathered(x: torch.Tensor) -> torch.Tensor:
+        out = F.linear(x, weight.to_local())
+        shape = torch.Size((*out.shape[:-1], weight.shape[0]))
         stride = torch.empty(shape, device="meta", dtype=torch.float32).stride()
         # With shape and stride, as shares may differ in size.
-        shared = DTensor.from_local(
-            out, self._weight.device_mesh, [Shard(out.dim() - 1)], run_check=False, shape=shape, stride=stride
-        )
+        places = [Shard(out.dim() - 1)]
+        shared = DTensor.from_local(out, weight.device_mesh, places, run_check=False, shape=shape, stride=stride)
         return shared.full_tensor()
 
-
-def product(weight: torch.Tensor | Stored) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A function that multiplies few rows with a matrix (out, in), which may be shared out."""
-    return GatheredLinear(weight) if is_shared_out(weight) else FewRowsLinear(weight)
+    return gathered
 
 
 def whole(weight: Any) -> torch.Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -92,6 +92,56 @@ class StoredLinear(StoredWeights):
                 return own.linear(x, [(self.matrix, self.bias)])[0]
         rows = rounded_to_int8(x).to(x.dtype) if self.int8 else x
         return F.linear(rows, self.weight.to(x.dtype), self.bias)
+
+
+class ArrangedLinear(nn.Module):
+    """``nn.Linear`` without a bias that puts inputs and outputs in order, so that no stored block is changed.
+
+    Args:
+        parts: matrices (out of a part, in), whose rows lie one behind the other.
+        rows: (out,) place in the parts of each row; None: as they are.
+        columns: (in,) place in the parts of each column; None: as they are.
+    """
+
+    rows: torch.Tensor | None
+    columns: torch.Tensor | None
+    places: torch.Tensor | None
+
+    def __init__(
+        self, parts: Sequence[Stored], rows: torch.Tensor | None = None, columns: torch.Tensor | None = None
+    ) -> None:
+        super().__init__()
+        self.out_features, self.in_features = sum(part.shape[0] for part in parts), parts[0].shape[1]
+        products = [StoredLinear(part) for part in parts]
+        for product in products:
+            product.inside = True
+        self.parts = nn.ModuleList(products)
+        self.register_buffer("rows", rows, persistent=False)
+        self.register_buffer("columns", columns, persistent=False)
+        self.register_buffer("places", None if columns is None else columns.argsort(), persistent=False)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.out_features, self.in_features
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The matrix in float32, unpacked in every call."""
+        whole = torch.cat([part.weight for part in self.parts if isinstance(part, StoredLinear)])
+        whole = whole if self.rows is None else whole[self.rows]
+        return whole if self.columns is None else whole[:, self.columns]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x (..., in) -> (..., out), in x's dtype."""
+        if self.places is not None:
+            x = x[..., self.places]
+        products = [part(x) for part in self.parts]
+        out = products[0] if len(products) == 1 else torch.cat(products, dim=-1)
+        return out if self.rows is None else out[..., self.rows]
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight"] = self.weight
 
 
 class StoredEmbedding(StoredWeights):

@@ -1,9 +1,11 @@
-"""Refuses models, lengths and token ids that longdraft cannot decode exactly, with the reason."""
+"""Refuses what longdraft cannot decode exactly, with the reason: models, adapters, dtypes of KV, lengths, tokens."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.modules import module as modules
@@ -11,15 +13,32 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from longdraft.errors import CapabilityError, ContextError, PromptError, UnsupportedModelError
-from longdraft.model import adapters, quantised
-from longdraft.model.fingerprints import is_known
+from longdraft.errors import CapabilityError, ContextError, PromptError, UnsupportedModelError, reason_of
+from longdraft.model import quantised
+from longdraft.model.fingerprints import hooked, is_known
 from longdraft.model.hosting import context_length, decoder_config, decoder_layers
-from longdraft.model.kinds import sparse_kinds
-from longdraft.model.long_rope import rope_kind, rope_parameters
+from longdraft.model.layout import sparse_kinds
+from longdraft.model.positions import rope_kind, rope_parameters
 from longdraft.model.stored import weight_shape
 
+if TYPE_CHECKING:
+    from longdraft.model.runner import TargetRunner
+
 _LOAD = "Load it: model, tokenizer = longdraft.load(...), or model = AutoModelForCausalLM.from_pretrained(...)."
+# Kinds of PEFT that compute more than a layer's rows one by one.
+_OTHER_KINDS = {
+    "ADAPTION_PROMPT": "changes what attention reads",
+    "LILY": "mixes its parts by all rows of its input together",
+    "POLY": "takes the number of a task with each forward",
+    "SHADOW": "carries a state from layer to layer",
+    "XLORA": "chooses its experts by the whole text",
+}
+# Arguments of ``generate`` that PEFT hands to its layers by hooks, a value for each row of a batch.
+_BY_ROW = ("adapter_names", "alora_offsets")
+
+_TEXT, _STEPS, _SEVERAL = 5, 2, (2, 64)
+# Largest relative difference of a row's logits, in 16 bits and in more.
+_ROUNDED, _CLOSE = 2e-2, 1e-5
 
 
 def check_model(model: object) -> None:
@@ -55,7 +74,7 @@ def check_supported(model: PreTrainedModel) -> None:
         )
     _check_places(model)
     quantised.check(model)
-    adapters.check(model)
+    _check_adapters(model)
 
 
 def check_autocast(device: torch.device) -> None:
@@ -133,3 +152,136 @@ def check_length(model: PreTrainedModel, length: int, ahead: int) -> None:
             f"length of the text beyond {limit} tokens. longdraft decodes it exactly up to there, and this needs "
             f"{longest} (prompt, new tokens and draft). Shorten the prompt or ask for fewer new tokens."
         )
+
+
+def check_kv_dtype(runner: TargetRunner, dtype: torch.dtype, option: str) -> None:
+    """Raises CapabilityError for a dtype that cannot be kept here, of all keys and values (the option ``kv_dtype``) or
+    of a view's (``view_dtype``)."""
+    of_views = option == "view_dtype"
+    offloaded = runner.offload is not None and not of_views
+    reason = "it is for KV that is not offloaded" if offloaded else _unreadable(runner, dtype)
+    if reason is None:
+        return
+    advice = "leave it out"
+    if of_views:
+        advice += "; a view of all rows needs it, so take another"
+    elif runner.device.type == "cuda":
+        advice += '; offload="host" or a partial view (specpv, self) takes less of a GPU\'s memory'
+    name = str(dtype).removeprefix("torch.")
+    raise CapabilityError(f"{option}={name} cannot be kept here: {reason}. So {advice}.")
+
+
+def _unreadable(runner: TargetRunner, dtype: torch.dtype) -> str | None:
+    """The reason why no attention path here reads keys and values rounded to a dtype; None if one does."""
+    shape = runner.kv_shape
+    if dtype == shape.dtype or runner.can_round_kv:
+        return None
+    if runner.attends_itself or shape.padded:
+        return "the model attends with code of its own, or its layers' keys and values have several sizes"
+    if runner.device.type != "cuda":
+        own = f"{shape.dtype} on {runner.device} ({runner.attention_path})"
+        return f"it is for models in float32 on a CPU with its own attention path, and this one is {own}"
+    return None if dtype == torch.int8 else "on a GPU keys and values are in the model's dtype or in int8"
+
+
+def _check_adapters(model: torch.nn.Module) -> None:
+    """Raises UnsupportedModelError for an active adapter of PEFT that longdraft would compute differently.
+
+    An adapter's layers stand around the model's own, so a twin has them as the model does.
+    """
+    in_layers = {name for module in model.modules() for name in _active(module)}
+    # A PeftModel whose ``generate`` has called that of its model.
+    asking = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
+    owners: list[Any] = [each for each in (model, asking) if isinstance(getattr(each, "peft_config", None), Mapping)]
+    for owner in owners:
+        # An adapter that changes no layer is the model's own: a PeftModel names it.
+        named = () if getattr(owner, "_adapters_disabled", False) else _names(getattr(owner, "active_adapter", ()))
+        for name in sorted({*in_layers, *named}):
+            settings = owner.peft_config.get(name)
+            if settings is not None and (why := _foreign(settings)) is not None:
+                raise UnsupportedModelError(
+                    f"The adapter {name!r} ({quantised.word_of(settings.peft_type)}) {why}, which longdraft does not "
+                    "host. Use one that adds to layers, such as LoRA, merge it (merge_and_unload), or disable it."
+                )
+    if given := _take_by_row(model):
+        raise UnsupportedModelError(
+            f"generate was given {given}: longdraft decodes all rows with one adapter. Leave it out, choose with "
+            "set_adapter, and make a call for each adapter."
+        )
+
+
+def _take_by_row(model: torch.nn.Module) -> str:
+    """Removes the hooks of a call with an adapter for each row, as PEFT leaves them behind when the call fails.
+
+    Returns:
+        The name of the argument of that call; empty if there was none.
+    """
+    found = ""
+    for module in model.modules():
+        for number, hook in list(module._forward_pre_hooks.items()):
+            given = [key for key in _BY_ROW if isinstance(hook, partial) and key in hook.keywords]
+            if given:
+                found = given[0]
+                del module._forward_pre_hooks[number]
+                module._forward_pre_hooks_with_kwargs.pop(number, None)
+    return found
+
+
+def _foreign(settings: Any) -> str | None:
+    if getattr(settings, "is_prompt_learning", False):
+        return "puts rows of its own before the text"
+    if getattr(settings, "alora_invocation_tokens", None) is not None:
+        return "begins in the middle of a text"
+    return _OTHER_KINDS.get(quantised.word_of(getattr(settings, "peft_type", "")))
+
+
+def _active(module: torch.nn.Module) -> list[str]:
+    """Names of the adapters that a layer computes with; empty for a layer without adapters."""
+    if not getattr(module, "adapter_layer_names", ()):
+        return []
+    chosen = () if getattr(module, "disable_adapters", False) else getattr(module, "active_adapters", ())
+    return [*_names(getattr(module, "merged_adapters", ())), *_names(chosen)]
+
+
+def _names(given: Any) -> list[str]:
+    if isinstance(given, str):
+        return [given]
+    return list(given) if isinstance(given, list | tuple) else []
+
+
+def against_drafts(runner: TargetRunner) -> str | None:
+    """Runs a model with hooks, replaced forwards or layers of the user's on made-up tokens, row by row and several rows
+    at once. Returns why it takes no drafts, with the name of a module; None if a row does not depend on the others.
+    """
+    with runner.lock:
+        runner.refresh()
+        if not (names := hooked(runner.model, classes=True)):
+            return None
+        why = "it gives a row another result if several come at once"
+        try:
+            alone, *others = (_rows(runner, sizes) for sizes in ([1] * _STEPS, *([n] for n in _SEVERAL)))
+            most = _ROUNDED if alone.element_size() == 2 else _CLOSE
+            apart = [((each - alone).float().norm(dim=-1) / alone.float().norm(dim=-1)).max() for each in others]
+            if bool(torch.stack(apart).max() <= most):
+                return None
+        except Exception as error:  # a user's code can raise any type
+            why = f"with several rows it fails ({reason_of(error)})"
+    return (
+        f"{type(runner.model).__name__} has code of its user's in {', '.join(dict.fromkeys(names))}, and drafts are "
+        f"verified several rows at a time: {why}. Remove it, or decode plainly, with the method ar."
+    )
+
+
+def _rows(runner: TargetRunner, sizes: list[int]) -> torch.Tensor:
+    """Logits (steps, vocabulary) of the rows behind a text, fed so many at a time."""
+    store, found = runner.new_store(1, _TEXT + sum(sizes)), []
+    tokens = [(37 * i + 11) % runner.vocab_size for i in range(_TEXT + sum(sizes))]
+    runner.forward(store.block([0], [tokens[:_TEXT]], prompt=True), store, logits="none")
+    store.commit(0, range(_TEXT))
+    for size in sizes:
+        start = store.lengths[0]
+        out = runner.verify(store.block([0], [tokens[start : start + size]]), store)
+        assert out.logits is not None
+        found.append(out.logits[0].clone())
+        store.commit(0, range(size))
+    return torch.cat(found)[:_STEPS]

@@ -19,10 +19,8 @@ from transformers import PreTrainedModel
 from longdraft.attention import fusing
 from longdraft.errors import UnsupportedModelError
 from longdraft.model import (
-    calls,
     experts,
     hosting,
-    long_rope,
     own_code,
     positions,
     quantised,
@@ -31,10 +29,10 @@ from longdraft.model import (
     support,
 )
 from longdraft.model.fused import FusedLayers
-from longdraft.model.layout import has_windows, layout_of
+from longdraft.model.layout import has_windows, layout_of, layouts
 from longdraft.model.model_copy import copy_of, signature, unchanged
 from longdraft.model.rows import RowExact
-from longdraft.model.sharded import is_spread, share_of
+from longdraft.model.sharded import share_of
 from longdraft.model.shared_parts import SharedParts, shared_parts
 from longdraft.model.trial import try_out
 from longdraft.native import kernels
@@ -43,19 +41,21 @@ from longdraft.native import kernels
 class Twin:
     """A copy of a model (``model``), with a number of its own.
 
-    A model whose layers are spread over processes cannot be copied: whoever spread it owns it, and it is its own twin.
+    Attributes:
+        rope_switch: tokens of the longest text with LongRoPE's short factors: all rows of a longer one have the long
+            factors. None if rows do not depend on how long their text is.
     """
 
     _numbers = itertools.count()
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.number = next(self._numbers)
-        spread = is_spread(model)
-        self.model = model if spread else copy_of(model)
+        self.model = copy_of(model)
+        layouts.pop(model, None)  # of before a change
         quantised.simplify(self.model)
         hosting.switch_on(self.model)
-        positions.install(self.model)
-        self.rope_switch = long_rope.install(self.model)
+        positions.give_positions(self.model)
+        self.rope_switch = positions.turn_by_row(self.model)
         recurrent.install(self.model)
         # A bare decoder of full attention whose layers our kernels compute, which is compared too, needs no trial.
         shared, windows = share_of(model) is not None, has_windows(model)
@@ -68,7 +68,7 @@ class Twin:
         causal = all(getattr(module, "is_causal", True) for module in model.modules())
         bare = causal and hosting.decoder_of(model) is model.base_model
         compared = self.fused.stack is not None and bare
-        if not (compared or shared or spread or windows):
+        if not (compared or shared or windows):
             self._try(model)
         self.layout = layout_of(self.model)
         # While text is decoded, a row's bits must not depend on the rows beside it.
@@ -80,9 +80,7 @@ class Twin:
         self._place = place_of(model)
 
     def _try(self, model: PreTrainedModel) -> None:
-        found = try_out(model)
-        for each in (model, self.model):
-            calls.recorded[each] = found
+        found = layouts[model] = layouts[self.model] = try_out(model)
         if found.own:
             hosting.decoder_config(self.model)._attn_implementation = hosting.decoder_config(model)._attn_implementation
 
@@ -136,8 +134,6 @@ class HostedModel:
         Raises:
             UnsupportedModelError: the model can no longer be hosted exactly, or copied.
         """
-        if self.twin.model is self._model:
-            return
         with self.lock:
             now = self._current()
             if not unchanged(self._signature, now):

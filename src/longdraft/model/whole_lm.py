@@ -13,7 +13,7 @@ import torch
 from longdraft.attention.block import Block
 from longdraft.memory.store import KVStore
 from longdraft.model.few_rows import MOST
-from longdraft.model.layer_rows import UNTURNED, CosSin
+from longdraft.model.layer_parts import UNTURNED, CosSin
 from longdraft.model.runner import TargetRunner
 from longdraft.model.shared_parts import rotary_module
 from longdraft.native import DecoderStack, kernels

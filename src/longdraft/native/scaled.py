@@ -64,9 +64,6 @@ class Scaled:
         self.scales.zero_()
         return self
 
-    def clone(self) -> Scaled:
-        return Scaled(self.numbers.clone(), self.scales.clone())
-
     def to(self, dtype: torch.dtype) -> torch.Tensor:
         """The rows as floats."""
         return (self.numbers * self.scales[..., None]).to(dtype)

@@ -26,7 +26,7 @@ from longdraft.model.gguf.architectures import SIZES, Arch, arch_of, config_of
 from longdraft.model.gguf.header import FACTORS, LAYER, Header, needs
 from longdraft.model.gguf.rope import scaling
 from longdraft.model.gguf.tokenizer import RULES, tokenizer_of
-from longdraft.model.stored_parts import Arranged, ArrangedLinear
+from longdraft.model.stored import ArrangedLinear
 from longdraft.native import Stored, kernels, missing
 from longdraft.native.stored import FORMATS
 
@@ -101,8 +101,11 @@ class File(Header):
             logger.warning("%s: how it splits texts (%s) is not known here, so tokens may differ.", self.path, rule)
         return tokenizer
 
-    def model(self, config: Any) -> PreTrainedModel:
+    def model(self, config: Any, whole: bool = True) -> PreTrainedModel:
         """The model, in float32, with matrices as they are stored, mapped from the file.
+
+        Args:
+            whole: the model has a place for every tensor.
 
         Raises:
             CheckpointError: a weight is missing, or has another size than the configuration says.
@@ -124,7 +127,8 @@ class File(Header):
             if (at := layout.other_name(name)) in tensors:
                 used.add(at)
                 buffer.copy_(torch.from_numpy(tensors[at].data).view_as(buffer))
-        if unused := sorted(each for each in tensors.keys() - used if not self._spare(each, config)):
+        unused = sorted(each for each in tensors.keys() - used if not self._spare(each, config))
+        if whole and unused:
             raise CheckpointError(
                 f"{self.path} has {len(unused)} tensors that a model of its configuration has no place for: "
                 f"{', '.join(unused[:5])}. It is damaged, or of another architecture than it says: fetch it again."
@@ -151,6 +155,18 @@ class File(Header):
             )
         known = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
         return lambda name: known.get_name(name)
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[File]:
+    """A GGUF file, and the boundary of what is read from it.
+
+    Raises:
+        CheckpointError: it is damaged or of an unknown architecture, or the package gguf is not installed.
+    """
+    needs("gguf", path)
+    with reading(path, f"{path} cannot be read as a GGUF model", _REMEDY), quiet():
+        yield File(path)
 
 
 @contextmanager
@@ -192,8 +208,8 @@ def _put_in(model: PreTrainedModel, weights: dict[str, layout.Weight], file: Pat
         modules.setdefault(path, {})[leaf] = tensor
     for path, leaves in modules.items():
         module, weight = model.get_submodule(path), leaves.get("weight")
-        if isinstance(weight, Arranged):
-            model.set_submodule(path, ArrangedLinear(weight))
+        if isinstance(weight, ArrangedLinear):
+            model.set_submodule(path, weight)
         elif isinstance(weight, Stored) and isinstance(module, nn.Linear | nn.Embedding):
             model.set_submodule(path, stored.in_place_of(module, weight, leaves.get("bias")))
         else:
@@ -226,10 +242,7 @@ def read_gguf(
         CapabilityError: the weights cannot stay as they are stored, or be computed in int8, as required; or the RoPE
             is of an unknown kind.
     """
-    needs("gguf", path)
-    failure = f"{path} cannot be read as a GGUF model"
-    with reading(path, failure, _REMEDY), quiet():
-        file = File(path)
+    with opened(path) as file:
         kinds = {t.kind: name for name, t in file.tensors.items() if len(t.shape) in (2, 3)}
         odd = sorted(kind for kind in kinds if kind not in (*FORMATS, "F32"))
         why = f"blocks of the type {odd[0]} ({kinds[odd[0]]}) are not read as they are stored" if odd else None
@@ -251,7 +264,7 @@ def read_gguf(
         unpacked_why = f"they are unpacked here ({missing() or weights or dtype})"
         none = "none of its weights are stored in 8 bits or fewer"
         raise no_int8(path, why or (none if stored.is_stored(loaded.model) else unpacked_why))
-    with reading(path, failure, _REMEDY):
+    with reading(path, f"{path} cannot be read as a GGUF model", _REMEDY):
         # Some versions of transformers give the tokenizer BOS for EOS, and let it remove the space before a comma.
         for role in ("bos_token", "eos_token", "pad_token"):
             token_id = getattr(loaded.model.config, f"{role}_id")

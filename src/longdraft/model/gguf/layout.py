@@ -15,11 +15,11 @@ from torch import nn
 from longdraft.model.experts import LAST, StoredExperts, as_parameters, is_mixture
 from longdraft.model.gguf.architectures import Arch
 from longdraft.model.gguf.header import Tensor
-from longdraft.model.stored_parts import Arranged
+from longdraft.model.stored import ArrangedLinear
 from longdraft.native import Stored
 from longdraft.native.stored import FORMATS
 
-Weight = torch.Tensor | Stored | Arranged
+Weight = torch.Tensor | Stored | ArrangedLinear
 
 # Tensors of another shape, by the first part of their name in a layer.
 _RESHAPED = ("ffn_gate_inp_shexp", "ssm_conv1d", "shortconv", "ssm_a", "ssm_d", "ssm_norm")
@@ -81,7 +81,7 @@ def weight(arch: Arch, tensors: Sequence[Tensor], config: Any, wanted: Sequence[
     packed = tuple(each for each in parts if isinstance(each, Stored))
     if len(packed) == len(parts):
         if len(packed) > 1 or columns is not None:
-            return Arranged(packed, rows, columns)
+            return ArrangedLinear(packed, rows, columns)
         return packed[0] if rows is None else packed[0].rows(rows)
     floats = [each.floats() if isinstance(each, Stored) else each for each in parts]
     data = floats[0] if len(floats) == 1 else torch.cat(floats)

@@ -20,8 +20,7 @@ from longdraft.attention import fusing
 from longdraft.model import hosting
 from longdraft.model.gpu import operators as operators  # defines the operators
 from longdraft.model.gpu.side_by_side import Products
-from longdraft.model.layer_parts import is_gelu, norm_of, plus_of, touched
-from longdraft.model.layer_rows import UNTURNED, CosSin, LayerKinds
+from longdraft.model.layer_parts import UNTURNED, CosSin, LayerKinds, is_gelu, norm_of, plus_of, touched
 
 # Numbers of a row that a program of the norm kernel holds in registers.
 MAX_HIDDEN = 32768
