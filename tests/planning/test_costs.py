@@ -111,11 +111,10 @@ def test_a_table_of_a_model(runner):
     assert all(list(s) == sorted(s) and s[0] > 0 for s in table.seconds)
 
 
-def test_noise_makes_nothing_cheaper_than_less_of_it(runner, monkeypatch):
+def test_noise_makes_nothing_cheaper_than_less_of_it(runner):
     """Whatever other work does to single forwards, the table rises with rows and with text."""
     times = iter(random.Random(0).choices([1.0, 5.0, 20.0], k=1000))
-    monkeypatch.setattr(costs, "_time", lambda *_: next(times))
-    table = measure(runner, lengths=(16, 32, 64), rows=(1, 2, 4))
+    table = measure(runner, lengths=(16, 32, 64), rows=(1, 2, 4), timed=lambda *_: next(times))
     assert all(list(s) == sorted(s) for s in (*table.seconds, *zip(*table.seconds, strict=True)))
 
 
@@ -129,9 +128,8 @@ def test_measuring_ends_in_time(runner, each, monkeypatch):
         return each * (1 + rows / 4)
 
     shares: list[float] = []
-    monkeypatch.setattr(costs, "_time", slow)
     monkeypatch.setattr(costs, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    table = measure(runner, (16, 32), (1, 2, 4, 8, 16), shares.append)
+    table = measure(runner, (16, 32), (1, 2, 4, 8, 16), shares.append, slow)
     assert table is not None and len(table.rows) >= 2 and now[0] <= 10.0
     assert all(0.0 <= share <= 1.0 for share in shares) and shares == sorted(shares)
     assert table.at(8, 16) == pytest.approx(each * 3)  # also where eight rows were not measured

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longdraft.trees.masks import ancestor_mask, padded_mask
+from longdraft.trees.masks import padded_mask
 from longdraft.trees.tree import TokenTree, chain, union
 
 
@@ -36,7 +36,7 @@ paths = st.lists(st.lists(st.integers(0, 2), max_size=6), max_size=6)
 
 @given(trees())
 def test_paths_depths_and_the_ancestor_mask_follow_parents(tree):
-    mask = ancestor_mask(tree)
+    (mask,) = padded_mask([tree], tree.size)
     assert mask.shape == (tree.size, tree.size) and mask.dtype == torch.bool
     for node in range(tree.size):
         path = tree.path(node)

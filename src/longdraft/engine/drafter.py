@@ -106,8 +106,8 @@ def of_part(part: str, name: str) -> Any:
 class Plan(Protocol):
     """Plans the rounds of one run: each asks for a node limit, prunes its trees, and reports what happened."""
 
-    def node_limit(self, sequences: SequenceOf[Sequence], lengths: SequenceOf[int]) -> NodeLimit | None:
-        """Returns how large this round's trees may be; None for no limit.
+    def node_limit(self, sequences: SequenceOf[Sequence], lengths: SequenceOf[int]) -> NodeLimit:
+        """Returns how large this round's trees may be.
 
         Args:
             lengths: KV rows that a verification reads of each sequence.

@@ -7,7 +7,7 @@ is verified as ever: the text is that of plain decoding with the same grammar, t
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from math import log
 from typing import Any, Protocol, runtime_checkable
 
@@ -51,9 +51,10 @@ def fitted(tree: TokenTree, sequence: Sequence, most: int) -> TokenTree:
     if grammar is None or most < 1 or sequence.finish_reason is not None:
         return tree
     grammar.read(sequence.output)
-    fit = _Fit(tree, grammar, most, [tree.tokens[0]])
+    fit = _Fit(tree, grammar, most)
     fit.grow(0, 0)
-    return fit.tree().best(most)
+    tokens, parents, log_probs = zip(*fit.nodes, strict=True)
+    return TokenTree(tokens, parents, log_probs, frozenset(fit.looked_up), frozenset(fit.forced)).best(most)
 
 
 def with_grammars(limit: NodeLimit, most: int) -> NodeLimit:
@@ -66,18 +67,13 @@ def with_grammars(limit: NodeLimit, most: int) -> NodeLimit:
     return replace(limit, choose=choose)
 
 
-@dataclass
 class _Fit:
-    """The tree that grows, beside the one that was drafted."""
+    """The tree that grows, beside the one that was drafted: (token, parent, log-probability) of each node."""
 
-    drafted: TokenTree
-    grammar: Grammar
-    most: int
-    tokens: list[int]
-    parents: list[int] = field(default_factory=lambda: [-1])
-    log_probs: list[float] = field(default_factory=lambda: [0.0])
-    looked_up: set[int] = field(default_factory=set)
-    forced: set[int] = field(default_factory=set)
+    def __init__(self, drafted: TokenTree, grammar: Grammar, most: int) -> None:
+        self.drafted, self.grammar, self.most = drafted, grammar, most
+        self.nodes = [(drafted.tokens[0], -1, 0.0)]
+        self.looked_up, self.forced = set[int](), set[int]()
 
     def grow(self, place: int, node: int | None) -> None:
         """Adds what may follow a node. The grammar stands behind it, and does so again afterwards.
@@ -85,7 +81,7 @@ class _Fit:
         Args:
             node: the same node in the drafted tree; None if it is not there.
         """
-        if len(self.tokens) >= self.drafted.size + self.most:
+        if len(self.nodes) >= self.drafted.size + self.most:
             return
         followed = 0
         for token in self.grammar.forced()[: self.most]:
@@ -111,22 +107,13 @@ class _Fit:
                 self.grammar.back(1)
 
     def _add(self, token: int, parent: int, node: int | None, forced: bool = False) -> int:
-        place = len(self.tokens)
-        self.tokens.append(token)
-        self.parents.append(parent)
+        place, log_prob = len(self.nodes), log(LIKELY)
         if forced:
             self.forced.add(place)
-            self.log_probs.append(0.0)
-        elif node is None:
-            self.log_probs.append(log(LIKELY))
-        else:
-            self.log_probs.append(self.drafted.log_probs[node] if self.drafted.log_probs else 0.0)
+            log_prob = 0.0
+        elif node is not None:
+            log_prob = self.drafted.log_probs[node] if self.drafted.log_probs else 0.0
         if node is not None and node in self.drafted.looked_up:
             self.looked_up.add(place)
+        self.nodes.append((token, parent, log_prob))
         return place
-
-    def tree(self) -> TokenTree:
-        return TokenTree(
-            tuple(self.tokens), tuple(self.parents), tuple(self.log_probs), frozenset(self.looked_up),
-            frozenset(self.forced),
-        )  # fmt: skip

@@ -103,8 +103,7 @@ class Engine:
         """Returns a tree for each sequence: only the root if its text is about to end, or if drafting would not pay."""
         most = self.drafter.max_nodes
         lengths = [self.schedule.length(s) for s in batch]
-        limit = None if self._plan is None else self._plan.node_limit(batch, lengths)
-        limit = None if limit is None else with_grammars(limit, most)
+        limit = None if self._plan is None else with_grammars(self._plan.node_limit(batch, lengths), most)
         roots = {s.index: TokenTree((s.output[-1],), (-1,)) for s in batch}
         chosen = [s for s in batch if s.finish_reason is None]
         if limit is not None and not self.drafter.free:
@@ -196,7 +195,7 @@ class Engine:
                     self._leave(s)
                 return steps
             except BaseException:
-                self._close()
+                self.close()
                 if self.cache.opened == self._opened and self._store.states:
                     self.cache.forget()  # a forward that ended early has changed some layers' states
                 raise
@@ -204,13 +203,10 @@ class Engine:
     def close(self) -> None:
         """Ends all sequences where they are. The cache stays usable."""
         with self.runner.lock:
-            self._close()
-
-    def _close(self) -> None:
-        self._waiting.clear()
-        self._unreported.clear()
-        for s in list(self._active):
-            self._leave(s)
+            self._waiting.clear()
+            self._unreported.clear()
+            for s in list(self._active):
+                self._leave(s)
 
     # --- slots and memory ---
 

@@ -31,7 +31,7 @@ from longdraft.model.runner import TargetRunner
 from longdraft.options import Options, option, parse, takes
 from longdraft.trees.tree import TokenTree
 from longdraft.views.cache import TrueCache
-from longdraft.views.scorers import SCORERS
+from longdraft.views.scorers import REDUCTIONS, SCORERS
 from longdraft.views.view import DTYPES, View, check_multiples, dtype_of
 
 
@@ -45,7 +45,7 @@ class PartialOptions(Options):
 
     budget: int = option(1024, min=1, help="KV rows that are chosen from the text")
     selector: str = option("minmax", choices=tuple(SCORERS), help="how blocks are ranked")
-    reduction: str = option("mean", choices=("mean", "max", "last"), help="how scores of several queries become one")
+    reduction: str = option("mean", choices=REDUCTIONS, help="how scores of several queries become one")
     margin: int = option(20, min=1, help="rows beyond a tree that a partial round leaves free before a full pass")
     sink: int = option(32, min=0, help="first rows, always seen")
     recent: int = option(128, min=1, help="last rows, always seen")

@@ -24,8 +24,6 @@ _OF_A_BATCH = {
     "PrefixConstrainedLogitsProcessor": "prefix_allowed_tokens_fn",
     "UnbatchedClassifierFreeGuidanceLogitsProcessor": "guidance_scale",
 }
-
-
 # Tokens that are less probable are rarely among those that top-p keeps; there are 100,000 others at most.
 _LEAST = 1e-5
 
@@ -76,22 +74,18 @@ def _of_row(processor: Any, row: int, rows: int) -> Any:
         )
     if rows == 1:
         return processor
-    if of_transformers and name in _OF_A_BATCH:
-        raise CapabilityError(
-            f"longdraft calls logits processors with one row, and {name} is made for all {rows} of the batch: give one "
-            f"prompt at a time, or leave {_OF_A_BATCH[name]} out."
-        )
-    if of_transformers and getattr(processor, "state", None) is not None:
-        raise CapabilityError(f"A {name} that has been used before has the state of another batch: make a new one.")
-    copied = _copy(processor)
     # The repetition penalty knows how much padding each row has.
-    if isinstance(ignored := getattr(copied, "prompt_ignore_length", None), torch.Tensor):
-        if ignored.shape[0] != rows:
-            raise CapabilityError(
-                f"The prompt_ignore_length of a {name} is for {ignored.shape[0]} rows, but the batch has {rows}. Give "
-                "it one number a row."
-            )
-        copied.prompt_ignore_length = ignored[row : row + 1]
+    ignored = getattr(processor, "prompt_ignore_length", None)
+    lengths = ignored if isinstance(ignored, torch.Tensor) else None
+    of_a_batch = name in _OF_A_BATCH or getattr(processor, "state", None) is not None
+    if of_transformers and (of_a_batch or (lengths is not None and lengths.shape[0] != rows)):
+        raise CapabilityError(
+            f"longdraft calls logits processors with one row, and this {name} is made for another batch, or for all "
+            f"{rows} rows of this one: give one prompt at a time, or leave {_OF_A_BATCH.get(name, 'it')} out."
+        )
+    copied = _copy(processor)
+    if lengths is not None:
+        copied.prompt_ignore_length = lengths[row : row + 1]
     return copied
 
 

@@ -39,12 +39,7 @@ class Request:
         eos_token_ids: tokens that end the output; None takes the model's own, an empty list none.
         stop: string or strings that end the output; they are cut from the text. None: none.
         chat: wrap a text prompt in the tokenizer's chat template, if it has one.
-        temperature: as in :class:`~longdraft.Sampling`.
-        top_k: as in :class:`~longdraft.Sampling`.
-        top_p: as in :class:`~longdraft.Sampling`.
-        min_p: as in :class:`~longdraft.Sampling`.
-        repetition_penalty: as in :class:`~longdraft.Sampling`.
-        repetition_window: as in :class:`~longdraft.Sampling`.
+        temperature, top_k, top_p, min_p, repetition_penalty, repetition_window: as in :class:`~longdraft.Sampling`.
         tenant: the user whose request this is: with ``earlier=N``, lookups only see texts of the same tenant.
         predicted: token ids that the output may resemble; lookups, if there are any, search them too.
         reuse: begin with the rows that a cache has of the prompt's beginning, if it has any.

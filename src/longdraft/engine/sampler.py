@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from longdraft.engine import processors as row_processors
-from longdraft.errors import values_checked
+from longdraft.errors import RequestError
 from longdraft.options import check_number, whole_number
 
 # Takes token ids (1, n) and scores (1, vocabulary), returns scores: transformers' LogitsProcessor interface.
@@ -101,6 +101,14 @@ class RecentPenalty(LogitsProcessor):
         return penalised
 
 
+_RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
+    "temperature": (lambda x: x >= 0, "at least 0"),
+    "top_p": (lambda x: 0 < x <= 1, "above 0 and at most 1"),
+    "min_p": (lambda x: 0 <= x <= 1, "from 0 to 1"),
+    "repetition_penalty": (lambda x: x > 0, "above 0"),
+}
+
+
 @dataclass(frozen=True)
 class Sampling:
     """Settings that process the target's distribution.
@@ -127,30 +135,17 @@ class Sampling:
     foresee: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+        for name, (fits, range_) in _RANGES.items():
             value = getattr(self, name)
             if value is not None or name == "temperature":
                 check_number(name, value)
-        with values_checked():
-            self._check()
-
-    def _check(self) -> None:
-        if self.temperature < 0:
-            raise ValueError(f"temperature must not be negative, got {self.temperature}")
-        # transformers checks what it builds; at these values nothing would be built, so nothing would complain.
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must lie above 0 and be at most 1, got {self.top_p}")
-        if self.min_p is not None and not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p must lie between 0 and 1, got {self.min_p}")
-        if self.top_k is not None:
-            whole_number("top_k", self.top_k, 0)
-        if self.repetition_penalty is not None and self.repetition_penalty <= 0:
-            raise ValueError(f"repetition_penalty must lie above 0, got {self.repetition_penalty}")
-        if self.repetition_window is not None:
-            whole_number("repetition_window", self.repetition_window, 1)
-            if self.repetition_penalty is None:
-                raise ValueError("repetition_window says where repetition_penalty counts: give that too")
-        self.processors()  # refuses bad values now rather than after the prefill
+                if not fits(value):
+                    raise RequestError(f"{name} must be {range_}, got {value}")
+        for name, least in (("top_k", 0), ("repetition_window", 1)):
+            if getattr(self, name) is not None:
+                whole_number(name, getattr(self, name), least)
+        if self.repetition_window is not None and self.repetition_penalty is None:
+            raise RequestError("repetition_window says where repetition_penalty counts: give that too")
 
     @property
     def greedy(self) -> bool:
@@ -163,17 +158,17 @@ class Sampling:
             if self.repetition_window is None:
                 processors.append(RepetitionPenaltyLogitsProcessor(float(self.repetition_penalty)))
             else:
-                processors.append(RecentPenalty(self.repetition_penalty, self.repetition_window))
+                processors.append(RecentPenalty(float(self.repetition_penalty), self.repetition_window))
         if self.greedy:
             return processors
         if self.temperature != 1.0:
             processors.append(TemperatureLogitsWarper(float(self.temperature)))
         if self.top_k:
-            processors.append(TopKLogitsWarper(self.top_k))
+            processors.append(TopKLogitsWarper(int(self.top_k)))
         if self.top_p is not None and self.top_p < 1.0:
-            processors.append(row_processors.TopP(self.top_p))
+            processors.append(row_processors.TopP(float(self.top_p)))
         if self.min_p:
-            processors.append(MinPLogitsWarper(self.min_p))
+            processors.append(MinPLogitsWarper(float(self.min_p)))
         return processors
 
 

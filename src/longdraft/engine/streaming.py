@@ -80,14 +80,16 @@ class TextStream:
     def _release(self, last: bool) -> list[Piece]:
         text = "".join(piece.text for piece in self._held)
         stops = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        end = min(stops) if stops else len(text) if last else len(text) - self._suspicious(text)
+        released = list[Piece]()
+        while end > 0:
+            piece, drafted = self._held.pop(0)
+            released.append(Piece(piece[:end], drafted))
+            if piece[end:]:
+                self._held.insert(0, Piece(piece[end:], drafted))
+            end -= len(piece)
         if stops:
-            self._stopped = True
-            end = min(stops)
-        else:
-            end = len(text) if last else len(text) - self._suspicious(text)
-        released, self._held = _split(self._held, end)
-        if self._stopped:
-            self._held = []
+            self._stopped, self._held = True, []
         return released
 
     def _suspicious(self, text: str) -> int:
@@ -97,15 +99,3 @@ class TextStream:
             if any(stop.startswith(text[-n:]) for stop in self._stops):
                 return n
         return 0
-
-
-def _split(pieces: Sequence[Piece], end: int) -> tuple[list[Piece], list[Piece]]:
-    """Pieces before character ``end``, and from it on."""
-    before, after = [], []
-    for text, drafted in pieces:
-        if text[:end]:
-            before.append(Piece(text[:end], drafted))
-        if text[end:]:
-            after.append(Piece(text[end:], drafted))
-        end = max(0, end - len(text))
-    return before, after

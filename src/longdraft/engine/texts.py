@@ -20,16 +20,19 @@ class Texts:
 
     tokenizer: PreTrainedTokenizerBase | None
 
+    def _needed(self, what: str) -> PreTrainedTokenizerBase:
+        if self.tokenizer is None:
+            raise CapabilityError(f"{what} needs a tokenizer: Speculator(..., tokenizer=tokenizer).")
+        return self.tokenizer
+
     def decode(self, tokens: list[int]) -> str:
         """Returns the text of token ids, without special tokens and ends.
 
         Raises:
             CapabilityError: there is no tokenizer.
         """
-        if self.tokenizer is None:
-            raise CapabilityError("Text needs a tokenizer: Speculator(..., tokenizer=tokenizer).")
         shown = [token for token in tokens if token not in self.eos]  # not all of them are special to a tokenizer
-        return str(self.tokenizer.decode(shown, skip_special_tokens=True))
+        return str(self._needed("Text").decode(shown, skip_special_tokens=True))
 
     def encode(self, prompt: Prompt, chat: bool = True) -> list[int]:
         """Returns a prompt's token ids; token ids are returned as they are.
@@ -43,9 +46,7 @@ class Texts:
         prompt = prompt_of(prompt)
         if not isinstance(prompt, str):
             return prompt
-        if self.tokenizer is None:
-            raise CapabilityError("A text prompt needs a tokenizer: Speculator(..., tokenizer=tokenizer).")
-        return chat_prompt(self.tokenizer, prompt) if chat else encode(self.tokenizer, prompt)
+        return (chat_prompt if chat else encode)(self._needed("A text prompt"), prompt)
 
     @cached_property
     def eos(self) -> frozenset[int]:
@@ -54,9 +55,8 @@ class Texts:
 
     def spelled(self, stops: Sequence[str]) -> Callable[[list[int]], str]:
         """Decodes for a search of these texts: with special tokens if one of them has the text of such a token."""
-        if self.tokenizer is None:
-            raise CapabilityError("Stop strings need a tokenizer: Speculator(..., tokenizer=tokenizer).")
-        special = (*self.tokenizer.added_tokens_encoder, *self.tokenizer.convert_ids_to_tokens(sorted(self.eos)))
+        tokenizer = self._needed("A stop string")
+        special = (*tokenizer.added_tokens_encoder, *tokenizer.convert_ids_to_tokens(sorted(self.eos)))
         if any(token in stop for token in special for stop in stops):
-            return partial(self.tokenizer.decode, skip_special_tokens=False)
+            return partial(tokenizer.decode, skip_special_tokens=False)
         return self.decode

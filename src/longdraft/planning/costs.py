@@ -43,7 +43,7 @@ REPEATS = 2
 # Measuring ends after this many seconds with what there is by then: the model may be large, or the machine busy.
 LIMIT_SECONDS = 10.0
 # Version of the tables on disk: raise it when one means something else than before.
-_FORMAT = 6
+_FORMAT = 7
 # Rows of a forward that wakes a model up.
 _WAKING = 4
 # Of the made-up trees.
@@ -146,86 +146,6 @@ class Costs:
         return bisect_right(self.table.rows, rows)
 
 
-def table_for(runner: TargetRunner, folder: Path | None = None, progress: Progress | None = None) -> CostTable | None:
-    """Returns a target's costs on this machine: read from disk, or measured and kept.
-
-    Args:
-        folder: where tables are kept; None: in the package's cache.
-        progress: called with a :class:`Stage` now and then while measuring.
-
-    Returns:
-        None if not even the shortest text fits the free memory.
-    """
-    key = _key(runner)
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
-    file = (cache_folder() / "costs" if folder is None else folder) / f"{digest}.json"
-    known = _read(file)
-    if known is not None:
-        with suppress(MemoryBudgetError):  # what the first forward does once (packing weights) is no round's cost
-            _time(runner, _filled_store(runner, 1, _WAKING), _WAKING)
-        return known
-    line = f"Measuring what a verification costs on this machine (once a model, {LIMIT_SECONDS:.0f} seconds at most)"
-    logger.info(line)
-    table = measure(runner, done=stages(line, progress))
-    if table is not None:
-        try:
-            with replacing(file) as part:
-                part.write_text(json.dumps({"key": key, "table": asdict(table)}, indent=1) + "\n", encoding="utf-8")
-        except CheckpointError as error:  # it is measured again the next time
-            logger.info("The table of costs cannot be kept: %s", error)
-    return table
-
-
-def measure(
-    runner: TargetRunner,
-    lengths: Sequence[int] = LENGTHS,
-    rows: Sequence[int] = ROWS,
-    done: Callable[[float], None] = lambda share: None,
-) -> CostTable | None:
-    """Times forwards on a made-up text, all sizes in turn, and keeps the least times.
-
-    Each length has its share of :data:`LIMIT_SECONDS`. If that is not enough, there are fewer rows or fewer lengths;
-    costs beyond these are then extrapolated.
-
-    Args:
-        lengths: a longer one than the model reads becomes the longest that it does.
-        done: called with the share of the work that is over.
-
-    Returns:
-        None if memory does not even allow the shortest length; lengths that do not fit are left out.
-    """
-    lengths = sorted({max(1, min(length, runner.context_length - rows[-1])) for length in lengths})
-    start = time.perf_counter()
-    table: list[dict[int, float]] = []  # for each length, the least seconds by rows
-    for i, length in enumerate(lengths):
-        try:
-            store = _filled_store(runner, length, rows[-1])
-        except MemoryBudgetError:
-            break
-        sizes, end = list(table[0] if table else rows), start + LIMIT_SECONDS * (i + 1) / len(lengths)
-        least: dict[int, float] = {}
-        for turn, n in enumerate(sizes * REPEATS):
-            done((i + turn / len(sizes) / REPEATS) / len(lengths))
-            # The next forward takes what one of this size took, or twice what a smaller one did.
-            known = least.get(n) or (table[-1][n] if table else 2 * least.get(sizes[turn - 1], 0.0))
-            if time.perf_counter() + known > end and (table or turn > 1):
-                break
-            seconds = _time(runner, store, n)
-            least[n] = min(seconds, least.get(n, seconds))
-        if table and len(least) < len(sizes):
-            break
-        table.append(least)
-    done(1.0)
-    if not table:
-        return None
-    # Other work on the machine only ever adds, and fewer rows or less text cannot cost more.
-    lowest = [
-        tuple(min(other[m] for other in table[i:] for m in least if m >= n) for n in least)
-        for i, least in enumerate(table)
-    ]
-    return CostTable(tuple(lengths[: len(table)]), tuple(table[0]), tuple(lowest))
-
-
 def _filled_store(runner: TargetRunner, length: int, rows: int) -> KVStore:
     """A store with a made-up text of zeros, and room for so many rows behind it."""
     store = runner.new_store(1, length + rows)
@@ -249,12 +169,101 @@ def _time(runner: TargetRunner, store: KVStore, rows: int) -> float:
     return time.perf_counter() - start
 
 
+def measure(
+    runner: TargetRunner,
+    lengths: Sequence[int] = LENGTHS,
+    rows: Sequence[int] = ROWS,
+    done: Callable[[float], None] = lambda share: None,
+    timed: Callable[[TargetRunner, KVStore, int], float] = _time,
+) -> CostTable | None:
+    """Times forwards on a made-up text, all sizes in turn, and keeps the least times.
+
+    Each length has its share of :data:`LIMIT_SECONDS`. If that is not enough, there are fewer rows or fewer lengths;
+    costs beyond these are then extrapolated.
+
+    Args:
+        lengths: a longer one than the model reads becomes the longest that it does.
+        done: called with the share of the work that is over.
+        timed: returns the seconds of a forward of so many rows on a store.
+
+    Returns:
+        None if memory does not even allow the shortest length; lengths that do not fit are left out.
+    """
+    lengths = sorted({max(1, min(length, runner.context_length - rows[-1])) for length in lengths})
+    start = time.perf_counter()
+    table: list[dict[int, float]] = []  # for each length, the least seconds by rows
+    for i, length in enumerate(lengths):
+        try:
+            store = _filled_store(runner, length, rows[-1])
+        except MemoryBudgetError:
+            break
+        sizes = list(table[0] if table else rows)
+        end = start + LIMIT_SECONDS * (i + 1) / len(lengths)
+        least: dict[int, float] = {}
+        for turn, n in enumerate(sizes * REPEATS):
+            done((i + turn / len(sizes) / REPEATS) / len(lengths))
+            # The next forward takes what one of this size took, or twice what a smaller one did.
+            known = least.get(n) or (table[-1][n] if table else 2 * least.get(sizes[turn - 1], 0.0))
+            if time.perf_counter() + known > end and (table or turn > 1):
+                break
+            seconds = timed(runner, store, n)
+            least[n] = min(seconds, least.get(n, seconds))
+        if table and len(least) < len(sizes):
+            break
+        table.append(least)
+    done(1.0)
+    if not table:
+        return None
+    # Other work on the machine only ever adds, and fewer rows or less text cannot cost more.
+    lowest = [
+        tuple(min(other[m] for other in table[i:] for m in least if m >= n) for n in least)
+        for i, least in enumerate(table)
+    ]
+    return CostTable(tuple(lengths[: len(table)]), tuple(table[0]), tuple(lowest))
+
+
+def table_for(
+    runner: TargetRunner,
+    folder: Path | None = None,
+    progress: Progress | None = None,
+    measured_by: Callable[..., CostTable | None] = measure,
+) -> CostTable | None:
+    """Returns a target's costs on this machine: read from disk, or measured and kept.
+
+    Args:
+        folder: where tables are kept; None: in the package's cache.
+        progress: called with a :class:`Stage` now and then while measuring.
+        measured_by: measures them as :func:`measure` does.
+
+    Returns:
+        None if not even the shortest text fits the free memory.
+    """
+    key = _key(runner)
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+    file = (cache_folder() / "costs" if folder is None else folder) / f"{digest}.json"
+    known = _read(file)
+    if known is not None:
+        with suppress(MemoryBudgetError):  # what the first forward does once (packing weights) is no round's cost
+            _time(runner, _filled_store(runner, 1, _WAKING), _WAKING)
+        return known
+    line = f"Measuring what a verification costs on this machine (once a model, {LIMIT_SECONDS:.0f} seconds at most)"
+    logger.info(line)
+    table = measured_by(runner, done=stages(line, progress))
+    if table is not None:
+        try:
+            with replacing(file) as part:
+                part.write_text(json.dumps({"key": key, "table": asdict(table)}, indent=1) + "\n", encoding="utf-8")
+        except CheckpointError as error:  # it is measured again the next time
+            logger.info("The table of costs cannot be kept: %s", error)
+    return table
+
+
 def _key(runner: TargetRunner) -> dict[str, object]:
     """Everything that a table depends on."""
-    shape = {"rows": "chain"} if runner.forks_cost else {}
-    shape |= {} if runner.rows is None else {"bucket": str(runner.rows)}
-    return shape | {
+    return {
         "format": _FORMAT,
+        "rows": "chain" if runner.forks_cost else "tree",
+        "bucket": str(runner.rows),
         "target": runner.fingerprint,
         "kv": str(runner.kv_dtype),
         "weights": "woven" if is_woven(runner.model) else "stored" if is_stored(runner.model) else "floats",

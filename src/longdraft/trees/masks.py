@@ -14,23 +14,21 @@ from longdraft.trees.level import Level
 from longdraft.trees.tree import TokenTree
 
 
-def ancestor_mask(tree: TokenTree) -> torch.Tensor:
-    """Returns (size, size) bool on the host: True if the column is the row itself or an ancestor of it."""
-    # Numbers of the host: torch would take three calls for each node.
-    seen = [bytearray(tree.size) for _ in tree.parents]
-    for node, parent in enumerate(tree.parents):
-        if node:
-            seen[node][:] = seen[parent]
-        seen[node][node] = 1
-    return torch.frombuffer(bytearray().join(seen), dtype=torch.bool).view(tree.size, tree.size)
-
-
 def padded_mask(trees: Sequence[TokenTree], size: int) -> torch.Tensor:
-    """Returns the ancestor masks (B, size, size) of a batch; rows of padding see themselves alone."""
-    mask = torch.eye(size, dtype=torch.bool, device="cpu").repeat(len(trees), 1, 1)
-    for b, tree in enumerate(trees):
-        mask[b, : tree.size, : tree.size] = ancestor_mask(tree)
-    return mask
+    """Returns (B, size, size) bool on the host: True if the column is the row itself or an ancestor of it.
+
+    Rows of padding see themselves alone.
+    """
+    # Numbers of the host: torch would take three calls for each node.
+    rows: list[bytearray] = []
+    for tree in trees:
+        seen = [bytearray(size) for _ in range(size)]
+        for node in range(size):
+            if 0 < node < tree.size:
+                seen[node][:] = seen[tree.parents[node]]
+            seen[node][node] = 1
+        rows += seen
+    return torch.frombuffer(bytearray().join(rows), dtype=torch.bool).view(len(trees), size, size)
 
 
 def tree_block(

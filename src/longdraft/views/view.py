@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from longdraft.views.scorers import REDUCTIONS, SCORERS, Candidates, score
+from longdraft.views.scorers import SCORERS, Candidates, score
 
 # Dtypes that keys and values may be rounded to.
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
@@ -41,14 +41,9 @@ def dtype_of(name: str | None, option: str = "view_dtype") -> torch.dtype | None
     """Returns the dtype that an option names, None for None; raises ValueError for a name not in :data:`DTYPES`."""
     if name is None:
         return None
-    check_name(option, name, tuple(DTYPES))
+    if name not in DTYPES:
+        raise ValueError(f"{option} must be one of {', '.join(DTYPES)}, got {name!r}")
     return DTYPES[name]
-
-
-def check_name(option: str, value: str, names: tuple[str, ...]) -> None:
-    """Raises ValueError for a value that is none of an option's names."""
-    if value not in names:
-        raise ValueError(f"{option} must be one of {', '.join(names)}, got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -65,7 +60,7 @@ class View:
         shared: whether all KV heads see the same rows; else each chooses its own.
 
     Raises:
-        ValueError: sizes that make no view, or unknown names.
+        ValueError: sizes that make no view.
     """
 
     scorer: str
@@ -78,8 +73,6 @@ class View:
     shared: bool = False
 
     def __post_init__(self) -> None:
-        check_name("scorer", self.scorer, tuple(SCORERS))
-        check_name("reduction", self.reduction, REDUCTIONS)
         check_sizes(0, chosen=self.chosen, sink=self.sink, room=self.room)
         check_sizes(1, window=self.window, chunk=self.chunk)
         check_multiples("chunk", self.chunk, sink=self.sink)

@@ -18,7 +18,6 @@ import longdraft
 from longdraft import LongdraftError
 from longdraft.cli.main import main
 from longdraft.errors import MemoryBudgetError, NumericalError
-from longdraft.planning import costs
 from longdraft.planning.costs import CostTable, table_for
 from tests.support.tiny import tiny_folder, tiny_model, tiny_tokenizer
 
@@ -109,14 +108,12 @@ DAMAGES = [
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_file_of_costs_is_measured_anew(damage, tmp_path, monkeypatch):
+def test_a_damaged_file_of_costs_is_measured_anew(damage, tmp_path):
     table, measured = CostTable((64,), (1, 2), ((1.0, 1.5),)), list[str]()
     runner = longdraft.Speculator("ar", target=tiny_model()).runner()
 
-    monkeypatch.setattr(costs, "measure", lambda *_, **__: measured.append("") or table)
-
     def found() -> CostTable | None:
-        return table_for(runner, tmp_path)
+        return table_for(runner, tmp_path, measured_by=lambda *_, **__: measured.append("") or table)
 
     assert found() == table == found() and len(measured) == 1
     (file,) = tmp_path.glob("*.json")
@@ -131,11 +128,10 @@ def test_a_damaged_file_of_costs_is_measured_anew(damage, tmp_path, monkeypatch)
     assert found() == table and len(measured) == 2
 
 
-def test_random_damage_to_costs_never_ends_a_run(tmp_path, monkeypatch):
+def test_random_damage_to_costs_never_ends_a_run(tmp_path):
     table = CostTable((64, 128), (1, 2), ((1.0, 1.5), (2.0, 3.0)))
     runner = longdraft.Speculator("ar", target=tiny_model()).runner()
-    monkeypatch.setattr(costs, "measure", lambda *_, **__: table)
-    table_for(runner, tmp_path)
+    table_for(runner, tmp_path, measured_by=lambda *_, **__: table)
     (file,) = tmp_path.glob("*.json")
     whole, chosen = file.read_bytes(), random.Random(5)
     for _ in range(80):
@@ -143,7 +139,7 @@ def test_random_damage_to_costs_never_ends_a_run(tmp_path, monkeypatch):
         for _ in range(chosen.randrange(1, 4)):
             content[chosen.randrange(len(content))] = chosen.choice(b'0123456789-.e[]{}",: \xff')
         file.write_bytes(content)
-        found = table_for(runner, tmp_path)
+        found = table_for(runner, tmp_path, measured_by=lambda *_, **__: table)
         assert found is not None and found.at(3, 100) > 0
 
 
