@@ -19,7 +19,7 @@ from longdraft.errors import CheckpointError, ConfigError
 from longdraft.model.rotary import yarn
 from longdraft.training.config import DEPTH, Eagle3Config
 from longdraft.training.eagle3 import Eagle3Trainee
-from longdraft.training.session import Session
+from longdraft.training.session import Session as Training
 from tests.support.drafts import published_eagle3
 from tests.training.helpers import begun, losses_of, steps
 
@@ -85,7 +85,7 @@ def theirs(target, tmp_path) -> Callable[..., Path]:
 
 def loss_of(config: Eagle3Config, draft: Eagle3Draft) -> float:
     """A draft's loss on all that a run learns, per learned row, with the positions that it decodes with."""
-    session = Session(config, DEPTH)
+    session = Training(config, DEPTH)
     reader = session.reader(draft.feature_layers(session.runner))
     documents = [reader.read(document) for document in session.learned]
     rotary = draft.rotary(torch.float32, "cpu")

@@ -24,7 +24,7 @@ from longdraft.errors import (
 )
 from longdraft.training import loop
 from longdraft.training.measure import Simulated
-from longdraft.training.session import Session
+from longdraft.training.session import Session as Training
 from tests.support.drafts import random_draft
 from tests.support.quick import slow
 from tests.support.tiny import tiny_model, tiny_tokenizer
@@ -353,7 +353,7 @@ def test_offsets_are_drawn_anew_in_each_epoch_unless_they_are_kept(config, tmp_p
     """LongSpec, section 3.2: over a run, a text meets many positions."""
     for cache in (None, str(tmp_path / "cache")):
         run = config(anchor_offset=300, max_length=64, cache=cache, out=tmp_path / f"run{bool(cache)}")
-        began = Session(run, 5)
+        began = Training(run, 5)
         drawn = [[began.offset(i, epoch) for i in range(len(began.learned))] for epoch in range(3)]
         assert all(0 <= n <= 300 for each in drawn for n in each) and len({*drawn[0]}) > 5
         assert (drawn[0] == drawn[1]) == (cache is not None)
