@@ -122,7 +122,9 @@ def dflash(
     )  # fmt: skip
 
 
-def peagle(sizes: Any = None, layer: Any = None, slots: int = 5, window: int | None = None, **config: Any) -> Row:
+def peagle(
+    sizes: Any = None, layer: Any = None, slots: int = 5, window: int | None = None, options: Any = None, **config: Any
+) -> Row:
     sizes = sizes or {}
 
     def write(folder: Path, model: Any) -> Path:
@@ -138,10 +140,12 @@ def peagle(sizes: Any = None, layer: Any = None, slots: int = 5, window: int | N
     return Row(
         write,
         lambda model, spec, folder: said.peagle(model, weights_of(folder), slots, bool(config), window),
-        {"top_k": 3, "nodes": 14, "window": window}, ids=sizes.get("kept"),
+        {"top_k": 3, "nodes": 14, "window": window, **(options or {})}, ids=sizes.get("kept"),
     )  # fmt: skip
 
 
+# A working cache that always holds the whole text.
+COVERING = {"retrieval": True, "tree": "dynamic", "chunk": 2, "chunks": 60, "refresh": 2, "sink": 2, "recent": 4}
 AUX = {"eagle_aux_hidden_state_layer_ids": [2, 3, 5]}  # what enters the layers that the definitions read
 SLIDING = LAYER | {"sliding_window": 5, "use_sliding_window": True}
 IDS = {"target_layer_ids": [1, 2, 4], "mask_token_id": MASK}
@@ -213,6 +217,7 @@ ROWS = {
     ),
     "dflash window of the user's": dflash({}, options={"window": 6, "depth": 3}, window=6),
     "dflash window of its training": dflash({}, config={"layer": LAYER | {"max_position_embeddings": 9}}, window=9),
+    "dflash with retrieval": dflash({}, options=COVERING),
     "dspark": dflash({"rank": 6}, "dspark", ANCHOR),
     "dspark kept": dflash({"rank": 6, "kept": KEPT}, "dspark", ANCHOR),
     "dspark gated": dflash(
@@ -247,6 +252,8 @@ ROWS = {
     "peagle layers of qwen3": peagle(
         {"decoder_layers": 2, "qk_norm": True}, {"model_type": "qwen3", "num_hidden_layers": 2}
     ),
+    "peagle with retrieval": peagle(options=COVERING),
+    "peagle layers with retrieval": peagle({"decoder_layers": 3}, {"num_hidden_layers": 3}, options=COVERING),
     "peagle as eagle3": peagle(slots=8),
     "peagle in a window": peagle(slots=8, window=9),
     "heads": Row(
@@ -308,6 +315,20 @@ def test_rounds_are_those_of_the_definition(tmp_path, name):
     spec = Speculator(folder, target=model, **row.options)
     rounds = compare(spec, row.says(model, spec, folder), ids=row.ids, near=row.near)
     assert row.depth is None or max(max(tree.depths) for _, tree in rounds) == row.depth
+
+
+@pytest.mark.parametrize("name", ["dflash with retrieval", "peagle with retrieval", "peagle layers with retrieval"])
+def test_chosen_chunks_of_a_text_that_outgrows_the_working_cache(tmp_path, name):
+    row, prompts = ROWS[name], [[i * i % 11 for i in range(60)], [3, 9, 4, 7, 2, 5] * 15]
+    model = target(**row.target)
+    folder = row.folder(tmp_path / "draft", model)
+    whole, few = (
+        drafted(Speculator(folder, target=model, **row.options | sizes), prompts, 12) for sizes in ({}, {"chunks": 3})
+    )
+    for rounds, results in (whole, few):
+        assert [r.token_ids for r in results] == plain(model, tuple(map(tuple, prompts)))
+        assert sum(r.drafted for r in results) > sum(r.accepted for r in results) > 0
+    assert [tree.tokens for _, tree in whole[0]] != [tree.tokens for _, tree in few[0]]
 
 
 @pytest.mark.parametrize("kind", SPARSE)

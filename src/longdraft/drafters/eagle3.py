@@ -43,7 +43,7 @@ from longdraft.model.runner import TargetRunner
 from longdraft.options import Options, option, parse
 from longdraft.trees.kind import TreeKind
 from longdraft.trees.options import TreeOptions
-from longdraft.views.draft_cache import CompactCache, DraftCache
+from longdraft.views.draft_cache import PIECE, CompactCache, DraftCache
 
 
 class Eagle3Block(DraftBlock):
@@ -163,8 +163,6 @@ class Eagle3Drafter(NeuralDrafter):
             )
         if retrieval.retrieval and own.window is not None:
             raise ValueError("window and retrieval both say what the draft sees: give one of them")
-        if retrieval.retrieval and draft.reads_through:
-            raise ValueError("retrieval is for drafts of one layer")
         self.retrieval = retrieval.made(draft, None if self.window is None else self.window - self.tree.depth)
         if self.retrieval is not None:
             self.window = None
@@ -191,13 +189,16 @@ class Eagle3Drafter(NeuralDrafter):
     def make_cache(self) -> DraftCache:
         capacity, own = self.store.capacity, self.own_kv()
         if self.retrieval is not None:
-            rotary = self.bound.rotary
-            store = self.own_store(own, self.retrieval.view.capacity + self.scratch)
+            rotary, view = self.bound.rotary, self.retrieval.view
+            store = self.own_store(own, view.capacity + self.scratch)
             full = KVStore(own, self.store.slots, capacity, self.runner.device)
+            # Through several layers a text is read behind a window of the working cache.
+            piece = max(1, min(PIECE, (view.capacity - view.sink) // 2))
             return CompactCache(
                 store, full, self.scratch, self.retrieval,
                 lambda keys, places: turned(keys, *rotary.turns(places)),
                 lambda keys, places: turned(keys, *rotary.turns(-places)),
+                piece, view.capacity,
             )  # fmt: skip
         # RoPE tells distances alone, so in a window all are distances that the draft knows: as if the positions were
         # moved back to 0. No text of this run outgrows the store.
@@ -223,10 +224,17 @@ class Eagle3Drafter(NeuralDrafter):
         if not self.draft.reads_through:
             super().read_piece(sequence, start, end)
             return
-        cache, slot, inputs = self.cache, sequence.slot, self.inputs(sequence, start, end)
-        cache.ready(slot, end - start)
-        cache.extend(slot, end - start)
-        self.bound.block(*inputs, Rows.new(cache, (slot,), end - start).attends(cache))
+        cache, slot = self.cache, sequence.slot
+        if self.retrieval is None:
+            cache.ready(slot, end - start)
+        while start < end:
+            count = cache.reading(slot, end - start)
+            x, g, *_ = self.inputs(sequence, start, start + count)
+            first = cache.position(slot)
+            cos_sin = self.bound.rotary(torch.arange(first, first + count, device=self.runner.device))
+            cache.extend(slot, count)
+            self.bound.block(x, g, *cos_sin, Rows.new(cache, (slot,), count).attends(cache))
+            start += count
 
     def _warn(self, s: Sequence) -> None:
         """Warns if a text is longer than the draft was trained for."""

@@ -177,6 +177,12 @@ class CompactCache(DraftCache):
         return torch.zeros(count, dtype=torch.long, device=self.store.device)
 
     def append(self, slot: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        n, count = self.store.lengths[slot], keys.shape[2]
+        if n and n + count <= self.retrieval.view.capacity:  # new rows of a round
+            places = torch.arange(n, n + count, device=self.store.device)
+            self.store.put_rows(slot, n, self._turn(keys, places), values)
+            self.extend(slot, count)
+            return
         self._settle(slot)
         self._drop(slot)
         self._keep(slot, keys, values)
