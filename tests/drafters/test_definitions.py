@@ -325,7 +325,7 @@ def test_chosen_chunks_of_a_text_that_outgrows_the_working_cache(tmp_path, name)
     whole, few = (
         drafted(Speculator(folder, target=model, **row.options | sizes), prompts, 12) for sizes in ({}, {"chunks": 3})
     )
-    for rounds, results in (whole, few):
+    for _rounds, results in (whole, few):
         assert [r.token_ids for r in results] == plain(model, tuple(map(tuple, prompts)))
         assert sum(r.drafted for r in results) > sum(r.accepted for r in results) > 0
     assert [tree.tokens for _, tree in whole[0]] != [tree.tokens for _, tree in few[0]]
