@@ -90,7 +90,7 @@ def usual_layers(layers: int) -> tuple[int, int, int]:
 
 
 def _contents(theirs: Published) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Of all kinds: sizes and flags that the tensors tell, the target's layers that it reads, the keys that it sees."""
+    """Facts that folders tell: sizes and flags that the tensors tell, layers of the target, keys that are seen."""
     config, sizes, tensors, eagle = theirs.config, theirs.sizes, theirs.tensors, theirs.nested("eagle_config")
     if config.get("layernorms"):
         raise CheckpointError(f"{theirs.folder} sets layernorms: longdraft's EAGLE has no such norms.")

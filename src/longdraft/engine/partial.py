@@ -55,7 +55,7 @@ class PartialOptions(Options):
     )
 
     def view(self) -> View:
-        """What partial verification attends to: sink | chosen chunks | window | buffer.
+        """The view that partial verification attends to: sink | chosen chunks | window | buffer.
 
         Each layer and KV head has its own chunks: those that the queries of the last full pass score highest. What the
         paper calls SpecPV-4K has a budget of 4,096; all sizes are multiples of a block.

@@ -84,7 +84,7 @@ class Schedule:
     def verified(
         self, sequences: list[Sequence], trees: list[TokenTree], out: TargetOutput, mode: Mode = "full"
     ) -> list[Verified]:
-        """What a forward over these trees says of each."""
+        """The trees with what a forward over them says of each."""
         assert out.logits is not None
         return [
             Verified(s, tree, out.logits[b], mode, {layer: out.queries[layer][b] for layer in self.query_layers})

@@ -1,4 +1,4 @@
-"""What users get of a run: steps while it runs, results when it has ended."""
+"""Steps and results of a run, as users get them, while it runs and when it has ended."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class RecurrentShape:
 
 @dataclass
 class Checkpoint:
-    """What one layer keeps of a slot's committed rows.
+    """The state that one layer keeps of a slot's committed rows.
 
     Attributes:
         windows: convolution -> its last inputs (inputs kept, channels).

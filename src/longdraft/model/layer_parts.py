@@ -1,4 +1,4 @@
-"""What our kernels read of decoder layers (norms, products, activation, soft cap, sinks) and of a forward's rows.
+"""The parts of decoder layers and of a forward's rows that our kernels read: norms, products, activation, cap, sinks.
 
 For each kind of layer that is where its keys and values lie, which of them a row sees, and how positions turn heads.
 """

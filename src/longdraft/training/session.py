@@ -1,4 +1,4 @@
-"""What every training run begins with: processes, the target, and the documents.
+"""The beginning of every training run: processes, the target, and the documents.
 
 A kind of draft makes a module for a :class:`Session`, new or read from a folder, and
 :class:`longdraft.training.loop.Loop` trains it.
@@ -121,7 +121,7 @@ class Session:
         return random.Random(f"{config.seed}/{kept}/{i}").randint(0, most) if most else 0
 
     def reader(self, layers: tuple[int, ...] | None) -> FeatureReader:
-        """What reads the target's features: of ``layers`` as :class:`FeatureReader` has them."""
+        """The reader of the target's features, ``layers`` as :class:`FeatureReader` has them."""
         config, runner = self.config, self.runner
         dtype = torch.bfloat16 if config.precision == "bf16" else runner.kv_shape.dtype
         if config.hidden_states is not None:

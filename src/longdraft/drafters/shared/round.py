@@ -210,7 +210,7 @@ class DraftRound:
     # --- the one step ---
 
     def _beside(self, rows: Rows) -> tuple[Callable[..., torch.Tensor] | None, tuple[torch.Tensor, ...], Hashable]:
-        """What the block attends to beside its own keys, further tensors (B, ...) that it takes, and its recordings'
+        """The attention beside the block's own keys, further tensors (B, ...) that it takes, and its recordings'
         key: they are of these keys and values."""
         text = self._owner.text(rows.slots)
         if text is None:
