@@ -133,7 +133,7 @@ def test_torchs_own_threads_serve():
 
 
 @needs_kernels
-@pytest.mark.parametrize("name", ["v3", "v4", "v4-vnni"])
+@pytest.mark.parametrize("name", ["v3", "v4", "v4-vnni", "v4-amx"])
 def test_an_instruction_set_by_name(name, monkeypatch, anew):
     monkeypatch.setenv("LONGDRAFT_NATIVE", name)
     found = native.kernels()

@@ -35,7 +35,7 @@ def floats(w) -> torch.Tensor:
 def expected(x: torch.Tensor, w, bias: torch.Tensor | float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
     """What rows and weights stand for, multiplied in float64; and how far off a result may be."""
     weights = floats(w).double()
-    x = rounded_to_int8(x) if getattr(w, "int8", False) else x
+    x = rounded_to_int8(x, w.format) if getattr(w, "int8", False) else x
     want = x.double() @ weights.T + bias
     # Sums of numbers that cancel are as far off as their sizes allow.
     room = 2e-6 * (x.double().abs() @ weights.abs().T) + 1e-6 * want.abs() + 1e-6
@@ -69,9 +69,14 @@ def test_a_product_is_its_definition_and_a_row_has_its_bits(kernels, form, rows,
 
 @pytest.mark.parametrize("form", [form for form in FORMS if form not in ("float32", *FORMATS)])
 @settings(max_examples=3)
-@given(rows=st.integers(1, 40), outs=st.sampled_from([1, 16, 41, 48]), seed=st.integers(0, 99))
-def test_whole_numbers_give_the_same_bits_with_every_instruction_set_and_woven(form, rows, outs, seed):
-    w, x = matrix(form, outs, 512, seed), torch.randn(rows, 512, generator=generator(seed))
+@given(
+    rows=st.integers(1, 80),
+    outs=st.sampled_from([1, 16, 41, 48]),
+    size=st.sampled_from([512, 2304]),
+    seed=st.integers(0, 99),
+)
+def test_whole_numbers_give_the_same_bits_with_every_instruction_set_and_woven(form, rows, outs, size, seed):
+    w, x = matrix(form, outs, size, seed), torch.randn(rows, size, generator=generator(seed))
     ways = [(own, w) for own in map(kernels_of, LEVELS)]
     ways += [(own, own.weave(w)) for own, _ in ways if own.weaves(w)]
     assert len(ways) >= len(LEVELS) + len(LEVELS) * (outs % 16 == 0)
@@ -147,10 +152,12 @@ def test_largest_numbers_do_not_overflow_in_int8(kernels, kind):
 
 
 def test_rows_and_weights_are_rounded_to_the_nearest():
-    x = torch.randn(5, 320, generator=generator(0))
-    blocks, found = x.view(5, -1, 32), rounded_to_int8(x).view(5, -1, 32)
-    assert bool(((blocks - found).abs() <= blocks.abs().amax(-1, keepdim=True) / 127 * 0.5001).all())
-    assert not rounded_to_int8(torch.zeros(1, 32)).any() and not rounded_to_int8(torch.full((1, 32), 1e-41)).any()
+    x = torch.randn(5, 512, generator=generator(0))
+    for kind, each in (("Q8_0", 32), ("Q4_K", 128)):
+        blocks, found = x.view(5, -1, each), rounded_to_int8(x, kind).view(5, -1, each)
+        assert bool(((blocks - found).abs() <= blocks.abs().amax(-1, keepdim=True) / 127 * 0.5001).all())
+        assert not rounded_to_int8(torch.zeros(1, each), kind).any()
+        assert not rounded_to_int8(torch.full((1, each), 1e-41), kind).any()
     w = torch.randn(5000, 96, generator=generator(0))  # more rows than are rounded at a time
     w[7] = 0
     blocks = w.unflatten(1, (-1, 32))

@@ -90,7 +90,7 @@ class StoredLinear(StoredWeights):
         if own is not None and (self.int8 or x.numel() <= MOST * x.shape[-1]):
             with torch._C.DisableTorchFunction():  # what the kernel is handed is exact by row as it is
                 return own.linear(x, [(self.matrix, self.bias)])[0]
-        rows = rounded_to_int8(x).to(x.dtype) if self.int8 else x
+        rows = rounded_to_int8(x, self.format).to(x.dtype) if self.int8 else x
         return F.linear(rows, self.weight.to(x.dtype), self.bias)
 
 

@@ -34,10 +34,13 @@ _FLAGS = ("-std=c++17", "-fPIC", "-ffp-contract=off", "-fno-schedule-insns", "-W
 _SECONDS = 600  # a file takes a tenth of this on a quiet machine
 # All loops of int8.cpp are unrolled by hand: -O3 makes nothing faster, and compiling takes three times as long.
 _LEVEL = {"int8.cpp": "-O2"}
+# Before its first tile a process calls arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA).
+_ARCH_PRCTL, _PERMISSION, _TILES = 158, 0x1023, 18
 
 # Machine -> instruction set, the widest first -> the flags of /proc/cpuinfo that show it.
 LEVELS = {
     "x86_64": {
+        "x86-64-v4-amx": "amx_tile amx_int8",  # tiles of integer products
         "x86-64-v4-vnni": "avx512_vnni",  # integer products
         "x86-64-v4": "avx512f avx512bw avx512cd avx512dq avx512vl",
         "x86-64-v3": "avx avx2 bmi1 bmi2 f16c fma abm movbe",
@@ -46,13 +49,17 @@ LEVELS = {
 }
 # Instruction set -> its common name.
 CALLED = {
+    "x86-64-v4-amx": "AVX-512 with AMX",
     "x86-64-v4-vnni": "AVX-512 with VNNI",
     "x86-64-v4": "AVX-512",
     "x86-64-v3": "AVX2",
     "armv8-a": "NEON",
 }
-# Compiler flags of instruction sets that -march has no name for.
-_TARGETS = {"x86-64-v4-vnni": ("-march=x86-64-v4", "-mavx512vnni")}
+# Compiler flags of instruction sets that -march has no name for. Compilers know AMX later than assemblers (tiles.h).
+_TARGETS = {
+    "x86-64-v4-amx": ("-march=x86-64-v4", "-mavx512vnni", "-DLONGDRAFT_AMX"),
+    "x86-64-v4-vnni": ("-march=x86-64-v4", "-mavx512vnni"),
+}
 # The folder of a wheel's shared objects.
 CARRIED = "compiled"
 
@@ -87,9 +94,16 @@ def levels() -> list[str]:
             if line.startswith("flags"):
                 has = set(line.split())
                 break
+    if "amx_tile" in has and not _may_use_tiles():
+        has.remove("amx_tile")
     # A level includes all levels below it.
     names = list(flags)
     return [name for i, name in enumerate(names) if all(has >= set(flags[below].split()) for below in names[i:])]
+
+
+def _may_use_tiles() -> bool:
+    """Asks Linux, which then lets this process and those that it forks use AMX's tiles."""
+    return ctypes.CDLL(None).syscall(_ARCH_PRCTL, _PERMISSION, _TILES) == 0
 
 
 def loaded(level: str, progress: Callable[[str], None] | None = None) -> ctypes.CDLL:
@@ -97,6 +111,8 @@ def loaded(level: str, progress: Callable[[str], None] | None = None) -> ctypes.
 
     Args: as :func:`shared_object`. Raises OSError as it does, and if the file cannot be loaded.
     """
+    if level.endswith("amx") and not _may_use_tiles():
+        raise OSError("the system does not let this process use AMX's tiles")
     carried = _HERE / CARRIED / _name(level)
     if carried.is_file():
         return ctypes.CDLL(str(carried))

@@ -7,6 +7,9 @@
 // A format says how many weights and bytes a block has, which of its first and last bytes are no part of four, and how block()
 // unpacks one into pieces of 32 weights. It calls use(piece, w, scale, least) for each: w(i) gives weights 4i to 4i + 3 of each
 // row, i < COLUMNS_OF_PIECE. The floats that they stand for are exact or rounded once, as gguf's own.
+//   PIECES  pieces that x is rounded in together (products.h): in blocks of 256, where scales of woven pieces are whole numbers
+//           times a float of the block, four of them; the last that use() is called for is the last of the four
+//   WIDE    sums of their products, times those whole numbers, need more bits than a float has
 //   SCALES  scales of a piece: one for all 32 weights, or one for each 16
 //   LEAST   a weight is scale * byte + least; else scale * (byte - ZERO)
 //   MOST    the largest byte
@@ -26,8 +29,8 @@ constexpr int COLUMNS_OF_PIECE = 8;  // vectors of four weights an output
 
 template <int W, int B, int S, int F = 0, int L = 0>
 struct InOrder {
-  static constexpr int WEIGHTS = W, BYTES = B, SCALES = S, FIRST = F, LAST = L;
-  static constexpr bool LISTED = false;
+  static constexpr int WEIGHTS = W, BYTES = B, SCALES = S, FIRST = F, LAST = L, PIECES = W == 256 ? 4 : 1;
+  static constexpr bool LISTED = false, WIDE = false;
   static constexpr int nth(int i) { return i; }
 };
 
@@ -134,13 +137,23 @@ struct MXFP4 : InOrder<32, 17, 1, 1>, OfMXFP4 {
   }
 };
 
+// A scale: a block's float times a whole number.
+struct Scale {
+  vec whole;
+  ivec number;
+
+  INLINED operator vec() const { return whole * floats(number); }
+};
+INLINED inline Scale scaled(vec whole, ivec number) { return {whole, number}; }
+INLINED inline vec scaled(vec whole, std::int32_t number) { return whole * floats(number); }
+
 // Floats times bytes less a number, four bytes in each of N columns.
 template <int N, int LESS = 0>
 struct Scales {
   vec scale;
   ivec bytes[N];
 
-  INLINED vec operator[](int i) const { return scale * floats((bytes[i / 4] >> (i % 4 * 8) & 255) - LESS); }
+  INLINED Scale operator[](int i) const { return {scale, (bytes[i / 4] >> (i % 4 * 8) & 255) - LESS}; }
 };
 
 template <int N, int LESS = 0>
@@ -167,7 +180,7 @@ INLINED inline auto scales(vec scale, Columns... columns) {
 }
 
 struct Q2_K : InOrder<256, 84, 2> {
-  static constexpr int MOST = 3, ZERO = 0;
+  static constexpr int MOST = 3, ZERO = 0, PIECES = 1;  // no tile has room for two least values of a piece
   static constexpr bool LEAST = true;
   template <typename In, typename Use>
   INLINED static void block(In in, const Use &use) {
@@ -178,7 +191,7 @@ struct Q2_K : InOrder<256, 84, 2> {
       const auto bytes = columns<8>(in.at(16 + side * 32));
       for (int turn = 0; turn < 4; turn++) {
         const int piece = 4 * side + turn;
-        const vec own[] = {scale[2 * piece], scale[2 * piece + 1]};
+        const decltype(scale[0]) own[] = {scale[2 * piece], scale[2 * piece + 1]};
         const vec leasts[] = {least[2 * piece], least[2 * piece + 1]};
         use(piece, [&](auto i) { return bytes[i] >> (turn * 2) & 0x03030303; }, own, leasts);
       }
@@ -200,7 +213,7 @@ struct Q3_K : InOrder<256, 110, 2, 0, 2> {
       const auto bytes = columns<8>(in.at(32 + side * 32));
       for (int turn = 0; turn < 4; turn++) {
         const int piece = 4 * side + turn;
-        const vec own[] = {scale[2 * piece], scale[2 * piece + 1]};
+        const decltype(scale[0]) own[] = {scale[2 * piece], scale[2 * piece + 1]};
         const auto w = [&](auto i) { return (bytes[i] >> (turn * 2) & 0x03030303) | (high[i] >> piece & 0x01010101) << 2; };
         use(piece, w, own, nullptr);
       }
@@ -212,7 +225,7 @@ struct Q3_K : InOrder<256, 110, 2, 0, 2> {
 template <int BITS>
 struct SixBitScales : InOrder<256, 16 + 32 * BITS, 1> {
   static constexpr int MOST = (1 << BITS) - 1, ZERO = 0;
-  static constexpr bool LEAST = true;
+  static constexpr bool LEAST = true, WIDE = BITS == 5;
   template <typename In, typename Use>
   INLINED static void block(In in, const Use &use) {
     // Scales and least values of pieces, six bits each. Of the last four pieces the lower bits lie in the last column, the upper
@@ -228,7 +241,8 @@ struct SixBitScales : InOrder<256, 16 + 32 * BITS, 1> {
           if constexpr (BITS == 4) return upper ? high_nibbles(bytes[i]) : low_nibbles(bytes[i]);
           return joined(upper ? bytes[i] >> 4 : bytes[i], high[i] << (4 - upper), 0x0f0f0f0f) & 0x1f1f1f1f;
         };
-        const auto own = scale[2 * pair + upper], own_least = least[2 * pair + upper];
+        const auto own = scale[2 * pair + upper];
+        const vec own_least = least[2 * pair + upper];
         use(2 * pair + upper, w, &own, &own_least);
       }
       if constexpr (BITS == 5) high.drop(2);
@@ -238,7 +252,7 @@ struct SixBitScales : InOrder<256, 16 + 32 * BITS, 1> {
 
 struct Q6_K : InOrder<256, 210, 2, 0, 2> {
   static constexpr int MOST = 63, ZERO = 32;
-  static constexpr bool LEAST = false;
+  static constexpr bool LEAST = false, WIDE = true;
   static constexpr int nth(int i) { return (i & 4) | (i & 1) << 1 | (i & 2) >> 1; }
   template <typename In, typename Use>
   INLINED static void block(In in, const Use &use) {
@@ -251,7 +265,7 @@ struct Q6_K : InOrder<256, 210, 2, 0, 2> {
         const auto low = columns<8>(in.at(64 * side + 32 * half));
         UNROLLED for (int upper = 0; upper < 2; upper++) {
           const int piece = 4 * side + 2 * upper + half;
-          const vec own[] = {scale[2 * piece], scale[2 * piece + 1]};
+          const decltype(scale[0]) own[] = {scale[2 * piece], scale[2 * piece + 1]};
           const auto w = [&](auto i) {
             const auto bits = upper ? high[i] >> (2 * half) : high[i] << (4 - 2 * half);
             return joined(upper ? low[i] >> 4 : low[i], bits, 0x0f0f0f0f) & 0x3f3f3f3f;
@@ -264,6 +278,7 @@ struct Q6_K : InOrder<256, 210, 2, 0, 2> {
 };
 
 struct IQ4_XS : InOrder<256, 136, 1>, OfIQ4 {
+  static constexpr bool WIDE = true;
   using OfIQ4::LISTED;
   template <typename In, typename Use>
   INLINED static void block(In in, const Use &use) {
@@ -272,7 +287,7 @@ struct IQ4_XS : InOrder<256, 136, 1>, OfIQ4 {
     for (int piece = 0; piece < 8; piece++) {
       const auto bytes = columns<4>(in.at(8 + 16 * piece));
       const auto s = (low >> (4 * piece) & 15) | (ends >> (16 + 2 * piece) & 3) << 4;
-      const auto own = scale * floats(s - 32);
+      const auto own = scaled(scale, s - 32);
       use(piece, [&](auto i) { return nibble(bytes, i); }, &own, nullptr);
     }
   }

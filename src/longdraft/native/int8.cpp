@@ -3,10 +3,12 @@
 // LANES outputs are computed side by side (formats.h). Blocks are unpacked to bytes in registers, once for up to TOGETHER
 // rows. Each piece of 32 weights is multiplied with these rows there: eight products of four bytes in each lane, one
 // conversion, and the block's scales. With more rows the bytes of some hundred outputs are unpacked once into the second-level
-// cache. In both cases a row's result is computed by the same operations in the same order.
+// cache, for tiles (tiles.h) where the processor has some. In all cases a row's result is computed by the same operations in
+// the same order, or by others whose results are exact.
 #include "formats.h"
 #include "products.h"
 #include "threads.h"
+#include "tiles.h"
 
 #include <algorithm>
 #include <type_traits>
@@ -15,6 +17,7 @@ namespace {
 
 constexpr int64_t MANY = 32;          // rows above which weights are unpacked to memory first
 constexpr int64_t CACHED = 384 << 10; // bytes of unpacked weights for many rows
+constexpr int64_t TILED = 24;         // rows for which tiles are faster
 
 // Sum + the products of four bytes of w with four of x in each lane. Bytes of w are unsigned and MOST at most; those of x
 // are from -127 to 127.
@@ -72,13 +75,29 @@ INLINED inline ivec start(std::int32_t less) {
   return every(less) * OFF;
 }
 
-// y (R) += R rows of x times a piece. n, b: the piece's numbers and blocks of x, row after row. Integer sums are below 2^24, so
-// they are exact as floats.
+// What sums of products are multiplied with before they meet a float: a piece's whole number, as a float where that is exact.
+template <typename F>
+using Number = std::conditional_t<F::WIDE, ivec, vec>;
+
+template <typename F, typename S>
+INLINED inline Number<F> number_of(const S &scale) {
+  if constexpr (F::WIDE) return scale.number;
+  if constexpr (F::PIECES > 1 && !F::WIDE) return floats(scale.number);
+  if constexpr (F::PIECES == 1) return scale;
+}
+
+INLINED inline vec whole_of(const Scale &scale) { return scale.whole; }
+INLINED inline vec whole_of(vec scale) { return scale; }  // not used
+
+INLINED inline vec times(ivec products, vec number, vec sum) { return fused(floats(products), number, sum); }
+INLINED inline ivec times(ivec products, ivec number, ivec sum) { return products * number + sum; }
+
+// y (R) += R rows of x times a piece. n, b: the piece's numbers and blocks of x, row after row. sums (R): those of the pieces that
+// are rounded together, below 2^24 where they are floats, and so exact; added to y with the last piece.
 template <typename F, int R, typename W>
-INLINED inline void meet(const W &w, const vec *scale, const vec *least, const std::int8_t *n, const Int8Rows::Block *b,
-                         vec *y) {
+INLINED inline void meet(const W &w, const Number<F> *number, vec whole, const vec *least, bool last, const std::int8_t *n,
+                         const Int8Rows::Block *b, Number<F> *sums, vec *y) {
   constexpr int EACH = COLUMNS_OF_PIECE / F::SCALES;
-  vec found[R];
   UNROLLED for (int s = 0; s < F::SCALES; s++) {
     ivec products[R];
     UNROLLED for (int r = 0; r < R; r++) products[r] = start<F>(F::SCALES == 1 ? b[r].less : b[r].half_less[s]);
@@ -89,13 +108,19 @@ INLINED inline void meet(const W &w, const vec *scale, const vec *least, const s
       }
     }
     UNROLLED for (int r = 0; r < R; r++) {
-      const vec sum = every(F::SCALES == 1 ? b[r].sum : b[r].half[s]);
-      const vec whole = floats(products[r]);
-      found[r] = s == 0 ? whole * scale[s] : fused(whole, scale[s], found[r]);
-      if constexpr (F::LEAST) found[r] = fused(sum, least[s], found[r]);
+      if constexpr (F::LEAST) y[r] = fused(every(F::SCALES == 1 ? b[r].sum : b[r].half[s]), least[s], y[r]);
+      if constexpr (F::PIECES == 1) {
+        y[r] = fused(every(b[r].scale), floats(products[r]) * number[s], y[r]);
+      } else {
+        sums[r] = times(products[r], number[s], sums[r]);
+      }
     }
   }
-  UNROLLED for (int r = 0; r < R; r++) y[r] = fused(every(b[r].scale), found[r], y[r]);
+  if (F::PIECES == 1 || !last) return;
+  UNROLLED for (int r = 0; r < R; r++) {
+    y[r] = fused(every(b[r].scale), __builtin_convertvector(sums[r], vec) * whole, y[r]);
+    sums[r] = Number<F>{};
+  }
 }
 
 // What four weights of each output stand for.
@@ -120,15 +145,16 @@ struct Outputs {
 
   const byte *first(const Matrix &m) const { return static_cast<const byte *>(m.w) + out * m.w_row; }
 
-  // The rows of W, woven here if they are not. Of fewer rows than lanes, the rest is zeros.
+  // `size` weights of W's rows, from `begin` on, woven here if they are not. Of fewer rows than lanes, the rest is zeros.
   template <typename F>
-  Woven woven(const Matrix &m, int64_t size, Scratch &scratch) const {
-    if (m.int8 == LANES) return {first(m)};
-    const int64_t blocks = size / F::WEIGHTS, bytes = blocks * F::BYTES;
+  Woven woven(const Matrix &m, int64_t begin, int64_t size, Scratch &scratch) const {
+    const int64_t skipped = begin / F::WEIGHTS * F::BYTES, blocks = size / F::WEIGHTS, bytes = blocks * F::BYTES;
+    if (m.int8 == LANES) return {first(m) + LANES * skipped};
     byte *made = reinterpret_cast<byte *>(scratch.of((2 * LANES * bytes + 3) / 4)), *copy = made + LANES * bytes;
-    if (m.outs >= LANES) return weave<F>(first(m), m.w_row, blocks, made), Woven{made};
+    const byte *rows = first(m) + skipped;
+    if (m.outs >= LANES) return weave<F>(rows, m.w_row, blocks, made), Woven{made};
     std::memset(copy, 0, LANES * bytes);
-    for (int64_t o = 0; o < m.outs; o++) std::memcpy(copy + o * bytes, first(m) + o * m.w_row, bytes);
+    for (int64_t o = 0; o < m.outs; o++) std::memcpy(copy + o * bytes, rows + o * m.w_row, bytes);
     return weave<F>(copy, bytes, blocks, made), Woven{made};
   }
 
@@ -149,22 +175,30 @@ struct Outputs {
   }
 };
 
+// Whether it is the last of pieces that are rounded together.
+template <typename F>
+INLINED inline bool is_last(int piece) { return piece % F::PIECES == F::PIECES - 1; }
+
 // Few rows, those of one group: weights are unpacked in registers. fetch: prefetch the next outputs.
 template <typename F, int R>
 void few(const Int8Rows &x, int64_t row, const Matrix &m, const Outputs &outputs, Woven in, bool fetch) {
   constexpr int64_t EACH = F::BYTES * LANES * PIECE / F::WEIGHTS;  // bytes of a piece
   vec y[R] = {};
+  Number<F> sums[R] = {};
   const int64_t place = x.place(row, 0);
   const std::int8_t *numbers = x.numbers + place * PIECE;
   const Int8Rows::Block *ends = x.blocks + place;
   const byte *next = outputs.first(m) + LANES * m.w_row, *wanted = next;
   for (int64_t i = 0; i < x.size; i += F::WEIGHTS, in = in.at(F::BYTES)) {
-    F::block(in, [&](int piece, const auto &w, const vec *scale, const vec *least) INLINED {
+    F::block(in, [&](int piece, const auto &w, const auto *scale, const vec *least) INLINED {
       // A few cache lines at a time: many at once would delay the ones that are needed now.
       if (fetch) {
         for (wanted += EACH; next < wanted; next += 64) __builtin_prefetch(next, 0, 2);
       }
-      meet<F, R>([&](int i) { return listed<F>(w(i)); }, scale, least, numbers + piece * R * PIECE, ends + piece * R, y);
+      Number<F> number[F::SCALES];
+      UNROLLED for (int s = 0; s < F::SCALES; s++) number[s] = number_of<F>(scale[s]);
+      meet<F, R>([&](int i) { return listed<F>(w(i)); }, number, whole_of(*scale), least, is_last<F>(piece),
+                 numbers + piece * R * PIECE, ends + piece * R, sums, y);
     });
     numbers += F::WEIGHTS * R;
     ends += F::WEIGHTS / PIECE * R;
@@ -173,58 +207,58 @@ void few(const Int8Rows &x, int64_t row, const Matrix &m, const Outputs &outputs
   for (int64_t r = 0; r < count; r++) outputs.finish(m, row + r, y[r]);
 }
 
-template <int SCALES, bool LEAST>
+template <typename F>
 struct Piece {
   ivec w[COLUMNS_OF_PIECE];
-  vec scale[SCALES];
-  vec least[LEAST ? SCALES : 0];
+  Number<F> number[F::SCALES];
+  vec whole[F::PIECES > 1], least[F::LEAST ? F::SCALES : 0];
 };
-
-template <typename F>
-using PieceOf = Piece<F::SCALES, F::LEAST>;
 
 // All blocks of LANES rows, piece by piece in the order of block().
 template <typename F>
-void unpack_rows(Woven in, int64_t size, PieceOf<F> *to) {
+void unpack_rows(Woven in, int64_t size, Piece<F> *to) {
   for (int64_t i = 0; i < size; i += F::WEIGHTS, in = in.at(F::BYTES)) {
-    F::block(in, [&](int, const auto &w, const vec *scale, const vec *least) INLINED {
+    F::block(in, [&](int, const auto &w, const auto *scale, const vec *least) INLINED {
       UNROLLED for (int i = 0; i < COLUMNS_OF_PIECE; i++) to->w[i] = listed<F>(w(i));
       UNROLLED for (int s = 0; s < F::SCALES; s++) {
-        to->scale[s] = scale[s];
+        to->number[s] = number_of<F>(scale[s]);
         if constexpr (F::LEAST) to->least[s] = least[s];
       }
+      if constexpr (F::PIECES > 1) to->whole[0] = scale[0].whole;
       to++;
     });
   }
 }
 
 template <typename F, int R>
-void multiply(const PieceOf<F> *p, const Int8Rows &x, int64_t row, vec *y) {
+void multiply(const Piece<F> *p, const Int8Rows &x, int64_t row, vec *y) {
   constexpr int PIECES = F::WEIGHTS / PIECE;
-  vec sums[R] = {};
+  vec found[R] = {};
+  Number<F> sums[R] = {};
   const int64_t place = x.place(row, 0);
   const std::int8_t *numbers = x.numbers + place * PIECE;
   const Int8Rows::Block *ends = x.blocks + place;
   for (int64_t i = 0; i < x.size; i += F::WEIGHTS, numbers += F::WEIGHTS * R, ends += PIECES * R) {
     for (int k = 0; k < PIECES; k++, p++) {
       const int piece = F::nth(k);
-      meet<F, R>([&](int c) { return p->w[c]; }, p->scale, p->least, numbers + piece * R * PIECE, ends + piece * R, sums);
+      meet<F, R>([&](int c) { return p->w[c]; }, p->number, F::PIECES > 1 ? p->whole[0] : vec{}, p->least, is_last<F>(piece),
+                 numbers + piece * R * PIECE, ends + piece * R, sums, found);
     }
   }
-  UNROLLED for (int r = 0; r < R; r++) y[r] = sums[r];
+  UNROLLED for (int r = 0; r < R; r++) y[r] = found[r];
 }
 
 // Many rows: all weights of some outputs are unpacked first.
 template <typename F>
 void many(const Int8Rows &x, const Matrix &m, int64_t from, int64_t to) {
   static thread_local Scratch scratch, copies;
-  const int64_t each = x.size / PIECE, floats_each = each * sizeof(PieceOf<F>) / 4;
+  const int64_t each = x.size / PIECE, floats_each = each * sizeof(Piece<F>) / 4;
   const int64_t most = std::max<int64_t>(1, CACHED / (4 * floats_each));
-  auto *pieces = reinterpret_cast<PieceOf<F> *>(scratch.of(std::min(most, (to - from + LANES - 1) / LANES) * floats_each));
+  auto *pieces = reinterpret_cast<Piece<F> *>(scratch.of(std::min(most, (to - from + LANES - 1) / LANES) * floats_each));
   for (int64_t first = from; first < to; first += most * LANES) {
     const int64_t end = std::min(to, first + most * LANES);
     for (int64_t out = first, i = 0; out < end; out += LANES, i++) {
-      unpack_rows<F>(Outputs(m, out).woven<F>(m, x.size, copies), x.size, pieces + i * each);
+      unpack_rows<F>(Outputs(m, out).woven<F>(m, 0, x.size, copies), x.size, pieces + i * each);
     }
     for (int64_t row = 0; row < x.rows; row += Int8Rows::TOGETHER) {
       const int64_t rows = std::min(Int8Rows::TOGETHER, x.rows - row);
@@ -240,27 +274,139 @@ void many(const Int8Rows &x, const Matrix &m, int64_t from, int64_t to) {
   }
 }
 
+#if defined(LONGDRAFT_AMX)
+constexpr int64_t TILED_AT_A_TIME = 16;  // pieces of LANES outputs: 70 KB of eight such outputs, half a megabyte
+
+// The pieces of LANES outputs that are rounded together: weights times their scales' whole numbers, 128 * high + low, four of each
+// output in a lane. 64 of an output are a tile.
+template <typename F>
+struct Tiled {
+  ivec low[2][2 * COLUMNS_OF_PIECE], high[2][2 * COLUMNS_OF_PIECE];
+  vec whole, least[F::LEAST ? F::PIECES : 0];
+};
+
+template <typename F>
+void unpack_tiles(Woven in, int64_t size, Tiled<F> *to) {
+  for (int64_t i = 0; i < size; i += F::WEIGHTS, in = in.at(F::BYTES), to += F::WEIGHTS / PIECE / F::PIECES) {
+    F::block(in, [&](int piece, const auto &w, const auto *scale, const vec *least) INLINED {
+      Tiled<F> &own = to[piece / F::PIECES];
+      const int part = piece % F::PIECES, column = part % 2 * COLUMNS_OF_PIECE;
+      UNROLLED for (int s = 0; s < F::SCALES; s++) {
+        constexpr int EACH = COLUMNS_OF_PIECE / F::SCALES;
+        const tiles::Products products(scale[s].number, F::ZERO);
+        UNROLLED for (int i = s * EACH; i < (s + 1) * EACH; i++) {
+          products.of(listed<F>(w(i)), own.low[part / 2][column + i], own.high[part / 2][column + i]);
+        }
+        if constexpr (F::LEAST) own.least[part] = least[s];
+      }
+      own.whole = scale[0].whole;
+    });
+  }
+}
+
+// What 16 rows' sums of one Tiled add to y.
+template <typename F>
+INLINED inline void add_sums(const Tiled<F> &w, const std::int32_t *low, const std::int32_t *high, const Int8Rows::Four *x,
+                             vec *y) {
+  UNROLLED for (int r = 0; r < Int8Rows::LINES; r++) {
+    if constexpr (F::LEAST) {
+      UNROLLED for (int p = 0; p < F::PIECES; p++) y[r] = fused(every(x[r].sums[p]), w.least[p], y[r]);
+    }
+    const ivec sum = tiles::load(low + r * LANES) + (tiles::load(high + r * LANES) << 7);
+    y[r] = fused(every(x[r].scale), floats(sum) * w.whole, y[r]);
+  }
+}
+
+// y (TURNS * 16 rows of x, from `row` on) += `count` Tiled of LANES outputs times x's numbers from `first` Tiled on. While tiles are
+// multiplied, the sums before them are added.
+template <typename F, int TURNS>
+void multiply_tiles(const Tiled<F> *w, int64_t first, int64_t count, const Int8Rows &x, int64_t row, vec *y) {
+  constexpr int64_t LINES = Int8Rows::LINES;
+  alignas(64) std::int32_t sums[2][2 * TURNS][LINES * LANES];
+  const int64_t turn = LINES * x.size;
+  const std::int8_t *numbers = x.numbers + x.place(row, first * F::PIECES) * PIECE;
+  for (int64_t k = 0; k <= count; k++) {
+    auto *now = sums[k % 2], *before = sums[1 - k % 2];
+    if (k < count) tiles::zero<2 * TURNS>();
+    UNROLLED for (int half = 0; half < 2; half++, numbers += LINES * tiles::LINE) {
+      if (k < count) tiles::multiply<TURNS>(numbers, turn, w[k].low[half], w[k].high[half]);
+      if (k == 0 || half >= TURNS) continue;
+      add_sums(w[k - 1], before[2 * half], before[2 * half + 1], &x.four(row + half * LINES, first + k - 1), y + half * LINES);
+    }
+    if (k < count) tiles::store<2 * TURNS>(now[0]);
+  }
+}
+
+// Outputs [from, to) of many rows: so many weights of all outputs that they stay in the second-level cache are unpacked at a time,
+// and meet all rows there.
+template <typename F>
+void tiled(const Int8Rows &x, const Matrix &m, int64_t from, int64_t to) {
+  constexpr int64_t BOTH = 2 * Int8Rows::LINES, EACH = F::PIECES * PIECE;
+  static thread_local Scratch of_weights, of_sums, copies;
+  const tiles::Shapes shapes;
+  const int64_t vectors = (to - from + LANES - 1) / LANES, all = x.size / EACH;
+  const int64_t rows = (x.rows + BOTH - 1) / BOTH * BOTH;
+  auto *w = reinterpret_cast<Tiled<F> *>(of_weights.of(vectors * TILED_AT_A_TIME * sizeof(Tiled<F>) / 4));
+  float *sums = of_sums.of(all > TILED_AT_A_TIME ? rows * vectors * LANES : 0);
+  for (int64_t first = 0; first < all; first += TILED_AT_A_TIME) {
+    const int64_t count = std::min(TILED_AT_A_TIME, all - first);
+    for (int64_t v = 0; v < vectors; v++) {
+      const Woven in = Outputs(m, from + v * LANES).woven<F>(m, first * EACH, count * EACH, copies);
+      unpack_tiles<F>(in, count * EACH, w + v * TILED_AT_A_TIME);
+    }
+    for (int64_t row = 0; row < x.rows; row += BOTH) {
+      const int64_t here = std::min(BOTH, x.rows - row);
+      for (int64_t v = 0; v < vectors; v++) {
+        vec y[BOTH] = {};
+        float *kept = sums + (row * vectors + v * BOTH) * LANES;
+        if (first > 0) std::memcpy(y, kept, sizeof y);
+        with_number<2>((here + Int8Rows::LINES - 1) / Int8Rows::LINES, [&](auto turns) {
+          multiply_tiles<F, turns.value>(w + v * TILED_AT_A_TIME, first, count, x, row, y);
+        });
+        if (first + count < all) {
+          std::memcpy(kept, y, sizeof y);
+          continue;
+        }
+        const Outputs outputs(m, from + v * LANES);
+        for (int64_t r = 0; r < here; r++) outputs.finish(m, row + r, y[r]);
+      }
+    }
+  }
+}
+#endif
+
 template <typename F>
 void outputs_of(const Int8Rows &x, const Matrix &m, int64_t from, int64_t to) {
+#if defined(LONGDRAFT_AMX)
+  if constexpr (F::PIECES > 1) {
+    if (x.tiles) return tiled<F>(x, m, from, to);
+  }
+#endif
   if (x.rows > MANY) return many<F>(x, m, from, to);
   static thread_local Scratch copies;
   for (int64_t out = from; out < to; out += LANES) {
     const Outputs outputs(m, out);
-    const Woven in = outputs.woven<F>(m, x.size, copies);
+    const Woven in = outputs.woven<F>(m, 0, x.size, copies);
     for (int64_t row = 0; row < x.rows; row += Int8Rows::TOGETHER) {
       with_width(x.width(row), [&](auto width) { few<F, width.value>(x, row, m, outputs, in, row == 0); });
     }
   }
 }
 
-// LANES blocks of 32 numbers side by side, or as many as remain; place(b) is the destination of block b.
-template <typename Place>
-void round_blocks(const float *x, int64_t count, const Place &place, std::int8_t *to, Int8Rows::Block *blocks) {
+// In each lane the larger of it and the one whose number differs by BIT.
+template <typename Larger, int BIT, int... I>
+INLINED inline vec larger_of_pair(vec x, std::integer_sequence<int, I...>) { return Larger::of(x, shuffled<(I ^ BIT)...>(x, x)); }
+
+// LANES blocks of 32 numbers side by side, or as many as remain of `made`, from number `first_block` of all its rows on.
+void round_blocks(const float *x, const Int8Rows &made, int64_t first_block) {
   constexpr float SHIFT = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number, kept in the lowest bits
   constexpr std::int32_t INFINITE = 0x7f800000;
   struct LargerBits {  // compares bits of non-negative numbers, where NaN is the largest
     static inline vec of(vec a, vec b) { return (vec)((ivec)a > (ivec)b ? (ivec)a : (ivec)b); }
   };
+  const int64_t each = made.size / PIECE, count = std::min<int64_t>(LANES, made.rows * each - first_block);
+  const auto place = [&](int64_t b) { return made.place((first_block + b) / each, (first_block + b) % each); };
+  x += first_block * PIECE;
   vec largest[LANES];
   for (int b = 0; b < LANES; b++) {
     const float *own = x + std::min<int64_t>(b, count - 1) * PIECE;
@@ -271,7 +417,11 @@ void round_blocks(const float *x, int64_t count, const Place &place, std::int8_t
     }
     largest[b] = (vec)most;
   }
-  const vec high = across<LargerBits, LANES>(largest);
+  vec high = across<LargerBits, LANES>(largest);
+  if (made.pieces == 4) {
+    constexpr auto ALL = std::make_integer_sequence<int, LANES>{};
+    high = larger_of_pair<LargerBits, 2>(larger_of_pair<LargerBits, 1>(high, ALL), ALL);
+  }
   const ivec bits = (ivec)high;
   const vec factor = 127.0f / high;
   const ivec fine = (ivec)factor < INFINITE;  // else all numbers are zero or tiny, and become 0
@@ -292,7 +442,7 @@ void round_blocks(const float *x, int64_t count, const Place &place, std::int8_t
         sum += shifted - SHIFT;
         const ivec whole = (ivec)shifted - 0x4b400000;
         if (b >= count) continue;
-        std::int8_t *numbers = to + place(b) * PIECE + at;
+        std::int8_t *numbers = made.numbers + place(b) * PIECE + at;
 #if defined(__AVX512F__)
         _mm_storeu_si128(reinterpret_cast<__m128i *>(numbers), _mm512_cvtepi32_epi8((__m512i)whole));
 #else
@@ -305,13 +455,30 @@ void round_blocks(const float *x, int64_t count, const Place &place, std::int8_t
   float first[LANES], second[LANES];
   store(first, sums<LANES>(halves_of[0]));
   store(second, sums<LANES>(halves_of[1]));
-  for (int b = 0; b < std::min<int64_t>(count, LANES); b++) {
+  for (int b = 0; b < count; b++) {
+    const float scale = scale_of[b];
+    if (made.tiles) {
+      Int8Rows::Four &four = made.four((first_block + b) / each, (first_block + b) % each / 4);
+      four.scale = scale;
+      four.sums[b % 4] = scale * (first[b] + second[b]);
+      continue;
+    }
     const auto one = -static_cast<std::int32_t>(first[b]), two = -static_cast<std::int32_t>(second[b]);
-    blocks[place(b)] = {scale_of[b], first[b] + second[b], {first[b], second[b]}, one + two, {one, two}, 0};
+    made.blocks[place(b)] = {scale, scale * (first[b] + second[b]), {scale * first[b], scale * second[b]}, one + two, {one, two}, 0};
   }
 }
 
 }  // namespace
+
+int64_t int8_pieces(Format format) {
+  int64_t pieces = 1;
+  in_blocks(format, [&](auto f) { pieces = decltype(f)::PIECES; });
+  return pieces;
+}
+
+Int8Rows int8_rows(int64_t rows, int64_t size, int64_t pieces) {
+  return {nullptr, nullptr, rows, size, pieces, TILES && pieces > 1 && rows >= TILED};
+}
 
 void round_rows(const float *x, const Int8Rows &made, int threads) {
   constexpr int64_t SHARE = 16;  // vectors of blocks that a thread takes at a time
@@ -319,12 +486,10 @@ void round_rows(const float *x, const Int8Rows &made, int threads) {
   const int64_t vectors = (blocks + LANES - 1) / LANES;
   share_out(vectors > 4 * SHARE ? threads : 1, (vectors + SHARE - 1) / SHARE, [=](int64_t share) {
     for (int64_t v = share * SHARE; v < std::min(vectors, (share + 1) * SHARE); v++) {
-      const int64_t block = v * LANES;
-      const auto place = [=](int64_t b) { return made.place((block + b) / each, (block + b) % each); };
-      round_blocks(x + block * PIECE, blocks - block, place, made.numbers, made.blocks);
+      round_blocks(x, made, v * LANES);
     }
   });
-  for (int64_t i = 0; made.room() > made.rows && i < each; i++) {
+  for (int64_t i = 0; !made.tiles && made.room() > made.rows && i < each; i++) {
     const int64_t place = made.place(last, i) + 1;
     std::memset(made.numbers + place * PIECE, 0, PIECE);
     made.blocks[place] = {};

@@ -334,7 +334,7 @@ def _once(progress: Callable[[str], None] | None = None) -> tuple[Kernels | None
 
 
 def _level() -> str:
-    """The widest instruction set, or the one that LONGDRAFT_NATIVE names (v3, v4, v4-vnni)."""
+    """The widest instruction set, or the one that LONGDRAFT_NATIVE names (v3, v4, v4-vnni, v4-amx)."""
     executed, wanted = levels(), f"x86-64-{os.environ.get(SWITCH, '1')}"
     if wanted in LEVELS["x86_64"]:
         if wanted not in executed:

@@ -15,32 +15,50 @@ namespace {
 // Outputs that a thread takes at a time: in floats (whole tiles of every shape), rounded for up to TOGETHER rows, and for more.
 constexpr int64_t FLOATS = 24, FEW = 2 * INT8_UNIT, MANY = 8 * INT8_UNIT;
 
+// Which of two ways in which rows are rounded a matrix needs.
+int64_t way_of(const Matrix &m) { return int8_pieces(m.format) > 1; }
+
+// Rows of x, rounded in one way: those of each group.
+struct Rounded {
+  std::vector<Int8Rows> groups;
+  Scratch of_numbers, of_blocks;
+
+  void round(const float *x, int64_t size, int64_t pieces, const int64_t *starts, int64_t count, int threads) {
+    groups.clear();
+    int64_t room = 0;
+    for (int64_t g = 0; g < count; g++) {
+      groups.push_back(int8_rows(starts[g + 1] - starts[g], size, pieces));
+      room += groups[g].room();
+    }
+    auto *numbers = reinterpret_cast<std::int8_t *>(of_numbers.of(room * size / 4));
+    auto *blocks = reinterpret_cast<Int8Rows::Block *>(of_blocks.of(room * (size / 32) * sizeof(Int8Rows::Block) / 4));
+    for (Int8Rows &group : groups) {
+      group.numbers = numbers;
+      group.blocks = blocks;
+      numbers += group.room() * size;
+      blocks += group.room() * (size / 32);
+    }
+    const Int8Rows *own = groups.data();
+    share_out(threads, count, [=](int64_t g) { round_rows(x + starts[g] * size, own[g], count > 1 ? 1 : threads); });
+  }
+};
+
 // Rows [starts[g], starts[g + 1]) of x times matrices [g * each, (g + 1) * each), for each of `count` groups of rows.
 void multiply(const float *x, int64_t size, const Matrix *matrices, int64_t each, const int64_t *starts, int64_t count,
               int threads) {
-  static thread_local Scratch of_numbers, of_blocks;
-  static thread_local std::vector<Int8Rows> of_groups;
   const Matrix *end = matrices + count * each;
-  const bool rounds = std::any_of(matrices, end, [](const Matrix &m) { return m.int8; });
-  of_groups.clear();
-  int64_t most = 0, room = 0;
-  for (int64_t g = 0; g < count; g++) {
-    of_groups.push_back({nullptr, nullptr, starts[g + 1] - starts[g], size});
-    most = std::max(most, of_groups[g].rows);
-    room += of_groups[g].room();
+  int64_t most = 0;
+  for (int64_t g = 0; g < count; g++) most = std::max(most, starts[g + 1] - starts[g]);
+  static thread_local Rounded ways[2];
+  bool rounds = false;
+  for (int64_t way = 0; way < 2; way++) {
+    const auto needed = [=](const Matrix &m) { return m.int8 && way_of(m) == way; };
+    const Matrix *first = std::find_if(matrices, end, needed);
+    if (first == end) continue;
+    ways[way].round(x, size, int8_pieces(first->format), starts, count, threads);
+    rounds = true;
   }
-  Int8Rows *groups = of_groups.data();  // the calling thread's
-  if (rounds) {
-    auto *numbers = reinterpret_cast<std::int8_t *>(of_numbers.of(room * size / 4));
-    auto *blocks = reinterpret_cast<Int8Rows::Block *>(of_blocks.of(room * (size / 32) * sizeof(Int8Rows::Block) / 4));
-    for (Int8Rows *group = groups; group < groups + count; group++) {
-      group->numbers = numbers;
-      group->blocks = blocks;
-      numbers += group->room() * size;
-      blocks += group->room() * (size / 32);
-    }
-    share_out(threads, count, [&](int64_t g) { round_rows(x + starts[g] * size, groups[g], count > 1 ? 1 : threads); });
-  }
+  const Int8Rows *rounded[] = {ways[0].groups.data(), ways[1].groups.data()};  // the calling thread's
   const int64_t share = !rounds ? FLOATS : most <= Int8Rows::TOGETHER ? FEW : MANY;
   const auto shares_of = [=](const Matrix &m) { return (m.outs + share - 1) / share; };
   int64_t shares = 0;
@@ -49,8 +67,8 @@ void multiply(const float *x, int64_t size, const Matrix *matrices, int64_t each
     const Matrix *m = matrices;
     for (; number >= shares_of(*m); m++) number -= shares_of(*m);
     const int64_t g = (m - matrices) / each, from = number * share, to = std::min(m->outs, from + share);
-    if (m->int8) return int8_outputs(groups[g], *m, from, to);
-    float_outputs(x + starts[g] * size, groups[g].rows, size, *m, from, to);
+    if (m->int8) return int8_outputs(rounded[way_of(*m)][g], *m, from, to);
+    float_outputs(x + starts[g] * size, starts[g + 1] - starts[g], size, *m, from, to);
   });
 }
 

@@ -9,43 +9,69 @@
 // Outputs [from, to) of a matrix for all rows of x (rows, size).
 void float_outputs(const float *x, std::int64_t rows, std::int64_t size, const Matrix &m, std::int64_t from, std::int64_t to);
 
-// Rows of x, rounded to eight bits in blocks of 32. A block's numbers are q * scale, q from -127 to 127. Rows lie in groups of
-// TOGETHER, so that what is multiplied with a piece of W lies side by side: (group, block, row of the group). A last group of 5
-// or 7 rows has one of zeros behind them.
+// Rows of x, rounded to eight bits: numbers are q * scale, q from -127 to 127, with a scale for as many as a format's PIECES hold.
+//
+// Rows lie in groups of TOGETHER, so that what is multiplied with a piece of W lies side by side: (group, block, row of the group).
+// A last group of 5 or 7 rows has one of zeros behind them. Rows for tiles lie in whole groups of LINES: (group, two blocks, row).
 struct Int8Rows {
-  static constexpr std::int64_t TOGETHER = 8;
+  static constexpr std::int64_t TOGETHER = 8, LINES = 16;
 
-  // Of a block: its scale, and the sums of all of its numbers and of either half, which are whole; and what these lack to 0.
+  // Of 32 numbers: their scale; the sums of all and of either half, times the scale; and what these lack to 0, as whole numbers.
   struct Block {
     float scale, sum, half[2];
     std::int32_t less, half_less[2], unused;
   };
 
+  // The same of four blocks, for tiles.
+  struct Four {
+    float scale, sums[4], unused[3];
+  };
+
   std::int8_t *numbers;  // 32 a block
-  Block *blocks;
+  union {
+    Block *blocks;
+    Four *fours;
+  };
   std::int64_t rows, size;  // size: a multiple of 32
+  std::int64_t pieces;      // blocks with one scale
+  bool tiles;
 
   // Rows of the group that a row is in, one of zeros included.
   std::int64_t width(std::int64_t row) const {
+    if (tiles) return LINES;
     const std::int64_t left = rows - row / TOGETHER * TOGETHER;
     return left >= TOGETHER ? TOGETHER : left + (left == 5 || left == 7);
   }
 
-  // All rows, one of zeros included.
-  std::int64_t room() const { return (rows - 1) / TOGETHER * TOGETHER + width(rows - 1); }
+  // All rows, those without numbers included.
+  std::int64_t room() const {
+    const std::int64_t each = tiles ? LINES : TOGETHER;
+    return (rows - 1) / each * each + width(rows - 1);
+  }
 
   // Where a row's block lies.
   std::int64_t place(std::int64_t row, std::int64_t block) const {
+    if (tiles) return row / LINES * LINES * (size / 32) + block / 2 * 2 * LINES + row % LINES * 2 + block % 2;
     return row / TOGETHER * TOGETHER * (size / 32) + block * width(row) + row % TOGETHER;
+  }
+
+  Four &four(std::int64_t row, std::int64_t number) const {
+    return fours[row / LINES * LINES * (size / 128) + number * LINES + row % LINES];
   }
 };
 
-// Rounds rows of x (rows, size). Where a number of a block is none, or infinite, the block's scale is NaN.
+// Blocks with one scale in rows that meet a matrix of this format.
+std::int64_t int8_pieces(Format format);
+
+// Such rows, without their memory.
+Int8Rows int8_rows(std::int64_t rows, std::int64_t size, std::int64_t pieces);
+
+// Rounds rows of x (rows, size). Where a number is none, or infinite, its scale is NaN.
 void round_rows(const float *x, const Int8Rows &to, int threads);
 
 // Outputs [from, to) of a matrix in blocks for all rows of x. `from` is a multiple of INT8_UNIT.
-// y = sum over blocks, in their order, of x's scale * (scale * sum of products + least * sum of x's numbers): the sums are
-// whole numbers, and the floats are added one block after the other with one rounding, so a row's result does not depend on the
-// instruction set either.
+// y = sum over x's scales, in their order, of the least values times sums of x's numbers, and x's scale * (float of W's block * sum
+// of products, each times its whole number). That sum is exact, and what is added to y is rounded once, so a row's result depends
+// neither on the rows beside it nor on the instruction set.
 constexpr std::int64_t INT8_UNIT = 16;
 void int8_outputs(const Int8Rows &x, const Matrix &m, std::int64_t from, std::int64_t to);

@@ -109,12 +109,13 @@ class Stored:
         return torch.from_numpy(found).view(self.shape).to(data.device)
 
 
-def rounded_to_int8(x: torch.Tensor) -> torch.Tensor:
-    """Rounds rows (..., in) as int8 arithmetic does: each block of 32 numbers to multiples of its largest / 127.
+def rounded_to_int8(x: torch.Tensor, kind: str) -> torch.Tensor:
+    """Rounds rows (..., in) as int8 arithmetic does where they meet weights of a kind in :data:`FORMATS`: each block of 32
+    numbers to multiples of its largest / 127, of 128 numbers where a block has 256 weights (Q2_K's excepted).
 
     This is the reference of ``int8.cpp``, in torch's operations.
     """
-    blocks = x.float().unflatten(-1, (-1, 32))
+    blocks = x.float().unflatten(-1, (-1, 128 if FORMATS[kind][0] == 256 and kind != "Q2_K" else 32))
     largest = blocks.abs().amax(-1, keepdim=True)
     # Infinite for a block of tiny numbers; 127 / x is not a division in torch.
     factor = torch.tensor(127.0, **FLOATS) / largest

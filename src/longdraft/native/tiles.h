@@ -1,0 +1,101 @@
+// Tiles of a processor with AMX: 16 lines of x times the weights of 16 outputs in one instruction, whose sums are whole numbers.
+#pragma once
+
+#include "vectors.h"
+
+#include <cstdint>
+
+#if defined(LONGDRAFT_AMX)
+constexpr bool TILES = true;
+
+namespace tiles {
+
+constexpr std::int64_t LINE = 64;  // bytes
+
+// Configures this thread's tiles, 16 lines each, and releases them: others who use tiles configure theirs.
+class Shapes {
+ public:
+  Shapes() {
+    for (int tile = 0; tile < 8; tile++) {
+      own_.lines[tile] = 16;
+      own_.bytes[tile] = LINE;
+    }
+    asm volatile("ldtilecfg %0" ::"m"(own_) : "memory");
+  }
+  ~Shapes() { asm volatile("tilerelease" ::: "memory"); }
+  Shapes(const Shapes &) = delete;
+  Shapes &operator=(const Shapes &) = delete;
+
+ private:
+  struct alignas(64) {
+    std::uint8_t palette = 1, start = 0, unused[14] = {};
+    std::uint16_t bytes[16] = {};
+    std::uint8_t lines[16] = {};
+  } own_;
+};
+
+// Written as assembly: not all compilers know these instructions, and their functions do not say that they read memory.
+template <int TILE>
+inline void load(const void *from) {
+  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(LINE), "i"(TILE) : "memory");
+}
+
+// The first SUMS tiles.
+template <int SUMS>
+inline void zero() {
+  asm volatile("tilezero %%tmm%c0" ::"i"(SUMS - 1));
+  if constexpr (SUMS > 1) zero<SUMS - 1>();
+}
+
+template <int SUMS>
+inline void store(std::int32_t *to) {
+  constexpr int TILE = SUMS - 1;
+  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to + TILE * 256), "r"(LINE), "i"(TILE) : "memory");
+  if constexpr (SUMS > 1) store<SUMS - 1>(to);
+}
+
+template <int SUM, int X, int W>
+inline void add_products() {
+  asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(X), "i"(W));
+}
+
+// Tiles 2t and 2t + 1 += lines of x, those of turn t `turn` bytes behind the first, times the low and the high parts of weights.
+template <int TURNS>
+inline void multiply(const std::int8_t *x, std::int64_t turn, const void *low, const void *high) {
+  load<4>(x);
+  load<6>(low);
+  add_products<0, 4, 6>();
+  load<7>(high);
+  add_products<1, 4, 7>();
+  if constexpr (TURNS == 1) return;
+  load<5>(x + turn);
+  add_products<2, 5, 6>();
+  add_products<3, 5, 7>();
+}
+
+inline ivec load(const std::int32_t *p) { return (ivec)::load(reinterpret_cast<const float *>(p)); }
+
+// Bytes of four weights an output, less `zero`, times a whole number of each output.
+class Products {
+ public:
+  INLINED Products(ivec number, int zero)
+      : even_((number & 255) | (number & 255) << 16), odd_(even_ << 8), less_((number * zero & 0xffff) * 0x10001) {}
+
+  // 128 * high + low.
+  INLINED void of(ivec w, ivec &low, ivec &high) const {
+    const auto first = less(_mm512_maddubs_epi16((__m512i)w, (__m512i)even_));
+    const auto second = less(_mm512_maddubs_epi16((__m512i)w, (__m512i)odd_));
+    low = (first & 0x007f007f) | (second << 8 & 0x7f007f00);
+    high = (first >> 7 & 0x00ff00ff) | (second << 1 & static_cast<std::int32_t>(0xff00ff00));
+  }
+
+ private:
+  INLINED ivec less(__m512i x) const { return (ivec)_mm512_sub_epi16(x, (__m512i)less_); }
+
+  ivec even_, odd_, less_;
+};
+
+}  // namespace tiles
+#else
+constexpr bool TILES = false;
+#endif
