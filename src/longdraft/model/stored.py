@@ -2,7 +2,8 @@
 
 There are two arithmetics. In float32 the layers compute the same bits as with unpacked weights: our kernels multiply a
 few rows and unpack in registers, and torch multiplies many rows with a matrix that is unpacked for it. In int8 the
-input rows are rounded to eight bits in blocks of 32 and our kernels multiply integers, for any number of rows.
+input rows are rounded to eight bits (:func:`longdraft.native.stored.rounded_to_int8`) and our kernels multiply
+integers, for any number of rows.
 """
 
 from __future__ import annotations

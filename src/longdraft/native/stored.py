@@ -27,7 +27,7 @@ class Stored:
     Attributes:
         data: (out, bytes of a row) uint8 with contiguous rows, possibly a mapped file. The kernels need it on the CPU.
         format: one of :data:`FORMATS`.
-        int8: use int8 arithmetic: rows that are multiplied with the matrix are rounded to eight bits in blocks of 32.
+        int8: use int8 arithmetic: rows that are multiplied with the matrix are rounded to eight bits (:func:`rounded_to_int8`).
             Not for bfloat16 and float16.
         woven: the same bytes as int8 arithmetic reads them fastest (:meth:`Kernels.weave`), (groups, lanes, bytes of a
             row); None if they were not laid out.
