@@ -27,8 +27,8 @@ class Stored:
     Attributes:
         data: (out, bytes of a row) uint8 with contiguous rows, possibly a mapped file. The kernels need it on the CPU.
         format: one of :data:`FORMATS`.
-        int8: use int8 arithmetic: rows that are multiplied with the matrix are rounded to eight bits (:func:`rounded_to_int8`).
-            Not for bfloat16 and float16.
+        int8: use int8 arithmetic: rows that are multiplied with the matrix are rounded to eight bits
+            (:func:`rounded_to_int8`). Not for bfloat16 and float16.
         woven: the same bytes as int8 arithmetic reads them fastest (:meth:`Kernels.weave`), (groups, lanes, bytes of a
             row); None if they were not laid out.
 
@@ -110,8 +110,8 @@ class Stored:
 
 
 def rounded_to_int8(x: torch.Tensor, kind: str) -> torch.Tensor:
-    """Rounds rows (..., in) as int8 arithmetic does where they meet weights of a kind in :data:`FORMATS`: each block of 32
-    numbers to multiples of its largest / 127, of 128 numbers where a block has 256 weights (Q2_K's excepted).
+    """Rounds rows (..., in) as int8 arithmetic does before weights of a kind in :data:`FORMATS`: each block of 32 numbers
+    to multiples of its largest / 127; of 128 numbers where weights come in blocks of 256, but for Q2_K's.
 
     This is the reference of ``int8.cpp``, in torch's operations.
     """
