@@ -110,8 +110,8 @@ class Stored:
 
 
 def rounded_to_int8(x: torch.Tensor, kind: str) -> torch.Tensor:
-    """Rounds rows (..., in) as int8 arithmetic does before weights of a kind in :data:`FORMATS`: each block of 32 numbers
-    to multiples of its largest / 127; of 128 numbers where weights come in blocks of 256, but for Q2_K's.
+    """Rounds rows (..., in) as int8 arithmetic does before weights of a kind in :data:`FORMATS`: each 32 numbers to
+    multiples of their largest / 127; each 128 where weights come in blocks of 256, but for Q2_K's.
 
     This is the reference of ``int8.cpp``, in torch's operations.
     """
