@@ -275,7 +275,7 @@ void many(const Int8Rows &x, const Matrix &m, int64_t from, int64_t to) {
 }
 
 #if defined(LONGDRAFT_AMX)
-constexpr int64_t TILED_AT_A_TIME = 16;  // pieces of LANES outputs: 70 KB of eight such outputs, half a megabyte
+constexpr int64_t TILED_AT_A_TIME = 16;  // of LANES outputs, 70 KB: of the 128 that a thread takes, half a megabyte
 
 // The pieces of LANES outputs that are rounded together: weights times their scales' whole numbers, 128 * high + low, four of each
 // output in a lane. 64 of an output are a tile.
