@@ -134,7 +134,7 @@ def test_torchs_own_threads_serve():
 
 @needs_kernels
 def test_tiles_that_the_system_denies_are_not_used(monkeypatch):
-    monkeypatch.setattr(build, "_may_use_tiles", lambda: False)
+    monkeypatch.setattr(build, "may_use_tiles", lambda: False)
     assert build.levels() and "x86-64-v4-amx" not in build.levels()
     with pytest.raises(OSError, match="tiles"):
         build.loaded("x86-64-v4-amx")

@@ -94,14 +94,14 @@ def levels() -> list[str]:
             if line.startswith("flags"):
                 has = set(line.split())
                 break
-    if "amx_tile" in has and not _may_use_tiles():
+    if "amx_tile" in has and not may_use_tiles():
         has.remove("amx_tile")
     # A level includes all levels below it.
     names = list(flags)
     return [name for i, name in enumerate(names) if all(has >= set(flags[below].split()) for below in names[i:])]
 
 
-def _may_use_tiles() -> bool:
+def may_use_tiles() -> bool:
     """Asks Linux, which then lets this process and those that it forks use AMX's tiles."""
     return ctypes.CDLL(None).syscall(_ARCH_PRCTL, _PERMISSION, _TILES) == 0
 
@@ -111,7 +111,7 @@ def loaded(level: str, progress: Callable[[str], None] | None = None) -> ctypes.
 
     Args: as :func:`shared_object`. Raises OSError as it does, and if the file cannot be loaded.
     """
-    if level.endswith("amx") and not _may_use_tiles():
+    if level.endswith("amx") and not may_use_tiles():
         raise OSError("the system does not let this process use AMX's tiles")
     carried = _HERE / CARRIED / _name(level)
     if carried.is_file():
