@@ -38,7 +38,7 @@ def runner_of(level: str, family: str) -> TargetRunner:
         with TemporaryDirectory() as folder:
             write_gguf(Path(folder) / "a.gguf", kind="Q4_1", words="Q8_0", context=2048, intermediate_size=96)
             runner = TargetRunner(load(Path(folder) / "a.gguf", device="cpu").model)
-        assert runner.arithmetic == "int8" and runner.kv_dtype == torch.float16
+        assert runner.arithmetic == "int8" and runner.kv_dtype == torch.bfloat16
         return runner
     return TargetRunner(tiny_model(family, context=2048, intermediate_size=101))
 
@@ -137,15 +137,21 @@ def test_decoding_goes_on_as_it_would_have(level, family):
 
 @pytest.mark.parametrize("length", [7, 160])
 def test_int8_logits_are_those_of_every_instruction_set(length):
-    found = []
+    """But of tiles, which multiply queries and weights of attention in bfloat16."""
+    found = {}
     for level in LEVELS:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(library, "known", [(kernels_of(level), None)])
             runner, text = runner_of(level, "int8"), [t * 7 % VOCABULARY for t in range(length)]
             store = runner.new_store(1, length + 4)
             read(runner, store, 0, text)
-            found.append(forward(runner, [[3, 1, 4]], store, [0]).logits)
-    assert all(torch.equal(logits, found[0]) for logits in found)
+            found[level] = forward(runner, [[3, 1, 4]], store, [0]).logits
+    tiles, others = (
+        [logits for level, logits in found.items() if level.endswith("amx") == own] for own in (True, False)
+    )
+    assert all(torch.equal(logits, others[0]) for logits in others)
+    for logits in tiles:
+        assert (logits - others[0]).abs().max() < 0.05 * others[0].abs().max()
 
 
 @pytest.mark.parametrize("offload", [None, "host:1"])

@@ -196,7 +196,7 @@ def test_real_model_answers_sensibly():
 def test_int8_arithmetic_is_the_default_of_files_in_8_bits_or_fewer(small):
     model = load(small, device="cpu").model
     runner = TargetRunner(model)
-    assert runner.arithmetic == "int8" and runner.kv_dtype == torch.float16 and not runner.kv_is_rounded
+    assert runner.arithmetic == "int8" and runner.kv_dtype == torch.bfloat16 and not runner.kv_is_rounded
     told = longdraft.Speculator("ar", target=model).generate([[5, 6, 7]], max_new_tokens=2)[0]
     assert told.exact and told.arithmetic == "int8"
     own, unpacked = (

@@ -93,7 +93,7 @@ class TargetRunner:
         self.arithmetic = stored.arithmetic_of(model)
         # Int8 arithmetic keeps keys and values in 16 bits.
         halves = self.arithmetic == "int8" and self.can_round_kv and offload is None
-        self.own_kv_dtype = torch.float16 if halves else self.kv_shape.dtype
+        self.own_kv_dtype = torch.bfloat16 if halves else self.kv_shape.dtype
         self.kv_dtype = kv_dtype or self.own_kv_dtype
         if self.kv_is_rounded:
             support.check_kv_dtype(self, self.kv_dtype, "kv_dtype")

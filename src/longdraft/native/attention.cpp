@@ -35,8 +35,43 @@ struct Paths {
 // Memory for the tail: scores of its keys in storage order, block by block; the transposed keys; one block of a row's scores in
 // path order; weights of the tree's keys in storage order.
 int64_t tail_size(int64_t rows, int64_t d, int64_t width) {
-  return BLOCK * (rows * ((BLOCK + width + BLOCK - 1) / BLOCK + 2) + d);
+  return BLOCK * (padded(rows) * ((BLOCK + width + BLOCK - 1) / BLOCK + 2) + d);
 }
+
+#if defined(LONGDRAFT_AMX)
+// Adds the values of the block of keys from a on: `prefix` of the prefix, from `unseen` on, and each row's nodes from rank `first`
+// on, which lie behind key `nodes`. A row's keys are added in the groups that they will be in when its path is committed.
+void mix_tail(const Queries &in, const Text &text, int64_t nodes, int64_t a, int64_t unseen, int64_t prefix, const Paths &paths,
+              int64_t first, float *p) {
+  const int64_t shared = prefix / brief::DEEP * brief::DEEP, heads = in.rows / paths.rows;
+  if (unseen < shared) mix_block(in, text, a, unseen, shared, p);
+  static thread_local Scratch scratch;
+  float *own = scratch.of(padded(heads) * (in.d + BLOCK)), *weights = own + padded(heads) * in.d;
+  const Brief *v = static_cast<Brief *>(text.v);
+  const brief::Room room(heads, BLOCK, in.d);
+  for (int64_t t = 0; t < paths.rows; t++) {
+    const int64_t end = std::min(BLOCK, prefix + std::max<int64_t>(0, paths.depth[t] - first)) - shared;
+    if (end <= 0) continue;
+    const int64_t depth = brief::whole(end, brief::DEEP);
+    const auto row_of = [&](int64_t i) -> const Brief * {
+      const int64_t place = shared + i;
+      if (i >= end || place < unseen) return nullptr;
+      const int64_t key = place < prefix ? a + place : nodes + paths.keys[t * paths.width + first + place - prefix];
+      return v + key * text.v_row;
+    };
+    brief::pair_rows(row_of, depth, in.d, in.d, 0, room.right);
+    for (int64_t h = 0; h < heads; h++) {
+      const int64_t r = h * paths.rows + t;
+      std::copy_n(in.part.out + r * in.d, in.d, own + h * in.d);
+      std::copy_n(p + r * BLOCK + shared, end, weights + h * BLOCK);
+      std::fill_n(weights + h * BLOCK + end, depth - end, 0.0f);
+    }
+    brief::round_rows(weights, BLOCK, heads, depth, 1, depth, room.left);
+    brief::multiply(room.left, padded(heads), depth, room.right, in.d, own, in.d, true);
+    for (int64_t h = 0; h < heads; h++) std::copy_n(own + h * in.d, in.d, in.part.out + (h * paths.rows + t) * in.d);
+  }
+}
+#endif
 
 // The tail of the text: the last `before` keys of the prefix, from `start` on, which fill no block, and the tree behind them.
 // Row r sees these keys of the prefix and the tree's keys on the path of its node, r % paths.rows, from rank
@@ -44,7 +79,7 @@ int64_t tail_size(int64_t rows, int64_t d, int64_t width) {
 // storage order; those that the row does not see have weight 0, which changes no sum. Only blocks [from, to) are computed.
 void attend_tail(const Queries &in, const Text &text, int64_t start, int64_t before, const Paths &paths,
                  const std::int32_t *begins, int64_t from, int64_t to, float *room) {
-  const int64_t all = before + paths.width, each = in.rows * BLOCK;
+  const int64_t all = before + paths.width, each = padded(in.rows) * BLOCK;
   float *raw = room, *own = raw + (all + BLOCK - 1) / BLOCK * each, *weights = own + each, *turned = weights + each;
   for (int64_t a = 0; a < all; a += BLOCK) {
     score_block(in, text, start + a, std::min(BLOCK, all - a), raw + a / BLOCK * each, turned);
@@ -65,7 +100,13 @@ void attend_tail(const Queries &in, const Text &text, int64_t start, int64_t bef
     hide_before(own, in.rows, a, keys, begins, paths.rows);
     soften(own, in.rows, keys, in.d, in.part);
     const int64_t unseen = std::min(prefix, std::max<int64_t>(0, in.begin - a));
-    if (unseen < prefix) mix_block(in, text, a + unseen, prefix - unseen, own + unseen);
+#if defined(LONGDRAFT_AMX)
+    if (in.brief) {
+      mix_tail(in, text, start + before, a, unseen, prefix, paths, first, own);
+      continue;
+    }
+#endif
+    if (unseen < prefix) mix_block(in, text, a, unseen, prefix, own);
     for (int64_t piece = 0; piece < paths.width; piece += BLOCK) {
       const int64_t count = std::min(BLOCK, paths.width - piece);
       for (int64_t r = 0; r < in.rows; r++) {
@@ -76,7 +117,7 @@ void attend_tail(const Queries &in, const Text &text, int64_t start, int64_t bef
           if (key >= 0 && key < count) weights[r * BLOCK + key] = own[r * BLOCK + prefix + rank - first];
         }
       }
-      mix_block(in, text, start + before + piece, count, weights);
+      mix_block(in, text, start + before + piece, 0, count, weights);
     }
   }
 }
@@ -93,32 +134,31 @@ Code longdraft_attend(const float *q, const KeysValues *kv, int64_t slot, int64_
                       const Scoring *scoring, float *out, int threads) try {
   static thread_local Scratch of_caller;
   if (!mask) width = 0;
+  const bool brief = is_brief(*kv);
   const int64_t prefix = n - width, tail = width ? prefix / BLOCK * BLOCK : n;  // the tail: attend_tail's
   const int64_t begin = first_seen(begins, mask_rows, n), before = begin / SEGMENT;  // segments that no row sees
   const int64_t segments = (n + SEGMENT - 1) / SEGMENT - before, size = partial_size(rows, d);
-  const int64_t of_paths = Scratch::whole_lines(Paths::size(mask_rows, width)), of_q = Scratch::whole_lines(heads * rows * d);
-  float *scaled = of_caller.of(of_q + of_paths + heads * segments * size), *partials = scaled + of_q + of_paths;
-  for (int64_t i = 0; i < heads * rows * d; i++) scaled[i] = q[i] * scoring->scale;
-  const Paths paths(reinterpret_cast<std::int32_t *>(scaled + of_q), mask, width ? mask_rows : 0, width);
+  const int64_t of_paths = Scratch::whole_lines(Paths::size(mask_rows, width)), of_q = scaled_size(rows, d, brief);
+  float *scaled = of_caller.of(of_paths + heads * (of_q + segments * size)), *partials = scaled + heads * of_q + of_paths;
+  for (int64_t h = 0; h < heads; h++) scale_queries(q + h * rows * d, rows, d, scoring->scale, brief, scaled + h * of_q);
+  const Paths paths(reinterpret_cast<std::int32_t *>(scaled + heads * of_q), mask, width ? mask_rows : 0, width);
   share_out(threads, heads * segments, [&](int64_t item) {
     static thread_local Scratch own;
     const int64_t head = item / segments, segment = before + item % segments, to = std::min(n, (segment + 1) * SEGMENT);
     const int64_t from = std::max(segment * SEGMENT, begin / BLOCK * BLOCK);
-    float *room = own.of(std::max(BLOCK * (rows + d), tail_size(rows, d, width)));
+    float *room = own.of(std::max(BLOCK * (padded(rows) + d), tail_size(rows, d, width)));
     const Partial part = empty_partial(partials + item * size, rows, d);
-    const Queries in{scaled + head * rows * d, rows, d, part, scoring->cap, begin};
+    const Queries in{scaled + head * of_q, rows, d, part, scoring->cap, begin, brief};
+    [[maybe_unused]] const tiles::Shapes shapes;
     const Text text = text_of(*kv, slot, head);
     for (int64_t a = from; a < std::min(to, tail); a += BLOCK) {
-      attend_block(in, text, a, std::min(BLOCK, to - a), room, room + BLOCK * rows,
+      attend_block(in, text, a, std::min(BLOCK, to - a), room, room + BLOCK * padded(rows),
                    [=](float *s, int64_t at, int64_t keys) { hide_before(s, rows, at, keys, begins, mask_rows); });
     }
     if (to > tail) attend_tail(in, text, tail, prefix - tail, paths, begins, std::max(from, tail), to, room);
   });
   share_out(heads * segments * rows * d > 1 << 16 ? threads : 1, heads, [&](int64_t head) {
-    const auto part = [&](int64_t segment) {
-      float *place = partials + (head * segments + segment) * size;
-      return Partial{place, place + rows * d, place + rows * d + padded(rows)};
-    };
+    const auto part = [&](int64_t segment) { return partial_at(partials + (head * segments + segment) * size, rows, d); };
     for (int64_t segment = 1; segment < segments; segment++) join(part(0), part(segment), rows, d);
     const float *sinks = scoring->sinks ? scoring->sinks + head * (rows / mask_rows) : nullptr;
     divide(part(0), rows, d, out + head * rows * d, sinks, mask_rows);
@@ -129,18 +169,20 @@ Code longdraft_attend(const float *q, const KeysValues *kv, int64_t slot, int64_
 Code longdraft_attend_chunk(const float *q, const KeysValues *kv, int64_t slot, int64_t heads, int64_t group, int64_t rows,
                             int64_t d, int64_t n, const std::int32_t *begins, const Scoring *scoring, float *out,
                             int threads) try {
-  constexpr int64_t TOGETHER = 16 * ROWS;  // rows whose scores fit the second-level cache together with a block
-  const int64_t tiles = (rows + TOGETHER - 1) / TOGETHER;
-  share_out(threads, heads * tiles, [&](int64_t item) {
+  // Rows whose scores fit the second-level cache together with a block; with tiles more, because a block is paired for them.
+  constexpr int64_t TOGETHER = (TILES ? 32 : 16) * ROWS;
+  const bool brief = is_brief(*kv);
+  const int64_t parts = (rows + TOGETHER - 1) / TOGETHER;
+  share_out(threads, heads * parts, [&](int64_t item) {
     static thread_local Scratch own;
     // The last rows see most keys. They start first, so that no thread is left working alone at the end.
-    const int64_t head = item % heads, first = (tiles - 1 - item / heads) * TOGETHER;
+    const int64_t head = item % heads, first = (parts - 1 - item / heads) * TOGETHER;
     const int64_t count = std::min(TOGETHER, rows - first), before = n - rows + first;
-    const int64_t size = partial_size(TOGETHER, d);
-    float *s = own.of((BLOCK + d) * TOGETHER + BLOCK * d + 2 * size);
-    float *turned = s + BLOCK * TOGETHER, *scaled = turned + BLOCK * d, *places = scaled + d * TOGETHER;
-    const float *own_q = q + (head * rows + first) * d;
-    for (int64_t i = 0; i < count * d; i++) scaled[i] = own_q[i] * scoring->scale;
+    const int64_t size = partial_size(TOGETHER, d), of_q = scaled_size(TOGETHER, d, brief);
+    float *s = own.of(BLOCK * TOGETHER + BLOCK * d + of_q + 2 * size);
+    float *turned = s + BLOCK * TOGETHER, *scaled = turned + BLOCK * d, *places = scaled + of_q;
+    scale_queries(q + (head * rows + first) * d, count, d, scoring->scale, brief, scaled);
+    [[maybe_unused]] const tiles::Shapes shapes;
     const Text text = text_of(*kv, slot, head / group);
     const std::int32_t *own_begins = begins ? begins + first : nullptr;
     const int64_t begin = first_seen(own_begins, count, before + count), start = begin / SEGMENT * SEGMENT;
@@ -155,7 +197,7 @@ Code longdraft_attend_chunk(const float *q, const KeysValues *kv, int64_t slot, 
       const Partial part = from > start ? empty_partial(places + size, count, d) : all;
       for (int64_t a = std::max(from, begin / BLOCK * BLOCK); a < std::min(before + count, from + SEGMENT); a += BLOCK) {
         const int64_t keys = std::min(BLOCK, before + count - a);
-        attend_block({scaled, count, d, part, scoring->cap, begin}, text, a, keys, s, turned, hide);
+        attend_block({scaled, count, d, part, scoring->cap, begin, brief}, text, a, keys, s, turned, hide);
       }
       if (from > start) join(all, part, count, d);
     }

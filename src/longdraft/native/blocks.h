@@ -4,6 +4,7 @@
 // every sum has a fixed order, and a block of which a row sees nothing leaves its maximum, sum and output as they were.
 #pragma once
 
+#include "brief.h"
 #include "packed.h"
 #include "vectors.h"
 
@@ -148,9 +149,11 @@ inline void in_groups(int64_t rows, const What &what) {
   }
 }
 
+int64_t padded(int64_t rows) { return (rows + LANES - 1) / LANES * LANES; }
+
 // The result of one part of the text for the rows of one KV head, padded to whole vectors of rows.
 struct Partial {
-  float *out, *high, *total;  // (rows, d) not yet divided; (rows,) maxima and sums of the exponentials
+  float *out, *high, *total;  // (rows, d) not yet divided, lines of padding; (rows,) maxima and sums of the exponentials
 };
 
 // Turns a block's scores (rows, BLOCK) into weights, and rescales earlier results where a maximum rises. LANES rows are processed
@@ -211,7 +214,25 @@ struct Queries {
   Partial part;
   float cap = 0;      // Scoring's
   int64_t begin = 0;  // the first key that any of the rows sees
+  bool brief = false;  // whether q is what brief.h made of it, and products are brief.h's
 };
+
+bool is_brief(const KeysValues &kv) { return TILES && kv.format == Kept::BFLOAT16; }
+
+// Scaled rows of q, and the floats that they take.
+int64_t scaled_size(int64_t rows, int64_t d, bool brief) {
+#if defined(LONGDRAFT_AMX)
+  if (brief) return brief::whole(rows, brief::SIDE) * brief::whole(d, brief::DEEP) / 2;
+#endif
+  return Scratch::whole_lines(rows * d);
+}
+
+void scale_queries(const float *q, int64_t rows, int64_t d, float scale, bool brief, float *to) {
+#if defined(LONGDRAFT_AMX)
+  if (brief) return brief::round_queries(q, rows, d, scale, reinterpret_cast<Brief *>(to));
+#endif
+  for (int64_t i = 0; i < rows * d; i++) to[i] = q[i] * scale;
+}
 
 // Of (rows, BLOCK), each key's column times its scale.
 void scale_keys(float *s, int64_t rows, int64_t keys, const float *scales) {
@@ -237,7 +258,11 @@ void score_block(const Queries &in, const Text &text, int64_t a, int64_t keys, f
       score_rows<R.value>(in.q + r * in.d, in.d, kt, kt_row, keys, share(next, kt_row, in.d), s + r * BLOCK);
     });
   };
-  if (text.format == Kept::FLOAT32 && text.k_row != 1) {
+  if (in.brief) {
+#if defined(LONGDRAFT_AMX)
+    brief::score(reinterpret_cast<const Brief *>(in.q), in.rows, in.d, static_cast<Brief *>(text.k) + a, text.k_dim, keys, s, BLOCK);
+#endif
+  } else if (text.format == Kept::FLOAT32 && text.k_row != 1) {
     transpose_block(static_cast<float *>(text.k) + a * text.k_row, text.k_row, keys, in.d, turned);
     score_keys(turned, BLOCK, turned);
   } else {
@@ -247,8 +272,15 @@ void score_block(const Queries &in, const Text &text, int64_t a, int64_t keys, f
   if (in.cap) cap_scores(s, in.rows, keys, in.cap);
 }
 
-// Adds the values of keys [a, a + keys) with weights p (rows, BLOCK), which are overwritten.
-void mix_block(const Queries &in, const Text &text, int64_t a, int64_t keys, float *p) {
+// Adds the values of keys [a + from, a + keys) with weights p (rows, BLOCK) of the keys from a on, which are overwritten.
+void mix_block(const Queries &in, const Text &text, int64_t a, int64_t from, int64_t keys, float *p) {
+#if defined(LONGDRAFT_AMX)
+  if (in.brief) {
+    const Brief *v = static_cast<Brief *>(text.v) + a * text.v_row;
+    return brief::mix(p, BLOCK, in.rows, v, text.v_row, from, keys, in.d, in.part.out);
+  }
+#endif
+  a += from, keys -= from, p += from;
   if (text.v_scale) scale_keys(p, in.rows, keys, text.v_scale + a);
   as_stored(text.v, text.format, [&](auto *values) {
     auto *v = values + a * text.v_row;
@@ -277,16 +309,18 @@ inline void attend_block(const Queries &in, const Text &text, int64_t a, int64_t
   score_block(in, text, a + skipped, keys - skipped, s + skipped, turned);
   hide(s, a, keys);
   soften(s, in.rows, keys, in.d, in.part);
-  mix_block(in, text, a + unseen, keys - unseen, s + unseen);
+  mix_block(in, text, a, unseen, keys, s);
 }
 
-int64_t padded(int64_t rows) { return (rows + LANES - 1) / LANES * LANES; }
-
 // A partial's floats, and the partial that lies in them, empty.
-int64_t partial_size(int64_t rows, int64_t d) { return Scratch::whole_lines(rows * d + 2 * padded(rows)); }
+int64_t partial_size(int64_t rows, int64_t d) { return Scratch::whole_lines(padded(rows) * (d + 2)); }
+
+Partial partial_at(float *place, int64_t rows, int64_t d) {
+  return {place, place + padded(rows) * d, place + padded(rows) * (d + 1)};
+}
 
 Partial empty_partial(float *place, int64_t rows, int64_t d) {
-  const Partial part{place, place + rows * d, place + rows * d + padded(rows)};
+  const Partial part = partial_at(place, rows, d);
   std::fill(part.out, part.high, 0.0f);
   std::fill(part.high, part.total, NEVER);
   std::fill(part.total, part.total + padded(rows), 0.0f);

@@ -40,7 +40,7 @@ _ARCH_PRCTL, _PERMISSION, _TILES = 158, 0x1023, 18
 # Machine -> instruction set, the widest first -> the flags of /proc/cpuinfo that show it.
 LEVELS = {
     "x86_64": {
-        "x86-64-v4-amx": "amx_tile amx_int8",  # tiles of integer products
+        "x86-64-v4-amx": "amx_tile amx_int8 amx_bf16 avx512_bf16",  # tiles of products
         "x86-64-v4-vnni": "avx512_vnni",  # integer products
         "x86-64-v4": "avx512f avx512bw avx512cd avx512dq avx512vl",
         "x86-64-v3": "avx avx2 bmi1 bmi2 f16c fma abm movbe",

@@ -333,7 +333,7 @@ void multiply_tiles(const Tiled<F> *w, int64_t first, int64_t count, const Int8R
       if (k == 0 || half >= TURNS) continue;
       add_sums(w[k - 1], before[2 * half], before[2 * half + 1], &x.four(row + half * LINES, first + k - 1), y + half * LINES);
     }
-    if (k < count) tiles::store<2 * TURNS>(now[0]);
+    if (k < count) tiles::store_all<2 * TURNS>(now[0]);
   }
 }
 

@@ -25,7 +25,7 @@ enum class Format : std::int64_t {
 };
 
 // How keys and values are.
-enum class Kept : std::int64_t { FLOAT32, BFLOAT16, INT8, FLOAT16 };
+enum class Kept : std::int64_t { FLOAT32, BFLOAT16, INT8 };
 
 // One of several matrices that are multiplied with the same x (rows, size): y = x w^T + bias.
 struct Matrix {

@@ -1,5 +1,5 @@
-// Keys and values in fewer bytes: float16, which int8 arithmetic uses; bfloat16, or eight bits and a scale for each row, which
-// drafts may use. They are unpacked in registers, and all sums are of floats. Keys are stored column-wise.
+// Keys and values in fewer bytes: bfloat16, which int8 arithmetic uses, or eight bits and a scale for each row. They are unpacked in
+// registers, and all sums are of floats. Keys are stored column-wise.
 #pragma once
 
 #include "kernels.h"
@@ -18,7 +18,6 @@ template <typename What>
 inline void as_stored(void *p, Kept format, const What &what) {
   if (format == Kept::BFLOAT16) return what(static_cast<Brief *>(p));
   if (format == Kept::INT8) return what(static_cast<std::int8_t *>(p));
-  if (format == Kept::FLOAT16) return what(static_cast<Half *>(p));
   what(static_cast<float *>(p));
 }
 
@@ -62,18 +61,6 @@ inline void pack(const float *x, int64_t d, Brief *to, int64_t step, float *) {
     std::memcpy(&bits, x + i, sizeof bits);
     // Rounds to the nearest, ties to even; NaN stays NaN.
     to[i * step].bits = static_cast<std::uint16_t>(x[i] == x[i] ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : 0x7fc0);
-  }
-}
-
-// Rounds to the nearest, ties to even. Values that are too large become infinite, NaN stays NaN.
-inline void pack(const float *x, int64_t d, Half *to, int64_t step, float *) {
-  for (int64_t i = 0; i < d; i++) {
-#if defined(__F16C__)
-    to[i * step] = {_cvtss_sh(x[i], _MM_FROUND_TO_NEAREST_INT)};
-#else
-    const __fp16 rounded = static_cast<__fp16>(x[i]);
-    std::memcpy(to + i * step, &rounded, sizeof rounded);
-#endif
   }
 }
 

@@ -1,4 +1,4 @@
-// Tiles of a processor with AMX: 16 lines of x times the weights of 16 outputs in one instruction, whose sums are whole numbers.
+// Tiles of a processor with AMX: 16 lines times 16 columns in one instruction, of bytes or of pairs of bfloat16.
 #pragma once
 
 #include "vectors.h"
@@ -35,9 +35,15 @@ class Shapes {
 };
 
 // Written as assembly: not all compilers know these instructions, and their functions do not say that they read memory.
+// line: bytes from one line of the tile to the next.
 template <int TILE>
-inline void load(const void *from) {
-  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(LINE), "i"(TILE) : "memory");
+inline void load(const void *from, std::int64_t line = LINE) {
+  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(line), "i"(TILE) : "memory");
+}
+
+template <int TILE>
+inline void store(void *to, std::int64_t line) {
+  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(line), "i"(TILE) : "memory");
 }
 
 // The first SUMS tiles.
@@ -48,15 +54,19 @@ inline void zero() {
 }
 
 template <int SUMS>
-inline void store(std::int32_t *to) {
-  constexpr int TILE = SUMS - 1;
-  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to + TILE * 256), "r"(LINE), "i"(TILE) : "memory");
-  if constexpr (SUMS > 1) store<SUMS - 1>(to);
+inline void store_all(std::int32_t *to) {
+  store<SUMS - 1>(to + (SUMS - 1) * 256, LINE);
+  if constexpr (SUMS > 1) store_all<SUMS - 1>(to);
 }
 
 template <int SUM, int X, int W>
 inline void add_products() {
   asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(X), "i"(W));
+}
+
+template <int SUM, int LEFT, int RIGHT>
+inline void add_brief_products() {
+  asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(LEFT), "i"(RIGHT));
 }
 
 // Tiles 2t and 2t + 1 += lines of x, those of turn t `turn` bytes behind the first, times the low and the high parts of weights.
@@ -98,4 +108,8 @@ class Products {
 }  // namespace tiles
 #else
 constexpr bool TILES = false;
+
+namespace tiles {
+struct Shapes {};
+}  // namespace tiles
 #endif

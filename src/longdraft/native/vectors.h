@@ -59,6 +59,13 @@ inline void with_number(std::int64_t n, const What &what) {
   if constexpr (MOST > LEAST) with_number<MOST - 1, LEAST>(n, what);
 }
 
+// what(0), ..., what(N - 1), as constants.
+template <int N, typename What>
+inline void with_each(const What &what) {
+  if constexpr (N > 1) with_each<N - 1>(what);
+  what(std::integral_constant<int, N - 1>{});
+}
+
 // Loops over registers must be unrolled, or the compiler keeps the registers in memory.
 #if defined(__clang__)
 #define UNROLLED _Pragma("unroll")

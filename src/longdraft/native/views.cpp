@@ -160,7 +160,7 @@ void pack_keys(const Text &text, const Text &copy, int64_t d, const std::vector<
   }
 }
 
-// E: what the text's numbers are, float or Half.
+// E: what the text's numbers are, float or Brief.
 template <typename E>
 void copy_pieces(const Text &text, const Text &copy, int64_t d, const std::vector<Piece> &pieces) {
   (copy.format == text.format ? copy_keys<E> : pack_keys<E>)(text, copy, d, pieces);
@@ -177,7 +177,7 @@ void copy_pieces(const Text &text, const Text &copy, int64_t d, const std::vecto
 }
 
 void copy_pieces(const Text &text, const Text &copy, int64_t d, const std::vector<Piece> &pieces) {
-  (text.format == Kept::FLOAT16 ? copy_pieces<Half> : copy_pieces<float>)(text, copy, d, pieces);
+  (text.format == Kept::BFLOAT16 ? copy_pieces<Brief> : copy_pieces<float>)(text, copy, d, pieces);
 }
 
 // Updates held (count,), the chunk in each place of a copy, to the chosen chunks. Chunks that are there already stay in their

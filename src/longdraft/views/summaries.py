@@ -23,7 +23,7 @@ def view_kernels(full: KVStore, copy: KVStore | None = None) -> ViewKernels | No
         full: the store that holds the text.
     """
     # Other kinds of stores fetch layers when they are read.
-    halved = full.dtype == torch.float16 != full.shape.dtype
+    halved = full.dtype == torch.bfloat16 != full.shape.dtype
     readable = type(full) is KVStore and full.device.type == "cpu" and (halved or full.dtype == torch.float32)
     aligned = full.shape.head_dim % HEAD_UNIT == 0
     writable = copy is None or (type(copy) is KVStore and copy.device == full.device)
