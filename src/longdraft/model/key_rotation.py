@@ -79,7 +79,7 @@ class KeyRotation:
         for layer in range(runner.kv_shape.layers):
             keys = store.layer(layer)[0][:, :, 0].float().transpose(0, 1)  # (Hkv, places, d)
             moved = self.turn(keys[:, :1].expand(-1, len(places), -1), everywhere)
-            tolerance = _CLOSE[runner.kv_shape.dtype.itemsize] * float(keys.abs().max())
+            tolerance = _CLOSE[runner.own_kv_dtype.itemsize] * float(keys.abs().max())
             if not torch.allclose(moved, keys, rtol=0, atol=tolerance):
                 raise self._unsupported(f"the keys of layer {layer} do not turn with their position as it is known")
 

@@ -1,6 +1,6 @@
 // Products of bfloat16 in tiles of AMX, which attention uses where keys and values are bfloat16: (rows, depth) times (depth, columns).
 //
-// All four sides are rounded to bfloat16, 32 products at a time are added in float32, in an order of the processor's. Rows do not
+// Both sides are rounded to bfloat16; 32 products at a time are added in float32, in an order of the processor's. Rows do not
 // meet, so a row's bits depend neither on the rows beside it nor on their number. A product with 0 changes no sum.
 #pragma once
 
