@@ -1,10 +1,10 @@
 """Compares the next-token distributions of int8 arithmetic with those of float32 arithmetic on the same weights.
 
     python benchmarks/arithmetic_quality.py --model coder-0.5b=PATH.gguf [--model NAME=PATH ...] --texts FILE.jsonl...
-        [--windows 8] [--threads N] [--json OUT]
+        [--windows 8] [--window 512] [--threads N] [--json OUT]
 
-Texts are cut into windows of 512 tokens. The first half of a window is context only; the rows that predict the tokens
-of the second half are scored, 255 in each window, which are the rows that llama-perplexity scores.
+Texts are cut into windows. The rows that predict a window's last 256 tokens are scored, 255 in each; what lies before
+them is context only. With windows of 512 tokens these are the rows that llama-perplexity scores.
 
 mean  mean over all scored rows of KL(P || Q) in nats, P by float32 arithmetic and Q by int8 arithmetic
 p99   99th percentile of the same numbers
@@ -28,7 +28,7 @@ from longdraft.bench.data import read
 from longdraft.model.chat import encode
 from longdraft.model.runner import TargetRunner
 
-WINDOW, CONTEXT = 512, 256
+SCORED = 256
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -36,7 +36,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--model", action="append", required=True, metavar="NAME=PATH")
     parser.add_argument("--texts", type=Path, nargs="+", required=True, help="JSONL files whose rows have `text`")
     parser.add_argument("--rows", type=int, nargs="+", default=[4, 5, 6, 7], help="rows of each file that are used")
-    parser.add_argument("--windows", type=int, default=8, help="windows of 512 tokens, spread over the texts")
+    parser.add_argument("--windows", type=int, default=8, help="how many, spread over the texts")
+    parser.add_argument("--window", type=int, default=512, help="tokens of a window, above 256")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(arguments)
@@ -54,12 +55,12 @@ def windows_of(args: Any, tokenizer: Any) -> torch.Tensor:
     """Windows of token ids as llama-perplexity cuts them, each with the BOS token first where the tokenizer adds it: as
     many from the beginning of each text, and one more against what joining the texts loses."""
     samples = [read([file])[row] for file in args.texts for row in args.rows]
-    each = -(-(args.windows + 1) // len(samples)) * WINDOW
+    each = -(-(args.windows + 1) // len(samples)) * args.window
     pieces = [tokenizer.decode(encode(tokenizer, s.document)[:each], skip_special_tokens=True) for s in samples]
     ids = encode(tokenizer, "\n\n".join(pieces))
-    if len(ids) < args.windows * WINDOW:
-        raise SystemExit(f"The texts give {len(ids) // WINDOW} windows, not {args.windows}: give more or longer ones.")
-    windows = torch.tensor(ids[: args.windows * WINDOW]).view(args.windows, WINDOW)
+    if len(ids) < args.windows * args.window:
+        raise SystemExit(f"The texts give {len(ids) // args.window} windows, not {args.windows}: give more or longer ones.")
+    windows = torch.tensor(ids[: args.windows * args.window]).view(args.windows, args.window)
     if ids[0] == tokenizer.bos_token_id:
         windows[:, 0] = ids[0]
     return windows
@@ -86,10 +87,12 @@ def divergence(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 
 def scored(runner: TargetRunner, window: list[int]) -> torch.Tensor:
     """Logits of a window's scored rows."""
-    store = runner.new_store(1, len(window))
-    logits = runner.forward(store.block([0], [window], prompt=True), store).logits
+    store, context = runner.new_store(1, len(window)), window[:-SCORED]
+    runner.forward(store.block([0], [context], prompt=True), store, logits="none")
+    store.commit(0, range(len(context)))
+    logits = runner.forward(store.block([0], [window[-SCORED:]], prompt=True), store).logits
     assert logits is not None
-    return logits[0, CONTEXT:-1]
+    return logits[0, :-1]
 
 
 if __name__ == "__main__":

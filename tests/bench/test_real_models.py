@@ -166,8 +166,7 @@ def test_a_model_that_is_not_there(module, command, capsys):
 
 def test_quality(module, loads, monkeypatch, tmp_path, capsys):
     quality = module("arithmetic_quality")
-    monkeypatch.setattr(quality, "WINDOW", 64)
-    monkeypatch.setattr(quality, "CONTEXT", 32)
+    monkeypatch.setattr(quality, "SCORED", 32)
     (tmp_path / "tiny.gguf").write_bytes(b"GGUF and so on")
     (tmp_path / "texts.jsonl").write_text(json.dumps({"text": "a few words over and over. " * 20}) + "\n")
     ids = torch.tensor(tiny_tokenizer()("a few words over and over. " * 20)["input_ids"][:128]).view(2, 64)
@@ -177,7 +176,7 @@ def test_quality(module, loads, monkeypatch, tmp_path, capsys):
     alike = float((p.argmax(-1) == q.argmax(-1)).double().mean())
     expected = {"mean": float(apart.mean()), "p99": float(apart.quantile(0.99)), "top1": alike, "rows": 62}
     assert expected["mean"] > 0.01 and expected["top1"] < 1
-    words = f"--model tiny={tmp_path}/tiny.gguf --texts {tmp_path}/texts.jsonl --rows 0 --windows 2 "
+    words = f"--model tiny={tmp_path}/tiny.gguf --texts {tmp_path}/texts.jsonl --rows 0 --windows 2 --window 64 "
     words += f"--json {tmp_path}/out.json"
     quality.main([*words.split(), "--threads", str(torch.get_num_threads())])
     found = json.loads((tmp_path / "out.json").read_text())["models"]["tiny"]
