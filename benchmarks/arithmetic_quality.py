@@ -59,7 +59,8 @@ def windows_of(args: Any, tokenizer: Any) -> torch.Tensor:
     pieces = [tokenizer.decode(encode(tokenizer, s.document)[:each], skip_special_tokens=True) for s in samples]
     ids = encode(tokenizer, "\n\n".join(pieces))
     if len(ids) < args.windows * args.window:
-        raise SystemExit(f"The texts give {len(ids) // args.window} windows, not {args.windows}: give more or longer ones.")
+        found = len(ids) // args.window
+        raise SystemExit(f"The texts give {found} windows, not {args.windows}: give more or longer ones.")
     windows = torch.tensor(ids[: args.windows * args.window]).view(args.windows, args.window)
     if ids[0] == tokenizer.bos_token_id:
         windows[:, 0] = ids[0]
