@@ -27,6 +27,8 @@ def _levels() -> list[str]:
 
 
 LEVELS = [EMULATED] if EMULATED else _levels()
+# Whether the kernels that serve here attend in tiles, whose products are of numbers in bfloat16.
+TILES = (found := native.kernels()) is not None and found.level.endswith("amx")
 needs_kernels = pytest.mark.skipif(not LEVELS, reason=f"no kernels here: {native.missing()}")
 
 

@@ -14,7 +14,7 @@ from longdraft.attention import cpu, prefix, reference
 from longdraft.attention.block import Block
 from longdraft.native.scaled import Scaled
 from tests.native.cases import PREFIXES, attention, generator, keys_and_values, random_tree, rows_of
-from tests.native.levels import LEVELS, kernels_of, needs_kernels
+from tests.native.levels import LEVELS, TILES, kernels_of, needs_kernels
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int8]
 WINDOWS = st.one_of(
@@ -153,11 +153,13 @@ def test_what_the_kernel_takes(change, dtype, taken):
 def test_the_cpu_path_reads_rounded_rows_with_and_without_kernels(dtype, native_kernels, monkeypatch):
     monkeypatch.setenv("LONGDRAFT_NATIVE", native_kernels)
     k, v = keys_and_values(dtype, 2, 2, 300, 32)
-    floats, most = [x.to(torch.float32) for x in (k, v)], 0.02 if dtype == torch.bfloat16 else 1e-4  # tiles' products
+    floats, most = [x.to(torch.float32) for x in (k, v)], 1e-4
+    if TILES and dtype == torch.bfloat16 and native_kernels == "1":
+        most = 0.02
     for size in (1, 5, 100):
         q, block = torch.randn(2, 4, size, 32), Block.make([1, 0], [200, 150], size, None)
         for found, wanted in ((cpu.attend, reference.attend), (prefix.PATHS["cpu"], prefix.PATHS["reference"])):
-            torch.testing.assert_close(found(q, k, v, block, 0.2), wanted(q, *floats, block, 0.2), rtol=0, atol=most)
+            torch.testing.assert_close(found(q, k, v, block, 0.2), wanted(q, *floats, block, 0.2), rtol=1e-4, atol=most)
 
 
 def test_what_eight_bits_say():
