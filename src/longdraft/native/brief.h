@@ -66,7 +66,7 @@ inline void pair_rows(const RowOf &row_of, int64_t depth, int64_t columns, int64
   }
 }
 
-// A x B tiles of sums: four, so that one is added to while others are on their way.
+// A x B tiles of sums, two of each at most.
 template <int A, int B>
 inline void multiply_tiles(const Brief *left, int64_t depth, const ivec *right, int64_t width, float *sums, int64_t row, bool adds) {
   const int64_t sum_line = 4 * row, left_line = 2 * depth, right_line = 4 * width;
@@ -82,9 +82,9 @@ inline void multiply_tiles(const Brief *left, int64_t depth, const ivec *right, 
     tiles::load<4>(left, left_line);
     if constexpr (A > 1) tiles::load<5>(left + SIDE * depth, left_line);
     with_each<B>([&](auto b) INLINED {
-      tiles::load<6 + b.value % 2>(right + b.value, right_line);
-      tiles::add_brief_products<b.value, 4, 6 + b.value % 2>();
-      if constexpr (A > 1) tiles::add_brief_products<B + b.value, 5, 6 + b.value % 2>();
+      tiles::load<6 + b.value>(right + b.value, right_line);
+      tiles::add_brief_products<b.value, 4, 6 + b.value>();
+      if constexpr (A > 1) tiles::add_brief_products<B + b.value, 5, 6 + b.value>();
     });
   }
   each_sum([=](auto tile, float *at) INLINED { tiles::store<tile.value>(at, sum_line); });
@@ -94,16 +94,15 @@ inline void multiply_tiles(const Brief *left, int64_t depth, const ivec *right, 
 // grow by it. rows, width: multiples of SIDE; depth: of DEEP.
 inline void multiply(const Brief *left, int64_t rows, int64_t depth, const ivec *right, int64_t width, float *sums, int64_t row,
                      bool adds) {
-  const auto part = [=](auto A, auto most, int64_t r) {
-    for (int64_t c = 0; c < width; c += most.value * SIDE) {
-      with_number<most.value>(std::min<int64_t>(most.value, (width - c) / SIDE), [&](auto B) {
-        multiply_tiles<A.value, B.value>(left + r * depth, depth, right + c / SIDE, width, sums + r * row + c, row, adds);
+  for (int64_t r = 0; r < rows; r += 2 * SIDE) {
+    for (int64_t c = 0; c < width; c += 2 * SIDE) {
+      with_number<2>(std::min<int64_t>(2, (rows - r) / SIDE), [&](auto A) {
+        with_number<2>(std::min<int64_t>(2, (width - c) / SIDE), [&](auto B) {
+          multiply_tiles<A.value, B.value>(left + r * depth, depth, right + c / SIDE, width, sums + r * row + c, row, adds);
+        });
       });
     }
-  };
-  int64_t r = 0;
-  for (; r + 2 * SIDE <= rows; r += 2 * SIDE) part(std::integral_constant<int, 2>{}, std::integral_constant<int, 2>{}, r);
-  if (r < rows) part(std::integral_constant<int, 1>{}, std::integral_constant<int, 4>{}, r);
+  }
 }
 
 // The room of a thread for the left and the right side of a product.

@@ -66,15 +66,6 @@ static inline float number(const Brief *p) {
   std::memcpy(&x, &bits, sizeof x);
   return x;
 }
-static inline float number(const Half *p) {
-#if defined(__F16C__)
-  return _cvtsh_ss(p->bits);
-#else
-  __fp16 x;
-  std::memcpy(&x, p, sizeof x);
-  return x;
-#endif
-}
 
 // The halves in the lower 16 bits of each lane, as floats.
 INLINED inline vec halves(ivec x) {
