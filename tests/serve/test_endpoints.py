@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import threading
@@ -14,7 +15,8 @@ import torch
 
 from longdraft import Request, Speculator
 from longdraft.serve import processors
-from tests.serve.conftest import MODEL, TOKENIZER
+from tests.serve.bytes import byte_model, byte_tokenizer
+from tests.serve.conftest import MODEL, TOKENIZER, Running, make_service
 from tests.serve.over_http import wait_until
 
 MESSAGES = [
@@ -230,6 +232,22 @@ def test_an_echoed_prompt_has_the_models_own_log_probabilities_whatever_was_kept
     assert [x for chunk in chunks for x in chunk.choices[0].logprobs.token_logprobs] == scored.token_logprobs
 
 
+def test_a_completion_with_a_suffix_is_what_the_model_says_between():
+    """In Qwen-Coder's tokens; it ends where another file would begin."""
+    model, tokenizer = byte_model(), byte_tokenizer()
+    names = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"]
+    tokenizer.add_tokens(names, special_tokens=True)
+    before, between, answer = ends = tokenizer.convert_tokens_to_ids(names)
+    code, rest = (tokenizer(text)["input_ids"] for text in ("def f(x):", "return y"))
+    request = Request([before, *code, between, *rest, answer], 20, eos_token_ids=[*ends, tokenizer.eos_token_id])
+    (expected,) = Speculator("ar", model, tokenizer, plan="fixed").generate(request)
+    with contextlib.closing(Running(make_service(model, tokenizer, context=1200))) as running:
+        found = running.client().completions.create(
+            model="tiny", prompt="def f(x):", suffix="return y", max_tokens=20, temperature=0
+        )
+    assert found.choices[0].text == expected.text and found.usage.prompt_tokens == expected.prompt_tokens
+
+
 def test_responses_are_whole_or_streamed_texts(running):
     responses = running.client().responses
     expected = alone(12).text
@@ -333,14 +351,14 @@ def test_one_keys_text_is_never_looked_up_for_another(serving):
 
 def test_an_exception_in_one_request_ends_that_request(serving, monkeypatch):
     running = serving()
-    bias = processors.Bias.__call__
+    penalise = processors.Penalties.__call__
 
     def failing(self, input_ids, scores):
-        if self.by_token == {7: 1.0} and input_ids.shape[1] > 70:
+        if input_ids.shape[1] > 70:
             raise RuntimeError("this one")
-        return bias(self, input_ids, scores)
+        return penalise(self, input_ids, scores)
 
-    monkeypatch.setattr(processors.Bias, "__call__", failing)
+    monkeypatch.setattr(processors.Penalties, "__call__", failing)
     answers = {}
 
     def ask(name, **options):
@@ -350,7 +368,7 @@ def test_an_exception_in_one_request_ends_that_request(serving, monkeypatch):
         except openai.APIError as error:
             answers[name] = error
 
-    asked = {"greedy": {}, "sampled": {"temperature": 1, "seed": 4}, "bad": {"logit_bias": {"7": 1}}}
+    asked = {"greedy": {}, "sampled": {"temperature": 1, "seed": 4}, "bad": {"presence_penalty": 1}}
     threads = [threading.Thread(target=ask, args=(name,), kwargs=options) for name, options in asked.items()]
     for thread in threads:
         thread.start()

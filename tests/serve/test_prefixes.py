@@ -1,11 +1,14 @@
-"""Prompts on disk: there after a restart, bounded, and never damaged."""
+"""Prompts on disk: there after a restart, bounded, and never damaged.
+
+The engine is a stand-in on a cache with a folder behind it: the KV of a token is the token itself.
+"""
 
 from __future__ import annotations
 
-import logging
 import os
 import resource
-import tempfile
+import signal
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,11 +28,60 @@ from longdraft.memory.store import KVShape, KVStore
 from longdraft.serve.prefixes import DiskPrefixes
 from longdraft.serve.service import service_of
 from longdraft.serve.settings import Settings
-from tests.serve.kept_texts import HEAD, NEW, OLD, POINTS, ROW, Texts, files, kill_at_every_point
 from tests.support import elsewhere
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
+SHAPE = KVShape(2, 1, 4, torch.float32)
+# Bytes of a snapshot of n tokens: keys, values, tokens; and its head, at most.
+ROW, HEAD = SHAPE.bytes_per_token + 8, 1024
 TEXT = list(range(100))
+
+
+class Texts(DiskPrefixes):
+    """A cache that is open, with slots of 200 rows, where 4 tokens are worth a file."""
+
+    def __init__(
+        self, folder: Path, most: int = 1 << 30, slots: int = 2, rows: int = 200, target: str = "target",
+        layers: tuple[int, ...] = (),
+    ) -> None:  # fmt: skip
+        super().__init__(folder, target, most, 4)
+        self.open(lambda slots, rows: KVStore(SHAPE, slots, rows, feature_layers=layers, feature_size=3), slots, rows)
+
+    def read(self, prompt: list[int], slot: int = 0, piece: int = 1) -> int:
+        """Reads a prompt as an engine does. How much of it was there."""
+        kept = self.begin(slot, prompt, piece)
+        store = self.store
+        assert store is not None and store.lengths[slot] == kept
+        new = torch.tensor(prompt[kept:], dtype=torch.float32)[:, None]
+        for tensor in (store.keys, store.values):
+            tensor[:, slot, :, kept : len(prompt)] = new
+        if store.features is not None:
+            store.features[slot, kept : len(prompt)] = new.expand(-1, store.features.shape[2])
+        store.commit(slot, range(len(prompt) - kept))
+        self.remember(slot, prompt)
+        assert self.held(slot) == prompt
+        return kept
+
+    def held(self, slot: int) -> list[int]:
+        """The tokens whose KV a slot holds."""
+        store = self.store
+        assert store is not None
+        found = [store.keys[0, slot, 0, :, 0], store.values[-1, slot, 0, :, -1]]
+        found += [] if store.features is None else [store.features[slot, :, -1]]
+        first, *others = ([int(x) for x in rows[: store.lengths[slot]]] for rows in found)
+        assert all(other == first for other in others)
+        return first
+
+    def keep_all(self) -> int:
+        """How many files it has written."""
+        written = 0
+        while self.keep():
+            written += 1
+        return written
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))
 
 
 def kept(folder: Path, *texts: list[int], **options) -> Path:
@@ -78,35 +130,7 @@ def test_a_prompt_survives_a_restart(tmp_path, prompt, piece, rows, reused):
     assert Texts(tmp_path, rows=rows).read(prompt, piece=piece) == reused
 
 
-def test_a_file_is_not_read_for_what_slots_have_too(tmp_path):
-    cache = Texts(tmp_path)
-    cache.read(TEXT)
-    cache.keep_all()
-    (kept_as,) = files(tmp_path)
-    file = kept_as.rename(tmp_path / "elsewhere")
-    assert cache.read([*TEXT[:60], 7], slot=1) == 60  # from slot 0
-    assert cache.read([*TEXT[:63], 7], slot=0) == 63
-    assert cache.read([*TEXT[:66], 7], slot=0) == 63  # three tokens are not worth reading a file
-    file.rename(kept_as)
-    assert cache.read([*TEXT[:80], 7], slot=0) == 80
-
-
-def test_the_file_that_has_most_of_a_prompt_is_read(tmp_path):
-    kept(tmp_path, TEXT[:20], [*TEXT[:50], *[8] * 20], [*TEXT[:30], *[9] * 20])
-    assert Texts(tmp_path).read([*TEXT, 7]) == 50
-
-
 # --- writing ---
-
-
-def test_one_text_is_written_at_a_time_the_longest_first(tmp_path):
-    cache = Texts(tmp_path, slots=3)
-    for slot, n in enumerate((20, 40, 30)):
-        cache.read([slot, *range(n)], slot)
-    written = []
-    while cache.keep():
-        written.append(sizes(tmp_path))
-    assert written == [[41], [31, 41], [21, 31, 41]] and not cache.keep()
 
 
 def test_a_text_that_is_on_disk_or_short_is_not_written(tmp_path):
@@ -154,17 +178,6 @@ def test_the_least_recently_used_text_is_deleted(tmp_path):
     assert [Texts(tmp_path).read(family(i)) for i in range(4)] == [59, 0, 59, 59]
 
 
-def test_a_text_that_is_used_in_its_slot_counts_as_used_on_disk(tmp_path):
-    cache = Texts(tmp_path, room_for(2))
-    for i in (0, 1):
-        cache.read(family(i), slot=i)
-        cache.keep()
-    cache.read(family(0), slot=0)
-    cache.read(family(2), slot=1)
-    cache.keep()
-    assert [Texts(tmp_path).read(family(i)) for i in range(3)] == [59, 0, 59]
-
-
 @settings(max_examples=40)
 @given(
     st.integers(1, 12),
@@ -205,7 +218,7 @@ def test_a_text_that_is_larger_than_the_limit_is_not_kept_and_shorter_ones_are(t
 
 
 def test_a_full_disk_is_reported_once_and_nothing_is_lost(tmp_path, caplog, free_disk):
-    cache = Texts(tmp_path, room_for(2), pause=0.0)
+    cache = Texts(tmp_path, room_for(2))
     for text in (TEXT[:20], family(7)):
         cache.read(text)
         cache.keep()
@@ -221,7 +234,7 @@ def test_a_full_disk_is_reported_once_and_nothing_is_lost(tmp_path, caplog, free
 
 
 def test_writing_that_fails_leaves_nothing_behind_but_what_was_there(tmp_path, caplog):
-    """It fails by the system's limit for files; after that nothing is tried for a while."""
+    """It fails by the system's limit for files."""
     kept(tmp_path, TEXT[:20])
     before = files(tmp_path)
     cache = Texts(tmp_path)
@@ -233,43 +246,49 @@ def test_writing_that_fails_leaves_nothing_behind_but_what_was_there(tmp_path, c
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert len(caplog.records) == 1
-    assert [*tmp_path.iterdir()] == before and not cache.keep()
-    assert Texts(tmp_path).read(TEXT) == 20
+    assert [*tmp_path.iterdir()] == before and Texts(tmp_path).read(TEXT) == 20
 
 
-@pytest.mark.parametrize("end", [0, 5, 50, 1000, -1])
-def test_damaged_files_are_deleted_with_a_warning(tmp_path, caplog, end):
-    file = kept(tmp_path, TEXT)
-    file.write_bytes(file.read_bytes()[:end])
-    assert Texts(tmp_path).read(TEXT) == 0
-    assert not files(tmp_path) and "damaged" in caplog.text
+def with_metadata(**changed: str) -> Callable[[Path], object]:
+    """A change of what a file says of itself."""
+
+    def change(path: Path) -> None:
+        with safe_open(path, framework="pt") as file:
+            save_file(load_file(path), path, metadata=file.metadata() | changed)
+
+    return change
 
 
-def test_files_that_are_not_snapshots_are_damaged_or_somebody_elses(tmp_path):
-    kept(tmp_path, TEXT).write_bytes(b"nonsense" * 100)
-    other = tmp_path / "other.kv.safetensors"
-    save_file({}, other, metadata={"format": "other"})
-    assert Texts(tmp_path).read(TEXT) == 0
-    assert files(tmp_path) == [other]
-
-
+# Each is a miss; "damaged" files are deleted, and the log says so.
 CHANGES: dict[str, Callable[[Path], object]] = {
     "gone": Path.unlink,
-    "cut": lambda path: path.write_bytes(path.read_bytes()[:-1]),
-    "empty": lambda path: path.write_bytes(b""),
-    "flipped": lambda path: path.write_bytes(path.read_bytes()[:-5] + b"\7" + path.read_bytes()[-4:]),
+    "damaged: cut": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "damaged: half of its head": lambda path: path.write_bytes(path.read_bytes()[:50]),
+    "damaged: empty": lambda path: path.write_bytes(b""),
+    "damaged: nonsense": lambda path: path.write_bytes(b"nonsense" * 100),
+    "damaged: a flipped bit": lambda path: path.write_bytes(path.read_bytes()[:-5] + b"\7" + path.read_bytes()[-4:]),
     "another text's": lambda path: path.write_bytes(kept(path.parent / "other", [7] * 100).read_bytes()),
-}
+    "another program's": lambda path: save_file({}, path, metadata={"format": "other"}),
+    **{f"metadata {next(iter(each))}": with_metadata(**each) for each in (
+        {"feature_layers": "one"}, {"target": ""}, {"format": "longdraft-kv-9"}, {"checksums": "[" * 100_000},
+        {"kind": "another"}, {"checksum": "9" * 5000},
+    )},
+}  # fmt: skip
 
 
+@pytest.mark.parametrize("when", ["before the start", "after it"])
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_file_that_is_damaged_or_gone_after_the_start_is_not_used(tmp_path, caplog, change):
+def test_a_file_that_is_not_what_was_written_is_not_used(tmp_path, caplog, change, when):
     file = kept(tmp_path, TEXT)
     cache = Texts(tmp_path)
-    cache.read([*TEXT[:10], 9])
-    CHANGES[change](file)
+    if when == "after it":
+        cache.read([*TEXT[:10], 9])
+        CHANGES[change](file)
+    else:
+        CHANGES[change](file)
+        cache = Texts(tmp_path)
     assert cache.read([*TEXT, 7]) == 0  # the ten of the slot are lost: they could have been overwritten
-    assert change == "another text's" or (not files(tmp_path) and "snapshot" in caplog.text)
+    assert not change.startswith("damaged") or (not files(tmp_path) and "snapshot" in caplog.text)
 
 
 def test_a_file_that_may_not_be_read_is_left_alone(tmp_path, caplog, monkeypatch):
@@ -312,19 +331,6 @@ def test_a_server_whose_folder_cannot_be_written_does_not_start(tmp_path):
         service_of(model, replace(settings, snapshots=tmp_path / "file" / "kept"), {}, {})
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [{"feature_layers": "one"}, {"target": ""}, {"format": "longdraft-kv-9"}, {"checksums": "[" * 100_000},
-     {"checksums": "5"}, {"kind": "another"}, {"checksum": "9" * 5000}],
-    ids=lambda each: "-".join(each),
-)  # fmt: skip
-def test_wrong_metadata_are_a_miss(changed, tmp_path):
-    path = kept(tmp_path, TEXT)
-    with safe_open(path, framework="pt") as file:
-        save_file(load_file(path), path, metadata=file.metadata() | changed)
-    assert Texts(tmp_path).read(TEXT) == 0
-
-
 def test_a_file_that_memory_has_no_room_for_is_a_miss_and_stays(tmp_path, caplog):
     shape, path = KVShape(2, 1, 8192, torch.float32), tmp_path / "a.kv.safetensors"
 
@@ -347,27 +353,34 @@ def test_a_file_that_memory_has_no_room_for_is_a_miss_and_stays(tmp_path, caplog
     assert cache.begin(0, TEXT) == opened().begin(0, TEXT) == 99
 
 
-def test_a_folder_that_cannot_be_written_ends_the_start(tmp_path, monkeypatch):
-    def full(*arguments, **options):
-        raise OSError(30, "Read-only file system")
-
-    monkeypatch.setattr(tempfile, "TemporaryFile", full)
-    with pytest.raises(CheckpointError, match=str(tmp_path)):
-        DiskPrefixes(tmp_path, "target", 1 << 30)
-
-
 # --- kill -9 ---
+
+
+def keep_for_ever(folder: Path) -> None:
+    """Texts that grow, and others: files come and go all the time."""
+    cache = Texts(folder, most=20 * (HEAD + 100 * ROW))
+    for i in range(1 << 30):
+        cache.read([i // 8 % 50, *range(10 + i % 8 * 20)])
+        cache.keep()
+
+
+def kill_at_any_time(folder: Path) -> None:
+    """In a process of its own; whatever is there can be used."""
+    for number in range(12):
+        if not (child := os.fork()):
+            keep_for_ever(folder)
+        time.sleep(0.05 + 0.013 * number)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        cache = Texts(folder)
+        assert files(folder) and not list(folder.glob("*.part"))
+        for i in range(50):
+            cache.read([i, *range(170)])
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.slow
-def test_a_process_that_is_killed_leaves_no_damaged_file_in_use(tmp_path, caplog):
-    caplog.set_level(logging.WARNING)
+def test_a_process_that_is_killed_leaves_no_damaged_file_in_use(tmp_path):
     said = tmp_path / "said"
-    assert elsewhere.ended(elsewhere.start(said, kill_at_every_point, tmp_path), 120) == 0, said.read_text()
-    for point in POINTS:
-        cache = Texts(tmp_path / point)
-        assert not list((tmp_path / point).glob("*.part")), point
-        assert cache.read(OLD) == 39, point
-        assert cache.read(NEW) == (119 if point == "with its name" else 60), point
-    assert not caplog.text  # no file was damaged: renaming is the last thing
+    assert elsewhere.ended(elsewhere.start(said, kill_at_any_time, tmp_path / "kept"), 120) == 0, said.read_text()
+    assert "snapshot" not in said.read_text()  # no file was damaged: renaming is the last thing

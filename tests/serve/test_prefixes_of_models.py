@@ -58,14 +58,6 @@ def test_a_restart_answers_as_before_and_reads_what_is_new(tmp_path):
     assert further.cached_tokens == 200 + 7
 
 
-def test_requests_that_come_together_share_a_file(tmp_path):
-    asked(cache_of(tmp_path), TEXT[:200])
-    questions = [[*TEXT[:200], n, 6] for n in (1, 2, 3)]
-    found = asked(cache_of(tmp_path), *questions)
-    assert [result.token_ids for result in found] == [alone(question) for question in questions]
-    assert all(result.cached_tokens >= 200 for result in found)
-
-
 @pytest.mark.parametrize("kind", ["offload", "bfloat16", "int8", "half"])
 def test_stores_of_every_kind(tmp_path, cpu_offloads, kind):
     model, options = MODEL, {}
@@ -115,12 +107,3 @@ def test_whatever_comes_and_whenever_it_restarts_tokens_are_the_same(tmp_path_fa
             assert result.token_ids == alone(prompt)
         if restarts:
             cache = cache_of(folder, most=most)
-
-
-def test_two_texts_that_do_not_fit_together_are_each_written_once(tmp_path):
-    cache = cache_of(tmp_path / "kept", most=300 * PLAIN.runner().kv_shape.bytes_per_token)
-    asked(cache, TEXT[:200], TEXT[100:290])
-    (second,) = (tmp_path / "kept").glob("*.safetensors")
-    asked(cache, TEXT[:200])  # used anew, so it is the other one that goes
-    (first,) = (tmp_path / "kept").glob("*.safetensors")
-    assert first != second

@@ -160,7 +160,7 @@ WEATHER = {
 @given(cuts=st.lists(st.integers(1, 12), max_size=30))
 def test_calls_are_separated_from_text_however_it_is_cut(cuts):
     call = '{"name": "weather", "arguments": {"place": "Rome"}}'
-    text = f'well <tool <tool_call>{call}</tool_call><tool_call>{{"name": "time"}}</tool_call> so'
+    text = f'well <tool <tool_call>{call}</tool_call><tool_call>{{"name": "time", "arguments": {{}}}}</tool_call> so'
     pieces, at = [], 0
     for cut in [*cuts, len(text)]:
         pieces.append(text[at : at + cut])

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from longdraft.errors import CapabilityError
 from longdraft.model.chat import conversation, encode
 from longdraft.serve import schema, structured, tools
 from longdraft.serve.choice import REASONS, Choice, Delta
 from longdraft.serve.errors import ApiError
-from longdraft.serve.filling import filling_ends, filling_prompt
 from longdraft.serve.openai import Answer, ChatAnswer, Head, TextAnswer, as_others, usage
 from longdraft.serve.service import Service
 from longdraft.serve.thinking import THINK, UNTHINK, Thinking
@@ -30,6 +30,10 @@ _TAIL = 24
 
 
 SILENCE = Delta()
+# Tokens before the prompt, before the suffix, and before the model's answer, where it fills in the middle: Qwen-Coder's
+# and CodeGemma's form, and StarCoder's. The others end such an answer too: another file would begin.
+_FILLING = (("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"), ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"))
+_NEXT_FILES = ("<|file_separator|>", "<file_sep>")
 # So many tokens with log-probabilities take long enough to write to do it beside the event loop.
 _MANY = 64
 
@@ -204,8 +208,7 @@ def complete(service: Service, body: schema.Completion, tenant: str | None = Non
         raise ApiError(400, "At most 16 prompts a request here.", param="prompt")
     choices: list[Choice] = []
     for prompt in prompts:
-        ids = _completed(service, prompt, body.suffix)
-        ends = filling_ends(service.tokenizer) if body.suffix else ()
+        ids, ends = _completed(service, prompt, body.suffix)
         echo = None
         if body.echo:
             echo = prompt if isinstance(prompt, str) else str(service.tokenizer.decode(ids))
@@ -216,13 +219,24 @@ def complete(service: Service, body: schema.Completion, tenant: str | None = Non
     )
 
 
-def _completed(service: Service, prompt: str | list[int], suffix: str) -> list[int]:
-    """Token ids of a prompt of ``/v1/completions``."""
-    if suffix and not isinstance(prompt, str):
-        raise ApiError(400, "suffix needs a prompt that is a text.", param="suffix")
+def _completed(service: Service, prompt: str | list[int], suffix: str) -> tuple[list[int], list[int]]:
+    """Token ids of a prompt of ``/v1/completions``, and those that end its answer besides the known ends."""
     if not isinstance(prompt, str):
-        return list(prompt)
-    return filling_prompt(service.tokenizer, prompt, suffix) if suffix else encode(service.tokenizer, prompt)
+        if suffix:
+            raise ApiError(400, "suffix needs a prompt that is a text.", param="suffix")
+        return list(prompt), []
+    if not suffix:
+        return encode(service.tokenizer, prompt), []
+    known = service.tokenizer.get_vocab()
+    form = next((form for form in _FILLING if all(token in known for token in form)), None)
+    if form is None:
+        raise CapabilityError(
+            "This model has no tokens for text in the middle (such as <|fim_prefix|>), so suffix cannot be served: "
+            "leave it out, or serve a model of code that was trained for it, such as Qwen2.5-Coder."
+        )
+    before, between, answer = form
+    ids = encode(service.tokenizer, f"{before}{prompt}{between}{suffix}{answer}")
+    return ids, [known[token] for token in (*form, *_NEXT_FILES) if token in known]
 
 
 def tokens_of(service: Service, body: schema.Tokenize) -> list[int]:

@@ -215,13 +215,8 @@ class TextAnswer(Answer):
 
 def usage(choices: Sequence[Choice], thought: int = 0) -> dict[str, Any]:
     """OpenAI's usage object of answers that have ended, with draft statistics; ``thought`` tokens were thoughts."""
-    results = [choice.result for choice in choices if choice.result is not None]
-    prompt, new = max((r.prompt_tokens for r in results), default=0), sum(r.new_tokens for r in results)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": new,
-        "total_tokens": prompt + new,
-        "prompt_tokens_details": {"cached_tokens": max((r.cached_tokens for r in results), default=0)},
+    return usage_so_far(choices) | {
+        "prompt_tokens_details": {"cached_tokens": max(c.result.cached_tokens if c.result else 0 for c in choices)},
         "completion_tokens_details": {"reasoning_tokens": thought},
         "speculation": sum((choice.speculation for choice in choices), Speculation()).as_dict(),
     }

@@ -12,7 +12,6 @@ import hashlib
 import logging
 import shutil
 import tempfile
-import time
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -63,7 +62,6 @@ class DiskPrefixes(PromptCache):
         min_tokens: a text is written if this many of its tokens, and a quarter of it, are in no file; and read if that
             saves this many.
         feature_layers: see :class:`PromptCache`. Snapshots that lack hidden states that a run needs are not read.
-        pause: seconds between a failed attempt to write and the next: each costs a copy of the text's rows.
         tree_bytes: see :class:`PromptCache`.
 
     Raises:
@@ -77,11 +75,9 @@ class DiskPrefixes(PromptCache):
         max_bytes: int,
         min_tokens: int = 256,
         feature_layers: tuple[int, ...] = (),
-        pause: float = 60.0,
         tree_bytes: int = 0,
     ) -> None:
         super().__init__(feature_layers, tree_bytes)
-        self._pause = pause
         self._folder, self._target = folder, fingerprint
         self._max_bytes, self._min_tokens = max_bytes, max(1, min_tokens)
         # The least recently used first. Those of other targets have no tokens.
@@ -90,7 +86,6 @@ class DiskPrefixes(PromptCache):
         # another slot's text, or two that do not fit the folder together would drive each other out for ever.
         self._written: set[int] = set()
         self._warned: set[str] = set()
-        self._next_attempt = 0.0  # time.monotonic() from which writing is tried again
         check_folder(folder)
         with naming(folder, f"Prompts cannot be kept in {folder}"):
             self._find()
@@ -120,7 +115,7 @@ class DiskPrefixes(PromptCache):
         Returns:
             Whether it wrote one; there may be more to write.
         """
-        if self.store is None or time.monotonic() < self._next_attempt:
+        if self.store is None:
             return False
         for slot in sorted(range(len(self.tokens)), key=lambda slot: -len(self.tokens[slot])):
             text = self.tokens[slot]
@@ -171,7 +166,6 @@ class DiskPrefixes(PromptCache):
             snapshot.save(store, slot, text, self._target, path, kind)
             self._files[path] = _File(text, store.feature_layers, path.stat().st_size, kind)
         except (OSError, MemoryBudgetError, RuntimeError) as error:  # RuntimeError: a GPU has no room to gather rows
-            self._next_attempt = time.monotonic() + self._pause
             self._warn("write", str(error))
             return False
         for old in covered:

@@ -1,4 +1,4 @@
-"""Logits processors for clients' options: penalties, biases, and log-probabilities.
+"""Logits processors for clients' options: penalties and log-probabilities.
 
 Each belongs to one request. longdraft calls it once for each emitted token, in order, with the text so far.
 """
@@ -6,7 +6,7 @@ Each belongs to one request. longdraft calls it once for each emitted token, in 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -26,31 +26,6 @@ class Penalties:
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         tokens, counts = input_ids[0, self.prompt :].unique(return_counts=True)
         scores[0, tokens] -= self.presence + self.frequency * counts.to(scores.dtype)
-        return scores
-
-
-@dataclass
-class Bias:
-    """Adds a number to the logits of some tokens."""
-
-    by_token: Mapping[int, float]
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        tokens = torch.tensor(list(self.by_token), device=scores.device, dtype=torch.long)
-        scores[0, tokens] += torch.tensor(list(self.by_token.values()), dtype=scores.dtype, device=scores.device)
-        return scores
-
-
-@dataclass
-class NotBefore:
-    """Forbids tokens until the text, prompt included, has so many."""
-
-    length: int
-    tokens: Sequence[int]
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if input_ids.shape[1] < self.length:
-            scores[0, list(self.tokens)] = float("-inf")
         return scores
 
 

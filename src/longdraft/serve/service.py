@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import MinNewTokensLengthLogitsProcessor, PreTrainedTokenizerBase, SequenceBiasLogitsProcessor
 
 from longdraft.engine.request import Request
 from longdraft.engine.sampler import Sampling
@@ -27,7 +27,7 @@ from longdraft.serve.errors import ApiError
 from longdraft.serve.metrics import Metrics
 from longdraft.serve.openai import PART
 from longdraft.serve.prefixes import DiskPrefixes, check_folder
-from longdraft.serve.processors import Bias, NotBefore, Penalties, Processor
+from longdraft.serve.processors import Penalties, Processor
 from longdraft.serve.settings import Settings
 from longdraft.serve.structured import table_of
 from longdraft.serve.worker import Worker
@@ -146,12 +146,13 @@ class Service:
         if body.presence_penalty or body.frequency_penalty:
             processors.append(partial(Penalties, len(prompt), body.presence_penalty, body.frequency_penalty))
         if body.logit_bias:
-            processors.append(partial(Bias, body.logit_bias))
+            processors.append(partial(SequenceBiasLogitsProcessor, {(t,): bias for t, bias in body.logit_bias.items()}))
         ending: list[int] | None = [] if body.ignore_eos else None  # None: the model's own
         if ending is None and (ends or body.min_tokens):
             ending = self._ends(ends)
         if body.min_tokens and ending:
-            processors.append(partial(NotBefore, len(prompt) + body.min_tokens, ending))
+            bounds = len(prompt), body.min_tokens, ending, runner.device
+            processors.append(partial(MinNewTokensLengthLogitsProcessor, *bounds))
         if constraint is not None:
             processors.append(constraint)
         greedy = body.temperature == 0

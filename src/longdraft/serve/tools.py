@@ -6,6 +6,7 @@ go through the chat template if it supports them, else into a system message.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import secrets
@@ -250,6 +251,7 @@ def _as_text(message: dict[str, Any]) -> dict[str, Any]:
     return {**kept, "content": content}
 
 
+_JSON = json.JSONDecoder(strict=False)
 # The beginning of a call in tags: the name comes first, so that its arguments can be streamed.
 _HEAD = regex.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")' + _ARGUMENTS)
 
@@ -269,7 +271,7 @@ class ToolParser:
         self._blank, self._said = "", False  # white space that is not reported before a call; whether text was
         self._state: Literal["text", "tag", "arguments", "end"] = "text"
         self._tagged = True
-        self._end = _ObjectEnd()
+        self._arguments = ""  # of the call that has begun
         self._calls = 0
 
     def push(self, text: str) -> list[dict[str, Any]]:
@@ -326,24 +328,24 @@ class ToolParser:
         inside, closed, after = self._pending.partition(CLOSE)
         if not closed:
             return []
-        self._pending, self._state, call = after, "text", _parsed(inside)
-        if call is None:
-            return self._content(f"{OPEN}{inside}{CLOSE}")
-        self._before = "\n"
-        self._calls += 1
-        return [_call(self._calls - 1, *call)]
+        self._pending, self._state = after, "text"  # no grammar bound it
+        return self._content(f"{OPEN}{inside}{CLOSE}")
 
     def _begin(self, name: str) -> dict[str, Any]:
-        self._state, self._end = "arguments", _ObjectEnd()
+        self._state, self._arguments = "arguments", ""
         return _call(self._calls, name, "")
 
     def _in_arguments(self) -> list[dict[str, Any]]:
-        end = self._end.find(self._pending)
-        text, self._pending = self._pending[:end], self._pending[end:]
-        if self._end.depth == 0:
-            self._state, self._before = "end", "\n"
-            self._calls += 1
-        return [_call(self._calls - (self._end.depth == 0), None, text)]
+        text, self._pending = self._pending, ""
+        self._arguments += text
+        with contextlib.suppress(ValueError, RecursionError):  # while their end has not come
+            if "}" in text:
+                end = len(text) + _JSON.raw_decode(self._arguments)[1] - len(self._arguments)
+                text, self._pending = text[:end], text[end:]
+                self._state, self._before = "end", "\n"
+        delta = _call(self._calls, None, text)
+        self._calls += self._state == "end"
+        return [delta]
 
     def _in_end(self) -> list[dict[str, Any]]:
         """Leaves out what ends a call: its tag, or brackets and a fence."""
@@ -357,37 +359,6 @@ class ToolParser:
         if ended:
             self._pending, self._state = after, "text"
         return []
-
-
-class _ObjectEnd:
-    """Finds the end of a JSON object in a text that comes in pieces. ``depth``: of open brackets behind the last."""
-
-    def __init__(self) -> None:
-        self.depth, self._in_string, self._escaped = 0, False, False
-
-    def find(self, text: str) -> int:
-        """Counts the characters of the next piece that belong to the object."""
-        for i, letter in enumerate(text):
-            if self._in_string:
-                self._in_string = letter != '"' or self._escaped
-                self._escaped = letter == "\\" and not self._escaped
-            elif letter == '"':
-                self._in_string = True
-            elif letter in "{}[]":
-                self.depth += 1 if letter in "{[" else -1
-                if self.depth == 0:
-                    return i + 1
-        return len(text)
-
-
-def _parsed(call: str) -> tuple[str, str] | None:
-    """Name and arguments of a call; None for one that is malformed, since no grammar bound it."""
-    try:
-        found = json.loads(call)
-        name, arguments = str(found["name"]), found.get("arguments", {})
-        return name, arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    except (ValueError, TypeError, KeyError):
-        return None
 
 
 def _call(index: int, name: str | None, arguments: str) -> dict[str, Any]:

@@ -332,6 +332,7 @@ MISTAKES = [
     (RESPONSES, {"input": "?", "metadata": {"a": DEEP}}, None, ""),
     (RESPONSES, {"input": "?", "previous_response_id": "resp_1"}, "previous_response_id", ""),
     ("/v1/completions", {"prompt": []}, None, ""),
+    ("/v1/completions", {"prompt": "a", "suffix": "b"}, None, "suffix"),
     ("/v1/completions", {"prompt": [[]]}, None, ""),
     ("/v1/completions", {"prompt": [10**9]}, None, ""),
     ("/v1/completions", {"prompt": ["a"] * 16, "n": 5}, None, ""),

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from longdraft.attention import dispatch, prefix
-from longdraft.engine.drafter import Drafter
 from longdraft.errors import CapabilityError
-from longdraft.memory.store import KVShape, KVStore
+from longdraft.memory.store import KVShape
 from longdraft.model.gpu.graphs import Graphs
 from longdraft.model.rotary import Rotary
 from longdraft.model.shared_parts import SharedParts
-from longdraft_engines.requests import Tracked
 
 
 class EngineTarget:
@@ -67,31 +64,6 @@ class EngineTarget:
             _rotary=rotary.module,
             _like=torch.empty(1, 1, dtype=dtype, device=self.device),
         )  # fmt: skip
-
-
-class CopiedLayer:
-    """One layer's keys and values of the tracked texts, copied from the engine's cache as they come.
-
-    In a model of 32 layers this is a thirty-second of its KV. With the copy, the draft need not know how the engine
-    packs its pages, or which prefixes were cached.
-    """
-
-    def __init__(self, target: EngineTarget, drafter: Drafter, slots: int, longest: int) -> None:
-        transposed = dispatch.prefers_transposed_keys(target.attention_path, target.kv_shape.dtype)
-        self._store = KVStore(target.kv_shape, slots, longest, target.device, transposed)
-        drafter.bind(target, self._store)  # type: ignore[arg-type]
-
-    def copy(self, request: Tracked, read: Callable[[int, int], tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Copies a text's new rows, up to the newest token, which has no KV yet.
-
-        Args:
-            read: (start, stop) -> keys and values (kv_heads, stop - start, head_dim) of these positions.
-        """
-        slot, stop = request.sequence.slot, request.known
-        start = 0 if request.new else self._store.lengths[slot]
-        for there, new in zip(self._store.stored(slot, slice(0, 1), start), read(start, stop), strict=True):
-            there[0, :, start:stop] = new
-        self._store.lengths[slot] = stop
 
 
 def _weight(model: Any, name: str) -> torch.Tensor:

@@ -16,6 +16,10 @@ _VEC = "vec"
 class Layer:
     """A layer as vLLM keeps it.
 
+    A page of its cache is (kv_heads, block, 2 head_dim) numbers. On a GPU (FlashAttention, Triton, FlexAttention) each
+    token's value follows its key. The CPU backend packs pages by instruction set. Of these, "vec" in float32 is read
+    here: for each head the keys as (head_dim, block), then the values as (block, head_dim).
+
     Args:
         config: vLLM's ``VllmConfig``. index: of the decoder layer.
 
@@ -37,18 +41,6 @@ class Layer:
             )
         self.name = names[0]
         self.attention = context[self.name]
-
-
-class Pages:
-    """A layer's keys and values in the engine's cache.
-
-    A page is (kv_heads, block, 2 head_dim) numbers. On a GPU (FlashAttention, Triton, FlexAttention) each token's value
-    follows its key. The CPU backend packs pages by instruction set. Of these, "vec" in float32 is read here: for each
-    head the keys as (head_dim, block), then the values as (block, head_dim).
-    """
-
-    def __init__(self, layer: Layer) -> None:
-        self._layer = layer
         self._checked = False
 
     def read(self, runner: Any, row: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -60,11 +52,11 @@ class Pages:
         Raises:
             CapabilityError: the cache has another layout.
         """
-        cache: torch.Tensor = self._layer.attention.kv_cache
+        cache: torch.Tensor = self.attention.kv_cache
         if not self._checked:
             self._check(cache)
         groups = runner.kv_cache_config.kv_cache_groups
-        group = next(i for i, group in enumerate(groups) if self._layer.name in group.layer_names)
+        group = next(i for i, group in enumerate(groups) if self.name in group.layer_names)
         table = runner.input_batch.block_table[group].block_table.np[row]
         size = cache.shape[2]
         positions = np.arange(start, stop)
@@ -74,7 +66,7 @@ class Pages:
         return keys.transpose(0, 1), values.transpose(0, 1)
 
     def _check(self, cache: torch.Tensor) -> None:
-        packing = getattr(self._layer.attention, "isa", _VEC)
+        packing = getattr(self.attention, "isa", _VEC)
         if cache.device.type == "cpu" and (packing != _VEC or cache.dtype != torch.float32):
             raise CapabilityError(
                 f"vLLM packs this CPU's KV cache for {packing} in {cache.dtype}, which is not read here: serve in "

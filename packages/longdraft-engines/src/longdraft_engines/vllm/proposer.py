@@ -3,17 +3,50 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 
+from longdraft.engine.drafter import Drafter
+from longdraft.engine.event import Event
+from longdraft.engine.sequence import Sequence
 from longdraft.errors import CapabilityError, RequestError
-from longdraft_engines.requests import RequestTracker
+from longdraft.trees.tree import TokenTree
 
 
-class Proposer(RequestTracker, ABC):
+@dataclass
+class Tracked:
+    """A request that is drafted for.
+
+    Attributes:
+        row: its row in the engine's batch, in this step. emitted: its new tokens in this step.
+        new: the drafter has not observed it yet.
+        queries: of this step, if the drafter needs any: see :class:`~longdraft.engine.event.Event`.
+    """
+
+    sequence: Sequence
+    row: int = -1
+    emitted: tuple[int, ...] = ()
+    new: bool = True
+    queries: Mapping[int, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def known(self) -> int:
+        """Count of tokens with KV in the engine's cache: all but the newest."""
+        return len(self.sequence.prompt) + len(self.sequence.output) - 1
+
+
+class Proposer(ABC):
     """Proposes drafts inside vLLM, in the place of its own proposer.
+
+    Tracks requests by vLLM's ids. One that is missing from a step's batch (ended, aborted, preempted) is forgotten; if
+    it comes back, it is a new one whose text so far is its prompt.
+
+    Drafts are the most probable tokens, for sampled text too: vLLM accepts a drafted token with the probability that
+    the target gives it, which is exact for drafts that are not sampled.
 
     Args:
         config: vLLM's ``VllmConfig``.
@@ -21,7 +54,10 @@ class Proposer(RequestTracker, ABC):
     Attributes:
         drafter: made by :meth:`load_model`.
         runner: vLLM's model runner; :mod:`~longdraft_engines.vllm.plugin` sets it.
+        longest: the most tokens of a text.
     """
+
+    drafter: Drafter
 
     def __init__(self, config: Any) -> None:
         self.config = config
@@ -34,7 +70,10 @@ class Proposer(RequestTracker, ABC):
                 f"{', '.join(sorted(self.defaults())) or 'nothing'}."
             )
         self.runner: Any = None
-        super().__init__(self.slots, config.model_config.max_model_len)
+        self.longest = int(config.model_config.max_model_len)
+        self.free_slots = list(range(self.slots))
+        self._tracked: dict[str, Tracked] = {}
+        self._next = 0
 
     @staticmethod
     def defaults() -> dict[str, Any]:
@@ -50,6 +89,11 @@ class Proposer(RequestTracker, ABC):
     def load_model(self, model: Any) -> None:
         """Makes the drafter. Called by vLLM with the loaded target."""
 
+    def prepare(self, tracked: list[Tracked]) -> None:
+        """Called before a step's drafts; copies what the drafter reads of the target."""
+        del tracked
+
+    @torch.inference_mode()
     def propose(
         self,
         sampled_token_ids: list[list[int]],
@@ -70,24 +114,58 @@ class Proposer(RequestTracker, ABC):
                 "VLLM_PLUGINS where that is set."
             )
         batch = self.runner.input_batch
-        names: list[str] = batch.req_ids[: len(sampled_token_ids)]
-        self._forget_others(batch.req_ids)
+        for name in set(self._tracked) - set(batch.req_ids):
+            self._forget(name)
+        drafted: list[list[int]] = [[] for _ in sampled_token_ids]
         tracked = []
-        for row, (name, emitted) in enumerate(zip(names, sampled_token_ids, strict=True)):
-            length = int(num_tokens_no_spec[row])
-            if not emitted or length >= self.longest:
+        for row, emitted in enumerate(sampled_token_ids):
+            text = token_ids_cpu[row, : int(num_tokens_no_spec[row])]
+            if not emitted or len(text) >= self.longest:
                 continue
-            last = partial(_last, token_ids_cpu[row], length)
-            request = self._track(name, row, length, len(emitted), last)
+            request = self._track(batch.req_ids[row], row, text, len(emitted))
             if request is not None:
                 tracked.append(request)
-        drafted: list[list[int]] = [[] for _ in names]
-        for request, tree in zip(tracked, self._draft(tracked), strict=True):
-            room = min(self.tokens, request.sequence.remaining - 1)
-            drafted[request.row] = list(tree.tokens[1 : 1 + max(0, room)])
+        if tracked:
+            self.prepare(tracked)
+            for request in tracked:
+                self._observe(request)
+            trees = self.drafter.propose([request.sequence for request in tracked])
+            for request, tree in zip(tracked, trees, strict=True):
+                room = min(self.tokens, request.sequence.remaining - 1)
+                drafted[request.row] = list(tree.tokens[1 : 1 + max(0, room)])
         return drafted
 
+    def _track(self, name: str, row: int, text: np.ndarray[Any, Any], new: int) -> Tracked | None:
+        """A request whose text has so many new tokens; None if no slot is free."""
+        tracked = self._tracked.get(name)
+        if tracked is not None and len(text) != tracked.known + 1 + new:  # a step was missed
+            self._forget(name)
+            tracked = None
+        if tracked is None:
+            if not self.free_slots:
+                return None
+            tracked = Tracked(Sequence(self._next, text[:-new].tolist(), self.longest - len(text) + new))
+            tracked.sequence.slot, self._next = self.free_slots.pop(0), self._next + 1
+            self._tracked[name] = tracked
+        tracked.row, tracked.emitted = row, tuple(text[-new:].tolist())
+        for token in tracked.emitted:
+            tracked.sequence.append(token)
+        return tracked
 
-def _last(ids: np.ndarray[Any, Any], length: int, count: int) -> list[int]:
-    tokens: list[int] = ids[length - count : length].tolist()
-    return tokens
+    def _observe(self, request: Tracked) -> None:
+        s, emitted = request.sequence, request.emitted
+        root = TokenTree((s.tokens[-len(emitted) - 1],), (-1,))
+        mode = "prefill" if request.new else "full"
+        self.drafter.observe(
+            Event(
+                s, root, len(emitted) - 1, emitted=emitted, mode=mode,  # type: ignore[arg-type]
+                queries=request.queries,
+            )
+        )  # fmt: skip
+        request.new = False
+
+    def _forget(self, name: str) -> None:
+        request = self._tracked.pop(name)
+        self.free_slots.append(request.sequence.slot)
+        if not request.new:
+            self.drafter.release(request.sequence)

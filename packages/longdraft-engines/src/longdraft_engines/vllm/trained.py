@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+from longdraft.attention import dispatch
 from longdraft.drafters.longspec import LongSpecDraft, LongSpecDrafter
 from longdraft.drafters.small_lm import SmallLMDrafter
 from longdraft.drafts.draft import Draft
 from longdraft.drafts.language_model import SmallLMDraft
 from longdraft.engine.drafter import Drafter
 from longdraft.errors import CapabilityError, RequestError
-from longdraft_engines.requests import Tracked
-from longdraft_engines.target import CopiedLayer, EngineTarget
-from longdraft_engines.vllm.layer import Layer, Pages, StepQueries
-from longdraft_engines.vllm.proposer import Proposer
+from longdraft.memory.store import KVStore
+from longdraft_engines.target import EngineTarget
+from longdraft_engines.vllm.layer import Layer, StepQueries
+from longdraft_engines.vllm.proposer import Proposer, Tracked
 
 _SIZES = ("chunk", "chunks", "every", "layer", "recent")
 
 
 class TrainedProposer(Proposer):
-    """Copies the rows of one layer as they come, for some requests at a time.
+    """Copies one layer's keys and values as they come, for some requests at a time.
+
+    In a model of 32 layers this is a thirty-second of its KV. With the copy, the draft need not know how vLLM packs its
+    pages, or which prefixes were cached.
 
     Options: ``draft``, the draft's folder; ``slots``, how many requests are drafted for at a time (others are decoded
     without drafts).
@@ -60,12 +63,18 @@ class TrainedProposer(Proposer):
         sizes = int(described.get_head_size()), int(described.get_total_num_kv_heads())
         self.target = target = EngineTarget(described.hf_text_config, model, *sizes, draft.made_for.get("weights"))
         self.layer = Layer(self.config, self.layer_of(target.last + 1))
-        self._pages = Pages(self.layer)
-        self._copied = CopiedLayer(target, self.drafter, self.slots, self.longest)
+        transposed = dispatch.prefers_transposed_keys(target.attention_path, target.kv_shape.dtype)
+        self._store = KVStore(target.kv_shape, self.slots, self.longest, target.device, transposed)
+        self.drafter.bind(target, self._store)  # type: ignore[arg-type]
 
     def prepare(self, tracked: list[Tracked]) -> None:
-        for request in tracked:
-            self._copied.copy(request, partial(self._pages.read, self.runner, request.row))
+        for request in tracked:  # up to the newest token, which has no KV yet
+            slot, stop = request.sequence.slot, request.known
+            start = 0 if request.new else self._store.lengths[slot]
+            rows = self.layer.read(self.runner, request.row, start, stop)
+            for there, new in zip(self._store.stored(slot, slice(0, 1), start), rows, strict=True):
+                there[0, :, start:stop] = new
+            self._store.lengths[slot] = stop
 
 
 class LongSpec(TrainedProposer):
