@@ -19,6 +19,7 @@ from tests.fuzz import damage
 from tests.support import drafts
 from tests.support.gguf_files import write_gguf
 from tests.support.published import small_dflash, small_peagle, with_heads
+from tests.support.recurrent_models import recurrent_model
 from tests.support.tiny import tiny_folder, tiny_model, tiny_tokenizer
 
 IDS = [[4, 5, 6, 4, 5, 6, 4, 5, 6, 4]]
@@ -124,15 +125,20 @@ def _go_on(path: Path) -> None:
         file.write({"line": file.rows + 1, "text": "c"}, False)
 
 
-def _kept(path: Path) -> None:
-    spec, cache = Speculator("ar", target=target()), longdraft.PromptCache()
-    spec.generate(IDS, max_new_tokens=1, cache=cache)
-    cache.save(path, spec.runner().fingerprint)
+def _snapshot(model: Callable[[], Any]) -> Format:
+    """Of a prompt that is kept; what is read from it goes on as it would have."""
+    plain = cache(lambda: _text(Speculator("ar", target=model())))
 
+    def keep(path: Path) -> None:
+        spec, kept = Speculator("ar", target=model()), longdraft.PromptCache()
+        spec.generate(IDS, max_new_tokens=1, cache=kept)
+        kept.save(path, spec.runner().fingerprint)
 
-def _from_kept(path: Path) -> list[int]:
-    spec = Speculator("ar", target=target())
-    return _text(spec, longdraft.PromptCache.restored(path, spec.runner().fingerprint))
+    def restored(path: Path) -> list[int]:
+        spec = Speculator("ar", target=model())
+        return _text(spec, longdraft.PromptCache.restored(path, spec.runner().fingerprint))
+
+    return Format(keep, {"": _TENSORS}, restored, plain)
 
 
 FORMATS: dict[str, Format] = {
@@ -147,7 +153,8 @@ FORMATS: dict[str, Format] = {
         _as_target,
     ),
     "sharded": Format(_sharded, {"model.safetensors.index.json": _CONFIG, _SHARD: _TENSORS}, _as_target),
-    "snapshot": Format(_kept, {"": _TENSORS}, _from_kept, plain),
+    "snapshot": _snapshot(target),
+    "recurrent snapshot": _snapshot(cache(recurrent_model)),
     "longspec": _draft(lambda path: drafts.random_draft(path, target(), kept=[1, 4, 5, 6, 9])),
     "eagle3": _draft(lambda path: drafts.random_eagle3(path, target(), kept=[1, 4, 5, 6, 9])),
     "published eagle3": _draft(

@@ -5,7 +5,6 @@ Where Chromium is: ``LONGDRAFT_CHROMIUM``, or on the path.
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import queue
@@ -20,16 +19,7 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 CHROMIUM = os.environ.get("LONGDRAFT_CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
 
 # key -> (code, number, text that it types)
-KEYS = {
-    "Enter": ("Enter", 13, "\r"),
-    "Escape": ("Escape", 27, ""),
-    "Tab": ("Tab", 9, ""),
-    "ArrowLeft": ("ArrowLeft", 37, ""),
-    "ArrowRight": ("ArrowRight", 39, ""),
-    "Home": ("Home", 36, ""),
-    "End": ("End", 35, ""),
-    " ": ("Space", 32, " "),
-}
+KEYS = {"Enter": ("Enter", 13, "\r"), "Escape": ("Escape", 27, "")}
 
 
 class Browser:
@@ -130,9 +120,9 @@ class Browser:
         """Into whatever has the focus."""
         self.send("Input.insertText", text=text)
 
-    def press(self, key: str, shift: bool = False) -> None:
+    def press(self, key: str) -> None:
         code, number, text = KEYS[key]
-        same = {"key": key, "code": code, "windowsVirtualKeyCode": number, "modifiers": 8 if shift else 0}
+        same = {"key": key, "code": code, "windowsVirtualKeyCode": number}
         self.send("Input.dispatchKeyEvent", type="keyDown", **same, **({"text": text} if text else {}))
         self.send("Input.dispatchKeyEvent", type="keyUp", **same)
 
@@ -144,11 +134,6 @@ class Browser:
         for kind in ("mousePressed", "mouseReleased") if click else ():
             self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
-    def screen(self, width: int, height: int, dark: bool = False) -> None:
+    def screen(self, width: int, height: int) -> None:
         """Pixels."""
         self.send("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self.send("Emulation.setEmulatedMedia", features=[scheme])
-
-    def shot(self, path: Path) -> None:
-        path.write_bytes(base64.b64decode(self.send("Page.captureScreenshot", format="png")["data"]))

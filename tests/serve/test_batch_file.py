@@ -16,8 +16,6 @@ from longdraft.errors import CapabilityError, CheckpointError, ConfigError
 from longdraft.serve.errors import ApiError
 from longdraft.serve.service import Service
 from longdraft.serve.settings import Settings
-from tests.support.methods import EXACT, Specs
-from tests.support.quick import few
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer(chat=True)
@@ -171,12 +169,3 @@ def test_the_engine_answers_and_a_run_can_be_cancelled(tmp_path):
     rows = decode(spec, prompts, tmp_path)
     assert [each["text"] for each in rows[:3]] == [spec.generate(p, max_new_tokens=8)[0].text for p in prompts[:3]]
     assert "empty" in rows[3]["error"] and "context" in rows[4]["error"] and len(rows) == 5
-
-
-@pytest.mark.parametrize("method", few(EXACT, ("ar", "longspec", "eagle3", "specextend")))
-def test_every_method_decodes_a_file(specs: Specs, tmp_path, method):
-    spec = Speculator(method, specs.model, TOKENIZER, plan="fixed", **specs.options(method))
-    plain = Speculator("ar", specs.model, TOKENIZER)
-    prompts = ["why?", "who is who is who?", "what?"]
-    texts = [each["text"] for each in decode(spec, prompts, tmp_path)]
-    assert texts == [plain.generate(p, max_new_tokens=8)[0].text for p in prompts]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
-import threading
 from http.client import HTTPConnection
 
 import httpx
@@ -14,7 +13,6 @@ import pytest
 import torch
 
 from longdraft import Request, Speculator
-from longdraft.serve import processors
 from tests.serve.bytes import byte_model, byte_tokenizer
 from tests.serve.conftest import MODEL, TOKENIZER, Running, make_service
 from tests.serve.over_http import wait_until
@@ -347,36 +345,6 @@ def test_one_keys_text_is_never_looked_up_for_another(serving):
 
     first, again, other = length("ka"), length("ka"), length("kb")
     assert again > first + 1 and other == first
-
-
-def test_an_exception_in_one_request_ends_that_request(serving, monkeypatch):
-    running = serving()
-    penalise = processors.Penalties.__call__
-
-    def failing(self, input_ids, scores):
-        if input_ids.shape[1] > 70:
-            raise RuntimeError("this one")
-        return penalise(self, input_ids, scores)
-
-    monkeypatch.setattr(processors.Penalties, "__call__", failing)
-    answers = {}
-
-    def ask(name, **options):
-        try:
-            answer = chat(running, max_tokens=60, extra_body={"ignore_eos": True}, **options)
-            answers[name] = answer.choices[0].message.content
-        except openai.APIError as error:
-            answers[name] = error
-
-    asked = {"greedy": {}, "sampled": {"temperature": 1, "seed": 4}, "bad": {"presence_penalty": 1}}
-    threads = [threading.Thread(target=ask, args=(name,), kwargs=options) for name, options in asked.items()]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert isinstance(answers["bad"], openai.InternalServerError)
-    assert answers["greedy"] == alone(60, eos_token_ids=[]).text
-    assert answers["sampled"] == alone(60, eos_token_ids=[], temperature=1.0, seed=4).text
 
 
 def test_a_body_that_is_too_large_or_never_ends_is_refused(serving):

@@ -12,55 +12,15 @@ pytest.importorskip("llguidance")
 pytest.importorskip("fastapi")
 openai = pytest.importorskip("openai")
 
-from transformers import LogitsProcessorList
-
 from longdraft import Request, Speculator
-from longdraft.engine.grammar import fitted
-from longdraft.engine.sampler import Sampler
-from longdraft.engine.sequence import Sequence
 from longdraft.errors import CapabilityError
 from longdraft.serve import structured, tools
 from longdraft.serve.schema import Message
-from longdraft.trees.tree import union
 from tests.serve.bytes import byte_model, byte_tokenizer
 from tests.support.tiny import tiny_tokenizer
 
 # ruff: noqa: E402
 MODEL, TOKENIZER = byte_model(), byte_tokenizer()
-WORDS = st.sampled_from(["a", "b", "cd", "e f"])
-SCHEMAS = st.recursive(
-    st.one_of(
-        st.just({"type": "boolean"}),
-        st.builds(lambda a: {"type": "integer", "minimum": 0, "maximum": a}, st.integers(1, 500)),
-        st.builds(lambda w: {"enum": w}, st.lists(WORDS, min_size=1, max_size=3, unique=True)),
-        st.builds(lambda n: {"type": "string", "maxLength": n}, st.integers(1, 6)),
-    ),
-    lambda inner: st.one_of(
-        st.builds(
-            lambda p: {"type": "object", "properties": p, "required": list(p), "additionalProperties": False},
-            st.dictionaries(WORDS, inner, min_size=1, max_size=3),
-        ),
-        st.builds(lambda x: {"type": "array", "items": x, "maxItems": 2}, inner),
-    ),
-    max_leaves=4,
-)
-
-
-def fits(value, schema) -> bool:
-    if "enum" in schema:
-        return value in schema["enum"]
-    kind = schema["type"]
-    if kind == "object":
-        return value.keys() == schema["properties"].keys() and all(
-            fits(value[k], s) for k, s in schema["properties"].items()
-        )
-    if kind == "array":
-        return isinstance(value, list) and len(value) <= 2 and all(fits(x, schema["items"]) for x in value)
-    if kind == "integer":
-        return type(value) is int and 0 <= value <= schema["maximum"]
-    return (
-        isinstance(value, bool) if kind == "boolean" else isinstance(value, str) and len(value) <= schema["maxLength"]
-    )
 
 
 def decoded(grammar: str, *seeds: int, method: str = "ar", n: int = 600, ahead: bool = True, temperature: float = 1.0):
@@ -75,14 +35,6 @@ def decoded(grammar: str, *seeds: int, method: str = "ar", n: int = 600, ahead: 
     return Speculator(method, MODEL, TOKENIZER, plan="fixed").generate([request(seed) for seed in seeds])
 
 
-@settings(max_examples=10)
-@given(schema=SCHEMAS, seed=st.integers(0, 99))
-def test_text_is_json_of_the_schema(schema, seed):
-    (result,) = decoded(structured.json_grammar(schema), seed)
-    assert result.finish_reason == "eos"
-    assert fits(json.loads(result.text), schema)
-
-
 PERSON = {
     "type": "object", "required": ["first name", "age"], "additionalProperties": False,
     "properties": {"first name": {"enum": ["Ada", "Alan", "Bo"]}, "age": {"type": "integer", "maximum": 99}},
@@ -91,7 +43,7 @@ PERSON = {
 
 @pytest.mark.parametrize("method", ["prompt-lookup", "self"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_what_a_grammar_forces_is_drafted_and_changes_nothing(method, temperature):
+def test_text_is_of_the_schema_and_what_that_forces_is_drafted_and_changes_nothing(method, temperature):
     words = {"type": "array", "items": {"enum": ["alpha", "beta"]}, "minItems": 2, "maxItems": 4}
     schema = {**PERSON, "properties": {**PERSON["properties"], "words": words}}
     grammar, seeds = structured.json_grammar(schema), (1, 2, 3)
@@ -100,28 +52,11 @@ def test_what_a_grammar_forces_is_drafted_and_changes_nothing(method, temperatur
     drafted = decoded(grammar, *seeds, method=method, temperature=temperature)
     assert [r.token_ids for r in plain] == [r.token_ids for r in without] == [r.token_ids for r in drafted]
     assert 2 * sum(r.rounds for r in drafted) < sum(r.rounds for r in without)
-
-
-def test_a_tree_is_fitted_to_its_grammar():
-    """Keys and the end are forced, a number is drafted, and what is forbidden is dropped."""
-    constraint = structured.Constraint(TOKENIZER, structured.json_grammar(PERSON), 0)
-    text = TOKENIZER('{"first name":"B')["input_ids"]
-    root = Sequence(0, [1], 100, sampler=Sampler(True, LogitsProcessorList([constraint])))
-    root.output = text
-
-    def fit(*drafted: str, most: int = 40) -> tuple[str, str]:
-        """The drafted tokens of the fitted tree, and those of them that are forced."""
-        paths = [TOKENIZER(path)["input_ids"] for path in drafted]
-        tree = fitted(union(text[-1], paths), root, most)
-        assert constraint.forced() == TOKENIZER('o","age":')["input_ids"]  # it stands where it stood
-        forced = [token for i, token in enumerate(tree.tokens) if i in tree.forced]
-        return TOKENIZER.decode(tree.tokens[1:]), TOKENIZER.decode(forced)
-
-    assert not constraint.follow(len(TOKENIZER) + 1)  # a model's vocabulary has more than its tokenizer's
-    assert fit("") == ('o","age":', 'o","age":')
-    assert fit("", most=3) == ('o",', 'o",')
-    assert fit('o","age":12', "ugs") == ('o","age":12}<eos>', 'o","age":}<eos>')  # two digits are the most
-    assert fit('o","age":1,', most=11) == ('o","age":1', 'o","age":')
+    for result in plain:
+        found = json.loads(result.text)
+        assert result.finish_reason == "eos" and found["first name"] in ("Ada", "Alan", "Bo") and found["age"] <= 99
+        assert type(found["age"]) is int and found.keys() <= {"first name", "age", "words"}
+        assert 2 <= len(found.get("words", "ab")) <= 4 and {*found.get("words", ())} <= {"alpha", "beta"}
 
 
 def test_objects_have_the_properties_that_their_schema_lists():

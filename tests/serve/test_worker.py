@@ -6,14 +6,11 @@ import asyncio
 import contextlib
 import gc
 import queue
-import threading
-import time
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache, partial
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,7 +19,7 @@ pytest.importorskip("fastapi")
 from longdraft import LongdraftError, PromptCache, Request, Speculator, Step
 from longdraft.errors import NumericalError
 from longdraft.serve import asked, schema
-from longdraft.serve.worker import Draining, QueueFull, Restarted, Ticket, Worker
+from longdraft.serve.worker import Restarted, Ticket, Worker
 from tests.serve.conftest import MODEL, TOKENIZER, make_service
 from tests.serve.over_http import wait_until
 
@@ -157,39 +154,6 @@ def test_a_forward_that_fails_ends_the_request_that_made_it_fail_and_no_other():
         assert isinstance(bad.end()[1], NumericalError)
         assert [first.end()[0], second.end()[0]] == [alone(2, 25), alone(3, 25, True)]
         assert Submitted(worker, partial(request, 4, 5)).end()[0] == alone(4, 5)
-
-
-def test_the_queue_is_bounded_and_says_when_to_come_again():
-    with working(slots=1, size=2, timeout=0) as worker, pytest.raises(QueueFull) as full:
-        for _ in range(8):
-            Submitted(worker, partial(request, 1, 300))
-    assert full.value.seconds >= 1
-
-
-def test_closing_answers_what_there_is_and_takes_no_more():
-    with working() as worker:
-        submitted = [Submitted(worker, partial(request, i, 15)) for i in range(5)]
-        closing = threading.Thread(target=worker.close)
-        closing.start()
-        wait_until(lambda: worker.draining)
-        with pytest.raises(Draining):
-            Submitted(worker, partial(request, 9, 2))
-        closing.join(30)
-        assert [each.end()[0] for each in submitted] == [alone(i, 15) for i in range(5)]
-        assert not worker.alive
-
-
-def test_closing_in_a_hurry_tells_those_that_have_not_ended():
-    def slow(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        time.sleep(0.005)
-        return scores
-
-    with working(slots=1, timeout=0.05) as worker:
-        make = partial(Request, [1, 2, 3], max_new_tokens=350, eos_token_ids=[], processors=[slow])
-        submitted = [Submitted(worker, make) for _ in range(3)]
-    told = [each.end() for each in submitted]
-    assert [type(outcome) for _, outcome in told] == [Draining] * 3
-    assert all(len(tokens) < 350 for tokens, _ in told)
 
 
 def test_a_request_that_cannot_be_used_is_told_so():

@@ -11,25 +11,25 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import longdraft
 from longdraft import LongdraftError, Speculator
-from longdraft.errors import CheckpointError
 from longdraft.model.gguf.files import File
 from tests.fuzz.case import bounded, verdict
-from tests.fuzz.formats import FORMATS, IDS, target
-from tests.support.drafts import random_draft
+from tests.fuzz.formats import FORMATS, target
 from tests.support.gguf_files import write_gguf
 from tests.support.tiny import tiny_folder
 
 # Cases of a format in the fast suite: fewer of those whose work takes long.
-CASES = dict.fromkeys(FORMATS, 8) | {"batch": 30, "bench.jsonl": 2, "small-lm": 5, "lm": 5, "llama.gguf": 16}
+CASES = dict.fromkeys(FORMATS, 8) | {"batch": 30, "bench.jsonl": 2, "small-lm": 5, "lm": 5}
+CASES |= dict.fromkeys(("llama.gguf", "snapshot", "recurrent snapshot"), 16)
 
 
 def cases(name: str, seeds: range, folder: Path) -> list[str]:
@@ -58,81 +58,87 @@ def refused(part: str, use, *arguments) -> None:
     assert part in str(caught.value)
 
 
+Change = Callable[[Path], object]
+
+
 def load(path):
     return longdraft.load(path, device="cpu")
 
 
-@pytest.mark.parametrize("kind", ["pipe", "device"])
-@pytest.mark.parametrize(
-    "name", ["m.gguf", "config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"]
-)
-def test_only_regular_files_are_opened(name, kind, tmp_path):
-    folder = tmp_path / "model"
-    tiny_folder(folder, layers=1, chat=False)
-    draft = random_draft(tmp_path / "draft", target())
-    for place in (folder, draft):
-        (place / name).unlink(missing_ok=True)
-        os.mkfifo(place / name) if kind == "pipe" else (place / name).symlink_to("/dev/zero")
-    refused(name, load, folder / name if name == "m.gguf" else folder)
-    if name in ("config.json", "model.safetensors"):
-        refused(name, lambda: Speculator(str(draft), target=target()))
-
-
-def test_a_configuration_of_many_bytes_is_not_read(tmp_path):
-    draft = random_draft(tmp_path / "draft", target())
-    os.truncate(draft / "config.json", 1 << 40)
-    refused("config.json", lambda: Speculator(str(draft), target=target()))
-
-
-def changed(file: Path, **values) -> Path:
-    """A folder, with other values in one of its configurations."""
+def changed(file: Path, **values) -> None:
+    """Other values in a configuration."""
     found = json.loads(file.read_text()) if file.is_file() else {}
     file.write_text(json.dumps(found | values))
-    return file.parent
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("one") / "a-model"
-    return tiny_folder(folder, layers=1, chat=False)
+def with_values(**values) -> Change:
+    return lambda file: changed(file, **values)
 
 
-@pytest.mark.parametrize(
-    ("file", "values"),
-    [
-        ("config.json", {"head_dim": 10**6}),
-        ("config.json", {"intermediate_size": 1 << 24}),
-        ("config.json", {"num_hidden_layers": 10**6}),
-        ("config.json", {"num_hidden_layers": 0}),
-        ("config.json", {"max_position_embeddings": 1}),
-        ("config.json", {"max_position_embeddings": -1}),
-        ("config.json", {"eos_token_id": list(range(300_000))}),
-        ("generation_config.json", {"eos_token_id": "x"}),
-        ("tokenizer_config.json", {"extra_special_tokens": list(range(300_000))}),
-        ("tokenizer_config.json", {"unk_token": ""}),
-    ],
-    ids=str,
-)
-def test_values_that_no_model_has(file, values, model, tmp_path):
-    def used(path: Path) -> None:
-        loaded = load(path)
-        longdraft.Speculator("ar", loaded.model, loaded.tokenizer).generate(IDS, max_new_tokens=8)
-
-    folder = changed(Path(shutil.copytree(model, tmp_path / "a-model")) / file, **values)
-    refused(folder.name, used, folder)
+def pipe(file: Path) -> None:
+    file.unlink(missing_ok=True)
+    os.mkfifo(file)
 
 
-@pytest.mark.parametrize("values", [{"block_size": 10**5}, {"transformer_layer_config": {"num_hidden_layers": 10**9}}])
-def test_counts_of_a_published_draft(values, tmp_path):
-    FORMATS["dflash"].make(tmp_path / "draft")
-    folder = changed(tmp_path / "draft" / "config.json", **values)
-    refused(folder.name, lambda: Speculator(str(folder), target=target()).generate(IDS, max_new_tokens=8))
+def device(file: Path) -> None:
+    file.unlink(missing_ok=True)
+    file.symlink_to("/dev/zero")
+
+
+def table_of(dtype: torch.dtype) -> Change:
+    """The ids of a smaller vocabulary as another dtype."""
+
+    def change(file: Path) -> None:
+        tensors = load_file(file)
+        save_file(tensors | {"d2t": tensors["d2t"].to(dtype)}, file)
+
+    return change
+
+
+def pickled(tensors: object) -> Change:
+    return lambda file: torch.save(tensors, file)
+
+
+# Format, file of it, and what is wrong: only regular files are opened, and values are such as a model can have.
+FAULTS: list[tuple[str, str, Change]] = [
+    *((form, file, kind) for kind in (pipe, device) for form, file in (
+        ("llama.gguf", ""), ("model", "config.json"), ("model", "model.safetensors"), ("model", "tokenizer.json"),
+        ("model", "chat_template.jinja"), ("longspec", "config.json"), ("longspec", "model.safetensors"),
+    )),
+    *(("model", "config.json", with_values(**values)) for values in (
+        {"head_dim": 10**6}, {"intermediate_size": 1 << 24}, {"num_hidden_layers": 10**6}, {"num_hidden_layers": 0},
+        {"max_position_embeddings": 1}, {"max_position_embeddings": -1}, {"eos_token_id": list(range(300_000))},
+    )),
+    ("model", "generation_config.json", with_values(eos_token_id="x")),
+    *(("model", "tokenizer_config.json", with_values(**values)) for values in (
+        {"extra_special_tokens": list(range(300_000))}, {"unk_token": ""},
+    )),
+    *(("dflash", "config.json", with_values(**values)) for values in (
+        {"block_size": 10**5}, {"transformer_layer_config": {"num_hidden_layers": 10**9}},
+    )),
+    ("longspec", "config.json", lambda file: os.truncate(file, 1 << 40)),  # it is not read
+    *(("longspec", "model.safetensors", table_of(dtype)) for dtype in (
+        torch.float8_e4m3fn, torch.complex64, torch.float32, torch.bool,
+    )),
+    *(("eagle", "pytorch_model.bin", pickled(tensors)) for tensors in (
+        {3: torch.zeros(2)}, {"fc.weight": torch.zeros(2, 2).to_sparse()}, {"fc.weight": {}}, [torch.zeros(1)],
+        {"fc.weight": torch.zeros(2, device="meta")},
+    )),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(FAULTS)))
+def test_a_fault_is_refused_by_the_files_name(number, tmp_path):
+    name, file, change = FAULTS[number]
+    FORMATS[name].make(tmp_path / "a-model")
+    change(tmp_path / "a-model" / file if file else tmp_path / "a-model")
+    refused("a-model", FORMATS[name].use, tmp_path / "a-model")
 
 
 @pytest.mark.parametrize("place", ["../other/model.safetensors", "/dev/zero", "gone.safetensors", ".", "", 5, None, {}])
-def test_an_index_names_files_of_its_folder(place, model, tmp_path):
-    shutil.copytree(model, tmp_path / "other")
-    folder = Path(shutil.copytree(model, tmp_path / "a-model"))
+def test_an_index_names_files_of_its_folder(place, tmp_path):
+    tiny_folder(tmp_path / "other", layers=1, chat=False)
+    folder = Path(shutil.copytree(tmp_path / "other", tmp_path / "a-model"))
     names = dict.fromkeys(safe_open(folder / "model.safetensors", "pt").keys(), place)
     (folder / "model.safetensors").unlink()
     changed(folder / "model.safetensors.index.json", weight_map=names)
@@ -174,27 +180,6 @@ def test_metadata_that_nothing_uses_takes_no_memory(tmp_path):
         assert tracemalloc.get_traced_memory()[1] < 2 << 20
     finally:
         tracemalloc.stop()
-
-
-def test_pickled_drafts_hold_plain_tensors_by_name(tmp_path):
-    for number, tensors in enumerate((
-        {3: torch.zeros(2)}, {"fc.weight": torch.zeros(2, 2).to_sparse()}, {"fc.weight": torch.zeros(2, device="meta")},
-        {"fc.weight": {}}, [torch.zeros(1)],
-    )):  # fmt: skip
-        folder = FORMATS["eagle"].make(tmp_path / f"draft{number}")
-        torch.save(tensors, folder / "pytorch_model.bin")
-        refused(folder.name, lambda at: Speculator(str(at), target=target()), folder)
-
-
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.complex64, torch.float32, torch.bool])
-def test_a_draft_whose_table_holds_no_ids(dtype, tmp_path):
-    draft = random_draft(tmp_path / "draft", target(), kept=[1, 4, 5])
-    from safetensors.torch import load_file
-
-    tensors = load_file(draft / "model.safetensors")
-    save_file(tensors | {"d2t": tensors["d2t"].to(dtype)}, draft / "model.safetensors")
-    with pytest.raises(CheckpointError, match="draft"):
-        Speculator(str(draft), target=target()).generate(IDS, max_new_tokens=2)
 
 
 @pytest.mark.slow
