@@ -233,10 +233,13 @@ def test_an_idle_session_finds_its_cache_taken_and_opens_it_again(spec):
     assert session.result(number).token_ids == alone(spec, Request([1, 2, 3], 4))
     busy = session.add(Request([1, 2, 3], 4))
     session.step()
-    spec.generate([7, 8], max_new_tokens=4, cache=cache)
+    other = spec.stream([[7, 8]], max_new_tokens=4, cache=cache)
+    next(iter(other))
     with pytest.raises(CapabilityError):
         session.step()
     assert session.result(busy).finish_reason == "cancelled"
+    session.close()
+    assert other.results()[0].token_ids == alone(spec, Request([7, 8], 4))  # it has spoiled nothing
 
 
 # --- what steps and results say ---

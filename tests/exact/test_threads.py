@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from longdraft import PromptCache, Sampling, Speculator
-from longdraft.errors import CapabilityError
 from tests.support.drafts import random_draft
 from tests.support.methods import Specs
 from tests.support.tiny import own_text, tiny_model
@@ -154,19 +153,6 @@ def test_a_run_that_another_thread_closes_or_collects():
         assert thread.is_alive()  # a close waits for the step that is being made
     thread.join()
     assert decoded(spec, PROMPTS[2], cache=cache) == expected
-
-
-def test_a_run_whose_cache_another_one_has_taken_ends_and_spoils_nothing():
-    model = tiny_model(dtype=torch.float64)
-    spec, cache = Speculator("prompt-lookup", target=model, min_n=1), PromptCache()
-    runs = [spec.stream([prompt], max_new_tokens=NEW, cache=cache) for prompt in PROMPTS[1:3]]
-    for run in runs:
-        next(iter(run))
-    with pytest.raises(CapabilityError):
-        next(iter(runs[0]))
-    runs[0].close()
-    assert runs[1].results()[0].token_ids == decoded(spec, PROMPTS[2])
-    assert list(cache.tokens[0][: len(PROMPTS[2])]) == PROMPTS[2]
 
 
 def test_generate_with_a_speculator_and_without_at_once():

@@ -81,17 +81,6 @@ def test_a_plain_step_and_a_verification_ask_for_products_and_attention_of_one_s
     assert shapes.found != found[0]
 
 
-def test_a_batch_has_products_of_the_same_rows(there):
-    runner = runner_of()
-    store = with_text(runner, slots=5)
-    one, all_five = [], []
-    for slots, found in (([0], one), ([0, 1, 2, 3, 4], all_five)):
-        with Shapes() as shapes:
-            runner.verify(tree_block(store, slots, [TREE] * len(slots)), store)
-        found += [key for key in shapes.found if "attention" not in key[0]]
-    assert set(one) == set(all_five)
-
-
 @pytest.mark.parametrize("recorded", [False, True])
 def test_every_node_has_the_bits_of_a_plain_step(recorded, there):
     """Alone, in a batch, and in a tree of more rows than the bucket."""

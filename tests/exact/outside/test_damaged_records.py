@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import resource
 import signal
 import subprocess
@@ -126,21 +125,6 @@ def test_a_damaged_file_of_costs_is_measured_anew(damage, tmp_path):
         kept["table"] = "HERE"
     file.write_text(json.dumps(kept).replace('"HERE"', value) if what in (*names, "TABLE") else damage)
     assert found() == table and len(measured) == 2
-
-
-def test_random_damage_to_costs_never_ends_a_run(tmp_path):
-    table = CostTable((64, 128), (1, 2), ((1.0, 1.5), (2.0, 3.0)))
-    runner = longdraft.Speculator("ar", target=tiny_model()).runner()
-    table_for(runner, tmp_path, measured_by=lambda *_, **__: table)
-    (file,) = tmp_path.glob("*.json")
-    whole, chosen = file.read_bytes(), random.Random(5)
-    for _ in range(80):
-        content = bytearray(whole)
-        for _ in range(chosen.randrange(1, 4)):
-            content[chosen.randrange(len(content))] = chosen.choice(b'0123456789-.e[]{}",: \xff')
-        file.write_bytes(content)
-        found = table_for(runner, tmp_path, measured_by=lambda *_, **__: table)
-        assert found is not None and found.at(3, 100) > 0
 
 
 def test_numbers_that_are_none_name_the_model(tmp_path):

@@ -1,20 +1,24 @@
-"""Blocks of Python on the pages run as they stand, on tiny models; test_readme.py has README's and batch.md's."""
+"""Blocks of Python on the pages, and the README's shell commands, run as they stand, on tiny models."""
 
 from __future__ import annotations
 
 import asyncio
 import importlib.util
+import json
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
 
 import longdraft
 from longdraft import PromptCache, Speculator
+from longdraft.cli.main import app
 from tests.support.drafts import random_draft
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
@@ -24,8 +28,13 @@ IDS = torch.tensor([[5, 6, 7, 5, 6, 7]])
 INPUTS = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
 
 
-def blocks(page: str) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(encoding="utf-8"), re.DOTALL)
+def blocks(page: str, language: str = "python") -> list[str]:
+    found = re.findall(r"```(\w*)\n(.*?)```", (DOCS / page).read_text(encoding="utf-8"), re.DOTALL)
+    return [text for kind, text in found if kind == language]
+
+
+README = "../README.md"
+COMMANDS = [line for line in "".join(blocks(README, "")).splitlines() if re.search(r"\blongdraft \w", line)]
 
 
 def run(code: str, **names: Any) -> dict[str, Any]:
@@ -35,7 +44,7 @@ def run(code: str, **names: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def model():
-    return tiny_model(context=512)
+    return tiny_model(context=1024)
 
 
 @pytest.fixture
@@ -55,8 +64,43 @@ def folder(tmp_path, model, tokenizer, monkeypatch):
 
 
 def test_every_block_is_run_here():
-    counts = {page: len(blocks(page)) for page in ("transformers.md", "api.md", "suffix.md", "serve.md", "models.md")}
-    assert counts == {"transformers.md": 3, "api.md": 1, "suffix.md": 1, "serve.md": 1, "models.md": 2}
+    counts = {"transformers.md": 3, "api.md": 1, "suffix.md": 1, "serve.md": 1, "models.md": 2, README: 1}
+    assert {page: len(blocks(page)) for page in counts} == counts and len(COMMANDS) >= 3
+
+
+def test_the_readmes_lines(folder):
+    out = run(
+        blocks(README)[0],
+        AutoModelForCausalLM=AutoModelForCausalLM,
+        longdraft=longdraft,
+        model_id=folder,
+        inputs=INPUTS,
+    )["out"]
+    assert out.shape == (1, IDS.shape[1] + 8)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_readmes_commands(folder, command):
+    Path("report.txt").write_text("the rain in spain stays mainly in the plain. " * 3)
+    Path("prompts.jsonl").write_text(json.dumps({"text": "one two three one two"}) + "\n")
+    source, _, command = command.rpartition("| ")
+    words = shlex.split(command)
+    assert words.pop(0) == "longdraft"
+    extra = {"generate": ["--max-tokens", "8"], "bench": ["--max-tokens", "4"]}.get(words[0], [])
+    model = [] if words[0] == "methods" else ["--model", str(folder)]
+    piped = Path("report.txt").read_text() if source else None
+    result = CliRunner().invoke(app, [*words, *model, *extra], input=piped)
+    assert result.exit_code == 0, result.output
+
+
+def test_many_prompts(model, tokenizer):
+    spec = Speculator("prompt-lookup", target=model, tokenizer=tokenizer)
+    names = {"spec": spec, "prompts": ["one two", "three", "four"] * 4}
+    for code in blocks("batch.md"):
+        names = run(code, **names)
+        if "results" in code:
+            assert all(r.new_tokens for r in names["results"])
+    assert len(names["results"]) == 2 and not names["session"].busy
 
 
 def test_with_transformers(folder, model, capsys):
