@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
 
+import gguf
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -127,72 +128,37 @@ def tensors_of(r: Random, path: Path) -> None:
     save_file(tensors, path, metadata=json.loads(data[8 : 8 + size]).get("__metadata__"))
 
 
-def _fields(data: bytes) -> Iterator[tuple[str, int, int, int]]:
-    """Name, offset of the name, kind, and offset of the value of each field of a GGUF file."""
-    sizes = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-    (count,) = struct.unpack_from("<Q", data, 16)
-    at = 24
-    for _ in range(count):
-        (length,) = struct.unpack_from("<Q", data, at)
-        name = data[at + 8 : at + 8 + length].decode()
-        (kind,) = struct.unpack_from("<I", data, at + 8 + length)
-        value = at + 12 + length
-        yield name, at + 8, kind, value
-        if kind == 8:
-            at = value + 8 + struct.unpack_from("<Q", data, value)[0]
-        elif kind == 9:
-            of, items = struct.unpack_from("<IQ", data, value)
-            at = value + 12
-            for _ in range(items if of == 8 else 0):
-                at += 8 + struct.unpack_from("<Q", data, at)[0]
-            at += 0 if of == 8 else items * sizes[of]
-        else:
-            at = value + sizes[kind]
-    yield "", at, -1, at
-
-
-def gguf_of(r: Random, data: bytes) -> bytes:
+def gguf_of(r: Random, path: Path) -> None:
     """Another value, kind, name or length of a field; another place, size, type or name of a tensor."""
-    found = bytearray(data)
-    *fields, (_, tensors, _, _) = _fields(data)
+    reader = gguf.GGUFReader(path, "r+")  # its arrays are the file's memory
     if r.random() < 0.5:
-        (count,) = struct.unpack_from("<Q", data, 8)
-        at, places = tensors, []
-        for _ in range(count):
-            (length,) = struct.unpack_from("<Q", data, at)
-            (dims,) = struct.unpack_from("<I", data, at + 8 + length)
-            places.append((at, length, dims))
-            at += 8 + length + 4 + 8 * dims + 12
-        at, length, dims = r.choice(places)
-        part = at + 8 + length
-        kind = r.randrange(5)
+        _, name, dims, sizes, type_, place = r.choice(reader.tensors).field.parts
+        kind, near = r.randrange(5), int(place[0])
         if kind == 0:
-            found[at + 8 + r.randrange(length)] ^= 1 << r.randrange(7)
+            name[r.randrange(len(name))] ^= 1 << r.randrange(7)
         elif kind == 1:
-            struct.pack_into("<Q", found, part + 4 + 8 * r.randrange(dims), r.choice(WHOLE))
+            sizes[r.randrange(len(sizes))] = r.choice(WHOLE)
         elif kind == 2:
-            struct.pack_into("<I", found, part + 4 + 8 * dims, r.choice((0, 1, 2, 8, 14, 20, 30, 99)))
+            type_[0] = r.choice((0, 1, 2, 8, 14, 20, 30, 99))
         elif kind == 3:
-            other = struct.unpack_from("<Q", data, part + 8 + 8 * dims)[0]
-            near = (other + 1, other ^ 32, max(0, other - 64), 0, 2**64 - 32, 2**64 - 4096)
-            struct.pack_into("<Q", found, part + 8 + 8 * dims, r.choice((*near, *WHOLE)))
+            place[0] = r.choice((near + 1, near ^ 32, max(0, near - 64), 0, 2**64 - 32, 2**64 - 4096, *WHOLE))
         else:
-            struct.pack_into("<I", found, part, r.choice((0, 1, 3, 5, 2**32 - 1)))
-        return bytes(found)
-    name, at, kind, value = r.choice(fields)
-    what = r.random()
-    if what < 0.15:
-        found[at + r.randrange(len(name))] ^= 1 << r.randrange(7)
-    elif what < 0.3:
-        struct.pack_into("<I", found, at + len(name), r.randrange(14))
-    elif kind in (4, 5, 10, 11):
-        struct.pack_into("<Q" if kind > 5 else "<I", found, value, r.choice(WHOLE) % (1 << (64 if kind > 5 else 32)))
-    elif kind == 6:
-        numbers = (0.0, -1.0, 1e30, 1e-30, float("inf"), float("nan"), -float("inf"), 1e-45, 3e38)
-        struct.pack_into("<f", found, value, r.choice(numbers))
+            dims[0] = r.choice((0, 1, 3, 5, 2**32 - 1))
     else:
-        struct.pack_into("<Q", found, value + (4 if kind == 9 else 0), r.choice(WHOLE))
-    return bytes(found)
+        fields = [field.parts for name, field in reader.fields.items() if not name.startswith("GGUF.")]
+        _, name, type_, *value = r.choice(fields)
+        what, kind = r.random(), gguf.GGUFValueType(int(type_[0]))
+        if what < 0.15:
+            name[r.randrange(len(name))] ^= 1 << r.randrange(7)
+        elif what < 0.3:
+            type_[0] = r.randrange(14)
+        elif kind is gguf.GGUFValueType.FLOAT32:
+            numbers = (0.0, -1.0, 1e30, 1e-30, float("inf"), float("nan"), -float("inf"), 1e-45, 3e38)
+            value[0][0] = r.choice(numbers)
+        else:  # a number, or how long a text or a list is
+            number = value[1] if kind is gguf.GGUFValueType.ARRAY else value[0]
+            number[0] = r.choice(WHOLE) % (1 << 8 * number.itemsize)
+    reader.data.flush()
 
 
 def replaced(r: Random, path: Path) -> None:

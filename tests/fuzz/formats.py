@@ -80,7 +80,7 @@ def _draft(make: Callable[[Path], object], **more: tuple[Change, ...]) -> Format
     return Format(make, _FOLDER | more, _as_draft, plain)
 
 
-_OF_GGUF = (*(damage.rewritten(damage.gguf_of),) * 5, _BYTES, _BYTES, damage.replaced)
+_OF_GGUF = (*(damage.gguf_of,) * 5, _BYTES, _BYTES, damage.replaced)
 
 
 def _gguf(family: Any, **over: Any) -> Format:
