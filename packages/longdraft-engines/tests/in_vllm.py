@@ -15,11 +15,9 @@ import pytest
 import torch
 from vllm import LLM, SamplingParams
 
-from embedded import assert_accepted_as_here, folder, loaded, prompts
+import longdraft
 from longdraft.drafters.eagle3 import Eagle3Draft
 from longdraft.drafts.speculators import to_speculators
-
-__all__ = ["folder", "loaded", "prompts"]  # fixtures
 
 NEW = 48
 # How many texts are sampled.
@@ -32,6 +30,36 @@ LONGSPEC_OPTIONS = {"longdraft": {"draft": f"{DRAFTS}/smollm2-135m-instruct-long
 
 # Small, so that most of the prompts are longer than what the draft sees.
 CHUNKS = {"draft": f"{DRAFTS}/smollm2-135m-instruct-lm", "chunk": 8, "chunks": 8, "sink": 16, "recent": 32}
+
+
+@pytest.fixture(scope="session")
+def loaded():
+    return longdraft.load(dtype="float32", weights="float32")
+
+
+@pytest.fixture(scope="session")
+def folder(loaded, tmp_path_factory):
+    made = tmp_path_factory.mktemp("target")
+    loaded.model.save_pretrained(made)
+    loaded.tokenizer.save_pretrained(made)
+    return str(made)
+
+
+@pytest.fixture(scope="session")
+def prompts(loaded):
+    """Eight prompts of several lengths; the last two begin alike."""
+    text = loaded.tokenizer(longdraft.Speculator.__doc__ + longdraft.Speculator.stream.__doc__)["input_ids"]
+    text = (text * 4)[:900]
+    return [text[i * 7 : i * 7 + n] for i, n in enumerate((20, 60, 130, 250, 400, 90))] + [text[:300], text[:340]]
+
+
+def assert_accepted_as_here(accepted, loaded, method, prompts, new, **options):
+    """Compares an engine's mean accepted length, with the bonus token, to that of our own engine."""
+    spec = longdraft.Speculator(method, loaded.model, plan="fixed", **options)
+    results = [spec.generate(prompt, max_new_tokens=new, eos_token_ids=[])[0] for prompt in prompts]
+    expected = 1 + sum(r.accepted for r in results) / sum(r.rounds for r in results)
+    print(f"{method}: accepted length {accepted:.3f}, {expected:.3f} here")
+    assert accepted == pytest.approx(expected, rel=0.1)
 
 
 @pytest.fixture(scope="session")

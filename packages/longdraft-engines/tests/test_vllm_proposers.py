@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
+from importlib.metadata import EntryPoint
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -22,6 +25,7 @@ from longdraft_engines.vllm.sampling import spread
 from tests.support.drafts import random_draft
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
+ENGINES = "packages/longdraft-engines/pyproject.toml"
 LONGEST, BLOCK, DRAFTED, ROUNDS = 160, 32, 3, 6
 MODEL = tiny_model(context=LONGEST)
 RUNNER = TargetRunner(MODEL)
@@ -247,3 +251,10 @@ def test_pages_in_another_packing_are_refused(draft):
     engine.layer.isa = "amx"
     with pytest.raises(CapabilityError):
         engine.step({"0": [1, 2, 3]}, {"0": (3,)})
+
+
+def test_the_entry_point_leads_to_what_registers_and_the_core_has_none():
+    root = Path(__file__).parents[3]
+    (found,) = re.findall(r'^longdraft = "(longdraft_engines\S+)"$', (root / ENGINES).read_text(), re.MULTILINE)
+    assert callable(EntryPoint("longdraft", found, "").load())
+    assert "entry-points" not in (root / "pyproject.toml").read_text()
