@@ -7,6 +7,7 @@ import re
 import socket
 import sys
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -144,27 +145,23 @@ def test_counters_are_the_sums_of_what_the_answers_say(serving):
         stream = {"stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
         lines = running.http(CHAT, body | stream)[1].decode().split("\n")
         usages.append(json.loads(next(line for line in reversed(lines) if "usage" in line)[6:])["usage"])
-    page = running.http("/metrics")[1].decode()
-    counted = {s.name: s.value for f in text_string_to_metric_families(page) for s in f.samples if len(s.labels) == 1}
-    by_place = {
-        int(s.labels["position"]): s.value
-        for f in text_string_to_metric_families(page)
-        for s in f.samples
-        if s.name.endswith("per_pos_total")
-    }
+    counted: Counter[Any] = Counter()
+    for family in text_string_to_metric_families(running.http("/metrics")[1].decode()):
+        for sample in family.samples:
+            counted[sample.name, sample.labels.get("position")] += sample.value
     speculation = [u["speculation"] for u in usages]
     sums = {
         "prompt_tokens": sum(u["prompt_tokens"] for u in usages),
         "generation_tokens": sum(u["completion_tokens"] for u in usages),
         "prefix_cache_queries": sum(u["prompt_tokens"] for u in usages),
         "prefix_cache_hits": sum(u["prompt_tokens_details"]["cached_tokens"] for u in usages),
-        "spec_decode_num_drafts": sum(s["num_drafts"] for s in speculation),
-        "spec_decode_num_draft_tokens": sum(s["num_draft_tokens"] for s in speculation),
-        "spec_decode_num_accepted_tokens": sum(s["num_accepted_tokens"] for s in speculation),
-    }
-    assert {name: counted[f"longdraft:{name}_total"] for name in sums} == sums and all(sums.values())
-    for place, count in by_place.items():
-        assert count == sum(
-            s["accepted_tokens_per_pos"][place] for s in speculation if place < len(s["accepted_tokens_per_pos"])
-        )
+        **{f"spec_decode_{name}": sum(s[name] for s in speculation)
+           for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens")},
+    }  # fmt: skip
+    assert {name: counted[f"longdraft:{name}_total", None] for name in sums} == sums and all(sums.values())
+    by_place: Counter[str] = Counter()
+    for each in speculation:
+        by_place.update({str(place): count for place, count in enumerate(each["accepted_tokens_per_pos"])})
+    name = "longdraft:spec_decode_num_accepted_tokens_per_pos_total"
+    assert {place: count for (own, place), count in counted.items() if own == name} == by_place
     assert sum(by_place.values()) == sums["spec_decode_num_accepted_tokens"] < sums["spec_decode_num_draft_tokens"]

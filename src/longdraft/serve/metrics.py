@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.samples import Sample
 
 from longdraft.serve.choice import Choice
 
@@ -76,8 +75,3 @@ class Metrics:
 
     def page(self) -> bytes:
         return generate_latest(self._registry)
-
-    def samples(self) -> Iterator[Sample]:
-        """All figures of the page."""
-        for family in self._registry.collect():
-            yield from family.samples

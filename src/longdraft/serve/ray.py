@@ -117,22 +117,14 @@ class Replica:
             settings = replace(settings, snapshots=settings.snapshots / str(rank))
         self._service = make(settings)
         self._service.worker.start()
-        self._gauges: dict[str, Any] = {}
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return make_app(self._service)
 
     def check_health(self) -> None:
-        """Called by Ray, which replaces a replica that raises; Ray's metrics get the service's meanwhile."""
-        from ray.serve.metrics import Gauge
-
+        """Called by Ray, which replaces a replica that raises."""
         if not self._service.worker.alive:
             raise RuntimeError("the engine thread has ended")
-        for sample in self._service.metrics.samples():
-            name = sample.name.replace(":", "_")
-            if name not in self._gauges:
-                self._gauges[name] = Gauge(name, tag_keys=tuple(sample.labels))
-            self._gauges[name].set(sample.value, tags=sample.labels)
 
     def __del__(self) -> None:
         if hasattr(self, "_service"):
