@@ -21,6 +21,8 @@ from longdraft import errors
 from longdraft.cli.main import app
 from tests import options_page
 from tests.support.tiny import tiny_model
+from tests.zoo.table import PAGE as MODELS
+from tests.zoo.table import rows
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "longdraft"
@@ -153,6 +155,13 @@ def test_flags_of_commands_exist():
         known = {flag for option in command.params for flag in (*option.opts, *option.secondary_opts)} | {"--help"}
         flags = {word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)}
         assert flags <= known, f"{line}: {sorted(flags - known)}"
+
+
+def test_the_readme_counts_the_models_of_the_table():
+    hosted = sum(row.split("|")[2].strip() == "yes" for row in rows().values())
+    said = re.findall(r"(\d+)\s+of\s+the\s+(\d+)\s+causal", (ROOT / "README.md").read_text(encoding="utf-8"))
+    said += re.findall(r"(\d+) of the (\d+) causal", MODELS.read_text(encoding="utf-8"))
+    assert said == [(str(hosted), str(len(rows())))] * 2
 
 
 def test_the_table_of_options_is_the_catalogue():

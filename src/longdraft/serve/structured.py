@@ -157,15 +157,11 @@ class Constraint:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, grammar: str, prompt: int) -> None:
-        self._made_of: tuple[Any, ...] = (tokenizer, grammar, prompt)
         self._table = table_of(tokenizer)
         self._matcher = LLMatcher(self._table, grammar)
         self._prompt, self._consumed = prompt, 0
         self._eos = tokenizer.eos_token_id
         self._try(self._matcher, self._matcher.compute_ff_tokens())
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), self._made_of
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Constraint:
         twin = copy.copy(self)

@@ -137,7 +137,6 @@ class CallConstraint(Constraint):
         answer = f"answer: %json {_call_schema(tools, whitespace_flexible=True, whitespace_pattern=_SPACE)}\n"
         tagged = f"start: {_SPACES} answer {_SPACES} {in_grammar(tokenizer, CLOSE)} {_SPACES}\n{answer}"
         super().__init__(tokenizer, checked(str(LLMatcher.grammar_from_lark(tagged))), prompt)
-        self._made_of = tokenizer, tools, prompt, parallel, thinking
         self._tokenizer, self._tagged = tokenizer, self._matcher
         bare = f'start: (answer | "{{" answer "}}") {_SPACES}\n{answer}'
         self._bare = LLMatcher(self._table, checked(str(LLMatcher.grammar_from_lark(bare))))

@@ -76,20 +76,3 @@ def test_the_package_is_imported_when_it_is_used():
         import longdraft
 
         longdraft.nothing_like_it  # noqa: B018
-
-
-@pytest.mark.slow
-def test_the_catalogue_is_whole_whichever_module_comes_first():
-    """In children of one process that has imported what takes long, and nothing of ours."""
-    printed, _ = run("""
-import os, torch, transformers
-for first in ("drafts.kinds", "drafters.eagle3", "recipes", "methods"):
-    if not os.fork():
-        __import__(f"longdraft.{first}")
-        from longdraft.drafts.kinds import KINDS
-        from longdraft.methods import METHODS
-        print(len(KINDS) > 5, next(iter(METHODS)) == "ar", {*KINDS} < {*METHODS}, flush=True)
-        os._exit(0)
-    os.wait()
-""")
-    assert printed.split() == ["True"] * 12
