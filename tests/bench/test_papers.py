@@ -69,19 +69,3 @@ def test_names_are_forgiving():
         table_of(paper_named("specpv"), "9")
     with pytest.raises(RequestError, match="Papers: longspec"):
         paper_named("medusa")
-
-
-@pytest.mark.parametrize(
-    ("paper", "table", "instead"),
-    [
-        ("longspec", "2", "train longspec"),
-        ("longspec", "figure 4", "train longspec"),
-        ("specextend", "fig3", "bench acceptance"),
-        ("specpv", "fig1", "bench --profile"),
-        ("specpv", "fig5", "bench --methods specpv"),
-        ("specpv", "fig6", "bench quality --margin"),
-    ],
-)
-def test_what_there_was_is_refused_with_what_to_use(paper, table, instead):
-    with pytest.raises(RequestError, match=instead):
-        table_of(paper_named(paper), table)

@@ -12,7 +12,6 @@ from longdraft.bench.data import Sample
 from longdraft.bench.peers import Generate
 from longdraft.bench.run import Bench
 from longdraft.bench.settings import Settings
-from longdraft.errors import UnknownMethodError
 from tests.bench import measuring
 from tests.bench.measuring import settings
 from tests.support.tiny import tiny_model
@@ -63,9 +62,3 @@ def test_a_prompt_is_read_once_and_each_token_is_a_forward(loaded):
     finally:
         handle.remove()
     assert cold.tokens == again.tokens and cold.rounds == again.rounds == (8,) and first == len(rows) - first == 9
-
-
-@pytest.mark.parametrize("name", ["hf-prompt-lookup", "hf-assisted", "llama-cpp"])
-def test_a_peer_that_there_was_is_refused_with_what_to_use(name):
-    with pytest.raises(UnknownMethodError, match=r"generate|--url"):
-        Settings(methods=("ar", name))

@@ -177,12 +177,8 @@ def test_without_rouge_score(monkeypatch, command):
         (["-o", "colour=1"], "colour"),
         (["-o", "budget=8"], "--budget"),
         (["-n", "1"], "max-tokens"),
-        (["--answer-tokens", "9"], "--answer-tokens"),
         (["--kv-dtype", "int4"], "kv-dtype"),
         (["--context", "3"], "3 tokens"),
-        (["--no-drift"], "--no-drift"),
-        (["--needle", "hay.txt"], "--data niah_single"),
-        (["--needle-depths=0.5"], "--data niah_single"),
     ],
 )
 def test_what_is_refused(command, arguments, names):

@@ -92,15 +92,11 @@ def test_transformers_runs_on_unpacked_weights(shell, tmp_path):
         (["--context", "64,x"], 2, "--context"),
         (["--batch", "1,9"], 2, "9"),
         (["--methods", "magic"], 2, "magic"),
-        (["--methods", "llama-cpp"], 2, "--url"),
-        (["--methods", "hf", "--assistant", "x"], 2, "--assistant"),
         (["--data", "gov_report"], 2, "--data gov_report=FILE"),
         (["--data", "none.jsonl"], 2, "none.jsonl"),
         (["--repeats", "0"], 2, "repeats"),
         (["-n", "600"], 2, "--max-tokens"),
         (["-n", "500"], 2, "--context 12"),
-        (["--snapshots", "kept"], 2, "--one-prefill"),
-        (["--out", "x.json"], 2, "--out"),
     ],
 )
 def test_what_cannot_be(bench, arguments, code, key):

@@ -145,16 +145,6 @@ def test_break_even_here(measured, tmp_path):
     assert "accepted / break-even" in ended.out and "break-even" in (tmp_path / "r.md").read_text()
 
 
-def test_draft_lengths_for_vllm(measured):
-    found = last(measured("length", "--lengths", "64", "--short", "keep", "-n", 24, "--to", "vllm", "--batch", "1,2"))
-    (table,) = found["vllm"]
-    entries = table["num_speculative_tokens_per_batch_size"]
-    assert table["method"] == "prompt-lookup" and [entry[:4] for entry in entries] == [[1, 1, 1, 64], [2, 2, 1, 64]]
-    assert all(0 <= entry[4] <= table["num_speculative_tokens"] for entry in entries)
-    ended = measured("length", "--to", "sglang")
-    assert ended.code == 2 and "vllm" in ended.err
-
-
 def test_lengths_double():
     assert doubled(1024, 8192) == (1024, 2048, 4096, 8192)
     assert doubled(1024, 5000) == (1024, 2048, 4096, 5000)
@@ -259,5 +249,3 @@ def test_a_server_that_is_not_there(shell, data_file):
         Server("x", "http://127.0.0.1:9")
     ended = shell("bench", "length", "--url", "http://127.0.0.1:9", "--data", data_file)
     assert ended.code == 2 and "cannot be reached" in ended.err
-    ended = shell("bench", "length", "--url", "http://127.0.0.1:9", "--data", data_file, "--to", "vllm")
-    assert ended.code == 2 and "--url" in ended.err

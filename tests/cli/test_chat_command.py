@@ -76,7 +76,7 @@ REFUSED = {
     "/und": "did you mean /undo?", "/method nonsense": "nonsense", "/method ar x=1": "x",
     "/set temperature hot": "hot", "/set heat 3": "heat", "/set top_p 3": "top_p", "/file nowhere.txt": "nowhere.txt",
     "/set temperature inf": "temperature", "/set max_tokens ,": "max_tokens", "/set top_p 0.9,1": "top_p",
-    "/set seed x": "whole number", "/seed 7": "/set seed", "/save x": "tee",
+    "/set seed x": "whole number",
     "long " * 200: "/new begins another conversation",
 }  # fmt: skip
 

@@ -71,15 +71,9 @@ COMMANDS = [
     ("export EAGLE3 EAGLE3 --verifier some/target", 1, "EAGLE3"),
     ("export EAGLE3 OUT --verifier some/target --max-position 0", 2, "max_position"),
     ("export DRAFT DRAFT --to longdraft", 2, "DRAFT"),
-    ("export DRAFT OUT --verifier x --to custom-generate", 2, "custom_generate=Speculator"),
-    ("export DRAFT OUT --to gguf --verifier x", 2, "--to gguf"),
 ]
 USAGE = [
     ("sing", "sing"),
-    ("completion fish", "--show-completion"),
-    ("bench needle --haystack x", "reproduce specextend 1"),
-    ("bench report x.jsonl", "--html"),
-    ("batch in out --ray 4", "serve --ray"),
     ("generate -p x --max-tokens many", "--max-tokens"),
     ("generate -p x --weights int4", "--weights"),
     ("generate hi", "-p"),

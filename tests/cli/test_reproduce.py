@@ -126,7 +126,6 @@ def test_files_in_the_place_of_data_sets(reproduce, drafts, tmp_path):
     ("arguments", "message"),
     [
         (("longspec", "9"), "Its tables: 1, 3"),
-        (("longspec", "2"), "train longspec"),
         (("medusa", "1"), "Papers: longspec"),
         (("specpv", "1", "--scale", "paper"), "--data pg19=FILE"),
         (("specpv", "3"), "Nothing of Table 3 can run"),

@@ -161,11 +161,6 @@ class Acceptance:
         ours = self._bench.ours.items()
         self._drafts = {name: "" if c.draft is None else fingerprint(c.draft) for name, c in ours}
 
-    @property
-    def target(self) -> TargetRunner | None:
-        """The hosted model, as it is stretched now; None if it could not be."""
-        return None if self._bench is None else self._bench.target
-
     def _stretch(self, factor: float | None) -> None:
         """Replaces the target with the one of this YaRN factor; where it cannot be stretched, a note says so."""
         if factor != self._factor:

@@ -41,7 +41,6 @@ class Sample:
         answers: references, any of which is right.
         score: how an answer is scored, one of :data:`longdraft.bench.scores.SCORES`; empty: not at all.
         classes: where the answer is one of several classes, all of them.
-        opening: what an answer has to begin with; the rest of it is scored.
         plain: never in a chat template, as LongBench asks for code and few-shot tasks.
         middle: a document that is too long loses its middle instead of its end.
         needles: depth, 0 to 1, and text of sentences that stand in the document however it is cut.
@@ -62,7 +61,6 @@ class Sample:
     classes: tuple[str, ...] = ()
     plain: bool = False
     middle: bool = False
-    opening: str = ""
     needles: tuple[tuple[float, str], ...] = ()
     last: str = ""
     tools: str = ""

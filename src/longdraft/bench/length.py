@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from itertools import product
 from statistics import mean
 from typing import Any
@@ -18,7 +17,6 @@ from rich.text import Text
 
 from longdraft.bench import charts
 from longdraft.bench.acceptance import Accepted, called
-from longdraft.bench.schedule import ABOUT, Schedule
 from longdraft.bench.settings import REFERENCE
 from longdraft.bench.tables import (
     Report,
@@ -89,20 +87,13 @@ def acceptance(runs: Iterable[Accepted], methods: Sequence[str], notes: Sequence
         made.add_row("prompts", *(f"{row['prompts']}" for row in most))
         made.add_row("prompt tokens", *(f"{row['context_tokens']:,}" for row in most))
         tables.append((f"Mean accepted length: {about}", made))
-    figures = {f"t{own[0]['temperature']:g}": partial(_chart, own) for own in grouped(rows, "temperature")}
     document = {"rows": rows, "notes": list(notes), **circumstances(), "complete": complete}
-    return Report(document, tables, list(map(Text, notes)), DEFINITIONS, figures, "longdraft bench acceptance")
+    return Report(document, tables, list(map(Text, notes)), DEFINITIONS)
 
 
-def break_even(
-    runs: Iterable[Accepted],
-    methods: Sequence[str],
-    notes: Sequence[str],
-    complete: bool,
-    schedules: Sequence[Schedule] = (),
-) -> Report:
-    """The report of ``bench length``: a table of accepted length beside break-even at all lengths, one of tokens/s, and
-    those of schedules. Arguments as of :func:`acceptance`."""
+def break_even(runs: Iterable[Accepted], methods: Sequence[str], notes: Sequence[str], complete: bool) -> Report:
+    """The report of ``bench length``: a table of accepted length beside break-even at all lengths, and one of tokens/s.
+    Arguments as of :func:`acceptance`."""
     runs = _decoded(runs)
     plain = {(run.asked.sample, run.asked.length): run for run in runs if run.asked.method == REFERENCE}
     rows = []
@@ -124,15 +115,9 @@ def break_even(
     tables = [
         ("Accepted length and break-even by tokens of text", pivot("accepted / break-even", rows, _head, _needed)),
         ("Speed by tokens of text", pivot("tokens/s, vs ar", rows, _head, _speed)),
-        *(each.shown() for each in schedules),
     ]
     document = {"rows": rows, "notes": list(notes), **circumstances(), "complete": complete}
-    if schedules:
-        document["vllm"] = [each.as_dict() for each in schedules]
-    figures = {"": partial(_needed_chart, rows)} if rows else {}
-    remarks = [*map(Text, notes), *(Text(str(each)) for each in schedules)]
-    definitions = (*BREAK_EVEN, *([ABOUT] if schedules else []))
-    return Report(document, tables, remarks, definitions, figures, "longdraft bench length")
+    return Report(document, tables, list(map(Text, notes)), BREAK_EVEN)
 
 
 def _decoded(runs: Iterable[Accepted]) -> list[Accepted]:
@@ -196,31 +181,17 @@ def _speed(row: Row) -> str:
     return f"{figure(row['tokens_per_second'], '{:.1f}')}, {figure(row['speedup_vs_ar'], '{:.2f}x')}"
 
 
-def _chart(rows: Sequence[Row]) -> Any:
-    """Mean accepted length ± one standard error of every method over the lengths, at one temperature."""
+def chart(rows: Sequence[Row]) -> bytes:
+    """An SVG file of rows of :func:`acceptance` at one temperature: mean accepted length ± one standard error of every
+    method over the lengths."""
     together = [row for row in rows if row["dataset"] is None] or rows
     series: dict[str, list[charts.Point]] = {}
     for row in together:
-        value, error = row["mean_accepted_length"], row["standard_error"] or 0.0
-        point = charts.Point(row["length"], value, value - error, value + error)
+        point = charts.Point(row["length"], row["mean_accepted_length"], row["standard_error"] or 0.0)
         series.setdefault(row["method"], []).append(point)
     most = count(max(row["prompts"] for row in together), "prompt")
     title = f"Temperature {rows[0]['temperature']:g}, up to {most} a length"
     return charts.lines(title, series, "context, tokens", "mean accepted length", 1.0)
-
-
-def _needed_chart(rows: Sequence[Row]) -> Any:
-    """Accepted length (lines) and break-even (``needed``) of every method over the lengths."""
-    series: dict[str, list[charts.Point]] = {}
-    for own in grouped(rows, "method"):
-        name = own[0]["method"]
-        kinds = {name: "mean_accepted_length"} | ({} if name == REFERENCE else {f"{name}: needed": "break_even"})
-        for heading, key in kinds.items():
-            if points := [charts.Point(row["length"], row[key]) for row in own if row[key]]:
-                series[heading] = points
-    title = "Accepted length, and what is needed to be as fast as plain decoding"
-    needed = [name for name in series if name.endswith(": needed")]
-    return charts.lines(title, series, "text, tokens", "tokens a round", 1.0, [REFERENCE], needed)
 
 
 def doubled(first: int, last: int) -> tuple[int, ...]:

@@ -275,7 +275,7 @@ class Quality:
         ]  # for scores that are made elsewhere
         document = {"drafter": self.drafter, "rows": rows, "texts": texts, **circumstances(), "complete": complete}
         tables = [self._table(own, filled(rows, COLUMNS)) for own in grouped(rows, "dataset")]
-        return Report(document, tables, definitions=DEFINITIONS, name="longdraft bench quality")
+        return Report(document, tables, definitions=DEFINITIONS)
 
     def _row(self, name: str, own: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         variant = self.settings.variants.get(name)

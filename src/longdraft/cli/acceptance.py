@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 import longdraft
+from longdraft.bench import charts
 from longdraft.bench.data import Short
+from longdraft.bench.tables import Report, grouped
 from longdraft.cli import console, measuring, method_options, options
 from longdraft.errors import CapabilityError
 
@@ -50,6 +53,9 @@ def acceptance(
     foresee: options.Foresee = True,
     loading: options.ModelOptions,
     output: measuring.Rendered,
+    svg: Annotated[
+        Path | None, typer.Option(help="Draw the figure; of several temperatures, one each: NAME-t1.svg.")
+    ] = None,
     composed: options.Load = None,
 ) -> None:
     """Measure mean accepted length against context length: every draft, greedy and sampled, with the papers' trees.
@@ -68,12 +74,26 @@ def acceptance(
         longdraft.Sampling(temperature=t)
     sampling = longdraft.Sampling(foresee=foresee)
     settings = _settings(methods, drafting, prompting, (), contexts=cut_to, plan="fixed", sampling=sampling)
-    output.check()
+    output.check(svg=svg)
+    if svg is not None:
+        charts.available()
     hosted, steps = _hosted(loading, settings, prompting, lambda context: cut_to, short, temperatures)
     file = None if output.results is None else opened(output.results, hosted.settings, hosted.model)
     experiment = Experiment(steps, lambda run: run.asked, file)
     names, notes = hosted.settings.methods, hosted.notes
-    output.measure(experiment, lambda complete: length.acceptance(experiment.found, names, notes, complete))
+
+    def made(complete: bool) -> Report:
+        report = length.acceptance(experiment.found, names, notes, complete)
+        if svg is not None:
+            drawn = grouped(report.document["rows"], "temperature")
+            for own in drawn:
+                which = "" if len(drawn) == 1 else f"-t{own[0]['temperature']:g}"
+                path = svg.with_name(f"{svg.stem}{which}{svg.suffix}")
+                measuring.write(path, length.chart(own))
+                console.note(f"The figure is in {path}.")
+        return report
+
+    output.measure(experiment, made)
 
 
 def bench_length(
@@ -102,17 +122,6 @@ def bench_length(
     ] = None,
     api_key: Annotated[str, typer.Option("--api-key", help="For servers that ask for one.")] = "",
     repeats: Annotated[int, typer.Option(min=1, help="Runs of each; the fastest counts.")] = 2,
-    to: Annotated[
-        Literal["vllm"] | None,
-        typer.Option(
-            "--to",
-            help="vllm: print draft lengths by batch and context as its speculative config takes them.",
-            show_default="none",
-        ),
-    ] = None,
-    batch: Annotated[
-        str | None, typer.Option(help="Of --to: batch sizes, with commas between.", show_default="1,4,16,64")
-    ] = None,
     loading: options.ModelOptions,
     output: measuring.Rendered,
     composed: options.Load = None,
@@ -125,18 +134,11 @@ def bench_length(
     from longdraft.bench import servers as serving
     from longdraft.bench.acceptance import opened
     from longdraft.bench.experiment import Experiment
-    from longdraft.bench.schedule import BATCHES, schedules
     from longdraft.bench.settings import REFERENCE, Settings
 
     output.check()
-    batches = BATCHES if batch is None else method_options.whole_numbers("--batch", batch)
-    if batch is not None and to is None:
-        raise options.SettingError("--batch is for --to: give --to vllm, or leave --batch out.")
     asked_for = None if lengths is None else method_options.whole_numbers("--lengths", lengths)
-    hosted = None
     if url:
-        if to is not None:
-            raise options.SettingError("--to vllm calculates from forwards of a model here: give --model, not --url.")
         if methods is not None or prompting.asked:
             raise options.SettingError("--methods, --system and --no-think are for methods here: leave them out.")
         named = {name: address or name for name, _, address in (each.partition("=") for each in url)}
@@ -158,16 +160,7 @@ def bench_length(
         own, model, names, notes = hosted.settings, hosted.model, hosted.settings.methods, hosted.notes
     file = None if output.results is None else opened(output.results, own, model)
     experiment = Experiment(steps, lambda run: run.asked, file)
-
-    def made(complete: bool) -> Any:
-        found = []
-        if to is not None and hosted is not None:
-            with console.status() as status:
-                status("Timing verifications behind made-up texts")
-                found = schedules(hosted, experiment.found, lengths_of(hosted.context), batches)
-        return length.break_even(experiment.found, names, notes, complete, found)
-
-    output.measure(experiment, made)
+    output.measure(experiment, lambda complete: length.break_even(experiment.found, names, notes, complete))
 
 
 def _given(prompting: measuring.Sampled) -> dict[str, Any]:

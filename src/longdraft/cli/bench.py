@@ -73,9 +73,7 @@ def bench(
     offload: options.Offload = None,
     profile: Annotated[
         bool,
-        typer.Option(
-            "--profile", help="Look into some rounds after the timed ones: where their time goes, and memory."
-        ),
+        typer.Option("--profile", help="Look into some rounds after the timed ones: where their time goes."),
     ] = False,
     output: measuring.Rendered,
     composed: options.Load = None,
@@ -133,7 +131,7 @@ def bench(
         status(f"Encoding {len(samples)} samples")
         prompts = prepare(samples, loaded, settings)
         groups, left_over = grid(prompts, settings.batches)
-        plain = replace(loading, weights=options.WeightsKind.float32, arithmetic=None)
+        plain = replace(loading, weights="float32", arithmetic=None)
         unpacked = (lambda: plain.load(status)) if is_stored(loaded.model) else None
         with options.settings_checked():
             hosted = Bench(loaded, settings, progress=status, unpacked=unpacked)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from enum import Enum
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -19,13 +18,6 @@ if TYPE_CHECKING:
     from longdraft.training.documents import Skipped
 
 
-class Kind(str, Enum):
-    """The kinds of rows that ``train data`` writes."""
-
-    answers = "answers"
-    tokens = "tokens"
-
-
 def data(
     *,
     files: Annotated[
@@ -34,9 +26,9 @@ def data(
     ],
     out: Annotated[Path, typer.Option("--out", "-o", help="JSONL file to write, or to continue; for tokens a folder.")],
     kind: Annotated[
-        Kind,
+        Literal["answers", "tokens"],
         typer.Option(help="answers: a server's answers about passages of the text; tokens: the rows, encoded."),
-    ] = Kind.answers,
+    ] = "answers",
     url: Annotated[
         str | None,
         typer.Option(help="The OpenAI-compatible server that answers: longdraft serve, vLLM, SGLang, llama.cpp."),
@@ -69,7 +61,7 @@ def data(
         raise options.SettingError(f"--passage-tokens takes two numbers, as in 200,1500, not {passage_tokens!r}.")
     if not answer_temperatures or min(answer_temperatures) < 0:
         raise options.SettingError("--temperatures takes numbers from 0 on.")
-    folder = kind is Kind.tokens
+    folder = kind == "tokens"
     if folder and (out.is_file() or out.name.endswith(".jsonl")):
         raise options.SettingError(f"--out {out}: tokens are written to a folder; name one, as in text.tokens.")
     if (out.is_dir() and not folder) or not out.absolute().parent.is_dir():

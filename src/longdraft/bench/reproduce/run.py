@@ -76,7 +76,7 @@ class Reproduction:
         name = f"{own.heading} of {self.paper.name}"
         remarks = [f"All rows: {'; '.join(differs)}.", *_remarks(rows), *own.remarks, *self.plan.notes]
         tables = list(_tables(name, own, rows))
-        return Report(document, tables, list(map(Text, remarks)), _definitions(own), name=name)
+        return Report(document, tables, list(map(Text, remarks)), _definitions(own))
 
 
 def prepare(
