@@ -74,13 +74,7 @@ def test_accepted_lengths_as_the_paper_counts_them(reproduce, drafts):
     for row in found["rows"]:
         assert row["as_published"]["accepted"] == pytest.approx(row["mean_accepted_length"] - 1)
     assert "the paper does not count the bonus token" in ended.out
-    assert "Rows that are seen of a longer text" in " ".join(ended.out.split())
     assert any("all that fits" in text for text in found["rows"][0]["differs"])
-
-
-def runs(path):
-    """The runs of a file of results, by name, of each unit."""
-    return [json.loads(line)["measured"]["runs"] for line in path.read_text().splitlines()[1:]]
 
 
 def test_a_table_of_quality(reproduce, drafts, tmp_path):
@@ -89,8 +83,9 @@ def test_a_table_of_quality(reproduce, drafts, tmp_path):
     ended = reproduce("specpv", "4", "--draft", drafts["eagle3"], "--results", tmp_path / "r.jsonl")
     found = last(ended)
     assert [row["line"] for row in found["rows"]] == ["Mean", "Max", "Last"]
-    likenesses = []
-    for row, texts in zip(found["rows"], runs(tmp_path / "r.jsonl"), strict=True):
+    (line,) = (tmp_path / "r.jsonl").read_text().splitlines()[1:]
+    likenesses, texts = [], json.loads(line)["measured"]["runs"]
+    for row in found["rows"]:
         like = scorer.score(texts[FULL]["text"], texts[row["method"]]["text"])["rougeL"].fmeasure
         assert row["as_published"]["rouge_l"] == pytest.approx(100 * like)
         likenesses.append(like)

@@ -31,7 +31,7 @@ def reproduce(
         list[str] | None,
         typer.Option(
             "--data",
-            help="NAME=FILE, a data set of the table in a file (as of bench), or FILE for all of them; repeatable.",
+            help="NAME=FILE, a data set of the table in a file (as of bench); repeatable.",
             show_default="small: modules of Python's library; paper: the Hugging Face hub",
         ),
     ] = None,
@@ -64,7 +64,10 @@ def reproduce(
     chosen = paper_named(paper)
     scaled = Scaled(table_of(chosen, table), scale == "small", max_tokens, limit, plan, wording.asked)
     output.check()
-    sources = Sources.parsed(data or [], scaled.small)
+    files = dict(each.partition("=")[::2] for each in data or [])
+    if not all(files.values()):
+        raise options.SettingError("--data takes NAME=FILE, such as gov_report=rows.jsonl.")
+    sources = Sources(files, scaled.small)
     with console.status() as status:
         loaded = loading.load(status)
         plain = replace(loading, weights="float32", arithmetic=None)

@@ -182,7 +182,7 @@ def _beside(columns: Sequence[Column]) -> Iterator[Sequence[Column]]:
 
 
 def _remarks(rows: Sequence[Row]) -> list[str]:
-    """Differences from the paper in single lines or columns, and what methods see of a text."""
+    """Differences from the paper in single lines or columns."""
     found = []
     every = {row["line"] for row in rows}
     for text in dict.fromkeys(text for row in rows for text in row["differs"]):
@@ -190,11 +190,4 @@ def _remarks(rows: Sequence[Row]) -> list[str]:
         lines, columns = (list(dict.fromkeys(row[key] for row in own)) for key in ("line", "column"))
         where = lines if set(lines) != every else columns if len(columns) < 4 else ["all columns"]
         found.append(f"{', '.join(where)}: {text}.")
-    views: dict[str, dict[str, None]] = {}
-    for row in rows:
-        if row.get("view"):
-            views.setdefault(row["line"], {})[row["view"]] = None
-    if views:
-        seen = (f"{line}: {', '.join(own) if len(own) < 4 else 'see --json'}" for line, own in views.items())
-        found.append(f"Rows that are seen of a longer text (docs/figures.md): {'; '.join(seen)}.")
     return found
