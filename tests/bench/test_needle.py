@@ -16,7 +16,7 @@ from longdraft.errors import CapabilityError, ContextError, PromptError
 from tests.support.drafts import random_draft, random_eagle3
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
-RETRIEVED = "target-retrieval", {"budget": 48, "sink": 8, "window": 8, "chunk": 8}
+RETRIEVED = "self", {"view": "chunks", "budget": 48, "sink": 8, "window": 8, "chunk": 8}
 
 
 @pytest.fixture(scope="module")
@@ -87,14 +87,18 @@ def test_a_draft_is_judged_by_what_it_proposes(loaded, text, drafts, monkeypatch
         assert not token.right or token.log_prob == pytest.approx(tree.log_probs[1], abs=1e-5)
 
 
+def small_lm(view, **options):
+    return "small-lm", {"view": view, **options}
+
+
 def test_the_views_of_a_small_language_model(loaded, text, tmp_path):
     """The target itself, as a draft: with all of the text in view, it says what transformers' own forward says."""
     loaded.model.save_pretrained(tmp_path)
     sizes = {"sink": 8, "recent": 16, "chunk": 8}
     views = {
-        "full": ("full", {}), "wide": ("streaming", {"sink": 8, "recent": 350}),
-        "most": ("retrieval", {**sizes, "chunks": 40}), "own": (RETRIEVED[0], {**RETRIEVED[1], "budget": 512}),
-        "narrow": ("streaming", {"sink": 8, "recent": 40}), "few": ("retrieval", {**sizes, "chunks": 4, "every": 1}),
+        "full": small_lm("full"), "wide": small_lm("streaming", sink=8, recent=350),
+        "most": small_lm("retrieval", **sizes, chunks=40), "own": (RETRIEVED[0], {**RETRIEVED[1], "budget": 512}),
+        "narrow": small_lm("streaming", sink=8, recent=40), "few": small_lm("retrieval", **sizes, chunks=4, every=1),
         "specextend": ("specextend", {**sizes, "chunks": 4, "every": 1}), "own few": RETRIEVED,
     }  # fmt: skip
     answer, found = measured(loaded, text, views, {"small-lm": SmallLMDraft.load(tmp_path)})

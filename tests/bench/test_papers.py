@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from longdraft.bench import tasks
-from longdraft.bench.needle import NAMED
 from longdraft.bench.papers import PAPERS, paper_named, table_of
 from longdraft.bench.papers.table import FIGURES, Kind
 from longdraft.bench.peers import PEERS
@@ -20,7 +19,7 @@ each_table = pytest.mark.parametrize(("paper", "table"), TABLES, ids=lambda x: g
 
 @each_table
 def test_a_table_names_what_exists(paper, table):
-    known = {*METHODS, *PEERS, *NAMED, FULL}
+    known = {*METHODS, *PEERS, FULL}
     assert {line.method for line in table.lines} <= known and set(table.data) <= tasks.TASKS.keys()
     assert set(table.figures) <= FIGURES.keys()
     lines, columns = [line.name for line in table.lines], [column.name for column in table.columns]

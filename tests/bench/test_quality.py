@@ -81,7 +81,7 @@ def texts(found):
 def test_rows_and_texts(command):
     """Of two prompts; of the short one, which fits the partial cache whole, nothing is lost."""
     code, out, err = command("--ignore-eos", data=("rows", "short"))
-    assert code == 0 and "drafts by prompt-lookup" in out and "1 of 2 prompts fit" in err and "Run 1 of 8" in err
+    assert code == 0 and "drafts by prompt-lookup" in out and "1 of 2 prompts fit" in err and "0 of 8 runs" in err
     found = json.loads(out.splitlines()[-1])
     assert list(found) == ["drafter", "rows", "texts", "hardware", "versions", "complete"]
     assert list(found["rows"][0]) == ROW

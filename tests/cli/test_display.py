@@ -8,7 +8,7 @@ from contextlib import ExitStack, redirect_stderr, redirect_stdout
 import pytest
 
 from longdraft.cli.display import TextOutput
-from longdraft.cli.progress import PrefillBar
+from longdraft.cli.progress import Counter
 from longdraft.engine.streaming import Piece
 
 
@@ -84,9 +84,8 @@ def test_a_file_gets_the_text_alone(capsys, pieces, silent, shown):
 
 def test_the_bar_leaves_nothing_behind(terminal):
     screen = terminal()
-    with PrefillBar(1000) as bar:
-        bar.update(512)
-        bar.update(1000)
+    with Counter("Reading the prompt", "tokens", 1000) as bar:
+        bar.update(512, 512)
     shown = screen.getvalue()
     assert " 512/1000" in shown
     assert shown.endswith("\x1b[1A\x1b[2K")  # up, and erase
@@ -94,6 +93,7 @@ def test_the_bar_leaves_nothing_behind(terminal):
 
 
 def test_no_bar_without_a_terminal(capsys):
-    with PrefillBar(1000) as bar:
-        bar.update(512)
-    assert capsys.readouterr() == ("", "Reading the prompt: 0 of 1,000 tokens\n")
+    with Counter("Reading the prompt", "tokens", 1000) as bar:
+        bar.tell("Reading the prompt", 512)
+        bar.tell("Reading the prompt", 513)
+    assert capsys.readouterr() == ("", "Reading the prompt: 512 of 1,000 tokens\n")

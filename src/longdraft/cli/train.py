@@ -19,7 +19,7 @@ from typer.core import TyperCommand, TyperGroup
 from longdraft.cli import console, options
 from longdraft.cli.cancel import Cancel, interruptible
 from longdraft.cli.method_options import trainings
-from longdraft.cli.training_display import TrainingDisplay
+from longdraft.cli.progress import TrainingDisplay
 from longdraft.errors import CapabilityError, ConfigError
 
 if TYPE_CHECKING:

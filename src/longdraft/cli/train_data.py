@@ -10,7 +10,7 @@ import typer
 
 from longdraft.cli import console, method_options, options
 from longdraft.cli.cancel import Cancel
-from longdraft.cli.training_display import RowsDisplay
+from longdraft.cli.progress import Counter
 from longdraft.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def data(
         texts = _texts(files, skipped)
         asked = answers.asks(texts, (lengths[0], lengths[1]), per_passage, answer_temperatures, seed)
         file, total = answers.AnswerFile(out), rows or 1000
-        with Cancel(terminate=True) as cancel, RowsDisplay("answers", total) as display:
+        with Cancel(terminate=True) as cancel, Counter("answers", "rows", total) as display:
             answers.answer(
                 asked, file, url, api_key, target, rows=total, batch=batch, max_new_tokens=max_tokens, stop=cancel,
                 progress=lambda: display.update(file.rows, file.added),
@@ -109,7 +109,7 @@ def _encoded(files: list[Path], out: Path, target: str | None, rows: int | None,
     done = corpus.rows_done(out)
     encoded = documents.documents(files, tokenizer, skipped, weight_shape(model.get_output_embeddings())[0], done)
     left = islice(encoded, None if rows is None else max(0, rows - done))
-    with Cancel(terminate=True) as cancel, RowsDisplay("Encoding") as counter:
+    with Cancel(terminate=True) as cancel, Counter("Encoding", "rows") as counter:
         have = corpus.write(out, left, tokenizer, counter.update, cancel)
     _end_if(cancel, skipped)
     return have

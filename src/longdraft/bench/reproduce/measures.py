@@ -231,8 +231,7 @@ def needles(scaled: Scaled, loaded: LoadedModel, sources: Sources, drafts: Draft
         return {"tokens": asked.measure(haystack, tick), "context_tokens": len(haystack.tokens)}
 
     def figures(entry: Entry, own: Sequence[Record]) -> Figures:
-        # Files of earlier versions say of each token too whether it is the code's.
-        tokens = [Foreseen(*each[:2]) for unit in own for each in unit["tokens"][entry.name]]
+        tokens = [Foreseen(*each) for unit in own for each in unit["tokens"][entry.name]]
         shown = {"accuracy": accuracy(tokens), "perplexity": perplexity(tokens)}
         return shown, {
             "view": contender(entry.line.method, entry.options),

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from longdraft.bench.experiment import Unit
-from longdraft.bench.needle import NAMED, SMALL
 from longdraft.bench.papers.table import IN_ROWS, Column, Line, Table
 from longdraft.bench.settings import written
 from longdraft.drafts.kinds import KINDS, kind_of
@@ -161,7 +160,7 @@ def drafts_by_kind(folders: Sequence[Path]) -> dict[str, Path]:
     found: dict[str, Path] = {}
     for folder in folders:
         # What is no folder or file may be a model's name on the hub.
-        kind = kind_of(folder).name if folder.exists() else SMALL["full"][0]
+        kind = kind_of(folder).name if folder.exists() else "small-lm"
         if kind in found:
             raise ValueError(f"{folder} and {found[kind]} are both drafts for {kind}: give one")
         found[kind] = folder
@@ -193,9 +192,8 @@ def needs(table: Table) -> str:
     """Drafts by kind and data sets that a table needs, in a few words."""
     kinds: dict[str, None] = {}
     for line in table.lines:
-        method, _ = NAMED.get(line.method, (line.method, {}))
-        if method in METHODS:
-            known = METHODS[method]
+        if line.method in METHODS:
+            known = METHODS[line.method]
             kind = known.draft_kind if known.needs_draft else line.options.get("drafter")
             if kind in KINDS:
                 kinds[kind] = None
