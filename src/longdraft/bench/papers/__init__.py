@@ -6,21 +6,13 @@ May import: nothing but :mod:`longdraft.errors` and each other.
 
 from dataclasses import replace
 
-from longdraft.bench.papers import abstracts, longspec, specextend, specpv
+from longdraft.bench.papers import longspec, specextend, specpv
 from longdraft.bench.papers.table import Paper, Table
 from longdraft.errors import RequestError
 
 PAPERS: dict[str, Paper] = {
     paper.name: replace(paper, tables=tuple(replace(table, paper=paper.name) for table in paper.tables))
-    for paper in (
-        longspec.PAPER,
-        specextend.PAPER,
-        specpv.PAPER,
-        abstracts.MAGICDEC,
-        abstracts.TRIFORCE,
-        abstracts.TOKENSWIFT,
-        abstracts.EAGLE3,
-    )
+    for paper in (longspec.PAPER, specextend.PAPER, specpv.PAPER)
 }
 
 
