@@ -76,8 +76,8 @@ def altered_report(loaded, alter):
 )
 def test_methods_and_generate_agree_with_ar(loaded, over):
     before = (loaded.model.generation_config, loaded.model.config._attn_implementation)
-    found = rows(loaded, settings(methods=("prompt-lookup", "hf", "ar", "hf"), **over))
-    assert [row["method"] for row in found[:3]] == ["ar", "prompt-lookup", "hf"]
+    found = rows(loaded, settings(methods=("prompt-lookup", "hf", "ar", "hf", "hf-eager"), **over))
+    assert [row["method"] for row in found[:4]] == ["ar", "prompt-lookup", "hf", "hf-eager"]
     assert [(row["mismatches"], row["near_ties"]) for row in found] == [(0, 0)] * len(found)
     assert (found[0]["mean_accepted_length"], found[0]["speedup_vs_ar"]) == (1.0, 1.0)
     assert (loaded.model.generation_config, loaded.model.config._attn_implementation) == before

@@ -7,7 +7,6 @@ import json
 import pytest
 
 from longdraft.bench.run import Bench
-from longdraft.bench.tasks import TASKS
 from tests.support.gguf_files import write_gguf
 
 ROW = [
@@ -103,14 +102,6 @@ def test_what_cannot_be(bench, arguments, code, key):
     ended = bench(*arguments)
     assert ended.code == code
     assert key in ended.err.splitlines()[-1]
-
-
-def test_data_by_name_from_a_file(bench, data_file):
-    ended = bench(
-        "--data", f"qmsum={data_file}", "--limit", 1, "--context", 400, "--methods", "ar", "--json", data=False
-    )
-    assert [(r["dataset"], r["samples"]) for r in rows_of(ended)] == [("qmsum", 1)]
-    assert "qmsum" in TASKS
 
 
 def test_without_data_the_standard_library_is_read(bench):

@@ -108,7 +108,6 @@ def test_figures(measured, tmp_path):
     ("arguments", "message"),
     [
         (["--lengths", "64,x"], "--lengths"),
-        (["--lengths", ""], "--lengths"),
         (["--lengths", "0"], "context"),
         (["--lengths", "2"], "2 tokens"),
         (["--lengths", "4096"], "4,096 tokens"),
@@ -116,7 +115,6 @@ def test_figures(measured, tmp_path):
         (["--temperature", "-1"], "temperature"),
         (["--methods", "nothing"], "'nothing'"),
         (["--methods", "hf"], "--methods"),
-        (["--methods", ""], "--methods"),
         (["--short", "cut"], "leave"),
     ],
 )

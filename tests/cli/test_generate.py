@@ -67,22 +67,6 @@ def test_a_seed_gives_the_same_text(generate):
     assert texts[0] == texts[1] != texts[2]
 
 
-def test_methods_and_their_options(generate):
-    found = [
-        last_line(generate("-p", "hello", "-n", 20, "--json", *more).out)["token_ids"]
-        for more in (["--method", "ar"], ["-o", "branches=2", "-o", "max-nodes=20"])
-    ]
-    assert found[0] == found[1]
-
-
-def test_a_document_and_its_instruction(generate, tmp_path):
-    (tmp_path / "a.txt").write_text("the document")
-    both = last_line(generate("-f", tmp_path / "a.txt", "-p", "why?", "-n", 1, "--json").out)
-    joined = last_line(generate("-p", "the document\n\nwhy?", "-n", 1, "--json").out)
-    assert both["prompt_tokens"] == joined["prompt_tokens"]
-    assert both["token_ids"] == joined["token_ids"]
-
-
 def test_raw_has_no_chat_template(generate):
     chat, raw = (last_line(generate("-p", "hello", "-n", 1, "--json", *more).out) for more in ([], ["--raw"]))
     assert raw["prompt_tokens"] == len("hello") < chat["prompt_tokens"]
