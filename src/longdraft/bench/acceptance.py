@@ -46,8 +46,8 @@ class Asked:
     """Settings of one run that differ within a file.
 
     Attributes:
-        options: the method's, as JSON; a server's address.
-        draft: fingerprint of its draft, empty if it has none; a server's model.
+        options: the method's, as JSON.
+        draft: fingerprint of its draft, empty if it has none.
         rope_factor: YaRN factor of the target; None: as it is.
         sample, prompt: origin of the text, and a fingerprint of its tokens.
     """
@@ -69,19 +69,17 @@ class Accepted:
 
     Attributes:
         new_tokens: without the prefill's token.
-        verifications: target forwards that gave them; None where a server does not say.
+        verifications: target forwards that gave them.
         accepted: for each verification, accepted drafted tokens, and how many the token budget had room for.
         seconds: decode seconds, of the fastest run; None in files of earlier versions.
-        first_token_seconds: of a server, from the request to the first text.
     """
 
     asked: Asked
     prompt_tokens: int
     new_tokens: int
-    verifications: int | None
+    verifications: int
     accepted: tuple[tuple[int, int], ...]
     seconds: float | None = field(default=None, compare=False)
-    first_token_seconds: float | None = field(default=None, compare=False)
 
 
 def opened(path: Path, settings: Settings, model: Mapping[str, Any]) -> Records[Accepted]:

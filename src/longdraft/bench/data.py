@@ -85,9 +85,7 @@ class Sample:
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """The prompt as messages of a chat: the user's, or a conversation's."""
-        if not self.last:
-            return [{"role": "user", "content": self.text}]
+        """A conversation's messages."""
         earlier = [json.loads(line) for line in self.document.splitlines()]
         return [*earlier, json.loads(self.last) | {"content": self.instruction}]
 

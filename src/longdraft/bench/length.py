@@ -63,14 +63,14 @@ def acceptance(runs: Iterable[Accepted], methods: Sequence[str], notes: Sequence
     for t, dataset, length, name in cells:
         own = [r for r in runs if (r.asked.temperature, r.asked.length, r.asked.method) == (t, length, name)]
         if own := [run for run in own if dataset in (None, run.asked.dataset)]:
-            each = [_accepted([run]) or 0.0 for run in own]
+            each = [_accepted([run]) for run in own]
             rows.append(
                 {
                     **_shared(own),
                     "temperature": t,
                     "dataset": dataset,
                     "new_tokens": sum(run.new_tokens for run in own),
-                    "verifications": sum(run.verifications or 0 for run in own),
+                    "verifications": sum(run.verifications for run in own),
                     "standard_error": _standard_error(own),
                     "lowest": min(each),
                     "highest": max(each),
@@ -101,15 +101,13 @@ def break_even(runs: Iterable[Accepted], methods: Sequence[str], notes: Sequence
         if own := [run for run in runs if (run.asked.length, run.asked.method) == (length, name)]:
             pairs = [(run, plain.get((run.asked.sample, length))) for run in own]
             accepted, needed = _accepted(own), median_of(ratio(_round(run), _round(ar)) for run, ar in pairs)
-            first = median_of(run.first_token_seconds for run in own)
             rows.append(
                 {
                     **_shared(own),
                     "tokens_per_second": median_of(_rate(run) for run in own),
                     "speedup_vs_ar": median_of(ratio(_rate(run), _rate(ar)) for run, ar in pairs),
-                    **({} if first is None else {"ttft_seconds": first}),
                     "break_even": needed,
-                    "pays": None if needed is None or accepted is None else accepted > needed,
+                    "pays": None if needed is None else accepted > needed,
                 }
             )
     tables = [
@@ -122,7 +120,7 @@ def break_even(runs: Iterable[Accepted], methods: Sequence[str], notes: Sequence
 
 def _decoded(runs: Iterable[Accepted]) -> list[Accepted]:
     """Without answers of one token, which came of reading the prompt."""
-    return [run for run in runs if run.verifications != 0]
+    return [run for run in runs if run.verifications]
 
 
 def _lengths(runs: Sequence[Accepted]) -> list[int]:
@@ -141,16 +139,15 @@ def _shared(own: Sequence[Accepted]) -> dict[str, Any]:
     }
 
 
-def _accepted(runs: Sequence[Accepted]) -> float | None:
-    """Mean accepted length; None if a server does not say."""
-    forwards = [run.verifications for run in runs]
-    return None if None in forwards else sum(run.new_tokens for run in runs) / sum(filter(None, forwards))
+def _accepted(runs: Sequence[Accepted]) -> float:
+    """Mean accepted length."""
+    return sum(run.new_tokens for run in runs) / sum(run.verifications for run in runs)
 
 
 def _standard_error(runs: Sequence[Accepted]) -> float | None:
     """Jackknife standard error of the ratio of two sums over prompts: each prompt is left out in turn."""
     n = len(runs)
-    without = [_accepted([*runs[:i], *runs[i + 1 :]]) or 0.0 for i in range(n)] if n > 1 else []
+    without = [_accepted([*runs[:i], *runs[i + 1 :]]) for i in range(n)] if n > 1 else []
     return math.sqrt((n - 1) / n * sum((x - mean(without)) ** 2 for x in without)) if without else None
 
 
@@ -173,7 +170,7 @@ def _with_error(row: Row) -> str:
 
 
 def _needed(row: Row) -> Text:
-    text = f"{figure(row['mean_accepted_length'], '{:.2f}')} / {figure(row['break_even'], '{:.2f}')}"
+    text = f"{row['mean_accepted_length']:.2f} / {figure(row['break_even'], '{:.2f}')}"
     return Text(text, style="green" if row["pays"] else "")
 
 

@@ -1,4 +1,4 @@
-"""``longdraft bench acceptance`` and ``bench length``: every draft, or every server, against the length of the text."""
+"""``longdraft bench acceptance`` and ``bench length``: every draft against the length of the text."""
 
 from __future__ import annotations
 
@@ -17,9 +17,6 @@ from longdraft.cli import console, measuring, method_options, options
 from longdraft.errors import CapabilityError
 
 if TYPE_CHECKING:
-    from longdraft.bench.acceptance import Acceptance, Accepted, Asked
-    from longdraft.bench.experiment import Step
-    from longdraft.bench.settings import Settings
     from longdraft.model.runner import TargetRunner
 
 LENGTHS = "512,1024,2048,4096,8192,16384,32768"
@@ -63,8 +60,6 @@ def acceptance(
     Ctrl-C ends it with the figures so far.
     """
     from longdraft.bench import length
-    from longdraft.bench.acceptance import opened
-    from longdraft.bench.experiment import Experiment
 
     cut_to = method_options.whole_numbers("--lengths", lengths)
     temperatures = tuple(dict.fromkeys(method_options.numbers("--temperature", temperature)))
@@ -72,18 +67,12 @@ def acceptance(
         raise options.SettingError("--lengths and --temperature must name one value at least.")
     for t in temperatures:
         longdraft.Sampling(temperature=t)
-    sampling = longdraft.Sampling(foresee=foresee)
-    settings = _settings(methods, drafting, prompting, (), contexts=cut_to, plan="fixed", sampling=sampling)
     output.check(svg=svg)
     if svg is not None:
         charts.available()
-    hosted, steps = _hosted(loading, settings, prompting, lambda context: cut_to, short, temperatures)
-    file = None if output.results is None else opened(output.results, hosted.settings, hosted.model)
-    experiment = Experiment(steps, lambda run: run.asked, file)
-    names, notes = hosted.settings.methods, hosted.notes
 
-    def made(complete: bool) -> Report:
-        report = length.acceptance(experiment.found, names, notes, complete)
+    def report(*found: Any) -> Report:
+        report = length.acceptance(*found)
         if svg is not None:
             drawn = grouped(report.document["rows"], "temperature")
             for own in drawn:
@@ -93,7 +82,10 @@ def acceptance(
                 console.note(f"The figure is in {path}.")
         return report
 
-    output.measure(experiment, made)
+    _measure(
+        report, methods, drafting, prompting, loading, output, lambda context: cut_to, short, temperatures,
+        contexts=cut_to, plan="fixed", sampling=longdraft.Sampling(foresee=foresee),
+    )  # fmt: skip
 
 
 def bench_length(
@@ -112,79 +104,59 @@ def bench_length(
     ] = None,
     drafting: method_options.DraftOptions,
     plan: measuring.Plan = "fixed",
-    url: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Measure servers instead: NAME=http://host:port of an OpenAI-compatible one; repeatable. Break-even "
-            "needs one that decodes plainly, by the name ar.",
-            show_default="none",
-        ),
-    ] = None,
-    api_key: Annotated[str, typer.Option("--api-key", help="For servers that ask for one.")] = "",
     repeats: Annotated[int, typer.Option(min=1, help="Runs of each; the fastest counts.")] = 2,
     loading: options.ModelOptions,
     output: measuring.Rendered,
     composed: options.Load = None,
 ) -> None:
-    """Measure what must be accepted at each length for speculation to pay, and what is: for methods here and servers.
+    """Measure what must be accepted at each length for speculation to pay, and what is.
 
     Greedy. Ctrl-C ends it with the figures so far.
     """
     from longdraft.bench import length
-    from longdraft.bench import servers as serving
-    from longdraft.bench.acceptance import opened
-    from longdraft.bench.experiment import Experiment
-    from longdraft.bench.settings import REFERENCE, Settings
+    from longdraft.bench.settings import REFERENCE
 
     output.check()
-    asked_for = None if lengths is None else method_options.whole_numbers("--lengths", lengths)
-    if url:
-        if methods is not None or prompting.asked:
-            raise options.SettingError("--methods, --system and --no-think are for methods here: leave them out.")
-        named = {name: address or name for name, _, address in (each.partition("=") for each in url)}
-        servers = [serving.Server(name, address, api_key) for name, address in named.items()]
-        cut_to = asked_for or length.doubled(FIRST, 4 * FIRST)
-        steps = serving.steps(servers, prompting.read(), cut_to, prompting.max_tokens, repeats, prompting.ignore_eos)
-        own, model = Settings((REFERENCE,), **_given(prompting)), {"name": "servers"}
-        names, notes = tuple(named), [f"{each.name}: {each.model} at {each.url}" for each in servers]
-    else:
+    cut_to = None if lengths is None else method_options.whole_numbers("--lengths", lengths)
 
-        def lengths_of(context: int) -> Sequence[int]:
-            return asked_for or length.doubled(FIRST, min(context, FARTHEST))
+    def lengths_of(context: int) -> Sequence[int]:
+        return cut_to or length.doubled(FIRST, min(context, FARTHEST))
 
-        settings = _settings(
-            methods, drafting, prompting, ("self",), (REFERENCE,),
-            contexts=asked_for or (None,), plan=plan,
-        )  # fmt: skip
-        hosted, steps = _hosted(loading, settings, prompting, lengths_of, short, (0.0,), repeats)
-        own, model, names, notes = hosted.settings, hosted.model, hosted.settings.methods, hosted.notes
-    file = None if output.results is None else opened(output.results, own, model)
-    experiment = Experiment(steps, lambda run: run.asked, file)
-    output.measure(experiment, lambda complete: length.break_even(experiment.found, names, notes, complete))
+    _measure(
+        length.break_even, methods, drafting, prompting, loading, output, lengths_of, short, (0.0,),
+        (REFERENCE,), ("self",), repeats, contexts=cut_to or (None,), plan=plan,
+    )  # fmt: skip
 
 
-def _given(prompting: measuring.Sampled) -> dict[str, Any]:
-    return {name: getattr(prompting, name) for name in ("max_tokens", "seed", "raw", "ignore_eos", "asked")}
-
-
-def _settings(
+def _measure(
+    report: Callable[..., Report],
     methods: str | None,
     drafting: method_options.DraftOptions,
     prompting: measuring.Sampled,
-    otherwise: Sequence[str],
+    loading: options.ModelOptions,
+    output: measuring.Rendered,
+    lengths: Callable[[int], Sequence[int]],
+    short: Short,
+    temperatures: tuple[float, ...],
     always: Sequence[str] = (),
+    otherwise: Sequence[str] = (),
+    repeats: int = 1,
     **more: Any,
-) -> Callable[[TargetRunner], Settings]:
-    """Settings for a target. Those of methods that are named are checked at once, before a model is read.
+) -> None:
+    """Measures methods on texts of several lengths; the model is loaded anew for each YaRN factor.
 
     Args:
-        methods: with commas between; None: the given draft's, else those by default, else ``otherwise``.
-        always: methods that come first, named or not. more: further arguments of ``Settings``.
+        report: makes the report of the runs, the methods, notes, and whether no run is missing.
+        methods: with commas between, checked before a model is read; None: the given draft's, else those that come
+            along for the model, else ``otherwise``.
+        lengths: of texts, by the model's context.
+        always: methods that come first, named or not. more: further settings of the bench.
 
     Raises:
         SettingError: no method of ours, or an option that none of them has.
     """
-    from longdraft.bench.acceptance import by_default
+    from longdraft.bench.acceptance import Acceptance, by_default, opened
+    from longdraft.bench.experiment import Experiment
     from longdraft.bench.peers import PEERS
     from longdraft.bench.settings import Settings
     from longdraft.drafts.kinds import kind_of
@@ -192,6 +164,7 @@ def _settings(
     names = None if methods is None else method_options.words(methods)
     if names is None and drafting.draft is not None:
         names = [kind_of(drafting.draft).name]
+    more |= {name: getattr(prompting, name) for name in ("max_tokens", "seed", "raw", "ignore_eos", "asked")}
 
     def made(names: Sequence[str]) -> Settings:
         if not names or any(name in PEERS for name in names):
@@ -199,34 +172,17 @@ def _settings(
         with options.settings_checked():
             return Settings(
                 tuple(dict.fromkeys((*always, *names))), draft_options=drafting.options(),
-                own_options=method_options.contender_options(names), **_given(prompting), **more,
+                own_options=method_options.contender_options(names), **more,
             )  # fmt: skip
 
     chosen = None if names is None else made(names)
 
     def settings(target: TargetRunner) -> Settings:
+        if chosen is not None:
+            return chosen
         if not (found := by_default(target) or otherwise):
             raise CapabilityError("No draft for this model comes with longdraft: name one with --draft, or --methods.")
         return made(found)
-
-    return settings if chosen is None else lambda target: chosen
-
-
-def _hosted(
-    loading: options.ModelOptions,
-    settings: Callable[[TargetRunner], Settings],
-    prompting: measuring.Sampled,
-    lengths: Callable[[int], Sequence[int]],
-    short: Short,
-    temperatures: tuple[float, ...],
-    repeats: int = 1,
-) -> tuple[Acceptance, list[Step[Asked, Accepted]]]:
-    """The methods on a model that is loaded anew for each YaRN factor, and a step for each text.
-
-    Args:
-        lengths: of texts, by the model's context.
-    """
-    from longdraft.bench.acceptance import Acceptance
 
     samples = prompting.read()
     with console.status() as status:
@@ -242,4 +198,8 @@ def _hosted(
         steps = hosted.steps(samples, cut_to, short)
     for note in hosted.notes:
         console.note(note)
-    return hosted, steps
+    file = None if output.results is None else opened(output.results, hosted.settings, hosted.model)
+    experiment = Experiment(steps, lambda run: run.asked, file)
+    output.measure(
+        experiment, lambda complete: report(experiment.found, hosted.settings.methods, hosted.notes, complete)
+    )
