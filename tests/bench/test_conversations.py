@@ -7,7 +7,7 @@ import json
 import pytest
 
 from longdraft.bench import tasks
-from longdraft.bench.data import Short, fitted
+from longdraft.bench.data import fitted
 from longdraft.bench.prompts import grid, prepare, texts
 from longdraft.bench.run import Bench
 from longdraft.errors import ContextError, PromptError
@@ -102,7 +102,7 @@ def test_a_long_conversation_loses_whole_messages(tmp_path):
     assert len(cut) < len(whole) - len("turn 5") and cut[-9:] == whole[-9:] and cut[:9] == whole[:9]
     with pytest.raises(ContextError, match=r"rows.jsonl:1"):
         fitted(sample, tokenizer, 5)
-    found, notes = texts([sample], 50, 500, tokenizer, Short.join)
+    found, notes = texts([sample], 50, 500, tokenizer, "join")
     assert len(found) == 1 and len(found[0].tokens) <= 50 and not found[0].joined and not notes
 
 

@@ -102,7 +102,6 @@ def test_figures(measured, tmp_path):
         (["--lengths", "0"], "context"),
         (["--lengths", "2"], "2 tokens"),
         (["--lengths", "4096"], "4,096 tokens"),
-        (["--lengths", "2000", "--rope-factor", "2"], "factor"),
         (["--temperature", "-1"], "temperature"),
         (["--methods", "nothing"], "'nothing'"),
         (["--methods", "hf"], "--methods"),

@@ -122,10 +122,9 @@ class Acceptance:
     """The methods on a target, which is stretched for the lengths that need it. One target is held at a time.
 
     Args:
-        load: reads the target, stretched by a YaRN factor; None: as it is.
+        load: reads the target, stretched by a further YaRN factor; None: as the user wants it.
         settings: returns the settings for a target.
         name: the model's name as the user gave it.
-        factor: YaRN factor for all lengths; None: each length has the factor that it needs.
         repeats: runs of each, of which the fastest one's seconds count.
         progress: called with a line of text before something long.
 
@@ -145,13 +144,13 @@ class Acceptance:
         settings: Callable[[TargetRunner], Settings],
         temperatures: Sequence[float],
         name: str,
-        factor: float | None = None,
         progress: Progress | None = None,
         repeats: int = 1,
     ) -> None:
-        self._load, self._temperatures, self._given, self._repeats = load, temperatures, factor, repeats
+        self._load, self._temperatures, self._repeats = load, temperatures, repeats
         self.notes: list[str] = []
-        loaded, self._factor = load(factor), factor
+        self._factor: float | None = None
+        loaded = load(None)
         target = TargetRunner(loaded.model)
         self.settings, self.tokenizer = settings(target), loaded.tokenizer
         self.context, self.model = target.context_length, model_of(target, name)
@@ -173,20 +172,13 @@ class Acceptance:
         """A step for each text and YaRN factor.
 
         Raises:
-            ContextError: a length exceeds the target, whose factor was given; or it has no room for new tokens.
+            ContextError: the target has no room for new tokens.
             PromptError: no text is as long as any of the lengths.
         """
-        own, given = self.settings, self._given
-        if given is not None and max(lengths) > self.context:
-            raise ContextError(
-                f"With a factor of {given:g} the model's context is {self.context:,} tokens, and "
-                f"{max(lengths):,} are asked for: raise the factor, or leave it out, and each length gets its own."
-            )
+        own = self.settings
         steps: list[Step[Asked, Accepted]] = []
-        for factor, some in (
-            stretches(lengths, self.context) if given is None else {given: sorted({*lengths})}
-        ).items():
-            whole = self.context if factor == given else int(self.context * (factor or 1.0))
+        for factor, some in stretches(lengths, self.context).items():
+            whole = int(self.context * (factor or 1.0))
             if whole <= own.max_tokens:
                 raise ContextError(f"A context of {whole:,} tokens has no room for {own.max_tokens:,} new ones.")
             work: dict[Sample, list[Prompt]] = {}

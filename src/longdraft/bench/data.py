@@ -6,9 +6,8 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from longdraft.bench import rows, scores
 from longdraft.bench.rows import Row
@@ -19,12 +18,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class Short(Enum):
-    """Handling of a text that is shorter than a length: leave it out, join the next ones to it, or keep it as it is."""
-
-    leave = "leave"
-    join = "join"
-    keep = "keep"
+Short = Literal["leave", "join", "keep"]
+"""Handling of a text that is shorter than a length: leave it out, join the next ones to it, or keep it as it is."""
 
 
 @dataclass(frozen=True)

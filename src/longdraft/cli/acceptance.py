@@ -35,7 +35,7 @@ def acceptance(
     *,
     prompting: measuring.Sampled,
     lengths: Annotated[str, typer.Option(help=_CUT)] = LENGTHS,
-    short: measuring.ShortTexts = Short.leave,
+    short: measuring.ShortTexts = "leave",
     methods: Annotated[
         str | None,
         typer.Option(
@@ -94,7 +94,7 @@ def bench_length(
     lengths: Annotated[
         str | None, typer.Option(help=_CUT, show_default="1024, 2048, ... as far as the model goes")
     ] = None,
-    short: measuring.ShortTexts = Short.join,
+    short: measuring.ShortTexts = "join",
     methods: Annotated[
         str | None,
         typer.Option(
@@ -188,11 +188,13 @@ def _measure(
     with console.status() as status:
 
         def load(factor: float | None) -> longdraft.LoadedModel:
-            again = factor != loading.rope_factor  # then the runs' progress is on the screen
-            return replace(loading, rope_factor=factor).load((lambda message: None) if again else status)
+            if factor is None:
+                return loading.load(status)
+            # The runs' progress is on the screen.
+            return replace(loading, rope_factor=factor * (loading.rope_factor or 1)).load(lambda message: None)
 
         with options.settings_checked():
-            hosted = Acceptance(load, settings, temperatures, loading.name, loading.rope_factor, status, repeats)
+            hosted = Acceptance(load, settings, temperatures, loading.name, status, repeats)
         cut_to = lengths(hosted.context)
         status(f"Cutting {len(samples)} texts to {len(set(cut_to))} lengths")
         steps = hosted.steps(samples, cut_to, short)

@@ -9,10 +9,10 @@ from typing import Annotated, Any
 import typer
 
 import longdraft
-from longdraft.cli import comparing, console, method_options, options, processes, reading
+from longdraft.cli import console, method_options, options, processes, reading
 from longdraft.cli.cancel import EXIT_CODE, Cancel
 from longdraft.cli.display import TextOutput, shown
-from longdraft.cli.figures import footer, payload
+from longdraft.cli.figures import beside, comparison, footer, payload
 from longdraft.cli.load import OtherProcesses
 from longdraft.errors import CheckpointError
 from longdraft.model.chat import chat_prompt, encode
@@ -132,5 +132,5 @@ def _compared(
         return None
     tie = compare(spec.runner(), tokens, own.token_ids, ar.token_ids, arguments["sampling"], arguments["cache"])
     console.stderr().print()
-    console.show(console.stderr(), comparing.shown(own, ar, tie, spec.decode))
-    return comparing.compared(own, ar, tie)
+    console.show(console.stderr(), beside(own, ar, tie, spec.decode))
+    return comparison(own, ar, tie)

@@ -79,7 +79,7 @@ def speed(
             if key not in held:
                 held.clear()
                 gc.collect()
-                held[key] = Bench(loaded, settings, (), progress, unpacked)
+                held[key] = Bench(loaded, settings, progress, unpacked)
                 held[key].wake(group[0])
             return asdict(held[key].measure(group, tick))
 
@@ -262,7 +262,6 @@ def likenesses(scaled: Scaled, loaded: LoadedModel, prompts: Prompts, drafts: Dr
 
     Raises:
         CapabilityError: the drafter's draft is missing, or rouge-score is not installed.
-        ContextError: no prompt is longer than a partial cache.
     """
     rouge_l()  # missing, it is missed before anything is measured
     table = scaled.table
@@ -276,7 +275,7 @@ def likenesses(scaled: Scaled, loaded: LoadedModel, prompts: Prompts, drafts: Dr
         variants |= {} if line.method == FULL else {names[line.name]: own}
     options = with_draft(METHOD, common, drafts)
     quality = Quality(loaded, QualitySettings(variants, scaled.max_tokens, scaled.small, options=options))
-    quality.uncut([len(prompt.tokens) + scaled.max_tokens for own in prompts.values() for prompt in own])
+    notes = quality.uncut([len(prompt.tokens) + scaled.max_tokens for own in prompts.values() for prompt in own])
     units = {
         column.name: {f"{column.name}, prompt {i}": each for i, each in enumerate(prompts[column.name], 1)}
         for column in table.columns
@@ -302,8 +301,9 @@ def likenesses(scaled: Scaled, loaded: LoadedModel, prompts: Prompts, drafts: Dr
         Entry(line, column, names[line.name], scaled.options(line, column), list(units[column.name]))
         for column, line in product(table.columns, table.lines)
     ]
-    measured = {name: prompt for own in units.values() for name, prompt in own.items()}
-    ticks = len(quality.names)
-    return Plan(
-        {name: Unit(ticks, partial(quality.measure, prompt)) for name, prompt in measured.items()}, entries, figures
-    )
+    measured = {
+        name: Unit(len(quality.names), partial(quality.measure, prompt))
+        for own in units.values()
+        for name, prompt in own.items()
+    }
+    return Plan(measured, entries, figures, notes)

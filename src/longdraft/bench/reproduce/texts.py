@@ -99,9 +99,9 @@ def prompts_of(
         length = room
     # A text is encoded whole, so no more of them than are needed.
     few = rows if wanted is None else rows[: _SPARE * wanted]
-    found, notes = texts(few[:wanted], length, room, loaded.tokenizer, Short.leave, **scaled.asked)
+    found, notes = texts(few[:wanted], length, room, loaded.tokenizer, "leave", **scaled.asked)
     if wanted is not None and len(found) < wanted:
-        short = Short.join if scaled.small else Short.leave
+        short: Short = "join" if scaled.small else "leave"
         found, notes = texts(few, length, room, loaded.tokenizer, short, **scaled.asked)
     if not found:
         raise PromptError(f"{column.name}: {' '.join(notes)} Give longer ones with --data {column.data}=FILE.")
