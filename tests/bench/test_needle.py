@@ -10,9 +10,9 @@ import torch
 from longdraft import LoadedModel
 from longdraft.bench.needle import NeedleDrafts, haystacks, perplexity
 from longdraft.drafters.eagle3 import Eagle3Draft
-from longdraft.drafters.longspec import LongSpecDraft, LongSpecDrafter
+from longdraft.drafters.longspec import LongSpecDraft
 from longdraft.drafts.language_model import SmallLMDraft
-from longdraft.errors import CapabilityError, ContextError, PromptError
+from longdraft.errors import ContextError, PromptError
 from tests.support.drafts import random_draft, random_eagle3
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
@@ -65,26 +65,6 @@ def test_haystacks(loaded, text):
     for path, context, error in ((text, 5000, PromptError), (text, 20, ContextError), (text / "no", 300, PromptError)):
         with pytest.raises(error):
             haystacks(path, context, tokenizer)
-
-
-def test_a_draft_is_judged_by_what_it_proposes(loaded, text, drafts, monkeypatch):
-    trees = []
-    propose = LongSpecDrafter.propose
-
-    def noted(self, sequences, budget=None):
-        trees.extend(found := propose(self, sequences, budget))
-        return found
-
-    monkeypatch.setattr(LongSpecDrafter, "propose", noted)
-    answer, found = measured(loaded, text, {"one": ("longspec", {})}, drafts)
-    assert loaded.tokenizer.decode(answer) + "." == hay(loaded, text).sample.needles[0][1].lower()
-    got = found["one"]
-    assert len(trees) == len(got) == len(answer) - 1
-    for tree, token, true, root in zip(trees, got, answer[1:], answer, strict=False):
-        assert tree.tokens[0] == root and tree.drafted == 1
-        assert token.right == (tree.tokens[1] == true)
-        assert token.log_prob is not None and token.log_prob <= tree.log_probs[1] + 1e-5
-        assert not token.right or token.log_prob == pytest.approx(tree.log_probs[1], abs=1e-5)
 
 
 def small_lm(view, **options):
@@ -144,8 +124,3 @@ def test_up_to_the_end_of_the_context(loaded, text):
         == loaded.model.config.max_position_embeddings - len("the secret code of the yellow door is 100000.") - 2
     )
     assert asking.measure(hay(loaded, text, 0.9, asking.room))["own"]
-
-
-def test_a_draft_that_is_missing_is_named(loaded):
-    with pytest.raises(CapabilityError, match="longspec"):
-        NeedleDrafts(loaded, {"one": ("longspec", {})}, {})

@@ -6,7 +6,6 @@ import json
 
 import pytest
 
-from longdraft import Speculator
 from longdraft.bench.length import doubled
 
 
@@ -78,15 +77,6 @@ def test_a_results_file_is_gone_on_with_and_added_to(measured, tmp_path):
         "rows"
     ]  # the same file: what has seconds stays
     assert [row["break_even"] is not None for row in timed] == [True, True]
-
-
-def test_ctrl_c_keeps_what_is_done(measured, tmp_path, press_ctrl_c):
-    press_ctrl_c(Speculator, "stream", 2)
-    ended = measured("acceptance", "--results", tmp_path / "r.jsonl")
-    assert ended.code == 130 and "Stopped after 1 of 6 runs" in ended.err
-    found = last(ended)
-    assert len(found["rows"]) == 1 and not found["complete"]
-    assert len((tmp_path / "r.jsonl").read_text().splitlines()) == 2
 
 
 def test_figures(measured, tmp_path):

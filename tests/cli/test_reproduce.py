@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from longdraft import Speculator
 from longdraft.bench.papers import PAPERS, table_of
 from longdraft.bench.quality import FULL
 from tests.support.drafts import random_draft, random_eagle3, random_lm
@@ -100,14 +99,6 @@ def test_parts_of_a_round(reproduce, drafts, monkeypatch):
     found = last(reproduce("longspec", "4", "--draft", drafts["longspec"]))
     assert found["complete"] and found["rows"]
     assert all(row["as_published"][key] is not None for row in found["rows"] for key in own.figures)
-
-
-def test_ctrl_c_keeps_what_is_done(reproduce, drafts, press_ctrl_c, tmp_path):
-    press_ctrl_c(Speculator, "stream", 9)
-    ended = reproduce("longspec", "1", "--draft", drafts["longspec"], "--results", tmp_path / "r.jsonl")
-    assert ended.code == 130 and "Stopped after" in ended.err and not last(ended)["complete"]
-    header = json.loads((tmp_path / "r.jsonl").read_text().splitlines()[0])
-    assert header["settings"]["foresee"] is False  # the paper's drafts know no random numbers
 
 
 def test_files_in_the_place_of_data_sets(reproduce, drafts, tmp_path):
