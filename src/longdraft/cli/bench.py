@@ -10,7 +10,6 @@ import typer
 from longdraft.bench import scores
 from longdraft.bench.tables import Report
 from longdraft.cli import console, measuring, method_options, options, processes
-from longdraft.cli.load import OtherProcesses
 
 DRAFTED = "self:lookup=true"  # the default method on a CPU
 METHODS_BY_DEFAULT = ("ar", "prompt-lookup", DRAFTED, "hf")
@@ -142,14 +141,10 @@ def bench(
     for size, left in left_over.items():
         if left:
             console.note(f"{left} sample{'s are' if left > 1 else ' is'} left out of batches of {size}.")
-    others = OtherProcesses()
     experiment = Experiment(hosted.steps(groups), lambda measured: measured.key, file)
 
     def made(complete: bool) -> Report:
         found = report.document(hosted.names, experiment.found, hosted.notes, complete)
-        found["hardware"]["busy_cores"] = round(others.cores, 1)
-        if found["rows"] and others.advice is not None:
-            console.note(f"Figures of a busy machine. {others.advice}")
         return report.shown(found, lambda ids: str(loaded.tokenizer.decode(ids)))
 
     output.measure(experiment, made, "batches")
