@@ -115,12 +115,3 @@ def test_all_views_share_one_reading_of_the_prompt(loaded, text, drafts, forward
     alone, beside = own["eagle3"], found["eagle3"]
     assert [t.right for t in alone] == [t.right for t in beside]
     assert [t.log_prob or 0 for t in alone] == pytest.approx([t.log_prob or 0 for t in beside])
-
-
-def test_up_to_the_end_of_the_context(loaded, text):
-    asking = NeedleDrafts(loaded, {"own": RETRIEVED}, {})
-    assert (
-        asking.room
-        == loaded.model.config.max_position_embeddings - len("the secret code of the yellow door is 100000.") - 2
-    )
-    assert asking.measure(hay(loaded, text, 0.9, asking.room))["own"]

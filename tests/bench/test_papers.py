@@ -6,7 +6,7 @@ import pytest
 
 from longdraft.bench import tasks
 from longdraft.bench.papers import PAPERS, paper_named, table_of
-from longdraft.bench.papers.table import FIGURES, Kind
+from longdraft.bench.papers.table import FIGURES
 from longdraft.bench.peers import PEERS
 from longdraft.bench.quality import FULL
 from longdraft.bench.reproduce.scaled import Scaled
@@ -28,7 +28,7 @@ def test_a_table_names_what_exists(paper, table):
     for _, line, column, _ in table.published:
         assert line in lines and column in columns
     for line, column in table.cells():
-        if table.kind in (Kind.speed, Kind.quality) and line.method in METHODS:
+        if table.kind in ("speed", "quality") and line.method in METHODS:
             known, options = METHODS[line.method], Scaled(table, small=True).options(line, column)
             known.checked(options)
             known.schedule(**{name: options[name] for name in known.schedule_options if name in options})

@@ -77,9 +77,8 @@ def test_another_run_is_refused(session, loaded, tmp_path, monkeypatch):
     assert path.read_bytes() == before
     with pytest.raises(ConfigError):
         Session(LoadedModel(tiny_model(context=512, layers=2, seed=5), loaded.tokenizer)).open(path)
-    for change in ({"hardware": {"cores": 4096}}, {"versions": {"torch": "0.1"}}):
-        with pytest.raises(ConfigError, match=r"4096 here|0\.1"):
-            Records(path, {**session.header, **{k: {**session.header[k], **v} for k, v in change.items()}}, Measured)
+    with pytest.raises(ConfigError, match="4096 here"):
+        Records(path, {**session.header, "hardware": {**session.header["hardware"], "cores": 4096}}, Measured)
     free = {**session.header["hardware"], "memory_available_bytes": 1}
     Records(path, {**session.header, "hardware": free}, Measured)  # free memory changes by itself
     monkeypatch.setenv("LONGDRAFT_NATIVE", "0")

@@ -25,12 +25,6 @@ def other(tmp_path):
     return random_draft(tmp_path / "other", tiny_model(kv_heads=3))
 
 
-def test_generate_shows_the_method_that_was_chosen(generate, draft, shipped_in):
-    assert last(generate("-p", "hello", "-n", 4, "--json"))["method"] == "prompt-lookup"
-    shipped_in(draft.parent)
-    assert last(generate("-p", "hello", "-n", 4, "--json"))["method"] == "longspec"
-
-
 @pytest.fixture
 def bench(shell, model_folder, tmp_path):
     path = tmp_path / "rows.jsonl"

@@ -5,8 +5,8 @@ Measured in rounds of their own, never in those that are timed for tokens/s (:mo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from statistics import mean
+from typing import Any
 
 from longdraft.bench.contenders import Job
 from longdraft.memory.prompt_cache import PromptCache
@@ -20,27 +20,17 @@ PARTS = ("draft", "attention", "forward", "rest")
 """A round's parts: the drafter; attention in the target's forward, and the rest of verifying; everything else."""
 
 
-@dataclass(frozen=True)
-class Profile:
-    """The profile of a few rounds of one method.
-
-    Attributes:
-        rounds: how many.
-        seconds: mean seconds a round of each of :data:`PARTS`; a batch's rounds are those of all its sequences.
-        prefix_share: share of the keys that attention read that was the prefix; the others are the tree's own.
-    """
-
-    rounds: int
-    seconds: dict[str, float]
-    prefix_share: float | None
-
-
-def profile(spec: Speculator, job: Job, cache: PromptCache | None = None, rounds: int = ROUNDS) -> Profile | None:
-    """Decodes the job's first rounds with clocks around the parts; None when it ends with the prompts' tokens.
+def profile(spec: Speculator, job: Job, cache: PromptCache | None, rounds: int = ROUNDS) -> dict[str, Any] | None:
+    """Decodes the job's first rounds with clocks around the parts.
 
     Args:
-        cache: KV of the prompts, so that they need not be read again.
+        cache: KV of the prompts, so that they need not be read again; None: they are.
         rounds: profiled at most.
+
+    Returns:
+        ``rounds``: how many. ``seconds``: mean seconds a round of each of :data:`PARTS`; a batch's rounds are those of
+        all its sequences. ``prefix_share``: share of the keys that attention read that was the prefix; the others are
+        the tree's own. None when the job ends with the prompts' tokens.
     """
     run = job.started(spec, cache)
     engine = run._engine
@@ -60,8 +50,8 @@ def profile(spec: Speculator, job: Job, cache: PromptCache | None = None, rounds
     if not kept:
         return None
     keys = sum(part["prefix keys"] for part in kept), sum(part["keys"] for part in kept)
-    return Profile(
-        rounds=len(kept),
-        seconds={name: mean(part[name] for part in kept) for name in PARTS},
-        prefix_share=keys[0] / keys[1] if keys[1] else None,
-    )
+    return {
+        "rounds": len(kept),
+        "seconds": {name: mean(part[name] for part in kept) for name in PARTS},
+        "prefix_share": keys[0] / keys[1] if keys[1] else None,
+    }

@@ -200,7 +200,7 @@ class Bench:
             differences,
             tuple(comparable),
             peaks,
-            {name: asdict(seen) for name, seen in profiles.items() if seen is not None},
+            {name: seen for name, seen in profiles.items() if seen is not None},
             prompts[0].sample.score,
             {name: self._scores(prompts, runs[0]) for name, runs in rounds.items()},
         )

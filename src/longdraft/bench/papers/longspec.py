@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from longdraft.bench.papers.table import Column, Kind, Line, Paper, Small, Table
+from longdraft.bench.papers.table import Column, Line, Paper, Small, Table
 
 A100 = "one A100 80GB, float16"
 MODELS = "Vicuna 7B and 13B (V), LongChat 7B and 13B (LC), Llama-3.1-8B (L)"
@@ -24,7 +24,7 @@ FIVE = (
 TABLE_1 = Table(
     "1",
     "LongSpec beside plain decoding and MagicDec, T = 0; Figure 3 is the same at T = 1",
-    Kind.speed,
+    "speed",
     A100,
     MODELS,
     (VANILLA_HF, VANILLA_FA, MAGICDEC, LONGSPEC),
@@ -60,7 +60,7 @@ TABLE_3 = replace(
 TABLE_4 = Table(
     "4",
     "LongSpec on GovReport by the length of the prompt",
-    Kind.speed,
+    "speed",
     A100,
     "LongChat-7B (LC)",
     (LONGSPEC,),
@@ -84,7 +84,7 @@ TABLE_4 = Table(
 FIGURE_5 = Table(
     "fig5",
     "where a round's time goes: masked attention and hybrid tree attention",
-    Kind.speed,
+    "speed",
     A100,
     "not said",
     (
@@ -101,7 +101,7 @@ FIGURE_5 = Table(
 FIGURE_6 = Table(
     "fig6",
     "long reasoning: AIME24, 32K new tokens",
-    Kind.speed,
+    "speed",
     A100,
     "QwQ-32B",
     (VANILLA_FA, LONGSPEC),
@@ -115,7 +115,7 @@ FIGURE_6 = Table(
 FIGURE_7 = Table(
     "fig7",
     "throughput by batch size on RepoBench-P",
-    Kind.speed,
+    "speed",
     A100,
     "Vicuna-7B (V)",
     (Line("Vanilla", "ar"), MAGICDEC, LONGSPEC),

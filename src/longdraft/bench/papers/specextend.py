@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from longdraft.bench.papers.table import Column, Kind, Line, Paper, Small, Table
+from longdraft.bench.papers.table import Column, Line, Paper, Small, Table
 
 A100 = "two A100 80GB"
 MODELS = "Vicuna-7B (V), LongChat-7B (LC)"
@@ -28,7 +28,7 @@ GOV_REPORT = COLUMNS[: len(LENGTHS)]
 TABLE_1 = Table(
     "1",
     "how well drafts foresee a needle, by what they see of the text",
-    Kind.needle,
+    "needle",
     A100,
     "Vicuna-7B with Vicuna-160M; TriForce drafts with Vicuna-7B itself",
     (
@@ -48,7 +48,7 @@ TABLE_1 = Table(
 TABLE_2 = Table(
     "2",
     "drafts off the shelf and EAGLE, with and without SpecExtend, at 1K to 16K tokens",
-    Kind.speed,
+    "speed",
     A100,
     MODELS + "; drafts Vicuna-68M, LLaMA-68M and EAGLE",
     (
@@ -73,7 +73,7 @@ TABLE_2 = Table(
 TABLE_3 = Table(
     "3",
     "speed-ups beside FlashDecoding, TriForce and MagicDec",
-    Kind.speed,
+    "speed",
     A100,
     "Vicuna-7B with Vicuna-68M",
     (
@@ -95,7 +95,7 @@ TABLE_3 = Table(
 TABLE_4 = Table(
     "4",
     "what one choice of chunks costs at 16K tokens",
-    Kind.speed,
+    "speed",
     A100,
     "Vicuna-7B with Vicuna-68M",
     (
@@ -125,7 +125,7 @@ def _sweep(name: str, values: tuple[int, ...], only: tuple[str, ...], key: str) 
 TABLE_5 = Table(
     "5",
     "sweeps over the working cache, chunk sizes, chunks and retrieval frequency",
-    Kind.speed,
+    "speed",
     A100,
     "Vicuna-7B with Vicuna-68M and EAGLE",
     (
@@ -154,7 +154,7 @@ TABLE_5 = Table(
 TABLE_6 = Table(
     "6",
     "the parts of SpecExtend, one at a time",
-    Kind.speed,
+    "speed",
     A100,
     "Vicuna-7B with Vicuna-68M",
     (

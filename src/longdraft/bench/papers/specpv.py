@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from longdraft.bench.papers.table import Column, Kind, Line, Paper, Small, Table
+from longdraft.bench.papers.table import Column, Line, Paper, Small, Table
 
 A100 = "one A100 80GB, torch's scaled dot product attention"
 PLAIN = (
@@ -29,7 +29,7 @@ OURS = (
 TABLE_1 = Table(
     "1",
     "continuing stories at 10K to 60K tokens: TriForce, TokenSwift, EAGLE-3 and SpecPV",
-    Kind.speed,
+    "speed",
     A100,
     "Llama-3.1-8B (L)",
     (
@@ -48,7 +48,7 @@ TABLE_1 = Table(
 TABLE_2 = Table(
     "2",
     "likeness of texts under partial verification to those under full verification, by budget",
-    Kind.quality,
+    "quality",
     A100,
     "Llama-3.1-8B (L), Qwen3-8B (Q)",
     (Line("-", "full"), specpv("4096", 4096), specpv("2048", 2048), specpv("512", 512)),
@@ -74,7 +74,7 @@ TABLE_3 = replace(
 TABLE_4 = Table(
     "4",
     "how the scores of several queries become one: mean, max, last; budget 2K",
-    Kind.quality,
+    "quality",
     A100,
     "Llama-3.1-8B (L), Qwen3-8B (Q)",
     tuple(

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from longdraft.bench.acceptance import called
 from longdraft.bench.experiment import Record
-from longdraft.bench.papers.table import FIGURES, Column, Kind, Paper, Table
+from longdraft.bench.papers.table import FIGURES, Column, Paper, Table
 from longdraft.bench.prompts import Prompt
 from longdraft.bench.records import fingerprint
 from longdraft.bench.reproduce import measures
@@ -98,7 +98,7 @@ def prepare(
     """
     by_kind, own = drafts_by_kind(drafts), scaled.table
     prompts: dict[str, list[Prompt]] = {}
-    if own.kind is Kind.needle:
+    if own.kind == "needle":
         plan = measures.needles(scaled, loaded, sources, by_kind)
     else:
         differs: dict[str, list[str]] = {}
@@ -111,7 +111,7 @@ def prepare(
                 progress(f"Encoding {column.name}")
                 seen[key] = prompts_of(column, scaled, sources, loaded, rows[column.data])
             prompts[column.name], differs[column.name] = seen[key]
-        if own.kind is Kind.quality:
+        if own.kind == "quality":
             plan = measures.likenesses(scaled, loaded, prompts, by_kind)
         else:
             plan = measures.speed(scaled, loaded, prompts, by_kind, unpacked, progress)
@@ -140,7 +140,7 @@ def _definitions(own: Table) -> list[str]:
     if "accepted" in own.figures:
         counted = "counts" if own.bonus else "does not count"
         found.append(f"accepted length: the paper {counted} the bonus token, and ours is shown as the paper counts.")
-    if own.kind is Kind.speed and not own.profiled:
+    if own.kind == "speed" and not own.profiled:
         over = own.baseline if own.baseline != "hf-eager" else "transformers' generate with eager attention"
         prefill = "with the prompt's reading" if own.prefill else "without the prompt's reading"
         found.append(f"tokens/s and speed-ups: {prefill}; speed-ups are over {over}.")

@@ -155,16 +155,10 @@ def drafts_by_kind(folders: Sequence[Path]) -> dict[str, Path]:
     """Draft folders and files by the kind of draft that they hold.
 
     Raises:
-        CheckpointError: no draft. ValueError: two of one kind.
+        CheckpointError: no draft.
     """
-    found: dict[str, Path] = {}
-    for folder in folders:
-        # What is no folder or file may be a model's name on the hub.
-        kind = kind_of(folder).name if folder.exists() else "small-lm"
-        if kind in found:
-            raise ValueError(f"{folder} and {found[kind]} are both drafts for {kind}: give one")
-        found[kind] = folder
-    return found
+    # What is no folder or file may be a model's name on the hub.
+    return {kind_of(folder).name if folder.exists() else "small-lm": folder for folder in folders}
 
 
 def with_draft(method: str, options: Mapping[str, Any], drafts: Mapping[str, Path]) -> dict[str, Any]:
@@ -179,10 +173,9 @@ def with_draft(method: str, options: Mapping[str, Any], drafts: Mapping[str, Pat
 
 def lacking(method: str, options: Mapping[str, Any], runner: TargetRunner) -> str | None:
     """Why a method cannot run on a target: a missing draft, or sizes that it was not trained for; None if it can."""
-    if method not in METHODS:
-        return None
     try:
-        recipe_for(*resolve(method, options), runner)
+        if method in METHODS:
+            recipe_for(*resolve(method, options), runner)
     except (LongdraftError, ValueError) as error:
         return str(error)
     return None
