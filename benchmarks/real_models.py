@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -36,6 +37,7 @@ from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any
 
+import psutil
 import torch
 from engines import Engine, LlamaBench, OpenVino
 from rich.console import Console
@@ -45,7 +47,6 @@ import longdraft
 from longdraft import LoadedModel, PromptCache, Speculator
 from longdraft.bench import machine
 from longdraft.bench.tasks import read
-from longdraft.cli.load import OtherProcesses
 from longdraft.engine.schedule import verify_trees
 from longdraft.memory.store import KVStore
 from longdraft.model.runner import TargetRunner
@@ -61,6 +62,26 @@ SETTINGS = (
     "prompt_tokens", "engines",
 )  # fmt: skip
 console = Console(width=None if sys.stdout.isatty() else 200)
+
+
+class OtherProcesses:
+    """Measures how many cores other processes keep busy, from its creation on."""
+
+    def __init__(self) -> None:
+        self._start = self._usage()
+
+    @property
+    def cores(self) -> float:
+        elapsed, busy, own = (now - before for now, before in zip(self._usage(), self._start, strict=True))
+        return max(0.0, busy - own) / elapsed
+
+    @staticmethod
+    def _usage() -> tuple[float, float, float]:
+        """The clock, work of all cores, and work of this process, in seconds."""
+        times, own = psutil.cpu_times()._asdict(), os.times()
+        # Guests' seconds are counted among user's.
+        busy = sum(times.get(name, 0.0) for name in ("user", "nice", "system", "irq", "softirq", "steal"))
+        return time.perf_counter(), float(busy), own.user + own.system
 
 
 class Model:

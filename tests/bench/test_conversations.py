@@ -1,4 +1,4 @@
-"""Data sets of 2026 by name, in files of their layouts: SPEED-Bench, OpenAI's MRCR, and what agents did."""
+"""Data sets of 2026 by name, in files of their layouts: SPEED-Bench, and what agents did."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from longdraft.bench import scores, tasks
-from longdraft.bench.data import Short, fitted
+from longdraft.bench import tasks
+from longdraft.bench.data import fitted
 from longdraft.bench.prompts import grid, prepare, texts
 from longdraft.bench.run import Bench
 from longdraft.errors import ContextError, PromptError
@@ -23,12 +23,6 @@ def speed(category, *turns):
             "src_id": "1", "difficulty": "easy", "multiturn": len(turns) > 1}  # fmt: skip
 
 
-ASKED = [{"role": "user" if i % 2 == 0 else "assistant", "content": f"turn {i}"} for i in range(6)]
-MRCR = {
-    "prompt": json.dumps([*ASKED, {"role": "user", "content": "prepend aYooSG8CQg to turn 3"}]),
-    "answer": "aYooSG8CQgturn 3", "random_string_to_prepend": "aYooSG8CQg", "n_needles": 2, "desired_msg_index": 3,
-    "total_messages": 7, "n_chars": 50,
-}  # fmt: skip
 CALL = {"id": "1", "type": "function", "function": {"name": "run", "arguments": '{"command": "ls"}'}}
 DONE = [
     {"role": "system", "content": "you are an agent"}, {"role": "user", "content": "mend it"},
@@ -68,19 +62,6 @@ def test_texts_that_speed_bench_may_not_publish_are_no_prompts(tmp_path):
     assert len(tasks.read([f"speed-bench={path}"], 1)) == 1
 
 
-def test_mrcr(tmp_path):
-    (tmp_path / "2needle").mkdir()
-    datasets.Dataset.from_list([MRCR]).to_parquet(tmp_path / "2needle" / "2needle_0.parquet")
-    (sample,) = tasks.read([f"mrcr={tmp_path}"])
-    assert sample.dataset == "mrcr/2needle" and [m["role"] for m in sample.messages] == ["user", "assistant"] * 3 + [
-        "user"
-    ]
-    told = {"aYooSG8CQgturn 3": 1.0, "aYooSG8CQgturn 5": 2 * 5 / 12, "turn 3": 0.0, " aYooSG8CQgturn 3": 0.0, "": 0.0}
-    assert {text: scores.score(sample, text) for text in told} == told
-    with pytest.raises(PromptError, match="random_string_to_prepend"):
-        tasks.read([f"mrcr={lines(tmp_path / 'short.jsonl', {'prompt': MRCR['prompt'], 'answer': 'x'})}"])
-
-
 @pytest.mark.parametrize(
     "row",
     [
@@ -114,14 +95,15 @@ def test_a_chat_template_gets_the_messages_and_the_tools(tmp_path):
 
 def test_a_long_conversation_loses_whole_messages(tmp_path):
     tokenizer = tiny_tokenizer(chat=True)
-    (sample,) = tasks.read([f"mrcr={lines(tmp_path / 'rows.jsonl', MRCR)}"])
+    said = [{"role": "user" if i % 2 == 0 else "assistant", "content": f"turn {i}"} for i in range(8)]
+    sample = tasks.read([f"trajectories={lines(tmp_path / 'rows.jsonl', {'messages': said})}"])[-1]
     whole = sample.encode(tokenizer)
     cut = fitted(sample, tokenizer, len(whole) - 1)
-    assert len(cut) < len(whole) - len("turn 5") and cut[-20:] == whole[-20:] and cut[:20] == whole[:20]
+    assert len(cut) < len(whole) - len("turn 5") and cut[-9:] == whole[-9:] and cut[:9] == whole[:9]
     with pytest.raises(ContextError, match=r"rows.jsonl:1"):
         fitted(sample, tokenizer, 5)
-    found, notes = texts([sample], 60, 500, tokenizer, Short.join)
-    assert len(found) == 1 and len(found[0].tokens) <= 60 and not found[0].joined and not notes
+    found, notes = texts([sample], 50, 500, tokenizer, "join")
+    assert len(found) == 1 and len(found[0].tokens) <= 50 and not found[0].joined and not notes
 
 
 @pytest.mark.parametrize(

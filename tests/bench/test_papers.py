@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from longdraft.bench import tasks
-from longdraft.bench.needle import NAMED
 from longdraft.bench.papers import PAPERS, paper_named, table_of
-from longdraft.bench.papers.table import FIGURES, Kind
+from longdraft.bench.papers.table import FIGURES
 from longdraft.bench.peers import PEERS
 from longdraft.bench.quality import FULL
 from longdraft.bench.reproduce.scaled import Scaled
@@ -20,7 +19,7 @@ each_table = pytest.mark.parametrize(("paper", "table"), TABLES, ids=lambda x: g
 
 @each_table
 def test_a_table_names_what_exists(paper, table):
-    known = {*METHODS, *PEERS, *NAMED, FULL}
+    known = {*METHODS, *PEERS, FULL}
     assert {line.method for line in table.lines} <= known and set(table.data) <= tasks.TASKS.keys()
     assert set(table.figures) <= FIGURES.keys()
     lines, columns = [line.name for line in table.lines], [column.name for column in table.columns]
@@ -29,7 +28,7 @@ def test_a_table_names_what_exists(paper, table):
     for _, line, column, _ in table.published:
         assert line in lines and column in columns
     for line, column in table.cells():
-        if table.kind in (Kind.speed, Kind.quality) and line.method in METHODS:
+        if table.kind in ("speed", "quality") and line.method in METHODS:
             known, options = METHODS[line.method], Scaled(table, small=True).options(line, column)
             known.checked(options)
             known.schedule(**{name: options[name] for name in known.schedule_options if name in options})
@@ -69,19 +68,3 @@ def test_names_are_forgiving():
         table_of(paper_named("specpv"), "9")
     with pytest.raises(RequestError, match="Papers: longspec"):
         paper_named("medusa")
-
-
-@pytest.mark.parametrize(
-    ("paper", "table", "instead"),
-    [
-        ("longspec", "2", "train longspec"),
-        ("longspec", "figure 4", "train longspec"),
-        ("specextend", "fig3", "bench acceptance"),
-        ("specpv", "fig1", "bench --profile"),
-        ("specpv", "fig5", "bench --methods specpv"),
-        ("specpv", "fig6", "bench quality --margin"),
-    ],
-)
-def test_what_there_was_is_refused_with_what_to_use(paper, table, instead):
-    with pytest.raises(RequestError, match=instead):
-        table_of(paper_named(paper), table)

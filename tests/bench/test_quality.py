@@ -81,7 +81,7 @@ def texts(found):
 def test_rows_and_texts(command):
     """Of two prompts; of the short one, which fits the partial cache whole, nothing is lost."""
     code, out, err = command("--ignore-eos", data=("rows", "short"))
-    assert code == 0 and "drafts by prompt-lookup" in out and "1 of 2 prompts fit" in err and "Run 1 of 8" in err
+    assert code == 0 and "drafts by prompt-lookup" in out and "1 of 2 prompts fit" in err and "0 of 8 runs" in err
     found = json.loads(out.splitlines()[-1])
     assert list(found) == ["drafter", "rows", "texts", "hardware", "versions", "complete"]
     assert list(found["rows"][0]) == ROW
@@ -170,19 +170,14 @@ def test_without_rouge_score(monkeypatch, command):
         (["--budget", "few"], "--budget"),
         (["--budget", "7"], "block"),
         (["--budget", ""], "budgets"),
-        (["--budget", "400"], "--budget"),  # larger than every text
         (["--margin", "0"], "margin"),
         (["--selector", "best"], "selector"),
         (["--drafter", "none"], "drafter"),
         (["-o", "colour=1"], "colour"),
         (["-o", "budget=8"], "--budget"),
         (["-n", "1"], "max-tokens"),
-        (["--answer-tokens", "9"], "--answer-tokens"),
         (["--kv-dtype", "int4"], "kv-dtype"),
         (["--context", "3"], "3 tokens"),
-        (["--no-drift"], "--no-drift"),
-        (["--needle", "hay.txt"], "--data niah_single"),
-        (["--needle-depths=0.5"], "--data niah_single"),
     ],
 )
 def test_what_is_refused(command, arguments, names):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -16,7 +16,6 @@ from longdraft.bench.results import header
 from longdraft.bench.run import Bench, Disagreement, Measured
 from longdraft.bench.settings import Settings
 from longdraft.errors import CheckpointError, ConfigError
-from tests.bench.results_files import line, write
 from tests.support.drafts import small_lm
 from tests.support.tiny import tiny_model
 
@@ -78,9 +77,8 @@ def test_another_run_is_refused(session, loaded, tmp_path, monkeypatch):
     assert path.read_bytes() == before
     with pytest.raises(ConfigError):
         Session(LoadedModel(tiny_model(context=512, layers=2, seed=5), loaded.tokenizer)).open(path)
-    for change in ({"hardware": {"cores": 4096}}, {"versions": {"torch": "0.1"}}):
-        with pytest.raises(ConfigError, match=r"4096 here|0\.1"):
-            Records(path, {**session.header, **{k: {**session.header[k], **v} for k, v in change.items()}}, Measured)
+    with pytest.raises(ConfigError, match="4096 here"):
+        Records(path, {**session.header, "hardware": {**session.header["hardware"], "cores": 4096}}, Measured)
     free = {**session.header["hardware"], "memory_available_bytes": 1}
     Records(path, {**session.header, "hardware": free}, Measured)  # free memory changes by itself
     monkeypatch.setenv("LONGDRAFT_NATIVE", "0")
@@ -112,10 +110,13 @@ def test_files_that_are_none(session, tmp_path):
         {"samples": None},
         {"cold": {"ar": 1}},
     )
-    for damaged in ({"dataset": "a"}, *(line({"ar": 4.0}, **each) for each in wrong)):
-        write(path, session.header, damaged)
-        with pytest.raises(CheckpointError, match=r"r\.jsonl:2"):
-            session.open(path)
-    assert session.open(write(path, session.header, line({"ar": 4.0}))).records[0].batch == 1
+    right = asdict(session.bench.measure(session.groups[0]))
+    for row in ({"dataset": "a"}, *(right | each for each in wrong), right | {"earlier": 1}):
+        path.write_text("".join(json.dumps(each) + "\n" for each in (session.header, row)))
+        if "earlier" in row:
+            assert session.open(path).records[0].batch == 1
+        else:
+            with pytest.raises(CheckpointError, match=r"r\.jsonl:2"):
+                session.open(path)
     (tmp_path / "empty.jsonl").touch()
     assert session.open(tmp_path / "empty.jsonl").records == []

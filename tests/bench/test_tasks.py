@@ -49,10 +49,9 @@ def write(tmp_path):
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_a_row_of_every_layout(write, name, suffix):
+def test_a_row_of_every_layout(write, name):
     row, before, behind = LAYOUTS[name]
-    path = write([row], suffix)
+    path = write([row], ".parquet")
     (first,) = tasks.read([f"{name}={path}"])
     assert first.dataset.startswith(name) and first.origin == f"{path}:1"
     texts = [row[c] for c in tasks.TASKS[name].document if c in row] or [row.get("input") or row["turns"][0]]
@@ -117,15 +116,6 @@ def test_a_middle_is_cut_out_as_longbench_does():
     assert text.startswith("begin 0 1 2 ") and text.endswith("198 199 end")
 
 
-def test_the_limit_is_each_data_sets(write):
-    path = write(LONGBENCH)
-    found = tasks.read([f"qmsum={path}", f"lcc={path}"], limit=2)
-    assert [(s.dataset, s.document) for s in found] == [
-        ("qmsum", "long text 0"), ("qmsum", "long text 1"), ("lcc", "long text 0"), ("lcc", "long text 1"),
-    ]  # fmt: skip
-    assert [len(tasks.read([f"lcc={write(LONGBENCH, '.parquet')}"], n)) for n in (1, 3, 9, None)] == [1, 3, 3, 3]
-
-
 @pytest.mark.parametrize(
     ("row", "message"),
     [
@@ -141,22 +131,16 @@ def test_rows_of_another_format_are_named(write, row, message):
 
 
 def test_files_that_cannot_be_read(tmp_path):
-    with pytest.raises(PromptError):
-        tasks.read([f"lcc={tmp_path / 'none.parquet'}"])
     (tmp_path / "bad.parquet").write_bytes(b"nothing of the kind")
-    with pytest.raises(PromptError):
-        tasks.read([f"lcc={tmp_path / 'bad.parquet'}"])
-    with pytest.raises(PromptError):
-        tasks.read(["none.jsonl"])
-    with pytest.raises(PromptError):
-        tasks.read(["govreport"])
+    for name in (f"lcc={tmp_path / 'none.parquet'}", f"lcc={tmp_path / 'bad.parquet'}", "none.jsonl", "govreport"):
+        with pytest.raises(PromptError):
+            tasks.read([name])
 
 
-@pytest.mark.parametrize("name", ["gov_report", "pg19"])
-def test_no_hub(name):
-    """Tests run offline: both ways of reaching the hub end in the same advice."""
-    with pytest.raises(CapabilityError, match=f"--data {name}=FILE"):
-        tasks.read([name])
+def test_no_hub():
+    """Tests run offline."""
+    with pytest.raises(CapabilityError, match="--data gov_report=FILE"):
+        tasks.read(["gov_report"])
 
 
 def test_rows_from_the_hub(monkeypatch):
@@ -171,17 +155,6 @@ def test_rows_from_the_hub(monkeypatch):
     assert (found.document, found.origin, found.dataset) == ("long text 0", "qmsum:1", "qmsum")
     assert asked[0]["streaming"] is True
     assert asked[0]["data_files"].startswith("zip://data/qmsum.jsonl::hf://datasets/")
-
-
-def test_an_archive_is_read_as_the_hub_is(tmp_path, write):
-    """The very arguments that LongBench is read with, its archive being a local one."""
-    with zipfile.ZipFile(tmp_path / "data.zip", "w") as archive:
-        archive.write(write(LONGBENCH), "data/qmsum.jsonl")
-        archive.writestr("data/other.jsonl", "{}")
-    hub = dict(tasks.TASKS["qmsum"].hub)
-    hub["data_files"] = hub["data_files"].split("::")[0] + f"::{tmp_path / 'data.zip'}"
-    stream = datasets.load_dataset(**hub, streaming=True)
-    assert [row["context"] for row in stream] == ["long text 0", "long text 1", "long text 2"]
 
 
 def test_without_the_library(write, monkeypatch):

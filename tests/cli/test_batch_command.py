@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import json
-import signal
-import time
 
 import pytest
 
 from longdraft.batch.output import Output
-from tests.support import elsewhere
-
-ROWS = 300
 
 
 def prompts(path, count, tokens=4):
@@ -22,27 +17,6 @@ def prompts(path, count, tokens=4):
 
 def found(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-@pytest.mark.slow
-def test_a_killed_run_goes_on_with_every_row_once(shell, model_folder, tmp_path):
-    source, killed, whole = prompts(tmp_path / "in.jsonl", ROWS), tmp_path / "killed.jsonl", tmp_path / "whole.jsonl"
-    options = ["--model", str(model_folder), "--method", "prompt-lookup", "--slots", "4", "-t", "0.7"]
-    run = elsewhere.start(tmp_path / "said", elsewhere.command, "batch", str(source), str(killed), *options)
-    while run.is_alive() and (not killed.exists() or killed.read_bytes().count(b"\n") < 40):
-        time.sleep(0.005)
-    run.kill()
-    assert elsewhere.ended(run, 10) == -signal.SIGKILL
-    with killed.open("ab") as torn:
-        torn.write(b'{"line": ')
-    there = killed.read_bytes().count(b"\n")
-    assert 40 <= there < ROWS
-    ended = shell("batch", source, killed, *options, "--json")
-    assert ended.code == 0 and f"{there:,} of {ROWS} rows are there" in ended.err
-    assert json.loads(ended.out)["rows_this_run"] == ROWS - there
-    assert shell("batch", source, whole, *options).code == 0
-    assert found(killed) == found(whole) and [row["id"] for row in found(whole)] == [f"r{i}" for i in range(ROWS)]
-    assert len({row["text"] for row in found(whole)}) > ROWS // 5
 
 
 def test_bad_rows_stand_in_their_place_and_show_in_the_exit_code(shell, model_folder, tmp_path):
@@ -79,10 +53,19 @@ def test_files_that_cannot_be_used_are_named(shell, model_folder, tmp_path, sour
     assert ended.code == code and str(tmp_path / named) in ended.err
 
 
-def test_ctrl_c_leaves_a_file_that_the_next_run_continues(shell, model_folder, tmp_path, press_ctrl_c):
-    source, out = prompts(tmp_path / "in", 200), tmp_path / "out"
+def test_a_run_that_ended_early_goes_on_with_every_row_once(shell, model_folder, tmp_path, press_ctrl_c):
+    """By Ctrl-C, and with what a process that is killed leaves of a line."""
+    source, out, whole = prompts(tmp_path / "in", 200), tmp_path / "out", tmp_path / "whole"
+    command = ["--model", model_folder, "--method", "prompt-lookup", "--slots", 4, "-t", 0.7]
     press_ctrl_c(Output, "write", 21)
-    command = ["batch", source, out, "--model", model_folder, "--method", "ar"]
-    ended = shell(*command)
-    assert ended.code == 130 and "the same command goes on" in ended.err and 20 <= len(found(out)) < 200
-    assert shell(*command).code == 0 and [row["line"] for row in found(out)] == [*range(1, 201)]
+    ended = shell("batch", source, out, *command)
+    there = len(found(out))
+    assert ended.code == 130 and "the same command goes on" in ended.err and 20 <= there < 200
+    with out.open("ab") as torn:
+        torn.write(b'{"line": ')
+    ended = shell("batch", source, out, *command, "--json")
+    assert ended.code == 0 and f"{there} of 200 rows are there" in ended.err
+    assert json.loads(ended.out)["rows_this_run"] == 200 - there
+    assert shell("batch", source, whole, *command).code == 0
+    assert found(out) == found(whole) and [row["id"] for row in found(whole)] == [f"r{i}" for i in range(200)]
+    assert len({row["text"] for row in found(whole)}) > 40

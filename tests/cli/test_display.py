@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import io
+import re
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
 
 import pytest
 
 from longdraft.cli.display import TextOutput
-from longdraft.cli.progress import PrefillBar
+from longdraft.cli.main import main
+from longdraft.cli.progress import Counter
 from longdraft.engine.streaming import Piece
+from longdraft.methods import METHODS
 
 
 class Terminal(io.StringIO):
@@ -84,9 +87,8 @@ def test_a_file_gets_the_text_alone(capsys, pieces, silent, shown):
 
 def test_the_bar_leaves_nothing_behind(terminal):
     screen = terminal()
-    with PrefillBar(1000) as bar:
-        bar.update(512)
-        bar.update(1000)
+    with Counter("Reading the prompt", "tokens", 1000) as bar:
+        bar.update(512, 512)
     shown = screen.getvalue()
     assert " 512/1000" in shown
     assert shown.endswith("\x1b[1A\x1b[2K")  # up, and erase
@@ -94,6 +96,18 @@ def test_the_bar_leaves_nothing_behind(terminal):
 
 
 def test_no_bar_without_a_terminal(capsys):
-    with PrefillBar(1000) as bar:
-        bar.update(512)
-    assert capsys.readouterr() == ("", "Reading the prompt: 0 of 1,000 tokens\n")
+    with Counter("Reading the prompt", "tokens", 1000) as bar:
+        bar.tell("Reading the prompt", 512)
+        bar.tell("Reading the prompt", 513)
+    assert capsys.readouterr() == ("", "Reading the prompt: 512 of 1,000 tokens\n")
+
+
+@pytest.mark.parametrize("method", ["longspec", "self", "specpv"])
+def test_tables_lose_no_names_at_80_columns(terminal, monkeypatch, method):
+    screen = terminal()
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["methods", method]) == 0
+    shown = re.sub(r"\x1b\[[\d;]*m", "", screen.getvalue())
+    for option in METHODS[method].options.values():
+        assert re.search(rf"^{option.name}\b", shown, re.M) and all(word in shown for word in option.help.split()[:1])
+    assert "…" not in shown and max(map(len, shown.splitlines()[1:])) <= 80

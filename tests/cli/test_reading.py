@@ -57,8 +57,9 @@ def test_a_real_pipe_is_read(stdin):
         assert reading.read(None, []).instruction == "café"
 
 
-@pytest.mark.parametrize("prompt", [None, "", "  \n"])
-def test_nothing_to_read(prompt):
+@pytest.mark.parametrize(("prompt", "piped"), [(None, b""), ("  \n", b""), (None, b"\x89PNG\0")])
+def test_nothing_to_read(stdin, prompt, piped):
+    stdin(piped)
     with pytest.raises(PromptError):
         reading.read(prompt, [])
 
@@ -95,14 +96,7 @@ def pdf(text: str) -> bytes:
     return data + b"xref\n0 6\n0000000000 65535 f \n" + table + end
 
 
-def test_a_pdf_without_pypdf_is_answered(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "pypdf", None)
-    (tmp_path / "a.pdf").write_bytes(pdf("one two"))
-    with pytest.raises(PromptError, match=r"longdraft\[pdf\]"):
-        reading.read("why?", [str(tmp_path / "a.pdf")])
-
-
-def test_a_pdf_is_read(tmp_path):
+def test_a_pdf_is_read(tmp_path, monkeypatch):
     pytest.importorskip("pypdf")
     path = tmp_path / "a.pdf"
     path.write_bytes(pdf("one two"))
@@ -110,9 +104,6 @@ def test_a_pdf_is_read(tmp_path):
     path.write_bytes(pdf(""))  # scanned pages
     with pytest.raises(PromptError):
         reading.read("why?", [str(path)])
-
-
-def test_binary_standard_input(stdin):
-    stdin(b"\x89PNG\0")
-    with pytest.raises(PromptError):
-        reading.read("why?", [])
+    monkeypatch.setitem(sys.modules, "pypdf", None)
+    with pytest.raises(PromptError, match=r"longdraft\[pdf\]"):
+        reading.read("why?", [str(path)])

@@ -1,4 +1,4 @@
-"""The command line in a terminal: a pseudo-terminal of few columns, read as a terminal shows it."""
+"""A conversation in a pseudo-terminal, which Ctrl-C and Ctrl-D reach."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from longdraft.methods import METHODS
 from tests.support import elsewhere
 
 
@@ -54,20 +53,20 @@ class Terminal:
         self.type("\x03")
 
     def until(self, done: Callable[[str], bool], seconds: float = 60) -> str:
-        """What the screen shows once that is so."""
+        """What was written once that is so."""
         end = time.monotonic() + seconds
         while not done(self.written):
             assert time.monotonic() < end, self.written
             self._read(0.1)
-        return self.screen()
+        return self.written
 
     def ended(self) -> str:
-        """What the screen shows in the end."""
+        """What was written in the end."""
         while self.process.is_alive():
             self._read(0.1)
         while self._read(0.1):
             pass
-        return self.screen()
+        return self.written
 
     def left(self) -> bool:
         """True once the program has ended well."""
@@ -79,26 +78,6 @@ class Terminal:
             return False
         self.written += os.read(self._ours, 1 << 16).decode(errors="replace")
         return True
-
-    def screen(self) -> str:
-        """What was written, as a terminal shows it: lines wrap at the edge, and the cursor moves."""
-        lines, line, at = [], [], 0
-        for move, count, kind, char in re.findall(r"(\x1b\[\??([\d;]*)([A-Za-z]))|(.)", self.written, re.S):
-            if move:
-                at = max(0, min(at, self.columns - 1) - int(count or 1)) if kind == "D" else at
-                line = line[:at] if kind == "K" and count in ("", "0") else [] if kind == "K" else line
-            elif char == "\n" or (char >= " " and at == self.columns):
-                lines.append(line)
-                line, at = [], 0 if char >= " " else at
-            if char == "\r":
-                at = 0
-            elif char == "\t":
-                at = min(at + 8 - at % 8, self.columns - 1)
-            elif char >= " ":
-                line = [*line, *" " * (at - len(line))]
-                line[at : at + 1] = [char]
-                at += 1
-        return "\n".join("".join(each).rstrip() for each in [*lines, line])
 
 
 def prompts(count: int) -> Callable[[str], bool]:
@@ -115,7 +94,7 @@ def talk(model_folder: Path) -> Iterator[Terminal]:
 
 @pytest.mark.parametrize("leave", ["exit\n", "quit\n", "/exit\n", "\x04"])
 def test_chat_says_which_model_talks_and_is_left(talk, model_folder, leave):
-    assert f"{model_folder.name}, decoded with ar" in " ".join(talk.screen().split())
+    assert f"{model_folder.name}, decoded with ar" in " ".join(talk.written.split())
     talk.type(leave)
     assert talk.left()
 
@@ -134,13 +113,3 @@ def test_ctrl_c_stops_an_answer_and_clears_a_line_and_twice_it_ends_the_session(
     talk.until(lambda written: written.count("once more") == 2)
     talk.interrupt()
     assert talk.left()
-
-
-@pytest.mark.parametrize("method", ["longspec", "self", "specpv"])
-def test_tables_lose_no_names_at_80_columns(method):
-    with Terminal(elsewhere.command, "methods", method) as terminal:
-        shown = terminal.ended()
-    for option in METHODS[method].options.values():
-        assert re.search(rf"^{option.name}\b", shown, re.M), option.name
-        assert option.help.split()[0] in shown if option.help else True
-    assert "…" not in shown

@@ -12,9 +12,9 @@ from typing import Any
 import longdraft
 from longdraft import Speculator
 from longdraft.batch.output import Output
+from longdraft.bench.contenders import Run
 from longdraft.bench.records import Records
 from longdraft.bench.run import Measured
-from tests.bench import results_files
 from tests.fuzz import damage
 from tests.support import drafts
 from tests.support.gguf_files import write_gguf
@@ -101,14 +101,20 @@ def _sharded(path: Path) -> None:
 
 def _report(path: Path) -> None:
     """A run that goes on."""
-    Records(path, results_files.header(("ar", "longspec")), Measured)
+    Records(path, _HEADER, Measured)
 
 
 def _results(path: Path) -> None:
-    lines = [results_files.line({"ar": 4.0, "longspec": 2.0}, 1024, sample=f"a:{i}") for i in range(3)]
-    results_files.write(path, results_files.header(("ar", "longspec")), *lines)
+    file, runs = Records(path, _HEADER, Measured), {"ar": Run(((1,) * 64,), 2.0, 4.0, (63,), ((0, 60),) * 63)}
+    for i in range(3):
+        file.append(Measured("news", 1024, 1, (f"a:{i}",), (1024,), runs, {"ar": [runs["ar"]] * 2}, [], ("ar",)))
 
 
+_HEADER = {
+    "format": "longdraft-bench", "version": 1, "settings": {"contenders": ["ar"], "max_tokens": 64, "seed": 0},
+    "model": {"name": "some/Model-1B", "weights": "x"}, "hardware": {"cpu": "A Processor", "cores": 2, "gpus": []},
+    "versions": {"torch": "2.11"}, "notes": {}, "created": "2026-01-02T03:04:05+00:00", "command": "longdraft bench",
+}  # fmt: skip
 _ORIGIN = {"input": "x", "rows": 5, "settings": {"seed": 0}}
 
 

@@ -46,8 +46,8 @@ class Asked:
     """Settings of one run that differ within a file.
 
     Attributes:
-        options: the method's, as JSON; a server's address.
-        draft: fingerprint of its draft, empty if it has none; a server's model.
+        options: the method's, as JSON.
+        draft: fingerprint of its draft, empty if it has none.
         rope_factor: YaRN factor of the target; None: as it is.
         sample, prompt: origin of the text, and a fingerprint of its tokens.
     """
@@ -69,19 +69,17 @@ class Accepted:
 
     Attributes:
         new_tokens: without the prefill's token.
-        verifications: target forwards that gave them; None where a server does not say.
+        verifications: target forwards that gave them.
         accepted: for each verification, accepted drafted tokens, and how many the token budget had room for.
         seconds: decode seconds, of the fastest run; None in files of earlier versions.
-        first_token_seconds: of a server, from the request to the first text.
     """
 
     asked: Asked
     prompt_tokens: int
     new_tokens: int
-    verifications: int | None
+    verifications: int
     accepted: tuple[tuple[int, int], ...]
     seconds: float | None = field(default=None, compare=False)
-    first_token_seconds: float | None = field(default=None, compare=False)
 
 
 def opened(path: Path, settings: Settings, model: Mapping[str, Any]) -> Records[Accepted]:
@@ -124,10 +122,9 @@ class Acceptance:
     """The methods on a target, which is stretched for the lengths that need it. One target is held at a time.
 
     Args:
-        load: reads the target, stretched by a YaRN factor; None: as it is.
+        load: reads the target, stretched by a further YaRN factor; None: as the user wants it.
         settings: returns the settings for a target.
         name: the model's name as the user gave it.
-        factor: YaRN factor for all lengths; None: each length has the factor that it needs.
         repeats: runs of each, of which the fastest one's seconds count.
         progress: called with a line of text before something long.
 
@@ -147,24 +144,19 @@ class Acceptance:
         settings: Callable[[TargetRunner], Settings],
         temperatures: Sequence[float],
         name: str,
-        factor: float | None = None,
         progress: Progress | None = None,
         repeats: int = 1,
     ) -> None:
-        self._load, self._temperatures, self._given, self._repeats = load, temperatures, factor, repeats
+        self._load, self._temperatures, self._repeats = load, temperatures, repeats
         self.notes: list[str] = []
-        loaded, self._factor = load(factor), factor
+        self._factor: float | None = None
+        loaded = load(None)
         target = TargetRunner(loaded.model)
         self.settings, self.tokenizer = settings(target), loaded.tokenizer
         self.context, self.model = target.context_length, model_of(target, name)
         self._bench: Bench | None = Bench(loaded, self.settings, progress=progress)
         ours = self._bench.ours.items()
         self._drafts = {name: "" if c.draft is None else fingerprint(c.draft) for name, c in ours}
-
-    @property
-    def target(self) -> TargetRunner | None:
-        """The hosted model, as it is stretched now; None if it could not be."""
-        return None if self._bench is None else self._bench.target
 
     def _stretch(self, factor: float | None) -> None:
         """Replaces the target with the one of this YaRN factor; where it cannot be stretched, a note says so."""
@@ -180,20 +172,13 @@ class Acceptance:
         """A step for each text and YaRN factor.
 
         Raises:
-            ContextError: a length exceeds the target, whose factor was given; or it has no room for new tokens.
+            ContextError: the target has no room for new tokens.
             PromptError: no text is as long as any of the lengths.
         """
-        own, given = self.settings, self._given
-        if given is not None and max(lengths) > self.context:
-            raise ContextError(
-                f"With a factor of {given:g} the model's context is {self.context:,} tokens, and "
-                f"{max(lengths):,} are asked for: raise the factor, or leave it out, and each length gets its own."
-            )
+        own = self.settings
         steps: list[Step[Asked, Accepted]] = []
-        for factor, some in (
-            stretches(lengths, self.context) if given is None else {given: sorted({*lengths})}
-        ).items():
-            whole = self.context if factor == given else int(self.context * (factor or 1.0))
+        for factor, some in stretches(lengths, self.context).items():
+            whole = int(self.context * (factor or 1.0))
             if whole <= own.max_tokens:
                 raise ContextError(f"A context of {whole:,} tokens has no room for {own.max_tokens:,} new ones.")
             work: dict[Sample, list[Prompt]] = {}

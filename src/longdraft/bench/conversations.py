@@ -1,4 +1,4 @@
-"""Rows that hold conversations: OpenAI's MRCR, and what agents did, turn by turn.
+"""Rows that hold what agents did, turn by turn.
 
 A sample of a conversation holds its messages as JSON, one a line, so that a prompt that is too long loses whole
 messages: the last ones before the message that is answered.
@@ -7,38 +7,29 @@ messages: the last ones before the message that is answered.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from longdraft.bench.data import Sample
 from longdraft.bench.rows import Row
 from longdraft.errors import PromptError
 
-Message = Mapping[str, Any]
 # Where rows of trajectories have their messages: OpenAI's, NVIDIA's agentic SPEED-Bench's, SWE-rebench's.
 _MESSAGES = ("messages", "turns", "trajectory")
 
 
-def mrcr(name: str, row: Row) -> Iterator[Sample]:
-    """The question at the end of a long conversation, which is answered with the random string and an earlier text."""
-    columns = row.columns
-    messages = _messages(name, row, columns.get("prompt"))
-    answer, opening = columns.get("answer"), columns.get("random_string_to_prepend")
-    if not isinstance(answer, str) or not isinstance(opening, str):
-        raise PromptError(f"{row.origin} is no row of {name}: it lacks answer or random_string_to_prepend.")
-    needles = columns.get("n_needles")
-    part = name if needles is None else f"{name}/{needles}needle"
-    yield _sample(messages, part, row.origin, answers=(answer,), score="similarity", opening=opening)
-
-
-def turns(name: str, row: Row) -> Iterator[Sample]:
+def turns(row: Row) -> Iterator[Sample]:
     """Every answer of an assistant that messages stand before: the prompt grows with what was said and called."""
-    found = next((row.columns[c] for c in _MESSAGES if row.columns.get(c)), None)
-    messages, number = _messages(name, row, found), 0
+    messages, number = _messages(row), 0
     for i, message in enumerate(messages):
         if message["role"] == "assistant" and i:
             number += 1
-            yield _sample(messages[:i], name, f"{row.origin}.{number}", tools=_tools(row), goes_on=number > 1)
+            *earlier, last = messages[:i]
+            yield Sample(
+                "\n".join(map(json.dumps, earlier)), last["content"], "trajectories", f"{row.origin}.{number}",
+                last=json.dumps({key: x for key, x in last.items() if key != "content"}),
+                tools=_tools(row), goes_on=number > 1,
+            )  # fmt: skip
     if not number:
         raise PromptError(f"{row.origin}: no message of an assistant follows another message, so nothing is asked.")
 
@@ -50,22 +41,23 @@ def _tools(row: Row) -> str:
     return json.dumps(_plain(found)) if found else ""
 
 
-def _messages(name: str, row: Row, found: Any) -> list[dict[str, Any]]:
+def _messages(row: Row) -> list[dict[str, Any]]:
     """The messages of a row, as chat templates take them.
 
     Raises:
         PromptError: there are none.
     """
-    found = _read(found)
+    found = _read(next((row.columns[c] for c in _MESSAGES if row.columns.get(c)), None))
     named = isinstance(found, list) and all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in found)
     if not found or not named:
         raise PromptError(
-            f"{row.origin} is no row of {name}: it has no list of messages with roles; it has {', '.join(row.columns)}."
+            f"{row.origin} is no row of trajectories: it has no list of messages with roles; it has "
+            f"{', '.join(row.columns)}."
         )
     return [_message(message) for message in found]
 
 
-def _message(given: Message) -> dict[str, Any]:
+def _message(given: Mapping[str, Any]) -> dict[str, Any]:
     """A message whose content is text, and whose calls' arguments are objects."""
     message: dict[str, Any] = _plain(given)
     content = message.get("content") or ""
@@ -91,9 +83,3 @@ def _read(value: Any) -> Any:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
         return value
-
-
-def _sample(messages: Sequence[Message], dataset: str, origin: str, **more: Any) -> Sample:
-    *earlier, last = messages
-    own = {key: x for key, x in last.items() if key != "content"}
-    return Sample("\n".join(map(json.dumps, earlier)), last["content"], dataset, origin, last=json.dumps(own), **more)

@@ -6,9 +6,8 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from longdraft.bench import rows, scores
 from longdraft.bench.rows import Row
@@ -19,12 +18,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class Short(Enum):
-    """Handling of a text that is shorter than a length: leave it out, join the next ones to it, or keep it as it is."""
-
-    leave = "leave"
-    join = "join"
-    keep = "keep"
+Short = Literal["leave", "join", "keep"]
+"""Handling of a text that is shorter than a length: leave it out, join the next ones to it, or keep it as it is."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +36,6 @@ class Sample:
         answers: references, any of which is right.
         score: how an answer is scored, one of :data:`longdraft.bench.scores.SCORES`; empty: not at all.
         classes: where the answer is one of several classes, all of them.
-        opening: what an answer has to begin with; the rest of it is scored.
         plain: never in a chat template, as LongBench asks for code and few-shot tasks.
         middle: a document that is too long loses its middle instead of its end.
         needles: depth, 0 to 1, and text of sentences that stand in the document however it is cut.
@@ -62,7 +56,6 @@ class Sample:
     classes: tuple[str, ...] = ()
     plain: bool = False
     middle: bool = False
-    opening: str = ""
     needles: tuple[tuple[float, str], ...] = ()
     last: str = ""
     tools: str = ""
@@ -87,9 +80,7 @@ class Sample:
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """The prompt as messages of a chat: the user's, or a conversation's."""
-        if not self.last:
-            return [{"role": "user", "content": self.text}]
+        """A conversation's messages."""
         earlier = [json.loads(line) for line in self.document.splitlines()]
         return [*earlier, json.loads(self.last) | {"content": self.instruction}]
 

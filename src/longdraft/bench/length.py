@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from itertools import product
 from statistics import mean
 from typing import Any
@@ -18,7 +17,6 @@ from rich.text import Text
 
 from longdraft.bench import charts
 from longdraft.bench.acceptance import Accepted, called
-from longdraft.bench.schedule import ABOUT, Schedule
 from longdraft.bench.settings import REFERENCE
 from longdraft.bench.tables import (
     Report,
@@ -65,14 +63,14 @@ def acceptance(runs: Iterable[Accepted], methods: Sequence[str], notes: Sequence
     for t, dataset, length, name in cells:
         own = [r for r in runs if (r.asked.temperature, r.asked.length, r.asked.method) == (t, length, name)]
         if own := [run for run in own if dataset in (None, run.asked.dataset)]:
-            each = [_accepted([run]) or 0.0 for run in own]
+            each = [_accepted([run]) for run in own]
             rows.append(
                 {
                     **_shared(own),
                     "temperature": t,
                     "dataset": dataset,
                     "new_tokens": sum(run.new_tokens for run in own),
-                    "verifications": sum(run.verifications or 0 for run in own),
+                    "verifications": sum(run.verifications for run in own),
                     "standard_error": _standard_error(own),
                     "lowest": min(each),
                     "highest": max(each),
@@ -89,20 +87,13 @@ def acceptance(runs: Iterable[Accepted], methods: Sequence[str], notes: Sequence
         made.add_row("prompts", *(f"{row['prompts']}" for row in most))
         made.add_row("prompt tokens", *(f"{row['context_tokens']:,}" for row in most))
         tables.append((f"Mean accepted length: {about}", made))
-    figures = {f"t{own[0]['temperature']:g}": partial(_chart, own) for own in grouped(rows, "temperature")}
     document = {"rows": rows, "notes": list(notes), **circumstances(), "complete": complete}
-    return Report(document, tables, list(map(Text, notes)), DEFINITIONS, figures, "longdraft bench acceptance")
+    return Report(document, tables, list(map(Text, notes)), DEFINITIONS)
 
 
-def break_even(
-    runs: Iterable[Accepted],
-    methods: Sequence[str],
-    notes: Sequence[str],
-    complete: bool,
-    schedules: Sequence[Schedule] = (),
-) -> Report:
-    """The report of ``bench length``: a table of accepted length beside break-even at all lengths, one of tokens/s, and
-    those of schedules. Arguments as of :func:`acceptance`."""
+def break_even(runs: Iterable[Accepted], methods: Sequence[str], notes: Sequence[str], complete: bool) -> Report:
+    """The report of ``bench length``: a table of accepted length beside break-even at all lengths, and one of tokens/s.
+    Arguments as of :func:`acceptance`."""
     runs = _decoded(runs)
     plain = {(run.asked.sample, run.asked.length): run for run in runs if run.asked.method == REFERENCE}
     rows = []
@@ -110,34 +101,26 @@ def break_even(
         if own := [run for run in runs if (run.asked.length, run.asked.method) == (length, name)]:
             pairs = [(run, plain.get((run.asked.sample, length))) for run in own]
             accepted, needed = _accepted(own), median_of(ratio(_round(run), _round(ar)) for run, ar in pairs)
-            first = median_of(run.first_token_seconds for run in own)
             rows.append(
                 {
                     **_shared(own),
                     "tokens_per_second": median_of(_rate(run) for run in own),
                     "speedup_vs_ar": median_of(ratio(_rate(run), _rate(ar)) for run, ar in pairs),
-                    **({} if first is None else {"ttft_seconds": first}),
                     "break_even": needed,
-                    "pays": None if needed is None or accepted is None else accepted > needed,
+                    "pays": None if needed is None else accepted > needed,
                 }
             )
     tables = [
         ("Accepted length and break-even by tokens of text", pivot("accepted / break-even", rows, _head, _needed)),
         ("Speed by tokens of text", pivot("tokens/s, vs ar", rows, _head, _speed)),
-        *(each.shown() for each in schedules),
     ]
     document = {"rows": rows, "notes": list(notes), **circumstances(), "complete": complete}
-    if schedules:
-        document["vllm"] = [each.as_dict() for each in schedules]
-    figures = {"": partial(_needed_chart, rows)} if rows else {}
-    remarks = [*map(Text, notes), *(Text(str(each)) for each in schedules)]
-    definitions = (*BREAK_EVEN, *([ABOUT] if schedules else []))
-    return Report(document, tables, remarks, definitions, figures, "longdraft bench length")
+    return Report(document, tables, list(map(Text, notes)), BREAK_EVEN)
 
 
 def _decoded(runs: Iterable[Accepted]) -> list[Accepted]:
     """Without answers of one token, which came of reading the prompt."""
-    return [run for run in runs if run.verifications != 0]
+    return [run for run in runs if run.verifications]
 
 
 def _lengths(runs: Sequence[Accepted]) -> list[int]:
@@ -156,16 +139,15 @@ def _shared(own: Sequence[Accepted]) -> dict[str, Any]:
     }
 
 
-def _accepted(runs: Sequence[Accepted]) -> float | None:
-    """Mean accepted length; None if a server does not say."""
-    forwards = [run.verifications for run in runs]
-    return None if None in forwards else sum(run.new_tokens for run in runs) / sum(filter(None, forwards))
+def _accepted(runs: Sequence[Accepted]) -> float:
+    """Mean accepted length."""
+    return sum(run.new_tokens for run in runs) / sum(run.verifications for run in runs)
 
 
 def _standard_error(runs: Sequence[Accepted]) -> float | None:
     """Jackknife standard error of the ratio of two sums over prompts: each prompt is left out in turn."""
     n = len(runs)
-    without = [_accepted([*runs[:i], *runs[i + 1 :]]) or 0.0 for i in range(n)] if n > 1 else []
+    without = [_accepted([*runs[:i], *runs[i + 1 :]]) for i in range(n)] if n > 1 else []
     return math.sqrt((n - 1) / n * sum((x - mean(without)) ** 2 for x in without)) if without else None
 
 
@@ -188,7 +170,7 @@ def _with_error(row: Row) -> str:
 
 
 def _needed(row: Row) -> Text:
-    text = f"{figure(row['mean_accepted_length'], '{:.2f}')} / {figure(row['break_even'], '{:.2f}')}"
+    text = f"{row['mean_accepted_length']:.2f} / {figure(row['break_even'], '{:.2f}')}"
     return Text(text, style="green" if row["pays"] else "")
 
 
@@ -196,31 +178,17 @@ def _speed(row: Row) -> str:
     return f"{figure(row['tokens_per_second'], '{:.1f}')}, {figure(row['speedup_vs_ar'], '{:.2f}x')}"
 
 
-def _chart(rows: Sequence[Row]) -> Any:
-    """Mean accepted length ± one standard error of every method over the lengths, at one temperature."""
+def chart(rows: Sequence[Row]) -> bytes:
+    """An SVG file of rows of :func:`acceptance` at one temperature: mean accepted length ± one standard error of every
+    method over the lengths."""
     together = [row for row in rows if row["dataset"] is None] or rows
     series: dict[str, list[charts.Point]] = {}
     for row in together:
-        value, error = row["mean_accepted_length"], row["standard_error"] or 0.0
-        point = charts.Point(row["length"], value, value - error, value + error)
+        point = charts.Point(row["length"], row["mean_accepted_length"], row["standard_error"] or 0.0)
         series.setdefault(row["method"], []).append(point)
     most = count(max(row["prompts"] for row in together), "prompt")
     title = f"Temperature {rows[0]['temperature']:g}, up to {most} a length"
     return charts.lines(title, series, "context, tokens", "mean accepted length", 1.0)
-
-
-def _needed_chart(rows: Sequence[Row]) -> Any:
-    """Accepted length (lines) and break-even (``needed``) of every method over the lengths."""
-    series: dict[str, list[charts.Point]] = {}
-    for own in grouped(rows, "method"):
-        name = own[0]["method"]
-        kinds = {name: "mean_accepted_length"} | ({} if name == REFERENCE else {f"{name}: needed": "break_even"})
-        for heading, key in kinds.items():
-            if points := [charts.Point(row["length"], row[key]) for row in own if row[key]]:
-                series[heading] = points
-    title = "Accepted length, and what is needed to be as fast as plain decoding"
-    needed = [name for name in series if name.endswith(": needed")]
-    return charts.lines(title, series, "text, tokens", "tokens a round", 1.0, [REFERENCE], needed)
 
 
 def doubled(first: int, last: int) -> tuple[int, ...]:

@@ -46,14 +46,6 @@ COLOURS = ("blue", "red", "green", "yellow", "white", "black")
 DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
 # A haystack may be so many tokens shorter than what was asked for.
 SLACK = 16
-# Short names for the views of a small language model.
-SMALL = {view: ("small-lm", {"view": view}) for view in ("full", "streaming", "retrieval")}
-NAMED: dict[str, tuple[str, dict[str, Any]]] = {
-    **SMALL,
-    # The target on the KV that it retrieves (Sun et al. 2024, TriForce, section 4.1).
-    "target-retrieval": ("self", {"view": "chunks", "budget": 1184, "sink": 32, "window": 128}),
-}
-"""Methods and options of views by name; other views are methods."""
 
 
 def haystacks(
@@ -117,7 +109,7 @@ class NeedleDrafts:
     """The measurement on one loaded model.
 
     Args:
-        views: by name, one of :data:`NAMED` or a method whose drafter it is, and further options.
+        views: by name, the method whose drafter it is, and options.
         drafts: trained drafts by kind; one that is missing is looked for in the package.
 
     Raises:
@@ -133,11 +125,10 @@ class NeedleDrafts:
         self._tokenizer = loaded.tokenizer
         self._recipes: dict[str, Recipe] = {}
         read = dict(drafts)
-        for name, (view, given) in views.items():
-            method, own = NAMED.get(view, (view, {}))
+        for name, (method, given) in views.items():
             kind = method_named(method).draft_kind or ""
             # Nothing is verified, so the first choice is all the tree that is needed.
-            options = {**({"draft": read[kind]} if kind in read else {}), **own, **given, "widths": (1,)}
+            options = {**({"draft": read[kind]} if kind in read else {}), **given, "widths": (1,)}
             recipe = self._recipes[name] = recipe_for(*resolve(method, options), self.runner)
             if "draft" in recipe.options:
                 read[kind] = recipe.options["draft"]  # it is not read twice

@@ -87,20 +87,20 @@ def texts(
     size, found, lacking = min(length, room), [], []
     for i, sample in enumerate(samples):
         longer = sample
-        if short is Short.join and not sample.last:  # a conversation ends where it ends
+        if short == "join" and not sample.last:  # a conversation ends where it ends
             longer = _joined(sample, [*samples[i + 1 :], *samples[:i]], size, tokenizer, raw, **asked)
         tokens = fitted(longer, tokenizer, size, raw, **asked)
         # A text that was cut lacks a token or two where one more would have been too many.
         if uncut := len(tokens) < size and len(longer.encode(tokenizer, raw, **asked)) < size:
             lacking.append(len(tokens))
-        if not uncut or short is Short.keep:
+        if not uncut or short == "keep":
             found.append(Prompt(sample, tuple(tokens), length, longer is not sample))
     notes = []
     if joined := sum(text.joined for text in found):
         notes.append(f"{length:,} tokens: {joined} of {len(samples)} texts go on with those of the rows after them.")
     if lacking:
         none = "no text is" if len(lacking) == len(samples) else f"{len(lacking)} of {len(samples)} texts are not"
-        fate = "taken as they are" if short is Short.keep else "left out"
+        fate = "taken as they are" if short == "keep" else "left out"
         notes.append(f"{length:,} tokens: {none} that long (the longest of them: {max(lacking):,}); {fate}.")
     return found, notes
 

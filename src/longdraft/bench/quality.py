@@ -41,7 +41,6 @@ from longdraft.bench.tables import (
 from longdraft.bench.ties import first_difference, read
 from longdraft.engine.partial import SpecPV
 from longdraft.engine.sampler import Sampling
-from longdraft.errors import ContextError
 from longdraft.methods import method_named
 from longdraft.model.checkpoints import LoadedModel
 from longdraft.recipes import resolve
@@ -186,24 +185,13 @@ class Quality:
         return schedule.view
 
     def uncut(self, lengths: Sequence[int]) -> list[str]:
-        """Notes on variants whose partial cache holds some of the texts of these lengths whole.
-
-        Raises:
-            ContextError: it holds all of them, so that all rounds would be full.
-        """
-        notes = []
-        for name in self.settings.variants:
-            total = self.view(name).budget
-            whole = sum(length <= total for length in lengths)
-            if whole == len(lengths):
-                raise ContextError(
-                    f"{name}: every round would be full. Its partial cache holds {total:,} tokens, and the "
-                    f"longest text, new tokens included, has {max(lengths):,}. Lower --budget, or take longer prompts."
-                )
-            if whole:
-                of = f"{whole} of {len(lengths)} prompts fit"
-                notes.append(f"{name}: {of} its partial cache whole: full rounds alone.")
-        return notes
+        """Notes on variants whose partial cache holds some of the texts of these lengths whole."""
+        whole = {name: sum(n <= self.view(name).budget for n in lengths) for name in self.settings.variants}
+        return [
+            f"{name}: {count} of {len(lengths)} prompts fit its partial cache whole: full rounds alone."
+            for name, count in whole.items()
+            if count
+        ]
 
     def measure(self, prompt: Prompt, tick: Tick = lambda name: None) -> dict[str, Any]:
         """Decodes a prompt with everything.
@@ -275,7 +263,7 @@ class Quality:
         ]  # for scores that are made elsewhere
         document = {"drafter": self.drafter, "rows": rows, "texts": texts, **circumstances(), "complete": complete}
         tables = [self._table(own, filled(rows, COLUMNS)) for own in grouped(rows, "dataset")]
-        return Report(document, tables, definitions=DEFINITIONS, name="longdraft bench quality")
+        return Report(document, tables, definitions=DEFINITIONS)
 
     def _row(self, name: str, own: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         variant = self.settings.variants.get(name)

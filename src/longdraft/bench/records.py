@@ -22,10 +22,8 @@ from longdraft.json_lines import JsonLines
 T = TypeVar("T")
 
 _SAMPLE = 1 << 20  # bytes of either end of a weight file that its fingerprint sees
-# Entries of the hardware that change from run to run on the same machine.
-_LOOSE = ("memory_available_bytes",)
-# Entries of the header that figures do not depend on.
-_REMARKS = ("created", "command")
+# Entries of a header that figures do not depend on.
+_LOOSE = ("created", "command", "memory_available_bytes")
 
 
 class Records(Generic[T]):
@@ -88,12 +86,11 @@ def signed(form: str, version: int, content: Mapping[str, Any]) -> dict[str, Any
     return found
 
 
-def decisive(header: Mapping[str, Any]) -> dict[str, Any]:
+def decisive(header: Any) -> Any:
     """A header without the entries that change by themselves."""
-    hardware = {k: v for k, v in mapping(header.get("hardware")).items() if k not in _LOOSE}
-    gpus = [{k: v for k, v in mapping(gpu).items() if k not in _LOOSE} for gpu in hardware.get("gpus") or []]
-    said = {k: v for k, v in header.items() if k not in _REMARKS}
-    return {**said, "hardware": {**hardware, "gpus": gpus}}
+    if isinstance(header, Mapping):
+        return {name: decisive(value) for name, value in header.items() if name not in _LOOSE}
+    return [decisive(value) for value in header] if isinstance(header, list) else header
 
 
 def fingerprint(weights: Path) -> str:
@@ -114,11 +111,6 @@ def plain(options: Mapping[str, Any]) -> dict[str, Any]:
     """Options with values that JSON can hold."""
     held = (int, float, bool, str, tuple, type(None))
     return {name: x if isinstance(x, held) else str(x) for name, x in options.items()}
-
-
-def mapping(value: Any) -> dict[str, Any]:
-    """A value of a results file that should be an object; empty if it is none."""
-    return dict(value) if isinstance(value, Mapping) else {}
 
 
 def _command() -> str:

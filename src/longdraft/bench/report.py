@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from statistics import median
 from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
-from longdraft.bench import charts
-from longdraft.bench.peers import HF, PEERS
+from longdraft.bench.peers import HF
 from longdraft.bench.run import Measured
 from longdraft.bench.settings import REFERENCE
 from longdraft.bench.tables import (
@@ -29,7 +27,6 @@ from longdraft.bench.tables import (
     spread,
     table,
 )
-from longdraft.memory.sizes import human
 
 DEFINITIONS = (
     "tokens/s: new tokens / decode seconds, prefill excluded; the median of the rounds, then of the samples.",
@@ -48,8 +45,6 @@ PROFILED = (
     "a round: draft is the drafter's time. Verifying is the model's forward over the drafted tokens: its attention to "
     "the context and to each other, and the rest, which does not depend on the context's length. Overhead is all else: "
     "sampling, keeping the accepted tokens. prefix: share of the keys that attention read that was the context's.",
-    "memory: weights are the model's; the packed copy makes products of a few rows fast on a CPU; kv is the cache, "
-    "with what a method keeps beside it; draft is all that the drafter holds.",
 )
 PARTS = {"attention": "verify: attention", "forward": "verify: the rest", "rest": "overhead"}
 
@@ -130,11 +125,10 @@ def _row(name: str, measured: Sequence[Measured], names: Sequence[str]) -> dict[
 
 
 def _profile(profiles: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """A round's seconds by part, and the share of its keys that was the prefix, means; bytes held at most."""
+    """A round's seconds by part, and the share of its keys that was the prefix: means."""
     return {
         "seconds": {part: mean_of(p["seconds"].get(part) for p in profiles) for part in profiles[0]["seconds"]},
         "prefix_share": mean_of(p["prefix_share"] for p in profiles),
-        "memory": {kind: max(p["memory"].get(kind, 0) for p in profiles) for kind in profiles[0]["memory"]},
     }
 
 
@@ -165,7 +159,7 @@ def document(
 
 def shown(document: dict[str, Any], decode: Callable[[list[int]], str] = str) -> Report:
     """The report of a :func:`document`: a table for each data set, context and batch, and what the parts of a round
-    took where they were looked at; a figure of tokens/s over contexts for each data set and batch.
+    took where they were looked at.
 
     Args:
         decode: makes text of token ids.
@@ -186,14 +180,12 @@ def shown(document: dict[str, Any], decode: Callable[[list[int]], str] = str) ->
             made.add_row(Text(row["method"]), *shown, _agreement(row), *views)
         tables.append((_title(own[0]), made))
         if any("profile" in row for row in own):
-            tables.append((f"{_title(own[0])}: a round, and memory", _parts(own)))
+            tables.append((f"{_title(own[0])}: a round", _parts(own)))
     remarks = _differences(document, decode)
     for note in dict.fromkeys(document["notes"].values()):
         remarks.append(Text(f"{', '.join(n for n, own in document['notes'].items() if own == note)}: {note}."))
     definitions = (*DEFINITIONS, *(PROFILED if any("profile" in row for row in rows) else ()))
-    drawn = grouped((row for row in rows if row["tokens_per_second"] is not None), "dataset", "batch")
-    drawings = {f"{own[0]['dataset']}-{own[0]['batch']}": partial(_chart, own) for own in drawn}
-    return Report(document, tables, remarks, definitions, drawings)
+    return Report(document, tables, remarks, definitions)
 
 
 def _title(row: Mapping[str, Any]) -> str:
@@ -213,26 +205,14 @@ def _agreement(row: Mapping[str, Any]) -> Text:
 
 
 def _parts(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Milliseconds of a round's parts, and bytes of what is held, of the methods that were profiled."""
+    """Milliseconds of a round's parts, of the methods that were profiled."""
     profiles = {row["method"]: row["profile"] for row in rows if "profile" in row}
-    parts, kinds = ({each: 0 for p in profiles.values() for each in p[key]} for key in ("seconds", "memory"))
-    made = table(["method"], [*(PARTS.get(part, part) for part in parts), "prefix", *kinds])
+    parts = {part: 0 for profile in profiles.values() for part in profile["seconds"]}
+    made = table(["method"], [*(PARTS.get(part, part) for part in parts), "prefix"])
     for name, profile in profiles.items():
         seconds = (f"{1000 * (profile['seconds'].get(part) or 0):.2f} ms" for part in parts)
-        held = (human(profile["memory"].get(kind, 0)) for kind in kinds)
-        made.add_row(Text(name), *seconds, figure(profile["prefix_share"], "{:.0%}"), *held)
+        made.add_row(Text(name), *seconds, figure(profile["prefix_share"], "{:.0%}"))
     return made
-
-
-def _chart(rows: Sequence[Mapping[str, Any]]) -> Any:
-    """Tokens/s of every method over the prompts' length."""
-    series: dict[str, list[charts.Point]] = {}
-    for row in rows:
-        between = row["tokens_per_second_spread"] or (None, None)
-        point = charts.Point(row["context_tokens"], row["tokens_per_second"], *between)
-        series.setdefault(row["method"], []).append(point)
-    title = rows[0]["dataset"] + (f", {rows[0]['batch']} at a time" if rows[0]["batch"] > 1 else "")
-    return charts.lines(title, series, "prompt tokens", "tokens/s", None, (REFERENCE, *PEERS))
 
 
 def _differences(report: dict[str, Any], decode: Callable[[list[int]], str]) -> list[Text]:

@@ -98,7 +98,6 @@ class Bench:
     """Contenders on one loaded model.
 
     Args:
-        extra: further contenders, for methods that are not registered.
         progress: called with a line of text before something long.
         unpacked: reads the model once more, in a plain dtype, for peers that run on a model object; None: they run on
             ``loaded`` itself.
@@ -112,7 +111,6 @@ class Bench:
         self,
         loaded: LoadedModel,
         settings: Settings,
-        extra: Sequence[Contender] = (),
         progress: Progress | None = None,
         unpacked: Callable[[], LoadedModel] | None = None,
     ) -> None:
@@ -135,10 +133,12 @@ class Bench:
             place = settings.kv_dtype_of(name), layers[name] or read
             shared = kept.setdefault(place, Kept(PromptCache(place[1])))
             self.contenders[name] = Ours(name, ours[name], shared)
-        self.contenders |= {c.name: c for c in extra}
-        self.names = tuple(self.contenders)
         self._texts = Texts(loaded.tokenizer)
         self._eos = ends_of(self.target, loaded.tokenizer, settings.ignore_eos)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.contenders)
 
     @property
     def ours(self) -> dict[str, Ours]:
@@ -200,7 +200,7 @@ class Bench:
             differences,
             tuple(comparable),
             peaks,
-            {name: asdict(seen) for name, seen in profiles.items() if seen is not None},
+            {name: seen for name, seen in profiles.items() if seen is not None},
             prompts[0].sample.score,
             {name: self._scores(prompts, runs[0]) for name, runs in rounds.items()},
         )

@@ -1,8 +1,7 @@
 """Scores of answers against references, in [0, 1], and which data set is scored how.
 
 F1, edit similarity, classes and numbers are defined as in LongBench (Bai et al. 2024, its ``metrics.py``), choices as
-in LongBench v2, needles found as in RULER, similarity as in OpenAI's MRCR. ROUGE-L is that of the
-package rouge-score.
+in LongBench v2 and needles found as in RULER. ROUGE-L is that of the package rouge-score.
 """
 
 from __future__ import annotations
@@ -44,11 +43,6 @@ def edit_similarity(text: str, answer: str) -> float:
     if line == answer:
         return 1.0
     return round(100 * SequenceMatcher(None, line, answer).ratio()) / 100 if line and answer else 0.0
-
-
-def similarity(text: str, answer: str) -> float:
-    """Share of characters that both have in the same order, as ``difflib`` counts them."""
-    return SequenceMatcher(None, text, answer).ratio()
 
 
 def choice(text: str, answer: str) -> float:
@@ -107,7 +101,7 @@ def rouge_l() -> Callable[[str, str], float]:
 ROUGE, CLASSES, FOUND = "rouge_l", "classes", "found"
 _PLAIN: dict[str, Callable[[str, str], float]] = {
     "f1": f1, "edit_similarity": edit_similarity, "choice": choice, "number": number, "numbers": numbers,
-    "similarity": similarity, FOUND: found,
+    FOUND: found,
 }  # fmt: skip
 SCORES = (*_PLAIN, ROUGE, CLASSES)
 """Names of all scores."""
@@ -136,9 +130,6 @@ def score(sample: Sample, text: str) -> float | None:
     """
     if not sample.answers or not sample.score:
         return None
-    if not text.startswith(sample.opening):
-        return 0.0
-    text, answers = text.removeprefix(sample.opening), [a.removeprefix(sample.opening) for a in sample.answers]
     if sample.dataset in _FIRST_LINE:
         text = text.lstrip("\n").split("\n")[0]
     if sample.score == ROUGE:
@@ -146,10 +137,10 @@ def score(sample: Sample, text: str) -> float | None:
             own = rouge_l()
         except CapabilityError:
             return None
-        return max(own(answer, text) for answer in answers)
+        return max(own(answer, text) for answer in sample.answers)
     if sample.score == CLASSES:
-        return max(of_classes(text, answer, sample.classes) for answer in answers)
-    each = [_PLAIN[sample.score](text, answer) for answer in answers]
+        return max(of_classes(text, answer, sample.classes) for answer in sample.answers)
+    each = [_PLAIN[sample.score](text, answer) for answer in sample.answers]
     return sum(each) / len(each) if sample.score == FOUND else max(each)
 
 

@@ -22,12 +22,6 @@ from longdraft.speculator import Speculator
 from longdraft.views.view import dtype_of
 
 REFERENCE = "ar"
-# Peers that there were.
-_GONE = {
-    "hf-prompt-lookup": "It is transformers' generate(prompt_lookup_num_tokens=10); hf is its plain decoding.",
-    "hf-assisted": "It is transformers' generate(assistant_model=...); hf is its plain decoding.",
-    "llama-cpp": "Give the address of llama.cpp's server to `longdraft bench length --url`.",
-}
 
 
 @dataclass(frozen=True)
@@ -82,7 +76,7 @@ class Settings:
         for name in self.methods:
             if method_name(name) not in METHODS and name not in PEERS:
                 known = f"Methods: {', '.join(METHODS)}. To compare with: {', '.join(PEERS)}."
-                raise UnknownMethodError(f"There is no method {name!r}. {_GONE.get(name, known)}")
+                raise UnknownMethodError(f"There is no method {name!r}. {known}")
             if name not in PEERS:
                 # Refuses a wrong option, or a draft that cannot be read.
                 resolve(method_name(name), self.options(name))

@@ -1,17 +1,14 @@
-"""Tables of measurements, and what a measurement shows: one report, for a terminal, as Markdown, SVG or a page."""
+"""Tables of measurements, and what a measurement shows: one report, for a terminal or as Markdown."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from importlib import resources
+from dataclasses import dataclass
 from statistics import mean, median
-from typing import Any, Literal
+from typing import Any
 
 from rich.table import Table
 from rich.text import Text
-
-from longdraft.bench import charts
 
 DEEPEST = 1 << 12
 Column = tuple[str, str, str]
@@ -20,61 +17,30 @@ Column = tuple[str, str, str]
 
 @dataclass
 class Report:
-    """The tables, figures and JSON object of a measurement.
+    """The tables and the JSON object of a measurement.
 
     Attributes:
         document: the JSON object.
         tables: each with its title.
         remarks: lines below the tables. definitions: what the figures mean.
-        figures: makers of matplotlib's figures, by a word for a file's name.
-        name: of the measurement, for a page's title.
     """
 
     document: dict[str, Any]
     tables: Sequence[tuple[str, Table]]
     remarks: Sequence[Text] = ()
     definitions: Sequence[str] = ()
-    figures: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
-    name: str = "longdraft bench"
 
 
-def render(report: Report, to: Literal["markdown", "html"]) -> str:
-    """A report as a text of its tables, remarks and definitions; a page has figures too.
-
-    Raises:
-        CapabilityError: a page, and matplotlib is not installed.
-    """
-    if to == "markdown":
-        return _markdown(report)
-    import jinja2
-
-    text = resources.files("longdraft.bench").joinpath("page.html.jinja").read_text(encoding="utf-8")
-    # Everything from a file is escaped; what is not a variable of the template is an error.
-    template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(text)
-    return template.render(
-        name=report.name,
-        tables=[(title, cells(table)) for title, table in report.tables],
-        figures=[charts.inline(make) for make in report.figures.values()],
-        remarks=[remark.plain for remark in report.remarks],
-        facts={name: report.document.get(name) for name in ("hardware", "versions")},
-        definitions=report.definitions,
-    )
-
-
-def _markdown(report: Report) -> str:
+def markdown(report: Report) -> str:
+    """A report's tables, remarks and definitions."""
     lines = []
     for title, table in report.tables:
-        head, *rows = [[cell.replace("|", "\\|") for cell in row] for row in cells(table)]
+        columns = [[column.header, *column.cells] for column in table.columns]
+        head, *rows = [[str(cell).replace("|", "\\|") for cell in row] for row in zip(*columns, strict=True)]
         rule = ["---:" if column.justify == "right" else "---" for column in table.columns]
         lines += [f"**{title}**", "", *(f"| {' | '.join(row)} |" for row in (head, rule, *rows)), ""]
     said = [*(remark.plain for remark in report.remarks), *report.definitions]
     return "\n".join([*lines, *(f"- {line}" for line in said), ""])
-
-
-def cells(made: Table) -> list[list[str]]:
-    """The texts of a table: its headings, then its rows."""
-    columns = [[column.header, *column.cells] for column in made.columns]
-    return [[cell.plain if isinstance(cell, Text) else str(cell) for cell in row] for row in zip(*columns, strict=True)]
 
 
 def table(names: Sequence[str], figures: Sequence[str] = ()) -> Table:

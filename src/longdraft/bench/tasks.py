@@ -15,7 +15,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from longdraft.bench import conversations, data, rows, ruler
+from longdraft.bench import data, rows, ruler
+from longdraft.bench.conversations import turns
 from longdraft.bench.data import Sample
 from longdraft.bench.rows import Row
 from longdraft.bench.scores import of_dataset
@@ -50,7 +51,7 @@ class Task:
         hub: arguments of ``datasets.load_dataset``; empty: it is read from files alone.
         plain, middle: as of :class:`~longdraft.bench.data.Sample`.
         columns: makes the prompt's columns of a row; ``part`` among them names a part of the data set.
-        samples: makes the samples of a row that is a conversation, by the data set's name; None: it is none.
+        samples: makes the samples of a row that is a conversation; None: it is none.
     """
 
     template: str
@@ -60,7 +61,7 @@ class Task:
     plain: bool = False
     middle: bool = False
     columns: Callable[[Row], Columns] = lambda row: row.columns
-    samples: Callable[[str, Row], Iterable[Sample]] | None = None
+    samples: Callable[[Row], Iterable[Sample]] | None = None
 
 
 def _longbench(name: str) -> Task:
@@ -98,8 +99,7 @@ TASKS = {
     "ruler": Task("{context}", ("input",), ("outputs",)),
     "spec-bench": Task("{context}", columns=_spec_bench),
     "speed-bench": Task("{context}", columns=_speed_bench),
-    "mrcr": Task("", hub={"path": "openai/mrcr", "split": "train"}, samples=conversations.mrcr),
-    "trajectories": Task("", samples=conversations.turns),
+    "trajectories": Task("", samples=turns),
     "pg19": Task(
         "{context}\n\nWrite on where this book stops.", ("text",), hub={"path": "emozilla/pg19", "split": "test"}
     ),
@@ -184,7 +184,7 @@ def source(module: str) -> Path:
 def _samples(name: str, row: Row) -> Iterable[Sample]:
     task = TASKS[name]
     if task.samples is not None:
-        return task.samples(name, row)
+        return task.samples(row)
     columns, halves = task.columns(row), task.template.split("{context}")
     column = next((c for c in task.document if c in columns), None)
     asked = re.findall(r"\{(\w+)\}", "".join(halves))

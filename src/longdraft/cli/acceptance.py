@@ -1,22 +1,22 @@
-"""``longdraft bench acceptance`` and ``bench length``: every draft, or every server, against the length of the text."""
+"""``longdraft bench acceptance`` and ``bench length``: every draft against the length of the text."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 import longdraft
+from longdraft.bench import charts
 from longdraft.bench.data import Short
+from longdraft.bench.tables import Report, grouped
 from longdraft.cli import console, measuring, method_options, options
 from longdraft.errors import CapabilityError
 
 if TYPE_CHECKING:
-    from longdraft.bench.acceptance import Acceptance, Accepted, Asked
-    from longdraft.bench.experiment import Step
-    from longdraft.bench.settings import Settings
     from longdraft.model.runner import TargetRunner
 
 LENGTHS = "512,1024,2048,4096,8192,16384,32768"
@@ -35,7 +35,7 @@ def acceptance(
     *,
     prompting: measuring.Sampled,
     lengths: Annotated[str, typer.Option(help=_CUT)] = LENGTHS,
-    short: measuring.ShortTexts = Short.leave,
+    short: measuring.ShortTexts = "leave",
     methods: Annotated[
         str | None,
         typer.Option(
@@ -50,6 +50,9 @@ def acceptance(
     foresee: options.Foresee = True,
     loading: options.ModelOptions,
     output: measuring.Rendered,
+    svg: Annotated[
+        Path | None, typer.Option(help="Draw the figure; of several temperatures, one each: NAME-t1.svg.")
+    ] = None,
     composed: options.Load = None,
 ) -> None:
     """Measure mean accepted length against context length: every draft, greedy and sampled, with the papers' trees.
@@ -57,8 +60,6 @@ def acceptance(
     Ctrl-C ends it with the figures so far.
     """
     from longdraft.bench import length
-    from longdraft.bench.acceptance import opened
-    from longdraft.bench.experiment import Experiment
 
     cut_to = method_options.whole_numbers("--lengths", lengths)
     temperatures = tuple(dict.fromkeys(method_options.numbers("--temperature", temperature)))
@@ -66,14 +67,25 @@ def acceptance(
         raise options.SettingError("--lengths and --temperature must name one value at least.")
     for t in temperatures:
         longdraft.Sampling(temperature=t)
-    sampling = longdraft.Sampling(foresee=foresee)
-    settings = _settings(methods, drafting, prompting, (), contexts=cut_to, plan="fixed", sampling=sampling)
-    output.check()
-    hosted, steps = _hosted(loading, settings, prompting, lambda context: cut_to, short, temperatures)
-    file = None if output.results is None else opened(output.results, hosted.settings, hosted.model)
-    experiment = Experiment(steps, lambda run: run.asked, file)
-    names, notes = hosted.settings.methods, hosted.notes
-    output.measure(experiment, lambda complete: length.acceptance(experiment.found, names, notes, complete))
+    output.check(svg=svg)
+    if svg is not None:
+        charts.available()
+
+    def report(*found: Any) -> Report:
+        report = length.acceptance(*found)
+        if svg is not None:
+            drawn = grouped(report.document["rows"], "temperature")
+            for own in drawn:
+                which = "" if len(drawn) == 1 else f"-t{own[0]['temperature']:g}"
+                path = svg.with_name(f"{svg.stem}{which}{svg.suffix}")
+                measuring.write(path, length.chart(own))
+                console.note(f"The figure is in {path}.")
+        return report
+
+    _measure(
+        report, methods, drafting, prompting, loading, output, lambda context: cut_to, short, temperatures,
+        contexts=cut_to, plan="fixed", sampling=longdraft.Sampling(foresee=foresee),
+    )  # fmt: skip
 
 
 def bench_length(
@@ -82,7 +94,7 @@ def bench_length(
     lengths: Annotated[
         str | None, typer.Option(help=_CUT, show_default="1024, 2048, ... as far as the model goes")
     ] = None,
-    short: measuring.ShortTexts = Short.join,
+    short: measuring.ShortTexts = "join",
     methods: Annotated[
         str | None,
         typer.Option(
@@ -92,106 +104,59 @@ def bench_length(
     ] = None,
     drafting: method_options.DraftOptions,
     plan: measuring.Plan = "fixed",
-    url: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Measure servers instead: NAME=http://host:port of an OpenAI-compatible one; repeatable. Break-even "
-            "needs one that decodes plainly, by the name ar.",
-            show_default="none",
-        ),
-    ] = None,
-    api_key: Annotated[str, typer.Option("--api-key", help="For servers that ask for one.")] = "",
     repeats: Annotated[int, typer.Option(min=1, help="Runs of each; the fastest counts.")] = 2,
-    to: Annotated[
-        Literal["vllm"] | None,
-        typer.Option(
-            "--to",
-            help="vllm: print draft lengths by batch and context as its speculative config takes them.",
-            show_default="none",
-        ),
-    ] = None,
-    batch: Annotated[
-        str | None, typer.Option(help="Of --to: batch sizes, with commas between.", show_default="1,4,16,64")
-    ] = None,
     loading: options.ModelOptions,
     output: measuring.Rendered,
     composed: options.Load = None,
 ) -> None:
-    """Measure what must be accepted at each length for speculation to pay, and what is: for methods here and servers.
+    """Measure what must be accepted at each length for speculation to pay, and what is.
 
     Greedy. Ctrl-C ends it with the figures so far.
     """
     from longdraft.bench import length
-    from longdraft.bench import servers as serving
-    from longdraft.bench.acceptance import opened
-    from longdraft.bench.experiment import Experiment
-    from longdraft.bench.schedule import BATCHES, schedules
-    from longdraft.bench.settings import REFERENCE, Settings
+    from longdraft.bench.settings import REFERENCE
 
     output.check()
-    batches = BATCHES if batch is None else method_options.whole_numbers("--batch", batch)
-    if batch is not None and to is None:
-        raise options.SettingError("--batch is for --to: give --to vllm, or leave --batch out.")
-    asked_for = None if lengths is None else method_options.whole_numbers("--lengths", lengths)
-    hosted = None
-    if url:
-        if to is not None:
-            raise options.SettingError("--to vllm calculates from forwards of a model here: give --model, not --url.")
-        if methods is not None or prompting.asked:
-            raise options.SettingError("--methods, --system and --no-think are for methods here: leave them out.")
-        named = {name: address or name for name, _, address in (each.partition("=") for each in url)}
-        servers = [serving.Server(name, address, api_key) for name, address in named.items()]
-        cut_to = asked_for or length.doubled(FIRST, 4 * FIRST)
-        steps = serving.steps(servers, prompting.read(), cut_to, prompting.max_tokens, repeats, prompting.ignore_eos)
-        own, model = Settings((REFERENCE,), **_given(prompting)), {"name": "servers"}
-        names, notes = tuple(named), [f"{each.name}: {each.model} at {each.url}" for each in servers]
-    else:
+    cut_to = None if lengths is None else method_options.whole_numbers("--lengths", lengths)
 
-        def lengths_of(context: int) -> Sequence[int]:
-            return asked_for or length.doubled(FIRST, min(context, FARTHEST))
+    def lengths_of(context: int) -> Sequence[int]:
+        return cut_to or length.doubled(FIRST, min(context, FARTHEST))
 
-        settings = _settings(
-            methods, drafting, prompting, ("self",), (REFERENCE,),
-            contexts=asked_for or (None,), plan=plan,
-        )  # fmt: skip
-        hosted, steps = _hosted(loading, settings, prompting, lengths_of, short, (0.0,), repeats)
-        own, model, names, notes = hosted.settings, hosted.model, hosted.settings.methods, hosted.notes
-    file = None if output.results is None else opened(output.results, own, model)
-    experiment = Experiment(steps, lambda run: run.asked, file)
-
-    def made(complete: bool) -> Any:
-        found = []
-        if to is not None and hosted is not None:
-            with console.status() as status:
-                status("Timing verifications behind made-up texts")
-                found = schedules(hosted, experiment.found, lengths_of(hosted.context), batches)
-        return length.break_even(experiment.found, names, notes, complete, found)
-
-    output.measure(experiment, made)
+    _measure(
+        length.break_even, methods, drafting, prompting, loading, output, lengths_of, short, (0.0,),
+        (REFERENCE,), ("self",), repeats, contexts=cut_to or (None,), plan=plan,
+    )  # fmt: skip
 
 
-def _given(prompting: measuring.Sampled) -> dict[str, Any]:
-    return {name: getattr(prompting, name) for name in ("max_tokens", "seed", "raw", "ignore_eos", "asked")}
-
-
-def _settings(
+def _measure(
+    report: Callable[..., Report],
     methods: str | None,
     drafting: method_options.DraftOptions,
     prompting: measuring.Sampled,
-    otherwise: Sequence[str],
+    loading: options.ModelOptions,
+    output: measuring.Rendered,
+    lengths: Callable[[int], Sequence[int]],
+    short: Short,
+    temperatures: tuple[float, ...],
     always: Sequence[str] = (),
+    otherwise: Sequence[str] = (),
+    repeats: int = 1,
     **more: Any,
-) -> Callable[[TargetRunner], Settings]:
-    """Settings for a target. Those of methods that are named are checked at once, before a model is read.
+) -> None:
+    """Measures methods on texts of several lengths; the model is loaded anew for each YaRN factor.
 
     Args:
-        methods: with commas between; None: the given draft's, else those by default, else ``otherwise``.
-        always: methods that come first, named or not. more: further arguments of ``Settings``.
+        report: makes the report of the runs, the methods, notes, and whether no run is missing.
+        methods: with commas between, checked before a model is read; None: the given draft's, else those that come
+            along for the model, else ``otherwise``.
+        lengths: of texts, by the model's context.
+        always: methods that come first, named or not. more: further settings of the bench.
 
     Raises:
         SettingError: no method of ours, or an option that none of them has.
     """
-    from longdraft.bench.acceptance import by_default
+    from longdraft.bench.acceptance import Acceptance, by_default, opened
+    from longdraft.bench.experiment import Experiment
     from longdraft.bench.peers import PEERS
     from longdraft.bench.settings import Settings
     from longdraft.drafts.kinds import kind_of
@@ -199,6 +164,7 @@ def _settings(
     names = None if methods is None else method_options.words(methods)
     if names is None and drafting.draft is not None:
         names = [kind_of(drafting.draft).name]
+    more |= {name: getattr(prompting, name) for name in ("max_tokens", "seed", "raw", "ignore_eos", "asked")}
 
     def made(names: Sequence[str]) -> Settings:
         if not names or any(name in PEERS for name in names):
@@ -206,47 +172,36 @@ def _settings(
         with options.settings_checked():
             return Settings(
                 tuple(dict.fromkeys((*always, *names))), draft_options=drafting.options(),
-                own_options=method_options.contender_options(names), **_given(prompting), **more,
+                own_options=method_options.contender_options(names), **more,
             )  # fmt: skip
 
     chosen = None if names is None else made(names)
 
     def settings(target: TargetRunner) -> Settings:
+        if chosen is not None:
+            return chosen
         if not (found := by_default(target) or otherwise):
             raise CapabilityError("No draft for this model comes with longdraft: name one with --draft, or --methods.")
         return made(found)
-
-    return settings if chosen is None else lambda target: chosen
-
-
-def _hosted(
-    loading: options.ModelOptions,
-    settings: Callable[[TargetRunner], Settings],
-    prompting: measuring.Sampled,
-    lengths: Callable[[int], Sequence[int]],
-    short: Short,
-    temperatures: tuple[float, ...],
-    repeats: int = 1,
-) -> tuple[Acceptance, list[Step[Asked, Accepted]]]:
-    """The methods on a model that is loaded anew for each YaRN factor, and a step for each text.
-
-    Args:
-        lengths: of texts, by the model's context.
-    """
-    from longdraft.bench.acceptance import Acceptance
 
     samples = prompting.read()
     with console.status() as status:
 
         def load(factor: float | None) -> longdraft.LoadedModel:
-            again = factor != loading.rope_factor  # then the runs' progress is on the screen
-            return replace(loading, rope_factor=factor).load((lambda message: None) if again else status)
+            if factor is None:
+                return loading.load(status)
+            # The runs' progress is on the screen.
+            return replace(loading, rope_factor=factor * (loading.rope_factor or 1)).load(lambda message: None)
 
         with options.settings_checked():
-            hosted = Acceptance(load, settings, temperatures, loading.name, loading.rope_factor, status, repeats)
+            hosted = Acceptance(load, settings, temperatures, loading.name, status, repeats)
         cut_to = lengths(hosted.context)
         status(f"Cutting {len(samples)} texts to {len(set(cut_to))} lengths")
         steps = hosted.steps(samples, cut_to, short)
     for note in hosted.notes:
         console.note(note)
-    return hosted, steps
+    file = None if output.results is None else opened(output.results, hosted.settings, hosted.model)
+    experiment = Experiment(steps, lambda run: run.asked, file)
+    output.measure(
+        experiment, lambda complete: report(experiment.found, hosted.settings.methods, hosted.notes, complete)
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +10,7 @@ import typer
 import longdraft
 from longdraft.cli import console, method_options, options
 from longdraft.cli.cancel import Cancel
-from longdraft.cli.progress import Bar
+from longdraft.cli.progress import Counter
 from longdraft.errors import CapabilityError, CheckpointError
 
 _BAD_ROWS = 1
@@ -76,15 +75,14 @@ def batch(
             if file.found < total:
                 engine.prepare(status)
             status.close()
-            started, first = time.monotonic(), file.rows
-            with Bar("rows", total) as bar, Cancel(terminate=True) as cancel:
+            first = file.rows
+            with Counter("", "rows", total) as bar, Cancel(terminate=True) as cancel:
 
                 def draw(now: Figures) -> None:
-                    rate = f"{now.tokens / max(time.monotonic() - started, 1e-9):,.0f} tokens/s"
-                    bar.tell("", file.rows, figures=rate + (f", {file.errors} errors" if file.errors else ""))
+                    bar.update(file.rows, now.tokens, f", {file.errors} errors" if file.errors else "")
 
                 figures = engine.drive(lambda: run(lines(source, first), file, engine, draw, cancel))
-            seconds = time.monotonic() - started
+            seconds = bar.seconds
     console.note(
         f"{answers}: {file.rows:,} of {total:,} rows, {file.errors:,} of them errors; {figures.tokens:,} new tokens in "
         f"{seconds:,.1f} s, mean accepted length {figures.speculation.mean_accepted_length:.2f}."

@@ -10,7 +10,6 @@ import typer
 from longdraft.bench import scores
 from longdraft.bench.tables import Report
 from longdraft.cli import console, measuring, method_options, options, processes
-from longdraft.cli.load import OtherProcesses
 
 DRAFTED = "self:lookup=true"  # the default method on a CPU
 METHODS_BY_DEFAULT = ("ar", "prompt-lookup", DRAFTED, "hf")
@@ -73,9 +72,7 @@ def bench(
     offload: options.Offload = None,
     profile: Annotated[
         bool,
-        typer.Option(
-            "--profile", help="Look into some rounds after the timed ones: where their time goes, and memory."
-        ),
+        typer.Option("--profile", help="Look into some rounds after the timed ones: where their time goes."),
     ] = False,
     output: measuring.Rendered,
     composed: options.Load = None,
@@ -133,7 +130,7 @@ def bench(
         status(f"Encoding {len(samples)} samples")
         prompts = prepare(samples, loaded, settings)
         groups, left_over = grid(prompts, settings.batches)
-        plain = replace(loading, weights=options.WeightsKind.float32, arithmetic=None)
+        plain = replace(loading, weights="float32", arithmetic=None)
         unpacked = (lambda: plain.load(status)) if is_stored(loaded.model) else None
         with options.settings_checked():
             hosted = Bench(loaded, settings, progress=status, unpacked=unpacked)
@@ -144,14 +141,10 @@ def bench(
     for size, left in left_over.items():
         if left:
             console.note(f"{left} sample{'s are' if left > 1 else ' is'} left out of batches of {size}.")
-    others = OtherProcesses()
     experiment = Experiment(hosted.steps(groups), lambda measured: measured.key, file)
 
     def made(complete: bool) -> Report:
         found = report.document(hosted.names, experiment.found, hosted.notes, complete)
-        found["hardware"]["busy_cores"] = round(others.cores, 1)
-        if found["rows"] and others.advice is not None:
-            console.note(f"Figures of a busy machine. {others.advice}")
         return report.shown(found, lambda ids: str(loaded.tokenizer.decode(ids)))
 
     output.measure(experiment, made, "batches")

@@ -56,9 +56,6 @@ def chat(
     talk.run()
 
 
-_GONE = {"save": "`longdraft chat | tee FILE` keeps what is said", "seed": "/set seed N"}
-
-
 @dataclass(frozen=True)
 class Settings:
     """Settings that /set changes."""
@@ -171,8 +168,6 @@ class Chat:
         name, _, rest = line[1:].partition(" ")
         if name in ("quit", "exit"):
             return False
-        if name in _GONE:
-            raise RequestError(f"/{name} is gone: {_GONE[name]}.")
         if name not in self._commands:
             near = get_close_matches(name, [*self._commands, "quit"], 1)
             meant = f"; did you mean /{near[0]}?" if near else ""

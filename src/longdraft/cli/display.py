@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import longdraft
 from longdraft.cli import console
-from longdraft.cli.progress import PrefillBar
+from longdraft.cli.progress import Counter
 from longdraft.engine.streaming import Piece
 
 _DRAFTED, _PLAIN = "\x1b[32m", "\x1b[0m"  # green, as figures.DRAFTED says it below
@@ -53,10 +53,13 @@ def _printable(text: str) -> str:
 def shown(run: longdraft.Generation, prompt_tokens: int, output: TextOutput) -> longdraft.Result:
     """Decodes, and shows bar and text as they come."""
     try:
-        with PrefillBar(prompt_tokens) as bar:
+        with Counter("Reading the prompt", "tokens", prompt_tokens) as bar:
+            bar.update(0, 0)
             for step in run:
-                if step.mode == "prefill":
-                    bar.update(step.prefilled)
+                if step.mode == "prefill" and step.prefilled < prompt_tokens:
+                    bar.update(step.prefilled, step.prefilled)
+                elif step.mode == "prefill":
+                    bar.close()
                 output.write(step.pieces)
     finally:
         # Also on a second Ctrl-C: the shell's prompt must not follow the text on its line.

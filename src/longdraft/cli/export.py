@@ -2,31 +2,13 @@
 
 from __future__ import annotations
 
-from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 from longdraft.cli import console, options
 from longdraft.errors import ArgumentError, CapabilityError
-
-
-class Layout(str, Enum):
-    """Layouts that ``export`` writes."""
-
-    speculators = "speculators"
-    longdraft = "longdraft"
-    # Of earlier versions: refused.
-    gguf = "gguf"
-    custom_generate = "custom-generate"
-
-
-class Bits(str, Enum):
-    """Bits of a packed weight."""
-
-    eight = "8"
-    four = "4"
 
 
 def export(
@@ -41,13 +23,9 @@ def export(
         ),
     ] = None,
     to: Annotated[
-        Layout,
-        typer.Option(
-            "--to",
-            help="The layout: speculators, which vLLM serves; longdraft, our own, smaller with --bits.",
-            metavar="[speculators|longdraft]",
-        ),
-    ] = Layout.speculators,
+        Literal["speculators", "longdraft"],
+        typer.Option("--to", help="speculators: what vLLM serves; longdraft: our own layout, smaller with --bits."),
+    ] = "speculators",
     max_position: Annotated[
         int, typer.Option("--max-position", help="speculators: longest text that will be served, in tokens.")
     ] = 131_072,
@@ -56,32 +34,23 @@ def export(
         typer.Option("--speculative-tokens", help="speculators: drafted tokens of a round that the folder proposes."),
     ] = 5,
     bits: Annotated[
-        Bits, typer.Option("--bits", help="longdraft: bits of a weight, with a scale for each row (8) or each 32 (4).")
-    ] = Bits.eight,
+        Literal["8", "4"],
+        typer.Option("--bits", help="longdraft: bits of a weight, with a scale for each row (8) or each 32 (4)."),
+    ] = "8",
     debug: options.Debug = False,
 ) -> None:
     """Write a draft for another program to serve."""
-    if to is Layout.gguf:
-        raise ArgumentError(
-            "--to gguf is no longer written: take --to speculators, and llama.cpp's own convert_hf_to_gguf.py."
-        )
-    if to is Layout.custom_generate:
-        raise ArgumentError(
-            "--to custom-generate is no longer written: hand generate(custom_generate=Speculator(DRAFT)), or take "
-            "`longdraft serve` in place of `transformers serve`."
-        )
-    if to is Layout.longdraft:
-        remarks = _packed(draft, out, int(bits.value))
+    if to == "longdraft":
+        _packed(draft, out, int(bits))
     elif verifier is None:
         raise ArgumentError("--verifier names the target, which this layout needs.")
     else:
-        remarks = _draft(draft, out, verifier, max_position, speculative_tokens)
-    for sentence in remarks:
-        console.note(sentence)
-    console.note(f"{out} is written in the layout of {to.value}.")
+        for sentence in _draft(draft, out, verifier, max_position, speculative_tokens):
+            console.note(sentence)
+    console.note(f"{out} is written in the layout of {to}.")
 
 
-def _packed(draft: Path, out: Path, bits: int) -> list[str]:
+def _packed(draft: Path, out: Path, bits: int) -> None:
     """A draft in our own layout, with packed matrices."""
     from longdraft.drafts.draft import TrainedDraft
     from longdraft.drafts.kinds import kind_of
@@ -92,7 +61,6 @@ def _packed(draft: Path, out: Path, bits: int) -> list[str]:
     if out.resolve() == draft.resolve():
         raise CapabilityError(f"{out} is the draft itself: name another folder to write to.")
     loaded.save(out, bits)
-    return []
 
 
 def _draft(draft: Path, out: Path, verifier: str, max_position: int, speculative_tokens: int) -> list[str]:

@@ -9,11 +9,10 @@ from typing import Annotated, Any
 import typer
 
 import longdraft
-from longdraft.cli import comparing, console, method_options, options, processes, reading
+from longdraft.cli import console, method_options, options, processes, reading
 from longdraft.cli.cancel import EXIT_CODE, Cancel
 from longdraft.cli.display import TextOutput, shown
-from longdraft.cli.figures import footer, payload
-from longdraft.cli.load import OtherProcesses
+from longdraft.cli.figures import beside, comparison, footer, payload
 from longdraft.errors import CheckpointError
 from longdraft.model.chat import chat_prompt, encode
 
@@ -85,7 +84,6 @@ def generate(
     cache, restored = longdraft.PromptCache(), False
     if kv_cache is not None and kv_cache.exists():
         cache, restored = longdraft.PromptCache.restored(kv_cache, spec.runner().fingerprint), True
-    others = OtherProcesses()
     with Cancel() as cancel:
         arguments: dict[str, Any] = {
             "max_new_tokens": max_tokens, "sampling": sampling, "seed": seed, "stop": stops, "cache": cache,
@@ -98,8 +96,6 @@ def generate(
             console.note(f"{kv_cache}: {own.cached_tokens:,} of {len(tokens):,} prompt tokens were there")
         console.stderr().print()
         console.show(console.stderr(), footer(own, kernel_report(spec.runner()).line, text.coloured))
-        if others.advice is not None:
-            console.note(others.advice)
         report: dict[str, Any] = payload(own)
         if compare:
             report["compare"] = None if cancel() else _compared(spec, own, loaded, tokens, arguments)
@@ -132,5 +128,5 @@ def _compared(
         return None
     tie = compare(spec.runner(), tokens, own.token_ids, ar.token_ids, arguments["sampling"], arguments["cache"])
     console.stderr().print()
-    console.show(console.stderr(), comparing.shown(own, ar, tie, spec.decode))
-    return comparing.compared(own, ar, tie)
+    console.show(console.stderr(), beside(own, ar, tie, spec.decode))
+    return comparison(own, ar, tie)

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from longdraft.cli import console, options, processes, retired
+from longdraft.cli import console, options, processes
 from longdraft.cli.acceptance import acceptance, bench_length
 from longdraft.cli.batch import batch
 from longdraft.cli.bench import bench
@@ -37,8 +37,6 @@ class Verbs(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         two = " ".join(args[:2])
-        retired.refuse(args[0], args[1:])
-        retired.refuse(two, args[2:])
         if len(args) > 1 and two in self.commands:
             return two, self.commands[two], args[2:]
         return super().resolve_command(ctx, args)

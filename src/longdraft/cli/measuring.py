@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,10 +9,10 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from longdraft.bench import charts, tasks
+from longdraft.bench import tasks
 from longdraft.bench.data import Sample, Short
 from longdraft.bench.experiment import Experiment
-from longdraft.bench.tables import Report, render
+from longdraft.bench.tables import Report, markdown
 from longdraft.cli import console, options, processes
 from longdraft.cli.cancel import EXIT_CODE
 from longdraft.cli.progress import Runs
@@ -75,22 +74,19 @@ class Rendered(options.Output):
         typer.Option(help="Append each measurement to this file (JSONL); what is there already is not made again."),
     ] = None
     markdown: Annotated[Path | None, typer.Option(help="Write the tables to this file (Markdown).")] = None
-    svg: Annotated[Path | None, typer.Option(help="Draw the figure; of several, one each: NAME-WHICH.svg.")] = None
-    html: Annotated[Path | None, typer.Option(help="Write one page (HTML): tables and figures.")] = None
 
-    def check(self) -> None:
+    def check(self, **more: Path | None) -> None:
         """Refuses what cannot be written, before anything is measured.
+
+        Args:
+            more: files of further options, by the option's name.
 
         Raises:
             CheckpointError: a folder that does not exist, or a file's name that is a folder.
-            CapabilityError: a figure is asked for, and matplotlib is missing.
         """
-        for option in ("results", "markdown", "svg", "html"):
-            path: Path | None = getattr(self, option)
+        for option, path in {"results": self.results, "markdown": self.markdown, **more}.items():
             if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
                 raise CheckpointError(f"--{option} {path}: its folder does not exist, or it is a folder itself.")
-        if self.svg is not None or self.html is not None:
-            charts.available()
 
     def measure(self, experiment: Experiment[Any, Any], report: Callable[[bool], Report], unit: str = "runs") -> None:
         """Makes the records that are missing, and shows what there is then; Ctrl-C ends it with the records so far.
@@ -116,30 +112,19 @@ class Rendered(options.Output):
             raise typer.Exit(EXIT_CODE)
 
     def show(self, report: Report) -> None:
-        """Shows a report on stdout, the JSON object last, and writes its files."""
-        if rows := report.document.get("rows", True):
+        """Shows a report on stdout, the JSON object last, and writes its file."""
+        if report.document.get("rows", True):
             console.report(report.tables, report.remarks, report.definitions)
-        if rows and processes.is_first():
-            if self.markdown is not None:
-                write(self.markdown, render(report, "markdown"))
-            if self.html is not None:
-                write(self.html, render(report, "html"))
-            if (svg := self.svg) is not None:
-                if not report.figures:
-                    console.note("There is no figure of this: --svg draws nothing.")
-                for name, make in report.figures.items():
-                    which = "" if len(report.figures) == 1 else "-" + re.sub(r"[^\w.-]+", "_", name)
-                    path = svg.with_name(f"{svg.stem}{which}{svg.suffix}")
-                    write(path, charts.image(make))
-                    console.note(f"The figure is in {path}.")
+            if self.markdown is not None and processes.is_first():
+                write(self.markdown, markdown(report).encode())
         self.json(report.document)
 
 
-def write(path: Path, content: str | bytes) -> None:
+def write(path: Path, content: bytes) -> None:
     """Writes a file.
 
     Raises:
         CheckpointError: it cannot be written.
     """
     with naming(path, f"{path} cannot be written"):
-        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        path.write_bytes(content)

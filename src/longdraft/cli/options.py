@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from copy import copy
 from dataclasses import dataclass
-from enum import Enum
 from inspect import Parameter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 from typer.models import OptionInfo
@@ -43,11 +42,6 @@ _PANELS = {
     "Data": ("short", "limit", "preface", "split", "column"),
     "Everything else": ("load", "composed", "debug", "profile"),
 }  # fmt: skip
-
-
-# Values of ``weights`` and ``arithmetic`` of ``load``.
-WeightsKind = Enum("WeightsKind", {"stored": "stored", "float32": "float32"}, type=str)
-ArithmeticKind = Enum("ArithmeticKind", {"int8": "int8", "float32": "float32"}, type=str)
 
 
 class SettingError(LongdraftError, ValueError):
@@ -227,14 +221,14 @@ class ModelOptions(Group):
     dtype: Dtype = "auto"
     device: Device = None
     weights: Annotated[
-        WeightsKind | None,
+        Literal["stored", "float32"] | None,
         typer.Option(
             help="stored: compute with the file's own blocks or halves; float32: unpack them.",
             show_default="stored, where this processor has kernels for it",
         ),
     ] = None
     arithmetic: Annotated[
-        ArithmeticKind | None,
+        Literal["int8", "float32"] | None,
         typer.Option(
             help="int8: round what meets stored weights to 8 bits and multiply whole numbers; float32: round nothing.",
             show_default="int8 for GGUF files in 8 bits or fewer, on a CPU",
@@ -265,7 +259,7 @@ class ModelOptions(Group):
 
         if self.threads is not None:
             torch.set_num_threads(self.threads)
-        chosen = {name: getattr(each, "value", each) for name, each in vars(self).items()}  # of enums their values
+        chosen = dict(vars(self))
         place, _ = chosen.pop("model"), chosen.pop("threads")
         if processes.count() == 1:
             return longdraft.load(place, **chosen, progress=progress)

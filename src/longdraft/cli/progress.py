@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from longdraft.cli import console
+
+if TYPE_CHECKING:
+    from longdraft.training.loop import Report
 
 Self = TypeVar("Self", bound="Bar")
 
@@ -27,8 +30,8 @@ class Bar:
     """
 
     def __init__(self, unit: str = "", total: int | None = None, silent: bool = False) -> None:
-        self.err, self.silent = console.stderr(), silent
-        self.shown = self.err.is_terminal and not silent
+        self._err, self._silent = console.stderr(), silent
+        self._shown = self._err.is_terminal and not silent
         self._bar = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=20),
@@ -36,58 +39,46 @@ class Bar:
             *([TextColumn(unit)] if unit else []),
             TimeRemainingColumn(),
             TextColumn("{task.fields[figures]}", markup=False, style="dim"),
-            console=self.err,
+            console=self._err,
             transient=True,
             # Drawn when something happened: a thread that draws would take its share of what is measured.
             auto_refresh=False,
-            disable=not self.shown,
+            disable=not self._shown,
         )
         self._task = self._bar.add_task("", total=total, figures="")
-        self._unit, self._total, self._what = unit, total, ""
+        self._unit, self._total, self._began = unit, total, time.monotonic()
         self._activity: tuple[str, float, int] | None = None  # its name, and when it began with how many done
-        self._said = float("-inf")
-
-    def draw(self, what: str, done: int, total: int | None = None, figures: str = "", anew: bool = True) -> None:
-        """Draws the bar; does nothing without a terminal.
-
-        Args:
-            total: None: as before. anew: another ``what`` is another activity, whose speed is not the last one's.
-        """
-        if not self.shown:
-            return
-        total = self._total if total is None else total
-        if anew and what != self._what:
-            self._bar.reset(self._task, total=total, completed=done, description=what, figures=figures)
-        self._what = what
-        self._bar.start()
-        self._bar.update(self._task, completed=done, total=total, description=what, figures=figures, refresh=True)
+        self._said = 0.0
 
     def tell(self, what: str, done: int, total: int | None = None, figures: str = "") -> None:
-        """Draws the bar; without a terminal, says it in a line: at once, now and then, and at the end."""
-        self.draw(what, done, total, figures)
+        """Draws the bar; without a terminal, says it in a line: at once, now and then, and at the end.
+
+        Args:
+            what: another one is another activity, whose speed is not the last one's. total: None: as before.
+        """
         total, now = self._total if total is None else total, time.monotonic()
-        if self._activity is None or self._activity[0] != what:
-            self._activity, self._said = (what, now, done), float("-inf")
-        _, began, first = self._activity
-        if self.due() or (done == total and not self.shown):
+        anew = self._activity is None or self._activity[0] != what
+        if self._activity is None or anew:
+            self._activity = what, now, done
+            self._bar.reset(self._task, total=total, completed=done, description=what, figures=figures)
+        if self._shown:
+            self._bar.start()
+            self._bar.update(self._task, completed=done, total=total, figures=figures, refresh=True)
+        elif anew or now - self._said >= EVERY or done == total:
+            self._said = now
+            _, began, first = self._activity
             many = f"{done:,} of {total:,}" if total is not None else f"{done:,}"
             rest = ""
             if total is not None and first < done < total:
-                rest = f"about {left(now - began, done - first, total - first)} left"
+                left = (now - began) / (done - first) * (total - done)
+                rest = f"about {timedelta(seconds=round(left))} left"
             told = ", ".join(filter(None, (f"{many} {self._unit}".rstrip(), figures, rest)))
             self.say(f"{what}: {told}" if what else told)
 
-    def due(self) -> bool:
-        """True if a line is due, without a terminal."""
-        if self.silent or self.shown or time.monotonic() - self._said < EVERY:
-            return False
-        self._said = time.monotonic()
-        return True
-
     def say(self, line: str) -> None:
         """A line above the bar, or in its place."""
-        if not self.silent:
-            self.err.print(Text(line, style="dim" if self.shown else ""))
+        if not self._silent:
+            self._err.print(Text(line, style="dim" if self._shown else ""))
 
     def close(self) -> None:
         """Takes the bar away; more than once does no harm."""
@@ -100,9 +91,25 @@ class Bar:
         self.close()
 
 
-def left(seconds: float, done: float, total: float) -> timedelta:
-    """The remaining time, from the work done and the seconds it took."""
-    return timedelta(seconds=round(seconds / done * (total - done)))
+class Counter(Bar):
+    """Counts work whose speed is in tokens.
+
+    Args:
+        what: names the work. total: None where it is not known.
+    """
+
+    def __init__(self, what: str, unit: str, total: int | None = None) -> None:
+        super().__init__(unit, total)
+        self._what = what
+
+    @property
+    def seconds(self) -> float:
+        """Seconds so far."""
+        return time.monotonic() - self._began
+
+    def update(self, done: int, tokens: int, more: str = "") -> None:
+        """Shows what is done, and the speed of the tokens that this run has made."""
+        self.tell(self._what, done, figures=f"{tokens / max(1e-9, self.seconds):,.0f} tokens/s{more}")
 
 
 class Runs(Bar):
@@ -110,36 +117,38 @@ class Runs(Bar):
 
     def __init__(self, total: int) -> None:
         super().__init__("runs", total)
-        self._count, self._begun, self._started = total, 0, time.monotonic()
+        self._begun = 0
 
     def told(self, what: str) -> Callable[[str], None]:
         """A function to be called before each run with the contender's name."""
 
         def tick(name: str) -> None:
-            self.draw(f"{what}: {name}", self._begun, anew=False)
-            if self.due():
-                seconds = time.monotonic() - self._started
-                rest = f" about {left(seconds, self._begun, self._count)} left" if self._begun else ""
-                self.say(f"Run {self._begun + 1} of {self._count}, {what}: {name} ...{rest}")
+            self.tell("", self._begun, figures=f"{what}: {name}")
             self._begun += 1
 
         return tick
 
 
-class PrefillBar(Bar):
-    """A bar while a prompt of so many tokens is read."""
+class TrainingDisplay(Bar):
+    """Shows the steps of a training run."""
 
-    WHAT = "Reading the prompt"
+    _agreement = ""
 
-    def __init__(self, total: int) -> None:
-        super().__init__("tokens", total)
-        self._tokens, self._began = total, time.monotonic()
-        self.tell(self.WHAT, 0)
+    def step(self, report: Report) -> None:
+        """Shows a step's figures on the bar, and a line for every measurement."""
+        if report.agreement:
+            levels = range(1, max(report.agreement) + 1)
+            self._agreement = f", agreement {_percent([report.agreement.get(j) for j in levels])}"
+        if report.simulated is not None:
+            s = report.simulated
+            self.say(
+                f"step {report.step:,}: held out: agreement {_percent(s.agreement)}, simulated acceptance "
+                f"{s.chain:.2f} (chain) {s.tree:.2f} (tree) tokens a round"
+            )
+        figures = f"loss {report.loss:.3f}{self._agreement}, {report.tokens_per_second:,.0f} tokens/s"
+        self.tell("training", report.step, report.steps, figures)
 
-    def update(self, read: int) -> None:
-        """Shows how many tokens have been read; the last one takes the bar away."""
-        if read >= self._tokens:
-            self.close()
-        else:
-            speed = read / max(1e-9, time.monotonic() - self._began)
-            self.tell(self.WHAT, read, figures=f"{speed:,.0f} tokens/s")
+
+def _percent(shares: Sequence[float | None]) -> str:
+    """The shares in per cent; a dash for a level that a batch does not have."""
+    return " ".join("-" if share is None else f"{100 * share:.0f}" for share in shares) + " %"

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.text import Text
@@ -16,20 +15,14 @@ from longdraft.bench.tables import table as empty
 from longdraft.cli import console, measuring, options
 
 
-class Scale(str, Enum):
-    """``small``: minutes on two cores with the embedded model; ``paper``: the paper's lengths, budgets and prompts."""
-
-    small = "small"
-    paper = "paper"
-
-
 def reproduce(
     *,
     paper: Annotated[str | None, typer.Argument(help=f"One of {', '.join(PAPERS)}.")] = None,
     table: Annotated[str | None, typer.Argument(help="A table of it: 1, fig4, ...")] = None,
     scale: Annotated[
-        Scale, typer.Option(help="small: minutes on two cores; paper: the paper's lengths, budgets and prompts.")
-    ] = Scale.small,
+        Literal["small", "paper"],
+        typer.Option(help="small: minutes on two cores; paper: the paper's lengths, budgets and prompts."),
+    ] = "small",
     draft: Annotated[
         list[Path] | None,
         typer.Option(help="Draft folder or small model, one of a kind; repeatable.", show_default="those that ship"),
@@ -38,7 +31,7 @@ def reproduce(
         list[str] | None,
         typer.Option(
             "--data",
-            help="NAME=FILE, a data set of the table in a file (as of bench), or FILE for all of them; repeatable.",
+            help="NAME=FILE, a data set of the table in a file (as of bench); repeatable.",
             show_default="small: modules of Python's library; paper: the Hugging Face hub",
         ),
     ] = None,
@@ -69,12 +62,15 @@ def reproduce(
         _list(None if paper is None else paper_named(paper), output)
         return
     chosen = paper_named(paper)
-    scaled = Scaled(table_of(chosen, table), scale is Scale.small, max_tokens, limit, plan, wording.asked)
+    scaled = Scaled(table_of(chosen, table), scale == "small", max_tokens, limit, plan, wording.asked)
     output.check()
-    sources = Sources.parsed(data or [], scaled.small)
+    files = dict(each.partition("=")[::2] for each in data or [])
+    if not all(files.values()):
+        raise options.SettingError("--data takes NAME=FILE, such as gov_report=rows.jsonl.")
+    sources = Sources(files, scaled.small)
     with console.status() as status:
         loaded = loading.load(status)
-        plain = replace(loading, weights=options.WeightsKind.float32, arithmetic=None)
+        plain = replace(loading, weights="float32", arithmetic=None)
         unpacked = (lambda: plain.load(lambda message: None)) if is_stored(loaded.model) else None
         with options.settings_checked():
             made = prepare(chosen, scaled, loaded, loading.name, sources, draft or [], unpacked, status)

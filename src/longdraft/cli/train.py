@@ -19,7 +19,7 @@ from typer.core import TyperCommand, TyperGroup
 from longdraft.cli import console, options
 from longdraft.cli.cancel import Cancel, interruptible
 from longdraft.cli.method_options import trainings
-from longdraft.cli.training_display import TrainingDisplay
+from longdraft.cli.progress import TrainingDisplay
 from longdraft.errors import CapabilityError, ConfigError
 
 if TYPE_CHECKING:
@@ -64,10 +64,6 @@ class Trainers(_with_settings(_TITLE, _OF_EVERY_RUN, TyperGroup)):  # type: igno
         return [*trainings(), *super().list_commands(ctx)]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name == "mtp":
-            raise options.SettingError(
-                "train mtp: drafts around a model's own last layer are no longer trained; take eagle3 or lm."
-            )
         found = super().get_command(ctx, cmd_name)  # first, as it needs no catalogue
         summary = None if found else trainings().get(cmd_name)
         return found if summary is None else _command(cmd_name, summary)

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-from enum import Enum
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from longdraft.cli import console, method_options, options
 from longdraft.cli.cancel import Cancel
-from longdraft.cli.training_display import RowsDisplay
+from longdraft.cli.progress import Counter
 from longdraft.errors import CheckpointError
 
 if TYPE_CHECKING:
     from longdraft.training.answers import AnswerFile
     from longdraft.training.documents import Skipped
-
-
-class Kind(str, Enum):
-    """The kinds of rows that ``train data`` writes."""
-
-    answers = "answers"
-    tokens = "tokens"
 
 
 def data(
@@ -34,9 +26,9 @@ def data(
     ],
     out: Annotated[Path, typer.Option("--out", "-o", help="JSONL file to write, or to continue; for tokens a folder.")],
     kind: Annotated[
-        Kind,
+        Literal["answers", "tokens"],
         typer.Option(help="answers: a server's answers about passages of the text; tokens: the rows, encoded."),
-    ] = Kind.answers,
+    ] = "answers",
     url: Annotated[
         str | None,
         typer.Option(help="The OpenAI-compatible server that answers: longdraft serve, vLLM, SGLang, llama.cpp."),
@@ -69,7 +61,7 @@ def data(
         raise options.SettingError(f"--passage-tokens takes two numbers, as in 200,1500, not {passage_tokens!r}.")
     if not answer_temperatures or min(answer_temperatures) < 0:
         raise options.SettingError("--temperatures takes numbers from 0 on.")
-    folder = kind is Kind.tokens
+    folder = kind == "tokens"
     if folder and (out.is_file() or out.name.endswith(".jsonl")):
         raise options.SettingError(f"--out {out}: tokens are written to a folder; name one, as in text.tokens.")
     if (out.is_dir() and not folder) or not out.absolute().parent.is_dir():
@@ -93,7 +85,7 @@ def data(
         texts = _texts(files, skipped)
         asked = answers.asks(texts, (lengths[0], lengths[1]), per_passage, answer_temperatures, seed)
         file, total = answers.AnswerFile(out), rows or 1000
-        with Cancel(terminate=True) as cancel, RowsDisplay("answers", total) as display:
+        with Cancel(terminate=True) as cancel, Counter("answers", "rows", total) as display:
             answers.answer(
                 asked, file, url, api_key, target, rows=total, batch=batch, max_new_tokens=max_tokens, stop=cancel,
                 progress=lambda: display.update(file.rows, file.added),
@@ -117,7 +109,7 @@ def _encoded(files: list[Path], out: Path, target: str | None, rows: int | None,
     done = corpus.rows_done(out)
     encoded = documents.documents(files, tokenizer, skipped, weight_shape(model.get_output_embeddings())[0], done)
     left = islice(encoded, None if rows is None else max(0, rows - done))
-    with Cancel(terminate=True) as cancel, RowsDisplay("Encoding") as counter:
+    with Cancel(terminate=True) as cancel, Counter("Encoding", "rows") as counter:
         have = corpus.write(out, left, tokenizer, counter.update, cancel)
     _end_if(cancel, skipped)
     return have

@@ -6,34 +6,13 @@ May import: nothing but :mod:`longdraft.errors` and each other.
 
 from dataclasses import replace
 
-from longdraft.bench.papers import abstracts, longspec, specextend, specpv
+from longdraft.bench.papers import longspec, specextend, specpv
 from longdraft.bench.papers.table import Paper, Table
 from longdraft.errors import RequestError
 
 PAPERS: dict[str, Paper] = {
     paper.name: replace(paper, tables=tuple(replace(table, paper=paper.name) for table in paper.tables))
-    for paper in (
-        longspec.PAPER,
-        specextend.PAPER,
-        specpv.PAPER,
-        abstracts.MAGICDEC,
-        abstracts.TRIFORCE,
-        abstracts.TOKENSWIFT,
-        abstracts.EAGLE3,
-    )
-}
-
-_TRAIN = "train both drafts with `longdraft train longspec` (docs/reproduce.md), and give them to `longspec 1`"
-# Tables that there were. All but LongSpec's table 2 are plots in their papers.
-_GONE = {
-    "longspec 2": _TRAIN,
-    "longspec fig4": _TRAIN,
-    "specextend fig2": "`longdraft bench --profile` shows where a round's time goes",
-    "specextend fig3": "`longdraft bench acceptance --lengths` has accepted lengths by length",
-    "specpv fig1": "`longdraft bench --profile` shows where a round's time goes",
-    "specpv fig4": "`longdraft bench --offload disk` (on a GPU: host) keeps the KV elsewhere",
-    "specpv fig5": "`longdraft bench --methods specpv --data NAME=FILE` scores the answers of a model that thinks",
-    "specpv fig6": "`longdraft bench quality --margin 5,10,20,40,80` compares margins",
+    for paper in (longspec.PAPER, specextend.PAPER, specpv.PAPER)
 }
 
 
@@ -55,8 +34,6 @@ def table_of(paper: Paper, name: str) -> Table:
     for table in paper.tables:
         if table.name == wanted:
             return table
-    if advice := _GONE.get(f"{paper.name} {wanted}"):
-        raise RequestError(f"{paper.name} {wanted} is no table here any more: {advice}.")
     raise RequestError(
         f"{paper.name} has no table {name!r} here. Its tables: {', '.join(t.name for t in paper.tables)}."
     )

@@ -1,6 +1,8 @@
 """LongSpec: Yang et al. 2025, arXiv:2502.17421. Figures that exist as plots only have no numbers here."""
 
-from longdraft.bench.papers.table import Column, Kind, Line, Paper, Small, Table
+from dataclasses import replace
+
+from longdraft.bench.papers.table import Column, Line, Paper, Small, Table
 
 A100 = "one A100 80GB, float16"
 MODELS = "Vicuna 7B and 13B (V), LongChat 7B and 13B (LC), Llama-3.1-8B (L)"
@@ -22,7 +24,7 @@ FIVE = (
 TABLE_1 = Table(
     "1",
     "LongSpec beside plain decoding and MagicDec, T = 0; Figure 3 is the same at T = 1",
-    Kind.speed,
+    "speed",
     A100,
     MODELS,
     (VANILLA_HF, VANILLA_FA, MAGICDEC, LONGSPEC),
@@ -39,30 +41,26 @@ TABLE_1 = Table(
 )
 
 # Appendix F. All rows but EAGLE's are Table 1's.
-TABLE_3 = Table(
-    "3",
-    "EAGLE on long texts, beside plain decoding and LongSpec",
-    Kind.speed,
-    A100,
-    "Vicuna-7B (V), LongChat-7B (LC), Llama-3.1-8B (L)",
-    (
+TABLE_3 = replace(
+    TABLE_1,
+    name="3",
+    title="EAGLE on long texts, beside plain decoding and LongSpec",
+    models="Vicuna-7B (V), LongChat-7B (LC), Llama-3.1-8B (L)",
+    lines=(
         VANILLA_HF,
         VANILLA_FA,
         Line("EAGLE", "eagle3", note="EAGLE-3 in the place of EAGLE, which was trained with anchor-offset indices"),
         LONGSPEC,
     ),
-    FIVE,
-    ("accepted", "tokens_per_second"),
-    max_tokens=1024,
-    baseline="Vanilla FA",
-    small=Small(context=1536, prompts=1),
+    temperatures=(0.0,),
+    remarks=(),
 )
 
 # Appendix G. Its "verify time" is that of accepting and of the host, which is our "all else".
 TABLE_4 = Table(
     "4",
     "LongSpec on GovReport by the length of the prompt",
-    Kind.speed,
+    "speed",
     A100,
     "LongChat-7B (LC)",
     (LONGSPEC,),
@@ -86,7 +84,7 @@ TABLE_4 = Table(
 FIGURE_5 = Table(
     "fig5",
     "where a round's time goes: masked attention and hybrid tree attention",
-    Kind.speed,
+    "speed",
     A100,
     "not said",
     (
@@ -103,7 +101,7 @@ FIGURE_5 = Table(
 FIGURE_6 = Table(
     "fig6",
     "long reasoning: AIME24, 32K new tokens",
-    Kind.speed,
+    "speed",
     A100,
     "QwQ-32B",
     (VANILLA_FA, LONGSPEC),
@@ -117,7 +115,7 @@ FIGURE_6 = Table(
 FIGURE_7 = Table(
     "fig7",
     "throughput by batch size on RepoBench-P",
-    Kind.speed,
+    "speed",
     A100,
     "Vicuna-7B (V)",
     (Line("Vanilla", "ar"), MAGICDEC, LONGSPEC),

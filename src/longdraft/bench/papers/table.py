@@ -4,19 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from functools import cache, cached_property
 from importlib import resources
-from typing import Any
+from typing import Any, Literal
 
-
-class Kind(Enum):
-    """The way to fill a table: by the bench, by asking drafters for needles, or by ``bench quality``."""
-
-    speed = "speed"
-    needle = "needle"
-    quality = "quality"
-
+Kind = Literal["speed", "needle", "quality"]
+"""The way to fill a table: by the bench, by asking drafters for needles, or by ``bench quality``."""
 
 FIGURES = {
     "accepted": ("accepted length", "{:.2f}"),
@@ -151,7 +144,7 @@ class Table:
     def published(self) -> dict[Key, float]:
         """The figures of ``published.md``, and speed-ups from its tokens/s where the paper does not print them."""
         found = _published(f"{self.paper} {self.name}", self.figures)
-        if self.kind is Kind.speed and not any(figure == "speedup" for *_, figure in found):
+        if self.kind == "speed" and not any(figure == "speedup" for *_, figure in found):
             for model, line, column, figure in list(found):
                 base = found.get((model, self.baseline, column, "tokens_per_second"))
                 if figure == "tokens_per_second" and base is not None:
@@ -161,7 +154,7 @@ class Table:
     @property
     def shown(self) -> tuple[str, ...]:
         """Keys of the figures that are shown: the paper's, and the speed-up where it follows from them."""
-        speed = self.kind is Kind.speed and not self.profiled and self.figures != ("tokens_per_second",)
+        speed = self.kind == "speed" and not self.profiled and self.figures != ("tokens_per_second",)
         return tuple(dict.fromkeys((*self.figures, *(["speedup"] if speed else []))))
 
     def counted(self, accepted: float | None) -> float | None:

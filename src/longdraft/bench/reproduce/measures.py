@@ -79,7 +79,7 @@ def speed(
             if key not in held:
                 held.clear()
                 gc.collect()
-                held[key] = Bench(loaded, settings, (), progress, unpacked)
+                held[key] = Bench(loaded, settings, progress, unpacked)
                 held[key].wake(group[0])
             return asdict(held[key].measure(group, tick))
 
@@ -218,7 +218,7 @@ def needles(scaled: Scaled, loaded: LoadedModel, sources: Sources, drafts: Draft
             f"Haystacks have {tokens:,} tokens, and the model's context is {limit:,}: take --scale small."
         )
     length = min(tokens, asked.room)
-    if given := sources.file(column.data):
+    if given := sources.files.get(column.data):
         file, of = Path(given).expanduser(), ""
     elif sources.stand_ins:
         file, of = tasks.source(MODULES[0]), " of Python's library"
@@ -231,8 +231,7 @@ def needles(scaled: Scaled, loaded: LoadedModel, sources: Sources, drafts: Draft
         return {"tokens": asked.measure(haystack, tick), "context_tokens": len(haystack.tokens)}
 
     def figures(entry: Entry, own: Sequence[Record]) -> Figures:
-        # Files of earlier versions say of each token too whether it is the code's.
-        tokens = [Foreseen(*each[:2]) for unit in own for each in unit["tokens"][entry.name]]
+        tokens = [Foreseen(*each) for unit in own for each in unit["tokens"][entry.name]]
         shown = {"accuracy": accuracy(tokens), "perplexity": perplexity(tokens)}
         return shown, {
             "view": contender(entry.line.method, entry.options),
@@ -259,46 +258,28 @@ _KEYS = ("rouge_l_mean", "score", "view", "surprise", "mean_accepted_length", "t
 
 
 def likenesses(scaled: Scaled, loaded: LoadedModel, prompts: Prompts, drafts: Drafts) -> Plan:
-    """A table that ``bench quality`` fills: texts of partial verification beside those of full verification. Lines
-    whose options differ in more than a variant's are compared apart.
+    """A table that ``bench quality`` fills: texts of partial verification beside those of full verification.
 
     Raises:
         CapabilityError: the drafter's draft is missing, or rouge-score is not installed.
-        ContextError: no prompt is longer than a partial cache.
     """
     rouge_l()  # missing, it is missed before anything is measured
     table = scaled.table
-    comparisons: list[tuple[dict[str, Any], Variants]] = []  # common options, and the variants'
-    lines: list[tuple[Line, int, str, dict[str, Any]]] = []  # line, comparison, contender, options
+    names: dict[str, str] = {}
+    variants: Variants = {}
+    common: dict[str, Any] = {}
     for line in table.lines:
-        options = scaled.options(line, table.columns[0])
-        if line.method == FULL:
-            lines.append((line, 0, FULL, options))
-            continue
-        common = {name: x for name, x in options.items() if name not in VARIED}
-        if common not in (own for own, _ in comparisons):
-            comparisons.append((common, {}))
-        index = next(i for i, (own, _) in enumerate(comparisons) if own == common)
-        varied = {name: options.get(name, usual) for name, usual in VARIED.items()}
-        name = contender(METHOD, varied)
-        comparisons[index][1][name] = varied
-        lines.append((line, index, name, options))
-    texts = [len(prompt.tokens) + scaled.max_tokens for own in prompts.values() for prompt in own]
-    held: dict[int, Quality] = {}  # one at a time
-
-    def compared(index: int) -> Quality:
-        if index not in held:
-            held.clear()
-            gc.collect()
-            common, variants = comparisons[index]
-            own = with_draft(METHOD, common, drafts)
-            settings = QualitySettings(variants, scaled.max_tokens, ignore_eos=scaled.small, options=own)
-            held[index] = Quality(loaded, settings)
-            held[index].uncut(texts)
-        return held[index]
-
-    def measure(index: int, prompt: Prompt, tick: Tick) -> Record:
-        return compared(index).measure(prompt, tick)
+        own = scaled.options(line, table.columns[0])
+        common |= {name: own.pop(name) for name in ("drafter",) if name in own}
+        names[line.name] = FULL if line.method == FULL else contender(METHOD, own := {**VARIED, **own})
+        variants |= {} if line.method == FULL else {names[line.name]: own}
+    options = with_draft(METHOD, common, drafts)
+    quality = Quality(loaded, QualitySettings(variants, scaled.max_tokens, scaled.small, options=options))
+    notes = quality.uncut([len(prompt.tokens) + scaled.max_tokens for own in prompts.values() for prompt in own])
+    units = {
+        column.name: {f"{column.name}, prompt {i}": each for i, each in enumerate(prompts[column.name], 1)}
+        for column in table.columns
+    }
 
     def figures(entry: Entry, own: Sequence[Record]) -> Figures:
         found = figures_of_texts([unit["runs"][entry.name] for unit in own])
@@ -316,19 +297,13 @@ def likenesses(scaled: Scaled, loaded: LoadedModel, prompts: Prompts, drafts: Dr
             **{key: found[key] for key in _KEYS},
         }
 
-    def texts_of(index: int, column: Column) -> dict[str, Prompt]:
-        """The prompts of a column, by unit."""
-        of = f"comparison {index + 1}"
-        return {f"{column.name}, prompt {i}, {of}": each for i, each in enumerate(prompts[column.name], 1)}
-
-    compared(0)  # what is missing is missed before anything is measured
-    units = {
-        name: Unit(2 + len(variants), partial(measure, index, prompt))
-        for (index, (_, variants)), column in product(enumerate(comparisons), table.columns)
-        for name, prompt in texts_of(index, column).items()
-    }
     entries = [
-        Entry(line, column, name, options, list(texts_of(index, column)))
-        for column, (line, index, name, options) in product(table.columns, lines)
+        Entry(line, column, names[line.name], scaled.options(line, column), list(units[column.name]))
+        for column, line in product(table.columns, table.lines)
     ]
-    return Plan(units, entries, figures)
+    measured = {
+        name: Unit(len(quality.names), partial(quality.measure, prompt))
+        for own in units.values()
+        for name, prompt in own.items()
+    }
+    return Plan(measured, entries, figures, notes)

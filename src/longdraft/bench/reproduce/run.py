@@ -13,7 +13,7 @@ from rich.text import Text
 
 from longdraft.bench.acceptance import called
 from longdraft.bench.experiment import Record
-from longdraft.bench.papers.table import FIGURES, Column, Kind, Paper, Table
+from longdraft.bench.papers.table import FIGURES, Column, Paper, Table
 from longdraft.bench.prompts import Prompt
 from longdraft.bench.records import fingerprint
 from longdraft.bench.reproduce import measures
@@ -76,7 +76,7 @@ class Reproduction:
         name = f"{own.heading} of {self.paper.name}"
         remarks = [f"All rows: {'; '.join(differs)}.", *_remarks(rows), *own.remarks, *self.plan.notes]
         tables = list(_tables(name, own, rows))
-        return Report(document, tables, list(map(Text, remarks)), _definitions(own), name=name)
+        return Report(document, tables, list(map(Text, remarks)), _definitions(own))
 
 
 def prepare(
@@ -98,7 +98,7 @@ def prepare(
     """
     by_kind, own = drafts_by_kind(drafts), scaled.table
     prompts: dict[str, list[Prompt]] = {}
-    if own.kind is Kind.needle:
+    if own.kind == "needle":
         plan = measures.needles(scaled, loaded, sources, by_kind)
     else:
         differs: dict[str, list[str]] = {}
@@ -111,7 +111,7 @@ def prepare(
                 progress(f"Encoding {column.name}")
                 seen[key] = prompts_of(column, scaled, sources, loaded, rows[column.data])
             prompts[column.name], differs[column.name] = seen[key]
-        if own.kind is Kind.quality:
+        if own.kind == "quality":
             plan = measures.likenesses(scaled, loaded, prompts, by_kind)
         else:
             plan = measures.speed(scaled, loaded, prompts, by_kind, unpacked, progress)
@@ -140,7 +140,7 @@ def _definitions(own: Table) -> list[str]:
     if "accepted" in own.figures:
         counted = "counts" if own.bonus else "does not count"
         found.append(f"accepted length: the paper {counted} the bonus token, and ours is shown as the paper counts.")
-    if own.kind is Kind.speed and not own.profiled:
+    if own.kind == "speed" and not own.profiled:
         over = own.baseline if own.baseline != "hf-eager" else "transformers' generate with eager attention"
         prefill = "with the prompt's reading" if own.prefill else "without the prompt's reading"
         found.append(f"tokens/s and speed-ups: {prefill}; speed-ups are over {over}.")
@@ -182,7 +182,7 @@ def _beside(columns: Sequence[Column]) -> Iterator[Sequence[Column]]:
 
 
 def _remarks(rows: Sequence[Row]) -> list[str]:
-    """Differences from the paper in single lines or columns, and what methods see of a text."""
+    """Differences from the paper in single lines or columns."""
     found = []
     every = {row["line"] for row in rows}
     for text in dict.fromkeys(text for row in rows for text in row["differs"]):
@@ -190,11 +190,4 @@ def _remarks(rows: Sequence[Row]) -> list[str]:
         lines, columns = (list(dict.fromkeys(row[key] for row in own)) for key in ("line", "column"))
         where = lines if set(lines) != every else columns if len(columns) < 4 else ["all columns"]
         found.append(f"{', '.join(where)}: {text}.")
-    views: dict[str, dict[str, None]] = {}
-    for row in rows:
-        if row.get("view"):
-            views.setdefault(row["line"], {})[row["view"]] = None
-    if views:
-        seen = (f"{line}: {', '.join(own) if len(own) < 4 else 'see --json'}" for line, own in views.items())
-        found.append(f"Rows that are seen of a longer text (docs/figures.md): {'; '.join(seen)}.")
     return found

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from longdraft.bench.experiment import Unit
-from longdraft.bench.needle import NAMED, SMALL
 from longdraft.bench.papers.table import IN_ROWS, Column, Line, Table
 from longdraft.bench.settings import written
 from longdraft.drafts.kinds import KINDS, kind_of
@@ -156,16 +155,10 @@ def drafts_by_kind(folders: Sequence[Path]) -> dict[str, Path]:
     """Draft folders and files by the kind of draft that they hold.
 
     Raises:
-        CheckpointError: no draft. ValueError: two of one kind.
+        CheckpointError: no draft.
     """
-    found: dict[str, Path] = {}
-    for folder in folders:
-        # What is no folder or file may be a model's name on the hub.
-        kind = kind_of(folder).name if folder.exists() else SMALL["full"][0]
-        if kind in found:
-            raise ValueError(f"{folder} and {found[kind]} are both drafts for {kind}: give one")
-        found[kind] = folder
-    return found
+    # What is no folder or file may be a model's name on the hub.
+    return {kind_of(folder).name if folder.exists() else "small-lm": folder for folder in folders}
 
 
 def with_draft(method: str, options: Mapping[str, Any], drafts: Mapping[str, Path]) -> dict[str, Any]:
@@ -180,10 +173,9 @@ def with_draft(method: str, options: Mapping[str, Any], drafts: Mapping[str, Pat
 
 def lacking(method: str, options: Mapping[str, Any], runner: TargetRunner) -> str | None:
     """Why a method cannot run on a target: a missing draft, or sizes that it was not trained for; None if it can."""
-    if method not in METHODS:
-        return None
     try:
-        recipe_for(*resolve(method, options), runner)
+        if method in METHODS:
+            recipe_for(*resolve(method, options), runner)
     except (LongdraftError, ValueError) as error:
         return str(error)
     return None
@@ -193,9 +185,8 @@ def needs(table: Table) -> str:
     """Drafts by kind and data sets that a table needs, in a few words."""
     kinds: dict[str, None] = {}
     for line in table.lines:
-        method, _ = NAMED.get(line.method, (line.method, {}))
-        if method in METHODS:
-            known = METHODS[method]
+        if line.method in METHODS:
+            known = METHODS[line.method]
             kind = known.draft_kind if known.needs_draft else line.options.get("drafter")
             if kind in KINDS:
                 kinds[kind] = None

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from longdraft.bench import data, tasks
@@ -39,42 +39,12 @@ class Sources:
     """Where rows come from.
 
     Attributes:
-        named: files by data set. every: a file for all other data sets; empty: none.
+        files: by data set.
         stand_ins: take modules of Python's library where no file is given; else the Hugging Face hub is asked.
     """
 
-    named: dict[str, str] = field(default_factory=dict)
-    every: str = ""
-    stand_ins: bool = True
-
-    @classmethod
-    def parsed(cls, given: Sequence[str], stand_ins: bool) -> Sources:
-        """From ``NAME=FILE`` and ``FILE``.
-
-        Raises:
-            PromptError: two files without a name.
-        """
-        named: dict[str, str] = {}
-        every = ""
-        for each in given:
-            name, equals, file = each.partition("=")
-            if equals:
-                named[name] = file
-            elif every:
-                raise PromptError(f"{every} and {each} are both for all data sets: name them, as in gov_report={each}.")
-            else:
-                every = each
-        return cls(named, every, stand_ins)
-
-    def file(self, dataset: str) -> str:
-        """The file of a data set; empty: none was given."""
-        return self.named.get(dataset, self.every)
-
-    def instead(self, dataset: str) -> str:
-        """Names the text that stands in for a data set; empty: none does."""
-        if file := self.file(dataset):
-            return "" if dataset in self.named else f"the text is {Path(file).name}, not {dataset}"
-        return f"modules of Python's library in the place of {dataset}" if self.stand_ins else ""
+    files: Mapping[str, str]
+    stand_ins: bool
 
     def rows(self, dataset: str, count: int | None) -> list[Sample]:
         """Rows of a data set, more than are wanted, since some may be too short.
@@ -84,8 +54,7 @@ class Sources:
             CapabilityError: the hub cannot be reached; says which file to give.
         """
         limit = None if count is None else _SPARE * count
-        file = self.file(dataset)
-        if not file:
+        if (file := self.files.get(dataset)) is None:
             return stand_ins(dataset) if self.stand_ins else tasks.read([dataset], limit)
         try:
             found = tasks.read([f"{dataset}={file}"], limit)
@@ -120,7 +89,8 @@ def prompts_of(
             f"context is {room + scaled.max_tokens:,}: stretch it with --rope-factor, or take --scale small."
         )
     wanted = None if scaled.prompts is None else max(scaled.prompts, column.batch)
-    differs = [note for note in (sources.instead(column.data),) if note]
+    instead = sources.stand_ins and column.data not in sources.files
+    differs = [f"modules of Python's library in the place of {column.data}"] if instead else []
     if length is None:
         chosen = [Prompt(s, tuple(fitted(s, loaded.tokenizer, room, **scaled.asked))) for s in rows[:wanted]]
         return chosen, differs
@@ -129,9 +99,9 @@ def prompts_of(
         length = room
     # A text is encoded whole, so no more of them than are needed.
     few = rows if wanted is None else rows[: _SPARE * wanted]
-    found, notes = texts(few[:wanted], length, room, loaded.tokenizer, Short.leave, **scaled.asked)
+    found, notes = texts(few[:wanted], length, room, loaded.tokenizer, "leave", **scaled.asked)
     if wanted is not None and len(found) < wanted:
-        short = Short.join if scaled.small else Short.leave
+        short: Short = "join" if scaled.small else "leave"
         found, notes = texts(few, length, room, loaded.tokenizer, short, **scaled.asked)
     if not found:
         raise PromptError(f"{column.name}: {' '.join(notes)} Give longer ones with --data {column.data}=FILE.")
