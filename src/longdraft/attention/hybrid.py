@@ -119,15 +119,6 @@ def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Blo
     return attend_at(q, keys, values, _places(block, keys, 0), scale)
 
 
-def attend_prefix(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Block, scale: float
-) -> torch.Tensor:
-    """Same contract as :data:`longdraft.attention.prefix.PrefixAttend`."""
-    nothing = torch.zeros(block.batch, block.size, 0, dtype=torch.bool, device=q.device)
-    places = Places.of(keys, block.slots_t, block.lengths_t, max(block.lengths), nothing, filled=True)
-    return attend_at(q, keys, values, places, scale)
-
-
 def attend_at(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, places: Places, scale: float) -> torch.Tensor:
     """Every row attends to its sequence's whole prefix and to the tree rows that it may see: q -> (B, Hq, T, d)."""
     o, lse = _prefix(q, keys, values, places, scale)
@@ -150,8 +141,10 @@ def _places(block: Block, keys: torch.Tensor, seen: int) -> Places:
             mask = torch.zeros(block.batch, block.size, 0, dtype=torch.bool, device=keys.device)
         elif mask is None:
             mask = block.block_mask(0, keys.device).expand(block.batch, -1, -1)
-        filled = seen > 0 or (not block.captured and min(block.lengths, default=1) > 0)
-        lengths, bound = block.lengths_t + seen, max(block.lengths, default=0) + seen
+        # Prefix attention, of which nothing lies behind the prefix, is to texts with rows.
+        filled = seen > 0 or not block.width or (not block.captured and min(block.lengths, default=1) > 0)
+        lengths = block.lengths_t + seen if seen else block.lengths_t
+        bound = max(block.lengths, default=0) + seen
         block.derived[key] = Places.of(keys, block.slots_t, lengths, bound, mask, filled=filled)
     places: Places = block.derived[key]
     return places

@@ -23,10 +23,7 @@ def parse(option: str | None) -> Offload:
         return None
     name, colon, count = str(option).partition(":")
     if name != "host":
-        raise RequestError(
-            f"offload takes host or host:N, got {str(option)!r}; KV is not kept in files any more: kv_dtype='int8' "
-            "takes a quarter of float32's memory."
-        )
+        raise RequestError(f"offload takes host or host:N, got {str(option)!r}.")
     if colon and not count.isdecimal():
         raise RequestError(f"offload=host:N keeps N layers on the GPU, a whole number, got {option!r}")
     return str(option)

@@ -6,7 +6,6 @@ torch's plain product reads a matrix badly for a few rows. Our own kernel reads 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -17,16 +16,6 @@ from longdraft.native.structures import Weights
 
 # Number of rows up to which our kernel is faster; more are bound by arithmetic, which torch's product does as well.
 MOST = 128
-# The same for bfloat16 and float16 if the machine has instructions that multiply them.
-MOST_HALVES = 8
-
-
-@cache
-def _most_halves() -> int:
-    """Number of rows of bfloat16 or float16 up to which our kernel is faster here."""
-    # These functions are private: older versions of torch may lack them.
-    checks = (getattr(torch.cpu, f"_is_{name}_supported", None) for name in ("avx512_bf16", "amx_tile"))
-    return MOST_HALVES if any(check is not None and check() for check in checks) else MOST
 
 
 def few_rows(weight: torch.Tensor | Stored, bias: torch.Tensor | None = None) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -39,10 +28,9 @@ def few_rows(weight: torch.Tensor | Stored, bias: torch.Tensor | None = None) ->
         own = kernels()
         assert own is not None
         return lambda x: own.linear(x, [(weight, bias)])[0]
-    most = _most_halves() if in_halves(weight) else MOST
 
     def product(x: torch.Tensor) -> torch.Tensor:
-        found = by_kernel(x, weight, bias) if x.numel() <= most * x.shape[-1] else None
+        found = by_kernel(x, weight, bias) if x.numel() <= MOST * x.shape[-1] else None
         return F.linear(x, weight, bias) if found is None else found
 
     return product

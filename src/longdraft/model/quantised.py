@@ -154,7 +154,7 @@ def _all_tried(model: nn.Module) -> Iterator[tuple[nn.Module, tuple[int, ...]]]:
         like = (type(module), type(getattr(module, "weight", None)), module.in_features, module.out_features)
         if like in known:
             with torch.no_grad():  # it may do something once, such as packing its weights in another way
-                module.forward(_made_up(model, module, 1)[None])
+                module.forward(made_up(model, module, 1)[None])
         yield module, known[like] if like in known else known.setdefault(like, _try(model, name, module))
 
 
@@ -170,7 +170,7 @@ def _made_up_product(module: nn.Module) -> Callable[..., torch.Tensor]:
     return product
 
 
-def _made_up(model: nn.Module, module: nn.Module, count: int) -> torch.Tensor:
+def made_up(model: nn.Module, module: nn.Module, count: int) -> torch.Tensor:
     """Rows (count, in) for a layer, in the model's dtype."""
     device = next((t.device for t in [*module.parameters(), *module.buffers()]), torch.device("cpu"))
     size = int(module.in_features)  # type: ignore[arg-type]
@@ -180,7 +180,7 @@ def _made_up(model: nn.Module, module: nn.Module, count: int) -> torch.Tensor:
 
 def _try(model: nn.Module, name: str, module: nn.Module) -> tuple[int, ...]:
     """Sizes of blocks that give the same bits; (1,) if only rows one by one do, empty if any number of rows does."""
-    rows = _made_up(model, module, LARGER[-1])
+    rows = made_up(model, module, LARGER[-1])
 
     def compute(x: torch.Tensor) -> torch.Tensor:
         # module.forward, so that the user's hooks do not see made-up rows.

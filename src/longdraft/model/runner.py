@@ -86,9 +86,9 @@ class TargetRunner:
         self.device: torch.device = model.device
         self.clock: Clock | None = None
         self.attention_path, self.attend = dispatch.resolve(self.device, self.kv_shape.dtype, self.kv_shape.head_dim)
-        attend = prefix.PATHS[self.attention_path]
         if self.device.type == "cuda":
-            self.attend, attend = or_scaled(self.attend), or_scaled(attend)
+            self.attend = or_scaled(self.attend)
+        attend = prefix.before(self.attend)
         self.prefix_attend: prefix.PrefixAttend = attend if self.share is None else self.share.attending(attend)
         self.arithmetic = stored.arithmetic_of(model)
         # Int8 arithmetic keeps keys and values in 16 bits.

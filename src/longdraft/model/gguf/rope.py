@@ -63,8 +63,6 @@ def _named(header: Header, context: int) -> dict[str, Any]:
         return header(f"rope.scaling.{name}")
 
     kind, factor = value("type"), value("factor")
-    if factor is None:
-        factor = header("rope.scale_linear")  # its name in files of 2023
     # llama.cpp reads a factor without a kind as linear, and a factor of 0 as none.
     kind = "linear" if kind is None else str(kind)
     if kind == "none" or (kind == "linear" and factor in (None, 0, 1)):
