@@ -172,7 +172,8 @@ def test_a_model_with_windows_drafts_for_itself_in_one_call():
     wanted = forward(runner, [[5, 6, 7, 8]], store, [0], mask=TREE[None], depths=[DEPTHS]).logits
     for depth, nodes in enumerate(([0], [1, 2], [3])):
         tokens, ancestors = torch.tensor([[5 + i for i in nodes]]), TREE[None, nodes, : nodes[-1] + 1]
-        found, places = whole.nodes(store, [1], tokens, [30 + depth], ancestors, 97)
+        shape = {"depths": [[depth] * len(nodes)], "mask": ancestors, "offset": nodes[0]}
+        found, places = whole.likeliest(store.block([1], tokens, **shape), store, 97)
         for row, node in enumerate(nodes):
             log_probs = wanted[0, node].log_softmax(-1)
             torch.testing.assert_close(found[0, row], log_probs[places[0, row]], rtol=1e-4, atol=1e-4)
