@@ -124,6 +124,12 @@ def running() -> Hosted | None:
     return found if isinstance(found, Hosted) else None
 
 
+def decoding() -> bool:
+    """True while this thread computes rows whose bits must not depend on the rows beside them: see ``Block.prompt``."""
+    hosted = running()
+    return hosted is not None and not hosted.block.prompt
+
+
 def recording() -> Recording | None:
     """The forward that this thread is recording; None where it records none."""
     found = _running.get()

@@ -72,11 +72,10 @@ class Twin:
             self._try(model)
         self.layout = layout_of(self.model)
         # While text is decoded, a row's bits must not depend on the rows beside it.
-        quantised.install(self.model, lambda: not self._reading)
-        experts.install(self.model, lambda: not self._reading)
+        quantised.install(self.model)
+        experts.install(self.model)
         self._by_row = kernels() is not None and self.model.device.type == "cpu"
         self._tapped: set[int] = set()
-        self._reading = False
         self._place = place_of(model)
 
     def _try(self, model: PreTrainedModel) -> None:
@@ -99,11 +98,10 @@ class Twin:
         for layer in hosted.hidden_layers - self._tapped:
             hosting.tap(self.model, layer)
             self._tapped.add(layer)
-        self._reading = hosted.block.prompt
         run = self.model if head else hosting.decoder_of(self.model)
         own = bool(self.layout.own)
         # While text is decoded, one kind of product computes any number of rows: see Block.prompt.
-        with RowExact(products=not own) if self._by_row and not self._reading else nullcontext():
+        with RowExact(products=not own) if self._by_row and not hosted.block.prompt else nullcontext():
             return (own_code.run if own else hosting.run)(run, hosted, **more)
 
 
