@@ -9,14 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 import longdraft
 from longdraft import load
 from longdraft.errors import CapabilityError, CheckpointError, NumericalError
 from longdraft.folders import cache_folder
 from longdraft.model.chat import chat_prompt
-from longdraft.model.checkpoints import quiet
 from longdraft.model.runner import TargetRunner
 from longdraft.native.stored import FORMATS
 from tests.support.gguf_files import ids, write_gguf
@@ -30,14 +28,6 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("gguf") / "Small.gguf"
     write_gguf(file)
     return file
-
-
-def test_they_are_those_that_transformers_reads(small):
-    with quiet():
-        theirs = AutoModelForCausalLM.from_pretrained(small.parent, gguf_file=small.name, dtype=torch.float32)
-    own = load(small, device="cpu", arithmetic="float32").model
-    assert all(torch.equal(t, own.state_dict()[n]) for n, t in theirs.state_dict().items())
-    assert all(getattr(own.config, n) == getattr(theirs.config, n) for n in ("rope_parameters", "eos_token_id"))
 
 
 def test_moved_cast_copied_and_not_saved(small, tmp_path):
@@ -102,13 +92,6 @@ def test_blocks_that_are_not_served_are_named(kind, tmp_path):
     model = load(file, device="cpu", progress=said.append).model
     assert kind in said[-1] and torch.isfinite(model(ids()).logits).all()
     assert all(torch.equal(t, expected[n]) for n, t in model.state_dict().items())
-
-
-def test_another_dtype_and_a_longer_context(small):
-    said: list[str] = []
-    loaded = load(small, dtype="bfloat16", device="cpu", rope_factor=4, progress=said.append)
-    assert loaded.model.dtype is torch.bfloat16 and loaded.model.config.rope_parameters["factor"] == 4.0
-    assert len(said) == 1 and "Small.gguf" in said[0]
 
 
 def test_without_kernels_weights_are_unpacked_at_the_start(small, monkeypatch):

@@ -32,7 +32,6 @@ SCALED = {
     ),
     "linear": ({"scaling.type": "linear", "scaling.factor": 2.5}, {"rope_type": "linear", "factor": 2.5}),
     "a factor alone": ({"scaling.factor": 2.5}, {"rope_type": "linear", "factor": 2.5}),
-    "before scaling had a name": ({"scale_linear": 4.0}, {"rope_type": "linear", "factor": 4.0}),
 }  # fmt: skip
 TEXT = (torch.arange(300) * 7 % 61 + 1)[None]
 

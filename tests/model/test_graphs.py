@@ -151,20 +151,6 @@ def test_a_capturable_path_reads_nothing_of_the_hosts_numbers(monkeypatch):
         assert (target.recorder.captures, target.recorder.replays) == (1, 2)
 
 
-def test_a_replay_writes_behind_the_prefix_of_its_slots_alone():
-    target = Target(slots=3)
-    target.read(20, 11, 30)
-    store = target.stores[0]
-    target.forward([2, 0], [tree_of(5, 3)] * 2)  # recorded with other slots
-    before = store.keys.clone(), store.values.clone()
-    target.forward([1, 0], [tree_of(6, 4)] * 2)
-    for old, new in zip(before, (store.keys, store.values), strict=True):
-        same = (old == new) | (old.isnan() & new.isnan())
-        for slot, n in ((0, 20), (1, 11)):
-            same[:, slot, :, n : n + 8] = True  # the padded block's rows
-        assert same.all()
-
-
 def test_results_are_the_callers_own():
     target = Target()
     target.read(20)
@@ -305,21 +291,6 @@ def test_attention_is_split_by_the_text_and_not_by_the_capacity(monkeypatch):
             assert recorder.captures == captures and all(length <= bound < 2 * length for bound in bounds)
 
 
-@pytest.mark.parametrize("method", ["longspec", slow("eagle3")])
-def test_so_is_a_drafts(method, tmp_path, there):
-    specs = Specs(tmp_path, torch.bfloat16)
-    options = specs.options(method)
-    moved(specs.model)
-    spec = Speculator(method, target=specs.model, plan="fixed", **options)
-    spec.runner().graphs = Graphs(StandIn(there), uses=0, shortest=16)
-    session = spec.session(1, context=3000)
-    session.add(Request(text(50, 1), max_new_tokens=12, eos_token_ids=[]))
-    torch_kernels.calls.clear()
-    while session.busy:
-        session.step()
-    assert torch_kernels.calls and all(call[3] <= 128 for call in torch_kernels.calls)
-
-
 def test_graphs_are_recorded_before_the_first_request(there, tmp_path):
     specs = Specs(tmp_path, torch.float32)
     moved(specs.model)
@@ -369,19 +340,6 @@ def test_prefills_and_stores_outside_the_device_are_computed_without():
     forward(target.runner, [text(97, 0)], target.stores[0], [0])  # larger than any tree
     forward(target.runner, [[1, 2]], HostStore(target.runner.kv_shape, 1, 64, "cpu", side=LazySide()), [0])
     assert target.recorder.captures == 0
-
-
-def test_tokens_of_a_chain_behind_others_are_recorded_by_their_place_and_wider_levels_not():
-    target = Target(slots=2)
-    target.read(10, 3)
-    for slot in (0, 1):
-        for place, token in enumerate((1, 2, 3)):
-            pairs = zip((target.runner, target.plain), target.stores, strict=True)
-            got, expected = (forward(r, [[token]], store, [slot], offset=place) for r, store in pairs)
-            torch.testing.assert_close(got.logits, expected.logits, **CLOSE)
-    assert (target.recorder.captures, target.recorder.replays) == (3, 6)
-    forward(target.runner, [[3, 4]], target.stores[0], [0], offset=2)
-    assert target.recorder.captures == 3
 
 
 class Failing(StandIn):

@@ -119,13 +119,6 @@ def test_last_gives_the_last_rows_logits_and_none_gives_none(start):
     torch.testing.assert_close(last[:, 0], every[:, -1], **CLOSE)
 
 
-@pytest.mark.parametrize(("size", "offset"), [(61, 0), (2, 59)])
-def test_a_block_that_does_not_fit_the_store_is_refused_before_it_is_computed(size, offset):
-    runner, store = hosted(tiny_model(), text(6))
-    with pytest.raises(ValueError, match="61 more exceed the capacity 66"):
-        forward(runner, [[1] * size], store, [0], offset=offset)
-
-
 @every_family
 def test_taps_and_rows_are_the_models_own(family):
     """Hidden states; queries after RoPE; keys and values as in the model's own cache."""
@@ -153,10 +146,3 @@ def test_taps_and_rows_are_the_models_own(family):
     for layer in range(3):
         torch.testing.assert_close(store.keys[layer, 1, :, :30], cache.layers[layer].keys[0], **CLOSE)
         torch.testing.assert_close(store.values[layer, 1, :, :30], cache.layers[layer].values[0], **CLOSE)
-
-
-@pytest.mark.parametrize(("ids", "expected"), [(None, set()), (7, {7}), ([7, 9], {7, 9})])
-def test_the_end_of_sequence_ids_are_those_of_the_generation_config(ids, expected):
-    model = tiny_model()
-    model.generation_config.eos_token_id = ids
-    assert TargetRunner(model).eos_token_ids == expected

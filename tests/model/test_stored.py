@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from longdraft import load
 from longdraft.errors import CapabilityError
-from longdraft.model.few_rows import MOST, quicken
+from longdraft.model.few_rows import quicken
 from longdraft.model.runner import TargetRunner
 from longdraft.model.stored import StoredEmbedding, StoredLinear, in_floats, is_woven
 from tests.native.levels import needs_kernels
@@ -84,18 +84,6 @@ def test_a_layer_in_halves_is_computed_in_its_own_dtype_and_rounded_once(dtype, 
     torch.testing.assert_close(found.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-3)
     # A row is the same whatever stands beside it.
     assert torch.equal(torch.cat([layer(row[None]) for row in x]), found)
-
-
-@needs_kernels
-@pytest.mark.parametrize(("rows", "ours"), [(MOST, True), (MOST + 1, False)])
-@torch.no_grad()
-def test_few_rows_are_our_kernels_and_more_are_torchs(rows, ours):
-    layer, x = nn.Linear(80, 24), torch.randn(1, rows, 80)
-    expected = layer(x)
-    quicken(layer)
-    found = layer(x)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    assert torch.equal(found, expected) is not ours
 
 
 @needs_kernels
