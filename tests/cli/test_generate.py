@@ -11,7 +11,7 @@ import pytest
 from longdraft import Generation, Speculator
 from longdraft.engine.streaming import TextStream
 from longdraft.errors import NumericalError
-from longdraft.memory.host_store import HostStore
+from longdraft.memory.offload import HostStore
 
 KEYS = [
     "text", "token_ids", "prompt_tokens", "new_tokens", "method", "exact", "finish_reason", "prefill_seconds",

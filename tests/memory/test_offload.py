@@ -11,7 +11,7 @@ from longdraft import PromptCache, Speculator
 from longdraft.attention.block import Block
 from longdraft.errors import CapabilityError, RequestError
 from longdraft.memory import offload
-from longdraft.memory.host_store import HostStore
+from longdraft.memory.offload import HostStore
 from longdraft.memory.store import KVShape, KVStore
 from longdraft.model.runner import TargetRunner
 from tests.support.lazy_side import LazySide

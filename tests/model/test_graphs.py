@@ -16,7 +16,7 @@ from longdraft.attention import hybrid
 from longdraft.attention.block import Block
 from longdraft.attention.reference import partial_attention
 from longdraft.errors import MemoryBudgetError
-from longdraft.memory.host_store import HostStore
+from longdraft.memory.offload import HostStore
 from longdraft.model.gpu import graphs
 from longdraft.model.gpu.graphs import BUCKETS, Graphs, batches, padded, unavailable
 from longdraft.model.outputs import NO_TAPS, Taps

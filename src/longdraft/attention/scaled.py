@@ -45,8 +45,4 @@ def unpack_rows(
     return (own * factors[..., None]).to(dtype)
 
 
-fusing.define(
-    "unpack_rows(Tensor numbers, Tensor scales, Tensor slots, int rows, ScalarType dtype) -> Tensor",
-    unpack_rows,
-    "longdraft.attention.scaled_kernel",
-)
+fusing.define(unpack_rows, "longdraft.attention.scaled_kernel")

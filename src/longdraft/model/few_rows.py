@@ -5,7 +5,7 @@ torch's plain product reads a matrix badly for a few rows. Our own kernel reads 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +18,8 @@ from longdraft.native.structures import Weights
 MOST = 128
 
 
-def few_rows(weight: torch.Tensor | Stored, bias: torch.Tensor | None = None) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A function that multiplies x (..., in) with one matrix (out, in), as ``F.linear``.
+def few_rows(x: torch.Tensor, weight: torch.Tensor | Stored, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x (..., in) times a matrix (out, in), as ``F.linear``.
 
     Args:
         weight: it may be stored if there are kernels.
@@ -27,13 +27,9 @@ def few_rows(weight: torch.Tensor | Stored, bias: torch.Tensor | None = None) ->
     if isinstance(weight, Stored):
         own = kernels()
         assert own is not None
-        return lambda x: own.linear(x, [(weight, bias)])[0]
-
-    def product(x: torch.Tensor) -> torch.Tensor:
-        found = by_kernel(x, weight, bias) if x.numel() <= MOST * x.shape[-1] else None
-        return F.linear(x, weight, bias) if found is None else found
-
-    return product
+        return own.linear(x, [(weight, bias)])[0]
+    found = by_kernel(x, weight, bias) if x.numel() <= MOST * x.shape[-1] else None
+    return F.linear(x, weight, bias) if found is None else found
 
 
 def by_kernel(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
@@ -52,7 +48,7 @@ def quicken(module: nn.Module) -> None:
     for layer in module.modules():
         if type(layer) is nn.Linear and weights_of(layer) is not None:
             bias = None if layer.bias is None else layer.bias.detach()
-            vars(layer)["forward"] = few_rows(layer.weight.detach(), bias)
+            vars(layer)["forward"] = partial(few_rows, weight=layer.weight.detach(), bias=bias)
 
 
 def weights_of(layer: nn.Module) -> Weights | None:
