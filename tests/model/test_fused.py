@@ -9,9 +9,8 @@ from longdraft import load
 from longdraft.memory import sizes
 from longdraft.memory.windows import WindowStates
 from longdraft.model.runner import TargetRunner
-from longdraft.model.whole_lm import WholeLM
 from tests.native.levels import needs_kernels
-from tests.support.forward_outputs import DEPTHS, TREE, outputs
+from tests.support.forward_outputs import outputs
 from tests.support.forwards import forward
 from tests.support.gguf_files import write_gguf
 from tests.support.recurrent_models import recurrent_model
@@ -108,26 +107,6 @@ def test_bits_do_not_depend_on_when_the_rows_of_windows_were_moved():
         assert torch.equal(one, other)
         for slot in (0, 1):
             store.commit(slot, [0])
-
-
-def test_a_model_with_windows_drafts_for_itself_in_one_call():
-    """As its forwards do, with the weights that a draft has."""
-    runner = TargetRunner(window_model())
-    whole = WholeLM.of(runner)
-    assert whole is not None
-    runner.twin.fused.stack = runner.twin.fused.draft_stack  # forwards with the draft's weights
-    store = runner.new_store(2, 100)
-    for slot in (0, 1):
-        forward(runner, [list(range(30))], store, [slot], logits="none", prompt=True)
-        store.commit(slot, range(30))
-    wanted = forward(runner, [[5, 6, 7, 8]], store, [0], mask=TREE[None], depths=[DEPTHS]).logits
-    for depth, nodes in enumerate(([0], [1, 2], [3])):
-        tokens, ancestors = torch.tensor([[5 + i for i in nodes]]), TREE[None, nodes, : nodes[-1] + 1]
-        shape = {"depths": [[depth] * len(nodes)], "mask": ancestors, "offset": nodes[0]}
-        found, places = whole.likeliest(store.block([1], tokens, **shape), store, 97)
-        for row, node in enumerate(nodes):
-            log_probs = wanted[0, node].log_softmax(-1)
-            torch.testing.assert_close(found[0, row], log_probs[places[0, row]], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(("kind", "copied"), [("Q4_0", False), ("Q8_0", True), ("F16", True)])

@@ -133,14 +133,6 @@ def test_a_replay_is_the_forward_whatever_the_numbers_are(lengths, rounds, chain
     assert target.recorder.replays == len(rounds) and target.recorder.captures == len(kinds)
 
 
-@pytest.mark.parametrize("size", [1, 3, 33, 70, BUCKETS[-1]])
-def test_every_size_is_padded_to_a_recorded_one(size):
-    target = Target(slots=1)
-    target.read(20)
-    target.check([0], [tree_of(size, 1)])
-    assert target.recorder.replays == 1
-
-
 def test_a_capturable_path_reads_nothing_of_the_hosts_numbers(monkeypatch):
     monkeypatch.setenv("LONGDRAFT_ATTENTION", "sdpa")  # keys by row, as on a GPU
     with torch_kernels.registered():
@@ -318,19 +310,6 @@ def test_tensors_that_lie_elsewhere_are_another_recording():
     table.weight.data = table.weight.data.clone()
     target.check([0], [tree_of(2, 1, chain=True)])
     assert target.recorder.captures == 3
-
-
-def test_stores_leave_room_for_padding_and_a_block_that_has_none_is_computed_without():
-    target = Target(capacity=30)
-    gaps = [min(b for b in BUCKETS if b >= n) - n for n in range(1, BUCKETS[-1] + 1)]
-    assert target.stores[0].capacity >= 30 + max(gaps) + BUCKETS[-1]  # and for what padded sequences write
-    assert target.runner.new_store(1, 500).capacity >= 500 + max(gaps)
-    assert target.stores[1].capacity == 30
-    for store in target.stores:
-        store.capacity = 30
-    target.read(24)
-    target.check([0], [tree_of(5, 1, chain=True)])
-    assert target.recorder.captures == 0
 
 
 def test_prefills_and_stores_outside_the_device_are_computed_without():
