@@ -189,7 +189,6 @@ class FusedLayers:
                 recurrent=recurrent,
             )
         hosted.queries, hosted.hidden = {wanted[i]: q for i, q in out.queries.items()}, out.hidden
-        hosted.layers_seen = len(hosted.layout.places)
         return out.logits
 
     def _turns(self, hosted: hosting.Hosted, x: torch.Tensor) -> list[CosSin]:

@@ -58,7 +58,6 @@ def run(module: nn.Module, hosted: hosting.Hosted, logits_to_keep: int = 0) -> S
         hosted.store.write(layer, keys, values, block)
     for layer in hosted.hidden_layers:
         hosted.hidden[layer] = torch.stack([s.hidden[layer] for s in sequences])
-    hosted.layers_seen = len(hosted.layout.places)
     logits = [s.logits for s in sequences if s.logits is not None]
     return SimpleNamespace(logits=torch.stack(logits) if logits else None)
 
