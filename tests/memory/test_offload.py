@@ -13,7 +13,6 @@ from longdraft.errors import CapabilityError, RequestError
 from longdraft.memory import offload
 from longdraft.memory.offload import HostStore
 from longdraft.memory.store import KVShape, KVStore
-from longdraft.model.runner import TargetRunner
 from tests.support.lazy_side import LazySide
 from tests.support.tiny import tiny_model
 
@@ -83,14 +82,6 @@ def test_a_prompt_cache_grows_and_is_taken_up_again(tmp_path, offloaded):
     assert type(cache.store) is not KVStore
 
 
-def test_custom_generate_and_a_long_prompt_in_chunks(cpu_offloads):
-    model = tiny_model(dtype=torch.float64, context=3000)
-    ids = torch.arange(1500)[None] % 61
-    settings = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 10, "do_sample": False}
-    spec = Speculator("prompt-lookup", offload="host:1")
-    assert torch.equal(model.generate(ids, **settings), model.generate(ids, **settings, custom_generate=spec))
-
-
 @pytest.mark.parametrize(
     ("option", "device", "error", "message"),
     [
@@ -103,9 +94,3 @@ def test_custom_generate_and_a_long_prompt_in_chunks(cpu_offloads):
 def test_what_cannot_is_refused(option, device, error, message):
     with pytest.raises(error, match=message):
         offload.check(offload.parse(option), torch.device(device))
-
-
-def test_a_small_store_can_stay_on_the_device(cpu_offloads):
-    runner = TargetRunner(tiny_model(), offload="host:0")
-    assert type(runner.new_store(1, 10)) is HostStore
-    assert type(runner.new_store(1, 10, resident=True)) is KVStore

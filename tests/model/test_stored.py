@@ -53,14 +53,6 @@ def test_a_folder_in_halves_stays_in_halves_and_computes_in_float32(family, dtyp
     assert torch.equal(*found)
 
 
-def test_a_folder_in_float32_is_loaded_as_ever(tmp_path):
-    place = folder(tmp_path, dtype=torch.float32)
-    for weights in (None, "stored"):
-        model = load(place, device="cpu", weights=weights).model
-        assert type(model.lm_head) is nn.Linear
-        model.save_pretrained(tmp_path / "again")
-
-
 def test_stored_weights_are_saved_once_they_are_unpacked(tmp_path):
     model = load(folder(tmp_path / "a"), device="cpu", weights="stored").model
     with pytest.raises(CapabilityError):
