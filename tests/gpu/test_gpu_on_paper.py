@@ -8,7 +8,6 @@ and attention. Formula and count agree exactly: what the formulas leave out lies
 from __future__ import annotations
 
 import importlib
-import inspect
 import json
 from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
@@ -184,7 +183,7 @@ def level(watch, drafter) -> None:
     def about(round_, level, best):
         bound, cache = drafter.draft.bound(drafter.runner), drafter.cache
         borrowed = getattr(bound.block, "head", None)
-        head = drafter.runner.parts.head if borrowed is None else inspect.getclosurevars(borrowed).nonlocals["weight"]
+        head = drafter.runner.parts.head if borrowed is None else borrowed.keywords["weight"]
         watch.weights += [*bound.block.parameters(), head]
         watch.caches += [cache.store.keys, cache.store.values]
         s = round_.sequences[0]

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longdraft import Request, Speculator
-from longdraft.attention import hybrid
+from longdraft.attention import dispatch
 from longdraft.attention.block import Block
 from longdraft.attention.reference import partial_attention
 from longdraft.errors import MemoryBudgetError
@@ -136,7 +136,7 @@ def test_a_replay_is_the_forward_whatever_the_numbers_are(lengths, rounds, chain
 def test_a_capturable_path_reads_nothing_of_the_hosts_numbers(monkeypatch):
     monkeypatch.setenv("LONGDRAFT_ATTENTION", "sdpa")  # keys by row, as on a GPU
     with torch_kernels.registered():
-        target = Target(hybrid.attend, layers=1)
+        target = Target(dispatch.PATHS["hybrid"], layers=1)
         target.read(50, 0, 7)
         for slots, sizes in (([0, 2], [3, 4]), ([2, 1], [4, 1])):
             target.check(slots, trees_of(*sizes, seed=5), Taps((0,), (0,)))
@@ -270,7 +270,7 @@ def test_attention_is_split_by_the_text_and_not_by_the_capacity(monkeypatch):
     with torch_kernels.registered():
         runner = TargetRunner(tiny_model(layers=1, dtype=torch.bfloat16))
         recorder = StandIn()
-        runner.attend, runner.graphs = hybrid.attend, Graphs(recorder, 0, shortest=16)
+        runner.attend, runner.graphs = dispatch.PATHS["hybrid"], Graphs(recorder, 0, shortest=16)
         store = runner.new_store(1, 1000)
         forward(runner, [text(20, 0)], store, [0], logits="none")
         store.commit(0, range(20))
