@@ -16,13 +16,17 @@ serves for checks.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
-from longdraft.attention import tree_part
-from longdraft.attention.block import Block
+from longdraft.attention import sdpa, tree_part
+from longdraft.attention.block import PLAIN, Block, Scoring
 from longdraft.attention.tree_part import rows_of, slot_rows
+
+log = logging.getLogger("longdraft")
 
 # A chain of at least so many rows keeps a GPU busy without splitting its keys.
 CAUSAL_ROWS = 128
@@ -105,12 +109,28 @@ class Places:
         )
 
 
-def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Block, scale: float) -> torch.Tensor:
-    """Same contract as :func:`longdraft.attention.reference.attend` without scoring and begins, on a GPU; float32,
-    float16 and bfloat16.
+@cache
+def _say_once() -> None:
+    log.warning("Layers with a window, a soft cap or sinks are computed by torch's masked kernels, not by hybrid.")
 
-    Keys and values have the same layout, and the distance between two slots is a whole number of rows.
+
+def attend(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    block: Block,
+    scale: float,
+    scoring: Scoring = PLAIN,
+    /,
+) -> torch.Tensor:
+    """Same contract as :func:`longdraft.attention.reference.attend`, on a GPU; float32, float16 and bfloat16.
+
+    Keys and values have the same layout, and the distance between two slots is a whole number of rows. Layers that this
+    does not serve are computed by torch's masked kernels.
     """
+    if block.begins is not None or scoring is not PLAIN or keys.shape[3] != values.shape[3]:
+        _say_once()
+        return sdpa.attend(q, keys, values, block, scale, scoring)
     chain = block.mask is None
     if block.width == 1 or (chain and block.size == 1):  # the row sees everything
         return _prefix(q, keys, values, _places(block, keys, block.width), scale)[0]
