@@ -225,8 +225,8 @@ def free_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
 @pytest.fixture
 def cpu_offloads(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU offloads to the host as a GPU does, with copies as late as possible: ``offload="host:1"``."""
-    from longdraft.memory import host_store, offload
+    from longdraft.memory import offload
     from tests.support.lazy_side import LazySide
 
     monkeypatch.setattr(offload, "check", lambda *_: None)
-    monkeypatch.setattr(host_store, "Side", lambda device: LazySide())
+    monkeypatch.setattr(offload, "Side", lambda device: LazySide())

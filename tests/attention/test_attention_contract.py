@@ -10,10 +10,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from longdraft.attention import dispatch, prefix
-from longdraft.model.runner import TargetRunner
 from tests.attention.cases import HEADS, TOLERANCE, assert_like_reference, case, scored
 from tests.support import torch_kernels
-from tests.support.tiny import tiny_model
 
 PATHS = ["cpu", "cpu without kernels", "sdpa", "hybrid"]
 # Texts that end around the length from which a CPU takes one product a head, and blocks around that of a few rows.
@@ -75,7 +73,6 @@ def test_any_shape(path, lengths, size, heads, head_dim, dtype, tree, transposed
     transposed=st.booleans(),
 )
 def test_prefix_attention(path, lengths, size, heads, dtype, transposed):
-    """And of torch, which reads each prefix alone."""
     if path == "hybrid":
         transposed = False
     elif dtype == torch.float16:
@@ -83,16 +80,6 @@ def test_prefix_attention(path, lengths, size, heads, dtype, transposed):
     q, keys, values, block, scale = case(lengths, size, heads=heads, tree=False, transposed=transposed, dtype=dtype)
     for slot, n in zip(block.slots, block.lengths, strict=True):
         keys[slot, :, n:], values[slot, :, n:] = math.nan, math.nan
-    found, expected = (prefix.PATHS[p](q, keys, values, block, scale) for p in (path, "reference"))
+    found, expected = (prefix.before(dispatch.PATHS[p])(q, keys, values, block, scale) for p in (path, "reference"))
     assert found.dtype == dtype
     torch.testing.assert_close(found.float(), expected.float(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
-    for b, (slot, n) in enumerate(zip(block.slots, block.lengths, strict=True)):
-        k, v = (x[slot, :, :n].repeat_interleave(heads[0] // heads[1], dim=0).float() for x in (keys, values))
-        own = torch.softmax(q[b].float() @ k.transpose(1, 2) * scale, -1) @ v
-        torch.testing.assert_close(expected[b].float(), own, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
-
-
-def test_every_attention_path_has_prefix_attention(monkeypatch):
-    assert set(prefix.PATHS) == set(dispatch.PATHS)
-    monkeypatch.setenv("LONGDRAFT_ATTENTION", "reference")
-    assert TargetRunner(tiny_model()).prefix_attend is prefix.PATHS["reference"]

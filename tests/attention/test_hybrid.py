@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from longdraft.attention import hybrid, reference
 from longdraft.attention.block import Block
+from longdraft.attention.prefix import before
 from tests.attention.cases import TOLERANCE, assert_like_reference, case
 from tests.support import torch_kernels
 
@@ -72,5 +73,5 @@ def test_on_a_gpu_nothing_is_read_back(dtype, size, tree):
         slots, lengths = (torch.empty(3, dtype=torch.int32, device="cuda") for _ in range(2))
         mask = torch.empty(3, size, size, dtype=torch.bool, device="cuda") if tree else None
         block = Block((-1,) * 3, (300,) * 3, size, mask, slots, lengths, captured=True)
-        found = [attend(q, keys, values, block, 0.1) for attend in (hybrid.attend, hybrid.attend_prefix)]
+        found = [attend(q, keys, values, block, 0.1) for attend in (hybrid.attend, before(hybrid.attend))]
     assert all(o.shape == q.shape and o.dtype == dtype and o.device.type == "cuda" for o in found)

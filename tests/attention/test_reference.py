@@ -1,4 +1,4 @@
-"""The reference against torch, and the block."""
+"""The reference against torch."""
 
 from __future__ import annotations
 
@@ -9,11 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from longdraft.attention import reference
-from longdraft.attention.block import Block
 from longdraft.attention.reference import partial_attention
 from tests.attention.cases import case
-
-# --- the reference ---
 
 
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
@@ -35,18 +32,6 @@ def test_partial_attention_returns_the_log_sum_exp_of_the_scores():
     torch.testing.assert_close(lse.double(), scores.exp().sum(-1).log(), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
-def test_rows_behind_which_a_block_lies_are_part_of_its_tree(tree):
-    """The last rows of one block are a block behind the others."""
-    q, keys, values, block, scale = case([0, 5, 13], 9, tree=tree)
-    last = Block.make(block.slots, block.lengths, 4, None if block.mask is None else block.mask[:, 5:], offset=5)
-    got = reference.attend(q[:, :, 5:].contiguous(), keys, values, last, scale)
-    assert torch.equal(got, reference.attend(q, keys, values, block, scale)[:, :, 5:])
-
-
-# --- merging by log-sum-exp ---
-
-
 def test_rows_that_see_nothing_give_zero_and_minus_infinity():
     mask = torch.tensor([[True, False], [False, False]])
     o, lse = partial_attention(torch.randn(1, 2, 4), torch.randn(1, 2, 4), torch.randn(1, 2, 4), 1.0, mask)
@@ -54,20 +39,3 @@ def test_rows_that_see_nothing_give_zero_and_minus_infinity():
     assert torch.isfinite(o[0, 0]).all() and torch.isfinite(lse[0, 0])
     o, lse = partial_attention(torch.randn(2, 3, 4), torch.randn(1, 0, 4), torch.randn(1, 0, 4), 1.0)
     assert torch.equal(o, torch.zeros(2, 3, 4)) and (lse == -math.inf).all()
-
-
-# --- the block ---
-
-
-def test_a_block_without_a_mask_is_a_causal_chain():
-    block = Block.make([0], [4], 3)
-    assert torch.equal(block.block_mask(0, torch.device("cpu")), torch.ones(3, 3, dtype=torch.bool).tril())
-    block = Block.make([0], [4], 2, offset=1)
-    assert block.block_mask(0, torch.device("cpu")).tolist() == [[True, True, False], [True, True, True]]
-
-
-def test_a_mask_of_another_shape_is_refused():
-    with pytest.raises(ValueError, match=r"\(1, 3, 3\)"):
-        Block.make([0], [4], 3, torch.ones(1, 2, 2, dtype=torch.bool))
-    with pytest.raises(ValueError, match=r"\(1, 3, 5\)"):
-        Block.make([0], [4], 3, torch.ones(1, 3, 3, dtype=torch.bool), offset=2)

@@ -25,10 +25,10 @@ def test_rows_are_unpacked_as_far_as_a_text_goes_and_others_take_the_path_as_the
         small, behind = (Scaled.of(keys), Scaled.of(values)), max(lengths) + 4
         for x in small:  # rows behind the texts may hold anything
             x.scales[:, :, behind:] = torch.nan
-        for attend in (dispatch.PATHS[path], prefix.PATHS[path]):
-            either, unpacked = or_scaled(attend), (x.to(q.dtype) for x in small)
+        for way in (lambda attend: attend, prefix.before):
+            attend, either = (way(each) for each in (dispatch.PATHS[path], or_scaled(dispatch.PATHS[path])))
             found = either(q, *small, block, scale)
-            assert torch.equal(found, attend(q, *unpacked, block, scale))
+            assert torch.equal(found, attend(q, *(x.to(q.dtype) for x in small), block, scale))
             own = either(q, keys, values, block, scale)
             assert torch.equal(own, attend(q, keys, values, block, scale)) and not torch.equal(own, found)
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
@@ -47,17 +45,3 @@ def test_the_kernel_and_the_definition_are_attention_to_the_whole(dtype, lengths
         assert found.dtype == dtype and found.transpose(1, 2).is_contiguous()  # as the next product reads it
         tolerance = TOLERANCE_OF[dtype]
         torch.testing.assert_close(found.float(), whole.float(), atol=tolerance, rtol=tolerance)
-
-
-@settings(max_examples=4)
-@given(st.integers(2, 3), st.integers(2, 12), st.sampled_from(DTYPES))
-def test_a_sequence_does_not_depend_on_the_others(batch, size, dtype):
-    given, _ = arguments([10 * b for b in range(batch)], size, dtype=dtype, heads=(4, 2), head_dim=16)
-    q, keys, values, o, lse, tree, hidden, scale = given
-    whole = tree_kernel.with_tree(*given)
-    for b in range(batch):
-        own = slice(b, b + 1)
-        alone = tree_kernel.with_tree(
-            *(q[own], keys, values, o[own], lse[own], tree.view(batch, -1)[b], hidden[own], scale)
-        )
-        assert torch.equal(whole[own], alone)

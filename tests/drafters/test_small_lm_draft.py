@@ -13,7 +13,6 @@ from longdraft.drafts.language_model import PublishedLM, SmallLMDraft, TrainedLM
 from longdraft.errors import CheckpointError, UnsupportedModelError
 from longdraft.model.runner import TargetRunner
 from longdraft.native import kernels
-from longdraft.trees.level import Level
 from tests.support.drafts import random_lm
 from tests.support.forwards import forward
 from tests.support.tiny import tiny_model, tiny_tokenizer
@@ -84,24 +83,21 @@ def test_forwards_in_one_call_are_those_of_the_hosted_model(folder, make):
     assert whole.takes(stores[1], 8) and not whole.takes(stores[1], 10_000)
     chains = [[3, 9], [5, 1]]
     hosted = runner.forward(stores[0].block(slots, chains), stores[0], logits="last").logits
-    compare(whole.chains(stores[1], slots, chains, 3), hosted)
+    compare(whole.likeliest(stores[1].block(slots, chains), stores[1], 3, last=True), hosted)
     for store in stores:
         for slot in slots:
             store.commit(slot, range(2))
     first = torch.eye(3, dtype=torch.bool).expand(2, -1, -1)
     second = torch.cat([first[:, [2, 0]], torch.eye(2, dtype=torch.bool).expand(2, -1, -1)], dim=2)
     for depth, (tokens, seen) in enumerate((([[4, 5, 6], [7, 8, 9]], first), ([[1, 2], [3, 10]], second)), start=1):
-        level = Level((0, 1), depth, torch.tensor(tokens), *[torch.zeros(0)] * 3)
         sizes = {
             "depths": [[depth] * len(row) for row in tokens],
             "mask": seen,
             "offset": seen.shape[2] - len(tokens[0]),
         }
-        block = stores[0].block(slots, level.tokens, bases=[7, 3], **sizes)
-        hosted = runner.forward(block, stores[0]).logits
-        compare(whole.nodes(stores[1], slots, level.tokens, [7 + depth, 3 + depth], seen, 3), hosted)
-    with pytest.raises(ValueError, match="capacity"):
-        whole.nodes(stores[1], slots, torch.ones(2, 40, dtype=torch.long), [8, 4], torch.ones(2, 40, 40).bool(), 3)
+        blocks = [store.block(slots, torch.tensor(tokens), bases=[7, 3], **sizes) for store in stores]
+        hosted = runner.forward(blocks[0], stores[0]).logits
+        compare(whole.likeliest(blocks[1], stores[1], 3), hosted)
 
 
 def packed_store(runner):

@@ -15,8 +15,8 @@ from longdraft.memory.store import KVShape, KVStore
 from longdraft.model.runner import TargetRunner
 from longdraft.model.stored import light
 from longdraft.native import Stored, build, kernels
-from longdraft.native.library import kernels_for
 from longdraft.views.draft_cache import SPARE, DraftCache
+from tests.native.levels import kernels_of
 from tests.support.drafts import random_block, random_draft, random_eagle3, random_eagle3_block
 from tests.support.tiny import tiny_model
 
@@ -37,7 +37,7 @@ class Desk:
             self.head = self.block.lm_head.weight.detach()
         self.hidden = model.config.hidden_size
         self.block.requires_grad_(False)
-        self.whole = WholeLevel(kernels_for(level), self.block, self.head)
+        self.whole = WholeLevel(kernels_of(level), self.block, self.head)
         shape = KVShape(1, KV_HEADS, D, torch.float32, padded=True)
         self.caches = [DraftCache(KVStore(shape, 3, WINDOW + SPARE + 17), 16, WINDOW) for _ in range(2)]
         self.text = torch.randn(3, KV_HEADS, D, 70).transpose(2, 3), torch.randn(3, KV_HEADS, 70, D), [70, 33]

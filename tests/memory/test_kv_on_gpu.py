@@ -11,11 +11,8 @@ from longdraft import Speculator
 from longdraft.errors import CapabilityError
 from longdraft.memory.store import KVShape, KVStore
 from longdraft.model.gpu.graphs import Graphs
-from longdraft.model.runner import TargetRunner
-from longdraft.native.scaled import Scaled
-from tests.support.forwards import forward
 from tests.support.methods import EXACT, Specs
-from tests.support.nominal import DEVICE, StandIn, moved
+from tests.support.nominal import StandIn, moved
 from tests.support.quick import few, slow
 from tests.support.tiny import tiny_model
 
@@ -56,28 +53,6 @@ def test_a_view_of_all_rows_in_eight_bits_drafts_for_a_target_that_keeps_its_own
     assert [list(r.token_ids) for r in found] == tokens(Speculator("ar", target=model))
     assert all(r.exact for r in found) and spec.runner().kv_dtype == dtype
     assert found[0].mean_accepted_length > 2
-
-
-def test_rows_are_those_that_the_models_own_dtype_would_hold(there, monkeypatch):
-    """Prefill and a tree, ragged: the first layer's rows, rounded."""
-    monkeypatch.setenv("LONGDRAFT_FUSED", "0")
-    model, stores = moved(tiny_model(layers=2, dtype=torch.bfloat16)), []
-    for kv_dtype in (torch.int8, None):
-        runner = TargetRunner(model, kv_dtype=kv_dtype)
-        store = runner.new_store(2, 40)
-        for slot, n in ((1, 9), (0, 4)):
-            forward(runner, [list(range(1, n + 1))], store, [slot], logits="none")
-            store.commit(slot, range(n))
-        mask = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool).expand(2, -1, -1)
-        forward(runner, [[5, 6, 7]] * 2, store, [1, 0], mask=mask, depths=[[0, 1, 1]] * 2)
-        store.commit(1, [0, 2])
-        stores.append(store)
-    small, own = stores
-    assert small.dtype == torch.int8 and small.keys.device == DEVICE
-    for name in ("keys", "values"):
-        kept, rows = getattr(small, name), getattr(own, name).numbers[0, 1, :, :11]
-        assert torch.equal(kept.numbers.numbers[0, 1, :, :11], Scaled.of(rows).numbers)
-        assert torch.equal(kept.scales.numbers[0, 1, :, :11], Scaled.of(rows).scales)
 
 
 def test_the_page_says_how_many_bytes_it_takes():

@@ -7,16 +7,13 @@ from itertools import cycle
 import pytest
 import torch
 
-from longdraft import PromptCache, Sampling, Speculator
+from longdraft import PromptCache, Speculator
 from longdraft.attention.block import Block
 from longdraft.errors import CapabilityError, RequestError
 from longdraft.memory import offload
-from longdraft.memory.host_store import HostStore
+from longdraft.memory.offload import HostStore
 from longdraft.memory.store import KVShape, KVStore
-from longdraft.model.runner import TargetRunner
-from tests.support.drafts import random_draft
 from tests.support.lazy_side import LazySide
-from tests.support.quick import slow
 from tests.support.tiny import tiny_model
 
 PROMPTS = [[3, 9, 4, 7, 2, 5] * 8, [1, 2, 3], [i % 11 for i in range(40)], [8]]
@@ -73,28 +70,6 @@ def test_as_many_layers_as_fit_stay_on_the_device(free, kept, free_memory):
     assert len(HostStore(shape, 1, 200, "cpu", side=LazySide(), resident=None).streamed) == 8 - kept
 
 
-SAMPLED = Sampling(temperature=0.9, top_k=8, repetition_penalty=1.2)
-
-
-@pytest.mark.parametrize(
-    ("method", "layers", "sampling"),
-    [
-        ("ar", 3, Sampling()), ("prompt-lookup", 1, SAMPLED), ("longspec", 2, Sampling()),
-        slow("longspec", 1, Sampling()), slow("longspec", 3, SAMPLED),
-    ],
-)  # fmt: skip
-def test_a_ragged_batch_has_the_same_tokens(tmp_path, offloaded, method, layers, sampling):
-    model = tiny_model(vocab=11, layers=layers, dtype=torch.float64)
-    options = {"branches": 3, "min_n": 1} if method == "prompt-lookup" else {}
-    options = {"draft": random_draft(tmp_path / "draft", model)} if method == "longspec" else options
-    spec = Speculator(method, target=model, **options)
-    settings = {"max_new_tokens": 20, "sampling": sampling, "seed": 5}
-    expected = spec.generate(PROMPTS, **settings)
-    offloaded()
-    got = spec.generate(PROMPTS, **settings)
-    assert [(r.token_ids, r.accepted) for r in got] == [(r.token_ids, r.accepted) for r in expected]
-
-
 def test_a_prompt_cache_grows_and_is_taken_up_again(tmp_path, offloaded):
     model = tiny_model(vocab=11, dtype=torch.float64)
     spec, cache = Speculator("prompt-lookup", target=model), PromptCache()
@@ -107,23 +82,10 @@ def test_a_prompt_cache_grows_and_is_taken_up_again(tmp_path, offloaded):
     assert type(cache.store) is not KVStore
 
 
-def test_custom_generate_and_a_long_prompt_in_chunks(cpu_offloads):
-    model = tiny_model(dtype=torch.float64, context=3000)
-    ids = torch.arange(1500)[None] % 61
-    settings = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 10, "do_sample": False}
-    spec = Speculator("prompt-lookup", offload="host:1")
-    assert torch.equal(model.generate(ids, **settings), model.generate(ids, **settings, custom_generate=spec))
-
-
-def test_what_can_be_asked_for():
-    assert offload.parse(None) is None and offload.parse("host") == "host" and offload.parse("host:12") == "host:12"
-
-
 @pytest.mark.parametrize(
     ("option", "device", "error", "message"),
     [
         ("host", "cpu", CapabilityError, "on cpu"),
-        ("disk", "cpu", RequestError, "kv_dtype"),
         ("host", "mps", CapabilityError, "on mps"),
         ("host:some", "cuda:0", RequestError, "host:N"),
         ("/nowhere", "cpu", RequestError, "nowhere"),
@@ -132,9 +94,3 @@ def test_what_can_be_asked_for():
 def test_what_cannot_is_refused(option, device, error, message):
     with pytest.raises(error, match=message):
         offload.check(offload.parse(option), torch.device(device))
-
-
-def test_a_small_store_can_stay_on_the_device(cpu_offloads):
-    runner = TargetRunner(tiny_model(), offload="host:0")
-    assert type(runner.new_store(1, 10)) is HostStore
-    assert type(runner.new_store(1, 10, resident=True)) is KVStore

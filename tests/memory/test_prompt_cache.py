@@ -83,13 +83,6 @@ def test_growth_that_does_not_fit_leaves_the_cache_as_it_was(free_memory):
     assert cache.store is store and held(store, 0) == [1, 2, 3] and list(map(list, cache.tokens)) == [[1, 2, 3]]
 
 
-def test_only_committed_rows_are_remembered():
-    cache = PromptCache()
-    store = run(cache, [[1, 2]])
-    cache.remember(0, [1, 2, 7])  # the last emitted token's KV is not computed yet
-    assert list(cache.tokens[0]) == [1, 2] and held(store, 0) == [1, 2]
-
-
 def test_a_saved_cache_serves_another_process_and_is_read_once(tmp_path):
     cache, file = PromptCache(), tmp_path / "kv"
     run(cache, [[8], [1, 2, 3, 4, 5, 6]])

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from longdraft.errors import MemoryBudgetError
-from longdraft.memory import sizes
 from longdraft.memory.store import KVShape, KVStore
 
 SHAPE = KVShape(layers=2, kv_heads=3, head_dim=4, dtype=torch.float32)
@@ -51,10 +50,3 @@ def test_a_store_that_does_not_fit_is_refused_with_the_bytes_needed_and_availabl
         assert part in str(caught.value)
     machine(*enough)
     assert KVStore(SHAPE, 2, 24).capacity == 24
-
-
-@pytest.mark.parametrize(
-    ("n", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (98 * 2**20, "98.0 MiB"), (2**42, "4.0 TiB")]
-)
-def test_bytes_are_written_for_people(n, text):
-    assert sizes.human(n) == text

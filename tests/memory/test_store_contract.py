@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from longdraft.attention.block import Block
 from longdraft.errors import MemoryBudgetError
 from longdraft.memory import snapshot
-from longdraft.memory.host_store import HostStore
+from longdraft.memory.offload import HostStore
 from longdraft.memory.store import KVShape, KVStore
 from longdraft.native.scaled import Scaled
 from tests.support.lazy_side import LazySide

@@ -71,20 +71,6 @@ def test_a_family_without_a_template_gets_its_published_one(name, caplog, tmp_pa
     assert tokenizer.chat_template is None  # it is the user's
 
 
-def test_arguments_of_the_template():
-    tokenizer = tiny_tokenizer(chat=True)
-    tokenizer.chat_template += "{% if enable_thinking is false %}no{% endif %}"
-    assert tokenizer.decode(chat_prompt(tokenizer, "hello", enable_thinking=False)).endswith("<assistant>no")
-    assert tokenizer.decode(chat_prompt(tokenizer, "hello")).endswith("<assistant>")
-
-
-def test_encode_is_the_tokenizers_own_reading():
-    tokenizer = with_first_token(chat=True)
-    ids = encode(tokenizer, " abc ")
-    assert type(ids) is list
-    assert tokenizer.decode(ids) == "<unk> abc "  # no template, nothing stripped
-
-
 BROKEN = b"caf\xe9".decode("utf-8", errors="surrogateescape")
 
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from longdraft import load
-from longdraft.errors import UnsupportedModelError
 from longdraft.memory import sizes
 from longdraft.memory.windows import WindowStates
 from longdraft.model.runner import TargetRunner
-from longdraft.model.whole_lm import WholeLM
-from tests.native.levels import TILES, needs_kernels
-from tests.support.forward_outputs import DEPTHS, TREE, outputs
+from tests.native.levels import needs_kernels
+from tests.support.forward_outputs import outputs
 from tests.support.forwards import forward
 from tests.support.gguf_files import write_gguf
 from tests.support.recurrent_models import recurrent_model
@@ -53,30 +50,6 @@ def test_the_same_as_the_models_own_code(name, monkeypatch):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=close * max(1, most))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_a_view_of_another_dtype(name, dtype, monkeypatch):
-    """Rows are rounded as they are written, by the kernels and by torch; windows have 16 bits, or 32 beside int8."""
-    model, found = window_model() if name == "gemma3" else tiny_model(), []
-    for fused, own in (("1", dtype), ("0", dtype), ("1", None)):
-        monkeypatch.setenv("LONGDRAFT_NATIVE", fused)
-        runner = TargetRunner(model)
-        view = runner.new_store(2, 60, dtype=own)
-        forward(runner, [list(range(20)), list(range(9, 29))], view, [1, 0], logits="none")
-        for slot, n in ((1, 20), (0, 3)):
-            view.commit(slot, range(n))
-        tree = forward(runner, [[5, 6, 7, 8]] * 2, view, [1, 0], mask=TREE.expand(2, -1, -1), depths=[DEPTHS] * 2)
-        view.commit(1, [0, 2])
-        rows = [x[:, 1, :, :22].to(torch.float32) for x in (view.keys, view.values)]
-        found.append([tree.logits, *rows, forward(runner, [[9]], view, [1]).logits])
-    # What is rounded the other way here and there makes more of a difference than summing in another order. Tiles also
-    # multiply queries and weights in bfloat16.
-    for ours, torchs, plain in zip(*found, strict=True):
-        for other, most in ((torchs, 0.1 if TILES and dtype == torch.bfloat16 else 0.03), (plain, 0.1)):
-            assert (ours - other).abs().max() < most * other.abs().max()
-            assert (ours - other).abs().mean() < most / 10 * other.abs().max()
-
-
 # --- who is called ---
 
 
@@ -95,29 +68,6 @@ def test_a_forward_that_somebody_put_in_a_layers_place_is_called():
     assert len(calls) == 1 and not runner.twin.fused.layers
     del layer.forward
     torch.testing.assert_close(logits, model(torch.tensor([[1, 2]])).logits, rtol=1e-4, atol=2e-4)
-
-
-def with_layers_that(forward):
-    model = tiny_model()
-    for layer in model.model.layers:
-        layer.__class__ = type("Other", (LlamaDecoderLayer,), {"forward": forward})
-    return model
-
-
-def test_layers_that_want_more_arguments_are_called_themselves():
-    def reads_a_position(self, hidden_states, position_ids=None, **named):
-        assert position_ids.shape[-1]
-        return LlamaDecoderLayer.forward(self, hidden_states, position_ids=position_ids, **named)
-
-    runner = TargetRunner(with_layers_that(reads_a_position))
-    assert not runner.twin.fused.layers
-    logits = forward(runner, [[1, 2]], runner.new_store(1, 8), [0]).logits
-    torch.testing.assert_close(logits, tiny_model()(torch.tensor([[1, 2]])).logits, rtol=1e-4, atol=2e-4)
-
-
-def test_an_attribute_that_is_missing_is_no_reason_to_compute_otherwise():
-    with pytest.raises(UnsupportedModelError, match="renamed"):
-        TargetRunner(with_layers_that(lambda self, hidden_states, **named: self.renamed(hidden_states, **named)))
 
 
 def test_hooks_of_a_layer_are_called_around_it_and_not_for_made_up_rows():
@@ -157,25 +107,6 @@ def test_bits_do_not_depend_on_when_the_rows_of_windows_were_moved():
         assert torch.equal(one, other)
         for slot in (0, 1):
             store.commit(slot, [0])
-
-
-def test_a_model_with_windows_drafts_for_itself_in_one_call():
-    """As its forwards do, with the weights that a draft has."""
-    runner = TargetRunner(window_model())
-    whole = WholeLM.of(runner)
-    assert whole is not None
-    runner.twin.fused.stack = runner.twin.fused.draft_stack  # forwards with the draft's weights
-    store = runner.new_store(2, 100)
-    for slot in (0, 1):
-        forward(runner, [list(range(30))], store, [slot], logits="none", prompt=True)
-        store.commit(slot, range(30))
-    wanted = forward(runner, [[5, 6, 7, 8]], store, [0], mask=TREE[None], depths=[DEPTHS]).logits
-    for depth, nodes in enumerate(([0], [1, 2], [3])):
-        tokens, ancestors = torch.tensor([[5 + i for i in nodes]]), TREE[None, nodes, : nodes[-1] + 1]
-        found, places = whole.nodes(store, [1], tokens, [30 + depth], ancestors, 97)
-        for row, node in enumerate(nodes):
-            log_probs = wanted[0, node].log_softmax(-1)
-            torch.testing.assert_close(found[0, row], log_probs[places[0, row]], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(("kind", "copied"), [("Q4_0", False), ("Q8_0", True), ("F16", True)])

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longdraft import Request, Speculator
-from longdraft.attention import hybrid
+from longdraft.attention import dispatch
 from longdraft.attention.block import Block
 from longdraft.attention.reference import partial_attention
 from longdraft.errors import MemoryBudgetError
-from longdraft.memory.host_store import HostStore
+from longdraft.memory.offload import HostStore
 from longdraft.model.gpu import graphs
 from longdraft.model.gpu.graphs import BUCKETS, Graphs, batches, padded, unavailable
 from longdraft.model.outputs import NO_TAPS, Taps
@@ -133,36 +133,14 @@ def test_a_replay_is_the_forward_whatever_the_numbers_are(lengths, rounds, chain
     assert target.recorder.replays == len(rounds) and target.recorder.captures == len(kinds)
 
 
-@pytest.mark.parametrize("size", [1, 3, 33, 70, BUCKETS[-1]])
-def test_every_size_is_padded_to_a_recorded_one(size):
-    target = Target(slots=1)
-    target.read(20)
-    target.check([0], [tree_of(size, 1)])
-    assert target.recorder.replays == 1
-
-
 def test_a_capturable_path_reads_nothing_of_the_hosts_numbers(monkeypatch):
     monkeypatch.setenv("LONGDRAFT_ATTENTION", "sdpa")  # keys by row, as on a GPU
     with torch_kernels.registered():
-        target = Target(hybrid.attend, layers=1)
+        target = Target(dispatch.PATHS["hybrid"], layers=1)
         target.read(50, 0, 7)
         for slots, sizes in (([0, 2], [3, 4]), ([2, 1], [4, 1])):
             target.check(slots, trees_of(*sizes, seed=5), Taps((0,), (0,)))
         assert (target.recorder.captures, target.recorder.replays) == (1, 2)
-
-
-def test_a_replay_writes_behind_the_prefix_of_its_slots_alone():
-    target = Target(slots=3)
-    target.read(20, 11, 30)
-    store = target.stores[0]
-    target.forward([2, 0], [tree_of(5, 3)] * 2)  # recorded with other slots
-    before = store.keys.clone(), store.values.clone()
-    target.forward([1, 0], [tree_of(6, 4)] * 2)
-    for old, new in zip(before, (store.keys, store.values), strict=True):
-        same = (old == new) | (old.isnan() & new.isnan())
-        for slot, n in ((0, 20), (1, 11)):
-            same[:, slot, :, n : n + 8] = True  # the padded block's rows
-        assert same.all()
 
 
 def test_results_are_the_callers_own():
@@ -292,7 +270,7 @@ def test_attention_is_split_by_the_text_and_not_by_the_capacity(monkeypatch):
     with torch_kernels.registered():
         runner = TargetRunner(tiny_model(layers=1, dtype=torch.bfloat16))
         recorder = StandIn()
-        runner.attend, runner.graphs = hybrid.attend, Graphs(recorder, 0, shortest=16)
+        runner.attend, runner.graphs = dispatch.PATHS["hybrid"], Graphs(recorder, 0, shortest=16)
         store = runner.new_store(1, 1000)
         forward(runner, [text(20, 0)], store, [0], logits="none")
         store.commit(0, range(20))
@@ -303,21 +281,6 @@ def test_attention_is_split_by_the_text_and_not_by_the_capacity(monkeypatch):
             forward(runner, [[1, 2, 3]], store, [0])
             bounds = {call[3] for call in torch_kernels.calls}
             assert recorder.captures == captures and all(length <= bound < 2 * length for bound in bounds)
-
-
-@pytest.mark.parametrize("method", ["longspec", slow("eagle3")])
-def test_so_is_a_drafts(method, tmp_path, there):
-    specs = Specs(tmp_path, torch.bfloat16)
-    options = specs.options(method)
-    moved(specs.model)
-    spec = Speculator(method, target=specs.model, plan="fixed", **options)
-    spec.runner().graphs = Graphs(StandIn(there), uses=0, shortest=16)
-    session = spec.session(1, context=3000)
-    session.add(Request(text(50, 1), max_new_tokens=12, eos_token_ids=[]))
-    torch_kernels.calls.clear()
-    while session.busy:
-        session.step()
-    assert torch_kernels.calls and all(call[3] <= 128 for call in torch_kernels.calls)
 
 
 def test_graphs_are_recorded_before_the_first_request(there, tmp_path):
@@ -349,19 +312,6 @@ def test_tensors_that_lie_elsewhere_are_another_recording():
     assert target.recorder.captures == 3
 
 
-def test_stores_leave_room_for_padding_and_a_block_that_has_none_is_computed_without():
-    target = Target(capacity=30)
-    gaps = [min(b for b in BUCKETS if b >= n) - n for n in range(1, BUCKETS[-1] + 1)]
-    assert target.stores[0].capacity >= 30 + max(gaps) + BUCKETS[-1]  # and for what padded sequences write
-    assert target.runner.new_store(1, 500).capacity >= 500 + max(gaps)
-    assert target.stores[1].capacity == 30
-    for store in target.stores:
-        store.capacity = 30
-    target.read(24)
-    target.check([0], [tree_of(5, 1, chain=True)])
-    assert target.recorder.captures == 0
-
-
 def test_prefills_and_stores_outside_the_device_are_computed_without():
     target = Target()
     for logits in ("last", "none"):
@@ -369,19 +319,6 @@ def test_prefills_and_stores_outside_the_device_are_computed_without():
     forward(target.runner, [text(97, 0)], target.stores[0], [0])  # larger than any tree
     forward(target.runner, [[1, 2]], HostStore(target.runner.kv_shape, 1, 64, "cpu", side=LazySide()), [0])
     assert target.recorder.captures == 0
-
-
-def test_tokens_of_a_chain_behind_others_are_recorded_by_their_place_and_wider_levels_not():
-    target = Target(slots=2)
-    target.read(10, 3)
-    for slot in (0, 1):
-        for place, token in enumerate((1, 2, 3)):
-            pairs = zip((target.runner, target.plain), target.stores, strict=True)
-            got, expected = (forward(r, [[token]], store, [slot], offset=place) for r, store in pairs)
-            torch.testing.assert_close(got.logits, expected.logits, **CLOSE)
-    assert (target.recorder.captures, target.recorder.replays) == (3, 6)
-    forward(target.runner, [[3, 4]], target.stores[0], [0], offset=2)
-    assert target.recorder.captures == 3
 
 
 class Failing(StandIn):

@@ -6,14 +6,14 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, PreTrainedModel
-from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
+from transformers import PreTrainedModel
+from transformers.utils.logging import is_progress_bar_enabled
 
 from longdraft import load
 from longdraft.errors import CapabilityError, CheckpointError, ContextError
@@ -62,12 +62,6 @@ def test_auto_dtype_is_float32_on_a_cpu_and_the_checkpoints_own_on_a_gpu(tmp_pat
     assert load(tmp_path, device="cpu").model.dtype is torch.float32
     assert dtype_on("auto", torch.device("cuda")) == "auto"
     assert dtype_on("float16", torch.device("cuda")) is torch.float16
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", torch.float16])
-def test_dtype_is_obeyed(folder, dtype):
-    wanted = torch.bfloat16 if dtype == "bfloat16" else dtype
-    assert {weight.dtype for weight in load(folder, dtype=dtype, device="cpu").model.parameters()} == {wanted}
 
 
 # What is loaded (None: a good folder) and how, the class of the error, and what it names.
@@ -232,35 +226,12 @@ def test_pickled_weights_load_but_pickled_code_never_runs(folder, tmp_path):
     assert (tmp_path / "ran").exists()  # the trap was armed
 
 
-@pytest.fixture
-def logged() -> Iterator[list[str]]:
-    """The lines that transformers logs during the test, at the verbosity that users have."""
-    lines: list[str] = []
-    # transformers' own handler writes past pytest's capture.
-    logger, handler, before = logging.getLogger("transformers"), logging.Handler(), is_progress_bar_enabled()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger.setLevel(logging.WARNING)
-    enable_progress_bar()
-    logger.addHandler(handler)
-    yield lines
-    logger.removeHandler(handler)
-    if not before:
-        disable_progress_bar()
-
-
-def test_loading_is_quiet_says_its_steps_and_restores_the_switches(folder, logged, capfd):
-    edit_config(folder, rope_parameters={"rope_type": "yarn", "factor": 0.5, "rope_theta": 1e4})
-    AutoConfig.from_pretrained(folder)
-    assert logged  # transformers has something to say about this factor
-    logged.clear()
-    capfd.readouterr()  # transformers' own handler may have written it too
-    said: list[str] = []
+def test_loading_says_its_steps_and_restores_the_switches(folder, capfd):
+    logger, said = logging.getLogger("transformers"), list[str]()
+    before = logger.level, is_progress_bar_enabled()
     load(folder, device="cpu", progress=said.append)
-    assert not logged
-    assert capfd.readouterr() == ("", "")
-    assert said == [f"Loading the weights in {folder}"]
-    assert logging.getLogger("transformers").level == logging.WARNING and is_progress_bar_enabled()
+    assert said == [f"Loading the weights in {folder}"] and capfd.readouterr() == ("", "")
     without("model.layers.1.mlp.up_proj.weight")(folder)
     with pytest.raises(CheckpointError):
         load(folder, device="cpu")
-    assert not logged
+    assert (logger.level, is_progress_bar_enabled()) == before

@@ -179,20 +179,6 @@ def test_a_long_prompt_is_read_piece_by_piece(family):
     assert cache.store.restorable(0, 2100) == 2048
 
 
-@in_bits
-def test_an_aborted_text_leaves_nothing_in_its_slot():
-    model = recurrent_model()
-    spec = Speculator("prompt-lookup", target=model, plan="fixed", branches=2, min_n=1)
-    cache = PromptCache()
-    stream = spec.stream([PROMPTS[0]], max_new_tokens=NEW, cache=cache)
-    for _ in zip(range(4), stream, strict=False):
-        pass
-    stream.close()
-    for prompt in (PROMPTS[2], PROMPTS[0]):
-        again = spec.generate([prompt], max_new_tokens=NEW, cache=cache)[0].token_ids
-        assert again == Speculator("ar", target=model).generate([prompt], max_new_tokens=NEW)[0].token_ids
-
-
 def test_what_cannot_be_exact_is_refused():
     model = recurrent_model()
     with pytest.raises(UnsupportedModelError, match="SpecPV"):

@@ -33,14 +33,6 @@ def read(runner: TargetRunner, store: KVStore, slot: int, tokens: list[int], chu
         store.commit(slot, range(len(part)))
 
 
-def hosted(model: PreTrainedModel, tokens: list[int], chunk: int = 10**6) -> tuple[TargetRunner, KVStore]:
-    """A runner, and a store whose only slot holds a text and has room for 60 tokens more."""
-    runner = TargetRunner(model)
-    store = runner.new_store(1, len(tokens) + 60)
-    read(runner, store, 0, tokens, chunk)
-    return runner, store
-
-
 @torch.inference_mode()
 def own(model: PreTrainedModel, tokens: list[int], **options: object):
     """The model's own forward over a whole text."""
@@ -49,21 +41,6 @@ def own(model: PreTrainedModel, tokens: list[int], **options: object):
 
 def own_logits(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
     return own(model, tokens).logits[0].float()
-
-
-@pytest.mark.parametrize("family", ["qwen3", "llama"])
-def test_float64_agrees_to_nine_digits(family, monkeypatch):
-    # Through the path that keeps the model's precision; logits come back in float32, hidden states as they are.
-    monkeypatch.setenv("LONGDRAFT_ATTENTION", "sdpa")
-    model = tiny_model(family, dtype=torch.float64)
-    tokens = text(60)
-    runner, store = hosted(model, tokens[:50], 20)
-    out = forward(runner, [tokens[50:]], store, [0], taps=Taps(hidden=(0, 1)))
-    expected = own(model, tokens, output_hidden_states=True)
-    for layer in (0, 1):
-        hidden = expected.hidden_states[layer + 1][:, 50:]
-        torch.testing.assert_close(out.hidden[layer], hidden, atol=1e-9, rtol=1e-9)
-    torch.testing.assert_close(out.logits[0], expected.logits[0, 50:].float(), atol=1e-6, rtol=1e-6)
 
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
@@ -99,33 +76,6 @@ def test_rows_of_trees_are_the_models_own(name, monkeypatch):
     assert close(plain, own_logits(model, whole)[lengths[0] :])
 
 
-def test_bfloat16_agrees_within_its_rounding():
-    model, tokens = tiny_model(dtype=torch.bfloat16), text(60)
-    runner, store = hosted(model, tokens[:50])
-    got = forward(runner, [tokens[50:]], store, [0]).logits[0]
-    # The yardstick: how far the model itself moves when its weights and its arithmetic are rounded so.
-    spread = own_logits(model, tokens)[50:] - own_logits(tiny_model(), tokens)[50:]
-    assert (got - own_logits(model, tokens)[50:]).pow(2).mean() < 2 * spread.pow(2).mean()
-
-
-@pytest.mark.parametrize("start", [0, 7])
-def test_last_gives_the_last_rows_logits_and_none_gives_none(start):
-    tokens = text(20)
-    runner, store = hosted(tiny_model(), tokens[:start])
-    every, last, none = (
-        forward(runner, [tokens[start:]], store, [0], logits=which).logits for which in ("all", "last", "none")
-    )
-    assert last.shape == (1, 1, 61) and none is None
-    torch.testing.assert_close(last[:, 0], every[:, -1], **CLOSE)
-
-
-@pytest.mark.parametrize(("size", "offset"), [(61, 0), (2, 59)])
-def test_a_block_that_does_not_fit_the_store_is_refused_before_it_is_computed(size, offset):
-    runner, store = hosted(tiny_model(), text(6))
-    with pytest.raises(ValueError, match="61 more exceed the capacity 66"):
-        forward(runner, [[1] * size], store, [0], offset=offset)
-
-
 @every_family
 def test_taps_and_rows_are_the_models_own(family):
     """Hidden states; queries after RoPE; keys and values as in the model's own cache."""
@@ -153,10 +103,3 @@ def test_taps_and_rows_are_the_models_own(family):
     for layer in range(3):
         torch.testing.assert_close(store.keys[layer, 1, :, :30], cache.layers[layer].keys[0], **CLOSE)
         torch.testing.assert_close(store.values[layer, 1, :, :30], cache.layers[layer].values[0], **CLOSE)
-
-
-@pytest.mark.parametrize(("ids", "expected"), [(None, set()), (7, {7}), ([7, 9], {7, 9})])
-def test_the_end_of_sequence_ids_are_those_of_the_generation_config(ids, expected):
-    model = tiny_model()
-    model.generation_config.eos_token_id = ids
-    assert TargetRunner(model).eos_token_ids == expected

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from longdraft import load
 from longdraft.errors import CapabilityError
-from longdraft.model.few_rows import MOST, quicken
+from longdraft.model.few_rows import quicken
 from longdraft.model.runner import TargetRunner
 from longdraft.model.stored import StoredEmbedding, StoredLinear, in_floats, is_woven
 from tests.native.levels import needs_kernels
@@ -53,14 +53,6 @@ def test_a_folder_in_halves_stays_in_halves_and_computes_in_float32(family, dtyp
     assert torch.equal(*found)
 
 
-def test_a_folder_in_float32_is_loaded_as_ever(tmp_path):
-    place = folder(tmp_path, dtype=torch.float32)
-    for weights in (None, "stored"):
-        model = load(place, device="cpu", weights=weights).model
-        assert type(model.lm_head) is nn.Linear
-        model.save_pretrained(tmp_path / "again")
-
-
 def test_stored_weights_are_saved_once_they_are_unpacked(tmp_path):
     model = load(folder(tmp_path / "a"), device="cpu", weights="stored").model
     with pytest.raises(CapabilityError):
@@ -84,18 +76,6 @@ def test_a_layer_in_halves_is_computed_in_its_own_dtype_and_rounded_once(dtype, 
     torch.testing.assert_close(found.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-3)
     # A row is the same whatever stands beside it.
     assert torch.equal(torch.cat([layer(row[None]) for row in x]), found)
-
-
-@needs_kernels
-@pytest.mark.parametrize(("rows", "ours"), [(MOST, True), (MOST + 1, False)])
-@torch.no_grad()
-def test_few_rows_are_our_kernels_and_more_are_torchs(rows, ours):
-    layer, x = nn.Linear(80, 24), torch.randn(1, rows, 80)
-    expected = layer(x)
-    quicken(layer)
-    found = layer(x)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    assert torch.equal(found, expected) is not ours
 
 
 @needs_kernels

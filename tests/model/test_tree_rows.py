@@ -68,24 +68,11 @@ MODELS = {
     "biases": lambda _: tiny_model("qwen3", attention_bias=True),
 }
 # One or two of each kind.
-QUICK = [
-    *(
-        "windows: gemma2",
-        "windows: gemma3",
-        "windows: mistral",
-        "windows: llama4",
-        "experts: qwen3_moe",
-        "experts: dbrx",
-    ),
-    *(
-        "experts: gpt_oss",
-        "experts: deepseek_v3",
-        "stored in torch.bfloat16",
-        "biases",
-        *map("int8: {}".format, IN_INT8),
-    ),
-    *(f"recurrent: {family}" for family in KINDS),
-]
+QUICK = {
+    "windows: gemma2", "windows: gemma3", "windows: mistral", "windows: llama4", "experts: qwen3_moe", "experts: dbrx",
+    "experts: gpt_oss", "experts: deepseek_v3", "stored in torch.bfloat16", "biases",
+    *(f"int8: {case}" for case in IN_INT8), *(f"recurrent: {family}" for family in KINDS),
+}  # fmt: skip
 
 
 @needs_kernels

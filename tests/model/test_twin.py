@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import gc
-import threading
 import types
 import weakref
 from typing import Any
@@ -19,7 +18,6 @@ from longdraft import Speculator
 from longdraft.errors import CapabilityError, UnsupportedModelError
 from longdraft.model.outputs import Taps
 from longdraft.model.runner import TargetRunner
-from longdraft.model.twin import lock_of
 from tests.support.forwards import forward
 from tests.support.quick import in_turn
 from tests.support.tiny import FAMILIES, tiny_model
@@ -66,35 +64,6 @@ def test_a_run_writes_nothing_into_the_model(family, training):
     forward(runner, [TEXT], runner.new_store(1, 20), [0], taps=Taps((0, 2), (1,)))
     assert state(model) == before
     torch.testing.assert_close(hosted(runner), logits(model), **CLOSE)
-
-
-@pytest.mark.parametrize(
-    ("part", "error"),
-    in_turn(["layers.1", "layers.1.mlp", "layers.1.self_attn.k_proj", "norm"], [RuntimeError, KeyboardInterrupt]),
-)
-def test_an_exception_in_the_middle_leaves_the_model_as_it_was(part, error):
-    model = tiny_model().train()
-    angry = [True]
-
-    def hook(*_: object) -> None:
-        if angry[0]:
-            raise error("from a hook")
-
-    model.model.get_submodule(part).register_forward_hook(hook)
-    before, spec = state(model), Speculator("prompt-lookup", target=model)
-    angry[0] = False
-    expected = spec.generate(TEXT, max_new_tokens=8)[0].token_ids
-    for tokens in (0, 3):  # in the prompt, and while text is decoded
-        run = spec.stream(TEXT, max_new_tokens=8)
-        for _ in range(tokens):
-            next(iter(run))
-        angry[0] = True
-        with pytest.raises(error, match="from a hook"):
-            next(iter(run))
-        angry[0] = False
-        assert state(model) == before
-    assert spec.generate(TEXT, max_new_tokens=8)[0].token_ids == expected
-    torch.testing.assert_close(hosted(TargetRunner(model)), logits(model), **CLOSE)
 
 
 def test_hooks_are_the_users_own_and_what_they_change_counts_and_is_tapped():
@@ -151,43 +120,11 @@ def test_forwards_in_the_place_of_a_models_own_lead_into_the_twin(put, part):
     assert state(model) == before
 
 
-class Odd(nn.SiLU):
-    def __setattr__(self, name: str, value: object) -> None:
-        if name == "training" and "training" in vars(self) and not value:
-            raise TypeError("no evaluation here")
-        super().__setattr__(name, value)
-
-
-@pytest.mark.parametrize(
-    ("module", "message"), [(lambda: torch.jit.script(nn.SiLU()), "scripted"), (Odd, "no evaluation here")]
-)
-def test_a_model_that_cannot_be_copied_is_refused(module, message):
+def test_a_model_that_cannot_be_copied_is_refused():
     model = tiny_model().train()
-    model.model.layers[0].mlp.act_fn = module()
-    with pytest.raises(UnsupportedModelError, match=message):
+    model.model.layers[0].mlp.act_fn = torch.jit.script(nn.SiLU())
+    with pytest.raises(UnsupportedModelError, match="scripted"):
         TargetRunner(model)
-
-
-def change_in_place(model: PreTrainedModel) -> None:
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.mul_(0.9)
-
-
-def test_nothing_is_copied_anew_where_nothing_of_ours_has_changed():
-    model = tiny_model()
-    runner = TargetRunner(model)
-    number = runner.twin.number
-    model.set_attn_implementation("eager")
-    model.train()
-    change_in_place(model)
-    model.generate(torch.tensor([TEXT]), max_new_tokens=2, do_sample=False)
-    model.requires_grad_(False)
-    runner.refresh()
-    assert runner.twin.number == number
-    model.config.rope_parameters["rope_theta"] = 5.0
-    runner.refresh()
-    assert runner.twin.number != number
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -242,14 +179,3 @@ def test_model_and_twin_are_freed(circular):
     del model
     gc.collect()
     assert gone() is None
-
-
-def test_a_model_has_one_lock_and_who_has_it_takes_it_again():
-    model, taken = tiny_model(), []
-    lock = lock_of(model)
-    assert lock is lock_of(model) and lock is not lock_of(tiny_model())
-    with lock, lock:
-        other = threading.Thread(target=lambda: taken.append(lock.acquire(blocking=False)))
-        other.start()
-        other.join()
-    assert taken == [False] and lock.acquire(blocking=False)

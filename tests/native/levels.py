@@ -10,7 +10,7 @@ import pytest
 
 from longdraft import native
 from longdraft.native import build
-from longdraft.native.library import SWITCH, Kernels, kernels_for
+from longdraft.native.library import SWITCH, Kernels
 from tests.native import emulated
 
 # `make test-arm` names it.
@@ -34,4 +34,4 @@ needs_kernels = pytest.mark.skipif(not LEVELS, reason=f"no kernels here: {native
 
 @cache
 def kernels_of(level: str) -> Kernels:
-    return Kernels(emulated.library(level), level) if level == EMULATED else kernels_for(level)
+    return Kernels(emulated.library(level) if level == EMULATED else build.loaded(level), level)

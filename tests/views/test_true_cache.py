@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longdraft.memory.host_store import HostStore
+from longdraft.memory.offload import HostStore
 from longdraft.memory.store import KVShape, KVStore
 from longdraft.views.cache import TrueCache
 from longdraft.views.scorers import SCORERS

@@ -12,7 +12,6 @@ import torch
 from longdraft import native
 from longdraft.attention import sdpa
 from longdraft.attention.block import PLAIN, Block, Scoring
-from longdraft.attention.reference import partial_attention
 
 # Query rows (T) up to which heads are folded into rows.
 FEW_ROWS = 96
@@ -30,8 +29,7 @@ def attend(
     """Same contract as :func:`longdraft.attention.reference.attend`."""
     kernels = native.kernels()
     if kernels is None or not native.fits(q, keys[0], values[0]):
-        plain = block.begins is None and scoring is PLAIN and keys.shape[3] == values.shape[3]
-        return (sdpa.attend if plain or block.prompt else _row_by_row)(q, keys, values, block, scale, scoring)
+        return sdpa.attend(q, keys, values, block, scale, scoring)
     batch, heads, size, dim = q.shape
     kv_heads = keys.shape[1]
     # (B, Hkv, G*T, d): row g*T + t of a KV head is query head g of its group, block row t.
@@ -45,19 +43,4 @@ def attend(
         begins, cap, sinks = None if block.begins is None else block.begins[b], scoring.softcap, scoring.sinks
         own = kernels.attend(rows, k, v, tree, scale, chunk=whole, begins=begins, softcap=cap, sinks=sinks)
         out[b] = own.view_as(out[b])
-    return out
-
-
-def _row_by_row(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Block, scale: float, scoring: Scoring, /
-) -> torch.Tensor:
-    """Computes each row alone on the keys that it sees, so that its bits do not depend on the rows beside it."""
-    out = q.new_empty(*q.shape[:3], values.shape[3])
-    for b, (slot, n) in enumerate(zip(block.slots, block.lengths, strict=True)):
-        k, v = (x[slot, :, : n + block.width].to(q.dtype) for x in (keys, values))
-        for t, seen in enumerate(block.visible(b, q.device)):
-            rows = seen.nonzero().squeeze(1)
-            one = q[b, :, t : t + 1]
-            o, _ = partial_attention(one, k.index_select(1, rows), v.index_select(1, rows), scale, None, scoring)
-            out[b, :, t : t + 1] = o.to(q.dtype)
     return out

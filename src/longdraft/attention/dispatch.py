@@ -6,7 +6,6 @@ masked kernels.
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 
@@ -14,7 +13,6 @@ import torch
 
 from longdraft import native
 from longdraft.attention import cpu, hybrid, reference, sdpa
-from longdraft.attention.block import PLAIN, Block, Scoring
 from longdraft.attention.reference import Attend
 from longdraft.errors import CapabilityError
 
@@ -66,28 +64,12 @@ def resolve(device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[st
     return name, PATHS[name]
 
 
-def _hybrid(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    block: Block,
-    scale: float,
-    scoring: Scoring = PLAIN,
-    /,
-) -> torch.Tensor:
-    """Hybrid attention; layers that it does not serve are computed by torch's masked kernels."""
-    if block.begins is None and scoring is PLAIN and keys.shape[3] == values.shape[3]:
-        return hybrid.attend(q, keys, values, block, scale)
-    _say_once()
-    return sdpa.attend(q, keys, values, block, scale, scoring)
-
-
-PATHS: dict[str, Attend] = {"reference": reference.attend, "cpu": cpu.attend, "sdpa": sdpa.attend, "hybrid": _hybrid}
-
-
-@functools.cache
-def _say_once() -> None:
-    log.warning("Layers with a window, a soft cap or sinks are computed by torch's masked kernels, not by hybrid.")
+PATHS: dict[str, Attend] = {
+    "reference": reference.attend,
+    "cpu": cpu.attend,
+    "sdpa": sdpa.attend,
+    "hybrid": hybrid.attend,
+}
 
 
 def prefers_transposed_keys(path: str, dtype: torch.dtype) -> bool:

@@ -135,12 +135,7 @@ def fixed_order_attention(
     return (acc / total.unsqueeze(-1)).to(q.dtype).reshape(q.shape)
 
 
-fusing.define(
-    "fixed_order_attention(Tensor q, Tensor keys, Tensor values, Tensor slots, Tensor lengths, Tensor paths, "
-    "Tensor counts, int bound, float scale) -> Tensor",
-    fixed_order_attention,
-    "longdraft.attention.fixed_order_kernel",
-)
+fusing.define(fixed_order_attention, "longdraft.attention.fixed_order_kernel")
 
 
 @functools.cache

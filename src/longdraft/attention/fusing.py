@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,19 +20,20 @@ def available() -> bool:
     return os.environ.get(SWITCH, "1") != "0" and importlib.util.find_spec("triton") is not None
 
 
-def define(schema: str, definition: Callable[..., Any], module: str) -> None:
-    """Defines an operator of torch, ``longdraft::NAME``.
+def define(definition: Callable[..., Any], module: str, writes: Sequence[str] = ()) -> None:
+    """Defines an operator of torch, ``longdraft::NAME``, with the name, arguments and results of its definition.
 
     Args:
-        schema: name, arguments and results, in torch's notation.
         definition: computes it on a CPU.
-        module: has a function NAME that computes it on a GPU; imported by the first call, as Triton may be missing.
+        module: has a function of the same name that computes it on a GPU; imported by the first call, as Triton may be
+            missing.
+        writes: arguments that it writes into.
     """
-    name = schema.partition("(")[0]
+    name = definition.__name__
 
     def launch(*arguments: Any) -> Any:
         return getattr(importlib.import_module(module), name)(*arguments)
 
-    _LIBRARY.define(schema)
+    _LIBRARY.define(name + torch.library.infer_schema(definition, mutates_args=writes))
     _LIBRARY.impl(name, definition, "CPU")
     _LIBRARY.impl(name, launch, "CUDA")

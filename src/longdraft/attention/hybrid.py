@@ -16,13 +16,17 @@ serves for checks.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
-from longdraft.attention import tree_part
-from longdraft.attention.block import Block
+from longdraft.attention import sdpa, tree_part
+from longdraft.attention.block import PLAIN, Block, Scoring
 from longdraft.attention.tree_part import rows_of, slot_rows
+
+log = logging.getLogger("longdraft")
 
 # A chain of at least so many rows keeps a GPU busy without splitting its keys.
 CAUSAL_ROWS = 128
@@ -105,27 +109,34 @@ class Places:
         )
 
 
-def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Block, scale: float) -> torch.Tensor:
-    """Same contract as :func:`longdraft.attention.reference.attend` without scoring and begins, on a GPU; float32,
-    float16 and bfloat16.
+@cache
+def _say_once() -> None:
+    log.warning("Layers with a window, a soft cap or sinks are computed by torch's masked kernels, not by hybrid.")
 
-    Keys and values have the same layout, and the distance between two slots is a whole number of rows.
+
+def attend(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    block: Block,
+    scale: float,
+    scoring: Scoring = PLAIN,
+    /,
+) -> torch.Tensor:
+    """Same contract as :func:`longdraft.attention.reference.attend`, on a GPU; float32, float16 and bfloat16.
+
+    Keys and values have the same layout, and the distance between two slots is a whole number of rows. Layers that this
+    does not serve are computed by torch's masked kernels.
     """
+    if block.begins is not None or scoring is not PLAIN or keys.shape[3] != values.shape[3]:
+        _say_once()
+        return sdpa.attend(q, keys, values, block, scale, scoring)
     chain = block.mask is None
     if block.width == 1 or (chain and block.size == 1):  # the row sees everything
         return _prefix(q, keys, values, _places(block, keys, block.width), scale)[0]
     if chain and block.size >= CAUSAL_ROWS and q.element_size() == 2:
         return _causal(q, keys, values, _places(block, keys, block.width), scale)
     return attend_at(q, keys, values, _places(block, keys, 0), scale)
-
-
-def attend_prefix(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Block, scale: float
-) -> torch.Tensor:
-    """Same contract as :data:`longdraft.attention.prefix.PrefixAttend`."""
-    nothing = torch.zeros(block.batch, block.size, 0, dtype=torch.bool, device=q.device)
-    places = Places.of(keys, block.slots_t, block.lengths_t, max(block.lengths), nothing, filled=True)
-    return attend_at(q, keys, values, places, scale)
 
 
 def attend_at(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, places: Places, scale: float) -> torch.Tensor:
@@ -150,8 +161,10 @@ def _places(block: Block, keys: torch.Tensor, seen: int) -> Places:
             mask = torch.zeros(block.batch, block.size, 0, dtype=torch.bool, device=keys.device)
         elif mask is None:
             mask = block.block_mask(0, keys.device).expand(block.batch, -1, -1)
-        filled = seen > 0 or (not block.captured and min(block.lengths, default=1) > 0)
-        lengths, bound = block.lengths_t + seen, max(block.lengths, default=0) + seen
+        # Prefix attention, of which nothing lies behind the prefix, is to texts with rows.
+        filled = seen > 0 or not block.width or (not block.captured and min(block.lengths, default=1) > 0)
+        lengths = block.lengths_t + seen if seen else block.lengths_t
+        bound = max(block.lengths, default=0) + seen
         block.derived[key] = Places.of(keys, block.slots_t, lengths, bound, mask, filled=filled)
     places: Places = block.derived[key]
     return places

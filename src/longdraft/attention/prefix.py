@@ -13,7 +13,6 @@ from dataclasses import replace
 
 import torch
 
-from longdraft.attention import cpu, hybrid, reference, sdpa
 from longdraft.attention.block import Block
 from longdraft.attention.reference import Attend
 
@@ -21,7 +20,7 @@ from longdraft.attention.reference import Attend
 PrefixAttend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Block, float], torch.Tensor]
 
 
-def _before(attend: Attend) -> PrefixAttend:
+def before(attend: Attend) -> PrefixAttend:
     """A path of hybrid tree attention on a block that lies before the prefix's end, so that no row of it is seen."""
 
     def prefix(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Block, scale: float) -> torch.Tensor:
@@ -29,12 +28,3 @@ def _before(attend: Attend) -> PrefixAttend:
         return attend(q, keys, values, replace(block, offset=-block.size, mask=nothing), scale)
 
     return prefix
-
-
-# The prefix attention of each path that :func:`longdraft.attention.dispatch.choose` may name.
-PATHS: dict[str, PrefixAttend] = {
-    "reference": _before(reference.attend),
-    "cpu": _before(cpu.attend),
-    "sdpa": _before(sdpa.attend),
-    "hybrid": hybrid.attend_prefix,
-}

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, TypeVar, cast
+from typing import cast
 
 import torch
 
 from longdraft.attention import fusing
-from longdraft.attention.block import Block
-from longdraft.attention.prefix import PrefixAttend
+from longdraft.attention.block import PLAIN, Block, Scoring
 from longdraft.attention.reference import Attend
 from longdraft.native.scaled import KeptRows, Scaled
 
-Path = TypeVar("Path", Attend, PrefixAttend)
 
-
-def or_scaled(attend: Path) -> Path:
+def or_scaled(attend: Attend) -> Attend:
     """``attend``, which takes keys and values in eight bits too."""
 
-    def either(q: torch.Tensor, keys: KeptRows, values: KeptRows, block: Block, *more: Any) -> torch.Tensor:
+    def either(
+        q: torch.Tensor, keys: KeptRows, values: KeptRows, block: Block, scale: float, scoring: Scoring = PLAIN, /
+    ) -> torch.Tensor:
         if isinstance(keys, Scaled) and isinstance(values, Scaled):
             behind = max(block.lengths, default=0) + block.width
             compute = torch.ops.longdraft.unpack_rows if fusing.available() else unpack_rows
@@ -28,9 +27,9 @@ def or_scaled(attend: Path) -> Path:
                 own = torch.arange(block.batch, dtype=torch.int32, device=q.device)
                 block.derived["unpacked"] = replace(block, slots=tuple(range(block.batch)), slots_t=own)
             block = block.derived["unpacked"]
-        return attend(q, cast(torch.Tensor, keys), cast(torch.Tensor, values), block, *more)
+        return attend(q, cast(torch.Tensor, keys), cast(torch.Tensor, values), block, scale, scoring)
 
-    return cast(Path, either)
+    return either
 
 
 def unpack_rows(
@@ -46,8 +45,4 @@ def unpack_rows(
     return (own * factors[..., None]).to(dtype)
 
 
-fusing.define(
-    "unpack_rows(Tensor numbers, Tensor scales, Tensor slots, int rows, ScalarType dtype) -> Tensor",
-    unpack_rows,
-    "longdraft.attention.scaled_kernel",
-)
+fusing.define(unpack_rows, "longdraft.attention.scaled_kernel")

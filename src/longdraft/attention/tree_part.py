@@ -73,12 +73,7 @@ def with_tree(
     return out.to(q.dtype, copy=True, memory_format=torch.contiguous_format).transpose(1, 2)
 
 
-fusing.define(
-    "with_tree(Tensor q, Tensor keys, Tensor values, Tensor o, Tensor lse, Tensor tree, Tensor hidden, float scale) "
-    "-> Tensor",
-    with_tree,
-    "longdraft.attention.tree_kernel",
-)
+fusing.define(with_tree, "longdraft.attention.tree_kernel")
 
 
 def by_kernel(q: torch.Tensor, keys: torch.Tensor) -> bool:

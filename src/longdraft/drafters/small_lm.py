@@ -249,10 +249,10 @@ class SmallLMRound(HostedRound):
         slots, chains = [s.slot for s in self.of(level)], [self._small.new_tokens(s) for s in self.of(level)]
         even = len({*map(len, chains)}) == 1
         found: tuple[torch.Tensor, ...]
+        block = self._store.block(slots, chains)
         if best and self._whole is not None and even and self._whole.takes(self._store, sum(map(len, chains))):
-            found = self._whole.chains(self._store, slots, chains, best)
+            found = self._whole.likeliest(block, self._store, best, last=True)
         else:
-            block = self._store.block(slots, chains)
             logits = self._runner.forward(block, self._store, logits="last" if even else "all", check=False).logits
             assert logits is not None
             if not even:

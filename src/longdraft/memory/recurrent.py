@@ -76,21 +76,19 @@ class LayerSlot:
         now: the checkpoint.
         inputs: convolution -> inputs (rows, channels) of unverified rows.
         rows: inputs of the recurrence for unverified rows.
-        written: number of unverified rows.
-        after: the checkpoint after a piece of a prompt of ``written`` rows, in the place of their inputs.
+        after: the checkpoint after a piece of a prompt, in the place of its rows' inputs.
         prompt: the unverified rows are a piece of a prompt.
     """
 
     now: Checkpoint
     inputs: dict[int, torch.Tensor] = field(default_factory=dict)
     rows: Rows = ()
-    written: int = 0
     after: Checkpoint | None = None
     prompt: bool = False
 
-    def begin(self, written: int, prompt: bool) -> None:
-        """Called when a forward begins, with the number of unverified rows at its end."""
-        self.written, self.prompt, self.after = written, prompt, None
+    def begin(self, prompt: bool) -> None:
+        """Called when a forward begins."""
+        self.prompt, self.after = prompt, None
 
     def keep_inputs(self, number: int, offset: int, new: torch.Tensor) -> torch.Tensor:
         """Writes a convolution's inputs (T, channels) of unverified rows from ``offset`` on; returns all of them."""
@@ -103,18 +101,9 @@ class LayerSlot:
         self.rows = tuple(torch.cat([a[:offset], b]) for a, b in zip(old, new, strict=True)) if offset else new
 
     def commit(self, path: Sequence[int]) -> None:
-        """Keeps a path of the unverified rows.
-
-        Raises:
-            ValueError: rows that no forward has written, or only a part of a piece of a prompt.
-        """
-        if path and path[-1] >= self.written:
-            raise ValueError(f"row {path[-1]} of a recurrent layer was not computed, {self.written} rows were")
+        """Keeps a path of the unverified rows; of a piece of a prompt all rows or none."""
         if self.after is not None:
-            if len(path) not in (0, self.written):
-                raise ValueError(f"a piece of {self.written} prompt tokens is kept whole, not {len(path)} of them")
-            if path:
-                self.now = self.after
+            self.now = self.after if path else self.now
         elif path:
             for number, window in self.now.windows.items():
                 new = _select(self.inputs[number], path[-len(window) :] if len(window) else [])
@@ -126,7 +115,7 @@ class LayerSlot:
 
     def forget(self) -> None:
         """Drops the unverified rows."""
-        self.inputs, self.rows, self.written, self.after, self.prompt = {}, (), 0, None, False
+        self.inputs, self.rows, self.after, self.prompt = {}, (), None, False
 
 
 class RecurrentStates:

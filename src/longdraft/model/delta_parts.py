@@ -95,7 +95,7 @@ def delta_rows(hosted: Hosted, layers: Sequence[DeltaLayer], numbers: Sequence[i
 
 def _begun(layer: DeltaLayer, slot: LayerSlot, block: Block, order: RowOrder) -> DeltaSequence:
     """One sequence's rows, with room for the new ones."""
-    slot.begin(block.width, prompt=False)
+    slot.begin(prompt=False)
     inputs, *rows = _room(layer.sizes, block.width)
     if block.offset:
         for new, old in zip((inputs, *rows), (slot.inputs[0], *slot.rows), strict=True):

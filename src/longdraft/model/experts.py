@@ -18,6 +18,7 @@ from torch import nn
 from torch.func import functional_call
 
 from longdraft.model.few_rows import in_halves, is_plain
+from longdraft.model.hosting import decoding
 from longdraft.model.model_copy import present_forward, replace_forward
 from longdraft.model.stored import StoredWeights
 from longdraft.native import Stored, kernels
@@ -75,18 +76,14 @@ def is_mixture(module: nn.Module) -> bool:
     return hasattr(type(module), "_apply_gate") and hasattr(module, "is_transposed")
 
 
-def install(model: nn.Module, wanted: Callable[[], bool]) -> None:
-    """Makes a model's mixtures of experts exact by row, for good. The model must be a copy of our own.
-
-    Args:
-        wanted: called in each forward; while it returns False, mixtures compute as usual.
-    """
+def install(model: nn.Module) -> None:
+    """Makes a model's mixtures of experts exact by row while text is decoded. The model must be a copy of our own."""
     for module in model.modules():
         if kernels() is not None and is_mixture(module):
-            replace_forward(module, _by_kernels(module, wanted))
+            replace_forward(module, _by_kernels(module))
 
 
-def _by_kernels(module: Any, wanted: Callable[[], bool]) -> Callable[..., torch.Tensor]:
+def _by_kernels(module: Any) -> Callable[..., torch.Tensor]:
     own = present_forward(module)
     names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
     known: list[Any] = []  # parameters, and the experts made of them
@@ -102,7 +99,7 @@ def _by_kernels(module: Any, wanted: Callable[[], bool]) -> Callable[..., torch.
         return made
 
     def forward(hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        served = experts() if wanted() else None
+        served = experts() if decoding() else None
         compute = own if served is None else served.routed
         out: torch.Tensor = compute(hidden_states, top_k_index, top_k_weights)
         return out

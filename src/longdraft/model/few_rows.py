@@ -5,8 +5,7 @@ torch's plain product reads a matrix badly for a few rows. Our own kernel reads 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -17,20 +16,10 @@ from longdraft.native.structures import Weights
 
 # Number of rows up to which our kernel is faster; more are bound by arithmetic, which torch's product does as well.
 MOST = 128
-# The same for bfloat16 and float16 if the machine has instructions that multiply them.
-MOST_HALVES = 8
 
 
-@cache
-def _most_halves() -> int:
-    """Number of rows of bfloat16 or float16 up to which our kernel is faster here."""
-    # These functions are private: older versions of torch may lack them.
-    checks = (getattr(torch.cpu, f"_is_{name}_supported", None) for name in ("avx512_bf16", "amx_tile"))
-    return MOST_HALVES if any(check is not None and check() for check in checks) else MOST
-
-
-def few_rows(weight: torch.Tensor | Stored, bias: torch.Tensor | None = None) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A function that multiplies x (..., in) with one matrix (out, in), as ``F.linear``.
+def few_rows(x: torch.Tensor, weight: torch.Tensor | Stored, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x (..., in) times a matrix (out, in), as ``F.linear``.
 
     Args:
         weight: it may be stored if there are kernels.
@@ -38,14 +27,9 @@ def few_rows(weight: torch.Tensor | Stored, bias: torch.Tensor | None = None) ->
     if isinstance(weight, Stored):
         own = kernels()
         assert own is not None
-        return lambda x: own.linear(x, [(weight, bias)])[0]
-    most = _most_halves() if in_halves(weight) else MOST
-
-    def product(x: torch.Tensor) -> torch.Tensor:
-        found = by_kernel(x, weight, bias) if x.numel() <= most * x.shape[-1] else None
-        return F.linear(x, weight, bias) if found is None else found
-
-    return product
+        return own.linear(x, [(weight, bias)])[0]
+    found = by_kernel(x, weight, bias) if x.numel() <= MOST * x.shape[-1] else None
+    return F.linear(x, weight, bias) if found is None else found
 
 
 def by_kernel(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
@@ -64,7 +48,7 @@ def quicken(module: nn.Module) -> None:
     for layer in module.modules():
         if type(layer) is nn.Linear and weights_of(layer) is not None:
             bias = None if layer.bias is None else layer.bias.detach()
-            vars(layer)["forward"] = few_rows(layer.weight.detach(), bias)
+            vars(layer)["forward"] = partial(few_rows, weight=layer.weight.detach(), bias=bias)
 
 
 def weights_of(layer: nn.Module) -> Weights | None:

@@ -139,16 +139,10 @@ class FusedLayers:
             return None
         if self._int8 or self._rounded:
             return self.stack
-        needed = 0
-
-        def count(weights: Weights, bits: Literal[4, 8] = 8) -> Weights:
-            nonlocal needed
-            needed += light_bytes(weights[0], bits)
-            return weights
-
-        self.stack.changed(partial(count, bits=4), count)
+        needed = [light_bytes(matrix, 4) for layer in self.stack.layers for matrix, _ in layer.products]
+        needed += [] if self.stack.head is None else [light_bytes(self.stack.head[0])]
         try:
-            sizes.require(needed, torch.device("cpu"), "A model that drafts for itself")
+            sizes.require(sum(needed), torch.device("cpu"), "A model that drafts for itself")
         except MemoryBudgetError as error:
             logger.info("Drafts read the weights that verifications read: %s", error)
             return None
@@ -189,7 +183,6 @@ class FusedLayers:
                 recurrent=recurrent,
             )
         hosted.queries, hosted.hidden = {wanted[i]: q for i, q in out.queries.items()}, out.hidden
-        hosted.layers_seen = len(hosted.layout.places)
         return out.logits
 
     def _turns(self, hosted: hosting.Hosted, x: torch.Tensor) -> list[CosSin]:

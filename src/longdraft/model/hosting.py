@@ -95,8 +95,7 @@ class Hosted:
             plain = softcap is None and sinks is None
             scoring = PLAIN if plain else Scoring(softcap, None if sinks is None else sinks.detach())
             scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-            rows = query, keys, values, block.last_rows(query.shape[2]), scale
-            out = self.attend(*rows) if plain else self.attend(*rows, scoring)
+            out = self.attend(query, keys, values, block.last_rows(query.shape[2]), scale, scoring)
             return out[..., : value.shape[3]].transpose(1, 2).contiguous(), None
 
     def _stored(
@@ -122,6 +121,12 @@ def running() -> Hosted | None:
     """The forward that this thread is computing; None outside of :func:`run`."""
     found = _running.get()
     return found if isinstance(found, Hosted) else None
+
+
+def decoding() -> bool:
+    """True while this thread computes rows whose bits must not depend on the rows beside them: see ``Block.prompt``."""
+    hosted = running()
+    return hosted is not None and not hosted.block.prompt
 
 
 def recording() -> Recording | None:

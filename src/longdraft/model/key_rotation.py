@@ -67,11 +67,6 @@ class KeyRotation:
         position.
         """
         runner, places = self._runner, (0, *positions)
-        for at in positions:
-            alone = self._table(torch.tensor([at], device=runner.device, dtype=torch.long))
-            for row, table in zip(alone, (self._cos, self._sin), strict=True):
-                if not torch.allclose(row, table[at] * self._scale, atol=1e-4):
-                    raise self._unsupported("its rotary frequencies depend on how long a text is")
         store = runner.new_store(len(places), 1, resident=True)
         token = runner.vocab_size // 2
         runner.forward(store.block(range(len(places)), [[token]] * len(places), bases=places), store, logits="none")

@@ -28,7 +28,7 @@ from longdraft.native.library import HEAD_UNIT
 from longdraft.native.scaled import KeptRows
 from longdraft.native.structures import CHUNK, Norm, Weights
 
-_PRODUCTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+PRODUCTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 # The kernels' name of a norm -> transformers' name. In a layer of the Gemma kind the norm after the attention is one of
 # its output; in one of the Llama kind it is one of the MLP's input.
 _LLAMA = {"norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
@@ -54,7 +54,7 @@ def layer_of(layer: nn.Module, head_dim: int) -> DecoderLayer | None:
     attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
     if attention is None or not is_untouched(layer):
         return None
-    products = products_of([getattr(attention, name, None) or getattr(mlp, name, None) for name in _PRODUCTS])
+    products = products_of([getattr(attention, name, None) or getattr(mlp, name, None) for name in PRODUCTS])
     names = _GEMMA if hasattr(layer, _GEMMA["mlp_norm"]) else _LLAMA
     of_layer = {name: getattr(layer, theirs, None) for name, theirs in names.items()}
     of_heads = {name: own for name in ("q_norm", "k_norm") if (own := getattr(attention, name, None)) is not None}

@@ -1,8 +1,8 @@
 """Hosts models that attend with code of their own: biases by distance, masks of their own, no attention interface.
 
 Such a model runs as its ``generate`` runs it, with a cache of transformers and one chain of tokens at a time. The cache
-is filled with the rows of our store that the chain comes after: the text, and the nodes above it in the tree. So a tree
-takes a forward for each of its branches, and a batch one for each sequence.
+is filled with the rows of our store that the chain comes after: the text, and the nodes above it in the tree. So a
+chain takes one forward, a tree one for each node, and a batch as many for each sequence.
 """
 
 from __future__ import annotations
@@ -58,7 +58,6 @@ def run(module: nn.Module, hosted: hosting.Hosted, logits_to_keep: int = 0) -> S
         hosted.store.write(layer, keys, values, block)
     for layer in hosted.hidden_layers:
         hosted.hidden[layer] = torch.stack([s.hidden[layer] for s in sequences])
-    hosted.layers_seen = len(hosted.layout.places)
     logits = [s.logits for s in sequences if s.logits is not None]
     return SimpleNamespace(logits=torch.stack(logits) if logits else None)
 
@@ -95,20 +94,14 @@ class _Sequence:
         block = self._hosted.block
         assert block.tokens is not None and block.positions is not None
         tokens, positions = block.tokens[self._index], block.positions[self._index]
-        parents = parents_of(block)[self._index]
-        chains, copies = _chains(parents, tokens.tolist(), block.offset)
-        last = last and len(chains) == 1
+        parents, rows = parents_of(block)[self._index], list(range(block.offset, block.width))
+        chains = [rows] if block.mask is None else [[row] for row in rows]
         for chain in chains:
             places = [row - block.offset for row in chain]
             part = replace(
                 block, tokens=tokens[places][None], positions=positions[places][None], size=len(chain), mask=None
             )
-            self._compute(module, part, chain, _above(parents, chain[0]), last)
-        for row, other in copies.items():
-            for kept in (*self.kept[0], *self.kept[1]):
-                kept[:, row] = kept[:, other]
-            for rows in (*self.hidden.values(), *([] if self.logits is None else [self.logits])):
-                rows[row - block.offset] = rows[other - block.offset]
+            self._compute(module, part, chain, _above(parents, chain[0]), last and len(chains) == 1)
 
     def _compute(self, module: nn.Module, part: Block, chain: list[int], above: list[int], last: bool) -> None:
         """Computes a chain of rows that comes after the rows ``above`` of the tree."""
@@ -157,32 +150,6 @@ def _forward(
         more["logits_to_keep"] = 1
     mask = torch.ones(1, past + tokens.shape[1], dtype=torch.long, device=tokens.device)
     return module(input_ids=tokens, attention_mask=mask, use_cache=True, **more)
-
-
-def _chains(parents: list[int], tokens: list[int], offset: int) -> tuple[list[list[int]], dict[int, int]]:
-    """The rows from ``offset`` on as chains, each behind rows of earlier ones; and rows that equal an earlier row.
-
-    The rows that pad a tree equal its root.
-    """
-    first: dict[tuple[int, int], int] = {}
-    copies: dict[int, int] = {}
-    inner = set(parents)
-    for row in range(offset, len(parents)):
-        other = first.setdefault((parents[row], tokens[row - offset]), row)
-        if other != row and row not in inner:
-            copies[row] = other
-    chains: list[list[int]] = []
-    ends: dict[int, list[int]] = {}
-    for row in range(offset, len(parents)):
-        if row in copies:
-            continue
-        chain = ends.pop(parents[row], None)
-        if chain is None:
-            chain = []
-            chains.append(chain)
-        chain.append(row)
-        ends[row] = chain
-    return chains, copies
 
 
 def _above(parents: list[int], row: int) -> list[int]:

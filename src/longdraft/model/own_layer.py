@@ -15,10 +15,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from longdraft.errors import UnsupportedModelError
-from longdraft.model import hosting
+from longdraft.model import hosting, stored
 from longdraft.model.few_rows import in_halves
 from longdraft.model.small_models import Attend, packed
-from longdraft.model.stored import StoredLinear, in_place_of, unpacked
 from longdraft.native import Stored, kernels
 
 
@@ -79,30 +78,17 @@ def put_in(
     dtype: torch.dtype,
     int8: bool,
 ) -> nn.Module:
-    """Gives a module without memory its weights. On a CPU in float32, linear layers keep them as they are stored.
-
-    Args:
-        weights: by name, all of them.
-        int8: stored weights compute in int8 arithmetic.
-    """
-    keeps = device.type == "cpu" and dtype == torch.float32 and kernels() is not None
-    for name, given in weights.items():
-        path, _, leaf = name.rpartition(".")
-        parent, weight = module.get_submodule(path), given
-        if isinstance(parent, StoredLinear):
-            continue  # the bias of one
-        if keeps and type(parent) is nn.Linear and leaf == "weight":
-            weight = Stored.of(weight) if isinstance(weight, torch.Tensor) and in_halves(weight) else weight
-            if isinstance(weight, Stored):
-                bias = weights.get(f"{path}.bias")
-                bias = bias if isinstance(bias, torch.Tensor) else None
-                module.set_submodule(path, in_place_of(parent, weight.computing(int8), bias))
-                continue
-        numbers = unpacked(weight) if isinstance(weight, Stored) else weight
-        if leaf in parent._parameters:
-            setattr(parent, leaf, nn.Parameter(numbers.to(device, dtype), requires_grad=False))
-        else:
-            setattr(parent, leaf, numbers.to(device, parent.get_buffer(leaf).dtype))
+    """:func:`longdraft.model.stored.put_in` for all weights of a draft. With kernels, matrices in halves stay so."""
+    halves = (
+        {}
+        if kernels() is None
+        else {
+            name: Stored.of(each)
+            for name, each in weights.items()
+            if isinstance(each, torch.Tensor) and each.dim() == 2 and in_halves(each)
+        }
+    )
+    stored.put_in(module, {**weights, **halves}, device, dtype, int8)
     return module.requires_grad_(False).eval()
 
 

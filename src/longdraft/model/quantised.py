@@ -18,6 +18,7 @@ from torch import nn
 from longdraft.attention.transfer import on_device
 from longdraft.errors import UnsupportedModelError, reason_of
 from longdraft.model.few_rows import is_plain, is_shared_out
+from longdraft.model.hosting import decoding
 from longdraft.native import kernels
 from longdraft.native.boundary import FLOATS
 
@@ -121,11 +122,9 @@ def check(model: nn.Module) -> None:
             raise _refusal(model, name, module, why)
 
 
-def install(model: nn.Module, wanted: Callable[[], bool]) -> None:
-    """Tries the layers, and gives those that need it their rows in blocks. The model must be a copy of our own.
-
-    Args:
-        wanted: called in each forward; while it returns False, layers get their rows as they come.
+def install(model: nn.Module) -> None:
+    """Tries the layers, and gives those that need it their rows in blocks while text is decoded. The model must be a
+    copy of our own.
 
     Raises:
         UnsupportedModelError: a row's result depends on the rows beside it, or a layer cannot compute here.
@@ -134,7 +133,7 @@ def install(model: nn.Module, wanted: Callable[[], bool]) -> None:
         forward = vars(module)["forward"] = _outside(module.forward)
         # Without kernels, other products do not give a row the same bits either.
         if sizes and kernels() is not None:
-            vars(module)["forward"] = _in_blocks(forward, sizes, wanted)
+            vars(module)["forward"] = _in_blocks(forward, sizes)
 
 
 def make_plain(model: nn.Module) -> None:
@@ -154,7 +153,7 @@ def _all_tried(model: nn.Module) -> Iterator[tuple[nn.Module, tuple[int, ...]]]:
         like = (type(module), type(getattr(module, "weight", None)), module.in_features, module.out_features)
         if like in known:
             with torch.no_grad():  # it may do something once, such as packing its weights in another way
-                module.forward(_made_up(model, module, 1)[None])
+                module.forward(made_up(model, module, 1)[None])
         yield module, known[like] if like in known else known.setdefault(like, _try(model, name, module))
 
 
@@ -170,7 +169,7 @@ def _made_up_product(module: nn.Module) -> Callable[..., torch.Tensor]:
     return product
 
 
-def _made_up(model: nn.Module, module: nn.Module, count: int) -> torch.Tensor:
+def made_up(model: nn.Module, module: nn.Module, count: int) -> torch.Tensor:
     """Rows (count, in) for a layer, in the model's dtype."""
     device = next((t.device for t in [*module.parameters(), *module.buffers()]), torch.device("cpu"))
     size = int(module.in_features)  # type: ignore[arg-type]
@@ -180,7 +179,7 @@ def _made_up(model: nn.Module, module: nn.Module, count: int) -> torch.Tensor:
 
 def _try(model: nn.Module, name: str, module: nn.Module) -> tuple[int, ...]:
     """Sizes of blocks that give the same bits; (1,) if only rows one by one do, empty if any number of rows does."""
-    rows = _made_up(model, module, LARGER[-1])
+    rows = made_up(model, module, LARGER[-1])
 
     def compute(x: torch.Tensor) -> torch.Tensor:
         # module.forward, so that the user's hooks do not see made-up rows.
@@ -236,11 +235,9 @@ def _outside(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
     return outside
 
 
-def _in_blocks(
-    forward: Callable[..., torch.Tensor], sizes: tuple[int, ...], wanted: Callable[[], bool]
-) -> Callable[..., torch.Tensor]:
+def _in_blocks(forward: Callable[..., torch.Tensor], sizes: tuple[int, ...]) -> Callable[..., torch.Tensor]:
     def in_blocks(x: torch.Tensor, *more: Any, **named: Any) -> torch.Tensor:
-        if not wanted():
+        if not decoding():
             return forward(x, *more, **named)
         rows = x.reshape(-1, x.shape[-1])
         count = len(rows)

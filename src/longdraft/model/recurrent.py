@@ -123,7 +123,7 @@ class _Mixer:
             return self._run(_Rows(block, slots), named)
         parts = []
         for rows, slot in zip(named["hidden_states"].split(1), slots, strict=True):
-            parts.append(self._run(_Piece(self, block, slot), {**named, "hidden_states": rows}))
+            parts.append(self._run(_Piece(self, slot), {**named, "hidden_states": rows}))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _run(self, turn: _Turn, named: dict[str, Any]) -> Any:
@@ -229,9 +229,9 @@ class _Piece(_Turn):
 
     record_past = False
 
-    def __init__(self, mixer: _Mixer, block: Block, slot: LayerSlot) -> None:
+    def __init__(self, mixer: _Mixer, slot: LayerSlot) -> None:
         super().__init__()
-        slot.begin(block.width, prompt=True)
+        slot.begin(prompt=True)
         self._slot, self._now = slot, slot.now
         self._turned = mixer.recurrence is not None and mixer.recurrence.turned
         self.state = self._theirs()  # it lacks the pending rows: see scan
@@ -270,7 +270,7 @@ class _Rows(_Turn):
         super().__init__()
         self._block, self._slots = block, slots
         for slot in slots:
-            slot.begin(block.width, block.prompt)
+            slot.begin(block.prompt)
 
     def convolve(
         self,

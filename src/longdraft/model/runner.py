@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from transformers import PreTrainedModel
@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from longdraft.attention import dispatch, fixed_order, prefix
 from longdraft.attention.block import Block
 from longdraft.attention.scaled import or_scaled
-from longdraft.errors import CapabilityError, UnsupportedModelError
+from longdraft.errors import CapabilityError
 from longdraft.files import named
 from longdraft.memory import offload as offloading
 from longdraft.memory import sizes
@@ -86,9 +86,9 @@ class TargetRunner:
         self.device: torch.device = model.device
         self.clock: Clock | None = None
         self.attention_path, self.attend = dispatch.resolve(self.device, self.kv_shape.dtype, self.kv_shape.head_dim)
-        attend = prefix.PATHS[self.attention_path]
         if self.device.type == "cuda":
-            self.attend, attend = or_scaled(self.attend), or_scaled(attend)
+            self.attend = or_scaled(self.attend)
+        attend = prefix.before(self.attend)
         self.prefix_attend: prefix.PrefixAttend = attend if self.share is None else self.share.attending(attend)
         self.arithmetic = stored.arithmetic_of(model)
         # Int8 arithmetic keeps keys and values in 16 bits.
@@ -363,31 +363,9 @@ class TargetRunner:
         if hosted.fused and self.twin.fused.stack is not None:
             return self.twin.fused.run(hosted, logits), hosted.hidden, hosted.queries
         if logits == "none":
-            self.run(hosted, head=False)
+            self.twin.run(hosted, head=False)
             return None, hosted.hidden, hosted.queries
         last = logits if isinstance(logits, int) else int(logits == "last")  # 0: all of them
-        out = self.run(hosted, head=True, logits_to_keep=0 if last > 1 and self.attends_itself else last)
+        out = self.twin.run(hosted, head=True, logits_to_keep=0 if last > 1 and self.attends_itself else last)
         # Some models do not know logits_to_keep.
         return out.logits[:, -last:], hosted.hidden, hosted.queries
-
-    def run(self, hosted: hosting.Hosted, head: bool, **more: Any) -> Any:
-        """Runs the model's own code on a block. The caller holds :attr:`lock`.
-
-        Args:
-            hosted: the state of the forward; hidden states and queries are left in it.
-            head: compute logits with the model's own head, which may scale or cap them.
-            more: further arguments of the model.
-
-        Returns:
-            The output of the model, or of its decoder without ``head``.
-
-        Raises:
-            UnsupportedModelError: not all layers use the attention interface.
-        """
-        out = self.twin.run(hosted, head, **more)
-        if hosted.layers_seen != len(self.twin.layout.places):
-            raise UnsupportedModelError(
-                f"{type(self.model).__name__} sent {hosted.layers_seen} layers through the attention interface, and "
-                f"{len(self.twin.layout.places)} before: its layers change from one forward to the next."
-            )
-        return out

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from random import Random
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -141,7 +142,7 @@ def product(weight: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     Rows of the matrix may be shared out (a DTensor): the result is the same in all processes.
     """
     if not is_shared_out(weight):
-        return few_rows(weight)
+        return partial(few_rows, weight=weight)
     from torch.distributed.tensor import DTensor, Shard
 
     def gathered(x: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -169,6 +169,39 @@ def in_place_of(module: nn.Module, matrix: Stored, bias: torch.Tensor | None = N
     if isinstance(module, nn.Embedding):
         return StoredEmbedding(matrix, getattr(module, "scalar_embed_scale", 1.0))
     return StoredLinear(matrix, None if bias is None else bias.detach().float())
+
+
+def put_in(
+    module: nn.Module,
+    weights: Mapping[str, torch.Tensor | Stored | ArrangedLinear],
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    int8: bool = False,
+) -> None:
+    """Gives a module without memory its weights. In float32 on a CPU its layers keep stored ones as they are.
+
+    Args:
+        weights: by name.
+        int8: stored weights compute in int8 arithmetic.
+    """
+    parts: dict[str, dict[str, Any]] = {}
+    for name, given in weights.items():
+        path, _, leaf = name.rpartition(".")
+        parts.setdefault(path, {})[leaf] = given
+    keeps = torch.device(device).type == "cpu" and dtype == torch.float32
+    for path, leaves in parts.items():
+        own, weight = module.get_submodule(path), leaves.get("weight")
+        if isinstance(weight, ArrangedLinear):
+            module.set_submodule(path, weight)
+        elif keeps and isinstance(weight, Stored) and isinstance(own, nn.Linear | nn.Embedding):
+            module.set_submodule(path, in_place_of(own, weight.computing(int8), leaves.get("bias")))
+        else:
+            for leaf, given in leaves.items():
+                numbers = unpacked(given) if isinstance(given, Stored) else given
+                if leaf in own._parameters:
+                    setattr(own, leaf, nn.Parameter(numbers.to(device, dtype), requires_grad=False))
+                else:
+                    setattr(own, leaf, numbers.to(device, own.get_buffer(leaf).dtype))
 
 
 def woven(stored: Stored) -> Stored:

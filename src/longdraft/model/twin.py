@@ -72,11 +72,10 @@ class Twin:
             self._try(model)
         self.layout = layout_of(self.model)
         # While text is decoded, a row's bits must not depend on the rows beside it.
-        quantised.install(self.model, lambda: not self._reading)
-        experts.install(self.model, lambda: not self._reading)
+        quantised.install(self.model)
+        experts.install(self.model)
         self._by_row = kernels() is not None and self.model.device.type == "cpu"
         self._tapped: set[int] = set()
-        self._reading = False
         self._place = place_of(model)
 
     def _try(self, model: PreTrainedModel) -> None:
@@ -95,16 +94,29 @@ class Twin:
         return place_of(self.model) != self._place
 
     def run(self, hosted: hosting.Hosted, head: bool, **more: Any) -> Any:
-        """A forward of the model, or of its decoder alone without ``head``."""
+        """A forward of the model, or of its decoder alone without ``head``. The caller holds the lock.
+
+        Args:
+            hosted: the state of the forward; hidden states and queries are left in it.
+            more: further arguments of the model.
+
+        Raises:
+            UnsupportedModelError: not all layers use the attention interface.
+        """
         for layer in hosted.hidden_layers - self._tapped:
             hosting.tap(self.model, layer)
             self._tapped.add(layer)
-        self._reading = hosted.block.prompt
         run = self.model if head else hosting.decoder_of(self.model)
         own = bool(self.layout.own)
         # While text is decoded, one kind of product computes any number of rows: see Block.prompt.
-        with RowExact(products=not own) if self._by_row and not self._reading else nullcontext():
-            return (own_code.run if own else hosting.run)(run, hosted, **more)
+        with RowExact(products=not own) if self._by_row and not hosted.block.prompt else nullcontext():
+            out = (own_code.run if own else hosting.run)(run, hosted, **more)
+        if not own and hosted.layers_seen != len(self.layout.places):
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} sent {hosted.layers_seen} layers through the attention interface, and "
+                f"{len(self.layout.places)} before: its layers change from one forward to the next."
+            )
+        return out
 
 
 _locks: WeakKeyDictionary[PreTrainedModel, AbstractContextManager[bool]] = WeakKeyDictionary()

@@ -5,9 +5,6 @@ This avoids the Python code of a hosted forward, which takes as long as the laye
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
-
 import torch
 
 from longdraft.attention.block import Block
@@ -17,7 +14,7 @@ from longdraft.model.layer_parts import UNTURNED, CosSin
 from longdraft.model.runner import TargetRunner
 from longdraft.model.shared_parts import rotary_module
 from longdraft.native import DecoderStack, kernels
-from longdraft.native.boundary import FLOATS, WHOLE
+from longdraft.native.boundary import FLOATS
 
 # Number of positions that are computed ahead.
 AHEAD = 4096
@@ -54,76 +51,33 @@ class WholeLM:
         """True if it computes this number of rows on this store."""
         return store.in_place and rows <= MOST
 
-    def chains(
-        self, store: KVStore, slots: Sequence[int], chains: Sequence[Sequence[int]], best: int
+    def likeliest(
+        self, block: Block, store: KVStore, best: int, last: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Computes a chain of new tokens behind the committed rows of each sequence, all of one length.
-
-        Returns:
-            Log-probabilities and draft ids (B, 1, k) of the ``best`` likeliest tokens after each chain.
-        """
-        size = len(chains[0])
-        bases = [store.lengths[slot] for slot in slots]
-        positions = [[n + i for i in range(size)] for n in bases]
-        return self._forward(store, slots, bases, torch.tensor(chains, **WHOLE), positions, None, size, best, "last")
-
-    def nodes(
-        self,
-        store: KVStore,
-        slots: Sequence[int],
-        tokens: torch.Tensor,
-        positions: Sequence[int],
-        ancestors: torch.Tensor,
-        best: int,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Computes a level of trees whose earlier levels are in the store, behind the committed rows.
+        """Computes a block of new rows: chains of one length, or a level of trees behind its earlier levels.
 
         Args:
-            tokens: (B, W).
-            positions: position of each sequence's nodes.
-            ancestors: (B, W, S) bool, for S nodes in all, of which the last W are the level's.
+            last: only the last row of each sequence is asked for.
 
         Returns:
-            Log-probabilities and draft ids (B, W, k) of the ``best`` likeliest tokens after each node.
+            Log-probabilities and draft ids (B, T or 1, k) of the ``best`` likeliest tokens after each row.
         """
-        each = [[p] * tokens.shape[1] for p in positions]
-        depth = int(ancestors[0, 0].sum()) - 1
-        bases = [p - depth for p in positions]
-        return self._forward(store, slots, bases, tokens, each, ancestors, ancestors.shape[2], best, "all")
-
-    def _forward(
-        self,
-        store: KVStore,
-        slots: Sequence[int],
-        bases: Sequence[int],
-        tokens: torch.Tensor,
-        positions: list[list[int]],
-        mask: torch.Tensor | None,
-        size: int,
-        best: int,
-        logits: Literal["all", "last"],
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """size: number of rows behind the committed ones, of which the last are these tokens'."""
-        store.check_room(slots, size)
-        for states in store.states:
-            states.prepare(slots, bases, size)
-        lengths, count = [store.lengths[slot] for slot in slots], tokens.shape[1]
-        block = Block.make(slots, lengths, count, mask, offset=size - count, bases=bases)
-        turns = [self._rotations(kind.rope, positions) for kind in self._kinds.of_layers]
+        assert block.tokens is not None and block.positions is not None
+        turns = [self._rotations(kind.rope, block.positions) for kind in self._kinds.of_layers]
         rows, *more = self._kinds.rows(store, block, turns)
-        x = self._embedding(tokens).float()
-        out = self._kernels.stack(self._stack, *rows, x, logits=logits, best=best, more=more)
+        x = self._embedding(block.tokens).float()
+        out = self._kernels.stack(self._stack, *rows, x, logits="last" if last else "all", best=best, more=more)
         assert out.log_probs is not None and out.places is not None
         return out.log_probs, out.places
 
-    def _rotations(self, rope: str | None, positions: list[list[int]]) -> CosSin:
+    def _rotations(self, rope: str | None, positions: torch.Tensor) -> CosSin:
         """cos and sin (B, T, d) of a kind of layer."""
         if rope is None:
             return UNTURNED
-        known, last = self._cos_sin.get(rope), max(row[-1] for row in positions)
+        known, last = self._cos_sin.get(rope), int(positions.max())
         if known is None or last >= known.shape[1]:
             places = torch.arange(last + AHEAD, device="cpu")[None]
             known = torch.cat(self._kinds.rotate(rope, torch.empty(0, **FLOATS), places))
             self._cos_sin[rope] = known
-        cos, sin = known[:, torch.tensor(positions, **WHOLE)]
+        cos, sin = known[:, positions]
         return cos, sin

@@ -303,15 +303,6 @@ def missing() -> str | None:
     return _once()[1]
 
 
-def kernels_for(level: str) -> Kernels:
-    """The kernels for one of the instruction sets that this machine executes.
-
-    Raises:
-        OSError: they cannot be compiled or loaded.
-    """
-    return Kernels(loaded(level), level)
-
-
 # The kernels of this process, or the reason why there are none.
 known: list[tuple[Kernels | None, str | None]] = []
 _lock = threading.Lock()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from longdraft.attention.block import Block
 from longdraft.engine.drafter import Drafter
 from longdraft.engine.sequence import Sequence
 from longdraft.memory.store import KVStore
@@ -36,23 +37,25 @@ class HostedRound:
 
     def expand(self, level: Level) -> torch.Tensor:
         """Logits (B', W, draft vocabulary) of what follows each node; its KV lies behind that of the levels before."""
-        self._drafter.forwards += 1
-        (slots, roots), (batch, width) = self._places(level), level.tokens.shape
-        depths, mask = [[level.depth] * width] * batch, self._ancestors.add(level)
-        offset = mask.shape[2] - width
-        block = self._store.block(slots, level.tokens, bases=roots, depths=depths, mask=mask, offset=offset)
+        return self._logits(self._block(level))
+
+    def likeliest(self, level: Level, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities and draft ids (B', W, k) of the likeliest tokens behind each node."""
+        block = self._block(level)
+        if self._whole is None or not self._whole.takes(self._store, level.tokens.numel()):
+            return likeliest(self._logits(block), count)
+        return self._whole.likeliest(block, self._store, count)
+
+    def _logits(self, block: Block) -> torch.Tensor:
         out = self._runner.forward(block, self._store, check=False)
         assert out.logits is not None
         return out.logits
 
-    def likeliest(self, level: Level, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities and draft ids (B', W, k) of the likeliest tokens behind each node."""
-        if self._whole is None or not self._whole.takes(self._store, level.tokens.numel()):
-            return likeliest(self.expand(level), count)
+    def _block(self, level: Level) -> Block:
+        """The rows of a forward over a level, which is counted."""
         self._drafter.forwards += 1
-        slots, roots = self._places(level)
-        positions = [root + level.depth for root in roots]
-        return self._whole.nodes(self._store, slots, level.tokens, positions, self._ancestors.add(level), count)
-
-    def _places(self, level: Level) -> tuple[list[int], list[int]]:
-        return [s.slot for s in self.of(level)], [self.root(s) for s in self.of(level)]
+        sequences, (batch, width) = self.of(level), level.tokens.shape
+        depths, mask = [[level.depth] * width] * batch, self._ancestors.add(level)
+        slots, roots = [s.slot for s in sequences], [self.root(s) for s in sequences]
+        offset = mask.shape[2] - width
+        return self._store.block(slots, level.tokens, bases=roots, depths=depths, mask=mask, offset=offset)

@@ -14,7 +14,6 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
-from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from longdraft.errors import CapabilityError, CheckpointError
@@ -26,8 +25,7 @@ from longdraft.model.gguf.architectures import SIZES, Arch, arch_of, config_of
 from longdraft.model.gguf.header import FACTORS, LAYER, Header, needs
 from longdraft.model.gguf.rope import scaling
 from longdraft.model.gguf.tokenizer import RULES, tokenizer_of
-from longdraft.model.stored import ArrangedLinear
-from longdraft.native import Stored, kernels, missing
+from longdraft.native import kernels, missing
 from longdraft.native.stored import FORMATS
 
 logger = logging.getLogger(__name__)
@@ -202,20 +200,7 @@ def _put_in(model: PreTrainedModel, weights: dict[str, layout.Weight], file: Pat
             "of another architecture than it says: fetch it again."
         )
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    modules: dict[str, dict[str, Any]] = {}
-    for name, tensor in weights.items():
-        path, _, leaf = name.rpartition(".")
-        modules.setdefault(path, {})[leaf] = tensor
-    for path, leaves in modules.items():
-        module, weight = model.get_submodule(path), leaves.get("weight")
-        if isinstance(weight, ArrangedLinear):
-            model.set_submodule(path, weight)
-        elif isinstance(weight, Stored) and isinstance(module, nn.Linear | nn.Embedding):
-            model.set_submodule(path, stored.in_place_of(module, weight, leaves.get("bias")))
-        else:
-            for leaf, own in leaves.items():
-                floats = stored.unpacked(own) if isinstance(own, Stored) else own  # a router's
-                setattr(module, leaf, nn.Parameter(floats, requires_grad=False))
+    stored.put_in(model, weights)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if tied and isinstance(embedding, stored.StoredEmbedding):
         model.set_output_embeddings(stored.StoredLinear(embedding.matrix))

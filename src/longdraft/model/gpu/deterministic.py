@@ -21,8 +21,8 @@ from longdraft.attention.block import Block
 from longdraft.errors import CapabilityError
 from longdraft.memory.store import KVStore
 from longdraft.model.outputs import Taps, TargetOutput
+from longdraft.model.quantised import made_up
 from longdraft.native import kernels
-from longdraft.native.boundary import FLOATS
 
 if TYPE_CHECKING:
     from longdraft.model.runner import TargetRunner
@@ -71,17 +71,15 @@ def check_products(model: nn.Module, rows: int) -> None:
     """
     tried: set[tuple[object, ...]] = set()
     for name, module in model.named_modules():
-        size, outputs = getattr(module, "in_features", None), getattr(module, "out_features", None)
-        if not isinstance(size, int) or not isinstance(outputs, int) or any(True for _ in module.children()):
+        sizes = getattr(module, "in_features", None), getattr(module, "out_features", None)
+        if not all(isinstance(size, int) for size in sizes) or any(True for _ in module.children()):
             continue
         weight = getattr(module, "weight", None)
-        kind = type(module), type(weight), getattr(weight, "dtype", None), size, outputs
+        kind = type(module), type(weight), getattr(weight, "dtype", None), *sizes
         if kind in tried:
             continue
         tried.add(kind)
-        device = next((x.device for x in [*module.parameters(), *module.buffers()]), torch.device("cpu"))
-        generator = torch.Generator().manual_seed(0)
-        row = torch.randn(1, size, generator=generator, **FLOATS).to(device, getattr(model, "dtype", torch.float32))
+        row = made_up(model, module, 1)
         same = module.forward(row.expand(1, rows, -1).contiguous())[0]
         larger = torch.cat([row, 100 * row.expand(rows - 1, -1)])
         beside = module.forward(larger[None])[0, 0]

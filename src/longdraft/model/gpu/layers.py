@@ -20,7 +20,7 @@ from longdraft.attention import fusing
 from longdraft.model import hosting
 from longdraft.model.gpu import operators as operators  # defines the operators
 from longdraft.model.gpu.side_by_side import Products
-from longdraft.model.layer_parts import UNTURNED, CosSin, LayerKinds, is_gelu, norm_of, plus_of, touched
+from longdraft.model.layer_parts import PRODUCTS, UNTURNED, CosSin, LayerKinds, is_gelu, norm_of, plus_of, touched
 
 # Numbers of a row that a program of the norm kernel holds in registers.
 MAX_HIDDEN = 32768
@@ -98,8 +98,7 @@ def layer_of(layer: nn.Module, head_dim: int) -> GpuLayer | None:
     # Hooks of the layer itself do no harm: they run around any forward.
     if attention is None or mlp is None or any(map(touched, inside)) or "forward" in vars(layer):
         return None
-    found = [getattr(attention, name, None) for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
-    found += [getattr(mlp, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
+    found = [getattr(attention, name, None) or getattr(mlp, name, None) for name in PRODUCTS]
     linear = [x for x in found if type(x) is nn.Linear]
     modules: list[Any] = [getattr(layer, name, None) for name in ("input_layernorm", "post_attention_layernorm")]
     modules += [own for name in ("q_norm", "k_norm") if (own := getattr(attention, name, None)) is not None]
@@ -107,13 +106,13 @@ def layer_of(layer: nn.Module, head_dim: int) -> GpuLayer | None:
     if len(linear) < len(found) or len(norms) < len(modules) or len(modules) == 3:
         return None
     parameters = list(layer.parameters())
-    read = {id(p) for module in (*linear, *modules) for p in module.parameters()}
     # Quantised weights and shares of several processes are subclasses that hold other tensors.
     plain = not any(hasattr(type(p), "__tensor_flatten__") for p in parameters)
     if not plain or len({(p.dtype, p.device) for p in parameters}) > 1:
         return None
     scored = [getattr(attention, name, None) for name in ("attn_logit_softcapping", "sinks", "sliding_window")]
     # A parameter that is not read belongs to a part that these kernels know nothing of.
+    read = {id(p) for module in (*linear, *modules) for p in module.parameters()}
     if {id(p) for p in parameters} != read or any(x is not None for x in scored):
         return None
     (norm, eps), (mlp_norm, mlp_eps), *heads = norms
@@ -147,13 +146,8 @@ class GpuForward:
         self._place, self._rope = kinds.of_stack[index], kinds.of_layers[kinds.numbers[index]].rope
 
     def __call__(self, hidden_states: torch.Tensor, *more: Any, **named: Any) -> Any:
-        hosted, weight = named["longdraft_attend"], self._layer.norm
-        cos_sin = named["position_embeddings"] if self._rope is not None else UNTURNED
-        # A model may be cast or moved during a run.
-        like = weight.dtype, weight.device
-        fits = all((x.dtype, x.device) == like for x in (hidden_states, cos_sin[0]) if x.numel())
-        if not (hosted.fused and fits):
+        hosted = named["longdraft_attend"]
+        if not hosted.fused:
             return self.original(hidden_states, *more, **named)
-        if self._rope is None:
-            cos_sin = tuple(x.to(weight) for x in cos_sin)
-        return self._layer.run(hidden_states, cos_sin, hosted, self._place)
+        cos, sin = (x.to(hidden_states) for x in (UNTURNED if self._rope is None else named["position_embeddings"]))
+        return self._layer.run(hidden_states, (cos, sin), hosted, self._place)

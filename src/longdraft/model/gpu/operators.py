@@ -79,14 +79,7 @@ def silu_times(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return F.silu(gate) * up
 
 
-for _definition, _schema in (
-    (rms_norm, "(Tensor x, Tensor weight, float eps) -> Tensor"),
-    (add_rms_norm, "(Tensor x, Tensor delta, Tensor weight, float eps) -> (Tensor, Tensor)"),
-    (
-        rope_write,
-        "(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor? q_weight, Tensor? k_weight, float eps, "
-        "Tensor(a!) keys, Tensor(b!) values, Tensor slots, Tensor lengths, int offset) -> Tensor",
-    ),
-    (silu_times, "(Tensor gate, Tensor up) -> Tensor"),
-):
-    fusing.define(_definition.__name__ + _schema, _definition, "longdraft.model.gpu.kernels")
+_KERNELS = "longdraft.model.gpu.kernels"
+for _definition in (rms_norm, add_rms_norm, silu_times):
+    fusing.define(_definition, _KERNELS)
+fusing.define(rope_write, _KERNELS, writes=("keys", "values"))

@@ -55,8 +55,8 @@ class EngineTarget:
         self.model, self.vocab_size = described, int(described.vocab_size)
         self.device, dtype = embedding.device, embedding.dtype
         self.kv_shape = KVShape(1, kv_heads, head_dim, dtype)
-        self.attention_path, _ = dispatch.resolve(self.device, dtype, head_dim)
-        self.prefix_attend = prefix.PATHS[self.attention_path]
+        self.attention_path, attend = dispatch.resolve(self.device, dtype, head_dim)
+        self.prefix_attend = prefix.before(attend)
         self.graphs = Graphs.on(self.device, self.attention_path)
         rope = described.rope_parameters
         rotary = Rotary(head_dim, rope, dtype, self.device)
