@@ -128,8 +128,3 @@ def test_prompts_suit_their_passage():
         for group in islice(asks([(text, "")], (100, 300), 6, (0.0,), 1), 20):
             if text[:12] in group[0].text:
                 assert all(ask.text.endswith(closings) and ask.kind in kinds for ask in group)
-
-
-def test_nothing_to_ask_about():
-    with pytest.raises(PromptError):
-        next(asks([("", ""), (" ", "")], (5, 10), 3, (0.0,), 0))
