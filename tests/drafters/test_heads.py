@@ -51,28 +51,6 @@ def plain(model, draft, text, heads=3):
     return torch.stack([says(text, [0] * i) for i in range(heads)])
 
 
-@pytest.mark.parametrize(
-    ("options", "drafted", "depth"),
-    [
-        ({"widths": (4, 2)}, 12, 2),
-        ({"heads": 1}, 3, 1),
-        ({"heads": 2}, 12, 2),
-        ({"nodes": 5}, 5, 3),
-        ({"tree": "chain", "depth": 2}, 2, 2),
-        ({"tree": "beam", "widths": (3, 2)}, 5, 2),
-        ({"tree": "dynamic", "nodes": 7}, 7, 3),
-        ({"tree": "opt", "nodes": 6, "threshold": 0.0}, 6, 3),
-    ],
-    ids=str,
-)
-def test_sizes(model, draft, options, drafted, depth):
-    drafter = HeadsDrafter(draft, **options)
-    assert drafter.max_nodes >= drafted
-    tree = proposals(model, drafter)[0][1]
-    assert tree.drafted == drafted and max(tree.depths) <= depth
-    assert drafter.forwards > 0
-
-
 def test_reuse_is_on_unless_it_is_switched_off(draft):
     assert tokenswift(draft).max_nodes == 40 + 60
     assert tokenswift(draft, view="none").max_nodes == 39 + 60

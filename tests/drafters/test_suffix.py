@@ -115,13 +115,6 @@ def test_what_is_proposed_for_a_text():
     assert proposal(nothing, started(nothing, [1, 2, 3], [1], index=1)).drafted == 0  # shorter than the least
 
 
-@pytest.mark.parametrize(("room", "drafted"), [(2, 0), (3, 1), (5, 3)])
-def test_no_more_is_drafted_than_may_still_be_emitted(room, drafted):
-    # A draft of k tokens emits up to k + 1.
-    drafter = SuffixDrafter(branches=1)
-    assert proposal(drafter, started(drafter, [1, 2, 3, 4, 5, 6, 1, 2], [3], room)).drafted == drafted
-
-
 @given(small_texts, st.sampled_from([1, 2, 4, 15]), st.integers(1, 9), st.integers(1, 9), st.booleans())
 def test_a_proposal_keeps_to_its_limits(text, branches, max_draft, max_nodes, planned):
     drafter = SuffixDrafter(max_draft=max_draft, max_nodes=max_nodes, branches=branches)

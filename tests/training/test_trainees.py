@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import pytest
 import torch
 from torch import nn
@@ -171,7 +173,7 @@ def test_simulated_acceptance_is_a_chain_decoded_by_the_engine(kind, window, tmp
     with torch.no_grad():  # as a folder holds them
         for weight in trainee.parameters():
             weight.copy_(weight.bfloat16())
-    described = trainee.block.shape.as_dict()
+    described = asdict(trainee.block.shape)
     if kind != "longspec":
         described |= {"feature_layers": list(READS[kind]), "window": window, "rope_theta": 1000.0, "trained_length": 64}
     weights = trainee.block.state_dict()

@@ -7,7 +7,7 @@ enters a layer, one more. Drafts of the whole vocabulary have neither embedding 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from longdraft.drafts.draft_folder import OFFSETS
@@ -73,9 +73,6 @@ class DFlashShape:
     @property
     def output_bias(self) -> bool:
         return self.attention_bias
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def _contents(theirs: Published) -> tuple[dict[str, Any], dict[str, Any]]:
