@@ -19,9 +19,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
-from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -31,26 +30,20 @@ from longdraft.drafters.shared.neural import CHUNK, NeuralDrafter
 from longdraft.drafters.shared.retrieval import RetrievalOptions
 from longdraft.drafters.shared.round import BoundDraft
 from longdraft.drafters.shared.rows import Rows
-from longdraft.drafts import draft_folder, formats
-from longdraft.drafts.draft import TrainedDraft
-from longdraft.drafts.draft_folder import OFFSETS, DraftFolder
-from longdraft.drafts.eagle_formats import KIND, Eagle3Shape, usual_layers
+from longdraft.drafts.eagle_draft import EagleDraft
+from longdraft.drafts.eagle_formats import Eagle3Shape
 from longdraft.drafts.kinds import Kind, Training, register
 from longdraft.engine import method
 from longdraft.engine.event import Event
 from longdraft.engine.method import Method
 from longdraft.engine.sequence import Sequence
-from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.memory.store import KVShape, KVStore
 from longdraft.model.key_rotation import turned
-from longdraft.model.rotary import Rotary
 from longdraft.model.runner import TargetRunner
 from longdraft.options import Options, option, parse
 from longdraft.trees.kind import TreeKind
 from longdraft.trees.options import TreeOptions
 from longdraft.views.draft_cache import PIECE, CompactCache, DraftCache
-
-Own = TypeVar("Own", bound="Eagle3Draft")
 
 
 class Eagle3Block(DraftBlock):
@@ -117,132 +110,11 @@ class Eagle3Block(DraftBlock):
         return logits
 
 
-class Eagle3Draft(TrainedDraft[BoundDraft]):
-    """A trained draft of EAGLE's kind, in any layout.
+class Eagle3Draft(EagleDraft[BoundDraft]):
+    """A trained draft of any layout."""
 
-    Attributes:
-        layout: "longdraft", "published" or "speculators".
-        rope: RoPE's parameters as transformers names them.
-        layers: decoder layers of the target whose outputs it reads; None: the usual ones.
-        window: keys that a query sees, its own included; None: all.
-        decoder_layers: layers of the module.
-    """
-
-    kind, label = KIND, "EAGLE-3"
-    shape_type: ClassVar[type[Any]] = Eagle3Shape
     module_type: ClassVar[type[Any]] = Eagle3Block
     levels: int | None = None  # of a dynamic tree; None: as usual
-    decoder_layers = 1
-
-    def __init__(self, folder: Path | str, contents: DraftFolder, rope: dict[str, Any]) -> None:
-        super().__init__(folder, contents)
-        self.rope = rope
-        self.layout: str = self.config.get("layout", "longdraft")
-        layers = self.config.get("feature_layers")
-        self.layers: tuple[int, ...] | None = None if layers is None else tuple(layers)
-        self.decoder_layers = int(self.config.get("decoder_layers") or 1)
-        self.window = draft_folder.number(self.config, "window", folder)
-
-    @classmethod
-    def load(cls: type[Own], folder: Path | str) -> Own:
-        """Reads a draft folder: ours, a published one, or one of `speculators`.
-
-        Raises:
-            CheckpointError: unreadable, another kind of draft, or tensors missing, unexpected or of a wrong shape.
-        """
-        return cls(folder, *formats.read(folder, cls.kind))
-
-    @cached_property
-    def shape(self) -> Any:
-        shape = super().shape
-        if shape.heads % shape.kv_heads:
-            raise CheckpointError(f"{self.folder}: {shape.heads} heads are no multiple of {shape.kv_heads} KV heads.")
-        return shape
-
-    @property
-    def reach(self) -> int | None:
-        """Longest context that its positions support, YaRN included; None if the folder does not say."""
-        rope = self.rope
-        if rope["rope_type"] == "yarn":
-            return int(float(rope["factor"]) * int(rope["original_max_position_embeddings"]))
-        if rope["rope_type"] == "longrope":
-            return int(rope.get("original_max_position_embeddings") or self.trained_length or 0) or None
-        return self.trained_length
-
-    def feature_layers(self, runner: TargetRunner) -> tuple[int, ...]:
-        """Decoder layers of the target whose outputs it reads, low to high.
-
-        Raises:
-            CheckpointError: the target has no such layers.
-        """
-        count = runner.depth
-        layers = self.layers or self.usual_layers(count)
-        if min(layers) < 0 or max(layers) >= count or list(layers) != sorted(set(layers)):
-            raise CheckpointError(
-                f"The draft in {self.folder} reads the outputs of layers {_listed(layers)} of its target, "
-                f"counted from 0; this one has {count}, and they must be there and increase. Load the target it was "
-                "trained with, or correct the layers in its config.json."
-            )
-        return layers
-
-    def usual_layers(self, count: int) -> tuple[int, ...]:
-        """The layers that such drafts read of a target with ``count`` layers, if their folders name none."""
-        return usual_layers(count)
-
-    def needs(self) -> dict[str, Any]:
-        return {"hidden_size": self.shape.hidden_size} if self.shape.embedding is None else {}
-
-    def save(self, folder: Path | str, bits: int | None = None) -> None:
-        if self.layout != "longdraft":
-            raise CapabilityError(f"{self.folder} has a layout that others publish: copy the folder as it is.")
-        super().save(folder, bits)
-
-    def check(self, runner: TargetRunner) -> None:
-        super().check(runner)
-        hidden, shape = runner.parts.hidden_size, self.shape
-        layers = self.feature_layers(runner)
-        if shape.feature_size != len(layers) * hidden:
-            raise CheckpointError(
-                f"The draft in {self.folder} reads {shape.feature_size} numbers of a token; {len(layers)} layers of "
-                f"this target have {len(layers) * hidden}. Load the target it was trained with."
-            )
-        size = runner.parts.head.shape[0]
-        if self.ids is None and shape.vocabulary != size:
-            raise CheckpointError(
-                f"The draft in {self.folder} knows {shape.vocabulary} tokens, this target {size}, and its weights hold "
-                f"no {OFFSETS}, which would say which: copy the draft again."
-            )
-        self.rotary(torch.float32, "cpu")
-
-    def remarks(self, runner: TargetRunner) -> list[str]:
-        """Settings that may cost acceptance, a sentence each. None affects correctness."""
-        found = []
-        target, head = runner.parts.description, self.shape.head_dim
-        theta, own = target["rope_theta"], self.rope["rope_theta"]
-        if theta is not None and float(theta) != float(own):
-            found.append(
-                f"its rope_theta is {own:g}, the target's {float(theta):g}: if few tokens are accepted, try the other "
-                "(rope_theta in its config.json)"
-            )
-        if head != target["head_dim"]:
-            found.append(f"its head size is {head}, the target's {target['head_dim']}: check head_dim")
-        usual, layers = self.usual_layers(runner.depth), self.feature_layers(runner)
-        if layers != usual:
-            found.append(
-                f"it reads the outputs of layers {_listed(layers)}; usual for this target are {_listed(usual)}"
-            )
-        if self.window is None and self.reach is not None and self.reach < runner.context_length:
-            found.append(
-                f"it was trained for texts of {self.reach:,} tokens, the target reads {runner.context_length:,}: of "
-                f"longer ones it sees the last {self.reach:,} (-o window=N, or YaRN in its config.json, changes that)"
-            )
-        if self.ids is not None and not bool((self.ids[1:] > self.ids[:-1]).all()):
-            found.append("d2t does not name increasing tokens: does it hold ids where offsets belong?")
-        return found
-
-    def rotary(self, dtype: torch.dtype, device: torch.device | str) -> Rotary:
-        """Its own rotary embedding, whose base and stretching may differ from the target's."""
-        return Rotary(self.shape.head_dim, self.rope, dtype, device)
 
     @property
     def reads_through(self) -> bool:
@@ -252,10 +124,6 @@ class Eagle3Draft(TrainedDraft[BoundDraft]):
     def make(self, runner: TargetRunner) -> BoundDraft:
         rotary = self.rotary(runner.kv_shape.dtype, runner.device)
         return BoundDraft(runner, self.placed(runner), rotary, self.ids)
-
-
-def _listed(layers: tuple[int, ...]) -> str:
-    return ", ".join(map(str, layers))
 
 
 @dataclass(frozen=True)
@@ -381,7 +249,7 @@ class Eagle3Drafter(NeuralDrafter):
 
 register(
     Kind(
-        KIND,
+        "eagle3",
         Eagle3Drafter,
         "a trained one-layer draft that reads the model's hidden states; published drafts load as they are",
         "Li et al. 2025, EAGLE-3, arXiv:2503.01840",

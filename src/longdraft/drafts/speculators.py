@@ -13,6 +13,7 @@ import torch
 
 from longdraft.drafts import draft_folder
 from longdraft.drafts.draft_folder import OFFSETS, PUBLISHED
+from longdraft.drafts.eagle_draft import EagleDraft
 from longdraft.drafts.formats import MEMBERS
 from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.native.boundary import FLOATS
@@ -21,7 +22,7 @@ _SIZES = ("hidden_size", "intermediate_size", "heads", "kv_heads", "head_dim", "
 
 
 def to_speculators(
-    draft: Any,
+    draft: EagleDraft[Any],
     out: Path | str,
     verifier: str,
     architecture: str | None = None,
@@ -31,7 +32,6 @@ def to_speculators(
     """Writes the folder.
 
     Args:
-        draft: an EAGLE-3 draft of any layout.
         verifier: the target's name or path, as it will be served.
         architecture: the target's class in transformers; None: not stated.
         max_position: longest text that is served with it.
@@ -102,7 +102,7 @@ def to_speculators(
     return []
 
 
-def _tensors(draft: Any, size: int) -> dict[str, torch.Tensor]:
+def _tensors(draft: EagleDraft[Any], size: int) -> dict[str, torch.Tensor]:
     dtype = draft.weights["norm.weight"].dtype  # which packed matrices had before
     tensors = {
         "layers.0." + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name: tensor.to(dtype)
