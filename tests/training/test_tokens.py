@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import random
+import sys
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -12,9 +15,10 @@ from longdraft.errors import CheckpointError, PromptError
 from longdraft.training import corpus
 from longdraft.training.config import RunConfig
 from longdraft.training.corpus import collect
-from longdraft.training.documents import Skipped, documents
+from longdraft.training.documents import Document, Skipped, documents
+from tests.support import elsewhere
 from tests.support.tiny import tiny_tokenizer
-from tests.training.helpers import in_memory
+from tests.training.helpers import checkpoint_tensors, in_memory, losses_of, run_elsewhere, same
 
 TOKENIZER = tiny_tokenizer(chat=True)
 
@@ -61,6 +65,22 @@ def test_shards_that_do_not_serve(text, tmp_path):
         corpus.write(tmp_path / "empty", [None], TOKENIZER)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_run_on_shards_is_resumed_to_the_bit(config, text, tmp_path, monkeypatch, processes):
+    monkeypatch.setattr(corpus, "SHARD", 2000)
+    write(tmp_path / "shards", text)
+    whole = config(data=tmp_path / "shards", out=tmp_path / "whole", accumulate=3 - processes)
+    cut = config(data=tmp_path / "shards", out=tmp_path / "cut", accumulate=3 - processes)
+    assert run_elsewhere(whole, processes=processes).returncode == 0
+    assert run_elsewhere(cut, "step", "5", processes=processes).returncode != 0
+    done = run_elsewhere(cut, processes=processes)
+    assert done.returncode == 0, done.stderr
+    last = len(losses_of(tmp_path / "whole"))
+    assert losses_of(tmp_path / "whole") == losses_of(tmp_path / "cut")
+    assert same(*(checkpoint_tensors(tmp_path / name, last) for name in ("whole", "cut")))
+
+
 CORPORA = {
     "sharegpt": ("a.json", [{"conversations": [{"from": "gpt", "value": "no"}, {"from": "human", "value": "hi"},
                                                {"from": "gpt", "value": "yes"}]}]),
@@ -91,3 +111,37 @@ def test_a_corpus_is_its_folder(tmp_path, name):
     for wrong in (tmp_path / "empty", f"{name}:{tmp_path}"):
         with pytest.raises(PromptError, match="by its folder"):
             list(documents([wrong], TOKENIZER, Skipped(), 61))
+
+
+def test_parquet(tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    arrow = pytest.importorskip("pyarrow")
+    parquet.write_table(arrow.table({"text": ["abc", "de"]}), tmp_path / "a.parquet")
+    assert len(list(documents([tmp_path], TOKENIZER, Skipped(), 61))) == 2
+
+
+def _used(folder: str, out: str) -> None:
+    """Trains a schedule on shards and writes the growth of this process's own memory."""
+    before = _private()
+    learned, _ = collect(corpus.read([folder], TOKENIZER, Skipped(), 61), Skipped(), RunConfig(), 5)
+    for i in range(0, len(learned), 7):
+        assert learned[i].tokens
+    Path(out).write_text(f"{_private() - before} {sum(learned.lengths)}")
+
+
+def _private() -> int:
+    """Bytes of this process that no file backs."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.split("RssAnon:")[1].split()[0])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_tokens_on_disk_take_no_memory(tmp_path):
+    rng = random.Random(0)
+    row = Document([rng.randrange(61) for _ in range(4096)])
+    corpus.write(tmp_path / "shards", islice(iter(lambda: row, None), 3000), TOKENIZER)
+    process = elsewhere.start(tmp_path / "log", _used, str(tmp_path / "shards"), str(tmp_path / "out"))
+    assert elsewhere.ended(process, 120) == 0, (tmp_path / "log").read_text()
+    used, count = map(int, (tmp_path / "out").read_text().split())
+    assert count > 12e6 * 0.9 and used < 0.5 * count  # as lists they took 40 bytes a token
