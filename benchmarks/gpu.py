@@ -31,6 +31,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +181,7 @@ def random_drafts(model: PreTrainedModel, folder: Path) -> dict[str, Path]:
         for name, weight in block.named_parameters():
             weight.detach().normal_(0, 0.02) if "norm" not in name else weight.detach().fill_(1.0)
         weights = {name: t.cpu() for name, t in block.to(torch.bfloat16).state_dict().items()}
-        config = block.shape.as_dict() | more
+        config = asdict(block.shape) | more
         draft_folder.save(folder / kind, draft_folder.trained(kind, config, weights, kept, target))
     return {kind: folder / kind for kind in ("longspec", "eagle3")}
 

@@ -221,8 +221,7 @@ def checked(owner: str, given: Mapping[str, Any], known: Mapping[str, Option]) -
     found = {names.get(name, name): value for name, value in given.items()}
     for name, value in found.items():
         if name not in known:
-            advice = RETIRED_OPTIONS.get(name) or RETIRED_OPTIONS.get(f"{owner}: {name}") or suggestion(name, known)
-            advice = advice or f"it has {listed(known)}."
+            advice = suggestion(name, known) or f"it has {listed(known)}."
             raise ValueError(f"{owner} has no option {name}: {advice}")
         known[name].check(value)
     return found
@@ -242,27 +241,8 @@ def no_option(name: str, known: Iterable[str], methods: Mapping[str, Iterable[st
     """
     owners = [method for method, options in methods.items() if name in options]
     advice = f"it is one of {', '.join(owners)}; name the method." if owners else ""
-    advice = advice or RETIRED_OPTIONS.get(name) or suggestion(name, ["target", "tokenizer", *known])
-    advice = advice or "no method has one."
+    advice = advice or suggestion(name, ["target", "tokenizer", *known]) or "no method has one."
     return ValueError(f"There is no option {name}: {advice}")
-
-
-# Methods that there were -> what to use in their place: refused by name, for one version.
-RETIRED = {
-    "specpv-exact": "prompt-lookup and longspec with lookup=true are exact and faster; specpv is approximate.",
-    "nested": "triforce drafts in levels.",
-    "assistant": "Gemma 4's assistants are not read any more; self and prompt-lookup need no draft.",
-}
-# The same of methods' options; those of one method alone stand behind its name.
-_STREAMING = "a chain of a small model on the first and last tokens is small-lm with view=streaming and tree=chain."
-RETIRED_OPTIONS = {
-    "adaptive": "refresh says after how many verifications rows are chosen anew.",
-    "four_bits": "a draft's GGUF file in Q4_0 has four bits a weight.",
-    "whole_prompt": "prompts are read behind a window of recent and sink rows.",
-    "Method longspec: retrieval": "it reads the model's last layer whole; specextend and eagle3 see retrieved chunks.",
-    "Method magicdec: drafter": _STREAMING,
-    "Method magicdec: draft": _STREAMING,
-}
 
 
 def method_in(methods: Mapping[str, T], name: str) -> T:
@@ -274,7 +254,7 @@ def method_in(methods: Mapping[str, T], name: str) -> T:
     try:
         return methods[name]
     except (KeyError, TypeError):
-        advice = RETIRED.get(name) or suggestion(name, methods) if isinstance(name, str) else ""
+        advice = suggestion(name, methods) if isinstance(name, str) else ""
         raise UnknownMethodError(
             f"There is no method {name!r}{f': {advice}' if advice else '.'} Methods: {', '.join(methods)}. "
             "See `longdraft methods`."

@@ -225,17 +225,6 @@ def test_trees_that_make_no_sense_are_refused(tmp_path, kind, options):
         Speculator(folder, target=target(), **options)
 
 
-def test_trees_by_default(tmp_path):
-    def most(folder: Any, **options: Any) -> tuple[int, int]:
-        drafter = Speculator(folder, target=target(), **options).recipe().drafter()
-        return drafter.max_nodes, drafter.tree.depth
-
-    eagle3, onepass = random_eagle3(tmp_path / "a", target()), random_onepass(tmp_path / "b", target(), slots=3)
-    assert most(eagle3)[0] == 59 and most(eagle3, widths=(3, 2))[0] == 5  # the paper's
-    for options in ({}, {"tree": "opt"}, {"tree": "beam"}, {"tree": "chain"}, {"top_k": 2}, {"threshold": 0.1}):
-        assert most(onepass, **options)[1] == 3  # no deeper than there are rows
-
-
 @pytest.mark.parametrize(
     ("settings", "options", "new", "said"),
     [

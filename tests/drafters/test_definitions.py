@@ -107,7 +107,6 @@ def dflash(
     config = config or {}
     first = 0 if config.get("sample_from_anchor") else 1
     own = {"first": first, "head": config.get("markov_head_type", "vanilla")} | settings
-    own |= {"candidates": config.get("selector_top_k", 11)}
 
     def write(folder: Path, model: Any) -> Path:
         tensors = published.dflash_tensors(**sizes)
@@ -149,7 +148,6 @@ COVERING = {"retrieval": True, "tree": "dynamic", "chunk": 2, "chunks": 60, "ref
 AUX = {"eagle_aux_hidden_state_layer_ids": [2, 3, 5]}  # what enters the layers that the definitions read
 SLIDING = LAYER | {"sliding_window": 5, "use_sliding_window": True}
 IDS = {"target_layer_ids": [1, 2, 4], "mask_token_id": MASK}
-SELECTOR = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 6, "selector_top_k": 11}
 ANCHOR = {"markov_rank": 6, "sample_from_anchor": True}
 llama = published.eagle3_layer
 ROWS = {
@@ -226,21 +224,10 @@ ROWS = {
     ),
     "dspark rnn": dflash({"rank": 6, "head": "rnn"}, "dspark", ANCHOR | {"markov_head_type": "rnn"}),
     "dspark without head": dflash({}, "dspark", {"markov_rank": 0, "sample_from_anchor": True}),
-    "dflash2": dflash(
-        {"conv": (2, 16), "selector": 6}, "dflash2",
-        {"selector_rank": 6, "selector_top_k": 11, "sliding_window_non_causal": True},
-    ),
-    "dflash2 of few": dflash(
-        {"conv": (3, 8), "selector": 6}, "dflash2",
-        {"conv_kernel_size": 3, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 4},
-    ),
     "dflash of its authors": dflash({}, config={"dflash_config": IDS}, authors=True),
     "dflash nested": dflash({}, config={"block_size": "drop", "dflash_config": {"block_size": 4, **IDS}}, authors=True),
     "dflash mask": dflash(
         {"mask": True}, config={"dflash_config": IDS | {"causal": True}}, authors=True, causal=(True, True)
-    ),
-    "dflash2 of its authors": dflash(
-        {"conv": (2, 16), "selector": 6}, config={"selector_top_k": 11, "dflash_config": IDS | SELECTOR}, authors=True
     ),
     "dspark of its authors": dflash(
         {"rank": 6}, config={"architectures": ["Qwen3DSparkModel"], **IDS, **ANCHOR}, authors=True

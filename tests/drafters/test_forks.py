@@ -77,17 +77,6 @@ def test_a_method_drafts_chains_where_forks_cost_and_trees_where_they_do_not(wor
     assert not all(chains(workshop.spec(case, target(vocab=61, layers=4), plan="fixed")))
 
 
-@pytest.mark.parametrize("method", ["heads", "longspec", "eagle3"])
-def test_a_planner_makes_no_chain_longer_than_the_tree_was_deep(workshop, method):
-    spec = workshop.spec(CHAINS[method], whole_heads(), plan={1: 1e-3, 64: 1.1e-3})
-    assert all(chains(spec))
-    drafter = spec.recipe().drafter()
-    drafter = getattr(drafter, "paid", drafter)
-    depth = drafter.tree.depth
-    drafter.use_planner()
-    assert drafter.tree.depth == depth
-
-
 @pytest.mark.parametrize(("method", "instead"), [("specpv", "prompt-lookup")])
 def test_methods_that_keep_rows_verified_in_part_name_another_one(method, instead):
     model = recurrent_model("qwen3_5_text")

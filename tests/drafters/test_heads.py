@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longdraft import Sampling, Speculator
+from longdraft import Sampling
 from longdraft.drafters.heads import HeadsDraft, HeadsDrafter
 from longdraft.drafters.self_drafter import SelfDrafter
 from longdraft.drafters.tokenswift import Phrases, ReuseDrafter, tokenswift
@@ -18,7 +18,6 @@ from longdraft.engine.loop import Engine
 from longdraft.engine.sampler import Sampler
 from longdraft.engine.sequence import Sequence
 from longdraft.model.runner import TargetRunner
-from longdraft.trees.tree import NodeLimit
 from tests.drafters.watching import Watching
 from tests.support import definitions
 from tests.support.drafts import random_heads
@@ -52,62 +51,6 @@ def plain(model, draft, text, heads=3):
     return torch.stack([says(text, [0] * i) for i in range(heads)])
 
 
-def test_a_static_tree_holds_the_likeliest_of_every_head(model, draft):
-    rounds = proposals(model, HeadsDrafter(draft))
-    assert len(rounds) > 3
-    for text, tree in rounds:
-        log_probs = plain(model, draft, text)
-        left = len(PROMPT) + 12 - len(text)
-        assert tree.drafted == sum([3, 9, 27][: max(0, min(3, left - 1))])
-        for node in range(1, tree.size):
-            head = tree.depths[node] - 1
-            assert tree.log_probs[node] == pytest.approx(float(log_probs[head, tree.tokens[node]]), abs=1e-4)
-            assert tree.tokens[node] in log_probs[head].topk(3).indices
-    # Every path of three choices a level is there once.
-    tree = rounds[0][1]
-    assert len({tuple(tree.tokens[i] for i in tree.path(node)) for node in range(tree.size)}) == tree.size
-
-
-@pytest.mark.parametrize(
-    ("options", "drafted", "depth"),
-    [
-        ({"widths": (4, 2)}, 12, 2),
-        ({"heads": 1}, 3, 1),
-        ({"heads": 2}, 12, 2),
-        ({"nodes": 5}, 5, 3),
-        ({"tree": "chain", "depth": 2}, 2, 2),
-        ({"tree": "beam", "widths": (3, 2)}, 5, 2),
-        ({"tree": "dynamic", "nodes": 7}, 7, 3),
-        ({"tree": "opt", "nodes": 6, "threshold": 0.0}, 6, 3),
-    ],
-    ids=str,
-)
-def test_sizes(model, draft, options, drafted, depth):
-    drafter = HeadsDrafter(draft, **options)
-    assert drafter.max_nodes >= drafted
-    tree = proposals(model, drafter)[0][1]
-    assert tree.drafted == drafted and max(tree.depths) <= depth
-    assert drafter.forwards > 0
-
-
-def test_a_planner_gets_the_best_nodes_of_all_widths(model, draft):
-    drafter = HeadsDrafter(draft)
-    drafter.use_planner()
-    text, tree = proposals(model, drafter, limit=NodeLimit(8, 0.9))[0]
-    assert tree.drafted == 8
-    # The most probable paths: of a child that is in, so is every likelier sibling.
-    log_probs = plain(model, draft, text)
-    kept = sorted((tree.path_log_probs[i] for i in range(1, tree.size)), reverse=True)
-    every = [log_probs[0, a] for a in range(11)]
-    every += [log_probs[0, a] + log_probs[1, b] for a in range(11) for b in range(11)]
-    every += [x + log_probs[2, c] for x in every[11:] for c in range(11)]
-    best = sorted(map(float, every), reverse=True)[:8]
-    assert kept == pytest.approx(best, abs=1e-4)
-    asked = HeadsDrafter(draft, widths=(2, 2))
-    asked.use_planner()
-    assert proposals(model, asked, limit=NodeLimit(8, 0.9))[0][1].drafted == 6
-
-
 def test_reuse_is_on_unless_it_is_switched_off(draft):
     assert tokenswift(draft).max_nodes == 40 + 60
     assert tokenswift(draft, view="none").max_nodes == 39 + 60
@@ -139,15 +82,6 @@ def test_states_of_the_roots_themselves(tmp_path, model, kept):
         assert {tree.tokens[i] for i in range(tree.size) if tree.depths[i] == 2} == set(best.tolist())
     assert right == sum(t.drafted == 40 for _, t in rounds) if kept is None else right > 0
     assert drafter.forwards == level.forwards > 0
-
-
-def test_a_folder_comes_back(tmp_path, model):
-    folder = random_heads(tmp_path, model, heads=2, kept=[1, 4, 9])
-    draft = HeadsDraft.load(folder)
-    assert (draft.kind, draft.shape.heads, draft.vocabulary, draft.trained_length) == ("heads", 2, 3, 64)
-    assert draft.ids.tolist() == [1, 4, 9] and draft.parameters == 2 * (48 * 48 + 48) + 48
-    assert Speculator(folder, target=model).method.name == "heads"
-    assert draft.bound(runner := TargetRunner(model)) is draft.bound(runner)
 
 
 # --- phrases ---

@@ -122,12 +122,6 @@ def test_specpv_takes_it_for_a_drafter(view):
     assert [s.partial_rounds > 0 for s in texts] == [True, False, True, False]  # of the short ones none
 
 
-def test_a_view_of_the_targets_own_dtype():
-    model = tiny_model(vocab=11)
-    given = Speculator("self", target=model, view_dtype="float32").generate(PROMPTS, max_new_tokens=20)
-    assert tokens(given) == tokens(plain(model, n=20))
-
-
 def test_views_that_do_not_fit_the_memory(free_memory):
     model = tiny_model(vocab=11)
     spec = Speculator("self", target=model, budget=400)

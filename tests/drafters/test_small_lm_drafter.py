@@ -82,14 +82,6 @@ def test_a_working_cache_of_the_whole_text_proposes_what_the_full_view_does(tmp_
         assert a.log_probs == pytest.approx(b.log_probs, abs=1e-6)
 
 
-def test_what_the_target_attends_to_is_seen(tmp_path):
-    """Under retrieval, rows between sink and recent window come and go; nothing before the prefill's own scores."""
-    spec = Speculator("small-lm", target=tiny_model(vocab=11), draft=small_lm(tmp_path), **RETRIEVAL)
-    _, found, _ = rounds(spec, 40, [PROMPTS[2]])
-    middles = {tuple(tokens[4:20]) for tokens, _ in found}
-    assert len(middles) > 1 and tuple(PROMPTS[2][4:20]) not in middles
-
-
 def test_the_draft_meets_trained_positions_only(tmp_path, forwards):
     model, folder = tiny_model(vocab=11), small_lm(tmp_path, layers=1, context=48)
     for view in (STREAMING, RETRIEVAL | {"depth": 4}):
@@ -133,22 +125,6 @@ def test_many_tokens_at_once(decoding):
     decoding.check()
     decoding.emit([1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 7, 7, 1])
     decoding.check()
-
-
-def test_sequences_that_leave_a_batch_level_by_level(tmp_path):
-    """A tree is no deeper than its sequence may still grow; the others' trees do not notice."""
-    draft = SmallLMDraft.load(small_lm(tmp_path))
-    drafter = SmallLMDrafter(draft, widths=(3, 4, 4, 4))
-    runner = TargetRunner(tiny_model(vocab=11))
-    drafter.bind(runner, runner.new_store(4, 80))
-    sequences = [Sequence(i, PROMPTS[1][i:], budget) for i, budget in enumerate((5, 60, 2, 3))]
-    for s in sequences:
-        s.append(s.index)
-        drafter.observe(begun(s))
-    trees = drafter.propose(sequences)
-    assert [max(tree.depths) for tree in trees] == [3, 4, 0, 1]
-    for s, tree in zip(sequences, trees, strict=True):
-        assert_defined(draft.bound(runner).runner.model, s.tokens, tree, limit=16)
 
 
 # --- options, refusals ---
@@ -227,35 +203,3 @@ def test_padding_has_no_position_beyond_the_last(gpt2):
 
 
 # --- as a method ---
-
-
-@pytest.mark.parametrize(
-    "view", [{"widths": (1, 1, 1)}, STREAMING | {"widths": (3, 4, 4)}, RETRIEVAL | {"threshold": 0.2}], ids=str
-)
-def test_a_good_draft_is_believed(tmp_path, view):
-    """The target's own weights: in full view, all that is drafted is emitted."""
-    model = tiny_model(vocab=11, dtype=torch.float64)
-    model.save_pretrained(tmp_path)
-    results = Speculator("small-lm", target=model, draft=tmp_path, **view).generate(PROMPTS, max_new_tokens=41)
-    expected = Speculator("ar", target=model).generate(PROMPTS, max_new_tokens=41)
-    assert [r.token_ids for r in results] == [r.token_ids for r in expected]
-    lengths = [r.mean_accepted_length for r in results]
-    assert "view" in view or lengths == [4.0] * 4
-    assert max(lengths) > 3
-
-
-def test_a_folder_of_transformers_is_a_method_with_its_draft(tmp_path):
-    model, folder = tiny_model(vocab=11), small_lm(tmp_path / "draft")
-    for spec in (
-        Speculator(folder, target=model),
-        Speculator(str(folder), target=model),
-        Speculator("small-lm", target=model, draft=str(folder)),
-        Speculator(target=model, draft=folder),
-    ):
-        assert spec.method.name == "small-lm"
-    spec = Speculator("specextend", target=model, draft=folder, sink=4, recent=8, chunk=4)
-    drafter = spec.recipe().drafter()
-    assert (drafter.view, drafter.max_nodes, drafter.retrieval.view.chunks) == ("retrieval", 50, 32)
-    expected = Speculator("ar", target=model).generate(PROMPTS, max_new_tokens=12)
-    results = spec.generate(PROMPTS, max_new_tokens=12)
-    assert [(r.token_ids, r.method) for r in results] == [(r.token_ids, "specextend") for r in expected]

@@ -8,10 +8,8 @@ import pytest
 import torch
 
 from longdraft import Speculator, load
-from longdraft.bench.settings import Settings
 from longdraft.drafts.language_model import PublishedLM, SmallLMDraft
 from longdraft.errors import CapabilityError, CheckpointError
-from longdraft.methods import METHODS
 from longdraft.model import stored
 from longdraft.model.runner import TargetRunner
 from longdraft.model.stored import StoredEmbedding, StoredLinear
@@ -80,33 +78,6 @@ def test_every_method_that_takes_such_drafts_takes_it(files, method, options):
     expected = Speculator("ar", target=model, tokenizer=tokenizer).generate(PROMPTS, max_new_tokens=20)
     assert [r.token_ids for r in results] == [r.token_ids for r in expected]
     assert sum(r.drafted for r in results) > 0
-
-
-def test_the_targets_own_file_is_believed(files):
-    model = load(files[0], device="cpu").model
-    spec = Speculator("small-lm", target=model, draft=files[0], widths=(1, 1, 1))
-    assert spec.generate(PROMPTS[:1], max_new_tokens=41, eos_token_ids=[])[0].mean_accepted_length == 4.0
-
-
-def test_it_says_by_itself_which_method_it_is_for(files):
-    target, small = files
-    model = load(target, device="cpu").model
-    for spec in (
-        Speculator(small, target=model),
-        Speculator(str(small), target=model),
-        Speculator(target=model, draft=small),
-    ):
-        assert spec.method is METHODS["small-lm"]
-    settings = Settings(("ar", "longspec", "small-lm"), draft_options={"draft": str(small)})
-    assert "draft" not in settings.options("longspec") and settings.options("small-lm")["draft"] == str(small)
-
-
-def test_a_target_in_another_dtype_gets_it_unpacked(files):
-    pytest.importorskip("accelerate")
-    target, small = files
-    model = load(target, device="cpu", dtype="bfloat16").model
-    bound = SmallLMDraft.load(small).bound(TargetRunner(model))
-    assert bound.runner.kv_shape.dtype == torch.bfloat16 and logits(bound, [1, 2, 3]).isfinite().all()
 
 
 @pytest.mark.parametrize("size", [16, 32])

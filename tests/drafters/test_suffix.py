@@ -13,7 +13,6 @@ from longdraft.drafters.shared.suffixes import Earlier
 from longdraft.drafters.suffix import LEAST, SuffixDrafter, Trust, mixed
 from longdraft.engine.sequence import Sequence
 from longdraft.trees.tree import NodeLimit, TokenTree
-from tests.support.drafts import random_draft
 from tests.support.events import begun, verified
 from tests.support.tiny import tiny_model
 
@@ -68,16 +67,6 @@ def test_probabilities_follow_the_formula(matches, unknown):
     assert all(0 < p < 1 for p in said.values()) and sum(said.values()) < 1
 
 
-def test_a_single_match_is_right_with_n_of_n_plus_one():
-    assert mixed([(4, 7)], 1.0) == pytest.approx({7: 4 / 5})
-
-
-def test_more_matches_and_longer_ones_are_believed_more():
-    assert mixed([(2, 7), (2, 7)], 1.0)[7] > mixed([(2, 7)], 1.0)[7]
-    said = mixed([(6, 5), (2, 7), (2, 7), (2, 7)], 1.0)
-    assert said[5] > said[7] > 0
-
-
 def test_trust_learns_what_probabilities_are_worth():
     trust = Trust()
     assert trust.chance(0.8) == pytest.approx(0.8)
@@ -126,13 +115,6 @@ def test_what_is_proposed_for_a_text():
     assert proposal(nothing, started(nothing, [1, 2, 3], [1], index=1)).drafted == 0  # shorter than the least
 
 
-@pytest.mark.parametrize(("room", "drafted"), [(2, 0), (3, 1), (5, 3)])
-def test_no_more_is_drafted_than_may_still_be_emitted(room, drafted):
-    # A draft of k tokens emits up to k + 1.
-    drafter = SuffixDrafter(branches=1)
-    assert proposal(drafter, started(drafter, [1, 2, 3, 4, 5, 6, 1, 2], [3], room)).drafted == drafted
-
-
 @given(small_texts, st.sampled_from([1, 2, 4, 15]), st.integers(1, 9), st.integers(1, 9), st.booleans())
 def test_a_proposal_keeps_to_its_limits(text, branches, max_draft, max_nodes, planned):
     drafter = SuffixDrafter(max_draft=max_draft, max_nodes=max_nodes, branches=branches)
@@ -158,16 +140,6 @@ def test_a_text_that_grows_is_drafted_as_one_read_at_once(prompt, rounds):
     assert paths(proposal(grown, s)) == paths(proposal(at_once, now))
 
 
-def test_output_is_found_as_well_as_the_prompt():
-    drafter = SuffixDrafter()
-    s = started(drafter, [0], [4, 5, 6])
-    assert proposal(drafter, s).drafted == 0
-    for token in (4, 5):
-        s.append(token)
-    drafter.observe(verified(s, TokenTree((6,), (-1,)), 0))
-    assert proposal(drafter, s).tokens[:3] == (5, 6, 4)
-
-
 def test_sequences_do_not_see_each_others_text():
     drafter = SuffixDrafter()
     one, two = started(drafter, [1, 2, 3, 1], [2]), started(drafter, [4, 5, 6, 1], [2], index=1)
@@ -190,12 +162,6 @@ def test_earlier_requests_are_looked_up_when_asked_for():
     assert proposal(drafter, later).tokens == (3, 4, 5)
 
 
-def test_the_own_text_comes_before_earlier_ones():
-    drafter = SuffixDrafter(max_draft=1, earlier=100)
-    drafter.release(started(drafter, [1], [2, 3]))
-    assert proposal(drafter, started(drafter, [1, 2, 4, 1], [2], index=1)).tokens == (2, 4, 3)
-
-
 @given(st.integers(2, 60), st.lists(small_texts, max_size=8))
 def test_what_is_kept_is_bounded(most, outputs):
     drafter = SuffixDrafter(earlier=most)
@@ -216,23 +182,3 @@ def test_a_speculator_shares_texts_only_when_asked(method):
     own, earlier = accepted["own"], accepted["earlier"]
     assert own[0] == own[1] == earlier[0]
     assert earlier[1] > own[1] and earlier[1] >= 30
-
-
-def test_speculators_share_nothing():
-    model = tiny_model()
-    stores = [
-        spec.recipe().drafter().earlier for spec in (Speculator("suffix", target=model, earlier=50) for _ in range(2))
-    ]
-    assert stores[0] is not stores[1]
-
-
-def test_lookups_beside_a_draft_see_earlier_requests_too(tmp_path):
-    model = tiny_model(layers=4, hidden=32, heads=4)
-    draft = random_draft(tmp_path, model)
-    spec = Speculator("longspec", target=model, draft=draft, lookup=True, earlier=500)
-    prompt = [3, 1, 4, 1, 5, 9, 2, 6]
-    results = [spec.generate([prompt], max_new_tokens=24, eos_token_ids=[])[0] for _ in range(2)]
-    plain = Speculator("ar", target=model).generate([prompt], max_new_tokens=24, eos_token_ids=[])[0]
-    assert [r.token_ids for r in results] == [plain.token_ids] * 2
-    store = spec.recipe().drafter().unpaid.earlier
-    assert len(store.suffixes.tokens) == 2 * (8 + 24 + 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -75,12 +74,6 @@ def test_all_matches_are_found_with_their_lengths(text):
     assert followed(text).lengths == search(text, text, len(text) - 1)
 
 
-@given(small_texts, st.integers(1, 6))
-def test_a_match_counts_as_no_longer_than_the_longest(text, longest):
-    expected = {p: min(n, longest) for p, n in search(text, text, len(text) - 1).items()}
-    assert followed(text, longest=longest).lengths == expected
-
-
 @given(small_texts, st.integers(1, 4))
 def test_with_a_bound_fewer_and_shorter_matches_are_found_and_always_the_latest(text, most):
     found = followed(text, most).lengths
@@ -136,24 +129,6 @@ def test_the_oldest_texts_go_first_and_leave_nothing(most, texts):
             break
         kept = ended + kept
     assert state(earlier.suffixes) == state(index_of(kept))
-
-
-def test_a_match_in_a_text_that_went_is_none():
-    earlier = Earlier(8)
-    earlier.add([1, 2, 3])
-    matches = Matches(earlier.suffixes, 8)
-    matches.advance(1)
-    assert [earlier.suffixes.tokens[at] for _, _, at in matches.found(1)] == [2]
-    earlier.add([5, 6, 7, 8])
-    assert matches.found(1) == []
-    matches.advance(2)
-    assert matches.lengths == {}
-
-
-@pytest.mark.parametrize("tokens", [-1, 1, 2.5, True, "many"])
-def test_no_number_of_tokens(tokens):
-    with pytest.raises(ValueError, match="earlier"):
-        Earlier(tokens)
 
 
 def test_a_token_costs_the_same_in_a_text_that_repeats_for_ever():

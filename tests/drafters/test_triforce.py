@@ -77,20 +77,6 @@ def test_a_level_draws_with_the_draws_to_come(tmp_path):
     assert s.rounds == 6 and s.accepted == 30
 
 
-def test_a_draft_that_knows_what_a_level_says_saves_it_forwards(tmp_path):
-    """The small model is the target itself: the level needs a forward for several tokens."""
-    model = target()
-    model.save_pretrained(tmp_path / "same")
-    found = []
-    for folder in (small_lm(tmp_path / "other"), tmp_path / "same"):
-        draft = SmallLMDrafter(SmallLMDraft.load(folder), tree="chain", depth=3)
-        drafter = TriForceDrafter(draft, SelfDrafter(budget=400), 6)
-        (s,) = run(drafter, model, [PROMPTS[0]], 43)
-        assert s.rounds == 6
-        found.append(drafter.forwards)
-    assert found[1] == 12 < found[0] <= 36
-
-
 def law(model, prompt, rows, sampling):
     """[root, one, two]: how likely the model, on these rows of the prompt's KV, says two tokens after a root."""
     runner, n, size = TargetRunner(model), len(prompt), model.config.vocab_size

@@ -90,46 +90,13 @@ def test_a_greedy_walk_follows_the_greedy_text_as_far_as_the_tree_has_it(penalty
     check()
 
 
-def test_the_penalty_changes_the_greedy_text():
-    """Else the test above would prove nothing about it."""
-    assert decode(autoregressive, sampler(Sampling(repetition_penalty=1.8)), 20) != decode(
-        autoregressive, sampler(), 20
-    )
-
-
 def test_rows_of_padding_behind_the_tree_are_not_read():
     tree = chain(PREFIX[-1], [])
     padded = torch.cat([verified(tree, PREFIX), torch.full((3, VOCABULARY), float("nan"))])
     assert accept(tree, padded, sampler(), lambda: torch.tensor(PREFIX)).path == (0,)
 
 
-def test_plain_greedy_never_asks_for_the_text():
-    def refuse() -> torch.Tensor:
-        raise AssertionError("asked")
-
-    tree = chain(PREFIX[-1], [1, 2])
-    accept(tree, verified(tree, PREFIX), sampler(), refuse)
-
-
 # --- sampled ---
-
-
-ALL = Sampling(0.9, top_k=4, top_p=0.95, min_p=0.02, repetition_penalty=1.3)
-
-
-@pytest.mark.parametrize("sampling", [Sampling(1.0), ALL], ids=["plain", "all processors"])
-@given(seed=st.integers(0, 2**31))
-def test_a_seed_gives_the_same_text_whatever_is_drafted(sampling, seed):
-    draft = torch.Generator().manual_seed(seed + 1)
-
-    def random_tree(text: list[int]) -> TokenTree:
-        size = int(torch.randint(1, 15, (), generator=draft))
-        tokens = torch.randint(VOCABULARY, (size - 1,), generator=draft).tolist()
-        parents = [-1] + [int(torch.randint(i, (), generator=draft)) for i in range(1, size)]
-        return TokenTree((text[-1], *tokens), tuple(parents))
-
-    alone = decode(autoregressive, sampler(sampling, seed), 25)
-    assert decode(random_tree, sampler(sampling, seed), 25) == alone
 
 
 # --- stopping, and who is called how often ---

@@ -6,10 +6,8 @@ import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor, TopPLogitsWarper
 
-from longdraft import Sampling, Speculator
-from longdraft.bench.contenders import Job
-from longdraft.bench.peers import Generate
-from longdraft.engine.sampler import Draws, Sampler
+from longdraft import Sampling
+from longdraft.engine.sampler import Sampler
 from tests.support.tiny import tiny_model
 
 SETTINGS = {
@@ -45,22 +43,6 @@ def test_settings_mean_what_they_mean_in_generate(settings):
     assert torch.equal(ours(text, scores.clone()), expected(text, scores.clone()))
 
 
-@pytest.mark.parametrize("off", [{"top_k": 0}, {"top_p": 1.0}, {"min_p": 0.0}, {"repetition_penalty": 1.0}], ids=str)
-def test_a_setting_that_filters_nothing_costs_nothing(off):
-    assert len(Sampling(1.0, **off).processors()) == 0
-
-
-def test_a_token_is_sampled_with_the_generator_it_was_given():
-    logits, text = torch.randn(61), torch.tensor([1])
-
-    def sampled(seed: int) -> list[int]:
-        sampler = Sampler(False, Sampling(1.0).processors(), Draws(torch.Generator().manual_seed(seed)))
-        torch.manual_seed(int(torch.randint(10**6, ())))  # the global state plays no part
-        return [sampler.sample(text, logits) for _ in range(20)]
-
-    assert sampled(1) == sampled(1) != sampled(2)
-
-
 # --- the penalty on recent tokens ---
 
 
@@ -79,18 +61,6 @@ def test_a_nodes_own_path_decides_what_is_penalised():
     assert sampler.sample(torch.tensor([1, 0, 0]), logits) == 1
     assert sampler.sample(torch.tensor([0, 0, 1]), logits) == 2
     assert sampler.sample(torch.tensor([1, 2, 2]), logits) == 1
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_generate_beside_which_we_are_measured_has_the_same_penalty(temperature):
-    model = tiny_model(vocab=11, dtype=torch.float64)
-    prompt, sampling = (3, 9, 4, 7), Sampling(temperature, repetition_penalty=1.5, repetition_window=6)
-    theirs = Generate(model).cold(Job((prompt,), 30, sampling, 5, frozenset()))
-    ours = model.generate(
-        torch.tensor([prompt]), attention_mask=torch.ones(1, 4, dtype=torch.long), max_new_tokens=30, do_sample=False
-    )
-    mine = Speculator("ar", target=model).generate([list(prompt)], max_new_tokens=30, sampling=sampling, seed=5)[0]
-    assert list(theirs.tokens[0]) == mine.token_ids != ours[0, 4:].tolist()
 
 
 @pytest.mark.parametrize("scale", [0.5, 3.0, 8.0])

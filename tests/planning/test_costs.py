@@ -35,15 +35,6 @@ def test_no_text_and_no_tree_is_free(seconds, rows, length):
     assert table.at(rows, length) > 0
 
 
-def test_verifications_are_measured_with_tokens_that_differ():
-    model, seen = tiny_model("qwen2", layers=1), []
-    model.get_input_embeddings().register_forward_pre_hook(lambda _, given: seen.append(given[0].flatten().tolist()))
-    measure(TargetRunner(model), lengths=(16,), rows=(1, 8))
-    eight = [tokens for tokens in seen if len(tokens) == 8]
-    assert eight and all(len(set(tokens)) > 3 for tokens in eight)
-    assert len({tuple(tokens) for tokens in eight}) > 1
-
-
 def test_a_batch_reads_the_weights_once_and_each_text_once():
     # Three sequences, two rows each: weights for six rows; each text's own share.
     own = (TABLE.at(2, 1000) - TABLE.at(2, 0)) + (TABLE.at(2, 500) - TABLE.at(2, 0))
@@ -135,11 +126,6 @@ def test_measuring_ends_in_time(runner, each, monkeypatch):
     assert table.at(8, 16) == pytest.approx(each * 3)  # also where eight rows were not measured
 
 
-def test_a_context_shorter_than_every_length(runner):
-    table = measure(runner, lengths=(4096,), rows=(1, 8))
-    assert table is not None and table.lengths == (248,)
-
-
 def test_without_memory_there_is_no_table(runner, tmp_path, free_memory):
     free_memory(0)
     assert measure(runner) is None
@@ -157,9 +143,3 @@ def test_it_is_measured_once(runner, tmp_path):
     torch.set_num_threads(2)  # which is as another machine
     table_for(again, tmp_path, moved)
     assert len(other.lines) == len(moved.lines) == 1
-
-
-def test_a_folder_that_cannot_be_written(runner, tmp_path):
-    blocked = tmp_path / "file"
-    blocked.write_text("")
-    assert table_for(runner, blocked / "costs") is not None

@@ -108,22 +108,6 @@ def test_dear_nodes_must_be_likely():
     assert begun(Planner(DEAR)).prune([drafted])[0].drafted == 0
 
 
-def test_the_best_nodes_are_kept_with_their_parents():
-    drafted = tree(0.9, 0.1, 0.8, 0.05, parents=(0, 0, 1, 2))
-    (kept,) = begun(Planner(table(1.0, 1.2, 1.4, 1.6, 1.8))).prune([drafted])
-    assert kept.parents == (-1, 0, 1) and kept.log_probs == pytest.approx((0.0, log(0.9), log(0.8)))
-
-
-def test_trees_without_probabilities_are_sized_by_what_becomes_of_them():
-    planner = Planner(table(*(1.0 + 0.3 * i for i in range(20))))
-    drafted = TokenTree((0,) * 9, tuple(range(-1, 8)))
-    plan, s = begun(planner), sequence()
-    assert plan.prune([drafted])[0].drafted == 8
-    for _ in range(30):
-        plan.observe([event(s, drafted, 0)], 0, 0.0, 3.4)
-    assert plan.prune([drafted])[0].drafted == 0
-
-
 def test_a_batch_shares_a_forward():
     """One likely tree alone does not pay for rows of all sequences."""
     sequences = [sequence(i) for i in range(4)]
@@ -131,17 +115,6 @@ def test_a_batch_shares_a_forward():
     likely, unlikely = tree(0.9, 0.9), tree(0.02, 0.02)
     assert [t.drafted for t in plan.prune([likely] * 4)] == [2] * 4
     assert max(t.drafted for t in plan.prune([unlikely] * 4)) == 0
-
-
-def test_budgets_follow_what_was_worth_verifying():
-    planner = Planner(CHEAP)
-    for _ in range(20):
-        begun(planner).prune([tree(0.9, 0.001)])
-    few = planner.start().node_limit([sequence()])
-    for _ in range(20):
-        begun(planner).prune([tree(*[0.99] * 30)])
-    many = planner.start().node_limit([sequence()])
-    assert few.nodes <= 8 < 25 < many.nodes
 
 
 # --- whether to draft ---

@@ -344,22 +344,11 @@ def peagle(model: Any, w: Weights, slots: int, norm_before_fc: bool = False, win
     return one_forward(rows_of)
 
 
-def _convolved(w: Weights, at: str, x: torch.Tensor, side: int, chosen_by: torch.Tensor) -> torch.Tensor:
-    """DFlash2's convolution over a block, whose kernel is chosen row by row."""
-    base, out = w[f"{at}.base_kernel"][side], torch.zeros_like(x)
-    deltas = (chosen_by @ w[f"{at}.kernel_projection.weight"].T).view(len(x), 2, len(base), -1)[:, side]
-    for row in range(len(x)):
-        for tap in range(min(len(base), row + 1)):
-            delta = deltas[row, tap].repeat_interleave(x.shape[1] // deltas.shape[-1])
-            out[row] += (base[tap] + delta) * x[row - tap]
-    return out
-
-
 def dflash(
-    model: Any, w: Weights, block: int = 4, first: int = 1, head: str = "vanilla", candidates: int = 11,
+    model: Any, w: Weights, block: int = 4, first: int = 1, head: str = "vanilla",
     windows: tuple[Any, ...] = (None, None), causal: tuple[bool, ...] = (False, False), window: int | None = None,
 ) -> Says:  # fmt: skip
-    """DFlash: a block of mask tokens that sees itself both ways, and the text's features; DFlash2; DSpark's heads.
+    """DFlash: a block of mask tokens that sees itself both ways, and the text's features; DSpark's heads.
 
     Args:
         first: the row of the first level. head: DSpark's kind of head.
@@ -374,30 +363,23 @@ def dflash(
             x = torch.cat([x[:1], w["mask_embedding"].expand(block - 1, -1)])
         places = torch.arange(len(c) + block)
         for i in range(len(windows)):
-            at, conv = f"layers.{i}.", f"layers.{i}.attention_conv.base_kernel" in w
+            at = f"layers.{i}."
             n = rms(x, w[f"{at}input_layernorm.weight"])
-            fed = _convolved(w, f"{at}attention_conv", n, 0, n) if conv else n
             seen = torch.ones(block, block, dtype=torch.bool)
             near = torch.arange(len(c)) >= len(c) - min(windows[i] or len(c), window or len(c))
             seen = torch.cat([near.expand(block, -1), seen.tril() if causal[i] else seen], 1)
-            out = attention(w, f"{at}self_attn.", fed, 12, places, seen, context=c)
-            x = x + (_convolved(w, f"{at}attention_conv", out, 1, n) if conv else out)
+            x = x + attention(w, f"{at}self_attn.", n, 12, places, seen, context=c)
             n = rms(x, w[f"{at}post_attention_layernorm.weight"])
-            out = mlp(w, f"{at}mlp.", _convolved(w, f"{at}mlp_conv", n, 0, n) if conv else n)
-            x = x + (_convolved(w, f"{at}mlp_conv", out, 1, n) if conv else out)
+            x = x + mlp(w, f"{at}mlp.", n)
         hidden = rms(x, w["norm.weight"])
         logits = hidden @ w.get("lm_head.weight", model.get_output_embeddings().weight).T
         return hidden[first:], logits[first:]
 
-    return one_forward(rows_of, lambda path, rows: _correction(w, path, rows, head), candidates)
+    return one_forward(rows_of, lambda path, rows: _correction(w, path, rows, head), 11)
 
 
 def _correction(w: Weights, path: list[int], hidden: torch.Tensor, head: str) -> Any:
-    """What DFlash2's selector and DSpark's Markov heads add behind a path, whose rows are ``hidden``."""
-    if "candidate_selector.hidden_projection.weight" in w:
-        known = w["candidate_selector.predecessor_codebook"][path[-1]]
-        known = known * (w["candidate_selector.hidden_projection.weight"] @ hidden[-1])
-        return w["candidate_selector.successor_codebook"] @ known
+    """What DSpark's Markov heads add behind a path, whose rows are ``hidden``."""
     if "markov_head.markov_w1.weight" not in w:
         return 0.0
     table = w["markov_head.markov_w1.weight"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -60,7 +61,7 @@ def table(kept: list[int] | None, vocabulary: int = 0) -> dict[str, torch.Tensor
 
 def _written(folder: Path, kind: str, model: PreTrainedModel, block: Any, kept: Any, **config: Any) -> Path:
     """A folder of ours."""
-    said = block.shape.as_dict() | {"draft_vocab_size": kept and len(kept)} | config
+    said = asdict(block.shape) | {"draft_vocab_size": kept and len(kept)} | config
     draft_folder.save(folder, DraftFolder(kind, said, dict(block.state_dict()) | table(kept), describe(model)))
     return folder
 
@@ -155,7 +156,7 @@ def random_onepass(
 ) -> Path:
     """A one-pass draft folder for this target, as :func:`random_eagle3` makes an EAGLE-3 draft's."""
     plain = random_eagle3_block(model, kept, seed, **over)
-    block = OnePassBlock(OnePassShape(**plain.shape.as_dict(), slots=slots, rank=rank))
+    block = OnePassBlock(OnePassShape(**asdict(plain.shape), slots=slots, rank=rank))
     generator = torch.Generator().manual_seed(seed + 1)
     own = {n: 0.5 * torch.randn(t.shape, generator=generator) for n, t in block.state_dict().items()}
     block.load_state_dict(own | dict(plain.state_dict()))

@@ -113,7 +113,6 @@ VARIANTS = {
     "peagle retrieval": Case("peagle", "peagle", {"retrieval": True, **RETRIEVAL, **OPT}),
     "dspark": Case("dflash", "dspark", {"top_k": 3, "nodes": 9}),
     "dspark retrieval": Case("dflash", "dspark", {"retrieval": True, **RETRIEVAL, **OPT}),
-    "dflash2": Case("dflash", "dflash2", OPT | {"window": 9}),
     "onepass defaults": Case("onepass", "onepass"),
     "onepass level": Case("onepass", "onepass window", {"depth": 1}),
     "onepass smaller vocabulary": Case("onepass", "onepass kept", {"top_k": 2}),
@@ -168,9 +167,6 @@ DRAFTS = {
     "dspark": lambda folder, model: small_dflash(
         folder, model, "dspark",
         {"markov_rank": 6, "markov_head_type": "rnn", "sample_from_anchor": True}, rank=6, head="rnn", kept=FEW,
-    ),
-    "dflash2": lambda folder, model: small_dflash(
-        folder, model, "dflash2", {"selector_rank": 6, "selector_top_k": 4}, conv=(2, 16), selector=6
     ),
     "small-lm": lambda folder, model: small_lm(
         folder, model.config.vocab_size, context=max(512, model.config.max_position_embeddings)

@@ -162,7 +162,7 @@ def eagle3(folder: Path, model: PreTrainedModel, layer: Any = None, kept: Any = 
     return speculators(folder, "eagle3", tensors, layer or eagle3_layer(), **said)
 
 
-# --- P-EAGLE, DFlash, DFlash2 and DSpark ---
+# --- P-EAGLE, DFlash and DSpark ---
 
 
 def peagle_tensors(model: PreTrainedModel, *, kept: Any = None, embedding: int = 11, **sizes: Any) -> Tensors:
@@ -175,12 +175,12 @@ def peagle_tensors(model: PreTrainedModel, *, kept: Any = None, embedding: int =
 
 def dflash_tensors(
     *, vocab: int = 11, layers: int = 2, kept: Any = None, bias: bool = False, rank: int | None = None,
-    head: str = "vanilla", conv: tuple[int, int] | None = None, selector: int | None = None, mask: bool = False,
+    head: str = "vanilla", mask: bool = False,
 ) -> Tensors:  # fmt: skip
     """Random tensors of DFlash and its variants.
 
     Args:
-        rank, head: DSpark's rank and kind of head. conv: taps and group of DFlash2's convolutions. selector: its rank.
+        rank, head: DSpark's rank and kind of head.
         mask: an embedding of the mask token.
     """
     shapes: Shapes = {"fc.weight": (HIDDEN, 3 * HIDDEN), "hidden_norm.weight": (HIDDEN,), "norm.weight": (HIDDEN,)}
@@ -192,10 +192,6 @@ def dflash_tensors(
             own |= {f"self_attn.{p}_proj.bias": (n,) for p, n in (rows | {"o": HIDDEN}).items()}
         own |= {"self_attn.q_norm.weight": (D,), "self_attn.k_norm.weight": (D,)}
         own |= {f"{norm}.weight": (HIDDEN,) for norm in ("input_layernorm", "post_attention_layernorm")}
-        if conv:
-            for part in ("attention_conv", "mlp_conv"):
-                own[f"{part}.base_kernel"] = (2, conv[0], HIDDEN)
-                own[f"{part}.kernel_projection.weight"] = (2 * conv[0] * HIDDEN // conv[1], HIDDEN)
         shapes |= {f"layers.{i}.{name}": shape for name, shape in own.items()}
     vocabulary = vocab if kept is None else len(kept)
     if kept is not None:
@@ -207,10 +203,6 @@ def dflash_tensors(
             inputs = HIDDEN + (rank if head == "gated" else 2 * rank)
             shapes |= {f"markov_head.{part}_proj.weight": (size, inputs), f"markov_head.{part}_proj.bias": (size,)}
         shapes |= {"confidence_head.proj.weight": (1, HIDDEN + rank), "confidence_head.proj.bias": (1,)}
-    if selector:
-        names = ("predecessor_codebook", "successor_codebook")
-        shapes |= {f"candidate_selector.{name}": (vocab, selector) for name in names}
-        shapes["candidate_selector.hidden_projection.weight"] = (selector, HIDDEN)
     if mask:
         shapes["mask_embedding"] = (HIDDEN,)
     return with_vocabulary(random(shapes), kept)

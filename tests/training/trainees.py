@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 
 import torch
 from torch import nn
@@ -51,7 +52,7 @@ def random_block(kind: str, runner: TargetRunner, vocabulary: int = 61, before: 
     if kind == "eagle3":
         return filled(Eagle3Block(eagle3))
     if kind == "onepass":
-        return filled(OnePassBlock(OnePassShape(**eagle3.as_dict(), slots=slots, rank=5)))
+        return filled(OnePassBlock(OnePassShape(**asdict(eagle3), slots=slots, rank=5)))
     if kind == "heads":
         return filled(HeadsBlock(HeadsShape(48, 3, eps)))
     return filled(small_models.decoder(small_models.sizes_for(runner, 2, 64, 1e4, 64)))

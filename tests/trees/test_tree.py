@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longdraft.trees.masks import padded_mask
-from longdraft.trees.tree import TokenTree, chain, union
+from longdraft.trees.tree import TokenTree, union
 
 
 @st.composite
@@ -90,13 +90,6 @@ def test_what_makes_no_tree_is_refused(name):
 
 
 # --- builders ---
-
-
-@given(st.lists(st.integers(0, 9), max_size=8))
-def test_a_chain_is_one_path(tokens):
-    tree = chain(7, tokens)
-    assert tree.is_chain and tree.tokens == (7, *tokens)
-    assert tree.path(tree.size - 1) == list(range(tree.size))
 
 
 @given(paths)

@@ -7,7 +7,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longdraft.drafters.shared.retrieval import retrieval_of
 from longdraft.drafters.small_lm import compact_cache
 from longdraft.memory.store import KVShape, KVStore
 from longdraft.model.key_rotation import KeyRotation
@@ -174,35 +173,6 @@ def test_a_prompt_is_read_behind_a_sliding_window():
         n = cache.store.lengths[0]
         assert 9 <= n <= cache.retrieval.view.capacity
         assert_holds(cache, 0, text[:3] + text[-(n - 3) :])
-
-
-def test_a_retrievals_choice_is_gathered():
-    retrieval = retrieval_of(4, 3, 1, 4, 8, fresh=6)
-    cache = compact_cache(RUNNER, 1, 400, 4, retrieval, TRAINED)
-    text = [(i * i) % 61 for i in range(99)]
-    read(cache, 0, text)
-    cache.ready(0, 1)
-    assert_holds(cache, 0, [text[r] for r in retrieval.rows(0, 99)])
-    target = RUNNER.new_store(1, 120)
-    forward(RUNNER, [text], target, [0], logits="none")
-    target.commit(0, range(99))
-    retrieval.observe(target, 0, {0: torch.randn(6, 1, 16)})
-    assert retrieval.chosen(0) is not None
-    cache.ready(0, 1)
-    assert_holds(cache, 0, [text[r] for r in retrieval.rows(0, 99)])
-
-
-def test_all_of_a_text_at_true_positions():
-    cache = DraftCache(RUNNER.new_store(2, 50 + 64), 4)
-    for slot in (0, 1):
-        read(cache, slot, list(range(40)))
-        cache.ready(slot, 5)
-        feed(cache, slot, [1, 2, 3])
-    cache.forget(1, 20)
-    assert_holds(cache, 0, [*range(40), 1, 2, 3])
-    assert_holds(cache, 1, list(range(20)))
-    cache.forget(0)
-    assert cache.store.lengths == [0, 20]
 
 
 @given(st.integers(2, 9), st.lists(st.integers(1, 9), min_size=1, max_size=99), st.integers(0, 40))

@@ -10,7 +10,6 @@ import torch
 from longdraft import Speculator
 from longdraft.memory.store import KVShape, KVStore
 from longdraft.model.gpu.graphs import Graphs
-from longdraft.views import summaries
 from longdraft.views.cache import TrueCache
 from longdraft.views.scorers import SCORERS
 from longdraft.views.view import View
@@ -60,21 +59,6 @@ def test_the_same_rows_in_launches_that_layers_do_not_add_to(scorer, shared, mon
         own = [x[:, 1, :, :size] for x in (alone.store.keys, alone.store.values)]
         assert alone.store.lengths[1] == size and all(map(torch.equal, rows, own))
     assert launches[0] == launches[1]
-
-
-@torch.inference_mode()
-def test_little_memory_makes_groups(monkeypatch):
-    with card(monkeypatch) as found:
-        store, queries = filled(replace(SHAPE, layers=8), DEVICE)
-        cache = cache_of(store, "minmax", False)
-        cache.choose(1, queries)
-        few, kept = found.launches, cache.store.keys.cpu()
-        monkeypatch.setattr(summaries, "MOST", 20_000)
-        found.launches = 0
-        again = cache_of(store, "minmax", False)
-        again.choose(1, queries)
-        size = cache.store.lengths[1]
-        assert found.launches > few and torch.equal(again.store.keys.cpu()[:, 1, :, :size], kept[:, 1, :, :size])
 
 
 def refreshes(monkeypatch: pytest.MonkeyPatch, layers: int) -> int:

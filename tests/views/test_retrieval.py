@@ -80,17 +80,6 @@ def test_every_few_verifications_are_scored():
     assert retrieval.version(0) == version
 
 
-def test_slots_do_not_know_of_each_other():
-    store, retrieval = filled(80, slots=2), retrieval_of(**SMALL)
-    look(retrieval, store, 0, peaked(store, 0, 3))
-    assert retrieval.chosen(1) is None and 3 in retrieval.chosen(0)
-    look(retrieval, store, 1, peaked(store, 1, 9))
-    assert 9 in retrieval.chosen(1) and 3 in retrieval.chosen(0)
-    version = retrieval.version(1)
-    retrieval.reset(0)
-    assert retrieval.chosen(0) is None and retrieval.chosen(1) and retrieval.version(1) == version
-
-
 def test_a_reset_is_a_new_version_also_when_as_many_choices_were_made_after_it_as_before():
     store, retrieval, seen = filled(80), retrieval_of(**SMALL), list[int]()
     for _ in range(3):
@@ -154,11 +143,6 @@ def test_rows_are_sorted_once_each_and_within_the_text(given_sizes, length, even
 def test_sizes_that_make_no_retrieval_are_refused(made, word):
     with pytest.raises(ValueError, match=word):
         made()
-
-
-def test_without_retrieval_there_is_none_and_the_last_layer_ranks():
-    assert RetrievalOptions(sink=4, recent=4).made(object()) is None  # sizes of schedules
-    assert retrieval_of(**SMALL).layers(30) == (29,) and retrieval_of(**SMALL, layer=18).layers(30) == (18,)
 
 
 # --- whose attention ranks ---

@@ -57,14 +57,6 @@ def test_scores_are_what_their_definitions_say(name, chunk):
             torch.testing.assert_close(got, wanted)
 
 
-def test_snapkvs_maximum_is_taken_before_neighbours_are_averaged():
-    keys, queries = random(1, 20, 4), random(2, 3, 4, seed=1)
-    masses = torch.softmax(queries @ keys[0, :15].T / 2, -1).amax(1).mean(0)
-    wanted = [sum(masses[max(0, i - 2) : i + 3]) / POOL for i in range(5, 15)]
-    got = score("snapkv", "max", queries, Candidates(keys, 5, 15, 1))[0]
-    torch.testing.assert_close(got, torch.stack(wanted))
-
-
 @pytest.mark.parametrize("name", [name for name in CHOOSING if SCORERS[name].summaries])
 def test_scores_from_summaries_need_no_keys(name):
     keys, queries = random(2, 40, 4), random(6, 2, 4, seed=1)
@@ -74,12 +66,6 @@ def test_scores_from_summaries_need_no_keys(name):
         wanted = score(name, "mean", queries, Candidates(keys, first, behind, chunk))
         unread = Candidates(torch.full_like(keys, float("nan")), first, behind, chunk, kept)
         torch.testing.assert_close(score(name, "mean", queries, unread), wanted)
-
-
-def test_quests_bound_is_one():
-    keys, queries = random(2, 64, 4), random(4, 5, 4, seed=1)
-    bound, best = (score(name, "mean", queries, Candidates(keys, 0, 16, 4)) for name in ("quest", "tokens"))
-    assert bool((best <= bound + 1e-5).all())
 
 
 @every_scorer

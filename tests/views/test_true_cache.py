@@ -102,25 +102,6 @@ def test_what_is_there_after_any_moves(scorer, chunk, room, transposed, d, steps
                 assert cache.whole(1)
 
 
-def test_rows_are_chosen_when_there_is_no_room_and_when_it_is_due():
-    full = KVStore(SHAPE, 1, 200)
-    cache = TrueCache(full, lambda slots, rows: KVStore(SHAPE, slots, rows), View("tokens", 8, 4, 4, room=8), 3)
-    queries = [torch.randn(4, 1, 4)] * 2
-
-    def grow(count: int) -> None:
-        fill(full, 0, full.lengths[0], full.lengths[0] + count, count)
-        full.commit(0, range(count))
-
-    grow(24)
-    assert not cache.update(0, queries, due=True) and cache.whole(0)  # all of it is there: nothing to choose
-    grow(1)
-    assert cache.update(0, queries, due=False) and not cache.whole(0) and cache.store.lengths == [16]
-    grow(8)
-    assert not cache.update(0, queries, due=False) and cache.store.lengths == [24]
-    assert cache.update(0, queries, due=True) and cache.store.lengths == [16]
-    assert positions(cache, 0, 1, 1)[-4:] == [29, 30, 31, 32]
-
-
 @pytest.mark.parametrize("scorer", list(SCORERS))
 def test_an_offloaded_text(scorer):
     """What is chosen of a text in memory."""

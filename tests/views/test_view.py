@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longdraft.views.scorers import REDUCTIONS, SCORERS, Candidates, score
+from longdraft.views.scorers import REDUCTIONS, SCORERS
 from longdraft.views.view import View
 
 
@@ -49,23 +49,6 @@ def test_sink_window_and_whole_chunks_between(
             assert inner == list(range(start - len(inner), start))  # the latest
     if length <= view.sink + view.window or (length <= view.budget and chosen % chunk == 0 and scorer != "streaming"):
         assert rows[0].tolist() == list(range(length))
-
-
-@pytest.mark.parametrize("scorer", [name for name, each in SCORERS.items() if each is not None])
-def test_the_best_chunks_of_each_head_are_chosen_or_those_that_all_heads_want_most(scorer):
-    keys, queries = random(2, 60, 4), random(4, 3, 4, seed=1)
-    for laid in (keys, keys.transpose(1, 2).contiguous().transpose(1, 2)):
-        between = View(scorer, 12, 4, 6, 2).between(60)
-        scores = score(scorer, "mean", queries, Candidates(laid, between.start, between.stop, 2))
-        for shared, wanted in ((False, scores), (True, scores.mean(0, keepdim=True))):
-            best = wanted.topk(6).indices.sort().values + between.start
-            assert torch.equal(View(scorer, 12, 4, 6, 2, shared=shared).choose(laid, queries), best)
-
-
-def test_heads_of_a_stream_share_what_is_latest():
-    keys, queries = random(2, 60, 4), random(4, 3, 4, seed=1)
-    own, shared = (View("streaming", 12, 4, 6, 2, shared=each).rows(keys, queries) for each in (False, True))
-    assert torch.equal(own[:1], shared)
 
 
 @pytest.mark.parametrize(

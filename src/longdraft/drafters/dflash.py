@@ -1,4 +1,4 @@
-"""DFlash, DFlash2 and DSpark: a block of tokens from one forward of a few layers, from published drafts.
+"""DFlash and DSpark: a block of tokens from one forward of a few layers, from published drafts.
 
     c_t = RMSNorm(fc(f_t))                    f_t: hidden states of the target at position t, side by side
     x   = embed(anchor, mask, ..., mask)      the rows of a block; the anchor is the text's last token
@@ -12,8 +12,6 @@ for the token t before it:
 
     DSpark    W2 W1[t]                        the gated head: W2 (sigmoid(W [x_k, W1[t]]) W1[t]); the recurrent head
                                               has a state along the path
-    DFlash2   (A[t] * (H x_k)) . B            among the likeliest tokens alone; convolutions over the block's rows
-                                              before and after attention and SwiGLU
 
 DFlash: arXiv:2602.06036; DSpark: arXiv:2607.05147.
 """
@@ -32,7 +30,7 @@ from longdraft.attention.sdpa import one_text
 from longdraft.attention.transfer import on_device
 from longdraft.drafters.eagle3 import Eagle3Draft
 from longdraft.drafters.onepass import CANDIDATES, OneForwardRound, OnePassDrafter, Row
-from longdraft.drafters.shared.block import Layer, SelfAttend
+from longdraft.drafters.shared.block import Layer
 from longdraft.drafts.dflash_formats import KIND, DFlashShape
 from longdraft.drafts.formats import check_mask
 from longdraft.drafts.kinds import Kind, register
@@ -41,58 +39,6 @@ from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.model.runner import TargetRunner
 from longdraft.model.sharded import product
 from longdraft.trees.level import Level, likeliest
-
-
-class Convolution(nn.Module):
-    """DFlash2's convolutions before and after a part of a layer, over the rows of a block: each row sees itself and
-    the rows before it, with kernels that the row itself chooses, one for each group of channels."""
-
-    def __init__(self, size: int, taps: int, group: int) -> None:
-        super().__init__()
-        self.group = group
-        self.base_kernel = nn.Parameter(torch.zeros(2, taps, size, dtype=torch.float32))
-        self.kernel_projection = nn.Linear(size, 2 * taps * (size // group), bias=False)
-
-    def kernels(self, x: torch.Tensor) -> torch.Tensor:
-        """Rows (B, S, size) -> kernels (2, taps, B, S, size), of the convolution before and of the one after."""
-        _, taps, size = self.base_kernel.shape
-        own = self.kernel_projection(x).unflatten(-1, (2, taps, size // self.group))
-        own = own.repeat_interleave(self.group, -1).movedim((-3, -2), (0, 1))
-        return own + self.base_kernel[:, :, None, None]
-
-    @staticmethod
-    def over(x: torch.Tensor, kernels: torch.Tensor) -> torch.Tensor:
-        """Convolves rows (B, S, size) with kernels (taps, B, S, size)."""
-        taps, rows = len(kernels), x.shape[1]
-        return sum((F.pad(x, (0, 0, i, 0))[:, :rows] * kernels[i] for i in range(taps)), torch.zeros_like(x))
-
-
-class DFlashLayer(Layer):
-    """A decoder layer. Its input is the residual."""
-
-    def __init__(self, shape: DFlashShape) -> None:
-        super().__init__(shape, shape.hidden_size, "input_layernorm")
-        self.convolves = shape.taps is not None and shape.group is not None
-        if shape.taps is not None and shape.group is not None:
-            self.attention_conv = Convolution(shape.hidden_size, shape.taps, shape.group)
-            self.mlp_conv = Convolution(shape.hidden_size, shape.taps, shape.group)
-
-    def over(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: SelfAttend) -> torch.Tensor:
-        """Blocks (B, S, hidden) -> (B, S, hidden)."""
-
-        def attended(n: torch.Tensor) -> torch.Tensor:
-            return self.self_attn(n.flatten(0, 1), cos, sin, attend).view(n.shape)
-
-        parts = (self.input_layernorm, attended, "attention_conv"), (self.mlp_norm, self.mlp, "mlp_conv")
-        for norm, part, name in parts:
-            n = norm(x)
-            if self.convolves:
-                convolution = getattr(self, name)
-                before, after = convolution.kernels(n)
-                x = x + convolution.over(part(convolution.over(n, before)), after)
-            else:
-                x = x + part(n)
-        return x
 
 
 class MarkovHead(nn.Module):
@@ -106,16 +52,6 @@ class MarkovHead(nn.Module):
             self.gate_proj = nn.Linear(shape.hidden_size + rank, rank)
         elif shape.recurrent:
             self.joint_proj = nn.Linear(2 * rank + shape.hidden_size, 3 * rank)
-
-
-class Selector(nn.Module):
-    """DFlash2's correction: which of the likeliest tokens follows the token before."""
-
-    def __init__(self, shape: DFlashShape, rank: int, tokens: int) -> None:
-        super().__init__()
-        self.predecessor_codebook = nn.Parameter(torch.zeros(tokens, rank, dtype=torch.float32))
-        self.successor_codebook = nn.Parameter(torch.zeros(shape.vocabulary, rank, dtype=torch.float32))
-        self.hidden_projection = nn.Linear(shape.hidden_size, rank, bias=False)
 
 
 class DFlashBlock(nn.Module):
@@ -135,7 +71,7 @@ class DFlashBlock(nn.Module):
         size, eps = shape.hidden_size, shape.rms_norm_eps
         self.fc = nn.Linear(shape.feature_size, size, bias=False)
         self.hidden_norm = nn.RMSNorm(size, eps)
-        self.layers = nn.ModuleList(DFlashLayer(shape) for _ in range(shape.decoder_layers))
+        self.layers = nn.ModuleList(Layer(shape, size, "input_layernorm") for _ in range(shape.decoder_layers))
         self.norm = nn.RMSNorm(size, eps)
         if shape.own_head:
             self.lm_head = nn.Linear(size, shape.vocabulary, bias=False)
@@ -145,16 +81,14 @@ class DFlashBlock(nn.Module):
             self.mask_embedding = nn.Parameter(torch.zeros(size, dtype=torch.float32))
         if shape.markov_rank is not None:
             self.markov_head = MarkovHead(shape, shape.markov_rank, tokens)
-        if shape.selector_rank is not None:
-            self.candidate_selector = Selector(shape, shape.selector_rank, tokens)
 
     def borrow(self, head: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Borrows the target's head, (T, hidden) -> (T, vocabulary), for a draft without one of its own."""
         self._head = head
 
     @property
-    def _decoder(self) -> list[DFlashLayer]:
-        return cast(list[DFlashLayer], list(self.layers))
+    def _decoder(self) -> list[Layer]:
+        return cast(list[Layer], list(self.layers))
 
     def project(self, features: torch.Tensor) -> torch.Tensor:
         """The target's features (T, feature_size) -> c (T, hidden)."""
@@ -181,10 +115,11 @@ class DFlashBlock(nn.Module):
             cos, sin: (B * S, d) rotary embedding at the rows' positions.
             texts: each sequence's keys and values (layers, Hkv, n, d) of its text, as :meth:`keys_values` gives them.
         """
+        rows = x.flatten(0, 1)
         for i, layer in enumerate(self._decoder):
-            x = layer.over(x, cos, sin, partial(self._attend, i, texts))
-        found: torch.Tensor = self.norm(x)
-        return found
+            rows = layer.run(layer.input_layernorm(rows), rows, cos, sin, partial(self._attend, i, texts))
+        found: torch.Tensor = self.norm(rows)
+        return found.view(x.shape)
 
     def logits(self, out: torch.Tensor) -> torch.Tensor:
         """Rows (T, hidden) behind the last norm -> (T, vocabulary)."""
@@ -221,7 +156,7 @@ class DFlashDraft(Eagle3Draft):
     @cached_property
     def shape(self) -> DFlashShape:
         shape: DFlashShape = super().shape
-        if shape.slots < 1 or (shape.group and shape.hidden_size % shape.group):
+        if shape.slots < 1:
             raise CheckpointError(f"config.json of {self.folder} has sizes that cannot be right: copy the draft again.")
         return shape
 
@@ -264,8 +199,6 @@ class DFlashRound(OneForwardRound):
 
     @property
     def candidates(self) -> int:
-        if self._shape.top_k is not None:
-            return self._shape.top_k
         return CANDIDATES if self._shape.markov_rank is not None else 1
 
     def ask(self, level: Level, count: int) -> tuple[torch.Tensor, ...]:
@@ -296,8 +229,6 @@ class DFlashRound(OneForwardRound):
 
     def corrected(self, level: Level, row: Row) -> torch.Tensor:
         width, shape = level.tokens.shape[1], self._shape
-        if shape.selector_rank is not None:
-            return row.log_probs + self._selected(level, row)
         if shape.markov_rank is None:
             return row.log_probs.expand(-1, width, -1)
         head, hidden = self._bound.block.markov_head, row.beside.expand(-1, width, -1)
@@ -322,12 +253,6 @@ class DFlashRound(OneForwardRound):
         self._states = dict(zip(level.rows, state, strict=True))
         return torch.tanh(out)
 
-    def _selected(self, level: Level, row: Row) -> torch.Tensor:
-        """DFlash2's correction (B', W, M)."""
-        selector = self._bound.block.candidate_selector
-        known = selector.predecessor_codebook[level.tokens] * selector.hidden_projection(row.beside)
-        return (known @ selector.successor_codebook[row.ids[:, 0]].mT).float()
-
 
 class DFlashDrafter(OnePassDrafter):
     """Drafts trees with one forward a round."""
@@ -347,7 +272,7 @@ register(
     Kind(
         KIND,
         DFlashDrafter,
-        "published drafts of DFlash, DFlash2 and DSpark: a block of tokens from one forward",
+        "published drafts of DFlash and DSpark: a block of tokens from one forward",
         "DFlash, arXiv:2602.06036; DSpark, arXiv:2607.05147",
         load=DFlashDraft.load,
     )

@@ -59,9 +59,6 @@ class LongSpecShape:
     qk_norm: ClassVar[bool] = False
     norm_before_residual: ClassVar[bool] = False
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 class LongSpecBlock(Layer, DraftBlock):
     """The block. Its state dict is the published layout without the cross-attention's unused k and v."""
@@ -133,7 +130,7 @@ def _as_ours(folder: Path | str, published: DraftFolder) -> DraftFolder:
     """A published draft in our layout: transformers names its sizes differently and leaves some out."""
     config = filled_in(published.config)
     shape = shape_of(LongSpecShape, config, folder, "LongSpec", PUBLISHED)
-    ours = shape.as_dict() | {n: config[n] for n in ("trained_length", "draft_vocab_size") if n in config}
+    ours = asdict(shape) | {n: config[n] for n in ("trained_length", "draft_vocab_size") if n in config}
     target = {} if config.get("vocab_size") is None else {"vocab_size": config["vocab_size"]}
     tensors = {name: t for name, t in published.tensors.items() if name not in _DEAD}
     return DraftFolder(KIND, ours, tensors, target | published.target)

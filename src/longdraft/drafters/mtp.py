@@ -123,11 +123,6 @@ class MtpDraft(Eagle3Draft):
         Raises:
             CheckpointError: unreadable, without such a layer, or a draft for another method.
         """
-        if Path(folder).is_dir() and "longdraft_format" in draft_folder.read_config(folder):
-            raise CheckpointError(
-                f"{folder} holds a draft around a model's own last layer, which earlier versions trained: it is no "
-                "longer read. Train another kind: longdraft train eagle3, or lm."
-            )
         return cls(folder, mtp_formats.read(folder))
 
     @property

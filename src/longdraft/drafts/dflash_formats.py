@@ -1,4 +1,4 @@
-"""DFlash, DFlash2 and DSpark: sizes of their module, and their row in the table of formats.
+"""DFlash and DSpark: sizes of their module, and their row in the table of formats.
 
 Tensors are named alike in all of them. Authors name layers of the target whose *output* is read, `speculators` what
 enters a layer, one more. Drafts of the whole vocabulary have neither embedding nor head: they use the target's.
@@ -7,11 +7,11 @@ enters a layer, one more. Drafts of the whole vocabulary have neither embedding 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from longdraft.drafts.draft_folder import OFFSETS
-from longdraft.drafts.formats import EMBEDDING, FORMATS, LEFT, MODEL_TYPE, Format, Published, mask_token
+from longdraft.drafts.formats import EMBEDDING, FORMATS, LEFT, Format, Published, mask_token
 from longdraft.errors import CheckpointError
 
 KIND = "dflash"
@@ -36,8 +36,6 @@ class DFlashShape:
         embedding: rows of its own embedding; None: it uses the target's.
         markov_rank: of DSpark's correction for the token before; None: there is none.
         gated, recurrent: DSpark's correction looks at the row's output too, or keeps a state along the path.
-        selector_rank, top_k: of DFlash2's correction, and the likeliest tokens that it chooses among.
-        taps, group: of DFlash2's convolutions: rows that they see, and channels that share a kernel.
         embedding_scale, logit_scale, softcap: factors of embeddings and logits, and the logits' soft cap.
     """
 
@@ -60,10 +58,6 @@ class DFlashShape:
     markov_rank: int | None = None
     gated: bool = False
     recurrent: bool = False
-    selector_rank: int | None = None
-    top_k: int | None = None
-    taps: int | None = None
-    group: int | None = None
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     softcap: float | None = None
@@ -79,9 +73,6 @@ class DFlashShape:
     @property
     def output_bias(self) -> bool:
         return self.attention_bias
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def _contents(theirs: Published) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -117,10 +108,6 @@ def _contents(theirs: Published) -> tuple[dict[str, Any], dict[str, Any]]:
         "logit_scale": nested.get("output_multiplier"),
         "softcap": nested.get("final_logit_softcapping") or None,
     }
-    if config.get(MODEL_TYPE) == "dflash2" or nested.get("conv_kernel_size"):
-        usual = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
-        taps, group, rank, top = (said.get(name) or usual[name] for name in usual)
-        known |= {"taps": taps, "group": group, "selector_rank": rank, "top_k": top}
     windows, causal = _attention(config, nested, sizes, int(count or 0))
     return known, {
         "feature_layers": None if layers is None else [int(i) for i in layers],

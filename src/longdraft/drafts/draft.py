@@ -100,20 +100,6 @@ class Draft(ABC, Generic[Bound]):
                 self._bound[runner] = found = self.make(runner)
         return found
 
-    def push_to_hub(self, repo_id: str, token: str | None = None, private: bool | None = None) -> str:
-        """Uploads the draft's folder to the Hugging Face hub; returns the address of the commit.
-
-        Args:
-            repo_id: ``owner/name``; the repository is made if there is none.
-            token: the user's; None: that of ``hf auth login`` or of HF_TOKEN.
-            private: of a new repository; None: as the owner's are.
-
-        Raises:
-            CapabilityError: there is no token, the hub cannot be reached, or it refuses.
-            CheckpointError: the draft is no folder here, but a GGUF file or a model on the hub.
-        """
-        return hub.push(self.folder, self.kind, draft_folder.read_config(self.folder), repo_id, token, private)
-
     def outgrown(self, trained: int, what: str, then: str) -> None:
         """Warns, once a draft and not once a run, that it sees more tokens than it was trained for.
 

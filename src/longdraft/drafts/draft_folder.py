@@ -26,7 +26,7 @@ OFFSETS = "d2t"
 # How configurations of transformers name what ours name otherwise.
 PUBLISHED = {"heads": "num_attention_heads", "kv_heads": "num_key_value_heads", "vocabulary": "vocab_size"}
 # Kinds of `speculators` that are variants of one of ours.
-VARIANTS = {"dflash2": "dflash", "dspark": "dflash"}
+VARIANTS = {"dspark": "dflash"}
 # Kind -> pattern of a tensor's name that tells it, where the configuration is that of a whole Llama; the first counts.
 TOLD = {
     "peagle": r"(.*\.)?mask_hidden",
@@ -133,8 +133,6 @@ def _kind(config: Mapping[str, Any], folder: Path | str) -> str:
         return VARIANTS.get(named, named)
     if "longdraft_format" in config:
         return ""
-    if str(config.get("model_type")).endswith("_assistant"):  # Gemma 4's, which read the target's own KV
-        return "assistant"
     if config.get("dflash_config") or config.get("markov_rank"):
         return "dflash"
     if "eagle3" in str(config.get("architectures")).lower():

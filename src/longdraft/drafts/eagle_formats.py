@@ -8,7 +8,7 @@ decoder layer i, so the output of layer i - 1.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from longdraft.drafts.formats import EMBEDDING, FORMATS, MODEL_TYPE, Format, Published, mask_token
@@ -67,9 +67,6 @@ class Eagle3Shape:
     norm_output: bool = False
     embedding: int | None = None
     decoder_layers: int = 1
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +137,7 @@ def _published(read: DraftFolder, folder: Path | str) -> tuple[DraftFolder, dict
     target = {"hidden_size": config.get("target_hidden_size") or shape.hidden_size}
     if not more.pop("any_vocabulary", False) and vocabulary:
         target["vocab_size"] = vocabulary
-    ours = shape.as_dict() | {
+    ours = asdict(shape) | {
         "layout": "speculators" if speculators else "published",
         "trained_length": sizes.get("max_position_embeddings"),
         "draft_vocab_size": shape.vocabulary if OFFSETS in theirs.tensors else None,

@@ -1,23 +1,19 @@
-"""Drafts on the Hugging Face hub: the card of a folder, fetching by hub id, and pushing."""
+"""Drafts on the Hugging Face hub: the card of a folder, and fetching by hub id."""
 
 from __future__ import annotations
 
-import fnmatch
 import os
 import re
-import tempfile
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from longdraft.errors import CapabilityError
 from longdraft.files import naming, replacing
 from longdraft.folders import is_gguf
 from longdraft.model.embedded import EMBEDDED_ID
 
-# A folder's card, and the record of what trained the draft (:mod:`longdraft.training.command`).
-CARD, COMMAND = "README.md", "train_command.txt"
+CARD = "README.md"
 _ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 # Files of a draft, or of a small language model; torch's own only where a repository has no others.
 _FILES = ("*.json", "*.safetensors", "*.md", "*.txt", "*.model", "*.jinja")
@@ -65,11 +61,10 @@ def write_card(folder: Path | str, kind: str, config: Mapping[str, Any]) -> None
 
 
 def carry(folder: Path, out: Path) -> None:
-    """Copies what a draft's folder says about it to another that does not. Raises CheckpointError if that fails."""
-    for name in (CARD, COMMAND):
-        if (folder / name).is_file() and not (out / name).exists():
-            with replacing(out / name) as part:
-                part.write_bytes((folder / name).read_bytes())
+    """Copies a draft's card to a folder that has none. Raises CheckpointError if that fails."""
+    if (folder / CARD).is_file() and not (out / CARD).exists():
+        with replacing(out / CARD) as part:
+            part.write_bytes((folder / CARD).read_bytes())
 
 
 def card(kind: str, config: Mapping[str, Any]) -> str:
@@ -94,29 +89,5 @@ def card(kind: str, config: Mapping[str, Any]) -> str:
         f"A draft model for speculative decoding with longdraft, of the kind `{kind}`. It proposes tokens and {target} "
         f"verifies them, so the text is that of {target} alone.{trained}\n\n"
         f"```\nlongdraft generate --model {base or 'TARGET'} --draft THIS -p '...'\n```\n\n"
-        "`THIS` is this folder or its hub id. `train_command.txt`, if it is here, says what trained it.\n"
+        "`THIS` is this folder or its hub id.\n"
     )
-
-
-def push(
-    folder: Path, kind: str, config: Mapping[str, Any], repo_id: str, token: str | None, private: bool | None
-) -> str:
-    """Uploads a draft's folder, with a card if it has none; returns the address of the commit.
-
-    Raises:
-        CapabilityError: there is no token, the hub cannot be reached, or it refuses.
-    """
-    from huggingface_hub import HfApi, get_token
-
-    if not (token or get_token()):
-        raise CapabilityError("There is no token for the hub: run `hf auth login`, set HF_TOKEN, or give token.")
-    api = HfApi(token=token)
-    with tempfile.TemporaryDirectory() as staged:
-        for file in folder.iterdir():
-            if any(fnmatch.fnmatch(file.name, pattern) for pattern in (*_FILES, *_PICKLED)):
-                Path(staged, file.name).symlink_to(file.resolve())
-        write_card(staged, kind, config)
-        failure = f"{folder} could not be pushed to {repo_id} at {api.endpoint}"
-        with naming(folder, failure, "Check the name, the token and the network.", CapabilityError):
-            repo = api.create_repo(repo_id, private=private, exist_ok=True)
-            return str(api.upload_folder(repo_id=repo.repo_id, folder_path=staged, commit_message=f"A {kind} draft"))

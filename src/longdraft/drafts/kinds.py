@@ -15,7 +15,6 @@ from longdraft.engine import method
 from longdraft.engine.method import Method
 from longdraft.errors import CheckpointError
 from longdraft.files import reads
-from longdraft.options import RETIRED
 
 
 @dataclass(frozen=True)
@@ -86,9 +85,9 @@ def kind_of(folder: Path | str) -> Kind:
         return KINDS[name]
     if not name:
         raise CheckpointError(f"{folder} holds no draft that longdraft knows: see docs/drafts.md for the formats.")
-    advice = RETIRED.get(name, "Where a file of yours registers it, run that first (--load FILE).")
     raise CheckpointError(
-        f"{folder} holds a draft for {name!r}, which this version of longdraft does not know. {advice}"
+        f"{folder} holds a draft for {name!r}, which this version of longdraft does not know. Where a file of yours "
+        "registers it, run that first (--load FILE)."
     )
 
 

@@ -45,7 +45,6 @@ class RunConfig(Options):
     vocabulary_from: tuple[str, ...] = option((), help="files to count the vocabulary's tokens on; none: data")
     distill: float = option(0.0, help="share of the loss that follows the target's distribution", min=0, most=1)
     cache: str | None = option(None, help="folder for the target's features; none: the target runs in every epoch")
-    hidden_states: str | None = option(None, help="folder of vLLM's hidden states of data; none: the target runs")
     target_dtype: str = option("auto", help="dtype of the target", choices=("auto", "float32", "bfloat16", "float16"))
     target_rope_factor: float | None = option(None, help="YaRN's factor for the target; none: as it is", min=1)
     precision: str = option("bf16", help="dtype of the draft's products (no: float32)", choices=("bf16", "no"))
@@ -78,8 +77,6 @@ class RunConfig(Options):
         for name in self.without:
             if getattr(self, name):
                 raise ConfigError(f"{name} is of no use to this kind of draft: leave it out.")
-        if self.hidden_states is not None and (self.cache is not None or self.anchor_offset):
-            raise ConfigError("hidden_states takes the place of cache, and has plain positions: leave the others out.")
 
     def as_dict(self) -> dict[str, Any]:
         return {name: value for name, value in dataclasses.asdict(self).items() if name != "fields_set"}

@@ -108,16 +108,6 @@ class Documents(Sequence[Document]):
         begin = self._begins[i]
         return self.sources[self._source[i]][0][begin + first : begin + min(first + count, self.lengths[i])]
 
-    def ordered(self) -> Documents:
-        """The same in order of their tokens, whatever the order of the files; of shards, as they are."""
-        if any(mapped for _, _, mapped in self.sources):
-            return self
-        found = Documents(self.sources)
-        # Bytes sort as the tokens do, and take less memory than lists.
-        for i in sorted(range(len(self)), key=lambda i: self.tokens(i).numpy().astype(">u4").tobytes()):
-            found.piece(self, i, 0, self.lengths[i], self.starts[i])
-        return found
-
     def digest(self) -> str:
         """A name for the documents that depends on their content; a resumed run must have the same."""
         hashed = hashlib.sha256(repr([digest for _, digest, _ in self.sources]).encode())
@@ -171,7 +161,7 @@ def collect(
     if not len(learned):
         left = f"left out: {skipped}; held out: {len(measured)}"
         raise PromptError(f"Nothing to train on ({left}): give more rows with `text`, `messages` or `tokens`.")
-    return learned.ordered(), measured.ordered()
+    return learned, measured
 
 
 def _share(whole: Documents, i: int, first: int, purpose: str) -> float:

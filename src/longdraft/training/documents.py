@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longdraft.errors import CapabilityError, PromptError
-from longdraft.files import opened
 from longdraft.model.chat import applied, encode
 
 if TYPE_CHECKING:
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 # What the names of files in a folder end with.
-ENDINGS = (".jsonl", ".jsonl.gz", ".jsonl.xz", ".jsonl.zst", ".json", ".parquet", ".txt", ".safetensors")
+ENDINGS = (".jsonl", ".jsonl.gz", ".jsonl.xz", ".jsonl.zst", ".json", ".parquet", ".txt")
 # ShareGPT's names of who speaks.
 _SPEAKERS = {"human": "user", "user": "user", "system": "system"}
 _SPEAKERS |= dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard"), "assistant")
@@ -147,9 +146,6 @@ def _read(path: Path) -> Iterator[Any]:
         yield {"text": path.read_text(encoding="utf-8", errors="replace")}
     elif path.suffix == ".json":
         yield from json.loads(path.read_text(encoding="utf-8"))
-    elif path.suffix == ".safetensors":
-        with opened(path, "Extract it again.") as file:
-            yield {"tokens": file.get_tensor("token_ids").tolist()}
     elif path.suffix == ".parquet":
         for batch in _arrow(path).parquet.ParquetFile(path).iter_batches(256):
             yield from batch.to_pylist()

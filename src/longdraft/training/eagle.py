@@ -11,6 +11,7 @@ Uniform noise is added to f(t), because a drafted row has an earlier o in its pl
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 
 import torch
 from torch.nn import functional as F
@@ -79,7 +80,7 @@ def train_eagle(config: EagleConfig, progress: Progress = silent, stop: Stop = n
         block, rope, layers = init.trainable(), init.rope, init.feature_layers(runner)
     block.borrow_of(runner, lambda out: out)
     trainee = EagleTrainee(block, runner.parts, Rotary(block.shape.head_dim, rope, device=runner.device), config)
-    described = block.shape.as_dict() | {
+    described = asdict(block.shape) | {
         "feature_layers": list(layers),
         "rope_theta": rope["rope_theta"],
         "trained_length": config.max_length,

@@ -274,7 +274,7 @@ def _train(
     block = adapt(plain)
     rotary = Rotary(block.shape.head_dim, rope, device=runner.device)
     trainee = trainee_class(block, runner.parts, rotary, kept, config, window)
-    described = block.shape.as_dict() | {
+    described = asdict(block.shape) | {
         "feature_layers": list(layers),
         "draft_vocab_size": block.shape.vocabulary,
         "window": window,

@@ -7,6 +7,7 @@ itself predicts token t + 1; head i predicts token t + 1 + i. The target is not 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from functools import partial
 from itertools import accumulate, pairwise
 
@@ -69,7 +70,7 @@ def train_heads(config: HeadsConfig, progress: Progress = silent, stop: Stop = n
         init.check(runner)
         kept, block = init.ids, init.trainable()
     trainee = HeadsTrainee(block, runner.parts, kept, config)
-    described = block.shape.as_dict() | {"trained_length": config.max_length}
+    described = asdict(block.shape) | {"trained_length": config.max_length}
     yield from Loop(session, trainee, (runner.depth - 1,), KIND, described, levels=heads, measured=heads, fit=fit).run()
 
 

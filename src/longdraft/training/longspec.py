@@ -8,7 +8,7 @@ one of 1 .. ``noise``: a node at level j of a drafted tree has its newest verifi
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 
 import torch
@@ -72,5 +72,5 @@ def train_longspec(config: TrainConfig, progress: Progress = silent, stop: Stop 
             block.shape = replace(block.shape, window=config.window)
     trainee = LongSpecTrainee(block, session.runner.parts, kept, config)
     lengths = {"trained_length": config.max_length, "trained_positions": config.max_length + config.anchor_offset}
-    described = block.shape.as_dict() | lengths
+    described = asdict(block.shape) | lengths
     yield from Loop(session, trainee, (), KIND, described, levels=config.noise, shifts=config.noise).run()

@@ -25,7 +25,6 @@ import torch
 from longdraft.drafts import draft_folder, hub
 from longdraft.errors import CheckpointError, NumericalError, PromptError
 from longdraft.files import naming, read_json, replacing
-from longdraft.training import command
 from longdraft.training.config import DEPTH, RunConfig
 from longdraft.training.features import Features
 from longdraft.training.measure import Simulated, simulate
@@ -178,7 +177,6 @@ class Loop:
         optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=fused)
         self.module, self.optimizer = accelerator.prepare(trainee, optimizer)
         self.step, self.best = 0, 0.0
-        self._record = command.train_command(config.as_dict(), processes)
 
     def run(self) -> Iterator[Report]:
         """Trains to the end and yields a report for each step. The session's ``stop`` writes a checkpoint and ends.
@@ -197,8 +195,6 @@ class Loop:
             self.session.progress(f"resuming at step {self.step:,} of {steps:,}")
         if accelerator.is_main_process:
             self._cut_log()
-            if self.step < steps:
-                command.write(self.out, self._record)
         accelerator.init_trackers("longdraft")
         try:
             while self.step < steps:
@@ -288,7 +284,6 @@ class Loop:
             draft = draft_folder.trained(self.kind, self.described, tensors, self.trainee.kept, target)
             for name in names:
                 draft_folder.save(self.out / name, draft)
-                command.write(self.out / name, self._record)
         self.accelerator.wait_for_everyone()
 
     # --- the log: a row a step ---
@@ -330,7 +325,6 @@ class Loop:
             self.accelerator.save_state(str(path))
             self.accelerator.wait_for_everyone()
             if self.accelerator.is_main_process:
-                command.write(path, self._record)
                 with replacing(path / STATE) as part:
                     part.write_text(json.dumps(state), encoding="utf-8")
                 for old in {*path.parent.glob("step-*")} - {*self._checkpoints()[-self.config.keep :]}:

@@ -29,7 +29,7 @@ from longdraft.model.runner import TargetRunner
 from longdraft.training import corpus
 from longdraft.training.config import RunConfig
 from longdraft.training.documents import Skipped
-from longdraft.training.features import ExtractedStates, FeatureReader
+from longdraft.training.features import FeatureReader
 
 # The other processes wait while one downloads a model or reads a shard. Ending a hung one is left to the launcher.
 PATIENCE = timedelta(days=7)
@@ -124,8 +124,6 @@ class Session:
         """The reader of the target's features, ``layers`` as :class:`FeatureReader` has them."""
         config, runner = self.config, self.runner
         dtype = torch.bfloat16 if config.precision == "bf16" else runner.kv_shape.dtype
-        if config.hidden_states is not None:
-            return ExtractedStates(runner, dtype, layers, config.hidden_states)
         # The factor is not in the description: drafts fit either way.
         identity = runner.parts.description, str(runner.kv_shape.dtype), str(dtype), config.target_rope_factor
         cache = None if config.cache is None else Path(config.cache)

@@ -1,8 +1,7 @@
-"""A draft on the hub: its card, pushing and fetching, against a small hub of this process."""
+"""A draft on the hub: its card, and fetching, against a small hub of this process."""
 
 from __future__ import annotations
 
-import base64
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -15,12 +14,12 @@ from longdraft import Speculator
 from longdraft.drafters.longspec import LongSpecDraft
 from longdraft.drafts import hub, shipped
 from longdraft.drafts.kinds import kind_of
-from longdraft.errors import CapabilityError, CheckpointError
+from longdraft.errors import CheckpointError
 from longdraft.model.embedded import EMBEDDED_ID
 from tests.support.drafts import random_draft
 from tests.support.tiny import tiny_model
 
-ID, TOKEN, COMMIT = "made-up/draft", "hf_made_up", "0123456789abcdef0123456789abcdef01234567"
+ID, COMMIT = "made-up/draft", "0123456789abcdef0123456789abcdef01234567"
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -28,27 +27,6 @@ class Hub(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
     repositories: dict[str, dict[str, bytes]]
-    private: dict[str, bool | None]
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        if self.headers["Authorization"] != f"Bearer {TOKEN}":
-            return self.reply({"error": "Invalid token"}, 401)
-        if self.path == "/api/repos/create":
-            asked = json.loads(body)
-            name = f"{asked['organization']}/{asked['name']}" if asked.get("organization") else asked["name"]
-            self.repositories.setdefault(name, {})
-            self.private[name] = asked.get("visibility") == "private" or asked.get("private")
-            return self.reply({"url": f"https://huggingface.co/{name}", "id": name, "name": name})
-        if self.path.endswith("/preupload/main"):
-            files = [{"path": f["path"], "uploadMode": "regular"} for f in json.loads(body)["files"]]
-            return self.reply({"files": [each | {"shouldIgnore": False} for each in files]})
-        if self.path.endswith("/commit/main"):
-            rows = [json.loads(line) for line in body.splitlines()]
-            kept = self.repositories[self.path.removeprefix("/api/models/").removesuffix("/commit/main")]
-            kept |= {r["value"]["path"]: base64.b64decode(r["value"]["content"]) for r in rows if r["key"] == "file"}
-            return self.reply({"commitUrl": f"https://huggingface.co/{ID}/commit/{COMMIT}", "commitOid": COMMIT})
-        return self.reply({"errors": [], "warnings": []})  # checks of a card's header
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0].strip("/")
@@ -96,7 +74,7 @@ def client(tmp_path, monkeypatch):
 @pytest.fixture
 def online(client):
     """The repositories of a hub that is there."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("", (Hub,), {"repositories": {}, "private": {}}))
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("", (Hub,), {"repositories": {}}))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     client.setattr(constants, "HF_HUB_OFFLINE", False)
     client.setattr(constants, "ENDPOINT", address := f"http://127.0.0.1:{server.server_address[1]}")
@@ -132,15 +110,10 @@ def test_the_drafts_that_ship_have_headers(tmp_path):
     assert metadata_load(tmp_path / "out" / "README.md") == found
 
 
-def test_pushed_and_used_by_its_id(folder, online):
+def test_used_by_its_id(folder, online):
     with pytest.raises(CheckpointError, match=ID):
         kind_of(ID)
-    (folder / "secret.pem").touch()
-    told = LongSpecDraft.load(folder).push_to_hub(ID, token=TOKEN, private=True)
-    assert COMMIT in told and online.private == {ID: True}
-    files = online.repositories[ID]
-    assert files.keys() >= {"config.json", "model.safetensors", "README.md"} and "secret.pem" not in files
-    assert files["model.safetensors"] == (folder / "model.safetensors").read_bytes()
+    online.repositories[ID] = {path.name: path.read_bytes() for path in folder.iterdir()}
     model, prompt = tiny_model(), [[7, 8, 9, 7, 8, 9]]
     by_id, by_folder, plain = (
         Speculator(*given, target=model, **draft).generate(prompt, max_new_tokens=20)[0]
@@ -148,20 +121,3 @@ def test_pushed_and_used_by_its_id(folder, online):
     )
     assert by_id.token_ids == by_folder.token_ids == plain.token_ids and by_id.drafted > by_id.accepted
     assert LongSpecDraft.load(ID).config == LongSpecDraft.load(folder).config
-
-
-def test_what_a_push_says_when_it_cannot(folder, client):
-    draft = LongSpecDraft.load(folder)
-    with pytest.raises(CapabilityError, match="token"):
-        draft.push_to_hub(ID)
-    with pytest.raises(CapabilityError, match=ID):  # offline
-        draft.push_to_hub(ID, token=TOKEN)
-    client.setattr(constants, "HF_HUB_OFFLINE", False)
-    client.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(CapabilityError, match=r"127\.0\.0\.1:9"):
-        draft.push_to_hub(ID, token=TOKEN)
-
-
-def test_a_refused_token(folder, online):
-    with pytest.raises(CapabilityError, match="401"):
-        LongSpecDraft.load(folder).push_to_hub(ID, token="hf_another")
