@@ -47,7 +47,7 @@ LOADED = [
     ("--weights stored --dtype bfloat16", 2, "float32"),
     ("--device abacus", 2, "abacus"),
     ("--offload host --device cpu", 2, "NVIDIA"),
-    ("--offload disk", 2, "kv_dtype"),
+    ("--offload disk", 2, "host:N"),
     ("--method longspec", 2, "longspec"),
     ("--widths 4,4", 2, "draft"),
     ("--draft OTHER", 1, "kv_heads 3 (this target: 2)"),

@@ -32,7 +32,7 @@ def _largest(sizes: dict[Path, int]) -> list[tuple[Path, int]]:
     return sorted(sizes.items(), key=lambda item: -item[1])[:5]
 
 
-CORE, LINES = ("engine", "drafters", "trees", "views", "planning"), 9_550
+CORE, LINES = ("engine", "drafters", "trees", "views", "planning"), 9_560
 
 
 def test_the_algorithm_stays_readable():
