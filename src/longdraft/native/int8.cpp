@@ -17,7 +17,7 @@ namespace {
 
 constexpr int64_t MANY = 32;          // rows above which weights are unpacked to memory first
 constexpr int64_t CACHED = 384 << 10; // bytes of unpacked weights for many rows
-constexpr int64_t TILED = 24;         // rows for which tiles are faster
+constexpr int64_t TILED = 16;         // rows for which tiles are faster
 
 // Sum + the products of four bytes of w with four of x in each lane. Bytes of w are unsigned and MOST at most; those of x
 // are from -127 to 127.
@@ -277,7 +277,7 @@ void many(const Int8Rows &x, const Matrix &m, int64_t from, int64_t to) {
 #if defined(LONGDRAFT_AMX)
 constexpr int64_t TILED_AT_A_TIME = 16;  // of LANES outputs, 70 KB: of the 128 that a thread takes, half a megabyte
 
-// The pieces of LANES outputs that are rounded together: weights times their scales' whole numbers, 128 * high + low, four of each
+// The pieces of LANES outputs that are rounded together: weights times their scales' whole numbers, 256 * high + low, four of each
 // output in a lane. 64 of an output are a tile.
 template <typename F>
 struct Tiled {
@@ -285,15 +285,19 @@ struct Tiled {
   vec whole, least[F::LEAST ? F::PIECES : 0];
 };
 
+// next: the bytes of the next outputs, to be prefetched.
 template <typename F>
-void unpack_tiles(Woven in, int64_t size, Tiled<F> *to) {
+void unpack_tiles(Woven in, int64_t size, const byte *next, Tiled<F> *to) {
+  constexpr int64_t EACH = F::BYTES * LANES * PIECE / F::WEIGHTS;  // bytes of a piece
+  const byte *wanted = next;
   for (int64_t i = 0; i < size; i += F::WEIGHTS, in = in.at(F::BYTES), to += F::WEIGHTS / PIECE / F::PIECES) {
     F::block(in, [&](int piece, const auto &w, const auto *scale, const vec *least) INLINED {
+      for (wanted += EACH; next < wanted; next += 64) __builtin_prefetch(next, 0, 2);
       Tiled<F> &own = to[piece / F::PIECES];
       const int part = piece % F::PIECES, column = part % 2 * COLUMNS_OF_PIECE;
       UNROLLED for (int s = 0; s < F::SCALES; s++) {
         constexpr int EACH = COLUMNS_OF_PIECE / F::SCALES;
-        const tiles::Products products(scale[s].number, F::ZERO);
+        const tiles::Products<F::ZERO> products(scale[s].number);
         UNROLLED for (int i = s * EACH; i < (s + 1) * EACH; i++) {
           products.of(listed<F>(w(i)), own.low[part / 2][column + i], own.high[part / 2][column + i]);
         }
@@ -312,7 +316,7 @@ INLINED inline void add_sums(const Tiled<F> &w, const std::int32_t *low, const s
     if constexpr (F::LEAST) {
       UNROLLED for (int p = 0; p < F::PIECES; p++) y[r] = fused(every(x[r].sums[p]), w.least[p], y[r]);
     }
-    const ivec sum = tiles::load(low + r * LANES) + (tiles::load(high + r * LANES) << 7);
+    const ivec sum = tiles::load(low + r * LANES) + (tiles::load(high + r * LANES) << 8);
     y[r] = fused(every(x[r].scale), floats(sum) * w.whole, y[r]);
   }
 }
@@ -351,8 +355,9 @@ void tiled(const Int8Rows &x, const Matrix &m, int64_t from, int64_t to) {
   for (int64_t first = 0; first < all; first += TILED_AT_A_TIME) {
     const int64_t count = std::min(TILED_AT_A_TIME, all - first);
     for (int64_t v = 0; v < vectors; v++) {
-      const Woven in = Outputs(m, from + v * LANES).woven<F>(m, first * EACH, count * EACH, copies);
-      unpack_tiles<F>(in, count * EACH, w + v * TILED_AT_A_TIME);
+      const Outputs outputs(m, from + v * LANES);
+      const byte *next = outputs.first(m) + LANES * (m.w_row + first * EACH / F::WEIGHTS * F::BYTES);
+      unpack_tiles<F>(outputs.woven<F>(m, first * EACH, count * EACH, copies), count * EACH, next, w + v * TILED_AT_A_TIME);
     }
     for (int64_t row = 0; row < x.rows; row += BOTH) {
       const int64_t here = std::min(BOTH, x.rows - row);

@@ -86,16 +86,17 @@ void round_blocks(const float *x, const Int8Rows &made, int64_t first_block) {
 
 void round_rows(const float *x, const Int8Rows &made, int threads) {
   constexpr int64_t SHARE = 16;  // vectors of blocks that a thread takes at a time
-  const int64_t each = made.size / PIECE, blocks = made.rows * each, last = made.rows - 1;
+  const int64_t each = made.size / PIECE, blocks = made.rows * each;
   const int64_t vectors = (blocks + LANES - 1) / LANES;
   share_out(vectors > 4 * SHARE ? threads : 1, (vectors + SHARE - 1) / SHARE, [=](int64_t share) {
     for (int64_t v = share * SHARE; v < std::min(vectors, (share + 1) * SHARE); v++) {
       round_blocks(x, made, v * LANES);
     }
   });
-  for (int64_t i = 0; !made.tiles && made.room() > made.rows && i < each; i++) {
-    const int64_t place = made.place(last, i) + 1;
-    std::memset(made.numbers + place * PIECE, 0, PIECE);
-    made.blocks[place] = {};
+  // Rows behind the last are zeros: numbers that happen to lie there can be so small that processors are slow with them.
+  for (int64_t row = made.rows; row < made.room(); row++) {
+    for (int64_t i = 0; i < each; i++) std::memset(made.numbers + made.place(row, i) * PIECE, 0, PIECE);
+    for (int64_t i = 0; !made.tiles && i < each; i++) made.blocks[made.place(row, i)] = {};
+    for (int64_t i = 0; made.tiles && i < each / 4; i++) made.four(row, i) = {};
   }
 }

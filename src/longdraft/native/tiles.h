@@ -64,6 +64,12 @@ inline void add_products() {
   asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(X), "i"(W));
 }
 
+// The same with unsigned bytes of W.
+template <int SUM, int X, int W>
+inline void add_unsigned_products() {
+  asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(X), "i"(W));
+}
+
 template <int SUM, int LEFT, int RIGHT>
 inline void add_brief_products() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(LEFT), "i"(RIGHT));
@@ -74,33 +80,37 @@ template <int TURNS>
 inline void multiply(const std::int8_t *x, std::int64_t turn, const void *low, const void *high) {
   load<4>(x);
   load<6>(low);
-  add_products<0, 4, 6>();
+  add_unsigned_products<0, 4, 6>();
   load<7>(high);
   add_products<1, 4, 7>();
   if constexpr (TURNS == 1) return;
   load<5>(x + turn);
-  add_products<2, 5, 6>();
+  add_unsigned_products<2, 5, 6>();
   add_products<3, 5, 7>();
 }
 
 inline ivec load(const std::int32_t *p) { return (ivec)::load(reinterpret_cast<const float *>(p)); }
 
-// Bytes of four weights an output, less `zero`, times a whole number of each output.
+// Bytes of four weights an output, less ZERO, times a whole number of each output.
+template <int ZERO>
 class Products {
  public:
-  INLINED Products(ivec number, int zero)
-      : even_((number & 255) | (number & 255) << 16), odd_(even_ << 8), less_((number * zero & 0xffff) * 0x10001) {}
+  INLINED explicit Products(ivec number)
+      : even_((number & 255) | (number & 255) << 16), odd_(even_ << 8), less_((number * ZERO & 0xffff) * 0x10001) {}
 
-  // 128 * high + low.
+  // 256 * high + low; low is unsigned.
   INLINED void of(ivec w, ivec &low, ivec &high) const {
-    const auto first = less(_mm512_maddubs_epi16((__m512i)w, (__m512i)even_));
-    const auto second = less(_mm512_maddubs_epi16((__m512i)w, (__m512i)odd_));
-    low = (first & 0x007f007f) | (second << 8 & 0x7f007f00);
-    high = (first >> 7 & 0x00ff00ff) | (second << 1 & static_cast<std::int32_t>(0xff00ff00));
+    const ivec first = less(_mm512_maddubs_epi16((__m512i)w, (__m512i)even_));
+    const ivec second = less(_mm512_maddubs_epi16((__m512i)w, (__m512i)odd_));
+    low = (first & 0x00ff00ff) | (second << 8 & ~0x00ff00ff);
+    high = ((first >> 8) & 0x00ff00ff) | (second & ~0x00ff00ff);
   }
 
  private:
-  INLINED ivec less(__m512i x) const { return (ivec)_mm512_sub_epi16(x, (__m512i)less_); }
+  INLINED ivec less(__m512i x) const {
+    if constexpr (ZERO == 0) return (ivec)x;
+    return (ivec)_mm512_sub_epi16(x, (__m512i)less_);
+  }
 
   ivec even_, odd_, less_;
 };
