@@ -76,7 +76,7 @@ inline void multiply_tiles(const Brief *left, int64_t depth, const ivec *right, 
   if (adds) {
     each_sum([=](auto tile, float *at) INLINED { tiles::load<tile.value>(at, sum_line); });
   } else {
-    tiles::zero<A * B>();
+    tiles::zero<0, A * B>();
   }
   for (int64_t k = 0; k < depth; k += DEEP, left += DEEP, right += width) {
     tiles::load<4>(left, left_line);

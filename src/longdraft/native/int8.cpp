@@ -17,7 +17,7 @@ namespace {
 
 constexpr int64_t MANY = 32;          // rows above which weights are unpacked to memory first
 constexpr int64_t CACHED = 384 << 10; // bytes of unpacked weights for many rows
-constexpr int64_t TILED = 16;         // rows for which tiles are faster
+constexpr int64_t TILED = 12;         // rows for which tiles are faster
 
 // Sum + the products of four bytes of w with four of x in each lane. Bytes of w are unsigned and MOST at most; those of x
 // are from -127 to 127.
@@ -275,7 +275,8 @@ void many(const Int8Rows &x, const Matrix &m, int64_t from, int64_t to) {
 }
 
 #if defined(LONGDRAFT_AMX)
-constexpr int64_t TILED_AT_A_TIME = 16;  // of LANES outputs, 70 KB: of the 128 that a thread takes, half a megabyte
+constexpr int64_t TILED_AT_A_TIME = 4;  // of LANES outputs, 18 KB: they stay in the first-level cache while rows pass
+constexpr int64_t TILED_ROWS = 512;     // their numbers and sums stay in the second-level cache while outputs pass
 
 // The pieces of LANES outputs that are rounded together: weights times their scales' whole numbers, 256 * high + low, four of each
 // output in a lane. 64 of an output are a tile.
@@ -321,60 +322,59 @@ INLINED inline void add_sums(const Tiled<F> &w, const std::int32_t *low, const s
   }
 }
 
-// y (TURNS * 16 rows of x, from `row` on) += `count` Tiled of LANES outputs times x's numbers from `first` Tiled on. While tiles are
-// multiplied, the sums before them are added.
-template <typename F, int TURNS>
-void multiply_tiles(const Tiled<F> *w, int64_t first, int64_t count, const Int8Rows &x, int64_t row, vec *y) {
+// y (rows from `row` to `end`, LANES) += x's numbers from Tiled number `first` on times `count` of them, an even number. The sums of
+// one are stored and added while the tiles of the next are multiplied.
+template <typename F>
+void multiply_tiles(const Tiled<F> *w, int64_t first, int64_t count, const Int8Rows &x, int64_t row, int64_t end, float *y) {
   constexpr int64_t LINES = Int8Rows::LINES;
-  alignas(64) std::int32_t sums[2][2 * TURNS][LINES * LANES];
-  const int64_t turn = LINES * x.size;
-  const std::int8_t *numbers = x.numbers + x.place(row, first * F::PIECES) * PIECE;
-  for (int64_t k = 0; k <= count; k++) {
-    auto *now = sums[k % 2], *before = sums[1 - k % 2];
-    if (k < count) tiles::zero<2 * TURNS>();
-    UNROLLED for (int half = 0; half < 2; half++, numbers += LINES * tiles::LINE) {
-      if (k < count) tiles::multiply<TURNS>(numbers, turn, w[k].low[half], w[k].high[half]);
-      if (k == 0 || half >= TURNS) continue;
-      add_sums(w[k - 1], before[2 * half], before[2 * half + 1], &x.four(row + half * LINES, first + k - 1), y + half * LINES);
+  alignas(64) std::int32_t low[LINES * LANES], high[LINES * LANES];
+  vec own[LINES];
+  const auto numbers = [&](int64_t k) { return x.numbers + x.place(row, (first + k) * F::PIECES) * PIECE; };
+  const Int8Rows::Four *before = nullptr;
+  for (;; row += LINES, y += LINES * LANES) {
+    for (int64_t k = 0; k < count; k += 2) {
+      if (row < end) tiles::multiply<0>(numbers(k), w[k].low[0], w[k].high[0]);
+      if (before) {
+        tiles::store<2>(low), tiles::store<3>(high);
+        add_sums(w[(k ? k : count) - 1], low, high, before, own);
+      }
+      if (k == 0) {
+        if (before) UNROLLED for (int r = 0; r < LINES; r++) store(y + (r - LINES) * LANES, own[r]);
+        if (row >= end) return;
+        UNROLLED for (int r = 0; r < LINES; r++) own[r] = ::load(y + r * LANES);
+      }
+      tiles::multiply<2>(numbers(k + 1), w[k + 1].low[0], w[k + 1].high[0]);
+      tiles::store<0>(low), tiles::store<1>(high);
+      add_sums(w[k], low, high, &x.four(row, first + k), own);
+      before = &x.four(row, first + k + 1);
     }
-    if (k < count) tiles::store_all<2 * TURNS>(now[0]);
   }
 }
 
-// Outputs [from, to) of many rows: so many weights of all outputs that they stay in the second-level cache are unpacked at a time,
-// and meet all rows there.
+// Outputs [from, to) of many rows: a few weights of LANES outputs are unpacked at a time, and meet many rows there.
 template <typename F>
 void tiled(const Int8Rows &x, const Matrix &m, int64_t from, int64_t to) {
-  constexpr int64_t BOTH = 2 * Int8Rows::LINES, EACH = F::PIECES * PIECE;
-  static thread_local Scratch of_weights, of_sums, copies;
+  constexpr int64_t EACH = F::PIECES * PIECE, LINES = Int8Rows::LINES;
+  static thread_local Scratch of_sums, copies;
+  alignas(64) Tiled<F> w[TILED_AT_A_TIME];
   const tiles::Shapes shapes;
-  const int64_t vectors = (to - from + LANES - 1) / LANES, all = x.size / EACH;
-  const int64_t rows = (x.rows + BOTH - 1) / BOTH * BOTH;
-  auto *w = reinterpret_cast<Tiled<F> *>(of_weights.of(vectors * TILED_AT_A_TIME * sizeof(Tiled<F>) / 4));
-  float *sums = of_sums.of(all > TILED_AT_A_TIME ? rows * vectors * LANES : 0);
-  for (int64_t first = 0; first < all; first += TILED_AT_A_TIME) {
-    const int64_t count = std::min(TILED_AT_A_TIME, all - first);
-    for (int64_t v = 0; v < vectors; v++) {
-      const Outputs outputs(m, from + v * LANES);
-      const byte *next = outputs.first(m) + LANES * (m.w_row + first * EACH / F::WEIGHTS * F::BYTES);
-      unpack_tiles<F>(outputs.woven<F>(m, first * EACH, count * EACH, copies), count * EACH, next, w + v * TILED_AT_A_TIME);
-    }
-    for (int64_t row = 0; row < x.rows; row += BOTH) {
-      const int64_t here = std::min(BOTH, x.rows - row);
-      for (int64_t v = 0; v < vectors; v++) {
-        vec y[BOTH] = {};
-        float *kept = sums + (row * vectors + v * BOTH) * LANES;
-        if (first > 0) std::memcpy(y, kept, sizeof y);
-        with_number<2>((here + Int8Rows::LINES - 1) / Int8Rows::LINES, [&](auto turns) {
-          multiply_tiles<F, turns.value>(w + v * TILED_AT_A_TIME, first, count, x, row, y);
-        });
-        if (first + count < all) {
-          std::memcpy(kept, y, sizeof y);
-          continue;
-        }
-        const Outputs outputs(m, from + v * LANES);
-        for (int64_t r = 0; r < here; r++) outputs.finish(m, row + r, y[r]);
+  const int64_t all = x.size / EACH;
+  for (int64_t row = 0; row < x.rows; row += TILED_ROWS) {
+    const int64_t end = std::min(x.rows, row + TILED_ROWS), size = (end - row + LINES - 1) / LINES * LINES * LANES;
+    float *sums = of_sums.of((to - from + LANES - 1) / LANES * size);
+    std::memset(sums, 0, (to - from + LANES - 1) / LANES * size * sizeof(float));
+    for (int64_t first = 0; first < all; first += TILED_AT_A_TIME) {
+      const int64_t count = std::min(TILED_AT_A_TIME, all - first);
+      float *y = sums;
+      for (int64_t out = from; out < to; out += LANES, y += size) {
+        const Outputs outputs(m, out);
+        const byte *next = outputs.first(m) + LANES * (m.w_row + first * EACH / F::WEIGHTS * F::BYTES);
+        unpack_tiles<F>(outputs.woven<F>(m, first * EACH, count * EACH, copies), count * EACH, next, w);
+        multiply_tiles<F>(w, first, count, x, row, end, y);
       }
+    }
+    for (int64_t r = row; r < end; r++, sums += LANES) {
+      for (int64_t out = from, i = 0; out < to; out += LANES, i++) Outputs(m, out).finish(m, r, load(sums + i * size));
     }
   }
 }

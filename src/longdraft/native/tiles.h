@@ -42,21 +42,15 @@ inline void load(const void *from, std::int64_t line = LINE) {
 }
 
 template <int TILE>
-inline void store(void *to, std::int64_t line) {
+inline void store(void *to, std::int64_t line = LINE) {
   asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(line), "i"(TILE) : "memory");
 }
 
-// The first SUMS tiles.
-template <int SUMS>
+// So many tiles from the first on.
+template <int FIRST, int COUNT>
 inline void zero() {
-  asm volatile("tilezero %%tmm%c0" ::"i"(SUMS - 1));
-  if constexpr (SUMS > 1) zero<SUMS - 1>();
-}
-
-template <int SUMS>
-inline void store_all(std::int32_t *to) {
-  store<SUMS - 1>(to + (SUMS - 1) * 256, LINE);
-  if constexpr (SUMS > 1) store_all<SUMS - 1>(to);
+  asm volatile("tilezero %%tmm%c0" ::"i"(FIRST));
+  if constexpr (COUNT > 1) zero<FIRST + 1, COUNT - 1>();
 }
 
 template <int SUM, int X, int W>
@@ -75,18 +69,20 @@ inline void add_brief_products() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(LEFT), "i"(RIGHT));
 }
 
-// Tiles 2t and 2t + 1 += lines of x, those of turn t `turn` bytes behind the first, times the low and the high parts of weights.
-template <int TURNS>
-inline void multiply(const std::int8_t *x, std::int64_t turn, const void *low, const void *high) {
+// Tiles SUM and SUM + 1 = two tiles of x, one behind the other, times the low and the high parts of two tiles of weights.
+template <int SUM>
+inline void multiply(const std::int8_t *x, const ivec *low, const ivec *high) {
+  zero<SUM, 2>();
   load<4>(x);
   load<6>(low);
-  add_unsigned_products<0, 4, 6>();
+  add_unsigned_products<SUM, 4, 6>();
   load<7>(high);
-  add_products<1, 4, 7>();
-  if constexpr (TURNS == 1) return;
-  load<5>(x + turn);
-  add_unsigned_products<2, 5, 6>();
-  add_products<3, 5, 7>();
+  add_products<SUM + 1, 4, 7>();
+  load<5>(x + 16 * LINE);
+  load<6>(low + 16);
+  add_unsigned_products<SUM, 5, 6>();
+  load<7>(high + 16);
+  add_products<SUM + 1, 5, 7>();
 }
 
 inline ivec load(const std::int32_t *p) { return (ivec)::load(reinterpret_cast<const float *>(p)); }
