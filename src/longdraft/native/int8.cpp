@@ -17,7 +17,7 @@ namespace {
 
 constexpr int64_t MANY = 32;          // rows above which weights are unpacked to memory first
 constexpr int64_t CACHED = 384 << 10; // bytes of unpacked weights for many rows
-constexpr int64_t TILED = 12;         // rows for which tiles are faster
+constexpr int64_t TILED = 7;          // rows for which tiles are faster
 
 // Sum + the products of four bytes of w with four of x in each lane. Bytes of w are unsigned and MOST at most; those of x
 // are from -127 to 127.
@@ -278,10 +278,12 @@ void many(const Int8Rows &x, const Matrix &m, int64_t from, int64_t to) {
 constexpr int64_t TILED_AT_A_TIME = 4;  // of LANES outputs, 18 KB: they stay in the first-level cache while rows pass
 constexpr int64_t TILED_ROWS = 512;     // their numbers and sums stay in the second-level cache while outputs pass
 
-// The pieces of LANES outputs that are rounded together: weights times their scales' whole numbers, 256 * high + low, four of each
-// output in a lane. 64 of an output are a tile.
+// The pieces of LANES outputs that are rounded together: weights times their scales' whole numbers, in two parts (tiles.h), four of
+// each output in a lane. 64 of an output are a tile.
 template <typename F>
 struct Tiled {
+  typedef tiles::Products<F::ZERO> Products;
+
   ivec low[2][2 * COLUMNS_OF_PIECE], high[2][2 * COLUMNS_OF_PIECE];
   vec whole, least[F::LEAST ? F::PIECES : 0];
 };
@@ -298,7 +300,7 @@ void unpack_tiles(Woven in, int64_t size, const byte *next, Tiled<F> *to) {
       const int part = piece % F::PIECES, column = part % 2 * COLUMNS_OF_PIECE;
       UNROLLED for (int s = 0; s < F::SCALES; s++) {
         constexpr int EACH = COLUMNS_OF_PIECE / F::SCALES;
-        const tiles::Products<F::ZERO> products(scale[s].number);
+        const typename Tiled<F>::Products products(scale[s].number);
         UNROLLED for (int i = s * EACH; i < (s + 1) * EACH; i++) {
           products.of(listed<F>(w(i)), own.low[part / 2][column + i], own.high[part / 2][column + i]);
         }
@@ -309,72 +311,72 @@ void unpack_tiles(Woven in, int64_t size, const byte *next, Tiled<F> *to) {
   }
 }
 
-// What 16 rows' sums of one Tiled add to y.
-template <typename F>
+// What a tile's rows' sums of one Tiled add to y.
+template <int LINES, typename F>
 INLINED inline void add_sums(const Tiled<F> &w, const std::int32_t *low, const std::int32_t *high, const Int8Rows::Four *x,
                              vec *y) {
-  UNROLLED for (int r = 0; r < Int8Rows::LINES; r++) {
+  UNROLLED for (int r = 0; r < LINES; r++) {
     if constexpr (F::LEAST) {
       UNROLLED for (int p = 0; p < F::PIECES; p++) y[r] = fused(every(x[r].sums[p]), w.least[p], y[r]);
     }
-    const ivec sum = tiles::load(low + r * LANES) + (tiles::load(high + r * LANES) << 8);
+    const ivec sum = tiles::load(low + r * LANES) + (tiles::load(high + r * LANES) << Tiled<F>::Products::SHIFT);
     y[r] = fused(every(x[r].scale), floats(sum) * w.whole, y[r]);
   }
 }
 
 // y (rows from `row` to `end`, LANES) += x's numbers from Tiled number `first` on times `count` of them, an even number. The sums of
 // one are stored and added while the tiles of the next are multiplied.
-template <typename F>
+template <int LINES, typename F>
 void multiply_tiles(const Tiled<F> *w, int64_t first, int64_t count, const Int8Rows &x, int64_t row, int64_t end, float *y) {
-  constexpr int64_t LINES = Int8Rows::LINES;
+  constexpr int64_t EACH = F::PIECES * PIECE;
+  constexpr bool UNSIGNED = Tiled<F>::Products::UNSIGNED;
   alignas(64) std::int32_t low[LINES * LANES], high[LINES * LANES];
   vec own[LINES];
-  const auto numbers = [&](int64_t k) { return x.numbers + x.place(row, (first + k) * F::PIECES) * PIECE; };
-  const Int8Rows::Four *before = nullptr;
-  for (;; row += LINES, y += LINES * LANES) {
+  const std::int8_t *numbers = x.numbers + row * x.size + first * EACH * LINES;
+  const Int8Rows::Four *fours = x.fours + row * (x.size / EACH) + first * LINES, *before = nullptr;
+  for (;; row += LINES, y += LINES * LANES, numbers += LINES * x.size, fours += LINES * (x.size / EACH)) {
     for (int64_t k = 0; k < count; k += 2) {
-      if (row < end) tiles::multiply<0>(numbers(k), w[k].low[0], w[k].high[0]);
+      if (row < end) tiles::multiply<0, LINES, UNSIGNED>(numbers + k * EACH * LINES, w[k].low[0], w[k].high[0]);
       if (before) {
         tiles::store<2>(low), tiles::store<3>(high);
-        add_sums(w[(k ? k : count) - 1], low, high, before, own);
+        add_sums<LINES>(w[(k ? k : count) - 1], low, high, before, own);
       }
       if (k == 0) {
         if (before) UNROLLED for (int r = 0; r < LINES; r++) store(y + (r - LINES) * LANES, own[r]);
         if (row >= end) return;
         UNROLLED for (int r = 0; r < LINES; r++) own[r] = ::load(y + r * LANES);
       }
-      tiles::multiply<2>(numbers(k + 1), w[k + 1].low[0], w[k + 1].high[0]);
+      tiles::multiply<2, LINES, UNSIGNED>(numbers + (k + 1) * EACH * LINES, w[k + 1].low[0], w[k + 1].high[0]);
       tiles::store<0>(low), tiles::store<1>(high);
-      add_sums(w[k], low, high, &x.four(row, first + k), own);
-      before = &x.four(row, first + k + 1);
+      add_sums<LINES>(w[k], low, high, fours + k * LINES, own);
+      before = fours + (k + 1) * LINES;
     }
   }
 }
 
 // Outputs [from, to) of many rows: a few weights of LANES outputs are unpacked at a time, and meet many rows there.
-template <typename F>
+template <int LINES, typename F>
 void tiled(const Int8Rows &x, const Matrix &m, int64_t from, int64_t to) {
-  constexpr int64_t EACH = F::PIECES * PIECE, LINES = Int8Rows::LINES;
+  constexpr int64_t EACH = F::PIECES * PIECE;
   static thread_local Scratch of_sums, copies;
   alignas(64) Tiled<F> w[TILED_AT_A_TIME];
-  const tiles::Shapes shapes;
-  const int64_t all = x.size / EACH;
+  const tiles::Shapes shapes(LINES);
+  const int64_t all = x.size / EACH, vectors = (to - from + LANES - 1) / LANES;
   for (int64_t row = 0; row < x.rows; row += TILED_ROWS) {
     const int64_t end = std::min(x.rows, row + TILED_ROWS), size = (end - row + LINES - 1) / LINES * LINES * LANES;
-    float *sums = of_sums.of((to - from + LANES - 1) / LANES * size);
-    std::memset(sums, 0, (to - from + LANES - 1) / LANES * size * sizeof(float));
+    float *sums = of_sums.of(vectors * size);
+    std::memset(sums, 0, vectors * size * sizeof(float));
     for (int64_t first = 0; first < all; first += TILED_AT_A_TIME) {
       const int64_t count = std::min(TILED_AT_A_TIME, all - first);
-      float *y = sums;
-      for (int64_t out = from; out < to; out += LANES, y += size) {
-        const Outputs outputs(m, out);
+      for (int64_t v = 0; v < vectors; v++) {
+        const Outputs outputs(m, from + v * LANES);
         const byte *next = outputs.first(m) + LANES * (m.w_row + first * EACH / F::WEIGHTS * F::BYTES);
         unpack_tiles<F>(outputs.woven<F>(m, first * EACH, count * EACH, copies), count * EACH, next, w);
-        multiply_tiles<F>(w, first, count, x, row, end, y);
+        multiply_tiles<LINES>(w, first, count, x, row, end, sums + v * size);
       }
     }
     for (int64_t r = row; r < end; r++, sums += LANES) {
-      for (int64_t out = from, i = 0; out < to; out += LANES, i++) Outputs(m, out).finish(m, r, load(sums + i * size));
+      for (int64_t v = 0; v < vectors; v++) Outputs(m, from + v * LANES).finish(m, r, load(sums + v * size));
     }
   }
 }
@@ -384,7 +386,9 @@ template <typename F>
 void outputs_of(const Int8Rows &x, const Matrix &m, int64_t from, int64_t to) {
 #if defined(LONGDRAFT_AMX)
   if constexpr (F::PIECES > 1) {
-    if (x.tiles) return tiled<F>(x, m, from, to);
+    if (x.lines == 8) return tiled<8, F>(x, m, from, to);
+    if (x.lines == 12) return tiled<12, F>(x, m, from, to);
+    if (x.lines == 16) return tiled<16, F>(x, m, from, to);
   }
 #endif
   if (x.rows > MANY) return many<F>(x, m, from, to);
@@ -407,7 +411,12 @@ int64_t int8_pieces(Format format) {
 }
 
 Int8Rows int8_rows(int64_t rows, int64_t size, int64_t pieces) {
-  return {nullptr, nullptr, rows, size, pieces, TILES && pieces > 1 && rows >= TILED};
+  Int8Rows made{nullptr, nullptr, rows, size, pieces, 0};
+  if (!TILES || pieces == 1 || rows < TILED) return made;
+  // As many lines as rows need, in as few tiles.
+  const int64_t turns = (rows + 15) / 16, most = (rows + turns - 1) / turns;
+  made.lines = most <= 8 ? 8 : most <= 12 ? 12 : 16;
+  return made;
 }
 
 void int8_outputs(const Int8Rows &x, const Matrix &m, int64_t from, int64_t to) {

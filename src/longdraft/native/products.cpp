@@ -50,16 +50,17 @@ void multiply(const float *x, int64_t size, const Matrix *matrices, int64_t each
   int64_t most = 0;
   for (int64_t g = 0; g < count; g++) most = std::max(most, starts[g + 1] - starts[g]);
   static thread_local Rounded ways[2];
-  bool rounds = false;
+  bool rounds = false, tiles = false;
   for (int64_t way = 0; way < 2; way++) {
     const auto needed = [=](const Matrix &m) { return m.int8 && way_of(m) == way; };
     const Matrix *first = std::find_if(matrices, end, needed);
     if (first == end) continue;
     ways[way].round(x, size, int8_pieces(first->format), starts, count, threads);
     rounds = true;
+    for (const Int8Rows &group : ways[way].groups) tiles = tiles || group.lines;
   }
   const Int8Rows *rounded[] = {ways[0].groups.data(), ways[1].groups.data()};  // the calling thread's
-  const int64_t share = !rounds ? FLOATS : most <= Int8Rows::TOGETHER ? FEW : MANY;
+  const int64_t share = !rounds ? FLOATS : most <= Int8Rows::TOGETHER && !tiles ? FEW : MANY;
   const auto shares_of = [=](const Matrix &m) { return (m.outs + share - 1) / share; };
   int64_t shares = 0;
   for (const Matrix *m = matrices; m < end; m++) shares += shares_of(*m);

@@ -12,9 +12,10 @@ void float_outputs(const float *x, std::int64_t rows, std::int64_t size, const M
 // Rows of x, rounded to eight bits: numbers are q * scale, q from -127 to 127, with a scale for as many as a format's PIECES hold.
 //
 // Rows lie in groups of TOGETHER, so that what is multiplied with a piece of W lies side by side: (group, block, row of the group).
-// A last group of 5 or 7 rows has one of zeros behind them. Rows for tiles lie in whole groups of LINES: (group, two blocks, row).
+// A last group of 5 or 7 rows has one of zeros behind them. Rows for tiles lie in whole groups of
+// `lines`: (group, two blocks, row).
 struct Int8Rows {
-  static constexpr std::int64_t TOGETHER = 8, LINES = 16;
+  static constexpr std::int64_t TOGETHER = 8;
 
   // Of 32 numbers: their scale; the sums of all and of either half, times the scale; and what these lack to 0, as whole numbers.
   struct Block {
@@ -34,29 +35,29 @@ struct Int8Rows {
   };
   std::int64_t rows, size;  // size: a multiple of 32
   std::int64_t pieces;      // blocks with one scale
-  bool tiles;
+  std::int64_t lines;       // 8, 12 or 16; 0: not for tiles
 
   // Rows of the group that a row is in, one of zeros included.
   std::int64_t width(std::int64_t row) const {
-    if (tiles) return LINES;
+    if (lines) return lines;
     const std::int64_t left = rows - row / TOGETHER * TOGETHER;
     return left >= TOGETHER ? TOGETHER : left + (left == 5 || left == 7);
   }
 
   // All rows, those without numbers included.
   std::int64_t room() const {
-    const std::int64_t each = tiles ? LINES : TOGETHER;
+    const std::int64_t each = lines ? lines : TOGETHER;
     return (rows - 1) / each * each + width(rows - 1);
   }
 
   // Where a row's block lies.
   std::int64_t place(std::int64_t row, std::int64_t block) const {
-    if (tiles) return row / LINES * LINES * (size / 32) + block / 2 * 2 * LINES + row % LINES * 2 + block % 2;
+    if (lines) return row / lines * lines * (size / 32) + block / 2 * 2 * lines + row % lines * 2 + block % 2;
     return row / TOGETHER * TOGETHER * (size / 32) + block * width(row) + row % TOGETHER;
   }
 
   Four &four(std::int64_t row, std::int64_t number) const {
-    return fours[row / LINES * LINES * (size / 128) + number * LINES + row % LINES];
+    return fours[row / lines * lines * (size / 128) + number * lines + row % lines];
   }
 };
 

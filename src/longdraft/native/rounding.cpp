@@ -71,7 +71,7 @@ void round_blocks(const float *x, const Int8Rows &made, int64_t first_block) {
   store(second, sums<LANES>(halves_of[1]));
   for (int b = 0; b < count; b++) {
     const float scale = scale_of[b];
-    if (made.tiles) {
+    if (made.lines) {
       Int8Rows::Four &four = made.four((first_block + b) / each, (first_block + b) % each / 4);
       four.scale = scale;
       four.sums[b % 4] = scale * (first[b] + second[b]);
@@ -96,7 +96,7 @@ void round_rows(const float *x, const Int8Rows &made, int threads) {
   // Rows behind the last are zeros: numbers that happen to lie there can be so small that processors are slow with them.
   for (int64_t row = made.rows; row < made.room(); row++) {
     for (int64_t i = 0; i < each; i++) std::memset(made.numbers + made.place(row, i) * PIECE, 0, PIECE);
-    for (int64_t i = 0; !made.tiles && i < each; i++) made.blocks[made.place(row, i)] = {};
-    for (int64_t i = 0; made.tiles && i < each / 4; i++) made.four(row, i) = {};
+    for (int64_t i = 0; !made.lines && i < each; i++) made.blocks[made.place(row, i)] = {};
+    for (int64_t i = 0; made.lines && i < each / 4; i++) made.four(row, i) = {};
   }
 }

@@ -12,12 +12,12 @@ namespace tiles {
 
 constexpr std::int64_t LINE = 64;  // bytes
 
-// Configures this thread's tiles, 16 lines each, and releases them: others who use tiles configure theirs.
+// Configures this thread's tiles, and releases them: others who use tiles configure theirs. lines: of tiles 0 to 5; 6 and 7 have 16.
 class Shapes {
  public:
-  Shapes() {
+  explicit Shapes(std::uint8_t lines = 16) {
     for (int tile = 0; tile < 8; tile++) {
-      own_.lines[tile] = 16;
+      own_.lines[tile] = tile < 6 ? lines : 16;
       own_.bytes[tile] = LINE;
     }
     asm volatile("ldtilecfg %0" ::"m"(own_) : "memory");
@@ -53,15 +53,14 @@ inline void zero() {
   if constexpr (COUNT > 1) zero<FIRST + 1, COUNT - 1>();
 }
 
-template <int SUM, int X, int W>
+// UNSIGNED: bytes of W are, those of X never.
+template <int SUM, int X, int W, bool UNSIGNED>
 inline void add_products() {
-  asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(X), "i"(W));
-}
-
-// The same with unsigned bytes of W.
-template <int SUM, int X, int W>
-inline void add_unsigned_products() {
-  asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(X), "i"(W));
+  if constexpr (UNSIGNED) {
+    asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(X), "i"(W));
+  } else {
+    asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(X), "i"(W));
+  }
 }
 
 template <int SUM, int LEFT, int RIGHT>
@@ -69,46 +68,64 @@ inline void add_brief_products() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(LEFT), "i"(RIGHT));
 }
 
-// Tiles SUM and SUM + 1 = two tiles of x, one behind the other, times the low and the high parts of two tiles of weights.
-template <int SUM>
+// Tiles SUM and SUM + 1 = two tiles of x, LINES each, times the low and the high parts of two tiles of weights. UNSIGNED: high ones
+// are.
+template <int SUM, int LINES, bool UNSIGNED>
 inline void multiply(const std::int8_t *x, const ivec *low, const ivec *high) {
   zero<SUM, 2>();
   load<4>(x);
   load<6>(low);
-  add_unsigned_products<SUM, 4, 6>();
+  add_products<SUM, 4, 6, true>();
   load<7>(high);
-  add_products<SUM + 1, 4, 7>();
-  load<5>(x + 16 * LINE);
+  add_products<SUM + 1, 4, 7, UNSIGNED>();
+  load<5>(x + LINES * LINE);
   load<6>(low + 16);
-  add_unsigned_products<SUM, 5, 6>();
+  add_products<SUM, 5, 6, true>();
   load<7>(high + 16);
-  add_products<SUM + 1, 5, 7>();
+  add_products<SUM + 1, 5, 7, UNSIGNED>();
 }
 
 inline ivec load(const std::int32_t *p) { return (ivec)::load(reinterpret_cast<const float *>(p)); }
 
-// Bytes of four weights an output, less ZERO, times a whole number of each output.
+// Bytes of four weights an output, less ZERO, times a whole number of each output: high << SHIFT, + low, which is unsigned.
 template <int ZERO>
 class Products {
  public:
+  static constexpr bool UNSIGNED = false;
+  static constexpr int SHIFT = 8;
+
   INLINED explicit Products(ivec number)
       : even_((number & 255) | (number & 255) << 16), odd_(even_ << 8), less_((number * ZERO & 0xffff) * 0x10001) {}
 
-  // 256 * high + low; low is unsigned.
   INLINED void of(ivec w, ivec &low, ivec &high) const {
     const ivec first = less(_mm512_maddubs_epi16((__m512i)w, (__m512i)even_));
     const ivec second = less(_mm512_maddubs_epi16((__m512i)w, (__m512i)odd_));
     low = (first & 0x00ff00ff) | (second << 8 & ~0x00ff00ff);
-    high = ((first >> 8) & 0x00ff00ff) | (second & ~0x00ff00ff);
+    high = (first >> 8 & 0x00ff00ff) | (second & ~0x00ff00ff);
   }
 
  private:
-  INLINED ivec less(__m512i x) const {
-    if constexpr (ZERO == 0) return (ivec)x;
-    return (ivec)_mm512_sub_epi16(x, (__m512i)less_);
-  }
+  INLINED ivec less(__m512i x) const { return (ivec)_mm512_sub_epi16(x, (__m512i)less_); }
 
   ivec even_, odd_, less_;
+};
+
+// The same of weights of five bits times a number of six. A product with three of these is a byte, so two are one product of words.
+template <>
+class Products<0> {
+ public:
+  static constexpr bool UNSIGNED = true;
+  static constexpr int SHIFT = 3;
+
+  INLINED explicit Products(ivec number) : low_((number & 7) * 0x10001), high_((number >> SHIFT) * 0x10001) {}
+
+  INLINED void of(ivec w, ivec &low, ivec &high) const {
+    low = (ivec)_mm512_mullo_epi16((__m512i)w, (__m512i)low_);
+    high = (ivec)_mm512_mullo_epi16((__m512i)w, (__m512i)high_);
+  }
+
+ private:
+  ivec low_, high_;
 };
 
 }  // namespace tiles
