@@ -2,8 +2,8 @@
 //
 // LANES outputs are computed side by side (formats.h). Blocks are unpacked to bytes in registers, once for up to TOGETHER
 // rows. Each piece of 32 weights is multiplied with these rows there: eight products of four bytes in each lane, one
-// conversion, and the block's scales. With more rows the bytes of some hundred outputs are unpacked once into the second-level
-// cache, for tiles (tiles.h) where the processor has some. In all cases a row's result is computed by the same operations in
+// conversion, and the block's scales. With more rows bytes are unpacked to memory first: those of some hundred outputs for vectors,
+// a few of LANES outputs for tiles (tiles.h), where the processor has some. In all cases a row's result is computed by the same operations in
 // the same order, or by others whose results are exact.
 #include "formats.h"
 #include "products.h"
@@ -17,7 +17,7 @@ namespace {
 
 constexpr int64_t MANY = 32;          // rows above which weights are unpacked to memory first
 constexpr int64_t CACHED = 384 << 10; // bytes of unpacked weights for many rows
-constexpr int64_t TILED = 7;          // rows for which tiles are faster
+constexpr int64_t TILED = 9;          // rows for which tiles are faster
 
 // Sum + the products of four bytes of w with four of x in each lane. Bytes of w are unsigned and MOST at most; those of x
 // are from -127 to 127.
