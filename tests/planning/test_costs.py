@@ -11,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longdraft.model.runner import TargetRunner
+from longdraft.native import library
+from longdraft.native.build import levels, loaded
 from longdraft.planning import costs
 from longdraft.planning.costs import Costs, CostTable, measure, table_for
 from tests.support.tiny import tiny_model
@@ -143,3 +145,12 @@ def test_it_is_measured_once(runner, tmp_path):
     torch.set_num_threads(2)  # which is as another machine
     table_for(again, tmp_path, moved)
     assert len(other.lines) == len(moved.lines) == 1
+
+
+@pytest.mark.skipif(len(levels()) < 2, reason="kernels of two instruction sets run only on a processor that has both")
+def test_other_kernels_are_measured_anew(runner, tmp_path, monkeypatch):
+    said = Said()
+    for level in levels()[-2:]:
+        monkeypatch.setattr(library, "known", [(library.Kernels(loaded(level), level), None)])
+        table_for(runner, tmp_path, said, measured_by=lambda *_, **__: TABLE)
+    assert len(list(tmp_path.iterdir())) == 2

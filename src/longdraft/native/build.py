@@ -113,7 +113,7 @@ def loaded(level: str, progress: Callable[[str], None] | None = None) -> ctypes.
     """
     if level.endswith("amx") and not may_use_tiles():
         raise OSError("the system does not let this process use AMX's tiles")
-    carried = _HERE / CARRIED / _name(level)
+    carried = _HERE / CARRIED / file_name(level)
     if carried.is_file():
         return ctypes.CDLL(str(carried))
     folder = _cache()
@@ -143,7 +143,7 @@ def shared_object(level: str, folder: Path | None = None, progress: Callable[[st
         OSError: there is no compiler, it fails, or the folder cannot be written to. The message says which.
     """
     folder = folder or _cache()
-    file = folder / _name(level)
+    file = folder / file_name(level)
     try:
         os.close(_open(file))
     except OSError:
@@ -174,7 +174,7 @@ def make(level: str, folder: Path) -> Path:
     with tempfile.TemporaryDirectory(dir=folder, prefix=".compiling-") as place:
         made = _compile(compiler, level, _HERE, Path(place))
         made.chmod(0o755)  # whatever the user's umask is
-        return made.replace(folder / _name(level))
+        return made.replace(folder / file_name(level))
 
 
 def _cache() -> Path:
@@ -183,8 +183,8 @@ def _cache() -> Path:
     return cache_folder() / "native"
 
 
-def _name(level: str) -> str:
-    """The file name, which changes with the sources and the flags."""
+def file_name(level: str) -> str:
+    """The name of the kernels' file, which changes with the sources and the flags."""
     parts = [(_HERE / name).read_bytes() for name in (*SOURCES, *_HEADERS)]
     digest = hashlib.sha256(b"\0".join([*parts, repr((_FLAGS, _LEVEL)).encode()])).hexdigest()[:16]
     return f"kernels-{level}-{digest}.so"

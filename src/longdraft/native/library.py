@@ -18,7 +18,7 @@ import torch
 
 from longdraft.errors import MemoryBudgetError
 from longdraft.native.boundary import FLOATS, WHOLE, address, memory_of
-from longdraft.native.build import LEVELS, UnsupportedError, levels, loaded
+from longdraft.native.build import LEVELS, UnsupportedError, file_name, levels, loaded
 from longdraft.native.draft import DraftBlock, Nodes
 from longdraft.native.header import FUNCTIONS, STRUCTURES, Pointer
 from longdraft.native.scaled import FORMATS, KeptRows
@@ -301,6 +301,13 @@ def kernels(progress: Callable[[str], None] | None = None) -> Kernels | None:
 def missing() -> str | None:
     """The reason why there are no kernels here; None if there are."""
     return _once()[1]
+
+
+def name() -> str | None:
+    """The name of the kernels' file here, which says the instruction set and changes with the sources; None if there
+    are none."""
+    found = kernels()
+    return None if found is None else file_name(found.level)
 
 
 # The kernels of this process, or the reason why there are none.

@@ -268,7 +268,7 @@ def _key(runner: TargetRunner) -> dict[str, object]:
         "kv": str(runner.kv_dtype),
         "weights": "woven" if is_woven(runner.model) else "stored" if is_stored(runner.model) else "floats",
         "attention": str(runner.attention_path),
-        "kernels": native.missing() or "ours",
+        "kernels": native.missing() or native.name(),
         "device": device_name(runner.device),
         "torch": torch.__version__,
     }
