@@ -588,6 +588,8 @@ DAMAGE = {
     "no numbers": lambda t: {n: x for n, x in t.items() if n != UP},
     "scales of another matrix": lambda t: t | {SCALES: torch.ones(3, 1)},
     "numbers of other bits": lambda t: t | {UP: t[UP].view(torch.uint8)},
+    "scales of another dtype": lambda t: t | {SCALES: t[SCALES].half()},
+    "scales that are not finite": lambda t: t | {SCALES: t[SCALES] / 0},
     "fewer rows": lambda t: {n: x[:-1].contiguous() if n.startswith("mlp.up_proj") else x for n, x in t.items()},
 }
 

@@ -183,9 +183,19 @@ def test_a_drafts_matrix_keeps_the_bytes_that_are_few_enough(kind):
     assert torch.equal(light(w.floats()[:, :40]), w.floats()[:, :40])
 
 
-def test_experts_of_several_shapes_are_no_one_product():
-    with pytest.raises(ValueError, match="shape"):
-        ExpertProducts(None, [ExpertWeights(torch.ones(2, *s)) for s in ((3, 4), (4, 4))])
+@pytest.mark.parametrize(
+    ("made", "says"),
+    [
+        (lambda: Stored(torch.zeros(2, 20, dtype=torch.uint8), "TQ1_0"), "TQ1_0"),
+        (lambda: Stored(torch.zeros(2, 21, dtype=torch.uint8), "Q4_1"), "Q4_1"),
+        (lambda: Stored(torch.zeros(2, 20), "Q4_1"), "float32"),
+        (lambda: stored("F16", 2, 32, int8=True), "F16"),
+        (lambda: ExpertProducts(None, [ExpertWeights(torch.ones(2, *s)) for s in ((3, 4), (4, 4))]), "shape"),
+    ],
+)
+def test_what_is_no_matrix_of_these_is_refused(made, says):
+    with pytest.raises(ValueError, match=says):
+        made()
 
 
 @pytest.mark.parametrize(

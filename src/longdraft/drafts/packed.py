@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from longdraft.files import naming
+from longdraft.errors import CheckpointError
 from longdraft.native.boundary import FLOATS
 
 SCALES = ".scales"
@@ -52,14 +52,23 @@ def unpacked(tensors: Mapping[str, torch.Tensor], folder: Path | str) -> dict[st
     """A draft's tensors with packed matrices as float32; others stay as they are.
 
     Raises:
-        CheckpointError: numbers or scales are missing, or do not belong together.
+        CheckpointError: numbers or scales are missing, of a wrong shape or dtype, or not finite.
     """
     found = {name: t for name, t in tensors.items() if not name.endswith(SCALES)}
     scales = {name.removesuffix(SCALES): t for name, t in tensors.items() if name.endswith(SCALES)}
+    numbers_of = {name for name, t in found.items() if t.dtype in (torch.int8, torch.uint8)}
+    if alone := sorted(numbers_of ^ set(scales)):
+        raise _damaged(folder, f"{alone[0]} has {'no scales' if alone[0] in numbers_of else 'scales without numbers'}")
     for name, scale in scales.items():
-        with naming(folder, f"{name} of {folder} is damaged", "Copy the draft again."):
-            numbers = found[name]
-            found[name] = numbers * scale if numbers.dtype == torch.int8 else _unpack4(numbers, scale)
+        numbers = found[name]
+        wide, rows = numbers.dtype == torch.int8, len(numbers)
+        size = (rows, 1) if wide else (rows, 2 * numbers.shape[-1] // BLOCK)
+        fits = numbers.dim() == 2 and (wide or 2 * numbers.shape[-1] % BLOCK == 0)
+        if not fits or scale.shape != size or scale.dtype != (torch.float32 if wide else torch.float16):
+            raise _damaged(folder, f"{name} and its scales do not belong together")
+        if not bool(scale.isfinite().all()):
+            raise _damaged(folder, f"{name} has scales that are not finite")
+        found[name] = numbers * scale if wide else _unpack4(numbers, scale)
     return found
 
 
@@ -88,3 +97,7 @@ def _pack4(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _unpack4(numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     each = torch.stack([numbers & 15, numbers >> 4], 2).flatten(1).float() - 8
     return (each.unflatten(1, (-1, BLOCK)) * scales.float()[..., None]).flatten(1)
+
+
+def _damaged(folder: Path | str, problem: str) -> CheckpointError:
+    return CheckpointError(f"model.safetensors of {folder} is damaged: {problem}. Copy the draft again.")

@@ -2,9 +2,9 @@
 //
 // LANES outputs are computed side by side (formats.h). Blocks are unpacked to bytes in registers, once for up to TOGETHER
 // rows. Each piece of 32 weights is multiplied with these rows there: eight products of four bytes in each lane, one
-// conversion, and the block's scales. With more rows bytes are unpacked to memory first: those of some hundred outputs for vectors,
-// a few of LANES outputs for tiles (tiles.h), where the processor has some. In all cases a row's result is computed by the same operations in
-// the same order, or by others whose results are exact.
+// conversion, and the block's scales. With more rows bytes are unpacked to memory first: those of some hundred outputs for
+// vectors, a few of LANES outputs for tiles (tiles.h), where the processor has some. In all cases a row's result is computed by
+// the same operations in the same order, or by others whose results are exact.
 #include "formats.h"
 #include "products.h"
 #include "threads.h"

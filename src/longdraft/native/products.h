@@ -12,8 +12,8 @@ void float_outputs(const float *x, std::int64_t rows, std::int64_t size, const M
 // Rows of x, rounded to eight bits: numbers are q * scale, q from -127 to 127, with a scale for as many as a format's PIECES hold.
 //
 // Rows lie in groups of TOGETHER, so that what is multiplied with a piece of W lies side by side: (group, block, row of the group).
-// A last group of 5 or 7 rows has one of zeros behind them. Rows for tiles lie in whole groups of
-// `lines`: (group, two blocks, row).
+// A last group of 5 or 7 rows has one of zeros behind them. Rows for tiles lie in whole groups of `lines`, zeros behind them:
+// (group, two blocks, row).
 struct Int8Rows {
   static constexpr std::int64_t TOGETHER = 8;
 

@@ -31,12 +31,25 @@ class Stored:
             (:func:`rounded_to_int8`). Not for bfloat16 and float16.
         woven: the same bytes as int8 arithmetic reads them fastest (:meth:`Kernels.weave`), (groups, lanes, bytes of a
             row); None if they were not laid out.
+
+    Raises:
+        ValueError: a row is not a whole number of blocks, or the format is unknown.
     """
 
     data: torch.Tensor
     format: str
     int8: bool = False
     woven: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.format not in FORMATS:
+            raise ValueError(f"weights are stored as one of {', '.join(FORMATS)}, got {self.format}")
+        if self.data.dtype != torch.uint8 or self.data.dim() != 2 or self.data.stride(1) != 1:
+            raise ValueError(f"stored weights are rows of bytes, got {self.data.dtype} {tuple(self.data.shape)}")
+        if self.data.shape[1] % FORMATS[self.format][1]:
+            raise ValueError(f"a row of {self.data.shape[1]} bytes is no whole number of {self.format} blocks")
+        if self.int8 and self.format in HALVES:
+            raise ValueError(f"int8 arithmetic is for blocks of 8 bits or fewer, not for {self.format}")
 
     @property
     def in_blocks(self) -> bool:
