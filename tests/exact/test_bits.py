@@ -137,7 +137,7 @@ def test_decoding_goes_on_as_it_would_have(level, family):
 
 @pytest.mark.parametrize("length", [7, 160])
 def test_int8_logits_are_those_of_every_instruction_set(length):
-    """But of tiles, which multiply queries and weights of attention in bfloat16."""
+    """But of tiles, which multiply queries and weights of attention, and a prompt's rows, in bfloat16."""
     found = {}
     for level in LEVELS:
         with pytest.MonkeyPatch.context() as patch:
@@ -151,7 +151,7 @@ def test_int8_logits_are_those_of_every_instruction_set(length):
     )
     assert all(torch.equal(logits, others[0]) for logits in others)
     for logits in tiles:
-        assert (logits - others[0]).abs().max() < 0.05 * others[0].abs().max()
+        assert (logits - others[0]).abs().max() < 0.1 * others[0].abs().max()
 
 
 @pytest.mark.parametrize("offload", [None, "host:1"])

@@ -84,6 +84,37 @@ def test_whole_numbers_give_the_same_bits_with_every_instruction_set_and_woven(f
     assert all(torch.equal(each, found[0]) for each in found)
 
 
+@pytest.mark.parametrize("form", [form for form in FORMS if form.endswith("in int8")])
+@settings(max_examples=4)
+@given(
+    rows=st.sampled_from([1, 7, 33, 530]),
+    outs=st.sampled_from([1, 16, 41, 48, 300]),
+    blocks=st.integers(1, 5),
+    seed=st.integers(0, 99),
+)
+def test_a_prompts_rows_meet_weights_in_bfloat16_where_there_are_tiles(kernels, form, rows, outs, blocks, seed):
+    """Elsewhere they are computed as any others. A row has the bits that it has alone, with any number of threads."""
+    size = blocks * max(64, FORMATS[form.split()[0]][0])
+    w = matrix(form, outs, size, seed)
+    x, bias = (torch.randn(n, generator=generator(seed)) for n in ((rows, size), (outs,)))
+    found = kernels.linear(x, [(w, bias)], prompt=True)[0]
+    torch.set_num_threads(2)
+    assert torch.equal(found, kernels.linear(x, [(w, bias)], prompt=True)[0])
+    torch.set_num_threads(1)
+    some = torch.cat([kernels.linear(row[None], [(w, bias)], prompt=True)[0] for row in x[-40:]])
+    assert torch.equal(found[-40:], some)
+    if kernels.weaves(w):
+        assert torch.equal(found, kernels.linear(x, [(kernels.weave(w), bias)], prompt=True)[0])
+    if not kernels.level.endswith("amx"):
+        assert torch.equal(found, kernels.linear(x, [(w, bias)])[0])
+        return
+    weights = w.floats().double()
+    off = (found - bias - x.double() @ weights.T).abs()
+    # Half a spacing of bfloat16, on both sides.
+    assert bool((off <= 2.01**-8 * (x.abs().double() @ weights.abs().T) + 1e-6).all())
+    assert bool(off.any())
+
+
 def test_several_matrices_of_all_forms_in_one_call(kernels):
     """Of other sizes, strided rows and weights among them."""
     x = torch.randn(256, 9, generator=generator(0)).t()
@@ -96,15 +127,18 @@ def test_several_matrices_of_all_forms_in_one_call(kernels):
         assert bool(((found - want).abs() <= room).all())
 
 
-@pytest.mark.parametrize("form", ["float32", "Q4_K", "Q4_K in int8"])
-@pytest.mark.parametrize("rows", [3, 12])
-def test_what_is_no_number_stays_none_and_harms_no_other_row(kernels, form, rows):
+@pytest.mark.parametrize(
+    ("form", "rows", "prompt"),
+    [(form, rows, False) for form in ("float32", "Q4_K", "Q4_K in int8") for rows in (3, 12)]
+    + [("Q4_K in int8", 12, True)],
+)
+def test_what_is_no_number_stays_none_and_harms_no_other_row(kernels, form, rows, prompt):
     w, x = matrix(form, 33, 512), torch.randn(rows, 512, generator=generator(0))
-    fine = kernels.linear(x, [(w, None)])[0]
+    fine = kernels.linear(x, [(w, None)], prompt)[0]
     for number in (float("nan"), float("inf"), float("-inf")):
         spoiled = x.clone()
         spoiled[1, 300] = number
-        found = kernels.linear(spoiled, [(w, None)])[0]
+        found = kernels.linear(spoiled, [(w, None)], prompt)[0]
         assert not found[1].isfinite().any()
         assert torch.equal(found[0], fine[0]) and torch.equal(found[2:], fine[2:])
     weights = torch.ones(4, 20)

@@ -129,6 +129,12 @@ def decoding() -> bool:
     return hosted is not None and not hosted.block.prompt
 
 
+def reading() -> bool:
+    """True while this thread computes rows of a prompt."""
+    hosted = running()
+    return hosted is not None and hosted.block.prompt
+
+
 def recording() -> Recording | None:
     """The forward that this thread is recording; None where it records none."""
     found = _running.get()

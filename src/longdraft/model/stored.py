@@ -3,7 +3,7 @@
 There are two arithmetics. In float32 the layers compute the same bits as with unpacked weights: our kernels multiply a
 few rows and unpack in registers, and torch multiplies many rows with a matrix that is unpacked for it. In int8 the
 input rows are rounded to eight bits (:func:`longdraft.native.stored.rounded_to_int8`) and our kernels multiply
-integers, for any number of rows.
+integers, for any number of rows; a prompt's rows meet weights in bfloat16 where a processor has tiles for it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.memory import sizes
 from longdraft.model.few_rows import MOST, in_halves, is_plain
+from longdraft.model.hosting import reading
 from longdraft.model.sharded import local, whole
 from longdraft.native import Kernels, Stored, kernels
 from longdraft.native.boundary import FLOATS, memory_of
@@ -90,7 +91,7 @@ class StoredLinear(StoredWeights):
         own = kernels() if x.device.type == "cpu" and x.dtype == torch.float32 else None
         if own is not None and (self.int8 or x.numel() <= MOST * x.shape[-1]):
             with torch._C.DisableTorchFunction():  # what the kernel is handed is exact by row as it is
-                return own.linear(x, [(self.matrix, self.bias)])[0]
+                return own.linear(x, [(self.matrix, self.bias)], prompt=reading())[0]
         rows = rounded_to_int8(x, self.format).to(x.dtype) if self.int8 else x
         return F.linear(rows, self.weight.to(x.dtype), self.bias)
 

@@ -24,7 +24,7 @@ void longdraft_delta(const DeltaLayer *layer, const DeltaRows *rows, int64_t num
       divided<7>(scratch, count, {l.hidden, channels, channels, values, r.heads, r.heads, values});
   rms_norm(x, count, l.hidden, l.norm, l.eps, normed, l.plus);
   const Matrix inputs[] = {into(l.mixed, mixed, false), into(l.z, z, false), into(l.b, b, false), into(l.a, a, false)};
-  must(longdraft_linear(normed, count, l.hidden, inputs, 4, threads));
+  must(longdraft_linear(normed, count, l.hidden, inputs, 4, 0, threads));
 
   static thread_local std::vector<ConvolutionSequence> windows;
   windows.clear();
@@ -62,6 +62,6 @@ void longdraft_delta(const DeltaLayer *layer, const DeltaRows *rows, int64_t num
       std::copy_n(out + (i / r.heads * r.heads + l.order[i % r.heads]) * r.values, r.values, ordered + i * r.values);
     }
   }
-  add_product(l.o, ordered, values, x, count, threads);
-  compute_mlp(l, l.mlp_eps, l.plus, l.gelu, nullptr, 0, x, count, threads);
+  add_product(l.o, ordered, values, x, count, false, threads);
+  compute_mlp(l, l.mlp_eps, l.plus, l.gelu, nullptr, 0, x, count, false, threads);
 }

@@ -69,8 +69,8 @@ void level(const Draft &l, const Nodes &n, const KeysValues *own, const KeysValu
     }
   }
   const Matrix inputs[] = {into(l.k, k, false), into(l.v, v, false), into(l.q, q, false)};
-  must(longdraft_linear(entering, all, input, inputs, all == going ? 3 : 2, threads));
-  if (all != going) must(longdraft_linear(normed, going, input, inputs + 2, 1, threads));
+  must(longdraft_linear(entering, all, input, inputs, all == going ? 3 : 2, 0, threads));
+  if (all != going) must(longdraft_linear(normed, going, input, inputs + 2, 1, 0, threads));
 
   row = 0;
   for (int64_t b = 0; b < n.sequences; b++) {
@@ -83,21 +83,21 @@ void level(const Draft &l, const Nodes &n, const KeysValues *own, const KeysValu
     }
   }
   attend(l, n, {*own, n.begins, n.ends, n.masks, n.seen}, q, room, threads);
-  add_product(l.o, q, q_size, out, going, threads);
+  add_product(l.o, q, q_size, out, going, false, threads);
 
   if (text) {
     rms_norm(out, going, hidden, l.cross_norm, l.eps, normed);
     const Matrix query = into(l.cross_q, q, false);
-    must(longdraft_linear(normed, going, hidden, &query, 1, threads));
+    must(longdraft_linear(normed, going, hidden, &query, 1, 0, threads));
     attend(l, n, {*text, nullptr, n.lengths, nullptr, 0}, q, room, threads);
-    add_product(l.cross_o, q, q_size, out, going, threads);
+    add_product(l.cross_o, q, q_size, out, going, false, threads);
   }
 
-  compute_mlp(l, l.eps, 0, false, nullptr, 0, out, going, threads);
+  compute_mlp(l, l.eps, 0, false, nullptr, 0, out, going, false, threads);
 
   if (l.final_norm) rms_norm(out, going, hidden, l.final_norm, l.eps, normed);
   const Matrix head = into(l.head, best ? said : logits, false);
-  must(longdraft_linear(l.final_norm ? normed : out, going, hidden, &head, 1, threads));
+  must(longdraft_linear(l.final_norm ? normed : out, going, hidden, &head, 1, 0, threads));
   if (!best) return;
   likeliest(head.y, going, head.outs, best, log_probs, tokens, threads);
 }

@@ -215,9 +215,10 @@ int longdraft_lanes();
 // Sets the OpenMP library's GOMP_parallel, whose threads share the work from then on; null to use only the calling thread.
 void longdraft_threads(void (*entry)(void (*)(void *), void *, unsigned, unsigned));
 
-// Multiplies x with several matrices, sharing the outputs among the threads.
+// Multiplies x with several matrices, sharing the outputs among the threads. prompt: whether the rows are a prompt's, of which
+// products with matrices in int8 arithmetic are computed in bfloat16 where there are tiles.
 Code longdraft_linear(const float *x, std::int64_t rows, std::int64_t size, const Matrix *matrices, std::int64_t count,
-                      int threads);
+                      std::int64_t prompt, int threads);
 
 // Rows [starts[g], starts[g + 1]) of x (starts[count], size) times the matrices of expert experts[g], for each of `count` groups.
 // matrices: `each` of every expert, all i-th ones of the same size. y: for each of them (starts[count], outs). Groups are not empty.

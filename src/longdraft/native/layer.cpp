@@ -22,7 +22,7 @@ void compute(const Layer &l, const Batch &batch, const KeysValues &kv, float *x,
 
   rms_norm(x, count, l.hidden, l.norm, l.eps, normed, l.plus);
   const Matrix inputs[] = {into(l.q, l.gates ? both : q, false), into(l.k, k, false), into(l.v, v, false)};
-  must(longdraft_linear(normed, count, l.hidden, inputs, 3, threads));
+  must(longdraft_linear(normed, count, l.hidden, inputs, 3, batch.prompt, threads));
   for (int64_t i = 0; l.gates && i < count * l.heads; i++) {
     std::copy_n(both + 2 * i * d, d, q + i * d);
     std::copy_n(both + (2 * i + 1) * d, d, gates + i * d);
@@ -63,8 +63,8 @@ void compute(const Layer &l, const Batch &batch, const KeysValues &kv, float *x,
     }
   }
   if (l.gates) each_number(attended, gates, count, q_size, threads, [](vec a, vec g) { return a * sigmoid(g); });
-  add_product(l.o, attended, q_size, l.attended_norm, l.attended_eps, l.plus, x, count, normed, threads);
-  compute_mlp(l, l.mlp_eps, l.plus, l.gelu, l.done_norm, l.done_eps, x, count, threads);
+  add_product(l.o, attended, q_size, l.attended_norm, l.attended_eps, l.plus, x, count, batch.prompt, normed, threads);
+  compute_mlp(l, l.mlp_eps, l.plus, l.gelu, l.done_norm, l.done_eps, x, count, batch.prompt, threads);
 }
 
 }  // namespace
@@ -93,7 +93,7 @@ Code longdraft_stack(const Stack *stack, const Batch *batches, const KeysValues 
       rms_norm(row, 1, size, stack->norm, stack->eps, normed + r * size, stack->plus);
     }
     const Matrix head = into(stack->head, logits ? logits : normed + Scratch::whole_lines(rows * size), false);
-    must(longdraft_linear(normed, rows, size, &head, 1, threads));
+    must(longdraft_linear(normed, rows, size, &head, 1, 0, threads));
     if (stack->cap) capped(head.y, rows, head.outs, stack->cap, threads);
     if (best) likeliest(head.y, rows, head.outs, best, log_probs, tokens, threads);
   });

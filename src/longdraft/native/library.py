@@ -77,13 +77,17 @@ class Kernels:
         with torch.profiler.record_function(f"longdraft::{name}") if profiled else nullcontext():
             self._functions[name](*arguments, torch.get_num_threads())
 
-    def linear(self, x: torch.Tensor, products: Sequence[Weights]) -> list[torch.Tensor]:
-        """x (..., in) times several matrices (out, in), plus their biases -> (..., out) for each matrix."""
+    def linear(self, x: torch.Tensor, products: Sequence[Weights], prompt: bool = False) -> list[torch.Tensor]:
+        """x (..., in) times several matrices (out, in), plus their biases -> (..., out) for each matrix.
+
+        Args:
+            prompt: the rows are a prompt's. Where there are tiles, products in int8 arithmetic are in bfloat16 then.
+        """
         x = x.contiguous()
         size = x.shape[-1]
         outs = [torch.empty(*x.shape[:-1], w.shape[0], **FLOATS) for w, _ in products]
         matrices = (Matrix * len(outs))(*(matrix(w, out, size) for w, out in zip(products, outs, strict=True)))
-        self.call("linear", address(x), x.numel() // size, size, matrices, len(outs))
+        self.call("linear", address(x), x.numel() // size, size, matrices, len(outs), prompt)
         return outs
 
     def unpack(self, weights: Stored) -> torch.Tensor:

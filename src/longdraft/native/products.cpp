@@ -3,7 +3,7 @@
 #include "products.h"
 
 #include "threads.h"
-#include "vectors.h"
+#include "tiles.h"
 
 #include <algorithm>
 #include <vector>
@@ -12,8 +12,22 @@ using std::int64_t;
 
 namespace {
 
-// Outputs that a thread takes at a time: in floats (whole tiles of every shape), rounded for up to TOGETHER rows, and for more.
-constexpr int64_t FLOATS = 24, FEW = 2 * INT8_UNIT, MANY = 8 * INT8_UNIT;
+// Outputs that a thread takes at a time: in floats (whole tiles of every shape), rounded for up to TOGETHER rows and for more, and of
+// a prompt.
+constexpr int64_t FLOATS = 24, FEW = 2 * INT8_UNIT, MANY = 8 * INT8_UNIT, PROMPT = 16 * INT8_UNIT;
+
+// what(matrix, its number, from, to) for all outputs of some matrices, `share` at a time.
+template <typename What>
+void share_outputs(int64_t share, const Matrix *matrices, int64_t count, int threads, const What &what) {
+  const auto shares_of = [=](const Matrix &m) { return (m.outs + share - 1) / share; };
+  int64_t shares = 0;
+  for (int64_t i = 0; i < count; i++) shares += shares_of(matrices[i]);
+  share_out(threads, shares, [&](int64_t number) {
+    const Matrix *m = matrices;
+    for (; number >= shares_of(*m); m++) number -= shares_of(*m);
+    what(*m, m - matrices, number * share, std::min(m->outs, (number + 1) * share));
+  });
+}
 
 // Which of two ways in which rows are rounded a matrix needs.
 int64_t way_of(const Matrix &m) { return int8_pieces(m.format) > 1; }
@@ -43,6 +57,18 @@ struct Rounded {
   }
 };
 
+// All rows of a prompt times several matrices, those in blocks by tiles.
+void multiply_prompt(const float *x, int64_t rows, int64_t size, const Matrix *matrices, int64_t count, int threads) {
+  static thread_local Scratch of_numbers;
+  BriefRows brief{nullptr, rows, size};
+  brief.numbers = reinterpret_cast<Brief *>(of_numbers.of(brief.room() * size / 2));
+  round_rows(x, brief, threads);
+  share_outputs(PROMPT, matrices, count, threads, [&](const Matrix &m, int64_t, int64_t from, int64_t to) {
+    if (m.int8) return brief_outputs(brief, m, from, to);
+    float_outputs(x, rows, size, m, from, to);
+  });
+}
+
 // Rows [starts[g], starts[g + 1]) of x times matrices [g * each, (g + 1) * each), for each of `count` groups of rows.
 void multiply(const float *x, int64_t size, const Matrix *matrices, int64_t each, const int64_t *starts, int64_t count,
               int threads) {
@@ -61,21 +87,19 @@ void multiply(const float *x, int64_t size, const Matrix *matrices, int64_t each
   }
   const Int8Rows *rounded[] = {ways[0].groups.data(), ways[1].groups.data()};  // the calling thread's
   const int64_t share = !rounds ? FLOATS : most <= Int8Rows::TOGETHER && !tiles ? FEW : MANY;
-  const auto shares_of = [=](const Matrix &m) { return (m.outs + share - 1) / share; };
-  int64_t shares = 0;
-  for (const Matrix *m = matrices; m < end; m++) shares += shares_of(*m);
-  share_out(threads, shares, [&](int64_t number) {
-    const Matrix *m = matrices;
-    for (; number >= shares_of(*m); m++) number -= shares_of(*m);
-    const int64_t g = (m - matrices) / each, from = number * share, to = std::min(m->outs, from + share);
-    if (m->int8) return int8_outputs(rounded[way_of(*m)][g], *m, from, to);
-    float_outputs(x + starts[g] * size, starts[g + 1] - starts[g], size, *m, from, to);
+  share_outputs(share, matrices, count * each, threads, [&](const Matrix &m, int64_t number, int64_t from, int64_t to) {
+    const int64_t g = number / each;
+    if (m.int8) return int8_outputs(rounded[way_of(m)][g], m, from, to);
+    float_outputs(x + starts[g] * size, starts[g + 1] - starts[g], size, m, from, to);
   });
 }
 
 }  // namespace
 
-Code longdraft_linear(const float *x, int64_t rows, int64_t size, const Matrix *matrices, int64_t count, int threads) try {
+Code longdraft_linear(const float *x, int64_t rows, int64_t size, const Matrix *matrices, int64_t count, int64_t prompt,
+                      int threads) try {
+  const bool brief = TILES && prompt && std::any_of(matrices, matrices + count, [](const Matrix &m) { return m.int8; });
+  if (brief) return multiply_prompt(x, rows, size, matrices, count, threads), DONE;
   const int64_t starts[] = {0, rows};
   multiply(x, size, matrices, count, starts, 1, threads);
   return DONE;

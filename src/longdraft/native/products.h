@@ -1,8 +1,9 @@
-// Products of rows with a part of a matrix's outputs, in floats and in int8 arithmetic. A row's result does not depend on the
+// Products of rows with a part of a matrix's outputs, in floats, in int8 arithmetic and in bfloat16. A row's result does not depend on the
 // rows beside it.
 #pragma once
 
 #include "kernels.h"
+#include "stored.h"
 
 #include <cstdint>
 
@@ -69,6 +70,22 @@ Int8Rows int8_rows(std::int64_t rows, std::int64_t size, std::int64_t pieces);
 
 // Rounds rows of x (rows, size). Where a number is none, or infinite, its scale is NaN.
 void round_rows(const float *x, const Int8Rows &to, int threads);
+
+// Rows of x in bfloat16, for tiles: (group of TOGETHER rows, 32 numbers, row), zeros behind the last row.
+struct BriefRows {
+  static constexpr std::int64_t TOGETHER = 32;
+
+  Brief *numbers;
+  std::int64_t rows, size;  // size: a multiple of 32
+
+  // All rows, those of zeros included.
+  std::int64_t room() const { return (rows + TOGETHER - 1) / TOGETHER * TOGETHER; }
+};
+
+void round_rows(const float *x, const BriefRows &to, int threads);
+
+// Outputs [from, to) of a matrix in blocks for all rows of a prompt, where there are tiles. `from` is a multiple of INT8_UNIT.
+void brief_outputs(const BriefRows &x, const Matrix &m, std::int64_t from, std::int64_t to);
 
 // Outputs [from, to) of a matrix in blocks for all rows of x. `from` is a multiple of INT8_UNIT.
 // y = sum over x's scales, in their order, of the least values times sums of x's numbers, and x's scale * (float of W's block * sum
