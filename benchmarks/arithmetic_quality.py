@@ -10,7 +10,8 @@ mean  mean over all scored rows of KL(P || Q) in nats, P by float32 arithmetic a
 p99   99th percentile of the same numbers
 top1  share of rows in which P and Q have the same most likely token
 
-A file is loaded twice, with arithmetic="float32" and with "int8"; a window is read in one forward, as a prompt is.
+A file is loaded twice, with arithmetic="float32" and with "int8"; a window is read as a prompt is. With --written the
+scored rows are computed as rows of decoding are.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[4, 5, 6, 7], help="rows of each file that are used")
     parser.add_argument("--windows", type=int, default=8, help="how many, spread over the texts")
     parser.add_argument("--window", type=int, default=512, help="tokens of a window, above 256")
+    parser.add_argument("--written", action="store_true", help="scored rows are computed as decoding does")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(arguments)
@@ -72,7 +74,7 @@ def figures(args: Any, path: Path) -> dict[str, float]:
     exact, rounded = (longdraft.load(path, device="cpu", arithmetic=kind) for kind in ("float32", "int8"))
     divergences, same = [], []
     for window in windows_of(args, exact.tokenizer).tolist():
-        p, q = (scored(TargetRunner(each.model), window) for each in (exact, rounded))
+        p, q = (scored(TargetRunner(each.model), window, not args.written) for each in (exact, rounded))
         divergences.append(divergence(p, q))
         same.append(p.argmax(-1) == q.argmax(-1))
     apart, alike = torch.cat(divergences), torch.cat(same).double()
@@ -86,12 +88,12 @@ def divergence(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     return (exact.exp() * (exact - other)).sum(-1)
 
 
-def scored(runner: TargetRunner, window: list[int]) -> torch.Tensor:
+def scored(runner: TargetRunner, window: list[int], prompt: bool) -> torch.Tensor:
     """Logits of a window's scored rows."""
     store, context = runner.new_store(1, len(window)), window[:-SCORED]
     runner.forward(store.block([0], [context], prompt=True), store, logits="none")
     store.commit(0, range(len(context)))
-    logits = runner.forward(store.block([0], [window[-SCORED:]], prompt=True), store).logits
+    logits = runner.forward(store.block([0], [window[-SCORED:]], prompt=prompt), store).logits
     assert logits is not None
     return logits[0, :-1]
 

@@ -14,8 +14,8 @@ using brief::DEEP;
 using brief::SIDE;
 
 constexpr int64_t EACH = BriefRows::TOGETHER;
-constexpr int64_t DEPTH = 8 * DEEP;       // inputs that are unpacked at a time
-constexpr int64_t ROWS = 512;             // their numbers and sums stay in the second-level cache while outputs pass
+constexpr int64_t DEPTH = 8 * DEEP;  // inputs that are unpacked at a time
+constexpr int64_t ROWS = 512;        // their numbers and sums stay in the second-level cache while outputs pass
 constexpr int64_t SUMS = EACH * EACH, TILE_SUMS = SIDE * SIDE;
 
 // Two floats in a lane, rounded to the nearest, as bfloat16.
@@ -68,29 +68,6 @@ void multiply(const Brief *x, const ivec *w, int64_t count, float *sums, bool ad
   with_each<4>([=](auto tile) INLINED { tiles::store<tile.value>(sums + tile.value * TILE_SUMS); });
 }
 
-// Rows of y [row, end) of two vectors of outputs, of which the second may be missing.
-struct Corner {
-  const Matrix &m;
-  Outputs outputs[2];
-  int count;
-
-  Corner(const Matrix &m_, int64_t from, int64_t to)
-      : m(m_), outputs{{m_, from}, {m_, from + LANES}}, count(to - from > LANES ? 2 : 1) {}
-
-  void fetch(int64_t row, int64_t end) const {
-    for (; row < end; row++) {
-      for (int b = 0; b < count; b++) __builtin_prefetch(m.y + row * m.outs + outputs[b].out, 1);
-    }
-  }
-
-  void finish(int64_t row, int64_t end, const float *sums) const {
-    for (int64_t r = 0; r < end - row; r++) {
-      const float *own = sums + r / SIDE * 2 * TILE_SUMS + r % SIDE * SIDE;
-      for (int b = 0; b < count; b++) outputs[b].finish(m, row + r, load(own + b * TILE_SUMS));
-    }
-  }
-};
-
 template <typename F>
 void outputs_of(const BriefRows &x, const Matrix &m, int64_t from, int64_t to) {
   static thread_local Scratch of_sums, of_weights, copies;
@@ -104,18 +81,24 @@ void outputs_of(const BriefRows &x, const Matrix &m, int64_t from, int64_t to) {
       const int64_t depth = std::min(DEPTH, x.size - first);
       const bool last = first + depth == x.size;
       for (int64_t pair = 0; pair < pairs; pair++) {
-        const Corner corner(m, from + pair * EACH, to);
+        const int64_t out = from + pair * EACH, count = to - out > LANES ? 2 : 1;
+        const Outputs outputs[] = {{m, out}, {m, out + LANES}};
         for (int b = 0; b < 2; b++) {
-          const Outputs &outputs = corner.outputs[b];
-          const byte *next = outputs.first(m) + EACH * m.w_row + LANES * (first / F::WEIGHTS * F::BYTES);
-          unpack<F>(outputs.woven<F>(m, first, depth, copies), depth, next, w + b * SIDE);
+          const byte *next = outputs[b].first(m) + EACH * m.w_row + LANES * (first / F::WEIGHTS * F::BYTES);
+          unpack<F>(outputs[b].woven<F>(m, first, depth, copies), depth, next, w + b * SIDE);
         }
         const Brief *numbers = x.numbers + row * x.size + first * EACH;
         float *own = sums + pair * groups * SUMS;
         for (int64_t r = row; r < end; r += EACH, numbers += EACH * x.size, own += SUMS) {
-          if (last) corner.fetch(r, std::min(end, r + EACH));
+          const int64_t rows = last ? std::min(EACH, end - r) : 0;  // that are done then
+          for (int64_t i = 0; i < rows; i++) {
+            for (int b = 0; b < count; b++) __builtin_prefetch(m.y + (r + i) * m.outs + outputs[b].out, 1);
+          }
           multiply(numbers, w, depth / DEEP, own, first > 0);
-          if (last) corner.finish(r, std::min(end, r + EACH), own);
+          for (int64_t i = 0; i < rows; i++) {
+            const float *found = own + i / SIDE * 2 * TILE_SUMS + i % SIDE * SIDE;
+            for (int b = 0; b < count; b++) outputs[b].finish(m, r + i, load(found + b * TILE_SUMS));
+          }
         }
       }
     }

@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <new>
+#include <sys/mman.h>
 #include <type_traits>
 #include <utility>
 #if defined(__AVX2__)
@@ -28,8 +29,8 @@ typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef std::int32_t ivec __attribute__((vector_size(4 * LANES)));
 typedef float unaligned __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
-// Memory that is kept from call to call, so that a round allocates nothing. Loads do not straddle cache lines if each part of it
-// has whole_lines().
+// Memory that is kept from call to call, so that a round allocates nothing; much of it in large pages where Linux has some. Loads do
+// not straddle cache lines if each part of it has whole_lines().
 class Scratch {
  public:
   ~Scratch() { std::free(kept_); }
@@ -38,8 +39,11 @@ class Scratch {
     if (size > size_) {
       std::free(kept_);
       size_ = 0;
-      kept_ = static_cast<float *>(std::aligned_alloc(64, whole_lines(size) * sizeof(float)));
+      const std::int64_t bytes = whole_lines(size) * sizeof(float), page = bytes < LARGE ? 64 : LARGE;
+      const std::int64_t whole = (bytes + page - 1) / page * page;
+      kept_ = static_cast<float *>(std::aligned_alloc(page, whole));
       if (!kept_) throw std::bad_alloc();
+      if (page == LARGE) madvise(kept_, whole, MADV_HUGEPAGE);
       size_ = size;
     }
     return kept_;
@@ -48,6 +52,8 @@ class Scratch {
   static std::int64_t whole_lines(std::int64_t floats) { return (floats + 15) / 16 * 16; }
 
  private:
+  static constexpr std::int64_t LARGE = 2 << 20;  // bytes of a large page
+
   float *kept_ = nullptr;
   std::int64_t size_ = 0;
 };
