@@ -10,7 +10,7 @@ import torch
 from longdraft import Speculator, load
 from longdraft.drafts.language_model import PublishedLM, SmallLMDraft
 from longdraft.errors import CapabilityError, CheckpointError
-from longdraft.model import stored
+from longdraft.model import stored_model
 from longdraft.model.runner import TargetRunner
 from longdraft.model.stored import StoredEmbedding, StoredLinear
 from tests.support.forwards import forward
@@ -48,7 +48,7 @@ def alone(model, tokens):
 
 def in_float32(model, tokens):
     """Logits by the model's own code, in float32 arithmetic from now on."""
-    stored.use_int8(model, False)
+    stored_model.use_int8(model, False)
     with torch.no_grad():
         return model(torch.tensor([tokens])).logits[0]
 

@@ -10,7 +10,7 @@ import torch
 from longdraft import native
 from longdraft.model.kernel_report import kernel_report
 from longdraft.model.runner import TargetRunner
-from longdraft.model.stored import keep_stored, parameters
+from longdraft.model.stored_model import keep_stored, parameters
 from longdraft.native.build import CALLED
 from tests.native.levels import needs_kernels
 from tests.support.tiny import tiny_model

@@ -12,7 +12,8 @@ from longdraft import load
 from longdraft.errors import CapabilityError
 from longdraft.model.few_rows import quicken
 from longdraft.model.runner import TargetRunner
-from longdraft.model.stored import StoredEmbedding, StoredLinear, in_floats, is_woven
+from longdraft.model.stored import StoredEmbedding, StoredLinear
+from longdraft.model.stored_model import in_floats, is_woven
 from tests.native.levels import needs_kernels
 from tests.support.forwards import forward
 from tests.support.gguf_files import write_gguf

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from longdraft import Speculator, load
 from longdraft.model.experts import keep_experts
 from longdraft.model.runner import TargetRunner
-from longdraft.model.stored import keep_stored
+from longdraft.model.stored_model import keep_stored
 from tests.native.levels import needs_kernels
 from tests.support.gguf_architectures import write
 from tests.support.quick import few

@@ -91,7 +91,7 @@ def bench(
     from longdraft.bench.run import Bench, Measured
     from longdraft.bench.settings import Settings
     from longdraft.drafts.kinds import kind_of
-    from longdraft.model.stored import is_stored
+    from longdraft.model.stored_model import is_stored
 
     if quick:  # other options win
         prompting = replace(

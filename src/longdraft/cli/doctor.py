@@ -64,7 +64,7 @@ def _examine(found: dict[str, Any], model: Any, runner: TargetRunner | None) -> 
     from longdraft.model import hosting
     from longdraft.model.gpu import graphs
     from longdraft.model.layout import described, layout_of
-    from longdraft.model.stored import parameters
+    from longdraft.model.stored_model import parameters
 
     found["model"] |= {
         "name": model.name_or_path or type(model).__name__,

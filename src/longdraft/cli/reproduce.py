@@ -56,7 +56,7 @@ def reproduce(
     from longdraft.bench.reproduce.run import prepare
     from longdraft.bench.reproduce.scaled import Scaled
     from longdraft.bench.reproduce.texts import Sources
-    from longdraft.model.stored import is_stored
+    from longdraft.model.stored_model import is_stored
 
     if paper is None or table is None:
         _list(None if paper is None else paper_named(paper), output)

@@ -20,7 +20,7 @@ from longdraft.attention.block import Block
 from longdraft.errors import MemoryBudgetError, reason_of
 from longdraft.memory import sizes
 from longdraft.memory.store import KVStore
-from longdraft.model import hosting, stored
+from longdraft.model import hosting, stored_model
 from longdraft.model.delta_parts import delta_layer_of, delta_rows
 from longdraft.model.few_rows import MOST
 from longdraft.model.gpu import layers as gpu_layers
@@ -63,13 +63,13 @@ class FusedLayers:
             self._fuse_on_gpu(self.kinds)
             return
         self._kernels = own
-        self._int8 = stored.arithmetic_of(model) == "int8"
+        self._int8 = stored_model.arithmetic_of(model) == "int8"
         # Results are compared in float32: in int8 arithmetic the last bit of a float can change a row's rounding.
-        stored.use_int8(model, False)
+        stored_model.use_int8(model, False)
         try:
             self._fuse(self.kinds)
         finally:
-            stored.use_int8(model, self._int8)
+            stored_model.use_int8(model, self._int8)
 
     def _fuse(self, kinds: LayerKinds) -> None:
         theirs, size = list(hosting.decoder_layers(self._model)), layout_of(self._model).shape.head_dim

@@ -11,7 +11,7 @@ from longdraft import native
 from longdraft.memory.sizes import human
 from longdraft.model.few_rows import weights_of
 from longdraft.model.runner import TargetRunner
-from longdraft.model.stored import is_stored
+from longdraft.model.stored_model import is_stored
 from longdraft.native.build import CALLED
 from longdraft.native.library import HEAD_UNIT, SLOWER
 

@@ -12,7 +12,7 @@ import torch
 from longdraft import native
 from longdraft.errors import CapabilityError, CheckpointError, ContextError, memory_checked
 from longdraft.memory import sizes
-from longdraft.model import stored
+from longdraft.model import stored_model
 from longdraft.model.checkpoints import DType, LoadedModel, Progress, check_folder, check_gguf, read_checkpoint
 from longdraft.model.collector import paused
 from longdraft.model.embedded import EMBEDDED_ID, packaged_file
@@ -139,7 +139,7 @@ def _read(
     if keep:
         if not getattr(loaded.model, "is_quantized", False):
             keep_experts(loaded.model)
-        stored.keep_stored(loaded.model)
+        stored_model.keep_stored(loaded.model)
     return loaded
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from longdraft.errors import UnsupportedModelError
-from longdraft.model import hosting, stored
+from longdraft.model import hosting, stored_model
 from longdraft.model.few_rows import in_halves
 from longdraft.model.small_models import Attend, packed
 from longdraft.native import Stored, kernels
@@ -78,7 +78,7 @@ def put_in(
     dtype: torch.dtype,
     int8: bool,
 ) -> nn.Module:
-    """:func:`longdraft.model.stored.put_in` for all weights of a draft. With kernels, matrices in halves stay so."""
+    """:func:`~longdraft.model.stored_model.put_in` for all weights of a draft. With kernels, halves stay so."""
     halves = (
         {}
         if kernels() is None
@@ -88,7 +88,7 @@ def put_in(
             if isinstance(each, torch.Tensor) and each.dim() == 2 and in_halves(each)
         }
     )
-    stored.put_in(module, {**weights, **halves}, device, dtype, int8)
+    stored_model.put_in(module, {**weights, **halves}, device, dtype, int8)
     return module.requires_grad_(False).eval()
 
 

@@ -19,7 +19,7 @@ from longdraft.memory import sizes
 from longdraft.memory.offload import Offload
 from longdraft.memory.rooms import Rooms
 from longdraft.memory.store import KVStore
-from longdraft.model import fingerprints, hosting, stored, support
+from longdraft.model import fingerprints, hosting, stored, stored_model, support
 from longdraft.model.clock import Clock
 from longdraft.model.ends import stated_ends
 from longdraft.model.gpu import deterministic as one_bucket
@@ -48,7 +48,7 @@ class TargetRunner:
         lock: held during every forward and every step of a run: one thread at a time uses a model through longdraft.
         depth: number of decoder layers.
         kv_shape: shape of the stores, with this process's heads, and dtype of the rows that are written.
-        arithmetic: "int8", or the dtype that the model computes in; see :func:`longdraft.model.stored.arithmetic_of`.
+        arithmetic: "int8", or the dtype that the model computes in (``stored_model.arithmetic_of``).
         rows: rows of every forward of :meth:`verify`; None: as many as there are.
         recurrent: the model has recurrent layers.
         forks_cost: a branch of a tree costs more than its rows: a state of its own, or a forward of its own.
@@ -90,7 +90,7 @@ class TargetRunner:
             self.attend = or_scaled(self.attend)
         attend = prefix.before(self.attend)
         self.prefix_attend: prefix.PrefixAttend = attend if self.share is None else self.share.attending(attend)
-        self.arithmetic = stored.arithmetic_of(model)
+        self.arithmetic = stored_model.arithmetic_of(model)
         # Int8 arithmetic keeps keys and values in 16 bits.
         halves = self.arithmetic == "int8" and self.can_round_kv and offload is None
         self.own_kv_dtype = torch.bfloat16 if halves else self.kv_shape.dtype
@@ -138,7 +138,7 @@ class TargetRunner:
             CheckpointError: the file that its weights are mapped from was written to.
         """
         support.check_functions(self.model)
-        stored.check_unchanged(self.model)
+        stored_model.check_unchanged(self.model)
         self._host.refresh()
         if (self.model.device, self.model.dtype) != (self.device, self.kv_shape.dtype):
             raise CapabilityError(

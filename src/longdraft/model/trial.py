@@ -22,7 +22,7 @@ from longdraft.errors import LongdraftError, UnsupportedModelError, reason_of
 from longdraft.memory.recurrent import RecurrentStates
 from longdraft.memory.store import KVStore
 from longdraft.memory.windows import WindowStates
-from longdraft.model import hosting, own_code, positions, quantised, recurrent, stored
+from longdraft.model import hosting, own_code, positions, quantised, recurrent, stored, stored_model
 from longdraft.model.checkpoints import quiet
 from longdraft.model.layout import Layout, Recording, layout_from, layout_of, layouts
 from longdraft.model.model_copy import copy_without_hooks
@@ -108,7 +108,7 @@ def try_out(model: PreTrainedModel) -> Layout:
         UnsupportedModelError: the hosted copy fails, or computes something else than the model.
     """
     copy = copy_without_hooks(model)
-    stored.use_int8(copy, False)
+    stored_model.use_int8(copy, False)
     quantised.make_plain(copy)
     positions.give_positions(copy)
     recurrent.install(copy)

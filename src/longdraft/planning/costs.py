@@ -28,7 +28,7 @@ from longdraft.folders import cache_folder
 from longdraft.memory.store import KVStore
 from longdraft.model.checkpoints import Progress
 from longdraft.model.runner import TargetRunner
-from longdraft.model.stored import is_stored, is_woven
+from longdraft.model.stored_model import is_stored, is_woven
 from longdraft.trees.masks import tree_block
 from longdraft.trees.tree import TokenTree
 

@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from longdraft.errors import CapabilityError, CheckpointError
-from longdraft.model import stored
+from longdraft.model import stored, stored_model
 from longdraft.model.checkpoints import DType, LoadedModel, Progress, quiet, reading, stretch_rope
 from longdraft.model.ends import ends_of, stated_ends
 from longdraft.model.gguf import layout
@@ -108,7 +108,7 @@ class File(Header):
         Raises:
             CheckpointError: a weight is missing, or has another size than the configuration says.
         """
-        with stored.without_memory():
+        with stored_model.without_memory():
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         known, tensors = self.known(config), self.tensors
         mixtures = {name: layout.as_stored(t) for name, t in tensors.items() if "_exps." in name}
@@ -133,7 +133,7 @@ class File(Header):
             )
         if hasattr(mmap, "MADV_WILLNEED"):  # not on Windows
             self.memory.madvise(mmap.MADV_WILLNEED)
-        return stored.mark(model, *self.parts)
+        return stored_model.mark(model, *self.parts)
 
     def _spare(self, name: str, config: Any) -> bool:
         """True for a tensor that a model may leave unused: of layers that predict further tokens, or share rows."""
@@ -200,7 +200,7 @@ def _put_in(model: PreTrainedModel, weights: dict[str, layout.Weight], file: Pat
             "of another architecture than it says: fetch it again."
         )
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    stored.put_in(model, weights)
+    stored_model.put_in(model, weights)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if tied and isinstance(embedding, stored.StoredEmbedding):
         model.set_output_embeddings(stored.StoredLinear(embedding.matrix))
@@ -241,14 +241,14 @@ def read_gguf(
     if why or dtype != torch.float32 or weights == "float32" or (weights is None and kernels() is None):
         say(f"Unpacking {path.name}, as at every start" + (f": {why}" if why else ""))
         unpacked = dtype if isinstance(dtype, torch.dtype) else torch.float32
-        loaded = LoadedModel(stored.in_floats(loaded.model, unpacked), loaded.tokenizer)
+        loaded = LoadedModel(stored_model.in_floats(loaded.model, unpacked), loaded.tokenizer)
     elif arithmetic != "float32" and kernels() is not None:
-        stored.use_int8(loaded.model)
-        stored.weave(loaded.model, say)
-    if arithmetic == "int8" and stored.arithmetic_of(loaded.model) != "int8":
+        stored_model.use_int8(loaded.model)
+        stored_model.weave(loaded.model, say)
+    if arithmetic == "int8" and stored_model.arithmetic_of(loaded.model) != "int8":
         unpacked_why = f"they are unpacked here ({missing() or weights or dtype})"
         none = "none of its weights are stored in 8 bits or fewer"
-        raise no_int8(path, why or (none if stored.is_stored(loaded.model) else unpacked_why))
+        raise no_int8(path, why or (none if stored_model.is_stored(loaded.model) else unpacked_why))
     with reading(path, f"{path} cannot be read as a GGUF model", _REMEDY):
         # Some versions of transformers give the tokenizer BOS for EOS, and let it remove the space before a comma.
         for role in ("bos_token", "eos_token", "pad_token"):
