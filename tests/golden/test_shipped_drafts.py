@@ -2,7 +2,8 @@
 
 Three prompts of some 250 tokens, read once a process, in one batch, in float32, so that every machine writes the same.
 The floors stand at 0.85 of the mean accepted length that these drafts had: a draft that is read wrongly, or fed with
-the wrong states, falls through them, and no other test would notice. Lookups find nothing in these texts.
+the wrong states, falls through them, and no other test would notice. Lookups find nothing in these texts: they get
+others.
 """
 
 from __future__ import annotations
@@ -78,6 +79,8 @@ class Desk:
         here = Path(__file__).parent
         texts = [(here / f"{name}.txt").read_text(encoding="utf-8") for name in ("alice", "shelf", "minutes")]
         self.prompts = [chat_prompt(tokenizer, text) for text in texts]
+        # Begun again, so that the model goes on as before, and lookups find what comes.
+        self.again = [tokenizer.encode(f"{text}\n\n{text[: len(text) // 2]}") for text in texts]
         # With the hidden states that EAGLE-3 reads, so that nobody reads the prompts again.
         self.cache = PromptCache(Speculator("eagle3", target=self.model).feature_layers())
         self.plain = [r.token_ids for r in self.decode("ar")]
@@ -106,6 +109,16 @@ def test_fixed_trees(desk, method):
         assert all(r.new_tokens == NEW for r in results)
     decoded, rounds = sum(r.new_tokens - 1 for r in results), sum(r.rounds for r in results)
     assert decoded / rounds >= floor
+
+
+@pytest.mark.parametrize(("method", "floor"), [("prompt-lookup", 1.77), ("suffix", 2.17)])
+def test_lookups_of_what_is_said_again(desk, method, floor):
+    def decode(method):
+        return Speculator(method, target=desk.model).generate(desk.again, max_new_tokens=NEW)
+
+    results = decode(method)
+    assert [r.token_ids for r in results] == [r.token_ids for r in decode("ar")]
+    assert sum(r.new_tokens - 1 for r in results) / sum(r.rounds for r in results) >= floor
 
 
 @pytest.mark.parametrize("method", PLANNED)
