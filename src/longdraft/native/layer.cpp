@@ -20,15 +20,15 @@ void compute(const Layer &l, const Batch &batch, const KeysValues &kv, float *x,
       divided<9>(scratch, count, {l.hidden, q_size, kv_size, kv_size, q_size, q_size, q_size, 2 * more, more});
   float *queries = kept_queries ? kept_queries : turned;
 
-  rms_norm(x, count, l.hidden, l.norm, l.eps, normed, l.plus);
+  rms_norm(x, count, l.hidden, l.norm, l.eps, normed, l.plus, threads);
   const Matrix inputs[] = {into(l.q, l.gates ? both : q, false), into(l.k, k, false), into(l.v, v, false)};
   must(longdraft_linear(normed, count, l.hidden, inputs, 3, batch.prompt, threads));
   for (int64_t i = 0; l.gates && i < count * l.heads; i++) {
     std::copy_n(both + 2 * i * d, d, q + i * d);
     std::copy_n(both + (2 * i + 1) * d, d, gates + i * d);
   }
-  if (l.q_norm) rms_norm(q, count * l.heads, d, l.q_norm, l.q_eps, q, l.plus);
-  if (l.k_norm) rms_norm(k, count * l.kv_heads, d, l.k_norm, l.k_eps, k, l.plus);
+  if (l.q_norm) rms_norm(q, count * l.heads, d, l.q_norm, l.q_eps, q, l.plus, threads);
+  if (l.k_norm) rms_norm(k, count * l.kv_heads, d, l.k_norm, l.k_eps, k, l.plus, threads);
 
   // One head at a time: rows of transposed keys share cache lines.
   share_out(count > MANY ? threads : 1, batch.sequences * (l.heads + l.kv_heads), [&](int64_t item) {
@@ -56,14 +56,17 @@ void compute(const Layer &l, const Batch &batch, const KeysValues &kv, float *x,
       must(longdraft_attend(queries + b * q_size * size, &kv, batch.slots[b], l.kv_heads, l.heads / l.kv_heads * size, d,
                             batch.ends[b], mask, size, batch.width, begins, &l.scoring, folded, threads));
     }
-    for (int64_t t = 0; t < size; t++) {
+    share_out(count > MANY ? threads : 1, size, [&](int64_t t) {
       for (int64_t h = 0; h < l.heads; h++) {
         std::copy_n(folded + (h * size + t) * d, d, attended + (b * size + t) * q_size + h * d);
       }
-    }
+    });
   }
   if (l.gates) each_number(attended, gates, count, q_size, threads, [](vec a, vec g) { return a * sigmoid(g); });
-  add_product(l.o, attended, q_size, l.attended_norm, l.attended_eps, l.plus, x, count, batch.prompt, normed, threads);
+  const auto product = [&](const Matrix &o) {
+    must(longdraft_linear(attended, count, q_size, &o, 1, batch.prompt, threads));
+  };
+  add_product(l.o, product, l.attended_norm, l.attended_eps, l.plus, x, count, normed, threads);
   compute_mlp(l, l.mlp_eps, l.plus, l.gelu, l.done_norm, l.done_eps, x, count, batch.prompt, threads);
 }
 

@@ -5,6 +5,7 @@
 
 #include "packed.h"
 #include "parts.h"
+#include "products.h"
 
 namespace {
 
@@ -19,20 +20,20 @@ inline std::array<float *, COUNT> divided(Scratch &scratch, int64_t rows, const 
   return parts;
 }
 
+// x += what product(matrix) computes, or its norm, if there is one, in room as large as x.
+template <typename Product>
+inline void add_product(const Matrix &m, const Product &product, const float *norm, float eps, float plus, float *x, int64_t rows,
+                        float *room, int threads) {
+  if (!norm) return product(into(m, x, true));
+  product(into(m, room, false));
+  rms_norm(room, rows, m.outs, norm, eps, room, plus, threads);
+  each_number(x, room, rows, m.outs, threads, [](vec a, vec b) { return a + b; });
+}
+
 // x += the product of rows `in`.
 inline void add_product(const Matrix &m, const float *in, int64_t size, float *x, int64_t rows, bool prompt, int threads) {
   const Matrix product = into(m, x, true);
   must(longdraft_linear(in, rows, size, &product, 1, prompt, threads));
-}
-
-// The same with a norm between, if there is one, in room as large as x.
-inline void add_product(const Matrix &m, const float *in, int64_t size, const float *norm, float eps, float plus, float *x,
-                        int64_t rows, bool prompt, float *room, int threads) {
-  if (!norm) return add_product(m, in, size, x, rows, prompt, threads);
-  const Matrix product = into(m, room, false);
-  must(longdraft_linear(in, rows, size, &product, 1, prompt, threads));
-  rms_norm(room, rows, m.outs, norm, eps, room, plus);
-  each_number(x, room, rows, m.outs, threads, [](vec a, vec b) { return a + b; });
 }
 
 // x += a gated MLP of its norm, whose output may have a norm too. L: a layer with an MLP.
@@ -40,12 +41,12 @@ template <typename L>
 inline void compute_mlp(const L &l, float eps, float plus, bool by_gelu, const float *done_norm, float done_eps, float *x,
                         int64_t rows, bool prompt, int threads) {
   static thread_local Scratch scratch;
-  const auto [normed, gate, up] = divided<3>(scratch, rows, {l.hidden, l.inner, l.inner});
-  rms_norm(x, rows, l.hidden, l.mlp_norm, eps, normed, plus);
-  const Matrix inputs[] = {into(l.gate, gate, false), into(l.up, up, false)};
-  must(longdraft_linear(normed, rows, l.hidden, inputs, 2, prompt, threads));
-  gated(gate, up, rows, l.inner, threads, by_gelu);
-  add_product(l.down, gate, l.inner, done_norm, done_eps, plus, x, rows, prompt, normed, threads);
+  float *normed = scratch.of(rows * l.hidden);
+  rms_norm(x, rows, l.hidden, l.mlp_norm, eps, normed, plus, threads);
+  const auto product = [&](const Matrix &down) {
+    multiply_gated(normed, rows, l.hidden, l.gate, l.up, by_gelu, down, prompt, threads);
+  };
+  add_product(l.down, product, done_norm, done_eps, plus, x, rows, normed, threads);
 }
 
 }  // namespace

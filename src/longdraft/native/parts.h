@@ -14,9 +14,15 @@ namespace {
 
 using std::int64_t;
 
+// Numbers above which threads share an operation on rows.
+constexpr int64_t SHARED = 1 << 16;
+
 // y = x / rms(x) * (weight + plus), row by row.
-inline void rms_norm(const float *x, int64_t rows, int64_t size, const float *weight, float eps, float *y, float plus = 0) {
-  for (int64_t r = 0; r < rows; r++, x += size, y += size) {
+inline void rms_norm(const float *of, int64_t rows, int64_t size, const float *weight, float eps, float *to, float plus = 0,
+                     int threads = 1) {
+  share_out(rows * size > SHARED ? threads : 1, rows, [=](int64_t r) {
+    const float *x = of + r * size;
+    float *y = to + r * size;
     Sixteen squares;
     int64_t i = 0;
     for (; i + 16 <= size; i += 16) {
@@ -31,7 +37,7 @@ inline void rms_norm(const float *x, int64_t rows, int64_t size, const float *we
     const float factor = 1.0f / std::sqrt(total / size + eps);
     for (i = 0; i + LANES <= size; i += LANES) store(y + i, (load(weight + i) + plus) * (load(x + i) * factor));
     for (; i < size; i++) y[i] = (weight[i] + plus) * (x[i] * factor);
-  }
+  });
 }
 
 // Applies RoPE to one head's vector, of which the first `turned` dimensions are the two parts of so many pairs.

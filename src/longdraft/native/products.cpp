@@ -2,7 +2,7 @@
 // which each matrix is read once.
 #include "products.h"
 
-#include "threads.h"
+#include "parts.h"
 #include "tiles.h"
 
 #include <algorithm>
@@ -57,15 +57,17 @@ struct Rounded {
   }
 };
 
-// All rows of a prompt times several matrices, those in blocks by tiles.
-void multiply_prompt(const float *x, int64_t rows, int64_t size, const Matrix *matrices, int64_t count, int threads) {
-  static thread_local Scratch of_numbers;
+BriefRows brief_rows(int64_t rows, int64_t size, Scratch &scratch) {
   BriefRows brief{nullptr, rows, size};
-  brief.numbers = reinterpret_cast<Brief *>(of_numbers.of(brief.room() * size / 2));
-  round_rows(x, brief, threads);
+  brief.numbers = reinterpret_cast<Brief *>(scratch.of(brief.room() * size / 2));
+  return brief;
+}
+
+// All rows of a prompt times several matrices, those in blocks by tiles.
+void multiply_prompt(const float *x, const BriefRows &brief, const Matrix *matrices, int64_t count, int threads) {
   share_outputs(PROMPT, matrices, count, threads, [&](const Matrix &m, int64_t, int64_t from, int64_t to) {
     if (m.int8) return brief_outputs(brief, m, from, to);
-    float_outputs(x, rows, size, m, from, to);
+    float_outputs(x, brief.rows, brief.size, m, from, to);
   });
 }
 
@@ -96,10 +98,34 @@ void multiply(const float *x, int64_t size, const Matrix *matrices, int64_t each
 
 }  // namespace
 
+void multiply_gated(const float *x, int64_t rows, int64_t size, const Matrix &gate, const Matrix &up, bool by_gelu,
+                    const Matrix &down, bool prompt, int threads) {
+  static thread_local Scratch of_x, of_inner, floats;
+  if (TILES && prompt && gate.int8 && up.int8 && down.int8 && gate.format == up.format) {
+    const BriefRows brief = brief_rows(rows, size, of_x), inner = brief_rows(rows, gate.outs, of_inner);
+    round_rows(x, brief, threads);
+    share_outputs(PROMPT, &gate, 1, threads, [&](const Matrix &, int64_t, int64_t from, int64_t to) {
+      brief_outputs(brief, gate, up, by_gelu, from, to, inner);
+    });
+    return multiply_prompt(nullptr, inner, &down, 1, threads);
+  }
+  const int64_t apart = Scratch::whole_lines(rows * gate.outs);
+  float *y = floats.of(2 * apart), *other = y + apart;
+  const Matrix both[] = {into(gate, y, false), into(up, other, false)};
+  must(longdraft_linear(x, rows, size, both, 2, prompt, threads));
+  gated(y, other, rows, gate.outs, threads, by_gelu);
+  must(longdraft_linear(y, rows, gate.outs, &down, 1, prompt, threads));
+}
+
 Code longdraft_linear(const float *x, int64_t rows, int64_t size, const Matrix *matrices, int64_t count, int64_t prompt,
                       int threads) try {
-  const bool brief = TILES && prompt && std::any_of(matrices, matrices + count, [](const Matrix &m) { return m.int8; });
-  if (brief) return multiply_prompt(x, rows, size, matrices, count, threads), DONE;
+  if (TILES && prompt && std::any_of(matrices, matrices + count, [](const Matrix &m) { return m.int8; })) {
+    static thread_local Scratch numbers;
+    const BriefRows brief = brief_rows(rows, size, numbers);
+    round_rows(x, brief, threads);
+    multiply_prompt(x, brief, matrices, count, threads);
+    return DONE;
+  }
   const int64_t starts[] = {0, rows};
   multiply(x, size, matrices, count, starts, 1, threads);
   return DONE;

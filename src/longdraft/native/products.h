@@ -87,6 +87,14 @@ void round_rows(const float *x, const BriefRows &to, int threads);
 // Outputs [from, to) of a matrix in blocks for all rows of a prompt, where there are tiles. `from` is a multiple of INT8_UNIT.
 void brief_outputs(const BriefRows &x, const Matrix &m, std::int64_t from, std::int64_t to);
 
+// The same of an MLP's two matrices of one format: y = silu(gate) * up, or gelu(gate) * up. `from` is a multiple of TOGETHER.
+void brief_outputs(const BriefRows &x, const Matrix &gate, const Matrix &up, bool by_gelu, std::int64_t from, std::int64_t to,
+                   const BriefRows &y);
+
+// A gated MLP's products, into `down`; its other matrices' y are not read.
+void multiply_gated(const float *x, std::int64_t rows, std::int64_t size, const Matrix &gate, const Matrix &up, bool by_gelu,
+                    const Matrix &down, bool prompt, int threads);
+
 // Outputs [from, to) of a matrix in blocks for all rows of x. `from` is a multiple of INT8_UNIT.
 // y = sum over x's scales, in their order, of the least values times sums of x's numbers, and x's scale * (float of W's block * sum
 // of products, each times its whole number). That sum is exact, and what is added to y is rounded once, so a row's result depends

@@ -4,8 +4,8 @@
 // while they are in the first-level cache.
 #include "brief.h"
 #include "outputs.h"
+#include "parts.h"
 #include "products.h"
-#include "threads.h"
 
 #if defined(LONGDRAFT_AMX)
 namespace {
@@ -68,12 +68,62 @@ void multiply(const Brief *x, const ivec *w, int64_t count, float *sums, bool ad
   with_each<4>([=](auto tile) INLINED { tiles::store<tile.value>(sums + tile.value * TILE_SUMS); });
 }
 
-template <typename F>
-void outputs_of(const BriefRows &x, const Matrix &m, int64_t from, int64_t to) {
+// Where the sums of 32 outputs of a row lie, in two tiles.
+const float *sums_of_row(const float *sums, int64_t row) { return sums + row / SIDE * 2 * TILE_SUMS + row % SIDE * SIDE; }
+
+// Outputs of a matrix that become floats: those of the pair at `out`, of rows [row, row + rows).
+struct Floats {
+  static constexpr int64_t MATRICES = 1;
+  const Matrix &m;
+
+  void await(int64_t out, int64_t row, int64_t rows) const {
+    for (int64_t r = row; r < row + rows; r++) {
+      for (int64_t o = out; o < std::min(m.outs, out + EACH); o += LANES) __builtin_prefetch(m.y + r * m.outs + o, 1);
+    }
+  }
+
+  void finish(int64_t out, int64_t row, int64_t rows, const float *sums, const float *) const {
+    for (int64_t b = 0; b < 2 && out + b * LANES < m.outs; b++) {
+      const Outputs outputs(m, out + b * LANES);
+      for (int64_t i = 0; i < rows; i++) outputs.finish(m, row + i, load(sums_of_row(sums, i) + b * TILE_SUMS));
+    }
+  }
+};
+
+// Outputs of an MLP's gate and of its other side, which become the numbers that its last product reads.
+struct Gated {
+  static constexpr int64_t MATRICES = 2;
+  const Matrix &gate, &up;
+  const bool by_gelu;
+  const BriefRows &to;
+
+  void await(int64_t, int64_t, int64_t) const {}
+
+  void finish(int64_t out, int64_t row, int64_t, const float *gates, const float *ups) const {
+    const auto output = [=](const Matrix &m, const float *sums, int64_t i, int b) INLINED {
+      const vec sum = load(sums_of_row(sums, i) + b * TILE_SUMS);
+      return m.bias ? sum + load(m.bias + out + b * LANES) : sum;
+    };
+    const auto number = [=](int64_t i, int b) INLINED {
+      const vec x = output(gate, gates, i, b);
+      return (by_gelu ? gelu(x) : silu(x)) * output(up, ups, i, b);
+    };
+    Brief *numbers = to.numbers + row * to.size + out * EACH;
+    for (int64_t i = 0; i < EACH; i++, numbers += DEEP) {
+      const ivec both = brief::rounded(number(i, 0), number(i, 1));
+      std::memcpy(numbers, &both, sizeof both);
+    }
+  }
+};
+
+// Outputs [from, to) of one matrix for all rows, or of two by turns, of which the second's are done with the first's.
+template <typename F, typename Done>
+void outputs_of(const BriefRows &x, const Matrix *const *matrices, int64_t from, int64_t to, const Done &done) {
+  constexpr int64_t TURNS = Done::MATRICES;
   static thread_local Scratch of_sums, of_weights, copies;
   ivec *w = reinterpret_cast<ivec *>(of_weights.of(EACH * DEPTH / 2));
   const tiles::Shapes shapes;
-  const int64_t pairs = (to - from + EACH - 1) / EACH;
+  const int64_t pairs = TURNS * ((to - from + EACH - 1) / EACH);
   for (int64_t row = 0; row < x.rows; row += ROWS) {
     const int64_t end = std::min(x.rows, row + ROWS), groups = (end - row + EACH - 1) / EACH;
     float *sums = of_sums.of(pairs * groups * SUMS);
@@ -81,24 +131,20 @@ void outputs_of(const BriefRows &x, const Matrix &m, int64_t from, int64_t to) {
       const int64_t depth = std::min(DEPTH, x.size - first);
       const bool last = first + depth == x.size;
       for (int64_t pair = 0; pair < pairs; pair++) {
-        const int64_t out = from + pair * EACH, count = to - out > LANES ? 2 : 1;
-        const Outputs outputs[] = {{m, out}, {m, out + LANES}};
+        const Matrix &m = *matrices[pair % TURNS];
+        const int64_t out = from + pair / TURNS * EACH;
+        const bool ends = last && pair % TURNS == TURNS - 1;
         for (int b = 0; b < 2; b++) {
-          const byte *next = outputs[b].first(m) + EACH * m.w_row + LANES * (first / F::WEIGHTS * F::BYTES);
-          unpack<F>(outputs[b].woven<F>(m, first, depth, copies), depth, next, w + b * SIDE);
+          const Outputs outputs(m, out + b * LANES);
+          const byte *next = outputs.first(m) + EACH * m.w_row + LANES * (first / F::WEIGHTS * F::BYTES);
+          unpack<F>(outputs.woven<F>(m, first, depth, copies), depth, next, w + b * SIDE);
         }
         const Brief *numbers = x.numbers + row * x.size + first * EACH;
         float *own = sums + pair * groups * SUMS;
         for (int64_t r = row; r < end; r += EACH, numbers += EACH * x.size, own += SUMS) {
-          const int64_t rows = last ? std::min(EACH, end - r) : 0;  // that are done then
-          for (int64_t i = 0; i < rows; i++) {
-            for (int b = 0; b < count; b++) __builtin_prefetch(m.y + (r + i) * m.outs + outputs[b].out, 1);
-          }
+          if (ends) done.await(out, r, std::min(EACH, end - r));
           multiply(numbers, w, depth / DEEP, own, first > 0);
-          for (int64_t i = 0; i < rows; i++) {
-            const float *found = own + i / SIDE * 2 * TILE_SUMS + i % SIDE * SIDE;
-            for (int b = 0; b < count; b++) outputs[b].finish(m, r + i, load(found + b * TILE_SUMS));
-          }
+          if (ends) done.finish(out, r, std::min(EACH, end - r), own - (TURNS - 1) * groups * SUMS, own);
         }
       }
     }
@@ -121,9 +167,17 @@ void round_rows(const float *x, const BriefRows &to, int threads) {
 }
 
 void brief_outputs(const BriefRows &x, const Matrix &m, int64_t from, int64_t to) {
-  in_blocks(m.format, [&](auto f) { outputs_of<decltype(f)>(x, m, from, to); });
+  const Matrix *own = &m;
+  in_blocks(m.format, [&](auto f) { outputs_of<decltype(f)>(x, &own, from, to, Floats{m}); });
+}
+
+void brief_outputs(const BriefRows &x, const Matrix &gate, const Matrix &up, bool by_gelu, int64_t from, int64_t to,
+                   const BriefRows &y) {
+  const Matrix *both[] = {&gate, &up};
+  in_blocks(gate.format, [&](auto f) { outputs_of<decltype(f)>(x, both, from, to, Gated{gate, up, by_gelu, y}); });
 }
 #else
 void round_rows(const float *, const BriefRows &, int) {}
 void brief_outputs(const BriefRows &, const Matrix &, std::int64_t, std::int64_t) {}
+void brief_outputs(const BriefRows &, const Matrix &, const Matrix &, bool, std::int64_t, std::int64_t, const BriefRows &) {}
 #endif
