@@ -50,6 +50,22 @@ def test_the_same_as_the_models_own_code(name, monkeypatch):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=close * max(1, most))
 
 
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "Q6_K"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_prompt_with_stored_weights_is_read_as_by_the_models_own_code(family, kind, tmp_path):
+    """Both compute products in the same arithmetic, but only fused layers leave the rows of an MLP in it between two."""
+    write_gguf(tmp_path / "a.gguf", family, kind, hidden=256, vocab=64)
+    tokens, found = [(7 * i + i // 5) % 61 for i in range(70)], []
+    for own_code in (False, True):
+        model = load(tmp_path / "a.gguf", device="cpu", arithmetic="int8").model
+        for layer in model.model.layers if own_code else ():
+            layer.register_forward_hook(lambda *_: None)
+        runner = TargetRunner(model)
+        assert bool(runner.twin.fused.layers) is not own_code
+        found.append(forward(runner, [tokens], runner.new_store(1, 80), [0], prompt=True).logits)
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-3 * float(found[0].abs().max()))
+
+
 # --- who is called ---
 
 

@@ -57,6 +57,7 @@ struct Rounded {
   }
 };
 
+// Room for rows in bfloat16.
 BriefRows brief_rows(int64_t rows, int64_t size, Scratch &scratch) {
   BriefRows brief{nullptr, rows, size};
   brief.numbers = reinterpret_cast<Brief *>(scratch.of(brief.room() * size / 2));

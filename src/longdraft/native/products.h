@@ -91,7 +91,7 @@ void brief_outputs(const BriefRows &x, const Matrix &m, std::int64_t from, std::
 void brief_outputs(const BriefRows &x, const Matrix &gate, const Matrix &up, bool by_gelu, std::int64_t from, std::int64_t to,
                    const BriefRows &y);
 
-// A gated MLP's products, into `down`; its other matrices' y are not read.
+// A gated MLP's products, into down.y; those of the other two are not read.
 void multiply_gated(const float *x, std::int64_t rows, std::int64_t size, const Matrix &gate, const Matrix &up, bool by_gelu,
                     const Matrix &down, bool prompt, int threads);
 

@@ -1,11 +1,14 @@
 // y = x W^T + b of a prompt's rows in bfloat16: both sides are rounded to it, and tiles of AMX add products in float32 (brief.h).
 //
 // Rows and outputs are taken 32 at a time, in two tiles each. Weights are unpacked some hundred inputs at a time, and meet many rows
-// while they are in the first-level cache.
+// while they are in the first-level cache. Between an MLP's products rows stay in bfloat16: what lies between them is as large as
+// all else that a layer reads and writes.
 #include "brief.h"
 #include "outputs.h"
 #include "parts.h"
 #include "products.h"
+
+#include <type_traits>
 
 #if defined(LONGDRAFT_AMX)
 namespace {
@@ -71,18 +74,19 @@ void multiply(const Brief *x, const ivec *w, int64_t count, float *sums, bool ad
 // Where the sums of 32 outputs of a row lie, in two tiles.
 const float *sums_of_row(const float *sums, int64_t row) { return sums + row / SIDE * 2 * TILE_SUMS + row % SIDE * SIDE; }
 
-// Outputs of a matrix that become floats: those of the pair at `out`, of rows [row, row + rows).
+// A matrix whose outputs become floats: those of the pair at `out`, of rows [row, row + rows), once all inputs are in their sums.
 struct Floats {
-  static constexpr int64_t MATRICES = 1;
-  const Matrix &m;
+  const Matrix *matrices[1];
 
   void await(int64_t out, int64_t row, int64_t rows) const {
+    const Matrix &m = *matrices[0];
     for (int64_t r = row; r < row + rows; r++) {
       for (int64_t o = out; o < std::min(m.outs, out + EACH); o += LANES) __builtin_prefetch(m.y + r * m.outs + o, 1);
     }
   }
 
-  void finish(int64_t out, int64_t row, int64_t rows, const float *sums, const float *) const {
+  void finish(int64_t out, int64_t row, int64_t rows, const float *sums, int64_t) const {
+    const Matrix &m = *matrices[0];
     for (int64_t b = 0; b < 2 && out + b * LANES < m.outs; b++) {
       const Outputs outputs(m, out + b * LANES);
       for (int64_t i = 0; i < rows; i++) outputs.finish(m, row + i, load(sums_of_row(sums, i) + b * TILE_SUMS));
@@ -90,23 +94,23 @@ struct Floats {
   }
 };
 
-// Outputs of an MLP's gate and of its other side, which become the numbers that its last product reads.
+// An MLP's gate and other side, whose outputs become the rows that its last product reads.
 struct Gated {
-  static constexpr int64_t MATRICES = 2;
-  const Matrix &gate, &up;
+  const Matrix *matrices[2];
   const bool by_gelu;
   const BriefRows &to;
 
   void await(int64_t, int64_t, int64_t) const {}
 
-  void finish(int64_t out, int64_t row, int64_t, const float *gates, const float *ups) const {
-    const auto output = [=](const Matrix &m, const float *sums, int64_t i, int b) INLINED {
-      const vec sum = load(sums_of_row(sums, i) + b * TILE_SUMS);
-      return m.bias ? sum + load(m.bias + out + b * LANES) : sum;
+  void finish(int64_t out, int64_t row, int64_t, const float *sums, int64_t apart) const {
+    const auto output = [=](int turn, int64_t i, int b) INLINED {
+      const vec sum = load(sums_of_row(sums + turn * apart, i) + b * TILE_SUMS);
+      const float *bias = matrices[turn]->bias;
+      return bias ? sum + load(bias + out + b * LANES) : sum;
     };
     const auto number = [=](int64_t i, int b) INLINED {
-      const vec x = output(gate, gates, i, b);
-      return (by_gelu ? gelu(x) : silu(x)) * output(up, ups, i, b);
+      const vec x = output(0, i, b);
+      return (by_gelu ? gelu(x) : silu(x)) * output(1, i, b);
     };
     Brief *numbers = to.numbers + row * to.size + out * EACH;
     for (int64_t i = 0; i < EACH; i++, numbers += DEEP) {
@@ -116,22 +120,23 @@ struct Gated {
   }
 };
 
-// Outputs [from, to) of one matrix for all rows, or of two by turns, of which the second's are done with the first's.
+// Outputs [from, to) of one matrix for all rows, or of two by turns; the sums of a pair of the second lie `apart` behind the first's.
 template <typename F, typename Done>
-void outputs_of(const BriefRows &x, const Matrix *const *matrices, int64_t from, int64_t to, const Done &done) {
-  constexpr int64_t TURNS = Done::MATRICES;
+void outputs_of(const BriefRows &x, int64_t from, int64_t to, const Done &done) {
+  constexpr int64_t TURNS = std::extent_v<decltype(done.matrices)>;
   static thread_local Scratch of_sums, of_weights, copies;
   ivec *w = reinterpret_cast<ivec *>(of_weights.of(EACH * DEPTH / 2));
   const tiles::Shapes shapes;
   const int64_t pairs = TURNS * ((to - from + EACH - 1) / EACH);
   for (int64_t row = 0; row < x.rows; row += ROWS) {
     const int64_t end = std::min(x.rows, row + ROWS), groups = (end - row + EACH - 1) / EACH;
-    float *sums = of_sums.of(pairs * groups * SUMS);
+    const int64_t apart = groups * SUMS;
+    float *sums = of_sums.of(pairs * apart);
     for (int64_t first = 0; first < x.size; first += DEPTH) {
       const int64_t depth = std::min(DEPTH, x.size - first);
       const bool last = first + depth == x.size;
       for (int64_t pair = 0; pair < pairs; pair++) {
-        const Matrix &m = *matrices[pair % TURNS];
+        const Matrix &m = *done.matrices[pair % TURNS];
         const int64_t out = from + pair / TURNS * EACH;
         const bool ends = last && pair % TURNS == TURNS - 1;
         for (int b = 0; b < 2; b++) {
@@ -140,11 +145,11 @@ void outputs_of(const BriefRows &x, const Matrix *const *matrices, int64_t from,
           unpack<F>(outputs.woven<F>(m, first, depth, copies), depth, next, w + b * SIDE);
         }
         const Brief *numbers = x.numbers + row * x.size + first * EACH;
-        float *own = sums + pair * groups * SUMS;
+        float *own = sums + pair * apart;
         for (int64_t r = row; r < end; r += EACH, numbers += EACH * x.size, own += SUMS) {
           if (ends) done.await(out, r, std::min(EACH, end - r));
           multiply(numbers, w, depth / DEEP, own, first > 0);
-          if (ends) done.finish(out, r, std::min(EACH, end - r), own - (TURNS - 1) * groups * SUMS, own);
+          if (ends) done.finish(out, r, std::min(EACH, end - r), own - (TURNS - 1) * apart, apart);
         }
       }
     }
@@ -167,14 +172,12 @@ void round_rows(const float *x, const BriefRows &to, int threads) {
 }
 
 void brief_outputs(const BriefRows &x, const Matrix &m, int64_t from, int64_t to) {
-  const Matrix *own = &m;
-  in_blocks(m.format, [&](auto f) { outputs_of<decltype(f)>(x, &own, from, to, Floats{m}); });
+  in_blocks(m.format, [&](auto f) { outputs_of<decltype(f)>(x, from, to, Floats{{&m}}); });
 }
 
 void brief_outputs(const BriefRows &x, const Matrix &gate, const Matrix &up, bool by_gelu, int64_t from, int64_t to,
                    const BriefRows &y) {
-  const Matrix *both[] = {&gate, &up};
-  in_blocks(gate.format, [&](auto f) { outputs_of<decltype(f)>(x, both, from, to, Gated{gate, up, by_gelu, y}); });
+  in_blocks(gate.format, [&](auto f) { outputs_of<decltype(f)>(x, from, to, Gated{{&gate, &up}, by_gelu, y}); });
 }
 #else
 void round_rows(const float *, const BriefRows &, int) {}
