@@ -53,7 +53,7 @@ def test_the_same_as_the_models_own_code(name, monkeypatch):
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "Q6_K"])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_a_prompt_with_stored_weights_is_read_as_by_the_models_own_code(family, kind, tmp_path):
-    """Both compute products in the same arithmetic, but only fused layers leave the rows of an MLP in it between two."""
+    """Both compute products in the same arithmetic, but only fused layers leave an MLP's rows in it between two."""
     write_gguf(tmp_path / "a.gguf", family, kind, hidden=256, vocab=64)
     tokens, found = [(7 * i + i // 5) % 61 for i in range(70)], []
     for own_code in (False, True):
