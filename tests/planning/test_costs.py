@@ -128,6 +128,20 @@ def test_measuring_ends_in_time(runner, each, monkeypatch):
     assert table.at(8, 16) == pytest.approx(each * 3)  # also where eight rows were not measured
 
 
+@pytest.mark.parametrize(("each", "times"), [(0.05, 2), (0.1, 1)])
+def test_long_forwards_are_not_repeated(runner, each, times, monkeypatch):
+    now, sizes = [0.0], []
+
+    def slow(runner, store, rows):
+        sizes.append(rows)
+        now[0] += each * (1 + rows / 4)
+        return each * (1 + rows / 4)
+
+    monkeypatch.setattr(costs, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    table = measure(runner, (16, 32), (1, 2, 4, 8, 16), timed=slow)
+    assert table is not None and table.lengths == (16, 32) and sizes == [1, 2, 4, 8, 16] * times * 2
+
+
 def test_without_memory_there_is_no_table(runner, tmp_path, free_memory):
     free_memory(0)
     assert measure(runner) is None

@@ -38,8 +38,9 @@ logger = logging.getLogger(__name__)
 # that is over after 3 seconds, and says what more rows, lengths and turns said.
 ROWS = (1, 2, 4, 8, 16, 32)
 LENGTHS = (64, 4096)
-# How often. The first forward of all also prepares weights.
-REPEATS = 2
+# How often. The first forward of all also prepares weights. Where one turn through all sizes took more than so many seconds,
+# it is not repeated: long forwards differ less from each other.
+REPEATS, ENOUGH_SECONDS = 2, 1.0
 # Measuring ends after this many seconds with what there is by then: the model may be large, or the machine busy.
 LIMIT_SECONDS = 10.0
 # Version of the tables on disk: raise it when one means something else than before.
@@ -198,10 +199,13 @@ def measure(
         except MemoryBudgetError:
             break
         sizes = list(table[0] if table else rows)
+        began = time.perf_counter()
         end = start + LIMIT_SECONDS * (i + 1) / len(lengths)
         least: dict[int, float] = {}
         for turn, n in enumerate(sizes * REPEATS):
             done((i + turn / len(sizes) / REPEATS) / len(lengths))
+            if turn == len(sizes) and time.perf_counter() - began > ENOUGH_SECONDS:
+                break
             # The next forward takes what one of this size took, or twice what a smaller one did.
             known = least.get(n) or (table[-1][n] if table else 2 * least.get(sizes[turn - 1], 0.0))
             if time.perf_counter() + known > end and (table or turn > 1):
