@@ -38,8 +38,8 @@ logger = logging.getLogger(__name__)
 # that is over after 3 seconds, and says what more rows, lengths and turns said.
 ROWS = (1, 2, 4, 8, 16, 32)
 LENGTHS = (64, 4096)
-# How often. The first forward of all also prepares weights. A turn through all sizes that took more seconds
-# than so many is not repeated: long forwards differ less from each other.
+# How often; a turn through all sizes is repeated only if it took so many seconds at most, because long forwards differ
+# less from each other. The first forward of all also prepares weights.
 REPEATS, ENOUGH_SECONDS = 2, 1.0
 # Measuring ends after this many seconds with what there is by then: the model may be large, or the machine busy.
 LIMIT_SECONDS = 10.0
