@@ -157,8 +157,7 @@ def test_int8_logits_are_those_of_every_instruction_set(length, prompt):
     )
     assert all(torch.equal(logits, others[0]) for logits in others)
     for logits in tiles:
-        print("RATIO", float((logits - others[0]).norm() / others[0].norm()))
-        assert (logits - others[0]).abs().max() < 0.1 * others[0].abs().max()
+        assert (logits - others[0]).abs().max() < (0.1 if prompt else 0.05) * others[0].abs().max()
 
 
 @pytest.mark.parametrize("offload", [None, "host:1"])
