@@ -43,7 +43,9 @@ class Scratch {
       const std::int64_t whole = (bytes + page - 1) / page * page;
       kept_ = static_cast<float *>(std::aligned_alloc(page, whole));
       if (!kept_) throw std::bad_alloc();
+#if defined(MADV_HUGEPAGE)
       if (page == LARGE) madvise(kept_, whole, MADV_HUGEPAGE);
+#endif
       size_ = size;
     }
     return kept_;
