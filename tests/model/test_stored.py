@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import mmap
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from longdraft import load
+from longdraft import load, pages
 from longdraft.errors import CapabilityError
 from longdraft.model.few_rows import quicken
 from longdraft.model.runner import TargetRunner
@@ -96,3 +98,35 @@ def test_matrices_are_laid_out_where_memory_allows_and_give_the_same_bits(tmp_pa
             store = runner.new_store(1, 16)
             both.append(runner.forward(store.block([0], [tokens[:size]], prompt=True), store, logits="all").logits)
         assert torch.equal(*both)
+
+
+@needs_kernels
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="memory is begun on Linux")
+def test_weights_are_laid_out_in_memory_that_was_begun_before(tmp_path):
+    pytest.importorskip("gguf")
+    file = tmp_path / "a.gguf"
+    write_gguf(file, hidden=64)
+    plain = load(file).model
+    pages.begin(file, 1 << 40, least=1)
+    begun = load(file).model
+    assert is_woven(begun) and pages.taken(0) is None  # another cannot have it
+    runners = [TargetRunner(each) for each in (plain, begun)]
+    assert torch.equal(*(forward(run, [[4, 5, 6, 7]], run.new_store(1, 8), [0]).logits for run in runners))
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="memory is begun on Linux")
+def test_memory_that_was_begun_is_whole_when_it_is_taken(tmp_path):
+    file = tmp_path / "large.gguf"
+    with file.open("wb") as made:
+        made.truncate(300 << 20)
+    for path, free in ((None, 1 << 40), (tmp_path, 1 << 40), (tmp_path / "none.gguf", 1 << 40), (file, 500 << 20)):
+        pages.begin(path, free)
+        assert pages.taken(0) is None
+    pages.begin(file, 600 << 20)
+    assert pages.taken(301 << 20) is None
+    memory = pages.taken(300 << 20)
+    assert memory is not None and not any(memory[:: 1 << 20])
+    memory[:: 1 << 20] = b"\1" * 300
+    pages.begin(file, 600 << 20)
+    pages.drop()
+    assert all(memory[:: 1 << 20]) and pages.taken(0) is None

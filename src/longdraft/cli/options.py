@@ -19,8 +19,10 @@ import typer
 from typer.models import OptionInfo
 
 import longdraft
+from longdraft import pages
 from longdraft.cli import console, processes
 from longdraft.errors import LongdraftError, values_checked
+from longdraft.memory import sizes
 from longdraft.model.embedded import EMBEDDED_ID
 
 if TYPE_CHECKING:
@@ -251,8 +253,14 @@ class ModelOptions(Group):
 
         return torch.cuda.is_available() if self.device is None else self.device.startswith("cuda")
 
+    def begin(self) -> None:
+        """Begins what :meth:`load` needs, in the background: torch and transformers take three seconds to import."""
+        if self.device in (None, "cpu") and self.weights != "float32" and self.arithmetic != "float32":
+            pages.begin(self.model, sizes.host_bytes())
+
     def load(self, progress: Progress) -> longdraft.LoadedModel:
         """The model, and what its texts are made of."""
+        self.begin()
         import torch
 
         from longdraft.model import loading
@@ -262,7 +270,10 @@ class ModelOptions(Group):
         chosen = dict(vars(self))
         place, _ = chosen.pop("model"), chosen.pop("threads")
         if processes.count() == 1:
-            return longdraft.load(place, **chosen, progress=progress)
+            try:
+                return longdraft.load(place, **chosen, progress=progress)
+            finally:
+                pages.drop()
         for name in (name for name, each in chosen.items() if name != "dtype" and each is not None):
             raise SettingError(f"{name} cannot be chosen for a model that processes share: leave it out.")
         return loading.load_shared(place, self.dtype, progress)

@@ -38,9 +38,12 @@ def available_bytes(device: torch.device) -> int | None:
         free, _ = torch.cuda.mem_get_info(device)
         # Memory that torch's allocator holds but does not use is available too.
         return int(free) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    if device.type == "cpu":
-        return min(int(psutil.virtual_memory().available), *_process_available(), *cgroup_available())
-    return None
+    return host_bytes() if device.type == "cpu" else None
+
+
+def host_bytes() -> int:
+    """Bytes of this machine's memory that this process can still have."""
+    return min(int(psutil.virtual_memory().available), *_process_available(), *cgroup_available())
 
 
 def _process_available() -> Iterator[int]:

@@ -19,6 +19,7 @@ from longdraft.model.few_rows import in_halves
 from longdraft.model.stored import ArrangedLinear, StoredEmbedding, StoredWeights, in_place_of, unpacked
 from longdraft.native import Stored, kernels
 from longdraft.native.boundary import memory_of
+from longdraft.pages import taken
 
 # Attribute of a model for the files that its weights are mapped from.
 _FILES = "_longdraft_mapped"
@@ -143,12 +144,14 @@ def weave(model: nn.Module, progress: Callable[[str], None]) -> None:
     found = [m for m in model.modules() if isinstance(m, StoredWeights) and m.int8 and own.weaves(m.matrix, m.outs)]
     # Each begins at a line of the cache.
     lengths = [-(-m.data.numel() // 64) * 64 for m in found]
-    free = sizes.available_bytes(torch.device("cpu"))
-    if free is not None and free < 2 * sum(lengths):
+    size = sum(lengths)
+    begun, free = taken(size), sizes.available_bytes(torch.device("cpu"))
+    if begun is None and free is not None and free < 2 * size:
         return
-    if sum(lengths) > _SECONDS:
+    if size > _SECONDS:
         progress("Laying out the weights for this processor, as at every start")
-    for module, place in zip(found, memory_of(sum(lengths)).split(lengths), strict=True):
+    memory = memory_of(size) if begun is None else torch.frombuffer(begun, dtype=torch.uint8)[:size]
+    for module, place in zip(found, memory.split(lengths), strict=True):
         module.weave(own, place[: module.data.numel()])
 
 

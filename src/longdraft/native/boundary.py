@@ -6,11 +6,11 @@ tensor has its dtype and device said where it is made, and :func:`address` check
 
 from __future__ import annotations
 
-import mmap
-from contextlib import suppress
 from typing import Any
 
 import torch
+
+from longdraft.pages import large
 
 # For tensors on the host: torch.empty(n, **FLOATS).
 FLOATS: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
@@ -41,11 +41,8 @@ def address(
 
 
 def memory_of(size: int) -> torch.Tensor:
-    """So many bytes, in large pages where Linux has some: what is read once a step is mostly not in the caches, and
-    with small pages the processor would look for a page's place every 4 KiB."""
-    if size < _LARGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+    """So many bytes, in large pages if that is many: :func:`longdraft.pages.large`."""
+    pages = large(size) if size >= _LARGE else None
+    if pages is None:
         return torch.empty(size, dtype=torch.uint8, device="cpu")
-    pages = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without them
-        pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=torch.uint8)

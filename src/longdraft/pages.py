@@ -1,0 +1,76 @@
+"""Memory in large pages, for weights that are read once a step; those of a file can be taken before they are needed.
+
+The system clears a page, and a virtual machine finds one, when it is first written to. While Python imports torch and
+transformers, which keeps one core busy for three seconds, another can do that.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from contextlib import suppress
+from pathlib import Path
+from threading import Thread
+
+_LEAST = 256 << 20  # bytes of a file for which it pays
+_STEP = 64 << 20  # bytes that are written at a time: in between, Python waits for the thread that imports
+
+_begun: tuple[mmap.mmap, Thread] | None = None
+
+
+def large(size: int) -> mmap.mmap | None:
+    """So many bytes of zeros, in large pages where Linux has some; None on a system without such memory.
+
+    What is read once a step is mostly not in the caches, and with small pages the processor would look for a page's
+    place every 4 KiB.
+    """
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return None
+    pages = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel without them
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return pages
+
+
+def begin(path: str | os.PathLike[str] | None, free: int, least: int = _LEAST) -> None:
+    """Begins to take memory for the weights of a GGUF file, and to read the file, in the background.
+
+    Does nothing for another path, for a file below ``least`` bytes, and if twice its size is not ``free``.
+    """
+    global _begun
+    file = Path(path or "").expanduser()
+    size = file.stat().st_size if file.suffix == ".gguf" and file.is_file() else 0
+    if _begun is not None or size < least or free < 2 * size:
+        return
+    with suppress(OSError), file.open("rb") as read:
+        os.posix_fadvise(read.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+    with suppress(OSError):
+        if (pages := large(size)) is not None:
+            thread = Thread(target=_write, args=(pages,), daemon=True)
+            _begun = pages, thread
+            thread.start()
+
+
+def _write(pages: mmap.mmap) -> None:
+    """Writes to every page, until they are taken."""
+    first = ctypes.addressof(ctypes.c_char.from_buffer(pages))
+    for at in range(0, len(pages), _STEP):
+        if _begun is None or _begun[0] is not pages:
+            return
+        ctypes.memset(first + at, 0, min(_STEP, len(pages) - at))
+
+
+def taken(size: int) -> mmap.mmap | None:
+    """The memory that was begun, if so many bytes fit it; whoever gets it has it alone."""
+    global _begun
+    if _begun is None or len(_begun[0]) < size:
+        return None
+    (pages, thread), _begun = _begun, None
+    thread.join()  # it would write to what is somebody's by then
+    return pages
+
+
+def drop() -> None:
+    """Gives the memory that was begun back, if nobody took it."""
+    taken(0)
