@@ -38,6 +38,7 @@ def chat(
 ) -> None:
     """Talk with the model, about documents if there are any. /help lists what else can be said."""
     own = hosting.own(method, option)
+    hosting.loading.begin()
     with options.settings_checked():
         settings = Settings(choosing.sampling(), max_tokens, random.randrange(2**32) if seed is None else seed)
         own = longdraft.Speculator(method, **hosting.arguments, **own).options

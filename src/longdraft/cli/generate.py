@@ -47,6 +47,7 @@ def generate(
     """Answer a prompt, about documents if there are any. The text goes to stdout, all else to stderr."""
     own_options = hosting.own(method, option)
 
+    hosting.loading.begin()
     # Imports of seconds, which wrong options of methods do not wait for.
     from longdraft.engine.request import stops_of
     from longdraft.model.kernel_report import kernel_report

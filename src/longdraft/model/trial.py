@@ -136,7 +136,7 @@ def _tried(copy: PreTrainedModel, by_itself: bool) -> Layout:
     vocabulary = stored.weight_shape(copy.get_input_embeddings())[0]
     try:
         # On a CPU transformers advises to install kernels for GPUs.
-        with _short_windows(copy), quiet() if copy.device.type == "cpu" else nullcontext():
+        with _short_windows(copy) as cut, quiet() if copy.device.type == "cpu" else nullcontext():
             for _ in range(_TRIALS):
                 tokens = torch.randint(vocabulary, (_TEXT + len(_TREE),), generator=generator, device="cpu").tolist()
                 config._attn_implementation = own
@@ -162,14 +162,14 @@ def _tried(copy: PreTrainedModel, by_itself: bool) -> Layout:
                     f"{name} computes something else than attention to the text before each token (a bias, a mask of "
                     "its own), so longdraft cannot host it exactly."
                 )
-        return _layout(copy, tokens, by_itself)
+        return _layout(copy, tokens, by_itself) if cut else layouts[copy]
     finally:
         config._attn_implementation = own
 
 
 @contextmanager
-def _short_windows(copy: PreTrainedModel) -> Iterator[None]:
-    """Inside, windows and chunks are so short that they slide in the trial's text."""
+def _short_windows(copy: PreTrainedModel) -> Iterator[bool]:
+    """Inside, windows and chunks are so short that they slide in the trial's text. Yields whether there are any."""
     own = [part for part in copy.modules() if not isinstance(part, PreTrainedModel)]
     cut: list[tuple[Any, str, int]] = []
     for part in (hosting.decoder_config(copy), *own):
@@ -179,7 +179,7 @@ def _short_windows(copy: PreTrainedModel) -> Iterator[None]:
                 setattr(part, name, _WINDOW)
                 cut.append((part, name, size))
     try:
-        yield
+        yield bool(cut)
     finally:
         for part, name, size in cut:
             setattr(part, name, size)
