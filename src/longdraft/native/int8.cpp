@@ -138,6 +138,7 @@ INLINED inline bool is_last(int piece) { return piece % F::PIECES == F::PIECES -
 template <typename F, int R>
 void few(const Int8Rows &x, int64_t row, const Matrix &m, const Outputs &outputs, Woven in, bool fetch) {
   constexpr int64_t EACH = F::BYTES * LANES * PIECE / F::WEIGHTS;  // bytes of a piece
+  constexpr int64_t AHEAD = R <= 2 ? 2048 : 4096, EVERY = R <= 2 ? 64 : 512;
   vec y[R] = {};
   Number<F> sums[R] = {};
   const int64_t place = x.place(row, 0);
@@ -148,7 +149,11 @@ void few(const Int8Rows &x, int64_t row, const Matrix &m, const Outputs &outputs
     F::block(in, [&](int piece, const auto &w, const auto *scale, const vec *least) INLINED {
       // A few cache lines at a time: many at once would delay the ones that are needed now.
       if (fetch) {
-        for (wanted += EACH; next < wanted; next += 64) __builtin_prefetch(next, 0, 2);
+        for (wanted += EACH; next < wanted; next += 64) {
+          __builtin_prefetch(next, 0, 2);
+          // Processors follow what is read by themselves, but late.
+          if (reinterpret_cast<std::uintptr_t>(next) % EVERY < 64) __builtin_prefetch(next + AHEAD, 0, 2);
+        }
       }
       Number<F> number[F::SCALES];
       UNROLLED for (int s = 0; s < F::SCALES; s++) number[s] = number_of<F>(scale[s]);
