@@ -11,12 +11,12 @@ import mmap
 import os
 from contextlib import suppress
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 
 _LEAST = 256 << 20  # bytes of a file for which it pays
 _STEP = 64 << 20  # bytes that are written at a time: in between, Python waits for the thread that imports
 
-_begun: tuple[mmap.mmap, Thread] | None = None
+_begun: tuple[mmap.mmap, Thread, Event] | None = None
 
 
 def large(size: int) -> mmap.mmap | None:
@@ -39,36 +39,39 @@ def begin(path: str | os.PathLike[str] | None, free: int, least: int = _LEAST) -
     Does nothing for another path, for a file below ``least`` bytes, and if twice its size is not ``free``.
     """
     global _begun
-    file = Path(path or "").expanduser()
-    size = file.stat().st_size if file.suffix == ".gguf" and file.is_file() else 0
-    if _begun is not None or size < least or free < 2 * size:
+    if _begun is not None or not os.fspath(path or "").endswith(".gguf"):
         return
-    with suppress(OSError), file.open("rb") as read:
-        os.posix_fadvise(read.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
-    with suppress(OSError):
-        if (pages := large(size)) is not None:
-            thread = Thread(target=_write, args=(pages,), daemon=True)
-            _begun = pages, thread
+    # Whoever loads the model says what is wrong with its file.
+    with suppress(OSError, RuntimeError, ValueError):
+        file = Path(path or "").expanduser()
+        size = file.stat().st_size if file.is_file() else 0
+        if least <= size <= free // 2 and (pages := large(size)) is not None:
+            with file.open("rb") as read:
+                os.posix_fadvise(read.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+            over = Event()
+            thread = Thread(target=_write, args=(pages, over), daemon=True)
             thread.start()
+            _begun = pages, thread, over
 
 
-def _write(pages: mmap.mmap) -> None:
+def _write(pages: mmap.mmap, over: Event) -> None:
     """Writes to every page, until they are taken."""
     first = ctypes.addressof(ctypes.c_char.from_buffer(pages))
     for at in range(0, len(pages), _STEP):
-        if _begun is None or _begun[0] is not pages:
+        if over.is_set():
             return
         ctypes.memset(first + at, 0, min(_STEP, len(pages) - at))
 
 
 def taken(size: int) -> mmap.mmap | None:
-    """The memory that was begun, if so many bytes fit it; whoever gets it has it alone."""
+    """The memory that was begun, which nobody else gets then; None if so many bytes do not fit it."""
     global _begun
-    if _begun is None or len(_begun[0]) < size:
+    if _begun is None:
         return None
-    (pages, thread), _begun = _begun, None
+    (pages, thread, over), _begun = _begun, None
+    over.set()
     thread.join()  # it would write to what is somebody's by then
-    return pages
+    return pages if len(pages) >= size else None
 
 
 def drop() -> None:
