@@ -20,6 +20,7 @@ FAST = {
 }  # fmt: skip
 
 
+@pytest.mark.usefixtures("as_before")
 @pytest.mark.parametrize("model_type", few(MODEL_TYPES, FAST))
 def test_the_model_writes_its_own_text_or_is_refused(model_type):
     if model_type in table.MISSING:
