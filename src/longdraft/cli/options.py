@@ -255,7 +255,8 @@ class ModelOptions(Group):
 
     def begin(self) -> None:
         """Begins what :meth:`load` needs, in the background: torch and transformers take three seconds to import."""
-        if self.device in (None, "cpu") and self.weights != "float32" and self.arithmetic != "float32":
+        floats = "float32" in (self.weights, self.arithmetic) or self.dtype not in ("auto", "float32")
+        if self.device in (None, "cpu") and not floats:
             pages.begin(self.model, sizes.host_bytes())
 
     def load(self, progress: Progress) -> longdraft.LoadedModel:

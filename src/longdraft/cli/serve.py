@@ -110,10 +110,10 @@ def serve(
     debug: options.Debug = False,
 ) -> None:
     """Serve the model over HTTP, as OpenAI's API: chat, completions, responses, and a page to try it."""
-    if not ray:  # replicas load it
-        hosting.loading.begin()
     methods = tuple(word.strip() for word in method.split(",")) if method else ()
     first = hosting.own(methods[0] if methods else None, option)
+    if not ray:  # replicas load it
+        hosting.loading.begin()
     try:
         from longdraft.serve.run import Server
         from longdraft.serve.settings import LOCAL, Settings, checked_origins, read_keys

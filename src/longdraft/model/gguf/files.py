@@ -27,6 +27,7 @@ from longdraft.model.gguf.rope import scaling
 from longdraft.model.gguf.tokenizer import RULES, tokenizer_of
 from longdraft.native import kernels, missing
 from longdraft.native.stored import FORMATS
+from longdraft.pages import drop
 
 logger = logging.getLogger(__name__)
 
@@ -239,6 +240,7 @@ def read_gguf(
         config._name_or_path = str(path)
         loaded = LoadedModel(file.model(config), file.tokenizer())
     if why or dtype != torch.float32 or weights == "float32" or (weights is None and kernels() is None):
+        drop()  # what was begun for stored weights would be missed here
         say(f"Unpacking {path.name}, as at every start" + (f": {why}" if why else ""))
         unpacked = dtype if isinstance(dtype, torch.dtype) else torch.float32
         loaded = LoadedModel(stored_model.in_floats(loaded.model, unpacked), loaded.tokenizer)
