@@ -57,7 +57,7 @@ def test_value_gradients_and_ranks(rows, distill, chunk, outside, seed, logits_a
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
     logits, tokens = hidden @ head.T, rest[0]
     inside = tokens >= 0
-    expected_ranks = (logits > logits.gather(1, tokens.clamp_min(0)[:, None])).sum(-1)
+    expected_ranks = (logits >= logits.gather(1, tokens.clamp_min(0)[:, None])).sum(-1) - 1
     assert torch.equal(ranks[inside], expected_ranks[inside])
 
 
@@ -84,3 +84,9 @@ def test_measuring_takes_no_gradient():
     with torch.no_grad():
         loss, _ = soft_cross_entropy(hidden.requires_grad_(), head.requires_grad_(), *rest, 0.5)
     assert not loss.requires_grad
+
+
+def test_ties_and_no_numbers_are_wrong():
+    _, head, tokens, *_ = case(6, False, 3)
+    for broken in (torch.zeros(6, SIZE), torch.full((6, SIZE), torch.nan)):
+        assert soft_cross_entropy(broken, head, tokens)[1].tolist() == [VOCAB - 1] * 6

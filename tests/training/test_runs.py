@@ -20,6 +20,7 @@ from longdraft.errors import (
     PromptError,
 )
 from longdraft.training import loop
+from longdraft.training.longspec import LongSpecTrainee
 from longdraft.training.measure import Simulated
 from longdraft.training.session import Session as Training
 from tests.support.drafts import random_draft
@@ -172,7 +173,8 @@ def test_broken_rows_are_skipped_counted_and_told(config, text, tmp_path):
     next(begun(config(data=broken), lambda what: told.append(what)))
     line = next(t for t in told if "left out" in t)
     assert "1 not JSON" in line and "1 not an object" in line and "1 with token ids outside" in line
-    assert "2 without usable text" in line
+    assert "1 that cannot be encoded (The prompt is empty" in line
+    assert "1 with neither text, messages nor tokens (keys: x)" in line
 
 
 # --- further training ---
@@ -310,13 +312,29 @@ def test_a_full_disk(config, monkeypatch, tmp_path):
     assert not list(tmp_path.glob("run/checkpoints/*"))
 
 
-def test_offsets_are_drawn_anew_in_each_epoch_unless_they_are_kept(config, tmp_path):
+def test_offsets_are_drawn_anew_in_each_epoch(config, tmp_path):
     """LongSpec, section 3.2: over a run, a text meets many positions."""
     for cache in (None, str(tmp_path / "cache")):
         run = config(anchor_offset=300, max_length=64, cache=cache, out=tmp_path / f"run{bool(cache)}")
         began = Training(run, 5)
         drawn = [[began.offset(i, epoch) for i in range(len(began.learned))] for epoch in range(3)]
         assert all(0 <= n <= 300 for each in drawn for n in each) and len({*drawn[0]}) > 5
-        assert (drawn[0] == drawn[1]) == (cache is not None)
+        assert drawn[0] != drawn[1] != drawn[2] != drawn[0]
         text, offset = began.learned[0], began.offset(0, 1)
-        assert began.reader(()).read(text, offset).positions[-1] - offset + 1 == len(text.tokens)
+        assert began.reader(()).read(text, offset, began.offset(0, 0)).positions[-1] - offset + 1 == len(text.tokens)
+
+
+@pytest.mark.parametrize("over", [{"lr": 1e9}, {"lr": 1e9, "precision": "bf16"}, {"lr": 1e30}])
+@pytest.mark.parametrize("kind", ["longspec", slow("eagle3"), slow("lm"), slow("heads")])
+def test_a_draft_that_diverged_is_no_success(config, tmp_path, kind, over):
+    with pytest.raises(NumericalError, match="lr"):
+        steps(config(kind, held_out=0.5, **over))
+    assert not (tmp_path / "run" / "best").exists()
+
+
+def test_a_dead_draft_is_never_right(config, tmp_path, monkeypatch):
+    """All logits are equal: none of them is the first choice."""
+    monkeypatch.setattr(LongSpecTrainee, "target_head", torch.zeros(61, 48))
+    with pytest.raises(NumericalError, match="never right"):
+        steps(config(held_out=0.5, max_steps=3, measure_every=1))
+    assert not (tmp_path / "run" / "best").exists()

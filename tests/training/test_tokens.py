@@ -6,7 +6,6 @@ import json
 import random
 import sys
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -139,8 +138,8 @@ def _private() -> int:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_tokens_on_disk_take_no_memory(tmp_path):
     rng = random.Random(0)
-    row = Document([rng.randrange(61) for _ in range(4096)])
-    corpus.write(tmp_path / "shards", islice(iter(lambda: row, None), 3000), TOKENIZER)
+    text = [rng.randrange(61) for _ in range(4094)]
+    corpus.write(tmp_path / "shards", (Document([i % 61, i // 61, *text]) for i in range(3000)), TOKENIZER)
     process = elsewhere.start(tmp_path / "log", _used, str(tmp_path / "shards"), str(tmp_path / "out"))
     assert elsewhere.ended(process, 120) == 0, (tmp_path / "log").read_text()
     used, count = map(int, (tmp_path / "out").read_text().split())

@@ -76,7 +76,11 @@ def test_tokens_once_and_for_all(shell, target, text, tmp_path):
     rows.write_text(text.read_text() + '{"text": 1}\n')
     words = ("data", rows, "--target", target, "--kind", "tokens", "--out")
     made = shell(*words, tmp_path / "t", "--json")
-    assert made.code == 0 and "Left out: 1 without usable" in made.err and json.loads(made.out)["rows"] == 40
+    assert (
+        made.code == 0
+        and "Left out: 1 with text, messages or tokens of another form (keys: text)" in made.err
+        and json.loads(made.out)["rows"] == 40
+    )
     assert shell(*words, tmp_path / "t.jsonl").code == 2
     words = [f"data={tmp_path / 't'}", f"target={target}", f"out={tmp_path / 'run'}", "max_steps=2"]
     assert shell("longspec", *FAST, *words).code == 0 and len(losses_of(tmp_path / "run")) == 2

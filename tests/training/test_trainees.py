@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import tempfile
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -85,6 +87,41 @@ def test_a_step_learns_what_drafting_predicts(runner, features, kind, over):
             found, expected = (torch.autograd.grad(x, weights, allow_unused=True) for x in (out.loss, loss))
             for one, other in zip(found, expected, strict=True):
                 torch.testing.assert_close(one, other, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_another_speaker_says_is_not_learned(runner, features, kind):
+    """Of two complementary halves of a text's tokens, the losses add up to that of all, and so do the rows."""
+    trainee = make_trainee(kind, runner)
+    documents, halves = features(kind), ([], [])
+    for document in documents:
+        said = [i >= document.start and i % 3 > 0 for i in range(len(document.tokens))]
+        halves[0].append(replace(document, spoken=said))
+        halves[1].append(replace(document, spoken=[not own for own in said]))
+    whole, *parts = (trainee(each, SHIFTS) for each in (documents, *halves))
+    torch.testing.assert_close(parts[0].loss + parts[1].loss, whole.loss, rtol=1e-4, atol=1e-3)
+    assert torch.equal(parts[0].learned, ~parts[1].learned) and whole.learned.all()
+    assert 0 < parts[0].learned.sum() < len(whole.learned)
+    trainee.eval()
+    measured = [simulate(trainee, each, by=trainee.by) for each in (documents, *halves)]
+    assert measured[0] != measured[1] != measured[2]
+
+
+def test_a_cached_text_moves_with_its_offset():
+    """Keys of a model of one layer depend on their own position alone: rotated ones are those of a new reading."""
+    runner = TargetRunner(tiny_model(context=512, layers=1))
+    document = Document([(5 * i) % 61 for i in range(40)], 3)
+    with tempfile.TemporaryDirectory() as folder:
+        cached = FeatureReader(runner, torch.float32, (), cache=Path(folder))
+        for offset in (0, 90, 7, 300):
+            found, wanted = (
+                cached.read(document, offset, kept=50),
+                FeatureReader(runner, torch.float32).read(document, offset),
+            )
+            assert found.offset == offset and torch.equal(found.positions, wanted.positions)
+            torch.testing.assert_close(found.keys, wanted.keys, rtol=1e-4, atol=1e-4)
+            assert torch.equal(found.values, wanted.values)
+        assert len(list(Path(folder).rglob("*.safetensors"))) == 1
 
 
 def scaled(kind: str):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from itertools import islice
+from itertools import groupby, islice
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from rich.text import Text
 
 from longdraft.cli import console, method_options, options
 from longdraft.cli.cancel import Cancel
@@ -14,8 +16,12 @@ from longdraft.cli.progress import Counter
 from longdraft.errors import CheckpointError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from transformers import PreTrainedTokenizerBase
+
     from longdraft.training.answers import AnswerFile
-    from longdraft.training.documents import Skipped
+    from longdraft.training.documents import Document, Skipped
 
 
 def data(
@@ -24,7 +30,15 @@ def data(
         list[Path],
         typer.Argument(help="JSONL, parquet, or a folder of these: rows with `text`, for tokens also chats."),
     ],
-    out: Annotated[Path, typer.Option("--out", "-o", help="JSONL file to write, or to continue; for tokens a folder.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="JSONL file to write, or to continue; for tokens a folder.")
+    ] = None,
+    show: Annotated[
+        int, typer.Option(min=0, help="Only print so many rows as the model sees them, with what is learned marked.")
+    ] = 0,
+    chat_template: Annotated[
+        list[str] | None, typer.Option(help="A setting of the chat template, as in enable_thinking=false; repeatable.")
+    ] = None,
     kind: Annotated[
         Literal["answers", "tokens"],
         typer.Option(help="answers: a server's answers about passages of the text; tokens: the rows, encoded."),
@@ -61,6 +75,14 @@ def data(
         raise options.SettingError(f"--passage-tokens takes two numbers, as in 200,1500, not {passage_tokens!r}.")
     if not answer_temperatures or min(answer_temperatures) < 0:
         raise options.SettingError("--temperatures takes numbers from 0 on.")
+    from longdraft.training.config import template_settings
+
+    template = template_settings(chat_template or [])
+    if show:
+        output.json({"rows": _shown(files, target, show, template)})
+        return
+    if out is None:
+        raise options.SettingError("--out names the file or folder to write; --show 3 only prints rows.")
     folder = kind == "tokens"
     if folder and (out.is_file() or out.name.endswith(".jsonl")):
         raise options.SettingError(f"--out {out}: tokens are written to a folder; name one, as in text.tokens.")
@@ -77,7 +99,7 @@ def data(
 
     skipped = documents.Skipped()
     if url is None:
-        have, figures = _encoded(files, out, target, rows, skipped), {}
+        have, figures = _encoded(files, out, target, rows, skipped, template), {}
     else:
         from longdraft.training import answers
 
@@ -88,6 +110,7 @@ def data(
         with Cancel(terminate=True) as cancel, Counter("answers", "rows", total) as display:
             answers.answer(
                 asked, file, url, api_key, target, rows=total, batch=batch, max_new_tokens=max_tokens, stop=cancel,
+                template=template,
                 progress=lambda: display.update(file.rows, file.added),
             )  # fmt: skip
         have, figures = file.rows, _told(file, display.seconds)
@@ -98,16 +121,49 @@ def data(
     output.json({"out": str(out), "rows": have, "left_out": dict(skipped)} | figures)
 
 
-def _encoded(files: list[Path], out: Path, target: str | None, rows: int | None, skipped: Skipped) -> int:
-    """Writes the rows as tokens; returns how many this run has added."""
+def _documents(
+    files: list[Path], target: str | None, skipped: Skipped, template: dict[str, Any], done: int = 0
+) -> tuple[Iterator[Document | None], PreTrainedTokenizerBase]:
+    """The documents of the files' rows after the first ``done``, and the tokenizer."""
     from longdraft.model.loading import load
     from longdraft.model.stored import weight_shape
-    from longdraft.training import corpus, documents
+    from longdraft.training import documents
 
     with console.status() as status:
         model, tokenizer = load(target, device="cpu", progress=status)
+    size = weight_shape(model.get_output_embeddings())[0]
+    return documents.documents(files, tokenizer, skipped, size, done, template), tokenizer
+
+
+def _shown(files: list[Path], target: str | None, count: int, template: dict[str, Any]) -> int:
+    """Prints rows as the model sees them; returns how many. Learned tokens lie between marks, green on a terminal."""
+    from longdraft.training.documents import Skipped
+
+    skipped = Skipped()
+    encoded, tokenizer = _documents(files, target, skipped, template)
+    shown, out = 0, console.stdout()
+    for document in islice(filter(None, encoded), count):
+        shown += 1
+        learned = document.learned or [i >= document.start for i in range(len(document.tokens))]
+        text = Text()
+        for own, run in groupby(zip(document.tokens, learned, strict=True), key=itemgetter(1)):
+            part = tokenizer.decode([token for token, _ in run])
+            text.append(f"⟦{part}⟧" if own else part, "green" if own else "")
+        out.print(Text(f"row {shown}: {len(learned):,} tokens, {sum(learned):,} learned", style="bold"))
+        out.print(text)
+    if skipped:
+        console.note(f"Left out: {skipped}.")
+    return shown
+
+
+def _encoded(
+    files: list[Path], out: Path, target: str | None, rows: int | None, skipped: Skipped, template: dict[str, Any]
+) -> int:
+    """Writes the rows as tokens; returns how many this run has added."""
+    from longdraft.training import corpus
+
     done = corpus.rows_done(out)
-    encoded = documents.documents(files, tokenizer, skipped, weight_shape(model.get_output_embeddings())[0], done)
+    encoded, tokenizer = _documents(files, target, skipped, template, done)
     left = islice(encoded, None if rows is None else max(0, rows - done))
     with Cancel(terminate=True) as cancel, Counter("Encoding", "rows") as counter:
         have = corpus.write(out, left, tokenizer, counter.update, cancel)

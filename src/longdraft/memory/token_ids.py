@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from typing import Any
 
 # Tokens compared at a time, a power of two.
 _BLOCK = 4096
@@ -14,8 +15,8 @@ def packed(tokens: Sequence[int]) -> array[int]:
     return tokens if isinstance(tokens, array) else array("q", tokens)
 
 
-def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """The number of leading tokens that two texts share."""
+def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
+    """The number of leading tokens (or characters) that two texts share."""
     if type(a) is not type(b):  # slices of a tuple and of a list are never equal
         a, b = packed(a), packed(b)
     same, shorter, size = 0, min(len(a), len(b)), _BLOCK

@@ -11,7 +11,7 @@ import asyncio
 import json
 import random
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from itertools import accumulate, cycle
@@ -113,9 +113,9 @@ def _closings(passage: str, count: int, rng: random.Random) -> list[tuple[str, s
 class AnswerFile:
     """A JSONL file of answers, to which rows are appended as they come. What an earlier run has written is kept.
 
-    A row holds ``messages``, ``cut`` (the answer was longer than allowed), ``usage`` (tokens that the server reports to
-    have read and written), ``temperature``, ``source``, ``kind`` (of the prompt), and ``at`` (its passage, its number
-    there, and how many prompts the passage has).
+    A row holds ``messages`` (with ``reasoning_content`` if the server tells it apart), ``cut`` (the answer was longer
+    than allowed), ``usage`` (tokens that the server reports to have read and written), ``temperature``, ``source``,
+    ``kind`` (of the prompt), and ``at`` (its passage, its number there, and how many prompts the passage has).
 
     Attributes:
         done: (passage, number) of each row.
@@ -157,6 +157,7 @@ def answer(
     rows: int,
     batch: int,
     max_new_tokens: int,
+    template: Mapping[str, Any] | None = None,
     progress: Callable[[], None] = lambda: None,
     stop: Callable[[], bool] = lambda: False,
 ) -> None:
@@ -169,6 +170,7 @@ def answer(
         url: the server's address, with or without ``/v1``. key: sent as the bearer's token.
         model: which of its models answers; None: the first that it lists.
         rows: of the file in the end. batch: requests in flight.
+        template: settings of the server's chat template (``chat_template_kwargs``), which the rows keep.
         progress: called whenever a row is written.
         stop: asked a few times a second; True ends the run, and answers on their way are lost.
 
@@ -196,6 +198,7 @@ def answer(
         """The row of a prompt's answer; why there is none."""
         turn = {"role": "user", "content": ask.text}
         settings: dict[str, Any] = {"max_tokens": max_new_tokens, "temperature": ask.temperature}
+        settings |= {"extra_body": {"chat_template_kwargs": template}} if template else {}
         try:
             reply: Any = await client.chat.completions.create(model=name, messages=[turn], **settings)  # type: ignore[list-item]
         except (BadRequestError, UnprocessableEntityError) as error:
@@ -203,11 +206,15 @@ def answer(
         if not isinstance(getattr(reply, "choices", None), list) or not reply.choices:
             raise CapabilityError(f"{url} does not answer as OpenAI's API does. {kept}")
         choice, usage = reply.choices[0], reply.usage
-        said = choice.message.content or ""
-        if not said.strip():
+        said = {"content": choice.message.content or ""}
+        # vLLM and SGLang name a thought in one of two ways.
+        thought = getattr(choice.message, "reasoning_content", None) or getattr(choice.message, "reasoning", None)
+        said |= {"reasoning_content": thought} if thought else {}
+        if not "".join(said.values()).strip():
             return "no text"
         return {
-            "messages": [turn, {"role": "assistant", "content": said}],
+            "messages": [turn, {"role": "assistant", **said}],
+            **({"chat_template_kwargs": template} if template else {}),
             "cut": choice.finish_reason == "length",
             "usage": [0, 0] if usage is None else [usage.prompt_tokens, usage.completion_tokens],
             "temperature": ask.temperature,

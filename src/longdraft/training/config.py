@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
@@ -39,6 +40,10 @@ class RunConfig(Options):
     held_out: float = option(0.02, help="share of the documents to measure on, chosen by how they begin", min=0, most=1)
     max_length: int = option(1024, help="tokens: longer texts are cut into pieces, chats at their end", min=1)
     min_length: int = option(32, help="tokens: shorter documents are left out", min=1)
+    learn: str = option(
+        "answers", help="of chats: the assistant's turns, or all from its first on", choices=("answers", "all")
+    )
+    chat_template: tuple[str, ...] = option((), help="settings of the chat template, as in enable_thinking=false")
     anchor_offset: int = option(0, help="largest random offset of anchor-offset indices; 0: plain indices", min=0)
     intermediate_size: int | None = option(None, help="size of the draft's MLP; none: the target's, or init's", min=1)
     vocabulary: int | None = option(None, help="tokens that the draft can propose; none: all, or init's", min=1)
@@ -77,6 +82,12 @@ class RunConfig(Options):
         for name in self.without:
             if getattr(self, name):
                 raise ConfigError(f"{name} is of no use to this kind of draft: leave it out.")
+        _ = self.template
+
+    @property
+    def template(self) -> dict[str, Any]:
+        """Further arguments of the chat template."""
+        return template_settings(self.chat_template)
 
     def as_dict(self) -> dict[str, Any]:
         return {name: value for name, value in dataclasses.asdict(self).items() if name != "fields_set"}
@@ -168,6 +179,17 @@ class HeadsConfig(RunConfig):
 
 
 # --- reading ---
+
+
+def template_settings(words: Sequence[str]) -> dict[str, Any]:
+    """Settings of a chat template of words name=value, whose values are YAML. Raises ConfigError for another form."""
+    wrong = [word for word in words if not re.fullmatch(r"\w+=.*", word, re.S)]
+    if wrong:
+        raise ConfigError(f"chat_template takes name=value, as in enable_thinking=false, not {wrong[0]!r}.")
+    try:
+        return {name: yaml.safe_load(value) for name, _, value in (word.partition("=") for word in words)}
+    except yaml.YAMLError as error:
+        raise ConfigError(f"chat_template: {error}") from None
 
 
 def described(config: type[Any]) -> list[tuple[str, str, str, str]]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import sub
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 
 from longdraft.errors import CheckpointError, PromptError
 from longdraft.files import naming, opened, read_json, replacing
+from longdraft.memory.token_ids import common_prefix
 from longdraft.training.config import LmConfig, RunConfig
 from longdraft.training.documents import Document, Skipped, documents
 
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
 
 # Documents with this many first tokens in common are about the same passage.
 SAME_PASSAGE = 48
+# So many documents with a beginning in common, or half of all, are about different passages behind it.
+MANY = 64
+# Tokens of a beginning that are compared.
+LONGEST_SHARED = 1 << 14
 INDEX = "index.json"
 # Tokens of a shard, at least; the last one has fewer.
 SHARD = 1 << 26
@@ -41,7 +46,8 @@ class Packed(NamedTuple):
     """The documents of a file or shard, end to end.
 
     Attributes:
-        ids: (N,) int32. ends: (D,) int64, where each document ends. starts: (D,) int32, its first learned token.
+        ids: (N,) int32; ~id for a token behind the first learned one that is not learned (another speaker's).
+        ends: (D,) int64, where each document ends. starts: (D,) int32, its first learned token.
     """
 
     ids: torch.Tensor
@@ -52,7 +58,9 @@ class Packed(NamedTuple):
     def of(cls, documents: Iterable[Document | None]) -> Packed:
         ids, ends, starts = array("i"), array("q"), array("i")
         for document in filter(None, documents):
-            ids.extend(document.tokens)
+            learned = document.learned or [True] * len(document.tokens)
+            each = enumerate(zip(document.tokens, learned, strict=True))
+            ids.extend(t if own or i < document.start else ~t for i, (t, own) in each)
             ends.append(len(ids))
             starts.append(document.start)
         return cls(torch.tensor(ids), torch.tensor(ends), torch.tensor(starts))
@@ -63,16 +71,17 @@ class Packed(NamedTuple):
 
 
 class Documents(Sequence[Document]):
-    """Documents or pieces of them, in a fixed order. Their tokens stay where they are: one takes 18 bytes here.
+    """Documents or pieces of them, in a fixed order. Their tokens stay where they are: one takes 22 bytes here.
 
     Attributes:
         sources: tokens of each source, a name for its content, and whether it is on disk.
         lengths, starts: tokens of each document, and its first learned token.
+        unlearned: how many tokens behind that are not learned, of pieces; all of a whole document are taken as learned.
     """
 
     def __init__(self, sources: Sequence[tuple[torch.Tensor, str, bool]] = ()) -> None:
         self.sources = list(sources)
-        self.lengths, self.starts = array("i"), array("i")
+        self.lengths, self.starts, self.unlearned = array("i"), array("i"), array("i")
         self._source, self._begins = array("H"), array("q")
 
     def extend(self, packed: Packed, on_disk: str | None = None) -> None:
@@ -83,6 +92,7 @@ class Documents(Sequence[Document]):
         self._begins.extend(begins)
         self.lengths.extend(map(sub, ends, begins))
         self.starts.extend(packed.starts.tolist())
+        self.unlearned.extend([0] * len(ends))
         self.sources.append((packed.ids, on_disk or packed.digest(), on_disk is not None))
 
     def read(self, path: Path) -> None:
@@ -90,28 +100,39 @@ class Documents(Sequence[Document]):
         with opened(path, ADVICE) as file:
             self.extend(Packed(*map(file.get_tensor, Packed._fields)), file.metadata()["digest"])
 
-    def piece(self, of: Documents, i: int, first: int, length: int, start: int) -> None:
-        """Adds a piece of a document of the same sources."""
+    def piece(self, of: Documents, i: int, first: int, length: int, start: int, unlearned: int = 0) -> None:
+        """Adds a piece of a document of the same sources; ``unlearned``: of :meth:`context`, 0 to learn them too."""
         self._source.append(of._source[i])
         self._begins.append(of._begins[i] + first)
         self.lengths.append(length)
         self.starts.append(start)
+        self.unlearned.append(unlearned)
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def __getitem__(self, i: int) -> Document:  # type: ignore[override]  # no slices
-        return Document(self.tokens(i).tolist(), self.starts[i])
+        learned = (self._marked(i) >= 0).tolist() if self.unlearned[i] else None
+        return Document(self.tokens(i).tolist(), self.starts[i], learned)
 
     def tokens(self, i: int, first: int = 0, count: int = 1 << 40) -> torch.Tensor:
         """A document's tokens from its ``first`` on, ``count`` at most."""
+        marked = self._marked(i, first, count)
+        return torch.where(marked < 0, ~marked, marked)
+
+    def context(self, i: int, first: int, count: int) -> int:
+        """How many of a document's tokens from its ``first`` on are marked as not learned."""
+        return int((self._marked(i, first, count) < 0).sum())
+
+    def _marked(self, i: int, first: int = 0, count: int = 1 << 40) -> torch.Tensor:
+        """The same as :meth:`tokens`, with ~id for tokens that are not learned."""
         begin = self._begins[i]
         return self.sources[self._source[i]][0][begin + first : begin + min(first + count, self.lengths[i])]
 
     def digest(self) -> str:
         """A name for the documents that depends on their content; a resumed run must have the same."""
         hashed = hashlib.sha256(repr([digest for _, digest, _ in self.sources]).encode())
-        for column in (self._source, self._begins, self.lengths, self.starts):
+        for column in (self._source, self._begins, self.lengths, self.starts, self.unlearned):
             hashed.update(column.tobytes())
         return hashed.hexdigest()[:16]
 
@@ -123,7 +144,8 @@ def collect(
 
     Plain text is cut into pieces of ``max_length`` tokens. A document with a prompt is cut at its end, and left out if
     nothing learned would remain; for a language model it is cut at its beginning, and with ``learn_prompts`` one that
-    was not cut is learned from its second token on. The pieces of a text are learned, or held out, together.
+    was not cut is learned from its second token on. The pieces of a text are learned, or held out, together. Which it
+    is depends on how a text begins behind what too many texts begin with to be one passage (a system prompt).
 
     Args:
         skipped: counts the documents that are left out.
@@ -131,11 +153,11 @@ def collect(
         longest: tokens that the target reads at most.
 
     Raises:
-        PromptError: there is nothing to train on.
+        PromptError: there is nothing to train on, or nothing to measure on.
     """
     max_length, keep_end = min(config.max_length, longest), isinstance(config, LmConfig)
     learn_prompts = isinstance(config, LmConfig) and config.learn_prompts
-    learned, measured = Documents(whole.sources), Documents(whole.sources)
+    learned, measured, begins = Documents(whole.sources), Documents(whole.sources), _own_beginnings(whole)
     for i, (length, start) in enumerate(zip(whole.lengths, whole.starts, strict=True)):
         # Where each piece begins, how long it is, and its start.
         if start == 1:
@@ -149,25 +171,59 @@ def collect(
             skipped["with a prompt longer than max_length"] += 1
             continue
         # A document is assigned by how it begins, with all its pieces.
-        side = measured if _share(whole, i, 0, "held out") < config.held_out else learned
+        side = measured if _share(whole, i, begins[i], "held out") < config.held_out else learned
         for first, count, learned_from in pieces:
-            if config.sample < 1 and _share(whole, i, first if start == 1 else 0, "sample") >= config.sample:
+            at = first if first and start == 1 else begins[i]
+            if config.sample < 1 and _share(whole, i, at, "sample") >= config.sample:
                 continue
-            if count < config.min_length or count - learned_from <= shortest_learned:
+            entire = learn_prompts and side is learned and count < max_length
+            answers_alone = start > 1 and config.learn == "answers" and not entire
+            context = whole.context(i, first + learned_from, count - learned_from) if answers_alone else 0
+            if count < config.min_length or count - learned_from - context <= shortest_learned:
                 skipped["too short"] += 1
             else:
-                entire = learn_prompts and side is learned and count < max_length
-                side.piece(whole, i, first, count, 1 if entire else learned_from)
+                side.piece(whole, i, first, count, 1 if entire else learned_from, context)
+    left = f"left out: {skipped}; held out: {len(measured)}"
     if not len(learned):
-        left = f"left out: {skipped}; held out: {len(measured)}"
         raise PromptError(f"Nothing to train on ({left}): give more rows with `text`, `messages` or `tokens`.")
+    if config.held_out and not len(measured):
+        raise PromptError(
+            f"Nothing is held out of {len(learned)} documents to measure on ({left}): raise held_out, give more texts, "
+            "or set held_out=0, which keeps the last draft as the best."
+        )
     return learned, measured
+
+
+def _own_beginnings(whole: Documents) -> array[int]:
+    """Where each document begins to say what the others do not: 0, or behind a beginning that many have in common."""
+    begins, groups = array("i", bytes(4 * len(whole))), [torch.arange(len(whole))]
+    many = max(2, min(MANY, len(whole) / 2))
+    while groups:
+        members = groups.pop()
+        numbers = (_number(whole.tokens(i, begins[i], SAME_PASSAGE)) for i in members.tolist())
+        passages = torch.tensor(array("q", numbers))
+        values, counts = passages.unique(return_counts=True)
+        for value in values[counts >= many].tolist():
+            same = members[passages == value]
+            first = int(same[0])
+            shared = whole.tokens(first, begins[first], LONGEST_SHARED).tolist()
+            for i in same.tolist():
+                shared = shared[: common_prefix(shared, whole.tokens(i, begins[i], len(shared)).tolist())]
+            if shared:
+                for i in same.tolist():
+                    begins[i] += len(shared)
+                groups.append(same)
+    return begins
+
+
+def _number(tokens: torch.Tensor, purpose: str = "") -> int:
+    """A number of 48 bits for some tokens."""
+    return int.from_bytes(hashlib.sha256(f"{purpose}{tokens.tolist()}".encode()).digest()[:6], "big")
 
 
 def _share(whole: Documents, i: int, first: int, purpose: str) -> float:
     """A number in [0, 1) that depends on how a document, or a piece of it, begins."""
-    passage = whole.tokens(i, first, SAME_PASSAGE).tolist()
-    return int.from_bytes(hashlib.sha256(f"{purpose}{passage}".encode()).digest()[:6], "big") / 2**48
+    return _number(whole.tokens(i, first, SAME_PASSAGE), purpose) / 2**48
 
 
 def most_frequent(
@@ -181,9 +237,9 @@ def most_frequent(
     """
     counts = torch.zeros(vocab_size, dtype=torch.float64)
     for document in documents:
-        tokens = torch.tensor(document.tokens)
-        counts += torch.bincount(tokens[document.start :], minlength=vocab_size)
-        counts += 0.05 * torch.bincount(tokens[: document.start], minlength=vocab_size)
+        tokens, weights = torch.tensor(document.tokens), torch.full((len(document.tokens),), 0.05, dtype=torch.float64)
+        weights[document.start :] = 1 if document.learned is None else torch.tensor(document.learned[document.start :])
+        counts += torch.bincount(tokens, weights, vocab_size)
     counts[list(always)] = float("inf")
     return counts.argsort(descending=True, stable=True)[:count].sort().values
 
@@ -191,7 +247,13 @@ def most_frequent(
 # --- files and shards ---
 
 
-def read(places: Iterable[str], tokenizer: PreTrainedTokenizerBase, skipped: Skipped, vocab_size: int) -> Documents:
+def read(
+    places: Iterable[str],
+    tokenizer: PreTrainedTokenizerBase,
+    skipped: Skipped,
+    vocab_size: int,
+    template: Mapping[str, Any] | None = None,
+) -> Documents:
     """The documents of files and folders, and of folders of shards, which are not read into memory.
 
     Raises CheckpointError if a folder's shards are not finished, are damaged, or are of another tokenizer.
@@ -199,7 +261,7 @@ def read(places: Iterable[str], tokenizer: PreTrainedTokenizerBase, skipped: Ski
     found = Documents()
     for folder in map(Path, places):
         if not ((folder / INDEX).is_file() and shards_of(folder)):
-            found.extend(Packed.of(documents([folder], tokenizer, skipped, vocab_size)))
+            found.extend(Packed.of(documents([folder], tokenizer, skipped, vocab_size, template=template)))
             continue
         if "rows" not in _index(folder, tokenizer):
             raise CheckpointError(f"{folder} is not finished: the same `longdraft train data` command continues it.")

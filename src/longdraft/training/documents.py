@@ -11,15 +11,16 @@ import io
 import json
 import lzma
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import cycle, dropwhile, islice
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longdraft.errors import CapabilityError, PromptError
-from longdraft.model.chat import applied, encode
+from longdraft.model.chat import encode
+from longdraft.training.chats import messages_of, rendered_chat
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,11 +28,6 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 # What the names of files in a folder end with.
 ENDINGS = (".jsonl", ".jsonl.gz", ".jsonl.xz", ".jsonl.zst", ".json", ".parquet", ".txt")
-# ShareGPT's names of who speaks.
-_SPEAKERS = {"human": "user", "user": "user", "system": "system"}
-_SPEAKERS |= dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard"), "assistant")
-# Marks where an answer was cut off. The space shows whether a template trims answers.
-_CUT = "-*-cut-*- "
 
 
 @dataclass(frozen=True)
@@ -41,21 +37,25 @@ class Document:
     Attributes:
         tokens: the whole text, with its end-of-sequence token if it has one.
         start: the first token that is learned; those before it (a chat's prompt) are only context.
+        learned: of each token, whether it is learned; None: all are from ``start`` on.
     """
 
     tokens: list[int]
     start: int = 1
+    learned: list[bool] | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.start < len(self.tokens):
-            raise ValueError(f"start {self.start} leaves nothing to learn of {len(self.tokens)} tokens")
+            raise ValueError(f"with nothing to learn (start {self.start} of {len(self.tokens)} tokens)")
 
 
 class Skipped(Counter[str]):
     """The rows that were left out, counted by reason."""
 
     def __str__(self) -> str:
-        return ", ".join(f"{count} {reason}" for reason, count in sorted(self.items())) or "none"
+        said = [f"{count} {reason}" for reason, count in self.most_common(8)]
+        more = sum(self.values()) - sum(count for _, count in self.most_common(8))
+        return ", ".join([*said, *([f"{more} for other reasons"] if more else [])]) or "none"
 
 
 def documents(
@@ -64,56 +64,51 @@ def documents(
     skipped: Skipped,
     vocab_size: int,
     done: int = 0,
+    template: Mapping[str, Any] | None = None,
 ) -> Iterator[Document | None]:
     """The document of each row after the first ``done``; None for one that is left out, and counted.
 
-    A row has ``tokens`` (ids) and ``start``; or ``messages``, a chat that is learned from the first assistant turn on,
-    which ShareGPT calls ``conversations`` and UltraChat ``data``; or ``text``.
+    A row has ``tokens`` (ids) and ``start``; or ``text``; or a chat, whose answers are learned
+    (:func:`longdraft.training.chats.messages_of`), with its ``tools`` and ``chat_template_kwargs`` if it has them.
+
+    Args:
+        template: further arguments of the chat template; a row's own come first.
     """
     for row in islice(rows(sources, skipped), done, None):
         document = None
         if row is not None:
             try:
-                document = _document(row, tokenizer)
-            except (KeyError, TypeError, ValueError, AttributeError):
-                skipped["without usable text, messages or tokens"] += 1
+                document = _document(row, tokenizer, template)
+            except PromptError as error:
+                skipped[f"that cannot be encoded ({str(error)[:200]})"] += 1
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                why = str(error) if type(error) is ValueError else "with text, messages or tokens of another form"
+                skipped[f"{why} (keys: {', '.join(map(str, row))})"] += 1
         if document is not None and not all(0 <= t < vocab_size for t in document.tokens):
             skipped["with token ids outside the vocabulary"] += 1
             document = None
         yield document
 
 
-def _document(row: Row, tokenizer: PreTrainedTokenizerBase) -> Document:
+def _document(row: Row, tokenizer: PreTrainedTokenizerBase, template: Mapping[str, Any] | None = None) -> Document:
     if "tokens" in row:
         return Document([int(t) for t in row["tokens"]], int(row.get("start", 1)))
-    if "messages" in row:
-        return _chat(row["messages"], tokenizer, bool(row.get("cut")))
+    messages = messages_of(row)
+    if messages is not None:
+        tools, own = row.get("tools"), row.get("chat_template_kwargs")
+        tools, own = (json.loads(each) if isinstance(each, str) else each for each in (tools, own))
+        settings = {**(template or {}), **(own or {})}
+        tokens, learned = rendered_chat(messages, tokenizer, tools or None, settings, bool(row.get("cut")))
+        if not any(learned):
+            raise ValueError("whose answers are no tokens")
+        start, end = learned.index(True), len(learned) - learned[::-1].index(True)
+        learned = learned[:end]
+        return Document(tokens[:end], start, None if all(learned[start:]) else learned)
     if "text" in row:
         tokens = encode(tokenizer, row["text"])
         # EOS is learned, because a draft that never proposes it costs a verification at the end of every text.
         return Document(tokens if tokenizer.eos_token_id is None else [*tokens, tokenizer.eos_token_id])
-    if "conversations" in row:
-        turns = [{"role": _SPEAKERS[turn["from"]], "content": turn["value"]} for turn in row["conversations"]]
-        return _chat(list(dropwhile(lambda turn: turn["role"] == "assistant", turns)), tokenizer)
-    each = zip(row["data"], cycle(("user", "assistant")), strict=False)
-    return _chat([{"role": role, "content": content} for content, role in each], tokenizer)
-
-
-def _chat(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, cut: bool = False) -> Document:
-    """A chat; ``cut``: its last answer was cut off, so its end is not learned."""
-    first = [m["role"] for m in messages].index("assistant")  # ValueError if there is none
-    last = {**messages[-1], "content": messages[-1]["content"] + _CUT * cut}
-    text = applied(tokenizer, [*messages[:-1], last], add_generation_prompt=False)
-    if cut:
-        text, mark, behind = text.rpartition(_CUT.strip())
-        if not mark:
-            raise ValueError("the chat template does not show the last answer")
-        text = text if behind.startswith(" ") else text.rstrip()  # the template trims
-    texts = (applied(tokenizer, messages[:first]), text)
-    prompt, tokens = (tokenizer(each, add_special_tokens=False, verbose=False)["input_ids"] for each in texts)
-    if tokens[: len(prompt)] != prompt:
-        raise ValueError("the chat template does not keep a chat's beginning as it grows")
-    return Document(list(tokens), len(prompt))
+    raise ValueError("with neither text, messages nor tokens")
 
 
 def rows(sources: Iterable[Path | str], skipped: Skipped) -> Iterator[Row | None]:

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 
 from longdraft.files import opened, replacing
 from longdraft.memory.store import KVStore
+from longdraft.model.key_rotation import turned
 from longdraft.model.runner import TargetRunner
 from longdraft.model.stored import unpacked
 from longdraft.native import Stored
@@ -56,6 +57,7 @@ class Features:
             side; or nothing. And ``last`` (L, hidden size), the last layer's output, before the final norm,
             where the loss follows the target's distribution and ``hidden`` does not end with it.
         likeliest: (L - start,) int64, the target's likeliest tokens in place of tokens[start:].
+        spoken: of each token, whether it is learned; None: all are from ``start`` on.
     """
 
     tokens: torch.Tensor
@@ -63,6 +65,14 @@ class Features:
     offset: int
     rows: dict[str, torch.Tensor]
     likeliest: torch.Tensor
+    spoken: list[bool] | None = None
+
+    @property
+    def learned(self) -> torch.Tensor:
+        """(L,) bool, which tokens are learned."""
+        if self.spoken is not None:
+            return torch.tensor(self.spoken)
+        return torch.arange(len(self.tokens)) >= self.start
 
     @property
     def keys(self) -> torch.Tensor:
@@ -125,8 +135,12 @@ class FeatureReader:
         self.cache, self._identity = cache, repr((identity, self.names, self.layers))
         self._store: KVStore | None = None
 
-    def read(self, document: Document, offset: int = 0) -> Features:
+    def read(self, document: Document, offset: int = 0, kept: int | None = None) -> Features:
         """The features of a document with an anchor-offset.
+
+        Args:
+            kept: the offset with which a cache keeps the document; None: this one. Its keys are rotated from there;
+                values and states stay, as the target says about the same with either (LongSpec, section 3.2).
 
         Raises:
             CheckpointError: a file of the cache is damaged, or cannot be written.
@@ -134,6 +148,22 @@ class FeatureReader:
         """
         if self.cache is None:
             return self.compute(document, offset)
+        kept = offset if kept is None else kept
+        found = self._cached(document, kept)
+        if offset != kept:
+            cos, sin = self.runner.parts.rotary(torch.tensor([0, abs(offset - kept)], device=self.runner.device))
+            cos, sin = cos[1:] / cos[:1], sin[1:] / cos[:1]  # YaRN's factor stays on the keys
+            if "keys" in self.names:
+                keys = found.rows["keys"]
+                keys[ANCHORS:] = turned(
+                    keys[ANCHORS:], cos.to(keys.device), sin.to(keys.device) * (1 if offset > kept else -1)
+                )
+            found.offset = offset
+        return found
+
+    def _cached(self, document: Document, offset: int) -> Features:
+        """The features out of the cache, where they are put if they are missing; what is learned is no part of them."""
+        assert self.cache is not None
         hashed = hashlib.sha256(f"{self._identity}/{document.start}/{offset}/".encode())
         hashed.update(array("q", document.tokens).tobytes())
         name = hashed.hexdigest()[:32]
@@ -141,7 +171,8 @@ class FeatureReader:
         if path.exists():
             with opened(path, ADVICE) as file:
                 rows = {name: file.get_tensor(name) for name in ("likeliest", *self.names)}
-            return Features(torch.tensor(document.tokens), document.start, offset, rows, rows.pop("likeliest").long())
+            likeliest = rows.pop("likeliest").long()
+            return Features(torch.tensor(document.tokens), document.start, offset, rows, likeliest, document.learned)
         found = self.compute(document, offset)
         tensors = found.rows | {"likeliest": found.likeliest.int()}
         with replacing(path) as part:
@@ -175,7 +206,7 @@ class FeatureReader:
         if "keys" in self.names:
             for name, kept in zip(("keys", "values"), store.layer(-1), strict=True):
                 rows[name] = kept[0, :, :length].transpose(0, 1).to(self.dtype, copy=True).contiguous()
-        return Features(torch.tensor(tokens), start, offset, rows, torch.cat(likeliest)[:-1])
+        return Features(torch.tensor(tokens), start, offset, rows, torch.cat(likeliest)[:-1], document.learned)
 
     def named(self, states: torch.Tensor) -> dict[str, torch.Tensor]:
         """The taps' states (L, taps * hidden size), by name."""

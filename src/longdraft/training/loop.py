@@ -160,8 +160,10 @@ class Loop:
             trainee.measure_scale(session.runner)
         trainee.to(session.runner.device)
         # Documents to measure on have more learned tokens than a round has levels.
-        spans = zip(held_out.lengths, held_out.starts, strict=True)
-        long = [i for i, (length, start) in enumerate(spans) if length - start > measured]
+        spans = zip(held_out.lengths, held_out.starts, held_out.unlearned, strict=True)
+        long = [i for i, (length, start, context) in enumerate(spans) if length - start - context > measured]
+        if config.held_out and not long:
+            raise PromptError(f"No held-out document has more than {measured} learned tokens: raise held_out.")
         self.held_out = [held_out[i] for i in long[:: max(1, len(long) // MEASURED)][:MEASURED]]
         processes = accelerator.num_processes
         rows = array("i", (self._rows(i, 0) for i in range(len(self._documents))))
@@ -176,7 +178,8 @@ class Loop:
         fused = weights[0].device.type in FUSED
         optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=fused)
         self.module, self.optimizer = accelerator.prepare(trainee, optimizer)
-        self.step, self.best = 0, 0.0
+        # Tokens a round, of the best draft so far: a dead one has 1.
+        self.step, self.best = 0, 1.0
 
     def run(self) -> Iterator[Report]:
         """Trains to the end and yields a report for each step. The session's ``stop`` writes a checkpoint and ends.
@@ -185,7 +188,7 @@ class Loop:
 
         Raises:
             CheckpointError: a checkpoint is damaged or of other settings or data, or the disk is full.
-            NumericalError: the loss is not a number; checkpoints are kept.
+            NumericalError: the loss or a gradient is not a number, or the draft is never right; checkpoints are kept.
         """
         self._resume()
         steps, accelerator = self.schedule.steps, self.accelerator
@@ -208,17 +211,24 @@ class Loop:
                     self._save()
                 if stopping and not last:
                     return
-            self._save_draft("last", *([] if self.best else ["best"]))
+            self._save_draft("last", *([] if self.held_out else ["best"]))
+            if self.held_out and self.best <= 1:
+                raise NumericalError(
+                    f"The draft learned nothing: on {len(self.held_out)} held-out documents it is never right. Lower "
+                    f"lr, or give more text or steps, and another `out`. The last draft is in {self.out / 'last'}."
+                )
         finally:
             for tracker in accelerator.trackers:
                 tracker.finish()
 
     def _rows(self, i: int, shift: int) -> int:
         """Learned rows of a document with a shift."""
-        return self.trainee.learned(self._documents.lengths[i], self._documents.starts[i], shift)
+        documents = self._documents
+        return self.trainee.learned(documents.lengths[i], documents.starts[i], shift) - documents.unlearned[i]
 
     def _features(self, i: int, epoch: int) -> Features:
-        return self._reader.read(self._documents[i], self.session.offset(i, epoch))
+        offset = self.session.offset
+        return self._reader.read(self._documents[i], offset(i, epoch), kept=offset(i, 0))
 
     def _step(self) -> Report:
         """One step of the optimizer, and a measurement if one is due."""
@@ -240,15 +250,17 @@ class Loop:
                 out: StepOutput = self.module(documents, batch.shifts)
                 # Gradients are averaged over processes; times their number, the loss is the mean over all rows.
                 self.accelerator.backward(out.loss * (world / rows))
-            counted = out.depths[out.ranks == 0], out.depths
+            counted = out.depths[(out.ranks == 0) & out.learned], out.depths[out.learned]
             each = (depths.cpu().bincount(minlength=levels + 1)[1:] for depths in counted)
             sums += torch.cat([out.loss.detach().cpu()[None], *each])  # not every device has float64
         if world > 1:
             sums = self._summed(sums.float()).double()
         loss = float(sums[0]) / rows
-        if not math.isfinite(loss):
-            raise NumericalError(f"The loss is {loss} at step {self.step + 1}. Lower lr: the last checkpoint is kept.")
-        self.accelerator.clip_grad_norm_(self.module.parameters(), config.clip)
+        norm = float(self.accelerator.clip_grad_norm_(self.module.parameters(), config.clip))
+        for what, number in (("loss", loss), ("gradient's norm", norm)):
+            if not math.isfinite(number):
+                step = self.step + 1
+                raise NumericalError(f"The {what} is {number} at step {step}. Lower lr: the last checkpoint is kept.")
         self.optimizer.step()
         self.optimizer.zero_grad()
         speed = rows / (time.perf_counter() - started)
@@ -356,7 +368,7 @@ class Loop:
                     what = f"{self.out} holds a run with other settings or data ({'; '.join(different)})"
                     raise CheckpointError(f"{what}. Give another `out`, or delete its checkpoints.")
                 self.accelerator.load_state(str(path))
-                self.step, self.best = int(state["step"]), float(state["best"])
+                self.step, self.best = int(state["step"]), max(1.0, float(state["best"]))
 
 
 def _due(step: int, every: int) -> bool:

@@ -66,8 +66,8 @@ class _SoftCrossEntropy(torch.autograd.Function):
             h = hidden[rows].to(head.dtype)
             (hard, soft), i, n = weights[rows].split(1, 1), tokens[rows, None], len(h)
             z = wide[:n].copy_(torch.mm(h, head.T, out=products[:n]))
-            # As numbers, because a CPU sums booleans ten times slower.
-            ranks[rows] = torch.gt(z, z.gather(1, i), out=other[:n]).sum(-1).long()
+            # Ties are wrong, and so is what is no number. As numbers, because a CPU sums booleans ten times slower.
+            ranks[rows] = len(head) - 1 - torch.lt(z, z.gather(1, i), out=other[:n]).sum(-1).long()
             log_p = torch.log_softmax(z, -1, out=other[:n])
             total -= (hard * log_p.gather(1, i)).sum()
             p = None if target is None else target.probabilities(rows, products[:n], z)
@@ -119,7 +119,7 @@ def soft_cross_entropy(
         target: its distribution. distill: share of the loss that follows it; 0 is plain cross-entropy.
 
     Returns:
-        The loss, a scalar, and (N,) the rank of each row's token: how many ids have larger logits.
+        The loss, a scalar, and (N,) the rank of each row's token: how many other ids have no smaller logits.
     """
     if not torch.is_grad_enabled():  # unknown inside the function
         hidden, head = hidden.detach(), head.detach()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -54,6 +55,7 @@ def ranks_of(trainee: Callable[..., StepOutput], document: Features, levels: int
         for depth in out.depths.unique().tolist():  # a one-pass draft may have fewer levels
             row = out.ranks[out.depths == depth].cpu()
             ranks[depth - 1, ranks.shape[1] - len(row) :] = row
+    ranks[:, ~document.learned[1:]] = UNSEEN
     return ranks[:1].repeat(levels, 1) if by == "text" else ranks
 
 
@@ -79,11 +81,18 @@ def simulate(
         ranks = ranks_of(trainee, document, levels, by)
         levelled += torch.stack([(ranks == 0).sum(1), (ranks < UNSEEN).sum(1)])
         within = [ranks < torch.tensor(width)[:, None] for width in widths]
-        walked += torch.tensor([_walk(each, document.start) for each in within])
+        for first, end in _spans(document.learned.tolist()):
+            walked += torch.tensor([_walk(each[:, : end - 1], first) for each in within])
     counts = summed(torch.cat([levelled.flatten(), walked.flatten()]))
     (hits, learned), walked = counts[:-4].view(2, levels), counts[-4:].view(2, 2)
     chain, tree = (tokens / max(1, rounds) for tokens, rounds in walked.tolist())
     return Simulated(tuple((hits / learned.clamp_min(1)).tolist()), chain, tree)
+
+
+def _spans(learned: list[bool]) -> list[tuple[int, int]]:
+    """First and end of each run of learned tokens."""
+    edges = [i for i, (a, b) in enumerate(pairwise([False, *learned, False])) if a != b]
+    return list(zip(edges[::2], edges[1::2], strict=True))
 
 
 def _walk(within: torch.Tensor, position: int) -> tuple[int, int]:

@@ -85,7 +85,7 @@ class Session:
             loaded = load(config.target, dtype=config.target_dtype, device=place, rope_factor=factor, progress=progress)
         model, self.tokenizer = loaded
         self.runner = runner = TargetRunner(model)
-        whole = corpus.read(config.data, self.tokenizer, skipped, runner.vocab_size)
+        whole = corpus.read(config.data, self.tokenizer, skipped, runner.vocab_size, config.template)
         self.learned, self.held_out = corpus.collect(whole, skipped, config, shortest_learned, runner.context_length)
         progress(f"{len(self.learned):,} documents, {len(self.held_out):,} held out; left out: {skipped}")
 
@@ -112,13 +112,11 @@ class Session:
         return corpus.most_frequent(counted, runner.vocab_size, config.vocabulary, runner.eos_token_ids)
 
     def offset(self, i: int, epoch: int) -> int:
-        """A learned document's anchor-offset: uniform in 0 .. ``anchor_offset``, or less to stay in the context.
-
-        Anew in each epoch, unless features are kept.
-        """
-        config, kept = self.config, 0 if self.config.cache is not None else epoch
+        """A learned document's anchor-offset in an epoch: uniform in 0 .. ``anchor_offset``, or less to stay in the
+        context (LongSpec, section 3.2)."""
+        config = self.config
         most = max(0, min(config.anchor_offset, self.runner.context_length - self.learned.lengths[i]))
-        return random.Random(f"{config.seed}/{kept}/{i}").randint(0, most) if most else 0
+        return random.Random(f"{config.seed}/{epoch}/{i}").randint(0, most) if most else 0
 
     def reader(self, layers: tuple[int, ...] | None) -> FeatureReader:
         """The reader of the target's features, ``layers`` as :class:`FeatureReader` has them."""

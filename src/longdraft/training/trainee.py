@@ -36,23 +36,26 @@ class StepOutput(NamedTuple):
         loss: summed over the learned rows, with its graph.
         ranks: (rows,) how many tokens the draft ranks above the text's next token; 0 if its first choice is right.
         depths: (rows,) the level of the tree that each row was trained for, 1 for the root's children.
+        learned: (rows,) bool, False for what another speaker says: such rows have no weight.
     """
 
     loss: torch.Tensor
     ranks: torch.Tensor
     depths: torch.Tensor
+    learned: torch.Tensor
 
 
 class Labels(NamedTuple):
     """The tokens that N rows should predict, as draft ids; -1 where the draft's vocabulary lacks the token.
 
     Attributes:
-        text: (N,) the text's tokens. likeliest: (N,) the target's.
+        text: (N,) the text's tokens. likeliest: (N,) the target's. learned: (N,) bool, whether they are learned.
         target: its distribution; None where the loss does not follow it.
     """
 
     text: torch.Tensor
     likeliest: torch.Tensor
+    learned: torch.Tensor
     target: Target | None
 
 
@@ -204,13 +207,14 @@ class Trainee(nn.Module):
         with torch.no_grad():
             text = self.to_draft[torch.cat([d.tokens[at:] for d, at in firsts]).to(self.device)]
             likeliest = self.to_draft[torch.cat([d.likeliest[at - d.start :] for d, at in firsts]).to(self.device)]
+            learned = torch.cat([d.learned[at:] for d, at in firsts]).to(self.device)
             rows = torch.arange(len(text), device=self.device) if chosen is None else chosen
             target = None
             if self.distill:
                 last = [d.last[at - 1 : -1, -self.parts.hidden_size :] for d, at in firsts]
                 states = self.parts.normed(torch.cat(last).to(self.device)).to(self.product_dtype)
                 target = Target(states, rows, self.target_head, self.scale, self.parts.softcap)
-            return Labels(text[rows], likeliest[rows], target)
+            return Labels(text[rows], likeliest[rows], learned[rows], target)
 
     def output(
         self,
@@ -225,5 +229,6 @@ class Trainee(nn.Module):
         Args:
             head: (V', hidden size). weight: of each row, (N,).
         """
+        weight = weight * labels.learned
         loss, ranks = soft_cross_entropy(hidden, head, labels.text, weight, labels.target, self.distill)
-        return StepOutput(loss, torch.where(labels.text >= 0, ranks, len(head)), depths)
+        return StepOutput(loss, torch.where(labels.text >= 0, ranks, len(head)), depths, labels.learned)

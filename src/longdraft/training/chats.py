@@ -1,0 +1,167 @@
+"""Chats as training text: rows of other projects as messages, rendered as the model sees them, and what it wrote there.
+
+The tokens that the assistant wrote are those between the generation prompt and the end of its turn. A template shows
+them in the text of the whole chat, except for reasoning that it drops (DeepSeek-R1, QwQ): the last turn's is put back,
+so that the text is what the model has written.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import cycle, dropwhile
+from typing import TYPE_CHECKING, Any
+
+from longdraft.memory.token_ids import common_prefix
+from longdraft.model.chat import applied, template_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Message = dict[str, Any]
+# Names of who speaks that templates do not know.
+_ROLES = {"human": "user", "observation": "tool", "function_response": "tool"}
+_ROLES |= dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "function_call"), "assistant")
+# Rows of a question and its answer, as their authors name them.
+PAIRS = (
+    ("instruction", "output"), ("instruction", "response"), ("prompt", "response"), ("prompt", "completion"),
+    ("prompt", "answer"), ("question", "answer"), ("question", "response"), ("query", "response"),
+)  # fmt: skip
+# Keys of a chat that is a list of turns.
+_LISTS = ("messages", "conversations", "conversation")
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+# Marks where the last answer ends. The space shows whether a template trims answers.
+_MARK = "-*-cut-*- "
+
+
+def messages_of(row: Mapping[str, Any]) -> list[Message] | None:
+    """A row's chat as messages that templates take, up to the last answer; None: the row holds no chat.
+
+    Raises:
+        ValueError: there is no answer, or a turn is not text.
+    """
+    turns = next((row[key] for key in _LISTS if key in row), None)
+    if turns is None and "data" in row:
+        turns = [{"role": role, "content": text} for role, text in zip(cycle(("user", "assistant")), row["data"])]
+    for asked, answered in () if turns is not None or "text" in row else PAIRS:
+        if asked in row and answered in row:
+            prompt, answer = row[asked], row[answered]
+            if isinstance(prompt, str):
+                prompt = [{"role": "user", "content": "\n\n".join(filter(None, (prompt, row.get("input"))))}]
+            if isinstance(answer, str):
+                answer = [{"role": "assistant", "content": answer}]
+            turns = [*prompt, *answer]
+            break
+    if turns is None:
+        return None
+    messages = list(dropwhile(lambda each: each["role"] == "assistant", map(_message, turns)))
+    if (system := row.get("system") or row.get("system_prompt")) and messages and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": system})
+    answers = [i for i, each in enumerate(messages) if each["role"] == "assistant"]
+    if not answers:
+        raise ValueError("without an answer of the assistant")
+    return messages[: answers[-1] + 1]
+
+
+def _message(turn: Mapping[str, Any]) -> Message:
+    """A turn with role and content, reasoning in ``reasoning_content``, and the arguments of its calls as objects."""
+    role, content = turn.get("role") or turn["from"], turn["content"] if "content" in turn else turn.get("value")
+    if isinstance(content, list):
+        if any(part.get("type", "text") != "text" for part in content):
+            raise ValueError("with content that is not text")
+        content = "".join(part["text"] for part in content)
+    calls = [_call(call) for call in turn.get("tool_calls") or ()]
+    if not isinstance(content, str) and not (content is None and calls):
+        raise ValueError("with content that is not text")
+    reasoning = next(filter(None, map(turn.get, _REASONING)), "").strip()
+    if not reasoning and role in ("assistant", "gpt") and content and "</think>" in content:
+        reasoning, _, content = content.partition("</think>")
+        reasoning, content = reasoning.strip().removeprefix("<think>").strip(), content.lstrip("\n")
+    dropped = {"from", "value", "role", "content", "tool_calls", *_REASONING}
+    message = {k: v for k, v in turn.items() if k not in dropped and v is not None}
+    message |= {"role": _ROLES.get(role, role), "content": content or ""}
+    return message | ({"reasoning_content": reasoning} if reasoning else {}) | ({"tool_calls": calls} if calls else {})
+
+
+def _call(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = dict(call.get("function") or call)
+    if isinstance(function.get("arguments"), str):
+        function["arguments"] = json.loads(function["arguments"] or "{}")
+    return {**(call if "function" in call else {"type": "function"}), "function": function}
+
+
+def rendered_chat(
+    messages: Sequence[Message],
+    tokenizer: PreTrainedTokenizerBase,
+    tools: list[Any] | None = None,
+    settings: Mapping[str, Any] | None = None,
+    cut: bool = False,
+) -> tuple[list[int], list[bool]]:
+    """Token ids of a chat up to the end of its last answer, and which of them the assistant wrote.
+
+    Args:
+        messages: of :func:`messages_of`. tools: for the template. settings: further arguments of the template.
+        cut: the last answer was cut off, so its end is not learned.
+
+    Raises:
+        ValueError: the template refuses the chat, or does not show its last answer behind its generation prompt.
+    """
+    if (own := template_of(tokenizer)) is None:
+        raise ValueError("with a chat, for which the tokenizer has no template")
+    render: Callable[..., str] = partial(applied, tokenizer, tools=tools, **own, **(settings or {}))
+    ended = partial(render, add_generation_prompt=False)
+    text = _answered(render, ended, messages, cut)
+    spans = list[tuple[int, int]]()
+    for i in [i for i, each in enumerate(messages) if each["role"] == "assistant"]:
+        begun, end = render(messages[:i]), len(text)
+        start = common_prefix(begun, text)
+        # Behind what they share there may be an opened thought, which the template leaves out of ended turns.
+        kept = start == len(begun) or text.startswith(ended(messages[:i]))
+        if i < len(messages) - 1:
+            end = _end_of(text, ended, messages[:i], messages[i])
+        elif not kept:
+            raise ValueError("whose beginning the chat template changes as it grows")
+        if kept and start < end:
+            spans.append((start, end))
+    return _tokens(text, spans, tokenizer)
+
+
+def _answered(render: Callable[..., str], ended: Callable[..., str], messages: Sequence[Message], cut: bool) -> str:
+    """The text of a chat up to the end of its last answer, whose reasoning is put back if the template drops it."""
+    *before, last = messages
+    content, reasoning = last["content"], last.get("reasoning_content", "")
+    if not content and not reasoning:  # calls of tools alone
+        return ended(messages).rstrip()
+    head, mark, tail = ended([*before, {**last, "content": content + _MARK}]).rpartition(_MARK.strip())
+    if not mark:
+        raise ValueError("whose last answer the chat template does not show")
+    head, tail = (head, tail[1:]) if tail.startswith(" ") else (head.rstrip(), tail)  # the template trims
+    if reasoning and (reasoning not in head or not content):
+        begun = render(before)
+        opened = begun if begun.rstrip().endswith("<think>") else f"{begun}<think>\n"
+        head = opened + reasoning + (f"\n</think>\n\n{content}" if content or not cut else "")
+    return head if cut else (head + tail).rstrip()
+
+
+def _end_of(text: str, ended: Callable[..., str], before: Sequence[Message], message: Message) -> int:
+    """Where an earlier answer ends in the text of its chat; 0 if the template shows it in another way."""
+    spoken = {key: value for key, value in message.items() if key != "reasoning_content"}
+    for each in (message, spoken):  # many templates drop the reasoning of earlier turns
+        through = ended([*before, each]).rstrip()
+        if text.startswith(through):
+            return len(through)
+    return 0
+
+
+def _tokens(
+    text: str, spans: Sequence[tuple[int, int]], tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[int], list[bool]]:
+    """Token ids of a text, and which of them begin inside of spans of its characters."""
+    encode = partial(tokenizer, add_special_tokens=False, verbose=False)
+    if tokenizer.is_fast:
+        encoded = encode(text, return_offsets_mapping=True)
+        return encoded["input_ids"], [any(s <= at < e for s, e in spans) for at, _ in encoded["offset_mapping"]]
+    ids = encode(text)["input_ids"]
+    counted = [[len(encode(text[:at])["input_ids"]) for at in span] for span in spans]
+    return ids, [any(s <= i < e for s, e in counted) for i in range(len(ids))]
