@@ -5,18 +5,19 @@ from __future__ import annotations
 import pytest
 
 from longdraft.errors import ConfigError
-from longdraft.training.config import read_config
+from longdraft.training.config import PRESETS as SHIPPED
+from longdraft.training.config import preset, presets, read_config
 from tests.training.helpers import ROOT, SMALL, TRAININGS
 
 SETTINGS = {kind: training.load_settings() for kind, training in TRAININGS.items() if kind in SMALL}
-PAPERS = ROOT / "configs" / "papers"
+PAPERS = SHIPPED / "papers"
 # Preset -> its kind of draft, the GPUs it is for, and texts a step.
 PRESETS = {
     "longspec/1-short": ("longspec", 8, 2048), "longspec/2-long": ("longspec", 8, 256),
     "longspec/3-answers": ("longspec", 8, 256), "eagle3": ("eagle3", 8, 16), "specpv": ("eagle3", 4, 16),
     "specextend": ("eagle", 4, 16), "tokenswift": ("heads", 4, 120),
 }  # fmt: skip
-FILES = [(kind, path) for kind in sorted(SETTINGS) for path in sorted((ROOT / "configs" / kind).glob("**/*.yaml"))]
+FILES = [(kind, path) for kind in sorted(SETTINGS) for path in sorted((SHIPPED / kind).glob("**/*.yaml"))]
 
 
 def test_words_override_the_file(tmp_path):
@@ -86,8 +87,18 @@ def test_configurations_are_complete(kind, path):
     assert found.as_dict().items() >= wanted.items()
 
 
+def test_presets_go_by_name():
+    """In a package that was installed, too, and by the paths that they had."""
+    assert {"longspec/1-short", "eagle3/8b/1-answers", "papers/longspec/1-short", "accelerate/ddp"} <= presets().keys()
+    for name in ("longspec/1-short", "longspec/1-short.yaml", "configs/longspec/1-short.yaml"):
+        assert preset(name) == SHIPPED / "longspec" / "1-short.yaml"
+    with pytest.raises(ConfigError, match="did you mean the preset longspec/1-short"):
+        preset("longspec/1-shrt")
+    assert '"training/presets/**/*.yaml"' in (ROOT / "pyproject.toml").read_text()
+
+
 def test_the_three_stages_follow_each_other():
-    paths = sorted((ROOT / "configs" / "longspec").glob("*.yaml"))
+    paths = sorted((SHIPPED / "longspec").glob("*.yaml"))
     stages = [read_config(path, ["data=text.jsonl"], SETTINGS["longspec"]) for path in paths]
     assert [path.stem for path in paths] == ["1-short", "2-long", "3-answers"]
     assert [s.init for s in stages] == [None, f"{stages[0].out}/best", f"{stages[1].out}/best"]

@@ -18,7 +18,7 @@ from longdraft.cli import options
 from longdraft.cli.main import main
 from longdraft.drafts import draft_folder
 from longdraft.errors import CheckpointError
-from longdraft.training.config import described
+from longdraft.training.config import described, preset
 from tests.serve.conftest import Running, make_service
 from tests.support import elsewhere
 from tests.support.quick import few, slow
@@ -84,6 +84,45 @@ def test_tokens_once_and_for_all(shell, target, text, tmp_path):
     assert shell(*words, tmp_path / "t.jsonl").code == 2
     words = [f"data={tmp_path / 't'}", f"target={target}", f"out={tmp_path / 'run'}", "max_steps=2"]
     assert shell("longspec", *FAST, *words).code == 0 and len(losses_of(tmp_path / "run")) == 2
+
+
+def test_presets_are_listed_and_printed(shell):
+    listed, one = shell("presets"), shell("presets", "longspec/8b/3-answers")
+    assert listed.code == one.code == 0 and "longspec/8b/3-answers" in listed.out
+    assert one.out == preset("longspec/8b/3-answers").read_text()
+    assert shell("presets", "longspec/9-answers").code == 2
+
+
+def test_rows_are_shown_as_the_model_sees_them(shell, target, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "hi", "response": "yes"}\n{"text": "abc"}\n{"x": 1}\n')
+    shown = shell("data", rows, "--target", target, "--show", 3, "--json")
+    assert shown.code == 0 and json.loads(shown.out.splitlines()[-1]) == {"rows": 2}
+    assert "<user>hi<eos><assistant>⟦yes<eos>⟧" in shown.out and "a⟦bc<eos>⟧" in shown.out
+    assert "(keys: x)" in shown.err
+    assert "--out" in shell("data", rows).err
+
+
+def test_the_hint_names_what_the_draft_needs(shell, target, text, tmp_path):
+    own = tmp_path / "my kind.py"
+    own.write_text("")
+    words = [*FAST, "window=12", "intermediate_size=64", "max_steps=2", f"data={text}", f"target={target}"]
+    made = shell("--load", own, "longspec", *words, f"out={tmp_path / 'a run'}")
+    assert made.code == 0, made.err
+    hint = f"longdraft generate --model {target} --load '{own}' --draft '{tmp_path / 'a run' / 'best'}'"
+    assert hint in " ".join(made.err.split())
+    card = (tmp_path / "a run" / "last" / "README.md").read_text()
+    assert "`text.jsonl`: " in card and "| steps | 2 " in card and "tokens a round, simulated" in card
+
+
+def test_a_finished_run_goes_on(shell, target, text, tmp_path):
+    words = [*FAST, "window=12", "intermediate_size=64", f"data={text}", f"target={target}", f"out={tmp_path / 'run'}"]
+    assert shell("longspec", *words, "epochs=1").code == 0
+    first = losses_of(tmp_path / "run")
+    assert shell("longspec", *words, "epochs=2").code == 0
+    both = losses_of(tmp_path / "run")
+    assert len(both) == 2 * len(first) and both[: len(first)] == first
+    assert shell("longspec", *words, "epochs=1").code == 1  # it cannot be made shorter
 
 
 @pytest.mark.parametrize(
@@ -157,7 +196,7 @@ def test_a_resumed_run_says_where_and_a_checkpoint_says_where_the_draft_is(shell
 @pytest.mark.parametrize("launcher", ["torchrun", "ddp", "fsdp2"])
 def test_launchers(target, text, tmp_path, launcher):
     """As docs/training.md calls them. accelerate shards on accelerators alone: here fsdp2.yaml is only read."""
-    begin = ["accelerate.commands.launch", "--config_file", f"configs/accelerate/{launcher}.yaml", "--num_processes", 2]
+    begin = ["accelerate.commands.launch", "--config_file", preset(f"accelerate/{launcher}"), "--num_processes", 2]
     if launcher == "torchrun":
         begin = ["torch.distributed.run", "--nproc-per-node", 2]
     words = ["-m", "longdraft", "train", "longspec", *FAST, "window=12", "intermediate_size=64"]

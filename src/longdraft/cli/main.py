@@ -24,7 +24,7 @@ from longdraft.cli.methods import methods
 from longdraft.cli.quality import quality
 from longdraft.cli.reproduce import reproduce
 from longdraft.cli.serve import serve
-from longdraft.cli.train import Trainers, loaded_first
+from longdraft.cli.train import Trainers, loaded_first, presets
 from longdraft.cli.train_data import data
 from longdraft.errors import CapabilityError, ConfigError, LongdraftError, memory_checked
 
@@ -87,6 +87,7 @@ for name, part in (("acceptance", acceptance), ("length", bench_length), ("quali
 training = typer.Typer(cls=Trainers, no_args_is_help=True)
 training.callback()(loaded_first)
 training.command()(interruptible(options.spread(data)))
+training.command()(interruptible(presets))
 app.add_typer(training, name="train", rich_help_panel=TRAIN)
 
 BAD_SETTING, FAILED = 2, 1

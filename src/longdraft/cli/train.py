@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
@@ -77,18 +78,42 @@ def _training(command: str) -> Training:
     return next(each for name, each in found.items() if each is not None and command == (each.command or name))
 
 
-def loaded_first(composed: options.Load = None) -> None:
+def loaded_first(ctx: typer.Context, composed: options.Load = None) -> None:
     """Train a draft for a model, and prepare what it learns from."""
+    ctx.obj = composed
+
+
+def presets(
+    name: Annotated[
+        str | None, typer.Argument(help="Print this one, as a start for your own.", show_default="")
+    ] = None,
+) -> None:
+    """List the files of settings that --config takes by name, or print one."""
+    from longdraft.training.config import preset
+    from longdraft.training.config import presets as known
+
+    if name is not None:
+        console.line(preset(name).read_text(encoding="utf-8").rstrip())
+        return
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    table.add_column("preset", no_wrap=True)
+    table.add_column("", ratio=1)
+    for each, path in known().items():
+        first = path.read_text(encoding="utf-8").splitlines()[0]
+        table.add_row(each, Text(first.removeprefix("#").strip()))
+    console.show(console.stdout(), table)
 
 
 def _command(name: str, summary: str) -> Any:
     def train(
+        ctx: typer.Context,
         *,
         settings: Annotated[
             list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings that override the file's.")
         ] = None,
         config: Annotated[
-            Path | None, typer.Option("--config", "-c", help="YAML file of settings, such as those in configs/.")
+            Path | None,
+            typer.Option("--config", "-c", help="YAML file of settings, or a preset: longdraft train presets."),
         ] = None,
         dry_run: Annotated[
             bool,
@@ -118,7 +143,7 @@ def _command(name: str, summary: str) -> Any:
         if dry_run:
             output.json(_estimated(name, found, gpu, gpus, tokens))
         else:
-            _train(found, training, output, main)
+            _train(found, training, output, main, ctx.obj)
 
     title = "every setting, with its default and the values it takes (key=value, or YAML)"
     alone = typer.Typer(
@@ -150,8 +175,10 @@ def _check(settings: RunConfig) -> None:
         raise ConfigError(f"There is no draft folder {settings.init}: check init, or leave it out for a new draft.")
 
 
-def _train(settings: RunConfig, training: Training, output: options.Output, main: bool) -> None:
-    """Trains, shows the steps, and prints where the draft is."""
+def _train(
+    settings: RunConfig, training: Training, output: options.Output, main: bool, loaded: list[Path] | None
+) -> None:
+    """Trains, shows the steps, and prints where the draft is. ``loaded``: files of kinds."""
     if find_spec("accelerate") is None:
         raise CapabilityError('Training needs the package accelerate: pip install "longdraft[train]"')
     with TrainingDisplay(silent=not main) as display:
@@ -169,9 +196,10 @@ def _train(settings: RunConfig, training: Training, output: options.Output, main
         console.note(f"Stopped {where}. The same command continues from there.")
         raise typer.Exit(cancel.exit_code)
     best = Path(settings.out) / "best"
-    target = f"--model {settings.target} " if settings.target else ""
+    given = [("--model", settings.target), *(("--load", path) for path in loaded or ())]
+    flags = "".join(f"{flag} {shlex.quote(str(value))} " for flag, value in given if value)
     console.note(f"The draft is in {best} (the last step's in {best.with_name('last')}). Use it:")
-    console.note(f"  longdraft generate {target}--draft {best} --prompt ...")
+    console.note(f"  longdraft generate {flags}--draft {shlex.quote(str(best))} --prompt ...")
     payload: dict[str, Any] = {"draft": str(best)}
     if report is not None:
         simulated = None if report.simulated is None else vars(report.simulated)
@@ -203,5 +231,10 @@ def _estimated(kind: str, config: RunConfig, gpu: str, gpus: int, data: float | 
         + ("" if found["fits"] else " Less: recompute=true, smaller rows (with more accumulate), shorter max_length."),
     ]
     weights = f"{found['draft_weights'] / 1e6:,.1f}M weights to train, {found['step_tokens']:,} tokens a step"
+    if found["cache_bytes"] is not None:
+        definitions.append(
+            f"cache: {human(found['cache_bytes'])} on disk for these tokens, {found['feature_bytes']:,} bytes each. "
+            "Without it the target reads every text in every epoch."
+        )
     console.report([(f"{weights}: {run}", table)], definitions=definitions)
     return found

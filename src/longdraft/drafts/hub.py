@@ -87,7 +87,24 @@ def card(kind: str, config: Mapping[str, Any]) -> str:
     return (
         f"---\n{header}\n---\n\n# {kind} draft for {target}\n\n"
         f"A draft model for speculative decoding with longdraft, of the kind `{kind}`. It proposes tokens and {target} "
-        f"verifies them, so the text is that of {target} alone.{trained}\n\n"
+        f"verifies them, so the text is that of {target} alone.{trained}\n\n{_history(config.get('training'))}"
         f"```\nlongdraft generate --model {base or 'TARGET'} --draft THIS -p '...'\n```\n\n"
         "`THIS` is this folder or its hub id.\n"
     )
+
+
+def _history(training: Any) -> str:
+    """What a draft was trained on, and its held-out figures, for its card; nothing if its config.json does not say."""
+    if not isinstance(training, dict) or not training.get("steps"):
+        return ""
+    data = ", ".join(f"`{name}`" for name in training.get("data") or ["?"])
+    rows = [
+        ("data", f"{data}: {training.get('documents', 0):,} texts, {training.get('tokens', 0):,} learned tokens"),
+        ("steps", f"{training['steps']:,} ({training.get('epochs', 1):g} epochs)"),
+    ]
+    rows += [("begun from", f"`{training['init']}`")] if training.get("init") else []
+    if isinstance(simulated := training.get("simulated"), dict):
+        levels = ", ".join(f"{share:.0%}" for share in simulated["agreement"])
+        rows.append(("agreement by level", f"{levels} ({training.get('held_out', 0)} held-out texts)"))
+        rows.append(("tokens a round, simulated", f"{simulated['chain']:.2f} (chain), {simulated['tree']:.2f} (tree)"))
+    return "".join(["| | |\n|---|---|\n", *(f"| {name} | {value} |\n" for name, value in rows), "\n"])

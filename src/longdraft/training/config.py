@@ -20,6 +20,7 @@ from longdraft.options import Option, Options, declared, number, option
 Config = TypeVar("Config")
 
 
+PRESETS = Path(__file__).with_name("presets")
 # Levels that simulated acceptance drafts, whatever number a draft was trained for.
 DEPTH = 5
 
@@ -200,12 +201,12 @@ def described(config: type[Any]) -> list[tuple[str, str, str, str]]:
 
 
 def read_config(path: Path | str | None, overrides: Sequence[str], config: type[Config]) -> Config:
-    """A configuration of class ``config``, from a YAML file and ``key=value`` overrides.
+    """A configuration of class ``config``, from a YAML file or a preset's name, and ``key=value`` overrides.
 
     Raises:
         ConfigError: an unreadable file, an unknown setting or a wrong value, which it names.
     """
-    values = {} if path is None else _read_yaml(path)
+    values = {} if path is None else _read_yaml(preset(path))
     for word in overrides:
         key, equals, text = word.partition("=")
         if not equals:
@@ -225,11 +226,28 @@ def read_config(path: Path | str | None, overrides: Sequence[str], config: type[
         return found
 
 
+def presets() -> dict[str, Path]:
+    """The files of settings that come with the package, by name, such as "longspec/1-short"."""
+    return {path.relative_to(PRESETS).with_suffix("").as_posix(): path for path in sorted(PRESETS.rglob("*.yaml"))}
+
+
+def preset(path: Path | str) -> Path:
+    """The file of settings that a path or a preset's name says. Raises ConfigError if there is none."""
+    if Path(path).exists():
+        return Path(path)
+    name = Path(path).as_posix().removeprefix("configs/").removesuffix(".yaml")
+    if name in (known := presets()):
+        return known[name]
+    close = get_close_matches(name, known, n=1)
+    advice = (
+        f"did you mean the preset {close[0]}?" if close else "check the path. `longdraft train presets` lists ours."
+    )
+    raise ConfigError(f"There is no configuration {path}: {advice}")
+
+
 def _read_yaml(path: Path | str) -> dict[str, Any]:
     try:
         values = yaml.safe_load(regular(Path(path)).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"There is no configuration {path}: check the path.") from None
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read as YAML: {error}") from None
     if not isinstance(values, dict):

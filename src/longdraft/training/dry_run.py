@@ -46,7 +46,8 @@ def estimate(kind: str, config: Any, gpu: str = "h100", gpus: int = 1, tokens: f
     Returns:
         ``memory_bytes`` on each GPU by part, ``total_bytes``, and whether it ``fits``; ``draft_weights`` that are
         trained; ``draft_operations`` (forward and backward) and ``target_operations`` of a learned token;
-        ``target_reads``, how often the target reads the data; ``step_tokens``, of all GPUs; ``steps``, None if the data
+        ``target_reads``, how often the target reads the data; ``feature_bytes`` of a token on disk, and
+        ``cache_bytes`` of all data (None without ``cache``); ``step_tokens``, of all GPUs; ``steps``, None if the data
         are unknown; ``hours`` for ``tokens``, which are then :data:`SOME`.
 
     Raises:
@@ -105,11 +106,13 @@ def estimate(kind: str, config: Any, gpu: str = "h100", gpus: int = 1, tokens: f
         count = min(max(1, round(data * run.epochs / step)), run.max_steps or 1 << 62)
     learned = SOME if count is None else count * step
     reads = min(1.0, 1 / run.epochs) if run.cache is not None else 1.0
+    feature = 2 * taps + 8 if taps else 8
     target, (speed, room) = 2 * (own - embedded) + 2 * kv.layers * width * length, GPUS[gpu]
     total = sum(memory.values())
     return {
         "memory_bytes": memory, "total_bytes": total, "fits": total <= room, "draft_weights": weights,
         "draft_operations": operations, "target_operations": target, "target_reads": reads, "step_tokens": step,
+        "feature_bytes": feature, "cache_bytes": None if run.cache is None else round(learned / run.epochs * feature),
         "steps": count, "tokens": learned,
         "hours": learned * (operations + target * reads) / (gpus * speed * UTILISATION) / 3600,
         "gpu": gpu, "gpus": gpus, "utilisation": UTILISATION,

@@ -180,6 +180,7 @@ class Loop:
         self.module, self.optimizer = accelerator.prepare(trainee, optimizer)
         # Tokens a round, of the best draft so far: a dead one has 1.
         self.step, self.best = 0, 1.0
+        self._simulated: Simulated | None = None
 
     def run(self) -> Iterator[Report]:
         """Trains to the end and yields a report for each step. The session's ``stop`` writes a checkpoint and ends.
@@ -278,6 +279,7 @@ class Loop:
         # Every process measures all; of sums, their figures are the same whatever the last bits.
         held_out = map(self._reader.read, self.held_out)
         simulated = simulate(self.module, held_out, self.measured, self.trainee.by, self._summed)
+        self._simulated = simulated
         if simulated.tree > self.best:
             self.best = simulated.tree
             self._save_draft("best")
@@ -293,10 +295,24 @@ class Loop:
         if self.accelerator.is_main_process:
             tensors = {name.removeprefix("block."): t for name, t in weights.items()}
             target = self.session.runner.parts.description
-            draft = draft_folder.trained(self.kind, self.described, tensors, self.trainee.kept, target)
+            described = {**self.described, "training": self._history()}
+            draft = draft_folder.trained(self.kind, described, tensors, self.trainee.kept, target)
             for name in names:
                 draft_folder.save(self.out / name, draft)
         self.accelerator.wait_for_everyone()
+
+    def _history(self) -> dict[str, Any]:
+        """What the card says: texts, steps, and simulated acceptance on held-out ones."""
+        config, documents, simulated = self.config, self._documents, self._simulated
+        return {
+            "data": [Path(place).name for place in config.data],
+            "documents": len(documents),
+            "tokens": sum(documents.lengths) - sum(documents.starts) - sum(documents.unlearned),
+            "steps": self.step,
+            "epochs": config.epochs,
+            **({"init": Path(config.init).name} if config.init else {}),
+            **({} if simulated is None else {"held_out": len(self.held_out), "simulated": asdict(simulated)}),
+        }
 
     # --- the log: a row a step ---
 
@@ -355,14 +371,18 @@ class Loop:
         return found
 
     def _resume(self) -> None:
-        """Loads the newest checkpoint, if there is one. Raises CheckpointError if it is of another run."""
+        """Loads the newest checkpoint, if there is one. A run at its end goes on if it is given more epochs or steps.
+
+        Raises CheckpointError if it is of another run.
+        """
         for path in self._checkpoints()[-1:]:
             with naming(path, f"The checkpoint {path} cannot be read", "Delete it, to go on from the one before."):
                 state, own = read_json(path / STATE), self._identity
                 # A setting that came later than the checkpoint had its default.
                 there = {f.name: f.default for f in dataclasses.fields(self.config)} | state["config"] | state
                 here = own | own["config"]
-                names = sorted({*here} - {"config"})
+                longer = state["step"] == state["steps"] < self.schedule.steps
+                names = sorted({*here} - {"config"} - ({"epochs", "max_steps", "steps"} if longer else set()))
                 different = [f"{n}: {there.get(n)} there, {here[n]} here" for n in names if there.get(n) != here[n]]
                 if different:
                     what = f"{self.out} holds a run with other settings or data ({'; '.join(different)})"
