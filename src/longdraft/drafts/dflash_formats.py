@@ -90,7 +90,8 @@ def _contents(theirs: Published) -> tuple[dict[str, Any], dict[str, Any]]:
     # DSpark's and DeepSpec's anchors propose a token; those of `speculators` say so, or are of before they did.
     anchored = said.get("sample_from_anchor", said.get("shift_label"))
     if anchored is None and ("markov_rank" in said or "dspark" in str(said.get("architectures")).lower()):
-        anchored = theirs.speculative_tokens in (None, said.get("block_size"))
+        methods = theirs.nested("speculators_config").get("proposal_methods") or [{}]
+        anchored = methods[0].get("speculative_tokens") in (None, said.get("block_size"))
     known = {
         "decoder_layers": count,
         "feature_size": tensors["fc.weight"].shape[1] if "fc.weight" in tensors else None,

@@ -12,7 +12,6 @@ from longdraft.drafts import draft_folder, formats
 from longdraft.drafts.draft import TrainedDraft
 from longdraft.drafts.draft_folder import OFFSETS, DraftFolder
 from longdraft.drafts.eagle_formats import KIND, Eagle3Shape
-from longdraft.drafts.formats import usual_layers
 from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.model.rotary import Rotary
 from longdraft.model.runner import TargetRunner
@@ -89,7 +88,7 @@ class EagleDraft(TrainedDraft[Bound]):
 
     def usual_layers(self, count: int) -> tuple[int, ...]:
         """The layers that such drafts read of a target with ``count`` layers, if their folders name none."""
-        return usual_layers(count)
+        return formats.usual_layers(count)
 
     def needs(self) -> dict[str, Any]:
         return {"hidden_size": self.shape.hidden_size} if self.shape.embedding is None else {}

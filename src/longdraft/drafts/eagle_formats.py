@@ -106,7 +106,8 @@ def _contents(theirs: Published) -> tuple[dict[str, Any], dict[str, Any]]:
         "decoder_layers": len({name.split(".")[1] for name in tensors if name.startswith("layers.")}) + 1,
     }
     if theirs.kind == PEAGLE:
-        slots = theirs.speculative_tokens or config.get("num_speculative_tokens") or 8
+        methods = theirs.nested("speculators_config").get("proposal_methods") or [{}]
+        slots = methods[0].get("speculative_tokens") or config.get("num_speculative_tokens") or 8
         more |= {"slots": int(slots), "mask_token": mask_token(config, theirs.folder)}
     return known, more
 

@@ -26,9 +26,8 @@ THETA = 10000.0
 LEFT = r"verifier_norm\.|verifier_lm_head\.|(.*\.)?inv_freq$"
 # How config.json calls the token that stands for one not known yet, in parallel drafting.
 MASK_TOKENS = ("mask_token_id", *OF_VLLM, "noise_token_id")
-# Entry of config.json with ids of layers ("": none), their name, and what is taken off for our layers, from 0, whose
-# output is read: 1 if they mean what enters a layer, an entry of transformers' hidden_states (entry 0 is the
-# embedding). The first that a folder has counts.
+# Where config.json has ids of layers ("": at the top), their name, and what is taken off for ours, from 0, whose
+# output is read: 1 if they mean what enters a layer, an entry of transformers' hidden_states. The first counts.
 _IDS = "eagle_aux_hidden_state_layer_ids"
 LAYER_IDS: tuple[tuple[str, str, int | None], ...] = (
     ("", "feature_layers", 0),  # ours, which settles it in a folder of others too
@@ -51,7 +50,6 @@ LAYER_IDS: tuple[tuple[str, str, int | None], ...] = (
 _UNKNOWN = {
     r"\.experts?\.|\.shared_experts?\.": "a mixture of experts",
     r"\.(kv_a|q_a|kv_b)_": "latent attention (MLA)",
-    r"parallel_draft_heads\.": "heads for further tokens beside its layer (parallel_draft_step)",
     r"_scale(_inv|_2)?$|\.scales$|\.(weight_packed|qweight|absmax)$": "quantised weights (get it in bfloat16)",
 }
 
@@ -76,11 +74,6 @@ class Published:
         """An entry of its config.json that holds settings; empty if there is none."""
         found = self.config.get(name)
         return found if isinstance(found, dict) else {}
-
-    @property
-    def speculative_tokens(self) -> Any:
-        """Tokens of a round that a folder of `speculators` proposes; None if it does not say."""
-        return (self.nested("speculators_config").get("proposal_methods") or [{}])[0].get("speculative_tokens")
 
 
 @dataclass(frozen=True)
@@ -199,11 +192,11 @@ def _feature_layers(config: Mapping[str, Any], folder: Path | str) -> list[int] 
         return None
     if not isinstance(ids, list) or not all(type(i) is int for i in ids):
         raise CheckpointError(f"config.json of {folder} has no list of layers in {name}: copy it again.")
+    ids = sorted(ids) if name == _IDS else ids  # collected layer by layer; Model-Optimizer writes a set
     sure = name != _IDS or ids[0] != 1
     if off is None and (sure := any(config.get(each) is not None for each in OF_VLLM)):
         off = 1
     elif off is None:
-        ids = sorted(ids)  # collected layer by layer, whatever their order here: Model-Optimizer writes a set
         off = int(ids[0] > 1)
         # Only one reading gives what nearly all drafts read, of a target of an even or odd number of layers.
         depth = 2 * (ids[len(ids) // 2] - off + 1)
@@ -213,8 +206,8 @@ def _feature_layers(config: Mapping[str, Any], folder: Path | str) -> list[int] 
         raise CheckpointError(f"{name} of {folder} names the embedding, which longdraft's drafts do not read.")
     if not sure:
         logger.warning(
-            f"The draft in {folder} names layers {ids}, read as outputs of {layers}, but projects differ. If few "
-            f"tokens are accepted, set feature_layers to {other} in its config.json; `longdraft bench acceptance` compares."
+            f"The draft in {folder} names layers {ids}, read as outputs of {layers}: projects differ. If it accepts "
+            f"little, set feature_layers to {other} in its config.json (`longdraft bench acceptance` compares)."
         )
     return layers
 
