@@ -464,8 +464,6 @@ def test_what_published_drafts_leave_out_or_state_oddly(tmp_path):
     assert load(published_eagle3(tmp_path / "b", model, rope_theta=5e5)).rope["rope_theta"] == 5e5
     scaling = {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 512}
     assert load(published_eagle3(tmp_path / "d", model, rope_scaling=scaling)).reach == 4096
-    nested = {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
-    assert load(published_eagle3(tmp_path / "e", model, eagle_config=nested)).feature_layers(runner) == (0, 1, 2)
     # A layer of exactly the default sizes of Qwen3 says next to nothing.
     said = {"model_type": "qwen3", "num_hidden_layers": 1, "num_key_value_heads": 8, "intermediate_size": 12288}
     config = {"speculators_model_type": "eagle3", "transformer_layer_config": said, "draft_vocab_size": 32000}

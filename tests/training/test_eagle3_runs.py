@@ -73,7 +73,7 @@ def theirs(target, tmp_path) -> Callable[..., Path]:
     def write(name: str = "theirs", **over: object) -> Path:
         given = {
             "architectures": ["LlamaForCausalLM"], "max_position_embeddings": 64, "head_dim": 12,
-            "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]},
+            "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
         }  # fmt: skip
         folder = published_eagle3(tmp_path / name, model, KEPT, **(given | over))
         torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")

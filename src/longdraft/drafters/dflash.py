@@ -165,9 +165,10 @@ class DFlashDraft(Eagle3Draft):
         return DFlashBlock(self.shape, tokens, self.config["causal"], self.config["windows"])
 
     def usual_layers(self, count: int) -> tuple[int, ...]:
-        """The layers that the authors' code takes: evenly from the second to the fourth from the end."""
+        """The layers that the authors' code takes, evenly from the second to the fourth from the end, or EAGLE-3's."""
         n = self.shape.feature_size // self.made_for["hidden_size"]
-        return (count // 2,) if n == 1 else tuple(round(1 + i * (count - 4) / (n - 1)) for i in range(n))
+        evenly = (count // 2,) if n == 1 else tuple(round(1 + i * (count - 4) / (n - 1)) for i in range(n))
+        return super().usual_layers(count) if self.layout == "speculators" else evenly
 
     def check(self, runner: TargetRunner) -> None:
         super().check(runner)

@@ -1,7 +1,7 @@
 """DFlash and DSpark: sizes of their module, and their row in the table of formats.
 
-Tensors are named alike in all of them. Authors name layers of the target whose *output* is read, `speculators` what
-enters a layer, one more. Drafts of the whole vocabulary have neither embedding nor head: they use the target's.
+Drafts of the whole vocabulary have neither embedding nor head: they use the target's. What is DSpark's lies in
+dflash_config (SpecForge, Model-Optimizer), dspark_config (sglang), at the top (DeepSpec) or behind ``dspark_``.
 """
 
 from __future__ import annotations
@@ -77,31 +77,32 @@ class DFlashShape:
 
 def _contents(theirs: Published) -> tuple[dict[str, Any], dict[str, Any]]:
     config, sizes, tensors = theirs.config, theirs.sizes, theirs.tensors
-    nested = theirs.nested("dflash_config")
-    said = {**nested, **{name: x for name, x in config.items() if x is not None}}
+    nested = {**theirs.nested("dflash_config"), **theirs.nested("dspark_config")}
+    said = nested | {name.removeprefix("dspark_"): x for name, x in config.items() if x is not None}
     wrong = [name for name in _SINKS if said.get(name)]
     wrong += ["is_neox_style"] if config.get("is_neox_style") is False else []
     if wrong:
         raise CheckpointError(f"{theirs.folder} sets {', '.join(wrong)}: longdraft's DFlash has no such thing.")
     if config.get("target_hidden_size") in (None, 0, sizes.get("hidden_size")) and OFFSETS in tensors:
         tensors.pop(EMBEDDING, None)  # the target's
-    layers = said.get("target_layer_ids")
-    if ids := config.get("aux_hidden_state_layer_ids"):
-        layers = [int(i) - 1 for i in ids]
-    markov = config.get("markov_head_type") or "vanilla"
-    anchored = said.get("sample_from_anchor")
+    markov = said.get("markov_head_type") or "vanilla"
     count = sizes.get("num_hidden_layers")
+    # DSpark's and DeepSpec's anchors propose a token; those of `speculators` say so, or are of before they did.
+    anchored = said.get("sample_from_anchor", said.get("shift_label"))
+    if anchored is None and ("markov_rank" in said or "dspark" in str(said.get("architectures")).lower()):
+        methods = theirs.nested("speculators_config").get("proposal_methods") or [{}]
+        anchored = methods[0].get("speculative_tokens") in (None, said.get("block_size"))
     known = {
         "decoder_layers": count,
         "feature_size": tensors["fc.weight"].shape[1] if "fc.weight" in tensors else None,
         "vocab_size": len(tensors[HEAD]) if HEAD in tensors else sizes.get("vocab_size"),
         "block_size": said.get("block_size"),
         "mask_token": mask_token(said, theirs.folder),
-        "from_anchor": bool(config.get("markov_rank")) if anchored is None else anchored,
+        "from_anchor": bool(anchored),
         "attention_bias": "layers.0.self_attn.q_proj.bias" in tensors,
         "own_head": HEAD in tensors,
         "own_mask": MASK in tensors,
-        "markov_rank": config.get("markov_rank") or None,
+        "markov_rank": said.get("markov_rank") or None,
         "gated": markov == "gated",
         "recurrent": markov == "rnn",
         "embedding_scale": nested.get("input_embedding_scale"),
@@ -110,7 +111,6 @@ def _contents(theirs: Published) -> tuple[dict[str, Any], dict[str, Any]]:
     }
     windows, causal = _attention(config, nested, sizes, int(count or 0))
     return known, {
-        "feature_layers": None if layers is None else [int(i) for i in layers],
         "windows": windows,
         "causal": causal,
         "any_vocabulary": EMBEDDING in tensors,
@@ -134,5 +134,7 @@ def _attention(
     return [int(window) if slides and window else None for slides in sliding], causal
 
 
+# SpecForge's first DSpark drafts had their heads in a module, Model-Optimizer's have the Markov head's parts outside.
+_RENAME = ((r"^model\.", ""), (r"^logit_head\.", ""), (r"^(?=(markov_w[12]|gate_proj|joint_proj)\.)", "markov_head."))
 # A confidence head says how likely a level's tokens are to be accepted: the planner learns that itself.
-FORMATS[KIND] = Format(DFlashShape, "DFlash", _contents, ((r"^model\.", ""),), rf"confidence_head\.|{LEFT}", theta=1e6)
+FORMATS[KIND] = Format(DFlashShape, "DFlash", _contents, _RENAME, rf"confidence_(head|proj)\.|{LEFT}", theta=1e6)

@@ -37,6 +37,9 @@ TOLD = {
     # A layer of its own before the decoder's, and EAGLE-3's norm is missing.
     "eagle": r"(?!(.*\.)?mtp\.)(.*\.)?fc\.weight",
 }
+OF_VLLM = ("ptd_token_id", "pard_token")  # how vLLM alone calls the mask token of P-EAGLE
+# Kinds that are published and not read, by what a config.json calls itself.
+UNREAD = r"medusa|hydra|domino|dflash2|dflare|mlp_?speculator|lstm_?speculator|redrafter"
 # The kind of any language model.
 SMALL_LM = "small-lm"
 # Names that an error spells out before it only counts.
@@ -133,10 +136,15 @@ def _kind(config: Mapping[str, Any], folder: Path | str) -> str:
         return VARIANTS.get(named, named)
     if "longdraft_format" in config:
         return ""
-    if config.get("dflash_config") or config.get("markov_rank"):
+    said = [config.get(name) for name in ("architectures", "model_type", "dflash_config")]
+    if not (said[1] and tensor_files.is_safe(folder)):  # a whole model may hold heads as well
+        said.append(list(config))
+    if (unread := re.search(UNREAD, str(said).lower())) is not None:
+        return unread[0]
+    if any(config.get(name) for name in ("dflash_config", "dspark_config", "markov_rank")):
         return "dflash"
     if "eagle3" in str(config.get("architectures")).lower():
-        parallel = any(config.get(name) is not None for name in ("ptd_token_id", "pard_token"))
+        parallel = any(config.get(name) is not None for name in OF_VLLM)
         return "peagle" if parallel else "eagle3"
     names = list(tensor_files.names(folder))
     told = (kind for kind, pattern in TOLD.items() if any(re.fullmatch(pattern, name) for name in names))
@@ -181,10 +189,10 @@ def load(folder: Path | str, kind: str | None = None) -> DraftFolder:
         CheckpointError: no such folder, no or broken config.json, missing or truncated weights; another kind.
     """
     config = read_config(folder)
-    tensors = read_tensors(config, folder)
     found = _kind(config, folder)
     if kind not in (None, found):
         raise CheckpointError(f"{folder} holds a draft for {found or 'another method'}, not for {kind}.")
+    tensors = read_tensors(config, folder)
     config.pop("drafter", None)
     return DraftFolder(found, config, tensors, dict(config.pop("target", None) or {}))
 

@@ -11,7 +11,7 @@ import torch
 from longdraft.drafts import draft_folder, formats
 from longdraft.drafts.draft import TrainedDraft
 from longdraft.drafts.draft_folder import OFFSETS, DraftFolder
-from longdraft.drafts.eagle_formats import KIND, Eagle3Shape, usual_layers
+from longdraft.drafts.eagle_formats import KIND, Eagle3Shape
 from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.model.rotary import Rotary
 from longdraft.model.runner import TargetRunner
@@ -82,13 +82,13 @@ class EagleDraft(TrainedDraft[Bound]):
             raise CheckpointError(
                 f"The draft in {self.folder} reads the outputs of layers {_listed(layers)} of its target, "
                 f"counted from 0; this one has {count}, and they must be there and increase. Load the target it was "
-                "trained with, or correct the layers in its config.json."
+                "trained with, or set feature_layers in its config.json."
             )
         return layers
 
     def usual_layers(self, count: int) -> tuple[int, ...]:
         """The layers that such drafts read of a target with ``count`` layers, if their folders name none."""
-        return usual_layers(count)
+        return formats.usual_layers(count)
 
     def needs(self) -> dict[str, Any]:
         return {"hidden_size": self.shape.hidden_size} if self.shape.embedding is None else {}

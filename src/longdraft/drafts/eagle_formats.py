@@ -2,8 +2,7 @@
 
 Names of a published EAGLE-3 draft are those of our module; `speculators`, EAGLE-1 and EAGLE-2 call the layer
 ``layers.0.`` instead of ``midlayer.``. All may carry the target's embedding, which is dropped unless the draft was
-trained with one of its own. EAGLE-3's count hidden states as transformers does: ``hidden_states[i]`` is what enters
-decoder layer i, so the output of layer i - 1.
+trained with one of its own.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ EAGLE = "eagle"  # of EAGLE-1 and EAGLE-2
 PEAGLE = "peagle"
 # Flags of EAGLE-3.1, at the top of config.json or in eagle_config.
 _NORMS = ("norm_before_fc", "fc_norm", "norm_output")
-_LAYERS = "eagle_aux_hidden_state_layer_ids"
 # Flag of a module -> the tensor of its first layer that tells.
 _PARTS = {"attention_bias": "q_proj.bias", "output_bias": "o_proj.bias", "qk_norm": "q_norm.weight"}
 # Where a tensor's own name begins; what stands before is the name of the model around it.
@@ -81,26 +79,19 @@ class EagleShape(Eagle3Shape):
     fc_bias: bool = False
 
 
-def usual_layers(layers: int) -> tuple[int, int, int]:
-    """The layers whose outputs EAGLE-3 reads of a target with ``layers``: hidden_states[2], [L // 2] and [L - 3]."""
-    return 1, layers // 2 - 1, layers - 4
-
-
 def _contents(theirs: Published) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Facts that folders tell: sizes and flags that the tensors tell, layers of the target, keys that are seen."""
+    """Facts that folders tell: sizes and flags that the tensors tell, keys that are seen."""
     config, sizes, tensors, eagle = theirs.config, theirs.sizes, theirs.tensors, theirs.nested("eagle_config")
     if config.get("layernorms"):
         raise CheckpointError(f"{theirs.folder} sets layernorms: longdraft's EAGLE has no such norms.")
+    if eagle.get("use_aux_hidden_state") is False and "fc.weight" not in tensors:
+        raise CheckpointError(f"{theirs.folder} sets use_aux_hidden_state to false: longdraft's EAGLE-3 reads several.")
     narrower = config.get("target_hidden_size") not in (None, sizes.get("hidden_size"))
     # P-EAGLE has an embedding of its own always, as it embeds the mask token.
     if theirs.kind != PEAGLE and not narrower and not config.get("embed_requires_grad"):
         tensors.pop(EMBEDDING, None)  # the target's
-    ids = config.get(_LAYERS) or eagle.get(_LAYERS)
     slides = "sliding_attention" in (sizes.get("layer_types") or ())
-    more = {
-        "feature_layers": [int(i) - 1 for i in ids] if ids else None,
-        "window": sizes.get("sliding_window") if slides else None,
-    }
+    more = {"window": sizes.get("sliding_window") if slides else None}
     known: dict[str, Any] = {flag: f"midlayer.self_attn.{part}" in tensors for flag, part in _PARTS.items()}
     if theirs.kind == EAGLE:  # one layer is read, and the head is the target's
         known |= {"norm_before_residual": False, "fc_bias": "fc.bias" in tensors}

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from longdraft.drafts import draft_folder
-from longdraft.drafts.draft_folder import OFFSETS, DraftFolder
+from longdraft.drafts.draft_folder import OF_VLLM, OFFSETS, DraftFolder, logger
 from longdraft.errors import CheckpointError
 from longdraft.model.rotary import completed, yarn
 
@@ -25,7 +25,33 @@ THETA = 10000.0
 # Copies of the target's that training left, and frequencies of RoPE, which old transformers saved too.
 LEFT = r"verifier_norm\.|verifier_lm_head\.|(.*\.)?inv_freq$"
 # How config.json calls the token that stands for one not known yet, in parallel drafting.
-MASK_TOKENS = ("mask_token_id", "ptd_token_id", "pard_token")
+MASK_TOKENS = ("mask_token_id", *OF_VLLM, "noise_token_id")
+# Where config.json has ids of layers ("": at the top), their name, and what is taken off for ours, from 0, whose
+# output is read: 1 if they mean what enters a layer, an entry of transformers' hidden_states. The first counts.
+_IDS = "eagle_aux_hidden_state_layer_ids"
+LAYER_IDS: tuple[tuple[str, str, int | None], ...] = (
+    ("", "feature_layers", 0),  # ours, which settles it in a folder of others too
+    # speculators: models/utils.py ([2, L // 2, L - 3]), convert/dflash/converter.py. vLLM: worker/gpu_model_runner.py.
+    ("", "aux_hidden_state_layer_ids", 1),
+    ("", _IDS, 1),
+    # Outputs: SpecForge (algorithms/model_providers.py: [1, L // 2 - 1, L - 4]), Model-Optimizer (hooks of
+    # plugins/hf_eagle.py). What enters: vLLM, drafts of TorchSpec, NVIDIA's later ones. sglang tells them by the first
+    # id (models/deepseek_v2.py, pull request 25454).
+    ("eagle_config", _IDS, None),
+    ("", "aux_hidden_states_layer_ids", 0),  # AngelSlim: models/target/target_model_wrapper.py
+    # z-lab/dflash: model.py. SpecForge: modeling/draft/dflash.py. Model-Optimizer: plugins/hf_dflash.py.
+    ("dflash_config", "target_layer_ids", 0),
+    # sglang: dspark_components/dspark_config.py. DeepSpec: modeling/dspark/common.py, modeling/eagle3/common.py.
+    ("dspark_config", "target_layer_ids", 0),
+    ("", "dspark_target_layer_ids", 0),
+    ("", "target_layer_ids", 0),
+)
+# What no draft of ours has, as a pattern of the tensors' names.
+_UNKNOWN = {
+    r"\.experts?\.|\.shared_experts?\.": "a mixture of experts",
+    r"\.(kv_a|q_a|kv_b)_": "latent attention (MLA)",
+    r"_scale(_inv|_2)?$|\.scales$|\.(weight_packed|qweight|absmax)$": "quantised weights (get it in bfloat16)",
+}
 
 
 @dataclass(frozen=True)
@@ -128,6 +154,9 @@ def _published(read: DraftFolder, folder: Path | str) -> tuple[DraftFolder, dict
     if sizes.get("hidden_act") not in (None, "silu"):
         raise CheckpointError(f"{folder} has hidden_act {sizes['hidden_act']}: longdraft's drafts know silu alone.")
     theirs = Published(read.kind, folder, config, sizes, form.renamed(read.tensors, folder), speculators)
+    for pattern, what in _UNKNOWN.items():
+        if wrong := next((name for name in read.tensors if re.search(pattern, name)), None):
+            raise CheckpointError(f"{folder} has {what}, {wrong}: longdraft's {form.label} drafts have none.")
     members = theirs.tensors.pop(MEMBERS, None)
     own, more = form.contents(theirs)
     embedding = theirs.tensors.get(EMBEDDING)
@@ -142,10 +171,45 @@ def _published(read: DraftFolder, folder: Path | str) -> tuple[DraftFolder, dict
         "trained_length": sizes.get("max_position_embeddings"),
         "draft_vocab_size": shape.vocabulary if OFFSETS in theirs.tensors else None,
         "target_vocabulary": vocabulary,
+        "feature_layers": _feature_layers(config, folder),
     }
     ours |= {name: config[name] for name in ("retrieval_layer",) if name in config}
     rope = foreign_rope(sizes, THETA if speculators else form.theta)
     return DraftFolder(read.kind, ours | more, theirs.tensors, target), rope
+
+
+def usual_layers(layers: int) -> tuple[int, int, int]:
+    """The layers whose outputs EAGLE-3 reads of a target with ``layers``: hidden_states[2], [L // 2] and [L - 3]."""
+    return 1, layers // 2 - 1, layers - 4
+
+
+def _feature_layers(config: Mapping[str, Any], folder: Path | str) -> list[int] | None:
+    """The layers that a config.json of others names, ours; None if it names none. Warns where they cannot be told."""
+    places = ((config.get(place) if place else config, name, off) for place, name, off in LAYER_IDS)
+    found = ((at[name], name, off) for at, name, off in places if isinstance(at, dict) and at.get(name))
+    ids, name, off = next(found, (None, "", 0))
+    if ids is None:
+        return None
+    if not isinstance(ids, list) or not all(type(i) is int for i in ids):
+        raise CheckpointError(f"config.json of {folder} has no list of layers in {name}: copy it again.")
+    ids = sorted(ids) if name == _IDS else ids  # collected layer by layer; Model-Optimizer writes a set
+    sure = name != _IDS or ids[0] != 1
+    if off is None and (sure := any(config.get(each) is not None for each in OF_VLLM)):
+        off = 1
+    elif off is None:
+        off = int(ids[0] > 1)
+        # Only one reading gives what nearly all drafts read, of a target of an even or odd number of layers.
+        depth = 2 * (ids[len(ids) // 2] - off + 1)
+        sure = ids[0] < 1 or tuple(i - off for i in ids) in (usual_layers(depth), usual_layers(depth + 1))
+    layers, other = [i - off for i in ids], [i - 1 + off for i in ids]
+    if min(layers) < 0:
+        raise CheckpointError(f"{name} of {folder} names the embedding, which longdraft's drafts do not read.")
+    if not sure:
+        logger.warning(
+            f"The draft in {folder} names layers {ids}, read as outputs of {layers}: projects differ. If it accepts "
+            f"little, set feature_layers to {other} in its config.json (`longdraft bench acceptance` compares)."
+        )
+    return layers
 
 
 def mask_token(config: Mapping[str, Any], folder: Path | str) -> int:

@@ -86,8 +86,8 @@ def kind_of(folder: Path | str) -> Kind:
     if not name:
         raise CheckpointError(f"{folder} holds no draft that longdraft knows: see docs/drafts.md for the formats.")
     raise CheckpointError(
-        f"{folder} holds a draft for {name!r}, which this version of longdraft does not know. Where a file of yours "
-        "registers it, run that first (--load FILE)."
+        f"{folder} holds a draft for {name!r}, which this version of longdraft does not read: get or train one of "
+        "a format of docs/drafts.md, such as EAGLE-3. Where a file of yours registers it, run that first (--load FILE)."
     )
 
 

@@ -1,6 +1,7 @@
 """Reads the layer that predicts further tokens (MTP, nextn) out of a target's own checkpoint.
 
     Qwen3-Next, Qwen3.5               mtp.{fc, pre_fc_norm_embedding, pre_fc_norm_hidden, norm, layers.0.*}
+    `speculators`                     mtp_layers.0.{input_proj, token_layernorm, hidden_layernorm, final_layernorm, *}
     GLM-4.5, DeepSeek-V3              model.layers.N.{eh_proj, enorm, hnorm, shared_head.norm, *}, N layers before it
     GGUF files                        blk.N.nextn.{eh_proj, enorm, hnorm, shared_head_norm}, blk.N.*
 
@@ -21,7 +22,7 @@ from longdraft.folders import is_gguf
 from longdraft.model.gguf import further
 from longdraft.native import Stored
 
-_OF_OTHERS = re.compile(r"^(?:model\.)?mtp\.(.+)$")
+_OF_OTHERS = re.compile(r"^(?:model\.)?mtp(?:_layers\.0)?\.(.+)$")
 _NUMBERED = re.compile(r"^(?:model\.)?(?:language_model\.)?(?:model\.)?layers\.(\d+)\.(.+)$")
 # Names in either layout -> the block's.
 _NAMES = {
@@ -31,6 +32,9 @@ _NAMES = {
     "shared_head.norm": "norm",
     "shared_head_norm": "norm",
     "final_layernorm": "norm",
+    "input_proj": "eh_proj",
+    "token_layernorm": "enorm",
+    "hidden_layernorm": "hnorm",
 }
 _OWN = ("eh_proj", "enorm", "hnorm", "norm")
 # Copies of what is the target's.
@@ -85,7 +89,7 @@ def _wanted(names: Iterable[str]) -> dict[str, str]:
             found[name] = of_others[1]
         elif (of_layer := _NUMBERED.match(name)) is not None:
             numbered.setdefault(int(of_layer[1]), {})[name] = of_layer[2]
-    if not any(own == "fc.weight" for own in found.values()):
+    if not any(own in ("fc.weight", "input_proj.weight") for own in found.values()):
         further = [i for i, own in numbered.items() if "eh_proj.weight" in own.values()]
         found = numbered[min(further)] if further else {}
     kept = {name: own for name, own in found.items() if not own.startswith(_SHARED) and not own.endswith("inv_freq")}

@@ -29,8 +29,8 @@ import torch
 from longdraft.drafters import onepass
 from longdraft.drafters.eagle3 import Eagle3Block, Eagle3Draft
 from longdraft.drafters.onepass import OnePassBlock, OnePassDraft, OnePassShape
-from longdraft.drafts.eagle_formats import KIND, Eagle3Shape, usual_layers
-from longdraft.drafts.formats import THETA, stretched
+from longdraft.drafts.eagle_formats import KIND, Eagle3Shape
+from longdraft.drafts.formats import THETA, stretched, usual_layers
 from longdraft.drafts.kinds import kind_of
 from longdraft.errors import CheckpointError, ConfigError
 from longdraft.model.rotary import Rotary, yarn
