@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from longdraft.bench import machine
@@ -71,7 +72,7 @@ class Accepted:
         new_tokens: without the prefill's token.
         verifications: target forwards that gave them.
         accepted: for each verification, accepted drafted tokens, and how many the token budget had room for.
-        seconds: decode seconds, of the fastest run; None in files of earlier versions.
+        seconds: decode seconds, the median of the runs; None, or of the fastest run, in files of earlier versions.
     """
 
     asked: Asked
@@ -125,7 +126,7 @@ class Acceptance:
         load: reads the target, stretched by a further YaRN factor; None: as the user wants it.
         settings: returns the settings for a target.
         name: the model's name as the user gave it.
-        repeats: runs of each, of which the fastest one's seconds count.
+        repeats: runs of each, of whose seconds the median counts.
         progress: called with a line of text before something long.
 
     Attributes:
@@ -215,6 +216,8 @@ class Acceptance:
         self._stretch(factor)
         if self._bench is None:
             return
+        if self._repeats > 1:  # what is done only once would count among two runs
+            self._bench.wake(own[0])
         methods = {name: c for name, c in self._bench.ours.items() if name in self.settings.methods}
         for kept in {id(c.kept): c.kept for c in methods.values()}.values():  # each reads the texts once
             for text in own:
@@ -224,9 +227,8 @@ class Acceptance:
                     tick(f"{each.length:,} tokens, {each.method}, {called(each.temperature)}")
                     runs[each].append(self._run(self._bench, methods[each.method], each, text))
                     if len(runs[each]) == self._repeats:
-                        run = min(runs[each], key=lambda run: run.decode_seconds)
-                        new, verifications = run.new_tokens - 1, sum(run.rounds)
-                        yield Accepted(each, len(text.tokens), new, verifications, run.accepted, run.decode_seconds)
+                        run, seconds = runs[each][0], median(run.decode_seconds for run in runs[each])
+                        yield Accepted(each, len(text.tokens), *run.counts[0], run.accepted, seconds)
             kept.clear()
             gc.collect()
 

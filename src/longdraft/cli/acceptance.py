@@ -104,7 +104,7 @@ def bench_length(
     ] = None,
     drafting: method_options.DraftOptions,
     plan: measuring.Plan = "fixed",
-    repeats: Annotated[int, typer.Option(min=1, help="Runs of each; the fastest counts.")] = 2,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each; their median counts.")] = 2,
     loading: options.ModelOptions,
     output: measuring.Rendered,
     composed: options.Load = None,
