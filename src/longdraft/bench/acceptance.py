@@ -20,13 +20,14 @@ from typing import Any
 
 from longdraft.bench import machine
 from longdraft.bench.contenders import Ours, Run
-from longdraft.bench.data import Sample, Short
+from longdraft.bench.data import Sample, Scheme, Short
 from longdraft.bench.experiment import Step, Tick, in_turn
 from longdraft.bench.prompts import Prompt, texts
 from longdraft.bench.records import Records, fingerprint, plain, signed
 from longdraft.bench.results import model_of
 from longdraft.bench.run import Bench
 from longdraft.bench.settings import Settings
+from longdraft.bench.standard import StandardJob
 from longdraft.drafts import shipped
 from longdraft.errors import CapabilityError, ContextError, PromptError, UnsupportedModelError
 from longdraft.methods import METHODS
@@ -51,6 +52,7 @@ class Asked:
         draft: fingerprint of its draft, empty if it has none.
         rope_factor: YaRN factor of the target; None: as it is.
         sample, prompt: origin of the text, and a fingerprint of its tokens.
+        sampling: of :data:`Scheme`; "coupled" of greedy text.
     """
 
     method: str
@@ -62,6 +64,7 @@ class Asked:
     dataset: str
     sample: str
     prompt: str
+    sampling: str = "coupled"
 
 
 @dataclass(frozen=True)
@@ -128,6 +131,7 @@ class Acceptance:
         name: the model's name as the user gave it.
         repeats: runs of each, of whose seconds the median counts.
         progress: called with a line of text before something long.
+        sampling: of sampled text.
 
     Attributes:
         context: tokens that the target holds as it was first loaded.
@@ -147,8 +151,9 @@ class Acceptance:
         name: str,
         progress: Progress | None = None,
         repeats: int = 1,
+        sampling: Scheme = "coupled",
     ) -> None:
-        self._load, self._temperatures, self._repeats = load, temperatures, repeats
+        self._load, self._temperatures, self._repeats, self._sampling = load, temperatures, repeats, sampling
         self.notes: list[str] = []
         self._factor: float | None = None
         loaded = load(None)
@@ -204,7 +209,7 @@ class Acceptance:
         return [
             Asked(
                 name, options[name], self._drafts[name], temperature, text.context or 0, factor,
-                text.sample.dataset, text.sample.origin, text.digest,
+                text.sample.dataset, text.sample.origin, text.digest, self._sampling if temperature else "coupled",
             )
             for text, name, temperature in product(own, self.settings.methods, self._temperatures)
         ]  # fmt: skip
@@ -235,6 +240,7 @@ class Acceptance:
     def _run(self, bench: Bench, method: Ours, asked: Asked, text: Prompt) -> Run:
         sampling = replace(self.settings.sampling, temperature=asked.temperature)
         job = bench.job([text.tokens], self.settings.max_tokens)
+        job = StandardJob(**vars(job)) if asked.sampling == "standard" else job
         cached = method.kept.cache.tokens
         if cached:
             cached[0] = cached[0][: max(0, len(text.tokens) - READ_ANEW)]

@@ -70,6 +70,7 @@ def acceptance(runs: Iterable[Accepted], methods: Sequence[str], notes: Sequence
                     **_shared(own),
                     "temperature": t,
                     "dataset": dataset,
+                    "sampling": own[0].asked.sampling if t else None,
                     "new_tokens": sum(run.new_tokens for run in own),
                     "verifications": sum(run.verifications for run in own),
                     "lowest": min(each),
@@ -79,7 +80,7 @@ def acceptance(runs: Iterable[Accepted], methods: Sequence[str], notes: Sequence
             )
     tables = []
     for alike in grouped(rows, "temperature", "dataset"):
-        about = f"{alike[0]['dataset'] or 'all data sets'}, {called(alike[0]['temperature'])}"
+        about = f"{alike[0]['dataset'] or 'all data sets'}, {_sampled(alike[0])}"
         made = pivot("method", alike, _head, cell)
         # After a run that was stopped, some methods have more prompts than others.
         most = [max(same, key=lambda row: int(row["prompts"])) for same in grouped(alike, "length")]
@@ -147,6 +148,10 @@ def _rate(run: Accepted | None) -> float | None:
     return None if run is None else tokens_per_second(run.new_tokens, run.seconds or 0.0)
 
 
+def _sampled(row: Row) -> str:
+    return called(row["temperature"]) + figure(row["sampling"], ", {} sampling", missing="")
+
+
 def _head(row: Row) -> str:
     return f"{row['length']:,}" + figure(row["rope_factor"], " x{:g}", missing="")
 
@@ -169,7 +174,7 @@ def chart(rows: Sequence[Row]) -> bytes:
         point = charts.Point(row["length"], row["mean_accepted_length"], row["standard_error"] or 0.0)
         series.setdefault(row["method"], []).append(point)
     most = count(max(row["prompts"] for row in together), "prompt")
-    title = f"Temperature {rows[0]['temperature']:g}, up to {most} a length"
+    title = f"{_sampled(rows[0])}, up to {most} a length"
     return charts.lines(title, series, "context, tokens", "mean accepted length", 1.0)
 
 
