@@ -10,20 +10,18 @@ from typing import Literal
 Counts = tuple[int, int]
 """Of a text: its new tokens but the prefill's, and the target's verification forwards that gave them."""
 Average = Literal["pooled", "mean"]
-"""How texts become one figure: the sum of tokens / the sum of forwards (or seconds), or the mean of the texts' own."""
+"""How texts become one figure: the sums over all texts divided, or the mean of the texts' own quotients."""
 
 
 def average(texts: Iterable[tuple[float, float]], how: Average = "pooled") -> float | None:
-    """One figure of texts that have a numerator and a denominator each; None if all denominators are 0."""
+    """One figure of texts that have a numerator and a denominator each; None if all denominators are 0.
+
+    Of :data:`Counts`, pooled, it is the mean accepted length.
+    """
     own = [(x, y) for x, y in texts if y > 0]
     if not own:
         return None
     return mean(x / y for x, y in own) if how == "mean" else sum(x for x, _ in own) / sum(y for _, y in own)
-
-
-def accepted_length(texts: Iterable[Counts]) -> float | None:
-    """Mean accepted length: bonus tokens count; None if there was no forward."""
-    return average(texts)
 
 
 def standard_error(texts: Iterable[tuple[float, float]], how: Average = "pooled") -> float | None:

@@ -11,7 +11,6 @@ from longdraft import Sampling, Speculator
 from longdraft.bench.contenders import Job
 from longdraft.bench.standard import Standard, StandardJob, rejection
 from longdraft.engine.accept import accept
-from longdraft.engine.sampler import Sampler
 from longdraft.trees.tree import TokenTree, union
 from tests.support.drafts import small_lm
 from tests.support.tiny import tiny_model
@@ -67,7 +66,7 @@ def test_a_walk_has_the_targets_distribution():
     """Two tokens behind a root, 20,000 times, with trees whose candidates are drawn for every one."""
     table, g = torch.stack([distribution(i) for i in range(SIZE)]), torch.Generator().manual_seed(1)
     drafts = torch.stack([distribution(i + 50) for i in range(SIZE)])
-    sampler, root, times = Standard(Sampler(False, Sampling(1.0).processors()), g), 2, 20_000
+    sampler, root, times = Standard(Sampling(1.0), g), 2, 20_000
     counts, right = torch.zeros(SIZE, SIZE), 0
     for _ in range(times):
         first = drafts[root].multinomial(2, generator=g).tolist()

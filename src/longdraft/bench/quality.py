@@ -301,7 +301,7 @@ def _likeness(of: Sequence[int], own: Sequence[int], reference: str, text: str) 
 
 
 def _rate(run: Mapping[str, Any]) -> float | None:
-    """Tokens a second; files of earlier versions have a rate that counts the prefill's token."""
+    # Files of earlier versions have a rate that counts the prefill's token.
     seconds = run["decode_seconds"] if "decode_seconds" in run else ratio(run["tokens"], run["tokens_per_second"])
     return tokens_per_second(run["tokens"] - 1, seconds or 0.0)
 

@@ -10,7 +10,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from longdraft.figures import Counts, accepted_length, standard_error
+from longdraft.figures import Counts, average, standard_error
 
 ACCEPTED = (
     "accepted: mean accepted length = new tokens / target forwards of all prompts together, bonus tokens counted, the "
@@ -120,7 +120,7 @@ def figure(value: float | str | None, form: str, missing: str = "-") -> str:
 def accepted(texts: Iterable[Counts]) -> dict[str, Any]:
     """The keys of a row that say its accepted length; ``prompts``: those that had a verification."""
     own = [text for text in texts if text[1]]
-    return {"mean_accepted_length": accepted_length(own), "prompts": len(own), "standard_error": standard_error(own)}
+    return {"mean_accepted_length": average(own), "prompts": len(own), "standard_error": standard_error(own)}
 
 
 def cell(row: Mapping[str, Any], key: str = "mean_accepted_length", form: str = "{:.2f}") -> str:

@@ -118,7 +118,7 @@ class Result:
     @property
     def mean_accepted_length(self) -> float:
         """New tokens / verification forwards: bonus tokens count, the prefill's token does not."""
-        return figures.accepted_length([(self.new_tokens - 1, self.rounds)]) or 0.0
+        return figures.average([(self.new_tokens - 1, self.rounds)]) or 0.0
 
 
 def step_of(event: Event, seconds: float) -> Step:

@@ -58,7 +58,7 @@ class Speculation:
     @property
     def mean_accepted_length(self) -> float:
         """longdraft's figure, over all verifications."""
-        return round(figures.accepted_length([(self.emitted, self.rounds)]) or 1.0, 4)
+        return round(figures.average([(self.emitted, self.rounds)]) or 1.0, 4)
 
     def as_dict(self) -> dict[str, Any]:
         return {

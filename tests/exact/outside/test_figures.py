@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import asdict
 from itertools import product
 from statistics import mean, stdev
 
+import psutil
 import pytest
 
-from longdraft import Speculator
+from longdraft import Result, Speculator
 from longdraft.bench import length, report
 from longdraft.bench.acceptance import Accepted, Asked
 from longdraft.bench.papers import PAPERS
 from longdraft.bench.quality import figures as figures_of_texts
 from longdraft.bench.records import restored
 from longdraft.bench.run import Measured
-from longdraft.engine.stats import Result
 from longdraft.serve.choice import Speculation
 from tests.support.tiny import tiny_model
 
@@ -134,3 +136,13 @@ def test_bench_and_generate_agree_on_one_text():
     line = asdict(batch((result.rounds,), tokens=result.new_tokens))
     (row,) = report.rows(["m"], [restored(Measured, line)])
     assert row["mean_accepted_length"] == result.mean_accepted_length
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the system says no other peak")
+def test_peak_memory_is_not_that_of_the_process_that_started_this_one():
+    held = bytearray(200 << 20)
+    asked = (
+        "import types; from longdraft.memory import sizes; print(sizes.peak_bytes(types.SimpleNamespace(type='cpu')))"
+    )
+    peak = int(subprocess.run([sys.executable, "-c", asked], capture_output=True, check=True, text=True).stdout)
+    assert 0 < peak < len(held) < psutil.Process().memory_info().rss
