@@ -259,12 +259,6 @@ def needles(scaled: Scaled, loaded: LoadedModel, sources: Sources, drafts: Draft
 
 # --- quality ---
 
-# Figures of a row, of those that ``bench quality`` has.
-_KEYS = (
-    "rouge_l_mean", "score", "view", "surprise", "mean_accepted_length", "prompts", "standard_error",
-    "tokens_per_second", "partial_share",
-)  # fmt: skip
-
 
 def likenesses(scaled: Scaled, loaded: LoadedModel, prompts: Prompts, drafts: Drafts) -> Plan:
     """A table that ``bench quality`` fills: texts of partial verification beside those of full verification.
@@ -303,8 +297,7 @@ def likenesses(scaled: Scaled, loaded: LoadedModel, prompts: Prompts, drafts: Dr
             "method": entry.name,
             "dataset": entry.column.data,
             "context_tokens": round(median(unit["context_tokens"] for unit in own)),
-            "samples": len(own),
-            **{key: found[key] for key in _KEYS},
+            **found,
         }
 
     entries = [
