@@ -48,6 +48,7 @@ from longdraft import LoadedModel, PromptCache, Speculator
 from longdraft.bench import machine
 from longdraft.bench.tasks import read
 from longdraft.engine.schedule import verify_trees
+from longdraft.figures import average
 from longdraft.memory.store import KVStore
 from longdraft.model.runner import TargetRunner
 from longdraft.trees.tree import chain
@@ -226,7 +227,7 @@ def default(model: Model, file: str) -> Cell:
         "prompt_tokens": depth,
         "method": spec.method.name,
         "default": own,
-        "mean_accepted_length": (tokens - len(found)) / rounds,
+        "mean_accepted_length": average([(tokens - len(found), rounds)]),
         "ar": plain_rate,
         **engines,
         "over_ar": own / plain_rate,

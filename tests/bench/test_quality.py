@@ -23,7 +23,7 @@ TEXT = "the cat sat on the mat. the dog sat on the cat. " * 4
 ROW = [
     "method", "selector", "budget", "margin", "dataset", "context_tokens", "reference", "samples", "rouge_l_mean",
     "rouge_l_min", "same_tokens", "same_share", "identical", "surprise", "tokens_per_second", "mean_accepted_length",
-    "partial_share", "score", "view", "speedup_vs_full", "scored",
+    "prompts", "standard_error", "partial_share", "score", "view", "speedup_vs_full", "scored",
 ]  # fmt: skip
 
 

@@ -98,7 +98,7 @@ def test_depths_spread_and_memory(loaded):
     for i, m in enumerate(found):
         for name, runs in m.rounds.items():
             for j, run in enumerate(list(runs)):
-                seconds = run.new_tokens / speeds[name][i][j]
+                seconds = (run.new_tokens - 1) / speeds[name][i][j]
                 runs[j] = replace(run, decode_seconds=seconds, accepted=tuple(rounds[name]))
     ar, lookup = report.rows(bench.names, found)
     assert ar["depth_accepted"] == []
@@ -159,7 +159,7 @@ def test_generate_starts_from_its_kept_prompt(loaded):
     with embedding.register_forward_hook(lambda module, inputs, output: lengths.append(inputs[0].shape[1])):
         runs = [peer.cold(job), peer.warm(job), peer.warm(job)]
     assert runs[1].tokens == runs[2].tokens and lengths == [len(prompt.tokens)] + 11 * [1]
-    assert (runs[1].rounds, runs[1].mean_accepted_length) == ((3,), 1.0)
+    assert (runs[1].rounds, runs[1].counts) == ((3,), [(3, 3)])
 
 
 def eos_model():

@@ -11,7 +11,7 @@ from tests.support.gguf_files import write_gguf
 
 ROW = [
     "method", "dataset", "context_tokens", "batch", "samples", "tokens_per_second", "speedup_vs_ar", "speedup_vs_hf",
-    "mean_accepted_length", "ttft_seconds", "mismatches", "near_ties",
+    "mean_accepted_length", "prompts", "standard_error", "ttft_seconds", "mismatches", "near_ties",
     "context", "tokens_per_second_spread", "speedup_vs_ar_spread", "speedup_vs_ar_range", "faster_than_ar",
     "slower_than_ar", "depth_accepted", "peak_memory_bytes", "view", "scored", "score",
 ]  # fmt: skip

@@ -79,6 +79,17 @@ def test_a_results_file_is_gone_on_with_and_added_to(measured, tmp_path):
     assert [row["break_even"] is not None for row in timed] == [True, True]
 
 
+def test_the_papers_sampling_stands_beside_ours(measured, tmp_path):
+    """In one file; it says which is which, and greedy text has neither."""
+    given = ("--lengths", 64, "--results", tmp_path / "r.jsonl")
+    ours, papers = (measured("acceptance", *given, "--sampling", scheme) for scheme in ("coupled", "standard"))
+    for ended, scheme in ((ours, "coupled"), (papers, "standard")):
+        assert [(row["temperature"], row["sampling"]) for row in last(ended)["rows"]] == [(0.0, None), (1.0, scheme)]
+        assert f"T = 1, {scheme} sampling" in ended.out
+    assert "2 runs are in" in papers.err and last(papers)["rows"][0] == last(ours)["rows"][0]
+    assert measured("acceptance", *given, "--sampling", "other").code == 2
+
+
 def test_figures(measured, tmp_path):
     pytest.importorskip("matplotlib")
     assert measured("acceptance", "--lengths", "48,64", "--svg", tmp_path / "f.svg").code == 0

@@ -304,8 +304,8 @@ def test_operators_and_the_page_get_what_they_need(running):
     assert model.id == "tiny" and running.client().models.retrieve("tiny").id == "tiny"
     metrics = running.http("/metrics")[1].decode()
     for name in ("spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens",
-                 "generation_tokens", "prefix_cache_hits", "num_requests_running",
-                 "time_to_first_token_seconds_bucket"):  # fmt: skip
+                 "verifications", "verification_tokens", "generation_tokens", "prefix_cache_hits",
+                 "num_requests_running", "time_to_first_token_seconds_bucket"):  # fmt: skip
         assert f"longdraft:{name}" in metrics
     assert b"<html" in running.http("/")[1]
     tokens = json.loads(running.http("/tokenize", {"prompt": "the sea"})[1])["tokens"]

@@ -15,17 +15,19 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from longdraft.bench import machine
 from longdraft.bench.contenders import Ours, Run
-from longdraft.bench.data import Sample, Short
+from longdraft.bench.data import Sample, Scheme, Short
 from longdraft.bench.experiment import Step, Tick, in_turn
 from longdraft.bench.prompts import Prompt, texts
 from longdraft.bench.records import Records, fingerprint, plain, signed
 from longdraft.bench.results import model_of
 from longdraft.bench.run import Bench
 from longdraft.bench.settings import Settings
+from longdraft.bench.standard import StandardJob
 from longdraft.drafts import shipped
 from longdraft.errors import CapabilityError, ContextError, PromptError, UnsupportedModelError
 from longdraft.methods import METHODS
@@ -50,6 +52,7 @@ class Asked:
         draft: fingerprint of its draft, empty if it has none.
         rope_factor: YaRN factor of the target; None: as it is.
         sample, prompt: origin of the text, and a fingerprint of its tokens.
+        sampling: of :data:`Scheme`; "coupled" of greedy text.
     """
 
     method: str
@@ -61,6 +64,7 @@ class Asked:
     dataset: str
     sample: str
     prompt: str
+    sampling: str = "coupled"
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,7 @@ class Accepted:
         new_tokens: without the prefill's token.
         verifications: target forwards that gave them.
         accepted: for each verification, accepted drafted tokens, and how many the token budget had room for.
-        seconds: decode seconds, of the fastest run; None in files of earlier versions.
+        seconds: decode seconds, the median of the runs; None, or of the fastest run, in files of earlier versions.
     """
 
     asked: Asked
@@ -125,8 +129,9 @@ class Acceptance:
         load: reads the target, stretched by a further YaRN factor; None: as the user wants it.
         settings: returns the settings for a target.
         name: the model's name as the user gave it.
-        repeats: runs of each, of which the fastest one's seconds count.
+        repeats: runs of each, of whose seconds the median counts.
         progress: called with a line of text before something long.
+        sampling: of sampled text.
 
     Attributes:
         context: tokens that the target holds as it was first loaded.
@@ -146,8 +151,9 @@ class Acceptance:
         name: str,
         progress: Progress | None = None,
         repeats: int = 1,
+        sampling: Scheme = "coupled",
     ) -> None:
-        self._load, self._temperatures, self._repeats = load, temperatures, repeats
+        self._load, self._temperatures, self._repeats, self._sampling = load, temperatures, repeats, sampling
         self.notes: list[str] = []
         self._factor: float | None = None
         loaded = load(None)
@@ -203,7 +209,7 @@ class Acceptance:
         return [
             Asked(
                 name, options[name], self._drafts[name], temperature, text.context or 0, factor,
-                text.sample.dataset, text.sample.origin, text.digest,
+                text.sample.dataset, text.sample.origin, text.digest, self._sampling if temperature else "coupled",
             )
             for text, name, temperature in product(own, self.settings.methods, self._temperatures)
         ]  # fmt: skip
@@ -215,6 +221,8 @@ class Acceptance:
         self._stretch(factor)
         if self._bench is None:
             return
+        if self._repeats > 1:  # what is done only once would count among two runs
+            self._bench.wake(own[0])
         methods = {name: c for name, c in self._bench.ours.items() if name in self.settings.methods}
         for kept in {id(c.kept): c.kept for c in methods.values()}.values():  # each reads the texts once
             for text in own:
@@ -224,15 +232,15 @@ class Acceptance:
                     tick(f"{each.length:,} tokens, {each.method}, {called(each.temperature)}")
                     runs[each].append(self._run(self._bench, methods[each.method], each, text))
                     if len(runs[each]) == self._repeats:
-                        run = min(runs[each], key=lambda run: run.decode_seconds)
-                        new, verifications = run.new_tokens - 1, sum(run.rounds)
-                        yield Accepted(each, len(text.tokens), new, verifications, run.accepted, run.decode_seconds)
+                        run, seconds = runs[each][0], median(run.decode_seconds for run in runs[each])
+                        yield Accepted(each, len(text.tokens), *run.counts[0], run.accepted, seconds)
             kept.clear()
             gc.collect()
 
     def _run(self, bench: Bench, method: Ours, asked: Asked, text: Prompt) -> Run:
         sampling = replace(self.settings.sampling, temperature=asked.temperature)
         job = bench.job([text.tokens], self.settings.max_tokens)
+        job = StandardJob(**vars(job)) if asked.sampling == "standard" else job
         cached = method.kept.cache.tokens
         if cached:
             cached[0] = cached[0][: max(0, len(text.tokens) - READ_ANEW)]

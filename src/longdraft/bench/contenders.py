@@ -13,6 +13,7 @@ from torch import nn
 from longdraft.engine.sampler import Sampling
 from longdraft.engine.session import Generation
 from longdraft.engine.texts import Texts
+from longdraft.figures import Counts, tokens_per_second
 from longdraft.memory.prompt_cache import PromptCache
 from longdraft.model.runner import TargetRunner
 from longdraft.native.stored import Stored
@@ -80,20 +81,14 @@ class Run:
         return sum(map(len, self.tokens))
 
     @property
-    def tokens_per_second(self) -> float | None:
-        """New tokens / decode seconds; None if nothing was decoded after the first tokens."""
-        return self.rate()
-
-    def rate(self, reading: float = 0.0) -> float | None:
-        """New tokens a second, with so many seconds of reading the prompt."""
-        seconds = self.decode_seconds + reading
-        return self.new_tokens / seconds if seconds > 0 and any(self.rounds) else None
+    def counts(self) -> list[Counts]:
+        """Of each prompt, what its accepted length is counted from."""
+        return [(len(tokens) - 1, forwards) for tokens, forwards in zip(self.tokens, self.rounds, strict=False)]
 
     @property
-    def mean_accepted_length(self) -> float | None:
-        """New tokens / target forwards, without the prefill's tokens; None if there was no forward."""
-        forwards = sum(self.rounds)
-        return (self.new_tokens - len(self.tokens)) / forwards if forwards else None
+    def tokens_per_second(self) -> float | None:
+        """None if nothing was decoded after the first tokens."""
+        return tokens_per_second(self.new_tokens - len(self.tokens), self.decode_seconds)
 
 
 class Contender(ABC):

@@ -19,7 +19,11 @@ from longdraft.bench import charts
 from longdraft.bench.acceptance import Accepted, called
 from longdraft.bench.settings import REFERENCE
 from longdraft.bench.tables import (
+    ACCEPTED,
+    SPEED,
     Report,
+    accepted,
+    cell,
     circumstances,
     count,
     depth_accepted,
@@ -29,20 +33,17 @@ from longdraft.bench.tables import (
     pivot,
     ratio,
 )
+from longdraft.figures import tokens_per_second
 
-ACCEPTED = (
-    "accepted: mean accepted length = new tokens / target forwards of all prompts together, bonus tokens counted, the "
-    "prefill's token not."
-)
 DEFINITIONS = (
     f"{ACCEPTED} Trees are the methods' own, without a planner.",
-    "±: one standard error over prompts (jackknife). x2, x4: the target is stretched by YaRN with this factor.",
+    "x2, x4: the target is stretched by YaRN with this factor.",
 )
 BREAK_EVEN = (
     ACCEPTED,
     "break-even: a round's seconds / a plain step's, behind the same text: what must be accepted for the method to be "
     "as fast as plain decoding. Measured on its own rounds, medians of the prompts. Plain decoding: 1.",
-    "tokens/s: new tokens / decode seconds, the fastest of the runs, medians of the prompts; vs ar: over ar's.",
+    f"{SPEED}; the median of the runs, then of the prompts; vs ar: a prompt's over ar's, the median.",
 )
 
 Row = Mapping[str, Any]
@@ -63,15 +64,15 @@ def acceptance(runs: Iterable[Accepted], methods: Sequence[str], notes: Sequence
     for t, dataset, length, name in cells:
         own = [r for r in runs if (r.asked.temperature, r.asked.length, r.asked.method) == (t, length, name)]
         if own := [run for run in own if dataset in (None, run.asked.dataset)]:
-            each = [_accepted([run]) for run in own]
+            each = [run.new_tokens / run.verifications for run in own]
             rows.append(
                 {
                     **_shared(own),
                     "temperature": t,
                     "dataset": dataset,
+                    "sampling": own[0].asked.sampling if t else None,
                     "new_tokens": sum(run.new_tokens for run in own),
                     "verifications": sum(run.verifications for run in own),
-                    "standard_error": _standard_error(own),
                     "lowest": min(each),
                     "highest": max(each),
                     "depth_accepted": depth_accepted([pair for run in own for pair in run.accepted]),
@@ -79,8 +80,8 @@ def acceptance(runs: Iterable[Accepted], methods: Sequence[str], notes: Sequence
             )
     tables = []
     for alike in grouped(rows, "temperature", "dataset"):
-        about = f"{alike[0]['dataset'] or 'all data sets'}, {called(alike[0]['temperature'])}"
-        made = pivot("method", alike, _head, _with_error)
+        about = f"{alike[0]['dataset'] or 'all data sets'}, {_sampled(alike[0])}"
+        made = pivot("method", alike, _head, cell)
         # After a run that was stopped, some methods have more prompts than others.
         most = [max(same, key=lambda row: int(row["prompts"])) for same in grouped(alike, "length")]
         made.add_section()
@@ -100,14 +101,14 @@ def break_even(runs: Iterable[Accepted], methods: Sequence[str], notes: Sequence
     for length, name in product(_lengths(runs), methods):
         if own := [run for run in runs if (run.asked.length, run.asked.method) == (length, name)]:
             pairs = [(run, plain.get((run.asked.sample, length))) for run in own]
-            accepted, needed = _accepted(own), median_of(ratio(_round(run), _round(ar)) for run, ar in pairs)
+            needed, shared = median_of(ratio(_round(run), _round(ar)) for run, ar in pairs), _shared(own)
             rows.append(
                 {
-                    **_shared(own),
+                    **shared,
                     "tokens_per_second": median_of(_rate(run) for run in own),
                     "speedup_vs_ar": median_of(ratio(_rate(run), _rate(ar)) for run, ar in pairs),
                     "break_even": needed,
-                    "pays": None if needed is None else accepted > needed,
+                    "pays": None if needed is None else shared["mean_accepted_length"] > needed,
                 }
             )
     tables = [
@@ -134,21 +135,8 @@ def _shared(own: Sequence[Accepted]) -> dict[str, Any]:
         "length": own[0].asked.length,
         "rope_factor": own[0].asked.rope_factor,
         "context_tokens": round(mean(run.prompt_tokens for run in own)),
-        "prompts": len(own),
-        "mean_accepted_length": _accepted(own),
+        **accepted((run.new_tokens, run.verifications) for run in own),
     }
-
-
-def _accepted(runs: Sequence[Accepted]) -> float:
-    """Mean accepted length."""
-    return sum(run.new_tokens for run in runs) / sum(run.verifications for run in runs)
-
-
-def _standard_error(runs: Sequence[Accepted]) -> float | None:
-    """Jackknife standard error of the ratio of two sums over prompts: each prompt is left out in turn."""
-    n = len(runs)
-    without = [_accepted([*runs[:i], *runs[i + 1 :]]) for i in range(n)] if n > 1 else []
-    return math.sqrt((n - 1) / n * sum((x - mean(without)) ** 2 for x in without)) if without else None
 
 
 def _round(run: Accepted | None) -> float | None:
@@ -157,20 +145,19 @@ def _round(run: Accepted | None) -> float | None:
 
 
 def _rate(run: Accepted | None) -> float | None:
-    """Tokens a second."""
-    return None if run is None else ratio(run.new_tokens, run.seconds)
+    return None if run is None else tokens_per_second(run.new_tokens, run.seconds or 0.0)
+
+
+def _sampled(row: Row) -> str:
+    return called(row["temperature"]) + figure(row["sampling"], ", {} sampling", missing="")
 
 
 def _head(row: Row) -> str:
     return f"{row['length']:,}" + figure(row["rope_factor"], " x{:g}", missing="")
 
 
-def _with_error(row: Row) -> str:
-    return f"{row['mean_accepted_length']:.2f}" + figure(row["standard_error"], " ± {:.2f}", missing="")
-
-
 def _needed(row: Row) -> Text:
-    text = f"{row['mean_accepted_length']:.2f} / {figure(row['break_even'], '{:.2f}')}"
+    text = f"{cell(row)} / {figure(row['break_even'], '{:.2f}')}"
     return Text(text, style="green" if row["pays"] else "")
 
 
@@ -187,7 +174,7 @@ def chart(rows: Sequence[Row]) -> bytes:
         point = charts.Point(row["length"], row["mean_accepted_length"], row["standard_error"] or 0.0)
         series.setdefault(row["method"], []).append(point)
     most = count(max(row["prompts"] for row in together), "prompt")
-    title = f"Temperature {rows[0]['temperature']:g}, up to {most} a length"
+    title = f"{_sampled(rows[0])}, up to {most} a length"
     return charts.lines(title, series, "context, tokens", "mean accepted length", 1.0)
 
 

@@ -1,11 +1,10 @@
-"""Describes this machine for reports and ``longdraft doctor``, and measures a run's peak memory."""
+"""Describes this machine for reports and ``longdraft doctor``."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import os
 import platform
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -45,30 +44,3 @@ def versions() -> dict[str, str | None]:
         except importlib.metadata.PackageNotFoundError:
             found[package] = None
     return found
-
-
-def forget_peak(device: torch.device) -> bool:
-    """Restarts the measurement of :func:`peak_bytes`; False if the system cannot."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        return True
-    try:
-        Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak resident set becomes the present one
-    except OSError:
-        return False
-    return _peak_resident() is not None
-
-
-def peak_bytes(device: torch.device) -> int | None:
-    """Peak memory since :func:`forget_peak`: torch's allocator on a GPU, else the process's resident set."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _peak_resident()
-
-
-def _peak_resident() -> int | None:
-    try:
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    except (OSError, ValueError):
-        pass
-    return None

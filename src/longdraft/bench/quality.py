@@ -26,11 +26,14 @@ from longdraft.bench.run import Bench
 from longdraft.bench.scores import rouge_l, score
 from longdraft.bench.settings import REFERENCE, Settings, contender
 from longdraft.bench.tables import (
+    ACCEPTED,
+    SPEED,
     Column,
     Report,
+    accepted,
+    cell,
     circumstances,
     count,
-    figure,
     filled,
     grouped,
     mean_of,
@@ -41,6 +44,7 @@ from longdraft.bench.tables import (
 from longdraft.bench.ties import first_difference, read
 from longdraft.engine.partial import SpecPV
 from longdraft.engine.sampler import Sampling
+from longdraft.figures import tokens_per_second
 from longdraft.methods import method_named
 from longdraft.model.checkpoints import LoadedModel
 from longdraft.recipes import resolve
@@ -59,8 +63,8 @@ DEFINITIONS = (
     "ROUGE-L: F1, words stemmed, of a text against its reference; mean and least of the samples.",
     "same: tokens before the first difference, the mean; and their share of the text. equal: identical samples.",
     "nats: mean -log p of the text's tokens by the exact target, means of the samples; ar's own beside it.",
-    "tokens/s: new tokens / decode seconds; vs full: over those of full on the same sample; medians, of one run each.",
-    "accepted: mean accepted length = new tokens / target forwards, the prefill's token not counted.",
+    f"{SPEED}; vs full: over those of full on the same sample; medians of the samples, one run each.",
+    ACCEPTED,
     "score: of the answers against the references, by data set (docs/figures.md); the mean of the samples.",
     "view: rows of the partial cache: first rows + chunks x rows of each + last rows.",
     "partial: target forwards on the partial cache / all of them, after the prefill.",
@@ -219,7 +223,7 @@ class Quality:
                 "tokens": run.new_tokens,
                 "rounds": sum(run.rounds),
                 "partial_rounds": run.partial_rounds,
-                "tokens_per_second": run.tokens_per_second,
+                "decode_seconds": run.decode_seconds,
                 "surprise": self._surprise(prompt.tokens, tokens[name]),
                 "score": score(prompt.sample, text),
                 "view": f"{self.view(name).budget:,} = {self.view(name)}" if name in self.settings.variants else None,
@@ -267,7 +271,7 @@ class Quality:
 
     def _row(self, name: str, own: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         variant = self.settings.variants.get(name)
-        rates = [[each["runs"][one]["tokens_per_second"] for each in own] for one in (name, FULL)]
+        rates = [[_rate(each["runs"][one]) for each in own] for one in (name, FULL)]
         return {
             "method": METHOD if variant else name,
             **{each: variant and variant.get(each) for each in VARIED},
@@ -285,7 +289,7 @@ class Quality:
         made = table(["method", "selector"], ["budget", "margin", *(head for head, *_ in columns)])
         for row in rows:
             shown = (("selector", "{}"), ("budget", "{:,}"), ("margin", "{}"), *(column[1:] for column in columns))
-            made.add_row(Text(row["method"]), *(figure(row[key], form) for key, form in shown))
+            made.add_row(Text(row["method"]), *(cell(row, key, form) for key, form in shown))
         return f"{of}, drafts by {self.drafter}", made
 
 
@@ -294,6 +298,12 @@ def _likeness(of: Sequence[int], own: Sequence[int], reference: str, text: str) 
     longer, same = max(len(of), len(own)), first_difference(of, own)
     same = longer if same is None else same
     return {"rouge_l": rouge_l()(reference, text), "same_tokens": same, "same_share": same / longer}
+
+
+def _rate(run: Mapping[str, Any]) -> float | None:
+    # Files of earlier versions have a rate that counts the prefill's token.
+    seconds = run["decode_seconds"] if "decode_seconds" in run else ratio(run["tokens"], run["tokens_per_second"])
+    return tokens_per_second(run["tokens"] - 1, seconds or 0.0)
 
 
 def figures(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -309,8 +319,8 @@ def figures(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "same_share": mean_of(shares),
         "identical": shares.count(1.0) if shares else None,
         "surprise": mean_of(run["surprise"] for run in runs),
-        "tokens_per_second": median_of(run["tokens_per_second"] for run in runs),
-        "mean_accepted_length": sum(run["tokens"] - 1 for run in runs) / rounds if rounds else None,
+        "tokens_per_second": median_of(map(_rate, runs)),
+        **accepted((run["tokens"] - 1, run["rounds"]) for run in runs),
         "partial_share": sum(run["partial_rounds"] for run in runs) / rounds if rounds else None,
         "score": mean_of(run.get("score") for run in runs),
         "view": runs[0].get("view"),

@@ -14,7 +14,11 @@ from longdraft.bench.peers import HF
 from longdraft.bench.run import Measured
 from longdraft.bench.settings import REFERENCE
 from longdraft.bench.tables import (
+    ACCEPTED,
+    SPEED,
     Report,
+    accepted,
+    cell,
     circumstances,
     count,
     depth_accepted,
@@ -29,10 +33,10 @@ from longdraft.bench.tables import (
 )
 
 DEFINITIONS = (
-    "tokens/s: new tokens / decode seconds, prefill excluded; the median of the rounds, then of the samples.",
+    f"{SPEED}; the median of the rounds, then of the samples.",
     "speed-up: a sample's tokens/s over that of ar, or of transformers' generate (hf), on the same sample; the median.",
     "faster, slower: samples (batches) with a speed-up over ar above 1.02, and below 0.98.",
-    "accepted: mean accepted length = new tokens / target forwards, bonus tokens counted, the prefill's token not.",
+    ACCEPTED,
     "score: of the first round's answers against references, by data set (docs/figures.md); the mean of the samples.",
     "first token: seconds from a prompt of which nothing has been read to its first token; the median.",
     "view: rows of a longer text's KV that a draft, and in specpv a partial verification, sees: first rows + chunks x "
@@ -101,7 +105,7 @@ def _row(name: str, measured: Sequence[Measured], names: Sequence[str]) -> dict[
         "tokens_per_second": median_of(m.tokens_per_second(name) for m in measured),
         "speedup_vs_ar": median_of(over_ar),
         "speedup_vs_hf": median_of(over(measured, name, HF)) if HF in names else None,
-        "mean_accepted_length": median_of(run.mean_accepted_length for run in runs),
+        **accepted(pair for m in measured for pair in m.counts(name)),
         "ttft_seconds": median_of(m.cold[name].first_token_seconds for m in measured if name in m.cold),
         "mismatches": len(differences) - near_ties if comparable else None,
         "near_ties": near_ties if comparable else None,
@@ -175,7 +179,7 @@ def shown(document: dict[str, Any], decode: Callable[[list[int]], str] = str) ->
         if VIEW in known:  # text, which may be wrapped
             made.add_column(VIEW[0])
         for row in own:
-            shown = (figure(row.get(key), form) for _, key, form in figures)
+            shown = (cell(row, key, form) for _, key, form in figures)
             views = [figure(row["view"], "{}")] if VIEW in known else []
             made.add_row(Text(row["method"]), *shown, _agreement(row), *views)
         tables.append((_title(own[0]), made))

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
-from longdraft.bench import machine, scores
+from longdraft.bench import scores
 from longdraft.bench.contenders import Contender, Job, Kept, Ours, Run, ends_of
 from longdraft.bench.experiment import Step, Tick, in_turn
 from longdraft.bench.peers import PEERS, Generate
@@ -24,6 +24,8 @@ from longdraft.bench.settings import REFERENCE, Settings, speculator
 from longdraft.bench.tables import median_of
 from longdraft.bench.ties import compare
 from longdraft.engine.texts import Texts
+from longdraft.figures import Counts
+from longdraft.memory import sizes
 from longdraft.memory.prompt_cache import PromptCache
 from longdraft.model.checkpoints import LoadedModel, Progress
 from longdraft.model.runner import TargetRunner
@@ -88,6 +90,11 @@ class Measured:
     @property
     def key(self) -> BatchKey:
         return self.dataset, self.context, self.samples
+
+    def counts(self, name: str) -> list[Counts]:
+        """Of each prompt, what its accepted length is counted from: sums of the rounds."""
+        of_prompts = zip(*(run.counts for run in self.rounds[name]), strict=False)
+        return [(sum(tokens for tokens, _ in own), sum(forwards for _, forwards in own)) for own in of_prompts]
 
     def tokens_per_second(self, name: str) -> float | None:
         """Median over the rounds."""
@@ -176,10 +183,10 @@ class Bench:
         for _, name in in_turn(self.names, s.repeats):
             tick(name)
             gc.collect()  # or a collection falls due inside somebody's turn
-            watched = machine.forget_peak(device)
+            watched = sizes.forget_peak(device)
             rounds[name].append(self.contenders[name].warm(job))
-            if watched and (peak := machine.peak_bytes(device)) is not None:
-                peaks[name] = max(peak, peaks[name] or 0)
+            if watched:
+                peaks[name] = max(sizes.peak_bytes(device), peaks[name] or 0)
         # On the prompts' KV that is still there; with ``cold`` each method reads them itself.
         looked = self.ours.items() if s.profile else ()
         profiles = {name: profile(c.spec, job, None if s.cold else c.kept.cache) for name, c in looked}

@@ -10,6 +10,13 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from longdraft.figures import Counts, average, standard_error
+
+ACCEPTED = (
+    "accepted: mean accepted length = new tokens / target forwards of all prompts together, bonus tokens counted, the "
+    "prefill's token not; ±: one standard error over prompts (jackknife)."
+)
+SPEED = "tokens/s: new tokens / decode seconds, the prefill and its token left out"
 DEEPEST = 1 << 12
 Column = tuple[str, str, str]
 """A column of a table: its heading, the row's key, and a format."""
@@ -108,6 +115,18 @@ def filled(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> list
 def figure(value: float | str | None, form: str, missing: str = "-") -> str:
     """A number in a format such as ``{:.1f} s``."""
     return missing if value is None else form.format(value)
+
+
+def accepted(texts: Iterable[Counts]) -> dict[str, Any]:
+    """The keys of a row that say its accepted length; ``prompts``: those that had a verification."""
+    own = [text for text in texts if text[1]]
+    return {"mean_accepted_length": average(own), "prompts": len(own), "standard_error": standard_error(own)}
+
+
+def cell(row: Mapping[str, Any], key: str = "mean_accepted_length", form: str = "{:.2f}") -> str:
+    """A row's figure as its table shows it: an accepted length with its standard error."""
+    error = row.get("standard_error") if key in ("mean_accepted_length", "accepted") else None
+    return figure(row.get(key), form) + figure(error, " ± {:.2f}", missing="")
 
 
 def count(number: int, what: str) -> str:

@@ -11,7 +11,7 @@ import typer
 
 import longdraft
 from longdraft.bench import charts
-from longdraft.bench.data import Short
+from longdraft.bench.data import Scheme, Short
 from longdraft.bench.tables import Report, grouped
 from longdraft.cli import console, measuring, method_options, options
 from longdraft.errors import CapabilityError
@@ -47,6 +47,10 @@ def acceptance(
     temperature: Annotated[
         str, typer.Option("--temperature", "-t", help="One or several, with commas between; 0 is greedy.")
     ] = "0,1",
+    sampling: Annotated[
+        Scheme,
+        typer.Option(help="At T > 0: coupled, a draw of the target's a token; standard, the papers' rejection."),
+    ] = "coupled",
     foresee: options.Foresee = True,
     loading: options.ModelOptions,
     output: measuring.Rendered,
@@ -84,7 +88,7 @@ def acceptance(
 
     _measure(
         report, methods, drafting, prompting, loading, output, lambda context: cut_to, short, temperatures,
-        contexts=cut_to, plan="fixed", sampling=longdraft.Sampling(foresee=foresee),
+        scheme=sampling, contexts=cut_to, plan="fixed", sampling=longdraft.Sampling(foresee=foresee),
     )  # fmt: skip
 
 
@@ -104,7 +108,7 @@ def bench_length(
     ] = None,
     drafting: method_options.DraftOptions,
     plan: measuring.Plan = "fixed",
-    repeats: Annotated[int, typer.Option(min=1, help="Runs of each; the fastest counts.")] = 2,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each; their median counts.")] = 2,
     loading: options.ModelOptions,
     output: measuring.Rendered,
     composed: options.Load = None,
@@ -141,6 +145,7 @@ def _measure(
     always: Sequence[str] = (),
     otherwise: Sequence[str] = (),
     repeats: int = 1,
+    scheme: Scheme = "coupled",
     **more: Any,
 ) -> None:
     """Measures methods on texts of several lengths; the model is loaded anew for each YaRN factor.
@@ -194,7 +199,7 @@ def _measure(
             return replace(loading, rope_factor=factor * (loading.rope_factor or 1)).load(lambda message: None)
 
         with options.settings_checked():
-            hosted = Acceptance(load, settings, temperatures, loading.name, status, repeats)
+            hosted = Acceptance(load, settings, temperatures, loading.name, status, repeats, scheme)
         cut_to = lengths(hosted.context)
         status(f"Cutting {len(samples)} texts to {len(set(cut_to))} lengths")
         steps = hosted.steps(samples, cut_to, short)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from longdraft import figures
 from longdraft.engine.event import Event, Mode
 from longdraft.engine.sequence import FinishReason
 from longdraft.engine.streaming import Piece
@@ -100,11 +101,10 @@ class Result:
     @property
     def summary(self) -> str:
         """Its figures in one line."""
-        exact = "exact" if self.exact else "approximate"
-        figures = f"{self.prompt_tokens:,} + {self.new_tokens:,} tokens, {self.finish_reason}"
+        said = f"{self.prompt_tokens:,} + {self.new_tokens:,} tokens, {self.finish_reason}"
         if self.rounds:
-            figures += f", {self.mean_accepted_length:.2f} mean accepted length, {self.tokens_per_second:.1f} tokens/s"
-        return f"{self.method}, {exact}: {figures}"
+            said += f", {self.mean_accepted_length:.2f} mean accepted length, {self.tokens_per_second:.1f} tokens/s"
+        return f"{self.method}, {'exact' if self.exact else 'approximate'}: {said}"
 
     @property
     def new_tokens(self) -> int:
@@ -112,13 +112,13 @@ class Result:
 
     @property
     def tokens_per_second(self) -> float:
-        """New tokens / decode seconds, prefill excluded; 0.0 when nothing was decoded after the prefill."""
-        return self.new_tokens / self.decode_seconds if self.decode_seconds > 0 and self.rounds else 0.0
+        """New tokens but the prefill's / decode seconds; 0.0 when nothing was decoded after the prefill."""
+        return figures.tokens_per_second(self.new_tokens - 1, self.decode_seconds) or 0.0
 
     @property
     def mean_accepted_length(self) -> float:
         """New tokens / verification forwards: bonus tokens count, the prefill's token does not."""
-        return (self.new_tokens - 1) / self.rounds if self.rounds else 0.0
+        return figures.average([(self.new_tokens - 1, self.rounds)]) or 0.0
 
 
 def step_of(event: Event, seconds: float) -> Step:

@@ -111,15 +111,41 @@ def check_limits() -> None:
         raise MemoryBudgetError(f"The limits of this process leave {human(left)} of memory: raise them (ulimit -v).")
 
 
+def forget_peak(device: torch.device) -> bool:
+    """Restarts the measurement of :func:`peak_bytes`; False if the system cannot."""
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.reset_peak_memory_stats(device)
+        return True
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak resident set becomes the present one
+    except OSError:
+        return False
+    return _high_water() is not None
+
+
 def peak_bytes(device: torch.device) -> int:
-    """Peak memory so far: of torch's allocator on a GPU, of the process on a CPU; 0 if unknown."""
+    """Peak memory of this process, since :func:`forget_peak` if that could be called: of torch's allocator on a GPU,
+    its resident set on a CPU; 0 if unknown."""
     if device.type == "cuda":
         import torch
 
         return torch.cuda.max_memory_allocated(device)
+    if (peak := _high_water()) is not None:
+        return peak
     try:
         import resource
     except ImportError:  # Windows
         return 0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _high_water() -> int | None:
+    """Linux's own peak of the resident set; ``getrusage`` has that of the process that started this one in it."""
+    with suppress(OSError, ValueError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return None

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, cast
 
+from longdraft import figures
 from longdraft.engine.request import Request
 from longdraft.engine.sequence import FinishReason
 from longdraft.engine.stats import Result, Step
@@ -57,7 +58,7 @@ class Speculation:
     @property
     def mean_accepted_length(self) -> float:
         """longdraft's figure, over all verifications."""
-        return round(self.emitted / self.rounds, 4) if self.rounds else 1.0
+        return round(figures.average([(self.emitted, self.rounds)]) or 1.0, 4)
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -216,7 +217,7 @@ class Choice(Ticket):
         return {
             "phase": "round", "round": self.speculation.rounds, "tree": drawn,
             "pieces": [piece for piece in pieces if piece[0]],
-            "tokens_per_second": round((tokens - 1) / seconds, 2) if seconds > 0 and tokens > 1 else 0.0,
+            "tokens_per_second": round(figures.tokens_per_second(tokens - 1, seconds) or 0.0, 2),
             "mean_accepted_length": self.speculation.mean_accepted_length,
         }  # fmt: skip
 

@@ -45,6 +45,8 @@ class Metrics:
         self._drafted = counter("spec_decode_num_draft_tokens", "Drafted tokens.")
         self._accepted = counter("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.")
         self._accepted_at = counter("spec_decode_num_accepted_tokens_per_pos", "The same by their place.", "position")
+        self._verifications = counter("verifications", "Forwards of the model after the prompts.")
+        self._verified = counter("verification_tokens", "Tokens that these gave.")
         self._first = histogram("time_to_first_token_seconds", "From a request's arrival to its first token.", _SECONDS)
         self._between = histogram("time_per_output_token_seconds", "Between tokens, a request's mean.", _PER_TOKEN)
         self._total = histogram("e2e_request_latency_seconds", "From a request's arrival to its end.", _SECONDS)
@@ -59,6 +61,7 @@ class Metrics:
             (self._prompt, result.prompt_tokens), (self._output, result.new_tokens),
             (self._looked_up, result.prompt_tokens), (self._hits, result.cached_tokens), (self._drafts, spec.drafts),
             (self._drafted, spec.drafted), (self._accepted, spec.accepted),
+            (self._verifications, spec.rounds), (self._verified, spec.emitted),
         ):  # fmt: skip
             metric.labels(self._model).inc(value)
         for position, count in spec.accepted_at.items():

@@ -62,7 +62,9 @@ TABLE_2 = Table(
     prompts=20,
     baseline="hf-eager",
     bonus=False,
+    lengths="mean",
     prefill=True,
+    rates="mean",
     small=Small(shrink=4, prompts=1),
     remarks=(
         "The paper has the same figures without SpecExtend for LLaMA-68M on LongChat as for Vicuna-68M on Vicuna.",
@@ -88,6 +90,7 @@ TABLE_3 = Table(
     prompts=20,
     baseline="hf-eager",
     prefill=True,
+    rates="mean",
     small=Small(shrink=4, prompts=1),
     remarks=("Speed-ups include reading the prompt.",),
 )
@@ -142,6 +145,7 @@ TABLE_5 = Table(
     ("tokens_per_second",),
     prompts=20,
     prefill=True,
+    rates="mean",
     small=Small(shrink=4, prompts=1, max_tokens=32),
     remarks=(
         "A working cache counts its last rows here; 32 first ones come on top. At k up to 4, and chunks of up to 4, "
@@ -167,7 +171,9 @@ TABLE_6 = Table(
     ("accepted", "tokens_per_second"),
     prompts=20,
     bonus=False,
+    lengths="mean",
     prefill=True,
+    rates="mean",
     small=Small(shrink=2, prompts=1),
     remarks=(
         "Prompts are always read with flash attention or our kernels: there is no row without it.",

@@ -41,6 +41,7 @@ TABLE_1 = Table(
     ("speedup", "accepted"),
     max_tokens=1024,
     bonus=False,
+    lengths="mean",
     small=Small(shrink=8, prompts=2),
     remarks=(PLAIN,),
 )
@@ -85,6 +86,7 @@ TABLE_4 = Table(
     ("rouge_l", "accepted"),
     max_tokens=512,
     bonus=False,
+    lengths="mean",
     small=Small(shrink=8, context=2048, max_tokens=128),
 )
 

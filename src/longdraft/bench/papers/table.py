@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from importlib import resources
 from typing import Any, Literal
+
+from longdraft.figures import Average, Counts, average, standard_error
 
 Kind = Literal["speed", "needle", "quality"]
 """The way to fill a table: by the bench, by asking drafters for needles, or by ``bench quality``."""
@@ -101,6 +103,7 @@ class Table:
         figures: keys of :data:`FIGURES`.
         baseline: the line, or a method, that speed-ups are over.
         bonus: the paper counts the bonus token in accepted lengths.
+        lengths, rates: how the paper averages accepted lengths, and tokens/s, whose quotient is a speed-up.
         prefill: the paper's tokens/s and speed-ups include reading the prompt.
         prompts: of each column; None: all rows.
         remarks: on the paper's figures.
@@ -120,6 +123,8 @@ class Table:
     prompts: int | None = None
     baseline: str = "ar"
     bonus: bool = True
+    lengths: Average = "pooled"
+    rates: Average = "pooled"
     prefill: bool = False
     small: Small = Small()
     remarks: tuple[str, ...] = ()
@@ -157,9 +162,10 @@ class Table:
         speed = self.kind == "speed" and not self.profiled and self.figures != ("tokens_per_second",)
         return tuple(dict.fromkeys((*self.figures, *(["speedup"] if speed else []))))
 
-    def counted(self, accepted: float | None) -> float | None:
-        """An accepted length, bonus tokens counted, as the paper counts it."""
-        return accepted if accepted is None or self.bonus else accepted - 1
+    def accepted(self, texts: Iterable[Counts]) -> dict[str, float | None]:
+        """The accepted length of prompts as the paper counts and averages it, with its standard error."""
+        counted = [(tokens if self.bonus else tokens - forwards, forwards) for tokens, forwards in texts]
+        return {"accepted": average(counted, self.lengths), "standard_error": standard_error(counted, self.lengths)}
 
     def cells(self) -> list[tuple[Line, Column]]:
         """Lines and the columns that they have figures in."""

@@ -28,10 +28,11 @@ from longdraft.bench.reproduce.texts import MODULES, Sources
 from longdraft.bench.run import Bench, Measured
 from longdraft.bench.scores import rouge_l
 from longdraft.bench.settings import REFERENCE, Settings, contender
-from longdraft.bench.tables import median_of, ratio
+from longdraft.bench.tables import ratio
 from longdraft.drafts.kinds import KINDS
 from longdraft.engine.sampler import Sampling
 from longdraft.errors import CapabilityError, ContextError, PromptError
+from longdraft.figures import average
 from longdraft.model.checkpoints import LoadedModel, Progress
 from longdraft.model.runner import TargetRunner
 
@@ -97,24 +98,29 @@ def speed(
         for name, group in (pair for column in table.columns for pair in groups(path, t, column).items()):
             units.setdefault(name, Unit(ticks, partial(measure, path, settings, group)))
 
-    def rate(measured: Measured, name: str) -> float | None:
-        """New tokens a second as the paper counts seconds, the median of the rounds."""
-        # Seconds of the prompts' reading are the method's own, or those of plain decoding.
-        read = measured.cold.get(name, measured.cold[REFERENCE]).first_token_seconds if table.prefill else None
-        return median_of(run.rate(read or 0.0) for run in measured.rounds.get(name, ()))
+    def rate(measured: Sequence[Measured], name: str) -> float | None:
+        """New tokens a second as the paper counts and averages them; a batch's seconds are the median of its rounds."""
+        pairs: list[tuple[float, float]] = []
+        for m in measured:
+            if runs := m.rounds.get(name):
+                tokens, seconds = sum(n for n, _ in runs[0].counts), median(run.decode_seconds for run in runs)
+                if table.prefill:  # the reading is the method's own, or that of plain decoding
+                    read = m.cold.get(name, m.cold[REFERENCE]).first_token_seconds
+                    tokens, seconds = runs[0].new_tokens, seconds + (read or 0.0)
+                pairs.append((tokens, seconds))
+        return average(pairs, table.rates)
 
     def figures(entry: Entry, own: Sequence[Record]) -> Figures:
         measured = [restored(Measured, each) for each in own]
-        pairs = [(rate(m, entry.name), rate(m, baseline)) for m in measured]
-        accepted = median_of(run.mean_accepted_length for m in measured for run in m.rounds[entry.name])
+        own_rate, base_rate = rate(measured, entry.name), rate(measured, baseline)
         found = {
-            "accepted": table.counted(accepted),
-            "tokens_per_second": median_of(own for own, _ in pairs),
-            "speedup": median_of(ratio(*pair) for pair in pairs),
+            **table.accepted(pair for m in measured for pair in m.counts(entry.name)),
+            "tokens_per_second": own_rate,
+            "speedup": ratio(own_rate, base_rate),
             **_parts([m.profiles[entry.name]["seconds"] for m in measured if entry.name in m.profiles]),
         }
         (row,) = report.rows([entry.name], measured)
-        return {key: found.get(key) for key in (*table.figures, "speedup")}, row
+        return {key: found.get(key) for key in (*table.figures, "speedup", "standard_error")}, row
 
     entries = [
         Entry(line, column, contender(line.method, options), options, list(groups(line.attention, t, column)), t)
@@ -253,9 +259,6 @@ def needles(scaled: Scaled, loaded: LoadedModel, sources: Sources, drafts: Draft
 
 # --- quality ---
 
-# Figures of a row, of those that ``bench quality`` has.
-_KEYS = ("rouge_l_mean", "score", "view", "surprise", "mean_accepted_length", "tokens_per_second", "partial_share")
-
 
 def likenesses(scaled: Scaled, loaded: LoadedModel, prompts: Prompts, drafts: Drafts) -> Plan:
     """A table that ``bench quality`` fills: texts of partial verification beside those of full verification.
@@ -282,19 +285,19 @@ def likenesses(scaled: Scaled, loaded: LoadedModel, prompts: Prompts, drafts: Dr
     }
 
     def figures(entry: Entry, own: Sequence[Record]) -> Figures:
-        found = figures_of_texts([unit["runs"][entry.name] for unit in own])
+        runs = [unit["runs"][entry.name] for unit in own]
+        found = figures_of_texts(runs)
         shown = {
             "rouge_l": 100 * found["rouge_l_mean"],
             "score": None if found["score"] is None else 100 * found["score"],
-            "accepted": table.counted(found["mean_accepted_length"]),
+            **table.accepted((run["tokens"] - 1, run["rounds"]) for run in runs),
             "tokens_per_second": found["tokens_per_second"],
         }
         return shown, {
             "method": entry.name,
             "dataset": entry.column.data,
             "context_tokens": round(median(unit["context_tokens"] for unit in own)),
-            "samples": len(own),
-            **{key: found[key] for key in _KEYS},
+            **found,
         }
 
     entries = [

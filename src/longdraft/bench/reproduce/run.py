@@ -20,7 +20,7 @@ from longdraft.bench.reproduce import measures
 from longdraft.bench.reproduce.scaled import Plan, Scaled, drafts_by_kind
 from longdraft.bench.reproduce.texts import Sources, prompts_of
 from longdraft.bench.results import header_of_units
-from longdraft.bench.tables import Report, circumstances, figure, grouped, table
+from longdraft.bench.tables import Report, cell, circumstances, grouped, table
 from longdraft.model.checkpoints import LoadedModel, Progress
 
 FORMAT = "longdraft-reproduce"
@@ -139,11 +139,13 @@ def _definitions(own: Table) -> list[str]:
     found = ["Definitions are the paper's; --json has this package's too (docs/figures.md)."]
     if "accepted" in own.figures:
         counted = "counts" if own.bonus else "does not count"
-        found.append(f"accepted length: the paper {counted} the bonus token, and ours is shown as the paper counts.")
+        how = "sums over all prompts" if own.lengths == "pooled" else "the mean of the prompts"
+        found.append(f"accepted length: the paper {counted} the bonus token; {how}; ±: one standard error (jackknife).")
     if own.kind == "speed" and not own.profiled:
         over = own.baseline if own.baseline != "hf-eager" else "transformers' generate with eager attention"
         prefill = "with the prompt's reading" if own.prefill else "without the prompt's reading"
-        found.append(f"tokens/s and speed-ups: {prefill}; speed-ups are over {over}.")
+        how = "sums over all prompts" if own.rates == "pooled" else "the mean of the prompts"
+        found.append(f"tokens/s: {prefill}, {how}; speed-ups are their quotients, over {over}.")
     return found
 
 
@@ -153,20 +155,20 @@ def _tables(name: str, own: Table, rows: Sequence[Row]) -> Iterator[tuple[str, R
     for alike in grouped(rows, "temperature"):
         t = alike[0]["temperature"]
         for key in own.shown:
-            figures = {("ours", row["line"], row["column"]): row["as_published"].get(key) for row in alike}
+            form = FIGURES[key][1]
+            figures = {("ours", row["line"], row["column"]): cell(row["as_published"], key, form) for row in alike}
             for (model, line, column, which), value in own.published.items():
                 if which == key and t == own.temperatures[0]:
-                    figures["paper" if model == "-" else f"paper, {model}", line, column] = value
+                    figures["paper" if model == "-" else f"paper, {model}", line, column] = form.format(value)
             for columns in _beside(own.columns):
                 made = table(["method", "whose"], [column.name for column in columns])
                 for head in (line.name for line in own.lines):
                     said = head
                     for whose in dict.fromkeys(whose for whose, *_ in figures):
-                        values = [figures.get((whose, head, column.name)) for column in columns]
-                        if any(value is not None for value in values):
+                        texts = [figures.get((whose, head, column.name), "-") for column in columns]
+                        if any(text != "-" for text in texts):
                             style = "" if whose == "ours" else "dim"
-                            texts = [Text(figure(value, FIGURES[key][1]), style=style) for value in values]
-                            made.add_row(Text(said), Text(whose, style=style), *texts)
+                            made.add_row(Text(said), *(Text(text, style=style) for text in (whose, *texts)))
                             said = ""
                 if made.row_count:
                     yield f"{name}: {FIGURES[key][0]}, {called(t)}", made
