@@ -145,7 +145,8 @@ def collect(
     Plain text is cut into pieces of ``max_length`` tokens. A document with a prompt is cut at its end, and left out if
     nothing learned would remain; for a language model it is cut at its beginning, and with ``learn_prompts`` one that
     was not cut is learned from its second token on. The pieces of a text are learned, or held out, together. Which it
-    is depends on how a text begins behind what too many texts begin with to be one passage (a system prompt).
+    is depends on how a text begins behind what too many texts begin with to be one passage (a system prompt); one
+    passage at least is held out, if there are two.
 
     Args:
         skipped: counts the documents that are left out.
@@ -158,6 +159,9 @@ def collect(
     max_length, keep_end = min(config.max_length, longest), isinstance(config, LmConfig)
     learn_prompts = isinstance(config, LmConfig) and config.learn_prompts
     learned, measured, begins = Documents(whole.sources), Documents(whole.sources), _own_beginnings(whole)
+    shares = array("d", (_share(whole, i, begins[i], "held out") for i in range(len(whole))))
+    least = sorted(set(shares))[:2]
+    measured_below = max(config.held_out, least[1]) if config.held_out and len(least) > 1 else config.held_out
     for i, (length, start) in enumerate(zip(whole.lengths, whole.starts, strict=True)):
         # Where each piece begins, how long it is, and its start.
         if start == 1:
@@ -171,7 +175,7 @@ def collect(
             skipped["with a prompt longer than max_length"] += 1
             continue
         # A document is assigned by how it begins, with all its pieces.
-        side = measured if _share(whole, i, begins[i], "held out") < config.held_out else learned
+        side = measured if shares[i] < measured_below else learned
         for first, count, learned_from in pieces:
             at = first if first and start == 1 else begins[i]
             if config.sample < 1 and _share(whole, i, at, "sample") >= config.sample:

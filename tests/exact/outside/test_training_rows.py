@@ -227,7 +227,9 @@ def test_a_system_prompt_of_all_rows_does_not_decide_the_split(systems, kind, tm
 
 def test_nothing_held_out_is_an_error(tmp_path):
     with pytest.raises(PromptError, match="held_out=0"):
-        split(rows_with("Be good.", 4), tmp_path, held_out=0.001)
+        split(rows_with("Be good.", 1), tmp_path, held_out=0.001)
+    learned, held_out = split(rows_with("Be good.", 12), tmp_path, held_out=0.001)
+    assert len(held_out) == 4 and len(learned) == 8  # one of three passages
     learned, held_out = split(rows_with("Be good.", 4), tmp_path, held_out=0.0)
     assert len(learned) == 4 and not len(held_out)
 
