@@ -62,6 +62,7 @@ class Eagle3Trainee(Trainee):
 
     block: Eagle3Block
     ahead = 2
+    reads_likeliest = True
     slides = True
     """The window of a later step's row ends with that row, as a node's does in drafting. Else it sees what its anchor
     sees, and the later steps' keys beside it."""

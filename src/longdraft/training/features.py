@@ -56,7 +56,7 @@ class Features:
             layer, keys after RoPE; or ``hidden`` (L, layers * hidden size), output hidden states of some layers side by
             side; or nothing. And ``last`` (L, hidden size), the last layer's output, before the final norm,
             where the loss follows the target's distribution and ``hidden`` does not end with it.
-        likeliest: (L - start,) int64, the target's likeliest tokens in place of tokens[start:].
+        likeliest: (L - start,) int64, the target's likeliest tokens in place of tokens[start:]; None: not asked for.
         spoken: of each token, whether it is learned; None: all are from ``start`` on.
     """
 
@@ -64,7 +64,7 @@ class Features:
     start: int
     offset: int
     rows: dict[str, torch.Tensor]
-    likeliest: torch.Tensor
+    likeliest: torch.Tensor | None
     spoken: list[bool] | None = None
 
     @property
@@ -111,6 +111,7 @@ class FeatureReader:
         cache: a folder that keeps features, a file for each document, whose name says what they were computed from.
             Those of other documents, offsets and targets may lie beside them.
         identity: what they depend on besides: the target, the dtype.
+        likeliest: the target's likeliest tokens are read too, from logits of all its vocabulary.
 
     Attributes:
         names: the keys of :attr:`Features.rows`.
@@ -125,8 +126,9 @@ class FeatureReader:
         last: bool = False,
         cache: Path | None = None,
         identity: Any = None,
+        likeliest: bool = True,
     ) -> None:
-        self.runner, self.dtype, self.layers = runner, dtype, layers or ()
+        self.runner, self.dtype, self.layers, self.likeliest = runner, dtype, layers or (), likeliest
         more = last and runner.depth - 1 not in self.layers
         self.taps = self.layers + (runner.depth - 1,) * more
         kv = layers == ()
@@ -150,15 +152,13 @@ class FeatureReader:
             return self.compute(document, offset)
         kept = offset if kept is None else kept
         found = self._cached(document, kept)
-        if offset != kept:
-            cos, sin = self.runner.parts.rotary(torch.tensor([0, abs(offset - kept)], device=self.runner.device))
-            cos, sin = cos[1:] / cos[:1], sin[1:] / cos[:1]  # YaRN's factor stays on the keys
-            if "keys" in self.names:
-                keys = found.rows["keys"]
-                keys[ANCHORS:] = turned(
-                    keys[ANCHORS:], cos.to(keys.device), sin.to(keys.device) * (1 if offset > kept else -1)
-                )
-            found.offset = offset
+        if offset != kept and "keys" in self.names:
+            moved, keys = torch.tensor([0, abs(offset - kept)]), found.rows["keys"]
+            cos, sin = (t.to(keys.device) for t in self.runner.parts.rotary(moved.to(self.runner.device)))
+            # At position 0 all cosines are 1, but for YaRN's factor, which stays on the keys.
+            sin = sin if offset > kept else -sin
+            keys[ANCHORS:] = turned(keys[ANCHORS:], cos[1:] / cos[:1], sin[1:] / cos[:1])
+        found.offset = offset
         return found
 
     def _cached(self, document: Document, offset: int) -> Features:
@@ -168,13 +168,18 @@ class FeatureReader:
         hashed.update(array("q", document.tokens).tobytes())
         name = hashed.hexdigest()[:32]
         path = self.cache / name[:2] / f"{name}.safetensors"
+        names = {*self.names} | ({"likeliest"} if self.likeliest else set())
         if path.exists():
             with opened(path, ADVICE) as file:
-                rows = {name: file.get_tensor(name) for name in ("likeliest", *self.names)}
-            likeliest = rows.pop("likeliest").long()
-            return Features(torch.tensor(document.tokens), document.start, offset, rows, likeliest, document.learned)
+                # Another kind may have kept the same rows without the likeliest tokens.
+                rows = {name: file.get_tensor(name) for name in names & {*file.keys()}}
+            if rows.keys() == names:
+                likeliest = rows.pop("likeliest").long() if self.likeliest else None
+                return Features(
+                    torch.tensor(document.tokens), document.start, offset, rows, likeliest, document.learned
+                )
         found = self.compute(document, offset)
-        tensors = found.rows | {"likeliest": found.likeliest.int()}
+        tensors = found.rows | ({} if found.likeliest is None else {"likeliest": found.likeliest.int()})
         with replacing(path) as part:
             save_file({name: t.contiguous().cpu() for name, t in tensors.items()}, part)
         return found
@@ -188,13 +193,13 @@ class FeatureReader:
         store.truncate(0, 0)
         likeliest, done = [], 0
         while done < length:
-            # Logits are needed from the row before the first learned token on. Nothing is learned from the last
+            # Logits are wanted from the row before the first learned token on. Nothing is learned from the last
             # token's, but its KV completes the document.
-            said = done >= start - 1
-            end = min(done + CHUNK, length if said else start - 1)
+            wanted = self.likeliest and done >= start - 1
+            end = min(done + CHUNK, length if wanted or not self.likeliest else start - 1)
             depths = [[p - done for p in positions[done:end]]]
             block = store.block([0], [tokens[done:end]], depths=depths, prompt=True, text=length)
-            out = self.runner.forward(block, store, logits="all" if said else "none")
+            out = self.runner.forward(block, store, logits="all" if wanted else "none")
             store.commit(0, range(end - done))
             if out.logits is not None:
                 likeliest.append(out.logits[0].argmax(-1))
@@ -206,7 +211,8 @@ class FeatureReader:
         if "keys" in self.names:
             for name, kept in zip(("keys", "values"), store.layer(-1), strict=True):
                 rows[name] = kept[0, :, :length].transpose(0, 1).to(self.dtype, copy=True).contiguous()
-        return Features(torch.tensor(tokens), start, offset, rows, torch.cat(likeliest)[:-1], document.learned)
+        said = torch.cat(likeliest)[:-1] if likeliest else None
+        return Features(torch.tensor(tokens), start, offset, rows, said, document.learned)
 
     def named(self, states: torch.Tensor) -> dict[str, torch.Tensor]:
         """The taps' states (L, taps * hidden size), by name."""

@@ -153,7 +153,7 @@ class Loop:
         self.session, self.config, self.accelerator, self.trainee = session, config, accelerator, trainee
         self.kind, self.described = kind, {"base_model": hub.base_model(config.target), **described}
         self.levels, self.measured, self.out = levels, measured, Path(config.out)
-        self._documents, self._reader = session.learned, session.reader(layers)
+        self._documents, self._reader = session.learned, session.reader(layers, trainee.reads_likeliest)
         if fit is not None:
             fit(self._features(0, 0))
         if config.distill:

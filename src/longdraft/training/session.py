@@ -118,11 +118,11 @@ class Session:
         most = max(0, min(config.anchor_offset, self.runner.context_length - self.learned.lengths[i]))
         return random.Random(f"{config.seed}/{epoch}/{i}").randint(0, most) if most else 0
 
-    def reader(self, layers: tuple[int, ...] | None) -> FeatureReader:
-        """The reader of the target's features, ``layers`` as :class:`FeatureReader` has them."""
+    def reader(self, layers: tuple[int, ...] | None, likeliest: bool = True) -> FeatureReader:
+        """The reader of the target's features, ``layers`` and ``likeliest`` as :class:`FeatureReader` has them."""
         config, runner = self.config, self.runner
         dtype = torch.bfloat16 if config.precision == "bf16" else runner.kv_shape.dtype
         # The factor is not in the description: drafts fit either way.
         identity = runner.parts.description, str(runner.kv_shape.dtype), str(dtype), config.target_rope_factor
         cache = None if config.cache is None else Path(config.cache)
-        return FeatureReader(runner, dtype, layers, config.distill > 0, cache, identity)
+        return FeatureReader(runner, dtype, layers, config.distill > 0, cache, identity, likeliest)

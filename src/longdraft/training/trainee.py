@@ -49,7 +49,8 @@ class Labels(NamedTuple):
     """The tokens that N rows should predict, as draft ids; -1 where the draft's vocabulary lacks the token.
 
     Attributes:
-        text: (N,) the text's tokens. likeliest: (N,) the target's. learned: (N,) bool, whether they are learned.
+        text: (N,) the text's tokens. learned: (N,) bool, whether they are learned.
+        likeliest: (N,) the target's; the text's where they are not read.
         target: its distribution; None where the loss does not follow it.
     """
 
@@ -120,6 +121,8 @@ class Trainee(nn.Module):
     ahead = 1
     """Row t predicts token t + ahead."""
     by: ClassVar[By] = "step"
+    reads_likeliest: ClassVar[bool] = False
+    """Whether a row's weight depends on the target's likeliest token, which takes logits of all its vocabulary."""
 
     def __init__(
         self,
@@ -206,7 +209,10 @@ class Trainee(nn.Module):
         firsts = [(d, first + self.ahead) for d, (_, first, _) in zip(pack.documents, pack.spans, strict=True)]
         with torch.no_grad():
             text = self.to_draft[torch.cat([d.tokens[at:] for d, at in firsts]).to(self.device)]
-            likeliest = self.to_draft[torch.cat([d.likeliest[at - d.start :] for d, at in firsts]).to(self.device)]
+            likeliest = text
+            if self.reads_likeliest:
+                read = [d.likeliest[at - d.start :] for d, at in firsts if d.likeliest is not None]
+                likeliest = self.to_draft[torch.cat(read).to(self.device)]
             learned = torch.cat([d.learned[at:] for d, at in firsts]).to(self.device)
             rows = torch.arange(len(text), device=self.device) if chosen is None else chosen
             target = None
