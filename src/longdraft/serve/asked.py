@@ -86,6 +86,10 @@ class Asked:
         """The fields that tell of the answers: usage, and for a single one those of other servers."""
         return {"usage": self.usage(), **(as_others(self.choices[0]) if len(self.choices) == 1 else {})}
 
+    @property
+    def new_tokens(self) -> int:
+        return sum(choice.tokens for choice in self.choices)
+
     def usage(self) -> dict[str, Any]:
         return usage(self.choices, sum(a.thought_tokens for a in self.answers if isinstance(a, ChatAnswer)))
 

@@ -1,5 +1,5 @@
-"""Bodies of requests: the fields of OpenAI's API that are served. Of others, one that would change the answer is refused,
-and the error says what is wrong. The rest is not looked at: clients send ever more."""
+"""Bodies of requests: the fields of OpenAI's API that are served. Others are refused if they would change the answer,
+and not looked at if not, as clients send ever more. An error says what is wrong."""
 
 from __future__ import annotations
 
