@@ -11,13 +11,14 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from llguidance import LLMatcher
 from transformers import PreTrainedTokenizerBase
 
 from longdraft.errors import PromptError, RequestError
 from longdraft.model.chat import applied
 from longdraft.serve.calls import ARGUMENTS, CLOSE, OPEN, starts
-from longdraft.serve.structured import LENIENT, Constraint, checked, in_grammar, json_grammar, loosened, say, table_of
+from longdraft.serve.structured import LENIENT, Constraint, checked, in_grammar, json_grammar, loosened, say
 from longdraft.serve.thinking import THINK, UNTHINK
 
 _SPACE, _SPACES = r"[ \n\t]{0,40}", r"/\s{0,40}/"  # white space within a call: in its JSON, and between its parts
@@ -96,10 +97,9 @@ def bound(
         schema: of a text that is no call; None: it is free.
     """
     start = r"start: /\n{0,2}/" if thinking else "start:"
+    answer = "" if schema is None else json_grammar(schema, f"{start} answer")
     if not tools:
-        if schema is None:
-            return None
-        return Constraint(tokenizer, json_grammar(schema, f"{start} answer"), prompt, thinking)
+        return Constraint(tokenizer, answer, prompt, thinking) if answer else None
 
     def made(tools: Sequence[Mapping[str, Any]]) -> Constraint:
         if choice == "auto" and schema is None:
@@ -116,10 +116,8 @@ def bound(
         either = json_grammar(schema or {}, f"{start} (calls | answer)\n{calls}")
         only = checked(str(LLMatcher.grammar_from_lark(f"{start} calls\n{calls}")))
         names = [tool["function"]["name"] for tool in tools]
-        return _Either(tokenizer, either, prompt, thinking, LLMatcher(table_of(tokenizer), only), names)
+        return _Either(tokenizer, either, only, answer, names, prompt, thinking)
 
-    if schema is not None:
-        json_grammar(schema)  # is refused by itself
     try:
         return made(tools)
     except RequestError:  # too much for a grammar
@@ -150,19 +148,29 @@ def _call_schema(tools: Sequence[Mapping[str, Any]], **options: Any) -> str:
 
 
 class _Either(Constraint):
-    """Binds a text to calls or to an answer; to calls alone once it begins as one, though the answer could too.
+    """Binds a text to calls or to an answer: to an answer where the model would begin to say something, to calls once
+    it begins as one, though the answer could begin so too.
 
     Args:
-        grammar: of both. calls: a matcher of the calls. names: of the functions.
+        grammar: of both. calls, answer: of one alone. names: of the functions.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, grammar: str, prompt: int, thinking: bool, calls: LLMatcher,
-        names: Iterable[str],
+        self, tokenizer: PreTrainedTokenizerBase, grammar: str, calls: str, answer: str, names: Iterable[str],
+        prompt: int, thinking: bool,
     ) -> None:  # fmt: skip
         super().__init__(tokenizer, grammar, prompt, thinking)
-        self._calls, self._starts = calls, starts(names, ARGUMENTS)
+        self._calls, self._answer = (LLMatcher(self._table, each) for each in (calls, answer))
+        self._starts = starts(names, ARGUMENTS)
         self._begun: list[int] | None = []  # tokens that may begin a call
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.read(input_ids[0, self._prompt :].tolist())
+        if not self._free and self._begun is not None:
+            begun = self._tokenizer.decode([*self._begun, int(scores[0].argmax())]).lstrip()
+            if begun and begun[0] not in "<{[`":  # of which no call begins
+                self._matcher, self._begun = self._answer.deep_copy(), None
+        return super().__call__(input_ids, scores)
 
     def _advance(self, token: int) -> None:
         super()._advance(token)
