@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -14,12 +14,11 @@ from longdraft.errors import LongdraftError
 from longdraft.serve import asked, schema
 from longdraft.serve.asked import SILENCE, Asked
 from longdraft.serve.choice import Choice
-from longdraft.serve.errors import ApiError, ContextOverflow, api_error
+from longdraft.serve.errors import ApiError, api_error
 from longdraft.serve.guards import Guards
 from longdraft.serve.items import Responses
 from longdraft.serve.openai import DONE, event, usage_so_far
 from longdraft.serve.page import page
-from longdraft.serve.responses import ResponseAnswer
 from longdraft.serve.schema import read
 from longdraft.serve.service import Service
 
@@ -54,12 +53,6 @@ def _comment(choices: Sequence[Choice]) -> str:
     """An SSE comment, which clients pass over: proxies end connections on which nothing comes."""
     read, of = choices[0].read, len(choices[0].request.prompt)
     return f": {read} of {of} tokens of the prompt have been read\n\n"
-
-
-async def _raised(first: Iterable[str], error: ApiError) -> AsyncIterator[str]:
-    for each in first:
-        yield each
-    raise error
 
 
 class Endpoints:
@@ -132,18 +125,7 @@ class Endpoints:
         yield DONE
 
     async def respond(self, request: Request) -> Response:
-        def ask(service: Service, body: Responses, tenant: str | None) -> asked.Responded | ContextOverflow:
-            try:
-                return asked.respond(service, body, tenant)
-            except ContextOverflow as error:
-                if not body.stream:
-                    raise
-                return error
-
-        body, found = await self._read(request, Responses, ask)
-        if isinstance(found, ContextOverflow):  # OpenAI tells it in the stream, and Codex looks for it there alone
-            answer = ResponseAnswer.of(self._service.settings.name, body)
-            return self._streamed(_raised(answer.begin(), found), answer.failed)
+        body, found = await self._read(request, Responses, asked.respond)
         if not body.stream:
             return await self._answer(body, found, request)
         found.submit()

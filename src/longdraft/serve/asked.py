@@ -20,7 +20,7 @@ from longdraft.model.chat import conversation, encode
 from longdraft.serve import schema, structured, tools
 from longdraft.serve.calls import ToolParser
 from longdraft.serve.choice import REASONS, Choice, Delta
-from longdraft.serve.errors import ApiError
+from longdraft.serve.errors import ApiError, ContextOverflow
 from longdraft.serve.items import Responses
 from longdraft.serve.kinds import functions as kinds_of
 from longdraft.serve.openai import Answer, ChatAnswer, Head, TextAnswer, as_others, usage
@@ -205,6 +205,7 @@ class Responded(Asked):
     """The answer to a request of ``/v1/responses``: a chat's, told as items."""
 
     response: ResponseAnswer = field(kw_only=True)
+    overflow: ContextOverflow | None = None  # is raised in the stream, as OpenAI does: Codex looks for it there alone
 
     async def whole(self) -> dict[str, Any]:
         async for _ in self.events():
@@ -215,6 +216,8 @@ class Responded(Asked):
         """Yields OpenAI's events; None after a while without any. Raises as :meth:`deltas`."""
         for begun in self.response.begin():
             yield begun
+        if self.overflow is not None:
+            raise self.overflow
         cut = False
         async for _, delta in self.deltas():
             if delta is SILENCE:
@@ -231,8 +234,14 @@ class Responded(Asked):
 
 def respond(service: Service, body: Responses, tenant: str | None = None) -> Responded:
     """Raises longdraft's errors and ApiError for what cannot be served."""
-    found = chat(service, body.as_chat(), tenant)
-    return Responded(service, found.choices, found.answers, response=ResponseAnswer.of(service.settings.name, body))
+    response = ResponseAnswer(Head("resp", service.settings.name), body)
+    try:
+        found = chat(service, body.as_chat(), tenant)
+    except ContextOverflow as error:
+        if not body.stream:
+            raise
+        return Responded(service, [], [], response=response, overflow=error)
+    return Responded(service, found.choices, found.answers, response=response)
 
 
 def complete(service: Service, body: schema.Completion, tenant: str | None = None) -> Asked:

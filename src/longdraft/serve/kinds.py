@@ -29,9 +29,7 @@ def functions(tools: Iterable[Mapping[str, Any]]) -> tuple[list[dict[str, Any]],
         kind = tool.get("type", "function")
         function = tool.get(kind)
         if kind == "custom" and isinstance(function, Mapping):
-            form = function.get("format")
-            grammar = form.get("grammar", form) if isinstance(form, Mapping) else {}
-            told = [function.get("description"), grammar.get("definition") if isinstance(grammar, Mapping) else None]
+            told = [function.get("description"), *_definitions(function.get("format"))]
             description = "\n\n".join(str(each) for each in told if each)
             function = {"name": function.get("name"), "description": description, "parameters": _INPUT}
         elif kind == "local_shell":
@@ -43,6 +41,13 @@ def functions(tools: Iterable[Mapping[str, Any]]) -> tuple[list[dict[str, Any]],
         if kind != "function" and isinstance(function, Mapping):
             kinds[str(function["name"])] = kind
     return found, kinds
+
+
+def _definitions(form: Any) -> list[Any]:
+    """The grammar of a custom tool's input, which its model reads and nothing binds."""
+    if not isinstance(form, Mapping):
+        return []
+    return [form.get("definition"), *_definitions(form.get("grammar"))]
 
 
 def call_of(kind: str, name: str, values: Mapping[str, Any]) -> dict[str, Any]:

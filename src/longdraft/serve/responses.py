@@ -28,10 +28,6 @@ class ResponseAnswer:
         self._items: list[dict[str, Any]] = []
         self.whole: dict[str, Any] = {}  # the response once it has ended
 
-    @classmethod
-    def of(cls, model: str, body: Responses) -> ResponseAnswer:
-        return cls(Head("resp", model), body)
-
     def begin(self) -> Iterator[str]:
         yield self._event("response.created", response=self.object("in_progress"))
         yield self._event("response.in_progress", response=self.object("in_progress"))
