@@ -113,13 +113,9 @@ class Row:
         if self._fault is not None:
             raise self._fault
         body = self._of_openai() if self._openai else self._own()
-        match body:
-            case Responses():
-                return asked.respond(service, body)
-            case schema.Completion():
-                return asked.complete(service, body)
-            case _:
-                return asked.chat(service, body)
+        if isinstance(body, schema.Completion):
+            return asked.complete(service, body)
+        return asked.respond(service, body) if isinstance(body, Responses) else asked.chat(service, body)
 
     def answered(self, body: dict[str, Any], said: Asked) -> dict[str, Any]:
         """The row of the output for the answer's object."""

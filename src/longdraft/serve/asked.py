@@ -68,7 +68,8 @@ class Asked:
 
         for i, choice in enumerate(self.choices):
             choice.listener = partial(hear, i)
-        self.service.worker.submit(*self.choices)
+        if self.choices:
+            self.service.worker.submit(*self.choices)
 
     async def whole(self) -> dict[str, Any]:
         """OpenAI's object of the answers once they have ended; raises as :meth:`deltas`."""
