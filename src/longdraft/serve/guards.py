@@ -4,6 +4,7 @@ takes, and its API key; what pages of other origins may read; and the end of con
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import re
 import time
@@ -132,15 +133,13 @@ class Guards:
         # What is called deflate has zlib's frame, which begins with 8 in four bits; some send it without.
         frame = 31 if coding == "gzip" else 15 if body[:1] and body[0] & 15 == 8 else -15
         reader = zlib.decompressobj(frame)
-        try:
+        with contextlib.suppress(zlib.error):
             found = reader.decompress(body, self._max_body + 1)
-        except zlib.error as error:
-            raise ApiError(400, f"The body is no {coding}: {error}.", param="Content-Encoding") from None
-        if len(found) > self._max_body:
-            raise self._too_large()
-        if not reader.eof or reader.unused_data:
-            raise ApiError(400, f"The body is not one whole {coding} stream.", param="Content-Encoding")
-        return found
+            if len(found) > self._max_body:
+                raise self._too_large()
+            if reader.eof and not reader.unused_data:
+                return found
+        raise ApiError(400, f"The body is not one whole stream of {coding}.", param="Content-Encoding")
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"A request has {self._max_body} bytes at most here.", code="request_too_large")

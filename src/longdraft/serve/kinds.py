@@ -26,7 +26,7 @@ def functions(tools: Iterable[Mapping[str, Any]]) -> tuple[list[dict[str, Any]],
     found: list[dict[str, Any]] = []
     kinds: dict[str, str] = {}
     for tool in tools:
-        kind = tool.get("type", "function")
+        kind = type_of(tool)
         function = tool.get(kind)
         if kind == "custom" and isinstance(function, Mapping):
             told = [function.get("description"), *_definitions(function.get("format"))]
@@ -35,12 +35,18 @@ def functions(tools: Iterable[Mapping[str, Any]]) -> tuple[list[dict[str, Any]],
         elif kind == "local_shell":
             function = {"name": kind, "description": "Runs a command on the user's machine.", "parameters": SHELL}
         elif kind != "function":
-            _say("tool", str(kind))
+            _say("tool", kind)
             continue
         found.append(dict(tool) if kind == "function" else {"type": "function", "function": function})
         if kind != "function" and isinstance(function, Mapping):
             kinds[str(function["name"])] = kind
     return found, kinds
+
+
+def type_of(tool: Mapping[str, Any]) -> str:
+    """The type that a tool or a choice says, or that of a function."""
+    kind = tool.get("type")
+    return kind if isinstance(kind, str) else "function"
 
 
 def _definitions(form: Any) -> list[Any]:
@@ -67,4 +73,4 @@ def left_out(kind: Any) -> bool:
 
 @lru_cache(maxsize=100)
 def _say(what: str, kind: str) -> None:
-    logger.warning("A %s of type %r is left out: functions are served, custom tools and the local shell.", what, kind)
+    logger.warning("The %s of type %r is left out: functions, custom tools and a local shell are served.", what, kind)

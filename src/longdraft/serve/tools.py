@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from longdraft.errors import PromptError, RequestError
 from longdraft.model.chat import applied
 from longdraft.serve.calls import ARGUMENTS, CLOSE, OPEN, starts
+from longdraft.serve.kinds import type_of
 from longdraft.serve.structured import LENIENT, Constraint, checked, in_grammar, json_grammar, loosened, say
 from longdraft.serve.thinking import THINK, UNTHINK
 
@@ -48,17 +49,18 @@ def checked_choice(
     allowed = list(known)
     if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
         among = _inner(choice)
-        named = [_name(each) for each in among.get("tools") or () if isinstance(each, Mapping)]
+        listed = among.get("tools")
+        named = [_name(each) for each in listed if isinstance(each, Mapping)] if isinstance(listed, list) else []
         allowed, choice = [name for name in named if name in known], among.get("mode", "auto")
         if not allowed:
             raise RequestError(f"tool_choice allows {', '.join(named) or 'nothing'}, and tools has {_listed(known)}")
-    if isinstance(choice, Mapping) and choice.get("type") not in ("none", "auto", "required"):
-        name = _name(choice)
-        if name not in known:
-            raise RequestError(f"tool_choice names {name!r}, and tools has {_listed(known)}")
-        return name, [known[name]]
     if isinstance(choice, Mapping):
-        choice = choice["type"]
+        name = _name(choice)
+        if name in known:
+            return name, [known[name]]
+        if name not in ("none", "auto", "required"):
+            raise RequestError(f"tool_choice names {name!r}, and tools has {_listed(known)}")
+        choice = name
     if choice not in (None, "none", "auto", "required"):
         raise RequestError(f"tool_choice is none, auto, required or a function, not {choice!r}")
     if choice == "required" and not tools:
@@ -69,12 +71,12 @@ def checked_choice(
 
 def _inner(choice: Mapping[str, Any]) -> Mapping[str, Any]:
     """The fields of a choice, which chats have under the name of its type."""
-    found = choice.get(choice.get("type", "function"))
+    found = choice.get(type_of(choice))
     return found if isinstance(found, Mapping) else choice
 
 
 def _name(choice: Mapping[str, Any]) -> str:
-    return str(_inner(choice).get("name") or choice.get("type"))
+    return str(_inner(choice).get("name") or type_of(choice))
 
 
 def _listed(names: Iterable[str]) -> str:
