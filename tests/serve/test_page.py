@@ -111,6 +111,35 @@ class TestAnswers:
         assert page.value("document.querySelector('pre button').textContent") == "Copy"
         assert not page.problems
 
+    @pytest.mark.parametrize("clipboard", ["undefined", "{ writeText: () => Promise.reject() }"])
+    def test_code_is_copied_from_a_page_without_a_clipboard(self, page, clipboard):
+        """As on http:// names that are not this machine's."""
+        page.value(f"void Object.defineProperty(navigator, 'clipboard', {{ value: {clipboard}, configurable: true }})")
+        page.value("void document.addEventListener('copy', () => { window.got = document.activeElement.value; })")
+        ask(page, "code")
+        page.until(ANSWERED)
+        page.point("pre button", click=True)
+        page.until("document.querySelector('pre button').textContent === 'Copied'")
+        assert page.value("window.got") == page.value("document.querySelector('pre code').textContent")
+
+    def test_text_runs_from_right_to_left_where_its_letters_do(self, page):
+        ask(page, "\u05e9\u05dc\u05d5\u05dd")
+        page.until(ANSWERED)
+        for selector in ("#question", ".question p", ".text p"):
+            assert page.value(f"document.querySelector({json.dumps(selector)}).dir") == "auto"
+        assert page.value("getComputedStyle(document.querySelector('.question p')).direction") == "rtl"
+        assert page.value("getComputedStyle(document.querySelector('.text p')).direction") == "ltr"
+
+    @pytest.mark.parametrize("composing", ["isComposing: true", "keyCode: 229"])
+    def test_an_enter_that_ends_a_composition_sends_nothing(self, page, server, composing):
+        page.value("document.querySelector('#question').focus()")
+        page.write("nihao")
+        event = f"new KeyboardEvent('keydown', {{ key: 'Enter', bubbles: true, cancelable: true, {composing} }})"
+        page.value(f"document.querySelector('#question').dispatchEvent({event})")
+        assert not server.asked and page.value("turns.length") == 0
+        page.press("Enter")
+        page.until(ANSWERED)
+
     def test_markdown_is_set_and_a_thought_is_folded(self, page):
         ask(page, "think")
         page.until(ANSWERED)

@@ -16,6 +16,7 @@ openai = pytest.importorskip("openai")
 from longdraft import Request, Speculator
 from longdraft.errors import CapabilityError
 from longdraft.serve import structured, tools
+from longdraft.serve.calls import ToolParser
 from longdraft.serve.schema import Message
 from tests.serve.bytes import byte_model, byte_tokenizer
 from tests.support.tiny import tiny_tokenizer
@@ -124,7 +125,7 @@ def test_calls_are_separated_from_text_however_it_is_cut(cuts):
 
 def parsed(pieces, names=()):
     """Content, parts of tool calls and the reason to finish."""
-    parser = tools.ToolParser(names)
+    parser = ToolParser(names)
     deltas = [delta for piece in pieces for delta in parser.push(piece)]
     rest, reason = parser.finish()
     deltas += rest

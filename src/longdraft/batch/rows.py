@@ -1,7 +1,7 @@
 """Rows of a batch: a line of the input becomes a request of the server's, and its answer a line of the output.
 
 There are two kinds: ours, the fields of a chat or a completion with ``id`` and ``metadata``, and those of OpenAI's
-batch files, ``{"custom_id": ..., "body": {...}}``. An unknown field is refused, never ignored.
+batch files, ``{"custom_id": ..., "body": {...}}``. An unknown field of ours is refused, never ignored.
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ from longdraft.files import naming, regular
 from longdraft.serve import asked, schema
 from longdraft.serve.asked import Asked
 from longdraft.serve.errors import ApiError
+from longdraft.serve.items import Responses
 from longdraft.serve.schema import read, validated
 from longdraft.serve.service import Service
+
+Body = schema.Chat | schema.Completion | Responses
 
 
 class Line(NamedTuple):
@@ -84,7 +87,7 @@ class _Wrapped(schema.Strict):
 
     custom_id: str | None = None
     method: Literal["POST"] | None = None
-    url: Literal["/v1/chat/completions", "/v1/completions"] | None = None
+    url: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"] | None = None
     body: dict[str, Any]
 
 
@@ -110,13 +113,16 @@ class Row:
         if self._fault is not None:
             raise self._fault
         body = self._of_openai() if self._openai else self._own()
-        return asked.chat(service, body) if isinstance(body, schema.Chat) else asked.complete(service, body)
+        if isinstance(body, schema.Completion):
+            return asked.complete(service, body)
+        return asked.respond(service, body) if isinstance(body, Responses) else asked.chat(service, body)
 
     def answered(self, body: dict[str, Any], said: Asked) -> dict[str, Any]:
         """The row of the output for the answer's object."""
         if self._openai:
             name = f"row_{self._line.number}"
-            response = {"status_code": 200, "request_id": name, "body": body | {"id": name}}
+            body = body if isinstance(said, asked.Responded) else body | {"id": name}
+            response = {"status_code": 200, "request_id": name, "body": body}
             return self._identity() | {"response": response, "error": None}
         texts = [choice.get("message", {}).get("content", choice.get("text")) for choice in body["choices"]]
         first = body["choices"][0]
@@ -129,7 +135,7 @@ class Row:
             **({"texts": texts} if len(texts) > 1 else {}),
             "finish_reason": result.finish_reason,
             "prompt_tokens": result.prompt_tokens,
-            "new_tokens": body["usage"]["completion_tokens"],
+            "new_tokens": said.new_tokens,
         }
 
     def failed(self, error: Exception) -> dict[str, Any]:
@@ -146,7 +152,7 @@ class Row:
         identity: dict[str, Any] = {"line": self._line.place}
         return identity | {name: self._row[name] for name in ("id", "metadata") if name in self._row}
 
-    def _own(self) -> schema.Chat | schema.Completion:
+    def _own(self) -> Body:
         fields = {name: value for name, value in self._row.items() if name not in ("id", "metadata")}
         if ("prompt" in fields) == ("messages" in fields):
             raise ApiError(400, "A row has a prompt or messages, one of the two.", param="prompt")
@@ -155,23 +161,26 @@ class Row:
                 raise ApiError(400, "The prompt is empty: give some text.", param="prompt")
             fields["messages"] = [{"role": "user", "content": fields.pop("prompt")}]
         # The text of a row has all that the model says.
-        return self._with_defaults(fields, {"reasoning_format": "none"} if "messages" in fields else {})
+        body = self._with_defaults(fields, {"reasoning_format": "none"} if "messages" in fields else {})
+        if unknown := [name for name in fields if name not in type(body).model_fields]:
+            raise ApiError(400, f"{unknown[0]} is no field of a row.", param=unknown[0])
+        return body
 
-    def _of_openai(self) -> schema.Chat | schema.Completion:
+    def _of_openai(self) -> Body:
         row = validated(_Wrapped, self._row)
         return self._with_defaults({k: v for k, v in row.body.items() if k != "model"}, {}, row.url)
 
-    def _with_defaults(
-        self, fields: dict[str, Any], more: dict[str, Any], url: str | None = None
-    ) -> schema.Chat | schema.Completion:
+    def _with_defaults(self, fields: dict[str, Any], more: dict[str, Any], url: str | None = None) -> Body:
         defaults, known = self._defaults, schema.Sampled.model_fields
         fields = {name: value for name, value in fields.items() if value is not None}
         values = {k: v for k, v in asdict(defaults.sampling).items() if v is not None and k in known}
         values |= {"seed": (defaults.seed + self._line.number) % 2**63, "stop": list(defaults.stop), **more}
-        if not {"max_tokens", "max_completion_tokens"} & fields.keys():
-            values["max_tokens"] = defaults.max_tokens
+        kind: type[Body] = Responses if url == "/v1/responses" else schema.Completion
+        if "messages" in fields and url in (None, "/v1/chat/completions"):
+            kind = schema.Chat
+        if not {"max_tokens", "max_completion_tokens", "max_output_tokens"} & fields.keys():
+            values["max_output_tokens" if kind is Responses else "max_tokens"] = defaults.max_tokens
         fields = values | fields
         if fields.pop("stream", False):
             raise ApiError(400, "stream is not served in a file: leave it out.", param="stream")
-        chat = "messages" in fields and url != "/v1/completions"
-        return validated(schema.Chat, fields) if chat else validated(schema.Completion, fields)
+        return validated(kind, fields)

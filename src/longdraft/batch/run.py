@@ -107,7 +107,7 @@ class Engine:
         except Exception as error:
             return Answer(row.failed(error), True, not isinstance(error, LongdraftError))
         speculation = sum((choice.speculation for choice in asked.choices), Speculation())
-        return Answer(row.answered(body, asked), False, False, body["usage"]["completion_tokens"], speculation)
+        return Answer(row.answered(body, asked), False, False, asked.new_tokens, speculation)
 
     def drive(self, feed: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Returns what ``feed`` does, which asks for answers. Decodes in this thread: the main one is fastest."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import traceback
@@ -91,6 +92,7 @@ training.command()(interruptible(presets))
 app.add_typer(training, name="train", rich_help_panel=TRAIN)
 
 BAD_SETTING, FAILED = 2, 1
+_NO_MORE = (errno.EPIPE, errno.ENOSPC, errno.EBADF)
 
 
 def _version(wanted: bool) -> None:
@@ -115,18 +117,36 @@ def _everywhere(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command line and returns the exit code: 0, 2 for a bad setting, 1 for a failure, 130 for Ctrl-C."""
     options.reset_debug()
+    if sys.stdout is None:  # closed: writing fails, and no other file takes its number
+        sys.stdout = os.fdopen(os.open(os.devnull, os.O_RDONLY), "w")
+    code = _run(arguments)
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        code = code or _lost(error)
+    return code
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     try:
         with memory_checked():
             app(args=None if arguments is None else list(arguments), prog_name="longdraft")
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BrokenPipeError:
-        # Whoever read our output has had enough (`| head`); Python would complain once more when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return FAILED
     except Exception as error:
+        # One of a file has the file's name, or is longdraft's own.
+        if isinstance(error, OSError) and error.errno in _NO_MORE and error.filename is None:
+            return _lost(error)
         return _failed(error)
     return 0
+
+
+def _lost(error: OSError) -> int:
+    """Ends a command whose stdout takes no more; Python would complain once more when it flushes at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if error.errno != errno.EPIPE:  # else whoever read our output has had enough (`| head`)
+        console.error(f"stdout takes no more: {error.strerror}.")
+    return FAILED
 
 
 def _failed(error: Exception) -> int:

@@ -13,12 +13,12 @@ from starlette.exceptions import HTTPException
 from longdraft.errors import LongdraftError
 from longdraft.serve import asked, schema
 from longdraft.serve.asked import SILENCE, Asked
-from longdraft.serve.choice import REASONS, Choice
+from longdraft.serve.choice import Choice
 from longdraft.serve.errors import ApiError, api_error
 from longdraft.serve.guards import Guards
-from longdraft.serve.openai import DONE, Head, event, usage_so_far
+from longdraft.serve.items import Responses
+from longdraft.serve.openai import DONE, event, usage_so_far
 from longdraft.serve.page import page
-from longdraft.serve.responses import ResponseAnswer
 from longdraft.serve.schema import read
 from longdraft.serve.service import Service
 
@@ -34,7 +34,7 @@ def make_app(service: Service) -> FastAPI:
     for path, post, kind in (
         ("/v1/chat/completions", endpoints.chat, schema.Chat),
         ("/v1/completions", endpoints.complete, schema.Completion),
-        ("/v1/responses", endpoints.respond, schema.Responses), ("/tokenize", endpoints.tokenize, schema.Tokenize),
+        ("/v1/responses", endpoints.respond, Responses), ("/tokenize", endpoints.tokenize, schema.Tokenize),
     ):  # fmt: skip
         described = {"content": {"application/json": {"schema": kind.model_json_schema()}}, "required": True}
         app.post(path, response_model=None, openapi_extra={"requestBody": described})(post)
@@ -64,11 +64,11 @@ class Endpoints:
     async def refused(self, request: Request, error: Exception) -> Response:
         """The response to a request that raised an error."""
         if isinstance(error, HTTPException):
-            message, code = f"{error.detail}: {request.method} {request.url.path}.", None
+            message, code, headers = f"{error.detail}: {request.method} {request.url.path}.", None, error.headers
             if error.status_code == 404:
                 known = [route.path for route in request.app.routes if route.path.startswith("/v1/")]
                 message, code = f"There is no {request.url.path} here, but {', '.join(known)}.", "not_found"
-            error = ApiError(error.status_code, message, code=code)
+            error = ApiError(error.status_code, message, code=code, headers=dict(headers or {}))
         refusal = api_error(error)
         self._service.metrics.failed(refusal.status)
         return JSONResponse(refusal.body, refusal.status, refusal.headers)
@@ -125,40 +125,16 @@ class Endpoints:
         yield DONE
 
     async def respond(self, request: Request) -> Response:
-        def ask(service: Service, body: schema.Responses, tenant: str | None) -> Asked:
-            return asked.chat(service, body.as_chat(), tenant)
-
-        body, found = await self._read(request, schema.Responses, ask)
+        body, found = await self._read(request, Responses, asked.respond)
+        if not body.stream:
+            return await self._answer(body, found, request)
         found.submit()
-        answer = ResponseAnswer(Head("resp", self._service.settings.name), body)
-        events = self._response_events(answer, found)
-        if body.stream:
-            return self._streamed(events)
+        events = (_comment(found.choices) if told is None else told async for told in found.events())
+        return self._streamed(events, found.response.failed)
 
-        async def whole() -> Response:
-            async for _ in events:
-                pass
-            return JSONResponse(answer.whole)
-
-        return await _unless_left(request, whole())
-
-    async def _response_events(self, answer: ResponseAnswer, asked: Asked) -> AsyncIterator[str]:
-        for begun in answer.begin():
-            yield begun
-        cut = False
-        async for _, delta in asked.deltas():
-            if delta is SILENCE:
-                yield _comment(asked.choices)
-                continue
-            cut = REASONS.get(delta.finish) == "length"
-            for chunk in await asked.chunks(0, delta):
-                for told in answer.push(chunk["delta"]):
-                    yield told
-        total = await self._service.aside(asked.usage)
-        for told in answer.finish(cut, total):
-            yield told
-
-    def _streamed(self, chunks: AsyncIterator[str]) -> StreamingResponse:
+    def _streamed(
+        self, chunks: AsyncIterator[str], failed: Callable[[ApiError], str] = lambda error: event(error.body)
+    ) -> StreamingResponse:
         async def with_errors() -> AsyncIterator[str]:
             try:
                 async for chunk in chunks:
@@ -169,7 +145,7 @@ class Endpoints:
             except Exception as error:  # the status has been sent: the error is an event
                 refusal = api_error(error)
                 self._service.metrics.failed(refusal.status)
-                yield event(refusal.body)
+                yield failed(refusal)
 
         return StreamingResponse(with_errors(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 

@@ -18,9 +18,13 @@ from typing import Any
 from longdraft.errors import CapabilityError
 from longdraft.model.chat import conversation, encode
 from longdraft.serve import schema, structured, tools
+from longdraft.serve.calls import ToolParser
 from longdraft.serve.choice import REASONS, Choice, Delta
-from longdraft.serve.errors import ApiError
+from longdraft.serve.errors import ApiError, ContextOverflow
+from longdraft.serve.items import Responses
+from longdraft.serve.kinds import functions as kinds_of
 from longdraft.serve.openai import Answer, ChatAnswer, Head, TextAnswer, as_others, usage
+from longdraft.serve.responses import ResponseAnswer
 from longdraft.serve.service import Service
 from longdraft.serve.thinking import THINK, UNTHINK, Thinking
 from longdraft.serve.worker import Update
@@ -64,7 +68,8 @@ class Asked:
 
         for i, choice in enumerate(self.choices):
             choice.listener = partial(hear, i)
-        self.service.worker.submit(*self.choices)
+        if self.choices:
+            self.service.worker.submit(*self.choices)
 
     async def whole(self) -> dict[str, Any]:
         """OpenAI's object of the answers once they have ended; raises as :meth:`deltas`."""
@@ -81,6 +86,10 @@ class Asked:
     def figures(self) -> dict[str, Any]:
         """The fields that tell of the answers: usage, and for a single one those of other servers."""
         return {"usage": self.usage(), **(as_others(self.choices[0]) if len(self.choices) == 1 else {})}
+
+    @property
+    def new_tokens(self) -> int:
+        return sum(choice.tokens for choice in self.choices)
 
     def usage(self) -> dict[str, Any]:
         return usage(self.choices, sum(a.thought_tokens for a in self.answers if isinstance(a, ChatAnswer)))
@@ -136,19 +145,13 @@ def copies(constraint: structured.Constraint) -> Callable[[], structured.Constra
 
 def chat(service: Service, body: schema.Chat, tenant: str | None = None) -> Asked:
     """Raises longdraft's errors and ApiError for what cannot be served."""
-    tokenizer = service.tokenizer
     service.check_model(body.model)
-    choice = tools.checked_choice(body.tools, body.tool_choice)
-    offered = body.tools if choice != "none" else []
-    grammar = structured.grammar_for(body.response_format) if body.response_format else None
-    if offered and grammar is not None:
-        raise ApiError(400, "response_format and tools are not served together.", param="response_format")
-    prompt, thinking = chat_prompt(service, body, offered)
-    constraint: structured.Constraint | None = None
-    if offered:
-        constraint = tools.bound(tokenizer, offered, choice, body.parallel_tool_calls, len(prompt), thinking)
-    elif grammar is not None:
-        constraint = structured.Constraint(tokenizer, grammar, len(prompt))
+    functions, kinds = kinds_of(body.tools)
+    choice, offered = tools.checked_choice(functions, body.tool_choice)
+    answer = structured.schema_of(body.response_format) if body.response_format else None
+    prompt, thinking = chat_prompt(service, body, functions if offered else [])
+    parallel = body.parallel_tool_calls
+    constraint = tools.bound(service.tokenizer, offered, choice, parallel, len(prompt), thinking, answer)
     bound = None if constraint is None else copies(constraint)
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs goes with logprobs: true.", param="top_logprobs")
@@ -159,7 +162,7 @@ def chat(service: Service, body: schema.Chat, tenant: str | None = None) -> Aske
     return Asked(service, choices, [
         ChatAnswer(
             i, service.piece, body.logprobs, body.return_token_ids,
-            tools.ToolParser(names, only=choice != "auto") if offered else None,
+            ToolParser(names, choice != "auto", answer is not None, kinds) if offered else None,
             Thinking(thinking) if body.reasoning_format != "none" else None, body.include_reasoning,
         )
         for i in range(body.n)
@@ -196,6 +199,50 @@ def _template(service: Service, body: schema.Chat | schema.Tokenize) -> dict[str
     if wrong := sorted(taken & body.chat_template_kwargs.keys()):
         raise ApiError(400, f"{wrong[0]} is not for chat_template_kwargs.", param=f"chat_template_kwargs.{wrong[0]}")
     return asked | body.chat_template_kwargs
+
+
+@dataclass(frozen=True)
+class Responded(Asked):
+    """The answer to a request of ``/v1/responses``: a chat's, told as items."""
+
+    response: ResponseAnswer = field(kw_only=True)
+    overflow: ContextOverflow | None = None  # is raised in the stream, as OpenAI does: Codex looks for it there alone
+
+    async def whole(self) -> dict[str, Any]:
+        async for _ in self.events():
+            pass
+        return self.response.whole
+
+    async def events(self) -> AsyncIterator[str | None]:
+        """Yields OpenAI's events; None after a while without any. Raises as :meth:`deltas`."""
+        for begun in self.response.begin():
+            yield begun
+        if self.overflow is not None:
+            raise self.overflow
+        cut = False
+        async for _, delta in self.deltas():
+            if delta is SILENCE:
+                yield None
+                continue
+            cut = REASONS.get(delta.finish) == "length"
+            for chunk in await self.chunks(0, delta):
+                for told in self.response.push(chunk["delta"]):
+                    yield told
+        total = await self.service.aside(self.usage)
+        for told in self.response.finish(cut, total):
+            yield told
+
+
+def respond(service: Service, body: Responses, tenant: str | None = None) -> Responded:
+    """Raises longdraft's errors and ApiError for what cannot be served."""
+    response = ResponseAnswer(Head("resp", service.settings.name), body)
+    try:
+        found = chat(service, body.as_chat(), tenant)
+    except ContextOverflow as error:
+        if not body.stream:
+            raise
+        return Responded(service, [], [], response=response, overflow=error)
+    return Responded(service, found.choices, found.answers, response=response)
 
 
 def complete(service: Service, body: schema.Completion, tenant: str | None = None) -> Asked:
@@ -244,6 +291,6 @@ def tokens_of(service: Service, body: schema.Tokenize) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "Give a prompt, or messages.", param="prompt")
     if body.messages is not None:
-        return chat_prompt(service, body)[0]
+        return chat_prompt(service, body, kinds_of(body.tools)[0])[0]
     encoded = service.tokenizer(body.prompt, add_special_tokens=body.add_special_tokens, verbose=False)
     return list(encoded["input_ids"])

@@ -37,6 +37,23 @@ class ApiError(Exception):
         self.body: dict[str, Any] = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
+class ContextOverflow(ApiError):
+    """A prompt that leaves no room for an answer, in the words by which OpenAI's clients know to shorten it.
+
+    Attributes:
+        prompt_tokens: of the prompt. max_tokens: new ones that were asked for, 1 at least. limit: of both together.
+    """
+
+    def __init__(self, prompt_tokens: int, max_tokens: int, limit: int, param: str = "messages") -> None:
+        self.prompt_tokens, self.max_tokens, self.limit = prompt_tokens, max_tokens, limit
+        message = (
+            f"This model's maximum context length is {limit} tokens. However, you requested "
+            f"{prompt_tokens + max_tokens} tokens ({prompt_tokens} in the {param}, {max_tokens} in the completion). "
+            f"Please reduce the length of the {param} or completion."
+        )
+        super().__init__(400, message, param=param, code="context_length_exceeded")
+
+
 def api_error(error: Exception) -> ApiError:
     """The error that a client gets for an exception. The text of an unexpected one stays in the log."""
     message = str(error)

@@ -4,9 +4,11 @@ takes, and its API key; what pages of other origins may read; and the end of con
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import re
 import time
+import zlib
 from collections.abc import Callable
 from fnmatch import fnmatchcase
 
@@ -18,6 +20,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from longdraft.serve.errors import ApiError
 from longdraft.serve.settings import Settings
 
+# A request's target with the server's name.
+_WHOLE = re.compile(r"https?://(?:[^/]*@)?([^/@]*)(/.*)?", re.IGNORECASE | re.DOTALL)
 # Served without a key: whether the server lives, and the page, which asks for one.
 OPEN = ("/", "/health", "/ready", "/version", "/metrics")
 
@@ -54,15 +58,21 @@ class Guards:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
+        host = headers.get("host", "")
+        if whole := _WHOLE.fullmatch(scope["path"]):  # as to a proxy: GET http://host/path
+            host, scope = whole[1], {**scope, "path": whole[2] or "/"}
         if self._leaving():
             send = _last(send)
         try:
-            self._check_host(headers.get("host", ""))
+            self._check_host(host)
             scope.setdefault("state", {})["tenant"] = self._tenant(scope["path"], headers)
             length = headers.get("content-length", "")
             if length.isdigit() and int(length) > self._max_body:
                 raise self._too_large()
             body = await self._body(receive)
+            coding = headers.get("content-encoding", "").strip().lower().removeprefix("x-")
+            if coding not in ("", "identity"):
+                body = await asyncio.to_thread(self._decoded, body, coding)
         except ApiError as error:
             refused = JSONResponse(error.body, error.status, error.headers | {"connection": "close"})
             await refused(scope, receive, send)
@@ -112,6 +122,24 @@ class Guards:
                 raise self._too_large()
             if not message.get("more_body", False):
                 return b"".join(parts)
+
+    def _decoded(self, body: bytes, coding: str) -> bytes:
+        """A body without its content coding. Raises ApiError if that is unknown, or it is too large or damaged."""
+        if coding not in ("gzip", "deflate"):
+            raise ApiError(
+                415, f"Bodies in gzip and deflate are read, and none in {coding!r}.", param="Content-Encoding",
+                headers={"Accept-Encoding": "gzip, deflate"},
+            )  # fmt: skip
+        # What is called deflate has zlib's frame, which begins with 8 in four bits; some send it without.
+        frame = 31 if coding == "gzip" else 15 if body[:1] and body[0] & 15 == 8 else -15
+        reader = zlib.decompressobj(frame)
+        with contextlib.suppress(zlib.error):
+            found = reader.decompress(body, self._max_body + 1)
+            if len(found) > self._max_body:
+                raise self._too_large()
+            if reader.eof and not reader.unused_data:
+                return found
+        raise ApiError(400, f"The body is not one whole stream of {coding}.", param="Content-Encoding")
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"A request has {self._max_body} bytes at most here.", code="request_too_large")

@@ -7,12 +7,12 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import Any
 
+from longdraft.serve.calls import ToolParser
 from longdraft.serve.choice import REASONS, Choice, Delta, ScoredToken, Speculation
 from longdraft.serve.thinking import Thinking
-from longdraft.serve.tools import ToolParser
 
 DONE = "data: [DONE]\n\n"
 # How OpenAI's API begins the name of a token that is a part of a character.
@@ -147,7 +147,8 @@ class ChatAnswer(Answer):
         self._thoughts += part.get("reasoning_content", "")
         for call in part.get("tool_calls", ()):
             if "id" in call:
-                self._calls.append({"id": call["id"], "type": "function", "function": dict(call["function"])})
+                kind = call["type"]
+                self._calls.append({"id": call["id"], "type": kind, kind: dict(call[kind])})
             else:
                 self._calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
 
@@ -215,11 +216,17 @@ class TextAnswer(Answer):
 
 def usage(choices: Sequence[Choice], thought: int = 0) -> dict[str, Any]:
     """OpenAI's usage object of answers that have ended, with draft statistics; ``thought`` tokens were thoughts."""
+    cached = sum(max(c.result.cached_tokens if c.result else 0 for c in each) for each in _by_prompt(choices))
     return usage_so_far(choices) | {
-        "prompt_tokens_details": {"cached_tokens": max(c.result.cached_tokens if c.result else 0 for c in choices)},
+        "prompt_tokens_details": {"cached_tokens": cached},
         "completion_tokens_details": {"reasoning_tokens": thought},
         "speculation": sum((choice.speculation for choice in choices), Speculation()).as_dict(),
     }
+
+
+def _by_prompt(choices: Sequence[Choice]) -> list[list[Choice]]:
+    """The answers to each prompt, which share its tokens."""
+    return [list(each) for _, each in groupby(choices, key=lambda choice: id(choice.request.prompt))]
 
 
 def as_others(choice: Choice) -> dict[str, Any]:
@@ -250,5 +257,5 @@ def _timed(name: str, tokens: int, milliseconds: float) -> dict[str, float]:
 
 def usage_so_far(choices: Sequence[Choice]) -> dict[str, int]:
     """The token counts of answers in progress."""
-    prompt, new = max(len(c.request.prompt) for c in choices), sum(c.tokens for c in choices)
+    prompt, new = sum(len(each[0].request.prompt) for each in _by_prompt(choices)), sum(c.tokens for c in choices)
     return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}

@@ -156,14 +156,27 @@ marked.use({ renderer: { html: ({ text }) => escaped(text), image: ({ href, text
 
 function markdown(text) {
   const made = make("div", { className: "text" }, DOMPurify.sanitize(marked.parse(text), { RETURN_DOM_FRAGMENT: true }));
+  for (const block of made.querySelectorAll("p, li, h1, h2, h3, h4, h5, h6, blockquote, td, th")) block.dir = "auto";
   for (const link of made.querySelectorAll("a")) Object.assign(link, { target: "_blank", rel: "noopener noreferrer" });
   for (const code of made.querySelectorAll("pre > code")) code.after(copyButton(code.textContent));
   return made;
 }
 
+/* Browsers have a clipboard for pages of this machine and of https alone; elsewhere a selection is copied. */
+async function copied(text) {
+  if (await navigator.clipboard?.writeText(text).then(() => true, () => false)) return true;
+  const box = make("textarea", { value: text }), before = document.activeElement;
+  document.body.append(box);
+  box.select();
+  const done = document.execCommand("copy");
+  box.remove();
+  before?.focus();
+  return done;
+}
+
 function copyButton(text) {
   const made = button("Copy", async () => {
-    const done = await navigator.clipboard?.writeText(text).then(() => true, () => false);
+    const done = await copied(text);
     made.textContent = done ? "Copied" : "Not allowed";
     setTimeout(() => { made.textContent = "Copy"; }, 2000);
   });
@@ -179,7 +192,7 @@ function parts(answer) {
 
 /* Tokens in the colour of who proposed them; a click shows what their round drafted. */
 function pieces(answer) {
-  const shown = make("div", { className: "pieces" }), tree = make("pre", { tabIndex: 0, hidden: true });
+  const shown = make("div", { className: "pieces", dir: "auto" }), tree = make("pre", { tabIndex: 0, hidden: true });
   for (const round of answer.rounds) {
     for (const [textContent, source] of round.pieces) {
       const piece = make("span", { className: `piece ${source}`, textContent, title: described(round) });
@@ -267,7 +280,7 @@ function showAll() {
     const edit = button("Edit", () => running || fill(turn.question, turn.documents, turn));
     $("log").append(make("section", { className: "turn" },
       make("div", { className: "question" }, make("ul", { className: "row" }, ...turn.documents.map((d) => chip(d))),
-        make("p", { textContent: turn.question }), make("div", { className: "row" }, edit)),
+        make("p", { textContent: turn.question, dir: "auto" }), make("div", { className: "row" }, edit)),
       make("div", { className: "answers" }, ...turn.answers.map((answer) => views.get(answer)))));
     turn.answers.forEach(show);
   }
@@ -347,7 +360,8 @@ $("composer").onsubmit = (event) => {
   else send();
 };
 $("question").onkeydown = (event) => {
-  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  // An Enter that ends a composition (of an input method) sends nothing; Safari says so by 229 alone.
+  if (event.key !== "Enter" || event.shiftKey || event.isComposing || event.keyCode === 229) return;
   event.preventDefault();
   send();
 };

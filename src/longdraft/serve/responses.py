@@ -6,15 +6,18 @@ import secrets
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from longdraft.serve.errors import ApiError
+from longdraft.serve.items import Responses
 from longdraft.serve.openai import Head, event
-from longdraft.serve.schema import Responses
 
 # Kind of an item with text -> the name of its part and of its events, and their further fields.
 _TEXTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "message": ("output_text", {"annotations": [], "logprobs": []}, {"logprobs": []}),
     "reasoning": ("reasoning_text", {}, {}),
 }
-_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+_PREFIXES = {
+    "message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc", "local_shell_call": "lsh",
+}  # fmt: skip
 
 
 class ResponseAnswer:
@@ -39,6 +42,16 @@ class ResponseAnswer:
                 name, _, more = _TEXTS[kind]
                 yield self._event(f"response.{name}.delta", **self._where(), delta=text, **more)
         for call in part.get("tool_calls", ()):
+            if call.get("type") == "local_shell":
+                action = {"type": "exec", "env": {}, **call["local_shell"]}
+                yield from self._begin("local_shell_call", call_id=call["id"], action=action)
+                continue
+            if call.get("type") == "custom":
+                name, given = call["custom"]["name"], call["custom"]["input"]
+                yield from self._begin("custom_tool_call", call_id=call["id"], name=name, input="")
+                self._items[-1]["input"] = given
+                yield self._event("response.custom_tool_call_input.delta", **self._where(), delta=given)
+                continue
             arguments = call["function"]["arguments"]
             if "id" in call:
                 fields = {"call_id": call["id"], "name": call["function"]["name"], "arguments": ""}
@@ -55,6 +68,10 @@ class ResponseAnswer:
         yield from self._end(status)
         self.whole = self.object(status, usage)
         yield self._event(f"response.{status}", response=self.whole)
+
+    def failed(self, error: ApiError) -> str:
+        """The last event of a response that ends with an error."""
+        return self._event("response.failed", response=self.object("failed") | {"error": error.body["error"]})
 
     def _open(self) -> str | None:
         """The kind of the item that has not ended."""
@@ -88,7 +105,9 @@ class ResponseAnswer:
             part, (name, _, more) = item["content"][0], _TEXTS[kind]
             yield self._event(f"response.{name}.done", **self._where(), text=part["text"], **more)
             yield self._event("response.content_part.done", **self._where(), part=part)
-        else:
+        elif kind == "custom_tool_call":
+            yield self._event("response.custom_tool_call_input.done", **self._where(), input=item["input"])
+        elif kind == "function_call":
             done = {"name": item["name"], "arguments": item["arguments"]}
             yield self._event("response.function_call_arguments.done", **self._where(), **done)
         yield self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)

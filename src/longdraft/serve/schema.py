@@ -1,14 +1,17 @@
-"""Request bodies: the fields of OpenAI's API that are served. Any other field or value is refused, never ignored, and
-the error says what is wrong."""
+"""Bodies of requests: the fields of OpenAI's API that are served. Others are refused if they would change the answer,
+and not looked at if not, as clients send ever more. An error says what is wrong."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from math import isfinite
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
+import pydantic
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
 from longdraft.serve.errors import ApiError
 
@@ -18,72 +21,102 @@ _HALF_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class Strict(BaseModel):
-    """Refuses unknown fields; a null counts as a missing field."""
+    """Refuses what changes an answer and is not served; a null counts as a missing field.
 
-    model_config = ConfigDict(extra="forbid", strict=False)
+    Attributes:
+        unserved: names of such fields, each with the value that changes nothing; None: what is empty.
+    """
+
+    model_config = ConfigDict(extra="ignore", strict=False)
+    unserved: ClassVar[dict[str, Any]] = {}
 
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, data: Any) -> Any:
-        return {name: x for name, x in data.items() if x is not None} if isinstance(data, dict) else data
+        if not isinstance(data, dict):
+            return data
+        found = {name: x for name, x in data.items() if x is not None}
+        for name in sorted(found.keys() & cls.unserved.keys() - cls.model_fields.keys()):
+            value, neutral = found[name], cls.unserved[name]
+            if value == {} or (value if neutral is None else value != neutral):
+                raise PydanticCustomError("unserved", "It is not served", {"name": name})
+        return found
+
+
+_TEXTS = Literal["text", "input_text", "output_text", "reasoning_text", "summary_text", "refusal"]
 
 
 class Part(Strict):
     """A part of a message; only text is served."""
 
-    type: Literal["text", "input_text", "output_text", "reasoning_text", "summary_text"]
-    text: str
-    annotations: list[Any] | None = None
-    logprobs: list[Any] | None = None
-    cache_control: Any = None  # where a prompt is to be kept; each one is
+    type: _TEXTS
+    text: str = Field(validation_alias=pydantic.AliasChoices("text", "refusal"))
+
+
+def in_words(result: Any) -> Any:
+    """A tool's result in which a text stands for what is none, such as an image: who calls cannot leave that out."""
+
+    def text_of(part: Any) -> Any:
+        if not isinstance(part, dict) or part.get("type") in get_args(_TEXTS):
+            return part
+        kind = str(part.get("type")).removeprefix("input_").removesuffix("_url")
+        return {"type": "text", "text": f"[The {kind} is not shown: this model reads text alone.]"}
+
+    return [text_of(part) for part in result] if isinstance(result, list) else result
 
 
 class FunctionCall(Strict):
-    """``parsed_arguments`` and the like: what OpenAI's client adds to answers, which its users send back."""
+    """``input``: that of a custom tool, in the place of arguments."""
 
     name: str
-    arguments: str = "{}"
-    parsed_arguments: Any = None
+    arguments: str | dict[str, Any] = "{}"
+    input: str | None = None
 
 
 class ToolCall(Strict):
-    id: str
-    type: Literal["function"] = "function"
-    function: FunctionCall
-    index: int | None = None
+    id: str = ""
+    function: FunctionCall = Field(validation_alias=pydantic.AliasChoices("function", "custom"))
 
     def plain(self) -> dict[str, Any]:
         """The call as chat templates take it: arguments are an object, which they write in JSON themselves."""
-        try:
-            arguments = json.loads(self.function.arguments or "{}")
-        except ValueError:  # a model's mistake, which it may see
-            arguments = self.function.arguments
-        return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
+        arguments: Any = self.function.arguments or "{}"
+        if self.function.input is not None:
+            arguments = {"input": self.function.input}
+        elif isinstance(arguments, str):
+            with contextlib.suppress(ValueError):  # a model's mistake, which it may see
+                arguments = json.loads(arguments)
+        return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
 
 
 class Message(Strict):
+    unserved = dict.fromkeys(("audio", "function_call", "images"))
+
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[Part] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     refusal: str | None = None
-    annotations: list[Any] | None = None
-    parsed: Any = None
     reasoning_content: str | None = None
-    reasoning: str | None = None  # the same, as other servers call it
+    reasoning: Any = None  # the same, as other servers call it
+
+    @pydantic.field_validator("content", mode="before")
+    @classmethod
+    def _seen(cls, content: Any, others: pydantic.ValidationInfo) -> Any:
+        return in_words(content) if others.data.get("role") == "tool" else content
 
     def plain(self) -> dict[str, Any]:
         """The message as chat templates take it."""
         role = "system" if self.role == "developer" else self.role
-        message: dict[str, Any] = {"role": role, "content": _joined(self.content or "")}
+        message: dict[str, Any] = {"role": role, "content": joined(self.content or self.refusal or "")}
         if self.tool_calls:
             message["tool_calls"] = [call.plain() for call in self.tool_calls]
         if self.tool_call_id:
             message["tool_call_id"] = self.tool_call_id
         if self.name:
             message["name"] = self.name
-        if thought := self.reasoning_content or self.reasoning:
+        thought = self.reasoning_content or self.reasoning
+        if isinstance(thought, str) and thought:
             message["reasoning_content"] = thought
         return message
 
@@ -97,7 +130,7 @@ class StreamOptions(Strict):
     include_obfuscation: bool = False
 
 
-def _joined(content: str | list[Part]) -> str:
+def joined(content: str | list[Part]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
@@ -115,8 +148,29 @@ def _limit(value: int | None) -> int | None:
 Limit = Annotated[int | None, AfterValidator(_limit)]
 
 
+# Fields of other endpoints and servers that change an answer.
+_NAMES = (
+    "allowed_token_ids audio background bad_words chat_template conversation documents dry_multiplier dynatemp_range "
+    "echo functions grammar guided_choice guided_grammar guided_json guided_regex include_stop_str_in_output input "
+    "instructions json_schema logits_processors logprobs lora max_completion_tokens max_output_tokens max_tokens "
+    "messages mirostat previous_response_id prompt prompt_logprobs response_format stop_token_ids "
+    "structured_outputs suffix tools top_logprobs truncate_prompt_tokens use_beam_search xtc_probability"
+)
+_UNSERVED: dict[str, Any] = dict.fromkeys(_NAMES.split()) | {
+    "best_of": 1, "length_penalty": 1, "modalities": ["text"], "n_predict": -1, "skip_special_tokens": True, "tfs_z": 1,
+    "top_n_sigma": -1, "typical_p": 1,
+}  # fmt: skip
+
+
 class Text(Strict):
-    """The fields of all endpoints that answer with text."""
+    """The fields of all endpoints that answer with text.
+
+    Attributes:
+        texts: the field that has the prompt.
+    """
+
+    unserved = _UNSERVED
+    texts: ClassVar[str] = "messages"
 
     model: str = ""
     stream: bool = False
@@ -147,10 +201,6 @@ class Sampled(Text):
     ignore_eos: bool = False
     min_tokens: Annotated[int, Field(ge=0)] = 0
     return_token_ids: bool = False
-    store: Literal[False] | None = None
-    service_tier: Literal["auto", "default"] | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
     cache_prompt: bool = True  # llama.cpp's name
 
 
@@ -181,7 +231,6 @@ class Chat(Sampled, Templated):
     tools: list[dict[str, Any]] = Field(default_factory=list)
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool = True
-    modalities: list[Literal["text"]] | None = None
     reasoning_format: Literal["auto", "deepseek", "none"] = "auto"  # llama.cpp's; none: thoughts are left in the text
     include_reasoning: bool = True  # vLLM's
 
@@ -189,118 +238,13 @@ class Chat(Sampled, Templated):
 class Completion(Sampled):
     """``/v1/completions``."""
 
+    texts = "prompt"
+
     prompt: str | list[str] | list[int] | list[list[int]]
     max_tokens: Limit = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool = False
-    best_of: Literal[1] | None = None
     suffix: str = ""
-
-
-class Item(Strict):
-    """An item of ``/v1/responses``: a message, or what an earlier response had in its output."""
-
-    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
-    id: str | None = None
-    status: str | None = None
-    phase: str | None = None
-    role: Literal["system", "developer", "user", "assistant"] | None = None
-    content: str | list[Part] | None = None
-    name: str | None = None
-    call_id: str | None = None
-    arguments: str = "{}"
-    parsed_arguments: Any = None
-    output: str | list[Part] = ""
-    summary: list[Part] | None = None
-    encrypted_content: None = None
-
-    @model_validator(mode="after")
-    def _complete(self) -> Item:
-        needed = {"message": ("role", "content"), "function_call": ("name", "call_id"),
-                  "function_call_output": ("call_id",)}.get(self.type, ())  # fmt: skip
-        if missing := [name for name in needed if getattr(self, name) is None]:
-            raise ValueError(f"an item of type {self.type} needs {missing[0]}")
-        return self
-
-    def add_to(self, messages: list[dict[str, Any]]) -> None:
-        """Adds the item to a chat's messages: what the assistant thought, said and called in a row is one."""
-        if self.type == "function_call_output":
-            messages.append({"role": "tool", "tool_call_id": self.call_id, "content": _joined(self.output)})
-            return
-        role = self.role or "assistant"
-        if role != "assistant" or not messages or messages[-1]["role"] != "assistant":
-            messages.append({"role": role, "content": ""})
-        message = messages[-1]
-        if self.type == "function_call":
-            call = {"id": self.call_id, "function": {"name": self.name, "arguments": self.arguments}}
-            message.setdefault("tool_calls", []).append(call)
-        else:
-            key = "content" if self.type == "message" else "reasoning_content"
-            message[key] = message.get(key, "") + _joined(self.content or self.summary or "")
-
-
-class TextFormat(Strict):
-    """The ``response_format`` of ``/v1/responses``, under the name that it has there."""
-
-    type: Literal["text", "json_object", "json_schema"] = "text"
-    name: str | None = None
-    description: str | None = None
-    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
-    strict: bool | None = None
-
-    def as_in_chats(self) -> dict[str, Any]:
-        return {"type": self.type} if self.schema_ is None else {"type": self.type, "schema": self.schema_}
-
-
-class TextOptions(Strict):
-    format: TextFormat = Field(default_factory=lambda: TextFormat())
-    verbosity: Literal["low", "medium", "high"] | None = None
-
-
-class Reasoning(Strict):
-    effort: Effort | None = None
-    summary: Literal["auto", "concise", "detailed"] | None = None
-
-
-class Responses(Text):
-    """``/v1/responses``: text and calls of functions; nothing is stored."""
-
-    input: str | Annotated[list[Item], Field(min_length=1)]
-    instructions: str | None = None
-    max_output_tokens: Limit = None
-    store: bool = False
-    background: Literal[False] | None = None
-    text: TextOptions = Field(default_factory=TextOptions)
-    tools: list[dict[str, Any]] = Field(default_factory=list)
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool = True
-    reasoning: Reasoning = Field(default_factory=Reasoning)
-    include: list[str] = Field(default_factory=list)  # of what these name, there is none
-    truncation: Literal["auto", "disabled"] | None = None
-    service_tier: Literal["auto", "default"] | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-
-    def as_chat(self) -> Chat:
-        """The same request as a chat."""
-        messages: list[dict[str, Any]] = []
-        if self.instructions:
-            messages.append({"role": "system", "content": self.instructions})
-        for item in [Item(role="user", content=self.input)] if isinstance(self.input, str) else self.input:
-            item.add_to(messages)
-        choice = self.tool_choice
-        if isinstance(choice, dict):
-            choice = {"type": choice.get("type"), "function": {"name": choice.get("name")}}
-        same = ("model", "temperature", "top_p", "seed", "method", "user", "parallel_tool_calls", "prompt_cache_key",
-                "chat_template_kwargs")  # fmt: skip
-        return Chat.model_validate({
-            **{name: getattr(self, name) for name in same}, "messages": messages, "max_tokens": self.max_output_tokens,
-            "tools": [{"type": tool.get("type"), "function": {k: v for k, v in tool.items() if k != "type"}}
-                      for tool in self.tools],
-            "tool_choice": choice, "reasoning_effort": self.reasoning.effort,
-            "response_format": self.text.format.as_in_chats(),
-        })  # fmt: skip
 
 
 class Tokenize(Templated):
@@ -309,6 +253,7 @@ class Tokenize(Templated):
     model: str = ""
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    tools: list[dict[str, Any]] = Field(default_factory=list)
     add_special_tokens: bool = True
 
 
@@ -349,8 +294,9 @@ def validated(kind: type[T], found: Any) -> T:
     except ValidationError as error:
         # The deepest one is what is wrong with the kind of value that was meant, where a field takes several kinds.
         first = max(error.errors(), key=lambda each: len(each["loc"]))
-        field = ".".join(str(x) for x in first["loc"] if str(x) != "str" and "[" not in str(x))
-        problem = "is not served" if first["type"] == "extra_forbidden" else f"cannot be used: {first['msg']}"
+        named = [first["ctx"]["name"]] if first["type"] == "unserved" else []
+        field = ".".join(str(x) for x in (*first["loc"], *named) if str(x) != "str" and "[" not in str(x))
+        problem = "is not served" if named else f"cannot be used: {first['msg']}"
         if first["type"] == "literal_error":
             problem += f", not {str(first['input'])[:60]!r}"
         raise ApiError(400, f"{field or 'The body'} {problem}.", param=field or None) from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,7 +24,7 @@ from longdraft.model.runner import TargetRunner
 from longdraft.serve import schema
 from longdraft.serve.aside import Aside
 from longdraft.serve.choice import Choice
-from longdraft.serve.errors import ApiError
+from longdraft.serve.errors import ApiError, ContextOverflow
 from longdraft.serve.metrics import Metrics
 from longdraft.serve.openai import PART
 from longdraft.serve.prefixes import DiskPrefixes, check_folder
@@ -61,7 +62,7 @@ class Service:
             self.session, settings.slots, settings.queue, lambda: self._disk is not None and self._disk.keep()
         )
         self.metrics = Metrics(settings.name, lambda: self.worker.load)
-        self._random = random.SystemRandom()
+        self._random, self._created = random.SystemRandom(), int(time.time())
 
     # --- the engine thread ---
 
@@ -132,12 +133,10 @@ class Service:
             message = f"This server decodes with {', '.join(settings.methods)}, not {method!r}."
             raise ApiError(400, message, param="method")
         runner = self.speculator(settings.methods[0]).runner()
-        room = min(settings.context, runner.longest_text(len(prompt))) - len(prompt)
+        longest = min(settings.context, runner.longest_text(len(prompt)))
+        room = longest - len(prompt)
         if room < 1:
-            message = (
-                f"The prompt has {len(prompt)} tokens; this server's context holds {settings.context}, with the answer."
-            )
-            raise ApiError(400, message, param="messages", code="context_length_exceeded")
+            raise ContextOverflow(len(prompt), max_tokens or 1, longest, body.texts)
         vocabulary = len(self.tokenizer)
         if wrong := [token for token in body.logit_bias if not 0 <= token < vocabulary]:
             raise ApiError(400, f"There is no token {wrong[0]}.", param="logit_bias")
@@ -192,7 +191,7 @@ class Service:
         return {
             "id": settings.name,
             "object": "model",
-            "created": 0,
+            "created": self._created,
             "owned_by": "longdraft",
             "max_model_len": settings.context,
             "longdraft": {

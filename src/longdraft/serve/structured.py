@@ -21,6 +21,7 @@ from llguidance.hf import from_tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from longdraft.errors import CapabilityError, RequestError
+from longdraft.serve.thinking import UNTHINK
 
 logger = logging.getLogger(__name__)
 
@@ -38,11 +39,11 @@ _OPEN = {"additionalProperties", "patternProperties", "unevaluatedProperties", "
 LENIENT = {"lenient": True, "coerce_one_of": True}
 
 
-def grammar_for(response_format: Mapping[str, Any]) -> str | None:
-    """llguidance's grammar for OpenAI's ``response_format``; None for any text.
+def schema_of(response_format: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The schema of OpenAI's ``response_format``; None for any text.
 
     Raises:
-        RequestError: an unknown type, or no valid schema.
+        RequestError: an unknown type, or no schema.
     """
     kind = response_format.get("type")
     if kind == "text":
@@ -50,22 +51,25 @@ def grammar_for(response_format: Mapping[str, Any]) -> str | None:
     found = response_format.get(str(kind), response_format)  # llama.cpp's clients leave OpenAI's wrapper out
     schema = found.get("schema") if isinstance(found, Mapping) else None
     if kind == "json_object" and schema is None:
-        return json_grammar({"type": "object"})
+        return {"type": "object"}
     if kind not in ("json_object", "json_schema"):
         raise RequestError(f"response_format.type is text, json_object or json_schema, not {kind!r}")
     if not isinstance(schema, Mapping):
         raise RequestError(f"response_format of type {kind} needs {kind}.schema, an object")
-    return json_grammar(schema)
+    return schema
 
 
-def json_grammar(schema: Mapping[str, Any]) -> str:
+def json_grammar(schema: Mapping[str, Any], rules: str = "start: answer") -> str:
     """The grammar of a JSON schema, without line breaks and further properties, in which small models get lost.
+
+    Args:
+        rules: Lark's, where the schema stands as ``answer`` among others.
 
     Raises:
         RequestError: llguidance does not accept the schema.
     """
     written = json.dumps({**closed(schema), "x-guidance": {"whitespace_flexible": False}})
-    return checked(str(LLMatcher.grammar_from_json_schema(written)))
+    return checked(str(LLMatcher.grammar_from_lark(f"{rules}\nanswer: %json {written}\n")))
 
 
 def closed(schema: Any) -> Any:
@@ -154,10 +158,12 @@ class Constraint:
 
     Args:
         grammar: llguidance's. prompt: how many tokens the prompt has.
+        thinking: the prompt ends within ``<think>``: the text is bound from the end of that on.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, grammar: str, prompt: int) -> None:
-        self._table = table_of(tokenizer)
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, grammar: str, prompt: int, thinking: bool = False) -> None:
+        self._tokenizer, self._table = tokenizer, table_of(tokenizer)
+        self._free, self._text = thinking, list[int]()  # the last tokens of what is free
         self._matcher = LLMatcher(self._table, grammar)
         self._prompt, self._consumed = prompt, 0
         self._eos = tokenizer.eos_token_id
@@ -170,6 +176,8 @@ class Constraint:
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         self._consume(input_ids[0, self._prompt + self._consumed :].tolist())
+        if self._free:
+            return scores
         if self._matcher.is_stopped():
             allowed = torch.zeros(scores.shape[-1], dtype=torch.bool, device="cpu")
             allowed[self._eos] = True
@@ -179,9 +187,24 @@ class Constraint:
         return scores.masked_fill(~allowed.to(scores.device), float("-inf"))
 
     def _consume(self, new: list[int]) -> None:
-        self._consumed += len(new)
-        if new and not self._matcher.is_stopped():
-            self._matcher.consume_tokens(new)
+        for token in new:
+            self._consumed += 1
+            if self._free:
+                self._look(token)
+            else:
+                self._advance(token)
+
+    def _look(self, token: int) -> None:
+        """Binds the text if its thoughts end with this token."""
+        self._text = [*self._text[-len(UNTHINK) :], token]  # a new list: copies share it
+        _, ended, behind = str(self._tokenizer.decode(self._text)).partition(UNTHINK)
+        if ended:
+            self._free, self._text = False, []
+            self._matcher.try_consume_tokens(self._table.tokenize_bytes(behind.encode()))
+
+    def _advance(self, token: int) -> None:
+        if not self._matcher.is_stopped():
+            self._matcher.consume_tokens([token])
         if self._matcher.is_error():
             raise RequestError(f"The grammar was left: {self._matcher.get_error().splitlines()[0]}")
 
@@ -200,20 +223,26 @@ class Constraint:
         self._consume(list(output[self._consumed :]))
 
     def forced(self) -> list[int]:
+        if self._free:
+            return []
         if self._matcher.is_stopped():
             return [] if self._matcher.stop_reason() == "EndOfSentence" else [self._eos]
         return list(self._matcher.compute_ff_tokens())
 
     def likely(self) -> list[int]:
         """The first token of the bytes that must come, which could be divided into tokens in other ways too."""
+        if self._free:
+            return []
         return list(self._table.tokenize_bytes(self._matcher.compute_ff_bytes())[:1])
 
     def follow(self, token: int) -> bool:
+        if self._free:
+            return True
         known = token < self._table.vocab_size  # a draft's may be none: models have more than their tokenizers
         return known and not self._matcher.is_stopped() and self._matcher.try_consume_tokens([token]) == 1
 
     def back(self, count: int) -> None:
-        if count:
+        if count and not self._free:
             self._matcher.rollback(count)
 
 

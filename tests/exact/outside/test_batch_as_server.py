@@ -61,6 +61,26 @@ def test_rows_of_openais_files_are_answered_as_the_server_answers_them(tmp_path)
             assert choices(row["response"]["body"]) == choices(json.loads(answer))
 
 
+def test_rows_of_responses_are_answered_as_the_server_answers_them(tmp_path):
+    flat = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    form = {"format": {"type": "json_schema", "name": "t", "schema": TOWN}}
+    bodies = [{"input": ASKED, "temperature": 0, "max_output_tokens": 60} | more for more in (
+        {}, {"text": form}, {"tools": flat, "tool_choice": "required", "parallel_tool_calls": False})]  # fmt: skip
+    rows = [{"custom_id": str(i), "url": "/v1/responses", "body": body} for i, body in enumerate(bodies)]
+    found, figures = answered([*rows, {"custom_id": "bad", "url": "/v1/responses", "body": {"prompt": "a"}}], tmp_path)
+    assert figures.speculation.mean_accepted_length > 1 and found.pop()["error"]
+    assert figures.tokens == sum(row["response"]["body"]["usage"]["output_tokens"] for row in found)
+
+    def said(body):
+        return [{k: v for k, v in item.items() if k not in ("id", "call_id")} for item in body["output"]]
+
+    with contextlib.closing(Running(make_service(MODEL, TOKENIZER, context=1200))) as running:
+        for body, row in zip(bodies, found, strict=True):
+            status, answer = running.http("/v1/responses", body)
+            assert status == 200 and row["error"] is None and row["response"]["body"]["object"] == "response"
+            assert said(row["response"]["body"]) == said(json.loads(answer))
+
+
 def test_own_rows_have_schemas_tools_and_log_probabilities(tmp_path):
     rows = [{"messages": ASKED, "id": i, **body} for i, body in enumerate(BODIES)]
     bad = [{"prompt": "a", "tools": [{"type": "function"}]}, {"prompt": "a", "response_format": {"type": "xml"}},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import json
 import logging
 import os
@@ -10,6 +11,7 @@ import re
 import signal
 import socket
 import time
+import zlib
 
 import pytest
 
@@ -112,3 +114,81 @@ def test_more_connections_than_files_end_nothing(model_folder, tmp_path):
         assert elsewhere.ended(run, 30) == 0
     finally:
         run.kill()
+
+
+# --- forms of HTTP ---
+
+ASKED = json.dumps({"messages": [{"role": "user", "content": "who?"}], "max_tokens": 3, "temperature": 0}).encode()
+RAW = zlib.compressobj(wbits=-15)
+CODED = {"gzip": gzip.compress(ASKED), "x-gzip": gzip.compress(ASKED), "deflate": zlib.compress(ASKED),
+         "Deflate": RAW.compress(ASKED) + RAW.flush(), "identity": ASKED}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def running():
+    with contextlib.closing(Running(make_service(max_body=50_000))) as running:
+        yield running
+
+
+def post(running, body, coding):
+    return http(f"{running.url}/v1/chat/completions", body, **{"content-encoding": coding})
+
+
+@pytest.mark.parametrize("coding", CODED)
+def test_bodies_come_coded(running, coding):
+    status, answer = post(running, CODED[coding], coding)
+    assert status == 200 and json.loads(answer)["choices"] == json.loads(post(running, ASKED, "")[1])["choices"]
+
+
+@pytest.mark.parametrize(
+    ("coding", "body", "status"),
+    [
+        ("gzip", gzip.compress(b"a" * 50_001), 413),
+        ("gzip", gzip.compress(b"a" * 10**8), 413),
+        ("deflate", zlib.compress(b"a" * 10**8), 413),
+        ("gzip", CODED["gzip"][:-9], 400),
+        ("gzip", CODED["gzip"] + b"more", 400),
+        ("gzip", CODED["gzip"] * 2, 400),
+        ("gzip", ASKED, 400),
+        ("deflate", b"", 400),
+        ("br", ASKED, 415),
+        ("zstd", ASKED, 415),
+        ("gzip, gzip", gzip.compress(CODED["gzip"]), 415),
+        ("nonsense", ASKED, 415),
+    ],
+)
+def test_a_body_that_cannot_be_decoded_or_grows_too_large_is_refused(running, coding, body, status):
+    found, answer = post(running, body, coding)
+    assert found == status and json.loads(answer)["error"]["message"]
+    assert running.http("/health")[0] == 200
+
+
+def sent(running, *head, body=b""):
+    """Status, headers and body of the answer to a request as it stands on the wire."""
+    lines = [*head, "Connection: close"] + [f"Content-Length: {len(body)}"] * bool(body)
+    with connected(running.server.port, ("\r\n".join(lines) + "\r\n\r\n").encode() + body) as one:
+        answer = b"".join(iter(lambda: one.recv(65536), b""))
+    first, *headers = answer.partition(b"\r\n\r\n")[0].decode().split("\r\n")
+    return int(first.split()[1]), dict(each.lower().split(": ", 1) for each in headers)
+
+
+@pytest.mark.parametrize("target", ["http://127.0.0.1/health", "HTTP://me@127.0.0.1:8/health?a=b", "http://127.0.0.1"])
+def test_a_target_may_be_absolute(running, target):
+    assert sent(running, f"GET {target} HTTP/1.1", "Host: 127.0.0.1")[0] == 200
+
+
+def test_an_absolute_target_passes_no_guard():
+    with contextlib.closing(Running(make_service(hosts=("localhost",), keys={"me": "secret"}))) as guarded:
+        for target, status in (
+            ("http://localhost/v1/models", 401), ("http://evil.example/health", 403), ("http://localhost/health", 200),
+            ("http://localhost@evil.example/health", 403), ("ftp://localhost/health", 401),
+        ):  # fmt: skip
+            assert sent(guarded, f"GET {target} HTTP/1.1", "Host: localhost")[0] == status, target
+
+
+@pytest.mark.parametrize("method", ["GET", "OPTIONS", "DELETE", "HEAD"])
+def test_a_wrong_method_is_told_which_are_right(running, method):
+    status, headers = sent(running, f"{method} /v1/chat/completions HTTP/1.1", "Host: localhost")
+    assert (status, headers["allow"]) == (405, "post")
+    status, headers = sent(running, "DELETE /v1/models HTTP/1.1", "Host: localhost")
+    assert status == 405 and "get" in headers["allow"]
