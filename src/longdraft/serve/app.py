@@ -1,4 +1,4 @@
-"""The HTTP endpoints: OpenAI's API, and what operators and the page need."""
+"""The HTTP endpoints: OpenAI's API, Anthropic's, and what operators and the page need."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from starlette.exceptions import HTTPException
 
 from longdraft.errors import LongdraftError
 from longdraft.serve import asked, schema
+from longdraft.serve.anthropic import MessageAnswer, Messages, Prompt
 from longdraft.serve.asked import SILENCE, Asked
 from longdraft.serve.choice import REASONS, Choice
-from longdraft.serve.errors import ApiError, api_error
+from longdraft.serve.errors import ApiError, api_error, asks_as_anthropic
 from longdraft.serve.guards import Guards
 from longdraft.serve.openai import DONE, Head, event, usage_so_far
 from longdraft.serve.page import page
@@ -34,7 +35,8 @@ def make_app(service: Service) -> FastAPI:
     for path, post, kind in (
         ("/v1/chat/completions", endpoints.chat, schema.Chat),
         ("/v1/completions", endpoints.complete, schema.Completion),
-        ("/v1/responses", endpoints.respond, schema.Responses), ("/tokenize", endpoints.tokenize, schema.Tokenize),
+        ("/v1/responses", endpoints.respond, schema.Responses), ("/v1/messages", endpoints.message, Messages),
+        ("/v1/messages/count_tokens", endpoints.count, Prompt), ("/tokenize", endpoints.tokenize, schema.Tokenize),
     ):  # fmt: skip
         described = {"content": {"application/json": {"schema": kind.model_json_schema()}}, "required": True}
         app.post(path, response_model=None, openapi_extra={"requestBody": described})(post)
@@ -44,9 +46,14 @@ def make_app(service: Service) -> FastAPI:
         ("/", endpoints.page),
     ):  # fmt: skip
         app.get(path, response_model=None)(get)
+    app.head("/v1/messages", response_model=None)(endpoints.reached)
     for error in (ApiError, LongdraftError, TimeoutError, HTTPException, Exception):
         app.add_exception_handler(error, endpoints.refused)
     return app
+
+
+def _as_chat(service: Service, body: schema.Responses | Messages, tenant: str | None) -> Asked:
+    return asked.chat(service, body.as_chat(), tenant)
 
 
 def _comment(choices: Sequence[Choice]) -> str:
@@ -71,7 +78,7 @@ class Endpoints:
             error = ApiError(error.status_code, message, code=code)
         refusal = api_error(error)
         self._service.metrics.failed(refusal.status)
-        return JSONResponse(refusal.body, refusal.status, refusal.headers)
+        return refusal.response(request.scope)
 
     # --- answers ---
 
@@ -97,7 +104,7 @@ class Endpoints:
     async def _answer(self, body: schema.Sampled, asked: Asked, request: Request) -> Response:
         asked.submit()
         if body.stream:
-            return self._streamed(self._chunks(body.stream_options, asked))
+            return self._streamed(self._chunks(body.stream_options, asked), request)
         whole = await _unless_left(request, asked.whole())
         return await self._service.aside(lambda: JSONResponse(whole))
 
@@ -125,15 +132,22 @@ class Endpoints:
         yield DONE
 
     async def respond(self, request: Request) -> Response:
-        def ask(service: Service, body: schema.Responses, tenant: str | None) -> Asked:
-            return asked.chat(service, body.as_chat(), tenant)
-
-        body, found = await self._read(request, schema.Responses, ask)
-        found.submit()
+        body, found = await self._read(request, schema.Responses, _as_chat)
         answer = ResponseAnswer(Head("resp", self._service.settings.name), body)
-        events = self._response_events(answer, found)
-        if body.stream:
-            return self._streamed(events)
+        return await self._told(answer, found, body.stream, request)
+
+    async def message(self, request: Request) -> Response:
+        body, found = await self._read(request, Messages, _as_chat)
+        return await self._told(MessageAnswer(found), found, body.stream, request)
+
+    async def _told(
+        self, answer: ResponseAnswer | MessageAnswer, asked: Asked, stream: bool, request: Request
+    ) -> Response:
+        """A chat's answer in another API's form."""
+        asked.submit()
+        events = self._events(answer, asked)
+        if stream:
+            return self._streamed(events, request)
 
         async def whole() -> Response:
             async for _ in events:
@@ -142,23 +156,23 @@ class Endpoints:
 
         return await _unless_left(request, whole())
 
-    async def _response_events(self, answer: ResponseAnswer, asked: Asked) -> AsyncIterator[str]:
+    async def _events(self, answer: ResponseAnswer | MessageAnswer, asked: Asked) -> AsyncIterator[str]:
         for begun in answer.begin():
             yield begun
         cut = False
         async for _, delta in asked.deltas():
             if delta is SILENCE:
-                yield _comment(asked.choices)
+                yield answer.ping or _comment(asked.choices)
                 continue
             cut = REASONS.get(delta.finish) == "length"
             for chunk in await asked.chunks(0, delta):
-                for told in answer.push(chunk["delta"]):
+                for told in answer.push(chunk):
                     yield told
         total = await self._service.aside(asked.usage)
         for told in answer.finish(cut, total):
             yield told
 
-    def _streamed(self, chunks: AsyncIterator[str]) -> StreamingResponse:
+    def _streamed(self, chunks: AsyncIterator[str], request: Request) -> StreamingResponse:
         async def with_errors() -> AsyncIterator[str]:
             try:
                 async for chunk in chunks:
@@ -169,7 +183,7 @@ class Endpoints:
             except Exception as error:  # the status has been sent: the error is an event
                 refusal = api_error(error)
                 self._service.metrics.failed(refusal.status)
-                yield event(refusal.body)
+                yield event(refusal.body_for(request.scope), "error" if asks_as_anthropic(request.scope) else None)
 
         return StreamingResponse(with_errors(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
@@ -182,8 +196,19 @@ class Endpoints:
 
         return (await self._read(request, schema.Tokenize, answer))[1]
 
+    async def count(self, request: Request) -> Response:
+        def answer(service: Service, body: Prompt, tenant: str | None) -> Response:
+            return JSONResponse({"input_tokens": len(asked.tokens_of_chat(service, body.as_chat()))})
+
+        return (await self._read(request, Prompt, answer))[1]
+
+    async def reached(self) -> Response:
+        return Response()
+
     async def models(self) -> Response:
-        return JSONResponse({"object": "list", "data": [self._service.model_object()]})
+        name = self._service.settings.name
+        ends = {"has_more": False, "first_id": name, "last_id": name}  # Anthropic's list
+        return JSONResponse({"object": "list", "data": [self._service.model_object()], **ends})
 
     async def model(self, name: str) -> Response:
         if not name:

@@ -85,6 +85,16 @@ class Asked:
     def usage(self) -> dict[str, Any]:
         return usage(self.choices, sum(a.thought_tokens for a in self.answers if isinstance(a, ChatAnswer)))
 
+    def stopped_by(self) -> str | None:
+        """The stop string that ended the first answer; None: none did."""
+        result, stops = self.choices[0].result, self.choices[0].request.stop or ()
+        if result is None or result.finish_reason != "stop":
+            return None
+        spec = self.service.speculator(self.service.settings.methods[0])
+        text = spec.texts.spelled(stops)(result.token_ids)
+        found = [(text.find(stop), len(stop), stop) for stop in stops if stop in text]
+        return min(found)[2] if found else None
+
     async def chunks(self, i: int, delta: Delta) -> list[dict[str, Any]]:
         """The choices of OpenAI's chunks for what a step adds to an answer."""
         if len(delta.scored) < _MANY:
@@ -164,6 +174,13 @@ def chat(service: Service, body: schema.Chat, tenant: str | None = None) -> Aske
         )
         for i in range(body.n)
     ])  # fmt: skip
+
+
+def tokens_of_chat(service: Service, body: schema.Chat) -> list[int]:
+    """The prompt that :func:`chat` would read; raises as it does."""
+    service.check_model(body.model)
+    choice = tools.checked_choice(body.tools, body.tool_choice)
+    return chat_prompt(service, body, body.tools if choice != "none" else ())[0]
 
 
 def chat_prompt(

@@ -1,8 +1,13 @@
-"""OpenAI's error object, and the one for each of our exceptions."""
+"""OpenAI's error object, Anthropic's, and the one for each of our exceptions."""
 
 from __future__ import annotations
 
+import secrets
 from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import Scope
 
 from longdraft.errors import (
     CapabilityError,
@@ -15,12 +20,24 @@ from longdraft.errors import (
 )
 from longdraft.serve.worker import Draining, QueueFull
 
+# Status -> the type of Anthropic's error object; any other below 500 is an invalid request's.
+_TYPES = {
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
+    429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
+}  # fmt: skip
+
+
+def asks_as_anthropic(scope: Scope) -> bool:
+    """Whether a request is one of Anthropic's API."""
+    return scope["path"].startswith("/v1/messages") or "anthropic-version" in Headers(scope=scope)
+
 
 class ApiError(Exception):
     """An error that a client gets: an HTTP status, and OpenAI's error object as the body.
 
     Args:
         param: the field that is wrong. headers: of the response.
+        overflow: tokens of the prompt, and those that the context holds, if that is what is wrong.
     """
 
     def __init__(
@@ -31,10 +48,28 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         headers: dict[str, str] | None = None,
+        overflow: tuple[int, int] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.headers = status, headers or {}
+        self.status, self.headers, self.overflow = status, headers or {}, overflow
         self.body: dict[str, Any] = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+    def body_for(self, scope: Scope) -> dict[str, Any]:
+        """The body in the form of the API that a request is of."""
+        if not asks_as_anthropic(scope):
+            return self.body
+        message = str(self)
+        if self.overflow is not None:  # in the words that clients look for, which then shorten the conversation
+            tokens, most = self.overflow
+            message = f"prompt is too long: {tokens} tokens > {min(most, tokens - 1)} maximum"
+        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        request = f"req_{secrets.token_hex(12)}"
+        return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request}
+
+    def response(self, scope: Scope, **headers: str) -> JSONResponse:
+        body = self.body_for(scope)
+        named = {"request-id": body["request_id"]} if "request_id" in body else {}
+        return JSONResponse(body, self.status, self.headers | named | headers)
 
 
 def api_error(error: Exception) -> ApiError:

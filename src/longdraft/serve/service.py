@@ -137,7 +137,8 @@ class Service:
             message = (
                 f"The prompt has {len(prompt)} tokens; this server's context holds {settings.context}, with the answer."
             )
-            raise ApiError(400, message, param="messages", code="context_length_exceeded")
+            overflow = len(prompt), len(prompt) + room
+            raise ApiError(400, message, param="messages", code="context_length_exceeded", overflow=overflow)
         vocabulary = len(self.tokenizer)
         if wrong := [token for token in body.logit_bias if not 0 <= token < vocabulary]:
             raise ApiError(400, f"There is no token {wrong[0]}.", param="logit_bias")
@@ -192,7 +193,12 @@ class Service:
         return {
             "id": settings.name,
             "object": "model",
+            "type": "model",  # Anthropic's names of the same, too
+            "display_name": settings.name,
             "created": 0,
+            "created_at": "1970-01-01T00:00:00Z",
+            "max_input_tokens": settings.context,
+            "max_tokens": settings.context,
             "owned_by": "longdraft",
             "max_model_len": settings.context,
             "longdraft": {

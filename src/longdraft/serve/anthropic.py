@@ -1,0 +1,299 @@
+"""Anthropic's Messages API: its requests as chats, and the parts of a chat's answer as its messages and events."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, model_validator
+from pydantic_core import from_json
+
+from longdraft.serve.asked import Asked
+from longdraft.serve.errors import ApiError
+from longdraft.serve.openai import Head, event
+from longdraft.serve.schema import Chat, Strict, Text, validated
+
+logger = logging.getLogger(__name__)
+
+# Fields without which the answer would be another one: what Anthropic's servers do, and OpenAI's names.
+_ELSEWHERE = {"compaction", "container", "mcp_servers", "thread"} | Chat.model_fields.keys()
+_HARMLESS = {"stream_options", "service_tier"}
+# Claude Code's bill, first in its system prompt: it would change all rows behind it.
+_BILL = "x-anthropic-billing-header:"
+# Kind of a block or tool -> the fields that it needs.
+_NEEDED = {"text": ("text",), "thinking": ("thinking",), "tool_use": ("id", "name"), "tool_result": ("tool_use_id",),
+           "custom": ("name", "input_schema")}  # fmt: skip
+
+
+class Lenient(Strict):
+    """Passes over unknown fields: clients send what newer models know."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+class Typed(Lenient):
+    type: str
+    name: str | None = None
+
+    @model_validator(mode="after")
+    def _complete(self) -> Typed:
+        if missing := [name for name in _NEEDED.get(self.type, ()) if getattr(self, name) is None]:
+            raise ValueError(f"type {self.type} needs {missing[0]}")
+        return self
+
+
+class Tool(Typed):
+    """A function of the client's; other types run at Anthropic, or are known to its models alone."""
+
+    type: str = "custom"
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    defer_loading: bool = False
+
+    def as_in_chats(self) -> dict[str, Any]:
+        function = {"name": self.name, "description": self.description, "parameters": self.input_schema}
+        return {"type": "function", "function": {name: x for name, x in function.items() if x is not None}}
+
+
+class Block(Typed):
+    """A part of a message, or what is inside one: a document's source, the tool that comes or goes."""
+
+    text: str | None = None
+    thinking: str | None = None
+    id: str | None = None
+    input: dict[str, Any] = Field(default_factory=dict)
+    tool_use_id: str | None = None
+    content: str | list[Block] = ""
+    is_error: bool = False
+    source: Block | str | None = None
+    data: str = ""
+    title: str = ""
+    context: str = ""
+    tool_name: str | None = None
+    tool: Block | None = None
+    definition: Tool | None = None
+
+    def written(self) -> str | None:
+        """The block as text; None: it is none."""
+        if self.type == "text":
+            return self.text
+        if self.type == "tool_reference":
+            return f"{self.tool_name} can be called now."
+        source, told = self.source, self.context
+        if self.type == "search_result" and isinstance(source, str):
+            source, told = self, source
+        elif self.type != "document" or not isinstance(source, Block) or source.type not in ("text", "content"):
+            return None
+        return "\n".join(filter(None, (self.title, told, source.data or source.inside()))) + "\n\n"
+
+    def inside(self) -> str:
+        """Its content as text, which says of what is none that it is not there."""
+        if isinstance(self.content, str):
+            return self.content
+        texts = [(block.written(), block.type) for block in self.content]
+        return "\n".join(f"[{kind} left out: the model reads text]" if x is None else x for x, kind in texts)
+
+
+class Turn(Lenient):
+    role: Literal["system", "user", "assistant"]
+    content: str | list[Block]
+
+
+class Option(Typed):
+    """``tool_choice`` or ``thinking``."""
+
+    disable_parallel_tool_use: bool = False
+    display: str | None = None
+
+
+class Prompt(Text):
+    """``/v1/messages/count_tokens``. Unknown fields are passed over, unless they are known to change the answer."""
+
+    model_config = ConfigDict(extra="allow")
+
+    messages: Annotated[list[Turn], Field(min_length=1)]
+    system: str | list[Block] = ""
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    stop_sequences: list[str] = Field(default_factory=list)
+    top_k: int = 0
+    tools: list[Tool] = Field(default_factory=list)
+    tool_choice: Option = Field(default_factory=lambda: Option(type="auto"))
+    thinking: Option = Field(default_factory=lambda: Option(type="adaptive"))
+    output_config: dict[str, Any] = Field(default_factory=dict)
+    output_format: dict[str, Any] | None = None
+
+    def as_chat(self) -> Chat:
+        """The same request as a chat; raises ApiError for what no chat has."""
+        for name, value in (self.model_extra or {}).items():
+            if value and name in _ELSEWHERE - _HARMLESS:
+                raise ApiError(400, f"{name} is not served.", param=name)
+        messages, tools = self._conversation()
+        choice, think = self.tool_choice, self.thinking.type
+        same = ("model", "max_tokens", "temperature", "top_p", "top_k", "seed", "method", "user")
+        return validated(Chat, {
+            **{name: getattr(self, name) for name in same}, "messages": messages, "stop": self.stop_sequences,
+            "tools": tools, "tool_choice": {"function": {"name": choice.name}} if choice.type == "tool"
+            else "required" if choice.type == "any" else choice.type,
+            "parallel_tool_calls": not choice.disable_parallel_tool_use,
+            # What is neither on nor off is the model's, or the server's, to say.
+            "reasoning_effort": "none" if think == "disabled" else self.output_config.get("effort"),
+            "chat_template_kwargs": {"enable_thinking": True} if think == "enabled" else {},
+            "include_reasoning": self.thinking.display != "omitted",
+            "response_format": self.output_config.get("format") or self.output_format,
+        })  # fmt: skip
+
+    def _conversation(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """The messages and the tools of the chat. What one side says in a row is one message."""
+        messages: list[dict[str, Any]] = []
+        known, offered = dict[str | None, Tool](), dict[str | None, Tool]()
+        for tool in self.tools:
+            if tool.type != "custom":
+                _left_out(tool.type)
+                continue
+            known[tool.name] = tool
+            if not tool.defer_loading:
+                offered[tool.name] = tool
+
+        def last(role: str) -> dict[str, Any]:
+            if not messages or messages[-1]["role"] != role:
+                messages.append({"role": role, "content": ""})
+            return messages[-1]
+
+        system = [Turn(role="system", content=self.system)]
+        for number, turn in enumerate([*system, *self.messages], -1):
+            blocks = turn.content if isinstance(turn.content, list) else [Block(type="text", text=turn.content)]
+            begun, role = False, turn.role
+            if role == "system" and messages and messages[-1]["role"] != "system":
+                role = "user"  # in mid-conversation, where many templates take no system message
+            for at, block in enumerate(blocks):
+                if (text := block.written()) is not None:
+                    if turn.role != "system" or (text and not text.startswith(_BILL)):
+                        said = last(role)
+                        said["content"] += text if begun or not said["content"] else f"\n\n{text}"
+                        begun = True
+                elif block.type == "thinking":
+                    said = last(role)
+                    said["reasoning_content"] = said.get("reasoning_content", "") + str(block.thinking)
+                elif block.type == "tool_use":
+                    call = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
+                    last(role).setdefault("tool_calls", []).append({"id": block.id, "function": call})
+                elif block.type == "tool_result":
+                    content = "Error: " * block.is_error + block.inside()
+                    messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
+                    found = block.content if isinstance(block.content, list) else []
+                    offered |= {each.tool_name: known[each.tool_name] for each in found if each.tool_name in known}
+                elif block.tool is not None:
+                    made = block.tool.definition or known.get(block.tool.name)
+                    if made is not None:
+                        known[made.name] = offered[made.name] = made
+                        if block.type == "tool_removal":
+                            del offered[made.name]
+                elif block.type != "redacted_thinking":
+                    place = f"messages.{number}.content.{at}" if number >= 0 else "system"
+                    raise ApiError(400, f"{place}: {block.type} is not served: this server reads text.", param=place)
+        return messages, [tool.as_in_chats() for tool in offered.values()]
+
+
+class Messages(Prompt):
+    """``/v1/messages``."""
+
+    max_tokens: Annotated[int, Field(ge=1)]
+
+
+@lru_cache(maxsize=1000)
+def _left_out(kind: str) -> None:
+    logger.warning("Tools of type %r are left out: they run at Anthropic, or are known to its models alone.", kind)
+
+
+class MessageAnswer:
+    """Builds one message: what the model thinks, says and calls become blocks, in that order of time."""
+
+    ping = event({"type": "ping"}, "ping")
+
+    def __init__(self, asked: Asked) -> None:
+        self._asked, self._blocks, self._open = asked, list[dict[str, Any]](), False
+        self._arguments, self._calls = "", False
+        prompt = len(asked.choices[0].request.prompt)
+        head = Head("msg", asked.service.settings.name)
+        self.whole: dict[str, Any] = {
+            "id": head.id.replace("-", "_"), "type": "message", "role": "assistant", "model": head.model, "content": [],
+            "stop_reason": None, "stop_sequence": None, "usage": _counts(prompt, 0, 0),
+        }  # fmt: skip
+
+    def begin(self) -> Iterator[str]:
+        yield _event("message_start", message=self.whole)
+
+    def push(self, chunk: Mapping[str, Any]) -> Iterator[str]:
+        """The events of a choice of the chat's chunks."""
+        part, self._calls = chunk["delta"], chunk["finish_reason"] == "tool_calls"
+        for kind, key in (("thinking", "reasoning_content"), ("text", "content")):
+            if text := part.get(key):
+                if not self._open or self._blocks[-1]["type"] != kind:
+                    yield from self._begin({"type": kind, kind: ""})
+                self._blocks[-1][kind] += text
+                yield self._delta(f"{kind}_delta", kind, text)
+        for call in part.get("tool_calls", ()):
+            function = call["function"]
+            if "id" in call:
+                made = {"id": call["id"].replace("call", "toolu"), "name": function["name"], "input": {}}
+                yield from self._begin({"type": "tool_use", **made})
+            self._arguments += function["arguments"]
+            if function["arguments"]:
+                yield self._delta("input_json_delta", "partial_json", function["arguments"])
+
+    def finish(self, cut: bool, usage: Mapping[str, Any]) -> Iterator[str]:
+        """The last events; the message has then ended."""
+        if not self._blocks:
+            yield from self._begin({"type": "text", "text": ""})
+        yield from self._end()
+        stop = None if cut or self._calls else self._asked.stopped_by()
+        reason = "tool_use" if self._calls else "max_tokens" if cut else "stop_sequence" if stop else "end_turn"
+        ended = {"stop_reason": reason, "stop_sequence": stop}
+        cached, thought = (usage[f"{of}_tokens_details"] for of in ("prompt", "completion"))
+        counts = _counts(usage["prompt_tokens"], cached["cached_tokens"], usage["completion_tokens"]) | {
+            "output_tokens_details": {"thinking_tokens": thought["reasoning_tokens"]},
+            "speculation": usage["speculation"],
+        }
+        self.whole |= {"content": self._blocks, **ended, "usage": counts}
+        yield _event("message_delta", delta=ended, usage=counts)
+        yield _event("message_stop")
+
+    def _begin(self, block: dict[str, Any]) -> Iterator[str]:
+        yield from self._end()
+        if block["type"] == "thinking":
+            block["signature"] = ""
+        self._blocks.append(block)
+        self._open, self._arguments = True, ""
+        yield _event("content_block_start", index=len(self._blocks) - 1, content_block=block)
+        if len(self._blocks) == 1:
+            yield self.ping
+
+    def _end(self) -> Iterator[str]:
+        if not self._open:
+            return
+        block, self._open = self._blocks[-1], False
+        if block["type"] == "tool_use":
+            block["input"] = from_json(self._arguments or "{}", allow_partial=True)  # a limit may have cut it
+        elif block["type"] == "thinking":
+            block["signature"] = hashlib.sha256(block["thinking"].encode()).hexdigest()
+            yield self._delta("signature_delta", "signature", block["signature"])
+        yield _event("content_block_stop", index=len(self._blocks) - 1)
+
+    def _delta(self, kind: str, name: str, text: str) -> str:
+        return _event("content_block_delta", index=len(self._blocks) - 1, delta={"type": kind, name: text})
+
+
+def _event(name: str, **content: Any) -> str:
+    return event({"type": name, **content}, name)
+
+
+def _counts(prompt: int, cached: int, new: int) -> dict[str, Any]:
+    """Anthropic's usage object. All of a prompt is kept, and nothing is billed as written to a cache."""
+    return {
+        "input_tokens": prompt - cached, "cache_creation_input_tokens": 0, "cache_read_input_tokens": cached,
+        "output_tokens": new,
+    }  # fmt: skip
