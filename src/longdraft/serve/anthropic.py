@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
+import secrets
 from collections.abc import Iterator, Mapping
-from functools import lru_cache
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import from_json
 
 from longdraft.serve.asked import Asked
 from longdraft.serve.errors import ApiError
-from longdraft.serve.openai import Head, event
+from longdraft.serve.openai import event
 from longdraft.serve.schema import Chat, Strict, Text, validated
 
 logger = logging.getLogger(__name__)
 
 # Fields without which the answer would be another one: what Anthropic's servers do, and OpenAI's names.
-_ELSEWHERE = {"compaction", "container", "mcp_servers", "thread"} | Chat.model_fields.keys()
-_HARMLESS = {"stream_options", "service_tier"}
+_ELSEWHERE = {"compaction", "container", "mcp_servers", "thread", *Chat.model_fields} - {"service_tier"}
 # Claude Code's bill, first in its system prompt: it would change all rows behind it.
 _BILL = "x-anthropic-billing-header:"
 # Kind of a block or tool -> the fields that it needs.
@@ -29,15 +29,15 @@ _NEEDED = {"text": ("text",), "thinking": ("thinking",), "tool_use": ("id", "nam
            "custom": ("name", "input_schema")}  # fmt: skip
 
 
-class Lenient(Strict):
-    """Passes over unknown fields: clients send what newer models know."""
+class Typed(Strict):
+    """A tool's choice, thinking, a tool or a block. Unknown fields are passed over: newer models know them."""
 
     model_config = ConfigDict(extra="ignore")
 
-
-class Typed(Lenient):
     type: str
     name: str | None = None
+    disable_parallel_tool_use: bool = False
+    display: str | None = None
 
     @model_validator(mode="after")
     def _complete(self) -> Typed:
@@ -59,6 +59,10 @@ class Tool(Typed):
         return {"type": "function", "function": {name: x for name, x in function.items() if x is not None}}
 
 
+# A text, or blocks, as blocks.
+Blocks = Annotated["list[Block]", BeforeValidator(lambda x: [{"type": "text", "text": x}] if isinstance(x, str) else x)]
+
+
 class Block(Typed):
     """A part of a message, or what is inside one: a document's source, the tool that comes or goes."""
 
@@ -67,7 +71,7 @@ class Block(Typed):
     id: str | None = None
     input: dict[str, Any] = Field(default_factory=dict)
     tool_use_id: str | None = None
-    content: str | list[Block] = ""
+    content: Blocks = Field(default_factory=list)
     is_error: bool = False
     source: Block | str | None = None
     data: str = ""
@@ -83,31 +87,22 @@ class Block(Typed):
             return self.text
         if self.type == "tool_reference":
             return f"{self.tool_name} can be called now."
-        source, told = self.source, self.context
-        if self.type == "search_result" and isinstance(source, str):
-            source, told = self, source
-        elif self.type != "document" or not isinstance(source, Block) or source.type not in ("text", "content"):
+        source = self if self.type == "search_result" else self.source
+        if not isinstance(source, Block) or source.type not in ("text", "content", "search_result"):
             return None
+        told = self.source if isinstance(self.source, str) else self.context
         return "\n".join(filter(None, (self.title, told, source.data or source.inside()))) + "\n\n"
 
     def inside(self) -> str:
         """Its content as text, which says of what is none that it is not there."""
-        if isinstance(self.content, str):
-            return self.content
         texts = [(block.written(), block.type) for block in self.content]
         return "\n".join(f"[{kind} left out: the model reads text]" if x is None else x for x, kind in texts)
 
 
-class Turn(Lenient):
+class Turn(Typed):
+    type: str = "message"
     role: Literal["system", "user", "assistant"]
-    content: str | list[Block]
-
-
-class Option(Typed):
-    """``tool_choice`` or ``thinking``."""
-
-    disable_parallel_tool_use: bool = False
-    display: str | None = None
+    content: Blocks
 
 
 class Prompt(Text):
@@ -116,21 +111,20 @@ class Prompt(Text):
     model_config = ConfigDict(extra="allow")
 
     messages: Annotated[list[Turn], Field(min_length=1)]
-    system: str | list[Block] = ""
+    system: Blocks = Field(default_factory=list)
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     stop_sequences: list[str] = Field(default_factory=list)
     top_k: int = 0
     tools: list[Tool] = Field(default_factory=list)
-    tool_choice: Option = Field(default_factory=lambda: Option(type="auto"))
-    thinking: Option = Field(default_factory=lambda: Option(type="adaptive"))
+    tool_choice: Typed = Field(default_factory=lambda: Typed(type="auto"))
+    thinking: Typed = Field(default_factory=lambda: Typed(type="adaptive"))
     output_config: dict[str, Any] = Field(default_factory=dict)
     output_format: dict[str, Any] | None = None
 
     def as_chat(self) -> Chat:
         """The same request as a chat; raises ApiError for what no chat has."""
-        for name, value in (self.model_extra or {}).items():
-            if value and name in _ELSEWHERE - _HARMLESS:
-                raise ApiError(400, f"{name} is not served.", param=name)
+        if wrong := [name for name, value in (self.model_extra or {}).items() if value and name in _ELSEWHERE]:
+            raise ApiError(400, f"{wrong[0]} is not served.", param=wrong[0])
         messages, tools = self._conversation()
         choice, think = self.tool_choice, self.thinking.type
         same = ("model", "max_tokens", "temperature", "top_p", "top_k", "seed", "method", "user")
@@ -149,32 +143,26 @@ class Prompt(Text):
     def _conversation(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """The messages and the tools of the chat. What one side says in a row is one message."""
         messages: list[dict[str, Any]] = []
-        known, offered = dict[str | None, Tool](), dict[str | None, Tool]()
-        for tool in self.tools:
-            if tool.type != "custom":
-                _left_out(tool.type)
-                continue
-            known[tool.name] = tool
-            if not tool.defer_loading:
-                offered[tool.name] = tool
+        if others := {tool.type for tool in self.tools} - {"custom"}:
+            logger.warning("Tools that Anthropic runs or knows are left out: %s.", ", ".join(sorted(others)))
+        known = {tool.name: tool for tool in self.tools if tool.type == "custom"}
+        offered = {name: tool for name, tool in known.items() if not tool.defer_loading}
 
         def last(role: str) -> dict[str, Any]:
             if not messages or messages[-1]["role"] != role:
                 messages.append({"role": role, "content": ""})
             return messages[-1]
 
-        system = [Turn(role="system", content=self.system)]
-        for number, turn in enumerate([*system, *self.messages], -1):
-            blocks = turn.content if isinstance(turn.content, list) else [Block(type="text", text=turn.content)]
-            begun, role = False, turn.role
+        for number, turn in enumerate([Turn(role="system", content=self.system), *self.messages], -1):
+            between, role = "\n\n", turn.role
             if role == "system" and messages and messages[-1]["role"] != "system":
                 role = "user"  # in mid-conversation, where many templates take no system message
-            for at, block in enumerate(blocks):
+            for at, block in enumerate(turn.content):
                 if (text := block.written()) is not None:
                     if turn.role != "system" or (text and not text.startswith(_BILL)):
                         said = last(role)
-                        said["content"] += text if begun or not said["content"] else f"\n\n{text}"
-                        begun = True
+                        said["content"] += (between if said["content"] else "") + text
+                        between = between if role == "system" else ""  # whose blocks are paragraphs
                 elif block.type == "thinking":
                     said = last(role)
                     said["reasoning_content"] = said.get("reasoning_content", "") + str(block.thinking)
@@ -184,8 +172,8 @@ class Prompt(Text):
                 elif block.type == "tool_result":
                     content = "Error: " * block.is_error + block.inside()
                     messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
-                    found = block.content if isinstance(block.content, list) else []
-                    offered |= {each.tool_name: known[each.tool_name] for each in found if each.tool_name in known}
+                    found = [each.tool_name for each in block.content]
+                    offered |= {name: known[name] for name in found if name in known}
                 elif block.tool is not None:
                     made = block.tool.definition or known.get(block.tool.name)
                     if made is not None:
@@ -193,20 +181,16 @@ class Prompt(Text):
                         if block.type == "tool_removal":
                             del offered[made.name]
                 elif block.type != "redacted_thinking":
-                    place = f"messages.{number}.content.{at}" if number >= 0 else "system"
+                    place = f"messages.{number}.content.{at}" if number >= 0 else f"system.{at}"
                     raise ApiError(400, f"{place}: {block.type} is not served: this server reads text.", param=place)
-        return messages, [tool.as_in_chats() for tool in offered.values()]
+        called = self.tool_choice.type != "none"
+        return messages, [tool.as_in_chats() for tool in offered.values() if called]
 
 
 class Messages(Prompt):
     """``/v1/messages``."""
 
     max_tokens: Annotated[int, Field(ge=1)]
-
-
-@lru_cache(maxsize=1000)
-def _left_out(kind: str) -> None:
-    logger.warning("Tools of type %r are left out: they run at Anthropic, or are known to its models alone.", kind)
 
 
 class MessageAnswer:
@@ -217,11 +201,10 @@ class MessageAnswer:
     def __init__(self, asked: Asked) -> None:
         self._asked, self._blocks, self._open = asked, list[dict[str, Any]](), False
         self._arguments, self._calls = "", False
-        prompt = len(asked.choices[0].request.prompt)
-        head = Head("msg", asked.service.settings.name)
         self.whole: dict[str, Any] = {
-            "id": head.id.replace("-", "_"), "type": "message", "role": "assistant", "model": head.model, "content": [],
-            "stop_reason": None, "stop_sequence": None, "usage": _counts(prompt, 0, 0),
+            "id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant",
+            "model": asked.service.settings.name, "content": [], "stop_reason": None, "stop_sequence": None,
+            "usage": _counts(len(asked.choices[0].request.prompt), 0, 0),
         }  # fmt: skip
 
     def begin(self) -> Iterator[str]:
@@ -233,7 +216,7 @@ class MessageAnswer:
         for kind, key in (("thinking", "reasoning_content"), ("text", "content")):
             if text := part.get(key):
                 if not self._open or self._blocks[-1]["type"] != kind:
-                    yield from self._begin({"type": kind, kind: ""})
+                    yield from self._begin({"type": kind, kind: ""} | ({"signature": ""} if kind == "thinking" else {}))
                 self._blocks[-1][kind] += text
                 yield self._delta(f"{kind}_delta", kind, text)
         for call in part.get("tool_calls", ()):
@@ -264,8 +247,6 @@ class MessageAnswer:
 
     def _begin(self, block: dict[str, Any]) -> Iterator[str]:
         yield from self._end()
-        if block["type"] == "thinking":
-            block["signature"] = ""
         self._blocks.append(block)
         self._open, self._arguments = True, ""
         yield _event("content_block_start", index=len(self._blocks) - 1, content_block=block)
@@ -277,7 +258,8 @@ class MessageAnswer:
             return
         block, self._open = self._blocks[-1], False
         if block["type"] == "tool_use":
-            block["input"] = from_json(self._arguments or "{}", allow_partial=True)  # a limit may have cut it
+            with contextlib.suppress(ValueError):
+                block["input"] = from_json(self._arguments, allow_partial=True)  # a limit may have cut it
         elif block["type"] == "thinking":
             block["signature"] = hashlib.sha256(block["thinking"].encode()).hexdigest()
             yield self._delta("signature_delta", "signature", block["signature"])

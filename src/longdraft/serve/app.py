@@ -46,7 +46,7 @@ def make_app(service: Service) -> FastAPI:
         ("/", endpoints.page),
     ):  # fmt: skip
         app.get(path, response_model=None)(get)
-    app.head("/v1/messages", response_model=None)(endpoints.reached)
+    app.head("/v1/messages", response_model=None)(lambda: Response())  # clients ask whether there is a server
     for error in (ApiError, LongdraftError, TimeoutError, HTTPException, Exception):
         app.add_exception_handler(error, endpoints.refused)
     return app
@@ -198,12 +198,11 @@ class Endpoints:
 
     async def count(self, request: Request) -> Response:
         def answer(service: Service, body: Prompt, tenant: str | None) -> Response:
-            return JSONResponse({"input_tokens": len(asked.tokens_of_chat(service, body.as_chat()))})
+            service.check_model(body.model)
+            chat = body.as_chat()
+            return JSONResponse({"input_tokens": len(asked.chat_prompt(service, chat, chat.tools)[0])})
 
         return (await self._read(request, Prompt, answer))[1]
-
-    async def reached(self) -> Response:
-        return Response()
 
     async def models(self) -> Response:
         name = self._service.settings.name

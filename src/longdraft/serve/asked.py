@@ -92,8 +92,7 @@ class Asked:
             return None
         spec = self.service.speculator(self.service.settings.methods[0])
         text = spec.texts.spelled(stops)(result.token_ids)
-        found = [(text.find(stop), len(stop), stop) for stop in stops if stop in text]
-        return min(found)[2] if found else None
+        return min((stop for stop in sorted(stops, key=len) if stop in text), key=text.find, default=None)
 
     async def chunks(self, i: int, delta: Delta) -> list[dict[str, Any]]:
         """The choices of OpenAI's chunks for what a step adds to an answer."""
@@ -174,13 +173,6 @@ def chat(service: Service, body: schema.Chat, tenant: str | None = None) -> Aske
         )
         for i in range(body.n)
     ])  # fmt: skip
-
-
-def tokens_of_chat(service: Service, body: schema.Chat) -> list[int]:
-    """The prompt that :func:`chat` would read; raises as it does."""
-    service.check_model(body.model)
-    choice = tools.checked_choice(body.tools, body.tool_choice)
-    return chat_prompt(service, body, body.tools if choice != "none" else ())[0]
 
 
 def chat_prompt(

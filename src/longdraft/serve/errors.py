@@ -67,9 +67,7 @@ class ApiError(Exception):
         return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request}
 
     def response(self, scope: Scope, **headers: str) -> JSONResponse:
-        body = self.body_for(scope)
-        named = {"request-id": body["request_id"]} if "request_id" in body else {}
-        return JSONResponse(body, self.status, self.headers | named | headers)
+        return JSONResponse(self.body_for(scope), self.status, self.headers | headers)
 
 
 def api_error(error: Exception) -> ApiError:

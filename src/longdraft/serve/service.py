@@ -198,7 +198,6 @@ class Service:
             "created": 0,
             "created_at": "1970-01-01T00:00:00Z",
             "max_input_tokens": settings.context,
-            "max_tokens": settings.context,
             "owned_by": "longdraft",
             "max_model_len": settings.context,
             "longdraft": {
