@@ -48,7 +48,7 @@ with client.messages.stream(messages=asked, tool_choice={"type": "tool", "name":
     assert "input_json" in kinds and stream.get_final_message().content[-1].input == call.input
 result = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "Sunny, 21 degrees"}]}
 turns = [*asked, {"role": "assistant", "content": called.content}, {"role": "user", "content": [result]}]
-told = client.messages.create(messages=turns, **offered)
+told = client.messages.create(messages=turns, tool_choice={"type": "none"}, **offered)
 assert "21" in told.content[0].text, told
 
 parsed = client.messages.parse(
@@ -68,4 +68,4 @@ for wrong, kind in (
         client.messages.create(**{"messages": question, **greedy} | wrong)
         raise AssertionError(f"{wrong} was taken")
     except kind as error:
-        assert error.body["type"] == "error" and error.request_id, error.body
+        assert error.body["type"] == "error" and error.body["request_id"], error.body

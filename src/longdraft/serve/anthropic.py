@@ -25,7 +25,7 @@ _ELSEWHERE = {"compaction", "container", "mcp_servers", "thread", *Chat.model_fi
 # Claude Code's bill, first in its system prompt: it would change all rows behind it.
 _BILL = "x-anthropic-billing-header:"
 # Kind of a block or tool -> the fields that it needs.
-_NEEDED = {"text": ("text",), "thinking": ("thinking",), "tool_use": ("id", "name"), "tool_result": ("tool_use_id",),
+_NEEDED = {"thinking": ("thinking",), "tool_use": ("id", "name"), "tool_result": ("tool_use_id",),
            "custom": ("name", "input_schema")}  # fmt: skip
 
 
@@ -38,10 +38,12 @@ class Typed(Strict):
     name: str | None = None
     disable_parallel_tool_use: bool = False
     display: str | None = None
+    data: str = ""  # a document's text
 
     @model_validator(mode="after")
     def _complete(self) -> Typed:
-        if missing := [name for name in _NEEDED.get(self.type, ()) if getattr(self, name) is None]:
+        needed = ("text",) if self.type == "text" and not self.data else _NEEDED.get(self.type, ())
+        if missing := [name for name in needed if getattr(self, name, None) is None]:
             raise ValueError(f"type {self.type} needs {missing[0]}")
         return self
 
@@ -74,7 +76,6 @@ class Block(Typed):
     content: Blocks = Field(default_factory=list)
     is_error: bool = False
     source: Block | str | None = None
-    data: str = ""
     title: str = ""
     context: str = ""
     tool_name: str | None = None
@@ -258,8 +259,8 @@ class MessageAnswer:
             return
         block, self._open = self._blocks[-1], False
         if block["type"] == "tool_use":
-            with contextlib.suppress(ValueError):
-                block["input"] = from_json(self._arguments, allow_partial=True)  # a limit may have cut it
+            with contextlib.suppress(ValueError):  # a limit may have cut it, and 1e999 is no number of JSON's
+                block["input"] = json.loads(json.dumps(from_json(self._arguments, allow_partial=True), allow_nan=False))
         elif block["type"] == "thinking":
             block["signature"] = hashlib.sha256(block["thinking"].encode()).hexdigest()
             yield self._delta("signature_delta", "signature", block["signature"])
