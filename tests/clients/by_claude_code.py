@@ -19,7 +19,7 @@ def asked(what: str) -> list[dict[str, Any]]:
         "--verbose", ANTHROPIC_BASE_URL=ROOT, ANTHROPIC_API_KEY="none", ANTHROPIC_MODEL=MODEL,
         ANTHROPIC_DEFAULT_HAIKU_MODEL=MODEL, CLAUDE_CODE_MAX_OUTPUT_TOKENS="200", API_TIMEOUT_MS="900000",
         CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC="1", DISABLE_AUTOUPDATER="1", DISABLE_TELEMETRY="1",
-        DISABLE_ERROR_REPORTING="1",
+        DISABLE_ERROR_REPORTING="1", CLAUDE_CODE_EXTRA_BODY='{"temperature": 0}',
     )  # fmt: skip
     events = [json.loads(line) for line in told.splitlines() if line.startswith("{")]
     assert not events[-1]["is_error"], events[-1]

@@ -264,11 +264,12 @@ def test_a_message_is_read_back_with_its_calls_and_thoughts(server):
 
 
 def test_a_choice_of_tools_binds_the_answer(server):
-    for choice in ({"type": "any", "disable_parallel_tool_use": True}, {"type": "tool", "name": "time"}):
-        whole = ask(server, tools=OURS, tool_choice=choice, user="No.")[1]
-        names = [block["name"] for block in whole["content"]]
-        assert whole["stop_reason"] == "tool_use" and set(names) <= {"weather", "time"}
-        assert choice["type"] == "any" or names == ["time"]
+    bound = [OURS[0], OURS[0] | {"name": "weather_there"}]
+    for choice in ({"type": "any", "disable_parallel_tool_use": True}, {"type": "tool", "name": "weather_there"}):
+        whole = ask(server, tools=bound, tool_choice=choice, user="No.")[1]
+        (call,) = whole["content"]
+        assert whole["stop_reason"] == "tool_use" and call["input"]["place"] in ("Rome", "Oslo")
+        assert choice["type"] == "any" or call["name"] == "weather_there"
     twice = f"{TAGGED}\n{TAGGED}"
     for parallel in (False, True):
         choice = {"type": "auto", "disable_parallel_tool_use": not parallel}
