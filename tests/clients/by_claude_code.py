@@ -28,7 +28,7 @@ def asked(what: str) -> list[dict[str, Any]]:
 
 blocks = asked("Call Read on greeting.py, then say which function it defines.")
 assert any(block["type"] == "tool_use" and block["name"] == "Read" for block in blocks), blocks
-assert any("greet" in block.get("text", "") for block in blocks), blocks
+assert blocks[-1]["type"] == "text", blocks  # what it says of the file is the model's affair
 blocks = asked("Call Edit on greeting.py: replace Hello by Goodbye.")
 assert any(block["type"] == "tool_use" and block["name"] == "Edit" for block in blocks), blocks
 assert "Goodbye" in source.read_text(), source.read_text()

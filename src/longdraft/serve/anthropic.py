@@ -175,12 +175,10 @@ class Prompt(Text):
                     messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
                     found = [each.tool_name for each in block.content]
                     offered |= {name: known[name] for name in found if name in known}
-                elif block.tool is not None:
-                    made = block.tool.definition or known.get(block.tool.name)
-                    if made is not None:
-                        known[made.name] = offered[made.name] = made
-                        if block.type == "tool_removal":
-                            del offered[made.name]
+                elif block.type == "tool_removal" and block.tool is not None:
+                    offered.pop(block.tool.name, None)
+                elif block.tool is not None and (made := block.tool.definition or known.get(block.tool.name)):
+                    known[made.name] = offered[made.name] = made
                 elif block.type != "redacted_thinking":
                     place = f"messages.{number}.content.{at}" if number >= 0 else f"system.{at}"
                     raise ApiError(400, f"{place}: {block.type} is not served: this server reads text.", param=place)
@@ -200,8 +198,8 @@ class MessageAnswer:
     ping = event({"type": "ping"}, "ping")
 
     def __init__(self, asked: Asked) -> None:
-        self._asked, self._blocks, self._open = asked, list[dict[str, Any]](), False
-        self._arguments, self._calls = "", False
+        self._asked, self._arguments, self._calls = asked, "", False
+        self._blocks: list[dict[str, Any]] = []  # the last one is open
         self.whole: dict[str, Any] = {
             "id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant",
             "model": asked.service.settings.name, "content": [], "stop_reason": None, "stop_sequence": None,
@@ -216,14 +214,14 @@ class MessageAnswer:
         part, self._calls = chunk["delta"], chunk["finish_reason"] == "tool_calls"
         for kind, key in (("thinking", "reasoning_content"), ("text", "content")):
             if text := part.get(key):
-                if not self._open or self._blocks[-1]["type"] != kind:
+                if not self._blocks or self._blocks[-1]["type"] != kind:
                     yield from self._begin({"type": kind, kind: ""} | ({"signature": ""} if kind == "thinking" else {}))
                 self._blocks[-1][kind] += text
                 yield self._delta(f"{kind}_delta", kind, text)
         for call in part.get("tool_calls", ()):
             function = call["function"]
             if "id" in call:
-                made = {"id": call["id"].replace("call", "toolu"), "name": function["name"], "input": {}}
+                made = {"id": call["id"].replace("call_", "toolu_"), "name": function["name"], "input": {}}
                 yield from self._begin({"type": "tool_use", **made})
             self._arguments += function["arguments"]
             if function["arguments"]:
@@ -247,17 +245,16 @@ class MessageAnswer:
         yield _event("message_stop")
 
     def _begin(self, block: dict[str, Any]) -> Iterator[str]:
-        yield from self._end()
+        if self._blocks:
+            yield from self._end()
         self._blocks.append(block)
-        self._open, self._arguments = True, ""
+        self._arguments = ""
         yield _event("content_block_start", index=len(self._blocks) - 1, content_block=block)
         if len(self._blocks) == 1:
             yield self.ping
 
     def _end(self) -> Iterator[str]:
-        if not self._open:
-            return
-        block, self._open = self._blocks[-1], False
+        block = self._blocks[-1]
         if block["type"] == "tool_use":
             with contextlib.suppress(ValueError):  # a limit may have cut it, and 1e999 is no number of JSON's
                 block["input"] = json.loads(json.dumps(from_json(self._arguments, allow_partial=True), allow_nan=False))

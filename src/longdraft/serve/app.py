@@ -24,6 +24,7 @@ from longdraft.serve.schema import read
 from longdraft.serve.service import Service
 
 T = TypeVar("T")
+Told = ResponseAnswer | MessageAnswer
 Body = TypeVar("Body", bound=schema.Strict)
 
 
@@ -140,9 +141,7 @@ class Endpoints:
         body, found = await self._read(request, Messages, _as_chat)
         return await self._told(MessageAnswer(found), found, body.stream, request)
 
-    async def _told(
-        self, answer: ResponseAnswer | MessageAnswer, asked: Asked, stream: bool, request: Request
-    ) -> Response:
+    async def _told(self, answer: Told, asked: Asked, stream: bool, request: Request) -> Response:
         """A chat's answer in another API's form."""
         asked.submit()
         events = self._events(answer, asked)
@@ -156,7 +155,7 @@ class Endpoints:
 
         return await _unless_left(request, whole())
 
-    async def _events(self, answer: ResponseAnswer | MessageAnswer, asked: Asked) -> AsyncIterator[str]:
+    async def _events(self, answer: Told, asked: Asked) -> AsyncIterator[str]:
         for begun in answer.begin():
             yield begun
         cut = False
