@@ -14,8 +14,9 @@ folder = Path(tempfile.mkdtemp())
 
 
 def run(name: str, *words: str, **environment: str) -> str:
-    """Runs a program of this script's environment to a good end; what it says."""
-    command = [str(Path(sys.executable).with_name(name)), *words]
+    """Runs a program of this script's environment, or of this machine, to a good end; what it says."""
+    own = Path(sys.executable).with_name(name)
+    command = [str(own) if own.exists() else name, *words]
     env = os.environ | {"HOME": str(folder), "HF_HUB_OFFLINE": "1"} | environment
     done = subprocess.run(command, cwd=folder, env=env, text=True, capture_output=True)
     print(done.stdout, done.stderr)

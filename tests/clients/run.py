@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -22,7 +23,9 @@ HERE = Path(__file__).parent
 # Script -> packages, the client first; none: a program of this machine.
 CLIENTS = {
     "browser": [],
+    "claude_code": [],
     "openai": ["openai"],
+    "anthropic": ["anthropic"],
     "litellm": ["litellm"],
     "langchain": ["langchain-openai"],
     "llama_index": ["llama-index-llms-openai-like"],
@@ -36,6 +39,11 @@ CLIENTS = {
     "guidellm": ["guidellm"],
     "aiperf": ["aiperf"],
     "inference_perf": ["inference-perf"],
+}
+# Program -> where it is, and how it comes there.
+PROGRAMS = {
+    "browser": (CHROMIUM, "Chromium (apt-get install chromium)"),
+    "claude_code": (shutil.which("claude"), "Claude Code (npm install -g @anthropic-ai/claude-code)"),
 }
 NEEDS = {"inference_perf": (3, 12)}  # versions of Python; others take this one
 
@@ -52,9 +60,10 @@ def main() -> int:
     for name in [name for name in options.clients if sys.version_info < NEEDS.get(name, (3, 10))]:
         print(f"{CLIENTS[name][0]} is left out: it needs Python {'.'.join(map(str, NEEDS[name]))}.")
         options.clients.remove(name)
-    if CHROMIUM is None and "browser" in options.clients:
-        print("browser is left out: it needs Chromium (apt-get install chromium).")
-        options.clients.remove("browser")
+    for name, (found, needed) in PROGRAMS.items():
+        if found is None and name in options.clients:
+            print(f"{name} is left out: it needs {needed}.")
+            options.clients.remove(name)
     options.folder.mkdir(parents=True, exist_ok=True)
     server = None if options.url else serving(options.model, options.folder / "server.log")
     url = options.url or "http://127.0.0.1:8765"
@@ -101,7 +110,7 @@ def wait_for(url: str, server: subprocess.Popen[bytes] | None, seconds: float = 
 def works(client: str, folder: Path, environment: dict[str, str]) -> bool:
     """Installs a client if need be, runs its script, and prints a line of the table."""
     if not CLIENTS[client]:
-        return ran(client, Path(sys.executable), "chromium", "", environment)
+        return ran(client, Path(sys.executable), Path(str(PROGRAMS[client][0])).name, "", environment)
     python = folder / client / "bin" / "python"
     pip = [python, "-m", "pip", "--disable-pip-version-check"]
     if not (folder / client / ".installed").exists():

@@ -121,7 +121,7 @@ class Row:
         """The row of the output for the answer's object."""
         if self._openai:
             name = f"row_{self._line.number}"
-            body = body if isinstance(said, asked.Responded) else body | {"id": name}
+            body = body if isinstance(said, asked.Told) else body | {"id": name}
             response = {"status_code": 200, "request_id": name, "body": body}
             return self._identity() | {"response": response, "error": None}
         texts = [choice.get("message", {}).get("content", choice.get("text")) for choice in body["choices"]]

@@ -1,4 +1,4 @@
-"""The HTTP endpoints: OpenAI's API, and what operators and the page need."""
+"""The HTTP endpoints: OpenAI's API, Anthropic's, and what operators and the page need."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 
 from longdraft.errors import LongdraftError
 from longdraft.serve import asked, schema
+from longdraft.serve.anthropic import Messages, Prompt, message
 from longdraft.serve.asked import SILENCE, Asked
 from longdraft.serve.choice import Choice
 from longdraft.serve.errors import ApiError, api_error
@@ -34,7 +35,8 @@ def make_app(service: Service) -> FastAPI:
     for path, post, kind in (
         ("/v1/chat/completions", endpoints.chat, schema.Chat),
         ("/v1/completions", endpoints.complete, schema.Completion),
-        ("/v1/responses", endpoints.respond, Responses), ("/tokenize", endpoints.tokenize, schema.Tokenize),
+        ("/v1/responses", endpoints.respond, Responses), ("/v1/messages", endpoints.message, Messages),
+        ("/v1/messages/count_tokens", endpoints.count, Prompt), ("/tokenize", endpoints.tokenize, schema.Tokenize),
     ):  # fmt: skip
         described = {"content": {"application/json": {"schema": kind.model_json_schema()}}, "required": True}
         app.post(path, response_model=None, openapi_extra={"requestBody": described})(post)
@@ -44,6 +46,7 @@ def make_app(service: Service) -> FastAPI:
         ("/", endpoints.page),
     ):  # fmt: skip
         app.get(path, response_model=None)(get)
+    app.head("/v1/messages", response_model=None)(lambda: Response())  # clients ask whether there is a server
     for error in (ApiError, LongdraftError, TimeoutError, HTTPException, Exception):
         app.add_exception_handler(error, endpoints.refused)
     return app
@@ -71,7 +74,7 @@ class Endpoints:
             error = ApiError(error.status_code, message, code=code, headers=dict(headers or {}))
         refusal = api_error(error)
         self._service.metrics.failed(refusal.status)
-        return JSONResponse(refusal.body, refusal.status, refusal.headers)
+        return refusal.response(request.scope)
 
     # --- answers ---
 
@@ -125,12 +128,21 @@ class Endpoints:
         yield DONE
 
     async def respond(self, request: Request) -> Response:
-        body, found = await self._read(request, Responses, asked.respond)
-        if not body.stream:
-            return await self._answer(body, found, request)
+        return await self._told(*await self._read(request, Responses, asked.respond), request)
+
+    async def message(self, request: Request) -> Response:
+        return await self._told(*await self._read(request, Messages, message), request)
+
+    async def _told(self, body: schema.Text, found: asked.Told, request: Request) -> Response:
+        """A chat's answer in another API's form."""
         found.submit()
-        events = (_comment(found.choices) if told is None else told async for told in found.events())
-        return self._streamed(events, found.response.failed)
+        if not body.stream:
+            whole = await _unless_left(request, found.whole())
+            return await self._service.aside(lambda: JSONResponse(whole))
+        events = (
+            found.teller.ping or _comment(found.choices) if each is None else each async for each in found.events()
+        )
+        return self._streamed(events, found.teller.failed)
 
     def _streamed(
         self, chunks: AsyncIterator[str], failed: Callable[[ApiError], str] = lambda error: event(error.body)
@@ -158,8 +170,18 @@ class Endpoints:
 
         return (await self._read(request, schema.Tokenize, answer))[1]
 
+    async def count(self, request: Request) -> Response:
+        def answer(service: Service, body: Prompt, tenant: str | None) -> Response:
+            service.check_model(body.model)
+            chat = body.as_chat()
+            return JSONResponse({"input_tokens": len(asked.chat_prompt(service, chat, chat.tools)[0])})
+
+        return (await self._read(request, Prompt, answer))[1]
+
     async def models(self) -> Response:
-        return JSONResponse({"object": "list", "data": [self._service.model_object()]})
+        name = self._service.settings.name
+        ends = {"has_more": False, "first_id": name, "last_id": name}  # Anthropic's list
+        return JSONResponse({"object": "list", "data": [self._service.model_object()], **ends})
 
     async def model(self, name: str) -> Response:
         if not name:

@@ -10,10 +10,10 @@ import copy
 import inspect
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from longdraft.errors import CapabilityError
 from longdraft.model.chat import conversation, encode
@@ -93,6 +93,15 @@ class Asked:
 
     def usage(self) -> dict[str, Any]:
         return usage(self.choices, sum(a.thought_tokens for a in self.answers if isinstance(a, ChatAnswer)))
+
+    def stopped_by(self) -> str | None:
+        """The stop string that ended the first answer; None: none did."""
+        result, stops = self.choices[0].result, self.choices[0].request.stop or ()
+        if result is None or result.finish_reason != "stop":
+            return None
+        spec = self.service.speculator(self.service.settings.methods[0])
+        text = spec.texts.spelled(stops)(result.token_ids)
+        return min((stop for stop in sorted(stops, key=len) if stop in text), key=text.find, default=None)
 
     async def chunks(self, i: int, delta: Delta) -> list[dict[str, Any]]:
         """The choices of OpenAI's chunks for what a step adds to an answer."""
@@ -201,21 +210,37 @@ def _template(service: Service, body: schema.Chat | schema.Tokenize) -> dict[str
     return asked | body.chat_template_kwargs
 
 
-@dataclass(frozen=True)
-class Responded(Asked):
-    """The answer to a request of ``/v1/responses``: a chat's, told as items."""
+class Teller(Protocol):
+    """Builds the answer of another API of a chat's chunks.
 
-    response: ResponseAnswer = field(kw_only=True)
+    Attributes:
+        ping: the event where nothing else comes; "" for a comment. whole: the answer once it has ended.
+    """
+
+    ping: str
+    whole: dict[str, Any]
+
+    def begin(self) -> Iterator[str]: ...
+    def push(self, chunk: Mapping[str, Any]) -> Iterator[str]: ...
+    def finish(self, cut: bool, usage: Mapping[str, Any]) -> Iterator[str]: ...
+    def failed(self, error: ApiError) -> str: ...
+
+
+@dataclass(frozen=True)
+class Told(Asked):
+    """The answer to a request of ``/v1/responses`` or ``/v1/messages``: a chat's, told as items or blocks."""
+
+    teller: Teller = field(kw_only=True)
     overflow: ContextOverflow | None = None  # is raised in the stream, as OpenAI does: Codex looks for it there alone
 
     async def whole(self) -> dict[str, Any]:
         async for _ in self.events():
             pass
-        return self.response.whole
+        return self.teller.whole
 
     async def events(self) -> AsyncIterator[str | None]:
-        """Yields OpenAI's events; None after a while without any. Raises as :meth:`deltas`."""
-        for begun in self.response.begin():
+        """Yields the API's events; None after a while without any. Raises as :meth:`deltas`."""
+        for begun in self.teller.begin():
             yield begun
         if self.overflow is not None:
             raise self.overflow
@@ -226,23 +251,23 @@ class Responded(Asked):
                 continue
             cut = REASONS.get(delta.finish) == "length"
             for chunk in await self.chunks(0, delta):
-                for told in self.response.push(chunk["delta"]):
+                for told in self.teller.push(chunk):
                     yield told
         total = await self.service.aside(self.usage)
-        for told in self.response.finish(cut, total):
+        for told in self.teller.finish(cut, total):
             yield told
 
 
-def respond(service: Service, body: Responses, tenant: str | None = None) -> Responded:
+def respond(service: Service, body: Responses, tenant: str | None = None) -> Told:
     """Raises longdraft's errors and ApiError for what cannot be served."""
-    response = ResponseAnswer(Head("resp", service.settings.name), body)
+    teller = ResponseAnswer(Head("resp", service.settings.name), body)
     try:
         found = chat(service, body.as_chat(), tenant)
     except ContextOverflow as error:
         if not body.stream:
             raise
-        return Responded(service, [], [], response=response, overflow=error)
-    return Responded(service, found.choices, found.answers, response=response)
+        return Told(service, [], [], teller=teller, overflow=error)
+    return Told(service, found.choices, found.answers, teller=teller)
 
 
 def complete(service: Service, body: schema.Completion, tenant: str | None = None) -> Asked:

@@ -1,8 +1,13 @@
-"""OpenAI's error object, and the one for each of our exceptions."""
+"""OpenAI's error object, Anthropic's, and the one for each of our exceptions."""
 
 from __future__ import annotations
 
+import secrets
 from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import Scope
 
 from longdraft.errors import (
     CapabilityError,
@@ -14,6 +19,17 @@ from longdraft.errors import (
     UnknownMethodError,
 )
 from longdraft.serve.worker import Draining, QueueFull
+
+# Status -> the type of Anthropic's error object; any other below 500 is an invalid request's.
+_TYPES = {
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
+    429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
+}  # fmt: skip
+
+
+def asks_as_anthropic(scope: Scope) -> bool:
+    """Whether a request is one of Anthropic's API."""
+    return scope["path"].startswith("/v1/messages") or "anthropic-version" in Headers(scope=scope)
 
 
 class ApiError(Exception):
@@ -36,6 +52,19 @@ class ApiError(Exception):
         self.status, self.headers = status, headers or {}
         self.body: dict[str, Any] = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
+    def body_for(self, scope: Scope) -> dict[str, Any]:
+        """The body in the form of the API that a request is of."""
+        return self.anthropic() if asks_as_anthropic(scope) else self.body
+
+    def anthropic(self, message: str = "") -> dict[str, Any]:
+        """Anthropic's error object, in other words than OpenAI's if they are given."""
+        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        request = f"req_{secrets.token_hex(12)}"
+        return {"type": "error", "error": {"type": kind, "message": message or str(self)}, "request_id": request}
+
+    def response(self, scope: Scope, **headers: str) -> JSONResponse:
+        return JSONResponse(self.body_for(scope), self.status, self.headers | headers)
+
 
 class ContextOverflow(ApiError):
     """A prompt that leaves no room for an answer, in the words by which OpenAI's clients know to shorten it.
@@ -52,6 +81,10 @@ class ContextOverflow(ApiError):
             f"Please reduce the length of the {param} or completion."
         )
         super().__init__(400, message, param=param, code="context_length_exceeded")
+
+    def anthropic(self, message: str = "") -> dict[str, Any]:
+        most = min(self.limit, self.prompt_tokens - 1)
+        return super().anthropic(f"prompt is too long: {self.prompt_tokens} tokens > {most} maximum")
 
 
 def api_error(error: Exception) -> ApiError:

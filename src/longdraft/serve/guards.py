@@ -14,7 +14,6 @@ from fnmatch import fnmatchcase
 
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from longdraft.serve.errors import ApiError
@@ -74,10 +73,9 @@ class Guards:
             if coding not in ("", "identity"):
                 body = await asyncio.to_thread(self._decoded, body, coding)
         except ApiError as error:
-            refused = JSONResponse(error.body, error.status, error.headers | {"connection": "close"})
-            await refused(scope, receive, send)
+            await error.response(scope, connection="close")(scope, receive, send)
             return
-        if scope["method"] == "HEAD":  # uvicorn leaves the body out
+        if scope["method"] == "HEAD" and not scope["path"].startswith("/v1/messages"):  # uvicorn leaves the body out
             scope = {**scope, "method": "GET"}
         await self._app(scope, replayed(body, receive), send)
 
@@ -94,15 +92,17 @@ class Guards:
         if not self._keys or path in OPEN:
             return None
         kind, _, given = headers.get("authorization", "").partition(" ")
+        bearer = given.strip() if kind.lower() == "bearer" else ""
         tenant = None
         # Compares all keys, each in constant time, so that the time tells nothing about which came near.
         for name, key in self._keys.items():
-            if hmac.compare_digest(given.strip().encode(), key.encode()) and kind.lower() == "bearer":
-                tenant = name
+            for given in (bearer, headers.get("x-api-key", "").strip()):
+                if hmac.compare_digest(given.encode(), key.encode()):
+                    tenant = name
         if tenant is None:
             raise ApiError(
-                401, "Give a valid API key: Authorization: Bearer KEY.", "authentication_error", code="invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
+                401, "Give a valid API key: Authorization: Bearer KEY, or x-api-key: KEY.", "authentication_error",
+                code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"},
             )  # fmt: skip
         return tenant
 

@@ -32,8 +32,11 @@ class ResponseAnswer:
         yield self._event("response.created", response=self.object("in_progress"))
         yield self._event("response.in_progress", response=self.object("in_progress"))
 
-    def push(self, part: Mapping[str, Any]) -> Iterator[str]:
-        """The events of a delta of the chat's."""
+    ping = ""  # where nothing else comes
+
+    def push(self, chunk: Mapping[str, Any]) -> Iterator[str]:
+        """The events of a choice of the chat's chunks."""
+        part = chunk["delta"]
         for kind, key in (("reasoning", "reasoning_content"), ("message", "content")):
             if text := part.get(key):
                 if self._open() != kind:

@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from datetime import datetime, timezone
 from functools import partial
 from typing import Any
 
@@ -191,7 +192,11 @@ class Service:
         return {
             "id": settings.name,
             "object": "model",
+            "type": "model",  # Anthropic's names of the same, too
+            "display_name": settings.name,
             "created": self._created,
+            "created_at": f"{datetime.fromtimestamp(self._created, timezone.utc):%Y-%m-%dT%H:%M:%SZ}",
+            "max_input_tokens": settings.context,
             "owned_by": "longdraft",
             "max_model_len": settings.context,
             "longdraft": {
