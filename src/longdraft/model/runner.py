@@ -158,8 +158,8 @@ class TargetRunner:
         if self._hosted_as() != self._settled_by:
             raise CapabilityError(
                 f"The model is {self.model.dtype} on {self.model.device} now, and what decodes it was made for "
-                f"{self.kv_shape.dtype} on {self.device}, or its layers attend otherwise than before. Start the run again: "
-                "it may be moved, cast or given other layers between runs."
+                f"{self.kv_shape.dtype} on {self.device}, or for layers that attend otherwise. Start the run again: the "
+                "model may be moved, cast or given other layers between runs."
             )
 
     @property

@@ -15,7 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from longdraft.errors import CapabilityError, ContextError, PromptError, UnsupportedModelError, reason_of
 from longdraft.model import quantised
-from longdraft.model.code import called_by, is_known
+from longdraft.model.code import called_by, functions_of, is_known
 from longdraft.model.fingerprints import hooked
 from longdraft.model.hosting import context_length, decoder_config, decoder_layers
 from longdraft.model.layout import sparse_kinds
@@ -95,6 +95,8 @@ def check_functions(model: PreTrainedModel) -> None:
     if name == "eager":  # a function of the model's file
         files = {type(m).__module__ for m in model.modules() if is_known(type(m).forward)}
         own |= {file: vars(sys.modules[file]).get("eager_attention_forward") for file in files}
+    # What torch writes in Python calls itself by name, twice where a mode is on.
+    own |= {place: code for place, code in functions_of(model).items() if place.startswith("torch.nn.functional.")}
     hooks = {**modules._global_forward_hooks, **modules._global_forward_pre_hooks}
     called = {place: code for role, each in own.items() for place, code in called_by(role, each).items()}
     for place, code in (called | {f"hook {number}": hook for number, hook in hooks.items()}).items():

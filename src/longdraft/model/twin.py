@@ -82,7 +82,7 @@ class Twin:
     def _try(self, model: PreTrainedModel) -> None:
         found = layouts[model] = layouts[self.model] = try_out(model)
         if found.own:
-            hosting.decoder_config(self.model)._attn_implementation = hosting.decoder_config(model)._attn_implementation
+            hosting.switch_on(self.model, hosting.decoder_config(model)._attn_implementation)
 
     @cached_property
     def parts(self) -> SharedParts:
