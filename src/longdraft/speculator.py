@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -64,6 +65,12 @@ class _Target:
     recipe: Recipe | None = None
     planner: Planner | None = None
     weighed: bool = False
+
+
+def _made_with() -> set[str]:
+    """Names of the arguments of :class:`Speculator`, options of methods included."""
+    options = [option.name for method in METHODS.values() for option in method.options.values()]
+    return {*signature(Speculator).parameters, *options}
 
 
 class Speculator:
@@ -261,8 +268,8 @@ class Speculator:
         if target is None and not self._targets:
             raise RequestError("This Speculator has no target: Speculator(name, target=model).")
         model = next(self._targets.keys()) if target is None else target
+        support.check_model(model)
         if (found := self._known(model)) is None:
-            support.check_model(model)
             with lock_of(model):
                 if (found := self._known(model)) is None:
                     found = TargetRunner(model, self.offload, self._kv_dtype, self.deterministic)
@@ -344,7 +351,7 @@ class Speculator:
             ContextError: a prompt and its new tokens exceed the model's context.
             MemoryBudgetError: there is no room for even one prompt, before any work.
         """
-        requests = requests_of(prompts, settings)
+        requests = requests_of(prompts, settings, _made_with())
         if not callable(cancelled):
             raise RequestError(f"cancelled is a function that is asked between forwards, got {cancelled!r}")
         chosen, engine = self._engine(batch, cache, len(requests), piece=piece)
@@ -392,7 +399,7 @@ class Speculator:
 
     # --- transformers: model.generate(**inputs, custom_generate=speculator) ---
 
-    __signature__ = HandedOver(decoding.decode)
+    __signature__ = HandedOver(decoding.decode, __init__)
 
     def __call__(
         self, model: PreTrainedModel, input_ids: torch.Tensor, *, given: Given | None = None, **call: Any
