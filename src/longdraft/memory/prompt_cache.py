@@ -91,22 +91,23 @@ class PromptCache:
             (bool(feature_layers) and old.feature_layers != feature_layers) or kind not in (None, old.kind)
         )
         if old is None or old.slots < slots or old.capacity < capacity or unusable:
-            slots = max(slots, old.slots if old else 0)
-            least, held = capacity, old.capacity if old and not unusable else len(found.tokens) if found else 0
+            held = old.capacity if old and not unusable else len(found.tokens) if found else 0
+            least, most = (slots, capacity), (max(slots, old.slots if old else 0), max(capacity, held))
             try:
-                store = new_store(slots, max(least, held))
+                store = new_store(*most)
             except MemoryBudgetError:
-                if held <= least:
+                if most == least:
                     raise
-                store = new_store(slots, least)  # long texts lose their ends
+                store = new_store(*least)  # the last slots and the ends of long texts are lost
             if old is not None and (unusable or old.feature_layers != store.feature_layers):
                 self._tree.drop()
             if unusable:
                 self.tokens, self.kinds = [], []
             elif old is not None:
-                for slot, length in enumerate(old.lengths):
+                for slot, length in enumerate(old.lengths[: store.slots]):
                     store.copy_rows(slot, slot, 0, kept := old.restorable(slot, min(length, store.capacity)), old)
                     self.tokens[slot] = self.tokens[slot][:kept]
+            del self.tokens[store.slots :], self.kinds[store.slots :]
             self.tokens += [packed(()) for _ in range(store.slots - len(self.tokens))]
             self.kinds += [""] * (store.slots - len(self.kinds))
             self.store = store
