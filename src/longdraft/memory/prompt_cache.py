@@ -91,7 +91,8 @@ class PromptCache:
             (bool(feature_layers) and old.feature_layers != feature_layers) or kind not in (None, old.kind)
         )
         if old is None or old.slots < slots or old.capacity < capacity or unusable:
-            held = old.capacity if old and not unusable else len(found.tokens) if found else 0
+            capacity = max(capacity, len(found.tokens) if found else 0)
+            held = old.capacity if old and not unusable else 0
             least, most = (slots, capacity), (max(slots, old.slots if old else 0), max(capacity, held))
             try:
                 store = new_store(*most)

@@ -92,7 +92,11 @@ def test_what_was_settled_for_a_model_is_settled_again(change: Callable[[Any], N
     drafted = accepted = 0
     for name, options in METHODS.items():
         m = model()
-        bound, free, cache = Speculator(name, m, plan="fixed", **options), Speculator(name, plan="fixed", **options), PromptCache()
+        bound, free, cache = (
+            Speculator(name, m, plan="fixed", **options),
+            Speculator(name, plan="fixed", **options),
+            PromptCache(),
+        )
         bound.generate(IDS.tolist(), max_new_tokens=NEW, cache=cache)
         before = handed_over(m, free)
         change(m)

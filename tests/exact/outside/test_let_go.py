@@ -15,7 +15,13 @@ from tests.support.tiny import tiny_model
 
 IDS = torch.tensor([[3, 9, 14, 7, 22, 5] * 6])
 KNOWN = {"attention_mask": torch.ones_like(IDS), "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
-OPTIONS: dict[str | None, dict[str, Any]] = {"ar": {}, "prompt-lookup": {"min_n": 1}, "self": {}, "suffix": {}, None: {}}
+OPTIONS: dict[str | None, dict[str, Any]] = {
+    "ar": {},
+    "prompt-lookup": {"min_n": 1},
+    "self": {},
+    "suffix": {},
+    None: {},
+}
 
 
 def gone(*things: Any) -> list[Any]:
