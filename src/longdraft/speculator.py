@@ -69,8 +69,7 @@ class _Target:
 
 def _made_with() -> set[str]:
     """Names of the arguments of :class:`Speculator`, options of methods included."""
-    options = [option.name for method in METHODS.values() for option in method.options.values()]
-    return {*signature(Speculator).parameters, *options}
+    return {*signature(Speculator).parameters, *(name for method in METHODS.values() for name in method.options)}
 
 
 class Speculator:
@@ -259,12 +258,8 @@ class Speculator:
             return target.planner
 
     def runner(self, target: PreTrainedModel | None = None, kept: bool = True) -> TargetRunner:
-        """The hosted target; made once a model, and anew for one that was moved, cast or given other layers since.
-
-        Args:
-            target: the model, by default the first one.
-            kept: keep a given one alive from now on.
-        """
+        """The hosted target, by default the first; made once a model, and anew for one that was moved, cast or given
+        other layers since. ``kept``: keep a given one alive from now on."""
         if target is None and not self._targets:
             raise RequestError("This Speculator has no target: Speculator(name, target=model).")
         model = next(self._targets.keys()) if target is None else target

@@ -39,8 +39,8 @@ _REMEDY = "Fetch the folder again, or save it again with `save_pretrained`."
 # Log levels and bars are process-wide: two loads that save and restore them must not overlap.
 _SWITCHES = threading.RLock()
 _NO_TOKENIZER = (
-    "Is there no tokenizer.json (or tokenizer.model)? `tokenizer.save_pretrained(folder)` writes it beside the model. A "
-    "model without one decodes token ids: Speculator(target=AutoModelForCausalLM.from_pretrained(folder))."
+    "Is there no tokenizer.json (or tokenizer.model)? `tokenizer.save_pretrained(folder)` writes it beside the model. "
+    "A model without one decodes token ids: Speculator(target=AutoModelForCausalLM.from_pretrained(folder))."
 )
 # Files of a folder that are checked before transformers reads them, and ends of the names of others of a bounded size.
 _CONFIGURATIONS = ("config.json", "generation_config.json", "tokenizer_config.json")

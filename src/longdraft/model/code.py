@@ -33,15 +33,12 @@ def _home(code: Any) -> str:
 
 
 def functions_of(model: nn.Module) -> dict[str, Any]:
-    """What the forwards of a model's classes call: methods of the classes, functions of their files and of torch.
-
-    Returns:
-        The function that is at each place now, such as "torch.nn.functional.silu".
-    """
+    """What the forwards of a model's classes call now, by its place: methods of the classes, functions of their files
+    and of torch, such as "torch.nn.functional.silu"."""
     kinds = dict.fromkeys(map(type, model.modules()))
     classes = dict.fromkeys(c for kind in kinds for c in kind.__mro__ if not issubclass(PreTrainedModel, c))
     files = {c.__module__: vars(file) for c in classes if (file := sys.modules.get(c.__module__)) is not None}
-    return _reached("forward", {f"{c.__module__}.{c.__qualname__}": vars(c) for c in classes} | files | _TORCH)
+    return _reached("forward", {**{f"{c.__module__}.{c.__qualname__}": vars(c) for c in classes}, **files, **_TORCH})
 
 
 def called_by(place: str, function: Any) -> dict[str, Any]:
@@ -55,12 +52,8 @@ def replaced(model: nn.Module) -> list[str]:
 
 
 def _reached(name: str, spaces: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """What a name leads to in all of the spaces, and so on for the names that are in those functions' code.
-
-    Names say too much rather than too little: a method of another class may be called alike.
-    """
-    found: dict[str, Any] = {}
-    names = [name]
+    """What a name leads to in all of the spaces, and the names in the code of what is found there: rather too much."""
+    found, names = dict[str, Any](), [name]
     for name in names:  # which grows
         for space, own in spaces.items():
             value = getattr(own.get(name), "__func__", own.get(name))

@@ -84,9 +84,8 @@ def hooked(model: nn.Module, classes: bool = False) -> list[str]:
     found = replaced(model)
     for name, module in model.named_modules():
         own = [hook for hooks in HOOKS for hook in getattr(module, hooks).values()]
-        names = ("forward",) if isinstance(module, PreTrainedModel) else tuple(vars(module))
-        values = [vars(module)[each] for each in names if each in vars(module)]
-        own += [each for each in values if isinstance(each, FunctionType | MethodType | partial)]
+        names = {"forward"} if isinstance(module, PreTrainedModel) else vars(module).keys()
+        own += [v for k, v in vars(module).items() if k in names and isinstance(v, FunctionType | MethodType | partial)]
         own += [type(module).forward] if classes else []
         found += [name or type(module).__name__ for each in own if not is_known(each)]
     return found

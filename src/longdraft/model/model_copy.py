@@ -141,7 +141,7 @@ class _Copying:
 def signature(model: PreTrainedModel) -> list[Any]:
     """Everything that a copy depends on, to be compared by :func:`unchanged`.
 
-    That is modules and their types, the functions that their forwards call, the storage of parameters and buffers, hooks,
+    That is modules and their types, functions that their forwards call, the storage of parameters and buffers, hooks,
     replaced forwards, attributes and configurations. Writing into a weight in place changes nothing.
 
     Raises:

@@ -83,7 +83,6 @@ class TargetRunner:
             self._host = host(model)
             self.lock = self._host.lock
             shape = layout_of(model).shape
-            self._settled_by = self._hosted_as()
             self.depth = len(hosting.decoder_layers(model))
         self.kv_shape = shape if self.share is None else self.share.of_heads(shape)
         self.context_length = hosting.context_length(model)
@@ -110,7 +109,7 @@ class TargetRunner:
         self.graphs = Graphs.on(self.device, self.attention_path) if recorded else Graphs(None)
         # Of stores of whole texts and windows, and of views, which would take each other's.
         self._rooms, self._resident = Rooms(), Rooms()
-        self._structure = structure_of(model)
+        self._structure, self._made_for = structure_of(model), self.store_kind
         self.rows = one_bucket.rows_for(self) if deterministic else None
 
     @property
@@ -119,10 +118,6 @@ class TargetRunner:
         model = self._model()
         assert model is not None
         return model
-
-    def _hosted_as(self) -> tuple[object, ...]:
-        """What this runner was made for, beside the weights."""
-        return self.model.device, self.model.dtype, self.twin.layout
 
     @property
     def rooms(self) -> Rooms | None:
@@ -141,8 +136,8 @@ class TargetRunner:
 
     @property
     def outdated(self) -> bool:
-        """True if the model was moved or cast, or got other layers, sizes or settings, so that it needs a new runner."""
-        return structure_of(self.model) != self._structure or self._hosted_as() != self._settled_by
+        """True if the model was moved or cast, or got other layers, sizes or settings: it needs a new runner."""
+        return structure_of(self.model) != self._structure or self.store_kind != self._made_for
 
     def refresh(self) -> None:
         """Adopts changes that the user made to the model since the last run.
@@ -155,11 +150,11 @@ class TargetRunner:
         support.check_functions(self.model)
         stored_model.check_unchanged(self.model)
         self._host.refresh(self.model)
-        if self._hosted_as() != self._settled_by:
+        if self.store_kind != self._made_for:
             raise CapabilityError(
                 f"The model is {self.model.dtype} on {self.model.device} now, and what decodes it was made for "
-                f"{self.kv_shape.dtype} on {self.device}, or for layers that attend otherwise. Start the run again: the "
-                "model may be moved, cast or given other layers between runs."
+                f"{self.kv_shape.dtype} on {self.device}, or for layers that attend otherwise. Start the run again: "
+                "the model may be moved, cast or given other layers between runs."
             )
 
     @property
@@ -219,8 +214,8 @@ class TargetRunner:
 
     @property
     def store_kind(self) -> object:
-        """The :attr:`KVStore.kind` of the stores of texts."""
-        return self.twin.layout, self.device, self.kv_dtype, self.offload
+        """The :attr:`KVStore.kind` of the stores of texts: it follows from the model as it is now."""
+        return self.twin.layout, self.model.device, self.model.dtype, self.kv_dtype, self.offload
 
     def new_store(
         self,

@@ -1,4 +1,4 @@
-"""A model whose layers, sizes or code change after its first use: text is the changed model's own, or refused by name."""
+"""A model whose layers, sizes or code change after its first use: text is its own as it is now, or refused by name."""
 
 from __future__ import annotations
 

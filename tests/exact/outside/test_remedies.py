@@ -1,5 +1,5 @@
-"""Errors say what to do, and what others meet with plain transformers works: settings in the wrong place, templates that
-render nothing, folders without a tokenizer, new kinds of blocks, grammars for a batch, python -OO, reloaded modules."""
+"""Errors that say what to do, and what plain transformers takes: settings in the wrong place, empty templates, folders
+without a tokenizer, new kinds of blocks, grammars for a batch, python -OO, reloaded modules."""
 
 from __future__ import annotations
 

@@ -223,11 +223,7 @@ def _tensors(memory: mmap.mmap, at: int, count: int, alignment: int) -> list[Ten
 
 @cache
 def _kind(number: int) -> Any:
-    """The kind of a tensor's blocks.
-
-    Raises:
-        CheckpointError: the package gguf does not know it, or cannot unpack it.
-    """
+    """The kind of a tensor's blocks; raises CheckpointError for one that the package gguf cannot unpack."""
     import gguf
 
     word = f"number {number}"
@@ -239,8 +235,8 @@ def _kind(number: int) -> Any:
         return kind
     except (ValueError, NotImplementedError) as error:
         raise CheckpointError(
-            f"It has weights in blocks of the type {word}, which the installed package gguf does not unpack: take the "
-            "model in another quantisation (such as Q4_K_M or Q8_0), or update the package: pip install -U gguf."
+            f"It has blocks of the type {word}, which the installed package gguf does not unpack: take the model in "
+            "another quantisation (Q4_K_M, Q8_0), or pip install -U gguf."
         ) from error
 
 
