@@ -6,9 +6,11 @@ import logging
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -63,6 +65,11 @@ class _Target:
     recipe: Recipe | None = None
     planner: Planner | None = None
     weighed: bool = False
+
+
+def _made_with() -> set[str]:
+    """Names of the arguments of :class:`Speculator`, options of methods included."""
+    return {*signature(Speculator).parameters, *(name for method in METHODS.values() for name in method.options)}
 
 
 class Speculator:
@@ -132,8 +139,9 @@ class Speculator:
             raise RequestError(f"deterministic is True or False, got {deterministic!r}")
         self.deterministic = deterministic
         self.tokenizer = tokenizer
-        # By a model's id. Never changed in place, so it is read without a lock. Whoever holds the lock waits for none.
-        self._targets: dict[int, _Target] = {}
+        # Nothing is added in place, so it is read without a lock. Whoever holds the lock waits for none. Models that
+        # ``generate`` hands over are not kept alive.
+        self._targets: WeakKeyDictionary[PreTrainedModel, _Target] = WeakKeyDictionary()
         self._changing = Lock()
         if target is not None:
             self.use(target, tokenizer)
@@ -249,29 +257,31 @@ class Speculator:
                 target.weighed = True
             return target.planner
 
-    def runner(self, target: PreTrainedModel | None = None) -> TargetRunner:
-        """The hosted target; made once a model, and anew for one that was moved or cast since."""
+    def runner(self, target: PreTrainedModel | None = None, kept: bool = True) -> TargetRunner:
+        """The hosted target, by default the first; made once a model, and anew for one that was moved, cast or given
+        other layers since. ``kept``: keep a given one alive from now on."""
         if target is None and not self._targets:
             raise RequestError("This Speculator has no target: Speculator(name, target=model).")
-        model = next(iter(self._targets.values())).runner.model if target is None else target
-        if (found := self._known(model)) is not None:
-            return found
+        model = next(self._targets.keys()) if target is None else target
         support.check_model(model)
-        with lock_of(model):
-            if (found := self._known(model)) is None:
-                found = TargetRunner(model, self.offload, self._kv_dtype, self.deterministic)
-                with self._changing:
-                    self._targets = self._targets | {id(model): _Target(found)}  # an older one's place stays
+        if (found := self._known(model)) is None:
+            with lock_of(model):
+                if (found := self._known(model)) is None:
+                    found = TargetRunner(model, self.offload, self._kv_dtype, self.deterministic)
+                    found.kept = before.runner.kept if (before := self._targets.get(model)) else None
+                    with self._changing:
+                        self._targets = self._targets | {model: _Target(found)}  # an older one's place stays
+        found.kept = model if kept and target is not None else found.kept
         return found
 
     def _known(self, model: PreTrainedModel) -> TargetRunner | None:
-        target = self._targets.get(id(model))
+        target = self._targets.get(model)
         return None if target is None or target.runner.outdated else target.runner
 
     def _target(self, runner: TargetRunner | None = None) -> _Target:
         """The record of a target, by default the first."""
         runner = self.runner() if runner is None else runner
-        found = self._targets.get(id(runner.model))
+        found = self._targets.get(runner.model)
         return found if found is not None and found.runner is runner else _Target(runner)
 
     def feature_layers(self) -> tuple[int, ...]:
@@ -336,7 +346,7 @@ class Speculator:
             ContextError: a prompt and its new tokens exceed the model's context.
             MemoryBudgetError: there is no room for even one prompt, before any work.
         """
-        requests = requests_of(prompts, settings)
+        requests = requests_of(prompts, settings, _made_with())
         if not callable(cancelled):
             raise RequestError(f"cancelled is a function that is asked between forwards, got {cancelled!r}")
         chosen, engine = self._engine(batch, cache, len(requests), piece=piece)
@@ -384,7 +394,7 @@ class Speculator:
 
     # --- transformers: model.generate(**inputs, custom_generate=speculator) ---
 
-    __signature__ = HandedOver(decoding.decode)
+    __signature__ = HandedOver(decoding.decode, __init__)
 
     def __call__(
         self, model: PreTrainedModel, input_ids: torch.Tensor, *, given: Given | None = None, **call: Any
@@ -397,7 +407,7 @@ class Speculator:
         """
         given = given or Given()
         try:
-            runner = self.runner(model)
+            runner = self.runner(model, kept=False)
             chosen = self._settled(runner)
             return decoding.decode(runner, chosen, lambda: self.planner(runner=runner), input_ids, given, **call)
         finally:

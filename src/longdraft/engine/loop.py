@@ -59,6 +59,7 @@ class Engine:
         chunk: int | None = None,
     ) -> None:
         self.runner, self.drafter, self.schedule = runner, drafter, schedule or Schedule()
+        self._model = runner.model  # kept as long as this may decode
         self._keeps_outputs = cache is not None
         self.cache = PromptCache() if cache is None else cache
         self.planner, self.slots = planner, slots
@@ -267,7 +268,7 @@ class Engine:
         rows, slots = capacity + beside, self.slots
         while True:
             try:
-                store = self.cache.open(new_store, slots, rows, layers, runner.kv_dtype, self._target)
+                store = self.cache.open(new_store, slots, rows, layers, runner.store_kind, self._target)
                 self._store, self._query_layers = store, self.drafter.query_layers(runner)
                 self.drafter.bind(runner, store)
                 self.schedule.open(runner, store, nodes, self._query_layers)

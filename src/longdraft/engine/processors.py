@@ -83,15 +83,22 @@ def _of_row(processor: Any, row: int, rows: int) -> Any:
             f"longdraft calls logits processors with one row, and this {name} is made for another batch, or for all "
             f"{rows} rows of this one: give one prompt at a time, or leave {_OF_A_BATCH.get(name, 'it')} out."
         )
-    copied = _copy(processor)
+    # xgrammar's: immutable ones, one for all rows or one for each.
+    grammars = getattr(processor, "compiled_grammars", None)
+    grammars = grammars if isinstance(grammars, list) else []
+    copied = _copy(processor, grammars)
+    if len(grammars) > 1:
+        if len(grammars) != rows:
+            raise CapabilityError(f"{name} has {len(grammars)} grammars for {rows} rows: give it one, or one a row.")
+        copied.compiled_grammars = grammars[row : row + 1]
     if lengths is not None:
         copied.prompt_ignore_length = lengths[row : row + 1]
     return copied
 
 
-def _copy(processor: Any) -> Any:
+def _copy(processor: Any, shared: Iterable[Any] = ()) -> Any:
     parts = vars(processor) if hasattr(processor, "__dict__") else {}
-    shared = [p for p in parts.values() if isinstance(p, (torch.nn.Module, PreTrainedTokenizerBase))]
+    shared = [*shared, *(p for p in parts.values() if isinstance(p, (torch.nn.Module, PreTrainedTokenizerBase)))]
     try:
         return copy.deepcopy(processor, {id(part): part for part in shared})
     except Exception as error:  # whatever a class of a user's raises when it is copied

@@ -45,19 +45,22 @@ def given_cache(keywords: dict[str, Any]) -> Any:
     return next((cache for name in CACHES if (cache := keywords.get(name)) is not None), None)
 
 
-class HandedOver:
-    """The ``__signature__`` of a custom loop's class, whose ``__call__`` names ``given``.
+class HandedOver(inspect.Signature):
+    """The ``__signature__`` of a custom loop's class, whose ``__call__`` names ``given``. The class has that of its
+    constructor, which is this object: tools that take a class apart (%autoreload) put it into another one.
 
     Args:
         decode: takes the keywords that the loop passes on; it names ``tokenizer``.
+        constructor: of the class.
     """
 
-    def __init__(self, decode: Callable[..., Any]) -> None:
+    def __init__(self, decode: Callable[..., Any], constructor: Callable[..., Any]) -> None:
+        super().__init__([*inspect.signature(constructor).parameters.values()][1:])
         self._decode = decode
 
     def __get__(self, loop: Any, owner: type) -> inspect.Signature:
-        if loop is None:  # the class has the signature of its constructor
-            raise AttributeError("__signature__")
+        if loop is None:
+            return self
         if (asking := _generate()) is not None:
             _hand_over(asking.f_locals)
         own, others = (list(inspect.signature(f).parameters.values()) for f in (owner.__call__, self._decode))

@@ -64,7 +64,7 @@ class PromptCache:
         slots: int,
         capacity: int,
         feature_layers: tuple[int, ...] = (),
-        dtype: torch.dtype | None = None,
+        kind: object = None,
         target: str | None = None,
     ) -> KVStore:
         """The store for a run, with the rows that the cache holds.
@@ -75,7 +75,7 @@ class PromptCache:
             capacity: rows of each slot.
             feature_layers: layers whose hidden states the run needs (``new_store`` makes room for them). A cache
                 without them is dropped.
-            dtype: dtype that ``new_store`` keeps rows in, or None for any. A cache in another dtype is dropped.
+            kind: :attr:`KVStore.kind` of what ``new_store`` makes, or None for any. A cache of another kind is dropped.
             target: the fingerprint of the target, with its adapters. Rows of another target are dropped, and a snapshot
                 that is still to be read must be this target's. None if it is the same target as before.
 
@@ -88,18 +88,27 @@ class PromptCache:
             self.forget()
         old, found = self.store, None if self._pending is None else snapshot.known(self._pending)
         unusable = old is not None and (
-            (bool(feature_layers) and old.feature_layers != feature_layers) or dtype not in (None, old.dtype)
+            (bool(feature_layers) and old.feature_layers != feature_layers) or kind not in (None, old.kind)
         )
         if old is None or old.slots < slots or old.capacity < capacity or unusable:
-            slots = max(slots, old.slots if old else 0)
-            store = new_store(slots, max(capacity, len(found.tokens) if found else 0))
+            capacity = max(capacity, len(found.tokens) if found else 0)
+            held = old.capacity if old and not unusable else 0
+            least, most = (slots, capacity), (max(slots, old.slots if old else 0), max(capacity, held))
+            try:
+                store = new_store(*most)
+            except MemoryBudgetError:
+                if most == least:
+                    raise
+                store = new_store(*least)  # the last slots and the ends of long texts are lost
             if old is not None and (unusable or old.feature_layers != store.feature_layers):
                 self._tree.drop()
             if unusable:
                 self.tokens, self.kinds = [], []
             elif old is not None:
-                for slot, length in enumerate(old.lengths):
-                    store.copy_rows(slot, slot, 0, length, old)
+                for slot, length in enumerate(old.lengths[: store.slots]):
+                    store.copy_rows(slot, slot, 0, kept := old.restorable(slot, min(length, store.capacity)), old)
+                    self.tokens[slot] = self.tokens[slot][:kept]
+            del self.tokens[store.slots :], self.kinds[store.slots :]
             self.tokens += [packed(()) for _ in range(store.slots - len(self.tokens))]
             self.kinds += [""] * (store.slots - len(self.kinds))
             self.store = store

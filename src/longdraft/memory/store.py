@@ -95,6 +95,7 @@ class KVStore:
         unverified: rows behind the committed ones that a partial verification wrote. Only drafters read them, and a
             full forward overwrites them.
         states: of the layers that keep no rows of the whole text.
+        kind: what distinguishes stores whose rows or states cannot be those of this one.
         in_place: all layers stay in memory, where kernels and recorded forwards read them.
 
     Raises:
@@ -116,6 +117,7 @@ class KVStore:
         dtype: torch.dtype | None = None,
     ) -> None:
         self.shape, self.dtype = shape, dtype or shape.dtype
+        self.kind: object = None
         self.slots = slots
         self.capacity = capacity
         self.device = torch.device(device)

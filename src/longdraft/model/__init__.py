@@ -14,3 +14,12 @@ Start with ``runner.TargetRunner.forward``, and follow it to ``twin`` and ``host
 - **Parts for drafts**: shared_parts, small_models, own_layer, rotary, key_rotation.
 - **Told to users**: kernel_report, clock.
 """
+
+import sys
+
+if sys.flags.optimize > 1:  # transformers completes docstrings as it is imported, and fails where python -OO left none
+    from transformers.utils import auto_docstring
+
+    vars(sys.modules[auto_docstring.__module__]).update(
+        auto_method_docstring=lambda function, *_, **__: function, auto_class_docstring=lambda kind, *_, **__: kind
+    )

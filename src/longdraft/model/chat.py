@@ -126,6 +126,11 @@ def conversation(
         texts = [str(message["content"]) for message in messages]
         return encode(tokenizer, "\n\n".join([*texts, begun] if begun else texts))
     text = applied(tokenizer, messages, **own, **template)
+    if not text.strip():
+        raise PromptError(
+            f"The chat template of {tokenizer.name_or_path or 'the tokenizer'} rendered nothing: give it one that "
+            "writes the messages (tokenizer.chat_template), or have the prompt read as it is (chat=False)."
+        )
     ids: list[int] = tokenizer(text + _checked(begun), add_special_tokens=False, verbose=False)["input_ids"]
     return ids
 

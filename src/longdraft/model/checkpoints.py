@@ -38,6 +38,10 @@ DType: TypeAlias = str | torch.dtype
 _REMEDY = "Fetch the folder again, or save it again with `save_pretrained`."
 # Log levels and bars are process-wide: two loads that save and restore them must not overlap.
 _SWITCHES = threading.RLock()
+_NO_TOKENIZER = (
+    "Is there no tokenizer.json (or tokenizer.model)? `tokenizer.save_pretrained(folder)` writes it beside the model. "
+    "A model without one decodes token ids: Speculator(target=AutoModelForCausalLM.from_pretrained(folder))."
+)
 # Files of a folder that are checked before transformers reads them, and ends of the names of others of a bounded size.
 _CONFIGURATIONS = ("config.json", "generation_config.json", "tokenizer_config.json")
 _TEXTS = (".json", ".txt", ".jinja", ".model")
@@ -83,9 +87,10 @@ def read_checkpoint(
         if rope_factor is not None:
             stretch_rope(config.get_text_config(), rope_factor)
         if with_tokenizer:
-            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, **source)
-            ends_of(tokenizer)  # a damaged one may be read, and fail when it is used
-            tokenizer.decode(tokenizer("a b").input_ids)
+            with reading(name, f"The tokenizer in {name} cannot be read", _NO_TOKENIZER):
+                tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, **source)
+                ends_of(tokenizer)  # a damaged one may be read, and fail when it is used
+                tokenizer.decode(tokenizer("a b").input_ids)
         # Of language models, or else of those that also read images.
         kinds: list[Any] = [AutoModelForCausalLM, AutoModelForImageTextToText]
         kind = next((kind for kind in kinds if type(config) in kind._model_mapping), kinds[0])

@@ -12,6 +12,8 @@ import itertools
 import json
 import uuid
 from collections.abc import Iterator
+from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,6 +21,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from longdraft.model.code import functions_of, is_known, replaced
 from longdraft.model.model_copy import HOOKS, IGNORED, OWN, PLAIN, place_of
 from longdraft.model.sharded import local
 from longdraft.model.stored import pieces
@@ -33,10 +36,10 @@ _NAMES = frozenset(
 _LEFT_OUT = OWN | IGNORED | _NAMES | {"_is_hf_initialized"}
 # What transformers computes anew from the settings, by the length of the text that a model has just read.
 _BY_LENGTH = ("inv_freq", "attention_scaling", "max_seq_len_cached")
-# Packages whose hooks do the same in every process.
-_KNOWN = ("longdraft.", "transformers.", "torch.", "accelerate.", "peft.")
 
 _names: WeakKeyDictionary[PreTrainedModel, tuple[bytes, str]] = WeakKeyDictionary()
+# What was at each place when a model was first named.
+_functions: WeakKeyDictionary[nn.Module, dict[str, int]] = WeakKeyDictionary()
 _process, _uses = uuid.uuid4().hex, itertools.count()
 
 
@@ -64,30 +67,28 @@ def of(model: PreTrainedModel) -> str:
 
 
 def of_hooks(model: nn.Module) -> str:
-    """Another name at every call where a model has a user's hooks, which may compute something else in the next run."""
-    return f", hooks {_process}.{next(_uses)}" if hooked(model) else ""
+    """Another name at every call where a model has a user's hooks, which may compute something else in the next run, or
+    calls other functions than at first."""
+    first = _functions.setdefault(model, {})
+    changed = [place for place, now in functions_of(model).items() if first.setdefault(place, id(now)) != id(now)]
+    return f", hooks {_process}.{next(_uses)}" if changed or hooked(model) else ""
 
 
 def hooked(model: nn.Module, classes: bool = False) -> list[str]:
-    """Names of modules with hooks or replaced forwards that none of the packages put there that we know.
+    """Names of modules with hooks or replaced forwards, and places of functions that their forwards call, that none of
+    the packages put there that we know.
 
     Args:
         classes: also of modules whose class has its forward from no such package.
     """
-    found = []
+    found = replaced(model)
     for name, module in model.named_modules():
         own = [hook for hooks in HOOKS for hook in getattr(module, hooks).values()]
-        own += [vars(module)["forward"]] if "forward" in vars(module) else []
+        names = {"forward"} if isinstance(module, PreTrainedModel) else vars(module).keys()
+        own += [v for k, v in vars(module).items() if k in names and isinstance(v, FunctionType | MethodType | partial)]
         own += [type(module).forward] if classes else []
         found += [name or type(module).__name__ for each in own if not is_known(each)]
     return found
-
-
-def is_known(code: Any) -> bool:
-    """True if a function is of one of the packages that we know."""
-    while hasattr(code, "func"):
-        code = code.func  # of a partial function
-    return f"{getattr(code, '__module__', '')}.".startswith(_KNOWN)
 
 
 def _tensors(modules: list[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -179,9 +179,13 @@ def _attention(
 AttentionInterface.register(IMPLEMENTATION, _attention)
 
 
-def switch_on(model: PreTrainedModel) -> None:
-    """Routes a model's attention through longdraft, for good. The model must be a copy of our own."""
-    decoder_config(model)._attn_implementation = IMPLEMENTATION
+def switch_on(model: PreTrainedModel, implementation: str = IMPLEMENTATION) -> None:
+    """Routes a model's attention through longdraft, or another one. The model must be a copy of our own."""
+    own = decoder_config(model)
+    # A layer from another model, or a copied one, brings its configuration along.
+    configs = (getattr(module, "config", None) for module in model.modules())
+    for config in (own, *(each for each in configs if type(each) is type(own))):
+        config._attn_implementation = implementation
 
 
 def new_states(

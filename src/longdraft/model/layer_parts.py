@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 from longdraft.attention.block import Block
 from longdraft.memory.windows import WindowStates
 from longdraft.model import hosting
+from longdraft.model.code import is_known
 from longdraft.model.few_rows import weights_of
-from longdraft.model.fingerprints import is_known
 from longdraft.model.layout import Place, decoder_config, layout_of
 from longdraft.model.shared_parts import rotary_module
 from longdraft.native import DecoderLayer, Rows

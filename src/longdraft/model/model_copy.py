@@ -6,15 +6,17 @@ import copy
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache, partial
+from functools import partial
 from types import CellType, FunctionType, MethodType
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from longdraft.errors import UnsupportedModelError
+from longdraft.model.code import functions_of, is_known
 
 # Attributes of every module: parameters, buffers, children and hooks.
 OWN = frozenset(vars(nn.Module()))
@@ -139,20 +141,20 @@ class _Copying:
 def signature(model: PreTrainedModel) -> list[Any]:
     """Everything that a copy depends on, to be compared by :func:`unchanged`.
 
-    That is modules and their types, the storage of parameters and buffers, hooks, replaced forwards, attributes and
-    configurations. Writing into a weight in place changes nothing.
+    That is modules and their types, functions that their forwards call, the storage of parameters and buffers, hooks,
+    replaced forwards, attributes and configurations. Writing into a weight in place changes nothing.
 
     Raises:
         UnsupportedModelError: a module is scripted, so its attributes cannot be read.
     """
-    parts: list[Any] = []
+    parts: list[Any] = [*functions_of(model).values()]
     known: set[int] = set()
     for module in model.modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise UnsupportedModelError(
                 f"{type(model).__name__} has scripted modules, which longdraft cannot host: load it without."
             )
-        parts += (module, type(module), getattr(type(module), "forward", None))
+        parts += (module, type(module))
         for name, value in list(vars(module).items()):
             if name in ("_parameters", "_buffers"):
                 for key, tensor in list(value.items()):
@@ -164,7 +166,8 @@ def signature(model: PreTrainedModel) -> list[Any]:
             elif name not in OWN and name not in IGNORED:
                 parts.append(name)
                 parts += _described(value, known)
-    return parts
+    # A module has one reference as long as it lives. The signature keeps no model alive.
+    return [ref(each) if isinstance(each, nn.Module | MethodType) else each for each in parts]
 
 
 def unchanged(before: list[Any], now: list[Any]) -> bool:
@@ -199,18 +202,12 @@ def place_of(tensor: torch.Tensor | None) -> int:
         return 0
 
 
-@cache
-def _forward(kind: Any) -> FunctionType | None:
-    # A scripted class has none.
-    forward = getattr(kind, "forward", None)
-    function = None if forward is None else inspect.unwrap(forward)
-    return function if isinstance(function, FunctionType) else None
-
-
 def own_forward(module: nn.Module) -> FunctionType | None:
-    """The forward of a module's class, without decorators; None if it is not written in Python."""
-    kind: Any = type(module)
-    return _forward(kind)
+    """The forward of a module's class, without decorators but a user's; None if it is not written in Python."""
+    # A scripted class has none.
+    forward: Any = getattr(type(module), "forward", None)
+    function = None if forward is None else inspect.unwrap(forward, stop=lambda each: not is_known(each))
+    return function if isinstance(function, FunctionType) else None
 
 
 def words(module: nn.Module) -> frozenset[str]:

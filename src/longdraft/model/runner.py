@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
+from weakref import ref
 
 import torch
 from transformers import PreTrainedModel
@@ -28,7 +29,7 @@ from longdraft.model.layout import layout_of
 from longdraft.model.outputs import NO_TAPS, Taps, TargetOutput, not_a_number
 from longdraft.model.sharded import share_of
 from longdraft.model.shared_parts import SharedParts
-from longdraft.model.twin import Twin, host, place_of
+from longdraft.model.twin import Twin, host, structure_of
 
 
 class TargetRunner:
@@ -42,6 +43,7 @@ class TargetRunner:
         deterministic: plain steps and verifications agree to the bit on a GPU too (:mod:`.gpu.deterministic`).
 
     Attributes:
+        kept: the model; None lets it go when nobody else has it.
         attention_path: name of the attention path on this machine. attend: its function, which may be replaced.
         graphs: recorded forwards of the target and of the drafts that read it; may be replaced as well.
         share: this process's share of the target if several processes share it; None for all of it.
@@ -69,7 +71,8 @@ class TargetRunner:
         deterministic: bool = False,
     ) -> None:
         self.offload = offload
-        self.model = model
+        self.kept: PreTrainedModel | None = model
+        self._model = ref(model)
         self.share = share_of(model)
         with named(getattr(model, "name_or_path", "")):
             sizes.check_limits()
@@ -106,8 +109,15 @@ class TargetRunner:
         self.graphs = Graphs.on(self.device, self.attention_path) if recorded else Graphs(None)
         # Of stores of whole texts and windows, and of views, which would take each other's.
         self._rooms, self._resident = Rooms(), Rooms()
-        self._place = place_of(model)
+        self._structure, self._made_for = structure_of(model), self.store_kind
         self.rows = one_bucket.rows_for(self) if deterministic else None
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The user's model."""
+        model = self._model()
+        assert model is not None
+        return model
 
     @property
     def rooms(self) -> Rooms | None:
@@ -126,24 +136,25 @@ class TargetRunner:
 
     @property
     def outdated(self) -> bool:
-        """True if the model was moved or cast, or got another embedding or head, so that it needs a new runner."""
-        return place_of(self.model) != self._place
+        """True if the model was moved or cast, or got other layers, sizes or settings: it needs a new runner."""
+        return structure_of(self.model) != self._structure or self.store_kind != self._made_for
 
     def refresh(self) -> None:
         """Adopts changes that the user made to the model since the last run.
 
         Raises:
-            CapabilityError: the model has another dtype or device now.
+            CapabilityError: the model has another dtype, device or layout of its layers now.
             UnsupportedModelError: it can no longer be copied, or attends with a function of the user's now.
             CheckpointError: the file that its weights are mapped from was written to.
         """
         support.check_functions(self.model)
         stored_model.check_unchanged(self.model)
-        self._host.refresh()
-        if (self.model.device, self.model.dtype) != (self.device, self.kv_shape.dtype):
+        self._host.refresh(self.model)
+        if self.store_kind != self._made_for:
             raise CapabilityError(
                 f"The model is {self.model.dtype} on {self.model.device} now, and what decodes it was made for "
-                f"{self.kv_shape.dtype} on {self.device}. Start the run again: it may be moved or cast between runs."
+                f"{self.kv_shape.dtype} on {self.device}, or for layers that attend otherwise. Start the run again: "
+                "the model may be moved, cast or given other layers between runs."
             )
 
     @property
@@ -201,6 +212,11 @@ class TargetRunner:
         """End-of-sequence ids of the model's generation config; empty if it has none."""
         return frozenset(stated_ends(self.model.generation_config))
 
+    @property
+    def store_kind(self) -> object:
+        """The :attr:`KVStore.kind` of the stores of texts: it follows from the model as it is now."""
+        return self.twin.layout, self.model.device, self.model.dtype, self.kv_dtype, self.offload
+
     def new_store(
         self,
         slots: int,
@@ -235,6 +251,7 @@ class TargetRunner:
         store = offloading.new_store(
             *(place, self.kv_shape, slots, rows, self.device, turned, feature_layers, size, rooms, dtype)
         )
+        store.kind = self.store_kind
         if states and (self.twin.layout.windows or self.recurrent):
             of_windows = dtype if dtype.is_floating_point else self.kv_shape.dtype
             packed = transposed or of_windows != self.kv_shape.dtype

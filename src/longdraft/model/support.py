@@ -15,7 +15,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from longdraft.errors import CapabilityError, ContextError, PromptError, UnsupportedModelError, reason_of
 from longdraft.model import quantised
-from longdraft.model.fingerprints import hooked, is_known
+from longdraft.model.code import called_by, functions_of, is_known
+from longdraft.model.fingerprints import hooked
 from longdraft.model.hosting import context_length, decoder_config, decoder_layers
 from longdraft.model.layout import sparse_kinds
 from longdraft.model.positions import rope_kind, rope_parameters
@@ -90,17 +91,21 @@ def check_functions(model: PreTrainedModel) -> None:
     """Raises UnsupportedModelError for functions of the user's that transformers or torch call in every model: those
     registered or replaced for attention and masks, and hooks of all modules."""
     name = decoder_config(model)._attn_implementation
-    own = [known.get(name) for known in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS)]
+    own = {"attention": ALL_ATTENTION_FUNCTIONS.get(name), "mask": ALL_MASK_ATTENTION_FUNCTIONS.get(name)}
     if name == "eager":  # a function of the model's file
-        files = {sys.modules[type(m).__module__] for m in model.modules() if is_known(type(m).forward)}
-        own += [vars(file).get("eager_attention_forward") for file in files]
-    own += [*modules._global_forward_hooks.values(), *modules._global_forward_pre_hooks.values()]
-    if foreign := next((code for code in own if code is not None and not is_known(code)), None):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} computes with {foreign}, a function of your own (attention: {name!r}), which "
-            "longdraft would leave out. Decode without longdraft, or without the function: "
-            'model.set_attn_implementation("sdpa") for an attention, a hook of one module for one of all.'
-        )
+        files = {type(m).__module__ for m in model.modules() if is_known(type(m).forward)}
+        own |= {file: vars(sys.modules[file]).get("eager_attention_forward") for file in files}
+    # What torch writes in Python calls itself by name, twice where a mode is on.
+    own |= {place: code for place, code in functions_of(model).items() if place.startswith("torch.nn.functional.")}
+    hooks = {**modules._global_forward_hooks, **modules._global_forward_pre_hooks}
+    called = {place: code for role, each in own.items() for place, code in called_by(role, each).items()}
+    for place, code in (called | {f"hook {number}": hook for number, hook in hooks.items()}).items():
+        if not is_known(code):
+            raise UnsupportedModelError(
+                f"{type(model).__name__} computes with {code}, a function of your own ({place}, attention: {name!r}), "
+                "which longdraft would leave out. Decode without longdraft, or without the function: put back what was "
+                'there; model.set_attn_implementation("sdpa") for an attention, a hook of one module for one of all.'
+            )
 
 
 def _check_places(model: PreTrainedModel) -> None:

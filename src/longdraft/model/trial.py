@@ -130,8 +130,7 @@ def _tried(copy: PreTrainedModel, by_itself: bool) -> Layout:
     Args:
         by_itself: the model attends with code of its own (:mod:`.own_code`).
     """
-    name, config = type(copy).__name__, hosting.decoder_config(copy)
-    own = config._attn_implementation
+    name, own = type(copy).__name__, hosting.decoder_config(copy)._attn_implementation
     generator = torch.Generator().manual_seed(0)
     vocabulary = stored.weight_shape(copy.get_input_embeddings())[0]
     try:
@@ -139,7 +138,7 @@ def _tried(copy: PreTrainedModel, by_itself: bool) -> Layout:
         with _short_windows(copy) as cut, quiet() if copy.device.type == "cpu" else nullcontext():
             for _ in range(_TRIALS):
                 tokens = torch.randint(vocabulary, (_TEXT + len(_TREE),), generator=generator, device="cpu").tolist()
-                config._attn_implementation = own
+                hosting.switch_on(copy, own)
                 try:
                     expected = _own(copy, tokens, by_itself or bool(recurrent.mixers_of(copy)))
                 except Exception as error:  # the model's own code, with inputs that it may not take
@@ -164,7 +163,7 @@ def _tried(copy: PreTrainedModel, by_itself: bool) -> Layout:
                 )
         return _layout(copy, tokens, by_itself) if cut else layouts[copy]
     finally:
-        config._attn_implementation = own
+        hosting.switch_on(copy, own)
 
 
 @contextmanager

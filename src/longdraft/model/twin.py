@@ -28,6 +28,7 @@ from longdraft.model import (
     stored,
     support,
 )
+from longdraft.model.code import replaced
 from longdraft.model.fused import FusedLayers
 from longdraft.model.layout import has_windows, layout_of, layouts
 from longdraft.model.model_copy import copy_of, signature, unchanged
@@ -67,7 +68,7 @@ class Twin:
         # Nothing but a head surrounds it, and no row sees those behind it.
         causal = all(getattr(module, "is_causal", True) for module in model.modules())
         bare = causal and hosting.decoder_of(model) is model.base_model
-        compared = self.fused.stack is not None and bare
+        compared = self.fused.stack is not None and bare and not replaced(model)
         if not (compared or shared or windows):
             self._try(model)
         self.layout = layout_of(self.model)
@@ -81,7 +82,7 @@ class Twin:
     def _try(self, model: PreTrainedModel) -> None:
         found = layouts[model] = layouts[self.model] = try_out(model)
         if found.own:
-            hosting.decoder_config(self.model)._attn_implementation = hosting.decoder_config(model)._attn_implementation
+            hosting.switch_on(self.model, hosting.decoder_config(model)._attn_implementation)
 
     @cached_property
     def parts(self) -> SharedParts:
@@ -131,31 +132,31 @@ def lock_of(model: PreTrainedModel) -> AbstractContextManager[bool]:
 
 
 class HostedModel:
-    """A model with its lock, held by users of the twin, and its newest twin."""
+    """A model's lock, held by users of the twin, and its newest twin. The model itself may be forgotten meanwhile."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.lock = lock_of(model)
-        self._model = model
         # Before the copy, so that a change in between is noticed.
-        self._signature = self._current()
+        self._signature = self._current(model)
         self.twin = Twin(model)
 
-    def refresh(self) -> None:
+    def refresh(self, model: PreTrainedModel) -> None:
         """Makes a new twin if the model has been changed.
 
         Raises:
             UnsupportedModelError: the model can no longer be hosted exactly, or copied.
         """
         with self.lock:
-            now = self._current()
+            now = self._current(model)
             if not unchanged(self._signature, now):
-                support.check_supported(self._model)
-                self.twin = Twin(self._model)
+                support.check_supported(model)
+                self.twin = Twin(model)
                 self._signature = now
 
-    def _current(self) -> list[Any]:
+    @staticmethod
+    def _current(model: PreTrainedModel) -> list[Any]:
         # The environment can switch kernels off.
-        return [kernels(), fusing.available(), *signature(self._model)]
+        return [kernels(), fusing.available(), *signature(model)]
 
 
 # Weak references: runners keep what they use, and a user's hook in a twin may refer to the model.
@@ -176,7 +177,7 @@ def host(model: PreTrainedModel) -> HostedModel:
             hosted = HostedModel(model)
             _hosted[model] = ref(hosted)
         else:
-            hosted.refresh()
+            hosted.refresh(model)
         return hosted
 
 
@@ -184,3 +185,9 @@ def place_of(model: PreTrainedModel) -> tuple[object, ...]:
     """Device and dtype of a model, and the storage of its embedding and head."""
     ends = [stored.weight_place(m) for m in (model.get_input_embeddings(), model.get_output_embeddings())]
     return model.device, model.dtype, *((w.data_ptr(), w.shape, w.dtype) for w in ends)
+
+
+def structure_of(model: PreTrainedModel) -> tuple[object, ...]:
+    """What methods, plans and stores are settled by: a model's place, its settings, its modules and their sizes."""
+    modules = [(type(m), *(p.shape for p in m._parameters.values() if p is not None)) for m in model.modules()]
+    return place_of(model), str(hosting.decoder_config(model)), modules

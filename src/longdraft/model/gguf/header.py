@@ -7,6 +7,7 @@ import math
 import mmap
 import re
 import struct
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -203,7 +204,7 @@ def _tensors(memory: mmap.mmap, at: int, count: int, alignment: int) -> list[Ten
             raise ValueError(f"{name[:99]} has {dims} dimensions")
         *shape, kind, offset = struct.unpack_from(f"<{dims}QIQ", memory, at + 4)
         at += 4 + 8 * dims + 12
-        described.append((name, shape, gguf.GGMLQuantizationType(kind), offset))
+        described.append((name, shape, _kind(kind), offset))
     found, spans, start = [], [], -(-at // alignment) * alignment
     for name, shape, kind, offset in described:
         block, size = gguf.GGML_QUANT_SIZES[kind]
@@ -218,6 +219,25 @@ def _tensors(memory: mmap.mmap, at: int, count: int, alignment: int) -> list[Ten
         if begin < end:
             raise ValueError(f"{name} and {other} lie at the same place in it")
     return found
+
+
+@cache
+def _kind(number: int) -> Any:
+    """The kind of a tensor's blocks; raises CheckpointError for one that the package gguf cannot unpack."""
+    import gguf
+
+    word = f"number {number}"
+    try:
+        kind = gguf.GGMLQuantizationType(number)
+        word, (block, size) = kind.name, gguf.GGML_QUANT_SIZES[kind]
+        if block > 1:
+            gguf.dequantize(np.zeros((1, size), np.uint8), kind)
+        return kind
+    except (ValueError, NotImplementedError) as error:
+        raise CheckpointError(
+            f"It has blocks of the type {word}, which the installed package gguf does not unpack: take the model in "
+            "another quantisation (Q4_K_M, Q8_0), or pip install -U gguf."
+        ) from error
 
 
 def _few(what: str, count: int) -> None:
