@@ -25,6 +25,7 @@ settings = {
 (folder / ".qwen" / "settings.json").write_text(json.dumps(settings))
 common = ("--yolo", "--max-session-turns", "6")
 own = {"OPENAI_BASE_URL": URL, "OPENAI_API_KEY": "none", "OPENAI_MODEL": MODEL}
+own["HTTPS_PROXY"] = ""  # it would send requests of HTTP there too
 session(
     lambda: run("qwen", *common, "-p", "Read greeting.py, then say what it does in one sentence.", **own),
     lambda: run("qwen", *common, "--continue", "-p", "Which argument does greet take? Say one word.", **own),

@@ -17,10 +17,10 @@ folder = Path(tempfile.mkdtemp())
 
 
 def run(name: str, *words: str, **environment: str) -> str:
-    """Runs a program of this script's environment to a good end; what it says. It reaches nothing by HTTPS."""
+    """Runs a program of this script's environment to a good end; what it says. HTTPS leads it nowhere."""
     command = [str(PROGRAMS / name), *words]
-    own = {"HOME": str(folder), "HF_HUB_OFFLINE": "1", "HTTPS_PROXY": "http://127.0.0.1:9"}
-    env = os.environ | own | environment
+    nowhere = {"HTTPS_PROXY": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "1"}
+    env = os.environ | nowhere | {"HOME": str(folder), "PWD": str(folder)} | environment
     done = subprocess.run(command, cwd=folder, env=env, text=True, capture_output=True, stdin=subprocess.DEVNULL)
     print(done.stdout, done.stderr)
     done.check_returncode()
@@ -43,8 +43,10 @@ def session(*turns: Callable[[], object], kept: float = 0.75) -> None:
 
 
 def counts() -> list[float]:
-    """Of the server so far: tokens of prompts, those of them that were kept, requests that were refused."""
+    """Of the server so far: tokens of prompts, those of them that were kept, requests that it refused or that failed
+    (not those of clients that went away: 499)."""
     with urlopen(f"{ROOT}/metrics") as answer:
         page = answer.read().decode()
-    names = ("prompt_tokens_total", "prefix_cache_hits_total", "request_failure_total")
-    return [sum(map(float, re.findall(rf"^longdraft:{name}{{.*}} (\S+)$", page, re.M))) for name in names]
+    refused = r'request_failure_total{.*status="(?!499).*}'
+    figures = ("prompt_tokens_total{.*}", "prefix_cache_hits_total{.*}", refused)
+    return [sum(map(float, re.findall(rf"^longdraft:{figure} (\S+)$", page, re.MULTILINE))) for figure in figures]
