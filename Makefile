@@ -36,8 +36,8 @@ test-arm: $(VENV)/.dev
 	  || { echo "This needs a cross compiler and an emulator: apt-get install g++-aarch64-linux-gnu qemu-user"; exit 1; }
 	LONGDRAFT_EMULATED=armv8-a $(BIN)/python -m pytest tests/native tests/exact/test_bits.py -k "armv8-a and not verified_node"
 
-# Clients of the server as the package index has them, each in an environment of its own (3 GB, some 30 minutes).
-# SERVED=FILE names the model; without, they ask the embedded one, which answers some of them wrongly.
+# Clients of the server as their registries have them, each in an environment of its own (4 GB, some 40 minutes). Agents
+# need Node.js. SERVED=FILE names the model; without, they ask the embedded one, which answers some of them wrongly.
 CLIENTS := .venv-clients
 SERVED  ?=
 test-clients: $(VENV)/.dev

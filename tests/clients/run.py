@@ -1,12 +1,14 @@
-"""Runs real clients, as they come from the package index, against ``longdraft serve``.
+"""Runs real clients, as they come from their registries, against ``longdraft serve``.
 
 ``make test-clients`` does; ``python -m tests.clients.run openai aider --model FILE`` runs some. Each has an environment
-of its own below --folder, which stays for the next time. Prints a table of what worked.
+of its own below --folder, which stays for the next time. Prints a table of what worked. What this machine or the model
+cannot run is left out.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import subprocess
@@ -20,10 +22,9 @@ import longdraft
 from tests.serve.browser import CHROMIUM
 
 HERE = Path(__file__).parent
-# Script -> packages, the client first; none: a program of this machine.
+# Script -> packages of the package index, the client first; none: a program of this machine.
 CLIENTS = {
     "browser": [],
-    "claude_code": [],
     "openai": ["openai"],
     "anthropic": ["anthropic"],
     "litellm": ["litellm"],
@@ -39,31 +40,35 @@ CLIENTS = {
     "guidellm": ["guidellm"],
     "aiperf": ["aiperf"],
     "inference_perf": ["inference-perf"],
+    "openai_agents": ["openai-agents"],
 }
-# Program -> where it is, and how it comes there.
-PROGRAMS = {
-    "browser": (CHROMIUM, "Chromium (apt-get install chromium)"),
-    "claude_code": (shutil.which("claude"), "Claude Code (npm install -g @anthropic-ai/claude-code)"),
+# The same of npm's.
+NODE = {
+    "ai_sdk": ["ai", "@ai-sdk/openai-compatible", "@ai-sdk/openai", "zod"],
+    "claude_code": ["@anthropic-ai/claude-code"],
+    "codex": ["@openai/codex"],
+    "opencode": ["opencode-ai"],
+    "qwen_code": ["@qwen-code/qwen-code"],
 }
+PACKAGES = CLIENTS | NODE
+LONG = {"codex", "opencode", "qwen_code"}  # their own instructions have 6,000 to 17,000 tokens
 NEEDS = {"inference_perf": (3, 12)}  # versions of Python; others take this one
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("clients", nargs="*", default=list(CLIENTS), metavar="CLIENT", help=", ".join(CLIENTS))
+    parser.add_argument("clients", nargs="*", default=list(PACKAGES), metavar="CLIENT", help=", ".join(PACKAGES))
     parser.add_argument("--model", help="a file or folder; left out: the embedded model, which fails some questions")
     parser.add_argument("--url", help="a server that runs already, such as http://127.0.0.1:8000")
     parser.add_argument("--folder", type=Path, default=Path(".venv-clients"))
     options = parser.parse_args()
-    if unknown := [name for name in options.clients if name not in CLIENTS]:
-        parser.error(f"no client {', '.join(unknown)}; there are {', '.join(CLIENTS)}")
-    for name in [name for name in options.clients if sys.version_info < NEEDS.get(name, (3, 10))]:
-        print(f"{CLIENTS[name][0]} is left out: it needs Python {'.'.join(map(str, NEEDS[name]))}.")
+    if unknown := [name for name in options.clients if name not in PACKAGES]:
+        parser.error(f"no client {', '.join(unknown)}; there are {', '.join(PACKAGES)}")
+    embedded = not (options.model or options.url)
+    lacks = {name: lacking(name, embedded) for name in options.clients}
+    for name in [name for name in options.clients if lacks[name]]:
+        print(f"{name} is left out: it needs {lacks[name]}.")
         options.clients.remove(name)
-    for name, (found, needed) in PROGRAMS.items():
-        if found is None and name in options.clients:
-            print(f"{name} is left out: it needs {needed}.")
-            options.clients.remove(name)
     options.folder.mkdir(parents=True, exist_ok=True)
     server = None if options.url else serving(options.model, options.folder / "server.log")
     url = options.url or "http://127.0.0.1:8765"
@@ -79,16 +84,27 @@ def main() -> int:
             server.terminate()
             server.wait()
     print(f"{len(options.clients) - len(failed)} passed, {len(failed)} failed")
-    if failed and not (options.model or options.url):
+    if failed and embedded:
         print(
             "The embedded model may have given a wrong answer: SERVED=FILE names another (Qwen2.5-Coder-1.5B passes)."
         )
     return len(failed)
 
 
+def lacking(client: str, embedded: bool) -> str | None:
+    """What a client needs and this machine, or the embedded model, does not have."""
+    if sys.version_info < (version := NEEDS.get(client, (3, 10))):
+        return f"Python {'.'.join(map(str, version))}"
+    if client == "browser" and CHROMIUM is None:
+        return "Chromium (apt-get install chromium)"
+    if client in NODE and not (shutil.which("node") and shutil.which("npm")):
+        return "Node.js and npm (apt-get install npm)"
+    return "a model with 32K of context (SERVED=FILE, --model FILE)" if client in LONG and embedded else None
+
+
 def serving(model: str | None, log: Path) -> subprocess.Popen[bytes]:
-    chosen = ["--model", model] if model else []
-    command = [sys.executable, "-m", "longdraft", "serve", "--port", "8765", "--context", "8192", *chosen]
+    chosen = ["--context", "32768", "--slots", "2", "--model", model] if model else ["--context", "8192"]
+    command = [sys.executable, "-m", "longdraft", "serve", "--port", "8765", *chosen]
     print(f"Starting the server, which writes to {log} ...", flush=True)
     with log.open("wb") as out:
         return subprocess.Popen(command, stdout=out, stderr=out)
@@ -109,19 +125,34 @@ def wait_for(url: str, server: subprocess.Popen[bytes] | None, seconds: float = 
 
 def works(client: str, folder: Path, environment: dict[str, str]) -> bool:
     """Installs a client if need be, runs its script, and prints a line of the table."""
-    if not CLIENTS[client]:
-        return ran(client, Path(sys.executable), Path(str(PROGRAMS[client][0])).name, "", environment)
-    python = folder / client / "bin" / "python"
-    pip = [python, "-m", "pip", "--disable-pip-version-check"]
-    if not (folder / client / ".installed").exists():
-        print(f"Installing {CLIENTS[client][0]} ...", flush=True)
-        subprocess.run([sys.executable, "-m", "venv", folder / client], check=True)
-        subprocess.run([*pip, "install", "--quiet", *CLIENTS[client]], check=True)
-        (folder / client / ".installed").touch()
-    package = CLIENTS[client][0].partition("[")[0]
-    shown = subprocess.run([*pip, "show", package], capture_output=True, text=True, check=True).stdout
+    if not PACKAGES[client]:
+        return ran(client, Path(sys.executable), "chromium", "", environment)
+    home, package = (folder / client).absolute(), PACKAGES[client][0].partition("[")[0]
+    if not (home / ".installed").exists():
+        print(f"Installing {package} ...", flush=True)
+        install = with_npm if client in NODE else with_pip
+        install(home, PACKAGES[client])
+        (home / ".installed").touch()
+    if client in NODE:
+        version = json.loads((home / "node_modules" / package / "package.json").read_text())["version"]
+        programs = {"PROGRAMS": str(home / "node_modules" / ".bin")}
+        return ran(client, Path(sys.executable), package, version, environment | programs)
+    python = home / "bin" / "python"
+    shown = subprocess.run([python, "-m", "pip", "show", package], capture_output=True, text=True, check=True).stdout
     version = next(line.split()[1] for line in shown.splitlines() if line.startswith("Version:"))
-    return ran(client, python, package, version, environment)
+    return ran(client, python, package, version, environment | {"PROGRAMS": str(python.parent)})
+
+
+def with_pip(home: Path, packages: list[str]) -> None:
+    subprocess.run([sys.executable, "-m", "venv", home], check=True)
+    pip = [home / "bin" / "python", "-m", "pip", "--disable-pip-version-check"]
+    subprocess.run([*pip, "install", "--quiet", *packages], check=True)
+
+
+def with_npm(home: Path, packages: list[str]) -> None:
+    home.mkdir(exist_ok=True)
+    command = ["npm", "install", "--silent", "--no-audit", "--no-fund", "--no-update-notifier", "--prefix", str(home)]
+    subprocess.run([*command, *packages], check=True)
 
 
 def ran(client: str, python: Path, package: str, version: str, environment: dict[str, str]) -> bool:

@@ -43,7 +43,7 @@ def available_bytes(device: torch.device) -> int | None:
 
 def host_bytes() -> int:
     """Bytes of this machine's memory that this process can still have."""
-    return min(int(psutil.virtual_memory().available), *_process_available(), *cgroup_available())
+    return min([int(psutil.virtual_memory().available), *_process_available(), *cgroup_available()])
 
 
 def _process_available() -> Iterator[int]:

@@ -138,6 +138,11 @@ def test_what_is_available_looks_at_the_limits_of_the_process():
         resource.setrlimit(resource.RLIMIT_AS, limit)
 
 
+def test_what_is_available_is_known_where_nothing_limits_the_process(monkeypatch):
+    monkeypatch.setattr(sizes, "cgroup_available", lambda: iter(()))  # no cgroups, or "max" in all of them
+    assert sizes.available_bytes(torch.device("cpu")) > 1 << 20
+
+
 @pytest.mark.parametrize("version", [1, 2])
 def test_what_is_available_looks_at_every_cgroup_around_the_process(version, tmp_path):
     root, own = tmp_path / "cgroup", tmp_path / "own"
