@@ -23,13 +23,9 @@ Message = dict[str, Any]
 # Names of who speaks that templates do not know.
 _ROLES = {"human": "user", "observation": "tool", "function_response": "tool"}
 _ROLES |= dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "function_call"), "assistant")
-# Rows of a question and its answer, as their authors name them.
-PAIRS = (
-    ("instruction", "output"), ("instruction", "response"), ("prompt", "response"), ("prompt", "completion"),
-    ("prompt", "answer"), ("question", "answer"), ("question", "response"), ("query", "response"),
-)  # fmt: skip
-# Keys of a chat that is a list of turns.
+# Keys of a chat that is a list of turns; of a question, and of its answer.
 _LISTS = ("messages", "conversations", "conversation")
+_QUESTIONS, _ANSWERS = ("prompt", "instruction", "question", "query"), ("response", "completion", "output", "answer")
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 # Marks where the last answer ends. The space shows whether a template trims answers.
 _MARK = "-*-cut-*- "
@@ -44,15 +40,11 @@ def messages_of(row: Mapping[str, Any]) -> list[Message] | None:
     turns = next((row[key] for key in _LISTS if key in row), None)
     if turns is None and "data" in row:
         turns = [{"role": role, "content": text} for role, text in zip(cycle(("user", "assistant")), row["data"])]
-    for asked, answered in () if turns is not None or "text" in row else PAIRS:
-        if asked in row and answered in row:
-            prompt, answer = row[asked], row[answered]
-            if isinstance(prompt, str):
-                prompt = [{"role": "user", "content": "\n\n".join(filter(None, (prompt, row.get("input"))))}]
-            if isinstance(answer, str):
-                answer = [{"role": "assistant", "content": answer}]
-            turns = [*prompt, *answer]
-            break
+    asked, answered = (next((row[key] for key in keys if key in row), None) for keys in (_QUESTIONS, _ANSWERS))
+    if turns is None and "text" not in row and asked and answered:
+        if isinstance(asked, str):
+            asked = [{"role": "user", "content": "\n\n".join(filter(None, (asked, row.get("input"))))}]
+        turns = [*asked, *([{"role": "assistant", "content": answered}] if isinstance(answered, str) else answered)]
     if turns is None:
         return None
     messages = list(dropwhile(lambda each: each["role"] == "assistant", map(_message, turns)))
@@ -78,7 +70,7 @@ def _message(turn: Mapping[str, Any]) -> Message:
     if not reasoning and role in ("assistant", "gpt") and content and "</think>" in content:
         reasoning, _, content = content.partition("</think>")
         reasoning, content = reasoning.strip().removeprefix("<think>").strip(), content.lstrip("\n")
-    dropped = {"from", "value", "role", "content", "tool_calls", *_REASONING}
+    dropped = {"from", "value", "role", "content", "tool_calls"}
     message = {k: v for k, v in turn.items() if k not in dropped and v is not None}
     message |= {"role": _ROLES.get(role, role), "content": content or ""}
     return message | ({"reasoning_content": reasoning} if reasoning else {}) | ({"tool_calls": calls} if calls else {})
@@ -111,7 +103,8 @@ def rendered_chat(
         raise ValueError("with a chat, for which the tokenizer has no template")
     render: Callable[..., str] = partial(applied, tokenizer, tools=tools, **own, **(settings or {}))
     ended = partial(render, add_generation_prompt=False)
-    text = _answered(render, ended, messages, cut)
+    if not (text := _answered(render, ended, messages, cut, "</think>" in str(tokenizer.chat_template))):
+        raise ValueError("with a thought that the chat template does not show")
     spans = list[tuple[int, int]]()
     for i in [i for i, each in enumerate(messages) if each["role"] == "assistant"]:
         begun, end = render(messages[:i]), len(text)
@@ -127,8 +120,11 @@ def rendered_chat(
     return _tokens(text, spans, tokenizer)
 
 
-def _answered(render: Callable[..., str], ended: Callable[..., str], messages: Sequence[Message], cut: bool) -> str:
-    """The text of a chat up to the end of its last answer, whose reasoning is put back if the template drops it."""
+def _answered(
+    render: Callable[..., str], ended: Callable[..., str], messages: Sequence[Message], cut: bool, thinks: bool
+) -> str:
+    """The text of a chat up to the end of its last answer. Reasoning that the template drops is put back if ``thinks``:
+    the template knows of <think>; else the text is empty."""
     *before, last = messages
     content, reasoning = last["content"], last.get("reasoning_content", "")
     if not content and not reasoning:  # calls of tools alone
@@ -138,6 +134,8 @@ def _answered(render: Callable[..., str], ended: Callable[..., str], messages: S
         raise ValueError("whose last answer the chat template does not show")
     head, tail = (head, tail[1:]) if tail.startswith(" ") else (head.rstrip(), tail)  # the template trims
     if reasoning and (reasoning not in head or not content):
+        if not thinks:
+            return ""
         begun = render(before)
         opened = begun if begun.rstrip().endswith("<think>") else f"{begun}<think>\n"
         head = opened + reasoning + (f"\n</think>\n\n{content}" if content or not cut else "")
@@ -146,7 +144,7 @@ def _answered(render: Callable[..., str], ended: Callable[..., str], messages: S
 
 def _end_of(text: str, ended: Callable[..., str], before: Sequence[Message], message: Message) -> int:
     """Where an earlier answer ends in the text of its chat; 0 if the template shows it in another way."""
-    spoken = {key: value for key, value in message.items() if key != "reasoning_content"}
+    spoken = {key: value for key, value in message.items() if key not in _REASONING}
     for each in (message, spoken):  # many templates drop the reasoning of earlier turns
         through = ended([*before, each]).rstrip()
         if text.startswith(through):

@@ -140,6 +140,16 @@ def test_thoughts_are_learned_as_the_model_wrote_them(inside, tmp_path):
     assert read([thought(inside, turns=2)], SHOWS, tmp_path)[0][0][-1] == shown[1]
 
 
+def test_thoughts_in_a_templates_own_way(tmp_path):
+    own = SIMPLE.replace(
+        "{{ m.content }}", "{% if m.thinking %}[THINK]{{ m.thinking }}[/THINK]{% endif %}{{ m.content }}"
+    )
+    row = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes", "thinking": "well"}]}
+    assert read([row], own, tmp_path)[0][0][1] == "[THINK]well[/THINK]yes<|end|>"
+    found, skipped = read([row], SIMPLE, tmp_path)
+    assert not found and "with a thought that the chat template does not show" in str(skipped)
+
+
 def test_answers_without_a_thought_are_kept_where_the_prompt_opens_one(tmp_path):
     found, skipped = read([FORMS["messages"]], DROPS, tmp_path)
     assert not skipped and found[0][1::2] == ["yes<|end|>", "no<|end|>"]
