@@ -29,7 +29,6 @@ for (const chosen of [compatible(model), openai.chat(model), openai.responses(mo
       prepareStep: ({ stepNumber }) => ({ toolChoice: stepNumber ? 'auto' : 'required' }),
       stopWhen: stepCountIs(2),
       onError: ({ error }) => { console.error(error.message, error.responseBody); process.exit(1); },
-      providerOptions: { openai: { store: false } },  // nothing is stored, so it sends whole items
     });
     const steps = await result.steps;
     assert(steps[0].toolCalls.length && steps[1].finishReason !== 'error');

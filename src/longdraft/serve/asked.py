@@ -260,9 +260,9 @@ class Told(Asked):
 
 def respond(service: Service, body: Responses, tenant: str | None = None) -> Told:
     """Raises longdraft's errors and ApiError for what cannot be served."""
-    teller = ResponseAnswer(Head("resp", service.settings.name), body)
+    teller = ResponseAnswer(Head("resp", service.settings.name), body, partial(service.recent.keep, tenant))
     try:
-        found = chat(service, body.as_chat(), tenant)
+        found = chat(service, body.as_chat(partial(service.recent.found, tenant)), tenant)
     except ContextOverflow as error:
         if not body.stream:
             raise

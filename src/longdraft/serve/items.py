@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, BeforeValidator, Field, model_validator
 
+from longdraft.serve.errors import ApiError
 from longdraft.serve.kinds import SHELL, left_out
 from longdraft.serve.schema import Chat, Effort, Limit, Part, Sampled, Strict, in_words, joined
 
@@ -15,12 +17,12 @@ class Item(Strict):
 
     type: Literal[
         "message", "reasoning", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output",
-        "local_shell_call", "local_shell_call_output",
+        "local_shell_call", "local_shell_call_output", "item_reference",
     ] = "message"  # fmt: skip
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: str | list[Part] | None = None
     name: str | None = None
-    # An output of OpenAI's local shell has an id.
+    # An output of OpenAI's local shell has an id, and so has a reference.
     call_id: str | None = Field(default=None, validation_alias=AliasChoices("call_id", "id"))
     arguments: str | dict[str, Any] = "{}"
     input: str = ""
@@ -62,6 +64,34 @@ class Item(Strict):
             message[key] = message.get(key, "") + text
 
 
+class Recent:
+    """The outputs of recent responses by id, for clients that refer to them instead of sending them again.
+
+    The oldest are forgotten first, and all of them with the server.
+
+    Args:
+        most: items that are kept.
+    """
+
+    def __init__(self, most: int = 4096) -> None:
+        self._most, self._items = most, dict[tuple[str | None, str], dict[str, Any]]()
+
+    def keep(self, tenant: str | None, items: Sequence[dict[str, Any]]) -> None:
+        self._items |= {(tenant, item["id"]): item for item in items}
+        for oldest in list(self._items)[: -self._most]:
+            del self._items[oldest]
+
+    def found(self, tenant: str | None, item: Item) -> Item:
+        """The item, or the one that it refers to. Raises ApiError if that is not there."""
+        if item.type != "item_reference":
+            return item
+        kept = self._items.get((tenant, str(item.call_id)))
+        if kept is None:
+            message = f"Item {item.call_id!r} is not here any more: send it whole, as clients do with store: false."
+            raise ApiError(404, message, param="input", code="item_not_found")
+        return Item.model_validate({**kept, "call_id": kept.get("call_id", kept["id"])})
+
+
 class TextFormat(Strict):
     """The ``response_format`` of ``/v1/responses``, under the name that it has there."""
 
@@ -93,11 +123,12 @@ def _readable(items: Any) -> Any:
 
 
 class Responses(Sampled):
-    """``/v1/responses``: text and calls of functions; nothing is stored."""
+    """``/v1/responses``: text and calls of functions."""
 
     input: Annotated[str | Annotated[list[Item], Field(min_length=1)], BeforeValidator(_readable)]
     n: Annotated[int, Field(ge=1, le=1)] = 1
     instructions: str | None = None
+    store: bool = True
     max_output_tokens: Limit = None
     text: TextOptions = Field(default_factory=TextOptions)
     tools: list[dict[str, Any]] = Field(default_factory=list)
@@ -106,13 +137,13 @@ class Responses(Sampled):
     reasoning: Reasoning = Field(default_factory=Reasoning)
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
-    def as_chat(self) -> Chat:
-        """The same request as a chat."""
+    def as_chat(self, found: Callable[[Item], Item] = lambda item: item) -> Chat:
+        """The same request as a chat; ``found`` returns an item, or the one that it refers to."""
         messages: list[dict[str, Any]] = []
         if self.instructions:
             messages.append({"role": "system", "content": self.instructions})
         for item in [Item(role="user", content=self.input)] if isinstance(self.input, str) else self.input:
-            item.add_to(messages)
+            found(item).add_to(messages)
         same = (*Sampled.model_fields, "tool_choice", "parallel_tool_calls", "chat_template_kwargs")
         return _ChatOfResponse.model_validate({
             **{name: getattr(self, name) for name in same}, "messages": messages, "max_tokens": self.max_output_tokens,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from longdraft.serve.errors import ApiError
@@ -23,8 +23,8 @@ _PREFIXES = {
 class ResponseAnswer:
     """Builds one response: what the model thinks, says and calls become items, in that order of time."""
 
-    def __init__(self, head: Head, body: Responses) -> None:
-        self._head, self._body, self._number = head, body, 0
+    def __init__(self, head: Head, body: Responses, keep: Callable[[list[dict[str, Any]]], None]) -> None:
+        self._head, self._body, self._number, self._keep = head, body, 0, keep
         self._items: list[dict[str, Any]] = []
         self.whole: dict[str, Any] = {}  # the response once it has ended
 
@@ -70,6 +70,8 @@ class ResponseAnswer:
         status = "incomplete" if cut else "completed"
         yield from self._end(status)
         self.whole = self.object(status, usage)
+        if self._body.store:
+            self._keep(self._items)
         yield self._event(f"response.{status}", response=self.whole)
 
     def failed(self, error: ApiError) -> str:
@@ -133,7 +135,7 @@ class ResponseAnswer:
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "instructions": body.instructions, "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {}, "output": [] if status == "in_progress" else self._items,
-            "parallel_tool_calls": body.parallel_tool_calls, "previous_response_id": None, "store": False,
+            "parallel_tool_calls": body.parallel_tool_calls, "previous_response_id": None, "store": body.store,
             "temperature": body.temperature, "top_p": body.top_p, "tools": body.tools,
             "tool_choice": body.tool_choice or "auto", "truncation": "disabled",
             "text": {"format": body.text.format.model_dump(by_alias=True, exclude_none=True)}, "usage": counts,

@@ -26,6 +26,7 @@ from longdraft.serve import schema
 from longdraft.serve.aside import Aside
 from longdraft.serve.choice import Choice
 from longdraft.serve.errors import ApiError, ContextOverflow
+from longdraft.serve.items import Recent
 from longdraft.serve.metrics import Metrics
 from longdraft.serve.openai import PART
 from longdraft.serve.prefixes import DiskPrefixes, check_folder
@@ -44,7 +45,7 @@ class Service:
         tokenizer: the model's.
 
     Attributes:
-        aside: does what takes long beside the event loop.
+        aside: does what takes long beside the event loop. recent: outputs that clients may refer to.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Service:
         )
         self.metrics = Metrics(settings.name, lambda: self.worker.load)
         self._random, self._created = random.SystemRandom(), int(time.time())
+        self.recent = Recent()
 
     # --- the engine thread ---
 

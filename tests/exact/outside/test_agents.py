@@ -104,6 +104,21 @@ def test_thoughts_that_the_prompt_opens_are_free_and_what_follows_is_bound(serve
         assert json.loads(message["content"])["answer"] in ANSWER["properties"]["answer"]["enum"]
 
 
+def test_items_of_earlier_responses_are_known_by_their_ids(server):
+    """As the AI SDK sends them unless it is told not to."""
+    create, turns = server.client().responses.create, [{"role": "user", "content": "?"}]
+    first = create(model="tiny", input=turns, tools=FLAT, user=f"<think>\nhm\n</think>\n\nWait.{TAGGED}", temperature=0)
+    result = {"type": "function_call_output", "call_id": first.output[-1].call_id, "output": "12"}
+    whole = [*turns, *(item.model_dump() for item in first.output), result]
+    referred = [*turns, *({"type": "item_reference", "id": item.id} for item in first.output), result]
+    ends = [create(model="tiny", input=each, tools=FLAT, user="It rains.", temperature=0) for each in (whole, referred)]
+    assert ends[0].output_text == ends[1].output_text and ends[0].usage.input_tokens == ends[1].usage.input_tokens
+    unstored = create(model="tiny", input=turns, user="Hm.", temperature=0, store=False)
+    for name in (unstored.output[0].id, "msg_1"):
+        status, found = ask(server, RESPONSES, input=[*turns, {"type": "item_reference", "id": name}])
+        assert status == 404 and name in found["error"]["message"] and "store: false" in found["error"]["message"]
+
+
 # --- tools of other types ---
 
 PATCH = {"type": "custom", "name": "apply_patch", "description": "Patches.",

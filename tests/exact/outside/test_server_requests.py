@@ -333,7 +333,7 @@ MISTAKES = [
     (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "no"}}}}, None, "schema"),
     (RESPONSES, {"input": []}, "input", ""),
     (RESPONSES, {"input": part("input_image")}, "input.0.content.0.type", "input_image"),
-    (RESPONSES, {"input": [{"type": "item_reference", "id": "a"}]}, "input.0.type", "item_reference"),
+    (RESPONSES, {"input": [{"type": "item_reference"}]}, None, "item_reference"),
     (RESPONSES, {"input": [{"type": "reasoning"}, {"type": "message"}]}, None, "message"),
     (RESPONSES, {"input": [{"type": "function_call"}]}, None, "function_call"),
     (RESPONSES, {"input": part("input_file")}, "input.0.content.0.type", "input_file"),
