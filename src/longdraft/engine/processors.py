@@ -78,18 +78,16 @@ def _of_row(processor: Any, row: int, rows: int) -> Any:
     ignored = getattr(processor, "prompt_ignore_length", None)
     lengths = ignored if isinstance(ignored, torch.Tensor) else None
     of_a_batch = name in _OF_A_BATCH or getattr(processor, "state", None) is not None
-    if of_transformers and (of_a_batch or (lengths is not None and lengths.shape[0] != rows)):
+    # xgrammar's, which are never changed: one for all rows, or one for each.
+    grammars = list(getattr(processor, "compiled_grammars", ()))
+    wrong = of_transformers and (of_a_batch or (lengths is not None and lengths.shape[0] != rows))
+    if wrong or len(grammars) not in (0, 1, rows):
         raise CapabilityError(
             f"longdraft calls logits processors with one row, and this {name} is made for another batch, or for all "
             f"{rows} rows of this one: give one prompt at a time, or leave {_OF_A_BATCH.get(name, 'it')} out."
         )
-    # xgrammar's: immutable ones, one for all rows or one for each.
-    grammars = getattr(processor, "compiled_grammars", None)
-    grammars = grammars if isinstance(grammars, list) else []
     copied = _copy(processor, grammars)
     if len(grammars) > 1:
-        if len(grammars) != rows:
-            raise CapabilityError(f"{name} has {len(grammars)} grammars for {rows} rows: give it one, or one a row.")
         copied.compiled_grammars = grammars[row : row + 1]
     if lengths is not None:
         copied.prompt_ignore_length = lengths[row : row + 1]
