@@ -72,7 +72,7 @@ def _check_places(settings: Mapping[str, Any]) -> None:
     made_with = {*signature(Speculator).parameters, *(name for method in METHODS.values() for name in method.options)}
     for name in settings.keys() - Settings.__annotations__.keys():
         if name in made_with or name in Request.__dataclass_fields__:
-            place = "Speculator(..." if name in made_with else "Request(prompt"
+            place = "Request(prompt" if name in Request.__dataclass_fields__ else "Speculator(..."
             raise ArgumentError(f"{name} is no setting of a run: give it to {place}, {name}=...)")
 
 

@@ -78,15 +78,14 @@ def _of_row(processor: Any, row: int, rows: int) -> Any:
     ignored = getattr(processor, "prompt_ignore_length", None)
     lengths = ignored if isinstance(ignored, torch.Tensor) else None
     of_a_batch = name in _OF_A_BATCH or getattr(processor, "state", None) is not None
-    # xgrammar's, which are never changed: one for all rows, or one for each.
-    grammars = list(getattr(processor, "compiled_grammars", ()))
+    grammars = getattr(processor, "compiled_grammars", ())  # xgrammar's: one for all rows, or one for each
     wrong = of_transformers and (of_a_batch or (lengths is not None and lengths.shape[0] != rows))
     if wrong or len(grammars) not in (0, 1, rows):
         raise CapabilityError(
             f"longdraft calls logits processors with one row, and this {name} is made for another batch, or for all "
             f"{rows} rows of this one: give one prompt at a time, or leave {_OF_A_BATCH.get(name, 'it')} out."
         )
-    copied = _copy(processor, grammars)
+    copied = _copy(processor)
     if len(grammars) > 1:
         copied.compiled_grammars = grammars[row : row + 1]
     if lengths is not None:
@@ -94,9 +93,10 @@ def _of_row(processor: Any, row: int, rows: int) -> Any:
     return copied
 
 
-def _copy(processor: Any, shared: Iterable[Any] = ()) -> Any:
+def _copy(processor: Any) -> Any:
     parts = vars(processor) if hasattr(processor, "__dict__") else {}
-    shared = [*shared, *(p for p in parts.values() if isinstance(p, (torch.nn.Module, PreTrainedTokenizerBase)))]
+    shared = [p for p in parts.values() if isinstance(p, (torch.nn.Module, PreTrainedTokenizerBase))]
+    shared += parts.get("compiled_grammars", ())  # which are never changed
     try:
         return copy.deepcopy(processor, {id(part): part for part in shared})
     except Exception as error:  # whatever a class of a user's raises when it is copied
