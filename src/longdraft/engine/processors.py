@@ -1,8 +1,7 @@
 """Logits processors for a batch whose rows decode at their own pace: each row gets its own.
 
-transformers calls a processor once a step, with all rows. Here rows accept different numbers of tokens in a round, so a
-row's processors are called with that row alone, (1, n) ids and (1, vocabulary) scores, once for every emitted token and
-in order. In a batch of several rows each gets a copy, and processors that were built for the batch are refused.
+transformers calls a processor once a step, with all rows. Here a row's processors are called with that row alone, (1, n)
+ids and (1, vocabulary) scores, once for every emitted token and in order. Each row of a batch gets a copy.
 """
 
 from __future__ import annotations
@@ -75,8 +74,7 @@ def _of_row(processor: Any, row: int, rows: int) -> Any:
     if rows == 1:
         return processor
     # The repetition penalty knows how much padding each row has.
-    ignored = getattr(processor, "prompt_ignore_length", None)
-    lengths = ignored if isinstance(ignored, torch.Tensor) else None
+    lengths = x if isinstance(x := getattr(processor, "prompt_ignore_length", None), torch.Tensor) else None
     of_a_batch = name in _OF_A_BATCH or getattr(processor, "state", None) is not None
     grammars = getattr(processor, "compiled_grammars", ())  # xgrammar's: one for all rows, or one for each
     wrong = of_transformers and (of_a_batch or (lengths is not None and lengths.shape[0] != rows))
