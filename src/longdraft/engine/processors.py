@@ -1,6 +1,6 @@
 """Logits processors for a batch whose rows decode at their own pace: each row gets its own.
 
-transformers calls a processor once a step, with all rows. Here a row's processors are called with that row alone, (1, n)
+transformers calls a processor once a step, with all rows. Here a row has processors that see it alone, (1, n)
 ids and (1, vocabulary) scores, once for every emitted token and in order. Each row of a batch gets a copy.
 """
 
