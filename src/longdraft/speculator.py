@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from inspect import signature
@@ -20,7 +20,7 @@ from longdraft.engine.request import Prompt, Request, Settings, requests_of
 from longdraft.engine.session import Generation, Session, batch_for
 from longdraft.engine.stats import Result
 from longdraft.engine.texts import Texts
-from longdraft.errors import RequestError, UnsupportedModelError, memory_checked, values_checked
+from longdraft.errors import ArgumentError, RequestError, UnsupportedModelError, memory_checked, values_checked
 from longdraft.integration import decoding
 from longdraft.integration.handover import Given, HandedOver
 from longdraft.memory import offload as offloading
@@ -67,9 +67,13 @@ class _Target:
     weighed: bool = False
 
 
-def _made_with() -> set[str]:
-    """Names of the arguments of :class:`Speculator`, options of methods included."""
-    return {*signature(Speculator).parameters, *(name for method in METHODS.values() for name in method.options)}
+def _check_places(settings: Mapping[str, Any]) -> None:
+    """Raises ArgumentError, with the right place, for a setting of one request or of the speculator."""
+    made_with = {*signature(Speculator).parameters, *(name for method in METHODS.values() for name in method.options)}
+    for name in settings.keys() - Settings.__annotations__.keys():
+        if name in made_with or name in Request.__dataclass_fields__:
+            place = "Request(prompt" if name in Request.__dataclass_fields__ else "Speculator(..."
+            raise ArgumentError(f"{name} is no setting of a run: give it to {place}, {name}=...)")
 
 
 class Speculator:
@@ -346,7 +350,8 @@ class Speculator:
             ContextError: a prompt and its new tokens exceed the model's context.
             MemoryBudgetError: there is no room for even one prompt, before any work.
         """
-        requests = requests_of(prompts, settings, _made_with())
+        _check_places(settings)
+        requests = requests_of(prompts, settings)
         if not callable(cancelled):
             raise RequestError(f"cancelled is a function that is asked between forwards, got {cancelled!r}")
         chosen, engine = self._engine(batch, cache, len(requests), piece=piece)

@@ -163,7 +163,7 @@ HARMS: dict[str, tuple[list[Harm], str]] = {
         [write("own.py", b"raise SystemExit('remote code ran')"), configured(**REMOTE)],
         r"cannot be read: .*",
     ),
-    "no tokenizer": ([remove("tokenizer*")], r"cannot be read: .*tokenizer.*Fetch the folder again"),
+    "no tokenizer": ([remove("tokenizer*")], r"tokenizer in .* cannot be read: .*tokenizer\.json"),
     "a missing weight": (
         [without("model.layers.1.mlp.up_proj.weight")],
         r"model\.layers\.1\.mlp\.up_proj\.weight \(not there\).*incomplete",

@@ -59,10 +59,9 @@ class Engine:
         chunk: int | None = None,
     ) -> None:
         self.runner, self.drafter, self.schedule = runner, drafter, schedule or Schedule()
-        self._model = runner.model  # kept as long as this may decode
         self._keeps_outputs = cache is not None
         self.cache = PromptCache() if cache is None else cache
-        self.planner, self.slots = planner, slots
+        self._model, self.planner, self.slots = runner.model, planner, slots  # a model that may decode is kept
         self.chunk = prefill_chunk(runner) if chunk is None else chunk
         self._capacity = capacity
         self._waiting: deque[Sequence] = deque()

@@ -1,8 +1,7 @@
 """Logits processors for a batch whose rows decode at their own pace: each row gets its own.
 
-transformers calls a processor once a step, with all rows. Here rows accept different numbers of tokens in a round, so a
-row's processors are called with that row alone, (1, n) ids and (1, vocabulary) scores, once for every emitted token and
-in order. In a batch of several rows each gets a copy, and processors that were built for the batch are refused.
+transformers calls a processor once a step, with all rows. Here a row has processors that see it alone, (1, n)
+ids and (1, vocabulary) scores, once for every emitted token and in order. Each row of a batch gets a copy.
 """
 
 from __future__ import annotations
@@ -75,30 +74,27 @@ def _of_row(processor: Any, row: int, rows: int) -> Any:
     if rows == 1:
         return processor
     # The repetition penalty knows how much padding each row has.
-    ignored = getattr(processor, "prompt_ignore_length", None)
-    lengths = ignored if isinstance(ignored, torch.Tensor) else None
+    lengths = x if isinstance(x := getattr(processor, "prompt_ignore_length", None), torch.Tensor) else None
     of_a_batch = name in _OF_A_BATCH or getattr(processor, "state", None) is not None
-    if of_transformers and (of_a_batch or (lengths is not None and lengths.shape[0] != rows)):
+    grammars = getattr(processor, "compiled_grammars", ())  # xgrammar's: one for all rows, or one for each
+    wrong = of_transformers and (of_a_batch or (lengths is not None and lengths.shape[0] != rows))
+    if wrong or len(grammars) not in (0, 1, rows):
         raise CapabilityError(
             f"longdraft calls logits processors with one row, and this {name} is made for another batch, or for all "
             f"{rows} rows of this one: give one prompt at a time, or leave {_OF_A_BATCH.get(name, 'it')} out."
         )
-    # xgrammar's: immutable ones, one for all rows or one for each.
-    grammars = getattr(processor, "compiled_grammars", None)
-    grammars = grammars if isinstance(grammars, list) else []
-    copied = _copy(processor, grammars)
+    copied = _copy(processor)
     if len(grammars) > 1:
-        if len(grammars) != rows:
-            raise CapabilityError(f"{name} has {len(grammars)} grammars for {rows} rows: give it one, or one a row.")
         copied.compiled_grammars = grammars[row : row + 1]
     if lengths is not None:
         copied.prompt_ignore_length = lengths[row : row + 1]
     return copied
 
 
-def _copy(processor: Any, shared: Iterable[Any] = ()) -> Any:
+def _copy(processor: Any) -> Any:
     parts = vars(processor) if hasattr(processor, "__dict__") else {}
-    shared = [*shared, *(p for p in parts.values() if isinstance(p, (torch.nn.Module, PreTrainedTokenizerBase)))]
+    shared = [p for p in parts.values() if isinstance(p, (torch.nn.Module, PreTrainedTokenizerBase))]
+    shared += parts.get("compiled_grammars", ())  # which are never changed
     try:
         return copy.deepcopy(processor, {id(part): part for part in shared})
     except Exception as error:  # whatever a class of a user's raises when it is copied

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from numbers import Integral
@@ -126,13 +126,12 @@ class Settings(TypedDict, total=False):
     repetition_window: int | None
 
 
-def requests_of(prompts: object, settings: Settings, elsewhere: Container[str] = ()) -> list[Request]:
+def requests_of(prompts: object, settings: Settings) -> list[Request]:
     """Makes one request a prompt.
 
     Args:
         prompts: one prompt or several, as :meth:`longdraft.Speculator.stream` takes them.
         settings: of the prompts that are not requests themselves. Prompt i gets seed + i.
-        elsewhere: names of arguments that the caller takes at another place.
 
     Raises:
         PromptError: no prompt, or a value that cannot be one.
@@ -141,10 +140,6 @@ def requests_of(prompts: object, settings: Settings, elsewhere: Container[str] =
     known = Settings.__annotations__
     for name in settings:
         if name not in known:
-            if name in Request.__dataclass_fields__:
-                raise ArgumentError(f"{name} belongs to one request: give Request(prompt, {name}=...) for the prompt")
-            if name in elsewhere:
-                raise ArgumentError(f"{name} is settled for all runs: give it where Speculator(...) is made")
             raise ArgumentError(f"There is no setting {name}: {suggestion(name, known) or listed(known)}")
     one = isinstance(prompts, str | Request) or _is_ids(prompts := _plain(prompts))
     each = [prompts] if one else cast("list[Any]", prompts)
