@@ -63,7 +63,10 @@ def test_a_prompt_with_stored_weights_is_read_as_by_the_models_own_code(family, 
         runner = TargetRunner(model)
         assert bool(runner.twin.fused.layers) is not own_code
         found.append(forward(runner, [tokens], runner.new_store(1, 80), [0], prompt=True).logits)
-    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-3 * float(found[0].abs().max()))
+    exact = load(tmp_path / "a.gguf", device="cpu", arithmetic="float32").model(torch.tensor([tokens])).logits
+    # A last bit of a float may move what is rounded to 8 bits, on processors without AMX: far less than 8 bits cost.
+    fused, own = ((each - exact).abs().mean() for each in found)
+    assert (found[0] - found[1]).abs().mean() < 0.3 * own and 0.8 * own < fused < 1.2 * own
 
 
 # --- who is called ---

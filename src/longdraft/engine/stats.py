@@ -66,8 +66,7 @@ class Result:
         partial_tokens: tokens that those accepted.
         rolled_back: always 0; for scripts that read it.
         cached_tokens: prompt tokens whose keys and values were in the cache already.
-        prefill_seconds: wall time of reading the prompts.
-        decode_seconds: wall time of everything after.
+        prefill_seconds, decode_seconds: wall time of reading the prompts, and of everything after.
         peak_memory_bytes: peak of the process (CPU) or of the allocator (GPU).
         from_draft: for each token, whether it was drafted.
         pieces: the text again, each piece with whether it was drafted.

@@ -58,6 +58,7 @@ class EagleTrainee(Eagle3Trainee):
         following = torch.cat([d.hidden[first + 1 : end + 1] for d, (_, first, end) in each])
         with torch.no_grad():
             target = self.block.project(following.to(self.device, self.product_dtype)).float()
+        assert said.learned is not None
         regression = (F.smooth_l1_loss(out[:rows], target, reduction="none").mean(-1) * said.learned[:rows]).sum()
         return said._replace(loss=regression + self.classification * said.loss)
 

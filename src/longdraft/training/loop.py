@@ -251,7 +251,8 @@ class Loop:
                 out: StepOutput = self.module(documents, batch.shifts)
                 # Gradients are averaged over processes; times their number, the loss is the mean over all rows.
                 self.accelerator.backward(out.loss * (world / rows))
-            counted = out.depths[(out.ranks == 0) & out.learned], out.depths[out.learned]
+            right, learned = out.ranks == 0, slice(None) if out.learned is None else out.learned
+            counted = out.depths[learned][right[learned]], out.depths[learned]
             each = (depths.cpu().bincount(minlength=levels + 1)[1:] for depths in counted)
             sums += torch.cat([out.loss.detach().cpu()[None], *each])  # not every device has float64
         if world > 1:

@@ -36,13 +36,13 @@ class StepOutput(NamedTuple):
         loss: summed over the learned rows, with its graph.
         ranks: (rows,) how many tokens the draft ranks above the text's next token; 0 if its first choice is right.
         depths: (rows,) the level of the tree that each row was trained for, 1 for the root's children.
-        learned: (rows,) bool, False for what another speaker says: such rows have no weight.
+        learned: (rows,) bool, False for what another speaker says: such rows have no weight. None: all are.
     """
 
     loss: torch.Tensor
     ranks: torch.Tensor
     depths: torch.Tensor
-    learned: torch.Tensor
+    learned: torch.Tensor | None = None
 
 
 class Labels(NamedTuple):
