@@ -109,7 +109,7 @@ def serve(
     hosting: method_options.Hosting,
     debug: options.Debug = False,
 ) -> None:
-    """Serve the model over HTTP, by OpenAI's API (chat, completions, responses) and Anthropic's, with a page to try it."""
+    """Serve the model over HTTP: OpenAI's API (chat, completions, responses), Anthropic's, and a page to try it."""
     methods = tuple(word.strip() for word in method.split(",")) if method else ()
     first = hosting.own(methods[0] if methods else None, option)
     if not ray:  # replicas load it
