@@ -19,7 +19,7 @@ folder = Path(tempfile.mkdtemp())
 def run(name: str, *words: str, **environment: str) -> str:
     """Runs a program of this script's environment to a good end; what it says. HTTPS leads it nowhere."""
     command = [str(PROGRAMS / name), *words]
-    nowhere = {"HTTPS_PROXY": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "1"}
+    nowhere = {"HTTPS_PROXY": "http://127.0.0.1:9", "NO_PROXY": "127.0.0.1", "HF_HUB_OFFLINE": "1"}
     env = os.environ | nowhere | {"HOME": str(folder), "PWD": str(folder)} | environment
     done = subprocess.run(command, cwd=folder, env=env, text=True, capture_output=True, stdin=subprocess.DEVNULL)
     print(done.stdout, done.stderr)
