@@ -196,9 +196,10 @@ def test_a_resumed_run_says_where_and_a_checkpoint_says_where_the_draft_is(shell
 @pytest.mark.parametrize("launcher", ["torchrun", "ddp", "fsdp2"])
 def test_launchers(target, text, tmp_path, launcher):
     """As docs/training.md calls them. accelerate shards on accelerators alone: here fsdp2.yaml is only read."""
-    begin = ["accelerate.commands.launch", "--config_file", preset(f"accelerate/{launcher}"), "--num_processes", 2]
     if launcher == "torchrun":
         begin = ["torch.distributed.run", "--nproc-per-node", 2]
+    else:
+        begin = ["accelerate.commands.launch", "--config_file", preset(f"accelerate/{launcher}"), "--num_processes", 2]
     words = ["-m", "longdraft", "train", "longspec", *FAST, "window=12", "intermediate_size=64"]
     given = [sys.executable, "-m", *begin, *words, f"data={text}", f"target={target}", f"out={tmp_path / 'run'}"]
     ended = subprocess.run([*map(str, given)], cwd=ROOT, capture_output=True, text=True, timeout=600)

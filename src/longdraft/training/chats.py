@@ -8,11 +8,13 @@ so that the text is what the model has written.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import cycle, dropwhile
 from typing import TYPE_CHECKING, Any
 
+from longdraft.errors import PromptError
 from longdraft.memory.token_ids import common_prefix
 from longdraft.model.chat import applied, template_of
 
@@ -20,15 +22,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Message = dict[str, Any]
+Render = Callable[..., str]
 # Names of who speaks that templates do not know.
-_ROLES = {"human": "user", "observation": "tool", "function_response": "tool"}
+_ROLES = {"human": "user", "developer": "system", "observation": "tool", "function_response": "tool"}
 _ROLES |= dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "function_call"), "assistant")
 # Keys of a chat that is a list of turns; of a question, and of its answer.
 _LISTS = ("messages", "conversations", "conversation")
-_QUESTIONS, _ANSWERS = ("prompt", "instruction", "question", "query"), ("response", "completion", "output", "answer")
+_QUESTIONS = ("prompt", "instruction", "question", "query")
+_ANSWERS = ("response", "completion", "output", "answer", "answers")
 _REASONING = ("reasoning_content", "reasoning", "thinking")
-# Marks where the last answer ends. The space shows whether a template trims answers.
-_MARK = "-*-cut-*- "
+# A part of a token such as <|end|>.
+_PART = re.compile("<[^<>]*$")
+# Marks where an answer begins or ends. The space shows whether a template trims answers.
+_MARK = "\u2400-cut-\u2400 "
 
 
 def messages_of(row: Mapping[str, Any]) -> list[Message] | None:
@@ -41,9 +47,12 @@ def messages_of(row: Mapping[str, Any]) -> list[Message] | None:
     if turns is None and "data" in row:
         turns = [{"role": role, "content": text} for role, text in zip(cycle(("user", "assistant")), row["data"])]
     asked, answered = (next((row[key] for key in keys if key in row), None) for keys in (_QUESTIONS, _ANSWERS))
+    if isinstance(answered, Mapping):  # SQuAD
+        answered = "".join(answered["text"][:1])
     if turns is None and "text" not in row and asked and answered:
         if isinstance(asked, str):
-            asked = [{"role": "user", "content": "\n\n".join(filter(None, (asked, row.get("input"))))}]
+            asked = "\n\n".join(filter(None, (row.get("context"), asked, row.get("input"))))
+            asked = [{"role": "user", "content": asked}]
         turns = [*asked, *([{"role": "assistant", "content": answered}] if isinstance(answered, str) else answered)]
     if turns is None:
         return None
@@ -101,34 +110,39 @@ def rendered_chat(
     """
     if (own := template_of(tokenizer)) is None:
         raise ValueError("with a chat, for which the tokenizer has no template")
-    render: Callable[..., str] = partial(applied, tokenizer, tools=tools, **own, **(settings or {}))
+    render: Render = partial(applied, tokenizer, tools=tools, **own, **(settings or {}))
     ended = partial(render, add_generation_prompt=False)
+    messages = _with_calls(ended, messages)
     if not (text := _answered(render, ended, messages, cut, "</think>" in str(tokenizer.chat_template))):
         raise ValueError("with a thought that the chat template does not show")
     spans = list[tuple[int, int]]()
     for i in [i for i, each in enumerate(messages) if each["role"] == "assistant"]:
         begun, end = render(messages[:i]), len(text)
-        start = common_prefix(begun, text)
+        if (start := common_prefix(begun, text)) < len(begun):
+            start = len(_PART.sub("", begun[:start]))
         # Behind what they share there may be an opened thought, which the template leaves out of ended turns.
         kept = start == len(begun) or text.startswith(ended(messages[:i]))
         if i < len(messages) - 1:
-            end = _end_of(text, ended, messages[:i], messages[i])
+            start, end = _earlier(text, ended, messages, i, start if kept else None)
         elif not kept:
             raise ValueError("whose beginning the chat template changes as it grows")
-        if kept and start < end:
+        if start < end:
             spans.append((start, end))
     return _tokens(text, spans, tokenizer)
 
 
-def _answered(
-    render: Callable[..., str], ended: Callable[..., str], messages: Sequence[Message], cut: bool, thinks: bool
-) -> str:
+def _answered(render: Render, ended: Render, messages: Sequence[Message], cut: bool, thinks: bool) -> str:
     """The text of a chat up to the end of its last answer. Reasoning that the template drops is put back if ``thinks``:
     the template knows of <think>; else the text is empty."""
     *before, last = messages
-    content, reasoning = last["content"], last.get("reasoning_content", "")
-    if not content and not reasoning:  # calls of tools alone
-        return ended(messages).rstrip()
+    begun, content, reasoning = render(before), last["content"], last.get("reasoning_content", "")
+    asked = [each for each in before if each["role"] == "user"][-1:]
+    if before != asked and asked and not ended(messages).startswith((begun, ended(before).rstrip())):
+        # The text begins in another way once it is answered (Mistral, gpt-oss): the model saw it as it was before.
+        alone = _answered(render, ended, [*asked, last], cut, thinks)
+        return begun + alone.removeprefix(render(asked)) if alone.startswith(render(asked)) else alone
+    if not content and ("tool_calls" in last or not reasoning) and reasoning in (whole := ended(messages)):
+        return whole.rstrip()
     head, mark, tail = ended([*before, {**last, "content": content + _MARK}]).rpartition(_MARK.strip())
     if not mark:
         raise ValueError("whose last answer the chat template does not show")
@@ -136,20 +150,45 @@ def _answered(
     if reasoning and (reasoning not in head or not content):
         if not thinks:
             return ""
-        begun = render(before)
         opened = begun if begun.rstrip().endswith("<think>") else f"{begun}<think>\n"
         head = opened + reasoning + (f"\n</think>\n\n{content}" if content or not cut else "")
     return head if cut else (head + tail).rstrip()
 
 
-def _end_of(text: str, ended: Callable[..., str], before: Sequence[Message], message: Message) -> int:
-    """Where an earlier answer ends in the text of its chat; 0 if the template shows it in another way."""
-    spoken = {key: value for key, value in message.items() if key not in _REASONING}
-    for each in (message, spoken):  # many templates drop the reasoning of earlier turns
-        through = ended([*before, each]).rstrip()
-        if text.startswith(through):
-            return len(through)
-    return 0
+def _earlier(text: str, ended: Render, messages: Sequence[Message], i: int, start: int | None) -> tuple[int, int]:
+    """Start (if it is not known) and end of an earlier answer in the text of its chat; (0, 0): it is not seen there."""
+    if start is not None and text.startswith(through := ended(messages[: i + 1]).rstrip()):
+        return start, len(through)
+    # Many templates show the last answer in a way of its own: with its thought (Qwen3), with another end (gpt-oss).
+    content, edges = messages[i]["content"], list[int]()
+    for marked in (_MARK + content, content + _MARK):
+        shown = ended([*messages[:i], {**messages[i], "content": marked}, *messages[i + 1 :]])
+        edges.append(common_prefix(shown, text))
+        if not shown[edges[-1] :].lstrip().startswith(_MARK.strip()):
+            return 0, 0
+    tail = ended([*messages[:i], {**messages[i], "content": content + _MARK}]).rpartition(_MARK.strip())[2].strip()
+    rest = text[edges[1] :].lstrip()
+    said = tail if rest.startswith(tail) else _PART.sub("", rest[: common_prefix(tail, rest)]).rstrip()
+    return edges[0] if start is None else start, len(text) - len(rest) + len(said)
+
+
+def _with_calls(ended: Render, messages: Sequence[Message]) -> Sequence[Message]:
+    """A chat whose calls have arguments as the template shows them: as objects, or as JSON (DeepSeek)."""
+    problem: Exception = ValueError("with a call of a tool that the chat template does not show")
+    encoded = _changed(messages, lambda f: f | {"arguments": json.dumps(f["arguments"], ensure_ascii=False)})
+    for form in (messages, encoded):
+        try:
+            if encoded == messages or ended(form) != ended(_changed(form, lambda f: f | {"name": ""})):
+                return form
+        except PromptError as refused:
+            problem = refused
+    raise problem
+
+
+def _changed(messages: Sequence[Message], change: Callable[[Any], Any]) -> list[Message]:
+    """Messages with other functions in their calls."""
+    calls = [[each | {"function": change(each["function"])} for each in m.get("tool_calls", ())] for m in messages]
+    return [{**m, "tool_calls": c} if c else m for m, c in zip(messages, calls, strict=True)]
 
 
 def _tokens(

@@ -91,6 +91,7 @@ def documents(
 
 
 def _document(row: Row, tokenizer: PreTrainedTokenizerBase, template: Mapping[str, Any] | None = None) -> Document:
+    row = {key: value for key, value in row.items() if value is not None}
     if "tokens" in row:
         return Document([int(t) for t in row["tokens"]], int(row.get("start", 1)))
     messages = messages_of(row)

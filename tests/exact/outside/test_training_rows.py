@@ -106,6 +106,7 @@ def test_only_the_assistants_turns_are_learned(form, tmp_path):
         {"prompt": "hi", "response": "yes"}, {"prompt": "hi", "completion": "yes"}, {"question": "hi", "answer": "yes"},
         {"instruction": "hi", "output": "yes", "input": ""}, {"prompt": "hi", "answer": "yes", "id": 3},
         {"prompt": [{"role": "user", "content": "hi"}], "completion": [{"role": "assistant", "content": "yes"}]},
+        {"text": None, "messages": None, "tokens": None, "prompt": "hi", "response": "yes"},
     ],
 )  # fmt: skip
 def test_pairs(row, tmp_path):
@@ -117,6 +118,15 @@ def test_pairs(row, tmp_path):
 def test_an_instruction_with_its_input(tmp_path):
     (found,), _ = read([{"instruction": "count", "input": "a b", "output": "2"}], tmp_path=tmp_path)
     assert found == ["<|user|>count\n\na b<|end|>\n<|assistant|>", "2<|end|>"]
+
+
+def test_a_question_with_its_context(tmp_path):
+    squad = {"context": "a b", "question": "first?", "answers": {"text": ["a", "b"], "answer_start": [0, 2]}}
+    dolly = {"context": "a b", "instruction": "first?", "response": "a", "category": "closed_qa"}
+    none = squad | {"answers": {"text": [], "answer_start": []}}
+    found, skipped = read([squad, dolly, none], tmp_path=tmp_path)
+    assert found == [["<|user|>a b\n\nfirst?<|end|>\n<|assistant|>", "a<|end|>"]] * 2
+    assert sum(skipped.values()) == 1
 
 
 def thought(inside: bool, *, turns: int = 1, cut: bool = False):
@@ -137,7 +147,8 @@ def test_thoughts_are_learned_as_the_model_wrote_them(inside, tmp_path):
     # Earlier turns are learned as the template shows them.
     before = ["<|user|>hi<|end|>\n<|assistant|>", "yes<|end|>", "\n<|user|>hi<|end|>\n<|assistant|><think>\n"]
     assert read([thought(inside, turns=2)], DROPS, tmp_path)[0] == [[*before, dropped[1]]]
-    assert read([thought(inside, turns=2)], SHOWS, tmp_path)[0][0][-1] == shown[1]
+    before = ["<|user|>\nhi<|end|>\n<|assistant|>\n", "yes<|end|>", "\n<|user|>\nhi<|end|>\n<|assistant|>\n"]
+    assert read([thought(inside, turns=2)], SHOWS, tmp_path)[0] == [[*before, shown[1]]]
 
 
 def test_thoughts_in_a_templates_own_way(tmp_path):
@@ -159,6 +170,41 @@ def test_a_thought_that_was_cut_off(tmp_path):
     row = {"messages": [{"role": "user", "content": "hi"},
                         {"role": "assistant", "content": "", "reasoning_content": "wel"}], "cut": True}  # fmt: skip
     assert read([row], DROPS, tmp_path)[0] == [["<|user|>hi<|end|>\n<|assistant|><think>\n", "wel"]]
+
+
+# The last answer ends in a way of its own (gpt-oss, Phi-3); the system prompt stands before a last question (Mistral).
+ENDS = SIMPLE.replace("<|end|>", "{{ '<|return|>' if loop.last and m.role == 'assistant' else '<|end|>' }}")
+PADS = SIMPLE + "{% if not add_generation_prompt %}<|endoftext|>{% endif %}"
+MOVES = (
+    "{% for m in messages %}{% if m.role == 'user' %}"
+    "[INST] {{ messages[0].content + ' ' if loop.last and messages[0].role == 'system' }}{{ m.content }}[/INST]"
+    "{% elif m.role == 'assistant' %} {{ m.content }}</s>{% endif %}{% endfor %}"
+)
+
+
+def test_earlier_answers_are_learned_where_the_last_is_shown_in_another_way(tmp_path):
+    rows = [FORMS["messages"]]
+    turns = ["<|user|>hi<|end|>\n<|assistant|>", "yes<|end|>", "\n<|user|>and?<|end|>\n<|assistant|>", "no<|end|>"]
+    # An end that the model writes in another way is not learned.
+    ends = [turns[0], "yes", "<|end|>" + turns[2], "no<|return|>"]
+    assert read(rows, ENDS, tmp_path)[0] == [ends]
+    assert read(rows, PADS, tmp_path)[0] == [[*turns[:3], "no<|end|>\n<|endoftext|>"]]
+    with_system = [rows[0] | {"system": "be brief"}]
+    moved = ["[INST] hi[/INST] ", "yes</s>", "[INST] be brief and?[/INST]", " no</s>"]
+    assert read(with_system, MOVES, tmp_path)[0] == [moved]
+
+
+def test_calls_as_the_template_takes_them(tmp_path):
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    joined = SIMPLE.replace(
+        "{{ m.content }}", "{{ m.content }}{% for c in m.tool_calls or [] %}{{ '>' + c.function.name + "
+        "c.function.arguments }}{% endfor %}"
+    )  # fmt: skip
+    assert read([{"messages": messages}], joined, tmp_path)[0][0][1] == '>weather{"city": "Rome"}<|end|>'
+    found, skipped = read([{"messages": messages}], SIMPLE, tmp_path)
+    assert not found
+    assert "with a call of a tool that the chat template does not show" in str(skipped)
 
 
 def test_settings_of_the_template(tmp_path):
