@@ -280,7 +280,7 @@ class TargetRunner:
 
         Raises:
             NumericalError: a computed logit is NaN.
-            CapabilityError: queries are wanted of a model that does not show them.
+            CapabilityError: queries are wanted of a model that does not show them; or as :meth:`refresh`.
         """
         if taps.queries and self.attends_itself:
             raise CapabilityError(
@@ -288,7 +288,8 @@ class TargetRunner:
                 "method that does not choose rows by attention scores, such as prompt-lookup or small-lm."
             )
         with self.lock:
-            if self.twin.moved:
+            # Runners of a model share its twin: another one's run may have made the twin anew since.
+            if self.twin.moved or self.store_kind != self._made_for:
                 self.refresh()
             kept = self._kept(taps, store)
             # A padded plain step is recorded at once: there are few sizes.
