@@ -209,7 +209,8 @@ class PromptCache:
             CheckpointError: the file cannot be written.
         """
         if self.store is None:
-            raise RequestError("The cache is empty: decode something with cache=..., then save it.")
+            held = "empty" if self._pending is None else f"still to be read from {self._pending}"
+            raise RequestError(f"The cache is {held}: decode something with cache=..., then save it.")
         if self.store.states and len(self.tokens[slot]) < self.store.lengths[slot]:
             self.opened += 1  # states are those of all rows: a run that has not ended loses the cache
             self.store.truncate(slot, kept := self.store.restorable(slot, len(self.tokens[slot])))

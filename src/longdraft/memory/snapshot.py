@@ -166,7 +166,7 @@ def _opened(path: Path) -> Iterator[tuple[Any, Head | None]]:
         CheckpointError: it cannot be read. DamagedError: it is longdraft's.
     """
     failure, remedy = f"Could not read the snapshot {path}", "It is damaged: delete it and run again."
-    with naming(path, failure, remedy), regular(path).open("rb") as beginning:
+    with naming(path, failure), regular(path).open("rb") as beginning:
         kind = DamagedError if _FAMILY.encode() in beginning.read(1 << 16) else CheckpointError
     with naming(path, failure, remedy, kind), safe_open(path, framework="pt") as file:
         meta = file.metadata() or {}

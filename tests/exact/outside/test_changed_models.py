@@ -143,12 +143,16 @@ PLACES: dict[str, tuple[Any, str, Any]] = {
     "norm": (modeling_llama.LlamaRMSNorm, "forward", other_norm),
     "mlp": (modeling_llama.LlamaMLP, "forward", gelu_mlp),
     "rotary": (modeling_llama.LlamaRotaryEmbedding, "forward", louder(modeling_llama.LlamaRotaryEmbedding.forward)),
+    "call of a norm": (modeling_llama.LlamaRMSNorm, "__call__", louder(nn.Module.__call__)),
     "layer": (modeling_llama.LlamaDecoderLayer, "forward", louder(modeling_llama.LlamaDecoderLayer.forward)),
     "product": (nn.Linear, "forward", louder(nn.Linear.forward)),
 }
 REFUSED: dict[str, tuple[Any, str, Any]] = {
     "scaled_dot_product_attention": (F, "scaled_dot_product_attention", louder(F.scaled_dot_product_attention)),
     "silu": (F, "silu", louder(F.silu)),
+    "Tensor.pow": (torch.Tensor, "pow", louder(torch.Tensor.pow)),
+    "Tensor.transpose": (torch.Tensor, "transpose", louder(torch.Tensor.transpose)),
+    "Module.__call__": (nn.Module, "__call__", functools.wraps(nn.Module.__call__)(lambda *a, **k: None)),
 }
 
 
