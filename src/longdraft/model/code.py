@@ -38,7 +38,8 @@ def functions_of(model: nn.Module) -> dict[str, Any]:
     kinds = dict.fromkeys(map(type, model.modules()))
     classes = dict.fromkeys(c for kind in kinds for c in kind.__mro__ if not issubclass(PreTrainedModel, c))
     files = {c.__module__: vars(file) for c in classes if (file := sys.modules.get(c.__module__)) is not None}
-    return _reached(("forward", "__call__"), {**{f"{c.__module__}.{c.__qualname__}": vars(c) for c in classes}, **files, **_TORCH})
+    own = {f"{c.__module__}.{c.__qualname__}": vars(c) for c in classes}
+    return _reached(("forward", "__call__"), {**own, **files, **_TORCH})
 
 
 def called_by(place: str, function: Any) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from longdraft.model.fingerprints import hooked
 from longdraft.model.hosting import context_length, decoder_config, decoder_layers
 from longdraft.model.layout import sparse_kinds
 from longdraft.model.positions import rope_kind, rope_parameters
-from longdraft.model.stored import weight_shape
+from longdraft.model.stored import StoredWeights, weight_shape
 
 if TYPE_CHECKING:
     from longdraft.model.runner import TargetRunner
@@ -67,6 +67,8 @@ def check_supported(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(f"{name} has no language modelling head, so it predicts no token. {_LOAD}")
     if isinstance(head, torch.nn.ModuleList):
         raise UnsupportedModelError(f"{name} predicts several tokens a step, which longdraft does not host.")
+    if not isinstance(head, StoredWeights) and not isinstance(getattr(head, "weight", None), torch.Tensor):
+        raise UnsupportedModelError(f"{name} has a head of the kind {type(head).__name__}: give it one linear layer.")
     empty = next((n for n, p in model.named_parameters() if p.device.type == "meta"), None)
     if empty is not None:
         raise UnsupportedModelError(

@@ -109,6 +109,17 @@ def test_what_was_settled_for_a_model_is_settled_again(change: Callable[[Any], N
     assert drafted > accepted > 0
 
 
+def test_a_head_of_several_layers_is_refused_by_name() -> None:
+    m = model()
+    spec, before = Speculator("prompt-lookup", target=m), m.lm_head
+    m.lm_head = nn.Sequential(nn.Linear(before.in_features, 8), nn.Linear(8, before.out_features))
+    for run in (lambda: handed_over(m, spec), lambda: spec.generate(IDS.tolist()), lambda: Speculator("ar", target=m)):
+        with pytest.raises(UnsupportedModelError, match="Sequential"):
+            run()
+    m.lm_head = before
+    assert handed_over(m, spec) == own(m)
+
+
 # --- functions ---
 
 
