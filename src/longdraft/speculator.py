@@ -77,8 +77,7 @@ def _check_places(of: str, settings: Mapping[str, Any], more: Iterable[str] = ()
     }
     for name in settings.keys() - {*places[of], *more}:
         if (place := next((place for place, names in places.items() if name in names), None)) is not None:
-            kind = "a Speculator" if of == "Speculator(..." else "a run"
-            raise ArgumentError(f"{name} is no setting of {kind}: give it to {place}, {name}=...)")
+            raise ArgumentError(f"{name} is no setting of {of}): give it to {place}, {name}=...)")
 
 
 class Speculator:

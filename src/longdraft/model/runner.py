@@ -288,8 +288,7 @@ class TargetRunner:
                 "method that does not choose rows by attention scores, such as prompt-lookup or small-lm."
             )
         with self.lock:
-            # Runners of a model share its twin: another one's run may have made the twin anew since.
-            if self.twin.moved or self.store_kind != self._made_for:
+            if self.twin.moved or self.store_kind != self._made_for:  # by a runner with the same twin
                 self.refresh()
             kept = self._kept(taps, store)
             # A padded plain step is recorded at once: there are few sizes.

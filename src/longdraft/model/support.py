@@ -98,8 +98,7 @@ def check_functions(model: PreTrainedModel) -> None:
         files = {type(m).__module__ for m in model.modules() if is_known(type(m).forward)}
         own |= {file: vars(sys.modules[file]).get("eager_attention_forward") for file in files}
     # What torch writes in Python calls itself by name, twice where a mode is on; methods of tensors are called by all.
-    ours = ("torch.nn.functional.", "torch.Tensor.")
-    own |= {place: code for place, code in functions_of(model).items() if place.startswith(ours)}
+    own |= {at: f for at, f in functions_of(model).items() if at.startswith(("torch.nn.functional.", "torch.Tensor."))}
     own["torch.nn.Module.__call__"] = torch.nn.Module.__call__
     hooks = {**modules._global_forward_hooks, **modules._global_forward_pre_hooks}
     called = {place: code for role, each in own.items() for place, code in called_by(role, each).items()}
