@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from inspect import signature
@@ -67,13 +67,17 @@ class _Target:
     weighed: bool = False
 
 
-def _check_places(settings: Mapping[str, Any]) -> None:
-    """Raises ArgumentError, with the right place, for a setting of one request or of the speculator."""
-    made_with = {*signature(Speculator).parameters, *(name for method in METHODS.values() for name in method.options)}
-    for name in settings.keys() - Settings.__annotations__.keys():
-        if name in made_with or name in Request.__dataclass_fields__:
-            place = "Request(prompt" if name in Request.__dataclass_fields__ else "Speculator(..."
-            raise ArgumentError(f"{name} is no setting of a run: give it to {place}, {name}=...)")
+def _check_places(of: str, settings: Mapping[str, Any], more: Iterable[str] = ()) -> None:
+    """Raises ArgumentError, with the right place, for a setting of another place than ``of``, which takes ``more``."""
+    options = {name for method in METHODS.values() for name in method.options}
+    places: dict[str, Iterable[str]] = {
+        "generate(prompts": Running.__annotations__,
+        "Request(prompt": Request.__dataclass_fields__,
+        "Speculator(...": {*signature(Speculator).parameters, *options},
+    }
+    for name in settings.keys() - {*places[of], *more}:
+        if (place := next((place for place, names in places.items() if name in names), None)) is not None:
+            raise ArgumentError(f"{name} is no setting of {of}): give it to {place}, {name}=...)")
 
 
 class Speculator:
@@ -134,6 +138,7 @@ class Speculator:
                 f"tokenizer is a tokenizer of transformers, not {tokenizer!r}: take that of longdraft.load(...), or "
                 "AutoTokenizer.from_pretrained(...)"
             )
+        _check_places("Speculator(...", options, method.options if isinstance(method, Method) else ())
         with values_checked():
             self._named, self.options = resolve(method, options)  # wrong ones are refused now
             self.offload = offloading.parse(offload)
@@ -350,7 +355,7 @@ class Speculator:
             ContextError: a prompt and its new tokens exceed the model's context.
             MemoryBudgetError: there is no room for even one prompt, before any work.
         """
-        _check_places(settings)
+        _check_places("generate(prompts", settings)
         requests = requests_of(prompts, settings)
         if not callable(cancelled):
             raise RequestError(f"cancelled is a function that is asked between forwards, got {cancelled!r}")

@@ -202,14 +202,19 @@ class PromptCache:
         self.tokens[slot] = packed(tokens[: self.store.lengths[slot]])
 
     def save(self, path: Path | str, fingerprint: str, slot: int = 0) -> None:
-        """Writes a slot to a snapshot file, atomically.
+        """Writes a slot to a snapshot file, atomically. Of a run that has not ended, it is what was read of the prompt.
 
         Raises:
             RequestError: no run has used this cache yet.
             CheckpointError: the file cannot be written.
         """
         if self.store is None:
-            raise RequestError("The cache is empty: decode something with cache=..., then save it.")
+            held = "empty" if self._pending is None else f"still to be read from {self._pending}"
+            raise RequestError(f"The cache is {held}: decode something with cache=..., then save it.")
+        if self.store.states and len(self.tokens[slot]) < self.store.lengths[slot]:
+            self.opened += 1  # states are those of all rows: a run that has not ended loses the cache
+            self.store.truncate(slot, kept := self.store.restorable(slot, len(self.tokens[slot])))
+            self.tokens[slot] = self.tokens[slot][:kept]
         snapshot.save(self.store, slot, self.tokens[slot], fingerprint, path, self.kinds[slot])
 
     @classmethod

@@ -46,10 +46,10 @@ class Head(NamedTuple):
 
 
 def save(store: KVStore, slot: int, tokens: Sequence[int], fingerprint: str, path: Path | str, kind: str = "") -> None:
-    """Writes the committed rows of a slot, atomically.
+    """Writes the first committed rows of a slot, atomically; all of them if it has states.
 
     Args:
-        tokens: the token ids of the committed rows.
+        tokens: the token ids of these rows.
         fingerprint: names the target; :func:`load` refuses any other.
         kind: of the rows.
 
@@ -57,9 +57,9 @@ def save(store: KVStore, slot: int, tokens: Sequence[int], fingerprint: str, pat
         CheckpointError: the file cannot be written (no space, no permission); nothing is left behind.
         MemoryBudgetError: the rows do not fit the free memory.
     """
-    n = store.lengths[slot]
-    if len(tokens) != n:
-        raise ValueError(f"{len(tokens)} tokens for {n} committed rows")
+    n, committed = len(tokens), store.lengths[slot]
+    if n > committed or (store.states and n < committed):
+        raise ValueError(f"{n} tokens for {committed} committed rows")
     sizes.require(store.shape.bytes_per_token * n, torch.device("cpu"), f"A snapshot of {n} tokens")
     rows = store.rows(slot, 0, n)
     tensors = {"keys": rows.keys, "values": rows.values, "tokens": torch.tensor(list(tokens), **WHOLE)}
@@ -166,7 +166,7 @@ def _opened(path: Path) -> Iterator[tuple[Any, Head | None]]:
         CheckpointError: it cannot be read. DamagedError: it is longdraft's.
     """
     failure, remedy = f"Could not read the snapshot {path}", "It is damaged: delete it and run again."
-    with naming(path, failure, remedy), regular(path).open("rb") as beginning:
+    with naming(path, failure), regular(path).open("rb") as beginning:
         kind = DamagedError if _FAMILY.encode() in beginning.read(1 << 16) else CheckpointError
     with naming(path, failure, remedy, kind), safe_open(path, framework="pt") as file:
         meta = file.metadata() or {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import BuiltinFunctionType, CodeType, FunctionType
 from typing import Any
 
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 # Packages whose functions do the same in every process.
 _KNOWN = ("longdraft.", "transformers.", "torch.", "accelerate.", "peft.")
-_TORCH = {space.__name__: vars(space) for space in (F, torch)}
+_TORCH = {"torch.nn.functional": vars(F), "torch": vars(torch), "torch.Tensor": vars(torch.Tensor)}
 
 
 def is_known(code: Any) -> bool:
@@ -38,12 +38,13 @@ def functions_of(model: nn.Module) -> dict[str, Any]:
     kinds = dict.fromkeys(map(type, model.modules()))
     classes = dict.fromkeys(c for kind in kinds for c in kind.__mro__ if not issubclass(PreTrainedModel, c))
     files = {c.__module__: vars(file) for c in classes if (file := sys.modules.get(c.__module__)) is not None}
-    return _reached("forward", {**{f"{c.__module__}.{c.__qualname__}": vars(c) for c in classes}, **files, **_TORCH})
+    own = {f"{c.__module__}.{c.__qualname__}": vars(c) for c in classes}
+    return _reached(("forward", "__call__"), {**own, **files, **_TORCH})
 
 
 def called_by(place: str, function: Any) -> dict[str, Any]:
     """A function and what it calls in its file and in torch, as :func:`functions_of` returns them."""
-    return _reached(place, {"": {place: function}, _home(function): getattr(function, "__globals__", {})} | _TORCH)
+    return _reached((place,), {"": {place: function}, _home(function): getattr(function, "__globals__", {})} | _TORCH)
 
 
 def replaced(model: nn.Module) -> list[str]:
@@ -51,9 +52,9 @@ def replaced(model: nn.Module) -> list[str]:
     return [f"{p} ({f!r})" for p, f in functions_of(model).items() if f"{p}.".startswith(_KNOWN) and not is_known(f)]
 
 
-def _reached(name: str, spaces: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """What a name leads to in all of the spaces, and the names in the code of what is found there: rather too much."""
-    found, names = dict[str, Any](), [name]
+def _reached(first: Iterable[str], spaces: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """What names lead to in all of the spaces, and the names in the code of what is found there: rather too much."""
+    found, names = dict[str, Any](), [*first]
     for name in names:  # which grows
         for space, own in spaces.items():
             value = getattr(own.get(name), "__func__", own.get(name))

@@ -280,7 +280,7 @@ class TargetRunner:
 
         Raises:
             NumericalError: a computed logit is NaN.
-            CapabilityError: queries are wanted of a model that does not show them.
+            CapabilityError: queries are wanted of a model that does not show them; or as :meth:`refresh`.
         """
         if taps.queries and self.attends_itself:
             raise CapabilityError(
@@ -288,7 +288,7 @@ class TargetRunner:
                 "method that does not choose rows by attention scores, such as prompt-lookup or small-lm."
             )
         with self.lock:
-            if self.twin.moved:
+            if self.twin.moved or self.store_kind != self._made_for:  # by a runner with the same twin
                 self.refresh()
             kept = self._kept(taps, store)
             # A padded plain step is recorded at once: there are few sizes.

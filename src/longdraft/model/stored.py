@@ -175,7 +175,8 @@ def unpacked(stored: Stored) -> torch.Tensor:
 
 def weight_place(module: nn.Module) -> torch.Tensor:
     """The tensor that holds the weights of a layer or an embedding, for comparison of its storage."""
-    return next(pieces(local(module.data if isinstance(module, StoredWeights) else module.weight)))
+    weight = module.data if isinstance(module, StoredWeights) else getattr(module, "weight", None)
+    return next(pieces(local(weight if isinstance(weight, torch.Tensor) else next(module.parameters()))))
 
 
 def weight_shape(module: nn.Module) -> tuple[int, int]:

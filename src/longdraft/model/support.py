@@ -20,7 +20,7 @@ from longdraft.model.fingerprints import hooked
 from longdraft.model.hosting import context_length, decoder_config, decoder_layers
 from longdraft.model.layout import sparse_kinds
 from longdraft.model.positions import rope_kind, rope_parameters
-from longdraft.model.stored import weight_shape
+from longdraft.model.stored import StoredWeights, weight_shape
 
 if TYPE_CHECKING:
     from longdraft.model.runner import TargetRunner
@@ -67,6 +67,8 @@ def check_supported(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(f"{name} has no language modelling head, so it predicts no token. {_LOAD}")
     if isinstance(head, torch.nn.ModuleList):
         raise UnsupportedModelError(f"{name} predicts several tokens a step, which longdraft does not host.")
+    if not isinstance(head, StoredWeights) and not isinstance(getattr(head, "weight", None), torch.Tensor):
+        raise UnsupportedModelError(f"{name} has a head of the kind {type(head).__name__}: give it one linear layer.")
     empty = next((n for n, p in model.named_parameters() if p.device.type == "meta"), None)
     if empty is not None:
         raise UnsupportedModelError(
@@ -95,8 +97,9 @@ def check_functions(model: PreTrainedModel) -> None:
     if name == "eager":  # a function of the model's file
         files = {type(m).__module__ for m in model.modules() if is_known(type(m).forward)}
         own |= {file: vars(sys.modules[file]).get("eager_attention_forward") for file in files}
-    # What torch writes in Python calls itself by name, twice where a mode is on.
-    own |= {place: code for place, code in functions_of(model).items() if place.startswith("torch.nn.functional.")}
+    # What torch writes in Python calls itself by name, twice where a mode is on; methods of tensors are called by all.
+    own |= {at: f for at, f in functions_of(model).items() if at.startswith(("torch.nn.functional.", "torch.Tensor."))}
+    own["torch.nn.Module.__call__"] = torch.nn.Module.__call__
     hooks = {**modules._global_forward_hooks, **modules._global_forward_pre_hooks}
     called = {place: code for role, each in own.items() for place, code in called_by(role, each).items()}
     for place, code in (called | {f"hook {number}": hook for number, hook in hooks.items()}).items():

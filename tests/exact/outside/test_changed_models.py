@@ -109,6 +109,17 @@ def test_what_was_settled_for_a_model_is_settled_again(change: Callable[[Any], N
     assert drafted > accepted > 0
 
 
+def test_a_head_of_several_layers_is_refused_by_name() -> None:
+    m = model()
+    spec, before = Speculator("prompt-lookup", target=m), m.lm_head
+    m.lm_head = nn.Sequential(nn.Linear(before.in_features, 8), nn.Linear(8, before.out_features))
+    for run in (lambda: handed_over(m, spec), lambda: spec.generate(IDS.tolist()), lambda: Speculator("ar", target=m)):
+        with pytest.raises(UnsupportedModelError, match="Sequential"):
+            run()
+    m.lm_head = before
+    assert handed_over(m, spec) == own(m)
+
+
 # --- functions ---
 
 
@@ -143,12 +154,16 @@ PLACES: dict[str, tuple[Any, str, Any]] = {
     "norm": (modeling_llama.LlamaRMSNorm, "forward", other_norm),
     "mlp": (modeling_llama.LlamaMLP, "forward", gelu_mlp),
     "rotary": (modeling_llama.LlamaRotaryEmbedding, "forward", louder(modeling_llama.LlamaRotaryEmbedding.forward)),
+    "call of a norm": (modeling_llama.LlamaRMSNorm, "__call__", louder(nn.Module.__call__)),
     "layer": (modeling_llama.LlamaDecoderLayer, "forward", louder(modeling_llama.LlamaDecoderLayer.forward)),
     "product": (nn.Linear, "forward", louder(nn.Linear.forward)),
 }
 REFUSED: dict[str, tuple[Any, str, Any]] = {
     "scaled_dot_product_attention": (F, "scaled_dot_product_attention", louder(F.scaled_dot_product_attention)),
     "silu": (F, "silu", louder(F.silu)),
+    "Tensor.pow": (torch.Tensor, "pow", louder(torch.Tensor.pow)),
+    "Tensor.transpose": (torch.Tensor, "transpose", louder(torch.Tensor.transpose)),
+    "Module.__call__": (nn.Module, "__call__", functools.wraps(nn.Module.__call__)(lambda *a, **k: None)),
 }
 
 

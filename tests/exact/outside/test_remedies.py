@@ -37,6 +37,17 @@ def test_a_setting_of_another_place_is_told_that_place(setting: str, place: str)
             run()
 
 
+@pytest.mark.parametrize(
+    ("setting", "place"),
+    [*((name, "generate") for name in ("seed", "max_new_tokens", "temperature", "stop", "cache", "batch", "piece")),
+     *((name, "Request") for name in ("processors", "tenant", "predicted"))],
+)  # fmt: skip
+@pytest.mark.parametrize("method", ["prompt-lookup", None])
+def test_a_setting_of_a_run_is_told_its_place_by_a_speculator(setting: str, place: str, method: str | None) -> None:
+    with pytest.raises(ArgumentError, match=rf"{setting}.*{place}\("):
+        Speculator(method, **{setting: 1})
+
+
 @pytest.mark.parametrize("template", ["{% if false %}x{% endif %}", "{# nothing #}", "{{ '' }}\n"])
 def test_a_template_that_renders_nothing(template: str) -> None:
     model, tokenizer = longdraft.load()
