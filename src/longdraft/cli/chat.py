@@ -133,6 +133,8 @@ class Chat:
                 elif line:
                     self.ask(line)
             except (LongdraftError, OSError) as error:
+                if isinstance(error, OSError) and not line.startswith("/"):
+                    raise  # nobody takes the answer
                 console.error(str(error) if line.startswith("/") else console.in_flags(str(error)))
 
     # --- questions ---

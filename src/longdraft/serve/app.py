@@ -25,6 +25,7 @@ from longdraft.serve.service import Service
 
 T = TypeVar("T")
 Body = TypeVar("Body", bound=schema.Strict)
+_TEXTS = {"/v1/completions": "prompt", "/tokenize": "prompt", "/v1/responses": "input"}  # who has no messages
 
 
 def make_app(service: Service) -> FastAPI:
@@ -68,11 +69,14 @@ class Endpoints:
         """The response to a request that raised an error."""
         if isinstance(error, HTTPException):
             message, code, headers = f"{error.detail}: {request.method} {request.url.path}.", None, error.headers
+            if error.status_code == 405:  # the router names the methods of one route alone
+                found = {m for r in request.app.routes if r.matches(request.scope)[0].value for m in r.methods}
+                headers = {"Allow": ", ".join(sorted(found | ({"HEAD"} if "GET" in found else set())))}
             if error.status_code == 404:
                 known = [route.path for route in request.app.routes if route.path.startswith("/v1/")]
                 message, code = f"There is no {request.url.path} here, but {', '.join(known)}.", "not_found"
             error = ApiError(error.status_code, message, code=code, headers=dict(headers or {}))
-        refusal = api_error(error)
+        refusal = api_error(error, _TEXTS.get(request.scope["path"], "messages"))
         self._service.metrics.failed(refusal.status)
         return refusal.response(request.scope)
 

@@ -87,8 +87,11 @@ class ContextOverflow(ApiError):
         return super().anthropic(f"prompt is too long: {self.prompt_tokens} tokens > {most} maximum")
 
 
-def api_error(error: Exception) -> ApiError:
-    """The error that a client gets for an exception. The text of an unexpected one stays in the log."""
+def api_error(error: Exception, texts: str = "messages") -> ApiError:
+    """The error that a client gets for an exception; ``texts``: the field that has the prompt.
+
+    The text of an unexpected one stays in the log.
+    """
     message = str(error)
     match error:
         case ApiError():
@@ -101,9 +104,9 @@ def api_error(error: Exception) -> ApiError:
         case TimeoutError():
             return ApiError(504, "The request took longer than the server allows.", "server_error", code="timeout")
         case ContextError():
-            return ApiError(400, message, param="messages", code="context_length_exceeded")
+            return ApiError(400, message, param=texts, code="context_length_exceeded")
         case PromptError():
-            return ApiError(400, message, param="messages")
+            return ApiError(400, message, param=texts)
         case MemoryBudgetError():
             return ApiError(503, message, "server_error", code="no_memory")
         case RequestError() | CapabilityError() | UnknownMethodError():

@@ -62,6 +62,7 @@ class Guards:
             host, scope = whole[1], {**scope, "path": whole[2] or "/"}
         if self._leaving():
             send = _last(send)
+        body = None
         try:
             self._check_host(host)
             scope.setdefault("state", {})["tenant"] = self._tenant(scope["path"], headers)
@@ -70,10 +71,15 @@ class Guards:
                 raise self._too_large()
             body = await self._body(receive)
             coding = headers.get("content-encoding", "").strip().lower().removeprefix("x-")
-            if coding not in ("", "identity"):
+            if body and coding not in ("", "identity"):
                 body = await asyncio.to_thread(self._decoded, body, coding)
         except ApiError as error:
-            await error.response(scope, connection="close")(scope, receive, send)
+            more = body is None and error.status not in (408, 499)
+            await error.response(scope, connection="close")(scope, receive, lambda x: send({**x, "more_body": more}))
+            if more:  # an end before the body's would reset the connection, and the client miss the answer
+                with contextlib.suppress(ApiError):
+                    await self._body(receive, kept=False)
+                await send({"type": "http.response.body"})
             return
         if scope["method"] == "HEAD" and not scope["path"].startswith("/v1/messages"):  # uvicorn leaves the body out
             scope = {**scope, "method": "GET"}
@@ -106,7 +112,7 @@ class Guards:
             )  # fmt: skip
         return tenant
 
-    async def _body(self, receive: Receive) -> bytes:
+    async def _body(self, receive: Receive, kept: bool = True) -> bytes:
         """Raises ApiError if it is too large or too slow, or the client disconnects."""
         parts, size, until = [], 0, time.monotonic() + self._body_seconds
         while True:
@@ -116,7 +122,7 @@ class Guards:
                 raise ApiError(408, "The request's body did not come to its end in time.") from None
             if message["type"] == "http.disconnect":
                 raise ApiError(499, "The client went away.")
-            parts.append(message.get("body", b""))
+            parts.append(message.get("body", b"") if kept else b"")
             size += len(parts[-1])
             if size > self._max_body:
                 raise self._too_large()

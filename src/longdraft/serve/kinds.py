@@ -65,7 +65,7 @@ def left_out(kind: Any) -> bool:
     """True for an item of a response that a tool made which is not served; the log names it."""
     if not isinstance(kind, str) or kind.startswith(("message", "function", "custom", "local_shell")):
         return False
-    left = kind.startswith("mcp_") or kind.endswith(("_call", "_call_output"))
+    left = kind.startswith("mcp_") or kind.endswith(("_call", "_output"))
     if left:
         _say("item", kind)
     return left

@@ -235,7 +235,7 @@ def as_others(choice: Choice) -> dict[str, Any]:
     if result is None:
         return {}
     read, new = result.prompt_tokens - result.cached_tokens, result.new_tokens
-    first = choice.first_token or choice.ended
+    first = min(choice.first_token or choice.ended, choice.ended)  # it is heard of after it came
     reading, decoding = 1e3 * (first - choice.arrived), 1e3 * (choice.ended - first)
     timings = {
         "cache_n": result.cached_tokens, **_timed("prompt", read, reading), **_timed("predicted", new, decoding),

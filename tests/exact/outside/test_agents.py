@@ -124,7 +124,7 @@ def test_items_of_earlier_responses_are_known_by_their_ids(server):
 PATCH = {"type": "custom", "name": "apply_patch", "description": "Patches.",
          "format": {"type": "grammar", "syntax": "lark", "definition": "start: /.+/"}}  # fmt: skip
 SHELL = {"type": "local_shell"}
-OTHERS = [{"type": "web_search", "external_web_access": False}, {"type": "file_search", "vector_store_ids": []},
+OTHERS = [{"type": "web_search_preview", "external_web_access": False}, {"type": "file_search", "vector_store_ids": []},
           {"type": "image_generation"}, {"type": "namespace", "name": "mcp", "tools": FLAT},
           {"type": "mcp", "server_label": "a"}]  # fmt: skip
 PATCHED = '<tool_call>{"name": "apply_patch", "arguments": {"input": "*** Begin\\n+\\"é\\""}}</tool_call>'
@@ -226,6 +226,8 @@ def test_fields_that_change_nothing_are_not_looked_at(server):
         {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Sandbox."}]},
         {"type": "reasoning", "id": "rs_1", "summary": [], "content": None, "encrypted_content": "gAAAA"},
         {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"type": "search", "query": "x"}},
+        {"type": "tool_search_call", "call_id": "2", "execution": "client", "arguments": {}},
+        {"type": "tool_search_output", "call_id": "2", "execution": "client", "tools": []},
         {"type": "mcp_list_tools", "server_label": "a", "tools": []},
         {"type": "message", "role": "assistant", "id": "msg_1", "status": "completed", "phase": "commentary",
          "content": [{"type": "output_text", "text": "a", "annotations": [], "logprobs": [], "more": 1},

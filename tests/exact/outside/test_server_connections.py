@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import http.client as http_client
 import json
 import logging
 import os
@@ -150,7 +151,7 @@ def test_bodies_come_coded(running, coding):
         ("gzip", CODED["gzip"] + b"more", 400),
         ("gzip", CODED["gzip"] * 2, 400),
         ("gzip", ASKED, 400),
-        ("deflate", b"", 400),
+        ("deflate", b"", 400),  # no JSON
         ("br", ASKED, 415),
         ("zstd", ASKED, 415),
         ("gzip, gzip", gzip.compress(CODED["gzip"]), 415),
@@ -191,5 +192,29 @@ def test_an_absolute_target_passes_no_guard():
 def test_a_wrong_method_is_told_which_are_right(running, method):
     status, headers = sent(running, f"{method} /v1/chat/completions HTTP/1.1", "Host: localhost")
     assert (status, headers["allow"]) == (405, "post")
-    status, headers = sent(running, "DELETE /v1/models HTTP/1.1", "Host: localhost")
-    assert status == 405 and "get" in headers["allow"]
+    for path, allowed in (("/v1/models", "get, head"), ("/", "get, head"), ("/v1/messages", "head, post")):
+        status, headers = sent(running, f"DELETE {path} HTTP/1.1", "Host: localhost")
+        assert (status, headers["allow"]) == (405, allowed), path
+
+
+def chunks(size):
+    return (b"a" * min(65536, size - at) for at in range(0, size, 65536))
+
+
+@pytest.mark.parametrize("of", [bytes, chunks], ids=["whole", "chunked"])
+def test_who_still_sends_a_refused_body_gets_the_answer(of):
+    """And not a reset: the body is larger than what the sockets' buffers hold."""
+    with contextlib.closing(Running(make_service(hosts=("localhost",), keys={"me": "secret"}))) as guarded:
+        for headers, size, status in (
+            ({}, 9_000_000, 401), ({"Host": "evil.example"}, 9_000_000, 403),
+            ({"Authorization": "Bearer secret"}, 30_000_000, 413),
+        ):  # fmt: skip
+            with contextlib.closing(http_client.HTTPConnection("127.0.0.1", guarded.server.port, timeout=30)) as one:
+                one.request("POST", "/v1/messages", of(size), {"Host": "localhost", **headers})
+                answer = one.getresponse()
+                assert answer.status == status and json.loads(answer.read())["error"]["message"]
+
+
+def test_a_coding_without_a_body_is_passed_over(running):
+    for coding in ("gzip", "br"):
+        assert sent(running, "GET /v1/models HTTP/1.1", "Host: localhost", f"Content-Encoding: {coding}")[0] == 200
