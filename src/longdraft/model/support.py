@@ -67,8 +67,6 @@ def check_supported(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(f"{name} has no language modelling head, so it predicts no token. {_LOAD}")
     if isinstance(head, torch.nn.ModuleList):
         raise UnsupportedModelError(f"{name} predicts several tokens a step, which longdraft does not host.")
-    if not isinstance(head, StoredWeights) and not isinstance(getattr(head, "weight", None), torch.Tensor):
-        raise UnsupportedModelError(f"{name} has a head of the kind {type(head).__name__}: give it one linear layer.")
     empty = next((n for n, p in model.named_parameters() if p.device.type == "meta"), None)
     if empty is not None:
         raise UnsupportedModelError(
@@ -77,6 +75,8 @@ def check_supported(model: PreTrainedModel) -> None:
         )
     _check_places(model)
     quantised.check(model)
+    if not isinstance(head, StoredWeights) and not isinstance(getattr(head, "weight", None), torch.Tensor):
+        raise UnsupportedModelError(f"{name} has a head of the kind {type(head).__name__}: give it one linear layer.")
     _check_adapters(model)
 
 
