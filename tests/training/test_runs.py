@@ -190,7 +190,7 @@ def test_further_training_of_a_draft(config, tmp_path, kind):
     assert next(begun(further)).loss < 1.2 * losses_of(tmp_path / "run")[-1]
     steps(further)
     there, here = (draft_folder.load(folder).config for folder in (first, tmp_path / "next" / "last"))
-    changed = {"trained_length": 128}
+    changed = {"trained_length": 128, "training": here["training"]}
     if kind == "longspec":
         changed["trained_positions"] = 128
     if kind == "lm":
