@@ -8,9 +8,9 @@ from statistics import mean
 from typing import Literal
 
 Counts = tuple[int, int]
-"""Of a text: its new tokens but the prefill's, and the target's verification forwards that gave them."""
+"""New tokens of a text without the prefill's, and the number of its verification forwards."""
 Average = Literal["pooled", "mean"]
-"""How texts become one figure: the sums over all texts divided, or the mean of the texts' own quotients."""
+"""An average over texts: pooled (quotient of the sums) or mean (mean of the quotients)."""
 
 
 def average(texts: Iterable[tuple[float, float]], how: Average = "pooled") -> float | None:

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.flop_counter import FlopCounterMode
@@ -98,3 +99,15 @@ def test_the_command_prints_what_a_run_would_take(tmp_path):
     config = read_config(None, words[2:4], TRAININGS["longspec"].load_settings())
     one, eight = (estimate("longspec", config, gpus=n, tokens=6e9) for n in (1, 8))
     assert one["hours"] == pytest.approx(8 * eight["hours"], rel=0.01) and set(GPUS) > {"h100"}
+
+
+@pytest.mark.parametrize("kind", ["longspec", "eagle3", "lm"])
+def test_a_caches_size_is_that_of_its_files(kind, target, text, tmp_path):
+    config = settings(
+        kind, target, text, tmp_path / "run", max_steps=1, cache=str(tmp_path / "cache"), precision="bf16"
+    )
+    steps(config)
+    files = [load_file(path) for path in (tmp_path / "cache").rglob("*.safetensors")]
+    size = sum(t.numel() * t.element_size() for file in files for t in file.values())
+    length = sum(len(next(t for name, t in file.items() if name != "likeliest")) for file in files if file)
+    assert abs(size / max(1, length) - estimate(kind, config)["feature_bytes"]) < 1

@@ -82,7 +82,7 @@ class Run:
 
     @property
     def counts(self) -> list[Counts]:
-        """Of each prompt, what its accepted length is counted from."""
+        """Returns the new tokens and verification forwards of each prompt."""
         return [(len(tokens) - 1, forwards) for tokens, forwards in zip(self.tokens, self.rounds, strict=False)]
 
     @property

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Short = Literal["leave", "join", "keep"]
 """Handling of a text that is shorter than a length: leave it out, join the next ones to it, or keep it as it is."""
 Scheme = Literal["coupled", "standard"]
-"""How sampled text is accepted: a token is one draw of the target's, which drafts foresee; or as papers do it."""
+"""Acceptance of sampled text: coupled (drafts share the noise of the target's draw) or standard (rejection)."""
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,7 @@ class Measured:
         return self.dataset, self.context, self.samples
 
     def counts(self, name: str) -> list[Counts]:
-        """Of each prompt, what its accepted length is counted from: sums of the rounds."""
+        """Returns the new tokens and verification forwards of each prompt, summed over the runs."""
         of_prompts = zip(*(run.counts for run in self.rounds[name]), strict=False)
         return [(sum(tokens for tokens, _ in own), sum(forwards for _, forwards in own)) for own in of_prompts]
 

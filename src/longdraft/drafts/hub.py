@@ -94,7 +94,7 @@ def card(kind: str, config: Mapping[str, Any]) -> str:
 
 
 def _history(training: Any) -> str:
-    """What a draft was trained on, and its held-out figures, for its card; nothing if its config.json does not say."""
+    """Returns the card's table of training data and held-out figures; "" if config.json has none."""
     if not isinstance(training, dict) or not training.get("steps"):
         return ""
     data = ", ".join(f"`{name}`" for name in training.get("data") or ["?"])

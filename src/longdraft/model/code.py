@@ -33,8 +33,8 @@ def _home(code: Any) -> str:
 
 
 def functions_of(model: nn.Module) -> dict[str, Any]:
-    """What the forwards of a model's classes call now, by its place: methods of the classes, functions of their files
-    and of torch, such as "torch.nn.functional.silu"."""
+    """Returns the functions that the forwards of a model's classes call now, by place ("torch.nn.functional.silu"):
+    methods of the classes, functions of their files and of torch."""
     kinds = dict.fromkeys(map(type, model.modules()))
     classes = dict.fromkeys(c for kind in kinds for c in kind.__mro__ if not issubclass(PreTrainedModel, c))
     files = {c.__module__: vars(file) for c in classes if (file := sys.modules.get(c.__module__)) is not None}
@@ -53,7 +53,8 @@ def replaced(model: nn.Module) -> list[str]:
 
 
 def _reached(first: Iterable[str], spaces: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """What names lead to in all of the spaces, and the names in the code of what is found there: rather too much."""
+    """Returns the functions that names lead to in all of the spaces, and on from the names in their code: if in doubt,
+    too many."""
     found, names = dict[str, Any](), [*first]
     for name in names:  # which grows
         for space, own in spaces.items():

@@ -188,6 +188,6 @@ def place_of(model: PreTrainedModel) -> tuple[object, ...]:
 
 
 def structure_of(model: PreTrainedModel) -> tuple[object, ...]:
-    """What methods, plans and stores are settled by: a model's place, its settings, its modules and their sizes."""
+    """Returns a model's place, configuration, modules and their shapes, on which methods, plans and stores depend."""
     modules = [(type(m), *(p.shape for p in m._parameters.values() if p is not None)) for m in model.modules()]
     return place_of(model), str(hosting.decoder_config(model)), modules

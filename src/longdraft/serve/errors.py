@@ -28,7 +28,7 @@ _TYPES = {
 
 
 def asks_as_anthropic(scope: Scope) -> bool:
-    """Whether a request is one of Anthropic's API."""
+    """Returns True for a request of Anthropic's API."""
     return scope["path"].startswith("/v1/messages") or "anthropic-version" in Headers(scope=scope)
 
 

@@ -121,7 +121,7 @@ class Documents(Sequence[Document]):
         return torch.where(marked < 0, ~marked, marked)
 
     def context(self, i: int, first: int, count: int) -> int:
-        """How many of a document's tokens from its ``first`` on are marked as not learned."""
+        """Counts the tokens of a document from ``first`` on that are marked as not learned."""
         return int((self._marked(i, first, count) < 0).sum())
 
     def _marked(self, i: int, first: int = 0, count: int = 1 << 40) -> torch.Tensor:

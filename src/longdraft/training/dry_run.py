@@ -88,7 +88,8 @@ def estimate(kind: str, config: Any, gpu: str = "h100", gpus: int = 1, tokens: f
     weights = layer * (through if kind == "heads" else 1) + head + others
     own = sum(weight.numel() for weight in model.parameters())
     embedded = 0 if model.config.get_text_config().tie_word_embeddings else vocabulary * h
-    taps += h * bool(run.distill)
+    own_last = kind in ("eagle", "heads") or kv.layers - 1 in getattr(config, "feature_layers", ())
+    taps += h * bool(run.distill) * (not own_last)
     kept = rows * (1 if run.recompute else through) * max(1, attentions // 2)
     memory = {
         "target: weights": 2 * own,
@@ -106,7 +107,7 @@ def estimate(kind: str, config: Any, gpu: str = "h100", gpus: int = 1, tokens: f
         count = min(max(1, round(data * run.epochs / step)), run.max_steps or 1 << 62)
     learned = SOME if count is None else count * step
     reads = min(1.0, 1 / run.epochs) if run.cache is not None else 1.0
-    feature = 2 * taps + 8 if taps else 8
+    feature = 2 * taps + 4 * (kind in ("eagle3", "onepass", "eagle"))  # their likeliest tokens
     target, (speed, room) = 2 * (own - embedded) + 2 * kv.layers * width * length, GPUS[gpu]
     total = sum(memory.values())
     return {

@@ -303,7 +303,7 @@ class Loop:
         self.accelerator.wait_for_everyone()
 
     def _history(self) -> dict[str, Any]:
-        """What the card says: texts, steps, and simulated acceptance on held-out ones."""
+        """Returns the training data, steps and simulated acceptance, for the draft's config.json and card."""
         config, documents, simulated = self.config, self._documents, self._simulated
         return {
             "data": [Path(place).name for place in config.data],
